@@ -6,7 +6,9 @@ use std::{env, fs, io};
 use warpipe_fuzz::{corpus, targets};
 
 fn main() -> io::Result<()> {
-    let folder = env::args_os().nth(1).ok_or_else(|| io::Error::other("usage: seeds FOLDER"))?;
+    let folder = env::args_os()
+        .nth(1)
+        .ok_or_else(|| io::Error::other("usage: seeds FOLDER"))?;
     for target in targets() {
         let folder = Path::new(&folder).join(target.name);
         fs::create_dir_all(&folder)?;

@@ -12,11 +12,23 @@ pub mod corpus;
 #[path = "../../crates/warpipe-cli/src/image.rs"]
 mod image;
 #[path = "../../crates/warpipe-cli/src/npy/mod.rs"]
-#[allow(dead_code, unused_imports, reason = "what writes files is not tried here")]
+#[allow(
+    dead_code,
+    unused_imports,
+    reason = "what writes files is not tried here"
+)]
 mod npy;
 
-const NPY: Target = Target { name: "npy", parse: parse_npy, seeds: npy_seeds };
-const PNG: Target = Target { name: "png", parse: parse_png, seeds: png_seeds };
+const NPY: Target = Target {
+    name: "npy",
+    parse: parse_npy,
+    seeds: npy_seeds,
+};
+const PNG: Target = Target {
+    name: "png",
+    parse: parse_png,
+    seeds: png_seeds,
+};
 
 /// All of them.
 pub fn targets() -> impl Iterator<Item = Target> {
@@ -53,9 +65,19 @@ fn npy_seeds() -> Vec<Vec<u8>> {
     let file = |version: u8, header: &str| {
         let length = header.len() as u32;
         let width = if version == 1 { 2 } else { 4 };
-        [b"\x93NUMPY", &[version, 0][..], &length.to_le_bytes()[..width], header.as_bytes(), &[7; 24]].concat()
+        [
+            b"\x93NUMPY",
+            &[version, 0][..],
+            &length.to_le_bytes()[..width],
+            header.as_bytes(),
+            &[7; 24],
+        ]
+        .concat()
     };
-    headers.iter().flat_map(|header| [1, 2, 3].map(|version| file(version, header))).collect()
+    headers
+        .iter()
+        .flat_map(|header| [1, 2, 3].map(|version| file(version, header)))
+        .collect()
 }
 
 fn parse_png(bytes: &[u8]) {

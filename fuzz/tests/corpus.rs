@@ -45,7 +45,9 @@ fn change(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
 }
 
 fn replay(name: &str) {
-    let target = targets().find(|target| target.name == name).expect("a target");
+    let target = targets()
+        .find(|target| target.name == name)
+        .expect("a target");
     let corpus = corpus::of(&target);
     assert!(!corpus.is_empty(), "{name} has neither seeds nor a corpus");
     let try_one = |input: &[u8]| {
@@ -54,14 +56,23 @@ fn replay(name: &str) {
         }
     };
     corpus.iter().for_each(|input| try_one(input));
-    let rounds = std::env::var("VERIFY_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(ROUNDS);
+    let rounds = std::env::var("VERIFY_ROUNDS")
+        .ok()
+        .and_then(|rounds| rounds.parse().ok())
+        .unwrap_or(ROUNDS);
     let mut random = Random(7);
     for _ in 0..rounds {
-        let (mut input, other) = (corpus[random.below(corpus.len())].clone(), random.below(corpus.len()));
+        let (mut input, other) = (
+            corpus[random.below(corpus.len())].clone(),
+            random.below(corpus.len()),
+        );
         change(&mut input, &corpus[other], &mut random);
         try_one(&input);
     }
-    println!("{name}: {} inputs and {rounds} changes of them", corpus.len());
+    println!(
+        "{name}: {} inputs and {rounds} changes of them",
+        corpus.len()
+    );
 }
 
 macro_rules! replays {

@@ -105,7 +105,12 @@ mod in_loom {
 
     pub fn begin() {
         let futex = Rc::new((Mutex::new(()), Condvar::new()));
-        MADE.with_borrow_mut(|made| *made = Made { words: Vec::new(), futex: Some(futex) });
+        MADE.with_borrow_mut(|made| {
+            *made = Made {
+                words: Vec::new(),
+                futex: Some(futex),
+            }
+        });
     }
 
     pub fn make(value: u64) -> u64 {
@@ -154,13 +159,15 @@ mod in_loom {
             Change::Max(other) => word.fetch_max(other, order),
             Change::Cas(from, to) => {
                 let failed = if order == Relaxed { Relaxed } else { Acquire };
-                word.compare_exchange(from, to, order, failed).unwrap_or_else(|found| found)
+                word.compare_exchange(from, to, order, failed)
+                    .unwrap_or_else(|found| found)
             }
         })
     }
 
     fn futex() -> Rc<(Mutex<()>, Condvar)> {
-        MADE.with_borrow(|made| made.futex.clone()).expect("a model runs")
+        MADE.with_borrow(|made| made.futex.clone())
+            .expect("a model runs")
     }
 
     /// Without a limit: who is not woken hangs, and loom says so.

@@ -7,14 +7,31 @@ pub enum Error {
     Argument(String),
     Layout(String),
     DeviceMemory {},
-    PublisherGone { graceful: bool },
-    QueueFull { name: String, limit: usize, waited: std::time::Duration },
-    Timeout { what: String, waited: std::time::Duration },
+    PublisherGone {
+        graceful: bool,
+    },
+    QueueFull {
+        name: String,
+        limit: usize,
+        waited: std::time::Duration,
+    },
+    Timeout {
+        what: String,
+        waited: std::time::Duration,
+    },
 }
 
 impl Error {
-    pub(crate) fn argument(argument: &'static str, found: impl ToString, allowed: impl ToString) -> Error {
-        Error::Argument(format!("{argument}: {}, not {}", found.to_string(), allowed.to_string()))
+    pub(crate) fn argument(
+        argument: &'static str,
+        found: impl ToString,
+        allowed: impl ToString,
+    ) -> Error {
+        Error::Argument(format!(
+            "{argument}: {}, not {}",
+            found.to_string(),
+            allowed.to_string()
+        ))
     }
 
     pub(crate) fn layout(reason: impl Into<String>) -> Error {

@@ -11,8 +11,15 @@
 //! * [`histories`]: long rows of acts by chance, with memory in which late writes are seen.
 //!
 //! Nothing here is compiled as a test: the tests in the library's sources want the whole library.
-#![allow(dead_code, reason = "what the library uses of these sources is more than what is checked here")]
-#![allow(clippy::all, clippy::missing_safety_doc, reason = "the library's sources are checked where they live")]
+#![allow(
+    dead_code,
+    reason = "what the library uses of these sources is more than what is checked here"
+)]
+#![allow(
+    clippy::all,
+    clippy::missing_safety_doc,
+    reason = "the library's sources are checked where they live"
+)]
 
 pub mod atomic;
 pub mod plant;

@@ -68,7 +68,10 @@ fn hush() {
     ONCE.call_once(|| {
         let tell = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
-            if PLANTED.try_with(|planted| planted.borrow().is_none()).unwrap_or(true) {
+            if PLANTED
+                .try_with(|planted| planted.borrow().is_none())
+                .unwrap_or(true)
+            {
                 tell(panic);
             }
         }));
@@ -78,9 +81,13 @@ fn hush() {
 impl Plant {
     /// Plants it for this thread. None if the library has no such line any more: then the plant is to be written anew.
     pub fn sow(self) -> Option<Uproot> {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/warpipe/src").join(self.file);
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../crates/warpipe/src")
+            .join(self.file);
         let text = std::fs::read_to_string(path).ok()?;
-        let lines = (1..).zip(text.lines()).filter(|(_, line)| line.contains(self.line));
+        let lines = (1..)
+            .zip(text.lines())
+            .filter(|(_, line)| line.contains(self.line));
         let lines: Vec<u32> = lines.map(|(number, _)| number).collect();
         if lines.is_empty() {
             return None;

@@ -144,16 +144,31 @@ fn step(operation: impl FnOnce() -> u64) -> u64 {
 pub(crate) fn load(address: usize, operation: impl FnOnce() -> u64) -> u64 {
     let is_written = RUN.with_borrow(|run| run.words.known.contains(&address));
     // What nobody writes is the same at every time.
-    if is_written { step(operation) } else { operation() }
+    if is_written {
+        step(operation)
+    } else {
+        operation()
+    }
 }
 
 /// One that may write.
 pub(crate) fn change(address: usize, bytes: usize, operation: impl FnOnce() -> u64) -> u64 {
     RUN.with_borrow_mut(|run| {
-        let Words { known, places, has_grown } = &mut run.words;
+        let Words {
+            known,
+            places,
+            has_grown,
+        } = &mut run.words;
         if known.insert(address) {
-            let place = Place { address, bytes, first: 0 };
-            places.push(Place { first: place.value(), ..place });
+            let place = Place {
+                address,
+                bytes,
+                first: 0,
+            };
+            places.push(Place {
+                first: place.value(),
+                ..place
+            });
             *has_grown = true;
         }
     });
@@ -189,15 +204,27 @@ struct State {
 
 impl State {
     fn world(&self) -> World {
-        let phase = |process: &Process| if let Process::At { phase, .. } = process { *phase } else { DONE };
+        let phase = |process: &Process| {
+            if let Process::At { phase, .. } = process {
+                *phase
+            } else {
+                DONE
+            }
+        };
         World {
-            dead: self.processes.iter().map(|process| *process == Process::Dead).collect(),
+            dead: self
+                .processes
+                .iter()
+                .map(|process| *process == Process::Dead)
+                .collect(),
             phases: self.processes.iter().map(phase).collect(),
         }
     }
 
     fn is_done(&self) -> bool {
-        self.processes.iter().all(|process| matches!(process, Process::Dead | Process::At { phase: DONE, .. }))
+        self.processes
+            .iter()
+            .all(|process| matches!(process, Process::Dead | Process::At { phase: DONE, .. }))
     }
 }
 
@@ -212,7 +239,11 @@ pub struct Found {
 ///
 /// # Errors
 /// What is wrong, and the way there.
-pub fn search<M: Model>(make: impl Fn() -> M, deaths: usize, states_max: usize) -> Result<Found, String> {
+pub fn search<M: Model>(
+    make: impl Fn() -> M,
+    deaths: usize,
+    states_max: usize,
+) -> Result<Found, String> {
     let model = make();
     atomic::set(Way::Steps);
     RUN.with_borrow_mut(|run| *run = Run::default());
@@ -259,10 +290,21 @@ impl<'a, M: Model> Search<'a, M> {
 
     /// An empty error: there are words that were not known before, so it is to be done again.
     fn run(mut self) -> Result<Found, String> {
-        let begin = |index| Process::At { phase: self.model.begin(index), returned: [].into() };
+        let begin = |index| Process::At {
+            phase: self.model.begin(index),
+            returned: [].into(),
+        };
         let processes = (0..self.model.processes()).map(begin).collect();
-        let words: Vec<u64> = RUN.with_borrow(|run| run.words.places.iter().map(|place| place.first).collect());
-        self.enter(State { words: words.into(), processes }, 0, "the beginning".into())?;
+        let words: Vec<u64> =
+            RUN.with_borrow(|run| run.words.places.iter().map(|place| place.first).collect());
+        self.enter(
+            State {
+                words: words.into(),
+                processes,
+            },
+            0,
+            "the beginning".into(),
+        )?;
         while let Some((number, state)) = self.open.pop_front() {
             self.expand(number, &state)?;
             if RUN.with_borrow(|run| run.words.has_grown) {
@@ -272,14 +314,19 @@ impl<'a, M: Model> Search<'a, M> {
             }
         }
         self.check_ends()?;
-        Ok(Found { states: self.numbers.len(), steps: self.steps })
+        Ok(Found {
+            states: self.numbers.len(),
+            steps: self.steps,
+        })
     }
 
     fn expand(&mut self, number: u32, state: &State) -> Result<(), String> {
         let mut can_go_on = false;
         let mut sleepers = Vec::new();
         for (index, process) in state.processes.iter().enumerate() {
-            let Process::At { phase, returned } = process else { continue };
+            let Process::At { phase, returned } = process else {
+                continue;
+            };
             if *phase == DONE {
                 continue;
             }
@@ -300,7 +347,11 @@ impl<'a, M: Model> Search<'a, M> {
                 }
             }
         }
-        let dead = state.processes.iter().filter(|process| **process == Process::Dead).count();
+        let dead = state
+            .processes
+            .iter()
+            .filter(|process| **process == Process::Dead)
+            .count();
         for (index, process) in state.processes.iter().enumerate() {
             let lives = matches!(process, Process::At { phase, .. } if *phase != DONE);
             if lives && dead < self.deaths && self.model.is_mortal(index) {
@@ -336,20 +387,28 @@ impl<'a, M: Model> Search<'a, M> {
                 Some(Stop::Asleep) => Came::Asleep,
                 None => {
                     let text = stop.downcast_ref::<String>().map(String::as_str);
-                    let text = text.or(stop.downcast_ref::<&str>().copied()).unwrap_or("it panicked");
+                    let text = text
+                        .or(stop.downcast_ref::<&str>().copied())
+                        .unwrap_or("it panicked");
                     return Err(format!("{text}\n{}", self.way(number)));
                 }
             },
         };
         let process = match came {
             Came::Asleep => return Ok(None),
-            Came::Over(phase) => Process::At { phase, returned: [].into() },
+            Came::Over(phase) => Process::At {
+                phase,
+                returned: [].into(),
+            },
             Came::Stepped => {
                 let returned = RUN.with_borrow(|run| run.returned.as_slice().into());
                 Process::At { phase, returned }
             }
         };
-        let mut next = State { words: self.snapshot(), processes: state.processes.clone() };
+        let mut next = State {
+            words: self.snapshot(),
+            processes: state.processes.clone(),
+        };
         next.processes[index] = process;
         Ok(Some(next))
     }
@@ -398,7 +457,10 @@ impl<'a, M: Model> Search<'a, M> {
                 _ => lines.push((how, 1)),
             }
         }
-        lines.iter().map(|(how, count)| format!("  {how}: {count}\n")).collect()
+        lines
+            .iter()
+            .map(|(how, count)| format!("  {how}: {count}\n"))
+            .collect()
     }
 
     /// From every state there is a way to one in which all who live are done.

@@ -31,7 +31,16 @@ use self::tensor::Layout;
 
 fn memory(layout: Layout) -> (Memory, Arc<()>) {
     let hold = Arc::new(());
-    (Memory { layout, address: 4096, device: Device, read_only: true, hold: hold.clone() }, hold)
+    (
+        Memory {
+            layout,
+            address: 4096,
+            device: Device,
+            read_only: true,
+            hold: hold.clone(),
+        },
+        hold,
+    )
 }
 
 fn taken(found: &Py<PyAny>) -> Result<Imported, PyErr> {
@@ -43,11 +52,22 @@ fn a_capsule_that_nobody_takes_ends_its_memory() {
     for versioned in [false, true] {
         let (memory, hold) = memory(Layout::contiguous(DType::F32, &[2, 3]).unwrap());
         let stay = Arc::new(());
-        let capsule = export(Python, &memory, Some(ConsumerStay(stay.clone())), versioned, false).unwrap();
+        let capsule = export(
+            Python,
+            &memory,
+            Some(ConsumerStay(stay.clone())),
+            versioned,
+            false,
+        )
+        .unwrap();
         drop(memory);
         assert_eq!((Arc::strong_count(&hold), Arc::strong_count(&stay)), (2, 2));
         drop(capsule);
-        assert_eq!((Arc::strong_count(&hold), Arc::strong_count(&stay)), (1, 1), "versioned: {versioned}");
+        assert_eq!(
+            (Arc::strong_count(&hold), Arc::strong_count(&stay)),
+            (1, 1),
+            "versioned: {versioned}"
+        );
     }
 }
 
@@ -59,8 +79,14 @@ fn a_tensor_is_taken_once_and_ends_with_its_taker() {
         let capsule = export(Python, &memory, None, versioned, true).unwrap();
         drop(memory);
         let tensor = taken(&capsule).unwrap();
-        assert_eq!((tensor.device, tensor.dtype, tensor.address), ((1, 0), DType::BF16, 4096));
-        assert_eq!((&tensor.shape[..], &tensor.strides[..]), (&[2, 3][..], &[1, 2][..]));
+        assert_eq!(
+            (tensor.device, tensor.dtype, tensor.address),
+            ((1, 0), DType::BF16, 4096)
+        );
+        assert_eq!(
+            (&tensor.shape[..], &tensor.strides[..]),
+            (&[2, 3][..], &[1, 2][..])
+        );
         assert!(taken(&capsule).is_err(), "it was consumed already");
         drop(capsule);
         assert_eq!(Arc::strong_count(&hold), 2);
@@ -131,7 +157,9 @@ unsafe extern "C" fn count(managed: *mut Versioned) {
 unsafe extern "C" fn keep(_: *mut ffi::PyObject) {}
 
 /// What another framework's tensor comes to, changed by `change`, and how often it is deleted when all is over.
-fn foreign(change: impl FnOnce(&mut Versioned)) -> (Result<(Vec<u64>, Vec<i64>, u64), String>, u32) {
+fn foreign(
+    change: impl FnOnce(&mut Versioned),
+) -> (Result<(Vec<u64>, Vec<i64>, u64), String>, u32) {
     let (mut shape, mut strides, mut deleted) = ([2i64, 3], [4i64, 1], 0u32);
     let (shape, strides, deleted) = (&raw mut shape, &raw mut strides, &raw mut deleted);
     let tensor = Tensor {
@@ -145,12 +173,27 @@ fn foreign(change: impl FnOnce(&mut Versioned)) -> (Result<(Vec<u64>, Vec<i64>, 
         strides: strides.cast(),
         byte_offset: 8,
     };
-    let mut managed = Versioned { version: [1, 0], deleted: deleted.cast(), deleter: Some(count), flags: 0, tensor };
+    let mut managed = Versioned {
+        version: [1, 0],
+        deleted: deleted.cast(),
+        deleter: Some(count),
+        flags: 0,
+        tensor,
+    };
     change(&mut managed);
     // SAFETY: the name is static, and what the pointer names lives until the end of this function.
-    let capsule = unsafe { ffi::PyCapsule_New((&raw mut managed).cast(), c"dltensor_versioned".as_ptr(), Some(keep)) };
-    let capsule = Bound::from_owned_ptr_or_err(Python, capsule).unwrap().unbind();
-    let told = taken(&capsule).map(|found| (found.shape.clone(), found.strides.clone(), found.address));
+    let capsule = unsafe {
+        ffi::PyCapsule_New(
+            (&raw mut managed).cast(),
+            c"dltensor_versioned".as_ptr(),
+            Some(keep),
+        )
+    };
+    let capsule = Bound::from_owned_ptr_or_err(Python, capsule)
+        .unwrap()
+        .unbind();
+    let told =
+        taken(&capsule).map(|found| (found.shape.clone(), found.strides.clone(), found.address));
     drop(capsule);
     // SAFETY: what counted has run, on this thread.
     (told.map_err(|error| error.0), unsafe { *deleted })
@@ -161,7 +204,10 @@ fn another_frameworks_tensor_is_read_and_deleted_once() {
     let whole = (vec![2, 3], vec![4, 1], 4104);
     assert_eq!(foreign(|_| ()), (Ok(whole.clone()), 1));
     let plain = (vec![2, 3], vec![3, 1], 4104);
-    assert_eq!(foreign(|managed| managed.tensor.strides = null_mut()), (Ok(plain), 1));
+    assert_eq!(
+        foreign(|managed| managed.tensor.strides = null_mut()),
+        (Ok(plain), 1)
+    );
     assert_eq!(foreign(|managed| managed.deleter = None), (Ok(whole), 0));
     let scalar = (vec![], vec![], 4104);
     let of_no_rank = foreign(|managed| {
@@ -187,17 +233,26 @@ fn a_tensor_that_cannot_be_is_refused_and_deleted_once() {
     ];
     for (index, lie) in lies.into_iter().enumerate() {
         let (told, deleted) = foreign(|managed| lie(&mut managed.tensor));
-        assert!(told.is_err() && deleted == 1, "{index}: {told:?}, deleted {deleted} times");
+        assert!(
+            told.is_err() && deleted == 1,
+            "{index}: {told:?}, deleted {deleted} times"
+        );
     }
 }
 
 #[test]
 fn a_tensor_of_another_major_version_stays_with_its_capsule() {
     let (told, deleted) = foreign(|managed| managed.version = [2, 0]);
-    assert!(told.is_err() && deleted == 0, "{told:?}, deleted {deleted} times");
+    assert!(
+        told.is_err() && deleted == 0,
+        "{told:?}, deleted {deleted} times"
+    );
 }
 
 #[test]
 fn strides_of_a_shape_that_no_memory_has_do_not_overflow() {
-    assert_eq!(dlpack::row_major(&[u64::MAX, u64::MAX, 3]), [i64::MAX, 3, 1]);
+    assert_eq!(
+        dlpack::row_major(&[u64::MAX, u64::MAX, 3]),
+        [i64::MAX, 3, 1]
+    );
 }

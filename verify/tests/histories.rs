@@ -15,10 +15,16 @@ const HISTORIES: u32 = if cfg!(miri) { 4 } else { 10_000 };
 const LENGTH_MAX: usize = 120;
 
 fn runner() -> TestRunner {
-    let wanted = std::env::var("VERIFY_HISTORIES").ok().and_then(|number| number.parse().ok());
+    let wanted = std::env::var("VERIFY_HISTORIES")
+        .ok()
+        .and_then(|number| number.parse().ok());
     let cases = wanted.unwrap_or(HISTORIES);
-    let config =
-        ProptestConfig { cases, failure_persistence: None, max_shrink_iters: 20_000, ..ProptestConfig::default() };
+    let config = ProptestConfig {
+        cases,
+        failure_persistence: None,
+        max_shrink_iters: 20_000,
+        ..ProptestConfig::default()
+    };
     match wanted {
         Some(_) => TestRunner::new(config),
         None => TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha)),
@@ -29,10 +35,13 @@ fn runner() -> TestRunner {
 fn search(play: impl Fn(&[Draw]) -> Result<(), String>) -> Option<(Vec<Draw>, String)> {
     // A panic is a finding, too.
     let sound = |acts: &[Draw]| {
-        catch_unwind(AssertUnwindSafe(|| play(acts))).unwrap_or_else(|_| Err("the books do not add up".into()))
+        catch_unwind(AssertUnwindSafe(|| play(acts)))
+            .unwrap_or_else(|_| Err("the books do not add up".into()))
     };
     let acts = vec(any::<Draw>(), 1..LENGTH_MAX);
-    match runner().run(&acts, |acts| sound(&acts).map_err(proptest::test_runner::TestCaseError::fail)) {
+    match runner().run(&acts, |acts| {
+        sound(&acts).map_err(proptest::test_runner::TestCaseError::fail)
+    }) {
         Ok(()) => None,
         Err(TestError::Fail(reason, acts)) => Some((acts, reason.to_string())),
         Err(TestError::Abort(reason)) => panic!("{reason}"),
@@ -87,9 +96,16 @@ fn every_fault_of_an_arenas_owner_is_noticed() {
 #[cfg_attr(miri, ignore = "there are too few histories for it")]
 fn a_word_that_counts_as_reached_too_early_is_noticed() {
     let line = "self.value.load(Ordering::Acquire)";
-    let plant = Plant { file: "backend/word.rs", line, op: Op::Load, effect: Says(1 << 40) };
+    let plant = Plant {
+        file: "backend/word.rs",
+        line,
+        op: Op::Load,
+        effect: Says(1 << 40),
+    };
     let Some(_planted) = plant.sow() else {
-        println!("declared skip: backend/word.rs has no line with {line:?} any more; write the plant anew");
+        println!(
+            "declared skip: backend/word.rs has no line with {line:?} any more; write the plant anew"
+        );
         return;
     };
     noticed(search(play_arena(arena::Fault::None)));
@@ -103,8 +119,17 @@ fn a_block_is_lent_again_only_when_all_that_had_it_are_past_it() {
 #[test]
 #[cfg_attr(miri, ignore = "there are too few histories for it")]
 fn every_fault_of_a_pool_is_noticed() {
-    use pool::Fault::{ForgetsBorrowers, ForgetsFence, FreesAtDeath, FreesAtGoodbye, GivesUncleared, NotesOneUser};
-    for fault in [ForgetsFence, FreesAtDeath, FreesAtGoodbye, ForgetsBorrowers, GivesUncleared, NotesOneUser] {
+    use pool::Fault::{
+        ForgetsBorrowers, ForgetsFence, FreesAtDeath, FreesAtGoodbye, GivesUncleared, NotesOneUser,
+    };
+    for fault in [
+        ForgetsFence,
+        FreesAtDeath,
+        FreesAtGoodbye,
+        ForgetsBorrowers,
+        GivesUncleared,
+        NotesOneUser,
+    ] {
         noticed(search(play_pool(fault)));
     }
 }

@@ -18,8 +18,15 @@ macro_rules! hold {
 fn holds(model: Model) {
     let start = std::time::Instant::now();
     let executions = models::check(model).unwrap_or_else(|error| panic!("{}: {error}", model.name));
-    println!("{}: {executions} executions in {:.1} s", model.name, start.elapsed().as_secs_f64());
-    assert!(executions > 1, "a model in which nothing can happen in two orders");
+    println!(
+        "{}: {executions} executions in {:.1} s",
+        model.name,
+        start.elapsed().as_secs_f64()
+    );
+    assert!(
+        executions > 1,
+        "a model in which nothing can happen in two orders"
+    );
 }
 
 hold! {
@@ -46,12 +53,21 @@ hold! {
 
 /// Plants a fault and runs a model, which must notice.
 fn catches(model: Model, file: &'static str, line: &'static str, op: Op, effect: Effect) {
-    let Some(_planted) = (Plant { file, line, op, effect }).sow() else {
+    let Some(_planted) = (Plant {
+        file,
+        line,
+        op,
+        effect,
+    })
+    .sow() else {
         println!("declared skip: {file} has no line with {line:?} any more; write the plant anew");
         return;
     };
     match models::check(model) {
-        Ok(executions) => panic!("{}: {executions} executions, and nothing was noticed", model.name),
+        Ok(executions) => panic!(
+            "{}: {executions} executions, and nothing was noticed",
+            model.name
+        ),
         Err(error) => println!("noticed: {}", error.lines().next().unwrap_or_default()),
     }
 }

@@ -14,7 +14,10 @@ fn search<M: Model>(name: &str, deaths: usize, make: impl Fn() -> M) {
     let start = std::time::Instant::now();
     match steps::search(make, deaths, STATES_MAX) {
         Ok(Found { states, steps }) => {
-            println!("{name}: {states} states, {steps} steps in {:.1} s", start.elapsed().as_secs_f64());
+            println!(
+                "{name}: {states} states, {steps} steps in {:.1} s",
+                start.elapsed().as_secs_f64()
+            );
         }
         Err(error) => panic!("{name}: {error}"),
     }
@@ -30,12 +33,16 @@ fn caught<M: Model>(deaths: usize, make: impl Fn() -> M) {
 
 #[test]
 fn of_two_members_with_one_permit_both_may_be_killed_at_any_step() {
-    search("two members, one permit, two deaths", 2, || Semaphore::new(&[Waits, Waits], 1, Sweeps::Proven));
+    search("two members, one permit, two deaths", 2, || {
+        Semaphore::new(&[Waits, Waits], 1, Sweeps::Proven)
+    });
 }
 
 #[test]
 fn a_wait_may_end_by_itself_and_any_member_be_killed() {
-    search("an impatient one", 1, || Semaphore::new(&[Waits, GivesUp], 1, Sweeps::Proven));
+    search("an impatient one", 1, || {
+        Semaphore::new(&[Waits, GivesUp], 1, Sweeps::Proven)
+    });
 }
 
 #[test]
@@ -59,8 +66,20 @@ fn two() -> Semaphore {
 }
 
 /// Plants a fault in the semaphore's page and searches, which must find it.
-fn catches(make: impl Fn() -> Semaphore, file: &'static str, line: &'static str, op: Op, effect: Effect) {
-    let Some(_planted) = (Plant { file, line, op, effect }).sow() else {
+fn catches(
+    make: impl Fn() -> Semaphore,
+    file: &'static str,
+    line: &'static str,
+    op: Op,
+    effect: Effect,
+) {
+    let Some(_planted) = (Plant {
+        file,
+        line,
+        op,
+        effect,
+    })
+    .sow() else {
         println!("declared skip: {file} has no line with {line:?} any more; write the plant anew");
         return;
     };
@@ -100,13 +119,25 @@ catch! {
 fn every_row_of_grants_to_two_peers_keeps_each_block_its_users() {
     let start = std::time::Instant::now();
     let states = pool::search(2, 6, Fault::None).unwrap_or_else(|wrong| panic!("{wrong}"));
-    println!("a pool of two blocks and two peers: {states} states in {:.1} s", start.elapsed().as_secs_f64());
+    println!(
+        "a pool of two blocks and two peers: {states} states in {:.1} s",
+        start.elapsed().as_secs_f64()
+    );
 }
 
 #[test]
 fn every_fault_of_a_pool_is_found() {
-    use Fault::{ClearsNothing, ForgetsBorrowers, FreesAtDeath, FreesAtGoodbye, GivesUncleared, NotesOneUser};
-    for fault in [FreesAtDeath, FreesAtGoodbye, ForgetsBorrowers, ClearsNothing, GivesUncleared, NotesOneUser] {
+    use Fault::{
+        ClearsNothing, ForgetsBorrowers, FreesAtDeath, FreesAtGoodbye, GivesUncleared, NotesOneUser,
+    };
+    for fault in [
+        FreesAtDeath,
+        FreesAtGoodbye,
+        ForgetsBorrowers,
+        ClearsNothing,
+        GivesUncleared,
+        NotesOneUser,
+    ] {
         match pool::search(2, 6, fault) {
             Ok(states) => panic!("{fault:?}: {states} states, and nothing was noticed"),
             Err(error) => println!("{fault:?} noticed: {error}"),
@@ -116,7 +147,11 @@ fn every_fault_of_a_pool_is_found() {
 
 /// The longest rows of steps of a queue that are tried.
 fn queue_steps() -> usize {
-    if std::env::var_os("VERIFY_DEEPER").is_some() { 8 } else { 7 }
+    if std::env::var_os("VERIFY_DEEPER").is_some() {
+        8
+    } else {
+        7
+    }
 }
 
 #[test]
@@ -125,14 +160,23 @@ fn every_row_of_steps_of_a_queue_keeps_each_job_one_outcome() {
         let start = std::time::Instant::now();
         let states = queue::search(queue_steps(), is_in_order, queue::Fault::None);
         let states = states.unwrap_or_else(|wrong| panic!("{wrong}"));
-        println!("a queue, in order: {is_in_order}: {states} states in {:.1} s", start.elapsed().as_secs_f64());
+        println!(
+            "a queue, in order: {is_in_order}: {states} states in {:.1} s",
+            start.elapsed().as_secs_f64()
+        );
     }
 }
 
 #[test]
 fn every_fault_of_a_queue_is_found() {
     use queue::Fault::{ForgetsLeases, ForgetsUntaken, NotesEveryEnd, NotesNoEnd, NotesNoUntaken};
-    for fault in [ForgetsUntaken, NotesNoUntaken, NotesNoEnd, ForgetsLeases, NotesEveryEnd] {
+    for fault in [
+        ForgetsUntaken,
+        NotesNoUntaken,
+        NotesNoEnd,
+        ForgetsLeases,
+        NotesEveryEnd,
+    ] {
         match queue::search(7, false, fault) {
             Ok(states) => panic!("{fault:?}: {states} states, and nothing was noticed"),
             Err(error) => println!("{fault:?} noticed: {error}"),

@@ -12,12 +12,17 @@ use crate::workspace::{Workspace, cargo};
 /// Packages whose test programs are worth running on a GPU machine.
 const TESTED_PACKAGES: &[&str] = &["warpipe", "warpipe-kernels"];
 /// Programs that are run there, each with its package.
-const PROGRAMS: &[(&str, &str)] = &[("warpipe-cli", "warpipe"), ("warpipe-conformance", "conformance")];
+const PROGRAMS: &[(&str, &str)] = &[
+    ("warpipe-cli", "warpipe"),
+    ("warpipe-conformance", "conformance"),
+];
 /// The package whose examples are carried along: its test program `examples` runs them, and finds them in `examples/`.
 const EXAMPLES_PACKAGE: &str = "warpipe";
 /// What is written beside them.
-const SCRIPTS: &[(&str, &str, u32)] =
-    &[("run", include_str!("../bundle/run"), 0o755), ("report.py", include_str!("../bundle/report.py"), 0o644)];
+const SCRIPTS: &[(&str, &str, u32)] = &[
+    ("run", include_str!("../bundle/run"), 0o755),
+    ("report.py", include_str!("../bundle/report.py"), 0o644),
+];
 /// The profile in the root manifest: release, stripped.
 const PROFILE: &str = "bundle";
 /// The folder travels with the checkout, and 64 MiB is what a machine lent for an hour may take.
@@ -51,12 +56,30 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
         write(&folder.join(name), text, *mode)?;
     }
     python::carry(workspace, &folder.join("python"))?;
-    let folders = ["", "tests", "examples", "python", "python/tests", "python/examples", "python/pytest"];
-    let bytes = folders.iter().map(|part| size_of_files(&folder.join(part))).sum::<Outcome<u64>>()?;
+    let folders = [
+        "",
+        "tests",
+        "examples",
+        "python",
+        "python/tests",
+        "python/examples",
+        "python/pytest",
+    ];
+    let bytes = folders
+        .iter()
+        .map(|part| size_of_files(&folder.join(part)))
+        .sum::<Outcome<u64>>()?;
     let count = programs.len() + tests.len() + examples.len();
-    println!("{}: {count} programs, {:.1} MiB", folder.display(), mebibytes(bytes));
+    println!(
+        "{}: {count} programs, {:.1} MiB",
+        folder.display(),
+        mebibytes(bytes)
+    );
     if bytes > BYTES_MAX {
-        return Err(format!("the bundle is larger than {} MiB; drop test programs", BYTES_MAX >> 20));
+        return Err(format!(
+            "the bundle is larger than {} MiB; drop test programs",
+            BYTES_MAX >> 20
+        ));
     }
     Ok(())
 }
@@ -66,7 +89,10 @@ fn build_programs(workspace: &Workspace) -> Outcome<Vec<(&'static str, PathBuf)>
     let messages = build(workspace, packages.chain(["--bins"]))?;
     let find = |name: &'static str| {
         let path = messages.iter().find_map(|message| program(message, name));
-        Ok((name, path.ok_or_else(|| format!("no package builds the program {name}"))?))
+        Ok((
+            name,
+            path.ok_or_else(|| format!("no package builds the program {name}"))?,
+        ))
     };
     PROGRAMS.iter().map(|(_, name)| find(name)).collect()
 }
@@ -74,15 +100,24 @@ fn build_programs(workspace: &Workspace) -> Outcome<Vec<(&'static str, PathBuf)>
 fn build_tests(workspace: &Workspace) -> Outcome<Vec<TestProgram>> {
     let packages = TESTED_PACKAGES.iter().flat_map(|package| ["-p", package]);
     let messages = build(workspace, packages.chain(["--tests"]))?;
-    let tests: Vec<TestProgram> = messages.iter().filter(|message| is_test(message)).filter_map(test_program).collect();
+    let tests: Vec<TestProgram> = messages
+        .iter()
+        .filter(|message| is_test(message))
+        .filter_map(test_program)
+        .collect();
     if tests.is_empty() {
-        return Err("cargo built no test program; see TESTED_PACKAGES in xtask/src/bundle.rs".into());
+        return Err(
+            "cargo built no test program; see TESTED_PACKAGES in xtask/src/bundle.rs".into(),
+        );
     }
     Ok(tests)
 }
 
 fn build_examples(workspace: &Workspace) -> Outcome<Vec<TestProgram>> {
-    let messages = build(workspace, ["-p", EXAMPLES_PACKAGE, "--examples"].into_iter())?;
+    let messages = build(
+        workspace,
+        ["-p", EXAMPLES_PACKAGE, "--examples"].into_iter(),
+    )?;
     let examples: Vec<TestProgram> = messages.iter().filter_map(example).collect();
     if examples.is_empty() {
         return Err("cargo built no example; see EXAMPLES_PACKAGE in xtask/src/bundle.rs".into());
@@ -91,17 +126,36 @@ fn build_examples(workspace: &Workspace) -> Outcome<Vec<TestProgram>> {
 }
 
 /// Runs `cargo build` and returns what it says of each artifact.
-fn build<'a>(workspace: &Workspace, arguments: impl Iterator<Item = &'a str>) -> Outcome<Vec<serde_json::Value>> {
+fn build<'a>(
+    workspace: &Workspace,
+    arguments: impl Iterator<Item = &'a str>,
+) -> Outcome<Vec<serde_json::Value>> {
     let mut command = Command::new(cargo());
-    command.args(["build", "--profile", PROFILE, "--message-format=json-render-diagnostics"]).args(arguments);
-    command.current_dir(&workspace.root).stdin(Stdio::null()).stderr(Stdio::inherit());
-    let output = command.output().map_err(|error| format!("cargo build did not start: {error}"))?;
+    command
+        .args([
+            "build",
+            "--profile",
+            PROFILE,
+            "--message-format=json-render-diagnostics",
+        ])
+        .args(arguments);
+    command
+        .current_dir(&workspace.root)
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit());
+    let output = command
+        .output()
+        .map_err(|error| format!("cargo build did not start: {error}"))?;
     if !output.status.success() {
         return Err("cargo build failed; its words are above".into());
     }
     let text = String::from_utf8_lossy(&output.stdout);
-    let messages = text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
-    Ok(messages.filter(|message| message["reason"] == "compiler-artifact").collect())
+    let messages = text
+        .lines()
+        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    Ok(messages
+        .filter(|message| message["reason"] == "compiler-artifact")
+        .collect())
 }
 
 fn is_test(message: &serde_json::Value) -> bool {
@@ -120,15 +174,31 @@ fn program(message: &serde_json::Value, name: &str) -> Option<PathBuf> {
 /// A test's name in the bundle: the target's, and `-unit` behind it for the tests inside a library.
 fn test_program(message: &serde_json::Value) -> Option<TestProgram> {
     let name = message["target"]["name"].as_str()?;
-    let inside = message["target"]["kind"].as_array()?.iter().any(|kind| kind != "test");
-    let name = if inside { format!("{name}-unit") } else { name.to_owned() };
-    Some(TestProgram { name, path: executable(message)? })
+    let inside = message["target"]["kind"]
+        .as_array()?
+        .iter()
+        .any(|kind| kind != "test");
+    let name = if inside {
+        format!("{name}-unit")
+    } else {
+        name.to_owned()
+    };
+    Some(TestProgram {
+        name,
+        path: executable(message)?,
+    })
 }
 
 fn example(message: &serde_json::Value) -> Option<TestProgram> {
-    let is_example = !is_test(message) && message["target"]["kind"] == serde_json::json!(["example"]);
+    let is_example =
+        !is_test(message) && message["target"]["kind"] == serde_json::json!(["example"]);
     let name = message["target"]["name"].as_str()?.to_owned();
-    is_example.then(|| Some(TestProgram { name, path: executable(message)? }))?
+    is_example.then(|| {
+        Some(TestProgram {
+            name,
+            path: executable(message)?,
+        })
+    })?
 }
 
 fn make(folder: &Path) -> Outcome<()> {
@@ -137,9 +207,14 @@ fn make(folder: &Path) -> Outcome<()> {
 
 fn place(from: &Path, to: &Path) -> Outcome<()> {
     if to.exists() {
-        return Err(format!("two programs of the bundle are called {}; rename one", to.display()));
+        return Err(format!(
+            "two programs of the bundle are called {}; rename one",
+            to.display()
+        ));
     }
-    fs::copy(from, to).map(drop).map_err(|error| format!("{} not copied: {error}", from.display()))
+    fs::copy(from, to)
+        .map(drop)
+        .map_err(|error| format!("{} not copied: {error}", from.display()))
 }
 
 fn write(path: &Path, text: &str, mode: u32) -> Outcome<()> {
@@ -149,10 +224,13 @@ fn write(path: &Path, text: &str, mode: u32) -> Outcome<()> {
 }
 
 fn size_of_files(folder: &Path) -> Outcome<u64> {
-    let unreadable = |error: std::io::Error| format!("{} cannot be read: {error}", folder.display());
+    let unreadable =
+        |error: std::io::Error| format!("{} cannot be read: {error}", folder.display());
     let mut bytes = 0;
     for entry in fs::read_dir(folder).map_err(unreadable)? {
-        let metadata = entry.and_then(|entry| entry.metadata()).map_err(unreadable)?;
+        let metadata = entry
+            .and_then(|entry| entry.metadata())
+            .map_err(unreadable)?;
         if metadata.is_file() {
             bytes += metadata.len();
         }
@@ -179,14 +257,16 @@ mod tests {
 
     #[test]
     fn the_tests_inside_a_library_and_a_test_program_of_one_name_are_told_apart() {
-        let name = |kind| test_program(&artifact(kind, true, Some("/p"))).map(|program| program.name);
+        let name =
+            |kind| test_program(&artifact(kind, true, Some("/p"))).map(|program| program.name);
         assert_eq!(name("lib").as_deref(), Some("warpipe-unit"));
         assert_eq!(name("test").as_deref(), Some("warpipe"));
     }
 
     #[test]
     fn an_example_is_one_of_that_kind_that_is_no_test() {
-        let name = |kind, test| example(&artifact(kind, test, Some("/p"))).map(|example| example.name);
+        let name =
+            |kind, test| example(&artifact(kind, test, Some("/p"))).map(|example| example.name);
         assert_eq!(name("example", false).as_deref(), Some("warpipe"));
         assert_eq!((name("bin", false), name("example", true)), (None, None));
     }
@@ -201,6 +281,9 @@ mod tests {
     fn a_program_is_found_beside_a_library_of_its_name() {
         assert_eq!(program(&artifact("lib", false, None), "warpipe"), None);
         assert_eq!(program(&artifact("bin", true, Some("/p")), "warpipe"), None);
-        assert_eq!(program(&artifact("bin", false, Some("/p")), "warpipe"), Some("/p".into()));
+        assert_eq!(
+            program(&artifact("bin", false, Some("/p")), "warpipe"),
+            Some("/p".into())
+        );
     }
 }

@@ -42,7 +42,9 @@ pub fn calls(workspace: &Workspace, time: Option<Duration>) -> Outcome<Counts> {
     build(workspace)?;
     let double = place_fake_driver(&workspace.target)?;
     let mut counts = cases(workspace, Some(&double), HANGS, &[])?;
-    let long = time.is_some_and(|time| time >= EVERY_CALL).then_some("--long");
+    let long = time
+        .is_some_and(|time| time >= EVERY_CALL)
+        .then_some("--long");
     counts += cases(workspace, Some(&double), REFUSALS, long.as_slice())?;
     Ok(counts)
 }
@@ -67,9 +69,23 @@ pub fn storm(workspace: &Workspace, time: Option<Duration>) -> Outcome<Counts> {
 }
 
 fn build(workspace: &Workspace) -> Outcome<()> {
-    let packages = ["build", "-p", "warpipe-conformance", "-p", "fake-cuda", "-p", "warpipe-cli"];
-    let finished = Task::new(cargo()).args(packages).run(&workspace.root, BUILD_LIMIT)?;
-    if finished.success { Ok(()) } else { Err("the conformance suite does not compile".into()) }
+    let packages = [
+        "build",
+        "-p",
+        "warpipe-conformance",
+        "-p",
+        "fake-cuda",
+        "-p",
+        "warpipe-cli",
+    ];
+    let finished = Task::new(cargo())
+        .args(packages)
+        .run(&workspace.root, BUILD_LIMIT)?;
+    if finished.success {
+        Ok(())
+    } else {
+        Err("the conformance suite does not compile".into())
+    }
 }
 
 /// Runs the cases whose names contain one of `texts`: over the fake driver, or on the host.
@@ -78,7 +94,9 @@ fn cases(on: &Workspace, double: Option<&Path>, texts: &[&str], more: &[&str]) -
     let backend = if double.is_some() { "cuda" } else { "host" };
     let mut counts = Counts::default();
     for text in texts {
-        let mut task = Task::new(&program).args(["--backend", backend, "--only", text]).args(more);
+        let mut task = Task::new(&program)
+            .args(["--backend", backend, "--only", text])
+            .args(more);
         if let Some(folder) = double {
             task = task.env("LD_LIBRARY_PATH", folder);
         }

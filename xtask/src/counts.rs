@@ -29,9 +29,17 @@ pub enum Dialect {
 
 impl Counts {
     /// One check that held.
-    pub const ONE_PASSED: Counts = Counts { passed: 1, failed: 0, skipped: 0 };
+    pub const ONE_PASSED: Counts = Counts {
+        passed: 1,
+        failed: 0,
+        skipped: 0,
+    };
     /// One check that did not.
-    pub const ONE_FAILED: Counts = Counts { passed: 0, failed: 1, skipped: 0 };
+    pub const ONE_FAILED: Counts = Counts {
+        passed: 0,
+        failed: 1,
+        skipped: 0,
+    };
 
     /// The counts of a program from its lines and its exit. A program that failed has at least one failed check,
     /// and one that says no counts where it should has failed, whatever its exit code says.
@@ -40,11 +48,18 @@ impl Counts {
             Dialect::ExitCode => success.then_some(Counts::ONE_PASSED),
             Dialect::Nextest => lines.iter().rev().find_map(|line| nextest_summary(line)),
             Dialect::CargoTest => sum(lines.iter().filter_map(|line| cargo_test_result(line))),
-            Dialect::LastLine => lines.iter().rev().find(|line| !line.trim().is_empty()).and_then(|line| bare(line)),
+            Dialect::LastLine => lines
+                .iter()
+                .rev()
+                .find(|line| !line.trim().is_empty())
+                .and_then(|line| bare(line)),
         };
         match told {
             Some(counts) if success || counts.failed > 0 => counts,
-            Some(counts) => Counts { failed: 1, ..counts },
+            Some(counts) => Counts {
+                failed: 1,
+                ..counts
+            },
             None => Counts::ONE_FAILED,
         }
     }
@@ -60,7 +75,11 @@ impl AddAssign for Counts {
 
 impl fmt::Display for Counts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped)
+        write!(
+            f,
+            "{} passed, {} failed, {} skipped",
+            self.passed, self.failed, self.skipped
+        )
     }
 }
 
@@ -73,27 +92,44 @@ fn sum(all: impl Iterator<Item = Counts>) -> Option<Counts> {
 }
 
 fn nextest_summary(line: &str) -> Option<Counts> {
-    let (head, list) = line.trim_start().strip_prefix("Summary [")?.split_once(" run: ")?;
-    head.contains("test").then(|| read_list(&without_parentheses(list), ','))?
+    let (head, list) = line
+        .trim_start()
+        .strip_prefix("Summary [")?
+        .split_once(" run: ")?;
+    head.contains("test")
+        .then(|| read_list(&without_parentheses(list), ','))?
 }
 
 fn cargo_test_result(line: &str) -> Option<Counts> {
-    let (_, list) = line.trim_start().strip_prefix("test result: ")?.split_once(". ")?;
-    let counted = list.split(';').filter(|part| !part.contains("measured") && !part.contains("filtered"));
-    let counted: Vec<&str> = counted.filter(|part| !part.contains("finished in")).collect();
+    let (_, list) = line
+        .trim_start()
+        .strip_prefix("test result: ")?
+        .split_once(". ")?;
+    let counted = list
+        .split(';')
+        .filter(|part| !part.contains("measured") && !part.contains("filtered"));
+    let counted: Vec<&str> = counted
+        .filter(|part| !part.contains("finished in"))
+        .collect();
     read_list(&counted.join(";"), ';')
 }
 
 fn bare(line: &str) -> Option<Counts> {
     let words: Vec<&str> = line.split_whitespace().collect();
-    let [_, "passed,", _, "failed,", _, "skipped"] = words.as_slice() else { return None };
+    let [_, "passed,", _, "failed,", _, "skipped"] = words.as_slice() else {
+        return None;
+    };
     read_list(line, ',')
 }
 
 /// Reads `2 passed, 1 failed, ...`. A word that nobody knows counts as failed: better a false alarm than a miss.
 fn read_list(list: &str, separator: char) -> Option<Counts> {
     let mut counts = Counts::default();
-    for part in list.split(separator).map(str::trim).filter(|part| !part.is_empty()) {
+    for part in list
+        .split(separator)
+        .map(str::trim)
+        .filter(|part| !part.is_empty())
+    {
         let (number, word) = part.split_once(' ')?;
         let number: u64 = number.parse().ok()?;
         match word.trim() {
@@ -131,28 +167,39 @@ mod tests {
     }
 
     fn counts(passed: u64, failed: u64, skipped: u64) -> Counts {
-        Counts { passed, failed, skipped }
+        Counts {
+            passed,
+            failed,
+            skipped,
+        }
     }
 
     #[test]
     fn a_nextest_summary_is_read_with_its_remarks_left_out() {
         let text = "        PASS [   0.2s] warpipe a_test\n────────────\n     Summary [   1.234s] 12 tests run: 10 passed (1 slow, 2 flaky), 2 failed, 3 skipped\n        FAIL [   0.1s] other";
-        assert_eq!(Counts::of(Dialect::Nextest, &lines(text), false), counts(10, 2, 3));
+        assert_eq!(
+            Counts::of(Dialect::Nextest, &lines(text), false),
+            counts(10, 2, 3)
+        );
         let one = lines("     Summary [   0.010s] 1 test run: 1 passed, 0 skipped");
         assert_eq!(Counts::of(Dialect::Nextest, &one, true), counts(1, 0, 0));
     }
 
     #[test]
     fn nextest_tests_that_hang_or_do_not_start_are_failures() {
-        let text =
-            lines("     Summary [  60.0s] 5/9 tests run: 2 passed, 1 failed, 1 timed out, 1 exec failed, 4 skipped");
+        let text = lines(
+            "     Summary [  60.0s] 5/9 tests run: 2 passed, 1 failed, 1 timed out, 1 exec failed, 4 skipped",
+        );
         assert_eq!(Counts::of(Dialect::Nextest, &text, false), counts(2, 3, 4));
     }
 
     #[test]
     fn cargo_test_results_are_summed_over_all_programs() {
         let text = "running 3 tests\ntest result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 7 filtered out; finished in 0.01s\n\ntest result: FAILED. 2 passed; 4 failed; 0 ignored; 0 measured; 0 filtered out; finished in 2.00s";
-        assert_eq!(Counts::of(Dialect::CargoTest, &lines(text), false), counts(5, 4, 1));
+        assert_eq!(
+            Counts::of(Dialect::CargoTest, &lines(text), false),
+            counts(5, 4, 1)
+        );
     }
 
     #[test]
@@ -160,27 +207,56 @@ mod tests {
         let text = lines("9 passed, 9 failed, 9 skipped\n5 passed, 0 failed, 2 skipped\n\n");
         assert_eq!(Counts::of(Dialect::LastLine, &text, true), counts(5, 0, 2));
         let cut = lines("5 passed, 0 failed, 2 skipped\nthread 'main' panicked");
-        assert_eq!(Counts::of(Dialect::LastLine, &cut, true), Counts::ONE_FAILED);
+        assert_eq!(
+            Counts::of(Dialect::LastLine, &cut, true),
+            Counts::ONE_FAILED
+        );
     }
 
     #[test]
     fn a_program_that_fails_is_never_counted_as_clean() {
-        assert_eq!(Counts::of(Dialect::LastLine, &lines("5 passed, 0 failed, 0 skipped"), false), counts(5, 1, 0));
-        assert_eq!(Counts::of(Dialect::CargoTest, &lines("error: could not compile"), false), Counts::ONE_FAILED);
-        assert_eq!(Counts::of(Dialect::ExitCode, &[], false), Counts::ONE_FAILED);
+        assert_eq!(
+            Counts::of(
+                Dialect::LastLine,
+                &lines("5 passed, 0 failed, 0 skipped"),
+                false
+            ),
+            counts(5, 1, 0)
+        );
+        assert_eq!(
+            Counts::of(
+                Dialect::CargoTest,
+                &lines("error: could not compile"),
+                false
+            ),
+            Counts::ONE_FAILED
+        );
+        assert_eq!(
+            Counts::of(Dialect::ExitCode, &[], false),
+            Counts::ONE_FAILED
+        );
     }
 
     #[test]
     fn a_program_that_exits_well_and_tells_no_counts_has_failed() {
         for dialect in [Dialect::Nextest, Dialect::CargoTest, Dialect::LastLine] {
-            assert_eq!(Counts::of(dialect, &lines("all good"), true), Counts::ONE_FAILED, "{dialect:?}");
+            assert_eq!(
+                Counts::of(dialect, &lines("all good"), true),
+                Counts::ONE_FAILED,
+                "{dialect:?}"
+            );
         }
         assert_eq!(Counts::of(Dialect::ExitCode, &[], true), Counts::ONE_PASSED);
     }
 
     #[test]
     fn a_line_that_only_resembles_counts_is_not_one() {
-        for line in ["3 passed", "x passed, 0 failed, 0 skipped", "-1 passed, 0 failed, 0 skipped", "passed, failed,"] {
+        for line in [
+            "3 passed",
+            "x passed, 0 failed, 0 skipped",
+            "-1 passed, 0 failed, 0 skipped",
+            "passed, failed,",
+        ] {
             assert_eq!(bare(line), None, "{line}");
         }
         assert_eq!(nextest_summary("Summary [1s] nothing was run: oddly"), None);

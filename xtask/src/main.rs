@@ -54,10 +54,16 @@ fn main() -> ExitCode {
                 return ExitCode::from(2);
             }
         },
-        ["ptx"] => Workspace::find().and_then(|workspace| ptx::rewrite(&workspace)).map(|()| true),
+        ["ptx"] => Workspace::find()
+            .and_then(|workspace| ptx::rewrite(&workspace))
+            .map(|()| true),
         ["python"] => Workspace::find().map(|workspace| suite::run_python(&workspace)),
-        ["wheel"] => Workspace::find().and_then(|workspace| python::wheel(&workspace)).map(|_| true),
-        ["gpu-bundle"] => Workspace::find().and_then(|workspace| bundle::assemble(&workspace)).map(|()| true),
+        ["wheel"] => Workspace::find()
+            .and_then(|workspace| python::wheel(&workspace))
+            .map(|_| true),
+        ["gpu-bundle"] => Workspace::find()
+            .and_then(|workspace| bundle::assemble(&workspace))
+            .map(|()| true),
         _ => return usage(),
     };
     match outcome {

@@ -33,7 +33,10 @@ fn nightly(program: &str) -> Task {
 fn has(arguments: &[&str]) -> bool {
     let mut command = Command::new("rustup");
     command.args(["run", "nightly"]).args(arguments);
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
     command.status().is_ok_and(|status| status.success())
 }
 
@@ -45,7 +48,10 @@ fn triple() -> String {
 /// One check that is not made, and why.
 fn skipped(reason: &str) -> Outcome<Counts> {
     println!("declared skip: {reason}");
-    Ok(Counts { skipped: 1, ..Counts::default() })
+    Ok(Counts {
+        skipped: 1,
+        ..Counts::default()
+    })
 }
 
 /// Fuzzes each parser of `fuzz/` for its share of `time`, from its seeds and from what earlier runs found.
@@ -59,7 +65,9 @@ pub fn fuzz(workspace: &Workspace, time: Option<Duration>) -> Outcome<Counts> {
     let (folder, target) = (workspace.root.join("fuzz"), workspace.target.join("verify"));
     let names = targets(&folder)?;
     let seeds = target.join("seeds");
-    let task = Task::new(cargo()).args(["run", "--locked", "--example", "seeds", "--"]).args([&seeds]);
+    let task = Task::new(cargo())
+        .args(["run", "--locked", "--example", "seeds", "--"])
+        .args([&seeds]);
     if !task.run(&folder, BUILD_LIMIT)?.success {
         return Err("fuzz/ does not compile, or wrote no seeds".into());
     }
@@ -70,19 +78,36 @@ pub fn fuzz(workspace: &Workspace, time: Option<Duration>) -> Outcome<Counts> {
         return Err("the fuzz targets do not compile with the nightly toolchain".into());
     }
     let programs = built.join(format!("{}/release", triple()));
-    let share = time.map_or(FUZZ_TIME, |time| (time / names.len() as u32).max(Duration::from_secs(1)));
+    let share = time.map_or(FUZZ_TIME, |time| {
+        (time / names.len() as u32).max(Duration::from_secs(1))
+    });
     let mut counts = Counts::default();
     for name in &names {
         println!("\n--- {name}, {} s", share.as_secs());
-        let passed = fuzz_one(&programs.join(name), &target, &seeds.join(name), name, share)?;
-        counts += if passed { Counts::ONE_PASSED } else { Counts::ONE_FAILED };
+        let passed = fuzz_one(
+            &programs.join(name),
+            &target,
+            &seeds.join(name),
+            name,
+            share,
+        )?;
+        counts += if passed {
+            Counts::ONE_PASSED
+        } else {
+            Counts::ONE_FAILED
+        };
     }
     Ok(counts)
 }
 
 /// Units of the library that need no system call but a few, by the beginnings of their names.
-const UNITS: &[&str] =
-    &["tensor::tests", "pool::last_writers", "queue::wire", "rows::", "backend::pointer::tests::a_line"];
+const UNITS: &[&str] = &[
+    "tensor::tests",
+    "pool::last_writers",
+    "queue::wire",
+    "rows::",
+    "backend::pointer::tests::a_line",
+];
 
 /// Runs under Miri: histories of arena, pool and entries, the Python package's DLPack structures, and [`UNITS`].
 pub fn miri(workspace: &Workspace) -> Outcome<Counts> {
@@ -90,27 +115,48 @@ pub fn miri(workspace: &Workspace) -> Outcome<Counts> {
         return skipped(&format!("no nightly toolchain with Miri; {INSTALL}"));
     }
     let built = workspace.target.join("verify/miri");
-    let miri = || nightly("cargo").args(["miri", "test", "--locked", "--target-dir"]).args([&built]);
+    let miri = || {
+        nightly("cargo")
+            .args(["miri", "test", "--locked", "--target-dir"])
+            .args([&built])
+    };
     let models = miri().args(["--test", "histories", "--test", "dlpack"]);
     let mut counts = counted(&models.run(&workspace.root.join("verify"), MIRI_LIMIT)?);
     let units = miri().args(["-p", "warpipe", "--lib", "--"]).args(UNITS);
-    counts += counted(&units.env("MIRIFLAGS", "-Zmiri-disable-isolation").run(&workspace.root, MIRI_LIMIT)?);
+    counts += counted(
+        &units
+            .env("MIRIFLAGS", "-Zmiri-disable-isolation")
+            .run(&workspace.root, MIRI_LIMIT)?,
+    );
     Ok(counts)
 }
 
 /// Runs the conformance cases on the host under ThreadSanitizer, with the standard library compiled for it, too.
 pub fn tsan(workspace: &Workspace) -> Outcome<Counts> {
     if !has(&["cargo", "--version"]) || !has_library_source() {
-        return skipped(&format!("no nightly toolchain with the standard library's source; {INSTALL}"));
+        return skipped(&format!(
+            "no nightly toolchain with the standard library's source; {INSTALL}"
+        ));
     }
-    let (built, logs) = (workspace.target.join("verify/tsan"), workspace.target.join("verify/races"));
+    let (built, logs) = (
+        workspace.target.join("verify/tsan"),
+        workspace.target.join("verify/races"),
+    );
     // What an earlier run told is not this one's.
     let _ = fs::remove_dir_all(&logs);
     fs::create_dir_all(&logs).map_err(|error| format!("{} not made: {error}", logs.display()))?;
-    let build = nightly("cargo").args(["build", "--locked", "-Zbuild-std", "--target"]).args([triple()]);
-    let build = build.args(["-p", "warpipe-conformance", "--target-dir"]).args([&built]);
+    let build = nightly("cargo")
+        .args(["build", "--locked", "-Zbuild-std", "--target"])
+        .args([triple()]);
+    let build = build
+        .args(["-p", "warpipe-conformance", "--target-dir"])
+        .args([&built]);
     let flags = "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer";
-    if !build.env("RUSTFLAGS", flags).run(&workspace.root, BUILD_LIMIT)?.success {
+    if !build
+        .env("RUSTFLAGS", flags)
+        .run(&workspace.root, BUILD_LIMIT)?
+        .success
+    {
         return Err("the conformance suite does not compile with ThreadSanitizer".into());
     }
     // Cases fork beside threads, and want processes that end by their faults.
@@ -120,7 +166,9 @@ pub fn tsan(workspace: &Workspace) -> Outcome<Counts> {
         logs.join("race").display()
     );
     let program = built.join(format!("{}/debug/conformance", triple()));
-    let task = Task::new(program).args(["--backend", "host"]).env("TSAN_OPTIONS", options);
+    let task = Task::new(program)
+        .args(["--backend", "host"])
+        .env("TSAN_OPTIONS", options);
     let finished = task.run(&workspace.root, TSAN_LIMIT)?;
     let mut counts = Counts::of(Dialect::LastLine, &finished.lines, finished.success);
     let races = reports(&logs)?;
@@ -131,19 +179,27 @@ pub fn tsan(workspace: &Workspace) -> Outcome<Counts> {
 /// How many files of reports there are: one for each process that told of something. Prints them.
 fn reports(logs: &Path) -> Outcome<u64> {
     let mut count = 0;
-    let entries = fs::read_dir(logs).map_err(|error| format!("{} not read: {error}", logs.display()))?;
+    let entries =
+        fs::read_dir(logs).map_err(|error| format!("{} not read: {error}", logs.display()))?;
     for entry in entries.flatten() {
-        println!("{}", String::from_utf8_lossy(&fs::read(entry.path()).unwrap_or_default()));
+        println!(
+            "{}",
+            String::from_utf8_lossy(&fs::read(entry.path()).unwrap_or_default())
+        );
         count += 1;
     }
     Ok(count)
 }
 
 fn has_library_source() -> bool {
-    let printed = Command::new("rustup").args(["run", "nightly", "rustc", "--print", "sysroot"]).output();
+    let printed = Command::new("rustup")
+        .args(["run", "nightly", "rustc", "--print", "sysroot"])
+        .output();
     let Ok(printed) = printed else { return false };
     let sysroot = String::from_utf8_lossy(&printed.stdout).trim().to_owned();
-    Path::new(&sysroot).join("lib/rustlib/src/rust/library/Cargo.toml").exists()
+    Path::new(&sysroot)
+        .join("lib/rustlib/src/rust/library/Cargo.toml")
+        .exists()
 }
 
 fn counted(finished: &Finished) -> Counts {
@@ -153,17 +209,36 @@ fn counted(finished: &Finished) -> Counts {
 /// The targets by name, in order.
 fn targets(folder: &Path) -> Outcome<Vec<String>> {
     let folder = folder.join("fuzz_targets");
-    let entries = fs::read_dir(&folder).map_err(|error| format!("{} not read: {error}", folder.display()))?;
-    let names = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
-    let mut names: Vec<_> = names.filter_map(|name| name.strip_suffix(".rs").map(str::to_owned)).collect();
+    let entries =
+        fs::read_dir(&folder).map_err(|error| format!("{} not read: {error}", folder.display()))?;
+    let names = entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().into_string().ok());
+    let mut names: Vec<_> = names
+        .filter_map(|name| name.strip_suffix(".rs").map(str::to_owned))
+        .collect();
     names.sort();
-    if names.is_empty() { Err(format!("{} has no targets", folder.display())) } else { Ok(names) }
+    if names.is_empty() {
+        Err(format!("{} has no targets", folder.display()))
+    } else {
+        Ok(names)
+    }
 }
 
-fn fuzz_one(program: &Path, target: &Path, seeds: &Path, name: &str, time: Duration) -> Outcome<bool> {
-    let (grown, found) = (target.join("grown").join(name), target.join("found").join(name));
+fn fuzz_one(
+    program: &Path,
+    target: &Path,
+    seeds: &Path,
+    name: &str,
+    time: Duration,
+) -> Outcome<bool> {
+    let (grown, found) = (
+        target.join("grown").join(name),
+        target.join("found").join(name),
+    );
     for folder in [&grown, &found] {
-        fs::create_dir_all(folder).map_err(|error| format!("{} not made: {error}", folder.display()))?;
+        fs::create_dir_all(folder)
+            .map_err(|error| format!("{} not made: {error}", folder.display()))?;
     }
     let options = [
         format!("-max_total_time={}", time.as_secs()),
@@ -174,10 +249,17 @@ fn fuzz_one(program: &Path, target: &Path, seeds: &Path, name: &str, time: Durat
         "-verbosity=0".into(),
         "-print_final_stats=1".into(),
     ];
-    let task = Task::new("nice").args(["-n", "19"]).args([program]).args(options).args([&grown, seeds]);
+    let task = Task::new("nice")
+        .args(["-n", "19"])
+        .args([program])
+        .args(options)
+        .args([&grown, seeds]);
     let finished = task.run(target, time + FUZZ_SPARE)?;
     if !finished.success {
-        println!("what it found is in {}; add it to fuzz/corpus/{name}.hex with the mend", found.display());
+        println!(
+            "what it found is in {}; add it to fuzz/corpus/{name}.hex with the mend",
+            found.display()
+        );
     }
     Ok(finished.success)
 }

@@ -35,7 +35,11 @@ pub struct Finished {
 impl Task {
     /// A program, by name or path.
     pub fn new(program: impl Into<OsString>) -> Task {
-        Task { program: program.into(), arguments: Vec::new(), variables: Vec::new() }
+        Task {
+            program: program.into(),
+            arguments: Vec::new(),
+            variables: Vec::new(),
+        }
     }
 
     /// Adds arguments.
@@ -53,13 +57,26 @@ impl Task {
     /// Runs in `folder`, killed with all its process group after `limit`. Its output is shown as it comes.
     pub fn run(self, folder: &Path, limit: Duration) -> Outcome<Finished> {
         let name = self.program.to_string_lossy().into_owned();
-        let failed = |error: std::io::Error| format!("{name} did not start under coreutils' `timeout`: {error}");
+        let failed = |error: std::io::Error| {
+            format!("{name} did not start under coreutils' `timeout`: {error}")
+        };
         let (reader, writer) = std::io::pipe().map_err(failed)?;
         // `timeout` rather than a kill of our own: it ends the whole process group, test programs included.
         let mut command = Command::new("timeout");
-        command.arg("--kill-after=10").arg(limit.as_secs().to_string()).arg(&self.program).args(&self.arguments);
-        command.envs(self.variables).env("CARGO_TERM_COLOR", "never").env("NO_COLOR", "1").current_dir(folder);
-        command.stdin(std::process::Stdio::null()).stdout(writer.try_clone().map_err(failed)?).stderr(writer);
+        command
+            .arg("--kill-after=10")
+            .arg(limit.as_secs().to_string())
+            .arg(&self.program)
+            .args(&self.arguments);
+        command
+            .envs(self.variables)
+            .env("CARGO_TERM_COLOR", "never")
+            .env("NO_COLOR", "1")
+            .current_dir(folder);
+        command
+            .stdin(std::process::Stdio::null())
+            .stdout(writer.try_clone().map_err(failed)?)
+            .stderr(writer);
         let mut child = command.spawn().map_err(failed)?;
         drop(command);
         let (kept, ended) = show_and_keep(reader);
@@ -70,8 +87,16 @@ impl Task {
         if status.code() == Some(124) {
             println!("(ended: it ran longer than {} s)", limit.as_secs());
         }
-        let lines = kept.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect();
-        Ok(Finished { success: status.success(), lines })
+        let lines = kept
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .iter()
+            .cloned()
+            .collect();
+        Ok(Finished {
+            success: status.success(),
+            lines,
+        })
     }
 }
 
@@ -84,7 +109,10 @@ fn show_and_keep(reader: PipeReader) -> (Kept, mpsc::Receiver<()>) {
     thread::spawn(move || {
         let mut reader = BufReader::new(reader);
         let mut line = Vec::new();
-        while reader.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
+        while reader
+            .read_until(b'\n', &mut line)
+            .is_ok_and(|bytes| bytes > 0)
+        {
             let _ = std::io::stdout().write_all(&line);
             let mut lines = keep.lock().unwrap_or_else(PoisonError::into_inner);
             if lines.len() == LINES_MAX {
@@ -103,12 +131,18 @@ mod tests {
     use super::*;
 
     fn shell(script: &str, limit: Duration) -> Finished {
-        Task::new("sh").args(["-c", script]).run(Path::new("/"), limit).expect("sh starts")
+        Task::new("sh")
+            .args(["-c", script])
+            .run(Path::new("/"), limit)
+            .expect("sh starts")
     }
 
     #[test]
     fn both_streams_of_a_program_are_kept_in_order() {
-        let finished = shell("echo one; echo two >&2; printf three", Duration::from_secs(60));
+        let finished = shell(
+            "echo one; echo two >&2; printf three",
+            Duration::from_secs(60),
+        );
         assert!(finished.success);
         assert_eq!(finished.lines, ["one", "two", "three"]);
     }
@@ -122,7 +156,8 @@ mod tests {
 
     #[test]
     fn a_program_that_is_not_there_has_failed() {
-        let finished = Task::new("no-such-program-here").run(Path::new("/"), Duration::from_secs(60));
+        let finished =
+            Task::new("no-such-program-here").run(Path::new("/"), Duration::from_secs(60));
         assert!(finished.is_ok_and(|finished| !finished.success));
     }
 }

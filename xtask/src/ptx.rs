@@ -21,8 +21,13 @@ pub fn rewrite(workspace: &Workspace) -> Outcome<()> {
     for (source, fresh) in compile_all(workspace)? {
         let committed = source.with_extension("ptx");
         let same = fs::read(&committed).is_ok_and(|old| old == fresh);
-        fs::write(&committed, &fresh).map_err(|error| format!("{} not written: {error}", committed.display()))?;
-        println!("{}: {}", workspace.show(&committed), if same { "unchanged" } else { "rewritten" });
+        fs::write(&committed, &fresh)
+            .map_err(|error| format!("{} not written: {error}", committed.display()))?;
+        println!(
+            "{}: {}",
+            workspace.show(&committed),
+            if same { "unchanged" } else { "rewritten" }
+        );
     }
     Ok(())
 }
@@ -33,7 +38,11 @@ pub fn check_fresh(workspace: &Workspace) -> Outcome<()> {
     for (source, fresh) in compile_all(workspace)? {
         let committed = source.with_extension("ptx");
         let same = fs::read(&committed).is_ok_and(|old| old == fresh);
-        println!("{}: {}", workspace.show(&committed), if same { "fresh" } else { "stale or missing" });
+        println!(
+            "{}: {}",
+            workspace.show(&committed),
+            if same { "fresh" } else { "stale or missing" }
+        );
         if !same {
             stale.push(workspace.show(&committed).to_string());
         }
@@ -41,33 +50,52 @@ pub fn check_fresh(workspace: &Workspace) -> Outcome<()> {
     if stale.is_empty() {
         return Ok(());
     }
-    Err(format!("{} is not what its source compiles to; run `cargo xtask ptx` and commit the result", stale.join(", ")))
+    Err(format!(
+        "{} is not what its source compiles to; run `cargo xtask ptx` and commit the result",
+        stale.join(", ")
+    ))
 }
 
 /// Fails on an atomic of less than system scope in any PTX under `crates/`: another process would not see it whole.
 pub fn check_scope(workspace: &Workspace) -> Outcome<()> {
     let mut narrow = Vec::new();
     for path in workspace.sources("ptx")? {
-        let text = fs::read_to_string(&path).map_err(|error| format!("{} not read: {error}", path.display()))?;
+        let text = fs::read_to_string(&path)
+            .map_err(|error| format!("{} not read: {error}", path.display()))?;
         let found = narrow_atomics(&text);
-        println!("{}: {} atomics of narrow scope", workspace.show(&path), found.len());
-        narrow.extend(found.into_iter().map(|(line, word)| format!("{}:{line}: {word}", workspace.show(&path))));
+        println!(
+            "{}: {} atomics of narrow scope",
+            workspace.show(&path),
+            found.len()
+        );
+        narrow.extend(
+            found
+                .into_iter()
+                .map(|(line, word)| format!("{}:{line}: {word}", workspace.show(&path))),
+        );
     }
     if narrow.is_empty() {
         return Ok(());
     }
-    Err(format!("atomics without `.sys`; use `atomic*_system` in the source:\n{}", narrow.join("\n")))
+    Err(format!(
+        "atomics without `.sys`; use `atomic*_system` in the source:\n{}",
+        narrow.join("\n")
+    ))
 }
 
 /// Line numbers and instructions of all `atom.` and `red.` that lack `.sys`.
 fn narrow_atomics(ptx: &str) -> Vec<(usize, &str)> {
     let instructions = ptx.lines().enumerate().flat_map(|(index, line)| {
         let code = line.split("//").next().unwrap_or_default();
-        let words = code.split(|character: char| character.is_whitespace() || ";{},".contains(character));
+        let words =
+            code.split(|character: char| character.is_whitespace() || ";{},".contains(character));
         words.map(move |word| (index + 1, word))
     });
-    let atomics = instructions.filter(|(_, word)| word.starts_with("atom.") || word.starts_with("red."));
-    atomics.filter(|(_, word)| !word.split('.').any(|part| part == "sys")).collect()
+    let atomics =
+        instructions.filter(|(_, word)| word.starts_with("atom.") || word.starts_with("red."));
+    atomics
+        .filter(|(_, word)| !word.split('.').any(|part| part == "sys"))
+        .collect()
 }
 
 /// Every CUDA source under `crates/` with the PTX that NVRTC makes of it.
@@ -78,15 +106,30 @@ fn compile_all(workspace: &Workspace) -> Outcome<Vec<(PathBuf, Vec<u8>)>> {
     }
     let wheel = nvrtc(workspace)?;
     let folder = workspace.target.join("ptx-fresh");
-    fs::create_dir_all(&folder).map_err(|error| format!("{} not made: {error}", folder.display()))?;
-    let outputs: Vec<PathBuf> = (0..sources.len()).map(|index| folder.join(format!("{index}.ptx"))).collect();
-    let pairs = sources.iter().zip(&outputs).flat_map(|(source, output)| [source, output]);
-    let task = Task::new("python3").args(["-c", COMPILE]).args([&wheel]).args(pairs);
+    fs::create_dir_all(&folder)
+        .map_err(|error| format!("{} not made: {error}", folder.display()))?;
+    let outputs: Vec<PathBuf> = (0..sources.len())
+        .map(|index| folder.join(format!("{index}.ptx")))
+        .collect();
+    let pairs = sources
+        .iter()
+        .zip(&outputs)
+        .flat_map(|(source, output)| [source, output]);
+    let task = Task::new("python3")
+        .args(["-c", COMPILE])
+        .args([&wheel])
+        .args(pairs);
     if !task.run(&workspace.root, COMPILE_LIMIT)?.success {
         return Err("NVRTC did not compile the sources; its words are above".into());
     }
-    let read = |output: &PathBuf| fs::read(output).map_err(|error| format!("{} not read: {error}", output.display()));
-    sources.into_iter().zip(&outputs).map(|(source, output)| Ok((source, read(output)?))).collect()
+    let read = |output: &PathBuf| {
+        fs::read(output).map_err(|error| format!("{} not read: {error}", output.display()))
+    };
+    sources
+        .into_iter()
+        .zip(&outputs)
+        .map(|(source, output)| Ok((source, read(output)?)))
+        .collect()
 }
 
 /// The folder that holds NVRTC, installed there first if need be.
@@ -96,13 +139,17 @@ fn nvrtc(workspace: &Workspace) -> Outcome<PathBuf> {
     if !complete.exists() {
         let _ = fs::remove_dir_all(&folder);
         install(workspace, &folder)?;
-        fs::write(&complete, "").map_err(|error| format!("{} not written: {error}", complete.display()))?;
+        fs::write(&complete, "")
+            .map_err(|error| format!("{} not written: {error}", complete.display()))?;
     }
     Ok(folder)
 }
 
 fn install(workspace: &Workspace, folder: &Path) -> Outcome<()> {
-    println!("installing {WHEEL} {WHEEL_VERSION} in {}", workspace.show(folder));
+    println!(
+        "installing {WHEEL} {WHEEL_VERSION} in {}",
+        workspace.show(folder)
+    );
     let venv = Task::new("python3").args(["-m", "venv"]).args([folder]);
     if !venv.run(&workspace.root, INSTALL_LIMIT)?.success {
         return Err("python3 makes no virtual environment; install it (Debian: apt-get install python3-venv)".into());
@@ -119,7 +166,9 @@ fn install(workspace: &Workspace, folder: &Path) -> Outcome<()> {
         &package,
     ]);
     if !pip.run(&workspace.root, INSTALL_LIMIT)?.success {
-        return Err(format!("pip did not install {package}; see that it reaches its index (pip config list)"));
+        return Err(format!(
+            "pip did not install {package}; see that it reaches its index (pip config list)"
+        ));
     }
     Ok(())
 }
@@ -131,7 +180,10 @@ mod tests {
     #[test]
     fn an_atomic_of_device_scope_is_found_wherever_it_stands() {
         let ptx = "\tatom.global.add.u64 %rd1, [%rd2], 1;\n@%p1 red.global.gpu.add.u64 [%rd2], 1;\n{ mov.u32 %r1, 0; atom.cas.b32 %r1, [%rd1], 0, 1; }";
-        let found: Vec<usize> = narrow_atomics(ptx).into_iter().map(|(line, _)| line).collect();
+        let found: Vec<usize> = narrow_atomics(ptx)
+            .into_iter()
+            .map(|(line, _)| line)
+            .collect();
         assert_eq!(found, [1, 2, 3]);
     }
 
@@ -143,6 +195,9 @@ mod tests {
 
     #[test]
     fn a_name_that_merely_contains_sys_is_no_scope() {
-        assert_eq!(narrow_atomics("atom.system_like.add.u64 %rd1, [%rd2], 1;").len(), 1);
+        assert_eq!(
+            narrow_atomics("atom.system_like.add.u64 %rd1, [%rd2], 1;").len(),
+            1
+        );
     }
 }

@@ -20,8 +20,14 @@ const PLATFORM: &str = "manylinux2014";
 const ZIG_TARGET: &str = "x86_64-linux-gnu.2.17";
 
 /// What the tests use. PyTorch, CuPy and Numba are used if this machine has them already.
-const TESTED_WITH: &[&str] =
-    &["pytest==9.2.0", "pytest-xdist==3.8.0", "numpy>=2.1", "ml_dtypes>=0.5", "jax[cpu]>=0.6", "mypy>=2,<3"];
+const TESTED_WITH: &[&str] = &[
+    "pytest==9.2.0",
+    "pytest-xdist==3.8.0",
+    "numpy>=2.1",
+    "ml_dtypes>=0.5",
+    "jax[cpu]>=0.6",
+    "mypy>=2,<3",
+];
 
 /// pytest for a machine that has none and no network: pure Python, 2 MiB.
 const CARRIED: &[&str] = &[
@@ -53,12 +59,28 @@ pub fn wheel(workspace: &Workspace) -> Outcome<PathBuf> {
 /// The system's unwinder to link with. Zig would put one of its own into the library; but a thread that the interpreter's
 /// end unwinds (`pthread_exit`) is unwound by the system's, and two that meet in one stack crash.
 fn unwinder(workspace: &Workspace, tools: &Path) -> Outcome<PathBuf> {
-    let (source, folder) = (workspace.root.join("xtask/wheel"), workspace.target.join("unwinder"));
-    fs::create_dir_all(&folder).map_err(|error| format!("{} not made: {error}", folder.display()))?;
+    let (source, folder) = (
+        workspace.root.join("xtask/wheel"),
+        workspace.target.join("unwinder"),
+    );
+    fs::create_dir_all(&folder)
+        .map_err(|error| format!("{} not made: {error}", folder.display()))?;
     let made = folder.join("libgcc_s.so.1");
-    let versions = format!("-Wl,--version-script={}", source.join("unwinder.map").display());
+    let versions = format!(
+        "-Wl,--version-script={}",
+        source.join("unwinder.map").display()
+    );
     let compile = Task::new(tools.join("bin/python"))
-        .args(["-m", "ziglang", "cc", "-target", ZIG_TARGET, "-shared", "-nostdlib", "-Wl,-soname,libgcc_s.so.1"])
+        .args([
+            "-m",
+            "ziglang",
+            "cc",
+            "-target",
+            ZIG_TARGET,
+            "-shared",
+            "-nostdlib",
+            "-Wl,-soname,libgcc_s.so.1",
+        ])
         .args([versions.as_str(), "-o"])
         .args([&made, &source.join("unwinder.c")]);
     if !compile.run(&workspace.root, BUILD_LIMIT)?.success {
@@ -72,27 +94,50 @@ fn try_ends(workspace: &Workspace, wheel: &Path) -> Outcome<()> {
     let environment = tested(workspace)?;
     install(workspace, &environment, wheel)?;
     let ends = ["exit", "ending", "faces_after_fork"].map(|name| format!("tests/test_{name}.py"));
-    let counts = counted(workspace, pytest(&environment).args(ends).env("WARPIPE_TEST_DEVICE", "host"))?;
+    let counts = counted(
+        workspace,
+        pytest(&environment)
+            .args(ends)
+            .env("WARPIPE_TEST_DEVICE", "host"),
+    )?;
     if counts.failed > 0 || counts.passed == 0 {
-        return Err(format!("{} does not end well; what pytest said is above", wheel.display()));
+        return Err(format!(
+            "{} does not end well; what pytest said is above",
+            wheel.display()
+        ));
     }
     Ok(())
 }
 
 /// Builds the package as it stands, without optimisation, installs it in an environment and runs its tests there.
 pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
-    let (tools, folder) = (environment(workspace, "python-build", BUILDERS, &[])?, workspace.target.join("python-dev"));
-    let wheel = build(workspace, &tools, &folder, &["--profile", "dev", "--compatibility", "linux"], &[])?;
+    let (tools, folder) = (
+        environment(workspace, "python-build", BUILDERS, &[])?,
+        workspace.target.join("python-dev"),
+    );
+    let wheel = build(
+        workspace,
+        &tools,
+        &folder,
+        &["--profile", "dev", "--compatibility", "linux"],
+        &[],
+    )?;
     let environment = tested(workspace)?;
     install(workspace, &environment, &wheel)?;
-    counted(workspace, pytest(&environment).args(["tests"]).env("WARPIPE_TEST_DEVICE", "host"))
+    counted(
+        workspace,
+        pytest(&environment)
+            .args(["tests"])
+            .env("WARPIPE_TEST_DEVICE", "host"),
+    )
 }
 
 /// Runs the tests again on the fake driver in `folder`, after [`tests`]: without the files that ask nothing of a
 /// device, and without the benchmark, which needs PyTorch there.
 pub fn tests_on_fake_driver(workspace: &Workspace, folder: &Path) -> Outcome<Counts> {
     let environment = tested(workspace)?;
-    let left_out = ["package", "bench", "examples"].map(|name| format!("--ignore=tests/test_{name}.py"));
+    let left_out =
+        ["package", "bench", "examples"].map(|name| format!("--ignore=tests/test_{name}.py"));
     let pytest = pytest(&environment)
         .args(["tests"])
         .args(left_out)
@@ -106,11 +151,18 @@ pub fn tests_on_fake_driver(workspace: &Workspace, folder: &Path) -> Outcome<Cou
 
 /// What the tests run in.
 fn tested(workspace: &Workspace) -> Outcome<PathBuf> {
-    environment(workspace, "python-tests", TESTED_WITH, &["--system-site-packages"])
+    environment(
+        workspace,
+        "python-tests",
+        TESTED_WITH,
+        &["--system-site-packages"],
+    )
 }
 
 fn install(workspace: &Workspace, environment: &Path, wheel: &Path) -> Outcome<()> {
-    let install = pip(environment).args(["--force-reinstall", "--no-deps"]).args([wheel]);
+    let install = pip(environment)
+        .args(["--force-reinstall", "--no-deps"])
+        .args([wheel]);
     if !install.run(&workspace.root, INSTALL_LIMIT)?.success {
         return Err(format!("pip did not install {}", wheel.display()));
     }
@@ -120,34 +172,72 @@ fn install(workspace: &Workspace, environment: &Path, wheel: &Path) -> Outcome<(
 /// Two files at a time, as this takes long.
 fn pytest(environment: &Path) -> Task {
     Task::new(environment.join("bin/python"))
-        .args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", "-n", "2", "--dist", "loadfile"])
+        .args([
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "xdist",
+            "-n",
+            "2",
+            "--dist",
+            "loadfile",
+        ])
         .env("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 }
 
 fn counted(workspace: &Workspace, pytest: Task) -> Outcome<Counts> {
     let finished = pytest.run(&workspace.root.join(CRATE), TEST_LIMIT)?;
-    Ok(Counts::of(Dialect::LastLine, &finished.lines, finished.success))
+    Ok(Counts::of(
+        Dialect::LastLine,
+        &finished.lines,
+        finished.success,
+    ))
 }
 
 /// Puts the wheel, the tests, and what they need into `folder`.
 pub fn carry(workspace: &Workspace, folder: &Path) -> Outcome<()> {
     let wheel = wheel(workspace)?;
-    copy_scripts(&workspace.root.join(CRATE).join("tests"), &folder.join("tests"))?;
-    copy_scripts(&workspace.root.join("examples/python"), &folder.join("examples"))?;
+    copy_scripts(
+        &workspace.root.join(CRATE).join("tests"),
+        &folder.join("tests"),
+    )?;
+    copy_scripts(
+        &workspace.root.join("examples/python"),
+        &folder.join("examples"),
+    )?;
     copy(&wheel, folder)?;
     let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
     let download = Task::new(tools.join("bin/python"))
-        .args(["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest"])
+        .args([
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--dest",
+        ])
         .args([folder.join("pytest")])
         .args(CARRIED.iter().copied());
     if !download.run(&workspace.root, INSTALL_LIMIT)?.success {
-        return Err("pip did not download pytest; see that it reaches its index (pip config list)".into());
+        return Err(
+            "pip did not download pytest; see that it reaches its index (pip config list)".into(),
+        );
     }
     Ok(())
 }
 
 /// Runs the maturin of `tools` with `options`, and `last` for the compiler, and leaves one wheel in `folder`.
-fn build(workspace: &Workspace, tools: &Path, folder: &Path, options: &[&str], last: &[&str]) -> Outcome<PathBuf> {
+fn build(
+    workspace: &Workspace,
+    tools: &Path,
+    folder: &Path,
+    options: &[&str],
+    last: &[&str],
+) -> Outcome<PathBuf> {
     let _ = fs::remove_dir_all(folder);
     let path = std::env::var("PATH").unwrap_or_default();
     let maturin = Task::new(tools.join("bin/maturin"))
@@ -159,38 +249,63 @@ fn build(workspace: &Workspace, tools: &Path, folder: &Path, options: &[&str], l
         .env("VIRTUAL_ENV", tools)
         // maturin finds Zig by the python of the search path.
         .env("PATH", format!("{}:{path}", tools.join("bin").display()));
-    if !maturin.run(&workspace.root.join(CRATE), BUILD_LIMIT)?.success {
+    if !maturin
+        .run(&workspace.root.join(CRATE), BUILD_LIMIT)?
+        .success
+    {
         return Err("maturin built no wheel; its words are above".into());
     }
-    let wheels = fs::read_dir(folder).map_err(|error| format!("{} cannot be read: {error}", folder.display()))?;
+    let wheels = fs::read_dir(folder)
+        .map_err(|error| format!("{} cannot be read: {error}", folder.display()))?;
     let mut wheels = wheels.filter_map(|entry| entry.ok().map(|entry| entry.path()));
     let wheel = wheels.find(|path| path.extension().is_some_and(|extension| extension == "whl"));
     wheel.ok_or_else(|| format!("maturin left no wheel in {}", folder.display()))
 }
 
 /// The virtual environment `target/NAME` with `packages`; made anew when those change.
-fn environment(workspace: &Workspace, name: &str, packages: &[&str], options: &[&str]) -> Outcome<PathBuf> {
+fn environment(
+    workspace: &Workspace,
+    name: &str,
+    packages: &[&str],
+    options: &[&str],
+) -> Outcome<PathBuf> {
     let folder = workspace.target.join(name);
     let (complete, wanted) = (folder.join("complete"), packages.join("\n"));
     if fs::read_to_string(&complete).is_ok_and(|found| found == wanted) {
         return Ok(folder);
     }
     let _ = fs::remove_dir_all(&folder);
-    println!("installing {} in {}", packages.join(", "), workspace.show(&folder));
-    let venv = Task::new("python3").args(["-m", "venv"]).args(options.iter().copied()).args([&folder]);
+    println!(
+        "installing {} in {}",
+        packages.join(", "),
+        workspace.show(&folder)
+    );
+    let venv = Task::new("python3")
+        .args(["-m", "venv"])
+        .args(options.iter().copied())
+        .args([&folder]);
     if !venv.run(&workspace.root, INSTALL_LIMIT)?.success {
         return Err("python3 makes no virtual environment; install it (Debian: apt-get install python3-venv)".into());
     }
-    if !pip(&folder).args(packages.iter().copied()).run(&workspace.root, INSTALL_LIMIT)?.success {
-        return Err(format!("pip did not install {wanted}; see that it reaches its index (pip config list)"));
+    if !pip(&folder)
+        .args(packages.iter().copied())
+        .run(&workspace.root, INSTALL_LIMIT)?
+        .success
+    {
+        return Err(format!(
+            "pip did not install {wanted}; see that it reaches its index (pip config list)"
+        ));
     }
-    fs::write(&complete, wanted).map_err(|error| format!("{} not written: {error}", complete.display()))?;
+    fs::write(&complete, wanted)
+        .map_err(|error| format!("{} not written: {error}", complete.display()))?;
     Ok(folder)
 }
 
 fn pip(environment: &Path) -> Task {
     let quiet = ["--quiet", "--disable-pip-version-check", "--no-input"];
-    Task::new(environment.join("bin/python")).args(["-m", "pip", "install"]).args(quiet)
+    Task::new(environment.join("bin/python"))
+        .args(["-m", "pip", "install"])
+        .args(quiet)
 }
 
 /// Copies every Python file of one folder to another.
@@ -211,6 +326,10 @@ fn make(folder: &Path) -> Outcome<()> {
 }
 
 fn copy(file: &Path, folder: &Path) -> Outcome<()> {
-    let name = file.file_name().ok_or_else(|| format!("{} has no name", file.display()))?;
-    fs::copy(file, folder.join(name)).map(drop).map_err(|error| format!("{} not copied: {error}", file.display()))
+    let name = file
+        .file_name()
+        .ok_or_else(|| format!("{} has no name", file.display()))?;
+    fs::copy(file, folder.join(name))
+        .map(drop)
+        .map_err(|error| format!("{} not copied: {error}", file.display()))
 }

@@ -15,14 +15,19 @@ const PERSONS: &[&str] = &["who", "whose", "whoever", "whom"];
 
 /// Prints what is found.
 pub fn report(workspace: &Workspace) -> Outcome<()> {
-    let (mut long_files, mut long_lines, mut persons, mut globs) = (Vec::new(), 0u64, 0u64, Vec::new());
+    let (mut long_files, mut long_lines, mut persons, mut globs) =
+        (Vec::new(), 0u64, 0u64, Vec::new());
     for path in sources(workspace)? {
-        let text = fs::read_to_string(&path).map_err(|error| format!("{} not read: {error}", path.display()))?;
+        let text = fs::read_to_string(&path)
+            .map_err(|error| format!("{} not read: {error}", path.display()))?;
         let count = text.lines().count();
         if count > LINES_MAX {
             long_files.push(format!("{} ({count})", workspace.show(&path)));
         }
-        long_lines += text.lines().filter(|line| line.chars().count() > COLUMNS_MAX).count() as u64;
+        long_lines += text
+            .lines()
+            .filter(|line| line.chars().count() > COLUMNS_MAX)
+            .count() as u64;
         persons += text.lines().filter(|line| speaks_of_persons(line)).count() as u64;
         globs.extend(globs_of(&text).map(|line| format!("{}:{line}", workspace.show(&path))));
     }
@@ -40,20 +45,30 @@ fn sources(workspace: &Workspace) -> Outcome<Vec<PathBuf>> {
 }
 
 fn list(found: &[String]) -> String {
-    if found.is_empty() { "none".into() } else { format!("{}: {}", found.len(), found.join(", ")) }
+    if found.is_empty() {
+        "none".into()
+    } else {
+        format!("{}: {}", found.len(), found.join(", "))
+    }
 }
 
 /// Whether a comment speaks of code as of a person.
 fn speaks_of_persons(line: &str) -> bool {
-    let Some((_, comment)) = line.split_once("//") else { return false };
+    let Some((_, comment)) = line.split_once("//") else {
+        return false;
+    };
     let mut words = comment.split(|character: char| !character.is_alphabetic());
     words.any(|word| PERSONS.contains(&word.to_lowercase().as_str()))
 }
 
 /// The lines of `use super::*` that stand before the file's tests.
 fn globs_of(text: &str) -> impl Iterator<Item = usize> {
-    let code = text.lines().enumerate().take_while(|(_, line)| !line.starts_with("#[cfg(test)]"));
-    code.filter(|(_, line)| line.trim_start().starts_with("use super::*")).map(|(index, _)| index + 1)
+    let code = text
+        .lines()
+        .enumerate()
+        .take_while(|(_, line)| !line.starts_with("#[cfg(test)]"));
+    code.filter(|(_, line)| line.trim_start().starts_with("use super::*"))
+        .map(|(index, _)| index + 1)
 }
 
 #[cfg(test)]

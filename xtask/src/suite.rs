@@ -32,7 +32,10 @@ struct Suite<'a> {
 
 /// Runs everything, also after a failure. Says whether all of it passed.
 pub fn run(workspace: &Workspace, long: bool) -> bool {
-    let mut suite = Suite { workspace, steps: Vec::new() };
+    let mut suite = Suite {
+        workspace,
+        steps: Vec::new(),
+    };
     suite.static_checks();
     suite.tests();
     suite.conformance(long);
@@ -43,8 +46,15 @@ pub fn run(workspace: &Workspace, long: bool) -> bool {
 
 /// Runs the tests of the Python package alone. Says whether all of them passed.
 pub fn run_python(workspace: &Workspace) -> bool {
-    let mut suite = Suite { workspace, steps: Vec::new() };
-    suite.cargo("build of the fake driver", &["build", "-p", "fake-cuda"], Dialect::ExitCode);
+    let mut suite = Suite {
+        workspace,
+        steps: Vec::new(),
+    };
+    suite.cargo(
+        "build of the fake driver",
+        &["build", "-p", "fake-cuda"],
+        Dialect::ExitCode,
+    );
     suite.python();
     suite.report()
 }
@@ -53,10 +63,27 @@ impl Suite<'_> {
     fn static_checks(&mut self) {
         self.cargo("fmt", &["fmt", "--all", "--check"], Dialect::ExitCode);
         let deny = ["--", "-D", "warnings"];
-        self.cargo("clippy", &[&["clippy", "--workspace", "--all-targets"], &deny[..]].concat(), Dialect::ExitCode);
-        let cudarc = ["clippy", "-p", "warpipe", "--features", "cudarc", "--all-targets"];
-        self.cargo("clippy, feature cudarc", &[&cudarc[..], &deny].concat(), Dialect::ExitCode);
-        let docs = Task::new(cargo()).args(["doc", "-p", "warpipe", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings");
+        self.cargo(
+            "clippy",
+            &[&["clippy", "--workspace", "--all-targets"], &deny[..]].concat(),
+            Dialect::ExitCode,
+        );
+        let cudarc = [
+            "clippy",
+            "-p",
+            "warpipe",
+            "--features",
+            "cudarc",
+            "--all-targets",
+        ];
+        self.cargo(
+            "clippy, feature cudarc",
+            &[&cudarc[..], &deny].concat(),
+            Dialect::ExitCode,
+        );
+        let docs = Task::new(cargo())
+            .args(["doc", "-p", "warpipe", "--no-deps"])
+            .env("RUSTDOCFLAGS", "-D warnings");
         self.program("documentation", docs, BUILD_LIMIT, Dialect::ExitCode);
         self.check("PTX is fresh", ptx::check_fresh);
         self.check("PTX atomics are .sys", ptx::check_scope);
@@ -64,28 +91,74 @@ impl Suite<'_> {
 
     fn tests(&mut self) {
         // Their test runs them as programs.
-        self.cargo("build of the examples", &["build", "-p", "warpipe", "--examples"], Dialect::ExitCode);
+        self.cargo(
+            "build of the examples",
+            &["build", "-p", "warpipe", "--examples"],
+            Dialect::ExitCode,
+        );
         if has_nextest() {
-            let arguments = ["nextest", "run", "--workspace", "--no-fail-fast", "--no-tests=pass"];
+            let arguments = [
+                "nextest",
+                "run",
+                "--workspace",
+                "--no-fail-fast",
+                "--no-tests=pass",
+            ];
             self.cargo("tests (nextest)", &arguments, Dialect::Nextest);
         } else {
-            let arguments = ["test", "--workspace", "--no-fail-fast", "--lib", "--bins", "--tests"];
+            let arguments = [
+                "test",
+                "--workspace",
+                "--no-fail-fast",
+                "--lib",
+                "--bins",
+                "--tests",
+            ];
             self.cargo("tests (cargo test)", &arguments, Dialect::CargoTest);
         }
-        self.cargo("doc tests", &["test", "--workspace", "--no-fail-fast", "--doc"], Dialect::CargoTest);
+        self.cargo(
+            "doc tests",
+            &["test", "--workspace", "--no-fail-fast", "--doc"],
+            Dialect::CargoTest,
+        );
     }
 
     /// The conformance suite on the host, and on the CUDA backend over the fake driver.
     fn conformance(&mut self, long: bool) {
-        let packages = ["build", "-p", "warpipe-conformance", "-p", "fake-cuda", "-p", "warpipe-cli"];
-        self.cargo("build of the conformance suite", &packages, Dialect::ExitCode);
+        let packages = [
+            "build",
+            "-p",
+            "warpipe-conformance",
+            "-p",
+            "fake-cuda",
+            "-p",
+            "warpipe-cli",
+        ];
+        self.cargo(
+            "build of the conformance suite",
+            &packages,
+            Dialect::ExitCode,
+        );
         self.run_conformance("conformance, host", "host", None, long);
         match place_fake_driver(&self.workspace.target) {
             Ok(folder) => {
-                self.run_conformance("conformance, cuda over the fake driver", "cuda", Some(&folder), long);
-                let examples = Task::new(cargo()).args(["test", "-p", "warpipe", "--test", "examples"]);
-                let examples = examples.env("LD_LIBRARY_PATH", &folder).env("WARPIPE_TEST_DEVICE", "cuda");
-                self.program("examples, cuda over the fake driver", examples, TEST_LIMIT, Dialect::CargoTest);
+                self.run_conformance(
+                    "conformance, cuda over the fake driver",
+                    "cuda",
+                    Some(&folder),
+                    long,
+                );
+                let examples =
+                    Task::new(cargo()).args(["test", "-p", "warpipe", "--test", "examples"]);
+                let examples = examples
+                    .env("LD_LIBRARY_PATH", &folder)
+                    .env("WARPIPE_TEST_DEVICE", "cuda");
+                self.program(
+                    "examples, cuda over the fake driver",
+                    examples,
+                    TEST_LIMIT,
+                    Dialect::CargoTest,
+                );
             }
             Err(message) => self.check("conformance, cuda over the fake driver", |_| Err(message)),
         }
@@ -94,7 +167,9 @@ impl Suite<'_> {
     /// The bounded part of `cargo xtask verify`.
     fn verify(&mut self) {
         for &(name, method) in verify::Method::BOUNDED {
-            self.step(&format!("verify, {name}"), |workspace| verify::apply(workspace, method, None));
+            self.step(&format!("verify, {name}"), |workspace| {
+                verify::apply(workspace, method, None)
+            });
         }
     }
 
@@ -108,15 +183,27 @@ impl Suite<'_> {
 
     fn run_conformance(&mut self, name: &str, backend: &str, library: Option<&Path>, long: bool) {
         let program = self.workspace.target.join("debug/conformance");
-        let mut task = Task::new(program).args(["--backend", backend]).args(long.then_some("--long"));
+        let mut task = Task::new(program)
+            .args(["--backend", backend])
+            .args(long.then_some("--long"));
         if let Some(folder) = library {
             task = task.env("LD_LIBRARY_PATH", folder);
         }
-        self.program(name, task, if long { LONG_LIMIT } else { TEST_LIMIT }, Dialect::LastLine);
+        self.program(
+            name,
+            task,
+            if long { LONG_LIMIT } else { TEST_LIMIT },
+            Dialect::LastLine,
+        );
     }
 
     fn cargo(&mut self, name: &str, arguments: &[&str], dialect: Dialect) {
-        self.program(name, Task::new(cargo()).args(arguments), BUILD_LIMIT, dialect);
+        self.program(
+            name,
+            Task::new(cargo()).args(arguments),
+            BUILD_LIMIT,
+            dialect,
+        );
     }
 
     fn program(&mut self, name: &str, task: Task, limit: Duration, dialect: Dialect) {
@@ -127,7 +214,9 @@ impl Suite<'_> {
     }
 
     fn check(&mut self, name: &str, check: impl FnOnce(&Workspace) -> Outcome<()>) {
-        self.step(name, |workspace| check(workspace).map(|()| Counts::ONE_PASSED));
+        self.step(name, |workspace| {
+            check(workspace).map(|()| Counts::ONE_PASSED)
+        });
     }
 
     fn step(&mut self, name: &str, work: impl FnOnce(&Workspace) -> Outcome<Counts>) {
@@ -137,15 +226,29 @@ impl Suite<'_> {
             println!("error: {message}");
             Counts::ONE_FAILED
         });
-        self.steps.push(Step { name: name.into(), counts, took: start.elapsed() });
+        self.steps.push(Step {
+            name: name.into(),
+            counts,
+            took: start.elapsed(),
+        });
     }
 
     fn report(&self) -> bool {
         let mut total = Counts::default();
-        println!("\n{:<36} {:>7} {:>7} {:>7} {:>8}", "step", "passed", "failed", "skipped", "seconds");
+        println!(
+            "\n{:<36} {:>7} {:>7} {:>7} {:>8}",
+            "step", "passed", "failed", "skipped", "seconds"
+        );
         for Step { name, counts, took } in &self.steps {
-            let Counts { passed, failed, skipped } = counts;
-            println!("{name:<36} {passed:>7} {failed:>7} {skipped:>7} {:>8.1}", took.as_secs_f64());
+            let Counts {
+                passed,
+                failed,
+                skipped,
+            } = counts;
+            println!(
+                "{name:<36} {passed:>7} {failed:>7} {skipped:>7} {:>8.1}",
+                took.as_secs_f64()
+            );
             total += *counts;
         }
         println!("\n{total}");
@@ -155,18 +258,27 @@ impl Suite<'_> {
 
 fn has_nextest() -> bool {
     let mut command = Command::new(cargo());
-    command.args(["nextest", "--version"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command
+        .args(["nextest", "--version"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
     command.status().is_ok_and(|status| status.success())
 }
 
 /// Puts the fake driver where the loader finds it under the driver's name. Returns that folder.
 pub fn place_fake_driver(target: &Path) -> Outcome<std::path::PathBuf> {
-    let (built, folder) = (target.join("debug/libfake_cuda.so"), target.join("fake-cuda"));
-    fs::create_dir_all(&folder).map_err(|error| format!("{} not made: {error}", folder.display()))?;
+    let (built, folder) = (
+        target.join("debug/libfake_cuda.so"),
+        target.join("fake-cuda"),
+    );
+    fs::create_dir_all(&folder)
+        .map_err(|error| format!("{} not made: {error}", folder.display()))?;
     let placed = folder.join("libcuda.so.1");
     // A new file, not new bytes in the old one, which a program that is still running may have mapped.
     let _ = fs::remove_file(&placed);
     let next = "see whether the build above made it (`cargo build -p fake-cuda`)";
-    fs::copy(&built, &placed).map_err(|error| format!("{} not copied: {error}; {next}", built.display()))?;
+    fs::copy(&built, &placed)
+        .map_err(|error| format!("{} not copied: {error}; {next}", built.display()))?;
     Ok(folder)
 }

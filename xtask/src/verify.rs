@@ -72,8 +72,11 @@ impl Method {
 
     /// Those that `cargo xtask test` runs, beside all conformance cases and tests: the methods
     /// `calls`, `hostile` and `storm` are more rounds of those.
-    pub const BOUNDED: &[(&str, Method)] =
-        &[("model", Method::Model), ("history", Method::History), ("corpus", Method::Corpus)];
+    pub const BOUNDED: &[(&str, Method)] = &[
+        ("model", Method::Model),
+        ("history", Method::History),
+        ("corpus", Method::Corpus),
+    ];
 }
 
 /// What to run.
@@ -94,7 +97,9 @@ impl Options {
             let value = words.next()?;
             match *word {
                 "--for" => options.time = Some(duration(value)?),
-                "--only" => options.only = Some(Method::ALL.iter().find(|(name, _)| name == value)?.1),
+                "--only" => {
+                    options.only = Some(Method::ALL.iter().find(|(name, _)| name == value)?.1)
+                }
                 _ => return None,
             }
         }
@@ -111,15 +116,20 @@ fn duration(text: &str) -> Option<Duration> {
         _ => return None,
     };
     let number: u64 = text[..text.len() - 1].parse().ok()?;
-    number.checked_mul(unit).filter(|&seconds| seconds > 0).map(Duration::from_secs)
+    number
+        .checked_mul(unit)
+        .filter(|&seconds| seconds > 0)
+        .map(Duration::from_secs)
 }
 
 /// Runs the methods, a line for each. Says whether nothing was found.
 pub fn run(workspace: &Workspace, options: &Options) -> bool {
     let mut total = Counts::default();
     let mut lines = Vec::new();
-    let methods: Vec<_> =
-        Method::ALL.iter().filter(|(_, method)| options.only.is_none_or(|only| only == *method)).collect();
+    let methods: Vec<_> = Method::ALL
+        .iter()
+        .filter(|(_, method)| options.only.is_none_or(|only| only == *method))
+        .collect();
     let share = options.time.map(|time| time / methods.len() as u32);
     for &&(name, method) in &methods {
         let start = Instant::now();
@@ -127,7 +137,10 @@ pub fn run(workspace: &Workspace, options: &Options) -> bool {
             println!("error: {message}");
             Counts::ONE_FAILED
         });
-        lines.push(format!("{name:<12} {counts}, {:.0} s", start.elapsed().as_secs_f64()));
+        lines.push(format!(
+            "{name:<12} {counts}, {:.0} s",
+            start.elapsed().as_secs_f64()
+        ));
         total += counts;
     }
     println!("\n{}\n\n{total}", lines.join("\n"));
@@ -151,20 +164,40 @@ pub fn apply(workspace: &Workspace, method: Method, time: Option<Duration>) -> O
 }
 
 /// Runs test programs of `verify/` or `fuzz/`. A test that says `declared skip` was none.
-fn tests(workspace: &Workspace, package: &str, programs: &[&str], time: Option<Duration>) -> Outcome<Counts> {
+fn tests(
+    workspace: &Workspace,
+    package: &str,
+    programs: &[&str],
+    time: Option<Duration>,
+) -> Outcome<Counts> {
     let folder = workspace.root.join(package);
     let programs = programs.iter().flat_map(|program| ["--test", program]);
-    let build = Task::new(cargo()).args(["test", "--locked", "--no-run"]).args(programs.clone());
+    let build = Task::new(cargo())
+        .args(["test", "--locked", "--no-run"])
+        .args(programs.clone());
     if !build.run(&folder, BUILD_LIMIT)?.success {
-        return Err(format!("{package}/ does not compile; the head of {package}/src/lib.rs says what to add"));
+        return Err(format!(
+            "{package}/ does not compile; the head of {package}/src/lib.rs says what to add"
+        ));
     }
-    let mut task = Task::new(cargo()).args(["test", "--locked", "--no-fail-fast"]).args(programs);
-    task = task.args(["--", "--show-output"]).env("RUST_BACKTRACE", "0");
+    let mut task = Task::new(cargo())
+        .args(["test", "--locked", "--no-fail-fast"])
+        .args(programs);
+    task = task
+        .args(["--", "--show-output"])
+        .env("RUST_BACKTRACE", "0");
     if let Some(time) = time {
-        task = task.env("VERIFY_HISTORIES", time.as_secs().saturating_mul(HISTORIES_PER_SECOND).to_string());
+        task = task.env(
+            "VERIFY_HISTORIES",
+            time.as_secs()
+                .saturating_mul(HISTORIES_PER_SECOND)
+                .to_string(),
+        );
     }
     if time.is_some_and(|time| time >= DEEP) {
-        task = task.env("VERIFY_DEEPER", "1").env("VERIFY_ROUNDS", "2000000");
+        task = task
+            .env("VERIFY_DEEPER", "1")
+            .env("VERIFY_ROUNDS", "2000000");
     }
     let finished = task.run(&folder, time.unwrap_or_default().max(LIMIT) * 2)?;
     Ok(counted(&finished))
@@ -172,7 +205,11 @@ fn tests(workspace: &Workspace, package: &str, programs: &[&str], time: Option<D
 
 fn counted(finished: &Finished) -> Counts {
     let mut counts = Counts::of(Dialect::CargoTest, &finished.lines, finished.success);
-    let skipped = finished.lines.iter().filter(|line| line.starts_with("declared skip: ")).count() as u64;
+    let skipped = finished
+        .lines
+        .iter()
+        .filter(|line| line.starts_with("declared skip: "))
+        .count() as u64;
     counts.passed = counts.passed.saturating_sub(skipped);
     counts.skipped += skipped;
     counts
@@ -184,10 +221,22 @@ mod tests {
 
     #[test]
     fn options_are_a_time_and_a_method() {
-        let options = Options { time: Some(Duration::from_secs(600)), only: Some(Method::Model) };
-        assert_eq!(Options::parse(&["--for", "10m", "--only", "model"]), Some(options));
+        let options = Options {
+            time: Some(Duration::from_secs(600)),
+            only: Some(Method::Model),
+        };
+        assert_eq!(
+            Options::parse(&["--for", "10m", "--only", "model"]),
+            Some(options)
+        );
         assert_eq!(Options::parse(&[]), Some(Options::default()));
-        for wrong in [&["--for"][..], &["--for", "10"], &["--for", "0s"], &["--only", "luck"], &["--fast", "1s"]] {
+        for wrong in [
+            &["--for"][..],
+            &["--for", "10"],
+            &["--for", "0s"],
+            &["--only", "luck"],
+            &["--fast", "1s"],
+        ] {
             assert_eq!(Options::parse(wrong), None, "{wrong:?}");
         }
     }
@@ -202,8 +251,21 @@ mod tests {
 
     #[test]
     fn a_test_that_declares_a_skip_counts_as_skipped() {
-        let lines = ["declared skip: a line is gone", "test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured;"];
-        let finished = Finished { success: true, lines: lines.map(str::to_owned).to_vec() };
-        assert_eq!(counted(&finished), Counts { passed: 2, failed: 0, skipped: 1 });
+        let lines = [
+            "declared skip: a line is gone",
+            "test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured;",
+        ];
+        let finished = Finished {
+            success: true,
+            lines: lines.map(str::to_owned).to_vec(),
+        };
+        assert_eq!(
+            counted(&finished),
+            Counts {
+                passed: 2,
+                failed: 0,
+                skipped: 1
+            }
+        );
     }
 }

@@ -21,16 +21,31 @@ impl Workspace {
     /// Asks `cargo metadata`.
     pub fn find() -> Outcome<Workspace> {
         let output = Command::new(cargo())
-            .args(["metadata", "--no-deps", "--format-version=1", "--manifest-path"])
+            .args([
+                "metadata",
+                "--no-deps",
+                "--format-version=1",
+                "--manifest-path",
+            ])
             .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"))
             .output()
             .map_err(|error| format!("cargo metadata did not start: {error}"))?;
-        let said: serde_json::Value = serde_json::from_slice(&output.stdout)
-            .map_err(|_| format!("cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr)))?;
+        let said: serde_json::Value = serde_json::from_slice(&output.stdout).map_err(|_| {
+            format!(
+                "cargo metadata failed: {}",
+                String::from_utf8_lossy(&output.stderr)
+            )
+        })?;
         let folder = |key: &str| {
-            said[key].as_str().map(PathBuf::from).ok_or_else(|| format!("cargo metadata does not say its {key}"))
+            said[key]
+                .as_str()
+                .map(PathBuf::from)
+                .ok_or_else(|| format!("cargo metadata does not say its {key}"))
         };
-        Ok(Workspace { root: folder("workspace_root")?, target: folder("target_directory")? })
+        Ok(Workspace {
+            root: folder("workspace_root")?,
+            target: folder("target_directory")?,
+        })
     }
 
     /// Every file below `crates/` whose name ends in `.extension`, sorted.
@@ -53,7 +68,8 @@ pub fn cargo() -> String {
 }
 
 fn collect(folder: &Path, extension: &str, depth: u32, found: &mut Vec<PathBuf>) -> Outcome<()> {
-    let unreadable = |error: std::io::Error| format!("{} cannot be read: {error}", folder.display());
+    let unreadable =
+        |error: std::io::Error| format!("{} cannot be read: {error}", folder.display());
     for entry in fs::read_dir(folder).map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
         let (path, kind) = (entry.path(), entry.file_type().map_err(unreadable)?);

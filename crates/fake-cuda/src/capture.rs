@@ -97,14 +97,23 @@ fn active() -> Vec<Arc<Capture>> {
 /// To be asked by every call that is unsafe while a stream captures: fails, and ends the captures that forbid it.
 pub fn check_unsafe_call() -> Outcome {
     let mode = MODE.get();
-    let forbidding: Vec<_> = active().into_iter().filter(|capture| capture.forbids(mode)).collect();
+    let forbidding: Vec<_> = active()
+        .into_iter()
+        .filter(|capture| capture.forbids(mode))
+        .collect();
     forbidding.iter().for_each(|capture| capture.invalidate());
-    if forbidding.is_empty() { Ok(()) } else { Err(STREAM_CAPTURE_UNSUPPORTED) }
+    if forbidding.is_empty() {
+        Ok(())
+    } else {
+        Err(STREAM_CAPTURE_UNSUPPORTED)
+    }
 }
 
 /// The capture that stands in the way of the legacy default stream of `device`.
 pub fn of_blocking_streams(device: usize) -> Option<Arc<Capture>> {
-    active().into_iter().find(|capture| capture.is_blocking && capture.device == device)
+    active()
+        .into_iter()
+        .find(|capture| capture.is_blocking && capture.device == device)
 }
 
 #[unsafe(no_mangle)]
@@ -126,7 +135,10 @@ extern "C" fn cuStreamBeginCapture_v2(stream: *mut c_void, mode: c_uint) -> c_in
             state: Mutex::default(),
         });
         found.begin(&capture)?;
-        ACTIVE.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&capture));
+        ACTIVE
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(Arc::downgrade(&capture));
         Ok(())
     })
 }
@@ -163,7 +175,9 @@ unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_uin
             // The capture is not harmed by the question.
             return Err(STREAM_CAPTURE_IMPLICIT);
         }
-        let answer = found.capture().map_or(0, |capture| if capture.state().is_invalid { 2 } else { 1 });
+        let answer = found
+            .capture()
+            .map_or(0, |capture| if capture.state().is_invalid { 2 } else { 1 });
         // SAFETY: the caller's out pointer.
         unsafe { give(status, answer) }
     })
@@ -190,7 +204,12 @@ unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) -> c_i
 static GRAPHS: Mutex<Option<HashMap<usize, Arc<Vec<Work>>>>> = Mutex::new(None);
 
 fn graphs<T>(body: impl FnOnce(&mut HashMap<usize, Arc<Vec<Work>>>) -> T) -> T {
-    body(GRAPHS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
+    body(
+        GRAPHS
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get_or_insert_default(),
+    )
 }
 
 fn keep(work: Vec<Work>) -> *mut c_void {
@@ -205,11 +224,17 @@ fn find(graph: *mut c_void) -> Outcome<Arc<Vec<Work>>> {
 }
 
 fn forget(graph: *mut c_void) -> Outcome {
-    graphs(|graphs| graphs.remove(&graph.addr())).map(drop).ok_or(INVALID_HANDLE)
+    graphs(|graphs| graphs.remove(&graph.addr()))
+        .map(drop)
+        .ok_or(INVALID_HANDLE)
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuGraphInstantiateWithFlags(out: *mut *mut c_void, graph: *mut c_void, flags: u64) -> c_int {
+unsafe extern "C" fn cuGraphInstantiateWithFlags(
+    out: *mut *mut c_void,
+    graph: *mut c_void,
+    flags: u64,
+) -> c_int {
     answer("cuGraphInstantiateWithFlags", Needs::Context, || {
         if flags != 0 {
             return Err(NOT_SUPPORTED);

@@ -19,30 +19,52 @@ pub struct Config {
 pub fn get() -> &'static Config {
     static CONFIG: OnceLock<Config> = OnceLock::new();
     CONFIG.get_or_init(|| {
-        let devices = number("FAKE_CUDA_DEVICES").unwrap_or(1).clamp(1, DEVICES_MAX as u64) as usize;
+        let devices = number("FAKE_CUDA_DEVICES")
+            .unwrap_or(1)
+            .clamp(1, DEVICES_MAX as u64) as usize;
         Config {
-            visible: visible(devices, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref()),
+            visible: visible(
+                devices,
+                std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref(),
+            ),
             memory_bytes: number("FAKE_CUDA_MEMORY_MB").unwrap_or(65_536) << 20,
             peers: std::env::var_os("FAKE_CUDA_NO_PEER").is_none(),
             delay: Duration::from_micros(number("FAKE_CUDA_DELAY_US").unwrap_or(0)),
-            failures: std::env::var("FAKE_CUDA_FAIL").map(|text| failures(&text)).unwrap_or_default(),
+            failures: std::env::var("FAKE_CUDA_FAIL")
+                .map(|text| failures(&text))
+                .unwrap_or_default(),
         }
     })
 }
 
 fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{name} is {text:?}, not a number")))
+    Some(
+        text.parse()
+            .unwrap_or_else(|_| panic!("{name} is {text:?}, not a number")),
+    )
 }
 
 /// Like the driver, the list ends at its first entry that is no GPU.
 fn visible(devices: usize, list: Option<&str>) -> Vec<usize> {
-    let Some(list) = list else { return (0..devices).collect() };
-    list.split(',').map_while(|entry| entry.trim().parse().ok().filter(|&index: &usize| index < devices)).collect()
+    let Some(list) = list else {
+        return (0..devices).collect();
+    };
+    list.split(',')
+        .map_while(|entry| {
+            entry
+                .trim()
+                .parse()
+                .ok()
+                .filter(|&index: &usize| index < devices)
+        })
+        .collect()
 }
 
 fn failures(text: &str) -> Vec<(String, u64, i32)> {
-    text.split(',').map(|entry| failure(entry).unwrap_or_else(|| panic!("FAKE_CUDA_FAIL has {entry:?}"))).collect()
+    text.split(',')
+        .map(|entry| failure(entry).unwrap_or_else(|| panic!("FAKE_CUDA_FAIL has {entry:?}")))
+        .collect()
 }
 
 fn failure(entry: &str) -> Option<(String, u64, i32)> {

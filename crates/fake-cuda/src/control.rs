@@ -49,13 +49,23 @@ fn lock() -> MutexGuard<'static, Option<Table>> {
 }
 
 fn of<'a>(table: &'a mut Option<Table>, name: &str) -> &'a mut Function {
-    table.get_or_insert_with(from_environment).entry(name.to_owned()).or_default()
+    table
+        .get_or_insert_with(from_environment)
+        .entry(name.to_owned())
+        .or_default()
 }
 
 fn from_environment() -> Table {
     let mut table = Table::new();
     for (function, call, code) in &config::get().failures {
-        table.entry(function.clone()).or_default().failures.push(Failure { call: *call, code: *code });
+        table
+            .entry(function.clone())
+            .or_default()
+            .failures
+            .push(Failure {
+                call: *call,
+                code: *code,
+            });
     }
     table
 }
@@ -70,7 +80,11 @@ pub fn pass(name: &'static str) -> Outcome {
     let function = of(&mut table, name);
     function.calls += 1;
     let call = function.calls;
-    if let Some(failure) = function.failures.iter().find(|failure| failure.call == call) {
+    if let Some(failure) = function
+        .failures
+        .iter()
+        .find(|failure| failure.call == call)
+    {
         function.failed += 1;
         return Err(Status(failure.code));
     }
@@ -80,7 +94,9 @@ pub fn pass(name: &'static str) -> Outcome {
     function.hanging += 1;
     CHANGED.notify_all();
     let is_held = |table: &mut Option<Table>| of(table, name).is_blocked;
-    table = CHANGED.wait_while(table, is_held).unwrap_or_else(PoisonError::into_inner);
+    table = CHANGED
+        .wait_while(table, is_held)
+        .unwrap_or_else(PoisonError::into_inner);
     of(&mut table, name).hanging -= 1;
     Ok(())
 }
@@ -131,7 +147,11 @@ unsafe extern "C" fn fakeCudaHanging(name: *const c_char) -> u64 {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn fakeCudaFail(name: *const c_char, call: u64, status: c_int) -> c_int {
     // SAFETY: the caller's text.
-    code(unsafe { with(name, |function| function.failures.push(Failure { call, code: status })) })
+    code(unsafe {
+        with(name, |function| {
+            function.failures.push(Failure { call, code: status })
+        })
+    })
 }
 
 /// How many calls of the function were failed since the last [`fakeCudaReset`].
@@ -162,12 +182,18 @@ extern "C" fn fakeCudaExempt(is_exempt: c_int) -> c_int {
 /// how often.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn fakeCudaCalls(
-    each: Option<unsafe extern "C" fn(name: *const c_char, length: usize, calls: u64, argument: *mut c_void)>,
+    each: Option<
+        unsafe extern "C" fn(name: *const c_char, length: usize, calls: u64, argument: *mut c_void),
+    >,
     argument: *mut c_void,
 ) {
     let Some(each) = each else { return };
     let table = lock();
-    for (name, function) in table.iter().flatten().filter(|(_, function)| function.calls > 0) {
+    for (name, function) in table
+        .iter()
+        .flatten()
+        .filter(|(_, function)| function.calls > 0)
+    {
         // SAFETY: the caller's function, with the argument that came with it; the text lives while
         // it runs.
         unsafe { each(name.as_ptr().cast(), name.len(), function.calls, argument) };

@@ -30,7 +30,9 @@ thread_local! {
 
 /// The fixed number of the device whose context is current on this thread.
 pub fn current() -> Outcome<usize> {
-    let device = STACK.with_borrow(|stack| stack.last().copied().flatten()).ok_or(INVALID_CONTEXT)?;
+    let device = STACK
+        .with_borrow(|stack| stack.last().copied().flatten())
+        .ok_or(INVALID_CONTEXT)?;
     match RETAINED[device].load(Ordering::Acquire) {
         0 => Err(INVALID_CONTEXT),
         _ if !ACTIVE[device].load(Ordering::Acquire) => Err(CONTEXT_IS_DESTROYED),
@@ -41,24 +43,36 @@ pub fn current() -> Outcome<usize> {
 /// The fixed number of the device with this ordinal.
 pub fn physical(ordinal: c_int) -> Outcome<usize> {
     let ordinal = usize::try_from(ordinal).map_err(|_| INVALID_DEVICE)?;
-    config::get().visible.get(ordinal).copied().ok_or(INVALID_DEVICE)
+    config::get()
+        .visible
+        .get(ordinal)
+        .copied()
+        .ok_or(INVALID_DEVICE)
 }
 
 /// The ordinal of a device by its fixed number.
 pub fn ordinal(device: usize) -> Outcome<c_int> {
-    let place = config::get().visible.iter().position(|&visible| visible == device);
+    let place = config::get()
+        .visible
+        .iter()
+        .position(|&visible| visible == device);
     place.map(|ordinal| ordinal as c_int).ok_or(INVALID_DEVICE)
 }
 
 fn context_of(device: Option<usize>) -> *mut c_void {
-    device.map_or(ptr::null_mut(), |device| ptr::from_ref(&RETAINED[device]).cast_mut().cast())
+    device.map_or(ptr::null_mut(), |device| {
+        ptr::from_ref(&RETAINED[device]).cast_mut().cast()
+    })
 }
 
 fn device_of(context: *mut c_void) -> Outcome<Option<usize>> {
     if context.is_null() {
         return Ok(None);
     }
-    (0..DEVICES_MAX).find(|&device| context_of(Some(device)) == context).map(Some).ok_or(INVALID_CONTEXT)
+    (0..DEVICES_MAX)
+        .find(|&device| context_of(Some(device)) == context)
+        .map(Some)
+        .ok_or(INVALID_CONTEXT)
 }
 
 #[unsafe(no_mangle)]
@@ -100,13 +114,17 @@ fn uuid(device: usize) -> [u8; 16] {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetUuid(out: *mut [u8; 16], device: c_int) -> c_int {
     // SAFETY: the caller's out pointer.
-    answer("cuDeviceGetUuid", Needs::Init, || unsafe { give(out, uuid(physical(device)?)) })
+    answer("cuDeviceGetUuid", Needs::Init, || unsafe {
+        give(out, uuid(physical(device)?))
+    })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetUuid_v2(out: *mut [u8; 16], device: c_int) -> c_int {
     // SAFETY: the caller's out pointer.
-    answer("cuDeviceGetUuid_v2", Needs::Init, || unsafe { give(out, uuid(physical(device)?)) })
+    answer("cuDeviceGetUuid_v2", Needs::Init, || unsafe {
+        give(out, uuid(physical(device)?))
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -120,7 +138,11 @@ unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) -> c_
 
 /// Every ability that is asked for is there.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: u32, device: c_int) -> c_int {
+unsafe extern "C" fn cuDeviceGetAttribute(
+    value: *mut c_int,
+    attribute: u32,
+    device: c_int,
+) -> c_int {
     answer("cuDeviceGetAttribute", Needs::Init, || {
         physical(device)?;
         if attribute == 0 {
@@ -156,7 +178,9 @@ unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device:
 extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> c_int {
     answer("cuDevicePrimaryCtxRelease_v2", Needs::Init, || {
         let count = &RETAINED[physical(device)?];
-        let taken = count.fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1));
+        let taken = count.fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| {
+            count.checked_sub(1)
+        });
         taken.map(drop).map_err(|_| INVALID_CONTEXT)
     })
 }
@@ -178,7 +202,11 @@ extern "C" fn cuDevicePrimaryCtxReset_v2(device: c_int) -> c_int {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuDevicePrimaryCtxGetState(device: c_int, flags: *mut u32, active: *mut c_int) -> c_int {
+unsafe extern "C" fn cuDevicePrimaryCtxGetState(
+    device: c_int,
+    flags: *mut u32,
+    active: *mut c_int,
+) -> c_int {
     answer("cuDevicePrimaryCtxGetState", Needs::Init, || {
         let is_active = ACTIVE[physical(device)?].load(Ordering::Acquire);
         // SAFETY: the caller's out pointers.

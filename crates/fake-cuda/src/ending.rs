@@ -26,7 +26,11 @@ pub fn expect() -> Outcome {
         let code = unsafe { libc::atexit(end) };
         REFUSED.store(code != 0, Ordering::SeqCst);
     });
-    if REFUSED.load(Ordering::SeqCst) { Err(OUT_OF_MEMORY) } else { Ok(()) }
+    if REFUSED.load(Ordering::SeqCst) {
+        Err(OUT_OF_MEMORY)
+    } else {
+        Ok(())
+    }
 }
 
 extern "C" fn end() {
@@ -42,7 +46,10 @@ pub fn check(call: &'static str) -> Outcome {
         0 => Ok(()),
         thread if thread == this_thread() => Err(DEINITIALIZED),
         _ => {
-            let _ = writeln!(std::io::stderr(), "fake-cuda: {call} while the driver is torn down");
+            let _ = writeln!(
+                std::io::stderr(),
+                "fake-cuda: {call} while the driver is torn down"
+            );
             std::process::abort()
         }
     }

@@ -36,11 +36,17 @@ impl Event {
     }
 
     fn capture(&self) -> Option<Arc<Capture>> {
-        self.capture.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.capture
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     fn last_recorded(&self) -> u64 {
-        self.turns.lock().unwrap_or_else(PoisonError::into_inner).recorded
+        self.turns
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .recorded
     }
 
     fn is_complete(&self) -> bool {
@@ -56,14 +62,22 @@ impl Event {
 
     pub fn wait(&self, turn: u64) {
         let turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(self.changed.wait_while(turns, |turns| turns.complete < turn));
+        drop(
+            self.changed
+                .wait_while(turns, |turns| turns.complete < turn),
+        );
     }
 }
 
 static EVENTS: Mutex<Option<HashMap<usize, Arc<Event>>>> = Mutex::new(None);
 
 fn with<T>(body: impl FnOnce(&mut HashMap<usize, Arc<Event>>) -> T) -> T {
-    body(EVENTS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
+    body(
+        EVENTS
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get_or_insert_default(),
+    )
 }
 
 /// Ends all of them, whatever they wait for.
@@ -78,10 +92,19 @@ fn find(event: *mut c_void) -> Outcome<Arc<Event>> {
 
 /// A new event; one for other processes, too, unless there are as many as there may be.
 pub fn create(is_interprocess: bool) -> Outcome<*mut c_void> {
-    let event = Arc::new(Event { is_interprocess, ..Event::default() });
+    let event = Arc::new(Event {
+        is_interprocess,
+        ..Event::default()
+    });
     let handle = Arc::as_ptr(&event).addr();
     with(|events| {
-        let is_full = || events.values().filter(|event| event.is_interprocess).count() >= INTERPROCESS_MAX;
+        let is_full = || {
+            events
+                .values()
+                .filter(|event| event.is_interprocess)
+                .count()
+                >= INTERPROCESS_MAX
+        };
         if is_interprocess && is_full() {
             return Err(OUT_OF_MEMORY);
         }
@@ -111,7 +134,9 @@ unsafe extern "C" fn cuEventCreate(out: *mut *mut c_void, flags: u32) -> c_int {
 #[unsafe(no_mangle)]
 extern "C" fn cuEventDestroy_v2(event: *mut c_void) -> c_int {
     answer("cuEventDestroy_v2", Needs::Context, || {
-        with(|events| events.remove(&event.addr())).map(drop).ok_or(INVALID_HANDLE)
+        with(|events| events.remove(&event.addr()))
+            .map(drop)
+            .ok_or(INVALID_HANDLE)
     })
 }
 
@@ -120,7 +145,11 @@ extern "C" fn cuEventRecord(event: *mut c_void, stream: *mut c_void) -> c_int {
     answer("cuEventRecord", Needs::Context, || {
         let (event, stream) = (find(event)?, stream::find_for_work(stream)?);
         let capture = stream.capture();
-        event.capture.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&capture);
+        event
+            .capture
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone_from(&capture);
         match capture {
             // Of a captured event there is nothing to be done: it stands for a place in the graph.
             Some(_) => Ok(()),
@@ -142,7 +171,11 @@ extern "C" fn cuEventQuery(event: *mut c_void) -> c_int {
             return Err(CAPTURED_EVENT);
         }
         capture::check_unsafe_call()?;
-        if event.is_complete() { Ok(()) } else { Err(NOT_READY) }
+        if event.is_complete() {
+            Ok(())
+        } else {
+            Err(NOT_READY)
+        }
     })
 }
 

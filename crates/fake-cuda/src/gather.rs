@@ -43,21 +43,39 @@ impl Gather {
         if self.units == 0 {
             return Ok(());
         }
-        let lengths: Option<u64> = self.axes().iter().try_fold(1u64, |all, axis| all.checked_mul(axis.length));
+        let lengths: Option<u64> = self
+            .axes()
+            .iter()
+            .try_fold(1u64, |all, axis| all.checked_mul(axis.length));
         if self.rank == 0 || self.rank > self.axes.len() as u64 || lengths != Some(self.units) {
             return Err(INVALID_VALUE);
         }
         let reached = |first: u64, stride: fn(&Axis) -> i64, write| {
-            let reaches = self.axes().iter().map(|axis| stride(axis) * (axis.length as i64 - 1));
+            let reaches = self
+                .axes()
+                .iter()
+                .map(|axis| stride(axis) * (axis.length as i64 - 1));
             let (down, up): (Vec<i64>, Vec<i64>) = reaches.partition(|&reach| reach < 0);
-            let (low, high) =
-                (first.wrapping_add_signed(down.iter().sum()), first.wrapping_add_signed(up.iter().sum()));
-            let is_aligned = self.axes().iter().all(|axis| stride(axis) % self.width as i64 == 0);
+            let (low, high) = (
+                first.wrapping_add_signed(down.iter().sum()),
+                first.wrapping_add_signed(up.iter().sum()),
+            );
+            let is_aligned = self
+                .axes()
+                .iter()
+                .all(|axis| stride(axis) % self.width as i64 == 0);
             let bytes = high.wrapping_sub(low).wrapping_add(self.width) as usize;
-            is_aligned && first.is_multiple_of(self.width) && memory::reached_by(device, low, bytes, write)
+            is_aligned
+                && first.is_multiple_of(self.width)
+                && memory::reached_by(device, low, bytes, write)
         };
-        let is_sound = reached(self.to, |axis| axis.to, true) && reached(self.from, |axis| axis.from, false);
-        if is_sound { Ok(()) } else { Err(ILLEGAL_ADDRESS) }
+        let is_sound =
+            reached(self.to, |axis| axis.to, true) && reached(self.from, |axis| axis.from, false);
+        if is_sound {
+            Ok(())
+        } else {
+            Err(ILLEGAL_ADDRESS)
+        }
     }
 
     /// The twin of `warpipe_gather`: each unit by its number, as a thread finds it.
@@ -67,7 +85,10 @@ impl Gather {
             for axis in self.axes().iter().rev() {
                 let at = (rest % axis.length) as i64;
                 rest /= axis.length;
-                (to, from) = (to.wrapping_add_signed(at * axis.to), from.wrapping_add_signed(at * axis.from));
+                (to, from) = (
+                    to.wrapping_add_signed(at * axis.to),
+                    from.wrapping_add_signed(at * axis.from),
+                );
             }
             // SAFETY: looked at when launched; that it is mapped until now is the program's duty.
             unsafe { copy(to, from, self.width as usize) };
@@ -121,19 +142,28 @@ impl Boxes {
     fn is_sound(&self, side: Side, write: bool) -> bool {
         const UNIFIED: u32 = 4;
         const PITCH_MAX: usize = i32::MAX as usize;
-        let is_linear = side.memory_type == UNIFIED && (side.offsets, side.array, side.reserved) == ([0; 4], 0, 0);
-        let fits = (self.width..=PITCH_MAX).contains(&side.pitch) && (self.depth == 1 || side.height >= self.height);
+        let is_linear = side.memory_type == UNIFIED
+            && (side.offsets, side.array, side.reserved) == ([0; 4], 0, 0);
+        let fits = (self.width..=PITCH_MAX).contains(&side.pitch)
+            && (self.depth == 1 || side.height >= self.height);
         let last = (self.depth - 1) * side.height + self.height - 1;
-        let bytes = last.checked_mul(side.pitch).and_then(|bytes| bytes.checked_add(self.width));
+        let bytes = last
+            .checked_mul(side.pitch)
+            .and_then(|bytes| bytes.checked_add(self.width));
         is_linear && fits && bytes.is_some_and(|bytes| memory::usable(side.device, bytes, write))
     }
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemcpy3DAsync_v2(boxes: *const std::ffi::c_void, stream: *mut std::ffi::c_void) -> c_int {
+unsafe extern "C" fn cuMemcpy3DAsync_v2(
+    boxes: *const std::ffi::c_void,
+    stream: *mut std::ffi::c_void,
+) -> c_int {
     answer("cuMemcpy3DAsync_v2", Needs::Context, || {
         // SAFETY: the caller's structure.
-        let boxes = unsafe { boxes.cast::<Boxes>().as_ref() }.copied().ok_or(INVALID_VALUE)?;
+        let boxes = unsafe { boxes.cast::<Boxes>().as_ref() }
+            .copied()
+            .ok_or(INVALID_VALUE)?;
         if [boxes.width, boxes.height, boxes.depth].contains(&0) {
             return Ok(());
         }

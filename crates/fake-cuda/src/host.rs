@@ -24,7 +24,11 @@ pub fn is_registered(address: u64, bytes: usize) -> bool {
     let address = address as usize;
     with(|ranges| {
         let below = ranges.range(..=address).next_back();
-        below.is_some_and(|(start, length)| address.checked_add(bytes).is_some_and(|end| end <= start + length))
+        below.is_some_and(|(start, length)| {
+            address
+                .checked_add(bytes)
+                .is_some_and(|end| end <= start + length)
+        })
     })
 }
 
@@ -39,7 +43,11 @@ extern "C" fn cuMemHostRegister_v2(pointer: *mut c_void, bytes: usize, flags: u3
         capture::check_unsafe_call()?;
         let _turn = allocation();
         with(|ranges| {
-            if ranges.range(..end).next_back().is_some_and(|(other, length)| other + length > start) {
+            if ranges
+                .range(..end)
+                .next_back()
+                .is_some_and(|(other, length)| other + length > start)
+            {
                 return Err(HOST_MEMORY_ALREADY_REGISTERED);
             }
             ranges.insert(start, bytes);
@@ -63,12 +71,18 @@ extern "C" fn cuMemHostUnregister(pointer: *mut c_void) -> c_int {
         capture::check_unsafe_call()?;
         let _turn = allocation();
         stream::settle();
-        with(|ranges| ranges.remove(&pointer.addr())).map(drop).ok_or(HOST_MEMORY_NOT_REGISTERED)
+        with(|ranges| ranges.remove(&pointer.addr()))
+            .map(drop)
+            .ok_or(HOST_MEMORY_NOT_REGISTERED)
     })
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemHostGetDevicePointer_v2(address: *mut u64, pointer: *mut c_void, flags: u32) -> c_int {
+unsafe extern "C" fn cuMemHostGetDevicePointer_v2(
+    address: *mut u64,
+    pointer: *mut c_void,
+    flags: u32,
+) -> c_int {
     answer("cuMemHostGetDevicePointer_v2", Needs::Context, || {
         let value = pointer.addr() as u64;
         if flags != 0 || !is_registered(value, 1) {
@@ -92,9 +106,19 @@ struct Attributes {
 fn attributes(pointer: u64) -> Outcome<Attributes> {
     const HOST: u32 = 1;
     const DEVICE: u32 = 2;
-    let plain = Attributes { memory_type: DEVICE, is_managed: 0, is_legacy_capable: 0, pool: 0, buffer: 0, ordinal: 0 };
+    let plain = Attributes {
+        memory_type: DEVICE,
+        is_managed: 0,
+        is_legacy_capable: 0,
+        pool: 0,
+        buffer: 0,
+        ordinal: 0,
+    };
     if is_registered(pointer, 1) {
-        return Ok(Attributes { memory_type: HOST, ..plain });
+        return Ok(Attributes {
+            memory_type: HOST,
+            ..plain
+        });
     }
     if let Some(facts) = ipc::facts(pointer) {
         let is = |kind| u32::from(facts.kind == kind);
@@ -108,11 +132,18 @@ fn attributes(pointer: u64) -> Outcome<Attributes> {
         });
     }
     let owner = memory::device_at(pointer).ok_or(INVALID_VALUE)?;
-    Ok(Attributes { ordinal: device::ordinal(owner)?, ..plain })
+    Ok(Attributes {
+        ordinal: device::ordinal(owner)?,
+        ..plain
+    })
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: u32, pointer: u64) -> c_int {
+unsafe extern "C" fn cuPointerGetAttribute(
+    data: *mut c_void,
+    attribute: u32,
+    pointer: u64,
+) -> c_int {
     answer("cuPointerGetAttribute", Needs::Context, || {
         let found = attributes(pointer)?;
         // SAFETY: the caller's out pointer, of the attribute's type.

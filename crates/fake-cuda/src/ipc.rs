@@ -51,14 +51,22 @@ struct Blocks {
 static BLOCKS: Mutex<Option<Blocks>> = Mutex::new(None);
 
 fn with<T>(body: impl FnOnce(&mut Blocks) -> T) -> T {
-    body(BLOCKS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
+    body(
+        BLOCKS
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get_or_insert_default(),
+    )
 }
 
 impl Blocks {
     fn at(&self, address: u64, bytes: usize) -> Option<(usize, &Block)> {
         let address = address as usize;
         let (&base, block) = self.by_address.range(..=address).next_back()?;
-        address.checked_add(bytes.max(1)).is_some_and(|end| end <= base + block.bytes).then_some((base, block))
+        address
+            .checked_add(bytes.max(1))
+            .is_some_and(|end| end <= base + block.bytes)
+            .then_some((base, block))
     }
 }
 
@@ -70,8 +78,13 @@ pub fn is_block(address: u64, bytes: usize) -> bool {
 /// Whether a kernel of the device reaches what lies there, if it is such an allocation: its device's own, one that was
 /// opened (which enables peers), and managed memory.
 pub fn is_reached(device: usize, address: u64) -> bool {
-    let reaches = |block: &Block| block.device == device || block.opened > 0 || block.kind == Kind::Managed;
-    with(|blocks| blocks.at(address, 1).is_none_or(|(_, block)| reaches(block)))
+    let reaches =
+        |block: &Block| block.device == device || block.opened > 0 || block.kind == Kind::Managed;
+    with(|blocks| {
+        blocks
+            .at(address, 1)
+            .is_none_or(|(_, block)| reaches(block))
+    })
 }
 
 /// What attributes are asked of a block.
@@ -82,7 +95,23 @@ pub struct Facts {
 }
 
 pub fn facts(address: u64) -> Option<Facts> {
-    with(|blocks| blocks.at(address, 1).map(|(_, &Block { kind, number, device, .. })| Facts { kind, number, device }))
+    with(|blocks| {
+        blocks.at(address, 1).map(
+            |(
+                _,
+                &Block {
+                    kind,
+                    number,
+                    device,
+                    ..
+                },
+            )| Facts {
+                kind,
+                number,
+                device,
+            },
+        )
+    })
 }
 
 fn file_of(stat: &Stat) -> [u64; 2] {
@@ -90,14 +119,28 @@ fn file_of(stat: &Stat) -> [u64; 2] {
 }
 
 fn pages(bytes: usize) -> Outcome<usize> {
-    bytes.checked_next_multiple_of(PAGE).filter(|&bytes| bytes > 0).ok_or(INVALID_VALUE)
+    bytes
+        .checked_next_multiple_of(PAGE)
+        .filter(|&bytes| bytes > 0)
+        .ok_or(INVALID_VALUE)
 }
 
 fn map(fd: &OwnedFd, bytes: usize) -> Outcome<usize> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a new mapping, placed by the kernel.
-    let mapped = unsafe { rustix::mm::mmap(ptr::null_mut(), pages(bytes)?, protection, MapFlags::SHARED, fd, 0) };
-    mapped.map(|start| start.expose_provenance()).map_err(|_| OPERATING_SYSTEM)
+    let mapped = unsafe {
+        rustix::mm::mmap(
+            ptr::null_mut(),
+            pages(bytes)?,
+            protection,
+            MapFlags::SHARED,
+            fd,
+            0,
+        )
+    };
+    mapped
+        .map(|start| start.expose_provenance())
+        .map_err(|_| OPERATING_SYSTEM)
 }
 
 /// The addresses stay the device's, as a driver's do: the next mapping of somebody else's, a thread's stack perhaps, is
@@ -114,8 +157,12 @@ fn allocate(kind: Kind, bytes: usize) -> Outcome<u64> {
     let (device, length) = (device::current()?, pages(bytes)?);
     let limit = config::get().memory_bytes;
     let room = |used: u64| used.checked_add(bytes as u64).filter(|&sum| sum <= limit);
-    USED.fetch_update(std::sync::atomic::Ordering::AcqRel, std::sync::atomic::Ordering::Acquire, room)
-        .map_err(|_| OUT_OF_MEMORY)?;
+    USED.fetch_update(
+        std::sync::atomic::Ordering::AcqRel,
+        std::sync::atomic::Ordering::Acquire,
+        room,
+    )
+    .map_err(|_| OUT_OF_MEMORY)?;
     let made = rustix::fs::memfd_create("warpipe-fake-cuda-block", MemfdFlags::CLOEXEC)
         .and_then(|fd| rustix::fs::ftruncate(&fd, length as u64).map(|()| fd))
         .and_then(|fd| rustix::fs::fstat(&fd).map(|stat| (fd, file_of(&stat))))
@@ -124,7 +171,15 @@ fn allocate(kind: Kind, bytes: usize) -> Outcome<u64> {
     let (base, fd, file) = made.inspect_err(|_| give_back(bytes))?;
     with(|blocks| {
         blocks.last += 1;
-        let block = Block { kind, bytes, device, number: blocks.last, fd: Some(fd), file, opened: 0 };
+        let block = Block {
+            kind,
+            bytes,
+            device,
+            number: blocks.last,
+            fd: Some(fd),
+            file,
+            opened: 0,
+        };
         blocks.by_address.insert(base, block);
     });
     Ok(base as u64)
@@ -137,7 +192,11 @@ fn give_back(bytes: usize) {
 fn free(address: u64) -> Outcome {
     let base = address as usize;
     let bytes = with(|blocks| {
-        let block = blocks.by_address.get(&base).filter(|block| block.opened == 0).ok_or(INVALID_VALUE)?;
+        let block = blocks
+            .by_address
+            .get(&base)
+            .filter(|block| block.opened == 0)
+            .ok_or(INVALID_VALUE)?;
         let bytes = block.bytes;
         blocks.by_address.remove(&base);
         Ok(bytes)
@@ -159,13 +218,21 @@ unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAllocManaged(address: *mut u64, bytes: usize, _flags: u32) -> c_int {
     // SAFETY: the caller's out pointer.
-    answer("cuMemAllocManaged", Needs::Context, || unsafe { give(address, allocate(Kind::Managed, bytes)?) })
+    answer("cuMemAllocManaged", Needs::Context, || unsafe {
+        give(address, allocate(Kind::Managed, bytes)?)
+    })
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, _stream: *mut c_void) -> c_int {
+unsafe extern "C" fn cuMemAllocAsync(
+    address: *mut u64,
+    bytes: usize,
+    _stream: *mut c_void,
+) -> c_int {
     // SAFETY: the caller's out pointer.
-    answer("cuMemAllocAsync", Needs::Context, || unsafe { give(address, allocate(Kind::Pool, bytes)?) })
+    answer("cuMemAllocAsync", Needs::Context, || unsafe {
+        give(address, allocate(Kind::Pool, bytes)?)
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -177,9 +244,17 @@ extern "C" fn cuMemFree_v2(address: u64) -> c_int {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *mut usize, address: u64) -> c_int {
+unsafe extern "C" fn cuMemGetAddressRange_v2(
+    base: *mut u64,
+    bytes: *mut usize,
+    address: u64,
+) -> c_int {
     answer("cuMemGetAddressRange_v2", Needs::Context, || {
-        let found = with(|blocks| blocks.at(address, 1).map(|(base, block)| (base as u64, block.bytes)));
+        let found = with(|blocks| {
+            blocks
+                .at(address, 1)
+                .map(|(base, block)| (base as u64, block.bytes))
+        });
         let (start, length) = found.ok_or(INVALID_VALUE)?;
         // SAFETY: the caller's out pointers.
         unsafe {
@@ -211,7 +286,16 @@ impl Handle {
     fn here(magic: [u8; 8]) -> Outcome<Handle> {
         let pid = std::process::id() as i32;
         let started = started(pid).ok_or(OPERATING_SYSTEM)?;
-        Ok(Handle { magic, pid, fd: -1, started, file: [0, 0], bytes: 0, device: 0, zero: 0 })
+        Ok(Handle {
+            magic,
+            pid,
+            fd: -1,
+            started,
+            file: [0, 0],
+            bytes: 0,
+            device: 0,
+            zero: 0,
+        })
     }
 
     fn is_alive(&self) -> bool {
@@ -234,9 +318,20 @@ unsafe extern "C" fn cuIpcGetMemHandle(out: *mut Handle, address: u64) -> c_int 
     answer("cuIpcGetMemHandle", Needs::Context, || {
         let handle = with(|blocks| {
             let (_, block) = blocks.at(address, 1).ok_or(INVALID_VALUE)?;
-            let fd = block.fd.as_ref().filter(|_| block.kind == Kind::Plain).ok_or(INVALID_VALUE)?.as_raw_fd();
+            let fd = block
+                .fd
+                .as_ref()
+                .filter(|_| block.kind == Kind::Plain)
+                .ok_or(INVALID_VALUE)?
+                .as_raw_fd();
             let (bytes, device) = (block.bytes as u64, block.device as u64);
-            Ok(Handle { fd, file: block.file, bytes, device, ..Handle::here(MEMORY)? })
+            Ok(Handle {
+                fd,
+                file: block.file,
+                bytes,
+                device,
+                ..Handle::here(MEMORY)?
+            })
         })?;
         // SAFETY: the caller's out pointer.
         unsafe { give(out, handle) }
@@ -250,7 +345,9 @@ fn open(handle: Handle) -> Outcome<u64> {
     if handle.pid == std::process::id() as i32 {
         return Err(INVALID_CONTEXT);
     }
-    let owner = usize::try_from(handle.device).ok().filter(|device| config::get().visible.contains(device));
+    let owner = usize::try_from(handle.device)
+        .ok()
+        .filter(|device| config::get().visible.contains(device));
     if owner.ok_or(INVALID_DEVICE)? != device::current()? && !config::get().peers {
         return Err(PEER_ACCESS_UNSUPPORTED);
     }
@@ -259,8 +356,10 @@ fn open(handle: Handle) -> Outcome<u64> {
     }
     let fd = open_file(&handle).ok_or(INVALID_HANDLE)?;
     with(|blocks| {
-        if let Some((&base, block)) =
-            blocks.by_address.iter_mut().find(|(_, block)| block.opened > 0 && block.file == handle.file)
+        if let Some((&base, block)) = blocks
+            .by_address
+            .iter_mut()
+            .find(|(_, block)| block.opened > 0 && block.file == handle.file)
         {
             block.opened += 1;
             return Ok(base as u64);
@@ -269,7 +368,15 @@ fn open(handle: Handle) -> Outcome<u64> {
         let base = map(&fd, bytes)?;
         blocks.last += 1;
         let (number, device) = (blocks.last, handle.device as usize);
-        let block = Block { kind: Kind::Plain, bytes, device, number, fd: None, file: handle.file, opened: 1 };
+        let block = Block {
+            kind: Kind::Plain,
+            bytes,
+            device,
+            number,
+            fd: None,
+            file: handle.file,
+            opened: 1,
+        };
         blocks.by_address.insert(base, block);
         Ok(base as u64)
     })
@@ -279,7 +386,12 @@ fn open_file(handle: &Handle) -> Option<OwnedFd> {
     let path = format!("/proc/{}/fd/{}", handle.pid, handle.fd);
     let is_it = |stat: Stat| file_of(&stat) == handle.file && stat.st_size as u64 >= handle.bytes;
     rustix::fs::stat(&path).ok().filter(|&stat| is_it(stat))?;
-    let fd = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty()).ok()?;
+    let fd = rustix::fs::open(
+        &path,
+        OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK,
+        Mode::empty(),
+    )
+    .ok()?;
     rustix::fs::fstat(&fd).ok().filter(|&stat| is_it(stat))?;
     Some(fd)
 }
@@ -300,10 +412,18 @@ extern "C" fn cuIpcCloseMemHandle(address: u64) -> c_int {
     answer("cuIpcCloseMemHandle", Needs::Context, || {
         let base = address as usize;
         let last = with(|blocks| {
-            let block = blocks.by_address.get_mut(&base).filter(|block| block.opened > 0).ok_or(INVALID_VALUE)?;
+            let block = blocks
+                .by_address
+                .get_mut(&base)
+                .filter(|block| block.opened > 0)
+                .ok_or(INVALID_VALUE)?;
             block.opened -= 1;
             let is_last = block.opened == 0;
-            Ok(if is_last { blocks.by_address.remove(&base) } else { None })
+            Ok(if is_last {
+                blocks.by_address.remove(&base)
+            } else {
+                None
+            })
         })?;
         last.map_or(Ok(()), |block| unmap(base, block.bytes))
     })
@@ -315,7 +435,10 @@ unsafe extern "C" fn cuIpcGetEventHandle(out: *mut Handle, event: *mut c_void) -
         if !crate::event::is_interprocess(event)? {
             return Err(INVALID_HANDLE);
         }
-        let handle = Handle { bytes: event.addr() as u64, ..Handle::here(EVENT)? };
+        let handle = Handle {
+            bytes: event.addr() as u64,
+            ..Handle::here(EVENT)?
+        };
         // SAFETY: the caller's out pointer.
         unsafe { give(out, handle) }
     })

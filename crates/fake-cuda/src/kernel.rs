@@ -46,7 +46,12 @@ struct Loaded {
 static LOADED: Mutex<Option<Loaded>> = Mutex::new(None);
 
 fn with<T>(body: impl FnOnce(&mut Loaded) -> T) -> T {
-    body(LOADED.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
+    body(
+        LOADED
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get_or_insert_default(),
+    )
 }
 
 /// The entries of a PTX text; none if it is not PTX.
@@ -66,8 +71,12 @@ fn entry(text: &str) -> Option<Entry> {
         Some(list) => &list[..list.find(')')?],
         None => "",
     };
-    let parameters: Option<Vec<usize>> = list.split(".param").skip(1).map(parameter_bytes).collect();
-    Some(Entry { name: name.to_owned(), parameters: parameters? })
+    let parameters: Option<Vec<usize>> =
+        list.split(".param").skip(1).map(parameter_bytes).collect();
+    Some(Entry {
+        name: name.to_owned(),
+        parameters: parameters?,
+    })
 }
 
 /// The size of ` .u64 NAME`, ` .align 8 .b8 NAME[1032]` and the like.
@@ -129,30 +138,60 @@ unsafe fn write_log(count: usize, options: *mut u32, values: *mut *mut c_void, w
         return;
     }
     // SAFETY: the caller's promise.
-    let (options, values) =
-        unsafe { (std::slice::from_raw_parts(options, count), std::slice::from_raw_parts(values, count)) };
-    let value = |option| options.iter().position(|&other| other == option).map(|index| values[index]);
+    let (options, values) = unsafe {
+        (
+            std::slice::from_raw_parts(options, count),
+            std::slice::from_raw_parts(values, count),
+        )
+    };
+    let value = |option| {
+        options
+            .iter()
+            .position(|&other| other == option)
+            .map(|index| values[index])
+    };
     if let (Some(log), Some(bytes)) = (value(LOG), value(LOG_BYTES))
         && bytes.addr() > words.count_bytes()
     {
         // SAFETY: the buffer has room for the words and their end.
-        unsafe { ptr::copy_nonoverlapping(words.as_ptr(), log.cast::<c_char>(), words.count_bytes() + 1) };
+        unsafe {
+            ptr::copy_nonoverlapping(
+                words.as_ptr(),
+                log.cast::<c_char>(),
+                words.count_bytes() + 1,
+            )
+        };
     }
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuModuleGetFunction(out: *mut *mut c_void, module: *mut c_void, name: *const c_char) -> c_int {
+unsafe extern "C" fn cuModuleGetFunction(
+    out: *mut *mut c_void,
+    module: *mut c_void,
+    name: *const c_char,
+) -> c_int {
     answer("cuModuleGetFunction", Needs::Context, || {
         if name.is_null() {
             return Err(INVALID_VALUE);
         }
         // SAFETY: the caller's terminated text.
         let name = unsafe { CStr::from_ptr(name) };
-        let entries =
-            with(|loaded| loaded.modules.iter().find(|known| Arc::as_ptr(known).addr() == module.addr()).cloned())
-                .ok_or(INVALID_HANDLE)?;
-        let entry = entries.iter().find(|entry| entry.name.as_bytes() == name.to_bytes()).ok_or(NOT_FOUND)?;
-        let function = Arc::new(Function { twin: twin(entry)?, parameters: entry.parameters.len() });
+        let entries = with(|loaded| {
+            loaded
+                .modules
+                .iter()
+                .find(|known| Arc::as_ptr(known).addr() == module.addr())
+                .cloned()
+        })
+        .ok_or(INVALID_HANDLE)?;
+        let entry = entries
+            .iter()
+            .find(|entry| entry.name.as_bytes() == name.to_bytes())
+            .ok_or(NOT_FOUND)?;
+        let function = Arc::new(Function {
+            twin: twin(entry)?,
+            parameters: entry.parameters.len(),
+        });
         let handle = Arc::as_ptr(&function).addr();
         with(|loaded| loaded.functions.insert(handle, function));
         // SAFETY: the caller's out pointer.
@@ -168,10 +207,14 @@ fn twin(entry: &Entry) -> Outcome<Twin> {
     if entry.name == "warpipe_gather" && entry.parameters == [size_of::<Gather>()] {
         return Ok(Twin::Gather);
     }
-    let mut kernels = warpipe_kernels::ALL.iter().chain(warpipe_kernels::render::ALL);
+    let mut kernels = warpipe_kernels::ALL
+        .iter()
+        .chain(warpipe_kernels::render::ALL);
     let kernel = kernels.find(|kernel| kernel.name().to_bytes() == entry.name.as_bytes());
     match kernel {
-        Some(kernel) if entry.parameters.iter().all(|&bytes| bytes == 8) => Ok(Twin::Plain(kernel.twin())),
+        Some(kernel) if entry.parameters.iter().all(|&bytes| bytes == 8) => {
+            Ok(Twin::Plain(kernel.twin()))
+        }
         _ => Err(NO_BINARY_FOR_GPU),
     }
 }
@@ -186,7 +229,11 @@ extern "C" fn cuFuncLoad(function: *mut c_void) -> c_int {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, _attribute: u32, function: *mut c_void) -> c_int {
+unsafe extern "C" fn cuFuncGetAttribute(
+    value: *mut c_int,
+    _attribute: u32,
+    function: *mut c_void,
+) -> c_int {
     answer("cuFuncGetAttribute", Needs::Context, || {
         find(function)?;
         // SAFETY: the caller's out pointer.
@@ -231,9 +278,18 @@ unsafe extern "C" fn cuLaunchKernel(
         let work: Arc<dyn Fn() + Send + Sync> = match function.twin {
             Twin::Plain(twin) => {
                 // SAFETY: each leads to a parameter of 64 bits, see `twin`.
-                let args: Vec<u64> = parameters.iter().map(|&value| unsafe { value.cast::<u64>().read() }).collect();
+                let args: Vec<u64> = parameters
+                    .iter()
+                    .map(|&value| unsafe { value.cast::<u64>().read() })
+                    .collect();
                 // SAFETY: the program launched this kernel with these arguments.
-                Arc::new(move || unsafe { twin(Launch { grid: grid_x, block: block_x, args: &args }) })
+                Arc::new(move || unsafe {
+                    twin(Launch {
+                        grid: grid_x,
+                        block: block_x,
+                        args: &args,
+                    })
+                })
             }
             Twin::Broadcast => {
                 // SAFETY: the one parameter has this layout, see `twin`.
@@ -255,13 +311,18 @@ unsafe extern "C" fn cuLaunchKernel(
 /// Looks at the words when the kernel is launched: a GPU would fault later, which a test could not tell apart.
 fn check(list: &Signals) -> Outcome {
     let words = &list.signals[..usize::try_from(list.count).unwrap_or(64).min(64)];
-    let sound = words.iter().all(|&[word, _]| word.is_multiple_of(8) && memory::usable(word, 8, true));
+    let sound = words
+        .iter()
+        .all(|&[word, _]| word.is_multiple_of(8) && memory::usable(word, 8, true));
     if sound { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
 /// The twin of `warpipe_broadcast`: thread `i` stores word `i`.
 fn broadcast(list: &Signals, threads: u32) {
-    let count = usize::try_from(list.count).unwrap_or(64).min(64).min(threads as usize);
+    let count = usize::try_from(list.count)
+        .unwrap_or(64)
+        .min(64)
+        .min(threads as usize);
     for &[word, value] in &list.signals[..count] {
         // SAFETY: looked at when launched; that it is mapped until now is the program's duty.
         unsafe { work::store(word, value) };
@@ -277,8 +338,14 @@ mod tests {
         let ptx = ".version 8.0\n.target sm_70\n.visible .entry one(\n\t.param .u64 one_param_0,\n\t.param .f32 one_param_1\n)\n{ ret; }\n\
             .visible .entry two(\n.param .align 8 .b8 two_param_0[1032]\n)\n{ ret; }\n.visible .entry three() { ret; }";
         let found = entries(ptx).unwrap();
-        let shapes: Vec<_> = found.iter().map(|entry| (entry.name.as_str(), entry.parameters.as_slice())).collect();
-        assert_eq!(shapes, [("one", &[8, 4][..]), ("two", &[1032]), ("three", &[])]);
+        let shapes: Vec<_> = found
+            .iter()
+            .map(|entry| (entry.name.as_str(), entry.parameters.as_slice()))
+            .collect();
+        assert_eq!(
+            shapes,
+            [("one", &[8, 4][..]), ("two", &[1032]), ("three", &[])]
+        );
     }
 
     #[test]
@@ -288,10 +355,18 @@ mod tests {
 
     #[test]
     fn every_kernel_of_the_kernels_crate_can_be_run() {
-        for kernel in warpipe_kernels::ALL.iter().chain(warpipe_kernels::render::ALL) {
+        for kernel in warpipe_kernels::ALL
+            .iter()
+            .chain(warpipe_kernels::render::ALL)
+        {
             let found = entries(kernel.ptx().to_str().unwrap()).unwrap();
-            let entry = found.iter().find(|entry| entry.name.as_bytes() == kernel.name().to_bytes());
-            assert!(twin(entry.expect("the module has the kernel")).is_ok(), "{kernel:?}");
+            let entry = found
+                .iter()
+                .find(|entry| entry.name.as_bytes() == kernel.name().to_bytes());
+            assert!(
+                twin(entry.expect("the module has the kernel")).is_ok(),
+                "{kernel:?}"
+            );
         }
     }
 }

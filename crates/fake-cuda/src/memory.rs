@@ -60,16 +60,22 @@ struct Memory {
 static MEMORY: Mutex<Option<Memory>> = Mutex::new(None);
 
 fn with<T>(body: impl FnOnce(&mut Memory) -> T) -> T {
-    let mut memory: MutexGuard<'_, Option<Memory>> = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut memory: MutexGuard<'_, Option<Memory>> =
+        MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
     body(memory.get_or_insert_default())
 }
 
 /// Ends a device's mappings and handles in this process. What others have imported stays theirs.
 pub fn end_all(device: usize) {
     with(|memory| {
-        memory.handles.retain(|_, allocation| allocation.device != device);
+        memory
+            .handles
+            .retain(|_, allocation| allocation.device != device);
         memory.ranges.retain(|&address, range| {
-            let is_ended = range.mapped.as_ref().is_some_and(|allocation| allocation.device == device);
+            let is_ended = range
+                .mapped
+                .as_ref()
+                .is_some_and(|allocation| allocation.device == device);
             if is_ended {
                 // SAFETY: this library's own mapping; the device's streams have ended.
                 let _ = unsafe { rustix::mm::munmap(place(address as u64), range.bytes) };
@@ -91,7 +97,9 @@ pub fn reached_by(device: usize, address: u64, bytes: usize, write: bool) -> boo
         && ipc::is_reached(device, address)
         && with(|memory| {
             let range = memory.ranges.range(..=address as usize).next_back();
-            range.is_none_or(|(&start, range)| address as usize - start >= range.bytes || range.reader == device)
+            range.is_none_or(|(&start, range)| {
+                address as usize - start >= range.bytes || range.reader == device
+            })
         })
 }
 
@@ -102,10 +110,22 @@ pub fn is_device(address: u64, bytes: usize, write: bool) -> bool {
     }
     let address = address as usize;
     with(|memory| {
-        memory.ranges.range(..=address).next_back().is_some_and(|(&start, range)| {
-            let inside = address.checked_add(bytes).is_some_and(|end| end <= start + range.bytes);
-            inside && range.mapped.is_some() && if write { range.writable } else { range.readable }
-        })
+        memory
+            .ranges
+            .range(..=address)
+            .next_back()
+            .is_some_and(|(&start, range)| {
+                let inside = address
+                    .checked_add(bytes)
+                    .is_some_and(|end| end <= start + range.bytes);
+                inside
+                    && range.mapped.is_some()
+                    && if write {
+                        range.writable
+                    } else {
+                        range.readable
+                    }
+            })
     })
 }
 
@@ -125,7 +145,12 @@ struct Properties {
 unsafe fn device_in(properties: *const Properties) -> Outcome<usize> {
     // SAFETY: the caller's promise.
     let properties = unsafe { properties.as_ref() }.ok_or(INVALID_VALUE)?;
-    if (properties.kind, properties.handle_types, properties.location_kind) != (1, 1, 1) {
+    if (
+        properties.kind,
+        properties.handle_types,
+        properties.location_kind,
+    ) != (1, 1, 1)
+    {
         return Err(INVALID_VALUE);
     }
     device::physical(properties.location)
@@ -152,14 +177,22 @@ unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_i
         let all = config::get().memory_bytes;
         // SAFETY: the caller's out pointers.
         unsafe {
-            give(free, all.saturating_sub(USED.load(Ordering::Acquire)) as usize)?;
+            give(
+                free,
+                all.saturating_sub(USED.load(Ordering::Acquire)) as usize,
+            )?;
             give(total, all as usize)
         }
     })
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *const c_void, flags: u64) -> c_int {
+unsafe extern "C" fn cuMemCreate(
+    handle: *mut u64,
+    bytes: usize,
+    properties: *const c_void,
+    flags: u64,
+) -> c_int {
     answer("cuMemCreate", Needs::Context, || {
         // SAFETY: the caller's pointer.
         let device = unsafe { device_in(properties.cast()) }?;
@@ -175,11 +208,20 @@ unsafe extern "C" fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *co
 fn create(bytes: usize, device: usize) -> Outcome<Allocation> {
     let limit = config::get().memory_bytes;
     let room = |used: u64| used.checked_add(bytes as u64).filter(|&sum| sum <= limit);
-    USED.fetch_update(Ordering::AcqRel, Ordering::Acquire, room).map_err(|_| OUT_OF_MEMORY)?;
-    let made = rustix::fs::memfd_create(format!("{NAME}{device}"), MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-        .and_then(|fd| rustix::fs::ftruncate(&fd, bytes as u64).map(|()| fd));
+    USED.fetch_update(Ordering::AcqRel, Ordering::Acquire, room)
+        .map_err(|_| OUT_OF_MEMORY)?;
+    let made = rustix::fs::memfd_create(
+        format!("{NAME}{device}"),
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    )
+    .and_then(|fd| rustix::fs::ftruncate(&fd, bytes as u64).map(|()| fd));
     match made {
-        Ok(fd) => Ok(Allocation { fd, bytes, device, counted: true }),
+        Ok(fd) => Ok(Allocation {
+            fd,
+            bytes,
+            device,
+            counted: true,
+        }),
         Err(_) => {
             USED.fetch_sub(bytes as u64, Ordering::AcqRel);
             Err(OPERATING_SYSTEM)
@@ -190,7 +232,9 @@ fn create(bytes: usize, device: usize) -> Outcome<Allocation> {
 fn hold(allocation: Allocation) -> u64 {
     with(|memory| {
         memory.last_handle += 1;
-        memory.handles.insert(memory.last_handle, Arc::new(allocation));
+        memory
+            .handles
+            .insert(memory.last_handle, Arc::new(allocation));
         memory.last_handle
     })
 }
@@ -198,14 +242,22 @@ fn hold(allocation: Allocation) -> u64 {
 #[unsafe(no_mangle)]
 extern "C" fn cuMemRelease(handle: u64) -> c_int {
     answer("cuMemRelease", Needs::Context, || {
-        with(|memory| memory.handles.remove(&handle)).map(drop).ok_or(INVALID_VALUE)
+        with(|memory| memory.handles.remove(&handle))
+            .map(drop)
+            .ok_or(INVALID_VALUE)
     })
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemExportToShareableHandle(out: *mut c_int, handle: u64, kind: u32, _flags: u64) -> c_int {
+unsafe extern "C" fn cuMemExportToShareableHandle(
+    out: *mut c_int,
+    handle: u64,
+    kind: u32,
+    _flags: u64,
+) -> c_int {
     answer("cuMemExportToShareableHandle", Needs::Context, || {
-        let allocation = with(|memory| memory.handles.get(&handle).cloned()).ok_or(INVALID_VALUE)?;
+        let allocation =
+            with(|memory| memory.handles.get(&handle).cloned()).ok_or(INVALID_VALUE)?;
         if kind != 1 {
             return Err(INVALID_VALUE);
         }
@@ -217,9 +269,16 @@ unsafe extern "C" fn cuMemExportToShareableHandle(out: *mut c_int, handle: u64, 
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemImportFromShareableHandle(handle: *mut u64, shareable: *mut c_void, kind: u32) -> c_int {
+unsafe extern "C" fn cuMemImportFromShareableHandle(
+    handle: *mut u64,
+    shareable: *mut c_void,
+    kind: u32,
+) -> c_int {
     answer("cuMemImportFromShareableHandle", Needs::Context, || {
-        let fd = c_int::try_from(shareable.addr()).ok().filter(|&fd| fd >= 0).ok_or(INVALID_VALUE)?;
+        let fd = c_int::try_from(shareable.addr())
+            .ok()
+            .filter(|&fd| fd >= 0)
+            .ok_or(INVALID_VALUE)?;
         if kind != 1 {
             return Err(INVALID_VALUE);
         }
@@ -235,10 +294,17 @@ fn open(fd: BorrowedFd<'_>) -> Outcome<Allocation> {
     let seals: SealFlags = rustix::fs::fcntl_get_seals(fd).map_err(|_| UNKNOWN)?;
     let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
     let link = std::fs::read_link(path).map_err(|_| UNKNOWN)?;
-    let device = device_named(&link.to_string_lossy()).filter(|_| seals.is_empty()).ok_or(UNKNOWN)?;
+    let device = device_named(&link.to_string_lossy())
+        .filter(|_| seals.is_empty())
+        .ok_or(UNKNOWN)?;
     let bytes = rustix::fs::fstat(fd).map_err(|_| UNKNOWN)?.st_size as usize;
     let fd = rustix::io::fcntl_dupfd_cloexec(fd.as_fd(), 3).map_err(|_| OPERATING_SYSTEM)?;
-    Ok(Allocation { fd, bytes, device, counted: false })
+    Ok(Allocation {
+        fd,
+        bytes,
+        device,
+        counted: false,
+    })
 }
 
 /// The device's number in the name of a memfd, `/memfd:NAME0 (deleted)`.
@@ -269,7 +335,13 @@ unsafe extern "C" fn cuMemAddressReserve(
             )
         }
         .map_err(|_| OUT_OF_MEMORY)?;
-        let range = Range { bytes, mapped: None, writable: false, readable: false, reader: 0 };
+        let range = Range {
+            bytes,
+            mapped: None,
+            writable: false,
+            readable: false,
+            reader: 0,
+        };
         with(|memory| memory.ranges.insert(start.addr(), range));
         // SAFETY: the caller's out pointer.
         unsafe { give(address, start.addr() as u64) }
@@ -278,7 +350,11 @@ unsafe extern "C" fn cuMemAddressReserve(
 
 /// A reserved range of exactly this place and length.
 fn exact(memory: &mut Memory, address: u64, bytes: usize) -> Outcome<&mut Range> {
-    memory.ranges.get_mut(&(address as usize)).filter(|range| range.bytes == bytes).ok_or(INVALID_VALUE)
+    memory
+        .ranges
+        .get_mut(&(address as usize))
+        .filter(|range| range.bytes == bytes)
+        .ok_or(INVALID_VALUE)
 }
 
 #[unsafe(no_mangle)]
@@ -301,7 +377,13 @@ fn place(address: u64) -> *mut c_void {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuMemMap(address: u64, bytes: usize, offset: usize, handle: u64, flags: u64) -> c_int {
+extern "C" fn cuMemMap(
+    address: u64,
+    bytes: usize,
+    offset: usize,
+    handle: u64,
+    flags: u64,
+) -> c_int {
     answer("cuMemMap", Needs::Context, || {
         with(|memory| {
             let allocation = memory.handles.get(&handle).cloned().ok_or(INVALID_VALUE)?;
@@ -339,7 +421,9 @@ extern "C" fn cuMemUnmap(address: u64, bytes: usize) -> c_int {
             (range.readable, range.writable) = (false, false);
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
             // SAFETY: puts the empty reservation back over this library's own mapping.
-            let reserved = unsafe { rustix::mm::mmap_anonymous(place(address), bytes, ProtFlags::empty(), flags) };
+            let reserved = unsafe {
+                rustix::mm::mmap_anonymous(place(address), bytes, ProtFlags::empty(), flags)
+            };
             reserved.map(drop).map_err(|_| OPERATING_SYSTEM)
         })
     })
@@ -354,7 +438,12 @@ struct AccessDescription {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemSetAccess(address: u64, bytes: usize, access: *const c_void, count: usize) -> c_int {
+unsafe extern "C" fn cuMemSetAccess(
+    address: u64,
+    bytes: usize,
+    access: *const c_void,
+    count: usize,
+) -> c_int {
     answer("cuMemSetAccess", Needs::Context, || {
         // SAFETY: the caller's pointer to `count` descriptions, of which one is served.
         let access = unsafe { access.cast::<AccessDescription>().as_ref() }.ok_or(INVALID_VALUE)?;
@@ -374,7 +463,8 @@ unsafe extern "C" fn cuMemSetAccess(address: u64, bytes: usize, access: *const c
                 return Err(INVALID_DEVICE);
             }
             // SAFETY: this library's own mapping of device memory.
-            unsafe { rustix::mm::mprotect(place(address), bytes, protection) }.map_err(|_| OPERATING_SYSTEM)?;
+            unsafe { rustix::mm::mprotect(place(address), bytes, protection) }
+                .map_err(|_| OPERATING_SYSTEM)?;
             (range.readable, range.writable, range.reader) = (readable, writable, reader);
             Ok(())
         })
@@ -386,7 +476,11 @@ pub fn device_at(address: u64) -> Option<usize> {
     let address = address as usize;
     with(|memory| {
         let (&start, range) = memory.ranges.range(..=address).next_back()?;
-        range.mapped.as_ref().filter(|_| address - start < range.bytes).map(|allocation| allocation.device)
+        range
+            .mapped
+            .as_ref()
+            .filter(|_| address - start < range.bytes)
+            .map(|allocation| allocation.device)
     })
 }
 
@@ -395,8 +489,17 @@ pub fn device_at(address: u64) -> Option<usize> {
 unsafe extern "C" fn fakeCudaCensus(out: *mut [u64; 4]) -> c_int {
     answer("fakeCudaCensus", Needs::Nothing, || {
         let census = with(|memory| {
-            let mapped = memory.ranges.values().filter(|range| range.mapped.is_some()).count();
-            [USED.load(Ordering::Acquire), memory.handles.len() as u64, memory.ranges.len() as u64, mapped as u64]
+            let mapped = memory
+                .ranges
+                .values()
+                .filter(|range| range.mapped.is_some())
+                .count();
+            [
+                USED.load(Ordering::Acquire),
+                memory.handles.len() as u64,
+                memory.ranges.len() as u64,
+                mapped as u64,
+            ]
         });
         // SAFETY: the caller's out pointer.
         unsafe { give(out, census) }

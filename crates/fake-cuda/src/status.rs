@@ -118,7 +118,12 @@ pub unsafe fn give<T>(out: *mut T, value: T) -> Outcome {
 fn open_files() {
     static FILES: OnceLock<Vec<OwnedFd>> = OnceLock::new();
     let open = |name| rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).ok();
-    FILES.get_or_init(|| ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0"].into_iter().filter_map(open).collect());
+    FILES.get_or_init(|| {
+        ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0"]
+            .into_iter()
+            .filter_map(open)
+            .collect()
+    });
 }
 
 #[unsafe(no_mangle)]

@@ -88,7 +88,10 @@ impl Stream {
         let _calls = self.calls();
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let is_full = |queue: &mut Queue| queue.work.len() >= LAUNCH_QUEUE;
-        let mut queue = self.shrunk.wait_while(queue, is_full).unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self
+            .shrunk
+            .wait_while(queue, is_full)
+            .unwrap_or_else(PoisonError::into_inner);
         queue.work.push_back(work);
         queue.unfinished += 1;
         queue.given += 1;
@@ -115,12 +118,19 @@ impl Stream {
     }
 
     fn close(&self) {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner).closed = true;
+        self.queue
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .closed = true;
         self.grown.notify_one();
     }
 
     fn is_idle(&self) -> bool {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner).unfinished == 0
+        self.queue
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .unfinished
+            == 0
     }
 
     /// How many pieces of work it was given, and how many of them are done.
@@ -134,13 +144,16 @@ impl Stream {
         while let Some(work) = self.next() {
             // Whoever is told, and asks whether the stream is idle, finds the count without it: as on a GPU.
             let telling = matches!(work, Work::Record { .. } | Work::Tell(_));
-            let telling = telling.then(|| self.queue.lock().unwrap_or_else(PoisonError::into_inner));
+            let telling =
+                telling.then(|| self.queue.lock().unwrap_or_else(PoisonError::into_inner));
             // SAFETY: that memory outlives the work enqueued on it is the program's duty, as on a GPU.
             let ran = catch_unwind(AssertUnwindSafe(|| unsafe { work.run() }));
             if ran.is_err() {
                 FAULT.store(LAUNCH_FAILED.0, Ordering::Release);
             }
-            telling.unwrap_or_else(|| self.queue.lock().unwrap_or_else(PoisonError::into_inner)).unfinished -= 1;
+            telling
+                .unwrap_or_else(|| self.queue.lock().unwrap_or_else(PoisonError::into_inner))
+                .unfinished -= 1;
         }
     }
 
@@ -166,7 +179,11 @@ pub fn check_fault() -> Outcome {
 
 /// Ends the streams of a device, and what they have not done: it is waited for what they are doing.
 pub fn end_all(device: usize) {
-    let ended: Vec<_> = with(|streams| streams.extract_if(|_, stream| stream.device == device).collect());
+    let ended: Vec<_> = with(|streams| {
+        streams
+            .extract_if(|_, stream| stream.device == device)
+            .collect()
+    });
     for (_, stream) in ended {
         let mut queue = stream.queue.lock().unwrap_or_else(PoisonError::into_inner);
         queue.unfinished -= queue.work.len();
@@ -193,7 +210,12 @@ pub fn settle() {
 static STREAMS: Mutex<Option<HashMap<usize, Arc<Stream>>>> = Mutex::new(None);
 
 fn with<T>(body: impl FnOnce(&mut HashMap<usize, Arc<Stream>>) -> T) -> T {
-    body(STREAMS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
+    body(
+        STREAMS
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get_or_insert_default(),
+    )
 }
 
 /// Whether the handle names the legacy default stream.
@@ -219,7 +241,11 @@ pub fn find(handle: *mut c_void) -> Outcome<Arc<Stream>> {
     let device = device::current()?;
     with(|streams| {
         if handle.addr() > 2 {
-            return streams.get(&handle.addr()).filter(|stream| stream.device == device).cloned().ok_or(INVALID_HANDLE);
+            return streams
+                .get(&handle.addr())
+                .filter(|stream| stream.device == device)
+                .cloned()
+                .ok_or(INVALID_HANDLE);
         }
         if let Some(stream) = streams.get(&device) {
             return Ok(stream.clone());
@@ -264,7 +290,11 @@ extern "C" fn cuStreamQuery(stream: *mut c_void) -> c_int {
         }
         capture::check_unsafe_call()?;
         let _calls = stream.calls();
-        if stream.is_idle() { Ok(()) } else { Err(NOT_READY) }
+        if stream.is_idle() {
+            Ok(())
+        } else {
+            Err(NOT_READY)
+        }
     })
 }
 
@@ -282,7 +312,13 @@ struct Operation {
 
 impl Operation {
     fn work(self) -> Outcome<Work> {
-        let Operation { kind, word, value, flags, .. } = self;
+        let Operation {
+            kind,
+            word,
+            value,
+            flags,
+            ..
+        } = self;
         if flags != 0 {
             return Err(NOT_SUPPORTED);
         }
@@ -300,21 +336,54 @@ impl Operation {
 fn enqueue(stream: *mut c_void, operations: &[Operation]) -> Outcome {
     let stream = find_for_work(stream)?;
     // All are looked at before one is enqueued: a batch is taken whole or not at all.
-    let work: Outcome<Vec<Work>> = operations.iter().map(|operation| operation.work()).collect();
+    let work: Outcome<Vec<Work>> = operations
+        .iter()
+        .map(|operation| operation.work())
+        .collect();
     work?.into_iter().try_for_each(|work| stream.push(work))
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuStreamWaitValue64_v2(stream: *mut c_void, word: u64, value: u64, flags: u32) -> c_int {
+extern "C" fn cuStreamWaitValue64_v2(
+    stream: *mut c_void,
+    word: u64,
+    value: u64,
+    flags: u32,
+) -> c_int {
     answer("cuStreamWaitValue64_v2", Needs::Context, || {
-        enqueue(stream, &[Operation { kind: 4, word, value, flags, alias: 0, pad: 0 }])
+        enqueue(
+            stream,
+            &[Operation {
+                kind: 4,
+                word,
+                value,
+                flags,
+                alias: 0,
+                pad: 0,
+            }],
+        )
     })
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuStreamWriteValue64_v2(stream: *mut c_void, word: u64, value: u64, flags: u32) -> c_int {
+extern "C" fn cuStreamWriteValue64_v2(
+    stream: *mut c_void,
+    word: u64,
+    value: u64,
+    flags: u32,
+) -> c_int {
     answer("cuStreamWriteValue64_v2", Needs::Context, || {
-        enqueue(stream, &[Operation { kind: 5, word, value, flags, alias: 0, pad: 0 }])
+        enqueue(
+            stream,
+            &[Operation {
+                kind: 5,
+                word,
+                value,
+                flags,
+                alias: 0,
+                pad: 0,
+            }],
+        )
     })
 }
 
@@ -330,7 +399,9 @@ unsafe extern "C" fn cuStreamBatchMemOp_v2(
             return Err(INVALID_VALUE);
         }
         // SAFETY: the caller's array of `count` operations.
-        enqueue(stream, unsafe { std::slice::from_raw_parts(operations.cast::<Operation>(), count as usize) })
+        enqueue(stream, unsafe {
+            std::slice::from_raw_parts(operations.cast::<Operation>(), count as usize)
+        })
     })
 }
 
@@ -357,14 +428,23 @@ extern "C" fn cuMemsetD8Async(dst: u64, value: u8, bytes: usize, stream: *mut c_
 /// Pageable memory is read before the call returns, and not before the stream has done its earlier work: the driver may
 /// wait for that, so the fake driver does. Registered memory is read when the stream gets there.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemcpyHtoDAsync_v2(dst: u64, src: *const c_void, bytes: usize, stream: *mut c_void) -> c_int {
+unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
+    dst: u64,
+    src: *const c_void,
+    bytes: usize,
+    stream: *mut c_void,
+) -> c_int {
     answer("cuMemcpyHtoDAsync_v2", Needs::Context, || {
         if src.is_null() || !memory::is_device(dst, bytes, true) {
             return Err(INVALID_VALUE);
         }
         let stream = find_for_work(stream)?;
         if host::is_registered(src.addr() as u64, bytes) {
-            return stream.push(Work::Copy { dst, src: src.expose_provenance() as u64, bytes });
+            return stream.push(Work::Copy {
+                dst,
+                src: src.expose_provenance() as u64,
+                bytes,
+            });
         }
         stream.finish()?;
         // SAFETY: the caller's memory of that length.
@@ -375,7 +455,12 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(dst: u64, src: *const c_void, bytes: u
 
 /// Pageable memory is written before the call returns, registered memory when the stream gets there.
 #[unsafe(no_mangle)]
-extern "C" fn cuMemcpyDtoHAsync_v2(dst: *mut c_void, src: u64, bytes: usize, stream: *mut c_void) -> c_int {
+extern "C" fn cuMemcpyDtoHAsync_v2(
+    dst: *mut c_void,
+    src: u64,
+    bytes: usize,
+    stream: *mut c_void,
+) -> c_int {
     answer("cuMemcpyDtoHAsync_v2", Needs::Context, || {
         if dst.is_null() || !memory::is_device(src, bytes, false) {
             return Err(INVALID_VALUE);
@@ -398,6 +483,9 @@ extern "C" fn cuLaunchHostFunc(
 ) -> c_int {
     answer("cuLaunchHostFunc", Needs::Context, || {
         let function = function.ok_or(INVALID_VALUE)?;
-        find_for_work(stream)?.push(Work::Function { function, argument: argument.expose_provenance() })
+        find_for_work(stream)?.push(Work::Function {
+            function,
+            argument: argument.expose_provenance(),
+        })
     })
 }

@@ -83,7 +83,9 @@ impl Work {
                 unsafe { ptr::copy(place(src).cast_const(), place(dst), bytes) }
             }
             // SAFETY: the caller's promise on `dst`.
-            Work::Set { dst, value, bytes } => unsafe { ptr::write_bytes(place(dst), value, bytes) },
+            Work::Set { dst, value, bytes } => unsafe {
+                ptr::write_bytes(place(dst), value, bytes)
+            },
             Work::Staged { dst, bytes } => {
                 // SAFETY: the caller's promise on `dst`.
                 unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), place(dst), bytes.len()) }
@@ -122,7 +124,9 @@ unsafe fn wait(word: u64, value: u64) {
     let word = unsafe { AtomicU64::from_ptr(place(word).cast()) };
     let mut rounds = 0u32;
     let (device, before) = (DEVICE.get(), device::resets(DEVICE.get()));
-    while device::resets(device) == before && (word.load(Ordering::Acquire).wrapping_sub(value) as i64) < 0 {
+    while device::resets(device) == before
+        && (word.load(Ordering::Acquire).wrapping_sub(value) as i64) < 0
+    {
         rounds = rounds.saturating_add(1);
         match rounds {
             0..SPINS => std::hint::spin_loop(),

@@ -16,7 +16,8 @@ type Function = *const c_void;
 #[repr(C)]
 struct Callbacks {
     struct_size: usize,
-    module_function_table: unsafe extern "C" fn(c_uint, *mut *const *mut Function, *mut c_uint) -> c_int,
+    module_function_table:
+        unsafe extern "C" fn(c_uint, *mut *const *mut Function, *mut c_uint) -> c_int,
 }
 
 /// `NvtxExportTableVersionInfo`.
@@ -45,23 +46,39 @@ pub unsafe extern "C" fn InitializeInjectionNvtx2(
         return 0;
     }
     // SAFETY: null or a table, as the caller promises.
-    let (version, callbacks) = unsafe { (export_table(3).cast::<VersionInfo>(), export_table(1).cast::<Callbacks>()) };
+    let (version, callbacks) = unsafe {
+        (
+            export_table(3).cast::<VersionInfo>(),
+            export_table(1).cast::<Callbacks>(),
+        )
+    };
     // SAFETY: as above; a table of another number is none.
-    let (Some(version), Some(callbacks), true) =
-        (unsafe { (version.as_ref(), callbacks.as_ref(), export_table(99).is_null()) })
-    else {
+    let (Some(version), Some(callbacks), true) = (unsafe {
+        (
+            version.as_ref(),
+            callbacks.as_ref(),
+            export_table(99).is_null(),
+        )
+    }) else {
         return 0;
     };
-    if version.version != 3 || version.struct_size != size_of::<VersionInfo>() || version.reserved != 0 {
+    if version.version != 3
+        || version.struct_size != size_of::<VersionInfo>()
+        || version.reserved != 0
+    {
         return 0;
     }
     // SAFETY: the version table's own function.
     unsafe { (version.set_injection_version)(3) };
-    let functions: [(usize, Function); 2] =
-        [(RANGE_PUSH_A, nvtxRangePushA as Function), (RANGE_POP, nvtxRangePop as Function)];
-    let is_full =
-        callbacks.struct_size == size_of::<Callbacks>() && table(callbacks, CORE2).is_some_and(|(_, size)| size == 16);
-    let Some((core, 16)) = table(callbacks, CORE).filter(|_| is_full) else { return 0 };
+    let functions: [(usize, Function); 2] = [
+        (RANGE_PUSH_A, nvtxRangePushA as Function),
+        (RANGE_POP, nvtxRangePop as Function),
+    ];
+    let is_full = callbacks.struct_size == size_of::<Callbacks>()
+        && table(callbacks, CORE2).is_some_and(|(_, size)| size == 16);
+    let Some((core, 16)) = table(callbacks, CORE).filter(|_| is_full) else {
+        return 0;
+    };
     for (place, function) in functions {
         // SAFETY: the table has 16 entries, and each but the first is the address of a place for a function.
         unsafe { core.add(place).read().write(function) };
@@ -96,7 +113,9 @@ pub extern "C" fn nvtxRangePop() -> c_int {
 /// One line, in one write.
 fn log(words: &str) -> c_int {
     let line = format!("{:?} {words}\n", std::thread::current().id());
-    let file =
-        std::env::var_os("FAKE_NVTX_LOG").and_then(|path| OpenOptions::new().append(true).create(true).open(path).ok());
-    file.map_or(-1, |mut file| file.write_all(line.as_bytes()).map_or(-1, |()| 0))
+    let file = std::env::var_os("FAKE_NVTX_LOG")
+        .and_then(|path| OpenOptions::new().append(true).create(true).open(path).ok());
+    file.map_or(-1, |mut file| {
+        file.write_all(line.as_bytes()).map_or(-1, |()| 0)
+    })
 }

@@ -19,9 +19,13 @@ struct Case {
 
 impl Case {
     fn new(name: &str) -> Case {
-        let folder = std::env::temp_dir().join(format!("warpipe-nvtx-{}-{name}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-nvtx-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        Case { folder, environment: Vec::new() }
+        Case {
+            folder,
+            environment: Vec::new(),
+        }
     }
 
     fn env(mut self, name: &'static str, value: impl Into<String>) -> Case {
@@ -38,13 +42,24 @@ impl Case {
     fn run(self) -> (String, HashMap<String, Vec<String>>) {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "child", "--ignored", "--nocapture"]);
-        command.env_remove("NVTX_INJECTION64_PATH").env_remove("WARPIPE_NVTX");
-        command.env("FAKE_NVTX_LOG", self.folder.join("log")).env("WARPIPE_DOMAIN", self.folder.join("domain"));
+        command
+            .env_remove("NVTX_INJECTION64_PATH")
+            .env_remove("WARPIPE_NVTX");
+        command
+            .env("FAKE_NVTX_LOG", self.folder.join("log"))
+            .env("WARPIPE_DOMAIN", self.folder.join("domain"));
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         let output = command.output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(output.status.success() && text.contains("1 passed"), "{text}");
-        let said = text.lines().find_map(|line| line.split_once("state: ")).expect("the child says its state").1;
+        assert!(
+            output.status.success() && text.contains("1 passed"),
+            "{text}"
+        );
+        let said = text
+            .lines()
+            .find_map(|line| line.split_once("state: "))
+            .expect("the child says its state")
+            .1;
         let mut threads: HashMap<String, Vec<String>> = HashMap::new();
         let log = std::fs::read_to_string(self.folder.join("log")).unwrap_or_default();
         for (thread, words) in log.lines().map(|line| line.split_once(' ').unwrap()) {
@@ -63,8 +78,15 @@ impl Drop for Case {
 /// The library of this package, which Cargo builds beside its tests.
 fn built_library() -> PathBuf {
     let test = std::env::current_exe().unwrap();
-    let places = test.ancestors().skip(1).take(2).map(|folder| folder.join("libfake_nvtx.so"));
-    places.into_iter().find(|path| Path::exists(path)).expect("libfake_nvtx.so beside the test")
+    let places = test
+        .ancestors()
+        .skip(1)
+        .take(2)
+        .map(|folder| folder.join("libfake_nvtx.so"));
+    places
+        .into_iter()
+        .find(|path| Path::exists(path))
+        .expect("libfake_nvtx.so beside the test")
 }
 
 /// The threads' ranges in the order of their beginnings, each with those that it lies in: `outer/inner`.
@@ -74,7 +96,10 @@ fn names(threads: &HashMap<String, Vec<String>>) -> Vec<String> {
         let mut open = Vec::new();
         for word in words {
             if word == "pop" {
-                assert!(open.pop().is_some(), "nothing is open that could end: {threads:?}");
+                assert!(
+                    open.pop().is_some(),
+                    "nothing is open that could end: {threads:?}"
+                );
                 continue;
             }
             open.push(word.strip_prefix("push ").expect("a range begins"));
@@ -90,19 +115,43 @@ fn names(threads: &HashMap<String, Vec<String>>) -> Vec<String> {
 #[ignore = "run by the cases, in a process of its own"]
 fn child() {
     let (domain, device) = (Domain::from_environment().unwrap(), Device::host());
-    let publisher = Publisher::builder("a").domain(&domain).device(&device).build().unwrap();
-    let mut subscriber = Subscriber::builder("a").domain(&domain).device(&device).build().unwrap();
+    let publisher = Publisher::builder("a")
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
+    let mut subscriber = Subscriber::builder("a")
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
     let (sending, receiving) = (device.stream().unwrap(), device.stream().unwrap());
     publisher.send_bytes(&sending, b"one").unwrap();
-    publisher.loan(&Layout::bytes_only(3).unwrap()).unwrap().send(&sending).unwrap();
+    publisher
+        .loan(&Layout::bytes_only(3).unwrap())
+        .unwrap()
+        .send(&sending)
+        .unwrap();
     let first = subscriber.receive(&receiving).unwrap();
     let second = subscriber.receive(&receiving).unwrap();
     assert_eq!(first.to_vec(LIMIT).unwrap(), b"one");
     second.finish(LIMIT).unwrap();
-    let queue = Queue::builder("jobs").domain(&domain).device(&device).build().unwrap();
-    let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build().unwrap();
+    let queue = Queue::builder("jobs")
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
+    let mut worker = Worker::builder("jobs")
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
     let job = queue.submit_bytes(b"three", &sending).unwrap();
-    worker.lease_timeout(&receiving, LIMIT).unwrap().complete(&receiving).unwrap();
+    worker
+        .lease_timeout(&receiving, LIMIT)
+        .unwrap()
+        .complete(&receiving)
+        .unwrap();
     job.wait(&sending, LIMIT).unwrap().finish().unwrap();
     match state() {
         State::Off => println!("state: off"),
@@ -125,7 +174,10 @@ const ALL: [&str; 7] = [
 #[test]
 fn an_injected_profiler_sees_each_range_begin_and_end() {
     let (said, threads) = Case::new("injected").injected().run();
-    assert!(said.starts_with("on ") && said.contains("libfake_nvtx.so"), "{said}");
+    assert!(
+        said.starts_with("on ") && said.contains("libfake_nvtx.so"),
+        "{said}"
+    );
     assert_eq!(names(&threads), ALL);
 }
 
@@ -134,7 +186,10 @@ fn a_toolkits_library_is_used_where_it_is_asked_for() {
     let case = Case::new("toolkit");
     std::fs::copy(built_library(), case.folder.join("libnvToolsExt.so.1")).unwrap();
     let folder = case.folder.to_string_lossy().into_owned();
-    let (said, threads) = case.env("LD_LIBRARY_PATH", folder).env("WARPIPE_NVTX", "1").run();
+    let (said, threads) = case
+        .env("LD_LIBRARY_PATH", folder)
+        .env("WARPIPE_NVTX", "1")
+        .run();
     assert_eq!(said, "on libnvToolsExt.so.1");
     assert_eq!(names(&threads), ALL);
 }
@@ -143,16 +198,30 @@ fn a_toolkits_library_is_used_where_it_is_asked_for() {
 fn nobody_sees_ranges_that_are_not_asked_for_or_forbidden() {
     let (said, threads) = Case::new("off").run();
     assert_eq!((said.as_str(), threads.len()), ("off", 0));
-    let (said, threads) = Case::new("forbidden").injected().env("WARPIPE_NVTX", "0").run();
+    let (said, threads) = Case::new("forbidden")
+        .injected()
+        .env("WARPIPE_NVTX", "0")
+        .run();
     assert_eq!((said.as_str(), threads.len()), ("off", 0));
 }
 
 #[test]
 fn a_profiler_that_refuses_or_is_missing_costs_the_ranges_and_nothing_else() {
-    let (said, threads) = Case::new("refused").injected().env("FAKE_NVTX_REFUSE", "1").run();
-    assert!(said.starts_with("failed ") && said.contains("refused") && threads.is_empty(), "{said}");
+    let (said, threads) = Case::new("refused")
+        .injected()
+        .env("FAKE_NVTX_REFUSE", "1")
+        .run();
+    assert!(
+        said.starts_with("failed ") && said.contains("refused") && threads.is_empty(),
+        "{said}"
+    );
     let (said, _) = Case::new("missing").env("WARPIPE_NVTX", "1").run();
-    assert!(said.starts_with("failed ") && said.contains("libnvToolsExt.so.1 cannot be loaded"), "{said}");
-    let (said, _) = Case::new("nowhere").env("NVTX_INJECTION64_PATH", "/nowhere.so").run();
+    assert!(
+        said.starts_with("failed ") && said.contains("libnvToolsExt.so.1 cannot be loaded"),
+        "{said}"
+    );
+    let (said, _) = Case::new("nowhere")
+        .env("NVTX_INJECTION64_PATH", "/nowhere.so")
+        .run();
     assert!(said.contains("correct NVTX_INJECTION64_PATH"), "{said}");
 }

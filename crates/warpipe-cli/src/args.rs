@@ -220,11 +220,18 @@ pub struct MembersArgs {
 fn seconds(text: &str) -> Result<Duration, String> {
     let wrong = || format!("{text:?} is no time in seconds; use a number above 0 and up to 86400");
     let seconds: f64 = text.parse().map_err(|_| wrong())?;
-    if seconds > 0.0 && seconds <= 86_400.0 { Ok(Duration::from_secs_f64(seconds)) } else { Err(wrong()) }
+    if seconds > 0.0 && seconds <= 86_400.0 {
+        Ok(Duration::from_secs_f64(seconds))
+    } else {
+        Err(wrong())
+    }
 }
 
 fn rate(text: &str) -> Result<f64, String> {
-    let rate = text.parse().ok().filter(|rate: &f64| *rate >= 0.001 && *rate <= 1e6);
+    let rate = text
+        .parse()
+        .ok()
+        .filter(|rate: &f64| *rate >= 0.001 && *rate <= 1e6);
     rate.ok_or_else(|| format!("{text:?} is no rate; use 0.001 to 1000000 samples a second"))
 }
 

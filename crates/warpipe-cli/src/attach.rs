@@ -17,7 +17,10 @@ pub fn attach(
     let domain = Domain::from_environment()?;
     let deadline = Instant::now() + patience;
     loop {
-        let builder = Subscriber::builder(name).domain(&domain).device(device).reconnect(reconnect);
+        let builder = Subscriber::builder(name)
+            .domain(&domain)
+            .device(device)
+            .reconnect(reconnect);
         match builder.wait_for_publisher(Some(LOOK)).build() {
             Ok(subscriber) => return Ok(Some(subscriber)),
             Err(error) if is_passing(&error) && interrupt.came() => return Ok(None),
@@ -32,6 +35,11 @@ fn is_passing(error: &Error) -> bool {
     use HandshakeFault::{Closed, Silent};
     matches!(
         error,
-        Error::Timeout { .. } | Error::NoPublisher { .. } | Error::Handshake { fault: Closed | Silent(_), .. }
+        Error::Timeout { .. }
+            | Error::NoPublisher { .. }
+            | Error::Handshake {
+                fault: Closed | Silent(_),
+                ..
+            }
     )
 }

@@ -35,10 +35,19 @@ impl DeviceArg {
                 // How to get a GPU is for `doctor` to say.
                 let why = split_next(&preferred.why).0;
                 let why = why.split(" (libcuda").next().unwrap_or_default().to_owned();
-                Ok(ChosenDevice { device: preferred.device, why })
+                Ok(ChosenDevice {
+                    device: preferred.device,
+                    why,
+                })
             }
-            DeviceArg::Host => Ok(ChosenDevice { device: Device::host(), why: asked }),
-            DeviceArg::Cuda(ordinal) => Ok(ChosenDevice { device: Device::cuda(ordinal)?, why: asked }),
+            DeviceArg::Host => Ok(ChosenDevice {
+                device: Device::host(),
+                why: asked,
+            }),
+            DeviceArg::Cuda(ordinal) => Ok(ChosenDevice {
+                device: Device::cuda(ordinal)?,
+                why: asked,
+            }),
         }
     }
 
@@ -84,12 +93,28 @@ mod tests {
 
     #[test]
     fn a_device_is_named_as_it_is_read() {
-        for choice in [DeviceArg::Auto, DeviceArg::Host, DeviceArg::Cuda(0), DeviceArg::Cuda(12)] {
+        for choice in [
+            DeviceArg::Auto,
+            DeviceArg::Host,
+            DeviceArg::Cuda(0),
+            DeviceArg::Cuda(12),
+        ] {
             assert_eq!(choice.to_string().parse(), Ok(choice));
         }
         assert_eq!("cuda".parse(), Ok(DeviceArg::Cuda(0)));
-        for wrong in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:4294967296", "host:0"] {
-            assert!(wrong.parse::<DeviceArg>().unwrap_err().contains("cuda:N"), "{wrong}");
+        for wrong in [
+            "",
+            "gpu",
+            "cuda:",
+            "cuda:-1",
+            "cuda:x",
+            "cuda:4294967296",
+            "host:0",
+        ] {
+            assert!(
+                wrong.parse::<DeviceArg>().unwrap_err().contains("cuda:N"),
+                "{wrong}"
+            );
         }
     }
 }

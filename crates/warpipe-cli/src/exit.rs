@@ -49,7 +49,10 @@ pub struct UsageError(pub String);
 impl Exit {
     /// The ending that an error stands for, found through its causes.
     pub fn of(error: &anyhow::Error) -> Exit {
-        error.chain().find_map(Exit::of_cause).unwrap_or(Exit::System)
+        error
+            .chain()
+            .find_map(Exit::of_cause)
+            .unwrap_or(Exit::System)
     }
 
     fn of_cause(cause: &(dyn std::error::Error + 'static)) -> Option<Exit> {
@@ -64,9 +67,10 @@ impl Exit {
 
     fn of_library(error: &Error) -> Exit {
         match error {
-            Error::Name { .. } | Error::Domain { .. } | Error::ForeignFile { .. } | Error::NameTaken { .. } => {
-                Exit::Usage
-            }
+            Error::Name { .. }
+            | Error::Domain { .. }
+            | Error::ForeignFile { .. }
+            | Error::NameTaken { .. } => Exit::Usage,
             Error::Argument { .. } | Error::NoSuchDevice { .. } => Exit::Usage,
             Error::NoPublisher { .. } | Error::Timeout { .. } => Exit::Nobody,
             Error::PublisherGone { .. }
@@ -91,13 +95,18 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
 
 /// Errors of the library end in `; the next step`: what happened, and that step, in the command line's terms.
 pub fn split_next(message: &str) -> (String, Option<String>) {
-    let (happened, next) = message.rsplit_once("; ").map_or((message, None), |(happened, next)| (happened, Some(next)));
+    let (happened, next) = message
+        .rsplit_once("; ")
+        .map_or((message, None), |(happened, next)| (happened, Some(next)));
     (happened.to_owned(), next.map(in_command_terms))
 }
 
 fn in_command_terms(step: &str) -> String {
     step.replace("Device::host()", "--device host")
-        .replace("wait for it with `wait_for_publisher`", "wait longer with --timeout")
+        .replace(
+            "wait for it with `wait_for_publisher`",
+            "wait longer with --timeout",
+        )
         .replace("turn `reconnect` on", "use --reconnect")
 }
 
@@ -107,26 +116,48 @@ mod tests {
 
     #[test]
     fn an_error_keeps_its_exit_code_under_any_context() {
-        let name = || Error::Name { name: "..".into(), reason: "a part starts with a dot" };
+        let name = || Error::Name {
+            name: "..".into(),
+            reason: "a part starts with a dot",
+        };
         assert_eq!(Exit::of(&anyhow::Error::from(name())), Exit::Usage);
-        assert_eq!(Exit::of(&anyhow::Error::from(name()).context("cannot publish")), Exit::Usage);
+        assert_eq!(
+            Exit::of(&anyhow::Error::from(name()).context("cannot publish")),
+            Exit::Usage
+        );
         assert_eq!(Exit::of(&anyhow::anyhow!("no descriptors")), Exit::System);
     }
 
     #[test]
     fn every_exit_code_is_in_the_help() {
         use Exit::*;
-        for exit in [Done, Failed, Usage, Nobody, PeerGone, Input, Device, System, Interrupted] {
+        for exit in [
+            Done,
+            Failed,
+            Usage,
+            Nobody,
+            PeerGone,
+            Input,
+            Device,
+            System,
+            Interrupted,
+        ] {
             assert!(HELP.contains(&format!("\n  {:<5}", exit as u8)), "{exit:?}");
         }
     }
 
     #[test]
     fn an_errors_own_next_step_is_told_apart_from_what_happened() {
-        let error = Error::DriverSymbol { symbol: "cuMemCreate" }.to_string();
+        let error = Error::DriverSymbol {
+            symbol: "cuMemCreate",
+        }
+        .to_string();
         let (happened, next) = split_next(&error);
         assert!(happened.ends_with("cuMemCreate"), "{happened}");
-        assert_eq!(next.as_deref(), Some("update the driver (R525 or newer), or use --device host"));
+        assert_eq!(
+            next.as_deref(),
+            Some("update the driver (R525 or newer), or use --device host")
+        );
         assert_eq!(split_next("broken"), ("broken".to_owned(), None));
     }
 }

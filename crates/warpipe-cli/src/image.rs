@@ -16,7 +16,9 @@ pub enum Fault {
     #[error("it is not a whole, undamaged PNG: {0}")]
     Damaged(#[from] png::DecodingError),
     /// Dimensions that so short a file cannot hold.
-    #[error("it claims {width} x {height} pixels, which {file} bytes cannot hold; its header lies or it is cut short")]
+    #[error(
+        "it claims {width} x {height} pixels, which {file} bytes cannot hold; its header lies or it is cut short"
+    )]
     TooLarge {
         /// By its header.
         width: u32,
@@ -42,29 +44,44 @@ pub fn read(reader: impl BufRead + Seek, length: u64) -> Result<(Layout, Vec<u8>
     decoder.set_transformations(Transformations::EXPAND);
     let mut reader = decoder.read_info()?;
     check_size(reader.info(), length)?;
-    let bytes = reader.output_buffer_size().ok_or(Fault::Memory(usize::MAX))?;
+    let bytes = reader
+        .output_buffer_size()
+        .ok_or(Fault::Memory(usize::MAX))?;
     let mut data = Vec::new();
-    data.try_reserve_exact(bytes).map_err(|_| Fault::Memory(bytes))?;
+    data.try_reserve_exact(bytes)
+        .map_err(|_| Fault::Memory(bytes))?;
     data.resize(bytes, 0);
     let frame = reader.next_frame(&mut data)?;
     reader.finish()?;
     data.truncate(frame.buffer_size());
-    let dtype = if frame.bit_depth == BitDepth::Sixteen { DType::U16 } else { DType::U8 };
+    let dtype = if frame.bit_depth == BitDepth::Sixteen {
+        DType::U16
+    } else {
+        DType::U8
+    };
     if dtype == DType::U16 {
         // PNG is big-endian, tensors are not.
         data.chunks_exact_mut(2).for_each(<[u8]>::reverse);
     }
     let channels = frame.color_type.samples() as u64;
-    let layout = Layout::contiguous(dtype, &[u64::from(frame.height), u64::from(frame.width), channels])?;
+    let layout = Layout::contiguous(
+        dtype,
+        &[u64::from(frame.height), u64::from(frame.width), channels],
+    )?;
     Ok((layout, data))
 }
 
 /// Refuses dimensions that the file's length cannot account for, before any memory is taken for them.
 fn check_size(info: &png::Info<'_>, length: u64) -> Result<(), Fault> {
-    let bits = u128::from(info.width) * (info.color_type.samples() * info.bit_depth as usize) as u128;
+    let bits =
+        u128::from(info.width) * (info.color_type.samples() * info.bit_depth as usize) as u128;
     let packed = bits.div_ceil(8) * u128::from(info.height);
     if packed > DEFLATE_RATIO_MAX * u128::from(length) {
-        return Err(Fault::TooLarge { width: info.width, height: info.height, file: length });
+        return Err(Fault::TooLarge {
+            width: info.width,
+            height: info.height,
+            file: length,
+        });
     }
     Ok(())
 }
@@ -94,7 +111,11 @@ mod tests {
         encoder.set_color(color);
         encoder.set_depth(depth);
         prepare(&mut encoder);
-        encoder.write_header().unwrap().write_image_data(data).unwrap();
+        encoder
+            .write_header()
+            .unwrap()
+            .write_image_data(data)
+            .unwrap();
         file
     }
 
@@ -104,49 +125,102 @@ mod tests {
 
     #[test]
     fn eight_bit_pictures_keep_their_channels_and_samples() {
-        for (color, channels) in
-            [(ColorType::Grayscale, 1), (ColorType::GrayscaleAlpha, 2), (ColorType::Rgb, 3), (ColorType::Rgba, 4)]
-        {
-            let samples: Vec<u8> = (0..2 * 3 * channels).map(|sample| sample as u8 * 9).collect();
+        for (color, channels) in [
+            (ColorType::Grayscale, 1),
+            (ColorType::GrayscaleAlpha, 2),
+            (ColorType::Rgb, 3),
+            (ColorType::Rgba, 4),
+        ] {
+            let samples: Vec<u8> = (0..2 * 3 * channels)
+                .map(|sample| sample as u8 * 9)
+                .collect();
             let (layout, data) = decode(&encode(color, BitDepth::Eight, 3, 2, &samples)).unwrap();
-            assert_eq!((layout.dtype(), layout.shape()), (DType::U8, &[2, 3, channels][..]), "{color:?}");
+            assert_eq!(
+                (layout.dtype(), layout.shape()),
+                (DType::U8, &[2, 3, channels][..]),
+                "{color:?}"
+            );
             assert_eq!(data, samples, "{color:?}");
         }
     }
 
     #[test]
     fn sixteen_bit_samples_stay_sixteen_bits() {
-        let (layout, data) = decode(&encode(ColorType::Grayscale, BitDepth::Sixteen, 2, 1, &[1, 2, 3, 4])).unwrap();
-        assert_eq!((layout.dtype(), layout.shape(), &data[..]), (DType::U16, &[1, 2, 1][..], &[2, 1, 4, 3][..]));
+        let (layout, data) = decode(&encode(
+            ColorType::Grayscale,
+            BitDepth::Sixteen,
+            2,
+            1,
+            &[1, 2, 3, 4],
+        ))
+        .unwrap();
+        assert_eq!(
+            (layout.dtype(), layout.shape(), &data[..]),
+            (DType::U16, &[1, 2, 1][..], &[2, 1, 4, 3][..])
+        );
     }
 
     #[test]
     fn one_bit_samples_become_black_and_white_bytes() {
-        let (layout, data) = decode(&encode(ColorType::Grayscale, BitDepth::One, 3, 1, &[0b1010_0000])).unwrap();
-        assert_eq!((layout.shape(), &data[..]), (&[1, 3, 1][..], &[255, 0, 255][..]));
+        let (layout, data) = decode(&encode(
+            ColorType::Grayscale,
+            BitDepth::One,
+            3,
+            1,
+            &[0b1010_0000],
+        ))
+        .unwrap();
+        assert_eq!(
+            (layout.shape(), &data[..]),
+            (&[1, 3, 1][..], &[255, 0, 255][..])
+        );
     }
 
     #[test]
     fn palettes_become_colours_and_transparency_becomes_alpha() {
         let palette = vec![10, 20, 30, 40, 50, 60];
-        let plain = encode_with(ColorType::Indexed, BitDepth::Two, 2, 1, &[0b0100_0000], |encoder| {
-            encoder.set_palette(palette.clone());
-        });
+        let plain = encode_with(
+            ColorType::Indexed,
+            BitDepth::Two,
+            2,
+            1,
+            &[0b0100_0000],
+            |encoder| {
+                encoder.set_palette(palette.clone());
+            },
+        );
         let (layout, data) = decode(&plain).unwrap();
-        assert_eq!((layout.shape(), &data[..]), (&[1, 2, 3][..], &[40, 50, 60, 10, 20, 30][..]));
-        let clear = encode_with(ColorType::Indexed, BitDepth::Two, 2, 1, &[0b0100_0000], |encoder| {
-            encoder.set_palette(palette);
-            encoder.set_trns(vec![0]);
-        });
+        assert_eq!(
+            (layout.shape(), &data[..]),
+            (&[1, 2, 3][..], &[40, 50, 60, 10, 20, 30][..])
+        );
+        let clear = encode_with(
+            ColorType::Indexed,
+            BitDepth::Two,
+            2,
+            1,
+            &[0b0100_0000],
+            |encoder| {
+                encoder.set_palette(palette);
+                encoder.set_trns(vec![0]);
+            },
+        );
         let (layout, data) = decode(&clear).unwrap();
-        assert_eq!((layout.shape(), &data[..]), (&[1, 2, 4][..], &[40, 50, 60, 255, 10, 20, 30, 0][..]));
+        assert_eq!(
+            (layout.shape(), &data[..]),
+            (&[1, 2, 4][..], &[40, 50, 60, 255, 10, 20, 30, 0][..])
+        );
     }
 
     #[test]
     fn every_truncation_is_refused() {
         let whole = encode(ColorType::Rgb, BitDepth::Eight, 4, 4, &[77; 48]);
         for length in 0..whole.len() {
-            assert!(decode(&whole[..length]).is_err(), "{length} of {} bytes", whole.len());
+            assert!(
+                decode(&whole[..length]).is_err(),
+                "{length} of {} bytes",
+                whole.len()
+            );
         }
     }
 
@@ -168,8 +242,16 @@ mod tests {
         {
             let mut encoder = png::Encoder::new(&mut file, 1 << 20, 1 << 30);
             encoder.set_color(ColorType::Grayscale);
-            encoder.write_header().unwrap().write_chunk(png::chunk::IDAT, b"\x78\x9c\x03\0\0\0\0\x01").unwrap();
+            encoder
+                .write_header()
+                .unwrap()
+                .write_chunk(png::chunk::IDAT, b"\x78\x9c\x03\0\0\0\0\x01")
+                .unwrap();
         }
-        assert!(matches!(decode(&file), Err(Fault::TooLarge { .. })), "{:?}", decode(&file));
+        assert!(
+            matches!(decode(&file), Err(Fault::TooLarge { .. })),
+            "{:?}",
+            decode(&file)
+        );
     }
 }

@@ -43,23 +43,49 @@ pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
     let domain = Domain::from_environment()?;
     let members = Members::builder(&domain).clean(false).start()?;
     let listed = members.list()?;
-    output.human(|| styled(Style::Bold, &format!("{}: {} members", domain.path().display(), listed.len())))?;
-    let width = |text: fn(&MemberInfo) -> &str| listed.iter().map(|member| text(member).len()).max().unwrap_or(0);
+    output.human(|| {
+        styled(
+            Style::Bold,
+            &format!("{}: {} members", domain.path().display(), listed.len()),
+        )
+    })?;
+    let width = |text: fn(&MemberInfo) -> &str| {
+        listed
+            .iter()
+            .map(|member| text(member).len())
+            .max()
+            .unwrap_or(0)
+    };
     let (names, roles) = (width(|member| &member.name), width(|member| &member.role));
     for member in &listed {
         output.say(|| line(member, names, roles), &Row::new("member", member))?;
     }
     while args.follow && !interrupt.came() {
-        let is_known = |who: &MemberInfo| listed.iter().any(|member| member.generation == who.generation);
+        let is_known = |who: &MemberInfo| {
+            listed
+                .iter()
+                .any(|member| member.generation == who.generation)
+        };
         let change = members.changes(LOOK)?;
-        if let Some(change) = change.filter(|change| !matches!(change, Change::Joined(who) if is_known(who))) {
+        if let Some(change) =
+            change.filter(|change| !matches!(change, Change::Joined(who) if is_known(who)))
+        {
             let (event, style) = event_of(&change);
-            let text =
-                || format!("  {}  {}", styled(style, &format!("{event:<9}")), line(change.member(), 0, 0).trim());
+            let text = || {
+                format!(
+                    "  {}  {}",
+                    styled(style, &format!("{event:<9}")),
+                    line(change.member(), 0, 0).trim()
+                )
+            };
             output.say(text, &Row::new(event, change.member()))?;
         }
     }
-    Ok(if interrupt.came() { Exit::Interrupted } else { Exit::Done })
+    Ok(if interrupt.came() {
+        Exit::Interrupted
+    } else {
+        Exit::Done
+    })
 }
 
 fn line(member: &MemberInfo, names: usize, roles: usize) -> String {

@@ -19,17 +19,29 @@ impl Output {
 
     /// One thing to say, in whichever form was asked for.
     pub fn say(self, human: impl FnOnce() -> String, json: &impl Serialize) -> io::Result<()> {
-        if self.json { self.json_line(json) } else { self.line(&human()) }
+        if self.json {
+            self.json_line(json)
+        } else {
+            self.line(&human())
+        }
     }
 
     /// A line that only people want.
     pub fn human(self, text: impl FnOnce() -> String) -> io::Result<()> {
-        if self.json { Ok(()) } else { self.line(&text()) }
+        if self.json {
+            Ok(())
+        } else {
+            self.line(&text())
+        }
     }
 
     /// A line that only programs want.
     pub fn json_only(self, json: &impl Serialize) -> io::Result<()> {
-        if self.json { self.json_line(json) } else { Ok(()) }
+        if self.json {
+            self.json_line(json)
+        } else {
+            Ok(())
+        }
     }
 
     fn json_line(self, json: &impl Serialize) -> io::Result<()> {
@@ -55,7 +67,9 @@ pub enum Style {
 
 /// `text` in a style, or as it is.
 pub fn styled(style: Style, text: &str) -> String {
-    if !io::stdout().is_terminal() || std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty()) {
+    if !io::stdout().is_terminal()
+        || std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
+    {
         return text.to_owned();
     }
     let code = match style {
@@ -72,8 +86,13 @@ pub fn styled(style: Style, text: &str) -> String {
 pub fn printable(text: &str) -> String {
     text.chars()
         .flat_map(|letter| {
-            let plain = !letter.is_control() && !matches!(letter, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-            if plain { vec![letter] } else { letter.escape_unicode().collect() }
+            let plain = !letter.is_control()
+                && !matches!(letter, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+            if plain {
+                vec![letter]
+            } else {
+                letter.escape_unicode().collect()
+            }
         })
         .collect()
 }
@@ -98,7 +117,11 @@ pub fn bytes(number: u64) -> String {
         return format!("{number} B");
     }
     let power = (number.ilog2() / 10) as usize;
-    format!("{:.1} {}", number as f64 / (1u64 << (10 * power)) as f64, UNITS[power - 1])
+    format!(
+        "{:.1} {}",
+        number as f64 / (1u64 << (10 * power)) as f64,
+        UNITS[power - 1]
+    )
 }
 
 /// A duration in the unit that fits: `12.3 us`.
@@ -120,7 +143,10 @@ mod tests {
     fn figures_are_written_for_people() {
         assert_eq!(
             ["0", "999", "1,000", "12,345,678"],
-            [0, 999, 1000, 12_345_678].map(count).each_ref().map(String::as_str)
+            [0, 999, 1000, 12_345_678]
+                .map(count)
+                .each_ref()
+                .map(String::as_str)
         );
         assert_eq!(bytes(1023), "1023 B");
         assert_eq!(bytes(16 << 20), "16.0 MiB");

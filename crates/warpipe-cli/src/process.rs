@@ -20,10 +20,18 @@ pub fn this_program() -> Command {
 /// For a child's first step: dies with its parent, and leaves no core file when it is made to fault.
 pub fn follow_parent(parent_pid: i32) -> io::Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+    rustix::process::setrlimit(
+        Resource::Core,
+        Rlimit {
+            current: Some(0),
+            maximum: Some(0),
+        },
+    )?;
     // The parent may have died before the kernel was asked to tell of it.
     if getppid().map(Pid::as_raw_pid) != Some(parent_pid) {
-        return Err(io::Error::other("the process that started this one has gone"));
+        return Err(io::Error::other(
+            "the process that started this one has gone",
+        ));
     }
     Ok(())
 }
@@ -37,7 +45,10 @@ pub fn wait(child: &mut Child, timeout: Duration) -> io::Result<Option<ExitStatu
     let deadline = Instant::now() + timeout;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let limit = Timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos() as _ };
+        let limit = Timespec {
+            tv_sec: left.as_secs() as _,
+            tv_nsec: left.subsec_nanos() as _,
+        };
         match poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)) {
             Err(rustix::io::Errno::INTR) if !left.is_zero() => {}
             Err(rustix::io::Errno::INTR) => return Ok(None),
@@ -66,7 +77,9 @@ pub fn ending(status: ExitStatus) -> String {
 }
 
 fn signal_name(signal: i32) -> String {
-    signal_hook::low_level::signal_name(signal).map(|name| format!(" ({name})")).unwrap_or_default()
+    signal_hook::low_level::signal_name(signal)
+        .map(|name| format!(" ({name})"))
+        .unwrap_or_default()
 }
 
 fn pid(child: &Child) -> Pid {
@@ -79,7 +92,10 @@ mod tests {
 
     #[test]
     fn a_child_that_does_not_end_is_killed_and_reaped() {
-        let mut child = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let mut child = Command::new("cat")
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
         assert_eq!(wait(&mut child, Duration::from_millis(1)).unwrap(), None);
         let status = end(&mut child, Duration::from_millis(1)).unwrap();
         assert_eq!(status.signal(), Some(9));

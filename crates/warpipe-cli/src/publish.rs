@@ -51,7 +51,14 @@ pub fn run(args: &PubArgs) -> anyhow::Result<Exit> {
     let stream = chosen.device.stream()?;
     let publisher = build(args, &chosen, &layouts)?;
     announce(args, &chosen, output)?;
-    let mut run = Run { args, output, interrupt, publisher, stream, samples: 0 };
+    let mut run = Run {
+        args,
+        output,
+        interrupt,
+        publisher,
+        stream,
+        samples: 0,
+    };
     if !run.wait_for_subscribers()? {
         return run.end();
     }
@@ -63,14 +70,23 @@ pub fn run(args: &PubArgs) -> anyhow::Result<Exit> {
 
 /// Every file, or the first fault: nothing is published beside a damaged file.
 fn check(args: &PubArgs) -> anyhow::Result<(Vec<Source>, Vec<Layout>)> {
-    let sources: Vec<Source> = args.files.iter().map(|file| Source::new(file, args.raw, args.void_as)).collect();
-    let layouts = sources.iter().map(Source::check).collect::<Result<_, _>>()?;
+    let sources: Vec<Source> = args
+        .files
+        .iter()
+        .map(|file| Source::new(file, args.raw, args.void_as))
+        .collect();
+    let layouts = sources
+        .iter()
+        .map(Source::check)
+        .collect::<Result<_, _>>()?;
     Ok((sources, layouts))
 }
 
 fn build(args: &PubArgs, chosen: &ChosenDevice, layouts: &[Layout]) -> anyhow::Result<Publisher> {
     let policy = match args.policy {
-        PolicyName::Block => Policy::Block { timeout: args.timeout },
+        PolicyName::Block => Policy::Block {
+            timeout: args.timeout,
+        },
         PolicyName::DropOldest => Policy::DropOldest,
         PolicyName::DropNewest => Policy::DropNewest,
         PolicyName::Fail => Policy::Fail,
@@ -89,7 +105,15 @@ fn build(args: &PubArgs, chosen: &ChosenDevice, layouts: &[Layout]) -> anyhow::R
 fn announce(args: &PubArgs, chosen: &ChosenDevice, output: Output) -> std::io::Result<()> {
     let (device, why) = (chosen.device.to_string(), chosen.why.as_str());
     let text = format!("{} on {device} ({why})", args.name);
-    output.say(|| styled(Style::Bold, &text), &Listening { event: "listening", name: &args.name, device, why })
+    output.say(
+        || styled(Style::Bold, &text),
+        &Listening {
+            event: "listening",
+            name: &args.name,
+            device,
+            why,
+        },
+    )
 }
 
 struct Run<'a> {
@@ -112,7 +136,11 @@ impl Run<'_> {
                 Err(Error::Timeout { .. }) if self.interrupt.came() => return Ok(false),
                 Err(Error::Timeout { .. }) if Instant::now() < deadline => {}
                 Err(Error::Timeout { what, .. }) => {
-                    return Err(Error::Timeout { what, waited: self.args.timeout }.into());
+                    return Err(Error::Timeout {
+                        what,
+                        waited: self.args.timeout,
+                    }
+                    .into());
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -136,7 +164,9 @@ impl Run<'_> {
 
     /// Keeps to the rate; false when interrupted.
     fn wait_for_turn(&self, started: Instant) -> bool {
-        let due = self.args.rate.map_or(Duration::ZERO, |rate| Duration::from_secs_f64(self.samples as f64 / rate));
+        let due = self.args.rate.map_or(Duration::ZERO, |rate| {
+            Duration::from_secs_f64(self.samples as f64 / rate)
+        });
         loop {
             let left = due.saturating_sub(started.elapsed());
             if self.interrupt.came() || left.is_zero() {
@@ -154,21 +184,51 @@ impl Run<'_> {
         let sequence = sample.send(&self.stream).map_err(Error::from)?;
         self.samples += 1;
         let (layout, file) = (item.layout, source.path().display().to_string());
-        let text = || format!("  #{sequence}  {layout:?}  {}  {file}", bytes(layout.bytes()));
+        let text = || {
+            format!(
+                "  #{sequence}  {layout:?}  {}  {file}",
+                bytes(layout.bytes())
+            )
+        };
         let (dtype, shape) = (layout.dtype().name(), layout.shape().to_vec());
-        let sent = Sent { event: "sent", sequence, file: file.clone(), dtype, shape, bytes: layout.bytes() };
+        let sent = Sent {
+            event: "sent",
+            sequence,
+            file: file.clone(),
+            dtype,
+            shape,
+            bytes: layout.bytes(),
+        };
         Ok(self.output.say(text, &sent)?)
     }
 
     fn end(self) -> anyhow::Result<Exit> {
         let interrupted = self.interrupt.came();
-        let dropped = self.publisher.subscribers().iter().map(|subscriber| subscriber.dropped).sum();
-        let done = Done { event: "done", samples: self.samples, dropped, interrupted };
+        let dropped = self
+            .publisher
+            .subscribers()
+            .iter()
+            .map(|subscriber| subscriber.dropped)
+            .sum();
+        let done = Done {
+            event: "done",
+            samples: self.samples,
+            dropped,
+            interrupted,
+        };
         let text = || {
             let note = if interrupted { ", interrupted" } else { "" };
-            format!("{} samples published, {} dropped{note}", count(self.samples), count(dropped))
+            format!(
+                "{} samples published, {} dropped{note}",
+                count(self.samples),
+                count(dropped)
+            )
         };
         self.output.say(text, &done)?;
-        Ok(if interrupted { Exit::Interrupted } else { Exit::Done })
+        Ok(if interrupted {
+            Exit::Interrupted
+        } else {
+            Exit::Done
+        })
     }
 }

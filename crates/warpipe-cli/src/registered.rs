@@ -25,12 +25,22 @@ impl RegisteredPage {
     pub fn new(device: &Device) -> anyhow::Result<RegisteredPage> {
         // SAFETY: a null hint lets the kernel choose the place, so nothing mapped is touched.
         let mapped = unsafe {
-            mmap_anonymous(std::ptr::null_mut(), PAGE_BYTES, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED)
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                PAGE_BYTES,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+            )
         }?;
-        let page = NonNull::new(mapped.cast::<u8>()).ok_or_else(|| anyhow::anyhow!("mmap gave the null page"))?;
+        let page = NonNull::new(mapped.cast::<u8>())
+            .ok_or_else(|| anyhow::anyhow!("mmap gave the null page"))?;
         // SAFETY: the page was mapped above, is page-aligned, and stays until `drop`, which unregisters it first.
         match unsafe { device.backend().register(page.as_ptr(), PAGE_BYTES) } {
-            Ok(address) => Ok(RegisteredPage { device: device.clone(), page, address }),
+            Ok(address) => Ok(RegisteredPage {
+                device: device.clone(),
+                page,
+                address,
+            }),
             Err(error) => {
                 // SAFETY: mapped above, and known to nobody else.
                 let _ = unsafe { munmap(mapped, PAGE_BYTES) };
@@ -41,7 +51,10 @@ impl RegisteredPage {
 
     /// The word at `index`, as the CPU sees it.
     pub fn word(&self, index: usize) -> &TimelineWord {
-        assert!(index < PAGE_BYTES / size_of::<TimelineWord>(), "a page has no word {index}");
+        assert!(
+            index < PAGE_BYTES / size_of::<TimelineWord>(),
+            "a page has no word {index}"
+        );
         // SAFETY: in bounds by the line above, aligned because the page is, zeroed or written as a word ever since,
         // and mapped as long as self.
         unsafe { self.page.cast::<TimelineWord>().add(index).as_ref() }

@@ -25,8 +25,11 @@ pub struct SaveDirectory {
 impl SaveDirectory {
     /// Makes the directory if there is none.
     pub fn open(path: &Path) -> anyhow::Result<SaveDirectory> {
-        std::fs::create_dir_all(path).with_context(|| format!("cannot make the directory {}", path.display()))?;
-        Ok(SaveDirectory { path: path.to_owned() })
+        std::fs::create_dir_all(path)
+            .with_context(|| format!("cannot make the directory {}", path.display()))?;
+        Ok(SaveDirectory {
+            path: path.to_owned(),
+        })
     }
 
     /// Saves one sample and says where: raw files as they were, all else as `.npy`.
@@ -40,7 +43,11 @@ impl SaveDirectory {
         let raw = origin.is_some_and(|origin| origin.kind == Kind::Raw);
         let (path, file) = self.create(&file_name(sequence, origin))?;
         let mut out = BufWriter::new(file);
-        let written = if raw { out.write_all(slot) } else { npy::write(&mut out, layout, slot) };
+        let written = if raw {
+            out.write_all(slot)
+        } else {
+            npy::write(&mut out, layout, slot)
+        };
         if let Err(error) = written.and_then(|()| out.flush()) {
             let _ = std::fs::remove_file(&path);
             return Err(error).with_context(|| format!("cannot save {}", path.display()));
@@ -55,10 +62,15 @@ impl SaveDirectory {
             match OpenOptions::new().write(true).create_new(true).open(&path) {
                 Ok(file) => return Ok((path, file)),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(error).with_context(|| format!("cannot save {}", path.display())),
+                Err(error) => {
+                    return Err(error).with_context(|| format!("cannot save {}", path.display()));
+                }
             }
         }
-        anyhow::bail!("{} is full of files of that name; save into another directory", self.path.display())
+        anyhow::bail!(
+            "{} is full of files of that name; save into another directory",
+            self.path.display()
+        )
     }
 }
 
@@ -71,22 +83,37 @@ struct FileName {
 impl FileName {
     fn numbered(&self, sibling: u32) -> String {
         let FileName { stem, extension } = self;
-        if sibling == 1 { format!("{stem}{extension}") } else { format!("{stem}-{sibling}{extension}") }
+        if sibling == 1 {
+            format!("{stem}{extension}")
+        } else {
+            format!("{stem}-{sibling}{extension}")
+        }
     }
 }
 
 fn file_name(sequence: u64, origin: Option<&Origin>) -> FileName {
     let prefix = format!("{sequence:06}");
     let Some(origin) = origin else {
-        return FileName { stem: prefix, extension: ".npy".into() };
+        return FileName {
+            stem: prefix,
+            extension: ".npy".into(),
+        };
     };
     let clean = sanitize(&origin.file);
     let (stem, extension) = match clean.rsplit_once('.') {
         Some((stem, extension)) if !stem.is_empty() => (stem.to_owned(), format!(".{extension}")),
         _ => (clean, String::new()),
     };
-    let extension = if origin.kind == Kind::Raw { extension } else { ".npy".to_owned() };
-    let stem = if stem.is_empty() { prefix } else { format!("{prefix}-{stem}") };
+    let extension = if origin.kind == Kind::Raw {
+        extension
+    } else {
+        ".npy".to_owned()
+    };
+    let stem = if stem.is_empty() {
+        prefix
+    } else {
+        format!("{prefix}-{stem}")
+    };
     FileName { stem, extension }
 }
 
@@ -95,7 +122,13 @@ fn sanitize(name: &str) -> String {
     let last = name.rsplit(['/', '\\']).next().unwrap_or_default();
     let clean: String = last
         .chars()
-        .map(|letter| if letter.is_ascii_alphanumeric() || "_-.".contains(letter) { letter } else { '_' })
+        .map(|letter| {
+            if letter.is_ascii_alphanumeric() || "_-.".contains(letter) {
+                letter
+            } else {
+                '_'
+            }
+        })
         .take(STEM_BYTES_MAX)
         .collect();
     clean.trim_matches('.').to_owned()
@@ -108,7 +141,10 @@ mod tests {
     use super::*;
 
     fn origin(file: &str, kind: Kind) -> Origin {
-        Origin { file: file.to_owned(), kind }
+        Origin {
+            file: file.to_owned(),
+            kind,
+        }
     }
 
     #[test]
@@ -134,14 +170,27 @@ mod tests {
             &format!("{}.{}", "a".repeat(90), "b".repeat(300)),
         ] {
             for kind in [Kind::Raw, Kind::Npy] {
-                let path = save.save(7, Some(&origin(name, kind)), &layout, b"ab").unwrap();
+                let path = save
+                    .save(7, Some(&origin(name, kind)), &layout, b"ab")
+                    .unwrap();
                 assert_eq!(path.parent().unwrap(), inside, "{name:?}");
                 let file = path.file_name().unwrap().to_str().unwrap();
-                assert!(file.starts_with("000007") && file.len() < 130, "{name:?} became {file:?}");
-                assert!(file.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'/'), "{file:?}");
+                assert!(
+                    file.starts_with("000007") && file.len() < 130,
+                    "{name:?} became {file:?}"
+                );
+                assert!(
+                    file.bytes()
+                        .all(|byte| byte.is_ascii_graphic() && byte != b'/'),
+                    "{file:?}"
+                );
             }
         }
-        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "nothing beside the directory");
+        assert_eq!(
+            std::fs::read_dir(directory.path()).unwrap().count(),
+            1,
+            "nothing beside the directory"
+        );
     }
 
     #[test]
@@ -160,7 +209,10 @@ mod tests {
             ("000001-x-2.bin".as_ref(), "000001-x-3.bin".as_ref())
         );
         assert_eq!(
-            (std::fs::read(&victim).unwrap(), std::fs::read(second).unwrap()),
+            (
+                std::fs::read(&victim).unwrap(),
+                std::fs::read(second).unwrap()
+            ),
             (b"whole".to_vec(), b"2".to_vec())
         );
     }
@@ -170,7 +222,9 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let save = SaveDirectory::open(directory.path()).unwrap();
         let layout = Layout::contiguous(DType::U8, &[1, 1, 3]).unwrap();
-        let picture = save.save(1, Some(&origin("cat.png", Kind::Png)), &layout, b"rgb").unwrap();
+        let picture = save
+            .save(1, Some(&origin("cat.png", Kind::Png)), &layout, b"rgb")
+            .unwrap();
         let nameless = save.save(2, None, &layout, b"rgb").unwrap();
         assert!(picture.ends_with("000001-cat.npy") && nameless.ends_with("000002.npy"));
         assert!(std::fs::read(nameless).unwrap().starts_with(b"\x93NUMPY"));

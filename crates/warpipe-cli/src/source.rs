@@ -78,13 +78,19 @@ pub struct Item {
 impl Source {
     /// A file by its path; the extension says how to read it, unless `raw`.
     pub fn new(path: &Path, raw: bool, void_as: Option<DType>) -> Source {
-        let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
+        let extension = path
+            .extension()
+            .map(|extension| extension.to_string_lossy().to_lowercase());
         let kind = match extension.as_deref() {
             Some("npy") if !raw => Kind::Npy,
             Some("png") if !raw => Kind::Png,
             _ => Kind::Raw,
         };
-        Source { path: path.to_owned(), kind, void_as }
+        Source {
+            path: path.to_owned(),
+            kind,
+            void_as,
+        }
     }
 
     /// Its path.
@@ -104,9 +110,17 @@ impl Source {
 
     /// What goes with the sample: JSON of at most [`METADATA_BYTES_MAX`] bytes. A name too long is cut.
     pub fn metadata(&self) -> Vec<u8> {
-        let mut file = self.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let mut file = self
+            .path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
         loop {
-            let origin = Origin { file: file.clone(), kind: self.kind };
+            let origin = Origin {
+                file: file.clone(),
+                kind: self.kind,
+            };
             let json = serde_json::to_vec(&origin).unwrap_or_default();
             if json.len() <= METADATA_BYTES_MAX || file.pop().is_none() {
                 return json;
@@ -115,7 +129,10 @@ impl Source {
     }
 
     fn read<T>(&self, read: impl FnOnce(&Source) -> Result<T, Fault>) -> Result<T, InputError> {
-        read(self).map_err(|fault| InputError { path: self.path.clone(), fault })
+        read(self).map_err(|fault| InputError {
+            path: self.path.clone(),
+            fault,
+        })
     }
 
     fn open(&self) -> Result<Opened, Fault> {
@@ -128,12 +145,17 @@ impl Source {
         if !metadata.is_file() {
             return Err(Fault::NotAFile);
         }
-        Ok(Opened { reader: BufReader::new(file), length: metadata.len() })
+        Ok(Opened {
+            reader: BufReader::new(file),
+            length: metadata.len(),
+        })
     }
 
     fn check_open(&self, opened: &mut Opened) -> Result<Layout, Fault> {
         match self.kind {
-            Kind::Npy => Ok(npy::read_header(&mut opened.reader, opened.length, self.void_as)?.layout),
+            Kind::Npy => {
+                Ok(npy::read_header(&mut opened.reader, opened.length, self.void_as)?.layout)
+            }
             Kind::Png => Ok(image::read(&mut opened.reader, opened.length)?.0),
             Kind::Raw => Ok(bytes_layout(opened.length)?),
         }
@@ -145,7 +167,10 @@ impl Source {
             Kind::Npy => {
                 let header = npy::read_header(&mut reader, length, self.void_as)?;
                 let data = npy::read_data(&mut reader, &header)?;
-                Ok(Item { layout: header.layout, data })
+                Ok(Item {
+                    layout: header.layout,
+                    data,
+                })
             }
             Kind::Png => {
                 let (layout, data) = image::read(reader, length)?;
@@ -153,7 +178,10 @@ impl Source {
             }
             Kind::Raw => {
                 let data = npy::read_exactly(&mut reader, length)?;
-                Ok(Item { layout: bytes_layout(length)?, data })
+                Ok(Item {
+                    layout: bytes_layout(length)?,
+                    data,
+                })
             }
         }
     }
@@ -182,14 +210,23 @@ mod tests {
             ("x.bin", Kind::Raw),
             (".png", Kind::Raw),
         ] {
-            assert_eq!(Source::new(Path::new(path), false, None).kind, kind, "{path}");
+            assert_eq!(
+                Source::new(Path::new(path), false, None).kind,
+                kind,
+                "{path}"
+            );
         }
         assert_eq!(Source::new(Path::new("a.npy"), true, None).kind, Kind::Raw);
     }
 
     #[test]
     fn metadata_fits_whatever_the_name_is() {
-        for name in ["x".repeat(255), "\"".repeat(200), "\u{1}".repeat(200), "ü".repeat(127)] {
+        for name in [
+            "x".repeat(255),
+            "\"".repeat(200),
+            "\u{1}".repeat(200),
+            "ü".repeat(127),
+        ] {
             let metadata = Source::new(Path::new(&format!("/dir/{name}")), false, None).metadata();
             assert!(metadata.len() <= METADATA_BYTES_MAX);
             let origin: Origin = serde_json::from_slice(&metadata).unwrap();
@@ -200,9 +237,16 @@ mod tests {
     #[test]
     fn a_directory_and_a_missing_file_are_no_input() {
         let directory = tempfile::tempdir().unwrap();
-        let error = Source::new(directory.path(), false, None).load().unwrap_err();
+        let error = Source::new(directory.path(), false, None)
+            .load()
+            .unwrap_err();
         assert!(matches!(error.fault, Fault::NotAFile), "{error}");
-        let error = Source::new(&directory.path().join("none.npy"), false, None).check().unwrap_err();
-        assert!(matches!(error.fault, Fault::Io(_)) && error.to_string().contains("none.npy"), "{error}");
+        let error = Source::new(&directory.path().join("none.npy"), false, None)
+            .check()
+            .unwrap_err();
+        assert!(
+            matches!(error.fault, Fault::Io(_)) && error.to_string().contains("none.npy"),
+            "{error}"
+        );
     }
 }

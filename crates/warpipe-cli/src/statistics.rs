@@ -19,7 +19,9 @@ pub struct Histogram {
 
 impl From<Vec<(u16, u64)>> for Histogram {
     fn from(pairs: Vec<(u16, u64)>) -> Histogram {
-        Histogram { buckets: pairs.into_iter().collect() }
+        Histogram {
+            buckets: pairs.into_iter().collect(),
+        }
     }
 }
 
@@ -47,7 +49,9 @@ impl Histogram {
     /// The duration that `permille` of all are at or below (up to the bucket's width); none if nothing was counted.
     pub fn quantile(&self, permille: u64) -> Option<Duration> {
         let total: u128 = self.buckets.values().map(|&count| u128::from(count)).sum();
-        let rank = (total * u128::from(permille.min(1000))).div_ceil(1000).max(1);
+        let rank = (total * u128::from(permille.min(1000)))
+            .div_ceil(1000)
+            .max(1);
         let mut seen = 0u128;
         for (&bucket, &count) in &self.buckets {
             seen += u128::from(count);
@@ -86,9 +90,15 @@ mod tests {
         values.extend((1..40).map(|power| 3u64.pow(power)));
         for value in values {
             let upper = upper_bound(bucket(value));
-            assert!(upper >= value && upper - value <= value / 32, "{value} in a bucket up to {upper}");
+            assert!(
+                upper >= value && upper - value <= value / 32,
+                "{value} in a bucket up to {upper}"
+            );
             assert_eq!(bucket(upper), bucket(value));
-            assert!(upper == u64::MAX || bucket(upper + 1) == bucket(value) + 1, "no gap after {upper}");
+            assert!(
+                upper == u64::MAX || bucket(upper + 1) == bucket(value) + 1,
+                "no gap after {upper}"
+            );
         }
     }
 
@@ -98,12 +108,19 @@ mod tests {
         assert_eq!(histogram.quantile(500), None);
         (1..=30).for_each(|ns| histogram.record(Duration::from_nanos(ns)));
         let quantile = |permille| histogram.quantile(permille).unwrap().as_nanos();
-        assert_eq!((quantile(0), quantile(500), quantile(990), quantile(1000)), (1, 15, 30, 30));
+        assert_eq!(
+            (quantile(0), quantile(500), quantile(990), quantile(1000)),
+            (1, 15, 30, 30)
+        );
     }
 
     #[test]
     fn merged_counts_are_the_counts_of_both() {
-        let (mut one, mut two, mut both) = (Histogram::default(), Histogram::default(), Histogram::default());
+        let (mut one, mut two, mut both) = (
+            Histogram::default(),
+            Histogram::default(),
+            Histogram::default(),
+        );
         for ns in (0..1000).map(|n| n * n) {
             if ns % 3 == 0 { &mut one } else { &mut two }.record(Duration::from_nanos(ns));
             both.record(Duration::from_nanos(ns));

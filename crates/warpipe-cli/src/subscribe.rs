@@ -53,14 +53,34 @@ pub fn run(args: &SubArgs) -> anyhow::Result<Exit> {
     let chosen = args.device.open()?;
     let text = format!("{} on {} ({})", args.name, chosen.device, chosen.why);
     let device = chosen.device.to_string();
-    let listening = Listening { event: "listening", name: &args.name, device, why: &chosen.why };
+    let listening = Listening {
+        event: "listening",
+        name: &args.name,
+        device,
+        why: &chosen.why,
+    };
     output.say(|| styled(Style::Bold, &text), &listening)?;
     let stream = chosen.device.stream()?;
-    let attached = attach(&args.name, &chosen.device, args.reconnect, args.timeout, &interrupt)?;
+    let attached = attach(
+        &args.name,
+        &chosen.device,
+        args.reconnect,
+        args.timeout,
+        &interrupt,
+    )?;
     let Some(subscriber) = attached else {
         return Ok(Exit::Interrupted);
     };
-    let mut run = Run { args, output, interrupt, directory, subscriber, stream, samples: 0, lost: 0 };
+    let mut run = Run {
+        args,
+        output,
+        interrupt,
+        directory,
+        subscriber,
+        stream,
+        samples: 0,
+        lost: 0,
+    };
     let ending = run.receive_all();
     run.tell_end()?;
     ending
@@ -79,7 +99,11 @@ struct Run<'a> {
 
 impl Run<'_> {
     fn receive_all(&mut self) -> anyhow::Result<Exit> {
-        while self.args.count.is_none_or(|count| self.samples + self.lost < count) {
+        while self
+            .args
+            .count
+            .is_none_or(|count| self.samples + self.lost < count)
+        {
             match self.next()? {
                 Next::Sample(sample) => self.take(*sample)?,
                 Next::Interrupted => return Ok(Exit::Interrupted),
@@ -87,7 +111,11 @@ impl Run<'_> {
                 Next::Closed => break,
             }
         }
-        Ok(if self.lost > 0 { Exit::Failed } else { Exit::Done })
+        Ok(if self.lost > 0 {
+            Exit::Failed
+        } else {
+            Exit::Done
+        })
     }
 
     fn next(&mut self) -> anyhow::Result<Next> {
@@ -98,10 +126,17 @@ impl Run<'_> {
             }
             match self.subscriber.receive_timeout(&self.stream, LOOK) {
                 Ok(sample) => return Ok(Next::Sample(Box::new(sample))),
-                Err(Error::PublisherGone { graceful: true, .. }) if !self.args.reconnect => return Ok(Next::Closed),
-                Err(Error::Timeout { .. } | Error::NoPublisher { .. }) if Instant::now() < deadline => {}
+                Err(Error::PublisherGone { graceful: true, .. }) if !self.args.reconnect => {
+                    return Ok(Next::Closed);
+                }
+                Err(Error::Timeout { .. } | Error::NoPublisher { .. })
+                    if Instant::now() < deadline => {}
                 Err(Error::Timeout { what, .. }) => {
-                    return Err(Error::Timeout { what, waited: self.args.timeout }.into());
+                    return Err(Error::Timeout {
+                        what,
+                        waited: self.args.timeout,
+                    }
+                    .into());
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -124,16 +159,34 @@ impl Run<'_> {
     }
 
     fn keep(&self, item: Item) -> anyhow::Result<()> {
-        let Item { sequence, layout, latency, origin, data } = item;
+        let Item {
+            sequence,
+            layout,
+            latency,
+            origin,
+            data,
+        } = item;
         let save = |directory: &SaveDirectory| {
-            directory.save(sequence, origin.as_ref(), &layout, data.as_deref().unwrap_or_default())
+            directory.save(
+                sequence,
+                origin.as_ref(),
+                &layout,
+                data.as_deref().unwrap_or_default(),
+            )
         };
         let saved = self.directory.as_ref().map(save).transpose()?;
         let file = origin.map(|origin| origin.file);
         let text = || {
             let name = file.as_deref().map(printable).unwrap_or_default();
-            let kept = saved.as_ref().map(|path| format!("  -> {}", path.display())).unwrap_or_default();
-            format!("  #{sequence}  {layout:?}  {}  {}  {name}{kept}", bytes(layout.bytes()), duration(latency))
+            let kept = saved
+                .as_ref()
+                .map(|path| format!("  -> {}", path.display()))
+                .unwrap_or_default();
+            format!(
+                "  #{sequence}  {layout:?}  {}  {}  {name}{kept}",
+                bytes(layout.bytes()),
+                duration(latency)
+            )
         };
         let received = Received {
             event: "received",
@@ -152,10 +205,21 @@ impl Run<'_> {
     fn tell_end(&self) -> std::io::Result<()> {
         let (samples, lost, dropped) = (self.samples, self.lost, self.subscriber.dropped());
         let interrupted = self.interrupt.came();
-        let done = Done { event: "done", samples, lost, dropped, interrupted };
+        let done = Done {
+            event: "done",
+            samples,
+            lost,
+            dropped,
+            interrupted,
+        };
         let text = || {
             let note = if interrupted { ", interrupted" } else { "" };
-            format!("{} samples received, {} lost, {} dropped{note}", count(samples), count(lost), count(dropped))
+            format!(
+                "{} samples received, {} lost, {} dropped{note}",
+                count(samples),
+                count(lost),
+                count(dropped)
+            )
         };
         self.output.say(text, &done)
     }
@@ -178,13 +242,20 @@ struct Item {
 
 impl Item {
     fn read(sample: Sample, with_data: bool, timeout: Duration) -> warpipe::Result<Item> {
-        let (sequence, layout, sent_ns) = (sample.sequence(), *sample.layout(), sample.sent_at_ns());
+        let (sequence, layout, sent_ns) =
+            (sample.sequence(), *sample.layout(), sample.sent_at_ns());
         // From another kind of publisher: whatever it means, it is no file.
         let origin = serde_json::from_slice(sample.metadata()).ok();
         sample.wait(timeout)?;
         let latency = Duration::from_nanos(clock::now_ns().saturating_sub(sent_ns));
         let data = with_data.then(|| sample.to_vec(timeout)).transpose()?;
         sample.finish(timeout)?;
-        Ok(Item { sequence, layout, latency, origin, data })
+        Ok(Item {
+            sequence,
+            layout,
+            latency,
+            origin,
+            data,
+        })
     }
 }

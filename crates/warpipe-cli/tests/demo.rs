@@ -23,23 +23,54 @@ fn pid(started: &Value) -> Pid {
 
 /// The demo's own folder is removed.
 fn is_cleared(world: &World) -> bool {
-    std::fs::read_dir(world.path("tmp")).unwrap().next().is_none()
+    std::fs::read_dir(world.path("tmp"))
+        .unwrap()
+        .next()
+        .is_none()
 }
 
 #[test]
 fn every_item_is_verified_by_every_subscriber() {
     let world = World::new();
-    let ended = demo(&world, &["--subscribers", "3", "--items", "7", "--seconds", "100"]).end();
+    let ended = demo(
+        &world,
+        &["--subscribers", "3", "--items", "7", "--seconds", "100"],
+    )
+    .end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let throughput = ended.event("throughput");
-    assert_eq!((&throughput["items"], &throughput["verified"]), (&7.into(), &21.into()));
+    assert_eq!(
+        (&throughput["items"], &throughput["verified"]),
+        (&7.into(), &21.into())
+    );
     let result = ended.event("result");
     assert_eq!(
-        (&result["ok"], &result["wrong"], &result["gaps"], &result["killed"], &result["left"]),
-        (&true.into(), &0.into(), &0.into(), &2.into(), &Value::Array(vec![]))
+        (
+            &result["ok"],
+            &result["wrong"],
+            &result["gaps"],
+            &result["killed"],
+            &result["left"]
+        ),
+        (
+            &true.into(),
+            &0.into(),
+            &0.into(),
+            &2.into(),
+            &Value::Array(vec![])
+        )
     );
-    assert!(result["verified"].as_u64().unwrap() > 21, "the parts after the throughput count, too");
-    assert!(result["claims"].as_array().unwrap().iter().all(|claim| claim["holds"] == true));
+    assert!(
+        result["verified"].as_u64().unwrap() > 21,
+        "the parts after the throughput count, too"
+    );
+    assert!(
+        result["claims"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .all(|claim| claim["holds"] == true)
+    );
     // A cleaner, four processes, and one more after each death.
     assert_eq!(ended.events("started").len(), 7);
     assert!(is_cleared(&world), "the domain is left");
@@ -50,10 +81,24 @@ fn a_hand_over_with_one_item_in_flight_is_timed_beside_its_floor() {
     let world = World::new();
     let ended = demo(&world, &["--items", "3"]).end();
     let latency = ended.event("latency");
-    let figure = |name: &str| latency[name].as_f64().unwrap_or_else(|| panic!("{name} in {latency}"));
-    assert!(figure("p50_us") > 0.0 && figure("p99_us") >= figure("p50_us"), "{latency}");
-    assert!(figure("floor_p50_us") > 0.0 && figure("floor_p99_us") >= figure("floor_p50_us"), "{latency}");
-    assert_eq!(ended.event("result")["latency"]["p50_us"], latency["p50_us"], "the last line has all figures");
+    let figure = |name: &str| {
+        latency[name]
+            .as_f64()
+            .unwrap_or_else(|| panic!("{name} in {latency}"))
+    };
+    assert!(
+        figure("p50_us") > 0.0 && figure("p99_us") >= figure("p50_us"),
+        "{latency}"
+    );
+    assert!(
+        figure("floor_p50_us") > 0.0 && figure("floor_p99_us") >= figure("floor_p50_us"),
+        "{latency}"
+    );
+    assert_eq!(
+        ended.event("result")["latency"]["p50_us"],
+        latency["p50_us"],
+        "the last line has all figures"
+    );
 }
 
 #[test]
@@ -62,20 +107,46 @@ fn a_killed_subscriber_is_reported_by_its_publisher_its_neighbours_and_its_succe
     let ended = demo(&world, &["--subscribers", "3", "--items", "3"]).end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let death = ended.event("subscriber_death");
-    let figure = |name: &str| death[name].as_f64().unwrap_or_else(|| panic!("{name} in {death}"));
+    let figure = |name: &str| {
+        death[name]
+            .as_f64()
+            .unwrap_or_else(|| panic!("{name} in {death}"))
+    };
     assert!(figure("notified_ms") <= figure("released_ms"), "{death}");
     assert!(figure("released_ms") <= figure("lent_again_ms"), "{death}");
-    assert!(figure("notified_ms") <= figure("started_ms") && figure("started_ms") < figure("first_verified_ms"));
+    assert!(
+        figure("notified_ms") <= figure("started_ms")
+            && figure("started_ms") < figure("first_verified_ms")
+    );
     let held = death["held"].as_array().unwrap();
     assert_eq!(held.len(), 2, "{death}");
-    assert!(held.iter().all(|number| number.as_u64() < death["first_item"].as_u64()), "{death}");
+    assert!(
+        held.iter()
+            .all(|number| number.as_u64() < death["first_item"].as_u64()),
+        "{death}"
+    );
     let others = death["others"].as_array().unwrap();
-    let roles: Vec<_> = others.iter().map(|other| other["role"].as_str().unwrap()).collect();
+    let roles: Vec<_> = others
+        .iter()
+        .map(|other| other["role"].as_str().unwrap())
+        .collect();
     assert_eq!(roles, ["subscriber 1", "subscriber 2"]);
-    assert!(others.iter().all(|other| other["verified"].as_u64() > Some(0)), "{death}");
+    assert!(
+        others
+            .iter()
+            .all(|other| other["verified"].as_u64() > Some(0)),
+        "{death}"
+    );
     // The successor has the name of the dead, in another process.
-    let third: Vec<_> = ended.events("started").into_iter().filter(|it| it["role"] == "subscriber 3").collect();
-    assert!(third.len() == 2 && third[0]["pid"] == death["pid"] && third[1]["pid"] != death["pid"], "{third:?}");
+    let third: Vec<_> = ended
+        .events("started")
+        .into_iter()
+        .filter(|it| it["role"] == "subscriber 3")
+        .collect();
+    assert!(
+        third.len() == 2 && third[0]["pid"] == death["pid"] && third[1]["pid"] != death["pid"],
+        "{third:?}"
+    );
 }
 
 #[test]
@@ -84,7 +155,10 @@ fn a_killed_publisher_is_reported_by_every_survivor() {
     let ended = demo(&world, &["--subscribers", "2", "--items", "3"]).end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let death = ended.event("publisher_death");
-    let (complete, writing) = (death["complete"].as_u64().unwrap(), death["writing"].as_u64().unwrap());
+    let (complete, writing) = (
+        death["complete"].as_u64().unwrap(),
+        death["writing"].as_u64().unwrap(),
+    );
     assert_eq!(writing, complete + 1, "{death}");
     let survivors = death["survivors"].as_array().unwrap();
     assert_eq!(survivors.len(), 2);
@@ -93,10 +167,17 @@ fn a_killed_publisher_is_reported_by_every_survivor() {
         assert_eq!(survivor["last_before"], complete, "{survivor}");
         assert_eq!(survivor["first_after"], 1, "{survivor}");
         for time in ["notified_ms", "lost_ms"] {
-            assert!(survivor[time].as_f64().unwrap() < survivor["continued_ms"].as_f64().unwrap(), "{survivor}");
+            assert!(
+                survivor[time].as_f64().unwrap() < survivor["continued_ms"].as_f64().unwrap(),
+                "{survivor}"
+            );
         }
     }
-    assert_eq!(ended.event("result")["lost"], 2, "one item at each survivor");
+    assert_eq!(
+        ended.event("result")["lost"],
+        2,
+        "one item at each survivor"
+    );
 }
 
 /// As where an MPS daemon answers: a kill in a kernel would end all its clients.
@@ -105,12 +186,30 @@ fn processes_killed_without_work_on_the_device_lose_nothing() {
     let world = World::new();
     let ended = demo(&world, &["--items", "3", "--idle"]).end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
-    let (subscriber, publisher) = (ended.event("subscriber_death"), ended.event("publisher_death"));
-    assert_eq!((&subscriber["busy"], &publisher["busy"]), (&false.into(), &false.into()));
-    assert_eq!(subscriber["held"].as_array().unwrap().len(), 2, "it holds samples all the same");
-    assert_eq!((&publisher["writing"], &ended.event("result")["lost"]), (&Value::Null, &0.into()));
+    let (subscriber, publisher) = (
+        ended.event("subscriber_death"),
+        ended.event("publisher_death"),
+    );
+    assert_eq!(
+        (&subscriber["busy"], &publisher["busy"]),
+        (&false.into(), &false.into())
+    );
+    assert_eq!(
+        subscriber["held"].as_array().unwrap().len(),
+        2,
+        "it holds samples all the same"
+    );
+    assert_eq!(
+        (&publisher["writing"], &ended.event("result")["lost"]),
+        (&Value::Null, &0.into())
+    );
     let survivors = publisher["survivors"].as_array().unwrap();
-    assert!(survivors.iter().all(|survivor| survivor["last_before"] == publisher["complete"]), "{publisher}");
+    assert!(
+        survivors
+            .iter()
+            .all(|survivor| survivor["last_before"] == publisher["complete"]),
+        "{publisher}"
+    );
 }
 
 #[test]
@@ -118,8 +217,17 @@ fn a_lone_subscriber_is_replaced_too() {
     let world = World::new();
     let ended = demo(&world, &["--subscribers", "1", "--items", "3"]).end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
-    assert_eq!(ended.event("subscriber_death")["others"], Value::Array(vec![]));
-    assert_eq!(ended.event("publisher_death")["survivors"].as_array().unwrap().len(), 1);
+    assert_eq!(
+        ended.event("subscriber_death")["others"],
+        Value::Array(vec![])
+    );
+    assert_eq!(
+        ended.event("publisher_death")["survivors"]
+            .as_array()
+            .unwrap()
+            .len(),
+        1
+    );
 }
 
 #[test]
@@ -127,7 +235,15 @@ fn people_are_told_the_four_parts_in_lines_that_fit_a_terminal() {
     let world = World::new();
     let (tmp, device) = (world.path("tmp"), device());
     std::fs::create_dir(&tmp).unwrap();
-    let mut command = world.warpipe(&["demo", "--megabytes", "1", "--items", "3", "--device", &device]);
+    let mut command = world.warpipe(&[
+        "demo",
+        "--megabytes",
+        "1",
+        "--items",
+        "3",
+        "--device",
+        &device,
+    ]);
     command.env("TMPDIR", &tmp);
     let ended = Running::start(command).end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
@@ -143,7 +259,11 @@ fn people_are_told_the_four_parts_in_lines_that_fit_a_terminal() {
         "4  death of the publisher",
         "items verified, every word right, 2 processes killed,\nnothing lost that was complete, nothing left over",
     ] {
-        assert!(ended.out.contains(expected), "{expected:?} is missing in\n{}", ended.out);
+        assert!(
+            ended.out.contains(expected),
+            "{expected:?} is missing in\n{}",
+            ended.out
+        );
     }
     assert!(!ended.out.contains('\x1b'), "no colours into a pipe");
     for line in ended.out.lines() {
@@ -160,13 +280,32 @@ fn a_claim_that_does_not_hold_is_named_and_fails_the_demo() {
         ("leftover", "nothing is left over"),
     ] {
         let world = World::new();
-        let ended = demo(&world, &["--items", "5", "--seconds", "100", "--plant", plant]).end();
+        let ended = demo(
+            &world,
+            &["--items", "5", "--seconds", "100", "--plant", plant],
+        )
+        .end();
         let result = ended.event("result");
-        assert_eq!((ended.code, &result["ok"]), (Some(1), &false.into()), "{plant}: {ended:?}");
+        assert_eq!(
+            (ended.code, &result["ok"]),
+            (Some(1), &false.into()),
+            "{plant}: {ended:?}"
+        );
         let failed = |claim: &&Value| claim["holds"] == false;
-        let claims: Vec<_> = result["claims"].as_array().unwrap().iter().filter(failed).collect();
-        assert!(claims.iter().any(|claim| claim["claim"] == named), "{plant}: {claims:?}");
-        assert!(result["failures"].to_string().contains(named), "{plant}: {result}");
+        let claims: Vec<_> = result["claims"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(failed)
+            .collect();
+        assert!(
+            claims.iter().any(|claim| claim["claim"] == named),
+            "{plant}: {claims:?}"
+        );
+        assert!(
+            result["failures"].to_string().contains(named),
+            "{plant}: {result}"
+        );
         assert!(is_cleared(&world), "{plant}: the folder is left");
     }
 }
@@ -176,7 +315,11 @@ fn a_wrong_word_is_counted_at_every_subscriber() {
     let world = World::new();
     let ended = demo(&world, &["--items", "5", "--plant", "wrong-word"]).end();
     let throughput = ended.event("throughput");
-    assert_eq!((&throughput["items"], &throughput["verified"]), (&5.into(), &8.into()), "{ended:?}");
+    assert_eq!(
+        (&throughput["items"], &throughput["verified"]),
+        (&5.into(), &8.into()),
+        "{ended:?}"
+    );
 }
 
 #[test]
@@ -189,7 +332,10 @@ fn an_interrupt_ends_every_process_and_removes_the_domain() {
     assert_eq!(ended.code, Some(130), "{ended:?}");
     assert_eq!(ended.event("result")["interrupted"], true);
     for process in &started {
-        assert!(rustix::process::test_kill_process(pid(process)).is_err(), "{process} is left");
+        assert!(
+            rustix::process::test_kill_process(pid(process)).is_err(),
+            "{process} is left"
+        );
     }
     assert!(is_cleared(&world), "the domain is left");
 }
@@ -201,7 +347,10 @@ fn killed_from_outside(role: &str) -> String {
     let mut running = demo(&world, &["--seconds", "1000"]);
     let started = running.wait_for("started", 4);
     running.wait_for("latency", 1);
-    let victim = started.iter().find(|process| process["role"] == role).unwrap();
+    let victim = started
+        .iter()
+        .find(|process| process["role"] == role)
+        .unwrap();
     kill_process(pid(victim), Signal::KILL).unwrap();
     let ended = running.end();
     assert_eq!(ended.code, Some(1), "{ended:?}");
@@ -212,13 +361,19 @@ fn killed_from_outside(role: &str) -> String {
 #[test]
 fn a_subscriber_that_others_kill_is_named_with_its_reason_and_fails_the_demo() {
     let failures = killed_from_outside("subscriber 2");
-    assert!(failures.contains("subscriber 2") && failures.contains("SIGKILL"), "{failures}");
+    assert!(
+        failures.contains("subscriber 2") && failures.contains("SIGKILL"),
+        "{failures}"
+    );
 }
 
 #[test]
 fn a_publisher_that_others_kill_is_named_with_its_reason_and_fails_the_demo() {
     let failures = killed_from_outside("publisher");
-    assert!(failures.contains("publisher") && failures.contains("SIGKILL"), "{failures}");
+    assert!(
+        failures.contains("publisher") && failures.contains("SIGKILL"),
+        "{failures}"
+    );
 }
 
 #[test]

@@ -7,7 +7,11 @@ use std::path::{Path, PathBuf};
 use support::{Ended, World, bytes, device, files, npy};
 
 /// Publishes `sources` to one subscriber that saves them in the world's `saved`.
-fn pass(world: &World, sources: &[PathBuf], more: &[&str]) -> (Ended, Ended, Vec<(String, Vec<u8>)>) {
+fn pass(
+    world: &World,
+    sources: &[PathBuf],
+    more: &[&str],
+) -> (Ended, Ended, Vec<(String, Vec<u8>)>) {
     let (device, count, saved) = (device(), sources.len().to_string(), world.path("saved"));
     let subscriber = world.start(&[
         "sub",
@@ -25,22 +29,38 @@ fn pass(world: &World, sources: &[PathBuf], more: &[&str]) -> (Ended, Ended, Vec
     arguments.extend(sources.iter().map(|source| source.to_str().unwrap()));
     let published = world.run(&arguments);
     let received = subscriber.end();
-    assert_eq!((published.code, received.code), (Some(0), Some(0)), "{published:?}\n{received:?}");
+    assert_eq!(
+        (published.code, received.code),
+        (Some(0), Some(0)),
+        "{published:?}\n{received:?}"
+    );
     (published, received, files(&saved))
 }
 
 #[test]
 fn arrays_of_every_type_and_order_are_saved_as_they_were_published() {
     let world = World::new();
-    let types = ["|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"];
-    let shapes: [(&[u64], bool); 6] =
-        [(&[], false), (&[5], false), (&[3, 4], false), (&[3, 4], true), (&[2, 3, 4], true), (&[3, 0], false)];
+    let types = [
+        "|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8",
+        "<c16",
+    ];
+    let shapes: [(&[u64], bool); 6] = [
+        (&[], false),
+        (&[5], false),
+        (&[3, 4], false),
+        (&[3, 4], true),
+        (&[2, 3, 4], true),
+        (&[3, 0], false),
+    ];
     let mut sources = Vec::new();
     for (index, descr) in types.iter().enumerate() {
         let (shape, fortran_order) = shapes[index % shapes.len()];
         let width: usize = descr[2..].parse().unwrap();
         let data = bytes(width * shape.iter().product::<u64>() as usize);
-        sources.push(world.write(&format!("{index:02}.npy"), &npy(descr, fortran_order, shape, &data)));
+        sources.push(world.write(
+            &format!("{index:02}.npy"),
+            &npy(descr, fortran_order, shape, &data),
+        ));
     }
     let (published, received, saved) = pass(&world, &sources, &[]);
     assert_eq!(published.events("sent").len(), sources.len());
@@ -48,7 +68,10 @@ fn arrays_of_every_type_and_order_are_saved_as_they_were_published() {
     assert_eq!(saved.len(), sources.len());
     for (source, (name, content)) in sources.iter().zip(&saved) {
         let file = source.file_name().unwrap().to_str().unwrap();
-        assert!(name.ends_with(&format!("-{file}")), "{name} comes from {file}");
+        assert!(
+            name.ends_with(&format!("-{file}")),
+            "{name} comes from {file}"
+        );
         assert!(std::fs::read(source).unwrap() == *content, "{file}");
     }
 }
@@ -57,7 +80,11 @@ fn arrays_of_every_type_and_order_are_saved_as_they_were_published() {
 fn types_that_numpy_lacks_are_named_on_the_command_line_and_kept() {
     let world = World::new();
     let source = world.write("weights.npy", &npy("<V2", false, &[4], &bytes(8)));
-    let (published, _, saved) = pass(&world, std::slice::from_ref(&source), &["--void-as", "bfloat16"]);
+    let (published, _, saved) = pass(
+        &world,
+        std::slice::from_ref(&source),
+        &["--void-as", "bfloat16"],
+    );
     assert_eq!(published.event("sent")["dtype"], "bfloat16");
     assert_eq!(saved[0].1, std::fs::read(&source).unwrap());
 }
@@ -66,7 +93,11 @@ fn types_that_numpy_lacks_are_named_on_the_command_line_and_kept() {
 fn a_large_array_and_plain_bytes_arrive_whole() {
     let world = World::new();
     let array = npy("<f4", false, &[700, 1000], &bytes(2_800_000));
-    let sources = [world.write("a.npy", &array), world.write("b.bin", &bytes(100_001)), world.write("c", &bytes(1))];
+    let sources = [
+        world.write("a.npy", &array),
+        world.write("b.bin", &bytes(100_001)),
+        world.write("c", &bytes(1)),
+    ];
     let (_, received, saved) = pass(&world, &sources, &[]);
     let names: Vec<&str> = saved.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(names, ["000001-a.npy", "000002-b.bin", "000003-c"]);
@@ -80,11 +111,24 @@ fn a_picture_becomes_an_array_of_its_pixels() {
     let mut picture = Vec::new();
     let mut encoder = png::Encoder::new(&mut picture, 3, 2);
     encoder.set_color(png::ColorType::Rgb);
-    encoder.write_header().unwrap().write_image_data(&bytes(18)).unwrap();
+    encoder
+        .write_header()
+        .unwrap()
+        .write_image_data(&bytes(18))
+        .unwrap();
     let source = world.write("cat.png", &picture);
     let (published, _, saved) = pass(&world, &[source], &[]);
-    assert_eq!(published.event("sent")["shape"], serde_json::json!([2, 3, 3]));
-    assert_eq!(saved, [("000001-cat.npy".to_owned(), npy("|u1", false, &[2, 3, 3], &bytes(18)))]);
+    assert_eq!(
+        published.event("sent")["shape"],
+        serde_json::json!([2, 3, 3])
+    );
+    assert_eq!(
+        saved,
+        [(
+            "000001-cat.npy".to_owned(),
+            npy("|u1", false, &[2, 3, 3], &bytes(18))
+        )]
+    );
 }
 
 #[test]
@@ -103,13 +147,32 @@ fn a_second_run_into_the_same_directory_overwrites_nothing() {
 fn a_subscriber_that_reconnects_goes_on_with_the_next_publisher() {
     let world = World::new();
     let (device, source) = (device(), world.write("a.bin", b"abc"));
-    let subscriber = world.start(&["sub", "again", "--device", &device, "--count", "2", "--reconnect", "--json"]);
+    let subscriber = world.start(&[
+        "sub",
+        "again",
+        "--device",
+        &device,
+        "--count",
+        "2",
+        "--reconnect",
+        "--json",
+    ]);
     for _ in 0..2 {
-        let published = world.run(&["pub", "again", source.to_str().unwrap(), "--device", &device]);
+        let published = world.run(&[
+            "pub",
+            "again",
+            source.to_str().unwrap(),
+            "--device",
+            &device,
+        ]);
         assert_eq!(published.code, Some(0), "{published:?}");
     }
     let received = subscriber.end();
-    assert_eq!((received.code, received.events("received").len()), (Some(0), 2), "{received:?}");
+    assert_eq!(
+        (received.code, received.events("received").len()),
+        (Some(0), 2),
+        "{received:?}"
+    );
 }
 
 #[test]
@@ -117,9 +180,20 @@ fn without_a_count_a_subscriber_ends_with_its_publisher() {
     let world = World::new();
     let (device, source) = (device(), world.write("a.bin", b"abc"));
     let subscriber = world.start(&["sub", "one", "--device", &device, "--json"]);
-    let published = world.run(&["pub", "one", source.to_str().unwrap(), "--device", &device, "--json"]);
+    let published = world.run(&[
+        "pub",
+        "one",
+        source.to_str().unwrap(),
+        "--device",
+        &device,
+        "--json",
+    ]);
     let received = subscriber.end();
-    assert_eq!((published.code, received.code), (Some(0), Some(0)), "{published:?} {received:?}");
+    assert_eq!(
+        (published.code, received.code),
+        (Some(0), Some(0)),
+        "{published:?} {received:?}"
+    );
     assert_eq!(received.event("done")["samples"], 1);
 }
 
@@ -128,13 +202,27 @@ fn a_publisher_that_is_killed_ends_its_subscriber_with_a_reason() {
     let world = World::new();
     let (device, source) = (device(), world.write("a.bin", b"abc"));
     let mut subscriber = world.start(&["sub", "one", "--device", &device, "--json"]);
-    let arguments = ["pub", "one", source.to_str().unwrap(), "--device", &device, "--loop", "--rate", "20", "--json"];
+    let arguments = [
+        "pub",
+        "one",
+        source.to_str().unwrap(),
+        "--device",
+        &device,
+        "--loop",
+        "--rate",
+        "20",
+        "--json",
+    ];
     let publisher = world.start(&arguments);
     subscriber.wait_for("received", 2);
     publisher.signal(rustix::process::Signal::KILL);
     let received = subscriber.end();
     assert_eq!(received.code, Some(4), "{received:?}");
-    assert!(received.err.contains("has died") && received.err.contains("--reconnect"), "{}", received.err);
+    assert!(
+        received.err.contains("has died") && received.err.contains("--reconnect"),
+        "{}",
+        received.err
+    );
 }
 
 #[test]
@@ -148,14 +236,32 @@ fn a_damaged_file_is_named_and_nothing_at_all_is_published() {
         ("magic", b"not an array".to_vec()),
         ("cut short", npy("<f8", false, &[1 << 50], b"")),
         ("Python objects", npy("|O", false, &[1], &bytes(8))),
-        ("negative", replaced(&npy("|u1", false, &[77], b""), b"(77,)", b"(-7,)")),
+        (
+            "negative",
+            replaced(&npy("|u1", false, &[77], b""), b"(77,)", b"(-7,)"),
+        ),
     ];
     for (fault, content) in damages {
         let bad = world.write("bad.npy", &content);
-        let ended =
-            world.run(&["pub", "x", good.to_str().unwrap(), bad.to_str().unwrap(), "--device", &device(), "--json"]);
-        assert_eq!((ended.code, ended.out.as_str()), (Some(5), ""), "{fault}: {ended:?}");
-        assert!(ended.err.contains("bad.npy") && ended.err.contains(fault), "{fault}: {}", ended.err);
+        let ended = world.run(&[
+            "pub",
+            "x",
+            good.to_str().unwrap(),
+            bad.to_str().unwrap(),
+            "--device",
+            &device(),
+            "--json",
+        ]);
+        assert_eq!(
+            (ended.code, ended.out.as_str()),
+            (Some(5), ""),
+            "{fault}: {ended:?}"
+        );
+        assert!(
+            ended.err.contains("bad.npy") && ended.err.contains(fault),
+            "{fault}: {}",
+            ended.err
+        );
     }
     let nobody = world.run(&["sub", "x", "--device", &device(), "--timeout", "0.2"]);
     assert_eq!(nobody.code, Some(3), "{nobody:?}");
@@ -165,12 +271,22 @@ fn a_damaged_file_is_named_and_nothing_at_all_is_published() {
 fn a_damaged_picture_a_directory_and_a_missing_file_are_refused() {
     let world = World::new();
     let cases: [(PathBuf, &str); 3] = [
-        (world.write("x.png", b"\x89PNG\r\n\x1a\n"), "not a usable .png"),
+        (
+            world.write("x.png", b"\x89PNG\r\n\x1a\n"),
+            "not a usable .png",
+        ),
         (world.path("."), "not a regular file"),
         (world.path("none.npy"), "No such file"),
     ];
     for (path, fault) in cases {
-        let ended = world.run(&["pub", "x", path.to_str().unwrap(), "--device", &device(), "--json"]);
+        let ended = world.run(&[
+            "pub",
+            "x",
+            path.to_str().unwrap(),
+            "--device",
+            &device(),
+            "--json",
+        ]);
         assert_eq!((ended.code, ended.out.as_str()), (Some(5), ""), "{ended:?}");
         assert!(ended.err.contains(fault), "{}", ended.err);
     }
@@ -188,13 +304,18 @@ fn nothing_is_saved_beside_the_directory_asked_for() {
 }
 
 fn listing(directory: &Path) -> Vec<String> {
-    let mut names: Vec<_> =
-        std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> = std::fs::read_dir(directory)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
 
 fn replaced(content: &[u8], old: &[u8], new: &[u8]) -> Vec<u8> {
-    let at = content.windows(old.len()).position(|window| window == old).unwrap();
+    let at = content
+        .windows(old.len())
+        .position(|window| window == old)
+        .unwrap();
     [&content[..at], new, &content[at + old.len()..]].concat()
 }

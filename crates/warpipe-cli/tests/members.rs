@@ -17,8 +17,17 @@ struct Worker(Child);
 impl Worker {
     fn start(world: &World) -> Worker {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", "a_worker_as_others_see_it"]).env(DOMAIN, world.path("domain"));
-        Worker(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap())
+        command
+            .args(["--ignored", "--exact", "a_worker_as_others_see_it"])
+            .env(DOMAIN, world.path("domain"));
+        Worker(
+            command
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap(),
+        )
     }
 
     fn signal(&self, signal: Signal) {
@@ -54,11 +63,28 @@ fn members_are_listed_with_their_role_and_process() {
     let rows = listed.json();
     assert_eq!((listed.code, rows.len()), (Some(0), 1), "{listed:?}");
     let row = &rows[0];
-    assert_eq!((&row["event"], &row["name"]), (&"member".into(), &"trainer/0".into()), "{row}");
-    assert_eq!((&row["role"], &row["pid"]), (&"trains".into(), &std::process::id().into()), "{row}");
-    assert_eq!(row["endpoints"], serde_json::json!(["members/trainer/0"]), "{row}");
+    assert_eq!(
+        (&row["event"], &row["name"]),
+        (&"member".into(), &"trainer/0".into()),
+        "{row}"
+    );
+    assert_eq!(
+        (&row["role"], &row["pid"]),
+        (&"trains".into(), &std::process::id().into()),
+        "{row}"
+    );
+    assert_eq!(
+        row["endpoints"],
+        serde_json::json!(["members/trainer/0"]),
+        "{row}"
+    );
     let text = world.run(&["members"]).out;
-    for word in ["trainer/0", "trains", &format!("process {}", std::process::id()), "silent for"] {
+    for word in [
+        "trainer/0",
+        "trains",
+        &format!("process {}", std::process::id()),
+        "silent for",
+    ] {
         assert!(text.contains(word), "{word:?} is not in {text:?}");
     }
 }
@@ -71,17 +97,28 @@ fn changes_are_told_as_they_come_until_it_is_interrupted() {
     let mut watch = world.start(&["members", "--follow", "--json"]);
     assert_eq!(watch.wait_for("member", 1)[0]["name"], "early");
     let worker = Worker::start(&world);
-    assert_eq!(watch.wait_for("joined", 1)[0]["name"], "worker", "who was listed is not told again");
+    assert_eq!(
+        watch.wait_for("joined", 1)[0]["name"],
+        "worker",
+        "who was listed is not told again"
+    );
     worker.signal(Signal::STOP);
     assert_eq!(watch.wait_for("stalled", 1)[0]["name"], "worker");
     worker.signal(Signal::CONT);
     assert_eq!(watch.wait_for("recovered", 1)[0]["name"], "worker");
     worker.signal(Signal::KILL);
     assert_eq!(watch.wait_for("died", 1)[0]["name"], "worker");
-    assert!(world.path("domain").join("members+worker.sock").exists(), "who only looks removes nothing");
+    assert!(
+        world.path("domain").join("members+worker.sock").exists(),
+        "who only looks removes nothing"
+    );
     drop(early);
     assert_eq!(watch.wait_for("left", 1)[0]["name"], "early");
     watch.signal(Signal::INT);
     let ended = watch.end();
-    assert_eq!((ended.code, ended.err.as_str()), (Some(130), ""), "{ended:?}");
+    assert_eq!(
+        (ended.code, ended.err.as_str()),
+        (Some(130), ""),
+        "{ended:?}"
+    );
 }

@@ -22,19 +22,39 @@ fn every_command_explains_itself_and_its_exit_codes() {
         let ended = world.run(arguments);
         assert_eq!(ended.code, Some(0), "{arguments:?}");
         for code in ["0    done", "3    nobody there", "130  interrupted"] {
-            assert!(ended.out.contains(code), "{arguments:?} does not say {code:?}");
+            assert!(
+                ended.out.contains(code),
+                "{arguments:?} does not say {code:?}"
+            );
         }
     }
-    for (command, detail) in
-        [("demo", "on the device"), ("pub", "Fortran order becomes strides"), ("sub", "'<V2'"), ("doctor", "verdict")]
-    {
-        assert!(world.run(&[command, "--help"]).out.contains(detail), "{command} does not explain {detail:?}");
+    for (command, detail) in [
+        ("demo", "on the device"),
+        ("pub", "Fortran order becomes strides"),
+        ("sub", "'<V2'"),
+        ("doctor", "verdict"),
+    ] {
+        assert!(
+            world.run(&[command, "--help"]).out.contains(detail),
+            "{command} does not explain {detail:?}"
+        );
     }
     let help = world.run(&["--help"]).out;
-    for command in ["demo", "pub", "sub", "doctor", "ls", "members", "WARPIPE_DOMAIN"] {
+    for command in [
+        "demo",
+        "pub",
+        "sub",
+        "doctor",
+        "ls",
+        "members",
+        "WARPIPE_DOMAIN",
+    ] {
         assert!(help.contains(command), "{command}");
     }
-    assert!(!help.contains("demo-publisher") && !help.contains("doctor-child"), "inner commands stay inside");
+    assert!(
+        !help.contains("demo-publisher") && !help.contains("doctor-child"),
+        "inner commands stay inside"
+    );
 }
 
 #[test]
@@ -57,7 +77,11 @@ fn wrong_usage_ends_with_2_and_says_what_would_be_right() {
     ];
     for (arguments, expected) in cases {
         let ended = world.run(arguments);
-        assert_eq!((ended.code, ended.out.as_str()), (Some(2), ""), "{arguments:?}: {ended:?}");
+        assert_eq!(
+            (ended.code, ended.out.as_str()),
+            (Some(2), ""),
+            "{arguments:?}: {ended:?}"
+        );
         assert!(ended.err.contains(expected), "{arguments:?}: {}", ended.err);
     }
 }
@@ -71,7 +95,11 @@ fn a_domain_that_others_may_write_to_is_refused() {
     for arguments in [&["ls"][..], &["sub", "x", "--device", "host"]] {
         let ended = world.run(arguments);
         assert_eq!(ended.code, Some(2), "{ended:?}");
-        assert!(ended.err.contains("next: ") && ended.err.contains("0700"), "{}", ended.err);
+        assert!(
+            ended.err.contains("next: ") && ended.err.contains("0700"),
+            "{}",
+            ended.err
+        );
     }
 }
 
@@ -79,7 +107,14 @@ fn a_domain_that_others_may_write_to_is_refused() {
 fn a_name_that_is_taken_is_refused_with_its_holder() {
     let world = World::new();
     let (device, file) = (device(), world.write("a.bin", b"a"));
-    let arguments = ["pub", "camera/front", file.to_str().unwrap(), "--device", &device, "--json"];
+    let arguments = [
+        "pub",
+        "camera/front",
+        file.to_str().unwrap(),
+        "--device",
+        &device,
+        "--json",
+    ];
     let mut first = world.start(&arguments);
     first.wait_for("listening", 1);
     let second = world.run(&arguments);
@@ -87,18 +122,32 @@ fn a_name_that_is_taken_is_refused_with_its_holder() {
     assert!(second.err.contains("is held by process"), "{}", second.err);
     let listed = world.run(&["ls", "--json"]);
     let row = &listed.json()[0];
-    assert_eq!((&row["name"], &row["live"]), (&"camera/front".into(), &true.into()), "{listed:?}");
+    assert_eq!(
+        (&row["name"], &row["live"]),
+        (&"camera/front".into(), &true.into()),
+        "{listed:?}"
+    );
     assert!(world.run(&["ls"]).out.contains("camera/front"));
     first.signal(rustix::process::Signal::TERM);
     assert_eq!(first.end().code, Some(130));
-    assert!(world.run(&["ls", "--json"]).out.is_empty(), "a publisher that ends takes its name with it");
+    assert!(
+        world.run(&["ls", "--json"]).out.is_empty(),
+        "a publisher that ends takes its name with it"
+    );
 }
 
 #[test]
 fn a_killed_publisher_is_listed_as_stale() {
     let world = World::new();
     let (device, file) = (device(), world.write("a.bin", b"a"));
-    let mut publisher = world.start(&["pub", "x", file.to_str().unwrap(), "--device", &device, "--json"]);
+    let mut publisher = world.start(&[
+        "pub",
+        "x",
+        file.to_str().unwrap(),
+        "--device",
+        &device,
+        "--json",
+    ]);
     publisher.wait_for("listening", 1);
     publisher.signal(rustix::process::Signal::KILL);
     publisher.end();
@@ -109,7 +158,16 @@ fn a_killed_publisher_is_listed_as_stale() {
 fn a_publisher_nobody_subscribes_to_says_so() {
     let world = World::new();
     let file = world.write("a.bin", b"a");
-    let ended = world.run(&["pub", "x", file.to_str().unwrap(), "--device", &device(), "--timeout", "0.3", "--json"]);
+    let ended = world.run(&[
+        "pub",
+        "x",
+        file.to_str().unwrap(),
+        "--device",
+        &device(),
+        "--timeout",
+        "0.3",
+        "--json",
+    ]);
     assert_eq!(ended.code, Some(3), "{ended:?}");
     assert!(ended.events("sent").is_empty());
 }
@@ -119,9 +177,17 @@ fn a_reader_that_goes_away_ends_the_command_quietly() {
     let world = World::new();
     let binary = env!("CARGO_BIN_EXE_warpipe");
     let script = format!("'{binary}' doctor --json | head -n 1");
-    let output = Command::new("sh").args(["-c", &script]).env("WARPIPE_DOMAIN", world.path("domain")).output().unwrap();
+    let output = Command::new("sh")
+        .args(["-c", &script])
+        .env("WARPIPE_DOMAIN", world.path("domain"))
+        .output()
+        .unwrap();
     assert_eq!(support::text(&output).lines().count(), 1);
-    assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.stderr.is_empty(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
 }
 
 #[test]
@@ -130,14 +196,29 @@ fn the_doctor_finds_the_host_backend_working_completely() {
     let ended = world.run(&["doctor", "--json"]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let checks = ended.json();
-    for name in ["shared memory", "read-only mapping", "stream memory operations", "channel"] {
-        let check = checks.iter().find(|check| check["check"] == name && check["device"] == "host");
+    for name in [
+        "shared memory",
+        "read-only mapping",
+        "stream memory operations",
+        "channel",
+    ] {
+        let check = checks
+            .iter()
+            .find(|check| check["check"] == name && check["device"] == "host");
         assert_eq!(check.unwrap()["verdict"], "ok", "{name}: {ended:?}");
     }
     let summary = checks.last().unwrap();
     assert_eq!(summary["check"], "summary");
-    assert!(summary["working"].as_array().unwrap().contains(&"host".into()), "{summary}");
-    let unexplained = checks.iter().find(|check| check["verdict"] == "failed" && check["next"].as_str().is_none());
+    assert!(
+        summary["working"]
+            .as_array()
+            .unwrap()
+            .contains(&"host".into()),
+        "{summary}"
+    );
+    let unexplained = checks
+        .iter()
+        .find(|check| check["verdict"] == "failed" && check["next"].as_str().is_none());
     assert_eq!(unexplained, None, "what fails says what to do");
 }
 
@@ -145,12 +226,24 @@ fn the_doctor_finds_the_host_backend_working_completely() {
 fn the_doctor_says_what_to_do_about_too_few_descriptors() {
     let world = World::new();
     let mut command = Command::new("sh");
-    let script = format!("ulimit -n 100; exec '{}' doctor --json", env!("CARGO_BIN_EXE_warpipe"));
-    command.args(["-c", &script]).env("WARPIPE_DOMAIN", world.path("domain"));
+    let script = format!(
+        "ulimit -n 100; exec '{}' doctor --json",
+        env!("CARGO_BIN_EXE_warpipe")
+    );
+    command
+        .args(["-c", &script])
+        .env("WARPIPE_DOMAIN", world.path("domain"));
     let ended = Running::start(command).end();
-    let check = ended.json().into_iter().find(|check| check["check"] == "file descriptors").unwrap();
+    let check = ended
+        .json()
+        .into_iter()
+        .find(|check| check["check"] == "file descriptors")
+        .unwrap();
     assert_eq!(check["verdict"], "failed", "{ended:?}");
-    assert!(check["next"].as_str().unwrap().contains("ulimit -n"), "{check}");
+    assert!(
+        check["next"].as_str().unwrap().contains("ulimit -n"),
+        "{check}"
+    );
 }
 
 #[test]
@@ -159,8 +252,24 @@ fn the_doctor_says_why_a_profiler_gets_no_ranges() {
     let mut command = world.warpipe(&["doctor", "--json"]);
     command.env("NVTX_INJECTION64_PATH", "/nowhere/profiler.so");
     let ended = Running::start(command).end();
-    let check = ended.json().into_iter().find(|line| line["check"] == "profiler ranges").expect("it is looked at");
+    let check = ended
+        .json()
+        .into_iter()
+        .find(|line| line["check"] == "profiler ranges")
+        .expect("it is looked at");
     assert_eq!(check["verdict"], "no", "{check}");
-    assert!(check["detail"].as_str().unwrap().contains("/nowhere/profiler.so cannot be loaded"), "{check}");
-    assert!(check["next"].as_str().unwrap().contains("NVTX_INJECTION64_PATH"), "{check}");
+    assert!(
+        check["detail"]
+            .as_str()
+            .unwrap()
+            .contains("/nowhere/profiler.so cannot be loaded"),
+        "{check}"
+    );
+    assert!(
+        check["next"]
+            .as_str()
+            .unwrap()
+            .contains("NVTX_INJECTION64_PATH"),
+        "{check}"
+    );
 }

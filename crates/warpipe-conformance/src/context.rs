@@ -9,8 +9,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 use warpipe::{
-    Client, ClientBuilder, Device, Domain, Event, Publisher, PublisherBuilder, Queue, QueueBuilder, Server,
-    ServerBuilder, Stream, Subscriber, SubscriberBuilder, Worker, WorkerBuilder,
+    Client, ClientBuilder, Device, Domain, Event, Publisher, PublisherBuilder, Queue, QueueBuilder,
+    Server, ServerBuilder, Stream, Subscriber, SubscriberBuilder, Worker, WorkerBuilder,
 };
 
 use crate::PATIENCE;
@@ -87,15 +87,28 @@ impl Context {
     /// # Errors
     /// Those of the device, or of making the domain.
     pub fn open(settings: Settings, folder: &Path, ordinal: u32) -> Result<Context> {
-        let device = settings.backend.open(ordinal).context("opening the device")?;
+        let device = settings
+            .backend
+            .open(ordinal)
+            .context("opening the device")?;
         warpipe_kernels::preload(&device)?;
         let domain = Domain::at(folder.join("domain"))?;
-        Ok(Context { settings, device, domain, figures: Mutex::default() })
+        Ok(Context {
+            settings,
+            device,
+            domain,
+            figures: Mutex::default(),
+        })
     }
 
     /// The same surroundings, for whoever keeps them. Its figures are its own.
     pub fn twin(&self) -> Context {
-        let Context { settings, device, domain, .. } = self;
+        let Context {
+            settings,
+            device,
+            domain,
+            ..
+        } = self;
         Context {
             settings: settings.clone(),
             device: device.clone(),
@@ -110,7 +123,10 @@ impl Context {
     /// Those of making the domain.
     pub fn apart(&self, name: &str) -> Result<Context> {
         let folder = self.folder().join(name);
-        std::fs::DirBuilder::new().mode(0o700).create(&folder).context("making a folder")?;
+        std::fs::DirBuilder::new()
+            .mode(0o700)
+            .create(&folder)
+            .context("making a folder")?;
         Context::open(self.settings.clone(), &folder, 0)
     }
 
@@ -120,7 +136,9 @@ impl Context {
     /// # Errors
     /// Those of a first hand-over.
     pub fn warm_up(&self) -> Result<()> {
-        let folder = self.folder().join(format!("warm-up-{}", std::process::id()));
+        let folder = self
+            .folder()
+            .join(format!("warm-up-{}", std::process::id()));
         let domain = Domain::at(&folder)?;
         let publisher = self.publisher("warm-up").domain(&domain).build()?;
         let mut subscriber = self.subscriber("warm-up").domain(&domain).build()?;
@@ -133,38 +151,56 @@ impl Context {
         drop((publisher, subscriber, stream, domain));
         std::fs::remove_dir_all(folder).context("removing the warm-up's domain")?;
         let is_idle = || self.device.backend().bytes_held() == 0 && !crate::guard::has_streams();
-        anyhow::ensure!(process::eventually(PATIENCE, is_idle), "the warm-up's memory did not come back");
+        anyhow::ensure!(
+            process::eventually(PATIENCE, is_idle),
+            "the warm-up's memory did not come back"
+        );
         Ok(())
     }
 
     /// A publisher of this case's domain and device.
     pub fn publisher(&self, name: &str) -> PublisherBuilder {
-        Publisher::builder(name).domain(&self.domain).device(&self.device)
+        Publisher::builder(name)
+            .domain(&self.domain)
+            .device(&self.device)
     }
 
     /// A subscriber of this case's domain and device.
     pub fn subscriber(&self, name: &str) -> SubscriberBuilder {
-        Subscriber::builder(name).domain(&self.domain).device(&self.device).timeout(PATIENCE)
+        Subscriber::builder(name)
+            .domain(&self.domain)
+            .device(&self.device)
+            .timeout(PATIENCE)
     }
 
     /// A queue of this case's domain and device.
     pub fn queue(&self, name: &str) -> QueueBuilder {
-        Queue::builder(name).domain(&self.domain).device(&self.device).submit_timeout(PATIENCE)
+        Queue::builder(name)
+            .domain(&self.domain)
+            .device(&self.device)
+            .submit_timeout(PATIENCE)
     }
 
     /// A worker of this case's domain and device.
     pub fn worker(&self, queue: &str) -> WorkerBuilder {
-        Worker::builder(queue).domain(&self.domain).device(&self.device).timeout(PATIENCE)
+        Worker::builder(queue)
+            .domain(&self.domain)
+            .device(&self.device)
+            .timeout(PATIENCE)
     }
 
     /// A client of this case's domain and device.
     pub fn client(&self, service: &str) -> ClientBuilder {
-        Client::builder(service).domain(&self.domain).device(&self.device)
+        Client::builder(service)
+            .domain(&self.domain)
+            .device(&self.device)
     }
 
     /// A server of this case's domain and device.
     pub fn server(&self, service: &str) -> ServerBuilder {
-        Server::builder(service).domain(&self.domain).device(&self.device)
+        Server::builder(service)
+            .domain(&self.domain)
+            .device(&self.device)
     }
 
     /// A new stream.
@@ -209,7 +245,11 @@ impl Context {
         if rng.once_in(3) {
             let (latest, longest) = (*rng.pick(&[1, 3_000, 30_000]), *rng.pick(&[1, 20, 200]));
             let (in_us, after_ms) = (rng.below(latest), rng.below(longest));
-            peer.ask(&Order::Orphan { in_us, after_ms, unseen: rng.once_in(2) })?;
+            peer.ask(&Order::Orphan {
+                in_us,
+                after_ms,
+                unseen: rng.once_in(2),
+            })?;
         }
         Ok(peer)
     }
@@ -220,7 +260,8 @@ impl Context {
     /// One lives on.
     pub fn orphans_end(&self) -> Result<()> {
         let is_orphan = |process: &i32| {
-            std::fs::read_to_string(format!("/proc/{process}/comm")).is_ok_and(|name| name.trim() == ORPHAN)
+            std::fs::read_to_string(format!("/proc/{process}/comm"))
+                .is_ok_and(|name| name.trim() == ORPHAN)
         };
         let group = rustix::process::getpgrp();
         let none = || !process::group_members(group).iter().any(is_orphan);
@@ -235,7 +276,10 @@ impl Context {
     pub fn figure_storm(&self, kills: impl Into<Value>) -> Result<()> {
         self.orphans_end()?;
         self.figure("kills", kills);
-        self.figure("orphans", std::fs::metadata(self.orphans_path()).map_or(0, |file| file.len()));
+        self.figure(
+            "orphans",
+            std::fs::metadata(self.orphans_path()).map_or(0, |file| file.len()),
+        );
         Ok(())
     }
 
@@ -245,7 +289,11 @@ impl Context {
     }
 
     fn folder(&self) -> PathBuf {
-        self.domain.path().parent().map(Path::to_path_buf).unwrap_or_default()
+        self.domain
+            .path()
+            .parent()
+            .map(Path::to_path_buf)
+            .unwrap_or_default()
     }
 
     /// Counts what is there now.
@@ -269,25 +317,38 @@ impl Context {
 
     /// The kills of a storm: as many as were asked for, or as [`rounds`](Self::rounds).
     pub fn kills(&self, short: u32, long_host: u32, long_cuda: u32) -> u32 {
-        self.settings.kills.unwrap_or_else(|| self.rounds(short, long_host, long_cuda))
+        self.settings
+            .kills
+            .unwrap_or_else(|| self.rounds(short, long_host, long_cuda))
     }
 
     /// How long a storm's survivor waits for what is to come before it asks again: either shorter than any wait inside the
     /// library, or longer, at random.
     pub fn wait(&self, rng: &mut Rng) -> Duration {
         let long = self.settings.patience.map_or(PATIENCE, Duration::from_secs);
-        if rng.once_in(2) { Duration::from_millis(20) } else { long }
+        if rng.once_in(2) {
+            Duration::from_millis(20)
+        } else {
+            long
+        }
     }
 
     /// A figure for the report.
     pub fn figure(&self, key: &str, value: impl Into<Value>) {
-        self.figures.lock().unwrap_or_else(PoisonError::into_inner).insert(key.to_string(), value.into());
+        self.figures
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(key.to_string(), value.into());
     }
 
     /// Percentiles of durations, in microseconds, for the report.
     pub fn figure_times(&self, key: &str, times: &mut [Duration]) {
         times.sort_unstable();
-        let at = |share: f64| times.get(((times.len() as f64 - 1.0) * share).round() as usize).copied();
+        let at = |share: f64| {
+            times
+                .get(((times.len() as f64 - 1.0) * share).round() as usize)
+                .copied()
+        };
         for (name, share) in [("p50", 0.5), ("p90", 0.9), ("max", 1.0)] {
             if let Some(time) = at(share) {
                 self.figure(&format!("{key}_{name}_us"), time.as_nanos() as f64 / 1e3);

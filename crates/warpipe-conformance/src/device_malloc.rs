@@ -29,7 +29,11 @@ impl DeviceMalloc {
     /// Those of the device.
     pub fn new(device: &Device, words: u64, seed: u64) -> Result<DeviceMalloc> {
         let ptr = device.backend().allocate_plain(OFFSET + 8 * words)?;
-        let plain = DeviceMalloc { device: device.clone(), ptr, words };
+        let plain = DeviceMalloc {
+            device: device.clone(),
+            ptr,
+            words,
+        };
         let stream = device.stream()?;
         // SAFETY: the words lie in the allocation, which outlives the kernel: it is waited for.
         unsafe { fill_words(&stream, ptr + OFFSET, words, seed, Duration::ZERO)? };
@@ -105,7 +109,11 @@ pub fn freed(device: &Device) -> Result<DevicePtr> {
 ///
 /// # Errors
 /// The driver lacks a function, or refuses; what `try_it` says.
-pub fn with_memory_by(function: &str, last: u64, try_it: impl FnOnce(DevicePtr) -> Result<()>) -> Result<()> {
+pub fn with_memory_by(
+    function: &str,
+    last: u64,
+    try_it: impl FnOnce(DevicePtr) -> Result<()>,
+) -> Result<()> {
     type Allocate = unsafe extern "C" fn(*mut u64, usize, u64) -> i32;
     type Context = *mut std::ffi::c_void;
     // SAFETY: the library is loaded already, so nothing is initialised again.
@@ -113,9 +121,14 @@ pub fn with_memory_by(function: &str, last: u64, try_it: impl FnOnce(DevicePtr) 
     let (mut ptr, mut context) = (0, std::ptr::null_mut());
     // SAFETY: the driver's functions have these signatures, and the places they write to live.
     let codes = unsafe {
-        let retain = library.get::<unsafe extern "C" fn(*mut Context, i32) -> i32>("cuDevicePrimaryCtxRetain")?;
+        let retain = library
+            .get::<unsafe extern "C" fn(*mut Context, i32) -> i32>("cuDevicePrimaryCtxRetain")?;
         let set_current = library.get::<unsafe extern "C" fn(Context) -> i32>("cuCtxSetCurrent")?;
-        [retain(&mut context, 0), set_current(context), library.get::<Allocate>(function)?(&mut ptr, 4096, last)]
+        [
+            retain(&mut context, 0),
+            set_current(context),
+            library.get::<Allocate>(function)?(&mut ptr, 4096, last),
+        ]
     };
     ensure!(codes == [0; 3], "{function}: {codes:?}");
     let outcome = try_it(ptr);
@@ -154,8 +167,13 @@ pub fn with_events(
         }
     }
     // SAFETY: every event is live until it is destroyed below, once.
-    let handles = events.iter().map(|&event| unsafe { backend.export_event(event) }).collect::<warpipe::Result<_>>();
-    let outcome = handles.map_err(Into::into).and_then(|handles| each(handles, end));
+    let handles = events
+        .iter()
+        .map(|&event| unsafe { backend.export_event(event) })
+        .collect::<warpipe::Result<_>>();
+    let outcome = handles
+        .map_err(Into::into)
+        .and_then(|handles| each(handles, end));
     for event in events {
         // SAFETY: as above.
         unsafe { backend.destroy_event(event)? };

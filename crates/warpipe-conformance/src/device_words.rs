@@ -45,7 +45,13 @@ device_words!(Memory, SharedMemory, Buffer, LentBuffer);
 ///
 /// # Errors
 /// Those of a launch.
-pub fn fill(place: &impl DeviceWords, stream: &Stream, seed: u64, slow: Duration, is_named: bool) -> Result<()> {
+pub fn fill(
+    place: &impl DeviceWords,
+    stream: &Stream,
+    seed: u64,
+    slow: Duration,
+    is_named: bool,
+) -> Result<()> {
     if is_named {
         place.used_on(stream);
     }

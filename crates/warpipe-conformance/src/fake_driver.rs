@@ -43,7 +43,11 @@ impl FakeDriver {
         let library = unsafe { Library::new("libcuda.so.1")? };
         // SAFETY: nothing is called by it: only whether it is there is asked.
         let is_double = unsafe { library.get::<OfName<c_int>>("fakeCudaBlock") }.is_ok();
-        if is_double { Ok(FakeDriver { library }) } else { Err(skip().into()) }
+        if is_double {
+            Ok(FakeDriver { library })
+        } else {
+            Err(skip().into())
+        }
     }
 
     fn tell<T>(&self, control: &str, name: &str) -> Result<T> {
@@ -58,7 +62,10 @@ impl FakeDriver {
     /// # Errors
     /// None in practice.
     pub fn block(&self, function: &str) -> Result<()> {
-        ensure!(self.tell::<c_int>("fakeCudaBlock", function)? == 0, "it blocks {function}");
+        ensure!(
+            self.tell::<c_int>("fakeCudaBlock", function)? == 0,
+            "it blocks {function}"
+        );
         Ok(())
     }
 
@@ -67,7 +74,10 @@ impl FakeDriver {
     /// # Errors
     /// None in practice.
     pub fn release(&self, function: &str) -> Result<()> {
-        ensure!(self.tell::<c_int>("fakeCudaRelease", function)? == 0, "it releases {function}");
+        ensure!(
+            self.tell::<c_int>("fakeCudaRelease", function)? == 0,
+            "it releases {function}"
+        );
         Ok(())
     }
 
@@ -96,7 +106,8 @@ impl FakeDriver {
         type Fail = unsafe extern "C" fn(*const c_char, u64, c_int) -> c_int;
         let name = CString::new(function)?;
         // SAFETY: the fake driver's function of this name has this signature; the text is terminated.
-        let code = unsafe { self.library.get::<Fail>("fakeCudaFail")?(name.as_ptr(), call, status) };
+        let code =
+            unsafe { self.library.get::<Fail>("fakeCudaFail")?(name.as_ptr(), call, status) };
         ensure!(code == 0, "it fails {function}");
         Ok(())
     }
@@ -107,7 +118,10 @@ impl FakeDriver {
     /// None in practice.
     pub fn reset(&self) -> Result<()> {
         // SAFETY: the fake driver's function of this name has this signature.
-        unsafe { self.library.get::<unsafe extern "C" fn()>("fakeCudaReset")?() };
+        unsafe {
+            self.library
+                .get::<unsafe extern "C" fn()>("fakeCudaReset")?()
+        };
         Ok(())
     }
 
@@ -116,11 +130,19 @@ impl FakeDriver {
     /// # Errors
     /// None in practice.
     pub fn calls(&self) -> Result<BTreeMap<String, u64>> {
-        unsafe extern "C" fn each(name: *const c_char, length: usize, calls: u64, argument: *mut c_void) {
+        unsafe extern "C" fn each(
+            name: *const c_char,
+            length: usize,
+            calls: u64,
+            argument: *mut c_void,
+        ) {
             // SAFETY: the fake driver's text of that length, and the map below, which nobody else uses
             // meanwhile.
             let (name, map) = unsafe {
-                (std::slice::from_raw_parts(name.cast(), length), &mut *argument.cast::<BTreeMap<String, u64>>())
+                (
+                    std::slice::from_raw_parts(name.cast(), length),
+                    &mut *argument.cast::<BTreeMap<String, u64>>(),
+                )
             };
             map.insert(String::from_utf8_lossy(name).into_owned(), calls);
         }
@@ -128,7 +150,9 @@ impl FakeDriver {
         // SAFETY: the fake driver's function of this name has this signature, and `each` takes what it
         // is given here.
         unsafe {
-            let calls = self.library.get::<unsafe extern "C" fn(Each, *mut c_void)>("fakeCudaCalls")?;
+            let calls = self
+                .library
+                .get::<unsafe extern "C" fn(Each, *mut c_void)>("fakeCudaCalls")?;
             calls(each, (&raw mut map).cast());
         }
         Ok(map)
@@ -139,12 +163,21 @@ impl FakeDriver {
     /// # Errors
     /// None in practice.
     pub fn exempt(&self) -> Result<Exempt<'_>> {
-        Ok(Exempt { fake_driver: self, before: self.set_exempt(1)?, _here: PhantomData })
+        Ok(Exempt {
+            fake_driver: self,
+            before: self.set_exempt(1)?,
+            _here: PhantomData,
+        })
     }
 
     fn set_exempt(&self, is_exempt: c_int) -> Result<c_int> {
         // SAFETY: the fake driver's function of this name has this signature.
-        Ok(unsafe { self.library.get::<unsafe extern "C" fn(c_int) -> c_int>("fakeCudaExempt")?(is_exempt) })
+        Ok(unsafe {
+            self.library
+                .get::<unsafe extern "C" fn(c_int) -> c_int>("fakeCudaExempt")?(
+                is_exempt
+            )
+        })
     }
 }
 

@@ -59,7 +59,8 @@ impl Graphs {
             return Err(Skip("the host backend's streams cannot be captured".into()).into());
         }
         // SAFETY: the library is loaded already, so nothing is initialised again.
-        let graphs = Graphs { library: unsafe { Library::new("libcuda.so.1")? } };
+        let library = unsafe { Library::new("libcuda.so.1")? };
+        let graphs = Graphs { library };
         let mut primary: Handle = ptr::null_mut();
         call!(graphs, cuDevicePrimaryCtxRetain(&mut primary, 0): *mut Handle, c_int);
         call!(graphs, cuCtxSetCurrent(primary): Handle);
@@ -83,7 +84,11 @@ impl Graphs {
         let (mut graph, mut launchable): (Handle, Handle) = (ptr::null_mut(), ptr::null_mut());
         call!(self, cuStreamEndCapture(stream.raw().0, &mut graph): Handle, *mut Handle);
         call!(self, cuGraphInstantiateWithFlags(&mut launchable, graph, 0): *mut Handle, Handle, u64);
-        Ok(Graph { graphs: self, graph, launchable })
+        Ok(Graph {
+            graphs: self,
+            graph,
+            launchable,
+        })
     }
 
     /// A stream that is ordered with the legacy default stream.

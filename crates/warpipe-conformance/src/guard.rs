@@ -30,7 +30,11 @@ impl Guard {
     pub fn take(device: &Device, domain: &Domain) -> Guard {
         let folder = domain.path().to_path_buf();
         let before = count(device, &folder);
-        Guard { device: device.clone(), folder, before }
+        Guard {
+            device: device.clone(),
+            folder,
+            before,
+        }
     }
 
     /// Whether nothing counts more than before, just now.
@@ -39,7 +43,8 @@ impl Guard {
     }
 
     fn is_no_more(&self, now: &BTreeMap<String, u64>) -> bool {
-        now.iter().all(|(key, &count)| count <= self.before.get(key).copied().unwrap_or(0))
+        now.iter()
+            .all(|(key, &count)| count <= self.before.get(key).copied().unwrap_or(0))
     }
 
     /// Waits until nothing counts more than before.
@@ -81,7 +86,12 @@ impl<'a> PublisherGuard<'a> {
     /// Counts what is there.
     pub fn take(publisher: &'a Publisher, domain: &'a Domain) -> PublisherGuard<'a> {
         let guard = Guard::take(publisher.device(), domain);
-        PublisherGuard { publisher, domain, memory: publisher.memory_in_use().0, guard }
+        PublisherGuard {
+            publisher,
+            domain,
+            memory: publisher.memory_in_use().0,
+            guard,
+        }
     }
 
     /// Waits until nothing counts more than before, or counts anew where the publisher has grown meanwhile.
@@ -90,7 +100,10 @@ impl<'a> PublisherGuard<'a> {
     /// As [`Guard::settles`]; memory of more than twice the limit.
     pub fn settles(&mut self) -> Result<()> {
         let (memory, limit) = self.publisher.memory_in_use();
-        ensure!(memory <= 2 * limit, "{memory} bytes with a limit of {limit}");
+        ensure!(
+            memory <= 2 * limit,
+            "{memory} bytes with a limit of {limit}"
+        );
         if memory != self.memory {
             *self = PublisherGuard::take(self.publisher, self.domain);
             return Ok(());
@@ -101,8 +114,14 @@ impl<'a> PublisherGuard<'a> {
 
 fn count(device: &Device, folder: &Path) -> BTreeMap<String, u64> {
     let mut counts = descriptors();
-    counts.insert("bytes of device memory".into(), device.backend().bytes_held());
-    counts.insert("files in the domain".into(), std::fs::read_dir(folder).map_or(0, |files| files.count() as u64));
+    counts.insert(
+        "bytes of device memory".into(),
+        device.backend().bytes_held(),
+    );
+    counts.insert(
+        "files in the domain".into(),
+        std::fs::read_dir(folder).map_or(0, |files| files.count() as u64),
+    );
     counts.insert("mappings".into(), mappings());
     counts.insert("threads".into(), threads_of(device));
     counts
@@ -111,16 +130,24 @@ fn count(device: &Device, folder: &Path) -> BTreeMap<String, u64> {
 /// Open descriptors by what they are: a leak says more when it is a socket or a memfd.
 fn descriptors() -> BTreeMap<String, u64> {
     let mut counts = BTreeMap::new();
-    let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return counts };
+    let Ok(entries) = std::fs::read_dir("/proc/self/fd") else {
+        return counts;
+    };
     for entry in entries.flatten() {
-        let Ok(target) = std::fs::read_link(entry.path()) else { continue };
+        let Ok(target) = std::fs::read_link(entry.path()) else {
+            continue;
+        };
         let target = target.to_string_lossy();
         // The listing's own descriptor.
         if target.starts_with("/proc/") {
             continue;
         }
         let kind = target.split([':', ' ']).next().unwrap_or("?");
-        let kind = if kind.starts_with('/') && !kind.starts_with("/memfd") { "file" } else { kind };
+        let kind = if kind.starts_with('/') && !kind.starts_with("/memfd") {
+            "file"
+        } else {
+            kind
+        };
         *counts.entry(format!("descriptors ({kind})")).or_default() += 1;
     }
     counts
@@ -128,7 +155,9 @@ fn descriptors() -> BTreeMap<String, u64> {
 
 fn mappings() -> u64 {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    maps.lines().filter(|line| line.contains("memfd:warpipe")).count() as u64
+    maps.lines()
+        .filter(|line| line.contains("memfd:warpipe"))
+        .count() as u64
 }
 
 /// This process's threads, where they are all ours: a driver starts some of its own as it likes.
@@ -146,7 +175,11 @@ pub fn by_name() -> BTreeMap<String, u64> {
     for name in thread_names() {
         *counts.entry(format!("thread {name}")).or_default() += 1;
     }
-    for entry in std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten() {
+    for entry in std::fs::read_dir("/proc/self/fd")
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
         let target = std::fs::read_link(entry.path()).unwrap_or_default();
         if target.starts_with("/dev") {
             *counts.entry(target.display().to_string()).or_default() += 1;
@@ -161,7 +194,14 @@ pub(crate) fn has_streams() -> bool {
 }
 
 fn thread_names() -> Vec<String> {
-    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
-    let name = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-    tasks.flatten().map(|task| name(task).trim().to_string()).collect()
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
+        return Vec::new();
+    };
+    let name = |task: std::fs::DirEntry| {
+        std::fs::read_to_string(task.path().join("comm")).unwrap_or_default()
+    };
+    tasks
+        .flatten()
+        .map(|task| name(task).trim().to_string())
+        .collect()
 }

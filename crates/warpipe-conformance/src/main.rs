@@ -61,7 +61,16 @@ struct Arguments {
 
 impl Arguments {
     fn settings(&self) -> Settings {
-        let Arguments { backend, devices, long, kills, patience, mps, seed, .. } = *self;
+        let Arguments {
+            backend,
+            devices,
+            long,
+            kills,
+            patience,
+            mps,
+            seed,
+            ..
+        } = *self;
         Settings {
             backend,
             devices,
@@ -75,15 +84,23 @@ impl Arguments {
 
     fn chosen(&self) -> Vec<Case> {
         let mut cases = cases::all();
-        cases.retain(|case| self.only.as_ref().is_none_or(|only| case.name.contains(only.as_str())));
+        cases.retain(|case| {
+            self.only
+                .as_ref()
+                .is_none_or(|only| case.name.contains(only.as_str()))
+        });
         let (first, step) = self.shard.unwrap_or((1, 1));
         cases.into_iter().skip(first - 1).step_by(step).collect()
     }
 }
 
 fn shard(text: &str) -> Result<(usize, usize), String> {
-    let parts = text.split_once('/').and_then(|(first, step)| Some((first.parse().ok()?, step.parse().ok()?)));
-    parts.filter(|&(first, step)| 1 <= first && first <= step).ok_or_else(|| "expected K/N with 1 <= K <= N".into())
+    let parts = text
+        .split_once('/')
+        .and_then(|(first, step)| Some((first.parse().ok()?, step.parse().ok()?)));
+    parts
+        .filter(|&(first, step)| 1 <= first && first <= step)
+        .ok_or_else(|| "expected K/N with 1 <= K <= N".into())
 }
 
 fn main() -> ExitCode {
@@ -104,8 +121,12 @@ fn run(arguments: &Arguments) -> Result<bool> {
         return peer::act(settings, &arguments.folder, arguments.ordinal).map(|()| true);
     }
     if let Some(name) = &arguments.case {
-        let case = cases::all().into_iter().find(|case| case.name == name).context("no such case")?;
-        return runner::run_here(settings, &case, &arguments.folder, &arguments.result).map(|()| true);
+        let case = cases::all()
+            .into_iter()
+            .find(|case| case.name == name)
+            .context("no such case")?;
+        return runner::run_here(settings, &case, &arguments.folder, &arguments.result)
+            .map(|()| true);
     }
     let chosen = arguments.chosen();
     if arguments.list {

@@ -39,8 +39,16 @@ impl PayloadMark {
 
     /// The mark at the beginning of `metadata`.
     pub fn of(metadata: &[u8]) -> Option<PayloadMark> {
-        let word = |at: usize| Some(u64::from_le_bytes(metadata.get(at..at + 8)?.try_into().ok()?));
-        Some(PayloadMark { seed: word(0)?, count: word(8)?, tail: word(16)? })
+        let word = |at: usize| {
+            Some(u64::from_le_bytes(
+                metadata.get(at..at + 8)?.try_into().ok()?,
+            ))
+        };
+        Some(PayloadMark {
+            seed: word(0)?,
+            count: word(8)?,
+            tail: word(16)?,
+        })
     }
 }
 
@@ -56,7 +64,14 @@ pub struct Payload {
 impl Payload {
     /// `count` words of the pattern of `seed`, written at once.
     pub fn of(count: u64, seed: u64) -> Payload {
-        Payload { mark: PayloadMark { seed, count, tail: 0 }, slow: Duration::ZERO }
+        Payload {
+            mark: PayloadMark {
+                seed,
+                count,
+                tail: 0,
+            },
+            slow: Duration::ZERO,
+        }
     }
 
     /// The same, written late.
@@ -84,7 +99,10 @@ impl Payload {
     pub fn fill(self, sample: &mut SampleMut, stream: &Stream) -> warpipe::Result<()> {
         let PayloadMark { seed, count, tail } = self.mark;
         let bytes = sample.layout().bytes();
-        assert!(count * 8 <= bytes && (tail == 0 || tail + 8 <= bytes), "a case fills no more than it loaned");
+        assert!(
+            count * 8 <= bytes && (tail == 0 || tail + 8 <= bytes),
+            "a case fills no more than it loaned"
+        );
         sample.set_metadata(&self.mark.to_bytes())?;
         // SAFETY: the slot is this loan's alone and as long as both need (checked above); slots are aligned, and the
         // engine keeps them until the stream has passed these kernels.
@@ -112,7 +130,12 @@ impl Payload {
 ///
 /// # Errors
 /// Those of a loan or a launch.
-pub fn fill_input(mut loan: Loan, seed: u64, slow: Duration, stream: &Stream) -> warpipe::Result<Loan> {
+pub fn fill_input(
+    mut loan: Loan,
+    seed: u64,
+    slow: Duration,
+    stream: &Stream,
+) -> warpipe::Result<Loan> {
     let count = loan.layout().bytes() / 8;
     loan.set_metadata(&seed.to_le_bytes())?;
     // SAFETY: the slot is this loan's alone and that long; the engine keeps it until the stream has passed the kernel.
@@ -142,13 +165,22 @@ pub fn work(lease: &Lease, slow: Duration) -> warpipe::Result<Loan> {
     output.write(stream, &[0; 8])?;
     // SAFETY: the input is that long and lent until it is released behind this kernel, as is the output, which is one
     // word and this lease's alone.
-    unsafe { kernels::checksum(stream, lease.slot_ptr(), lease.layout().bytes() / 8, output.slot_ptr())? };
+    unsafe {
+        kernels::checksum(
+            stream,
+            lease.slot_ptr(),
+            lease.layout().bytes() / 8,
+            output.slot_ptr(),
+        )?
+    };
     Ok(output)
 }
 
 /// What comes of [`work`] on [`fill_input`].
 pub fn result_of(count: u64, seed: u64) -> Vec<u8> {
-    let words: Vec<u64> = (0..count).map(|index| kernels::pattern(seed, index)).collect();
+    let words: Vec<u64> = (0..count)
+        .map(|index| kernels::pattern(seed, index))
+        .collect();
     kernels::checksum_of(&words).to_le_bytes().to_vec()
 }
 
@@ -193,10 +225,11 @@ pub struct Check(usize);
 impl ErrorCounters {
     const BYTES: usize = 64 << 10;
     const COUNTERS: usize = ErrorCounters::BYTES / 8;
-    const PAGE: std::alloc::Layout = match std::alloc::Layout::from_size_align(ErrorCounters::BYTES, 4096) {
-        Ok(layout) => layout,
-        Err(_) => panic!("64 KiB aligned to a page is a layout"),
-    };
+    const PAGE: std::alloc::Layout =
+        match std::alloc::Layout::from_size_align(ErrorCounters::BYTES, 4096) {
+            Ok(layout) => layout,
+            Err(_) => panic!("64 KiB aligned to a page is a layout"),
+        };
 
     /// Counters at zero. At most 8192 checks may be on their way at once.
     ///
@@ -208,7 +241,12 @@ impl ErrorCounters {
         assert!(!page.is_null(), "64 KiB of memory");
         // SAFETY: page-aligned memory that is freed only after `unregister` (see `Drop`).
         match unsafe { device.backend().register(page, ErrorCounters::BYTES) } {
-            Ok(address) => Ok(ErrorCounters { device: device.clone(), page, address, next: 0 }),
+            Ok(address) => Ok(ErrorCounters {
+                device: device.clone(),
+                page,
+                address,
+                next: 0,
+            }),
             Err(error) => {
                 // SAFETY: allocated above with this layout.
                 unsafe { std::alloc::dealloc(page, ErrorCounters::PAGE) };
@@ -234,10 +272,17 @@ impl ErrorCounters {
     ///
     /// # Errors
     /// Those of a launch.
-    pub unsafe fn check(&mut self, stream: &Stream, words: DevicePtr, count: u64, seed: u64) -> warpipe::Result<Check> {
+    pub unsafe fn check(
+        &mut self,
+        stream: &Stream,
+        words: DevicePtr,
+        count: u64,
+        seed: u64,
+    ) -> warpipe::Result<Check> {
         let index = self.next % ErrorCounters::COUNTERS;
         self.next += 1;
-        self.counter(index).store(0, std::sync::atomic::Ordering::Release);
+        self.counter(index)
+            .store(0, std::sync::atomic::Ordering::Release);
         if count > 0 {
             let errors = self.address + 8 * index as u64;
             // SAFETY: the words are the caller's promise; the counter is ours and only added to.
@@ -260,15 +305,28 @@ impl ErrorCounters {
     /// # Errors
     /// As there.
     pub fn check_sample_on(&mut self, sample: &Sample, stream: &Stream) -> Result<Option<Check>> {
-        let Some(PayloadMark { seed, count, tail }) = PayloadMark::of(sample.metadata()) else { return Ok(None) };
-        let end = count.saturating_mul(8).max(if tail == 0 { 0 } else { tail.saturating_add(8) });
-        ensure!(end <= sample.layout().bytes(), "a mark of more words than the tensor has");
+        let Some(PayloadMark { seed, count, tail }) = PayloadMark::of(sample.metadata()) else {
+            return Ok(None);
+        };
+        let end = count
+            .saturating_mul(8)
+            .max(if tail == 0 { 0 } else { tail.saturating_add(8) });
+        ensure!(
+            end <= sample.layout().bytes(),
+            "a mark of more words than the tensor has"
+        );
         // SAFETY: the words lie in the sample's slot, which stays mapped until its release behind these checks is done;
         // the counter is ours and only added to.
         unsafe {
             let check = self.check(stream, sample.slot_ptr(), count, seed)?;
             if tail > 0 {
-                kernels::check(stream, sample.slot_ptr() + tail, 1, seed + 1, self.address + 8 * check.0 as u64)?;
+                kernels::check(
+                    stream,
+                    sample.slot_ptr() + tail,
+                    1,
+                    seed + 1,
+                    self.address + 8 * check.0 as u64,
+                )?;
             }
             Ok(Some(check))
         }
@@ -292,7 +350,8 @@ impl ErrorCounters {
 
     /// How many wrong words a check saw. The stream must have passed it.
     pub fn wrong_words(&self, check: Check) -> u64 {
-        self.counter(check.0).load(std::sync::atomic::Ordering::Acquire)
+        self.counter(check.0)
+            .load(std::sync::atomic::Ordering::Acquire)
     }
 
     /// Checks a sample, releases it, and says how many of its words were wrong.
@@ -301,7 +360,9 @@ impl ErrorCounters {
     /// [`warpipe::Error::SampleLost`] and the others of [`Sample::finish`]; those of [`check_sample`](Self::check_sample).
     pub fn finish(&mut self, sample: Sample) -> Result<u64> {
         let stream = sample.stream().clone();
-        let check = self.check_sample(&sample)?.context("the sample's metadata begins with a mark")?;
+        let check = self
+            .check_sample(&sample)?
+            .context("the sample's metadata begins with a mark")?;
         sample.finish(PATIENCE)?;
         stream.synchronize(PATIENCE)?;
         Ok(self.wrong_words(check))

@@ -12,7 +12,10 @@ pub fn wait_readable(fd: impl AsFd, timeout: Duration) -> bool {
     let deadline = Instant::now() + timeout;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let limit = Timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos() as _ };
+        let limit = Timespec {
+            tv_sec: left.as_secs() as _,
+            tv_nsec: left.subsec_nanos() as _,
+        };
         match rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)) {
             Ok(0) => return false,
             Ok(_) => return true,
@@ -48,12 +51,17 @@ pub fn signal(process: Pid, signal: Signal) -> Result<()> {
 /// The processes of a group that are alive (not zombies), beside `leader`.
 pub fn group_members(leader: Pid) -> Vec<i32> {
     let leader = leader.as_raw_nonzero().get();
-    let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let Ok(entries) = std::fs::read_dir("/proc") else {
+        return Vec::new();
+    };
     let numbers = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
     let of_group = |&number: &i32| {
         let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).unwrap_or_default();
         // After the name, which ends with the last parenthesis: state, parent, group.
-        let mut fields = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ');
+        let mut fields = stat
+            .rsplit_once(") ")
+            .map_or("", |(_, rest)| rest)
+            .split(' ');
         let (state, group) = (fields.next(), fields.nth(1));
         number != leader && state != Some("Z") && group == Some(leader.to_string().as_str())
     };

@@ -31,12 +31,20 @@ pub struct CaseResult {
 impl CaseResult {
     /// A failure that the case's process could not tell of itself.
     pub fn failed(reason: String) -> CaseResult {
-        CaseResult { outcome: Outcome::Failed, reason, figures: BTreeMap::new() }
+        CaseResult {
+            outcome: Outcome::Failed,
+            reason,
+            figures: BTreeMap::new(),
+        }
     }
 
     /// A case that was not tried, for this reason.
     pub fn skipped(reason: &str) -> CaseResult {
-        CaseResult { outcome: Outcome::Skipped, reason: reason.to_string(), figures: BTreeMap::new() }
+        CaseResult {
+            outcome: Outcome::Skipped,
+            reason: reason.to_string(),
+            figures: BTreeMap::new(),
+        }
     }
 }
 
@@ -74,12 +82,16 @@ pub struct Report {
 impl Report {
     /// How many cases ended so.
     pub fn count(&self, outcome: Outcome) -> usize {
-        self.cases.iter().filter(|line| line.finding.outcome == outcome).count()
+        self.cases
+            .iter()
+            .filter(|line| line.finding.outcome == outcome)
+            .count()
     }
 
     /// The last line of the output.
     pub fn summary(&self) -> String {
-        let [passed, failed, skipped] = [Outcome::Passed, Outcome::Failed, Outcome::Skipped].map(|o| self.count(o));
+        let [passed, failed, skipped] =
+            [Outcome::Passed, Outcome::Failed, Outcome::Skipped].map(|o| self.count(o));
         format!("{passed} passed, {failed} failed, {skipped} skipped")
     }
 }
@@ -97,19 +109,38 @@ pub fn driver_version() -> Option<String> {
 pub fn utc(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     let (mut year, mut left) = (1970, days);
-    let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    let is_leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
     while left >= 365 + u64::from(is_leap(year)) {
         left -= 365 + u64::from(is_leap(year));
         year += 1;
     }
-    let lengths = [31, 28 + u64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let lengths = [
+        31,
+        28 + u64::from(is_leap(year)),
+        31,
+        30,
+        31,
+        30,
+        31,
+        31,
+        30,
+        31,
+        30,
+        31,
+    ];
     let mut month = 0;
     while left >= lengths[month] {
         left -= lengths[month];
         month += 1;
     }
     let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
-    format!("{year:04}-{:02}-{:02}T{hour:02}:{minute:02}:{second:02}Z", month + 1, left + 1)
+    format!(
+        "{year:04}-{:02}-{:02}T{hour:02}:{minute:02}:{second:02}Z",
+        month + 1,
+        left + 1
+    )
 }
 
 #[cfg(test)]

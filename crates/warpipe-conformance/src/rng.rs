@@ -61,6 +61,9 @@ mod tests {
     fn a_range_is_reached_at_both_ends_and_never_left() {
         let mut rng = Rng::new(7);
         let drawn: Vec<u64> = (0..200).map(|_| rng.between(3, 6)).collect();
-        assert!((3..=6).all(|value| drawn.contains(&value)) && drawn.iter().all(|value| (3..=6).contains(value)));
+        assert!(
+            (3..=6).all(|value| drawn.contains(&value))
+                && drawn.iter().all(|value| (3..=6).contains(value))
+        );
     }
 }

@@ -23,8 +23,13 @@ use crate::report::{CaseResult, Line, Outcome, Report};
 /// No folder can be made. A failed case is no error.
 pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
     let home = RunFolder::new()?;
-    let device = settings.backend.open(0).map(|device| device.info().name.clone());
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let device = settings
+        .backend
+        .open(0)
+        .map(|device| device.info().name.clone());
+    let now = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap_or_default();
     let mut report = Report {
         backend: settings.backend.name(),
         device: device.unwrap_or_else(|error| format!("none: {error}")),
@@ -34,12 +39,20 @@ pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
         long: settings.long,
         cases: Vec::new(),
     };
-    println!("{} on {}, seed {}", report.backend, report.device, report.seed);
+    println!(
+        "{} on {}, seed {}",
+        report.backend, report.device, report.seed
+    );
     for (index, case) in cases.iter().enumerate() {
         let start = Instant::now();
         let folder = home.folder(index)?;
-        let finding = attempt(settings, case, &folder).unwrap_or_else(|error| CaseResult::failed(format!("{error:#}")));
-        let line = Line { name: case.name.to_string(), seconds: start.elapsed().as_secs_f64(), finding };
+        let finding = attempt(settings, case, &folder)
+            .unwrap_or_else(|error| CaseResult::failed(format!("{error:#}")));
+        let line = Line {
+            name: case.name.to_string(),
+            seconds: start.elapsed().as_secs_f64(),
+            finding,
+        };
         tell(&line, &folder);
         report.cases.push(line);
     }
@@ -47,13 +60,21 @@ pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
 }
 
 fn tell(line: &Line, folder: &Path) {
-    let CaseResult { outcome, reason, figures } = &line.finding;
+    let CaseResult {
+        outcome,
+        reason,
+        figures,
+    } = &line.finding;
     let word = match outcome {
         Outcome::Passed => "ok",
         Outcome::Failed => "FAILED",
         Outcome::Skipped => "skipped",
     };
-    let reason = if reason.is_empty() { String::new() } else { format!(" ({reason})") };
+    let reason = if reason.is_empty() {
+        String::new()
+    } else {
+        format!(" ({reason})")
+    };
     println!("{word:>7} {:>6.2} s  {}{reason}", line.seconds, line.name);
     for (key, value) in figures {
         println!("                  {key} = {value}");
@@ -61,7 +82,9 @@ fn tell(line: &Line, folder: &Path) {
     if *outcome == Outcome::Failed {
         let words = std::fs::read(words_of(folder)).unwrap_or_default();
         let words = String::from_utf8_lossy(&words);
-        words.lines().for_each(|line| println!("                | {line}"));
+        words
+            .lines()
+            .for_each(|line| println!("                | {line}"));
     }
 }
 
@@ -75,36 +98,72 @@ const KILL_LIMIT: Duration = Duration::from_secs(5);
 /// Runs one case in a process of its own.
 fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<CaseResult> {
     if settings.mps && case.ends_clients {
-        return Ok(CaseResult::skipped("under MPS a client that faults or is killed ends the others"));
+        return Ok(CaseResult::skipped(
+            "under MPS a client that faults or is killed ends the others",
+        ));
     }
     let words = File::create(words_of(folder))?;
     let result = folder.join("result");
     let mut command = Command::new(std::env::current_exe()?);
-    command.arg("--case").arg(case.name).arg("--folder").arg(folder).arg("--result").arg(&result);
-    command.args(["--backend", settings.backend.name(), "--seed", &settings.seed.to_string()]);
-    for (option, value) in [("--kills", settings.kills.map(u64::from)), ("--patience", settings.patience)] {
+    command
+        .arg("--case")
+        .arg(case.name)
+        .arg("--folder")
+        .arg(folder)
+        .arg("--result")
+        .arg(&result);
+    command.args([
+        "--backend",
+        settings.backend.name(),
+        "--seed",
+        &settings.seed.to_string(),
+    ]);
+    for (option, value) in [
+        ("--kills", settings.kills.map(u64::from)),
+        ("--patience", settings.patience),
+    ] {
         if let Some(value) = value {
             command.args([option, &value.to_string()]);
         }
     }
-    command.args(["--devices", &settings.devices.to_string()]).args(settings.long.then_some("--long"));
+    command
+        .args(["--devices", &settings.devices.to_string()])
+        .args(settings.long.then_some("--long"));
     if settings.mps && case.needs_queues {
         command.env("CUDA_DEVICE_MAX_CONNECTIONS", "8");
     }
-    command.stdin(Stdio::null()).stdout(words.try_clone()?).stderr(words).process_group(0);
+    command
+        .stdin(Stdio::null())
+        .stdout(words.try_clone()?)
+        .stderr(words)
+        .process_group(0);
     let mut child = command.spawn().context("starting a case")?;
-    let limit = if settings.long { case.limit_long } else { case.limit };
+    let limit = if settings.long {
+        case.limit_long
+    } else {
+        case.limit
+    };
     // A kill takes some hundred milliseconds; on a GPU, where a context is made each time, some seconds.
-    let limit = settings.kills.map_or(limit, |kills| limit.max(KILL_LIMIT * (kills + 60)));
+    let limit = settings
+        .kills
+        .map_or(limit, |kills| limit.max(KILL_LIMIT * (kills + 60)));
     let status = wait(&mut child, limit)?;
     let strays = end_group(&mut child)?;
-    let Some(status) = status else { return Ok(CaseResult::failed(format!("it did not end within {limit:?}"))) };
+    let Some(status) = status else {
+        return Ok(CaseResult::failed(format!(
+            "it did not end within {limit:?}"
+        )));
+    };
     let finding = match std::fs::read(&result) {
-        Ok(bytes) if status.success() => serde_json::from_slice(&bytes).context("a case's result")?,
+        Ok(bytes) if status.success() => {
+            serde_json::from_slice(&bytes).context("a case's result")?
+        }
         _ => CaseResult::failed(format!("its process ended with {}", explain(status))),
     };
     if strays > 0 && finding.outcome == Outcome::Passed {
-        return Ok(CaseResult::failed(format!("it left {strays} processes behind")));
+        return Ok(CaseResult::failed(format!(
+            "it left {strays} processes behind"
+        )));
     }
     Ok(finding)
 }
@@ -112,7 +171,11 @@ fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<CaseResult
 /// Waits for the case; `None` when its time is up.
 fn wait(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
     let pidfd = process::pidfd(process::pid(child.id())?)?;
-    if process::wait_readable(&pidfd, limit) { Ok(Some(child.wait()?)) } else { Ok(None) }
+    if process::wait_readable(&pidfd, limit) {
+        Ok(Some(child.wait()?))
+    } else {
+        Ok(None)
+    }
 }
 
 /// Kills whatever is left of the case's process group. Returns how many processes that were, beside the case.
@@ -137,8 +200,10 @@ fn explain(status: ExitStatus) -> String {
 /// # Errors
 /// The result cannot be written.
 pub fn run_here(settings: Settings, case: &Case, folder: &Path, result: &Path) -> Result<()> {
-    let (mut outcome, mut reason, mut figures) = (Outcome::Passed, String::new(), Default::default());
-    match Context::open(settings, folder, 0).and_then(|context| context.warm_up().map(|()| context)) {
+    let (mut outcome, mut reason, mut figures) =
+        (Outcome::Passed, String::new(), Default::default());
+    match Context::open(settings, folder, 0).and_then(|context| context.warm_up().map(|()| context))
+    {
         Err(error) => (outcome, reason) = (Outcome::Failed, format!("{error:#}")),
         Ok(context) => {
             let names = crate::guard::by_name();
@@ -150,14 +215,27 @@ pub fn run_here(settings: Settings, case: &Case, folder: &Path, result: &Path) -
                 }
             }
             if let Err(error) = outcome_of {
-                let skip = error.downcast_ref::<Skip>().map(|Skip(reason)| reason.clone());
-                outcome = if skip.is_some() { Outcome::Skipped } else { Outcome::Failed };
+                let skip = error
+                    .downcast_ref::<Skip>()
+                    .map(|Skip(reason)| reason.clone());
+                outcome = if skip.is_some() {
+                    Outcome::Skipped
+                } else {
+                    Outcome::Failed
+                };
                 reason = skip.unwrap_or_else(|| format!("{error:#}"));
             }
             figures = context.take_figures();
         }
     }
-    std::fs::write(result, serde_json::to_vec(&CaseResult { outcome, reason, figures })?)?;
+    std::fs::write(
+        result,
+        serde_json::to_vec(&CaseResult {
+            outcome,
+            reason,
+            figures,
+        })?,
+    )?;
     // Without running destructors: what a failed case left stuck must not keep its process.
     std::process::exit(0)
 }
@@ -168,7 +246,12 @@ fn guarded(case: &Case, context: &Context) -> Result<()> {
         Ok(result) => result?,
         Err(panic) => {
             let words = panic.downcast_ref::<String>().map(String::as_str);
-            bail!("it panicked: {}", words.or(panic.downcast_ref::<&str>().copied()).unwrap_or("?"));
+            bail!(
+                "it panicked: {}",
+                words
+                    .or(panic.downcast_ref::<&str>().copied())
+                    .unwrap_or("?")
+            );
         }
     }
     // A killed publisher's socket and lock stay until somebody looks after them; this is how.
@@ -186,15 +269,23 @@ impl RunFolder {
     fn new() -> Result<RunFolder> {
         // A killed run leaves its folder, and process numbers come again.
         for attempt in 0..NAMES_MAX {
-            let path = std::env::temp_dir().join(format!("warpipe-conformance-{}-{attempt}", std::process::id()));
+            let path = std::env::temp_dir().join(format!(
+                "warpipe-conformance-{}-{attempt}",
+                std::process::id()
+            ));
             match DirBuilder::new().mode(0o700).create(&path) {
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
                 made => {
-                    return made.map(|()| RunFolder(path.clone())).with_context(|| format!("making {}", path.display()));
+                    return made
+                        .map(|()| RunFolder(path.clone()))
+                        .with_context(|| format!("making {}", path.display()));
                 }
             }
         }
-        bail!("{NAMES_MAX} folders of killed runs are left in {}; remove them", std::env::temp_dir().display())
+        bail!(
+            "{NAMES_MAX} folders of killed runs are left in {}; remove them",
+            std::env::temp_dir().display()
+        )
     }
 
     fn folder(&self, index: usize) -> Result<PathBuf> {
@@ -211,5 +302,8 @@ impl Drop for RunFolder {
 }
 
 fn make_private(path: &Path) -> Result<()> {
-    DirBuilder::new().mode(0o700).create(path).with_context(|| format!("making {}", path.display()))
+    DirBuilder::new()
+        .mode(0o700)
+        .create(path)
+        .with_context(|| format!("making {}", path.display()))
 }

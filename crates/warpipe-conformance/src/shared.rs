@@ -50,21 +50,40 @@ impl Shared {
     /// # Errors
     /// As for [`create`](Self::create).
     pub fn open(device: &Device, path: &str) -> Result<Shared> {
-        let file = File::options().read(true).write(true).open(path).context("opening shared memory")?;
-        ensure!(file.metadata()?.len() == Shared::BYTES as u64, "shared memory of the right length");
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .open(path)
+            .context("opening shared memory")?;
+        ensure!(
+            file.metadata()?.len() == Shared::BYTES as u64,
+            "shared memory of the right length"
+        );
         Shared::map(device, file)
     }
 
     fn map(device: &Device, file: impl AsFd) -> Result<Shared> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing.
-        let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), Shared::BYTES, protection, MapFlags::SHARED, file, 0) };
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                Shared::BYTES,
+                protection,
+                MapFlags::SHARED,
+                file,
+                0,
+            )
+        };
         let base = base.context("mapping shared memory")?.cast::<u8>();
         // SAFETY: page-aligned mapped memory that stays until `drop` has unregistered it. On an error the process is
         // about to end and the mapping with it.
         let address = unsafe { device.backend().register(base, Shared::BYTES)? };
-        Ok(Shared { device: device.clone(), base, address })
+        Ok(Shared {
+            device: device.clone(),
+            base,
+            address,
+        })
     }
 
     /// Enqueues a kernel that writes the pattern of `seed` into all words, `slow` late.
@@ -82,7 +101,12 @@ impl Shared {
     ///
     /// # Errors
     /// Those of a launch.
-    pub fn check(&self, error_counters: &mut ErrorCounters, stream: &Stream, seed: u64) -> Result<Check> {
+    pub fn check(
+        &self,
+        error_counters: &mut ErrorCounters,
+        stream: &Stream,
+        seed: u64,
+    ) -> Result<Check> {
         // SAFETY: as for `write`.
         Ok(unsafe { error_counters.check(stream, self.address, Shared::WORDS, seed)? })
     }
@@ -91,7 +115,12 @@ impl Shared {
     ///
     /// # Errors
     /// As for [`check`](Self::check); the stream does not end.
-    pub fn wrong(&self, error_counters: &mut ErrorCounters, stream: &Stream, seed: u64) -> Result<u64> {
+    pub fn wrong(
+        &self,
+        error_counters: &mut ErrorCounters,
+        stream: &Stream,
+        seed: u64,
+    ) -> Result<u64> {
         let check = self.check(error_counters, stream, seed)?;
         stream.synchronize(PATIENCE)?;
         Ok(error_counters.wrong_words(check))

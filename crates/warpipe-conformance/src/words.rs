@@ -27,13 +27,25 @@ impl Words {
     pub fn map(device: &Device, file: impl AsFd) -> Result<Words> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing.
-        let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), Words::BYTES, protection, MapFlags::SHARED, file, 0) };
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                Words::BYTES,
+                protection,
+                MapFlags::SHARED,
+                file,
+                0,
+            )
+        };
         let base = base.context("mapping the words")?.cast::<u8>();
         // SAFETY: page-aligned mapped memory that stays until `drop` has unregistered it. On an error the process is
         // about to end and the mapping with it.
         let address = unsafe { device.backend().register(base, Words::BYTES)? };
-        Ok(Words { device: device.clone(), base, address })
+        Ok(Words {
+            device: device.clone(),
+            base,
+            address,
+        })
     }
 
     /// Enqueues `rounds` turns of a game of ping-pong: this side's streams signal one word and wait for the other.
@@ -45,9 +57,21 @@ impl Words {
         let word = |index: usize| self.address + (index * size_of::<TimelineWord>()) as u64;
         let (own, other) = if begins { (0, 1) } else { (1, 0) };
         for value in 1..=rounds {
-            let (signal, wait) =
-                (StreamOp::Signal { word: word(own), value }, StreamOp::Wait { word: word(other), value });
-            let ops = if begins { [signal, wait] } else { [wait, signal] };
+            let (signal, wait) = (
+                StreamOp::Signal {
+                    word: word(own),
+                    value,
+                },
+                StreamOp::Wait {
+                    word: word(other),
+                    value,
+                },
+            );
+            let ops = if begins {
+                [signal, wait]
+            } else {
+                [wait, signal]
+            };
             // SAFETY: the stream is live, and the words stay registered until it has passed: every player
             // synchronises his stream before the words are dropped, or ends his process.
             unsafe { self.device.backend().batch(stream.raw(), &ops)? };

@@ -67,7 +67,19 @@ pub static PASS_ON: Kernel = Kernel::new(c"pass_on", MODULE, twins::pass_on);
 pub static DENSE: Kernel = Kernel::new(c"dense", MODULE, twins::dense);
 
 /// Every kernel of this module; those that draw are in [`render::ALL`].
-pub static ALL: &[Kernel] = &[FILL, CHECK, CHECKSUM, SCALE, ADD, SQUARE_ROOT, SPIN, SLOW_FILL, TOUCH, PASS_ON, DENSE];
+pub static ALL: &[Kernel] = &[
+    FILL,
+    CHECK,
+    CHECKSUM,
+    SCALE,
+    ADD,
+    SQUARE_ROOT,
+    SPIN,
+    SLOW_FILL,
+    TOUCH,
+    PASS_ON,
+    DENSE,
+];
 
 /// Threads a block, a multiple of the warp's 32 as the kernels ask.
 const BLOCK: u32 = 256;
@@ -78,7 +90,9 @@ const GRID_MAX: u32 = 132 * 8;
 
 /// Blocks for `count` elements: one for few, and never more than run at once, since the kernels stride.
 fn grid_for(count: u64) -> u32 {
-    let blocks = count.div_ceil(u64::from(BLOCK) * PER_THREAD).clamp(1, u64::from(GRID_MAX));
+    let blocks = count
+        .div_ceil(u64::from(BLOCK) * PER_THREAD)
+        .clamp(1, u64::from(GRID_MAX));
     u32::try_from(blocks).unwrap_or(GRID_MAX)
 }
 
@@ -88,7 +102,8 @@ fn grid_for(count: u64) -> u32 {
 /// # Errors
 /// [`warpipe::Error::Driver`].
 pub fn preload(device: &Device) -> Result<()> {
-    ALL.iter().try_for_each(|kernel| device.backend().preload(kernel))
+    ALL.iter()
+        .try_for_each(|kernel| device.backend().preload(kernel))
 }
 
 /// `cuLaunchKernel` of `fill`: word `i` becomes [`pattern`]`(seed, i)`.
@@ -114,9 +129,22 @@ pub unsafe fn fill(stream: &Stream, words: DevicePtr, count: u64, seed: u64) -> 
 /// # Safety
 /// Until the kernel is done, `words` names `count` readable words and `errors` one word that is writable and
 /// written only atomically.
-pub unsafe fn check(stream: &Stream, words: DevicePtr, count: u64, seed: u64, errors: DevicePtr) -> Result<()> {
+pub unsafe fn check(
+    stream: &Stream,
+    words: DevicePtr,
+    count: u64,
+    seed: u64,
+    errors: DevicePtr,
+) -> Result<()> {
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
-    unsafe { stream.launch(&CHECK, grid_for(count), BLOCK, &[words, count, seed, errors]) }
+    unsafe {
+        stream.launch(
+            &CHECK,
+            grid_for(count),
+            BLOCK,
+            &[words, count, seed, errors],
+        )
+    }
 }
 
 /// `cuLaunchKernel` of `checksum`: adds [`checksum_of`] the words to the word `sum`, wrapping.
@@ -129,7 +157,12 @@ pub unsafe fn check(stream: &Stream, words: DevicePtr, count: u64, seed: u64, er
 /// # Safety
 /// Until the kernel is done, `words` names `count` readable words and `sum` one word that is writable and
 /// written only atomically.
-pub unsafe fn checksum(stream: &Stream, words: DevicePtr, count: u64, sum: DevicePtr) -> Result<()> {
+pub unsafe fn checksum(
+    stream: &Stream,
+    words: DevicePtr,
+    count: u64,
+    sum: DevicePtr,
+) -> Result<()> {
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
     unsafe { stream.launch(&CHECKSUM, grid_for(count), BLOCK, &[words, count, sum]) }
 }
@@ -142,9 +175,22 @@ pub unsafe fn checksum(stream: &Stream, words: DevicePtr, count: u64, sum: Devic
 /// # Safety
 /// Until the kernel is done, `input` names `count` readable floats and `out` as many that are writable and written
 /// by nothing else; the two are the same range or do not overlap.
-pub unsafe fn scale(stream: &Stream, out: DevicePtr, input: DevicePtr, count: u64, factor: f32) -> Result<()> {
+pub unsafe fn scale(
+    stream: &Stream,
+    out: DevicePtr,
+    input: DevicePtr,
+    count: u64,
+    factor: f32,
+) -> Result<()> {
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
-    unsafe { stream.launch(&SCALE, grid_for(count), BLOCK, &[out, input, count, u64::from(factor.to_bits())]) }
+    unsafe {
+        stream.launch(
+            &SCALE,
+            grid_for(count),
+            BLOCK,
+            &[out, input, count, u64::from(factor.to_bits())],
+        )
+    }
 }
 
 /// `cuLaunchKernel` of `add`: float `i` of `out` becomes float `i` of `input` plus `addend`, rounded to nearest.
@@ -154,9 +200,22 @@ pub unsafe fn scale(stream: &Stream, out: DevicePtr, input: DevicePtr, count: u6
 ///
 /// # Safety
 /// As for [`scale()`].
-pub unsafe fn add(stream: &Stream, out: DevicePtr, input: DevicePtr, count: u64, addend: f32) -> Result<()> {
+pub unsafe fn add(
+    stream: &Stream,
+    out: DevicePtr,
+    input: DevicePtr,
+    count: u64,
+    addend: f32,
+) -> Result<()> {
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
-    unsafe { stream.launch(&ADD, grid_for(count), BLOCK, &[out, input, count, u64::from(addend.to_bits())]) }
+    unsafe {
+        stream.launch(
+            &ADD,
+            grid_for(count),
+            BLOCK,
+            &[out, input, count, u64::from(addend.to_bits())],
+        )
+    }
 }
 
 /// `cuLaunchKernel` of `square_root`: float `i` of `out` becomes the root of float `i` of `input`, rounded to
@@ -167,7 +226,12 @@ pub unsafe fn add(stream: &Stream, out: DevicePtr, input: DevicePtr, count: u64,
 ///
 /// # Safety
 /// As for [`scale()`].
-pub unsafe fn square_root(stream: &Stream, out: DevicePtr, input: DevicePtr, count: u64) -> Result<()> {
+pub unsafe fn square_root(
+    stream: &Stream,
+    out: DevicePtr,
+    input: DevicePtr,
+    count: u64,
+) -> Result<()> {
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
     unsafe { stream.launch(&SQUARE_ROOT, grid_for(count), BLOCK, &[out, input, count]) }
 }
@@ -189,7 +253,13 @@ pub fn spin(stream: &Stream, duration: Duration) -> Result<()> {
 ///
 /// # Safety
 /// As for [`fill()`].
-pub unsafe fn slow_fill(stream: &Stream, words: DevicePtr, count: u64, seed: u64, delay: Duration) -> Result<()> {
+pub unsafe fn slow_fill(
+    stream: &Stream,
+    words: DevicePtr,
+    count: u64,
+    seed: u64,
+    delay: Duration,
+) -> Result<()> {
     let args = [words, count, seed, nanoseconds(delay)];
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
     unsafe { stream.launch(&SLOW_FILL, grid_for(count), BLOCK, &args) }
@@ -217,7 +287,13 @@ pub unsafe fn touch(stream: &Stream, words: DevicePtr, count: u64) -> Result<()>
 ///
 /// # Safety
 /// `flag` names one word that is writable until the kernel is done, and used only atomically.
-pub unsafe fn pass_on(stream: &Stream, flag: DevicePtr, due: u64, next: u64, limit: Duration) -> Result<()> {
+pub unsafe fn pass_on(
+    stream: &Stream,
+    flag: DevicePtr,
+    due: u64,
+    next: u64,
+    limit: Duration,
+) -> Result<()> {
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
     unsafe { stream.launch(&PASS_ON, 1, 32, &[flag, due, next, nanoseconds(limit)]) }
 }
@@ -248,11 +324,32 @@ pub struct Layer {
 /// # Safety
 /// Until the kernel is done, `input` names `rows * layer.inputs` readable floats, the layer's addresses as many as it
 /// says, and `out` names `rows * layer.outputs` floats that are writable, used by nothing else, and apart from the rest.
-pub unsafe fn dense(stream: &Stream, out: DevicePtr, input: DevicePtr, rows: u64, layer: &Layer) -> Result<()> {
-    let Layer { weights, bias, inputs, outputs, relu } = *layer;
+pub unsafe fn dense(
+    stream: &Stream,
+    out: DevicePtr,
+    input: DevicePtr,
+    rows: u64,
+    layer: &Layer,
+) -> Result<()> {
+    let Layer {
+        weights,
+        bias,
+        inputs,
+        outputs,
+        relu,
+    } = *layer;
     // Every output is a sum over all inputs: no thread should have more than one.
     let grid = grid_for(rows.saturating_mul(outputs).saturating_mul(PER_THREAD));
-    let args = [out, input, weights, bias, rows, inputs, outputs, u64::from(relu)];
+    let args = [
+        out,
+        input,
+        weights,
+        bias,
+        rows,
+        inputs,
+        outputs,
+        u64::from(relu),
+    ];
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
     unsafe { stream.launch(&DENSE, grid, BLOCK, &args) }
 }
@@ -269,16 +366,26 @@ mod tests {
     fn parameters(name: &str) -> Option<(usize, bool)> {
         let (_, after) = TEXT.split_once(&format!(".visible .entry {name}("))?;
         let (list, _) = after.split_once(')')?;
-        let parameters: Vec<&str> = list.lines().filter(|line| line.contains(".param")).collect();
-        Some((parameters.len(), parameters.iter().all(|line| line.contains(".param .u64"))))
+        let parameters: Vec<&str> = list
+            .lines()
+            .filter(|line| line.contains(".param"))
+            .collect();
+        Some((
+            parameters.len(),
+            parameters.iter().all(|line| line.contains(".param .u64")),
+        ))
     }
 
     #[test]
     fn every_kernel_is_an_entry_of_the_committed_ptx_with_parameters_of_64_bits() {
         for kernel in ALL {
             let name = kernel.name().to_str().expect("a kernel's name is ASCII");
-            let (count, wide) = parameters(name).unwrap_or_else(|| panic!("no entry {name} in kernels.ptx"));
-            assert!(count > 0 && wide, "{name} has {count} parameters, all 64 bits wide: {wide}");
+            let (count, wide) =
+                parameters(name).unwrap_or_else(|| panic!("no entry {name} in kernels.ptx"));
+            assert!(
+                count > 0 && wide,
+                "{name} has {count} parameters, all 64 bits wide: {wide}"
+            );
         }
         assert_eq!(TEXT.matches(".visible .entry").count(), ALL.len());
     }

@@ -58,7 +58,10 @@ pub const fn pattern(seed: u64, index: u64) -> u64 {
 /// assert_ne!(checksum_of(&[1, 2]), checksum_of(&[2, 1]));
 /// ```
 pub fn checksum_of(words: &[u64]) -> u64 {
-    words.iter().zip(0u64..).fold(0, |sum, (&word, index)| sum.wrapping_add(term(word, index)))
+    words
+        .iter()
+        .zip(0u64..)
+        .fold(0, |sum, (&word, index)| sum.wrapping_add(term(word, index)))
 }
 
 #[cfg(test)]
@@ -80,8 +83,17 @@ mod tests {
     #[test]
     fn the_cuda_source_mixes_with_the_same_constants() {
         let source = include_str!("kernels.cu");
-        for constant in [SEED_SALT, WORD_SALT, GOLDEN, 0xbf58_476d_1ce4_e5b9, 0x94d0_49bb_1331_11eb] {
-            assert!(source.contains(&format!("0x{constant:x}ull")), "{constant:#x} is not in kernels.cu");
+        for constant in [
+            SEED_SALT,
+            WORD_SALT,
+            GOLDEN,
+            0xbf58_476d_1ce4_e5b9,
+            0x94d0_49bb_1331_11eb,
+        ] {
+            assert!(
+                source.contains(&format!("0x{constant:x}ull")),
+                "{constant:#x} is not in kernels.cu"
+            );
         }
     }
 
@@ -115,10 +127,16 @@ mod tests {
     #[test]
     fn any_two_exchanged_words_change_the_checksum() {
         let words = words_of(4, 64);
-        for (first, second) in (0..64).flat_map(|first| (0..first).map(move |second| (first, second))) {
+        for (first, second) in
+            (0..64).flat_map(|first| (0..first).map(move |second| (first, second)))
+        {
             let mut exchanged = words.clone();
             exchanged.swap(first, second);
-            assert_ne!(checksum_of(&exchanged), checksum_of(&words), "words {first} and {second}");
+            assert_ne!(
+                checksum_of(&exchanged),
+                checksum_of(&words),
+                "words {first} and {second}"
+            );
         }
     }
 

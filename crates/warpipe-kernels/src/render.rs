@@ -78,7 +78,8 @@ pub const fn workspace_bytes(vertices: u64, width: u64, height: u64) -> u64 {
 /// # Errors
 /// [`warpipe::Error::Driver`].
 pub fn preload(device: &Device) -> Result<()> {
-    ALL.iter().try_for_each(|kernel| device.backend().preload(kernel))
+    ALL.iter()
+        .try_for_each(|kernel| device.backend().preload(kernel))
 }
 
 /// `cuLaunchKernel`, four times: draws the mesh on the canvas, whatever was there before.
@@ -90,12 +91,28 @@ pub fn preload(device: &Device) -> Result<()> {
 /// Until the kernels are done, the mesh's addresses name as many readable elements as it says, aligned to 4 bytes,
 /// and the canvas's name memory that is writable, of the stated size, and used by nothing else.
 pub unsafe fn draw(stream: &Stream, mesh: &Mesh, canvas: &Canvas) -> Result<()> {
-    let Mesh { rotation, positions, colours, indices, vertices, triangles } = *mesh;
-    let Canvas { pixels, workspace: visibility, width, height } = *canvas;
+    let Mesh {
+        rotation,
+        positions,
+        colours,
+        indices,
+        vertices,
+        triangles,
+    } = *mesh;
+    let Canvas {
+        pixels,
+        workspace: visibility,
+        width,
+        height,
+    } = *canvas;
     let all = width * height;
     let screen = visibility + all * 8;
-    let turn = [screen, rotation, positions, colours, vertices, width, height];
-    let cover = [visibility, width, height, screen, vertices, indices, triangles];
+    let turn = [
+        screen, rotation, positions, colours, vertices, width, height,
+    ];
+    let cover = [
+        visibility, width, height, screen, vertices, indices, triangles,
+    ];
     let paint = [pixels, visibility, width, height, screen, vertices, indices];
     // SAFETY: each kernel's own arguments; the memory is the caller's promise, and the workspace is split as
     // `workspace_bytes` adds it up.
@@ -103,7 +120,12 @@ pub unsafe fn draw(stream: &Stream, mesh: &Mesh, canvas: &Canvas) -> Result<()> 
         stream.launch(&VERTICES, grid_for(vertices), BLOCK, &turn)?;
         stream.launch(&CLEAR, grid_for(all), BLOCK, &[visibility, all])?;
         // A triangle is much work: no thread should have more than one.
-        stream.launch(&TRIANGLES, grid_for(triangles * crate::PER_THREAD), BLOCK, &cover)?;
+        stream.launch(
+            &TRIANGLES,
+            grid_for(triangles * crate::PER_THREAD),
+            BLOCK,
+            &cover,
+        )?;
         stream.launch(&FRAGMENTS, grid_for(all), BLOCK, &paint)
     }
 }
@@ -128,7 +150,8 @@ mod tests {
     fn drawn(positions: &[[f32; 3]], colours: &[u32], indices: &[[u32; 3]]) -> Vec<u32> {
         let (device, all) = (Device::host(), (SIZE * SIZE) as usize);
         let mut pixels = vec![0u32; all];
-        let mut workspace = vec![0u64; workspace_bytes(positions.len() as u64, SIZE, SIZE) as usize / 8];
+        let mut workspace =
+            vec![0u64; workspace_bytes(positions.len() as u64, SIZE, SIZE) as usize / 8];
         let mesh = Mesh {
             rotation: address(&UPRIGHT),
             positions: address(positions),
@@ -147,7 +170,9 @@ mod tests {
         let stream = device.stream().unwrap();
         // SAFETY: everything is as long as is said, and lives beyond the synchronisation below.
         unsafe { draw(&stream, &mesh, &canvas).unwrap() };
-        stream.synchronize(std::time::Duration::from_secs(60)).unwrap();
+        stream
+            .synchronize(std::time::Duration::from_secs(60))
+            .unwrap();
         pixels
     }
 
@@ -158,14 +183,25 @@ mod tests {
     fn is_mostly(colour: u32, pixel: u32) -> bool {
         let bytes = |pixel: u32| pixel.to_le_bytes();
         let (red, blue) = (bytes(pixel)[0], bytes(pixel)[2]);
-        if colour == RED { red > 2 * blue } else { blue > 2 * red }
+        if colour == RED {
+            red > 2 * blue
+        } else {
+            blue > 2 * red
+        }
     }
 
     #[test]
     fn a_triangle_covers_its_pixels_and_no_others() {
-        let (nothing, one) = (drawn(&MIDDLE, &[RED; 3], &[]), drawn(&MIDDLE, &[RED; 3], &[[0, 1, 2]]));
+        let (nothing, one) = (
+            drawn(&MIDDLE, &[RED; 3], &[]),
+            drawn(&MIDDLE, &[RED; 3], &[[0, 1, 2]]),
+        );
         assert!(is_mostly(RED, at(&one, 16, 18)), "{:#x}", at(&one, 16, 18));
-        let differing = nothing.iter().zip(&one).filter(|(before, after)| before != after).count();
+        let differing = nothing
+            .iter()
+            .zip(&one)
+            .filter(|(before, after)| before != after)
+            .count();
         // Half of the base of 16 pixels by the height of 17.6.
         assert!((130..152).contains(&differing), "{differing} pixels");
         assert!((0..SIZE).all(|column| at(&one, column, 0) == at(&nothing, column, 0)));
@@ -177,24 +213,52 @@ mod tests {
         positions.extend(MIDDLE.map(|[x, y, z]| [x, y, z + 0.5]));
         let colours = [RED, RED, RED, BLUE, BLUE, BLUE];
         let ahead = drawn(&positions, &colours, &[[3, 4, 5], [0, 1, 2]]);
-        assert!(is_mostly(BLUE, at(&ahead, 16, 17)), "{:#x}", at(&ahead, 16, 17));
+        assert!(
+            is_mostly(BLUE, at(&ahead, 16, 17)),
+            "{:#x}",
+            at(&ahead, 16, 17)
+        );
         assert_eq!(ahead, drawn(&positions, &colours, &[[0, 1, 2], [3, 4, 5]]));
     }
 
     #[test]
     fn a_triangle_that_is_turned_away_too_near_or_of_no_vertex_is_not_drawn() {
         let nothing = drawn(&MIDDLE, &[RED; 3], &[]);
-        assert_eq!(drawn(&MIDDLE, &[RED; 3], &[[2, 1, 0]]), nothing, "turned away");
-        assert_eq!(drawn(&MIDDLE, &[RED; 3], &[[0, 1, 3], [u32::MAX, 0, 1]]), nothing, "no such vertex");
+        assert_eq!(
+            drawn(&MIDDLE, &[RED; 3], &[[2, 1, 0]]),
+            nothing,
+            "turned away"
+        );
+        assert_eq!(
+            drawn(&MIDDLE, &[RED; 3], &[[0, 1, 3], [u32::MAX, 0, 1]]),
+            nothing,
+            "no such vertex"
+        );
         let behind = MIDDLE.map(|[x, y, z]| [x, y, z + 3.5]);
         assert_eq!(drawn(&behind, &[RED; 3], &[[0, 1, 2]]), nothing, "too near");
     }
 
     #[test]
     fn coordinates_that_are_no_numbers_or_huge_harm_nothing() {
-        for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE] {
-            let positions = [[odd, 0.0, 0.0], [0.5, odd, 0.0], [0.0, 0.6, odd], [-9e9, -9e9, 0.0], [9e9, -9e9, 0.0]];
-            let all = drawn(&positions, &[RED; 5], &[[0, 1, 2], [3, 4, 2], [0, 3, 4], [2, 1, 0]]);
+        for odd in [
+            f32::NAN,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+            f32::MAX,
+            f32::MIN_POSITIVE,
+        ] {
+            let positions = [
+                [odd, 0.0, 0.0],
+                [0.5, odd, 0.0],
+                [0.0, 0.6, odd],
+                [-9e9, -9e9, 0.0],
+                [9e9, -9e9, 0.0],
+            ];
+            let all = drawn(
+                &positions,
+                &[RED; 5],
+                &[[0, 1, 2], [3, 4, 2], [0, 3, 4], [2, 1, 0]],
+            );
             assert_eq!(all.len(), (SIZE * SIZE) as usize);
         }
     }
@@ -203,12 +267,27 @@ mod tests {
     fn every_kernel_is_an_entry_of_the_committed_ptx_with_as_many_parameters_as_its_twin_takes() {
         for (kernel, count) in ALL.iter().zip([7, 2, 7, 7]) {
             let name = kernel.name().to_str().unwrap();
-            let (_, after) = TEXT.split_once(&format!(".visible .entry {name}(")).expect(name);
+            let (_, after) = TEXT
+                .split_once(&format!(".visible .entry {name}("))
+                .expect(name);
             let list = after.split(')').next().unwrap();
-            assert_eq!((list.matches(".param .u64").count(), list.matches(".param").count()), (count, count), "{name}");
+            assert_eq!(
+                (
+                    list.matches(".param .u64").count(),
+                    list.matches(".param").count()
+                ),
+                (count, count),
+                "{name}"
+            );
             let wrong = std::panic::catch_unwind(|| {
                 // SAFETY: a wrong number of arguments stops the twin before it touches memory.
-                unsafe { (kernel.twin())(Launch { grid: 1, block: 256, args: &[0; 3] }) }
+                unsafe {
+                    (kernel.twin())(Launch {
+                        grid: 1,
+                        block: 256,
+                        args: &[0; 3],
+                    })
+                }
             });
             assert!(wrong.is_err(), "{name}");
         }

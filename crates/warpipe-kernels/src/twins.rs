@@ -18,7 +18,10 @@ use crate::pattern::{base, term, word};
 pub(crate) fn arguments<const N: usize>(launch: &Launch<'_>) -> [u64; N] {
     match launch.args.try_into() {
         Ok(arguments) => arguments,
-        Err(_) => panic!("a kernel of {N} arguments was launched with {}", launch.args.len()),
+        Err(_) => panic!(
+            "a kernel of {N} arguments was launched with {}",
+            launch.args.len()
+        ),
     }
 }
 
@@ -70,7 +73,10 @@ pub(crate) unsafe fn check(launch: Launch<'_>) {
     let base = base(seed);
     // SAFETY: `words` names `count` readable words, as the caller promises.
     let found = unsafe { read::<u64>(words, count) };
-    let wrong = found.zip(0u64..).map(|(found, index)| u64::from(found != word(base, index))).sum();
+    let wrong = found
+        .zip(0u64..)
+        .map(|(found, index)| u64::from(found != word(base, index)))
+        .sum();
     // SAFETY: `errors` names one word, as the caller promises.
     unsafe { add_to_word(errors, wrong) };
 }
@@ -81,7 +87,9 @@ pub(crate) unsafe fn checksum(launch: Launch<'_>) {
     let [words, count, sum] = arguments(&launch);
     // SAFETY: `words` names `count` readable words, as the caller promises.
     let found = unsafe { read::<u64>(words, count) };
-    let part = found.zip(0u64..).fold(0u64, |part, (word, index)| part.wrapping_add(term(word, index)));
+    let part = found.zip(0u64..).fold(0u64, |part, (word, index)| {
+        part.wrapping_add(term(word, index))
+    });
     // SAFETY: `sum` names one word, as the caller promises.
     unsafe { add_to_word(sum, part) };
 }
@@ -118,7 +126,11 @@ unsafe fn map_floats(out: u64, input: u64, count: u64, function: impl Fn(f32) ->
     let start: *const f32 = with_exposed_provenance(input as usize);
     // SAFETY: the caller vouches for both ranges, and `write` stays below `count`; where the ranges are the same,
     // each element is read before it is written.
-    unsafe { write(out, count, |index| function(start.add(index as usize).read())) };
+    unsafe {
+        write(out, count, |index| {
+            function(start.add(index as usize).read())
+        })
+    };
 }
 
 /// # Safety
@@ -144,7 +156,11 @@ pub(crate) unsafe fn touch(launch: Launch<'_>) {
     let [words, count] = arguments(&launch);
     let start: *const u64 = with_exposed_provenance(words as usize);
     // SAFETY: `words` names `count` words that nothing else uses, as the caller promises.
-    unsafe { write(words, count, |index| start.add(index as usize).read().wrapping_add(1)) };
+    unsafe {
+        write(words, count, |index| {
+            start.add(index as usize).read().wrapping_add(1)
+        })
+    };
 }
 
 /// # Safety
@@ -154,7 +170,10 @@ pub(crate) unsafe fn pass_on(launch: Launch<'_>) {
     // SAFETY: `flag` names one word that is used only atomically, as the caller promises; the reference lives for this
     // call only.
     let flag = unsafe { AtomicU64::from_ptr(with_exposed_provenance_mut(flag as usize)) };
-    let (start, limit) = (Instant::now(), Duration::from_nanos(nanoseconds).min(WAIT_MAX));
+    let (start, limit) = (
+        Instant::now(),
+        Duration::from_nanos(nanoseconds).min(WAIT_MAX),
+    );
     while flag.load(Ordering::Acquire) < due {
         if start.elapsed() >= limit {
             return;
@@ -169,7 +188,8 @@ pub(crate) unsafe fn pass_on(launch: Launch<'_>) {
 /// As for the kernel `dense`: the arguments are its own, and the memory they name is valid.
 pub(crate) unsafe fn dense(launch: Launch<'_>) {
     let [out, input, weights, bias, rows, inputs, outputs, relu] = arguments(&launch);
-    let [input, weights, bias] = [input, weights, bias].map(|at| with_exposed_provenance::<f32>(at as usize));
+    let [input, weights, bias] =
+        [input, weights, bias].map(|at| with_exposed_provenance::<f32>(at as usize));
     let output_at = |index: u64| {
         let (row, column) = (index / outputs, index % outputs);
         // SAFETY: the column is below `outputs`, of which `bias` names as many, as the caller promises.
@@ -177,7 +197,10 @@ pub(crate) unsafe fn dense(launch: Launch<'_>) {
         let sum = (0..inputs).fold(bias, |sum, k| {
             // SAFETY: the row is below `rows` and `k` below `inputs`, for whose products the caller vouches.
             let (value, weight) = unsafe {
-                (input.add((row * inputs + k) as usize).read(), weights.add((k * outputs + column) as usize).read())
+                (
+                    input.add((row * inputs + k) as usize).read(),
+                    weights.add((k * outputs + column) as usize).read(),
+                )
             };
             value.mul_add(weight, sum)
         });
@@ -209,9 +232,18 @@ mod tests {
     }
 
     fn run(name: &str, args: &[u64]) {
-        let kernel = ALL.iter().find(|kernel| kernel.name().to_str() == Ok(name)).expect("the kernel is listed");
+        let kernel = ALL
+            .iter()
+            .find(|kernel| kernel.name().to_str() == Ok(name))
+            .expect("the kernel is listed");
         // SAFETY: every test here passes the kernel's own arguments, over memory that it owns.
-        unsafe { (kernel.twin())(Launch { grid: 1, block: 256, args }) };
+        unsafe {
+            (kernel.twin())(Launch {
+                grid: 1,
+                block: 256,
+                args,
+            })
+        };
     }
 
     fn address<T>(values: &mut [T]) -> u64 {
@@ -226,13 +258,24 @@ mod tests {
 
     fn errors_in(words: &mut [u64], seed: u64) -> u64 {
         let mut errors = [0u64];
-        run("check", &[address(words), words.len() as u64, seed, address(&mut errors)]);
+        run(
+            "check",
+            &[
+                address(words),
+                words.len() as u64,
+                seed,
+                address(&mut errors),
+            ],
+        );
         errors[0]
     }
 
     fn sum_of(words: &mut [u64]) -> u64 {
         let mut sum = [0u64];
-        run("checksum", &[address(words), words.len() as u64, address(&mut sum)]);
+        run(
+            "checksum",
+            &[address(words), words.len() as u64, address(&mut sum)],
+        );
         sum[0]
     }
 
@@ -255,8 +298,11 @@ mod tests {
             let (count, seed) = (1 + cases.below(3000), cases.next());
             let mut words = filled(count, seed);
             assert_eq!(errors_in(&mut words, seed), 0);
-            let damaged: std::collections::BTreeSet<usize> = (0..10).map(|_| cases.below(count)).collect();
-            damaged.iter().for_each(|&index| words[index] ^= 1 << cases.below(64));
+            let damaged: std::collections::BTreeSet<usize> =
+                (0..10).map(|_| cases.below(count)).collect();
+            damaged
+                .iter()
+                .for_each(|&index| words[index] ^= 1 << cases.below(64));
             assert_eq!(errors_in(&mut words, seed), damaged.len() as u64);
         }
     }
@@ -295,23 +341,59 @@ mod tests {
     #[test]
     fn scale_add_and_square_root_round_once_also_in_place() {
         let mut cases = Cases(4);
-        let input: Vec<f32> = (0..1000).map(|_| f32::from_bits(cases.next() as u32 & 0x7f00_ffff)).collect();
+        let input: Vec<f32> = (0..1000)
+            .map(|_| f32::from_bits(cases.next() as u32 & 0x7f00_ffff))
+            .collect();
         let (mut values, mut out) = (input.clone(), vec![0f32; 1000]);
         let factor = 0.3f32;
-        run("scale", &[address(&mut out), address(&mut values), 1000, u64::from(factor.to_bits())]);
-        assert!(out.iter().zip(&input).all(|(out, value)| out.to_bits() == (value * factor).to_bits()));
+        run(
+            "scale",
+            &[
+                address(&mut out),
+                address(&mut values),
+                1000,
+                u64::from(factor.to_bits()),
+            ],
+        );
+        assert!(
+            out.iter()
+                .zip(&input)
+                .all(|(out, value)| out.to_bits() == (value * factor).to_bits())
+        );
         let addend = 1e-3f32;
-        run("add", &[address(&mut out), address(&mut values), 1000, u64::from(addend.to_bits())]);
-        assert!(out.iter().zip(&input).all(|(out, value)| out.to_bits() == (value + addend).to_bits()));
+        run(
+            "add",
+            &[
+                address(&mut out),
+                address(&mut values),
+                1000,
+                u64::from(addend.to_bits()),
+            ],
+        );
+        assert!(
+            out.iter()
+                .zip(&input)
+                .all(|(out, value)| out.to_bits() == (value + addend).to_bits())
+        );
         let place = address(&mut out);
         run("add", &[place, place, 999, u64::from(1f32.to_bits())]);
-        assert!(out.iter().zip(&input).take(999).all(|(out, value)| out.to_bits() == (value + addend + 1.0).to_bits()));
+        assert!(
+            out.iter()
+                .zip(&input)
+                .take(999)
+                .all(|(out, value)| out.to_bits() == (value + addend + 1.0).to_bits())
+        );
         assert_eq!(out[999].to_bits(), (input[999] + addend).to_bits());
         let place = address(&mut values);
         run("square_root", &[place, place, 1000]);
         // The root in double precision, rounded to single, is the exactly rounded one.
         let exact = |value: f32| (f64::from(value).sqrt() as f32).to_bits();
-        assert!(values.iter().zip(&input).all(|(root, &value)| root.to_bits() == exact(value)));
+        assert!(
+            values
+                .iter()
+                .zip(&input)
+                .all(|(root, &value)| root.to_bits() == exact(value))
+        );
     }
 
     #[test]
@@ -321,7 +403,10 @@ mod tests {
         assert_eq!(errors_in(&mut words, 9), 0);
         words[0] = u64::MAX;
         run("touch", &[address(&mut words), 99]);
-        assert_eq!((words[0], words[98], words[99]), (0, pattern(9, 98).wrapping_add(1), pattern(9, 99)));
+        assert_eq!(
+            (words[0], words[98], words[99]),
+            (0, pattern(9, 98).wrapping_add(1), pattern(9, 99))
+        );
     }
 
     #[test]
@@ -339,11 +424,18 @@ mod tests {
         // Two rows of two inputs, three outputs; small whole numbers, so that every sum is exact.
         let (mut input, mut bias) = ([1f32, 2.0, -3.0, 4.0], [10f32, -20.0, 0.0]);
         let mut weights = [1f32, 2.0, 3.0, 4.0, 5.0, 6.0];
-        let places = [address(&mut input), address(&mut weights), address(&mut bias)];
+        let places = [
+            address(&mut input),
+            address(&mut weights),
+            address(&mut bias),
+        ];
         let through = |relu: u64| {
             let mut out = [7f32; 8];
             let [input, weights, bias] = places;
-            run("dense", &[address(&mut out[1..]), input, weights, bias, 2, 2, 3, relu]);
+            run(
+                "dense",
+                &[address(&mut out[1..]), input, weights, bias, 2, 2, 3, relu],
+            );
             out
         };
         assert_eq!(through(0), [7.0, 19.0, -8.0, 15.0, 23.0, -6.0, 15.0, 7.0]);
@@ -355,10 +447,18 @@ mod tests {
         // The product of two floats is exact in double precision; here the sum with the bias is, too.
         let (above, below) = (1.0 + f32::EPSILON, 1.0 - f32::EPSILON);
         let (mut input, mut weights, mut bias, mut out) = ([above], [below], [-1f32], [0f32]);
-        let places = [address(&mut out), address(&mut input), address(&mut weights), address(&mut bias)];
+        let places = [
+            address(&mut out),
+            address(&mut input),
+            address(&mut weights),
+            address(&mut bias),
+        ];
         run("dense", &[&places[..], &[1, 1, 1, 0]].concat());
         let exact = (f64::from(above) * f64::from(below) - 1.0) as f32;
-        assert!(exact != 0.0 && above * below - 1.0 != exact, "two roundings would be seen");
+        assert!(
+            exact != 0.0 && above * below - 1.0 != exact,
+            "two roundings would be seen"
+        );
         assert_eq!(out, [exact]);
     }
 

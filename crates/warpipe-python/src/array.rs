@@ -38,7 +38,9 @@ pub fn dlpack(py: Python<'_>, memory: &Memory, request: Request<'_>) -> PyResult
     let versioned = dlpack::is_versioned(request.max_version);
     if to_host || request.copy == Some(true) {
         if to_host && request.copy == Some(false) {
-            return Err(refuse("from a GPU to the host it must be copied, and `copy` is False".into()));
+            return Err(refuse(
+                "from a GPU to the host it must be copied, and `copy` is False".into(),
+            ));
         }
         if !to_host && is_cuda(&memory.device) {
             return Err(refuse(
@@ -52,12 +54,18 @@ pub fn dlpack(py: Python<'_>, memory: &Memory, request: Request<'_>) -> PyResult
 }
 
 /// Makes the consumer's stream, in DLPack's numbers, wait for the data.
-fn ready_for(py: Python<'_>, memory: &Memory, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<ConsumerStay>> {
+fn ready_for(
+    py: Python<'_>,
+    memory: &Memory,
+    stream: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Option<ConsumerStay>> {
     let number = stream.map(|stream| stream.extract::<i64>()).transpose()?;
     if !is_cuda(&memory.device) {
         return match number {
             None | Some(-1) => memory.settle(py).map(|()| None),
-            Some(other) => Err(refuse(format!("stream is {other}; the host has none: leave it out"))),
+            Some(other) => Err(refuse(format!(
+                "stream is {other}; the host has none: leave it out"
+            ))),
         };
     }
     let raw = match number {
@@ -79,7 +87,10 @@ pub fn array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<
         ));
     }
     let Some(typestr) = typestr(memory.layout.dtype()) else {
-        let said = format!("__array_interface__ has no letter for {}; use .numpy()", memory.layout.dtype());
+        let said = format!(
+            "__array_interface__ has no letter for {}; use .numpy()",
+            memory.layout.dtype()
+        );
         return Err(PyAttributeError::new_err(said));
     };
     memory.settle(py)?;
@@ -89,10 +100,15 @@ pub fn array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<
 /// The CUDA array interface (version 3): the consumer's stream is to wait for the one that it names.
 pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyDict>> {
     if !is_cuda(&memory.device) {
-        return Err(PyAttributeError::new_err("memory of the host has no __cuda_array_interface__; use .numpy()"));
+        return Err(PyAttributeError::new_err(
+            "memory of the host has no __cuda_array_interface__; use .numpy()",
+        ));
     }
     let Some(typestr) = typestr(memory.layout.dtype()) else {
-        let said = format!("__cuda_array_interface__ has no letter for {}; use DLPack", memory.layout.dtype());
+        let said = format!(
+            "__cuda_array_interface__ has no letter for {}; use DLPack",
+            memory.layout.dtype()
+        );
         return Err(PyAttributeError::new_err(said));
     };
     // Nobody says which stream will use it.
@@ -113,7 +129,9 @@ pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<B
 fn awaited(memory: &Memory) -> Outcome<Option<usize>> {
     let lent = match &memory.hold {
         MemoryHolder::Sample(lent) => lent,
-        MemoryHolder::Owned(owner) => return Ok(owner.copying()?.map(|stream| stream.raw().0 as usize)),
+        MemoryHolder::Owned(owner) => {
+            return Ok(owner.copying()?.map(|stream| stream.raw().0 as usize));
+        }
         _ => return Ok(None),
     };
     if testing::waits_are_skipped() || lent.sample().is_complete()? {
@@ -124,7 +142,11 @@ fn awaited(memory: &Memory) -> Outcome<Option<usize>> {
 
 fn interface<'py>(py: Python<'py>, memory: &Memory, typestr: &str) -> PyResult<Bound<'py, PyDict>> {
     let layout = &memory.layout;
-    let address = if layout.elements() == 0 { 0 } else { memory.address };
+    let address = if layout.elements() == 0 {
+        0
+    } else {
+        memory.address
+    };
     let dict = PyDict::new(py);
     dict.set_item("version", 3)?;
     dict.set_item("shape", PyTuple::new(py, layout.shape())?)?;
@@ -134,7 +156,10 @@ fn interface<'py>(py: Python<'py>, memory: &Memory, typestr: &str) -> PyResult<B
         dict.set_item("strides", py.None())?;
     } else {
         let width = layout.dtype().bytes() as i64;
-        dict.set_item("strides", PyTuple::new(py, layout.strides().iter().map(|stride| stride * width))?)?;
+        dict.set_item(
+            "strides",
+            PyTuple::new(py, layout.strides().iter().map(|stride| stride * width))?,
+        )?;
     }
     Ok(dict)
 }
@@ -171,8 +196,13 @@ pub fn numpy<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny
     let element = extension(py, dtype)?;
     // As numbers of the same width, so that every element stays one.
     let order = if dtype.bytes() == 1 { '|' } else { '<' };
-    let view = View { memory, typestr: format!("{order}u{}", dtype.bytes()) };
-    numpy.call_method1("asarray", (view,))?.call_method1("view", (element,))
+    let view = View {
+        memory,
+        typestr: format!("{order}u{}", dtype.bytes()),
+    };
+    numpy
+        .call_method1("asarray", (view,))?
+        .call_method1("view", (element,))
 }
 
 /// For `np.asarray`: a NumPy array of this element type, if one is asked for. `copy` is NumPy's: True for a copy, False for
@@ -184,29 +214,45 @@ pub fn numpy_as<'py>(
     copy: Option<bool>,
 ) -> PyResult<Bound<'py, PyAny>> {
     if copy == Some(false) && is_cuda(&memory.device) {
-        return Err(PyValueError::new_err("from a GPU to the host it must be copied, and `copy` is False"));
+        return Err(PyValueError::new_err(
+            "from a GPU to the host it must be copied, and `copy` is False",
+        ));
     }
     let array = numpy(py, memory)?;
-    let wanted = dtype.map(|dtype| py.import("numpy")?.call_method1("dtype", (dtype,))).transpose()?;
+    let wanted = dtype
+        .map(|dtype| py.import("numpy")?.call_method1("dtype", (dtype,)))
+        .transpose()?;
     if let Some(wanted) = wanted
         && !array.getattr("dtype")?.eq(&wanted)?
     {
         if copy == Some(false) {
-            return Err(PyValueError::new_err("as another element type it must be copied, and `copy` is False"));
+            return Err(PyValueError::new_err(
+                "as another element type it must be copied, and `copy` is False",
+            ));
         }
         return array.call_method1("astype", (wanted,));
     }
-    if copy == Some(true) { array.call_method0("copy") } else { Ok(array) }
+    if copy == Some(true) {
+        array.call_method0("copy")
+    } else {
+        Ok(array)
+    }
 }
 
 /// A NumPy array of a layout's shape, of values that NumPy spreads over it.
-pub fn full<'py>(py: Python<'py>, layout: &Layout, values: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+pub fn full<'py>(
+    py: Python<'py>,
+    layout: &Layout,
+    values: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
     let dtype = layout.dtype();
     let element = match typestr(dtype) {
         Some(typestr) => typestr.into_pyobject(py)?.into_any(),
         None => extension(py, dtype)?,
     };
-    let array = py.import("numpy")?.call_method1("empty", (PyTuple::new(py, layout.shape())?, element))?;
+    let array = py
+        .import("numpy")?
+        .call_method1("empty", (PyTuple::new(py, layout.shape())?, element))?;
     array.set_item(py.Ellipsis(), values)?;
     Ok(array)
 }
@@ -214,8 +260,12 @@ pub fn full<'py>(py: Python<'py>, layout: &Layout, values: &Bound<'py, PyAny>) -
 /// The type that NumPy borrows from `ml_dtypes`.
 fn extension<'py>(py: Python<'py>, dtype: DType) -> PyResult<Bound<'py, PyAny>> {
     let missing = |next: &str| PyErr::from(Fault::dtype(dtype, next));
-    let module = py.import("ml_dtypes").map_err(|_| missing("needs the package ml_dtypes for NumPy; install it"))?;
-    module.getattr(dtype.name()).map_err(|_| missing("is not one that NumPy or ml_dtypes has; use .torch()"))
+    let module = py
+        .import("ml_dtypes")
+        .map_err(|_| missing("needs the package ml_dtypes for NumPy; install it"))?;
+    module
+        .getattr(dtype.name())
+        .map_err(|_| missing("is not one that NumPy or ml_dtypes has; use .torch()"))
 }
 
 /// A CuPy array in place, on CuPy's current stream.
@@ -225,9 +275,15 @@ pub fn cupy<'py>(slf: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
 
 /// A JAX array. On a GPU it is a copy unless `copy` is False: JAX gives foreign memory back before its own stream is
 /// done with it.
-pub fn jax<'py>(slf: &Bound<'py, PyAny>, memory: &Memory, copy: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
+pub fn jax<'py>(
+    slf: &Bound<'py, PyAny>,
+    memory: &Memory,
+    copy: Option<bool>,
+) -> PyResult<Bound<'py, PyAny>> {
     let py = slf.py();
-    let aliased = py.import("jax.dlpack")?.call_method1("from_dlpack", (slf,))?;
+    let aliased = py
+        .import("jax.dlpack")?
+        .call_method1("from_dlpack", (slf,))?;
     if !copy.unwrap_or(is_cuda(&memory.device)) {
         return Ok(aliased);
     }

@@ -45,7 +45,10 @@ impl Client {
         lease_timeout = None, limit = 1024, memory_limit = 4 << 30, loan_timeout = Some(5.0), spin = None),
         text_signature = "(service, *, domain=None, device=None, timeout=10.0, max_attempts=3, prefetch=2, \
         lease_timeout=None, limit=1024, memory_limit=4294967296, loan_timeout=5.0, spin=None)")]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments, each with a default"
+    )]
     fn new(
         py: Python<'_>,
         service: &str,
@@ -60,8 +63,14 @@ impl Client {
         loan_timeout: Option<f64>,
         spin: Option<f64>,
     ) -> PyResult<Client> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
-        let (timeout, loan_timeout) = (optional(timeout, "timeout")?, optional(loan_timeout, "loan_timeout")?);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
+        let (timeout, loan_timeout) = (
+            optional(timeout, "timeout")?,
+            optional(loan_timeout, "loan_timeout")?,
+        );
         let builder = warpipe::Client::builder(service)
             .domain(&domain)
             .device(&device)
@@ -74,7 +83,14 @@ impl Client {
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let builder = spin.into_iter().fold(builder, warpipe::ClientBuilder::spin);
         let client = py.detach(|| builder.build()).map_err(Fault::from)?;
-        let endpoint = JobEndpoint::open(py, "client", service, &device, loan_timeout, QueueOrClient::Client(client))?;
+        let endpoint = JobEndpoint::open(
+            py,
+            "client",
+            service,
+            &device,
+            loan_timeout,
+            QueueOrClient::Client(client),
+        )?;
         Ok(Client { endpoint, timeout })
     }
 
@@ -110,7 +126,8 @@ impl Client {
         stream: Option<&Bound<'_, PyAny>>,
         timeout: Timeout,
     ) -> PyResult<Py<job::Result>> {
-        self.request(py, tensor, metadata, stream, timeout)?.result(py)
+        self.request(py, tensor, metadata, stream, timeout)?
+            .result(py)
     }
 
     /// Sends a request, of which the reply is to come within ``timeout`` seconds (default: the client's; None: whenever); no
@@ -131,11 +148,15 @@ impl Client {
     ) -> PyResult<Pending> {
         let timeout = timeout.or(self.timeout);
         let nanoseconds = timeout.and_then(|timeout| u64::try_from(timeout.as_nanos()).ok());
-        let deadline_ns = nanoseconds.map_or(u64::MAX, |nanoseconds| now_ns().saturating_add(nanoseconds));
+        let deadline_ns =
+            nanoseconds.map_or(u64::MAX, |nanoseconds| now_ns().saturating_add(nanoseconds));
         let input = self.endpoint.input(py, tensor, metadata, stream)?;
-        let pending = self.endpoint.submit(py, input, timeout, |end, loan, stream| {
-            end.client().request_before(loan, stream, deadline_ns, Duration::ZERO)
-        })?;
+        let pending = self
+            .endpoint
+            .submit(py, input, timeout, |end, loan, stream| {
+                end.client()
+                    .request_before(loan, stream, deadline_ns, Duration::ZERO)
+            })?;
         let (endpoint, job) = (self.endpoint.clone(), pending.id());
         Ok(Pending {
             endpoint,
@@ -157,7 +178,8 @@ impl Client {
         dtype: &Bound<'_, PyAny>,
         metadata: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<Loan>> {
-        self.endpoint.loan(py, &dtype::layout(shape, dtype)?, metadata)
+        self.endpoint
+            .loan(py, &dtype::layout(shape, dtype)?, metadata)
     }
 
     /// Waits until there are ``count`` servers, at most ``timeout`` seconds (None: as long as it takes).
@@ -220,7 +242,12 @@ impl Pending {
     }
 
     fn inner(&self) -> Outcome<Arc<DropDetached<warpipe::Pending>>> {
-        let gone = || Fault::from(warpipe::Error::NoSuchJob { name: self.endpoint.name.clone(), job: self.job });
+        let gone = || {
+            Fault::from(warpipe::Error::NoSuchJob {
+                name: self.endpoint.name.clone(),
+                job: self.job,
+            })
+        };
         self.slot()?.clone().ok_or_else(gone)
     }
 
@@ -250,7 +277,8 @@ impl Pending {
     /// client was closed.
     pub fn result(&self, py: Python<'_>) -> PyResult<Py<job::Result>> {
         let reply = in_slices(py, None, |slice| self.look(slice))?;
-        self.endpoint.give(py, reply.ok_or_else(|| late("a reply".into(), None))?)
+        self.endpoint
+            .give(py, reply.ok_or_else(|| late("a reply".into(), None))?)
     }
 
     /// Whether ``result()`` would return, or raise, at once.
@@ -290,18 +318,25 @@ impl Pending {
     /// A step of the task that this was made: see ``asyncio.create_task``.
     #[pyo3(signature = (value, /))]
     fn send<'py>(slf: &Bound<'py, Self>, value: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        slf.get().waits.step(slf.as_any(), "send", &PyTuple::new(slf.py(), [value])?)
+        slf.get()
+            .waits
+            .step(slf.as_any(), "send", &PyTuple::new(slf.py(), [value])?)
     }
 
     /// Ends a step of that task with an error, as its cancellation does.
     #[pyo3(signature = (*error), text_signature = "($self, *error)")]
-    fn throw<'py>(slf: &Bound<'py, Self>, error: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
+    fn throw<'py>(
+        slf: &Bound<'py, Self>,
+        error: &Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         slf.get().waits.step(slf.as_any(), "throw", error)
     }
 
     /// Ends the wait of the task that this was made; what is waited for stays as it is.
     fn close<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.get().waits.step(slf.as_any(), "close", &PyTuple::empty(slf.py()))
+        slf.get()
+            .waits
+            .step(slf.as_any(), "close", &PyTuple::empty(slf.py()))
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {

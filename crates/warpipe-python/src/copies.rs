@@ -67,14 +67,19 @@ struct Copying {
 impl Copying {
     fn of(keep: SourceOwner, open: &Arc<AtomicUsize>) -> Copying {
         open.fetch_add(1, Ordering::Relaxed);
-        Copying { keep: Some(keep), open: open.clone() }
+        Copying {
+            keep: Some(keep),
+            open: open.clone(),
+        }
     }
 
     /// The copy is done. Called in the stream's order, where neither the interpreter nor the driver may be asked, and to
     /// let go of a tensor may need both: that is left to the interpreter's main thread, or to whoever sends next.
     fn done(mut self) {
         let keep = self.keep.take();
-        DONE.lock().unwrap_or_else(PoisonError::into_inner).extend(keep);
+        DONE.lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend(keep);
         if !interpreter_exit::has_begun() {
             // SAFETY: may be called without the interpreter, while there is one; `sweep_later` takes any argument. If too
             // much is pending, that will sweep, or the next copy.
@@ -128,7 +133,13 @@ impl Copies {
         let (to, bytes) = (into.lowest(), into.bytes());
         let meets = source.meets(to, bytes);
         if let Some(bytes) = source.host_bytes() {
-            py.detach(|| if meets { into.write(own, &copied(bytes)?) } else { into.write(own, bytes) })?;
+            py.detach(|| {
+                if meets {
+                    into.write(own, &copied(bytes)?)
+                } else {
+                    into.write(own, bytes)
+                }
+            })?;
             return Ok(own.clone());
         }
         let (from, reader, keep) = match source.place {
@@ -137,9 +148,15 @@ impl Copies {
                 drop(keep);
                 return Ok(own.clone());
             }
-            SourceLocation::Device(lowest, reader, keep) => (CopySource::Whole(lowest), reader, keep),
-            SourceLocation::DeviceRows(rows, reader, keep) => (CopySource::Rows(rows), reader, keep),
-            SourceLocation::Bytes(_) | SourceLocation::Host(..) => unreachable!("bytes of the host were written above"),
+            SourceLocation::Device(lowest, reader, keep) => {
+                (CopySource::Whole(lowest), reader, keep)
+            }
+            SourceLocation::DeviceRows(rows, reader, keep) => {
+                (CopySource::Rows(rows), reader, keep)
+            }
+            SourceLocation::Bytes(_) | SourceLocation::Host(..) => {
+                unreachable!("bytes of the host were written above")
+            }
         };
         let target = reader.follow(py)?.clone();
         if bytes > 0 {
@@ -147,7 +164,9 @@ impl Copies {
             self.wait_for_room(py, &target, patience)?;
             // Dropped with the interpreter, whatever happens without it.
             let mut keep = Some(keep);
-            py.detach(|| copy(&target, to, bytes, &from, meets).and_then(|()| self.keep(&target, &mut keep)))?;
+            py.detach(|| {
+                copy(&target, to, bytes, &from, meets).and_then(|()| self.keep(&target, &mut keep))
+            })?;
         }
         // The tensor's owner may write it again behind its own stream.
         reader.lead(py)?;
@@ -156,16 +175,25 @@ impl Copies {
 
     /// Keeps a foreign tensor, if it needs that, until `stream` has copied it.
     fn keep(&self, stream: &warpipe::Stream, keep: &mut Option<SourceOwner>) -> Outcome<()> {
-        let Some(keep) = keep.take_if(|keep| !matches!(keep, SourceOwner::Nothing)) else { return Ok(()) };
+        let Some(keep) = keep.take_if(|keep| !matches!(keep, SourceOwner::Nothing)) else {
+            return Ok(());
+        };
         let copying = Copying::of(keep, &self.open);
         Ok(stream.call(move || copying.done())?)
     }
 
     /// Waits, at most `patience`, if too many copies are on their way.
-    fn wait_for_room(&self, py: Python<'_>, stream: &warpipe::Stream, patience: Option<Duration>) -> PyResult<()> {
+    fn wait_for_room(
+        &self,
+        py: Python<'_>,
+        stream: &warpipe::Stream,
+        patience: Option<Duration>,
+    ) -> PyResult<()> {
         sweep(py);
         if self.open.load(Ordering::Acquire) >= COPIES_MAX {
-            let done = in_slices(py, patience, |slice| none_if_late(stream.synchronize(slice)))?;
+            let done = in_slices(py, patience, |slice| {
+                none_if_late(stream.synchronize(slice))
+            })?;
             done.ok_or_else(|| late("the end of a copy".into(), patience))?;
         }
         Ok(())
@@ -195,7 +223,12 @@ enum CopySource {
 
 /// Copies rows of the host into a whole target: in place where that is memory of the host that no work is due on, else by
 /// way of a buffer.
-fn gather(rows: &Scattered, into: &mut impl Target, own: &warpipe::Stream, meets: bool) -> Outcome<()> {
+fn gather(
+    rows: &Scattered,
+    into: &mut impl Target,
+    own: &warpipe::Stream,
+    meets: bool,
+) -> Outcome<()> {
     if into.is_private() && !meets && !is_cuda(own.device()) && own.is_idle()? {
         // SAFETY: the source's extent was checked and its owner keeps it for this call; the target is this caller's alone,
         // as long (callers compare the layouts), and on the host, where `own`, behind all that may write it, is done.
@@ -206,7 +239,13 @@ fn gather(rows: &Scattered, into: &mut impl Target, own: &warpipe::Stream, meets
 }
 
 /// Enqueues the copy of a whole target: of one that the source lies in by way of memory of its own.
-fn copy(stream: &warpipe::Stream, to: u64, bytes: u64, from: &CopySource, meets: bool) -> Outcome<()> {
+fn copy(
+    stream: &warpipe::Stream,
+    to: u64,
+    bytes: u64,
+    from: &CopySource,
+    meets: bool,
+) -> Outcome<()> {
     if !meets {
         return enqueue(stream, to, bytes, from);
     }

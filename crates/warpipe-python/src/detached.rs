@@ -25,7 +25,8 @@ pub fn detached<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     let mut work = Some(work);
     let done = Python::try_attach(|py| work.take().map(|work| py.detach(work))).flatten();
     // Nobody has an interpreter that is not there any more.
-    done.or_else(|| work.map(|work| work())).expect("done once, here or there")
+    done.or_else(|| work.map(|work| work()))
+        .expect("done once, here or there")
 }
 
 /// Something of the library's that is dropped without the interpreter.
@@ -73,7 +74,9 @@ pub struct OwnStream(Arc<DropDetached<warpipe::Stream>>);
 impl OwnStream {
     /// A new one.
     pub fn new(py: Python<'_>, device: &warpipe::Device) -> PyResult<OwnStream> {
-        let made = py.detach(|| device.stream()).map_err(crate::errors::Fault::from)?;
+        let made = py
+            .detach(|| device.stream())
+            .map_err(crate::errors::Fault::from)?;
         Ok(OwnStream::of(made))
     }
 

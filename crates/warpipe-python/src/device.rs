@@ -36,14 +36,19 @@ impl std::hash::Hash for Device {
 impl Device {
     /// One that is known already.
     pub fn of(inner: &warpipe::Device) -> Device {
-        Device { inner: inner.clone(), why: "as asked".into() }
+        Device {
+            inner: inner.clone(),
+            why: "as asked".into(),
+        }
     }
 
     /// What an argument names: nothing, a device, `"host"`, `"cuda"` or `"cuda:1"`.
     pub fn from_argument(found: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
         thread_exit::prepare_exit();
         let Some(found) = found else {
-            return Ok(Device::preferred(Python::attach(|py| py.detach(warpipe::Device::preferred))));
+            return Ok(Device::preferred(Python::attach(|py| {
+                py.detach(warpipe::Device::preferred)
+            })));
         };
         if let Ok(device) = found.cast::<Device>() {
             return Ok(device.get().clone());
@@ -52,21 +57,35 @@ impl Device {
             return Device::named(&name);
         }
         let Ok(name) = found.cast::<PyString>() else {
-            return Err(
-                Fault::argument("device", found, "a Device, a torch.device, \"host\", \"cuda\" or \"cuda:1\"").into()
-            );
+            return Err(Fault::argument(
+                "device",
+                found,
+                "a Device, a torch.device, \"host\", \"cuda\" or \"cuda:1\"",
+            )
+            .into());
         };
         Device::named(name.to_str()?)
     }
 
     fn preferred(preferred: warpipe::device::Preferred) -> Device {
-        Device { inner: preferred.device, why: in_python(&preferred.why) }
+        Device {
+            inner: preferred.device,
+            why: in_python(&preferred.why),
+        }
     }
 
     fn named(name: &str) -> PyResult<Device> {
-        let wrong = || Fault::argument("device", format!("{name:?}"), "\"host\", \"cuda\" or \"cuda:1\"");
+        let wrong = || {
+            Fault::argument(
+                "device",
+                format!("{name:?}"),
+                "\"host\", \"cuda\" or \"cuda:1\"",
+            )
+        };
         let ordinal = match name.split_once(':') {
-            _ if name == "host" || name == "cpu" => return Ok(Device::of(&warpipe::Device::host())),
+            _ if name == "host" || name == "cpu" => {
+                return Ok(Device::of(&warpipe::Device::host()));
+            }
             None if name == "cuda" => 0,
             Some(("cuda", ordinal)) => ordinal.parse().map_err(|_| wrong())?,
             _ => return Err(wrong().into()),
@@ -78,15 +97,29 @@ impl Device {
 
 /// The name of a `torch.device`; one of a GPU without a number is the current one.
 fn of_torch(found: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
-    let Some(torch) = imported(found.py(), "torch")? else { return Ok(None) };
-    let Ok(class) = torch.getattr("device") else { return Ok(None) };
+    let Some(torch) = imported(found.py(), "torch")? else {
+        return Ok(None);
+    };
+    let Ok(class) = torch.getattr("device") else {
+        return Ok(None);
+    };
     if !found.is_instance(&class).unwrap_or(false) {
         return Ok(None);
     }
-    let (kind, index) = (found.getattr("type")?.extract::<String>()?, found.getattr("index")?);
-    let index =
-        if index.is_none() && kind == "cuda" { torch.getattr("cuda")?.call_method0("current_device")? } else { index };
-    Ok(Some(if kind == "cuda" { format!("cuda:{index}") } else { kind }))
+    let (kind, index) = (
+        found.getattr("type")?.extract::<String>()?,
+        found.getattr("index")?,
+    );
+    let index = if index.is_none() && kind == "cuda" {
+        torch.getattr("cuda")?.call_method0("current_device")?
+    } else {
+        index
+    };
+    Ok(Some(if kind == "cuda" {
+        format!("cuda:{index}")
+    } else {
+        kind
+    }))
 }
 
 /// Whether a device is a GPU.
@@ -146,6 +179,10 @@ impl Device {
 
     fn __repr__(&self) -> String {
         let info = self.inner.info();
-        if is_cuda(&self.inner) { format!("Device('cuda:{}')", info.ordinal) } else { "Device('host')".into() }
+        if is_cuda(&self.inner) {
+            format!("Device('cuda:{}')", info.ordinal)
+        } else {
+            "Device('host')".into()
+        }
     }
 }

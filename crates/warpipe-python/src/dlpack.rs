@@ -100,7 +100,10 @@ struct Exported {
 /// A device in DLPack's words.
 pub fn device_of(device: &warpipe::Device) -> (i32, i32) {
     let kind = if is_cuda(device) { CUDA } else { CPU };
-    (kind, i32::try_from(device.info().ordinal).unwrap_or(i32::MAX))
+    (
+        kind,
+        i32::try_from(device.info().ordinal).unwrap_or(i32::MAX),
+    )
 }
 
 /// Which of the two capsules is meant by a consumer's newest version.
@@ -117,14 +120,27 @@ pub fn export(
     copied: bool,
 ) -> PyResult<Py<PyAny>> {
     let layout = &memory.layout;
-    if layout.shape().iter().zip(layout.strides()).any(|(&length, &stride)| length > 1 && stride < 0) {
+    if layout
+        .shape()
+        .iter()
+        .zip(layout.strides())
+        .any(|(&length, &stride)| length > 1 && stride < 0)
+    {
         // Allowed by the protocol, but PyTorch 2.6 ends the process that imports one.
-        let said = format!("it runs backwards (strides {:?}), which DLPack's consumers do not take", layout.strides());
+        let said = format!(
+            "it runs backwards (strides {:?}), which DLPack's consumers do not take",
+            layout.strides()
+        );
         let next = "use .numpy(), or have its sender make it contiguous first";
         return Err(Fault::Own("ExportError", format!("{said}; {next}")).into());
     }
     let (shape, strides) = ([0; RANK_MAX], [0; RANK_MAX]);
-    let mut exported = Box::new(Exported { shape, strides, _stay: stay, _memory: memory.clone() });
+    let mut exported = Box::new(Exported {
+        shape,
+        strides,
+        _stay: stay,
+        _memory: memory.clone(),
+    });
     for (to, &from) in exported.shape.iter_mut().zip(layout.shape()) {
         *to = i64::try_from(from).map_err(|_| Fault::layout(format!("a dimension of {from}")))?;
     }
@@ -136,27 +152,56 @@ pub fn export(
     // SAFETY: just made, and live until the deleter is called.
     let (shape, strides) = unsafe { (&raw mut (*exported).shape, &raw mut (*exported).strides) };
     let dl_tensor = DLTensor {
-        data: if layout.elements() == 0 { std::ptr::null_mut() } else { memory.address as *mut c_void },
-        device: DLDevice { device_type, device_id },
+        data: if layout.elements() == 0 {
+            std::ptr::null_mut()
+        } else {
+            memory.address as *mut c_void
+        },
+        device: DLDevice {
+            device_type,
+            device_id,
+        },
         ndim: layout.shape().len() as i32,
-        dtype: DLDataType { code: dtype.code(), bits: dtype.bits(), lanes: 1 },
+        dtype: DLDataType {
+            code: dtype.code(),
+            bits: dtype.bits(),
+            lanes: 1,
+        },
         shape: shape.cast(),
         strides: strides.cast(),
         byte_offset: 0,
     };
     let manager_ctx = exported.cast::<c_void>();
     if versioned {
-        let flags = if memory.read_only { READ_ONLY } else { 0 } | if copied { IS_COPIED } else { 0 };
-        let version = DLPackVersion { major: VERSION.0, minor: VERSION.1 };
-        let managed =
-            DLManagedTensorVersioned { version, manager_ctx, deleter: Some(delete_versioned), flags, dl_tensor };
+        let flags =
+            if memory.read_only { READ_ONLY } else { 0 } | if copied { IS_COPIED } else { 0 };
+        let version = DLPackVersion {
+            major: VERSION.0,
+            minor: VERSION.1,
+        };
+        let managed = DLManagedTensorVersioned {
+            version,
+            manager_ctx,
+            deleter: Some(delete_versioned),
+            flags,
+            dl_tensor,
+        };
         let managed = Box::into_raw(Box::new(managed));
         // SAFETY: the tensor was made above and is the capsule's, or, if there is none, deleted here.
-        unsafe { capsule(py, managed.cast(), VERSIONED, drop_versioned).inspect_err(|_| delete_versioned(managed)) }
+        unsafe {
+            capsule(py, managed.cast(), VERSIONED, drop_versioned)
+                .inspect_err(|_| delete_versioned(managed))
+        }
     } else {
-        let managed = Box::into_raw(Box::new(DLManagedTensor { dl_tensor, manager_ctx, deleter: Some(delete_legacy) }));
+        let managed = Box::into_raw(Box::new(DLManagedTensor {
+            dl_tensor,
+            manager_ctx,
+            deleter: Some(delete_legacy),
+        }));
         // SAFETY: as above.
-        unsafe { capsule(py, managed.cast(), LEGACY, drop_legacy).inspect_err(|_| delete_legacy(managed)) }
+        unsafe {
+            capsule(py, managed.cast(), LEGACY, drop_legacy).inspect_err(|_| delete_legacy(managed))
+        }
     }
 }
 
@@ -261,19 +306,39 @@ impl Drop for Right {
 /// Takes the tensor out of a capsule.
 pub fn import(found: &Bound<'_, PyAny>) -> PyResult<Imported> {
     let (tensor, right) = take(found)?;
-    let refuse = |reason: String| Fault::Own("ExportError", format!("a DLPack tensor that cannot be: {reason}"));
-    let rank = usize::try_from(tensor.ndim).ok().filter(|&rank| rank <= RANK_MAX);
-    let rank = rank.ok_or_else(|| Fault::layout(format!("{} dimensions; at most {RANK_MAX}", tensor.ndim)))?;
+    let refuse = |reason: String| {
+        Fault::Own(
+            "ExportError",
+            format!("a DLPack tensor that cannot be: {reason}"),
+        )
+    };
+    let rank = usize::try_from(tensor.ndim)
+        .ok()
+        .filter(|&rank| rank <= RANK_MAX);
+    let rank = rank
+        .ok_or_else(|| Fault::layout(format!("{} dimensions; at most {RANK_MAX}", tensor.ndim)))?;
     let DLDataType { code, bits, lanes } = tensor.dtype;
-    let dtype = DType::from_dlpack(code, bits).filter(|_| lanes == 1).ok_or_else(|| {
-        Fault::dtype(format!("of DLPack code {code}, {bits} bits, {lanes} lanes"), "is not one that can be sent")
-    })?;
+    let dtype = DType::from_dlpack(code, bits)
+        .filter(|_| lanes == 1)
+        .ok_or_else(|| {
+            Fault::dtype(
+                format!("of DLPack code {code}, {bits} bits, {lanes} lanes"),
+                "is not one that can be sent",
+            )
+        })?;
     if rank > 0 && tensor.shape.is_null() {
         return Err(refuse("its shape is null".into()).into());
     }
     // SAFETY: not null, and by the protocol as long as `ndim`, which was checked.
-    let lengths: Vec<i64> = if rank == 0 { Vec::new() } else { unsafe { read(tensor.shape, rank) } };
-    let shape: Option<Vec<u64>> = lengths.iter().map(|&length| u64::try_from(length).ok()).collect();
+    let lengths: Vec<i64> = if rank == 0 {
+        Vec::new()
+    } else {
+        unsafe { read(tensor.shape, rank) }
+    };
+    let shape: Option<Vec<u64>> = lengths
+        .iter()
+        .map(|&length| u64::try_from(length).ok())
+        .collect();
     let shape = shape.ok_or_else(|| refuse(format!("its shape is {lengths:?}")))?;
     let strides = if rank == 0 || tensor.strides.is_null() {
         row_major(&shape)
@@ -285,9 +350,18 @@ pub fn import(found: &Bound<'_, PyAny>) -> PyResult<Imported> {
     if tensor.data.is_null() && !empty {
         return Err(refuse("its data is null".into()).into());
     }
-    let address = (tensor.data as u64).checked_add(tensor.byte_offset).ok_or_else(|| refuse("its offset".into()))?;
+    let address = (tensor.data as u64)
+        .checked_add(tensor.byte_offset)
+        .ok_or_else(|| refuse("its offset".into()))?;
     let device = (tensor.device.device_type, tensor.device.device_id);
-    Ok(Imported { device, dtype, shape, strides, address, _right: right })
+    Ok(Imported {
+        device,
+        dtype,
+        shape,
+        strides,
+        address,
+        _right: right,
+    })
 }
 
 /// A copy of the tensor, and the right to it: the capsule is marked as used. Of several threads that have one capsule, in
@@ -302,19 +376,24 @@ fn take_alone(found: &Bound<'_, PyAny>) -> PyResult<(DLTensor, Right)> {
     // which its destructor leaves it alone and it is ours to delete.
     unsafe {
         if ffi::PyCapsule_IsValid(object, VERSIONED.as_ptr()) == 1 {
-            let pointer = ffi::PyCapsule_GetPointer(object, VERSIONED.as_ptr()).cast::<DLManagedTensorVersioned>();
+            let pointer = ffi::PyCapsule_GetPointer(object, VERSIONED.as_ptr())
+                .cast::<DLManagedTensorVersioned>();
             let managed = NonNull::new(pointer).ok_or_else(|| PyErr::fetch(py))?;
             let version = (*managed.as_ptr()).version;
             if version.major != VERSION.0 {
                 // Of another major version only the first three fields are known: it stays with its capsule.
-                let said = format!("it speaks DLPack {}.{}, this is 1.x", version.major, version.minor);
+                let said = format!(
+                    "it speaks DLPack {}.{}, this is 1.x",
+                    version.major, version.minor
+                );
                 return Err(Fault::Own("ExportError", said).into());
             }
             rename(py, object, VERSIONED_USED)?;
             return Ok(((*managed.as_ptr()).dl_tensor, Right::Versioned(managed)));
         }
         if ffi::PyCapsule_IsValid(object, LEGACY.as_ptr()) == 1 {
-            let pointer = ffi::PyCapsule_GetPointer(object, LEGACY.as_ptr()).cast::<DLManagedTensor>();
+            let pointer =
+                ffi::PyCapsule_GetPointer(object, LEGACY.as_ptr()).cast::<DLManagedTensor>();
             let managed = NonNull::new(pointer).ok_or_else(|| PyErr::fetch(py))?;
             rename(py, object, LEGACY_USED)?;
             return Ok(((*managed.as_ptr()).dl_tensor, Right::Legacy(managed)));
@@ -328,14 +407,20 @@ fn take_alone(found: &Bound<'_, PyAny>) -> PyResult<(DLTensor, Right)> {
 /// `object` is a live capsule.
 unsafe fn rename(py: Python<'_>, object: *mut ffi::PyObject, name: &'static CStr) -> PyResult<()> {
     // SAFETY: the caller's promise; the name is static.
-    if unsafe { ffi::PyCapsule_SetName(object, name.as_ptr()) } == 0 { Ok(()) } else { Err(PyErr::fetch(py)) }
+    if unsafe { ffi::PyCapsule_SetName(object, name.as_ptr()) } == 0 {
+        Ok(())
+    } else {
+        Err(PyErr::fetch(py))
+    }
 }
 
 /// # Safety
 /// `from` points to `count` numbers.
 unsafe fn read(from: *const i64, count: usize) -> Vec<i64> {
     // SAFETY: the caller's promise.
-    (0..count).map(|index| unsafe { from.add(index).read_unaligned() }).collect()
+    (0..count)
+        .map(|index| unsafe { from.add(index).read_unaligned() })
+        .collect()
 }
 
 /// The strides of a tensor without gaps; those that no address can reach wrap, and the layout refuses them.

@@ -45,9 +45,15 @@ impl Domain {
             (None, None) => warpipe::Domain::from_environment(),
             (Some(path), None) => warpipe::Domain::at(path),
             (Some(path), Some(owner)) => warpipe::Domain::of_user(path, owner),
-            (None, Some(_)) => return Err(Fault::argument("path", "missing", "the directory that `owner` owns").into()),
+            (None, Some(_)) => {
+                return Err(
+                    Fault::argument("path", "missing", "the directory that `owner` owns").into(),
+                );
+            }
         };
-        Ok(Domain { inner: made.map_err(Fault::from)? })
+        Ok(Domain {
+            inner: made.map_err(Fault::from)?,
+        })
     }
 
     /// The directory.

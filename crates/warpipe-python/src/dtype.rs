@@ -34,12 +34,21 @@ pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<DType> {
 /// Nobody waits for the table: a forked child may find it held for ever, and it only saves time.
 fn known(found: &Bound<'_, PyAny>) -> Option<DType> {
     let table = KNOWN.try_lock().ok()?;
-    table.iter().find(|(known, _)| known.is(found)).map(|(_, dtype)| *dtype)
+    table
+        .iter()
+        .find(|(known, _)| known.is(found))
+        .map(|(_, dtype)| *dtype)
 }
 
 fn remember(found: &Bound<'_, PyAny>, dtype: DType) {
-    let Ok(mut table) = KNOWN.try_lock() else { return };
-    let before = if table.len() >= KNOWN_MAX { std::mem::take(&mut *table) } else { Vec::new() };
+    let Ok(mut table) = KNOWN.try_lock() else {
+        return;
+    };
+    let before = if table.len() >= KNOWN_MAX {
+        std::mem::take(&mut *table)
+    } else {
+        Vec::new()
+    };
     table.push((found.clone().unbind(), dtype));
     drop(table);
     // Without the lock: the end of an object may run Python.
@@ -99,8 +108,12 @@ const ALIASES: [(&str, &str); 30] = [
 
 /// A name of NumPy's that is not the element type's own: `"f4"`, `"<i8"`, `"float"`, `"d"`.
 fn alias(name: &str) -> PyResult<Option<DType>> {
-    let known =
-        |name: &str| ALIASES.iter().find(|(alias, _)| *alias == name).and_then(|(_, dtype)| DType::from_name(dtype));
+    let known = |name: &str| {
+        ALIASES
+            .iter()
+            .find(|(alias, _)| *alias == name)
+            .and_then(|(_, dtype)| DType::from_name(dtype))
+    };
     let (order, bare) = match name.strip_prefix(['<', '>', '=', '|']) {
         Some(bare) => (&name[..1], bare),
         None => ("=", name),
@@ -110,7 +123,11 @@ fn alias(name: &str) -> PyResult<Option<DType>> {
     }
     let is_typestr = matches!(bare.split_at_checked(1), Some((kind, bytes))
         if "iufcb".contains(kind) && !bytes.is_empty() && bytes.bytes().all(|digit| digit.is_ascii_digit()));
-    if is_typestr { from_typestr(&format!("{order}{bare}"), || None).map(Some) } else { Ok(None) }
+    if is_typestr {
+        from_typestr(&format!("{order}{bare}"), || None).map(Some)
+    } else {
+        Ok(None)
+    }
 }
 
 fn named(found: &Bound<'_, PyAny>) -> PyResult<DType> {
@@ -119,10 +136,22 @@ fn named(found: &Bound<'_, PyAny>) -> PyResult<DType> {
     if let Some(dtype) = DType::from_name(bare) {
         return Ok(dtype);
     }
-    let alias = if found.is_instance_of::<PyString>() { alias(bare)? } else { None };
+    let alias = if found.is_instance_of::<PyString>() {
+        alias(bare)?
+    } else {
+        None
+    };
     alias.ok_or_else(|| {
-        let known = DType::ALL.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ");
-        Fault::dtype(format!("{name:?}"), &format!("is not one that can be sent; there are {known}")).into()
+        let known = DType::ALL
+            .iter()
+            .map(|dtype| dtype.name())
+            .collect::<Vec<_>>()
+            .join(", ");
+        Fault::dtype(
+            format!("{name:?}"),
+            &format!("is not one that can be sent; there are {known}"),
+        )
+        .into()
     })
 }
 
@@ -131,18 +160,28 @@ fn name_of(found: &Bound<'_, PyAny>) -> PyResult<String> {
     if let Ok(name) = found.cast::<PyString>() {
         return Ok(name.to_str()?.to_owned());
     }
-    for (class, name) in
-        [(py.get_type::<PyBool>(), "bool"), (py.get_type::<PyInt>(), "int64"), (py.get_type::<PyFloat>(), "float64")]
-    {
+    for (class, name) in [
+        (py.get_type::<PyBool>(), "bool"),
+        (py.get_type::<PyInt>(), "int64"),
+        (py.get_type::<PyFloat>(), "float64"),
+    ] {
         if found.is(&class) {
             return Ok(name.to_owned());
         }
     }
     // `np.dtype`, and JAX's scalar types, which are classes with a `dtype` of their own.
     let holder = found.getattr("dtype").unwrap_or_else(|_| found.clone());
-    if let Ok(name) = holder.getattr("name").and_then(|name| name.extract::<String>()) {
-        if holder.getattr("isnative").is_ok_and(|native| !native.is_truthy().unwrap_or(true)) {
-            let said = format!("is of the other byte order, and no device computes with that; ask for {name:?}");
+    if let Ok(name) = holder
+        .getattr("name")
+        .and_then(|name| name.extract::<String>())
+    {
+        if holder
+            .getattr("isnative")
+            .is_ok_and(|native| !native.is_truthy().unwrap_or(true))
+        {
+            let said = format!(
+                "is of the other byte order, and no device computes with that; ask for {name:?}"
+            );
             return Err(Fault::dtype(found.repr()?, &said).into());
         }
         return Ok(name);
@@ -158,7 +197,9 @@ pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyR
     let unknown = |next: &str| Fault::dtype(format!("{typestr:?}"), next);
     let malformed = || unknown("is no type string of the array interface");
     let mut letters = typestr.chars();
-    let (Some(order), Some(kind)) = (letters.next(), letters.next()) else { return Err(malformed().into()) };
+    let (Some(order), Some(kind)) = (letters.next(), letters.next()) else {
+        return Err(malformed().into());
+    };
     let code = match kind {
         'i' => 0,
         'u' => 1,
@@ -167,14 +208,19 @@ pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyR
         'b' => 6,
         // Objects, texts and times.
         'O' | 'S' | 'U' | 'a' | 't' | 'M' | 'm' => {
-            return Err(unknown("has no numbers that a device knows; convert it with `.astype`").into());
+            return Err(
+                unknown("has no numbers that a device knows; convert it with `.astype`").into(),
+            );
         }
         // Structures, and what has a letter of its own.
         _ => u8::MAX,
     };
     let bytes: u16 = letters.as_str().parse().map_err(|_| malformed())?;
     if order == '>' && bytes > 1 {
-        return Err(unknown("is big-endian, and no device computes with that; convert it with `.astype`").into());
+        return Err(unknown(
+            "is big-endian, and no device computes with that; convert it with `.astype`",
+        )
+        .into());
     }
     let bits = u8::try_from(bytes.saturating_mul(8)).ok();
     let known = bits.and_then(|bits| DType::from_dlpack(code, bits));
@@ -183,9 +229,17 @@ pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyR
         return Ok(known);
     }
     let name = name();
-    let named = name.as_deref().and_then(DType::from_name).filter(|named| named.bytes() == u64::from(bytes));
+    let named = name
+        .as_deref()
+        .and_then(DType::from_name)
+        .filter(|named| named.bytes() == u64::from(bytes));
     let found = format!("{:?}", name.as_deref().unwrap_or(typestr));
-    Ok(named.ok_or_else(|| Fault::dtype(found, "is not one that can be sent; convert it with `.astype`"))?)
+    Ok(named.ok_or_else(|| {
+        Fault::dtype(
+            found,
+            "is not one that can be sent; convert it with `.astype`",
+        )
+    })?)
 }
 
 /// The array interface's `typestr`; `None` for what it has no letter for.
@@ -209,12 +263,21 @@ pub fn shape(found: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     }
     // Both can be iterated, and mean no lengths.
     if found.is_instance_of::<PyString>() || found.is_instance_of::<PyBytes>() {
-        return Err(Fault::layout(format!("a shape of {}; give a tuple of lengths", found.repr()?)).into());
+        return Err(Fault::layout(format!(
+            "a shape of {}; give a tuple of lengths",
+            found.repr()?
+        ))
+        .into());
     }
     let lengths = match found.try_iter() {
         Ok(lengths) => lengths,
         // A number of another kind, NumPy's for example.
-        Err(error) => return found.extract::<i64>().map_err(|_| error).and_then(|_| Ok(vec![dimension(found)?])),
+        Err(error) => {
+            return found
+                .extract::<i64>()
+                .map_err(|_| error)
+                .and_then(|_| Ok(vec![dimension(found)?]));
+        }
     };
     let mut shape = Vec::new();
     for length in lengths {
@@ -228,10 +291,14 @@ pub fn shape(found: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
 
 fn dimension(found: &Bound<'_, PyAny>) -> PyResult<u64> {
     let length: i64 = found.extract()?;
-    u64::try_from(length).map_err(|_| Fault::layout(format!("a dimension of {length}; it must be 0 or more")).into())
+    u64::try_from(length)
+        .map_err(|_| Fault::layout(format!("a dimension of {length}; it must be 0 or more")).into())
 }
 
 /// The layout of a row-major tensor.
 pub fn layout(shape: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<warpipe::Layout> {
-    Ok(warpipe::Layout::contiguous(from_argument(dtype)?, &self::shape(shape)?).map_err(crate::errors::Fault::from)?)
+    Ok(
+        warpipe::Layout::contiguous(from_argument(dtype)?, &self::shape(shape)?)
+            .map_err(crate::errors::Fault::from)?,
+    )
 }

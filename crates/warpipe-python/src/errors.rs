@@ -21,20 +21,33 @@ pub type Outcome<T> = Result<T, Fault>;
 impl Fault {
     /// An endpoint that is used after `close`; `name` is empty for what has none.
     pub fn closed(what: &str, name: &str) -> Fault {
-        let whose = if name.is_empty() { String::new() } else { format!(" of {name:?}") };
-        Fault::Own("ClosedError", format!("the {what}{whose} is closed; open a new one"))
+        let whose = if name.is_empty() {
+            String::new()
+        } else {
+            format!(" of {name:?}")
+        };
+        Fault::Own(
+            "ClosedError",
+            format!("the {what}{whose} is closed; open a new one"),
+        )
     }
 
     /// Memory that is used after it was given back.
     pub fn released(what: &str) -> Fault {
-        let next =
-            "use it before `release`, `finish`, `send` or the end of its `with` block, or keep an array made of it";
+        let next = "use it before `release`, `finish`, `send` or the end of its `with` block, or keep an array made of it";
         Fault::Own("ReleasedError", format!("{what} is no longer held; {next}"))
     }
 
     /// An argument out of its range.
-    pub fn argument(argument: &str, found: impl std::fmt::Display, allowed: impl std::fmt::Display) -> Fault {
-        Fault::Own("ArgumentError", format!("{argument} is {found}; allowed is {allowed}"))
+    pub fn argument(
+        argument: &str,
+        found: impl std::fmt::Display,
+        allowed: impl std::fmt::Display,
+    ) -> Fault {
+        Fault::Own(
+            "ArgumentError",
+            format!("{argument} is {found}; allowed is {allowed}"),
+        )
     }
 
     /// An element type that cannot be.
@@ -44,7 +57,10 @@ impl Fault {
 
     /// A layout that cannot be.
     pub fn layout(reason: impl std::fmt::Display) -> Fault {
-        Fault::Own("LayoutError", format!("not a usable tensor layout: {reason}"))
+        Fault::Own(
+            "LayoutError",
+            format!("not a usable tensor layout: {reason}"),
+        )
     }
 }
 
@@ -65,9 +81,12 @@ impl From<Fault> for PyErr {
         thread_exit::prepare_exit();
         Python::attach(|py| match fault {
             Fault::Own(class, message) => raise(py, class, &message, |_| Ok(())),
-            Fault::Library(error) => {
-                raise(py, class_of(&error), &in_python(&error.to_string()), |dict| fill(dict, &error))
-            }
+            Fault::Library(error) => raise(
+                py,
+                class_of(&error),
+                &in_python(&error.to_string()),
+                |dict| fill(dict, &error),
+            ),
         })
     }
 }
@@ -82,9 +101,14 @@ pub fn in_python(said: &str) -> String {
         ("Device::host()", "device=\"host\""),
         ("`Lease::output`", "`lease.output`"),
         // A command of Rust's that pip does not install.
-        ("see `warpipe doctor` and the peer's state", "look at the peer's state"),
+        (
+            "see `warpipe doctor` and the peer's state",
+            "look at the peer's state",
+        ),
     ];
-    words.iter().fold(said.to_owned(), |said, (rust, python)| said.replace(rust, python))
+    words.iter().fold(said.to_owned(), |said, (rust, python)| {
+        said.replace(rust, python)
+    })
 }
 
 /// The exception's class, by the variant. Variants that this package does not know yet are plain `Error`s.
@@ -155,7 +179,9 @@ fn class_of(error: &Error) -> &'static str {
 /// What a program can act on, by the names that the Rust variants use.
 fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
     match error {
-        Error::Driver { call, code, name, .. } => {
+        Error::Driver {
+            call, code, name, ..
+        } => {
             dict.set_item("call", call)?;
             dict.set_item("code", code)?;
             dict.set_item("driver_name", name)
@@ -178,12 +204,20 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
         | Error::LinkClosed { name, .. }
         | Error::Refused { name, .. }
         | Error::TicketExpired { name, .. } => dict.set_item("endpoint", name),
-        Error::PublisherGone { name, pid, graceful } => {
+        Error::PublisherGone {
+            name,
+            pid,
+            graceful,
+        } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("pid", pid)?;
             dict.set_item("graceful", graceful)
         }
-        Error::SampleLost { name, sequence, pid } => {
+        Error::SampleLost {
+            name,
+            sequence,
+            pid,
+        } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("sequence", sequence)?;
             dict.set_item("pid", pid)
@@ -192,7 +226,12 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("endpoint", name)?;
             dict.set_item("depth", depth)
         }
-        Error::MemoryLimit { name, bytes, used, limit } => {
+        Error::MemoryLimit {
+            name,
+            bytes,
+            used,
+            limit,
+        } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("nbytes", bytes)?;
             dict.set_item("used", used)?;
@@ -206,23 +245,41 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
 /// The same, of what is not the channel's.
 fn fill_primitives(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
     match error {
-        Error::NoOwner { kind, name, was_there } => {
+        Error::NoOwner {
+            kind,
+            name,
+            was_there,
+        } => {
             dict.set_item("kind", kind.to_string())?;
             dict.set_item("endpoint", name)?;
             dict.set_item("was_there", was_there)
         }
-        Error::OtherKind { name, wanted, found } => {
+        Error::OtherKind {
+            name,
+            wanted,
+            found,
+        } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("kind", wanted.to_string())?;
             dict.set_item("found", found)
         }
-        Error::OwnerGone { kind, name, pid, graceful } => {
+        Error::OwnerGone {
+            kind,
+            name,
+            pid,
+            graceful,
+        } => {
             dict.set_item("kind", kind.to_string())?;
             dict.set_item("endpoint", name)?;
             dict.set_item("pid", pid)?;
             dict.set_item("graceful", graceful)
         }
-        Error::Range { name, offset, bytes, available } => {
+        Error::Range {
+            name,
+            offset,
+            bytes,
+            available,
+        } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("offset", offset)?;
             dict.set_item("nbytes", bytes)?;
@@ -237,7 +294,12 @@ fn fill_primitives(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("value", value)?;
             dict.set_item("last", last)
         }
-        Error::SignalPending { name, value, last, reached } => {
+        Error::SignalPending {
+            name,
+            value,
+            last,
+            reached,
+        } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("value", value)?;
             dict.set_item("last", last)?;
@@ -261,7 +323,11 @@ fn fill_primitives(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
 /// As [`fill`], of queues and services.
 fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
     match error {
-        Error::QueueFull { name, limit, waited } => {
+        Error::QueueFull {
+            name,
+            limit,
+            waited,
+        } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("limit", limit)?;
             dict.set_item("waited", waited.as_secs_f64())
@@ -289,9 +355,17 @@ fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
     }
 }
 
-fn raise(py: Python<'_>, class: &str, message: &str, fill: impl FnOnce(&Bound<'_, PyDict>) -> PyResult<()>) -> PyErr {
+fn raise(
+    py: Python<'_>,
+    class: &str,
+    message: &str,
+    fill: impl FnOnce(&Bound<'_, PyDict>) -> PyResult<()>,
+) -> PyErr {
     let made = (|| {
-        let class = py.import("warpipe._errors")?.getattr(class)?.cast_into::<PyType>()?;
+        let class = py
+            .import("warpipe._errors")?
+            .getattr(class)?
+            .cast_into::<PyType>()?;
         let exception = class.call1((message,))?;
         let context = PyDict::new(py);
         fill(&context)?;

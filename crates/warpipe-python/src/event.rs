@@ -50,10 +50,15 @@ impl EventHandle {
             return Ok(handle.get().inner.clone());
         }
         if let Ok(text) = found.cast::<PyString>() {
-            return Ok(text.to_str()?.parse::<warpipe::EventHandle>().map_err(Fault::from)?);
+            return Ok(text
+                .to_str()?
+                .parse::<warpipe::EventHandle>()
+                .map_err(Fault::from)?);
         }
         let Ok(bytes) = found.cast::<PyBytes>() else {
-            return Err(Fault::argument("handle", found, "an EventHandle, its text, or its bytes").into());
+            return Err(
+                Fault::argument("handle", found, "an EventHandle, its text, or its bytes").into(),
+            );
         };
         Ok(warpipe::EventHandle::from_bytes(bytes.as_bytes()).map_err(Fault::from)?)
     }
@@ -63,7 +68,9 @@ impl EventHandle {
 impl EventHandle {
     #[new]
     fn new(handle: &Bound<'_, PyAny>) -> PyResult<EventHandle> {
-        Ok(EventHandle { inner: EventHandle::from_argument(handle)? })
+        Ok(EventHandle {
+            inner: EventHandle::from_argument(handle)?,
+        })
     }
 
     /// As bytes, of no fixed length.
@@ -110,7 +117,10 @@ impl EventHandle {
 impl Event {
     fn of(inner: warpipe::Event) -> Event {
         let device = inner.device().clone();
-        Event { handle: CloseableHandle::new("event", "", inner), device }
+        Event {
+            handle: CloseableHandle::new("event", "", inner),
+            device,
+        }
     }
 }
 
@@ -121,8 +131,15 @@ impl Event {
     /// Raises ``EventLimitError``, ``DomainError``, ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (*, domain = None, device = None))]
-    fn create(py: Python<'_>, domain: Option<&Bound<'_, PyAny>>, device: Option<&Bound<'_, PyAny>>) -> PyResult<Event> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+    fn create(
+        py: Python<'_>,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Event> {
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
         let made = py.detach(|| warpipe::Event::create(&domain, &device));
         Ok(Event::of(made.map_err(Fault::from)?))
     }
@@ -140,8 +157,13 @@ impl Event {
         device: Option<&Bound<'_, PyAny>>,
         domain: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Event> {
-        let (handle, device) = (EventHandle::from_argument(handle)?, Device::from_argument(device)?.inner);
-        let domain = domain.map(|domain| Domain::from_argument(Some(domain))).transpose()?;
+        let (handle, device) = (
+            EventHandle::from_argument(handle)?,
+            Device::from_argument(device)?.inner,
+        );
+        let domain = domain
+            .map(|domain| Domain::from_argument(Some(domain)))
+            .transpose()?;
         let opened = asking(py, move || match &domain {
             Some(domain) => warpipe::Event::open_in(domain, &handle, &device),
             None => warpipe::Event::open(&handle, &device),
@@ -153,7 +175,9 @@ impl Event {
     ///
     /// Raises ``ClosedError``, ``DriverError``.
     fn handle(&self, py: Python<'_>) -> PyResult<EventHandle> {
-        Ok(EventHandle { inner: py.detach(|| Outcome::Ok(self.handle.get()?.handle()?))? })
+        Ok(EventHandle {
+            inner: py.detach(|| Outcome::Ok(self.handle.get()?.handle()?))?,
+        })
     }
 
     /// The device it was made or opened with.
@@ -177,12 +201,17 @@ impl Event {
     /// Raises ``OwnerGoneError``, ``RefusedError`` when seven others record it, ``TimeoutError`` after 10 s behind another
     /// thread's recording, ``ClosedError``, ``DriverError``.
     fn record(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
-        let (event, consumer) = (self.handle.get()?, Consumer::from_argument(py, &self.device, stream)?);
+        let (event, consumer) = (
+            self.handle.get()?,
+            Consumer::from_argument(py, &self.device, stream)?,
+        );
         if !event.is_prepared() {
             asking(py, move || event.prepare())?;
         }
         let exclusive = |slice| Ok(self.handle.get()?.wait_for_turn(slice)?);
-        let inner = in_turn(py, "recording", exclusive, || Ok(self.handle.get()?.try_record(consumer.followed()?)?))?;
+        let inner = in_turn(py, "recording", exclusive, || {
+            Ok(self.handle.get()?.try_record(consumer.followed()?)?)
+        })?;
         Ok(Recording { inner })
     }
 
@@ -191,8 +220,13 @@ impl Event {
     ///
     /// Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``, ``DriverError``.
     fn wait(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
-        let (event, consumer) = (self.handle.get()?, Consumer::from_argument(py, &self.device, stream)?);
-        let inner = py.detach(|| event.wait(consumer.linked())).map_err(Fault::from)?;
+        let (event, consumer) = (
+            self.handle.get()?,
+            Consumer::from_argument(py, &self.device, stream)?,
+        );
+        let inner = py
+            .detach(|| event.wait(consumer.linked()))
+            .map_err(Fault::from)?;
         consumer.lead(py)?;
         Ok(Recording { inner })
     }
@@ -211,7 +245,9 @@ impl Event {
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
         // Asked for anew in each slice, so that one that is closed meanwhile ends the wait.
-        let done = in_slices(py, timeout, |slice| none_if_late(self.handle.get()?.synchronize(slice)))?;
+        let done = in_slices(py, timeout, |slice| {
+            none_if_late(self.handle.get()?.synchronize(slice))
+        })?;
         Ok(done.ok_or_else(|| late("the work recorded by the event".into(), timeout))?)
     }
 

@@ -31,7 +31,12 @@ impl<T> Exclusive<T> {
     /// Everybody's.
     pub fn new(value: T) -> Exclusive<T> {
         Exclusive {
-            state: Mutex::new(ExclusiveState { value: Some(value), is_borrowed: false, closed: false, waiting: 0 }),
+            state: Mutex::new(ExclusiveState {
+                value: Some(value),
+                is_borrowed: false,
+                closed: false,
+                waiting: 0,
+            }),
             returned: Condvar::new(),
         }
     }
@@ -41,17 +46,25 @@ impl<T> Exclusive<T> {
     }
 
     /// Runs `work` on the value when it is this thread's turn; `None` if that does not come within `limit`.
-    pub fn with<R>(&self, limit: Duration, work: impl FnOnce(&mut T) -> R) -> Result<Option<R>, Closed> {
+    pub fn with<R>(
+        &self,
+        limit: Duration,
+        work: impl FnOnce(&mut T) -> R,
+    ) -> Result<Option<R>, Closed> {
         let mut state = self.lock();
         state.waiting += 1;
         let busy = |state: &mut ExclusiveState<T>| state.value.is_none() && !state.closed;
-        let (mut state, _) =
-            self.returned.wait_timeout_while(state, limit, busy).unwrap_or_else(PoisonError::into_inner);
+        let (mut state, _) = self
+            .returned
+            .wait_timeout_while(state, limit, busy)
+            .unwrap_or_else(PoisonError::into_inner);
         state.waiting -= 1;
         if state.closed {
             return Err(Closed);
         }
-        let Some(mut value) = state.value.take() else { return Ok(None) };
+        let Some(mut value) = state.value.take() else {
+            return Ok(None);
+        };
         state.is_borrowed = true;
         drop(state);
         let result = work(&mut value);

@@ -49,7 +49,10 @@ pub struct Discontinuity {
 #[pymethods]
 impl Discontinuity {
     fn __repr__(&self) -> String {
-        format!("Discontinuity(previous_pid={}, graceful={})", self.previous_pid, self.graceful)
+        format!(
+            "Discontinuity(previous_pid={}, graceful={})",
+            self.previous_pid, self.graceful
+        )
     }
 }
 
@@ -62,12 +65,26 @@ impl Frame {
         patience: Option<Duration>,
         openings: &Openings,
     ) -> Outcome<Frame> {
-        let Some(Named { layout, handle, metadata }) = in_place::read(sample.metadata())? else {
+        let Some(Named {
+            layout,
+            handle,
+            metadata,
+        }) = in_place::read(sample.metadata())?
+        else {
             let metadata = sample.metadata().to_vec();
             return Ok(Frame::with_metadata(sample, metadata, device, patience));
         };
-        let legacy_view = LegacyView { layout, memory: openings.open(&handle, device)? };
-        Ok(Frame::assemble(sample, Some(legacy_view), metadata, device, patience))
+        let legacy_view = LegacyView {
+            layout,
+            memory: openings.open(&handle, device)?,
+        };
+        Ok(Frame::assemble(
+            sample,
+            Some(legacy_view),
+            metadata,
+            device,
+            patience,
+        ))
     }
 
     /// With other metadata than what the channel knows.
@@ -94,9 +111,21 @@ impl Frame {
         let (in_place, sequence) = (legacy_view.is_some(), sample.sequence());
         let (sent_at_ns, received_at_ns) = (sample.sent_at_ns(), sample.received_at_ns());
         let discontinuity = sample.discontinuity().map(change);
-        let memory = Memory::of_sample(&Arc::new(SampleHolder::new(sample, legacy_view, patience)), device);
+        let memory = Memory::of_sample(
+            &Arc::new(SampleHolder::new(sample, legacy_view, patience)),
+            device,
+        );
         let owner = Holding::new("sample", Some(sequence), memory);
-        Frame { owner, in_place, sequence, sent_at_ns, received_at_ns, metadata, discontinuity, patience }
+        Frame {
+            owner,
+            in_place,
+            sequence,
+            sent_at_ns,
+            received_at_ns,
+            metadata,
+            discontinuity,
+            patience,
+        }
     }
 
     /// It, with what it has in common with others.
@@ -193,7 +222,9 @@ impl Frame {
             Ok(sole) => {
                 let receipt = py.detach(|| sole.release())?;
                 let done = in_slices(py, timeout, |slice| none_if_late(receipt.wait(slice)))?;
-                Ok(done.ok_or_else(|| late(format!("the data of sample {}", self.sequence), timeout))?)
+                Ok(done.ok_or_else(|| {
+                    late(format!("the data of sample {}", self.sequence), timeout)
+                })?)
             }
             // Arrays of it go on; the slot follows the last of them.
             Err(shared) => shared.wait(py, timeout),
@@ -206,7 +237,9 @@ impl Frame {
     /// Raises ``ArgumentError`` for a stream of another device.
     #[pyo3(signature = (stream = None))]
     pub fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let consumer = stream.map(|stream| Consumer::from_argument(py, &self.owner.device, stream)).transpose()?;
+        let consumer = stream
+            .map(|stream| Consumer::from_argument(py, &self.owner.device, stream))
+            .transpose()?;
         let lent = self.give_up()?;
         if let (Some(lent), Some(consumer)) = (&lent, &consumer) {
             lent.note(py, consumer);
@@ -251,6 +284,9 @@ impl Frame {
     }
 
     fn __repr__(&self) -> String {
-        format!("Sample({:?}, sequence={}, {})", self.owner.layout, self.sequence, self.owner.device)
+        format!(
+            "Sample({:?}, sequence={}, {})",
+            self.owner.layout, self.sequence, self.owner.device
+        )
     }
 }

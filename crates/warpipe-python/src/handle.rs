@@ -21,7 +21,12 @@ pub struct CloseableHandle<T: Send> {
 impl<T: Send> CloseableHandle<T> {
     /// An open one. `what` and `name` are for the error of who comes too late.
     pub fn unlisted(what: &'static str, name: impl Into<String>, inner: T) -> CloseableHandle<T> {
-        CloseableHandle { home: Home::here(), what, name: name.into(), inner: Arc::new(Closable::new(inner)) }
+        CloseableHandle {
+            home: Home::here(),
+            what,
+            name: name.into(),
+            inner: Arc::new(Closable::new(inner)),
+        }
     }
 
     /// The same, closed when the program ends.
@@ -37,7 +42,9 @@ impl<T: Send> CloseableHandle<T> {
     /// What is behind it.
     pub fn get(&self) -> Outcome<Arc<DropDetached<T>>> {
         self.home.check()?;
-        self.inner.get().ok_or_else(|| Fault::closed(self.what, &self.name))
+        self.inner
+            .get()
+            .ok_or_else(|| Fault::closed(self.what, &self.name))
     }
 
     /// What it is called.

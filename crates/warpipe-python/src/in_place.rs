@@ -44,12 +44,23 @@ impl<'a, 'py> FromPyObject<'a, 'py> for ZeroCopy {
 
     fn extract(found: Borrowed<'a, 'py, PyAny>) -> PyResult<ZeroCopy> {
         if let Ok(wanted) = found.cast::<PyBool>() {
-            return Ok(if wanted.is_true() { ZeroCopy::Try } else { ZeroCopy::No });
+            return Ok(if wanted.is_true() {
+                ZeroCopy::Try
+            } else {
+                ZeroCopy::No
+            });
         }
         match found.cast::<PyString>() {
             Ok(word) if word.to_str()? == "require" => Ok(ZeroCopy::Require),
-            Ok(_) => Err(Fault::argument("zero_copy", found.to_string(), "True, False or \"require\"").into()),
-            Err(_) => Err(PyTypeError::new_err("zero_copy is True, False or \"require\"")),
+            Ok(_) => {
+                Err(
+                    Fault::argument("zero_copy", found.to_string(), "True, False or \"require\"")
+                        .into(),
+                )
+            }
+            Err(_) => Err(PyTypeError::new_err(
+                "zero_copy is True, False or \"require\"",
+            )),
         }
     }
 }
@@ -73,7 +84,10 @@ impl InPlace {
 
     /// Keeps a tensor until the slot of its carrier is free.
     pub fn keep(&self, tensor: Source, returned: SlotReturn) {
-        self.lock().push(Sent { returned, _tensor: tensor });
+        self.lock().push(Sent {
+            returned,
+            _tensor: tensor,
+        });
     }
 
     /// Lets go of what has come back. Returns how many have not.
@@ -117,9 +131,14 @@ impl Drop for InPlace {
 
 /// The metadata of a carrier; the reason if the tensor cannot be sent where it lies.
 pub fn carrier(device: &warpipe::Device, source: &Source, metadata: &[u8]) -> Outcome<Vec<u8>> {
-    let refuse =
-        |reason: String| Fault::Own("ExportError", format!("the tensor cannot be sent where it lies: {reason}"));
-    let (SourceLocation::Device(address, ..) | SourceLocation::Host(address, _)) = &source.place else {
+    let refuse = |reason: String| {
+        Fault::Own(
+            "ExportError",
+            format!("the tensor cannot be sent where it lies: {reason}"),
+        )
+    };
+    let (SourceLocation::Device(address, ..) | SourceLocation::Host(address, _)) = &source.place
+    else {
         return Err(refuse(
             "it has gaps, or is no array, and is gathered into a copy; make it a contiguous one first".into(),
         ));
@@ -146,11 +165,22 @@ fn describe(layout: &Layout) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     let strided = if layout.is_contiguous() { 0 } else { STRIDED };
     let dtype = layout.dtype();
-    bytes.extend([VERSION, dtype.code(), dtype.bits(), layout.shape().len() as u8 | strided]);
-    layout.shape().iter().for_each(|&length| put(&mut bytes, length));
+    bytes.extend([
+        VERSION,
+        dtype.code(),
+        dtype.bits(),
+        layout.shape().len() as u8 | strided,
+    ]);
+    layout
+        .shape()
+        .iter()
+        .for_each(|&length| put(&mut bytes, length));
     if strided != 0 {
         // Zigzag, so that small negative numbers are short, too.
-        layout.strides().iter().for_each(|&stride| put(&mut bytes, (stride << 1 ^ stride >> 63) as u64));
+        layout
+            .strides()
+            .iter()
+            .for_each(|&stride| put(&mut bytes, (stride << 1 ^ stride >> 63) as u64));
         put(&mut bytes, layout.offset());
     }
     bytes
@@ -187,11 +217,22 @@ pub struct Named {
 
 /// Reads a sample's metadata; nothing for an ordinary one.
 pub fn read(metadata: &[u8]) -> Outcome<Option<Named>> {
-    let Some(rest) = metadata.strip_prefix(&MAGIC) else { return Ok(None) };
-    let wrong = |what: &str| Fault::Own("ProtocolError", format!("a tensor that was sent where it lies: {what}"));
-    let [version, code, bits, rank, rest @ ..] = rest else { return Err(wrong("it is cut short")) };
+    let Some(rest) = metadata.strip_prefix(&MAGIC) else {
+        return Ok(None);
+    };
+    let wrong = |what: &str| {
+        Fault::Own(
+            "ProtocolError",
+            format!("a tensor that was sent where it lies: {what}"),
+        )
+    };
+    let [version, code, bits, rank, rest @ ..] = rest else {
+        return Err(wrong("it is cut short"));
+    };
     if *version != VERSION {
-        return Err(wrong(&format!("version {version}, this is {VERSION}; run one version on both sides")));
+        return Err(wrong(&format!(
+            "version {version}, this is {VERSION}; run one version on both sides"
+        )));
     }
     let dtype = DType::from_dlpack(*code, *bits).ok_or_else(|| wrong("an unknown element type"))?;
     let (strided, rank) = (rank & STRIDED != 0, usize::from(rank & !STRIDED));
@@ -203,17 +244,28 @@ pub fn read(metadata: &[u8]) -> Outcome<Option<Named>> {
     let shape = (0..rank).map(|_| number()).collect::<Outcome<Vec<u64>>>()?;
     let layout = if strided {
         let unzigzag = |number: u64| (number >> 1) as i64 ^ -((number & 1) as i64);
-        let strides = (0..rank).map(|_| number().map(unzigzag)).collect::<Outcome<Vec<i64>>>()?;
+        let strides = (0..rank)
+            .map(|_| number().map(unzigzag))
+            .collect::<Outcome<Vec<i64>>>()?;
         Layout::strided(dtype, &shape, &strides, number()?)?
     } else {
         Layout::contiguous(dtype, &shape)?
     };
-    let (handle, metadata) = rest.split_at_checked(LegacyHandle::BYTES).ok_or_else(|| wrong("it is cut short"))?;
+    let (handle, metadata) = rest
+        .split_at_checked(LegacyHandle::BYTES)
+        .ok_or_else(|| wrong("it is cut short"))?;
     let handle = LegacyHandle::from_bytes(handle)?;
     if layout.bytes() != handle.bytes() {
-        return Err(wrong(&format!("{} bytes of memory for {layout:?}", handle.bytes())));
+        return Err(wrong(&format!(
+            "{} bytes of memory for {layout:?}",
+            handle.bytes()
+        )));
     }
-    Ok(Some(Named { layout, handle, metadata: metadata.to_vec() }))
+    Ok(Some(Named {
+        layout,
+        handle,
+        metadata: metadata.to_vec(),
+    }))
 }
 
 /// What a subscriber has open of its publisher's allocators: the last few allocations stay open, because the next sample
@@ -228,14 +280,19 @@ impl Openings {
     pub fn open(&self, handle: &LegacyHandle, device: &warpipe::Device) -> Outcome<LegacyMemory> {
         let opened = handle.open(device)?;
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_same = |known: &LegacyHandle| known.raw() == handle.raw() && known.pid() == handle.pid();
+        let is_same =
+            |known: &LegacyHandle| known.raw() == handle.raw() && known.pid() == handle.pid();
         let known = list.iter().position(|(known, _)| is_same(known));
         let kept = match known {
             Some(index) => list.remove(index),
             None => (*handle, handle.open(device)?),
         };
         list.push(kept);
-        let oldest = if list.len() > OPEN_MAX { Some(list.remove(0)) } else { None };
+        let oldest = if list.len() > OPEN_MAX {
+            Some(list.remove(0))
+        } else {
+            None
+        };
         drop(list);
         drop(oldest);
         Ok(opened)

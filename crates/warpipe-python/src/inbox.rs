@@ -83,22 +83,45 @@ enum Found<V, R> {
 
 impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
     /// An open one. `what` and `name` are for the error of who comes too late.
-    pub fn new(what: &'static str, name: &str, timeout: Option<Duration>, inner: T, calls: Calls<T, R>) -> Inbox<T, R> {
+    pub fn new(
+        what: &'static str,
+        name: &str,
+        timeout: Option<Duration>,
+        inner: T,
+        calls: Calls<T, R>,
+    ) -> Inbox<T, R> {
         let take_back = calls.take_back;
-        let source =
-            Arc::new(Source { exclusive: Exclusive::new(inner), unused: Mutex::new(Some(VecDeque::new())), take_back });
+        let source = Arc::new(Source {
+            exclusive: Exclusive::new(inner),
+            unused: Mutex::new(Some(VecDeque::new())),
+            take_back,
+        });
         interpreter_exit::close_at_exit(&source);
-        Inbox { home: Home::here(), what, name: name.to_owned(), timeout, calls, source }
+        Inbox {
+            home: Home::here(),
+            what,
+            name: name.to_owned(),
+            timeout,
+            calls,
+            source,
+        }
     }
 
     /// Runs `work` when it is our turn; nothing if that does not come within `limit`.
     fn within<A>(&self, limit: Duration, work: impl FnOnce(&mut T) -> A) -> Outcome<Option<A>> {
         self.home.check()?;
-        self.source.exclusive.with(limit, work).map_err(|Closed| Fault::closed(self.what, &self.name))
+        self.source
+            .exclusive
+            .with(limit, work)
+            .map_err(|Closed| Fault::closed(self.what, &self.name))
     }
 
     /// Asks for something that is there at once, as soon as it is our turn.
-    pub fn ask<A: Send>(&self, py: Python<'_>, work: impl Fn(&mut T) -> A + Send + Sync) -> PyResult<A> {
+    pub fn ask<A: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl Fn(&mut T) -> A + Send + Sync,
+    ) -> PyResult<A> {
         let said = in_slices(py, None, |slice| self.within(slice, &work))?;
         Ok(said.ok_or_else(|| late("its turn".into(), None))?)
     }
@@ -115,10 +138,18 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
     ) -> PyResult<Py<R>> {
         let found = in_slices(py, timeout, |slice| {
             let start = Instant::now();
-            let look = |inner: &mut T| none_if_late(take(inner, slice.saturating_sub(start.elapsed())));
-            Ok(self.within(slice, |inner| self.unused_or(inner, look))?.transpose()?.flatten())
+            let look =
+                |inner: &mut T| none_if_late(take(inner, slice.saturating_sub(start.elapsed())));
+            Ok(self
+                .within(slice, |inner| self.unused_or(inner, look))?
+                .transpose()?
+                .flatten())
         })?;
-        self.give(py, found.ok_or_else(|| late(format!("{thing} {:?}", self.name), timeout))?, make)
+        self.give(
+            py,
+            found.ok_or_else(|| late(format!("{thing} {:?}", self.name), timeout))?,
+            make,
+        )
     }
 
     /// The next one if there is one.
@@ -139,10 +170,18 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
         look: impl FnOnce(&mut T) -> Outcome<Option<V>>,
     ) -> Outcome<Option<Found<V, R>>> {
         let unused = self.source.unused().as_mut().and_then(VecDeque::pop_front);
-        unused.map_or_else(|| Ok(look(inner)?.map(Found::New)), |unused| Ok(Some(Found::Unused(unused))))
+        unused.map_or_else(
+            || Ok(look(inner)?.map(Found::New)),
+            |unused| Ok(Some(Found::Unused(unused))),
+        )
     }
 
-    fn give<V>(&self, py: Python<'_>, found: Found<V, R>, make: impl FnOnce(V) -> PyResult<Py<R>>) -> PyResult<Py<R>> {
+    fn give<V>(
+        &self,
+        py: Python<'_>,
+        found: Found<V, R>,
+        make: impl FnOnce(V) -> PyResult<Py<R>>,
+    ) -> PyResult<Py<R>> {
         let made = match found {
             Found::New(value) => make(value)?,
             Found::Unused(made) => made,
@@ -157,7 +196,9 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
 
     /// How many seconds a wait lasts that is asked for with this timeout.
     pub fn limit(&self, timeout: Timeout) -> Option<f64> {
-        timeout.or(self.timeout).map(|timeout| timeout.as_secs_f64())
+        timeout
+            .or(self.timeout)
+            .map(|timeout| timeout.as_secs_f64())
     }
 
     /// Whether it has been closed.

@@ -35,7 +35,13 @@ struct RunningCallback(u32);
 impl RunningCallback {
     fn start() -> RunningCallback {
         let own = std::process::id();
-        let more = |running: u64| Some(if process_of(running) == own { running + 1 } else { u64::from(own) << 32 | 1 });
+        let more = |running: u64| {
+            Some(if process_of(running) == own {
+                running + 1
+            } else {
+                u64::from(own) << 32 | 1
+            })
+        };
         let _ = RUNNING_CALLBACKS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more);
         RunningCallback(own)
     }
@@ -43,7 +49,8 @@ impl RunningCallback {
 
 impl Drop for RunningCallback {
     fn drop(&mut self) {
-        let less = |running: u64| (process_of(running) == self.0).then(|| running.saturating_sub(1));
+        let less =
+            |running: u64| (process_of(running) == self.0).then(|| running.saturating_sub(1));
         let _ = RUNNING_CALLBACKS.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
     }
 }
@@ -84,7 +91,9 @@ impl Callback {
 
     /// For the owner's `__traverse__`, which must not wait.
     pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.0.try_lock().map_or(Ok(()), |function| visit.call(&*function))
+        self.0
+            .try_lock()
+            .map_or(Ok(()), |function| visit.call(&*function))
     }
 
     /// Takes the function away; it is not called any more.
@@ -108,7 +117,13 @@ impl Callback {
         thread_exit::prepare_exit();
         let _ = Python::try_attach(|py| {
             // Held for the call: the owner may go meanwhile.
-            let Some(callback) = self.function().as_ref().map(|callback| callback.clone_ref(py)) else { return };
+            let Some(callback) = self
+                .function()
+                .as_ref()
+                .map(|callback| callback.clone_ref(py))
+            else {
+                return;
+            };
             let callback = callback.bind(py);
             if let Err(error) = callback.call1((argument,)) {
                 error.write_unraisable(py, Some(callback));
@@ -147,7 +162,10 @@ impl<T: Send> Closable<T> {
     /// An open one.
     pub fn new(inner: T) -> Closable<T> {
         let open = Arc::new(DropDetached::new(inner));
-        Closable(Mutex::new(ClosableState { used: Arc::downgrade(&open), open: Some(open) }))
+        Closable(Mutex::new(ClosableState {
+            used: Arc::downgrade(&open),
+            open: Some(open),
+        }))
     }
 
     fn state(&self) -> MutexGuard<'_, ClosableState<T>> {
@@ -220,7 +238,9 @@ fn register_exit(py: Python<'_>) -> PyResult<()> {
 /// A child of ``multiprocessing`` may end without ``atexit``, and runs finalizers of its own. It becomes such a child, and
 /// forgets what was registered before, only after it has imported its parent's program: see [`prepare`].
 fn register_finalizer(py: Python<'_>) -> PyResult<()> {
-    let Some(process) = imported(py, "multiprocessing.process")? else { return Ok(()) };
+    let Some(process) = imported(py, "multiprocessing.process")? else {
+        return Ok(());
+    };
     if process.call_method0("parent_process")?.is_none() {
         return Ok(());
     }
@@ -229,7 +249,9 @@ fn register_finalizer(py: Python<'_>) -> PyResult<()> {
     // After whatever else ends there.
     options.set_item("exitpriority", -1000)?;
     let finalize = py.import("multiprocessing.util")?.getattr("Finalize")?;
-    finalize.call((py.None(), end_function(py)?), Some(&options)).map(drop)
+    finalize
+        .call((py.None(), end_function(py)?), Some(&options))
+        .map(drop)
 }
 
 /// What ``multiprocessing`` calls in a new child before its work: what the program opened while it was imported is to be
@@ -238,14 +260,23 @@ fn register_finalizer(py: Python<'_>) -> PyResult<()> {
 fn _begin(py: Python<'_>, _end: &Bound<'_, PyAny>) -> PyResult<()> {
     let is_ours = |(home, known): &Listed| home.is_here() && known.strong_count() > 0;
     let has_open = OPEN.try_lock().is_ok_and(|open| open.iter().any(is_ours));
-    if has_open { register_finalizer(py) } else { Ok(()) }
+    if has_open {
+        register_finalizer(py)
+    } else {
+        Ok(())
+    }
 }
 
 /// Closes what is open, and waits a moment for threads that are using it: they come out of their waits once a slice.
 fn close_all(py: Python<'_>) {
-    let mut open = OPEN.try_lock().map(|mut open| std::mem::take(&mut *open)).unwrap_or_default();
+    let mut open = OPEN
+        .try_lock()
+        .map(|mut open| std::mem::take(&mut *open))
+        .unwrap_or_default();
     open.retain(|(home, _)| home.is_here());
-    open.iter().filter_map(|(_, known)| known.upgrade()).for_each(|endpoint| endpoint.end(py));
+    open.iter()
+        .filter_map(|(_, known)| known.upgrade())
+        .for_each(|endpoint| endpoint.end(py));
     let is_over = |(_, known): &Listed| known.upgrade().is_none_or(|endpoint| endpoint.is_over());
     py.detach(|| {
         let start = Instant::now();
@@ -283,6 +314,9 @@ pub fn prepare(module: &Bound<'_, PyModule>) -> PyResult<()> {
     PREPARED.store(std::process::id(), Ordering::SeqCst);
     let (py, end) = (module.py(), module.getattr("_end")?);
     py.import("atexit")?.call_method1("register", (&end,))?;
-    let Some(util) = imported(py, "multiprocessing.util")? else { return Ok(()) };
-    util.call_method1("register_after_fork", (end, module.getattr("_begin")?)).map(drop)
+    let Some(util) = imported(py, "multiprocessing.util")? else {
+        return Ok(());
+    };
+    util.call_method1("register_after_fork", (end, module.getattr("_begin")?))
+        .map(drop)
 }

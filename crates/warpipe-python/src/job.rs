@@ -35,7 +35,10 @@ pub struct Waits(Mutex<Option<Py<PyDict>>>);
 impl Waits {
     fn table<'py>(&self, py: Python<'py>) -> Bound<'py, PyDict> {
         let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        table.get_or_insert_with(|| PyDict::new(py).unbind()).bind(py).clone()
+        table
+            .get_or_insert_with(|| PyDict::new(py).unbind())
+            .bind(py)
+            .clone()
     }
 
     /// Passes a step of the running task's on: `how` is ``"send"``, ``"throw"`` or ``"close"``.
@@ -46,12 +49,15 @@ impl Waits {
         arguments: &Bound<'py, PyTuple>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = awaited.py();
-        py.import("warpipe._queue")?.call_method1("step", (self.table(py), awaited, how, arguments))
+        py.import("warpipe._queue")?
+            .call_method1("step", (self.table(py), awaited, how, arguments))
     }
 
     /// For the garbage collector: a coroutine holds what it waits for.
     pub fn traverse(&self, visit: &PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
-        self.0.try_lock().map_or(Ok(()), |table| visit.call(&*table))
+        self.0
+            .try_lock()
+            .map_or(Ok(()), |table| visit.call(&*table))
     }
 
     pub fn clear(&self) {
@@ -63,7 +69,11 @@ impl Waits {
 impl JobHandle {
     /// Of a job of this queue.
     pub fn new(endpoint: &Arc<JobEndpoint>, inner: warpipe::JobHandle) -> JobHandle {
-        JobHandle { endpoint: endpoint.clone(), inner: DropDetached::new(inner), waits: Waits::default() }
+        JobHandle {
+            endpoint: endpoint.clone(),
+            inner: DropDetached::new(inner),
+            waits: Waits::default(),
+        }
     }
 
     fn look(&self, slice: Duration) -> Outcome<Option<warpipe::JobResult>> {
@@ -86,9 +96,20 @@ impl JobHandle {
     /// ``RejectedError``; ``NoSuchJobError`` when the outcome was taken before, ``QueueClosedError``.
     #[pyo3(signature = (timeout = None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<Result>> {
-        let timeout = timeout.map(|timeout| seconds(timeout, "timeout")).transpose()?;
+        let timeout = timeout
+            .map(|timeout| seconds(timeout, "timeout"))
+            .transpose()?;
         let result = in_slices(py, timeout, |slice| self.look(slice))?;
-        let what = || late(format!("the result of job {} of {:?}", self.inner.id(), self.endpoint.name), timeout);
+        let what = || {
+            late(
+                format!(
+                    "the result of job {} of {:?}",
+                    self.inner.id(),
+                    self.endpoint.name
+                ),
+                timeout,
+            )
+        };
         self.endpoint.give(py, result.ok_or_else(what)?)
     }
 
@@ -132,18 +153,25 @@ impl JobHandle {
     /// A step of the task that this was made: see ``asyncio.create_task``.
     #[pyo3(signature = (value, /))]
     fn send<'py>(slf: &Bound<'py, Self>, value: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        slf.get().waits.step(slf.as_any(), "send", &PyTuple::new(slf.py(), [value])?)
+        slf.get()
+            .waits
+            .step(slf.as_any(), "send", &PyTuple::new(slf.py(), [value])?)
     }
 
     /// Ends a step of that task with an error, as its cancellation does.
     #[pyo3(signature = (*error), text_signature = "($self, *error)")]
-    fn throw<'py>(slf: &Bound<'py, Self>, error: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
+    fn throw<'py>(
+        slf: &Bound<'py, Self>,
+        error: &Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         slf.get().waits.step(slf.as_any(), "throw", error)
     }
 
     /// Ends the wait of the task that this was made; what is waited for stays as it is.
     fn close<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.get().waits.step(slf.as_any(), "close", &PyTuple::empty(slf.py()))
+        slf.get()
+            .waits
+            .step(slf.as_any(), "close", &PyTuple::empty(slf.py()))
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
@@ -155,14 +183,20 @@ impl JobHandle {
     }
 
     fn __repr__(&self) -> String {
-        format!("JobHandle({:?}, job={})", self.endpoint.name, self.inner.id())
+        format!(
+            "JobHandle({:?}, job={})",
+            self.endpoint.name,
+            self.inner.id()
+        )
     }
 }
 
 /// Waits in the running event loop, as `await` asks.
 pub fn outcome_of<'py>(awaited: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let module = awaited.py().import("warpipe._queue")?;
-    module.call_method1("outcome_of", (awaited,))?.call_method0("__await__")
+    module
+        .call_method1("outcome_of", (awaited,))?
+        .call_method0("__await__")
 }
 
 /// What an event loop sleeps on for a queue.
@@ -177,7 +211,10 @@ impl Watch {
     /// Of a queue, or a client.
     pub fn of(py: Python<'_>, endpoint: &Arc<JobEndpoint>) -> PyResult<Watch> {
         let inner = py.detach(|| endpoint.watch())?;
-        Ok(Watch { endpoint: endpoint.clone(), inner: DropDetached::new(inner) })
+        Ok(Watch {
+            endpoint: endpoint.clone(),
+            inner: DropDetached::new(inner),
+        })
     }
 }
 
@@ -207,8 +244,16 @@ pub struct Result {
 
 impl Result {
     /// Takes a result over.
-    pub fn new(py: Python<'_>, result: warpipe::JobResult, device: &warpipe::Device) -> PyResult<Py<Result>> {
-        let ours = Result { job: result.job(), attempt: result.attempt(), worker_pid: result.worker_pid() };
+    pub fn new(
+        py: Python<'_>,
+        result: warpipe::JobResult,
+        device: &warpipe::Device,
+    ) -> PyResult<Py<Result>> {
+        let ours = Result {
+            job: result.job(),
+            attempt: result.attempt(),
+            worker_pid: result.worker_pid(),
+        };
         let metadata = result.metadata().to_vec();
         let frame = Frame::with_metadata(result.into_sample(), metadata, device, None);
         Py::new(py, frame.whole().add_subclass(ours))
@@ -236,7 +281,11 @@ impl Result {
     }
 
     fn __repr__(slf: &Bound<'_, Result>) -> String {
-        let Result { job, attempt, worker_pid } = slf.get();
+        let Result {
+            job,
+            attempt,
+            worker_pid,
+        } = slf.get();
         let frame = slf.as_super().get().described();
         format!("JobResult({frame}, job={job}, attempt={attempt}, worker_pid={worker_pid})")
     }
@@ -263,7 +312,11 @@ enum Found {
 impl Results {
     /// Of a queue.
     pub fn new(endpoint: &Arc<JobEndpoint>, timeout: Option<Duration>, follow: bool) -> Results {
-        Results { endpoint: endpoint.clone(), timeout, follow }
+        Results {
+            endpoint: endpoint.clone(),
+            timeout,
+            follow,
+        }
     }
 
     fn look(&self, slice: Duration) -> Outcome<Option<Found>> {
@@ -271,7 +324,10 @@ impl Results {
         let may_end = !self.follow || self.endpoint.is_shut();
         let end = self.endpoint.end()?;
         let queue = end.queue();
-        match queue.next_result(&self.endpoint.stream, if may_end { Duration::ZERO } else { slice }) {
+        match queue.next_result(
+            &self.endpoint.stream,
+            if may_end { Duration::ZERO } else { slice },
+        ) {
             Ok(result) => return Ok(Some(Found::Result(result))),
             Err(Error::Timeout { .. }) if !may_end => return Ok(None),
             Err(Error::Timeout { .. }) => {}
@@ -295,7 +351,11 @@ impl Results {
         match in_slices(py, self.timeout, |slice| self.look(slice))? {
             Some(Found::Result(result)) => self.endpoint.give(py, result),
             Some(Found::QueueOrClient) => Err(PyStopIteration::new_err(())),
-            None => Err(late(format!("a result of {:?}", self.endpoint.name), self.timeout).into()),
+            None => Err(late(
+                format!("a result of {:?}", self.endpoint.name),
+                self.timeout,
+            )
+            .into()),
         }
     }
 
@@ -305,14 +365,18 @@ impl Results {
 
     /// The next result, in the running event loop.
     fn __anext__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("warpipe._queue")?.call_method1("next_result", (slf,))
+        slf.py()
+            .import("warpipe._queue")?
+            .call_method1("next_result", (slf,))
     }
 
     /// The result if it is there, None if it is not, and False at the end.
     fn _poll(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         match py.detach(|| self.look(Duration::ZERO))? {
             Some(Found::Result(result)) => Ok(self.endpoint.give(py, result)?.into_any()),
-            Some(Found::QueueOrClient) => Ok(false.into_pyobject(py)?.to_owned().into_any().unbind()),
+            Some(Found::QueueOrClient) => {
+                Ok(false.into_pyobject(py)?.to_owned().into_any().unbind())
+            }
             None => Ok(py.None()),
         }
     }

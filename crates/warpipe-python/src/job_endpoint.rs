@@ -132,7 +132,12 @@ impl JobEndpoint {
     /// The end while it is open. Ask anew for each slice of a wait: then closing ends the wait.
     pub fn end(&self) -> Outcome<Arc<DropDetached<QueueOrClient>>> {
         self.home.check()?;
-        self.end.get().ok_or_else(|| Error::QueueClosed { name: self.name.clone() }.into())
+        self.end.get().ok_or_else(|| {
+            Error::QueueClosed {
+                name: self.name.clone(),
+            }
+            .into()
+        })
     }
 
     /// An error in a forked child.
@@ -157,9 +162,17 @@ impl JobEndpoint {
     }
 
     /// Waits until there are `count` workers, or servers: `what` they are called.
-    pub fn wait_for(&self, py: Python<'_>, what: &str, count: usize, timeout: Option<f64>) -> PyResult<()> {
+    pub fn wait_for(
+        &self,
+        py: Python<'_>,
+        what: &str,
+        count: usize,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
-        let come = in_slices(py, timeout, |slice| none_if_late(self.end()?.wait_for_workers(count, slice)))?;
+        let come = in_slices(py, timeout, |slice| {
+            none_if_late(self.end()?.wait_for_workers(count, slice))
+        })?;
         Ok(come.ok_or_else(|| late(format!("{what} {count} of {:?}", self.name), timeout))?)
     }
 
@@ -193,18 +206,38 @@ impl JobEndpoint {
         }
     }
 
-    fn borrow(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Slot> {
-        let mut slot =
-            Slot::Work(DropDetached::new(slot::borrow(py, self.patience, || Ok(self.end()?.loan(layout)?))?));
+    fn borrow(
+        &self,
+        py: Python<'_>,
+        layout: &Layout,
+        metadata: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Slot> {
+        let mut slot = Slot::Work(DropDetached::new(slot::borrow(py, self.patience, || {
+            Ok(self.end()?.loan(layout)?)
+        })?));
         slot.set_metadata(metadata)?;
         Ok(slot)
     }
 
     /// A loan to be filled by the caller.
-    pub fn loan(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Py<Loan>> {
+    pub fn loan(
+        &self,
+        py: Python<'_>,
+        layout: &Layout,
+        metadata: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Py<Loan>> {
         metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
         let slot = self.borrow(py, layout, metadata)?;
-        Py::new(py, Loan::new(slot, &self.device, &self.stream, &self.copies, self.patience))
+        Py::new(
+            py,
+            Loan::new(
+                slot,
+                &self.device,
+                &self.stream,
+                &self.copies,
+                self.patience,
+            ),
+        )
     }
 
     /// An input, and the stream behind which it is filled: a tensor is copied, a loan of this queue's is taken.
@@ -224,12 +257,21 @@ impl JobEndpoint {
             }
             return Ok((slot, stream));
         }
-        let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
-        let wanted =
-            Wanted { device: &self.device, stream: stream.as_ref(), own: &self.stream, packed: false, lasting: false };
+        let stream = stream
+            .map(|stream| Consumer::from_argument(py, &self.device, stream))
+            .transpose()?;
+        let wanted = Wanted {
+            device: &self.device,
+            stream: stream.as_ref(),
+            own: &self.stream,
+            packed: false,
+            lasting: false,
+        };
         let source = wanted.find(tensor)?;
         let mut slot = self.borrow(py, &source.layout, metadata)?;
-        let filled_on = self.copies.fill(py, &mut slot, source, &self.stream, self.patience)?;
+        let filled_on = self
+            .copies
+            .fill(py, &mut slot, source, &self.stream, self.patience)?;
         Ok((slot, filled_on))
     }
 
@@ -240,20 +282,31 @@ impl JobEndpoint {
         py: Python<'_>,
         (slot, stream): (Slot, warpipe::Stream),
         patience: Option<Duration>,
-        mut enter: impl FnMut(&QueueOrClient, warpipe::Loan, &warpipe::Stream) -> Result<T, SubmitError> + Send,
+        mut enter: impl FnMut(&QueueOrClient, warpipe::Loan, &warpipe::Stream) -> Result<T, SubmitError>
+        + Send,
     ) -> PyResult<T> {
         let Slot::Work(loan) = slot else {
-            return Err(Fault::argument("the loan", "a publisher's", format!("one of this {}", self.kind)).into());
+            return Err(Fault::argument(
+                "the loan",
+                "a publisher's",
+                format!("one of this {}", self.kind),
+            )
+            .into());
         };
         let (mut loan, mut full) = (Some(loan.into_inner()), None);
         // Another error of the wait is the next step's own, too.
         let wait_for_room = |slice| {
             let waited = self.end().map(|end| end.wait_for_room(slice));
-            !matches!(waited, Ok(Err(Error::QueueFull { .. } | Error::Timeout { .. })))
+            !matches!(
+                waited,
+                Ok(Err(Error::QueueFull { .. } | Error::Timeout { .. }))
+            )
         };
         let entered = once(py, patience, wait_for_room, || {
             let end = self.end()?;
-            let Some(ours) = loan.take() else { return Err(Error::Forked.into()) };
+            let Some(ours) = loan.take() else {
+                return Err(Error::Forked.into());
+            };
             match enter(&end, ours, &stream) {
                 Ok(entered) => Ok(Some(entered)),
                 Err(SubmitError {
@@ -274,12 +327,15 @@ impl JobEndpoint {
             let _ = py.detach(|| unused.discard(&stream));
         }
         let late = || match full {
-            Some(Error::QueueFull { name, limit, .. }) => {
-                Fault::from(Error::QueueFull { name, limit, waited: patience.unwrap_or_default() })
-            }
-            Some(Error::Timeout { what, .. }) => {
-                Fault::from(Error::Timeout { what, waited: patience.unwrap_or_default() })
-            }
+            Some(Error::QueueFull { name, limit, .. }) => Fault::from(Error::QueueFull {
+                name,
+                limit,
+                waited: patience.unwrap_or_default(),
+            }),
+            Some(Error::Timeout { what, .. }) => Fault::from(Error::Timeout {
+                what,
+                waited: patience.unwrap_or_default(),
+            }),
             _ => Fault::from(Error::Forked),
         };
         Ok(entered?.ok_or_else(late)?)

@@ -98,7 +98,14 @@ impl Lease {
         let (input, duty) = lease.split();
         let frame = Frame::with_metadata(input, metadata, &context.device, context.patience);
         let duty = Mutex::new(Some(DropDetached::new(duty)));
-        let lease = Lease { home: Home::here(), context: context.clone(), duty, job, attempt, deadline_ns };
+        let lease = Lease {
+            home: Home::here(),
+            context: context.clone(),
+            duty,
+            job,
+            attempt,
+            deadline_ns,
+        };
         frame.whole().add_subclass(lease)
     }
 
@@ -116,8 +123,12 @@ impl Lease {
     fn return_unused(&self, py: Python<'_>) -> Outcome<()> {
         py.detach(|| {
             let mut owed = self.duty()?.take().map(DropDetached::into_inner);
-            let (start, patience) =
-                (Instant::now(), self.context.patience.map_or(RETURN_TIMEOUT, |patience| patience.min(RETURN_TIMEOUT)));
+            let (start, patience) = (
+                Instant::now(),
+                self.context
+                    .patience
+                    .map_or(RETURN_TIMEOUT, |patience| patience.min(RETURN_TIMEOUT)),
+            );
             while let Some(mut duty) = owed.take() {
                 duty.set_timeout(patience.saturating_sub(start.elapsed()));
                 match duty.give_back() {
@@ -147,16 +158,31 @@ impl Lease {
 
     fn answered(&self) -> Fault {
         let next = "answer once, and ask for its output before";
-        Fault::Own("ReleasedError", format!("job {} has been answered; {next}", self.job))
+        Fault::Own(
+            "ReleasedError",
+            format!("job {} has been answered; {next}", self.job),
+        )
     }
 
     /// Lends memory for the result.
-    fn borrow(&self, py: Python<'_>, layout: &Layout, metadata: Option<&Bound<'_, PyAny>>) -> PyResult<Slot> {
+    fn borrow(
+        &self,
+        py: Python<'_>,
+        layout: &Layout,
+        metadata: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Slot> {
         let lend = || {
             let duty = self.duty()?;
-            Ok(duty.as_ref().ok_or_else(|| self.answered())?.output(layout)?)
+            Ok(duty
+                .as_ref()
+                .ok_or_else(|| self.answered())?
+                .output(layout)?)
         };
-        let mut slot = Slot::Work(DropDetached::new(slot::borrow(py, self.context.patience, lend)?));
+        let mut slot = Slot::Work(DropDetached::new(slot::borrow(
+            py,
+            self.context.patience,
+            lend,
+        )?));
         slot.set_metadata(metadata)?;
         Ok(slot)
     }
@@ -169,7 +195,12 @@ impl Lease {
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<LeaseAnswer> {
         let (py, lease) = (slf.py(), slf.get());
-        let LeaseContext { device, stream: own, copies, patience } = &lease.context;
+        let LeaseContext {
+            device,
+            stream: own,
+            copies,
+            patience,
+        } = &lease.context;
         let (slot, stream) = match tensor {
             Some(tensor) if tensor.is_instance_of::<Loan>() => {
                 let (mut slot, stream) = tensor.cast::<Loan>()?.get().take_out(py, stream)?;
@@ -179,9 +210,17 @@ impl Lease {
                 (slot, stream)
             }
             Some(tensor) => {
-                let stream = stream.map(|stream| Consumer::from_argument(py, device, stream)).transpose()?;
-                let source =
-                    Wanted { device, stream: stream.as_ref(), own, packed: false, lasting: false }.find(tensor)?;
+                let stream = stream
+                    .map(|stream| Consumer::from_argument(py, device, stream))
+                    .transpose()?;
+                let source = Wanted {
+                    device,
+                    stream: stream.as_ref(),
+                    own,
+                    packed: false,
+                    lasting: false,
+                }
+                .find(tensor)?;
                 let mut slot = lease.borrow(py, &source.layout, metadata)?;
                 let filled_on = copies.fill(py, &mut slot, source, own, *patience)?;
                 (slot, filled_on)
@@ -195,12 +234,20 @@ impl Lease {
                 if metadata.is_none() {
                     return Ok(LeaseAnswer::Complete(None, behind));
                 }
-                (lease.borrow(py, &Layout::bytes_only(0).map_err(Fault::from)?, metadata)?, behind)
+                (
+                    lease.borrow(py, &Layout::bytes_only(0).map_err(Fault::from)?, metadata)?,
+                    behind,
+                )
             }
         };
         match slot {
             Slot::Work(output) => Ok(LeaseAnswer::Complete(Some(output.into_inner()), stream)),
-            Slot::Sample(_) => Err(Fault::argument("the loan", "a publisher's", "one of this lease's `output`").into()),
+            Slot::Sample(_) => {
+                Err(
+                    Fault::argument("the loan", "a publisher's", "one of this lease's `output`")
+                        .into(),
+                )
+            }
         }
     }
 
@@ -220,27 +267,47 @@ impl Lease {
         };
         let said = once(py, lease.context.patience, wait_for_room, || {
             let mut duty = owed_now();
-            let Some(mut ours) = duty.take() else { return Err(lease.answered()) };
+            let Some(mut ours) = duty.take() else {
+                return Err(lease.answered());
+            };
             ours.set_timeout(Duration::ZERO);
             match word.send(ours) {
                 Ok(()) => Ok(Some(())),
-                Err(AnswerError { error, duty: back, output }) => {
+                Err(AnswerError {
+                    error,
+                    duty: back,
+                    output,
+                }) => {
                     *duty = back.map(|back| *back);
                     word.restore_output(output);
-                    let is_passing = matches!(error, Error::Timeout { .. } | Error::MemoryLimit { .. });
-                    if is_passing && duty.is_some() { Ok(None) } else { Err(error.into()) }
+                    let is_passing =
+                        matches!(error, Error::Timeout { .. } | Error::MemoryLimit { .. });
+                    if is_passing && duty.is_some() {
+                        Ok(None)
+                    } else {
+                        Err(error.into())
+                    }
                 }
             }
         });
         // Unsaid, it can be said again, or something else.
         let duty = owed.into_inner().unwrap_or_else(PoisonError::into_inner);
         let has_answer = duty.is_none();
-        py.detach(|| lease.duty().map(|mut unsaid| *unsaid = duty.map(DropDetached::new)))?;
+        py.detach(|| {
+            lease
+                .duty()
+                .map(|mut unsaid| *unsaid = duty.map(DropDetached::new))
+        })?;
         word.discard_output(py);
         if has_answer {
             slf.as_super().get().release(py, None)?;
         }
-        Ok(said?.ok_or_else(|| late(format!("room for the answer to job {}", lease.job), lease.context.patience))?)
+        Ok(said?.ok_or_else(|| {
+            late(
+                format!("room for the answer to job {}", lease.job),
+                lease.context.patience,
+            )
+        })?)
     }
 }
 
@@ -285,9 +352,25 @@ impl Lease {
         let (py, lease) = (slf.py(), slf.get());
         let layout = dtype::layout(shape, dtype)?;
         metadata::encode(metadata, metadata::JOB_BYTES_MAX)?;
-        let LeaseContext { device, stream, copies, patience } = &lease.context;
-        let loan = Loan::new(lease.borrow(py, &layout, metadata)?, device, stream, copies, *patience);
-        Py::new(py, loan.add_subclass(Output { lease: slf.clone().unbind() }))
+        let LeaseContext {
+            device,
+            stream,
+            copies,
+            patience,
+        } = &lease.context;
+        let loan = Loan::new(
+            lease.borrow(py, &layout, metadata)?,
+            device,
+            stream,
+            copies,
+            *patience,
+        );
+        Py::new(
+            py,
+            loan.add_subclass(Output {
+                lease: slf.clone().unbind(),
+            }),
+        )
     }
 
     /// The job is done: with a tensor, which is copied as ``Publisher.send`` does; with an ``output`` of this lease, as it is; or
@@ -348,19 +431,32 @@ impl Lease {
             return slf.as_super().get().release(slf.py(), None);
         }
         let Some(kind) = kind else {
-            return Lease::answer(slf, LeaseAnswer::Fail("its worker left it without an answer".into()));
+            return Lease::answer(
+                slf,
+                LeaseAnswer::Fail("its worker left it without an answer".into()),
+            );
         };
         let kind = kind.cast::<PyType>()?;
         if !kind.is_subclass_of::<PyException>()? {
             return Lease::answer(slf, LeaseAnswer::GiveBack);
         }
-        let said = error.map(|error| error.str()).transpose()?.map(|said| said.to_string_lossy().into_owned());
-        Lease::answer(slf, LeaseAnswer::Fail(format!("{}: {}", kind.name()?, said.unwrap_or_default())))
+        let said = error
+            .map(|error| error.str())
+            .transpose()?
+            .map(|said| said.to_string_lossy().into_owned());
+        Lease::answer(
+            slf,
+            LeaseAnswer::Fail(format!("{}: {}", kind.name()?, said.unwrap_or_default())),
+        )
     }
 
     fn __repr__(slf: &Bound<'_, Lease>) -> PyResult<String> {
         let Lease { job, attempt, .. } = slf.get();
-        Ok(format!("{}({}, job={job}, attempt={attempt})", slf.get_type().name()?, slf.as_super().get().described()))
+        Ok(format!(
+            "{}({}, job={job}, attempt={attempt})",
+            slf.get_type().name()?,
+            slf.as_super().get().described()
+        ))
     }
 }
 

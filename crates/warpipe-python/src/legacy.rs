@@ -34,9 +34,16 @@ impl LegacyHandle {
         } else if let Ok(bytes) = handle.cast::<PyBytes>() {
             warpipe::LegacyHandle::from_bytes(bytes.as_bytes())
         } else {
-            return Err(Fault::argument("handle", handle, "a LegacyHandle, its text, or its bytes").into());
+            return Err(Fault::argument(
+                "handle",
+                handle,
+                "a LegacyHandle, its text, or its bytes",
+            )
+            .into());
         };
-        Ok(LegacyHandle { inner: parsed.map_err(Fault::from)? })
+        Ok(LegacyHandle {
+            inner: parsed.map_err(Fault::from)?,
+        })
     }
 
     /// A handle for the memory of a tensor without gaps (anything with ``__dlpack__`` or an array interface). The tensor
@@ -46,17 +53,34 @@ impl LegacyHandle {
     /// ``expandable_segments``), ``WrongDeviceError``, ``LayoutError``, ``DriverError``.
     #[staticmethod]
     #[pyo3(signature = (tensor, *, device = None))]
-    fn export(py: Python<'_>, tensor: &Bound<'_, PyAny>, device: Option<&Bound<'_, PyAny>>) -> PyResult<LegacyHandle> {
+    fn export(
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        device: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<LegacyHandle> {
         let device = Device::from_argument(device)?.inner;
         let own = OwnStream::new(py, &device)?;
-        let wanted = Wanted { device: &device, stream: None, own: &own, packed: true, lasting: true };
+        let wanted = Wanted {
+            device: &device,
+            stream: None,
+            own: &own,
+            packed: true,
+            lasting: true,
+        };
         let source = wanted.find(tensor)?;
         let (Found::Host(address, _) | Found::Device(address, ..)) = source.place else {
-            return Err(Fault::layout("it has gaps; export what it is a part of, or make it contiguous first").into());
+            return Err(Fault::layout(
+                "it has gaps; export what it is a part of, or make it contiguous first",
+            )
+            .into());
         };
         // SAFETY: the caller's promise, as the text above says; the address is looked up and not trusted.
-        let exported = py.detach(|| unsafe { warpipe::LegacyHandle::export(&device, address, source.layout.bytes()) });
-        Ok(LegacyHandle { inner: exported.map_err(Fault::from)? })
+        let exported = py.detach(|| unsafe {
+            warpipe::LegacyHandle::export(&device, address, source.layout.bytes())
+        });
+        Ok(LegacyHandle {
+            inner: exported.map_err(Fault::from)?,
+        })
     }
 
     /// ``cuIpcOpenMemHandle``: maps the memory here. What is open already, or was exported by this very process, is the
@@ -64,10 +88,19 @@ impl LegacyHandle {
     ///
     /// Raises ``ExporterGoneError``, ``LegacyHandleError``, ``PeerAccessError``, ``DeviceError``.
     #[pyo3(signature = (*, device = None))]
-    fn open<'py>(&self, py: Python<'py>, device: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, LegacyMemory>> {
+    fn open<'py>(
+        &self,
+        py: Python<'py>,
+        device: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, LegacyMemory>> {
         let device = Device::from_argument(device)?.inner;
-        let memory = py.detach(|| self.inner.open(&device)).map_err(Fault::from)?;
-        Bound::new(py, View::of("the memory", OwnedMemory::Legacy(memory))?.add_subclass(LegacyMemory))
+        let memory = py
+            .detach(|| self.inner.open(&device))
+            .map_err(Fault::from)?;
+        Bound::new(
+            py,
+            View::of("the memory", OwnedMemory::Legacy(memory))?.add_subclass(LegacyMemory),
+        )
     }
 
     /// The range's length in bytes.
@@ -120,7 +153,11 @@ impl LegacyHandle {
     }
 
     fn __repr__(&self) -> String {
-        format!("LegacyHandle(nbytes={}, pid={})", self.inner.bytes(), self.inner.pid())
+        format!(
+            "LegacyHandle(nbytes={}, pid={})",
+            self.inner.bytes(),
+            self.inner.pid()
+        )
     }
 }
 

@@ -86,7 +86,13 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = false)]
 fn _warpipe(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    module.add("DTYPES", warpipe::DType::ALL.iter().map(|dtype| dtype.name()).collect::<Vec<_>>())?;
+    module.add(
+        "DTYPES",
+        warpipe::DType::ALL
+            .iter()
+            .map(|dtype| dtype.name())
+            .collect::<Vec<_>>(),
+    )?;
     interpreter_exit::prepare(module)?;
     register(module)?;
     testing::register(module)

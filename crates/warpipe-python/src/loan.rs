@@ -59,8 +59,17 @@ impl Loan {
             read_only: false,
             hold: MemoryHolder::Loan(lease.clone()),
         };
-        let (owner, open) = (Holding::new("the loan", None, memory), Mutex::new(Some(Open { slot, lease })));
-        let loan = Loan { owner, open, stream: stream.clone(), copies: copies.clone(), block };
+        let (owner, open) = (
+            Holding::new("the loan", None, memory),
+            Mutex::new(Some(Open { slot, lease })),
+        );
+        let loan = Loan {
+            owner,
+            open,
+            stream: stream.clone(),
+            copies: copies.clone(),
+            block,
+        };
         Tensor::of(&loan.owner).add_subclass(loan)
     }
 
@@ -75,7 +84,11 @@ impl Loan {
     }
 
     /// Its slot for good, and a stream behind all that fills it.
-    pub fn take_out(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<(Slot, warpipe::Stream)> {
+    pub fn take_out(
+        &self,
+        py: Python<'_>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<(Slot, warpipe::Stream)> {
         let consumer = self.stream_of(py, stream)?;
         let open = self.take()?;
         self.owner.let_go()?;
@@ -103,15 +116,26 @@ impl Loan {
     }
 
     /// Behind all that fills it.
-    fn behind(&self, py: Python<'_>, lease: &LoanHolder, stream: Option<&Consumer>) -> Outcome<warpipe::Stream> {
+    fn behind(
+        &self,
+        py: Python<'_>,
+        lease: &LoanHolder,
+        stream: Option<&Consumer>,
+    ) -> Outcome<warpipe::Stream> {
         if let Some(consumer) = stream {
             lease.consumers.note(consumer);
         }
         py.detach(|| lease.consumers.join(&self.stream))
     }
 
-    fn stream_of(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Consumer>> {
-        stream.map(|stream| Consumer::from_argument(py, &self.owner.device, stream)).transpose()
+    fn stream_of(
+        &self,
+        py: Python<'_>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Consumer>> {
+        stream
+            .map(|stream| Consumer::from_argument(py, &self.owner.device, stream))
+            .transpose()
     }
 
     /// An array of whatever framework is at hand, for `out[...] = values`.
@@ -124,8 +148,10 @@ impl Loan {
             Some("torch") => crate::torch::tensor(py, &loan.memory()?),
             Some(_) => array::cupy(slf.as_any()),
             None => {
-                let next = "import torch or cupy, or use out[...] = values or out.copy_from(tensor)";
-                let said = format!("no framework that can write memory of a GPU is imported; {next}");
+                let next =
+                    "import torch or cupy, or use out[...] = values or out.copy_from(tensor)";
+                let said =
+                    format!("no framework that can write memory of a GPU is imported; {next}");
                 Err(Fault::Own("ExportError", said).into())
             }
         }
@@ -154,7 +180,9 @@ fn is_everything(key: &Bound<'_, PyAny>) -> PyResult<bool> {
 impl Drop for Loan {
     fn drop(&mut self) {
         let open = self.open.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let Some(Open { slot, lease }) = open.take() else { return };
+        let Some(Open { slot, lease }) = open.take() else {
+            return;
+        };
         if self.owner.check().is_ok() {
             detached(|| match lease.consumers.join(&self.stream) {
                 // If it cannot be enqueued, the slot is back all the same.
@@ -186,7 +214,9 @@ impl Loan {
     #[pyo3(signature = (stream = None))]
     pub fn discard(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = self.stream_of(py, stream)?;
-        let Some(open) = self.open()?.take() else { return Ok(()) };
+        let Some(open) = self.open()?.take() else {
+            return Ok(());
+        };
         self.owner.let_go()?;
         let Open { slot, lease } = open;
         let stream = self.behind(py, &lease, consumer.as_ref())?;
@@ -197,16 +227,23 @@ impl Loan {
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``WrongDeviceError``, ``ReleasedError``.
     fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
-        let source =
-            Wanted { device: &self.owner.device, stream: None, own: &self.stream, packed: true, lasting: false }
-                .find(tensor)?;
+        let source = Wanted {
+            device: &self.owner.device,
+            stream: None,
+            own: &self.stream,
+            packed: true,
+            lasting: false,
+        }
+        .find(tensor)?;
         if source.layout != self.owner.layout {
             let said = format!("{:?} does not fit {:?}", source.layout, self.owner.layout);
             return Err(Fault::layout(said).into());
         }
         // Taken out meanwhile: a lock is not held while the interpreter is let go.
         let mut open = self.take()?;
-        let filled = self.copies.fill(py, &mut open.slot, source, &self.stream, self.block);
+        let filled = self
+            .copies
+            .fill(py, &mut open.slot, source, &self.stream, self.block);
         if let Ok(stream) = &filled {
             open.lease.consumers.note(&Consumer::own(stream));
         }
@@ -214,7 +251,11 @@ impl Loan {
         filled.map(drop)
     }
 
-    fn __setitem__(slf: &Bound<'_, Loan>, key: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn __setitem__(
+        slf: &Bound<'_, Loan>,
+        key: &Bound<'_, PyAny>,
+        value: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         let (py, loan) = (slf.py(), slf.get());
         if is_cuda(&loan.owner.device) && is_everything(key)? && framework(py)?.is_none() {
             // The values are the host's, and no kernel is at hand that could spread them on the GPU.
@@ -223,7 +264,10 @@ impl Loan {
         Loan::array(slf)?.set_item(key, value)
     }
 
-    fn __getitem__<'py>(slf: &Bound<'py, Loan>, key: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    fn __getitem__<'py>(
+        slf: &Bound<'py, Loan>,
+        key: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         Loan::array(slf)?.get_item(key)
     }
 

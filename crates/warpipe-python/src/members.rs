@@ -33,11 +33,22 @@ impl Member {
     /// Raises ``NameTakenError``, ``InvalidNameError``, ``ArgumentError``, ``ForeignFileError``, ``DomainError``.
     #[staticmethod]
     #[pyo3(signature = (name, role = "", *, domain = None))]
-    fn join(py: Python<'_>, name: &str, role: &str, domain: Option<&Bound<'_, PyAny>>) -> PyResult<Member> {
+    fn join(
+        py: Python<'_>,
+        name: &str,
+        role: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Member> {
         let domain = Domain::from_argument(domain)?;
-        let joined = py.detach(|| warpipe::Member::join(&domain, name, role)).map_err(Fault::from)?;
+        let joined = py
+            .detach(|| warpipe::Member::join(&domain, name, role))
+            .map_err(Fault::from)?;
         let generation = joined.generation();
-        Ok(Member { handle: CloseableHandle::new("membership", name, joined), role: role.to_owned(), generation })
+        Ok(Member {
+            handle: CloseableHandle::new("membership", name, joined),
+            role: role.to_owned(),
+            generation,
+        })
     }
 
     /// What it joined as.
@@ -126,7 +137,13 @@ impl MemberInfo {
 #[pymethods]
 impl MemberInfo {
     fn __repr__(&self) -> String {
-        let MemberInfo { name, role, pid, state, .. } = self;
+        let MemberInfo {
+            name,
+            role,
+            pid,
+            state,
+            ..
+        } = self;
         format!("MemberInfo({name:?}, role={role:?}, pid={pid}, state={state:?})")
     }
 }
@@ -151,7 +168,10 @@ impl Change {
             warpipe::Change::Died(_) => "died",
             _ => "unknown",
         };
-        Change { what, member: MemberInfo::of(change.member()) }
+        Change {
+            what,
+            member: MemberInfo::of(change.member()),
+        }
     }
 }
 
@@ -176,7 +196,9 @@ pub struct Members {
 
 impl Members {
     fn callbacks(&self) -> MutexGuard<'_, Vec<Arc<Callback>>> {
-        self.callbacks.lock().unwrap_or_else(PoisonError::into_inner)
+        self.callbacks
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn end(&self, py: Python<'_>) -> PyResult<()> {
@@ -218,8 +240,12 @@ impl Members {
             builder = builder.on(move |change| callback.call(Change::of(change)));
         }
         let started = asking(py, move || builder.start())?;
-        let handle = CloseableHandle::unlisted("watch", domain.path().display().to_string(), started);
-        Ok(Members { handle, callbacks: Mutex::new(callbacks) })
+        let handle =
+            CloseableHandle::unlisted("watch", domain.path().display().to_string(), started);
+        Ok(Members {
+            handle,
+            callbacks: Mutex::new(callbacks),
+        })
     }
 
     /// Everybody who is there now, sorted by name, with the endpoints that each one's process holds.
@@ -238,7 +264,9 @@ impl Members {
     fn changes(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Change>> {
         let timeout = optional(timeout, "timeout")?;
         // Asked for anew in each slice, so that a watch that is closed meanwhile ends the wait.
-        let found = in_slices(py, timeout, |slice| Ok(self.handle.get()?.changes(slice)?))?;
+        let found = in_slices(py, timeout, |slice| {
+            Ok(self.handle.get()?.changes(slice)?)
+        })?;
         let put_back = |found: Option<warpipe::Change>| {
             if let (Some(change), Ok(members)) = (found, self.handle.get()) {
                 // A watch of a parent's has no next.
@@ -252,9 +280,14 @@ impl Members {
     ///
     /// Raises as ``changes``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
-    fn changes_async<'py>(slf: &Bound<'py, Members>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
+    fn changes_async<'py>(
+        slf: &Bound<'py, Members>,
+        timeout: Option<f64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         optional(timeout, "timeout")?;
-        slf.py().import("warpipe._members")?.call_method1("change_within", (slf, timeout))
+        slf.py()
+            .import("warpipe._members")?
+            .call_method1("change_within", (slf, timeout))
     }
 
     /// Calls ``cleanup`` with the ``MemberInfo`` of a member of this name when it has died (not when it leaves), once: of the
@@ -266,7 +299,8 @@ impl Members {
         let cleanup = Callback::new(cleanup);
         let called = cleanup.clone();
         let called = move |member: &warpipe::MemberInfo| called.call_once(MemberInfo::of(member));
-        py.detach(|| members.on_death_of(name, called)).map_err(Fault::from)?;
+        py.detach(|| members.on_death_of(name, called))
+            .map_err(Fault::from)?;
         let mut callbacks = self.callbacks();
         callbacks.retain(|known| known.is_live());
         callbacks.push(cleanup);
@@ -309,8 +343,12 @@ impl Members {
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         // Whoever holds the lock has the interpreter, too, and the collector comes again.
-        let Ok(callbacks) = self.callbacks.try_lock() else { return Ok(()) };
-        callbacks.iter().try_for_each(|callback| callback.traverse(&visit))
+        let Ok(callbacks) = self.callbacks.try_lock() else {
+            return Ok(());
+        };
+        callbacks
+            .iter()
+            .try_for_each(|callback| callback.traverse(&visit))
     }
 
     fn __clear__(&self) {
@@ -336,7 +374,9 @@ impl Members {
 
     /// The next change, in the running event loop.
     fn __anext__<'py>(slf: &Bound<'py, Members>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("warpipe._members")?.call_method1("next_change", (slf,))
+        slf.py()
+            .import("warpipe._members")?
+            .call_method1("next_change", (slf,))
     }
 
     fn __enter__(slf: Py<Members>) -> Py<Members> {

@@ -59,7 +59,9 @@ unsafe impl Sync for CopiedBytes {}
 
 impl CopiedBytes {
     fn new(bytes: Vec<u8>) -> Arc<CopiedBytes> {
-        Arc::new(CopiedBytes { bytes: NonNull::from(Box::leak(bytes.into_boxed_slice())) })
+        Arc::new(CopiedBytes {
+            bytes: NonNull::from(Box::leak(bytes.into_boxed_slice())),
+        })
     }
 
     /// The first byte, for reading and writing.
@@ -72,7 +74,11 @@ impl CopiedBytes {
         let mut copy = Vec::with_capacity(self.bytes.len());
         // SAFETY: so many bytes are there until drop, and the copy has room for them.
         unsafe {
-            ptr::copy_nonoverlapping(self.bytes.as_ptr().cast(), copy.as_mut_ptr(), self.bytes.len());
+            ptr::copy_nonoverlapping(
+                self.bytes.as_ptr().cast(),
+                copy.as_mut_ptr(),
+                self.bytes.len(),
+            );
             copy.set_len(self.bytes.len());
         }
         copy
@@ -82,7 +88,13 @@ impl CopiedBytes {
     pub fn to_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         PyBytes::new_with(py, self.bytes.len(), |bytes| {
             // SAFETY: as long as what is there, and apart from it.
-            unsafe { ptr::copy_nonoverlapping(self.bytes.as_ptr().cast(), bytes.as_mut_ptr(), bytes.len()) };
+            unsafe {
+                ptr::copy_nonoverlapping(
+                    self.bytes.as_ptr().cast(),
+                    bytes.as_mut_ptr(),
+                    bytes.len(),
+                )
+            };
             Ok(())
         })
     }
@@ -126,13 +138,20 @@ pub struct LoanHolder {
 impl LoanHolder {
     /// Of a loan that nobody uses yet.
     pub fn new(hold: SlotHold) -> LoanHolder {
-        LoanHolder { consumers: Consumers::default(), _hold: DropDetached::new(hold) }
+        LoanHolder {
+            consumers: Consumers::default(),
+            _hold: DropDetached::new(hold),
+        }
     }
 }
 
 impl SampleHolder {
     /// Takes it over.
-    pub fn new(sample: Sample, legacy_view: Option<LegacyView>, patience: Option<Duration>) -> SampleHolder {
+    pub fn new(
+        sample: Sample,
+        legacy_view: Option<LegacyView>,
+        patience: Option<Duration>,
+    ) -> SampleHolder {
         SampleHolder {
             home: Home::here(),
             sample: Some(sample),
@@ -165,7 +184,9 @@ impl SampleHolder {
     fn to_bytes(&self) -> Outcome<Vec<u8>> {
         match &self.legacy_view {
             // SAFETY: mapped while `memory` is, and as long as its layout, which was checked when it was opened.
-            Some(LegacyView { layout, memory }) => unsafe { download(memory.device(), memory.ptr(), layout.bytes()) },
+            Some(LegacyView { layout, memory }) => unsafe {
+                download(memory.device(), memory.ptr(), layout.bytes())
+            },
             // There is nothing to wait for.
             None => Ok(self.sample().to_vec(crate::wait::SLICE)?),
         }
@@ -225,7 +246,9 @@ impl SampleHolder {
 
 impl Drop for SampleHolder {
     fn drop(&mut self) {
-        let Some(sample) = self.sample.take() else { return };
+        let Some(sample) = self.sample.take() else {
+            return;
+        };
         if !self.home.is_here() {
             // The library keeps the parent's link out of the child's hands.
             return drop(sample);
@@ -259,7 +282,11 @@ impl ConsumerStay {
         if let Some(consumers) = hold.consumers() {
             consumers.enter(consumer);
         }
-        ConsumerStay { home: Home::here(), hold: hold.clone(), consumer: consumer.clone() }
+        ConsumerStay {
+            home: Home::here(),
+            hold: hold.clone(),
+            consumer: consumer.clone(),
+        }
     }
 }
 
@@ -278,8 +305,19 @@ impl Memory {
             Some(LegacyView { layout, memory }) => (*layout, memory.ptr()),
             None => (*lent.sample().layout(), lent.sample().slot_ptr()),
         };
-        let (address, device, hold) = (lowest + layout.offset(), device.clone(), MemoryHolder::Sample(lent.clone()));
-        Memory { layout, address, lowest, device, read_only: true, hold }
+        let (address, device, hold) = (
+            lowest + layout.offset(),
+            device.clone(),
+            MemoryHolder::Sample(lent.clone()),
+        );
+        Memory {
+            layout,
+            address,
+            lowest,
+            device,
+            read_only: true,
+            hold,
+        }
     }
 
     /// Makes it ready for an array on a stream of its device. The stream may end once the array has gone, which the result
@@ -304,7 +342,9 @@ impl Memory {
     /// Makes it ready for the CPU, which waits where it must.
     pub fn settle(&self, py: Python<'_>) -> PyResult<()> {
         match &self.hold {
-            MemoryHolder::Sample(lent) if !testing::waits_are_skipped() => lent.wait(py, lent.patience),
+            MemoryHolder::Sample(lent) if !testing::waits_are_skipped() => {
+                lent.wait(py, lent.patience)
+            }
             MemoryHolder::Owned(owner) => owner.settle_soon(py),
             _ => Ok(()),
         }
@@ -320,7 +360,13 @@ impl Memory {
         // SAFETY: a copy's bytes stay as long as its hold, and its layout was checked against their length.
         let bytes = CopiedBytes::new(py.detach(|| unsafe { scattered.to_vec() })?);
         let (layout, lowest) = (scattered.packed(), bytes.address());
-        Ok(Memory { layout, address: lowest, lowest, hold: MemoryHolder::Copy(bytes), ..copied })
+        Ok(Memory {
+            layout,
+            address: lowest,
+            lowest,
+            hold: MemoryHolder::Copy(bytes),
+            ..copied
+        })
     }
 
     /// A copy on the host, once the data is complete.
@@ -343,6 +389,13 @@ impl Memory {
         let lowest = bytes.address();
         let address = lowest + self.layout.offset();
         let device = warpipe::Device::host();
-        Ok(Memory { layout: self.layout, address, lowest, device, read_only: false, hold: MemoryHolder::Copy(bytes) })
+        Ok(Memory {
+            layout: self.layout,
+            address,
+            lowest,
+            device,
+            read_only: false,
+            hold: MemoryHolder::Copy(bytes),
+        })
     }
 }

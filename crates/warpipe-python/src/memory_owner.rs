@@ -44,7 +44,11 @@ pub struct DeviceMalloc {
 impl DeviceMalloc {
     /// Allocates it.
     pub fn allocate(device: &warpipe::Device, bytes: u64) -> Outcome<DeviceMalloc> {
-        Ok(DeviceMalloc { device: device.clone(), ptr: device.backend().allocate_plain(bytes)?, bytes })
+        Ok(DeviceMalloc {
+            device: device.clone(),
+            ptr: device.backend().allocate_plain(bytes)?,
+            bytes,
+        })
     }
 
     /// Its first byte's address.
@@ -154,8 +158,18 @@ impl OwnedMemory {
 impl MemoryOwner {
     /// Takes it over.
     pub fn new(memory: OwnedMemory) -> MemoryOwner {
-        let (device, own, consumers) = (memory.device().clone(), OnceLock::new(), Consumers::default());
-        MemoryOwner { home: Home::here(), device, consumers, own, memory: Some(memory) }
+        let (device, own, consumers) = (
+            memory.device().clone(),
+            OnceLock::new(),
+            Consumers::default(),
+        );
+        MemoryOwner {
+            home: Home::here(),
+            device,
+            consumers,
+            own,
+            memory: Some(memory),
+        }
     }
 
     /// What it is.
@@ -181,7 +195,9 @@ impl MemoryOwner {
 
     /// The stream that copies of ours may still be on; none if they are done. For who does not have the interpreter.
     pub fn copying(&self) -> Outcome<Option<&warpipe::Stream>> {
-        let Some(own) = self.own.get() else { return Ok(None) };
+        let Some(own) = self.own.get() else {
+            return Ok(None);
+        };
         Ok(if own.is_idle()? { None } else { Some(own) })
     }
 
@@ -202,7 +218,10 @@ impl MemoryOwner {
     pub fn fence(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
         self.memory().used_on(consumer.linked())?;
-        if let Some(own) = self.copying()?.filter(|own| own.raw() != consumer.linked().raw()) {
+        if let Some(own) = self
+            .copying()?
+            .filter(|own| own.raw() != consumer.linked().raw())
+        {
             consumer.linked().wait_for(own)?;
             consumer.led()?;
         }
@@ -213,7 +232,9 @@ impl MemoryOwner {
     pub fn settle(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
         self.home.check()?;
         let followed = py.detach(|| self.consumers.followed())?;
-        followed.iter().try_for_each(|stream| await_stream(py, stream, timeout))
+        followed
+            .iter()
+            .try_for_each(|stream| await_stream(py, stream, timeout))
     }
 
     /// [`settle`](Self::settle), where nobody says how long.
@@ -224,10 +245,16 @@ impl MemoryOwner {
 
 impl Drop for MemoryOwner {
     fn drop(&mut self) {
-        let Some(memory) = self.memory.take() else { return };
+        let Some(memory) = self.memory.take() else {
+            return;
+        };
         if !self.home.is_here() {
             // The library keeps the parent's memory out of the child's hands; a test's is the parent's to free.
-            return if let OwnedMemory::Malloc(_) = memory { std::mem::forget(memory) } else { drop(memory) };
+            return if let OwnedMemory::Malloc(_) = memory {
+                std::mem::forget(memory)
+            } else {
+                drop(memory)
+            };
         }
         detached(|| match self.consumers.joined() {
             Ok(None) => drop(memory),
@@ -243,7 +270,11 @@ pub fn await_copy(py: Python<'_>, stream: &warpipe::Stream) -> PyResult<()> {
     await_stream(py, stream, Some(DEFAULT_TIMEOUT))
 }
 
-fn await_stream(py: Python<'_>, stream: &warpipe::Stream, timeout: Option<Duration>) -> PyResult<()> {
+fn await_stream(
+    py: Python<'_>,
+    stream: &warpipe::Stream,
+    timeout: Option<Duration>,
+) -> PyResult<()> {
     let done = in_slices(py, timeout, |slice| none_if_late(stream.synchronize(slice)))?;
     Ok(done.ok_or_else(|| late("the end of the work on this memory".into(), timeout))?)
 }
@@ -261,7 +292,11 @@ impl<'a> Range<'a> {
     /// `bytes` bytes from `lowest` on are memory of `device` that may be written, and stay until all streams that are
     /// given copies to them are past those.
     pub unsafe fn new(device: &'a warpipe::Device, lowest: DevicePtr, bytes: u64) -> Range<'a> {
-        Range { device, lowest, bytes }
+        Range {
+            device,
+            lowest,
+            bytes,
+        }
     }
 }
 
@@ -281,13 +316,21 @@ impl Target for Range<'_> {
 
     fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()> {
         if bytes.len() as u64 != self.bytes {
-            return Err(Fault::layout(format!("{} bytes for {}", bytes.len(), self.bytes)));
+            return Err(Fault::layout(format!(
+                "{} bytes for {}",
+                bytes.len(),
+                self.bytes
+            )));
         }
         if bytes.is_empty() {
             return Ok(());
         }
         // SAFETY: the range is writable and as long, and stays until the stream is past the copy (`Range::new`).
-        Ok(unsafe { self.device.backend().upload(stream.raw(), self.lowest, bytes) }?)
+        Ok(unsafe {
+            self.device
+                .backend()
+                .upload(stream.raw(), self.lowest, bytes)
+        }?)
     }
 }
 
@@ -295,7 +338,11 @@ impl Target for Range<'_> {
 ///
 /// # Safety
 /// `bytes` bytes from `lowest` on are memory of `device` that can be read during the call.
-pub unsafe fn download(device: &warpipe::Device, lowest: DevicePtr, bytes: u64) -> Outcome<Vec<u8>> {
+pub unsafe fn download(
+    device: &warpipe::Device,
+    lowest: DevicePtr,
+    bytes: u64,
+) -> Outcome<Vec<u8>> {
     let mut copy = room_for(bytes)?;
     copy.resize(bytes as usize, 0);
     if bytes > 0 {

@@ -14,14 +14,18 @@ pub const JOB_BYTES_MAX: usize = 200;
 
 /// A dict as JSON, or bytes as they are; `limit` bytes at most.
 pub fn encode(found: Option<&Bound<'_, PyAny>>, limit: usize) -> PyResult<Vec<u8>> {
-    let Some(found) = found else { return Ok(Vec::new()) };
+    let Some(found) = found else {
+        return Ok(Vec::new());
+    };
     let bytes = match found.cast::<PyBytes>() {
         Ok(bytes) => bytes.as_bytes().to_vec(),
         Err(_) => dump(found)?.into_bytes(),
     };
     if bytes.len() > limit {
-        let said =
-            format!("the metadata takes {} bytes of at most {limit}; send what is large as a tensor", bytes.len());
+        let said = format!(
+            "the metadata takes {} bytes of at most {limit}; send what is large as a tensor",
+            bytes.len()
+        );
         return Err(Fault::Own("MetadataError", said).into());
     }
     Ok(bytes)
@@ -34,12 +38,18 @@ fn dump(found: &Bound<'_, PyAny>) -> PyResult<String> {
     options.set_item("ensure_ascii", false)?;
     options.set_item("allow_nan", false)?;
     let Ok(found) = found.cast::<PyDict>() else {
-        let said = format!("the metadata is a {}; give a dict, or bytes", found.get_type().name()?);
+        let said = format!(
+            "the metadata is a {}; give a dict, or bytes",
+            found.get_type().name()?
+        );
         return Err(Fault::Own("MetadataError", said).into());
     };
-    let text = py.import("json")?.call_method("dumps", (found,), Some(&options));
+    let text = py
+        .import("json")?
+        .call_method("dumps", (found,), Some(&options));
     // A text of half a character is no text to others.
-    text.and_then(|text| text.extract()).map_err(|error| refusal(py, error))
+    text.and_then(|text| text.extract())
+        .map_err(|error| refusal(py, error))
 }
 
 /// Why there is no JSON of it; what ends the program goes on.
@@ -48,7 +58,11 @@ fn refusal(py: Python<'_>, error: PyErr) -> PyErr {
         return error;
     }
     let next = "use str, int, float, bool, None, list, dict";
-    Fault::Own("MetadataError", format!("the metadata cannot be JSON: {}; {next}", error.value(py))).into()
+    Fault::Own(
+        "MetadataError",
+        format!("the metadata cannot be JSON: {}; {next}", error.value(py)),
+    )
+    .into()
 }
 
 /// The dict that the bytes stand for. They are the sender's word.
@@ -56,11 +70,19 @@ pub fn decode<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyDict>
     if bytes.is_empty() {
         return Ok(PyDict::new(py));
     }
-    let parsed = match py.import("json")?.call_method1("loads", (PyBytes::new(py, bytes),)) {
+    let parsed = match py
+        .import("json")?
+        .call_method1("loads", (PyBytes::new(py, bytes),))
+    {
         Err(error) if !error.is_instance_of::<PyException>(py) => return Err(error),
         parsed => parsed.ok(),
     };
     let dict = parsed.and_then(|parsed| parsed.cast_into::<PyDict>().ok());
-    let said = || format!("the metadata is {} bytes that are no JSON object; read metadata_bytes", bytes.len());
+    let said = || {
+        format!(
+            "the metadata is {} bytes that are no JSON object; read metadata_bytes",
+            bytes.len()
+        )
+    };
     dict.ok_or_else(|| Fault::Own("MetadataError", said()).into())
 }

@@ -18,10 +18,17 @@ pub const HELD_UP: Duration = Duration::from_secs(10);
 /// Hands the sample over behind `stream`'s work. It waits in slices, `patience` at most (None: as long as it takes), for
 /// room where the policy blocks, and for another thread's send that the driver holds up. Ctrl-C ends the wait: then nothing
 /// was sent.
-pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, patience: Option<Duration>) -> PyResult<u64> {
+pub fn dispatch(
+    py: Python<'_>,
+    slot: Slot,
+    stream: &warpipe::Stream,
+    patience: Option<Duration>,
+) -> PyResult<u64> {
     let sample = match slot {
         Slot::Sample(sample) => sample.into_inner(),
-        Slot::Work(_) => return Err(Fault::argument("the loan", "a queue's", "a publisher's").into()),
+        Slot::Work(_) => {
+            return Err(Fault::argument("the loan", "a queue's", "a publisher's").into());
+        }
     };
     let (sample, mut full) = (Mutex::new(Some(sample)), None);
     let unsent = || sample.lock().unwrap_or_else(PoisonError::into_inner);
@@ -32,14 +39,22 @@ pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, patience: 
     };
     let sent = once(py, patience, wait_for_room, || {
         let mut sample = unsent();
-        let Some(ours) = sample.take() else { return Err(full.take().unwrap_or(Error::Forked).into()) };
+        let Some(ours) = sample.take() else {
+            return Err(full.take().unwrap_or(Error::Forked).into());
+        };
         match ours.send_timeout(stream, Duration::ZERO) {
             Ok(sequence) => Ok(Some(sequence)),
-            Err(SendError { error: error @ Error::Timeout { .. }, sample: Some(back) }) => {
+            Err(SendError {
+                error: error @ Error::Timeout { .. },
+                sample: Some(back),
+            }) => {
                 (*sample, full) = (Some(*back), Some(error));
                 Ok(None)
             }
-            Err(SendError { error, sample: back }) => {
+            Err(SendError {
+                error,
+                sample: back,
+            }) => {
                 *sample = back.map(|back| *back);
                 Err(match error {
                     // Its own publisher, which was closed here.
@@ -54,10 +69,16 @@ pub fn dispatch(py: Python<'_>, slot: Slot, stream: &warpipe::Stream, patience: 
         let _ = py.detach(|| unsent.discard(stream));
     }
     sent?.ok_or_else(|| match full {
-        Some(Error::Timeout { what, .. }) => {
-            Fault::from(Error::Timeout { what, waited: patience.unwrap_or_default() }).into()
-        }
-        _ => Fault::from(Error::Timeout { what: "room".into(), waited: patience.unwrap_or(SLICE) }).into(),
+        Some(Error::Timeout { what, .. }) => Fault::from(Error::Timeout {
+            what,
+            waited: patience.unwrap_or_default(),
+        })
+        .into(),
+        _ => Fault::from(Error::Timeout {
+            what: "room".into(),
+            waited: patience.unwrap_or(SLICE),
+        })
+        .into(),
     })
 }
 
@@ -101,7 +122,11 @@ impl Outgoing {
         if !loan.is_open()? {
             return Ok(());
         }
-        if kind.is_some() { loan.discard(slf.py(), None) } else { Outgoing::send(slf, None).map(drop) }
+        if kind.is_some() {
+            loan.discard(slf.py(), None)
+        } else {
+            Outgoing::send(slf, None).map(drop)
+        }
     }
 
     fn __repr__(slf: &Bound<'_, Outgoing>) -> String {

@@ -57,8 +57,16 @@ pub struct PoolStats {
 #[pymethods]
 impl PoolStats {
     fn __repr__(&self) -> String {
-        let PoolStats { total_nbytes, in_use_nbytes, lent_nbytes, peers, .. } = self;
-        format!("PoolStats(total={total_nbytes}, in_use={in_use_nbytes}, lent={lent_nbytes}, peers={peers})")
+        let PoolStats {
+            total_nbytes,
+            in_use_nbytes,
+            lent_nbytes,
+            peers,
+            ..
+        } = self;
+        format!(
+            "PoolStats(total={total_nbytes}, in_use={in_use_nbytes}, lent={lent_nbytes}, peers={peers})"
+        )
     }
 }
 
@@ -69,13 +77,17 @@ fn allocate<T: Send>(
     mut ask: impl FnMut(Duration, &dyn Fn() -> bool) -> Outcome<T> + Send,
 ) -> PyResult<T> {
     let mut full = None;
-    let taken = in_slices_that_ask(py, timeout, |slice, is_called_off| match ask(slice, is_called_off) {
-        Ok(block) => Ok(Some(block)),
-        Err(Fault::Library(error @ Error::MemoryLimit { bytes, limit, .. })) if bytes <= limit => {
-            full = Some(error);
-            Ok(None)
+    let taken = in_slices_that_ask(py, timeout, |slice, is_called_off| {
+        match ask(slice, is_called_off) {
+            Ok(block) => Ok(Some(block)),
+            Err(Fault::Library(error @ Error::MemoryLimit { bytes, limit, .. }))
+                if bytes <= limit =>
+            {
+                full = Some(error);
+                Ok(None)
+            }
+            Err(error) => Err(error),
         }
-        Err(error) => Err(error),
     })?;
     Ok(taken.ok_or_else(|| full.map_or_else(|| late("a block".into(), timeout), Fault::from))?)
 }
@@ -90,7 +102,10 @@ impl Pool {
         allow_uids = Vec::new(), allow_gids = Vec::new()),
         text_signature = "(name, *, domain=None, device=None, memory_limit=4294967296, reserve=0, peers_max=256, \
         allow_uids=(), allow_gids=())")]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments, each with a default"
+    )]
     fn create(
         py: Python<'_>,
         name: &str,
@@ -102,7 +117,10 @@ impl Pool {
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Pool> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
         let builder = warpipe::Pool::builder(name)
             .domain(&domain)
             .device(&device)
@@ -112,7 +130,10 @@ impl Pool {
             .allow_uids(&allow_uids)
             .allow_gids(&allow_gids);
         let pool = py.detach(|| builder.build()).map_err(Fault::from)?;
-        Ok(Pool { handle: CloseableHandle::new("pool", name, pool), device })
+        Ok(Pool {
+            handle: CloseableHandle::new("pool", name, pool),
+            device,
+        })
     }
 
     /// Its name.
@@ -132,11 +153,20 @@ impl Pool {
     ///
     /// Raises ``MemoryLimitError``, ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
-    fn allocate<'py>(&self, py: Python<'py>, nbytes: u64, timeout: Option<f64>) -> PyResult<Bound<'py, Buffer>> {
+    fn allocate<'py>(
+        &self,
+        py: Python<'py>,
+        nbytes: u64,
+        timeout: Option<f64>,
+    ) -> PyResult<Bound<'py, Buffer>> {
         let timeout = optional(timeout, "timeout")?;
-        let ask = |slice, _: &dyn Fn() -> bool| Ok(self.handle.get()?.allocate_timeout(nbytes, slice)?);
+        let ask =
+            |slice, _: &dyn Fn() -> bool| Ok(self.handle.get()?.allocate_timeout(nbytes, slice)?);
         let block = allocate(py, timeout, ask)?;
-        Bound::new(py, View::of("the block", OwnedMemory::Block(block))?.add_subclass(Buffer))
+        Bound::new(
+            py,
+            View::of("the block", OwnedMemory::Block(block))?.add_subclass(Buffer),
+        )
     }
 
     /// What it has now.
@@ -199,9 +229,18 @@ impl Buffer {
     #[pyo3(signature = (*, writable = false))]
     fn lend(slf: &Bound<'_, Buffer>, writable: bool) -> PyResult<Ticket> {
         let owner = slf.as_super().get().owner()?;
-        let OwnedMemory::Block(block) = owner.memory() else { unreachable!("a Buffer holds a block") };
-        let access = if writable { Access::ReadWrite } else { Access::Read };
-        let inner = slf.py().detach(|| block.lend(access)).map_err(Fault::from)?;
+        let OwnedMemory::Block(block) = owner.memory() else {
+            unreachable!("a Buffer holds a block")
+        };
+        let access = if writable {
+            Access::ReadWrite
+        } else {
+            Access::Read
+        };
+        let inner = slf
+            .py()
+            .detach(|| block.lend(access))
+            .map_err(Fault::from)?;
         Ok(Ticket { inner })
     }
 }
@@ -228,12 +267,17 @@ impl PoolClient {
         device: Option<&Bound<'_, PyAny>>,
         wait: Option<f64>,
     ) -> PyResult<PoolClient> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
         let wait = optional(wait, "wait")?;
         let called = name.to_owned();
         let open = move |slice| warpipe::PoolClient::open_timeout(&domain, &called, &device, slice);
         let client = attach(py, wait, open)?;
-        Ok(PoolClient { handle: CloseableHandle::new("visit to the pool", name, client) })
+        Ok(PoolClient {
+            handle: CloseableHandle::new("visit to the pool", name, client),
+        })
     }
 
     /// The pool's name.
@@ -264,10 +308,18 @@ impl PoolClient {
     /// Raises ``MemoryLimitError``, ``OwnerGoneError``, ``RefusedError``, ``ArgumentError``, ``ClosedError``,
     /// ``DeviceError``.
     #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
-    fn allocate<'py>(&self, py: Python<'py>, nbytes: u64, timeout: Option<f64>) -> PyResult<Bound<'py, LentBuffer>> {
+    fn allocate<'py>(
+        &self,
+        py: Python<'py>,
+        nbytes: u64,
+        timeout: Option<f64>,
+    ) -> PyResult<Bound<'py, LentBuffer>> {
         let timeout = optional(timeout, "timeout")?;
         let ask = |slice, is_called_off: &dyn Fn() -> bool| {
-            Ok(self.handle.get()?.allocate_unless(nbytes, slice, is_called_off)?)
+            Ok(self
+                .handle
+                .get()?
+                .allocate_unless(nbytes, slice, is_called_off)?)
         };
         let block = allocate(py, timeout, ask)?;
         LentBuffer::make(py, block)
@@ -309,7 +361,11 @@ pub struct LentBuffer {
 impl LentBuffer {
     fn make(py: Python<'_>, block: warpipe::LentBuffer) -> PyResult<Bound<'_, LentBuffer>> {
         let name = block.name().to_owned();
-        Bound::new(py, View::of("the block", OwnedMemory::SampleHolder(block))?.add_subclass(LentBuffer { name }))
+        Bound::new(
+            py,
+            View::of("the block", OwnedMemory::SampleHolder(block))?
+                .add_subclass(LentBuffer { name }),
+        )
     }
 }
 
@@ -326,7 +382,10 @@ impl LentBuffer {
         ticket: &Bound<'py, PyAny>,
         device: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, LentBuffer>> {
-        let (ticket, device) = (Ticket::from_argument(ticket)?, Device::from_argument(device)?.inner);
+        let (ticket, device) = (
+            Ticket::from_argument(ticket)?,
+            Device::from_argument(device)?.inner,
+        );
         let block = asking(py, move || warpipe::LentBuffer::open(&ticket, &device))?;
         LentBuffer::make(py, block)
     }

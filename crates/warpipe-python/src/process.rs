@@ -24,6 +24,10 @@ impl Home {
     /// An error in a forked child.
     pub fn check(self) -> Outcome<()> {
         thread_exit::prepare_exit();
-        if self.is_here() { Ok(()) } else { Err(Error::Forked.into()) }
+        if self.is_here() {
+            Ok(())
+        } else {
+            Err(Error::Forked.into())
+        }
     }
 }

@@ -90,8 +90,16 @@ pub struct SubscriberInfo {
 #[pymethods]
 impl SubscriberInfo {
     fn __repr__(&self) -> String {
-        let SubscriberInfo { pid, state, in_flight, dropped, .. } = self;
-        format!("SubscriberInfo(pid={pid}, state={state:?}, in_flight={in_flight}, dropped={dropped})")
+        let SubscriberInfo {
+            pid,
+            state,
+            in_flight,
+            dropped,
+            ..
+        } = self;
+        format!(
+            "SubscriberInfo(pid={pid}, state={state:?}, in_flight={in_flight}, dropped={dropped})"
+        )
     }
 }
 
@@ -111,7 +119,12 @@ pub fn word_of(state: PeerState) -> &'static str {
 fn policy(name: &str) -> Outcome<(&'static str, Policy)> {
     Ok(match name {
         // It is `dispatch` that waits, and sees signals meanwhile.
-        "block" => ("block", Policy::Block { timeout: Duration::ZERO }),
+        "block" => (
+            "block",
+            Policy::Block {
+                timeout: Duration::ZERO,
+            },
+        ),
         "drop_oldest" => ("drop_oldest", Policy::DropOldest),
         "drop_newest" => ("drop_newest", Policy::DropNewest),
         "fail" => ("fail", Policy::Fail),
@@ -126,7 +139,9 @@ impl Publisher {
     /// The library's, until it is closed.
     pub fn inner(&self) -> Outcome<Arc<DropDetached<warpipe::Publisher>>> {
         self.home.check()?;
-        self.inner.get().ok_or_else(|| Fault::closed("publisher", &self.name))
+        self.inner
+            .get()
+            .ok_or_else(|| Fault::closed("publisher", &self.name))
     }
 
     /// A slot for `layout`, waiting for one as long as the loan's timeout says.
@@ -146,7 +161,9 @@ impl Publisher {
         carrier: &[u8],
         stream: Option<&Consumer>,
     ) -> PyResult<u64> {
-        let Slot::Sample(mut sample) = self.take(py, &Layout::bytes_only(0).map_err(Fault::from)?)? else {
+        let Slot::Sample(mut sample) =
+            self.take(py, &Layout::bytes_only(0).map_err(Fault::from)?)?
+        else {
             unreachable!("a publisher lends samples")
         };
         sample.set_metadata(carrier).map_err(Fault::from)?;
@@ -179,7 +196,10 @@ impl Publisher {
         memory_limit=4294967296, loan_timeout=5.0, evict_after=None, subscribers_max=256, \
         subscribers_per_user_max=128, subscribers_per_process_max=64, handshake_timeout=5.0, allow_uids=(), \
         allow_gids=())")]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments, each with a default"
+    )]
     fn new(
         py: Python<'_>,
         name: &str,
@@ -199,8 +219,14 @@ impl Publisher {
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Publisher> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
-        let (block, loan_timeout) = (optional(timeout, "timeout")?, optional(loan_timeout, "loan_timeout")?);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
+        let (block, loan_timeout) = (
+            optional(timeout, "timeout")?,
+            optional(loan_timeout, "loan_timeout")?,
+        );
         let (policy, chosen) = self::policy(policy)?;
         let blocks = matches!(chosen, Policy::Block { .. });
         let patience = block.map(|block| if blocks { block } else { block.max(HELD_UP) });
@@ -220,7 +246,9 @@ impl Publisher {
             .allow_uids(&allow_uids)
             .allow_gids(&allow_gids);
         let stream = OwnStream::new(py, &device)?;
-        let inner = Arc::new(Closable::new(py.detach(|| builder.build()).map_err(Fault::from)?));
+        let inner = Arc::new(Closable::new(
+            py.detach(|| builder.build()).map_err(Fault::from)?,
+        ));
         interpreter_exit::close_at_exit(&inner);
         Ok(Publisher {
             home: Home::here(),
@@ -228,7 +256,11 @@ impl Publisher {
             device,
             inner,
             stream,
-            opened: Opened { policy, depth, history },
+            opened: Opened {
+                policy,
+                depth,
+                history,
+            },
             block,
             patience,
             loan_timeout,
@@ -310,9 +342,17 @@ impl Publisher {
     ) -> PyResult<u64> {
         self.inner()?;
         let encoded = metadata::encode(metadata, metadata::BYTES_MAX)?;
-        let stream = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
+        let stream = stream
+            .map(|stream| Consumer::from_argument(py, &self.device, stream))
+            .transpose()?;
         let (device, lasting) = (&self.device, zero_copy != ZeroCopy::No);
-        let wanted = Wanted { device, stream: stream.as_ref(), own: &self.stream, packed: false, lasting };
+        let wanted = Wanted {
+            device,
+            stream: stream.as_ref(),
+            own: &self.stream,
+            packed: false,
+            lasting,
+        };
         let mut source = wanted.find(tensor)?;
         if lasting {
             match py.detach(|| in_place::carrier(device, &source, &encoded)) {
@@ -320,11 +360,17 @@ impl Publisher {
                 Err(fault) if zero_copy == ZeroCopy::Require => return Err(fault.into()),
                 Err(fault) => warn_of_copy(py, fault.into())?,
             }
-            source = Wanted { lasting: false, ..wanted }.find(tensor)?;
+            source = Wanted {
+                lasting: false,
+                ..wanted
+            }
+            .find(tensor)?;
         }
         let mut slot = self.take(py, &source.layout)?;
         slot.set_metadata(metadata)?;
-        let filled_on = self.copies.fill(py, &mut slot, source, &self.stream, self.block)?;
+        let filled_on = self
+            .copies
+            .fill(py, &mut slot, source, &self.stream, self.block)?;
         dispatch(py, slot, &filled_on, self.patience)
     }
 
@@ -346,7 +392,16 @@ impl Publisher {
         metadata::encode(metadata, metadata::BYTES_MAX)?;
         let mut slot = self.take(py, &layout)?;
         slot.set_metadata(metadata)?;
-        Outgoing::new(py, Loan::new(slot, &self.device, &self.stream, &self.copies, self.patience))
+        Outgoing::new(
+            py,
+            Loan::new(
+                slot,
+                &self.device,
+                &self.stream,
+                &self.copies,
+                self.patience,
+            ),
+        )
     }
 
     /// How many tensors that were sent with ``zero_copy`` are still kept, because somebody may be reading them. Asking lets go
@@ -380,9 +435,16 @@ impl Publisher {
     ///
     /// Raises ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
-    fn wait_for_subscribers(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<()> {
+    fn wait_for_subscribers(
+        &self,
+        py: Python<'_>,
+        count: usize,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
-        let come = in_slices(py, timeout, |slice| none_if_late(self.inner()?.wait_for_subscribers(count, slice)))?;
+        let come = in_slices(py, timeout, |slice| {
+            none_if_late(self.inner()?.wait_for_subscribers(count, slice))
+        })?;
         Ok(come.ok_or_else(|| late(format!("subscriber {count} of {:?}", self.name), timeout))?)
     }
 

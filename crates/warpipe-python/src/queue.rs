@@ -54,16 +54,33 @@ pub struct QueueState {
 impl QueueState {
     /// Of a queue or a client.
     pub fn of(endpoint: &JobEndpoint) -> Outcome<QueueState> {
-        let warpipe::QueueState { workers, waiting, leased, finished } = endpoint.end()?.state()?;
-        Ok(QueueState { workers, waiting, leased, finished })
+        let warpipe::QueueState {
+            workers,
+            waiting,
+            leased,
+            finished,
+        } = endpoint.end()?.state()?;
+        Ok(QueueState {
+            workers,
+            waiting,
+            leased,
+            finished,
+        })
     }
 }
 
 #[pymethods]
 impl QueueState {
     fn __repr__(&self) -> String {
-        let QueueState { workers, waiting, leased, finished } = self;
-        format!("QueueState(workers={workers:?}, waiting={waiting}, leased={leased}, finished={finished})")
+        let QueueState {
+            workers,
+            waiting,
+            leased,
+            finished,
+        } = self;
+        format!(
+            "QueueState(workers={workers:?}, waiting={waiting}, leased={leased}, finished={finished})"
+        )
     }
 }
 
@@ -71,7 +88,11 @@ fn order(name: &str) -> Outcome<Order> {
     match name {
         "submission" => Ok(Order::Submission),
         "completion" | "completed" => Ok(Order::Completion),
-        _ => Err(Fault::argument("order", format!("{name:?}"), "\"submission\" or \"completion\"")),
+        _ => Err(Fault::argument(
+            "order",
+            format!("{name:?}"),
+            "\"submission\" or \"completion\"",
+        )),
     }
 }
 
@@ -84,7 +105,10 @@ impl Queue {
         text_signature = "(name, *, domain=None, device=None, prefetch=2, max_attempts=3, lease_timeout=None, \
         order='submission', limit=1024, submit_timeout=5.0, memory_limit=4294967296, workers_max=256, spin=None, \
         handshake_timeout=5.0)")]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments, each with a default"
+    )]
     fn new(
         py: Python<'_>,
         name: &str,
@@ -101,7 +125,10 @@ impl Queue {
         spin: Option<f64>,
         handshake_timeout: f64,
     ) -> PyResult<Queue> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
         let submit_timeout = optional(submit_timeout, "submit_timeout")?;
         let builder = warpipe::Queue::builder(name)
             .domain(&domain)
@@ -119,8 +146,18 @@ impl Queue {
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let builder = spin.into_iter().fold(builder, warpipe::QueueBuilder::spin);
         let queue = py.detach(|| builder.build()).map_err(Fault::from)?;
-        let endpoint = JobEndpoint::open(py, "queue", name, &device, submit_timeout, QueueOrClient::Queue(queue))?;
-        Ok(Queue { endpoint, submit_timeout })
+        let endpoint = JobEndpoint::open(
+            py,
+            "queue",
+            name,
+            &device,
+            submit_timeout,
+            QueueOrClient::Queue(queue),
+        )?;
+        Ok(Queue {
+            endpoint,
+            submit_timeout,
+        })
     }
 
     /// Its name.
@@ -161,9 +198,12 @@ impl Queue {
         timeout: Timeout,
     ) -> PyResult<JobHandle> {
         let input = self.endpoint.input(py, tensor, metadata, stream)?;
-        let handle = self.endpoint.submit(py, input, timeout.or(self.submit_timeout), |end, loan, stream| {
-            end.queue().submit_timeout(loan, stream, Duration::ZERO)
-        })?;
+        let handle = self.endpoint.submit(
+            py,
+            input,
+            timeout.or(self.submit_timeout),
+            |end, loan, stream| end.queue().submit_timeout(loan, stream, Duration::ZERO),
+        )?;
         Ok(JobHandle::new(&self.endpoint, handle))
     }
 
@@ -179,7 +219,8 @@ impl Queue {
         dtype: &Bound<'_, PyAny>,
         metadata: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<Loan>> {
-        self.endpoint.loan(py, &dtype::layout(shape, dtype)?, metadata)
+        self.endpoint
+            .loan(py, &dtype::layout(shape, dtype)?, metadata)
     }
 
     /// Iterates, with ``for`` or ``async for``, over the results that no handle has taken, in the queue's ``order``. It ends
@@ -190,7 +231,11 @@ impl Queue {
     /// Raises ``DeadLetteredError``, ``RejectedError``, ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (timeout = None, *, follow = false))]
     fn results(&self, timeout: Option<f64>, follow: bool) -> PyResult<Results> {
-        Ok(Results::new(&self.endpoint, optional(timeout, "timeout")?, follow))
+        Ok(Results::new(
+            &self.endpoint,
+            optional(timeout, "timeout")?,
+            follow,
+        ))
     }
 
     /// Waits until every job is done or dead-lettered, at most ``timeout`` seconds (None: as long as it takes). Their outcomes stay
@@ -200,8 +245,15 @@ impl Queue {
     #[pyo3(signature = (timeout = None))]
     fn drain(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
-        let drained = in_slices(py, timeout, |slice| none_if_late(self.endpoint.end()?.queue().drain(slice)))?;
-        Ok(drained.ok_or_else(|| late(format!("the end of the jobs of {:?}", self.endpoint.name), timeout))?)
+        let drained = in_slices(py, timeout, |slice| {
+            none_if_late(self.endpoint.end()?.queue().drain(slice))
+        })?;
+        Ok(drained.ok_or_else(|| {
+            late(
+                format!("the end of the jobs of {:?}", self.endpoint.name),
+                timeout,
+            )
+        })?)
     }
 
     /// Takes no more jobs, and waits as ``drain``. Outcomes can be taken until the queue is closed.
@@ -209,9 +261,14 @@ impl Queue {
     /// Raises ``TimeoutError`` (it is shut all the same), ``ClosedError``.
     #[pyo3(signature = (timeout = None))]
     fn shutdown(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let shut = py.detach(|| none_if_late(self.endpoint.end()?.queue().shutdown(Duration::ZERO)))?;
+        let shut =
+            py.detach(|| none_if_late(self.endpoint.end()?.queue().shutdown(Duration::ZERO)))?;
         self.endpoint.shut();
-        if shut.is_some() { Ok(()) } else { self.drain(py, timeout) }
+        if shut.is_some() {
+            Ok(())
+        } else {
+            self.drain(py, timeout)
+        }
     }
 
     /// Waits until there are ``count`` workers, at most ``timeout`` seconds (None: as long as it takes).

@@ -19,7 +19,11 @@ pub struct Scattered {
 impl Scattered {
     /// Of a layout in bytes that begin at `lowest`.
     pub fn new(layout: Layout, lowest: DevicePtr) -> Outcome<Scattered> {
-        Ok(Scattered { lowest, layout, packed: Layout::contiguous(layout.dtype(), layout.shape())? })
+        Ok(Scattered {
+            lowest,
+            layout,
+            packed: Layout::contiguous(layout.dtype(), layout.shape())?,
+        })
     }
 
     /// As it is sent.
@@ -70,7 +74,14 @@ impl Scattered {
 /// An empty vector that has room for so many bytes.
 pub fn room_for(length: u64) -> Outcome<Vec<u8>> {
     let mut bytes = Vec::new();
-    let room = usize::try_from(length).ok().and_then(|length| bytes.try_reserve_exact(length).ok());
-    room.ok_or_else(|| Fault::Own("DeviceMemoryError", format!("this process has no room for {length} bytes")))?;
+    let room = usize::try_from(length)
+        .ok()
+        .and_then(|length| bytes.try_reserve_exact(length).ok());
+    room.ok_or_else(|| {
+        Fault::Own(
+            "DeviceMemoryError",
+            format!("this process has no room for {length} bytes"),
+        )
+    })?;
     Ok(bytes)
 }

@@ -47,21 +47,41 @@ pub struct Permit {
 
 impl Semaphore {
     fn new(inner: warpipe::Semaphore, device: warpipe::Device) -> Semaphore {
-        Semaphore { handle: CloseableHandle::new("semaphore", inner.name().to_owned(), inner), device }
+        Semaphore {
+            handle: CloseableHandle::new("semaphore", inner.name().to_owned(), inner),
+            device,
+        }
     }
 
-    fn consumer(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Consumer>> {
-        stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()
+    fn consumer(
+        &self,
+        py: Python<'_>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Consumer>> {
+        stream
+            .map(|stream| Consumer::from_argument(py, &self.device, stream))
+            .transpose()
     }
 
-    fn permit(&self, py: Python<'_>, inner: warpipe::Permit, consumer: Option<Consumer>) -> PyResult<Permit> {
+    fn permit(
+        &self,
+        py: Python<'_>,
+        inner: warpipe::Permit,
+        consumer: Option<Consumer>,
+    ) -> PyResult<Permit> {
         let inner = DropDetached::new(inner);
         if let Some(consumer) = &consumer {
             consumer.lead(py)?;
         }
         let passed = inner.passed();
         let (home, device, inner) = (Home::here(), self.device.clone(), Mutex::new(Some(inner)));
-        Ok(Permit { home, device, consumer, passed, inner })
+        Ok(Permit {
+            home,
+            device,
+            consumer,
+            passed,
+            inner,
+        })
     }
 }
 
@@ -107,7 +127,10 @@ impl Semaphore {
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Semaphore> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
         let made = py.detach(|| warpipe::Semaphore::create(&domain, name, &device, permits));
         Ok(Semaphore::new(made.map_err(Fault::from)?, device))
     }
@@ -125,7 +148,10 @@ impl Semaphore {
         device: Option<&Bound<'_, PyAny>>,
         wait: Option<f64>,
     ) -> PyResult<Semaphore> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
         let wait = optional(wait, "wait")?;
         let (on, called) = (device.clone(), name.to_owned());
         let open = move |slice| warpipe::Semaphore::open_timeout(&domain, &called, &on, slice);
@@ -174,7 +200,12 @@ impl Semaphore {
     ///
     /// Raises ``TimeoutError``, ``OwnerGoneError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (stream = None, timeout = Some(10.0)), text_signature = "($self, stream=None, timeout=10.0)")]
-    fn acquire(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>, timeout: Option<f64>) -> PyResult<Permit> {
+    fn acquire(
+        &self,
+        py: Python<'_>,
+        stream: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<Permit> {
         let (semaphore, consumer) = (self.handle.get()?, self.consumer(py, stream)?);
         let timeout = optional(timeout, "timeout")?.unwrap_or(VERY_LONG);
         if let Some(permit) = take_now(py, &semaphore, consumer.as_ref())? {
@@ -189,9 +220,15 @@ impl Semaphore {
     ///
     /// Raises as ``acquire``, without the timeout.
     #[pyo3(signature = (stream = None))]
-    fn try_acquire(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Permit>> {
+    fn try_acquire(
+        &self,
+        py: Python<'_>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Permit>> {
         let (semaphore, consumer) = (self.handle.get()?, self.consumer(py, stream)?);
-        take_now(py, &semaphore, consumer.as_ref())?.map(|permit| self.permit(py, permit, consumer)).transpose()
+        take_now(py, &semaphore, consumer.as_ref())?
+            .map(|permit| self.permit(py, permit, consumer))
+            .transpose()
     }
 
     /// Whether it has been closed here.
@@ -226,7 +263,10 @@ impl Permit {
     }
 
     /// Gives it back behind the consumer's work; of the CPU at once. For who does not have the interpreter.
-    fn give_back(permit: DropDetached<warpipe::Permit>, consumer: Option<&Consumer>) -> Outcome<()> {
+    fn give_back(
+        permit: DropDetached<warpipe::Permit>,
+        consumer: Option<&Consumer>,
+    ) -> Outcome<()> {
         match consumer {
             // If the stream cannot be followed, the permit is dropped, which gives it back behind the linked one.
             Some(consumer) => Ok(permit.into_inner().release(consumer.followed()?)?),
@@ -240,7 +280,11 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let inner = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let inner = self
+            .inner
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         if let Some(permit) = inner.filter(|_| self.home.is_here()) {
             // Nobody is here to be told.
             let _ = detached(|| Permit::give_back(permit, self.consumer.as_ref()));
@@ -268,8 +312,12 @@ impl Permit {
     /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
     #[pyo3(signature = (stream = None))]
     fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let asked = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
-        let Some(permit) = self.lock()?.take() else { return Ok(()) };
+        let asked = stream
+            .map(|stream| Consumer::from_argument(py, &self.device, stream))
+            .transpose()?;
+        let Some(permit) = self.lock()?.take() else {
+            return Ok(());
+        };
         let consumer = asked.as_ref().or(self.consumer.as_ref());
         Ok(py.detach(|| Permit::give_back(permit, consumer))?)
     }

@@ -40,12 +40,20 @@ pub struct Server {
 impl Server {
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Request>> {
         let take = |inner: &mut warpipe::Server, limit| inner.accept(&self.context.stream, limit);
-        self.inbox.next(py, timeout, "a request to", take, |request| self.request(py, request))
+        self.inbox
+            .next(py, timeout, "a request to", take, |request| {
+                self.request(py, request)
+            })
     }
 
     fn request(&self, py: Python<'_>, request: warpipe::Request) -> PyResult<Py<Request>> {
-        let ours = Request { client_pid: request.client_pid() };
-        Py::new(py, Lease::parts(request.into_lease(), &self.context).add_subclass(ours))
+        let ours = Request {
+            client_pid: request.client_pid(),
+        };
+        Py::new(
+            py,
+            Lease::parts(request.into_lease(), &self.context).add_subclass(ours),
+        )
     }
 }
 
@@ -56,7 +64,10 @@ impl Server {
         spin = None, memory_limit = 4 << 30, handshake_timeout = 5.0, clients_max = 256, stream = None),
         text_signature = "(service, *, domain=None, device=None, timeout=None, answer_timeout=10.0, spin=None, \
         memory_limit=4294967296, handshake_timeout=5.0, clients_max=256, stream=None)")]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments, each with a default"
+    )]
     fn new(
         py: Python<'_>,
         service: &str,
@@ -70,8 +81,14 @@ impl Server {
         clients_max: usize,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Server> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
-        let (timeout, patience) = (optional(timeout, "timeout")?, optional(answer_timeout, "answer_timeout")?);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
+        let (timeout, patience) = (
+            optional(timeout, "timeout")?,
+            optional(answer_timeout, "answer_timeout")?,
+        );
         let builder = warpipe::Server::builder(service)
             .domain(&domain)
             .device(&device)
@@ -83,9 +100,20 @@ impl Server {
         let builder = spin.into_iter().fold(builder, warpipe::ServerBuilder::spin);
         let stream = stream_of(py, &device, stream)?;
         let server = py.detach(|| builder.build()).map_err(Fault::from)?;
-        let context = LeaseContext { device, stream, copies: Arc::new(Copies::default()), patience };
-        let calls = Calls { ring: warpipe::Server::ring, take_back: Lease::return_all };
-        Ok(Server { inbox: Inbox::new("server", service, timeout, server, calls), context })
+        let context = LeaseContext {
+            device,
+            stream,
+            copies: Arc::new(Copies::default()),
+            patience,
+        };
+        let calls = Calls {
+            ring: warpipe::Server::ring,
+            take_back: Lease::return_all,
+        };
+        Ok(Server {
+            inbox: Inbox::new("server", service, timeout, server, calls),
+            context,
+        })
     }
 
     /// The service's name.
@@ -134,7 +162,8 @@ impl Server {
     /// Raises as ``accept``, without the timeout.
     fn try_accept(&self, py: Python<'_>) -> PyResult<Option<Py<Request>>> {
         let take = |server: &mut warpipe::Server| server.try_accept(&self.context.stream);
-        self.inbox.try_next(py, take, |request| self.request(py, request))
+        self.inbox
+            .try_next(py, take, |request| self.request(py, request))
     }
 
     /// A descriptor that is readable when ``try_accept`` is worth a call (an epoll descriptor, which nests), and once a

@@ -17,7 +17,11 @@ use crate::view::View;
 
 /// What may be done with memory, in Rust's words.
 fn access(writable: bool) -> Access {
-    if writable { Access::ReadWrite } else { Access::Read }
+    if writable {
+        Access::ReadWrite
+    } else {
+        Access::Read
+    }
 }
 
 /// An allocation that can be given to other processes (``cuMemCreate`` with an exportable handle; a sealed memfd on the
@@ -39,7 +43,10 @@ impl Memory {
     }
 
     fn make(py: Python<'_>, memory: warpipe::Memory) -> PyResult<Bound<'_, Memory>> {
-        Bound::new(py, View::of("the memory", OwnedMemory::Own(memory))?.add_subclass(Memory))
+        Bound::new(
+            py,
+            View::of("the memory", OwnedMemory::Own(memory))?.add_subclass(Memory),
+        )
     }
 }
 
@@ -50,9 +57,15 @@ impl Memory {
     /// Raises ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes, ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (nbytes, *, device = None))]
-    fn allocate<'py>(py: Python<'py>, nbytes: u64, device: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, Memory>> {
+    fn allocate<'py>(
+        py: Python<'py>,
+        nbytes: u64,
+        device: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, Memory>> {
         let device = Device::from_argument(device)?.inner;
-        let memory = py.detach(|| warpipe::Memory::allocate(&device, nbytes)).map_err(Fault::from)?;
+        let memory = py
+            .detach(|| warpipe::Memory::allocate(&device, nbytes))
+            .map_err(Fault::from)?;
         Memory::make(py, memory)
     }
 
@@ -76,8 +89,13 @@ impl Memory {
             .access(access(writable))
             .allow_uids(&allow_uids)
             .allow_gids(&allow_gids);
-        let published = slf.py().detach(|| publication.build()).map_err(Fault::from)?;
-        Ok(Published { handle: CloseableHandle::new("publication", name, published) })
+        let published = slf
+            .py()
+            .detach(|| publication.build())
+            .map_err(Fault::from)?;
+        Ok(Published {
+            handle: CloseableHandle::new("publication", name, published),
+        })
     }
 
     /// A descriptor of it, close-on-exec, which is the caller's to close. Whoever gets it can map all of the memory, for
@@ -86,7 +104,11 @@ impl Memory {
     /// Raises ``DescriptorLimitError``, ``ReleasedError``, ``DriverError``.
     fn export_fd(slf: &Bound<'_, Memory>) -> PyResult<i32> {
         let memory = Memory::inner(slf)?;
-        Ok(slf.py().detach(|| memory.export_fd()).map_err(Fault::from)?.into_raw_fd())
+        Ok(slf
+            .py()
+            .detach(|| memory.export_fd())
+            .map_err(Fault::from)?
+            .into_raw_fd())
     }
 
     /// What must be known of the descriptor: to be sent along.
@@ -133,7 +155,9 @@ impl Published {
             Some(nbytes) => published.ticket_of(offset..offset.saturating_add(nbytes)),
             None => published.ticket_of(offset..),
         });
-        Ok(Ticket { inner: inner.map_err(Fault::from)? })
+        Ok(Ticket {
+            inner: inner.map_err(Fault::from)?,
+        })
     }
 
     /// Whether it has been closed.
@@ -176,8 +200,14 @@ impl SharedMemory {
     }
 
     /// Over what was opened.
-    pub fn make(py: Python<'_>, memory: warpipe::SharedMemory) -> PyResult<Bound<'_, SharedMemory>> {
-        Bound::new(py, View::of("the memory", OwnedMemory::Shared(memory))?.add_subclass(SharedMemory))
+    pub fn make(
+        py: Python<'_>,
+        memory: warpipe::SharedMemory,
+    ) -> PyResult<Bound<'_, SharedMemory>> {
+        Bound::new(
+            py,
+            View::of("the memory", OwnedMemory::Shared(memory))?.add_subclass(SharedMemory),
+        )
     }
 }
 
@@ -200,7 +230,8 @@ impl SharedMemory {
         if fd < 0 {
             return Err(Fault::argument("fd", fd, "an open descriptor").into());
         }
-        let import = |fd: BorrowedFd<'_>| warpipe::Memory::import_fd(&device, fd, &info, access(writable));
+        let import =
+            |fd: BorrowedFd<'_>| warpipe::Memory::import_fd(&device, fd, &info, access(writable));
         let imported = py.detach(|| borrowed(fd, import));
         SharedMemory::make(py, imported.map_err(Fault::from)?)
     }
@@ -215,7 +246,10 @@ impl SharedMemory {
         nbytes: Option<u64>,
     ) -> PyResult<Bound<'py, SharedMemory>> {
         let memory = SharedMemory::inner(slf)?;
-        let part = slf.py().detach(|| memory.range(offset, nbytes)).map_err(Fault::from)?;
+        let part = slf
+            .py()
+            .detach(|| memory.range(offset, nbytes))
+            .map_err(Fault::from)?;
         SharedMemory::make(slf.py(), part)
     }
 

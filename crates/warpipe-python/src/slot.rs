@@ -54,8 +54,12 @@ impl Slot {
     /// Sets what travels with it, from a dict or bytes.
     pub fn set_metadata(&mut self, found: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let set = match self {
-            Slot::Sample(sample) => sample.set_metadata(&metadata::encode(found, metadata::BYTES_MAX)?),
-            Slot::Work(loan) => loan.set_metadata(&metadata::encode(found, metadata::JOB_BYTES_MAX)?),
+            Slot::Sample(sample) => {
+                sample.set_metadata(&metadata::encode(found, metadata::BYTES_MAX)?)
+            }
+            Slot::Work(loan) => {
+                loan.set_metadata(&metadata::encode(found, metadata::JOB_BYTES_MAX)?)
+            }
         };
         Ok(set.map_err(Fault::from)?)
     }

@@ -25,11 +25,17 @@ pub struct Source {
 #[derive(Debug)]
 pub enum SourceLocation {
     /// In memory of the host, from this address on.
-    Host(u64, #[allow(dead_code, reason = "held, not used")] SourceOwner),
+    Host(
+        u64,
+        #[allow(dead_code, reason = "held, not used")] SourceOwner,
+    ),
     /// In a buffer of our own.
     Bytes(Vec<u8>),
     /// In memory of the host, with gaps or in another order than is sent.
-    Rows(Box<Scattered>, #[allow(dead_code, reason = "held, not used")] SourceOwner),
+    Rows(
+        Box<Scattered>,
+        #[allow(dead_code, reason = "held, not used")] SourceOwner,
+    ),
     /// On the publisher's GPU from this address on, to be read on this stream.
     Device(u64, Consumer, SourceOwner),
     /// On the publisher's GPU, with gaps or in another order than is sent, to be read on this stream.
@@ -94,9 +100,10 @@ impl Wanted<'_> {
             return Err(no_tensor(found)?.into());
         }
         if is_masked(found)? {
-            return Err(
-                Fault::layout("it is masked, and a mask does not travel; fill it first, with `.filled()`").into()
-            );
+            return Err(Fault::layout(
+                "it is masked, and a mask does not travel; fill it first, with `.filled()`",
+            )
+            .into());
         }
         if let Some(interface) = interface(found, "__array_interface__")? {
             return self.of_host(
@@ -118,7 +125,10 @@ impl Wanted<'_> {
 
     /// By way of NumPy, which knows element types that the protocols of some do not.
     fn of_numpy(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
-        let array = found.py().import("numpy")?.call_method1("asarray", (found,))?;
+        let array = found
+            .py()
+            .import("numpy")?
+            .call_method1("asarray", (found,))?;
         match interface(&array, "__array_interface__")? {
             Some(interface) => self.of_host(
                 &ArrayDescription::of_interface(&array, &interface)?,
@@ -129,10 +139,18 @@ impl Wanted<'_> {
     }
 
     fn of_dlpack(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
-        let Wanted { device, stream, own, .. } = self;
+        let Wanted {
+            device,
+            stream,
+            own,
+            ..
+        } = self;
         let said = found.call_method0("__dlpack_device__")?;
         let (kind, ordinal): (i32, i32) = said.extract().map_err(|_| {
-            Fault::Own("ExportError", format!("`__dlpack_device__` gave {said}; a device type and a number are due"))
+            Fault::Own(
+                "ExportError",
+                format!("`__dlpack_device__` gave {said}; a device type and a number are due"),
+            )
         })?;
         if matches!(kind, dlpack::CPU | dlpack::CUDA_HOST) {
             let tensor = match capsule(found, None).and_then(|capsule| dlpack::import(&capsule)) {
@@ -147,7 +165,8 @@ impl Wanted<'_> {
             let array_description = ArrayDescription::of_import(&tensor);
             return self.of_host(&array_description, SourceOwner::Capsule(Box::new(tensor)));
         }
-        if !matches!(kind, dlpack::CUDA | dlpack::CUDA_MANAGED) || (dlpack::CUDA, ordinal) != dlpack::device_of(device)
+        if !matches!(kind, dlpack::CUDA | dlpack::CUDA_MANAGED)
+            || (dlpack::CUDA, ordinal) != dlpack::device_of(device)
         {
             return Err(legacy_view(&location_of((kind, ordinal)), device));
         }
@@ -165,22 +184,46 @@ impl Wanted<'_> {
         self.of_device(&array_description, reader, keep)
     }
 
-    fn of_cuda_interface(self, found: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyResult<Source> {
-        let Wanted { device, stream, own, .. } = self;
+    fn of_cuda_interface(
+        self,
+        found: &Bound<'_, PyAny>,
+        interface: &Bound<'_, PyDict>,
+    ) -> PyResult<Source> {
+        let Wanted {
+            device,
+            stream,
+            own,
+            ..
+        } = self;
         if !is_cuda(device) {
             return Err(legacy_view(&location_of((dlpack::CUDA, 0)), device));
         }
         let array_description = ArrayDescription::of_interface(found, interface)?;
         check_owner(found.py(), &array_description, device)?;
         let (reader, _) = reader(found, device, stream, own)?;
-        if let Some(written_on) = interface.get_item("stream")?.filter(|stream| !stream.is_none()) {
+        if let Some(written_on) = interface
+            .get_item("stream")?
+            .filter(|stream| !stream.is_none())
+        {
             let writer = Consumer::foreign(found.py(), device, written_on.extract()?)?;
-            found.py().detach(|| reader.stream.wait_for(&writer.stream)).map_err(Fault::from)?;
+            found
+                .py()
+                .detach(|| reader.stream.wait_for(&writer.stream))
+                .map_err(Fault::from)?;
         }
-        self.of_device(&array_description, reader, SourceOwner::Object(found.clone().unbind()))
+        self.of_device(
+            &array_description,
+            reader,
+            SourceOwner::Object(found.clone().unbind()),
+        )
     }
 
-    fn of_device(self, array_description: &ArrayDescription, reader: Consumer, keep: SourceOwner) -> PyResult<Source> {
+    fn of_device(
+        self,
+        array_description: &ArrayDescription,
+        reader: Consumer,
+        keep: SourceOwner,
+    ) -> PyResult<Source> {
         let (layout, lowest, must_gather) = array_description.lie(self)?;
         if must_gather {
             let scattered = Box::new(Scattered::new(layout, lowest)?);
@@ -189,36 +232,55 @@ impl Wanted<'_> {
                 place: SourceLocation::DeviceRows(scattered, reader, keep),
             });
         }
-        Ok(Source { layout, place: SourceLocation::Device(lowest, reader, keep) })
+        Ok(Source {
+            layout,
+            place: SourceLocation::Device(lowest, reader, keep),
+        })
     }
 
     fn of_host(self, array_description: &ArrayDescription, keep: SourceOwner) -> PyResult<Source> {
         let (layout, lowest, must_gather) = array_description.lie(self)?;
         if must_gather {
             let scattered = Box::new(Scattered::new(layout, lowest)?);
-            return Ok(Source { layout: scattered.packed(), place: SourceLocation::Rows(scattered, keep) });
+            return Ok(Source {
+                layout: scattered.packed(),
+                place: SourceLocation::Rows(scattered, keep),
+            });
         }
-        Ok(Source { layout, place: SourceLocation::Host(lowest, keep) })
+        Ok(Source {
+            layout,
+            place: SourceLocation::Host(lowest, keep),
+        })
     }
 }
 
 impl Source {
     fn bytes(bytes: Vec<u8>) -> PyResult<Source> {
         let layout = Layout::bytes_only(bytes.len() as u64).map_err(Fault::from)?;
-        Ok(Source { layout, place: SourceLocation::Bytes(bytes) })
+        Ok(Source {
+            layout,
+            place: SourceLocation::Bytes(bytes),
+        })
     }
 
     /// Whether it lies on the host.
     pub fn is_of_host(&self) -> bool {
-        !matches!(self.place, SourceLocation::Device(..) | SourceLocation::DeviceRows(..))
+        !matches!(
+            self.place,
+            SourceLocation::Device(..) | SourceLocation::DeviceRows(..)
+        )
     }
 
     /// Whether any of it may lie among the `bytes` from `lowest` on.
     pub fn meets(&self, lowest: u64, bytes: u64) -> bool {
         let (ours, length) = match &self.place {
             SourceLocation::Bytes(_) => return false,
-            SourceLocation::Host(address, _) | SourceLocation::Device(address, ..) => (*address, self.layout.bytes()),
-            SourceLocation::Rows(scattered, _) | SourceLocation::DeviceRows(scattered, ..) => scattered.extent(),
+            SourceLocation::Host(address, _) | SourceLocation::Device(address, ..) => {
+                (*address, self.layout.bytes())
+            }
+            SourceLocation::Rows(scattered, _) | SourceLocation::DeviceRows(scattered, ..) => {
+                scattered.extent()
+            }
         };
         ours < lowest.saturating_add(bytes) && lowest < ours.saturating_add(length)
     }
@@ -232,9 +294,13 @@ impl Source {
                 // SAFETY: the object says that its tensor lies there, the extent was worked out from the same shape and
                 // strides, and `SourceOwner` holds it. That nobody writes it during the call is the caller's part, as with every
                 // array library.
-                Some(unsafe { std::slice::from_raw_parts(*address as *const u8, self.layout.bytes() as usize) })
+                Some(unsafe {
+                    std::slice::from_raw_parts(*address as *const u8, self.layout.bytes() as usize)
+                })
             }
-            SourceLocation::Rows(..) | SourceLocation::Device(..) | SourceLocation::DeviceRows(..) => None,
+            SourceLocation::Rows(..)
+            | SourceLocation::Device(..)
+            | SourceLocation::DeviceRows(..) => None,
         }
     }
 }
@@ -243,46 +309,80 @@ impl ArrayDescription {
     fn new(dtype: DType, shape: Vec<u64>, mut strides: Vec<i64>, address: u64) -> ArrayDescription {
         // Where no step is ever taken, any stride is right, and one is as good as another.
         let is_empty = shape.contains(&0);
-        for ((stride, plain), &length) in strides.iter_mut().zip(dlpack::row_major(&shape)).zip(&shape) {
+        for ((stride, plain), &length) in strides
+            .iter_mut()
+            .zip(dlpack::row_major(&shape))
+            .zip(&shape)
+        {
             if is_empty || length == 1 {
                 *stride = plain;
             }
         }
-        ArrayDescription { dtype, shape, strides, address }
+        ArrayDescription {
+            dtype,
+            shape,
+            strides,
+            address,
+        }
     }
 
     fn of_import(tensor: &Imported) -> ArrayDescription {
-        ArrayDescription::new(tensor.dtype, tensor.shape.clone(), tensor.strides.clone(), tensor.address)
+        ArrayDescription::new(
+            tensor.dtype,
+            tensor.shape.clone(),
+            tensor.strides.clone(),
+            tensor.address,
+        )
     }
 
     /// Reads `__array_interface__` or `__cuda_array_interface__`, versions 2 and 3.
-    fn of_interface(owner: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyResult<ArrayDescription> {
+    fn of_interface(
+        owner: &Bound<'_, PyAny>,
+        interface: &Bound<'_, PyDict>,
+    ) -> PyResult<ArrayDescription> {
         let missing = |key: &str| Fault::layout(format!("its array interface has no {key}"));
-        let get = |key: &str| interface.get_item(key).map(|found| found.filter(|value| !value.is_none()));
+        let get = |key: &str| {
+            interface
+                .get_item(key)
+                .map(|found| found.filter(|value| !value.is_none()))
+        };
         if get("mask")?.is_some() {
             return Err(Fault::layout("it is masked; fill it first").into());
         }
         let typestr = get("typestr")?.ok_or_else(|| missing("typestr"))?;
         let typestr: String = array_description("typestr", &typestr, typestr.extract())?;
-        let named =
-            || owner.getattr("dtype").and_then(|dtype| dtype.getattr("name")).and_then(|name| name.extract()).ok();
+        let named = || {
+            owner
+                .getattr("dtype")
+                .and_then(|dtype| dtype.getattr("name"))
+                .and_then(|name| name.extract())
+                .ok()
+        };
         let dtype = dtype::from_typestr(&typestr, named)?;
         let shape = get("shape")?.ok_or_else(|| missing("shape"))?;
         let shape = array_description("shape", &shape, dtype::shape(&shape))?;
         let data = get("data")?.ok_or_else(|| missing("data"))?;
         let Ok(data) = data.cast::<PyTuple>() else {
-            return Err(
-                Fault::layout("its array interface gives a buffer and no address; send numpy.asarray(it)").into()
-            );
+            return Err(Fault::layout(
+                "its array interface gives a buffer and no address; send numpy.asarray(it)",
+            )
+            .into());
         };
         let address = data.get_item(0).and_then(|address| address.extract());
         let address: Option<u64> = array_description("data", data, address)?;
         let strides = match get("strides")? {
             None => dlpack::row_major(&shape),
-            Some(strides) => array_description("strides", &strides, in_elements(&strides, &shape, dtype))?,
+            Some(strides) => {
+                array_description("strides", &strides, in_elements(&strides, &shape, dtype))?
+            }
         };
         if strides.len() != shape.len() {
-            return Err(Fault::layout(format!("{} dimensions but {} strides", shape.len(), strides.len())).into());
+            return Err(Fault::layout(format!(
+                "{} dimensions but {} strides",
+                shape.len(),
+                strides.len()
+            ))
+            .into());
         }
         let address = address.unwrap_or(0);
         if address == 0 && !shape.contains(&0) {
@@ -293,30 +393,50 @@ impl ArrayDescription {
 
     fn extent(&self, wanted: Wanted<'_>) -> Outcome<ByteExtent> {
         if self.shape.contains(&0) {
-            return Ok(ByteExtent { below: 0, bytes: 0, must_gather: false });
+            return Ok(ByteExtent {
+                below: 0,
+                bytes: 0,
+                must_gather: false,
+            });
         }
         let too_far = || Fault::layout("it reaches further than an address can");
         let width = i128::from(self.dtype.bytes());
         let (mut low, mut high, mut elements) = (0i128, width, 1i128);
         for (&length, &stride) in self.shape.iter().zip(&self.strides) {
             let reach = (i128::from(length - 1) * i128::from(stride)).checked_mul(width);
-            let reach = reach.filter(|reach| reach.unsigned_abs() < 1 << 62).ok_or_else(too_far)?;
+            let reach = reach
+                .filter(|reach| reach.unsigned_abs() < 1 << 62)
+                .ok_or_else(too_far)?;
             if reach < 0 {
                 low += reach
             } else {
                 high += reach
             }
-            elements = elements.checked_mul(i128::from(length)).filter(|&n| n < 1 << 62).ok_or_else(too_far)?;
+            elements = elements
+                .checked_mul(i128::from(length))
+                .filter(|&n| n < 1 << 62)
+                .ok_or_else(too_far)?;
         }
         // A subscriber's DLPack has no negative strides: PyTorch ends the process that imports one.
-        let is_reversed =
-            !wanted.lasting && self.shape.iter().zip(&self.strides).any(|(&length, &stride)| length > 1 && stride < 0);
+        let is_reversed = !wanted.lasting
+            && self
+                .shape
+                .iter()
+                .zip(&self.strides)
+                .any(|(&length, &stride)| length > 1 && stride < 0);
         let is_turned = wanted.packed && self.strides != dlpack::row_major(&self.shape);
         let below = u64::try_from(-low).map_err(|_| too_far())?;
-        let bytes = u64::try_from(high - low).ok().filter(|&bytes| bytes < 1 << 62).ok_or_else(too_far)?;
+        let bytes = u64::try_from(high - low)
+            .ok()
+            .filter(|&bytes| bytes < 1 << 62)
+            .ok_or_else(too_far)?;
         let lowest = self.address.checked_sub(below).ok_or_else(too_far)?;
         lowest.checked_add(bytes).ok_or_else(too_far)?;
-        Ok(ByteExtent { below, bytes, must_gather: i128::from(bytes) > elements * width || is_reversed || is_turned })
+        Ok(ByteExtent {
+            below,
+            bytes,
+            must_gather: i128::from(bytes) > elements * width || is_reversed || is_turned,
+        })
     }
 
     /// The layout of the tensor in a slot that begins with its lowest byte, the address of that, and whether it is to be
@@ -325,9 +445,17 @@ impl ArrayDescription {
         let extent = self.extent(wanted)?;
         let layout = Layout::strided(self.dtype, &self.shape, &self.strides, extent.below)?;
         if layout.bytes() != extent.bytes {
-            return Err(Fault::layout(format!("{} bytes, or {}", layout.bytes(), extent.bytes)));
+            return Err(Fault::layout(format!(
+                "{} bytes, or {}",
+                layout.bytes(),
+                extent.bytes
+            )));
         }
-        Ok((layout, self.address.wrapping_sub(extent.below), extent.must_gather))
+        Ok((
+            layout,
+            self.address.wrapping_sub(extent.below),
+            extent.must_gather,
+        ))
     }
 }
 
@@ -339,14 +467,21 @@ fn array_description<T>(key: &str, value: &Bound<'_, PyAny>, read: PyResult<T>) 
             || error.is_instance_of::<PyOverflowError>(py)
             || error.is_instance_of::<PyIndexError>(py)
             || error.is_instance_of::<PyUnicodeError>(py);
-        if wrong { Fault::layout(format!("its array interface gives {value} as {key}")).into() } else { error }
+        if wrong {
+            Fault::layout(format!("its array interface gives {value} as {key}")).into()
+        } else {
+            error
+        }
     })
 }
 
 fn no_tensor(found: &Bound<'_, PyAny>) -> PyResult<Fault> {
     let said = match found.cast::<PyType>() {
         Ok(class) => format!("the class {} is no tensor", class.name()?),
-        Err(_) => format!("a {} is no tensor that can be sent", found.get_type().name()?),
+        Err(_) => format!(
+            "a {} is no tensor that can be sent",
+            found.get_type().name()?
+        ),
     };
     let next = "give something with __dlpack__ or an array interface, for example numpy.asarray(it), or bytes";
     Ok(Fault::Own("NotATensorError", format!("{said}; {next}")))
@@ -354,7 +489,9 @@ fn no_tensor(found: &Bound<'_, PyAny>) -> PyResult<Fault> {
 
 /// Whether some of an array's elements are not to be seen. NumPy's array interface does not say that.
 fn is_masked(found: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let Some(masks) = imported(found.py(), "numpy.ma")? else { return Ok(false) };
+    let Some(masks) = imported(found.py(), "numpy.ma")? else {
+        return Ok(false);
+    };
     if !found.is_instance(&masks.getattr("MaskedArray")?)? {
         return Ok(false);
     }
@@ -368,7 +505,10 @@ fn in_elements(strides: &Bound<'_, PyAny>, shape: &[u64], dtype: DType) -> PyRes
     let is_stepped = |(stride, &length): (&i64, &u64)| stride % width != 0 && length > 1;
     let whole = shape.contains(&0) || !bytes.iter().zip(shape).any(is_stepped);
     if !whole {
-        return Err(Fault::layout(format!("strides of {bytes:?} bytes and elements of {width}; copy it first")).into());
+        return Err(Fault::layout(format!(
+            "strides of {bytes:?} bytes and elements of {width}; copy it first"
+        ))
+        .into());
     }
     Ok(bytes.iter().map(|stride| stride / width).collect())
 }
@@ -377,7 +517,9 @@ fn in_elements(strides: &Bound<'_, PyAny>, shape: &[u64], dtype: DType) -> PyRes
 fn interface<'py>(found: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyDict>>> {
     match found.getattr(name) {
         Ok(interface) => Ok(interface.cast_into::<PyDict>().ok()),
-        Err(error) if error.is_instance_of::<pyo3::exceptions::PyAttributeError>(found.py()) => Ok(None),
+        Err(error) if error.is_instance_of::<pyo3::exceptions::PyAttributeError>(found.py()) => {
+            Ok(None)
+        }
         Err(error) => Err(error),
     }
 }
@@ -415,9 +557,13 @@ fn reader(
     } else {
         None
     };
-    let current = current.map(|raw| Consumer::foreign(py, device, raw)).transpose()?;
+    let current = current
+        .map(|raw| Consumer::foreign(py, device, raw))
+        .transpose()?;
     Ok(match (stream, current) {
-        (Some(asked), Some(current)) if asked.stream.raw() == current.stream.raw() => (current, true),
+        (Some(asked), Some(current)) if asked.stream.raw() == current.stream.raw() => {
+            (current, true)
+        }
         (Some(asked), _) => (asked.clone(), false),
         (None, Some(current)) => (current, true),
         (None, None) => (Consumer::own(own), false),
@@ -426,21 +572,32 @@ fn reader(
 
 /// Refuses a tensor that an array interface, which names no device, places on another GPU than `device`: a kernel there does
 /// not reach it.
-fn check_owner(py: Python<'_>, array_description: &ArrayDescription, device: &warpipe::Device) -> PyResult<()> {
+fn check_owner(
+    py: Python<'_>,
+    array_description: &ArrayDescription,
+    device: &warpipe::Device,
+) -> PyResult<()> {
     if array_description.shape.contains(&0) {
         return Ok(());
     }
-    let found = py.detach(|| device.backend().locate(array_description.address)).map_err(Fault::from)?;
+    let found = py
+        .detach(|| device.backend().locate(array_description.address))
+        .map_err(Fault::from)?;
     match found.kind {
         PointerKind::Device | PointerKind::Pool if found.owner != device.info().id => {
             // By its number, if it has one here. It is not opened for that.
-            let is_owner = |&ordinal: &u32| cuda::device_uuid(ordinal).is_ok_and(|uuid| uuid == found.owner.uuid);
+            let is_owner = |&ordinal: &u32| {
+                cuda::device_uuid(ordinal).is_ok_and(|uuid| uuid == found.owner.uuid)
+            };
             let ordinal = py.detach(|| (0..cuda::device_count().unwrap_or(0)).find(is_owner));
             let place = ordinal.map_or_else(String::new, |ordinal| format!("cuda:{ordinal}, "));
             Err(legacy_view(&format!("{place}{}", found.owner), device))
         }
         PointerKind::Unknown => {
-            let said = format!("its array interface gives {:#x}, where there is no memory", array_description.address);
+            let said = format!(
+                "its array interface gives {:#x}, where there is no memory",
+                array_description.address
+            );
             Err(Fault::layout(said).into())
         }
         _ => Ok(()),
@@ -449,7 +606,11 @@ fn check_owner(py: Python<'_>, array_description: &ArrayDescription, device: &wa
 
 /// Whether the object's class belongs to a package.
 fn is_from(found: &Bound<'_, PyAny>, package: &str) -> PyResult<bool> {
-    let module: String = found.get_type().getattr("__module__")?.extract().unwrap_or_default();
+    let module: String = found
+        .get_type()
+        .getattr("__module__")?
+        .extract()
+        .unwrap_or_default();
     let root = module.split('.').next().unwrap_or_default();
     Ok(root == package || (package == "jax" && root == "jaxlib"))
 }
@@ -461,8 +622,11 @@ fn legacy_view(place: &str, device: &warpipe::Device) -> PyErr {
         device.to_string()
     };
     let next = "copy it there first, or open the endpoint with device= of the tensor";
-    Fault::Own("WrongDeviceError", format!("the tensor lies on {place}, the publisher's memory on {here}; {next}"))
-        .into()
+    Fault::Own(
+        "WrongDeviceError",
+        format!("the tensor lies on {place}, the publisher's memory on {here}; {next}"),
+    )
+    .into()
 }
 
 /// A device in DLPack's words, for people.

@@ -49,7 +49,10 @@ impl Stream {
     #[pyo3(signature = (device = None))]
     fn new(py: Python<'_>, device: Option<&Bound<'_, PyAny>>) -> PyResult<Stream> {
         let device = Device::from_argument(device)?;
-        Ok(Stream { home: Home::here(), inner: OwnStream::new(py, &device.inner)? })
+        Ok(Stream {
+            home: Home::here(),
+            inner: OwnStream::new(py, &device.inner)?,
+        })
     }
 
     /// Its device.
@@ -77,8 +80,12 @@ impl Stream {
     /// Raises ``TimeoutError``, ``DriverError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let timeout = timeout.map(|timeout| seconds(timeout, "timeout")).transpose()?;
-        let done = in_slices(py, timeout, |slice| none_if_late(self.inner()?.synchronize(slice)))?;
+        let timeout = timeout
+            .map(|timeout| seconds(timeout, "timeout"))
+            .transpose()?;
+        let done = in_slices(py, timeout, |slice| {
+            none_if_late(self.inner()?.synchronize(slice))
+        })?;
         Ok(done.ok_or_else(|| late("the end of the stream's work".into(), timeout))?)
     }
 
@@ -88,7 +95,9 @@ impl Stream {
     fn wait_for(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<()> {
         let inner = self.inner()?;
         let other = Consumer::from_argument(py, inner.device(), other)?;
-        Ok(py.detach(|| inner.wait_for(&other.stream)).map_err(Fault::from)?)
+        Ok(py
+            .detach(|| inner.wait_for(&other.stream))
+            .map_err(Fault::from)?)
     }
 
     /// The CUDA stream protocol: ``(version, handle)``.
@@ -100,7 +109,11 @@ impl Stream {
     }
 
     fn __repr__(&self) -> String {
-        format!("Stream({}, {:#x})", self.inner.device().info().id, self.ptr())
+        format!(
+            "Stream({}, {:#x})",
+            self.inner.device().info().id,
+            self.ptr()
+        )
     }
 }
 
@@ -126,25 +139,47 @@ impl Consumer {
     }
 
     fn of(stream: &OwnStream) -> Consumer {
-        Consumer { stream: stream.clone(), relay: None, owner: None }
+        Consumer {
+            stream: stream.clone(),
+            relay: None,
+            owner: None,
+        }
     }
 
     /// What an argument names, see [`Stream`].
-    pub fn from_argument(py: Python<'_>, device: &warpipe::Device, found: &Bound<'_, PyAny>) -> PyResult<Consumer> {
+    pub fn from_argument(
+        py: Python<'_>,
+        device: &warpipe::Device,
+        found: &Bound<'_, PyAny>,
+    ) -> PyResult<Consumer> {
         if let Ok(stream) = found.cast::<Stream>() {
             let stream = stream.get().inner()?;
             if stream.device().info().id != device.info().id {
-                return Err(Fault::argument("stream", stream.device(), format!("a stream of {device}")).into());
+                return Err(Fault::argument(
+                    "stream",
+                    stream.device(),
+                    format!("a stream of {device}"),
+                )
+                .into());
             }
             return Ok(Consumer::of(stream));
         }
         match raw_of(found)? {
             Some(raw) if is_cuda(device) => {
                 let consumer = Consumer::numbered(py, device, raw)?;
-                Ok(if found.is_instance_of::<PyInt>() { consumer } else { consumer.owned_by(found) })
+                Ok(if found.is_instance_of::<PyInt>() {
+                    consumer
+                } else {
+                    consumer.owned_by(found)
+                })
             }
             Some(_) => Err(Fault::argument("stream", found, "a warpipe.Stream of the host").into()),
-            None => Err(Fault::argument("stream", found, "a Stream, a raw CUstream, or a framework's stream").into()),
+            None => Err(Fault::argument(
+                "stream",
+                found,
+                "a Stream, a raw CUstream, or a framework's stream",
+            )
+            .into()),
         }
     }
 
@@ -189,12 +224,25 @@ impl Consumer {
         }
         // SAFETY: without a relay the stream is never destroyed; with one it is used only while an array that was made on
         // it is made, or let go, which the protocols ask to be within the stream's life.
-        let stream = OwnStream::of(unsafe { warpipe::Stream::borrow_raw(device, raw as *mut c_void) });
-        let relay = if lasting { None } else { Some(OwnStream::new(py, device)?) };
-        let consumer = Consumer { stream, relay, owner: None };
+        let stream =
+            OwnStream::of(unsafe { warpipe::Stream::borrow_raw(device, raw as *mut c_void) });
+        let relay = if lasting {
+            None
+        } else {
+            Some(OwnStream::new(py, device)?)
+        };
+        let consumer = Consumer {
+            stream,
+            relay,
+            owner: None,
+        };
         let mut table = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         let known = table.get_or_insert_with(HashMap::new);
-        let forgotten = if known.len() >= KNOWN_MAX { std::mem::take(known) } else { HashMap::new() };
+        let forgotten = if known.len() >= KNOWN_MAX {
+            std::mem::take(known)
+        } else {
+            HashMap::new()
+        };
         // Another thread may have been faster: both then have the same.
         let ours = known.entry(key).or_insert_with(|| consumer.clone()).clone();
         drop(table);
@@ -218,12 +266,20 @@ impl Consumer {
 
     /// Puts the linked stream behind what the consumer has enqueued so far.
     pub fn follow(&self, py: Python<'_>) -> Outcome<&warpipe::Stream> {
-        if self.relay.is_none() { Ok(self.linked()) } else { py.detach(|| self.followed()) }
+        if self.relay.is_none() {
+            Ok(self.linked())
+        } else {
+            py.detach(|| self.followed())
+        }
     }
 
     /// Puts the consumer behind what the linked stream has been given so far.
     pub fn lead(&self, py: Python<'_>) -> Outcome<()> {
-        if self.relay.is_none() { Ok(()) } else { py.detach(|| self.led()) }
+        if self.relay.is_none() {
+            Ok(())
+        } else {
+            py.detach(|| self.led())
+        }
     }
 
     /// [`follow`](Self::follow), for who does not have the interpreter.
@@ -244,8 +300,14 @@ impl Consumer {
 }
 
 /// The stream of an argument, or a new one.
-pub fn stream_of(py: Python<'_>, device: &warpipe::Device, stream: Option<&Bound<'_, PyAny>>) -> PyResult<OwnStream> {
-    let Some(stream) = stream else { return OwnStream::new(py, device) };
+pub fn stream_of(
+    py: Python<'_>,
+    device: &warpipe::Device,
+    stream: Option<&Bound<'_, PyAny>>,
+) -> PyResult<OwnStream> {
+    let Some(stream) = stream else {
+        return OwnStream::new(py, device);
+    };
     let consumer = Consumer::from_argument(py, device, stream)?;
     Ok(consumer.relay.unwrap_or(consumer.stream))
 }
@@ -255,7 +317,12 @@ type Known = HashMap<(u32, usize, bool), Consumer>;
 static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
 
 fn known(key: &(u32, usize, bool)) -> Option<Consumer> {
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.get(key).cloned()
+    KNOWN
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .as_ref()?
+        .get(key)
+        .cloned()
 }
 
 /// A consumer of one piece of memory, and whether its stream may still be asked for its work.
@@ -311,12 +378,20 @@ impl Consumers {
         match known {
             Some(user) => {
                 if consumer.owner.is_some() {
-                    before = user.consumer.owner.replace(consumer.owner.clone().expect("seen above"));
+                    before = user
+                        .consumer
+                        .owner
+                        .replace(consumer.owner.clone().expect("seen above"));
                 }
                 change(user);
             }
             None => {
-                let mut user = User { consumer: consumer.clone(), asked: Arc::default(), arrays: 0, is_named: false };
+                let mut user = User {
+                    consumer: consumer.clone(),
+                    asked: Arc::default(),
+                    arrays: 0,
+                    is_named: false,
+                };
                 change(&mut user);
                 list.push(user);
             }
@@ -327,7 +402,9 @@ impl Consumers {
 
     /// An array that was made on its stream is let go.
     pub fn leave(&self, consumer: &Consumer) {
-        let Some(user) = self.find(consumer).filter(|user| user.arrays > 0) else { return };
+        let Some(user) = self.find(consumer).filter(|user| user.arrays > 0) else {
+            return;
+        };
         // After this call the stream may end: nobody else is asking it then.
         let _asking = user.asked.lock().unwrap_or_else(PoisonError::into_inner);
         // A stream that cannot be followed is asked again in the end, and then the memory stays.
@@ -345,7 +422,10 @@ impl Consumers {
     /// A stream for each, behind what that has enqueued so far.
     pub fn followed(&self) -> Outcome<Vec<warpipe::Stream>> {
         let users = self.lock().clone();
-        users.iter().map(|user| self.follow(&user.consumer, &user.asked)).collect()
+        users
+            .iter()
+            .map(|user| self.follow(&user.consumer, &user.asked))
+            .collect()
     }
 
     /// A stream of our library's that is behind all that one of them has enqueued so far.
@@ -363,7 +443,9 @@ impl Consumers {
     /// A stream that is behind all that they have enqueued so far; none if there are none of them.
     pub fn joined(&self) -> Outcome<Option<warpipe::Stream>> {
         let mut followed = self.followed()?.into_iter();
-        let Some(joined) = followed.next() else { return Ok(None) };
+        let Some(joined) = followed.next() else {
+            return Ok(None);
+        };
         for other in followed {
             joined.wait_for(&other)?;
         }
@@ -382,8 +464,12 @@ fn raw_of(found: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
         return Ok(Some(found.extract()?));
     }
     if let Ok(protocol) = found.getattr("__cuda_stream__") {
-        let (_version, raw): (u32, usize) =
-            if protocol.is_callable() { protocol.call0()? } else { protocol }.extract()?;
+        let (_version, raw): (u32, usize) = if protocol.is_callable() {
+            protocol.call0()?
+        } else {
+            protocol
+        }
+        .extract()?;
         return Ok(Some(raw));
     }
     // PyTorch, CuPy, Numba (a ctypes pointer, whose null is None).
@@ -392,7 +478,10 @@ fn raw_of(found: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
             return Ok(Some(raw.extract()?));
         }
     }
-    match found.getattr("handle").and_then(|handle| handle.getattr("value")) {
+    match found
+        .getattr("handle")
+        .and_then(|handle| handle.getattr("value"))
+    {
         Ok(raw) => Ok(Some(raw.extract::<Option<usize>>()?.unwrap_or(0))),
         Err(_) => Ok(None),
     }
@@ -402,9 +491,16 @@ fn raw_of(found: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
 pub fn imported<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
     static MODULES: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
     let modules = MODULES.get_or_try_init(py, || -> PyResult<_> {
-        Ok(py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?.unbind())
+        Ok(py
+            .import("sys")?
+            .getattr("modules")?
+            .cast_into::<PyDict>()?
+            .unbind())
     })?;
-    Ok(modules.bind(py).get_item(name)?.filter(|found| !found.is_none()))
+    Ok(modules
+        .bind(py)
+        .get_item(name)?
+        .filter(|found| !found.is_none()))
 }
 
 /// PyTorch's current stream, if it is there and uses the GPU.
@@ -412,27 +508,44 @@ pub fn torch_stream(py: Python<'_>, device: &warpipe::Device) -> PyResult<Option
     if !is_cuda(device) {
         return Ok(None);
     }
-    torch::found(py)?.map_or(Ok(None), |torch| torch.current_stream(py, device.info().ordinal))
+    torch::found(py)?.map_or(Ok(None), |torch| {
+        torch.current_stream(py, device.info().ordinal)
+    })
 }
 
 /// Whether a stream is PyTorch's current one and lasts as long as that.
 fn torch_owns(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<bool> {
-    torch::found(py)?.map_or(Ok(false), |torch| torch.owns(py, device.info().ordinal, raw))
+    torch::found(py)?.map_or(Ok(false), |torch| {
+        torch.owns(py, device.info().ordinal, raw)
+    })
 }
 
 /// CuPy's current stream, if it is there.
 pub fn cupy_stream(py: Python<'_>, device: &warpipe::Device) -> PyResult<Option<usize>> {
-    cupy_current(py, device)?.map(|stream| stream.getattr("ptr")?.extract()).transpose()
+    cupy_current(py, device)?
+        .map(|stream| stream.getattr("ptr")?.extract())
+        .transpose()
 }
 
-fn cupy_current<'py>(py: Python<'py>, device: &warpipe::Device) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let Some(cupy) = imported(py, "cupy")?.filter(|_| is_cuda(device)) else { return Ok(None) };
-    let Ok(cuda) = cupy.getattr("cuda") else { return Ok(None) };
+fn cupy_current<'py>(
+    py: Python<'py>,
+    device: &warpipe::Device,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let Some(cupy) = imported(py, "cupy")?.filter(|_| is_cuda(device)) else {
+        return Ok(None);
+    };
+    let Ok(cuda) = cupy.getattr("cuda") else {
+        return Ok(None);
+    };
     cuda.call_method0("get_current_stream").map(Some)
 }
 
 /// Everybody's current streams, and the legacy default one: what may use memory whose user does not say.
 pub fn likely(py: Python<'_>, device: &warpipe::Device) -> PyResult<Vec<Consumer>> {
     let named = [torch_stream(py, device)?, cupy_stream(py, device)?, Some(0)];
-    named.into_iter().flatten().map(|raw| Consumer::foreign(py, device, raw)).collect()
+    named
+        .into_iter()
+        .flatten()
+        .map(|raw| Consumer::foreign(py, device, raw))
+        .collect()
 }

@@ -47,12 +47,16 @@ pub struct Subscriber {
 
 impl Subscriber {
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Frame>> {
-        let take = |inner: &mut warpipe::Subscriber, limit| inner.receive_timeout(&self.stream, limit);
-        self.inbox.next(py, timeout, "a sample of", take, |sample| self.frame(py, sample))
+        let take =
+            |inner: &mut warpipe::Subscriber, limit| inner.receive_timeout(&self.stream, limit);
+        self.inbox.next(py, timeout, "a sample of", take, |sample| {
+            self.frame(py, sample)
+        })
     }
 
     fn frame(&self, py: Python<'_>, sample: warpipe::Sample) -> PyResult<Py<Frame>> {
-        let frame = py.detach(|| Frame::new(sample, &self.device, self.inbox.timeout, &self.openings))?;
+        let frame =
+            py.detach(|| Frame::new(sample, &self.device, self.inbox.timeout, &self.openings))?;
         Py::new(py, frame.whole())
     }
 }
@@ -64,7 +68,10 @@ impl Subscriber {
         spin = None, handshake_timeout = 5.0, orphan_timeout = 30.0, stream = None),
         text_signature = "(name, *, domain=None, device=None, wait=0.0, reconnect=False, timeout=..., spin=None, \
         handshake_timeout=5.0, orphan_timeout=30.0, stream=None)")]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments, each with a default"
+    )]
     fn new(
         py: Python<'_>,
         name: &str,
@@ -78,7 +85,10 @@ impl Subscriber {
         orphan_timeout: f64,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Subscriber> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
         let (wait, iteration) = (optional(wait, "wait")?, timeout.or(None));
         let timeout = timeout.or(Some(RECEIVE_TIMEOUT));
         let builder = warpipe::Subscriber::builder(name)
@@ -88,15 +98,29 @@ impl Subscriber {
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?)
             .orphan_timeout(seconds(orphan_timeout, "orphan_timeout")?);
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
-        let builder = spin.into_iter().fold(builder, warpipe::SubscriberBuilder::spin);
+        let builder = spin
+            .into_iter()
+            .fold(builder, warpipe::SubscriberBuilder::spin);
         let stream = stream_of(py, &device, stream)?;
         let subscriber = attach(py, wait, move |slice| {
-            builder.clone().wait_for_publisher((!slice.is_zero()).then_some(slice)).build()
+            builder
+                .clone()
+                .wait_for_publisher((!slice.is_zero()).then_some(slice))
+                .build()
         })?;
         // A frame that was never given to anybody goes back as any other.
-        let calls = Calls { ring: warpipe::Subscriber::ring, take_back: |_, frames| drop(frames) };
+        let calls = Calls {
+            ring: warpipe::Subscriber::ring,
+            take_back: |_, frames| drop(frames),
+        };
         let inbox = Inbox::new("subscriber", name, timeout, subscriber, calls);
-        Ok(Subscriber { inbox, iteration, device, stream, openings: Openings::default() })
+        Ok(Subscriber {
+            inbox,
+            iteration,
+            device,
+            stream,
+            openings: Openings::default(),
+        })
     }
 
     /// The name it listens to.
@@ -135,7 +159,8 @@ impl Subscriber {
     /// Raises ``ClosedError``.
     #[getter]
     fn publisher_state(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
-        self.inbox.ask(py, |subscriber| subscriber.publisher_state().map(word_of))
+        self.inbox
+            .ask(py, |subscriber| subscriber.publisher_state().map(word_of))
     }
 
     /// The publisher's process id; None while there is none.
@@ -168,7 +193,8 @@ impl Subscriber {
     /// Raises as ``receive``, without the timeout.
     fn try_receive(&self, py: Python<'_>) -> PyResult<Option<Py<Frame>>> {
         let take = |subscriber: &mut warpipe::Subscriber| subscriber.try_receive(&self.stream);
-        self.inbox.try_next(py, take, |sample| self.frame(py, sample))
+        self.inbox
+            .try_next(py, take, |sample| self.frame(py, sample))
     }
 
     /// A descriptor that is readable when ``try_receive`` is worth a call (an epoll descriptor, which nests). Receive until
@@ -192,7 +218,8 @@ impl Subscriber {
 
     /// The next frame; the iteration ends when the publisher says goodbye.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Frame>> {
-        self.next_within(py, self.iteration).map_err(end_if_graceful)
+        self.next_within(py, self.iteration)
+            .map_err(end_if_graceful)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -212,8 +239,15 @@ impl Subscriber {
 /// The end of an iteration, if the other side said goodbye.
 pub fn end_if_graceful(error: PyErr) -> PyErr {
     let graceful = Python::attach(|py| {
-        let said = error.value(py).getattr("graceful").and_then(|graceful| graceful.is_truthy());
+        let said = error
+            .value(py)
+            .getattr("graceful")
+            .and_then(|graceful| graceful.is_truthy());
         said.unwrap_or(false)
     });
-    if graceful { PyStopIteration::new_err(()) } else { error }
+    if graceful {
+        PyStopIteration::new_err(())
+    } else {
+        error
+    }
 }

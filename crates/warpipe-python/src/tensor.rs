@@ -45,7 +45,10 @@ impl Holding {
             device: memory.device.clone(),
             layout: memory.layout,
             read_only: memory.read_only,
-            state: Mutex::new(State { memory: Some(memory), pinned: None }),
+            state: Mutex::new(State {
+                memory: Some(memory),
+                pinned: None,
+            }),
         })
     }
 
@@ -125,7 +128,9 @@ pub struct Tensor {
 impl Tensor {
     /// The base of whatever holds it.
     pub fn of(owner: &Arc<Holding>) -> PyClassInitializer<Tensor> {
-        PyClassInitializer::from(Tensor { owner: owner.clone() })
+        PyClassInitializer::from(Tensor {
+            owner: owner.clone(),
+        })
     }
 }
 
@@ -164,7 +169,10 @@ impl Tensor {
     /// What the elements take, in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
-        self.owner.layout.elements().saturating_mul(self.owner.layout.dtype().bytes())
+        self.owner
+            .layout
+            .elements()
+            .saturating_mul(self.owner.layout.dtype().bytes())
     }
 
     /// The device that it is used with.
@@ -225,7 +233,16 @@ impl Tensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Py<PyAny>> {
-        array::dlpack(py, &self.owner.memory()?, Request { stream, max_version, dl_device, copy })
+        array::dlpack(
+            py,
+            &self.owner.memory()?,
+            Request {
+                stream,
+                max_version,
+                dl_device,
+                copy,
+            },
+        )
     }
 
     /// DLPack: ``(1, 0)`` for the host, ``(2, ordinal)`` for a GPU.

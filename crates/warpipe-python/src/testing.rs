@@ -45,7 +45,9 @@ fn _slow_fill(
     let delay = seconds(delay, "delay")?;
     let (stream, words) = (stream.get().inner()?, memory.layout.bytes() / 8);
     // SAFETY: the words lie in the loan, which is this caller's to write until it is sent behind this stream.
-    let filled = py.detach(|| unsafe { warpipe_kernels::slow_fill(stream, memory.lowest, words, seed, delay) });
+    let filled = py.detach(|| unsafe {
+        warpipe_kernels::slow_fill(stream, memory.lowest, words, seed, delay)
+    });
     Ok(filled.map_err(Fault::from)?)
 }
 
@@ -54,8 +56,14 @@ fn _slow_fill(
 fn _send_reversed(py: Python<'_>, publisher: &Bound<'_, Publisher>, count: u8) -> PyResult<u64> {
     let (inner, bytes) = (publisher.get().inner()?, (0..count).collect::<Vec<u8>>());
     let last = u64::from(count.saturating_sub(1));
-    let layout = Layout::strided(DType::U8, &[u64::from(count)], &[-1], last).map_err(Fault::from)?;
-    let sent = py.detach(|| inner.device().stream().and_then(|stream| inner.send_slice(&stream, &layout, &bytes)));
+    let layout =
+        Layout::strided(DType::U8, &[u64::from(count)], &[-1], last).map_err(Fault::from)?;
+    let sent = py.detach(|| {
+        inner
+            .device()
+            .stream()
+            .and_then(|stream| inner.send_slice(&stream, &layout, &bytes))
+    });
     Ok(sent.map_err(Fault::from)?)
 }
 
@@ -69,7 +77,9 @@ fn _pattern(seed: u64, index: u64) -> u64 {
 #[pyfunction]
 fn _preload(py: Python<'_>, stream: &Bound<'_, Stream>) -> PyResult<()> {
     let device = stream.get().inner()?.device();
-    Ok(py.detach(|| warpipe_kernels::preload(device)).map_err(Fault::from)?)
+    Ok(py
+        .detach(|| warpipe_kernels::preload(device))
+        .map_err(Fault::from)?)
 }
 
 /// The kernel of the benchmark and of tests, on one stream: float32 ``i`` of a target becomes that of a source plus
@@ -99,8 +109,13 @@ impl Adder {
     ) -> PyResult<Adder> {
         let device = Device::from_argument(Some(device))?.inner;
         let consumer = Consumer::from_argument(py, &device, stream)?;
-        py.detach(|| warpipe_kernels::preload(&device)).map_err(Fault::from)?;
-        Ok(Adder { consumer, count, addend })
+        py.detach(|| warpipe_kernels::preload(&device))
+            .map_err(Fault::from)?;
+        Ok(Adder {
+            consumer,
+            count,
+            addend,
+        })
     }
 
     /// Enqueues it (``cuLaunchKernel``). Both addresses are of ``count`` float32 that the device reaches and that stay
@@ -110,7 +125,15 @@ impl Adder {
     #[pyo3(signature = (source, target, /))]
     fn launch(&self, source: u64, target: u64) -> PyResult<()> {
         // SAFETY: that the addresses are good is the caller's promise, as the documentation asks.
-        let launched = unsafe { warpipe_kernels::add(&self.consumer.stream, target, source, self.count, self.addend) };
+        let launched = unsafe {
+            warpipe_kernels::add(
+                &self.consumer.stream,
+                target,
+                source,
+                self.count,
+                self.addend,
+            )
+        };
         Ok(launched.map_err(Fault::from)?)
     }
 }
@@ -119,7 +142,13 @@ impl Adder {
 #[pyfunction]
 fn _allocate_plain(nbytes: u64, device: &Bound<'_, PyAny>) -> PyResult<Py<View>> {
     let on = Device::from_argument(Some(device))?.inner;
-    Py::new(device.py(), View::of("the allocation", OwnedMemory::Malloc(DeviceMalloc::allocate(&on, nbytes)?))?)
+    Py::new(
+        device.py(),
+        View::of(
+            "the allocation",
+            OwnedMemory::Malloc(DeviceMalloc::allocate(&on, nbytes)?),
+        )?,
+    )
 }
 
 /// Fills the launch queue of ``stream`` on a thread of its own, until it is dropped: a call that gives the stream more work,
@@ -138,13 +167,19 @@ impl Filler {
     fn new(stream: &Bound<'_, Stream>) -> PyResult<Filler> {
         let stream = stream.get().inner()?.clone();
         let word = DeviceMalloc::allocate(stream.device(), 8)?;
-        let (given, ends) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let (given, ends) = (
+            Arc::new(AtomicU64::new(0)),
+            Arc::new(AtomicBool::new(false)),
+        );
         let (tell, told) = channel();
         let (counted, ended) = (given.clone(), ends.clone());
         let fill = move || {
             // SAFETY: takes nothing.
             let _ = tell.send(unsafe { libc::gettid() });
-            let writes = [StreamOp::Signal { word: word.ptr(), value: 1 }];
+            let writes = [StreamOp::Signal {
+                word: word.ptr(),
+                value: 1,
+            }];
             let write = || {
                 // SAFETY: the stream is live while this thread holds it, and the word until the stream is idle.
                 unsafe { stream.device().backend().batch(stream.raw(), &writes) }
@@ -156,8 +191,14 @@ impl Filler {
                 std::mem::forget(word);
             }
         };
-        std::thread::Builder::new().name("warpipe-filler".into()).spawn(fill)?;
-        Ok(Filler { given, ends, thread: told.recv().unwrap_or_default() })
+        std::thread::Builder::new()
+            .name("warpipe-filler".into())
+            .spawn(fill)?;
+        Ok(Filler {
+            given,
+            ends,
+            thread: told.recv().unwrap_or_default(),
+        })
     }
 
     /// The thread that does it.

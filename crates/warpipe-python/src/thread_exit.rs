@@ -21,7 +21,11 @@ use crate::interpreter_exit;
 struct Buffer([usize; 4]);
 
 unsafe extern "C" {
-    fn _pthread_cleanup_push(buffer: *mut Buffer, routine: extern "C" fn(*mut c_void), argument: *mut c_void);
+    fn _pthread_cleanup_push(
+        buffer: *mut Buffer,
+        routine: extern "C" fn(*mut c_void),
+        argument: *mut c_void,
+    );
     fn _pthread_cleanup_pop(buffer: *mut Buffer, execute: c_int);
 }
 

@@ -32,7 +32,10 @@ impl Ticket {
         let Ok(text) = found.cast::<PyString>() else {
             return Err(Fault::argument("ticket", found, "a Ticket, or its text").into());
         };
-        Ok(text.to_str()?.parse::<warpipe::Ticket>().map_err(Fault::from)?)
+        Ok(text
+            .to_str()?
+            .parse::<warpipe::Ticket>()
+            .map_err(Fault::from)?)
     }
 }
 
@@ -40,7 +43,9 @@ impl Ticket {
 impl Ticket {
     #[new]
     fn new(ticket: &Bound<'_, PyAny>) -> PyResult<Ticket> {
-        Ok(Ticket { inner: Ticket::from_argument(ticket)? })
+        Ok(Ticket {
+            inner: Ticket::from_argument(ticket)?,
+        })
     }
 
     /// A ticket for whatever memory will be published under ``name``, now or later.
@@ -50,7 +55,9 @@ impl Ticket {
     #[pyo3(signature = (name, *, domain = None))]
     fn to(name: &str, domain: Option<&Bound<'_, PyAny>>) -> PyResult<Ticket> {
         let domain = Domain::from_argument(domain)?;
-        Ok(Ticket { inner: warpipe::Ticket::to(&domain, name).map_err(Fault::from)? })
+        Ok(Ticket {
+            inner: warpipe::Ticket::to(&domain, name).map_err(Fault::from)?,
+        })
     }
 
     /// Reads a ticket from a file, waiting up to ``wait`` seconds (None: as long as it takes) for that to be there.
@@ -61,10 +68,17 @@ impl Ticket {
     fn read_file(py: Python<'_>, path: PathBuf, wait: Option<f64>) -> PyResult<Ticket> {
         let wait = optional(wait, "wait")?;
         if wait.is_some_and(|wait| wait.is_zero()) {
-            return Ok(Ticket { inner: warpipe::Ticket::read_file(&path).map_err(Fault::from)? });
+            return Ok(Ticket {
+                inner: warpipe::Ticket::read_file(&path).map_err(Fault::from)?,
+            });
         }
-        let found = in_slices(py, wait, |slice| none_if_late(warpipe::Ticket::read_file_timeout(&path, slice)))?;
-        Ok(Ticket { inner: found.ok_or_else(|| late(format!("the ticket file {}", path.display()), wait))? })
+        let found = in_slices(py, wait, |slice| {
+            none_if_late(warpipe::Ticket::read_file_timeout(&path, slice))
+        })?;
+        Ok(Ticket {
+            inner: found
+                .ok_or_else(|| late(format!("the ticket file {}", path.display()), wait))?,
+        })
     }
 
     /// Writes it to a file, whole or not at all (``rename(2)``).
@@ -116,7 +130,10 @@ impl Ticket {
         device: Option<&Bound<'py, PyAny>>,
         wait: Option<f64>,
     ) -> PyResult<Bound<'py, SharedMemory>> {
-        let (device, wait) = (Device::from_argument(device)?.inner, optional(wait, "wait")?);
+        let (device, wait) = (
+            Device::from_argument(device)?.inner,
+            optional(wait, "wait")?,
+        );
         let ticket = self.inner.clone();
         let memory = attach(py, wait, move |slice| ticket.open_timeout(&device, slice))?;
         SharedMemory::make(py, memory)
@@ -150,14 +167,22 @@ pub struct MemoryInfo {
 impl MemoryInfo {
     /// The library's in Python's words.
     pub fn of(info: warpipe::MemoryInfo) -> MemoryInfo {
-        MemoryInfo { nbytes: info.bytes, mapped_nbytes: info.mapped_bytes, device: info.device.to_string() }
+        MemoryInfo {
+            nbytes: info.bytes,
+            mapped_nbytes: info.mapped_bytes,
+            device: info.device.to_string(),
+        }
     }
 
     /// And back.
     pub fn inner(&self) -> PyResult<warpipe::MemoryInfo> {
         let wrong = || Fault::argument("device", format!("{:?}", self.device), "a Device's uuid");
         let device = device_id(&self.device).ok_or_else(wrong)?;
-        Ok(warpipe::MemoryInfo { bytes: self.nbytes, mapped_bytes: self.mapped_nbytes, device })
+        Ok(warpipe::MemoryInfo {
+            bytes: self.nbytes,
+            mapped_bytes: self.mapped_nbytes,
+            device,
+        })
     }
 }
 
@@ -166,23 +191,42 @@ fn device_id(text: &str) -> Option<DeviceId> {
     if text == "host" {
         return Some(warpipe::Device::host().info().id);
     }
-    let digits: String = text.strip_prefix("GPU-")?.chars().filter(|&letter| letter != '-').collect();
-    let number = u128::from_str_radix(&digits, 16).ok().filter(|_| digits.len() == 32)?;
-    Some(DeviceId { kind: DeviceKind::Cuda, uuid: number.to_be_bytes() })
+    let digits: String = text
+        .strip_prefix("GPU-")?
+        .chars()
+        .filter(|&letter| letter != '-')
+        .collect();
+    let number = u128::from_str_radix(&digits, 16)
+        .ok()
+        .filter(|_| digits.len() == 32)?;
+    Some(DeviceId {
+        kind: DeviceKind::Cuda,
+        uuid: number.to_be_bytes(),
+    })
 }
 
 #[pymethods]
 impl MemoryInfo {
     #[new]
     fn new(nbytes: u64, mapped_nbytes: u64, device: String) -> MemoryInfo {
-        MemoryInfo { nbytes, mapped_nbytes, device }
+        MemoryInfo {
+            nbytes,
+            mapped_nbytes,
+            device,
+        }
     }
 
     fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (u64, u64, String)) {
-        (py.get_type::<MemoryInfo>(), (self.nbytes, self.mapped_nbytes, self.device.clone()))
+        (
+            py.get_type::<MemoryInfo>(),
+            (self.nbytes, self.mapped_nbytes, self.device.clone()),
+        )
     }
 
     fn __repr__(&self) -> String {
-        format!("MemoryInfo({}, {}, {:?})", self.nbytes, self.mapped_nbytes, self.device)
+        format!(
+            "MemoryInfo({}, {}, {:?})",
+            self.nbytes, self.mapped_nbytes, self.device
+        )
     }
 }

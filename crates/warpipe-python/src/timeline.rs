@@ -26,7 +26,11 @@ pub struct Timeline {
 impl Timeline {
     fn new(inner: warpipe::Timeline) -> Timeline {
         let (device, is_owner) = (inner.device().clone(), inner.is_owner());
-        Timeline { handle: CloseableHandle::new("timeline", inner.name().to_owned(), inner), device, is_owner }
+        Timeline {
+            handle: CloseableHandle::new("timeline", inner.name().to_owned(), inner),
+            device,
+            is_owner,
+        }
     }
 }
 
@@ -47,7 +51,10 @@ impl Timeline {
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Timeline> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
         let made = py.detach(|| warpipe::Timeline::create(&domain, name, &device));
         Ok(Timeline::new(made.map_err(Fault::from)?))
     }
@@ -65,7 +72,10 @@ impl Timeline {
         device: Option<&Bound<'_, PyAny>>,
         wait: Option<f64>,
     ) -> PyResult<Timeline> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
         let wait = optional(wait, "wait")?;
         let called = name.to_owned();
         let open = move |slice| warpipe::Timeline::open_timeout(&domain, &called, &device, slice);
@@ -109,9 +119,16 @@ impl Timeline {
     /// Raises ``NotOwnerError``, ``BackwardsError``, ``SignalPendingError`` (from the CPU, while a stream has yet to signal),
     /// ``ArgumentError``, ``TimeoutError`` after 10 s behind another thread's signal, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (value, stream = None))]
-    fn signal(&self, py: Python<'_>, value: u64, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    fn signal(
+        &self,
+        py: Python<'_>,
+        value: u64,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         self.handle.get()?;
-        let consumer = stream.map(|stream| Consumer::from_argument(py, &self.device, stream)).transpose()?;
+        let consumer = stream
+            .map(|stream| Consumer::from_argument(py, &self.device, stream))
+            .transpose()?;
         let exclusive = |slice| Ok(self.handle.get()?.wait_for_turn(slice)?);
         in_turn(py, "signal", exclusive, || {
             let stream = consumer.as_ref().map(Consumer::followed).transpose()?;
@@ -135,13 +152,21 @@ impl Timeline {
         let (timeline, timeout) = (self.handle.get()?, optional(timeout, "timeout")?);
         if let Some(stream) = stream {
             let consumer = Consumer::from_argument(py, &self.device, stream)?;
-            py.detach(|| timeline.wait(consumer.linked(), value)).map_err(Fault::from)?;
+            py.detach(|| timeline.wait(consumer.linked(), value))
+                .map_err(Fault::from)?;
             return Ok(consumer.lead(py)?);
         }
         drop(timeline);
         // Asked for anew in each slice, so that one that is closed meanwhile ends the wait.
-        let come = in_slices(py, timeout, |slice| none_if_late(self.handle.get()?.wait_host(value, slice)))?;
-        Ok(come.ok_or_else(|| late(format!("value {value} of timeline {:?}", self.name()), timeout))?)
+        let come = in_slices(py, timeout, |slice| {
+            none_if_late(self.handle.get()?.wait_host(value, slice))
+        })?;
+        Ok(come.ok_or_else(|| {
+            late(
+                format!("value {value} of timeline {:?}", self.name()),
+                timeout,
+            )
+        })?)
     }
 
     /// Whether ``value`` has been reached; False if it may still be.

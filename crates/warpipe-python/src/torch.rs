@@ -34,7 +34,9 @@ static FOUND: Mutex<Option<Arc<Torch>>> = Mutex::new(None);
 
 /// What is imported as `torch`, if that is.
 pub fn found(py: Python<'_>) -> PyResult<Option<Arc<Torch>>> {
-    imported(py, "torch")?.map(|module| Torch::of(&module)).transpose()
+    imported(py, "torch")?
+        .map(|module| Torch::of(&module))
+        .transpose()
 }
 
 impl Torch {
@@ -44,7 +46,12 @@ impl Torch {
         if let Some(known) = known.filter(|known| known.module.is(module)) {
             return Ok(known);
         }
-        let private = |name: &str| module.getattr("_C").and_then(|native| native.getattr(name)).ok();
+        let private = |name: &str| {
+            module
+                .getattr("_C")
+                .and_then(|native| native.getattr(name))
+                .ok()
+        };
         let raw_stream = private("_cuda_getCurrentRawStream");
         let of_capsule = match private("_from_dlpack") {
             Some(of_capsule) => of_capsule,
@@ -62,15 +69,23 @@ impl Torch {
         });
         // Not while another thread is in the middle of importing it. What was there is dropped without the lock: that may
         // run Python.
-        let before =
-            if complete { FOUND.try_lock().ok().and_then(|mut known| known.replace(torch.clone())) } else { None };
+        let before = if complete {
+            FOUND
+                .try_lock()
+                .ok()
+                .and_then(|mut known| known.replace(torch.clone()))
+        } else {
+            None
+        };
         drop(before);
         Ok(torch)
     }
 
     /// Its part for GPUs, if that is there and at work in this process. To ask it for a stream would start it.
     fn at_work<'py>(&self, py: Python<'py>) -> PyResult<Option<&Bound<'py, PyAny>>> {
-        let Some(cuda) = self.cuda.as_ref().map(|cuda| cuda.bind(py)) else { return Ok(None) };
+        let Some(cuda) = self.cuda.as_ref().map(|cuda| cuda.bind(py)) else {
+            return Ok(None);
+        };
         if self.started.get().is_some_and(|home| home.is_here()) {
             return Ok(Some(cuda));
         }
@@ -83,32 +98,51 @@ impl Torch {
 
     /// Its current stream on a GPU, 0 for the legacy default one; `None` if it does not use GPUs here.
     pub fn current_stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<Option<usize>> {
-        let Some(cuda) = self.at_work(py)? else { return Ok(None) };
+        let Some(cuda) = self.at_work(py)? else {
+            return Ok(None);
+        };
         if let Some(raw) = &self.raw_stream
             && let Ok(raw) = raw.bind(py).call1((ordinal,)).and_then(|raw| raw.extract())
         {
             return Ok(Some(raw));
         }
-        Ok(Some(cuda.call_method1("current_stream", (ordinal,))?.getattr("cuda_stream")?.extract()?))
+        Ok(Some(
+            cuda.call_method1("current_stream", (ordinal,))?
+                .getattr("cuda_stream")?
+                .extract()?,
+        ))
     }
 
     /// Whether its current stream is this one and of its pool, whose streams are never destroyed. One that it was given
     /// (`torch.cuda.ExternalStream`) has its own number for an identity, and its owner may destroy it.
     pub fn owns(&self, py: Python<'_>, ordinal: u32, stream: usize) -> PyResult<bool> {
-        let Some(cuda) = self.at_work(py)? else { return Ok(false) };
+        let Some(cuda) = self.at_work(py)? else {
+            return Ok(false);
+        };
         let current = cuda.call_method1("current_stream", (ordinal,))?;
         if current.getattr("cuda_stream")?.extract::<usize>()? != stream {
             return Ok(false);
         }
         // An old one does not tell; a stream that may not last is the safe guess.
-        let Ok(identity) = current.getattr("stream_id") else { return Ok(false) };
+        let Ok(identity) = current.getattr("stream_id") else {
+            return Ok(false);
+        };
         Ok(identity.extract::<i64>()? != stream as i64)
     }
 
     /// As `torch.from_dlpack`, on an object that notes how it is asked.
     fn ask<'py>(&self, py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
-        let asked = Bound::new(py, Asked { memory: memory.clone(), versioned: OnceLock::new() })?;
-        let tensor = self.module.bind(py).call_method1("from_dlpack", (&asked,))?;
+        let asked = Bound::new(
+            py,
+            Asked {
+                memory: memory.clone(),
+                versioned: OnceLock::new(),
+            },
+        )?;
+        let tensor = self
+            .module
+            .bind(py)
+            .call_method1("from_dlpack", (&asked,))?;
         if let Some(&versioned) = asked.get().versioned.get() {
             let _ = self.versioned.set(versioned);
         }
@@ -117,9 +151,13 @@ impl Torch {
 
     /// As `torch.from_dlpack`, in fewer steps. `None` where that has to be asked itself.
     fn import<'py>(&self, py: Python<'py>, memory: &Memory) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let Some(&versioned) = self.versioned.get() else { return Ok(None) };
+        let Some(&versioned) = self.versioned.get() else {
+            return Ok(None);
+        };
         let stay = if is_cuda(&memory.device) {
-            let Some(raw) = self.current_stream(py, memory.device.info().ordinal)? else { return Ok(None) };
+            let Some(raw) = self.current_stream(py, memory.device.info().ordinal)? else {
+                return Ok(None);
+            };
             memory.admit(py, &Consumer::foreign(py, &memory.device, raw)?)?
         } else {
             memory.settle(py)?;
@@ -163,7 +201,16 @@ impl Asked {
         copy: Option<bool>,
     ) -> PyResult<Py<PyAny>> {
         let _ = self.versioned.set(dlpack::is_versioned(max_version));
-        array::dlpack(py, &self.memory, Request { stream, max_version, dl_device, copy })
+        array::dlpack(
+            py,
+            &self.memory,
+            Request {
+                stream,
+                max_version,
+                dl_device,
+                copy,
+            },
+        )
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {

@@ -33,10 +33,21 @@ pub struct View {
 impl View {
     /// All of it, as bytes.
     pub fn of(what: &'static str, place: OwnedMemory) -> Outcome<PyClassInitializer<View>> {
-        let (lowest, device, read_only) = (place.ptr(), place.device().clone(), place.is_read_only());
+        let (lowest, device, read_only) =
+            (place.ptr(), place.device().clone(), place.is_read_only());
         let layout = Layout::contiguous(DType::U8, &[place.bytes()])?;
         let hold = MemoryHolder::Owned(Arc::new(MemoryOwner::new(place)));
-        Ok(View::over(what, Memory { layout, address: lowest, lowest, device, read_only, hold }))
+        Ok(View::over(
+            what,
+            Memory {
+                layout,
+                address: lowest,
+                lowest,
+                device,
+                read_only,
+                hold,
+            },
+        ))
     }
 
     fn over(what: &'static str, memory: Memory) -> PyClassInitializer<View> {
@@ -56,14 +67,24 @@ impl View {
         }
     }
 
-    fn consumer(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Consumer>> {
-        stream.map(|stream| Consumer::from_argument(py, &self.tensor.device, stream)).transpose()
+    fn consumer(
+        &self,
+        py: Python<'_>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Consumer>> {
+        stream
+            .map(|stream| Consumer::from_argument(py, &self.tensor.device, stream))
+            .transpose()
     }
 
     fn check_writable(&self) -> Outcome<()> {
         let next = "ask its owner to share it for writing, too";
         if self.tensor.read_only {
-            return Err(Fault::argument("memory", "given for reading", format!("memory given for writing; {next}")));
+            return Err(Fault::argument(
+                "memory",
+                "given for reading",
+                format!("memory given for writing; {next}"),
+            ));
         }
         Ok(())
     }
@@ -89,18 +110,39 @@ impl View {
         offset: u64,
     ) -> PyResult<Py<View>> {
         let memory = self.memory()?;
-        let layout = Layout::contiguous(dtype::from_argument(dtype)?, &dtype::shape(shape)?).map_err(Fault::from)?;
+        let layout = Layout::contiguous(dtype::from_argument(dtype)?, &dtype::shape(shape)?)
+            .map_err(Fault::from)?;
         let (bytes, available) = (layout.bytes(), self.tensor.layout.bytes());
         if offset.checked_add(bytes).is_none_or(|end| end > available) {
             let name = self.tensor.what().to_owned();
-            return Err(Fault::from(warpipe::Error::Range { name, offset, bytes, available }).into());
+            return Err(Fault::from(warpipe::Error::Range {
+                name,
+                offset,
+                bytes,
+                available,
+            })
+            .into());
         }
         let lowest = memory.lowest + offset;
         if !lowest.is_multiple_of(layout.dtype().bytes()) {
-            let said = format!("elements of {} bytes do not begin at byte {offset}", layout.dtype().bytes());
+            let said = format!(
+                "elements of {} bytes do not begin at byte {offset}",
+                layout.dtype().bytes()
+            );
             return Err(Fault::layout(said).into());
         }
-        Py::new(py, View::over("the view", Memory { layout, address: lowest, lowest, ..memory }))
+        Py::new(
+            py,
+            View::over(
+                "the view",
+                Memory {
+                    layout,
+                    address: lowest,
+                    lowest,
+                    ..memory
+                },
+            ),
+        )
     }
 
     /// Copies a tensor of the same shape and element type in, on ``stream``, by default the current stream of the tensor's
@@ -112,7 +154,12 @@ impl View {
     /// was given for reading, ``ReleasedError``, ``DriverError``, ``TimeoutError`` if the work that it is behind takes over
     /// 10 s; it is done all the same then.
     #[pyo3(signature = (tensor, stream = None))]
-    fn copy_from(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    fn copy_from(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         self.check_writable()?;
         let (memory, owner) = (self.memory()?, self.owner()?);
         let consumer = self.consumer(py, stream)?;
@@ -120,19 +167,32 @@ impl View {
             Some(consumer) => consumer.follow(py)?.clone(),
             None => py.detach(|| owner.stream().cloned())?,
         };
-        let wanted =
-            Wanted { device: &self.tensor.device, stream: consumer.as_ref(), own: &own, packed: true, lasting: false };
+        let wanted = Wanted {
+            device: &self.tensor.device,
+            stream: consumer.as_ref(),
+            own: &own,
+            packed: true,
+            lasting: false,
+        };
         let source = wanted.find(tensor)?;
         if source.layout != self.tensor.layout {
             let next = "use view(shape, dtype) of it, or write(bytes)";
-            return Err(
-                Fault::layout(format!("{:?} does not fit {:?}; {next}", source.layout, self.tensor.layout)).into()
-            );
+            return Err(Fault::layout(format!(
+                "{:?} does not fit {:?}; {next}",
+                source.layout, self.tensor.layout
+            ))
+            .into());
         }
         owner.admit(py, &Consumer::own(&own))?;
         let is_to_be_awaited = consumer.is_none() && source.is_of_host();
         // SAFETY: the view's range, which the hold keeps until the streams that it is told of are past the copy.
-        let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest, self.tensor.layout.bytes()) };
+        let mut range = unsafe {
+            Range::new(
+                &self.tensor.device,
+                memory.lowest,
+                self.tensor.layout.bytes(),
+            )
+        };
         let filled_on = COPIES.fill(py, &mut range, source, &own, None)?;
         owner.admit(py, &Consumer::own(&filled_on))?;
         if is_to_be_awaited {
@@ -160,7 +220,13 @@ impl View {
         let (length, available) = (bytes.len() as u64, self.tensor.layout.bytes());
         if offset.checked_add(length).is_none_or(|end| end > available) {
             let name = self.tensor.what().to_owned();
-            return Err(Fault::from(warpipe::Error::Range { name, offset, bytes: length, available }).into());
+            return Err(Fault::from(warpipe::Error::Range {
+                name,
+                offset,
+                bytes: length,
+                available,
+            })
+            .into());
         }
         let consumer = self.consumer(py, stream)?;
         let own = match &consumer {
@@ -182,7 +248,10 @@ impl View {
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``ReleasedError``.
     fn used_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        Ok(self.owner()?.admit(py, &Consumer::from_argument(py, &self.tensor.device, stream)?)?)
+        Ok(self.owner()?.admit(
+            py,
+            &Consumer::from_argument(py, &self.tensor.device, stream)?,
+        )?)
     }
 
     /// Waits on the CPU until the streams that were given work on this memory are past it, at most ``timeout`` seconds
@@ -201,7 +270,9 @@ impl View {
     #[pyo3(signature = (stream = None))]
     fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = self.consumer(py, stream)?;
-        let Some(memory) = self.tensor.let_go()? else { return Ok(()) };
+        let Some(memory) = self.tensor.let_go()? else {
+            return Ok(());
+        };
         if let (Some(consumer), MemoryHolder::Owned(owner)) = (&consumer, &memory.hold) {
             owner.admit(py, consumer)?;
         }
@@ -243,6 +314,10 @@ impl View {
     }
 
     fn __repr__(slf: &Bound<'_, View>) -> PyResult<String> {
-        Ok(format!("{}({})", slf.get_type().name()?, slf.get().tensor.described()))
+        Ok(format!(
+            "{}({})",
+            slf.get_type().name()?,
+            slf.get().tensor.described()
+        ))
     }
 }

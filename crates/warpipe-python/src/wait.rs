@@ -55,7 +55,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Timeout {
 pub fn seconds(value: f64, argument: &str) -> PyResult<Duration> {
     let allowed = "a number of seconds from 0, or None to wait as long as it takes";
     // As Python writes it: not three hundred digits of one that is far too large.
-    Duration::try_from_secs_f64(value).map_err(|_| Fault::argument(argument, format!("{value:?}"), allowed).into())
+    Duration::try_from_secs_f64(value)
+        .map_err(|_| Fault::argument(argument, format!("{value:?}"), allowed).into())
 }
 
 /// The same of an argument that may be `None`.
@@ -101,7 +102,11 @@ pub fn in_slices_that_ask<T: Send>(
     };
     let found = in_slices(py, timeout, |slice| {
         let found = look(slice, &is_interrupted);
-        if seen().is_some() { Ok(Some(None)) } else { Ok(found?.map(Some)) }
+        if seen().is_some() {
+            Ok(Some(None))
+        } else {
+            Ok(found?.map(Some))
+        }
     })?;
     match seen().take() {
         Some(interrupt) => Err(interrupt),
@@ -120,8 +125,18 @@ pub fn in_turn<T: Send>(
     step: impl FnMut() -> Outcome<Option<T>> + Send,
 ) -> PyResult<T> {
     // What goes wrong with the wait, the step says.
-    let done = once(py, Some(HELD_UP), |slice| wait_for_turn(slice).unwrap_or(true), step)?;
-    Ok(done.ok_or_else(|| late(format!("another thread's {what}, which the driver holds up,"), Some(HELD_UP)))?)
+    let done = once(
+        py,
+        Some(HELD_UP),
+        |slice| wait_for_turn(slice).unwrap_or(true),
+        step,
+    )?;
+    Ok(done.ok_or_else(|| {
+        late(
+            format!("another thread's {what}, which the driver holds up,"),
+            Some(HELD_UP),
+        )
+    })?)
 }
 
 /// The last step of a wait that takes something: a signal that arrived meanwhile is seen before the caller has `found`,
@@ -197,13 +212,23 @@ pub fn legacy_view<T: Send + 'static>(
     std::thread::Builder::new().name(thread.into()).spawn(run)?;
     // Shared with the closure that runs without the interpreter.
     let taken = Mutex::new(taken);
-    let come =
-        in_slices(py, None, |slice| match taken.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(slice) {
+    let come = in_slices(py, None, |slice| {
+        match taken
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .recv_timeout(slice)
+        {
             Ok(result) => Ok(Some(result?)),
             Err(RecvTimeoutError::Timeout) => goes_on().map(|()| None),
-            Err(RecvTimeoutError::Disconnected) => Err(Fault::Own("Error", "the thread that waited has gone".into())),
-        })?;
-    Ok(come.map(DropDetached::into_inner).ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
+            Err(RecvTimeoutError::Disconnected) => Err(Fault::Own(
+                "Error",
+                "the thread that waited has gone".into(),
+            )),
+        }
+    })?;
+    Ok(come
+        .map(DropDetached::into_inner)
+        .ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
 }
 
 /// A call of the library's that asks another process, and waits for its answer however long that takes.
@@ -250,5 +275,8 @@ pub fn none_if_late<T>(result: Result<T, Error>) -> Outcome<Option<T>> {
 
 /// The error of a wait that ran out.
 pub fn late(what: String, waited: Option<Duration>) -> Fault {
-    Fault::Library(Error::Timeout { what, waited: waited.unwrap_or_default() })
+    Fault::Library(Error::Timeout {
+        what,
+        waited: waited.unwrap_or_default(),
+    })
 }

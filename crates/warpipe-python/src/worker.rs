@@ -38,8 +38,11 @@ pub struct Worker {
 
 impl Worker {
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Lease>> {
-        let take = |inner: &mut warpipe::Worker, limit| inner.lease_timeout(&self.context.stream, limit);
-        self.inbox.next(py, timeout, "a job of", take, |lease| Py::new(py, Lease::parts(lease, &self.context)))
+        let take =
+            |inner: &mut warpipe::Worker, limit| inner.lease_timeout(&self.context.stream, limit);
+        self.inbox.next(py, timeout, "a job of", take, |lease| {
+            Py::new(py, Lease::parts(lease, &self.context))
+        })
     }
 }
 
@@ -50,7 +53,10 @@ impl Worker {
         answer_timeout = Some(10.0), spin = None, memory_limit = 4 << 30, handshake_timeout = 5.0, stream = None),
         text_signature = "(queue, *, domain=None, device=None, wait=0.0, timeout=None, answer_timeout=10.0, spin=None, \
         memory_limit=4294967296, handshake_timeout=5.0, stream=None)")]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, each with a default")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments, each with a default"
+    )]
     fn new(
         py: Python<'_>,
         queue: &str,
@@ -64,7 +70,10 @@ impl Worker {
         handshake_timeout: f64,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Worker> {
-        let (domain, device) = (Domain::from_argument(domain)?, Device::from_argument(device)?.inner);
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
         let (wait, timeout) = (optional(wait, "wait")?, optional(timeout, "timeout")?);
         let patience = optional(answer_timeout, "answer_timeout")?;
         let builder = warpipe::Worker::builder(queue)
@@ -77,13 +86,29 @@ impl Worker {
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let builder = spin.into_iter().fold(builder, warpipe::WorkerBuilder::spin);
         let stream = stream_of(py, &device, stream)?;
-        let worker =
-            attach(py, wait, move |slice| builder.clone().wait_for_queue((!slice.is_zero()).then_some(slice)).build())?;
-        let context = LeaseContext { device, stream, copies: Arc::new(Copies::default()), patience };
+        let worker = attach(py, wait, move |slice| {
+            builder
+                .clone()
+                .wait_for_queue((!slice.is_zero()).then_some(slice))
+                .build()
+        })?;
+        let context = LeaseContext {
+            device,
+            stream,
+            copies: Arc::new(Copies::default()),
+            patience,
+        };
         let queue_pid = worker.queue_pid();
-        let calls = Calls { ring: warpipe::Worker::ring, take_back: Lease::return_all };
+        let calls = Calls {
+            ring: warpipe::Worker::ring,
+            take_back: Lease::return_all,
+        };
         let inbox = Inbox::new("worker", queue, timeout, worker, calls);
-        Ok(Worker { inbox, queue_pid, context })
+        Ok(Worker {
+            inbox,
+            queue_pid,
+            context,
+        })
     }
 
     /// The queue's name.
@@ -129,7 +154,9 @@ impl Worker {
     /// Raises as ``lease``, without the timeout.
     fn try_lease(&self, py: Python<'_>) -> PyResult<Option<Py<Lease>>> {
         let take = |worker: &mut warpipe::Worker| worker.try_lease(&self.context.stream);
-        self.inbox.try_next(py, take, |lease| Py::new(py, Lease::parts(lease, &self.context)))
+        self.inbox.try_next(py, take, |lease| {
+            Py::new(py, Lease::parts(lease, &self.context))
+        })
     }
 
     /// A descriptor that is readable when ``try_lease`` is worth a call (an epoll descriptor, which nests). Lease until it
@@ -152,7 +179,8 @@ impl Worker {
 
     /// The next job; the iteration ends when the queue says goodbye.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Lease>> {
-        self.next_within(py, self.inbox.timeout).map_err(end_if_graceful)
+        self.next_within(py, self.inbox.timeout)
+            .map_err(end_if_graceful)
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

@@ -34,33 +34,65 @@ const COPIES: u64 = 8;
 const SEED: u64 = 5;
 
 fn main() -> ExitCode {
-    play(&["--mib", "--rounds", "--at-least"], |stage| match stage.role() {
-        "exporter" => export(stage, Talk::with_parent()?),
-        _ => compare(stage),
+    play(&["--mib", "--rounds", "--at-least"], |stage| {
+        match stage.role() {
+            "exporter" => export(stage, Talk::with_parent()?),
+            _ => compare(stage),
+        }
     })
 }
 
 /// The exporter's part: its memory is there until the other side has done.
 fn export(stage: &Stage, mut talk: Talk) -> Outcome<String> {
-    let peer = if talk.hear()? == "on the peer" { Some(peer_of(stage)?.ok_or("there is no peer")?) } else { None };
+    let peer = if talk.hear()? == "on the peer" {
+        Some(peer_of(stage)?.ok_or("there is no peer")?)
+    } else {
+        None
+    };
     let device = peer.unwrap_or_else(|| stage.device.clone());
     let memory = Memory::allocate(&device, talk.hear()?.parse()?)?;
-    let published = memory.publication("memory").domain(&stage.domain).access(Access::ReadWrite).build()?;
+    let published = memory
+        .publication("memory")
+        .domain(&stage.domain)
+        .access(Access::ReadWrite)
+        .build()?;
     talk.tell(published.ticket()?)?;
     talk.expect("written")?;
-    talk.tell(if is_pattern(&memory.to_vec(PATIENCE)?) { "right" } else { "wrong" })?;
+    talk.tell(if is_pattern(&memory.to_vec(PATIENCE)?) {
+        "right"
+    } else {
+        "wrong"
+    })?;
     // Nothing more is said: the other side goes, or lets go, when it has measured.
     talk.hear_or_end()?;
-    Ok(format!("{} MiB of {device} were copied from and to", memory.bytes() >> 20))
+    Ok(format!(
+        "{} MiB of {device} were copied from and to",
+        memory.bytes() >> 20
+    ))
 }
 
 fn compare(stage: &Stage) -> Outcome<String> {
     let is_host = stage.device.info().id.kind == DeviceKind::Host;
-    let bytes = stage.number("--mib", if is_host { 16 } else { 256 })?.max(1) << 20;
+    let bytes = stage
+        .number("--mib", if is_host { 16 } else { 256 })?
+        .max(1)
+        << 20;
     let rounds = stage.number("--rounds", 7)?.max(1);
-    let bench = Bench { stream: stage.device.stream()?, pinned: Pinned::new(&stage.device, bytes)?, bytes, rounds };
-    println!("{} MiB a copy on {}, the best of {rounds} rounds, host memory pinned", bytes >> 20, stage.device);
-    println!("{:<24} {:>12} {:>12} {:>7}", "", "import GB/s", "own GB/s", "ratio");
+    let bench = Bench {
+        stream: stage.device.stream()?,
+        pinned: Pinned::new(&stage.device, bytes)?,
+        bytes,
+        rounds,
+    };
+    println!(
+        "{} MiB a copy on {}, the best of {rounds} rounds, host memory pinned",
+        bytes >> 20,
+        stage.device
+    );
+    println!(
+        "{:<24} {:>12} {:>12} {:>7}",
+        "", "import GB/s", "own GB/s", "ratio"
+    );
 
     let mut ratios = one_device(stage, &bench)?;
     match peer_of(stage)? {
@@ -70,9 +102,14 @@ fn compare(stage: &Stage) -> Outcome<String> {
     let lowest = ratios.iter().copied().fold(f64::INFINITY, f64::min);
     if let Some(bound) = stage.option("--at-least") {
         let bound: f64 = bound.parse()?;
-        ensure(lowest >= bound, || format!("a ratio of {lowest:.3} is below {bound}"))?;
+        ensure(lowest >= bound, || {
+            format!("a ratio of {lowest:.3} is below {bound}")
+        })?;
     }
-    Ok(format!("{} comparisons, all bytes right; the lowest ratio is {lowest:.3}", ratios.len()))
+    Ok(format!(
+        "{} comparisons, all bytes right; the lowest ratio is {lowest:.3}",
+        ratios.len()
+    ))
 }
 
 fn one_device(stage: &Stage, bench: &Bench) -> Outcome<Vec<f64>> {
@@ -96,7 +133,12 @@ fn one_device(stage: &Stage, bench: &Bench) -> Outcome<Vec<f64>> {
 fn two_devices(stage: &Stage, bench: &Bench, peer: &Device) -> Outcome<Vec<f64>> {
     // Memory of the second GPU that this process has itself, mapped for the first one.
     let there = Memory::allocate(peer, bench.bytes)?;
-    let own = match Memory::import_fd(&stage.device, there.export_fd()?, &there.info(), Access::ReadWrite) {
+    let own = match Memory::import_fd(
+        &stage.device,
+        there.export_fd()?,
+        &there.info(),
+        Access::ReadWrite,
+    ) {
         Err(error @ warpipe::Error::PeerAccess { .. }) => {
             println!("skipped: peer to peer; {error}");
             return Ok(Vec::new());
@@ -153,7 +195,9 @@ impl Bench {
         talk.expect("right")?;
         self.pinned.clear();
         self.copies([self.pinned.address, theirs.ptr()], 1)?;
-        ensure(self.pinned.is_pattern(), || "what came back from the exporter's memory is wrong".into())?;
+        ensure(self.pinned.is_pattern(), || {
+            "what came back from the exporter's memory is wrong".into()
+        })?;
         Ok(theirs)
     }
 
@@ -187,7 +231,9 @@ impl Bench {
         // Not `synchronize`, which sleeps between two looks: the end is to be seen when it comes.
         let start = Instant::now();
         while !self.stream.is_idle()? {
-            ensure(start.elapsed() < PATIENCE, || format!("a copy takes longer than {PATIENCE:?}"))?;
+            ensure(start.elapsed() < PATIENCE, || {
+                format!("a copy takes longer than {PATIENCE:?}")
+            })?;
             std::hint::spin_loop();
         }
         Ok(())
@@ -208,8 +254,15 @@ impl Pinned {
         let length = usize::try_from(bytes)?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), length, protection, MapFlags::PRIVATE)? };
-        let mut pinned = Pinned { device: device.clone(), base: base.cast(), bytes: length, address: 0 };
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), length, protection, MapFlags::PRIVATE)?
+        };
+        let mut pinned = Pinned {
+            device: device.clone(),
+            base: base.cast(),
+            bytes: length,
+            address: 0,
+        };
         // SAFETY: whole pages that stay mapped until `drop` has unregistered them.
         pinned.address = unsafe { device.backend().register(base.cast(), length)? };
         Ok(pinned)
@@ -222,13 +275,20 @@ impl Pinned {
     }
 
     fn is_pattern(&self) -> bool {
-        self.words().iter().zip(0..).all(|(&word, index)| word == warpipe_kernels::pattern(SEED, index))
+        self.words()
+            .iter()
+            .zip(0..)
+            .all(|(&word, index)| word == warpipe_kernels::pattern(SEED, index))
     }
 
     fn write_pattern(&self) {
         for index in 0..self.bytes / 8 {
             // SAFETY: in bounds; no copy is under way, and no reference to the words is alive.
-            unsafe { self.base.add(index).write(warpipe_kernels::pattern(SEED, index as u64)) };
+            unsafe {
+                self.base
+                    .add(index)
+                    .write(warpipe_kernels::pattern(SEED, index as u64))
+            };
         }
     }
 
@@ -249,6 +309,8 @@ impl Drop for Pinned {
 
 fn is_pattern(bytes: &[u8]) -> bool {
     let (words, rest) = bytes.as_chunks::<8>();
-    let right = |(word, index): (&[u8; 8], u64)| u64::from_ne_bytes(*word) == warpipe_kernels::pattern(SEED, index);
+    let right = |(word, index): (&[u8; 8], u64)| {
+        u64::from_ne_bytes(*word) == warpipe_kernels::pattern(SEED, index)
+    };
     rest.is_empty() && words.iter().zip(0..).all(right)
 }

@@ -33,20 +33,37 @@ fn main() -> ExitCode {
 }
 
 fn subscriber(stage: &Stage) -> SubscriberBuilder {
-    Subscriber::builder(NAME).domain(&stage.domain).device(&stage.device)
+    Subscriber::builder(NAME)
+        .domain(&stage.domain)
+        .device(&stage.device)
 }
 
-fn consume(stage: &Stage, start_producer: impl FnOnce() -> Outcome<Option<Actor>>) -> Outcome<String> {
+fn consume(
+    stage: &Stage,
+    start_producer: impl FnOnce() -> Outcome<Option<Actor>>,
+) -> Outcome<String> {
     give_up("at once", subscriber(stage))?;
-    give_up("after 200 ms", subscriber(stage).wait_for_publisher(Some(Duration::from_millis(200))))?;
+    give_up(
+        "after 200 ms",
+        subscriber(stage).wait_for_publisher(Some(Duration::from_millis(200))),
+    )?;
 
     println!("waiting for somebody to publish {NAME:?}");
     let producer = start_producer()?;
-    let mut subscriber = subscriber(stage).wait_for_publisher(Some(PATIENCE)).build()?;
-    let greeting = subscriber.receive(&stage.device.stream()?)?.to_vec(PATIENCE)?;
-    ensure(greeting == GREETING, || format!("received {:?}", String::from_utf8_lossy(&greeting)))?;
+    let mut subscriber = subscriber(stage)
+        .wait_for_publisher(Some(PATIENCE))
+        .build()?;
+    let greeting = subscriber
+        .receive(&stage.device.stream()?)?
+        .to_vec(PATIENCE)?;
+    ensure(greeting == GREETING, || {
+        format!("received {:?}", String::from_utf8_lossy(&greeting))
+    })?;
     producer.map_or(Ok(()), Actor::finish)?;
-    Ok(format!("gave up twice, then waited, and received: {}", String::from_utf8_lossy(&greeting)))
+    Ok(format!(
+        "gave up twice, then waited, and received: {}",
+        String::from_utf8_lossy(&greeting)
+    ))
 }
 
 /// Nobody publishes: the error has a variant of its own, and its text says what to do.
@@ -60,7 +77,10 @@ fn give_up(when: &str, subscriber: SubscriberBuilder) -> Outcome {
 }
 
 fn produce(stage: &Stage) -> Outcome<String> {
-    let publisher = Publisher::builder(NAME).domain(&stage.domain).device(&stage.device).build()?;
+    let publisher = Publisher::builder(NAME)
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .build()?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = stage.device.stream()?;
     publisher.send_bytes(&stream, GREETING)?;

@@ -23,7 +23,10 @@ use std::sync::mpsc::channel;
 
 use rustix::process::{Pid, Signal, kill_process};
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{Change, DType, Error, Layout, Member, MemberInfo, Members, Policy, Publisher, Stream, Subscriber};
+use warpipe::{
+    Change, DType, Error, Layout, Member, MemberInfo, Members, Policy, Publisher, Stream,
+    Subscriber,
+};
 
 const WORKERS: usize = 3;
 const WORDS: u64 = 4096;
@@ -41,7 +44,9 @@ fn main() -> ExitCode {
 fn work(stage: &Stage, name: &str) -> Outcome<String> {
     std::fs::write(scratch(stage, name), "half of a thought")?;
     let policy = Policy::Block { timeout: PATIENCE };
-    let builder = Publisher::builder(frames_of(name).as_str()).domain(&stage.domain).device(&stage.device);
+    let builder = Publisher::builder(frames_of(name).as_str())
+        .domain(&stage.domain)
+        .device(&stage.device);
     let publisher = builder.depth(4).policy(policy).build()?;
     // Last, so that who sees the member finds all of it.
     let _member = Member::join(&stage.domain, name, "worker")?;
@@ -83,11 +88,17 @@ fn coordinate(stage: &Stage) -> Outcome<String> {
     }
     // One stands still. It is there, and keeps what it has.
     workers[1].signal(Signal::STOP)?;
-    expect(&members, "stalled", "worker-1", |change| matches!(change, Change::Stalled(_)))?;
-    ensure(members.list()?.len() == WORKERS, || "a stopped worker is no member any more".into())?;
+    expect(&members, "stalled", "worker-1", |change| {
+        matches!(change, Change::Stalled(_))
+    })?;
+    ensure(members.list()?.len() == WORKERS, || {
+        "a stopped worker is no member any more".into()
+    })?;
     verified += workers[0].verify(&stream, FRAMES)?;
     workers[1].signal(Signal::CONT)?;
-    expect(&members, "recovered", "worker-1", |change| matches!(change, Change::Recovered(_)))?;
+    expect(&members, "recovered", "worker-1", |change| {
+        matches!(change, Change::Recovered(_))
+    })?;
     verified += workers[1].verify(&stream, FRAMES)?;
     // One dies, and is replaced under its name.
     let killed = workers.pop().ok_or("three workers were started")?;
@@ -97,9 +108,16 @@ fn coordinate(stage: &Stage) -> Outcome<String> {
         verified += worker.verify(&stream, FRAMES)?;
     }
     for worker in workers {
-        let Worker { name, actor, frames, .. } = worker;
+        let Worker {
+            name,
+            actor,
+            frames,
+            ..
+        } = worker;
         drop(frames);
-        expect(&members, "left", &name, |change| matches!(change, Change::Left(_)))?;
+        expect(&members, "left", &name, |change| {
+            matches!(change, Change::Left(_))
+        })?;
         actor.finish()?;
     }
     let left = std::fs::read_dir(stage.domain.path())?.count();
@@ -114,13 +132,28 @@ fn coordinate(stage: &Stage) -> Outcome<String> {
 fn bury(stage: &Stage, members: &Members, worker: Worker, stream: &Stream) -> Outcome<u64> {
     let (tell, told) = channel();
     let file = scratch(stage, &worker.name);
-    members.on_death_of(&worker.name, move |_| drop(tell.send(std::fs::remove_file(&file))))?;
-    let Worker { name, actor, mut frames, .. } = worker;
+    members.on_death_of(&worker.name, move |_| {
+        drop(tell.send(std::fs::remove_file(&file)))
+    })?;
+    let Worker {
+        name,
+        actor,
+        mut frames,
+        ..
+    } = worker;
     actor.kill()?;
-    let dead = expect(members, "died", &name, |change| matches!(change, Change::Died(_)))?;
-    let endpoints: Vec<&str> = dead.endpoints.iter().map(|endpoint| endpoint.as_str()).collect();
+    let dead = expect(members, "died", &name, |change| {
+        matches!(change, Change::Died(_))
+    })?;
+    let endpoints: Vec<&str> = dead
+        .endpoints
+        .iter()
+        .map(|endpoint| endpoint.as_str())
+        .collect();
     println!("{name}: died, and left {}", endpoints.join(" and "));
-    ensure(endpoints == ["frames/worker-2", "members/worker-2"], || format!("it left {endpoints:?}"))?;
+    ensure(endpoints == ["frames/worker-2", "members/worker-2"], || {
+        format!("it left {endpoints:?}")
+    })?;
     told.recv_timeout(PATIENCE)??;
     let (mut whole, mut lost) = (0, 0);
     loop {
@@ -130,7 +163,9 @@ fn bury(stage: &Stage, members: &Members, worker: Worker, stream: &Stream) -> Ou
                 Err(Error::SampleLost { .. }) => lost += 1,
                 Err(error) => return Err(error.into()),
             },
-            Err(Error::PublisherGone { graceful: false, .. }) => break,
+            Err(Error::PublisherGone {
+                graceful: false, ..
+            }) => break,
             Err(error) => return Err(error.into()),
         }
     }
@@ -149,11 +184,22 @@ struct Worker {
 impl Worker {
     fn start(stage: &Stage, members: &Members, name: &str) -> Outcome<Worker> {
         let actor = stage.start(name)?;
-        let joined = expect(members, "joined", name, |change| matches!(change, Change::Joined(_)))?;
-        ensure(joined.pid == actor.pid() as i32, || format!("process {} is {name}", joined.pid))?;
-        let builder = Subscriber::builder(frames_of(name).as_str()).domain(&stage.domain).device(&stage.device);
+        let joined = expect(members, "joined", name, |change| {
+            matches!(change, Change::Joined(_))
+        })?;
+        ensure(joined.pid == actor.pid() as i32, || {
+            format!("process {} is {name}", joined.pid)
+        })?;
+        let builder = Subscriber::builder(frames_of(name).as_str())
+            .domain(&stage.domain)
+            .device(&stage.device);
         let frames = builder.timeout(PATIENCE).build()?;
-        Ok(Worker { name: name.to_owned(), actor, frames, received: 0 })
+        Ok(Worker {
+            name: name.to_owned(),
+            actor,
+            frames,
+            received: 0,
+        })
     }
 
     /// Receives `count` frames, each of which must be the next, and right in every word.
@@ -162,12 +208,19 @@ impl Worker {
             let frame = self.frames.receive(stream)?;
             self.received += 1;
             let number = self.received;
-            ensure(frame.sequence() == number, || format!("frame {} where {number} was due", frame.sequence()))?;
+            ensure(frame.sequence() == number, || {
+                format!("frame {} where {number} was due", frame.sequence())
+            })?;
             let bytes = frame.to_vec(PATIENCE)?;
-            let words =
-                bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
-            let is_right = words.zip(0..).all(|(word, index)| word == warpipe_kernels::pattern(number, index));
-            ensure(is_right, || format!("frame {number} of {} has a wrong word", self.name))?;
+            let words = bytes
+                .chunks_exact(8)
+                .map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
+            let is_right = words
+                .zip(0..)
+                .all(|(word, index)| word == warpipe_kernels::pattern(number, index));
+            ensure(is_right, || {
+                format!("frame {number} of {} has a wrong word", self.name)
+            })?;
             frame.finish(PATIENCE)?;
         }
         Ok(count)
@@ -181,14 +234,21 @@ impl Worker {
 
 /// Waits until this is told of `name`. What else is told meanwhile may only be hearts that stand still for a moment, as
 /// on a machine that has much to do.
-fn expect(members: &Members, what: &str, name: &str, is_it: impl Fn(&Change) -> bool) -> Outcome<MemberInfo> {
+fn expect(
+    members: &Members,
+    what: &str,
+    name: &str,
+    is_it: impl Fn(&Change) -> bool,
+) -> Outcome<MemberInfo> {
     while let Some(change) = members.changes(PATIENCE)? {
         if is_it(&change) && change.member().name == name {
             println!("{name}: {what}");
             return Ok(change.member().clone());
         }
         let is_heart = matches!(change, Change::Stalled(_) | Change::Recovered(_));
-        ensure(is_heart, || format!("{change:?} was told where {name} {what} was due"))?;
+        ensure(is_heart, || {
+            format!("{change:?} was told where {name} {what} was due")
+        })?;
     }
     Err(format!("nobody told that {name} {what}").into())
 }

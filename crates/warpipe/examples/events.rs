@@ -41,7 +41,9 @@ fn main() -> ExitCode {
             let event = Event::create(&stage.domain, &stage.device)?;
             record(stage, &event)?;
             lose(stage, &event)?;
-            Ok(format!("the child's stream waited, and {WORDS} words are right; never recorded and lost are errors"))
+            Ok(format!(
+                "the child's stream waited, and {WORDS} words are right; never recorded and lost are errors"
+            ))
         }
     })
 }
@@ -82,13 +84,21 @@ fn wait(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     unsafe { warpipe_kernels::check(&stream, memory.ptr(), WORDS, SEED, wrong.ptr())? };
     let enqueued = start.elapsed();
     stream.synchronize(PATIENCE)?;
-    println!("the stream waited and read for {:?}; to enqueue that took the CPU {enqueued:?}", start.elapsed());
+    println!(
+        "the stream waited and read for {:?}; to enqueue that took the CPU {enqueued:?}",
+        start.elapsed()
+    );
 
     // Without this, a stream that was let go because the parent had died would pass for one that waited.
-    ensure(event.check(recording)?, || "the stream went on before the recording was complete".into())?;
+    ensure(event.check(recording)?, || {
+        "the stream went on before the recording was complete".into()
+    })?;
     let wrong = wrong.to_vec(PATIENCE)?;
     ensure(wrong == [0; 8], || {
-        format!("{} words are wrong", u64::from_ne_bytes(wrong.try_into().unwrap_or_default()))
+        format!(
+            "{} words are wrong",
+            u64::from_ne_bytes(wrong.try_into().unwrap_or_default())
+        )
     })?;
     Ok(format!("waited, and {WORDS} words are right"))
 }
@@ -98,12 +108,17 @@ fn never_recorded(event: &Event) -> Outcome {
     let raw = event.raw().ok_or("the event has none of CUDA's")?;
     // SAFETY: live as long as `event`.
     let complete = unsafe { event.device().backend().query_event(raw)? };
-    println!("never recorded: CUDA's own event says that it is {}", if complete { "complete" } else { "not complete" });
+    println!(
+        "never recorded: CUDA's own event says that it is {}",
+        if complete { "complete" } else { "not complete" }
+    );
     match event.query() {
         Err(error @ Error::EventNotRecorded { .. }) => println!("never recorded: {error}"),
         other => return Err(format!("an event that was never recorded says {other:?}").into()),
     }
-    ensure(complete, || "this driver has not the trap that the example is about".into())
+    ensure(complete, || {
+        "this driver has not the trap that the example is about".into()
+    })
 }
 
 /// The second trap: a stream that waits for a process that is killed.

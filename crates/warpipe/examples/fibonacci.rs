@@ -36,7 +36,10 @@ fn main() -> ExitCode {
 }
 
 fn produce(stage: &Stage) -> Outcome<String> {
-    let publisher = Publisher::builder(NAME).domain(&stage.domain).device(&stage.device).build()?;
+    let publisher = Publisher::builder(NAME)
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .build()?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
 
     // A loan is memory of the device that nobody reads yet.
@@ -65,18 +68,33 @@ fn consume(stage: &Stage) -> Outcome<String> {
     let tensor = subscriber.receive(&stream)?;
 
     // A kernel would read the tensor at `tensor.ptr()`; these eyes are on the CPU, and take a copy of it.
-    ensure(tensor.layout().shape() == [COUNT], || format!("its shape is {:?}", tensor.layout().shape()))?;
+    ensure(tensor.layout().shape() == [COUNT], || {
+        format!("its shape is {:?}", tensor.layout().shape())
+    })?;
     let bytes = tensor.to_vec(PATIENCE)?;
-    println!("received {} numbers: {}", tensor.layout().elements(), String::from_utf8_lossy(tensor.metadata()));
+    println!(
+        "received {} numbers: {}",
+        tensor.layout().elements(),
+        String::from_utf8_lossy(tensor.metadata())
+    );
     tensor.finish(PATIENCE)?; // gives the memory back; an error if the producer had died before it was complete
 
-    let words = bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
-    let wrong = words.zip(fibonacci()).filter(|(found, right)| found != right).count();
+    let words = bytes
+        .chunks_exact(8)
+        .map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
+    let wrong = words
+        .zip(fibonacci())
+        .filter(|(found, right)| found != right)
+        .count();
     ensure(wrong == 0, || format!("{wrong} numbers are wrong"))?;
-    Ok(format!("{COUNT} Fibonacci numbers crossed, every one of them right"))
+    Ok(format!(
+        "{COUNT} Fibonacci numbers crossed, every one of them right"
+    ))
 }
 
 fn fibonacci() -> impl Iterator<Item = u64> {
-    let pairs = std::iter::successors(Some((0u64, 1u64)), |&(this, next)| Some((next, this.wrapping_add(next))));
+    let pairs = std::iter::successors(Some((0u64, 1u64)), |&(this, next)| {
+        Some((next, this.wrapping_add(next)))
+    });
     pairs.map(|(this, _)| this).take(COUNT as usize)
 }

@@ -22,7 +22,8 @@ use std::process::ExitCode;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitOptions, kill_process, pidfd_open, set_parent_process_death_signal, waitpid,
+    Pid, PidfdFlags, Signal, WaitOptions, kill_process, pidfd_open,
+    set_parent_process_death_signal, waitpid,
 };
 use stage::talk::Talk;
 use stage::{Outcome, PATIENCE, Stage, ensure, play_after};
@@ -66,20 +67,33 @@ fn fork(stage: &mut Stage) -> Outcome<Side> {
 fn parent(stage: &Stage, child: Forked, mut talk: Talk) -> Outcome<String> {
     let memory = Memory::allocate(&stage.device, COUNT * 4)?;
     let stream = stage.device.stream()?;
-    let numbers: Vec<u8> = (0..COUNT).flat_map(|number| (number as f32).to_ne_bytes()).collect();
+    let numbers: Vec<u8> = (0..COUNT)
+        .flat_map(|number| (number as f32).to_ne_bytes())
+        .collect();
     memory.write(&stream, 0, &numbers)?;
     stream.synchronize(PATIENCE)?; // a ticket orders no work: the numbers are there before the child hears of them
 
-    let published = memory.publication("numbers").domain(&stage.domain).access(Access::ReadWrite).build()?;
+    let published = memory
+        .publication("numbers")
+        .domain(&stage.domain)
+        .access(Access::ReadWrite)
+        .build()?;
     talk.tell(published.ticket()?)?;
     talk.expect("doubled")?;
     child.finish()?;
 
     let bytes = memory.to_vec(PATIENCE)?;
-    let found = bytes.chunks_exact(4).map(|float| f32::from_ne_bytes(float.try_into().expect("chunks of 4 bytes")));
-    let wrong = found.zip(0..).filter(|&(found, number)| found != (2 * number) as f32).count();
+    let found = bytes
+        .chunks_exact(4)
+        .map(|float| f32::from_ne_bytes(float.try_into().expect("chunks of 4 bytes")));
+    let wrong = found
+        .zip(0..)
+        .filter(|&(found, number)| found != (2 * number) as f32)
+        .count();
     ensure(wrong == 0, || format!("{wrong} numbers are not doubled"))?;
-    Ok(format!("{COUNT} numbers of the parent, doubled in place by its forked child"))
+    Ok(format!(
+        "{COUNT} numbers of the parent, doubled in place by its forked child"
+    ))
 }
 
 fn child(stage: &Stage, mut talk: Talk) -> Outcome<String> {
@@ -91,7 +105,11 @@ fn child(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     unsafe { warpipe_kernels::scale(&stream, memory.ptr(), memory.ptr(), COUNT, 2.0)? };
     stream.synchronize(PATIENCE)?;
     talk.tell("doubled")?;
-    Ok(format!("process {} doubled {COUNT} numbers of process {}", std::process::id(), parent_id()))
+    Ok(format!(
+        "process {} doubled {COUNT} numbers of process {}",
+        std::process::id(),
+        parent_id()
+    ))
 }
 
 fn parent_id() -> i32 {
@@ -105,13 +123,21 @@ impl Forked {
     /// Waits for its end, which must be a good one.
     fn finish(mut self) -> Outcome {
         let pid = self.0.ok_or("the child has ended already")?;
-        let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+        let limit = Timespec {
+            tv_sec: PATIENCE.as_secs() as i64,
+            tv_nsec: 0,
+        };
         let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
         let ended = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit))?;
-        ensure(ended > 0, || format!("the child did not end within {PATIENCE:?}"))?;
+        ensure(ended > 0, || {
+            format!("the child did not end within {PATIENCE:?}")
+        })?;
         self.0 = None;
-        let status = waitpid(Some(pid), WaitOptions::empty())?.and_then(|(_, status)| status.exit_status());
-        ensure(status == Some(0), || format!("the child ended with {status:?}"))
+        let status =
+            waitpid(Some(pid), WaitOptions::empty())?.and_then(|(_, status)| status.exit_status());
+        ensure(status == Some(0), || {
+            format!("the child ended with {status:?}")
+        })
     }
 }
 

@@ -22,7 +22,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::{Client, DType, Error, JobResult, Layout, Memory, Request, Server, SharedMemory, Stream, Ticket};
+use warpipe::{
+    Client, DType, Error, JobResult, Layout, Memory, Request, Server, SharedMemory, Stream, Ticket,
+};
 use warpipe_kernels::Layer;
 
 const SERVICE: &str = "network";
@@ -40,7 +42,8 @@ fn main() -> ExitCode {
         "server" => serve(stage),
         "client" => ask(stage, Vec::new()),
         _ => {
-            let servers: Outcome<Vec<Actor>> = (0..SERVERS).map(|_| stage.start("server")).collect();
+            let servers: Outcome<Vec<Actor>> =
+                (0..SERVERS).map(|_| stage.start("server")).collect();
             ask(stage, servers?)
         }
     })
@@ -72,11 +75,16 @@ fn number(seed: u64, index: u64) -> f32 {
 }
 
 fn rows_of(request: u64) -> Vec<f32> {
-    (0..ROWS * WIDTHS[0]).map(|index| number(100 + request, index)).collect()
+    (0..ROWS * WIDTHS[0])
+        .map(|index| number(100 + request, index))
+        .collect()
 }
 
 fn bytes_of(floats: &[f32]) -> Vec<u8> {
-    floats.iter().flat_map(|float| float.to_ne_bytes()).collect()
+    floats
+        .iter()
+        .flat_map(|float| float.to_ne_bytes())
+        .collect()
 }
 
 /// The model as a server has it: the keeper's memory, and room of its own for what goes from layer to layer.
@@ -89,31 +97,59 @@ impl Model {
     fn open(stage: &Stage) -> Outcome<Model> {
         // By its name, whoever keeps it; a ticket that was passed on as a text would do as well.
         let weights = Ticket::to(&stage.domain, WEIGHTS)?.open_timeout(&stage.device, PATIENCE)?;
-        let floats = layers().map(|(_, bias, _, outputs)| bias + outputs).last().unwrap_or(0);
-        ensure(weights.bytes() == floats * 4, || format!("the weights are {} bytes", weights.bytes()))?;
+        let floats = layers()
+            .map(|(_, bias, _, outputs)| bias + outputs)
+            .last()
+            .unwrap_or(0);
+        ensure(weights.bytes() == floats * 4, || {
+            format!("the weights are {} bytes", weights.bytes())
+        })?;
         let room = || Memory::allocate(&stage.device, ROWS * WIDTHS[1].max(WIDTHS[2]) * 4);
-        Ok(Model { weights, between: [room()?, room()?] })
+        Ok(Model {
+            weights,
+            between: [room()?, room()?],
+        })
     }
 
     /// Lets the request's rows through all layers on `stream`, and replies behind that.
     fn answer(&self, request: Request, stream: &Stream) -> Outcome {
         let layout = request.layout();
         let rows = layout.shape().first().copied().unwrap_or(0);
-        let is_wanted = layout.dtype() == DType::F32 && layout.is_contiguous() && layout.shape() == [rows, WIDTHS[0]];
+        let is_wanted = layout.dtype() == DType::F32
+            && layout.is_contiguous()
+            && layout.shape() == [rows, WIDTHS[0]];
         if !is_wanted || rows > ROWS {
-            return Ok(request.reject(&format!("up to {ROWS} rows of {} float32 are wanted", WIDTHS[0]))?);
+            return Ok(request.reject(&format!(
+                "up to {ROWS} rows of {} float32 are wanted",
+                WIDTHS[0]
+            ))?);
         }
         let output = request.output(&Layout::contiguous(DType::F32, &[rows, WIDTHS[3]])?)?;
         self.weights.used_on(stream);
-        self.between.iter().for_each(|memory| memory.used_on(stream));
-        let places = [request.ptr(), self.between[0].ptr(), self.between[1].ptr(), output.ptr()];
+        self.between
+            .iter()
+            .for_each(|memory| memory.used_on(stream));
+        let places = [
+            request.ptr(),
+            self.between[0].ptr(),
+            self.between[1].ptr(),
+            output.ptr(),
+        ];
         for (step, (weights, bias, inputs, outputs)) in layers().enumerate() {
             let [weights, bias] = [weights, bias].map(|float| self.weights.ptr() + float * 4);
-            let layer = Layer { weights, bias, inputs, outputs, relu: step < 2 };
+            let layer = Layer {
+                weights,
+                bias,
+                inputs,
+                outputs,
+                relu: step < 2,
+            };
             // SAFETY: the weights' size was checked, and nobody writes them; the request has the shape that was
             // looked at; what lies between is this server's own, wide enough for ROWS rows, and used by this stream
             // alone, in its order.
-            unsafe { warpipe_kernels::dense(stream, places[step + 1], places[step], rows, &layer)? };
+            unsafe {
+                warpipe_kernels::dense(stream, places[step + 1], places[step], rows, &layer)?
+            };
         }
         Ok(request.reply_with(output, stream)?)
     }
@@ -122,7 +158,10 @@ impl Model {
 /// Answers as long as there are clients.
 fn serve(stage: &Stage) -> Outcome<String> {
     let model = Model::open(stage)?;
-    let mut server = Server::builder(SERVICE).domain(&stage.domain).device(&stage.device).build()?;
+    let mut server = Server::builder(SERVICE)
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .build()?;
     let stream = stage.device.stream()?;
     let (mut answered, mut had_clients) = (0, false);
     loop {
@@ -138,7 +177,10 @@ fn serve(stage: &Stage) -> Outcome<String> {
         had_clients |= server.clients() > 0;
     }
     stream.synchronize(PATIENCE)?;
-    Ok(format!("process {} answered {answered} requests", std::process::id()))
+    Ok(format!(
+        "process {} answered {answered} requests",
+        std::process::id()
+    ))
 }
 
 /// Keeps the weights, asks the servers, and compares.
@@ -151,7 +193,10 @@ fn ask(stage: &Stage, servers: Vec<Actor>) -> Outcome<String> {
     stream.synchronize(PATIENCE)?;
     let published = weights.publish(&stage.domain, WEIGHTS)?;
 
-    let client = Client::builder(SERVICE).domain(&stage.domain).device(&stage.device).build()?;
+    let client = Client::builder(SERVICE)
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .build()?;
     client.wait_for_servers(servers.len().max(1), PATIENCE)?;
     let layout = Layout::contiguous(DType::F32, &[ROWS, WIDTHS[0]])?;
     let mut pending = Vec::new();
@@ -165,32 +210,59 @@ fn ask(stage: &Stage, servers: Vec<Actor>) -> Outcome<String> {
         let reply = reply.wait(&stream)?;
         processes.insert(reply.worker_pid());
         let error = error_of(&reply, request as u64, &parameters)?;
-        ensure(error <= TOLERANCE, || format!("request {request} is {error} from the reference"))?;
+        ensure(error <= TOLERANCE, || {
+            format!("request {request} is {error} from the reference")
+        })?;
         furthest = furthest.max(error);
     }
-    println!("the furthest of {} numbers is {furthest:.1e} from the reference", REQUESTS * ROWS * WIDTHS[3]);
+    println!(
+        "the furthest of {} numbers is {furthest:.1e} from the reference",
+        REQUESTS * ROWS * WIDTHS[3]
+    );
     // The servers see that nobody asks any more, and end.
     drop((client, published));
     let count = processes.len();
-    ensure(servers.is_empty() || count == servers.len(), || format!("only {count} servers answered"))?;
+    ensure(servers.is_empty() || count == servers.len(), || {
+        format!("only {count} servers answered")
+    })?;
     servers.into_iter().try_for_each(Actor::finish)?;
-    Ok(format!("{REQUESTS} requests answered by {count} servers, all within {TOLERANCE} of the reference"))
+    Ok(format!(
+        "{REQUESTS} requests answered by {count} servers, all within {TOLERANCE} of the reference"
+    ))
 }
 
 /// How far the reply's furthest number is from the reference.
 fn error_of(reply: &JobResult, request: u64, parameters: &[f32]) -> Outcome<f64> {
     let bytes = reply.to_vec()?;
-    let found = bytes.chunks_exact(4).map(|float| f32::from_ne_bytes(float.try_into().expect("chunks of 4 bytes")));
-    let right: Vec<f64> =
-        rows_of(request).chunks(WIDTHS[0] as usize).flat_map(|row| through(parameters, row)).collect();
+    let found = bytes
+        .chunks_exact(4)
+        .map(|float| f32::from_ne_bytes(float.try_into().expect("chunks of 4 bytes")));
+    let right: Vec<f64> = rows_of(request)
+        .chunks(WIDTHS[0] as usize)
+        .flat_map(|row| through(parameters, row))
+        .collect();
     let count = bytes.len() / 4;
-    ensure(count == right.len(), || format!("request {request} came back with {count} numbers"))?;
+    ensure(count == right.len(), || {
+        format!("request {request} came back with {count} numbers")
+    })?;
     // With weights that do nothing, any reply would do.
-    let largest = right.iter().fold(0f64, |largest, number| largest.max(number.abs()));
-    ensure(largest > 1000.0 * TOLERANCE, || format!("the reference of request {request} is next to 0"))?;
-    let errors = found.zip(&right).map(|(found, right)| (f64::from(found) - right).abs());
+    let largest = right
+        .iter()
+        .fold(0f64, |largest, number| largest.max(number.abs()));
+    ensure(largest > 1000.0 * TOLERANCE, || {
+        format!("the reference of request {request} is next to 0")
+    })?;
+    let errors = found
+        .zip(&right)
+        .map(|(found, right)| (f64::from(found) - right).abs());
     // A NaN is infinitely far.
-    Ok(errors.fold(0f64, |furthest, error| if error.is_nan() { f64::INFINITY } else { furthest.max(error) }))
+    Ok(errors.fold(0f64, |furthest, error| {
+        if error.is_nan() {
+            f64::INFINITY
+        } else {
+            furthest.max(error)
+        }
+    }))
 }
 
 /// The reference: one row through all layers, on the CPU and in double precision.
@@ -199,10 +271,14 @@ fn through(parameters: &[f32], row: &[f32]) -> Vec<f64> {
     for (step, (weights, bias, inputs, outputs)) in layers().enumerate() {
         let at = |index: u64| f64::from(parameters[index as usize]);
         let output = |column| {
-            let products = (0..inputs).map(|k| values[k as usize] * at(weights + k * outputs + column));
+            let products =
+                (0..inputs).map(|k| values[k as usize] * at(weights + k * outputs + column));
             at(bias + column) + products.sum::<f64>()
         };
-        values = (0..outputs).map(output).map(|sum| if step < 2 { sum.max(0.0) } else { sum }).collect();
+        values = (0..outputs)
+            .map(output)
+            .map(|sum| if step < 2 { sum.max(0.0) } else { sum })
+            .collect();
     }
     values
 }

@@ -49,12 +49,23 @@ fn main() -> ExitCode {
 
 fn publisher(stage: &Stage, name: &str) -> Result<Publisher> {
     let policy = Policy::Block { timeout: PATIENCE };
-    Publisher::builder(name).domain(&stage.domain).device(&stage.device).depth(DEPTH).policy(policy).build()
+    Publisher::builder(name)
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .depth(DEPTH)
+        .policy(policy)
+        .build()
 }
 
 fn subscriber(stage: &Stage, name: &str, reconnect: bool) -> Result<Subscriber> {
-    let builder = Subscriber::builder(name).domain(&stage.domain).device(&stage.device);
-    builder.wait_for_publisher(Some(PATIENCE)).timeout(PATIENCE).reconnect(reconnect).build()
+    let builder = Subscriber::builder(name)
+        .domain(&stage.domain)
+        .device(&stage.device);
+    builder
+        .wait_for_publisher(Some(PATIENCE))
+        .timeout(PATIENCE)
+        .reconnect(reconnect)
+        .build()
 }
 
 /// Frame `number` is filled with its number.
@@ -64,7 +75,10 @@ fn source(stage: &Stage) -> Outcome<String> {
     for number in 0..FRAMES {
         let mut frame = publisher.loan(&Layout::contiguous(DType::F32, &[FLOATS])?)?;
         frame.set_metadata(&number.to_ne_bytes())?;
-        frame.write(&stream, &(number as f32).to_ne_bytes().repeat(FLOATS as usize))?;
+        frame.write(
+            &stream,
+            &(number as f32).to_ne_bytes().repeat(FLOATS as usize),
+        )?;
         // While the filter is being started again there is nobody to send to.
         publisher.wait_for_subscribers(1, PATIENCE)?;
         frame.send(&stream)?;
@@ -85,14 +99,25 @@ fn filter(stage: &Stage) -> Outcome<String> {
         output.set_metadata(input.metadata())?;
         // SAFETY: the input was checked to have its layout's bytes, the loan has as many, and both stay ours until
         // this stream has passed the kernel: they are given on behind it.
-        unsafe { warpipe_kernels::scale(&stream, output.ptr(), input.ptr(), input.layout().elements(), 2.0)? };
+        unsafe {
+            warpipe_kernels::scale(
+                &stream,
+                output.ptr(),
+                input.ptr(),
+                input.layout().elements(),
+                2.0,
+            )?
+        };
         // The input goes back after the output is on its way, so that a death in between loses neither.
         output.send(&stream)?;
         drop(input);
         frames += 1;
     }
     stream.synchronize(PATIENCE)?;
-    Ok(format!("doubled {frames} frames (process {})", std::process::id()))
+    Ok(format!(
+        "doubled {frames} frames (process {})",
+        std::process::id()
+    ))
 }
 
 /// Verifies every frame. With a filter of its own, kills it on the way and starts the next.
@@ -104,25 +129,39 @@ fn sink(stage: &Stage, filters: &mut Vec<Actor>) -> Outcome<String> {
     while next < FRAMES {
         let frame = doubled.receive(&stream)?;
         if let Some(gap) = frame.discontinuity() {
-            println!("the filter is another one now; the one before was process {}", gap.previous_pid);
+            println!(
+                "the filter is another one now; the one before was process {}",
+                gap.previous_pid
+            );
             restarts += 1;
         }
-        let Some(number) = verify(frame)? else { continue };
-        ensure(number >= next, || format!("frame {number} came a second time"))?;
+        let Some(number) = verify(frame)? else {
+            continue;
+        };
+        ensure(number >= next, || {
+            format!("frame {number} came a second time")
+        })?;
         lost += number - next;
         next = number + 1;
         verified += 1;
         if number == FRAMES / 4
             && let Some(filter) = filters.pop()
         {
-            println!("killing the filter, process {}, at frame {number}", filter.pid());
+            println!(
+                "killing the filter, process {}, at frame {number}",
+                filter.pid()
+            );
             filter.kill()?;
             filters.push(stage.start("filter")?);
         }
     }
-    ensure(lost <= restarts * LOST_MAX, || format!("{lost} frames were lost, in {restarts} deaths"))?;
+    ensure(lost <= restarts * LOST_MAX, || {
+        format!("{lost} frames were lost, in {restarts} deaths")
+    })?;
     filters.drain(..).try_for_each(|filter| {
-        ensure(restarts == 1, || format!("the filter was killed once, and {restarts} deaths were seen"))?;
+        ensure(restarts == 1, || {
+            format!("the filter was killed once, and {restarts} deaths were seen")
+        })?;
         filter.finish()
     })?;
     Ok(format!(
@@ -138,6 +177,8 @@ fn verify(frame: Sample) -> Outcome<Option<u64>> {
         bytes => bytes?,
     };
     let right = (number as f32 * 2.0).to_ne_bytes();
-    ensure(bytes.chunks_exact(4).all(|float| float == right), || format!("frame {number} is wrong"))?;
+    ensure(bytes.chunks_exact(4).all(|float| float == right), || {
+        format!("frame {number} is wrong")
+    })?;
     Ok(Some(number))
 }

@@ -49,14 +49,28 @@ fn main() -> ExitCode {
 }
 
 fn lay_pipes(stage: &Stage) -> Outcome<String> {
-    let mut producer =
-        Actor::start("producer", stage.command("producer")?.stdin(Stdio::piped()).stdout(Stdio::piped()))?;
-    let tensors = producer.child().stdout.take().ok_or("the producer has no standard output")?;
-    let consumer = Actor::start("consumer", stage.command("consumer")?.stdin(Stdio::from(tensors)))?;
+    let mut producer = Actor::start(
+        "producer",
+        stage
+            .command("producer")?
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped()),
+    )?;
+    let tensors = producer
+        .child()
+        .stdout
+        .take()
+        .ok_or("the producer has no standard output")?;
+    let consumer = Actor::start(
+        "consumer",
+        stage.command("consumer")?.stdin(Stdio::from(tensors)),
+    )?;
     consumer.finish()?;
     drop(producer.child().stdin.take()); // tells the producer that its memory may go
     producer.finish()?;
-    Ok(format!("{TENSORS} tensors came by legacy handles and {TENSORS} by tickets, each with its values"))
+    Ok(format!(
+        "{TENSORS} tensors came by legacy handles and {TENSORS} by tickets, each with its values"
+    ))
 }
 
 fn tensor(n: i64) -> [i64; 2] {
@@ -77,7 +91,12 @@ fn produce(stage: &Stage) -> Outcome<String> {
     let image = image();
     let foreign = Foreign::allocate(&stage.device, image.len() as u64)?;
     // SAFETY: the block is as long as the image, and nobody else's so far.
-    unsafe { stage.device.backend().upload(stream.raw(), foreign.ptr, &image)? };
+    unsafe {
+        stage
+            .device
+            .backend()
+            .upload(stream.raw(), foreign.ptr, &image)?
+    };
     let memory = Memory::allocate(&stage.device, image.len() as u64)?;
     memory.write(&stream, 0, &image)?;
     stream.synchronize(PATIENCE)?; // complete, before anybody hears of it
@@ -87,7 +106,8 @@ fn produce(stage: &Stage) -> Outcome<String> {
     for n in 1..=TENSORS {
         let at = (n - 1) as u64 * SPACING;
         // SAFETY: the block is freed below, when the consumer has done.
-        let handle = unsafe { LegacyHandle::export(&stage.device, foreign.ptr + at, TENSOR_BYTES)? };
+        let handle =
+            unsafe { LegacyHandle::export(&stage.device, foreign.ptr + at, TENSOR_BYTES)? };
         pipe.tell(handle)?;
         pipe.tell(published.ticket_of(at..at + TENSOR_BYTES)?)?;
     }
@@ -95,7 +115,10 @@ fn produce(stage: &Stage) -> Outcome<String> {
     // Nobody ever writes a line to it: the end of standard input is the parent's word that the consumer has done.
     let word = Talk::with_parent()?.hear_or_end()?;
     ensure(word.is_none(), || format!("the parent said {word:?}"))?;
-    Ok(format!("{} bytes of memory were kept until the consumer had done", foreign.bytes + memory.bytes()))
+    Ok(format!(
+        "{} bytes of memory were kept until the consumer had done",
+        foreign.bytes + memory.bytes()
+    ))
 }
 
 fn consume(stage: &Stage) -> Outcome<String> {
@@ -105,19 +128,30 @@ fn consume(stage: &Stage) -> Outcome<String> {
         let legacy = by_handle(stage, &stream, &pipe.hear()?.parse()?)?;
         let ticket = by_ticket(stage, &pipe.hear()?.parse()?)?;
         println!("tensor {n}: {legacy:?} by a legacy handle, {ticket:?} by a ticket");
-        ensure(legacy == tensor(n) && ticket == tensor(n), || format!("tensor {n} should be {:?}", tensor(n)))?;
+        ensure(legacy == tensor(n) && ticket == tensor(n), || {
+            format!("tensor {n} should be {:?}", tensor(n))
+        })?;
     }
-    Ok(format!("{TENSORS} tensors came twice, each with its values"))
+    Ok(format!(
+        "{TENSORS} tensors came twice, each with its values"
+    ))
 }
 
 fn by_handle(stage: &Stage, stream: &Stream, handle: &LegacyHandle) -> Outcome<[i64; 2]> {
     // The nine lie in one block. The driver opens it once, however often it is opened here.
     let memory = handle.open(&stage.device)?;
-    ensure(memory.bytes() == TENSOR_BYTES, || format!("a tensor of {} bytes came", memory.bytes()))?;
+    ensure(memory.bytes() == TENSOR_BYTES, || {
+        format!("a tensor of {} bytes came", memory.bytes())
+    })?;
     memory.used_by(stream)?;
     let mut bytes = [0; TENSOR_BYTES as usize];
     // SAFETY: as long as the memory, which the producer keeps until this process has ended.
-    unsafe { stage.device.backend().download(stream.raw(), &mut bytes, memory.ptr())? };
+    unsafe {
+        stage
+            .device
+            .backend()
+            .download(stream.raw(), &mut bytes, memory.ptr())?
+    };
     values(&bytes)
 }
 
@@ -127,9 +161,16 @@ fn by_ticket(stage: &Stage, ticket: &Ticket) -> Outcome<[i64; 2]> {
 
 fn values(bytes: &[u8]) -> Outcome<[i64; 2]> {
     let (numbers, rest) = bytes.as_chunks::<8>();
-    ensure(rest.is_empty(), || format!("a tensor of {} bytes came", bytes.len()))?;
-    let numbers: Vec<i64> = numbers.iter().map(|bytes| i64::from_ne_bytes(*bytes)).collect();
-    Ok(numbers.try_into().map_err(|numbers| format!("a tensor {numbers:?} came"))?)
+    ensure(rest.is_empty(), || {
+        format!("a tensor of {} bytes came", bytes.len())
+    })?;
+    let numbers: Vec<i64> = numbers
+        .iter()
+        .map(|bytes| i64::from_ne_bytes(*bytes))
+        .collect();
+    Ok(numbers
+        .try_into()
+        .map_err(|numbers| format!("a tensor {numbers:?} came"))?)
 }
 
 /// Memory that this library did not allocate: stands for PyTorch's, or your own `cudaMalloc`.
@@ -141,7 +182,11 @@ struct Foreign<'a> {
 
 impl Foreign<'_> {
     fn allocate(device: &Device, bytes: u64) -> Outcome<Foreign<'_>> {
-        Ok(Foreign { device, ptr: device.backend().allocate_plain(bytes)?, bytes })
+        Ok(Foreign {
+            device,
+            ptr: device.backend().allocate_plain(bytes)?,
+            bytes,
+        })
     }
 }
 

@@ -48,8 +48,13 @@ fn ticket_file(stage: &Stage, number: u64) -> PathBuf {
 fn borrow(stage: &Stage) -> Outcome<String> {
     let stream = stage.device.stream()?;
     for number in 0..BLOCKS {
-        let block = LentBuffer::open(&Ticket::read_file(ticket_file(stage, number))?, &stage.device)?;
-        ensure(holds(&block.to_vec(PATIENCE)?, number, 0), || format!("block {number} came with a wrong word"))?;
+        let block = LentBuffer::open(
+            &Ticket::read_file(ticket_file(stage, number))?,
+            &stage.device,
+        )?;
+        ensure(holds(&block.to_vec(PATIENCE)?, number, 0), || {
+            format!("block {number} came with a wrong word")
+        })?;
         // Before the work: the block is not given back, whatever happens, before this stream has done it.
         block.used_on(&stream);
         // SAFETY: the block has WORDS words, lent for writing, and its owner leaves it alone until it is given back.
@@ -67,25 +72,35 @@ fn hold(stage: &Stage) -> Outcome<String> {
     let block = LentBuffer::open(&Ticket::read_file(ticket_file(stage, 0))?, &stage.device)?;
     block.used_on(&stream);
     // SAFETY: as in `borrow`.
-    unsafe { warpipe_kernels::slow_fill(&stream, block.ptr(), WORDS, 666, Duration::from_secs(10))? };
+    unsafe {
+        warpipe_kernels::slow_fill(&stream, block.ptr(), WORDS, 666, Duration::from_secs(10))?
+    };
     let _member = Member::join(&stage.domain, "doomed", "borrower")?;
     std::thread::park_timeout(PATIENCE);
     Err("nobody killed it".into())
 }
 
 fn own(stage: &Stage) -> Outcome<String> {
-    let builder = Pool::builder(NAME).domain(&stage.domain).device(&stage.device);
+    let builder = Pool::builder(NAME)
+        .domain(&stage.domain)
+        .device(&stage.device);
     let pool = builder.memory_limit(LIMIT).reserve(LIMIT).build()?;
     show("at first", &pool.stats(), [0, 0])?;
     lend_and_get_back(stage, &pool)?;
     take_back_from_the_dead(stage, &pool)?;
     let stats = pool.stats();
     show("at the end", &stats, [0, 0])?;
-    ensure(stats.regions == 1 && stats.total_bytes == LIMIT, || format!("{} regions were taken", stats.regions))?;
-    ensure(stats.high_water_bytes == LIMIT, || format!("at most {} bytes were used", stats.high_water_bytes))?;
+    ensure(stats.regions == 1 && stats.total_bytes == LIMIT, || {
+        format!("{} regions were taken", stats.regions)
+    })?;
+    ensure(stats.high_water_bytes == LIMIT, || {
+        format!("at most {} bytes were used", stats.high_water_bytes)
+    })?;
     // Four lent, one for the doomed, and the whole.
     let count = stats.allocations;
-    ensure(count == BLOCKS + 2, || format!("{count} blocks were handed out"))?;
+    ensure(count == BLOCKS + 2, || {
+        format!("{count} blocks were handed out")
+    })?;
     Ok(format!(
         "{BLOCKS} blocks lent and given back, 1 taken back from the dead; all of {} KiB free at the end",
         LIMIT >> 10
@@ -103,14 +118,20 @@ fn lend_and_get_back(stage: &Stage, pool: &Pool) -> Outcome {
     // A ticket says nothing about when: what is lent is complete by now.
     stream.synchronize(PATIENCE)?;
     for (block, number) in blocks.iter().zip(0..) {
-        block.lend(Access::ReadWrite)?.write_file(ticket_file(stage, number))?;
+        block
+            .lend(Access::ReadWrite)?
+            .write_file(ticket_file(stage, number))?;
     }
     let refused = pool.allocate(BLOCK).err();
-    ensure(matches!(refused, Some(Error::MemoryLimit { .. })), || format!("a full pool said {refused:?}"))?;
+    ensure(matches!(refused, Some(Error::MemoryLimit { .. })), || {
+        format!("a full pool said {refused:?}")
+    })?;
     stage.start("borrower")?.finish()?;
     show("given back by the borrower", &pool.stats(), [LIMIT, 0])?;
     for (block, number) in blocks.into_iter().zip(0..) {
-        ensure(holds(&block.to_vec(PATIENCE)?, number, 1), || format!("block {number} came back with a wrong word"))?;
+        ensure(holds(&block.to_vec(PATIENCE)?, number, 1), || {
+            format!("block {number} came back with a wrong word")
+        })?;
         block.free(&stream)?;
     }
     stream.synchronize(PATIENCE)?;
@@ -120,14 +141,21 @@ fn lend_and_get_back(stage: &Stage, pool: &Pool) -> Outcome {
 fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
     let members = Members::watch(&stage.domain)?;
     let block = pool.allocate(BLOCK)?;
-    block.lend(Access::ReadWrite)?.write_file(ticket_file(stage, 0))?;
+    block
+        .lend(Access::ReadWrite)?
+        .write_file(ticket_file(stage, 0))?;
     let doomed = stage.start("doomed")?;
-    while !matches!(members.changes(PATIENCE)?.ok_or("nobody joined")?, Change::Joined(_)) {}
+    while !matches!(
+        members.changes(PATIENCE)?.ok_or("nobody joined")?,
+        Change::Joined(_)
+    ) {}
     // The owner lets go: now the block is the borrower's alone, and stays so.
     drop(block);
     show("held by the doomed", &pool.stats(), [0, BLOCK])?;
     let refused = pool.allocate(LIMIT).err();
-    ensure(matches!(refused, Some(Error::MemoryLimit { .. })), || format!("with a block lent, all: {refused:?}"))?;
+    ensure(matches!(refused, Some(Error::MemoryLimit { .. })), || {
+        format!("with a block lent, all: {refused:?}")
+    })?;
     println!("killing the doomed, process {}", doomed.pid());
     doomed.kill()?;
     // All of the pool: it cannot be had without the dead one's block, and is waited for.
@@ -135,7 +163,9 @@ fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
     show("taken back", &pool.stats(), [LIMIT, 0])?;
     let stream = stage.device.stream()?;
     fill(&all, &stream, LAST)?;
-    ensure(holds(&all.to_vec(PATIENCE)?, LAST, 0), || "somebody else writes into the block".into())?;
+    ensure(holds(&all.to_vec(PATIENCE)?, LAST, 0), || {
+        "somebody else writes into the block".into()
+    })?;
     drop(all);
     Ok(())
 }
@@ -149,18 +179,31 @@ fn fill(block: &Buffer, stream: &warpipe::Stream, seed: u64) -> Outcome {
 
 /// Whether each word is the seed's, and so much more.
 fn holds(bytes: &[u8], seed: u64, more: u64) -> bool {
-    let words = bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
-    words.zip(0..).all(|(word, index)| word == warpipe_kernels::pattern(seed, index).wrapping_add(more))
+    let words = bytes
+        .chunks_exact(8)
+        .map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
+    words
+        .zip(0..)
+        .all(|(word, index)| word == warpipe_kernels::pattern(seed, index).wrapping_add(more))
 }
 
 /// Prints the statistics, in which the owner and its borrowers must have so many bytes.
 fn show(when: &str, stats: &PoolStats, [owner, borrowers]: [u64; 2]) -> Outcome {
-    let PoolStats { in_use_bytes, lent_bytes, waiting_bytes, allocations, waits, .. } = *stats;
+    let PoolStats {
+        in_use_bytes,
+        lent_bytes,
+        waiting_bytes,
+        allocations,
+        waits,
+        ..
+    } = *stats;
     let kib = [in_use_bytes, lent_bytes, waiting_bytes].map(|bytes| bytes >> 10);
     println!(
         "{when}: owner {} KiB, lent {} KiB, waiting {} KiB; {allocations} blocks so far, {waits} of them waited for",
         kib[0], kib[1], kib[2]
     );
     let found = [in_use_bytes, lent_bytes, waiting_bytes];
-    ensure(found == [owner, borrowers, 0], || format!("{when}: {found:?} bytes, not {:?}", [owner, borrowers, 0]))
+    ensure(found == [owner, borrowers, 0], || {
+        format!("{when}: {found:?} bytes, not {:?}", [owner, borrowers, 0])
+    })
 }

@@ -36,7 +36,9 @@ fn main() -> ExitCode {
             let consumer = stage.start("consumer")?;
             produce(stage)?;
             consumer.finish()?;
-            Ok(format!("the consumer opened the ticket, and {WORDS} words are right"))
+            Ok(format!(
+                "the consumer opened the ticket, and {WORDS} words are right"
+            ))
         }
     })
 }
@@ -68,8 +70,13 @@ fn produce(stage: &Stage) -> Outcome<String> {
     let returned = Ticket::read_file_timeout(&received, PATIENCE)?;
     std::fs::remove_file(file)?;
     std::fs::remove_file(received)?;
-    ensure(returned == ticket, || format!("the consumer returned another ticket, {returned}"))?;
-    Ok(format!("the consumer has opened {} MiB of this process", memory.bytes() >> 20))
+    ensure(returned == ticket, || {
+        format!("the consumer returned another ticket, {returned}")
+    })?;
+    Ok(format!(
+        "the consumer has opened {} MiB of this process",
+        memory.bytes() >> 20
+    ))
 }
 
 fn consume(stage: &Stage) -> Outcome<String> {
@@ -83,11 +90,19 @@ fn consume(stage: &Stage) -> Outcome<String> {
 
     // A kernel would read it at `memory.ptr()`; these eyes are on the CPU, and take a copy of it.
     let bytes = memory.to_vec(PATIENCE)?;
-    let words: Vec<u64> =
-        bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes"))).collect();
+    let words: Vec<u64> = bytes
+        .chunks_exact(8)
+        .map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")))
+        .collect();
     println!("the first words of {:?}: {:x?}", ticket.name(), &words[..4]);
-    let wrong = words.iter().zip(0..).filter(|&(&word, index)| word != warpipe_kernels::pattern(SEED, index)).count();
-    ensure(words.len() as u64 == WORDS, || format!("{} words came, not {WORDS}", words.len()))?;
+    let wrong = words
+        .iter()
+        .zip(0..)
+        .filter(|&(&word, index)| word != warpipe_kernels::pattern(SEED, index))
+        .count();
+    ensure(words.len() as u64 == WORDS, || {
+        format!("{} words came, not {WORDS}", words.len())
+    })?;
     ensure(wrong == 0, || format!("{wrong} words are wrong"))?;
     Ok(format!("{WORDS} words are right"))
 }

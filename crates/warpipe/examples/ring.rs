@@ -52,7 +52,12 @@ fn send(stage: &Stage) -> Outcome<String> {
     let layout = Layout::contiguous(DType::U64, &[WORDS])?;
     let mut waits: u64 = 0;
     for number in 1..=FRAMES {
-        waits += u64::from(publisher.subscribers().iter().any(|reader| reader.in_flight == DEPTH));
+        waits += u64::from(
+            publisher
+                .subscribers()
+                .iter()
+                .any(|reader| reader.in_flight == DEPTH),
+        );
         let mut frame = publisher.loan(&layout)?;
         frame.set_metadata(&waits.to_ne_bytes())?;
         // SAFETY: the loan has WORDS words, and is ours alone until the stream has passed the kernel.
@@ -60,7 +65,9 @@ fn send(stage: &Stage) -> Outcome<String> {
         frame.send(&stream)?;
     }
     stream.synchronize(PATIENCE)?;
-    Ok(format!("sent {FRAMES} frames, and found the ring full {waits} times"))
+    Ok(format!(
+        "sent {FRAMES} frames, and found the ring full {waits} times"
+    ))
 }
 
 fn read(stage: &Stage) -> Outcome<String> {
@@ -75,17 +82,27 @@ fn read(stage: &Stage) -> Outcome<String> {
     for frame in subscriber.samples(&stream) {
         let frame = frame?;
         frames += 1;
-        ensure(frame.sequence() == frames, || format!("frame {} came where {frames} was due", frame.sequence()))?;
+        ensure(frame.sequence() == frames, || {
+            format!("frame {} came where {frames} was due", frame.sequence())
+        })?;
         let words = frame.to_vec(PATIENCE)?;
-        let words = words.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
-        let right = words.zip(0..).all(|(word, index)| word == warpipe_kernels::pattern(frames, index));
+        let words = words
+            .chunks_exact(8)
+            .map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
+        let right = words
+            .zip(0..)
+            .all(|(word, index)| word == warpipe_kernels::pattern(frames, index));
         ensure(right, || format!("frame {frames} has a wrong word"))?;
         waits = u64::from_ne_bytes(frame.metadata().try_into()?);
         // The slow part. The frame goes back to the sender when the device has come to its end, not earlier.
         warpipe_kernels::spin(&stream, Duration::from_millis(2))?;
         drop(frame);
     }
-    ensure(frames == FRAMES, || format!("only {frames} of {FRAMES} frames came"))?;
+    ensure(frames == FRAMES, || {
+        format!("only {frames} of {FRAMES} frames came")
+    })?;
     ensure(waits > 0, || "the sender never found the ring full".into())?;
-    Ok(format!("{frames} of {FRAMES} frames in order, none lost; the sender found the ring full {waits} times"))
+    Ok(format!(
+        "{frames} of {FRAMES} frames in order, none lost; the sender found the ring full {waits} times"
+    ))
 }

@@ -47,10 +47,18 @@ fn keep(stage: &Stage) -> Outcome<String> {
     let _turn = Semaphore::create(&stage.domain, "turn", &stage.device, 1)?;
     let numbers = Memory::allocate(&stage.device, BYTES)?;
     let counts = Memory::allocate(&Device::host(), Counts::BYTES)?;
-    let publish =
-        |memory: &Memory, name| memory.publication(name).domain(&stage.domain).access(Access::ReadWrite).build();
+    let publish = |memory: &Memory, name| {
+        memory
+            .publication(name)
+            .domain(&stage.domain)
+            .access(Access::ReadWrite)
+            .build()
+    };
     let _published = (publish(&numbers, "numbers")?, publish(&counts, "counts")?);
-    let start = Publisher::builder("start").domain(&stage.domain).device(&stage.device).build()?;
+    let start = Publisher::builder("start")
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .build()?;
 
     let members: Outcome<Vec<Actor>> = (0..PROCESSES).map(|_| stage.start("member")).collect();
     // All at once.
@@ -58,14 +66,25 @@ fn keep(stage: &Stage) -> Outcome<String> {
     start.send_bytes(&stage.device.stream()?, b"go")?;
     members?.into_iter().try_for_each(Actor::finish)?;
 
-    let [inside, most] = words(&counts.to_vec(PATIENCE)?)[..] else { return Err("there are two counts".into()) };
+    let [inside, most] = words(&counts.to_vec(PATIENCE)?)[..] else {
+        return Err("there are two counts".into());
+    };
     println!("at most {most} were inside at once");
     ensure(inside == 0, || format!("{inside} are inside after the end"))?;
-    ensure((1..=u64::from(PERMITS)).contains(&most), || format!("{most} were inside, and {PERMITS} may be"))?;
+    ensure((1..=u64::from(PERMITS)).contains(&most), || {
+        format!("{most} were inside, and {PERMITS} may be")
+    })?;
     let turns = PROCESSES * ROUNDS;
-    let wrong = words(&numbers.to_vec(PATIENCE)?).into_iter().filter(|&number| number != turns).count();
-    ensure(wrong == 0, || format!("{wrong} numbers lack additions of the {turns}"))?;
-    Ok(format!("never more than {PERMITS} of {PROCESSES} processes inside; {turns} turns, and no addition lost"))
+    let wrong = words(&numbers.to_vec(PATIENCE)?)
+        .into_iter()
+        .filter(|&number| number != turns)
+        .count();
+    ensure(wrong == 0, || {
+        format!("{wrong} numbers lack additions of the {turns}")
+    })?;
+    Ok(format!(
+        "never more than {PERMITS} of {PROCESSES} processes inside; {turns} turns, and no addition lost"
+    ))
 }
 
 fn take_part(stage: &Stage) -> Outcome<String> {
@@ -77,14 +96,21 @@ fn take_part(stage: &Stage) -> Outcome<String> {
     let stream = stage.device.stream()?;
     // Now, and not behind a stream that waits for others.
     warpipe_kernels::preload(&stage.device)?;
-    let mut start = Subscriber::builder("start").domain(&stage.domain).device(&stage.device).build()?;
+    let mut start = Subscriber::builder("start")
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .build()?;
     start.receive_timeout(&stream, PATIENCE)?.finish(PATIENCE)?;
 
     let is_with = stage.option("--without").is_none();
     numbers.used_on(&stream);
     for _ in 0..ROUNDS {
         // A few at once. The stream, not this thread, waits for the work of the permit's last holder.
-        let permit = if is_with { Some(region.acquire(&stream, PATIENCE)?) } else { None };
+        let permit = if is_with {
+            Some(region.acquire(&stream, PATIENCE)?)
+        } else {
+            None
+        };
         counts.enter(&stream)?;
         warpipe_kernels::spin(&stream, Duration::from_millis(5))?;
         counts.leave(&stream)?;
@@ -92,14 +118,21 @@ fn take_part(stage: &Stage) -> Outcome<String> {
         permit.map_or(Ok(()), |permit| permit.release(&stream))?;
 
         // One at a time.
-        let permit = if is_with { Some(turn.acquire(&stream, PATIENCE)?) } else { None };
+        let permit = if is_with {
+            Some(turn.acquire(&stream, PATIENCE)?)
+        } else {
+            None
+        };
         // SAFETY: the memory has NUMBERS words, lent for writing, and nobody else's stream is past the wait for the
         // permit. (Without it additions get lost, which this is to show.)
         unsafe { warpipe_kernels::touch(&stream, numbers.ptr(), NUMBERS)? };
         permit.map_or(Ok(()), |permit| permit.release(&stream))?;
     }
     stream.synchronize(PATIENCE)?;
-    Ok(format!("process {} took {ROUNDS} turns", std::process::id()))
+    Ok(format!(
+        "process {} took {ROUNDS} turns",
+        std::process::id()
+    ))
 }
 
 /// How many are inside, and the most that ever were: two words of host memory that all processes share.
@@ -126,11 +159,17 @@ impl Counts {
     fn word(memory: &SharedMemory, index: u64) -> &AtomicU64 {
         // SAFETY: one of the two words of this memory, which is mapped as long as the handle, and whose words all
         // processes use atomically until the members have ended.
-        unsafe { AtomicU64::from_ptr(with_exposed_provenance_mut((memory.ptr() + 8 * index) as usize)) }
+        unsafe {
+            AtomicU64::from_ptr(with_exposed_provenance_mut(
+                (memory.ptr() + 8 * index) as usize,
+            ))
+        }
     }
 }
 
 fn words(bytes: &[u8]) -> Vec<u64> {
-    let words = bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
+    let words = bytes
+        .chunks_exact(8)
+        .map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8 bytes")));
     words.collect()
 }

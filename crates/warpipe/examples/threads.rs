@@ -33,27 +33,51 @@ fn main() -> ExitCode {
 }
 
 fn run(stage: &Stage) -> Outcome<String> {
-    let publisher = Publisher::builder(NAME).domain(&stage.domain).device(&stage.device).build()?;
+    let publisher = Publisher::builder(NAME)
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .build()?;
     let (written, seen, memory) = thread::scope(|scope| {
         let readers: Vec<_> = (0..THREADS).map(|_| scope.spawn(|| read(stage))).collect();
         publisher.wait_for_subscribers(THREADS, PATIENCE)?;
         let written = write(stage, &publisher)?;
         let memory = publisher.memory_in_use().0;
-        let seen: Result<Vec<Seen>> = readers.into_iter().map(|reader| reader.join().expect("no panic")).collect();
+        let seen: Result<Vec<Seen>> = readers
+            .into_iter()
+            .map(|reader| reader.join().expect("no panic"))
+            .collect();
         Ok::<_, warpipe::Error>((written, seen?, memory))
     })?;
     for (number, seen) in seen.iter().enumerate() {
-        ensure(seen.len() as u64 == FRAMES, || format!("thread {number} saw {} frames", seen.len()))?;
-        ensure(seen.iter().all(|&(_, right)| right), || format!("thread {number} read a wrong byte"))?;
+        ensure(seen.len() as u64 == FRAMES, || {
+            format!("thread {number} saw {} frames", seen.len())
+        })?;
+        ensure(seen.iter().all(|&(_, right)| right), || {
+            format!("thread {number} read a wrong byte")
+        })?;
         let pairs = written.iter().zip(seen);
-        let shifts: BTreeSet<i64> = pairs.map(|(own, (theirs, _))| theirs.wrapping_sub(*own) as i64).collect();
-        ensure(shifts.len() == 1, || format!("thread {number} read other memory than was written: {shifts:?}"))?;
-        println!("thread {number}: its addresses are the publisher's {:+} bytes", shifts.first().unwrap_or(&0));
+        let shifts: BTreeSet<i64> = pairs
+            .map(|(own, (theirs, _))| theirs.wrapping_sub(*own) as i64)
+            .collect();
+        ensure(shifts.len() == 1, || {
+            format!("thread {number} read other memory than was written: {shifts:?}")
+        })?;
+        println!(
+            "thread {number}: its addresses are the publisher's {:+} bytes",
+            shifts.first().unwrap_or(&0)
+        );
     }
     let region = publisher.memory_in_use().0;
-    ensure(memory == region, || format!("the readers' end changed the memory from {memory} to {region} bytes"))?;
-    println!("the publisher holds {} KiB of device memory for all of them", memory >> 10);
-    Ok(format!("{THREADS} threads read {FRAMES} frames each in the publisher's own memory; nothing was copied"))
+    ensure(memory == region, || {
+        format!("the readers' end changed the memory from {memory} to {region} bytes")
+    })?;
+    println!(
+        "the publisher holds {} KiB of device memory for all of them",
+        memory >> 10
+    );
+    Ok(format!(
+        "{THREADS} threads read {FRAMES} frames each in the publisher's own memory; nothing was copied"
+    ))
 }
 
 /// Sends the frames and returns where each one lay.
@@ -73,7 +97,10 @@ fn write(stage: &Stage, publisher: &Publisher) -> Result<Vec<u64>> {
 
 /// One thread: a subscriber and a stream of its own.
 fn read(stage: &Stage) -> Result<Seen> {
-    let mut subscriber = Subscriber::builder(NAME).domain(&stage.domain).device(&stage.device).build()?;
+    let mut subscriber = Subscriber::builder(NAME)
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .build()?;
     let stream = stage.device.stream()?;
     let mut seen = Seen::new();
     for number in 1..=FRAMES {

@@ -35,7 +35,8 @@ fn main() -> ExitCode {
         "worker" => work(stage),
         "master" => master(stage, Vec::new()),
         _ => {
-            let workers: Outcome<Vec<Actor>> = (0..WORKERS).map(|_| stage.start("worker")).collect();
+            let workers: Outcome<Vec<Actor>> =
+                (0..WORKERS).map(|_| stage.start("worker")).collect();
             master(stage, workers?)
         }
     })
@@ -43,14 +44,21 @@ fn main() -> ExitCode {
 
 /// Takes tasks as long as there is a queue.
 fn work(stage: &Stage) -> Outcome<String> {
-    let builder = Worker::builder(NAME).domain(&stage.domain).device(&stage.device);
-    let mut worker = builder.wait_for_queue(Some(PATIENCE)).timeout(PATIENCE).build()?;
+    let builder = Worker::builder(NAME)
+        .domain(&stage.domain)
+        .device(&stage.device);
+    let mut worker = builder
+        .wait_for_queue(Some(PATIENCE))
+        .timeout(PATIENCE)
+        .build()?;
     let stream = stage.device.stream()?;
     let mut tasks = 0;
     loop {
         let task = match worker.lease(&stream) {
             Ok(task) => task,
-            Err(Error::QueueGone { .. }) => return Ok(format!("process {} took {tasks} tasks", std::process::id())),
+            Err(Error::QueueGone { .. }) => {
+                return Ok(format!("process {} took {tasks} tasks", std::process::id()));
+            }
             Err(error) => return Err(error.into()),
         };
         let roots = task.output(task.layout())?;
@@ -58,7 +66,14 @@ fn work(stage: &Stage) -> Outcome<String> {
         warpipe_kernels::spin(&stream, Duration::from_millis(5))?;
         // SAFETY: the task was checked to have its layout's bytes, the output has as many, and both stay ours until
         // this stream has passed the kernel: they are given on behind it.
-        unsafe { warpipe_kernels::square_root(&stream, roots.ptr(), task.ptr(), task.layout().elements())? };
+        unsafe {
+            warpipe_kernels::square_root(
+                &stream,
+                roots.ptr(),
+                task.ptr(),
+                task.layout().elements(),
+            )?
+        };
         // At once: the answer takes effect when the device is done. So there is always a next task on the stream.
         task.complete_with(roots, &stream)?;
         tasks += 1;
@@ -67,7 +82,11 @@ fn work(stage: &Stage) -> Outcome<String> {
 
 /// Hands out the tasks and verifies the results. With workers of its own, kills one half-way.
 fn master(stage: &Stage, mut workers: Vec<Actor>) -> Outcome<String> {
-    let queue = Queue::builder(NAME).domain(&stage.domain).device(&stage.device).prefetch(PREFETCH).build()?;
+    let queue = Queue::builder(NAME)
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .prefetch(PREFETCH)
+        .build()?;
     let stream = stage.device.stream()?;
     for number in 0..TASKS {
         queue.submit(task(&queue, &stream, number)?, &stream)?;
@@ -80,7 +99,10 @@ fn master(stage: &Stage, mut workers: Vec<Actor>) -> Outcome<String> {
         if number == TASKS / 2
             && let Some(worker) = workers.pop()
         {
-            println!("killing a worker, process {}, after {number} results", worker.pid());
+            println!(
+                "killing a worker, process {}, after {number} results",
+                worker.pid()
+            );
             worker.kill()?;
             killed += 1;
         }
@@ -88,12 +110,18 @@ fn master(stage: &Stage, mut workers: Vec<Actor>) -> Outcome<String> {
         redone += u64::from(result.attempt() > 1);
         *by_process.entry(result.worker_pid()).or_insert(0) += 1;
     }
-    by_process.iter().for_each(|(process, tasks)| println!("process {process} did {tasks} tasks"));
-    ensure(killed == 0 || redone <= PREFETCH.into(), || format!("{redone} tasks were redone for {killed} deaths"))?;
+    by_process
+        .iter()
+        .for_each(|(process, tasks)| println!("process {process} did {tasks} tasks"));
+    ensure(killed == 0 || redone <= PREFETCH.into(), || {
+        format!("{redone} tasks were redone for {killed} deaths")
+    })?;
     // The workers see the queue's end, and end.
     drop(queue);
     workers.into_iter().try_for_each(Actor::finish)?;
-    Ok(format!("{TASKS} of {TASKS} tasks right; {killed} worker was killed, and {redone} tasks were redone"))
+    Ok(format!(
+        "{TASKS} of {TASKS} tasks right; {killed} worker was killed, and {redone} tasks were redone"
+    ))
 }
 
 /// Task `number`: the floats from `number * FLOATS` on.
@@ -109,8 +137,12 @@ fn floats(number: u64) -> impl Iterator<Item = f32> {
 }
 
 fn verify(number: u64, result: &JobResult) -> Outcome {
-    ensure(result.job() == number + 1, || format!("the result of task {} came in its place", result.job() - 1))?;
+    ensure(result.job() == number + 1, || {
+        format!("the result of task {} came in its place", result.job() - 1)
+    })?;
     let bytes = result.to_vec()?;
-    let right: Vec<u8> = floats(number).flat_map(|value| value.sqrt().to_ne_bytes()).collect();
+    let right: Vec<u8> = floats(number)
+        .flat_map(|value| value.sqrt().to_ne_bytes())
+        .collect();
     ensure(bytes == right, || format!("task {number} has a wrong root"))
 }

@@ -9,7 +9,10 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, f
 
 /// Sleeps as long as `word` is `seen`, at most `limit`. Wakes spuriously.
 pub(crate) fn wait(word: &AtomicU32, seen: u32, limit: Duration) {
-    let limit = Timespec { tv_sec: limit.as_secs() as _, tv_nsec: limit.subsec_nanos() as _ };
+    let limit = Timespec {
+        tv_sec: limit.as_secs() as _,
+        tv_nsec: limit.subsec_nanos() as _,
+    };
     let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&limit));
 }
 

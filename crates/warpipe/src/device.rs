@@ -34,13 +34,18 @@ impl Device {
                 let why = format!("first GPU: {}, {}", device.info().name, device.info().id);
                 Preferred { device, why }
             }
-            Err(error) => Preferred { device: Device::host(), why: error.to_string() },
+            Err(error) => Preferred {
+                device: Device::host(),
+                why: error.to_string(),
+            },
         }
     }
 
     /// The host backend: memfd memory, threads as streams. Always there.
     pub fn host() -> Device {
-        Device { backend: host::HostBackend::shared() }
+        Device {
+            backend: host::HostBackend::shared(),
+        }
     }
 
     /// The GPU with this ordinal among those that `CUDA_VISIBLE_DEVICES` leaves (`cuDeviceGet`).
@@ -49,7 +54,9 @@ impl Device {
     /// [`Error::NoDriver`], [`Error::DriverSymbol`], [`Error::DevicePermission`], [`Error::NoDevice`],
     /// [`Error::NoSuchDevice`], [`Error::Driver`]; never a panic.
     pub fn cuda(ordinal: u32) -> Result<Device> {
-        Ok(Device { backend: cuda::CudaBackend::open(ordinal)? })
+        Ok(Device {
+            backend: cuda::CudaBackend::open(ordinal)?,
+        })
     }
 
     /// The GPU with this UUID, whatever its ordinal here (`cuDeviceGetUuid`).
@@ -57,7 +64,10 @@ impl Device {
     /// # Errors
     /// As for [`Device::cuda`].
     pub fn by_uuid(uuid: [u8; 16]) -> Result<Device> {
-        let wanted = DeviceId { kind: DeviceKind::Cuda, uuid };
+        let wanted = DeviceId {
+            kind: DeviceKind::Cuda,
+            uuid,
+        };
         let count = cuda::device_count()?;
         for ordinal in 0..count {
             if cuda::device_uuid(ordinal)? == uuid {

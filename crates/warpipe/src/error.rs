@@ -31,7 +31,9 @@ pub enum Error {
         reason: String,
     },
     /// The driver is there but lacks a function this library needs.
-    #[error("the CUDA driver lacks {symbol}; update the driver (R525 or newer), or use Device::host()")]
+    #[error(
+        "the CUDA driver lacks {symbol}; update the driver (R525 or newer), or use Device::host()"
+    )]
     DriverSymbol {
         /// The missing function, as the driver's headers name it.
         symbol: &'static str,
@@ -45,7 +47,9 @@ pub enum Error {
         hint: String,
     },
     /// The driver is there but this user may not open its device files.
-    #[error("no permission on {path}; add this user to the group that owns it, or use Device::host()")]
+    #[error(
+        "no permission on {path}; add this user to the group that owns it, or use Device::host()"
+    )]
     DevicePermission {
         /// The device file.
         path: PathBuf,
@@ -90,7 +94,9 @@ pub enum Error {
         device: String,
     },
     /// The device has no room for an allocation.
-    #[error("{device} has no room for {bytes} bytes{detail}; free memory or lower the publisher's memory limit")]
+    #[error(
+        "{device} has no room for {bytes} bytes{detail}; free memory or lower the publisher's memory limit"
+    )]
     DeviceMemory {
         /// The device's name.
         device: String,
@@ -100,7 +106,9 @@ pub enum Error {
         detail: String,
     },
     /// A descriptor that should be shareable device memory is not.
-    #[error("the descriptor received is not {wanted}: {found}; the peer runs another backend or is broken")]
+    #[error(
+        "the descriptor received is not {wanted}: {found}; the peer runs another backend or is broken"
+    )]
     NotDeviceMemory {
         /// What it should be.
         wanted: &'static str,
@@ -130,7 +138,9 @@ pub enum Error {
         source: io::Error,
     },
     /// The process, or the system, has no descriptor left.
-    #[error("no file descriptor left for {context} (soft limit {soft}); raise it with `ulimit -n` or close something")]
+    #[error(
+        "no file descriptor left for {context} (soft limit {soft}); raise it with `ulimit -n` or close something"
+    )]
     DescriptorLimit {
         /// What needed one.
         context: String,
@@ -182,7 +192,9 @@ pub enum Error {
         holder: Holder,
     },
     /// Nobody publishes under this name.
-    #[error("nobody publishes {name:?}; start the publisher, or wait for it with `wait_for_publisher`")]
+    #[error(
+        "nobody publishes {name:?}; start the publisher, or wait for it with `wait_for_publisher`"
+    )]
     NoPublisher {
         /// The endpoint name.
         name: String,
@@ -211,7 +223,9 @@ pub enum Error {
     #[error("not a usable ticket: {0}")]
     Ticket(TicketFault),
     /// The memory that a ticket names is not to be had under its name any more.
-    #[error("what this ticket names in {name:?} is not there any more: {expiry}; get a new ticket from its owner")]
+    #[error(
+        "what this ticket names in {name:?} is not there any more: {expiry}; get a new ticket from its owner"
+    )]
     TicketExpired {
         /// The endpoint name.
         name: String,
@@ -251,7 +265,9 @@ pub enum Error {
         text: String,
     },
     /// Only who made a timeline signals it.
-    #[error("timeline {name:?} belongs to process {pid}, which alone may signal it; signal a timeline of your own")]
+    #[error(
+        "timeline {name:?} belongs to process {pid}, which alone may signal it; signal a timeline of your own"
+    )]
     NotOwner {
         /// The timeline's name.
         name: String,
@@ -259,7 +275,9 @@ pub enum Error {
         pid: i32,
     },
     /// A timeline's value only grows.
-    #[error("timeline {name:?} has been signalled to {last}, and cannot go to {value}; signal a larger value")]
+    #[error(
+        "timeline {name:?} has been signalled to {last}, and cannot go to {value}; signal a larger value"
+    )]
     Backwards {
         /// The timeline's name.
         name: String,
@@ -283,7 +301,9 @@ pub enum Error {
         reached: u64,
     },
     /// An event that nobody has recorded: there is nothing to wait for.
-    #[error("event {event} has never been recorded; record it first, then tell others to wait for it")]
+    #[error(
+        "event {event} has never been recorded; record it first, then tell others to wait for it"
+    )]
     EventNotRecorded {
         /// The event, as `endpoint#number`.
         event: String,
@@ -373,7 +393,9 @@ pub enum Error {
         reason: String,
     },
     /// A wait ran out.
-    #[error("{what} did not come within {waited:?}; wait longer, or see `warpipe doctor` and the peer's state")]
+    #[error(
+        "{what} did not come within {waited:?}; wait longer, or see `warpipe doctor` and the peer's state"
+    )]
     Timeout {
         /// What was waited for.
         what: String,
@@ -478,7 +500,9 @@ pub enum Error {
         job: u64,
     },
     /// The job is not in its queue any more: its outcome was taken, or it was called off.
-    #[error("the outcome of job {job} of {name:?} was taken, or the job was called off; wait for it in one place only")]
+    #[error(
+        "the outcome of job {job} of {name:?} was taken, or the job was called off; wait for it in one place only"
+    )]
     NoSuchJob {
         /// The queue's name.
         name: String,
@@ -546,21 +570,39 @@ pub enum Error {
 
 impl Error {
     /// An operating system error in its context; the limits of descriptors get variants of their own.
-    pub(crate) fn os(call: &'static str, context: impl Into<String>, source: impl Into<io::Error>) -> Self {
+    pub(crate) fn os(
+        call: &'static str,
+        context: impl Into<String>,
+        source: impl Into<io::Error>,
+    ) -> Self {
         let (context, source) = (context.into(), source.into());
         match source.raw_os_error() {
-            Some(libc::EMFILE | libc::ENFILE) => {
-                Error::DescriptorLimit { context: format!("{context} ({call})"), soft: descriptor_limit() }
-            }
-            Some(libc::ETOOMANYREFS) => {
-                Error::InFlightLimit { context: format!("{context} ({call})"), soft: descriptor_limit() }
-            }
-            _ => Error::Os { call, context, source },
+            Some(libc::EMFILE | libc::ENFILE) => Error::DescriptorLimit {
+                context: format!("{context} ({call})"),
+                soft: descriptor_limit(),
+            },
+            Some(libc::ETOOMANYREFS) => Error::InFlightLimit {
+                context: format!("{context} ({call})"),
+                soft: descriptor_limit(),
+            },
+            _ => Error::Os {
+                call,
+                context,
+                source,
+            },
         }
     }
 
-    pub(crate) fn argument(argument: &'static str, found: impl ToString, allowed: impl ToString) -> Self {
-        Error::Argument { argument, found: found.to_string(), allowed: allowed.to_string() }
+    pub(crate) fn argument(
+        argument: &'static str,
+        found: impl ToString,
+        allowed: impl ToString,
+    ) -> Self {
+        Error::Argument {
+            argument,
+            found: found.to_string(),
+            allowed: allowed.to_string(),
+        }
     }
 
     pub(crate) fn legacy(fault: LegacyFault) -> Self {
@@ -568,10 +610,14 @@ impl Error {
     }
 
     pub(crate) fn layout(reason: impl Into<String>) -> Self {
-        Error::Layout { reason: reason.into() }
+        Error::Layout {
+            reason: reason.into(),
+        }
     }
 }
 
 fn descriptor_limit() -> u64 {
-    rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX)
+    rustix::process::getrlimit(rustix::process::Resource::Nofile)
+        .current
+        .unwrap_or(u64::MAX)
 }

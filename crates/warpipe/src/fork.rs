@@ -52,7 +52,11 @@ impl OwnerProcess {
 
     #[inline]
     pub(crate) fn check(self) -> Result<()> {
-        if self.is_current() { Ok(()) } else { Err(Error::Forked) }
+        if self.is_current() {
+            Ok(())
+        } else {
+            Err(Error::Forked)
+        }
     }
 }
 
@@ -140,11 +144,19 @@ fn install() {
         // An allocator may register handlers with its first allocation (jemalloc does), which take its locks before a
         // fork. Those of the last to register come first: were that the allocator, `before_fork` would wait for sections
         // that wait for its locks. So it has allocated before we register.
-        drop(std::hint::black_box(Box::new(GENERATION.load(Ordering::Relaxed))));
+        drop(std::hint::black_box(Box::new(
+            GENERATION.load(Ordering::Relaxed),
+        )));
         gate::begin_in_this_process();
         // SAFETY: the three handlers are async-signal-safe: atomics, sleeps, and system calls. They stay
         // valid because this library is never unloaded while its handles exist.
-        let code = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child)) };
+        let code = unsafe {
+            libc::pthread_atfork(
+                Some(before_fork),
+                Some(after_in_parent),
+                Some(after_in_child),
+            )
+        };
         assert_eq!(code, 0, "pthread_atfork fails only without memory");
     });
 }

@@ -30,15 +30,51 @@ pub struct Target {
 
 /// All of them.
 pub const TARGETS: &[Target] = &[
-    Target { name: "message", parse: packets, seeds: packet_seeds },
-    Target { name: "bodies", parse: bodies, seeds: body_seeds },
-    Target { name: "queue", parse: queue, seeds: queue_seeds },
-    Target { name: "ticket", parse: tickets, seeds: ticket_seeds },
-    Target { name: "event_handle", parse: event_handles, seeds: event_seeds },
-    Target { name: "legacy_handle", parse: legacy_handles, seeds: legacy_seeds },
-    Target { name: "entry", parse: entries, seeds: entry_seeds },
-    Target { name: "layout", parse: layouts, seeds: layout_seeds },
-    Target { name: "text", parse: texts, seeds: text_seeds },
+    Target {
+        name: "message",
+        parse: packets,
+        seeds: packet_seeds,
+    },
+    Target {
+        name: "bodies",
+        parse: bodies,
+        seeds: body_seeds,
+    },
+    Target {
+        name: "queue",
+        parse: queue,
+        seeds: queue_seeds,
+    },
+    Target {
+        name: "ticket",
+        parse: tickets,
+        seeds: ticket_seeds,
+    },
+    Target {
+        name: "event_handle",
+        parse: event_handles,
+        seeds: event_seeds,
+    },
+    Target {
+        name: "legacy_handle",
+        parse: legacy_handles,
+        seeds: legacy_seeds,
+    },
+    Target {
+        name: "entry",
+        parse: entries,
+        seeds: entry_seeds,
+    },
+    Target {
+        name: "layout",
+        parse: layouts,
+        seeds: layout_seeds,
+    },
+    Target {
+        name: "text",
+        parse: texts,
+        seeds: text_seeds,
+    },
 ];
 
 /// Numbers as wrong input has them.
@@ -55,38 +91,94 @@ pub(crate) fn packet(message: &Message) -> Vec<u8> {
 
 /// One of each kind.
 pub(crate) fn messages(number: u64) -> Vec<Message> {
-    let (generation, device) = ([number as u8; 16], DeviceId { kind: DeviceKind::Host, uuid: [3; 16] });
+    let (generation, device) = (
+        [number as u8; 16],
+        DeviceId {
+            kind: DeviceKind::Host,
+            uuid: [3; 16],
+        },
+    );
     let (small, body, text) = (number as u32, vec![number as u8; 16], "full".to_string());
     vec![
-        Message::Hello { generation, device, kind: Kind::Publisher },
-        Message::Welcome { generation, device, depth: small, access: Access::Read, lossless: true, regions: small },
-        Message::Region { id: small, bytes: number },
+        Message::Hello {
+            generation,
+            device,
+            kind: Kind::Publisher,
+        },
+        Message::Welcome {
+            generation,
+            device,
+            depth: small,
+            access: Access::Read,
+            lossless: true,
+            regions: small,
+        },
+        Message::Region {
+            id: small,
+            bytes: number,
+        },
         Message::Attached,
         Message::Close(CloseReason::Closed),
         Message::Close(CloseReason::Evicted("too slow".into())),
         Message::Close(CloseReason::Failed("it broke the protocol".into())),
-        Message::Refused { denied: false, text: text.clone() },
-        Message::OpenSession { generation, device: Some(device), kind: Kind::Pool, body: body.clone() },
-        Message::SessionOpened { generation, body: body.clone(), fds: number as u8 },
+        Message::Refused {
+            denied: false,
+            text: text.clone(),
+        },
+        Message::OpenSession {
+            generation,
+            device: Some(device),
+            kind: Kind::Pool,
+            body: body.clone(),
+        },
+        Message::SessionOpened {
+            generation,
+            body: body.clone(),
+            fds: number as u8,
+        },
         Message::OtherKind { found: Kind::Queue },
-        Message::Request { serial: number, body: body.clone() },
-        Message::Reply { serial: number, body, fds: number as u8 },
-        Message::RequestFailed { serial: number, text },
+        Message::Request {
+            serial: number,
+            body: body.clone(),
+        },
+        Message::Reply {
+            serial: number,
+            body,
+            fds: number as u8,
+        },
+        Message::RequestFailed {
+            serial: number,
+            text,
+        },
         Message::Completions { bytes: number },
-        Message::Full { limit: PeerLimit::User, max: small },
+        Message::Full {
+            limit: PeerLimit::User,
+            max: small,
+        },
     ]
 }
 
 fn packet_seeds() -> Vec<Vec<u8>> {
-    EDGES.iter().flat_map(|&number| messages(number)).map(|message| packet(&message)).collect()
+    EDGES
+        .iter()
+        .flat_map(|&number| messages(number))
+        .map(|message| packet(&message))
+        .collect()
 }
 
 /// What a link's socket says.
 fn packets(bytes: &[u8]) {
     if let Ok(message) = message::decode(bytes) {
         // Whatever it says, it is a whole message: encoded once more it means the same.
-        assert_eq!(message::decode(&packet(&message)).ok().as_ref(), Some(&message));
-        let _ = (message.descriptors(), message.is_first(), message.unexpected("something else"));
+        assert_eq!(
+            message::decode(&packet(&message)).ok().as_ref(),
+            Some(&message)
+        );
+        let _ = (
+            message.descriptors(),
+            message.is_first(),
+            message.unexpected("something else"),
+        );
     }
 }
 
@@ -110,73 +202,108 @@ fn bodies(bytes: &[u8]) {
 /// Postcard makes something of most bytes; these begin every variant of an enumeration with numbers behind it.
 fn body_seeds() -> Vec<Vec<u8>> {
     let with = |kind: u8, fill: u8| [vec![kind], vec![fill; 40]].concat();
-    (0..8).flat_map(|kind| [0, 1, 2, 127].map(|fill| with(kind, fill))).collect()
+    (0..8)
+        .flat_map(|kind| [0, 1, 2, 127].map(|fill| with(kind, fill)))
+        .collect()
 }
 
 /// What is written beside the tensors of jobs and results.
 fn queue(bytes: &[u8]) {
     if let Ok(tag) = wire::DeliveryTag::decode(bytes) {
-        let again = tag.encode(wire::user_of_job(bytes)).map(|metadata| metadata.as_bytes().to_vec());
+        let again = tag
+            .encode(wire::user_of_job(bytes))
+            .map(|metadata| metadata.as_bytes().to_vec());
         assert_eq!(again.ok().as_deref(), Some(bytes));
     }
     if let Ok(answer) = wire::Answer::decode(bytes) {
         // A reason is cleaned and cut; what it says then stays.
         let user = wire::user_of_answer(bytes);
-        let user = if answer.kind == wire::AnswerKind::Completed { user } else { &[] };
+        let user = if answer.kind == wire::AnswerKind::Completed {
+            user
+        } else {
+            &[]
+        };
         if let Ok(metadata) = answer.encode(user) {
             let again = wire::Answer::decode(metadata.as_bytes()).ok();
-            assert!(again.is_some_and(|again| (again.job, again.number) == (answer.job, answer.number)));
+            assert!(
+                again.is_some_and(|again| (again.job, again.number) == (answer.job, answer.number))
+            );
         }
     }
 }
 
 fn queue_seeds() -> Vec<Vec<u8>> {
     (0..6)
-        .flat_map(|kind| [13, 20, 25, 40, 225, 226].map(|length| [vec![kind], vec![1; length - 1]].concat()))
+        .flat_map(|kind| {
+            [13, 20, 25, 40, 225, 226].map(|length| [vec![kind], vec![1; length - 1]].concat())
+        })
         .collect()
 }
 
 /// The text of a ticket, and one whose checksum is right whatever it says.
 fn tickets(bytes: &[u8]) {
-    for text in [String::from_utf8_lossy(bytes).into_owned(), ticket::forged::text(bytes)] {
-        comes_back(text.parse::<Ticket>().ok(), |ticket| ticket.to_string().parse().ok());
+    for text in [
+        String::from_utf8_lossy(bytes).into_owned(),
+        ticket::forged::text(bytes),
+    ] {
+        comes_back(text.parse::<Ticket>().ok(), |ticket| {
+            ticket.to_string().parse().ok()
+        });
     }
 }
 
 fn ticket_seeds() -> Vec<Vec<u8>> {
     let bodies = ticket::forged::bodies();
-    let texts = bodies.iter().map(|body| ticket::forged::text(body).into_bytes());
+    let texts = bodies
+        .iter()
+        .map(|body| ticket::forged::text(body).into_bytes());
     texts.chain(bodies.iter().cloned()).collect()
 }
 
 /// The text and the bytes of an event's handle, and bytes whose checksum is right whatever they say.
 fn event_handles(bytes: &[u8]) {
     for bytes in [bytes.to_vec(), event::forged::handle(bytes)] {
-        comes_back(EventHandle::from_bytes(&bytes).ok(), |handle| EventHandle::from_bytes(&handle.to_bytes()).ok());
+        comes_back(EventHandle::from_bytes(&bytes).ok(), |handle| {
+            EventHandle::from_bytes(&handle.to_bytes()).ok()
+        });
     }
     let text = String::from_utf8_lossy(bytes);
-    comes_back(text.parse::<EventHandle>().ok(), |handle| handle.to_string().parse().ok());
+    comes_back(text.parse::<EventHandle>().ok(), |handle| {
+        handle.to_string().parse().ok()
+    });
 }
 
 fn event_seeds() -> Vec<Vec<u8>> {
     let bodies = event::forged::bodies();
     let whole = bodies.iter().map(|body| event::forged::handle(body));
-    let text = |bytes: Vec<u8>| EventHandle::from_bytes(&bytes).map(|handle| handle.to_string().into_bytes());
+    let text = |bytes: Vec<u8>| {
+        EventHandle::from_bytes(&bytes).map(|handle| handle.to_string().into_bytes())
+    };
     let texts = whole.clone().flat_map(text);
-    whole.clone().chain(texts).chain(bodies.iter().cloned()).collect()
+    whole
+        .clone()
+        .chain(texts)
+        .chain(bodies.iter().cloned())
+        .collect()
 }
 
 /// The 160 bytes around the 64 of `cuIpcGetMemHandle`.
 fn legacy_handles(bytes: &[u8]) {
     for bytes in [bytes.to_vec(), legacy::forged(bytes)] {
-        comes_back(LegacyHandle::from_bytes(&bytes).ok(), |handle| LegacyHandle::from_bytes(&handle.to_bytes()).ok());
+        comes_back(LegacyHandle::from_bytes(&bytes).ok(), |handle| {
+            LegacyHandle::from_bytes(&handle.to_bytes()).ok()
+        });
     }
     let text = String::from_utf8_lossy(bytes);
-    comes_back(text.parse::<LegacyHandle>().ok(), |handle| handle.to_string().parse().ok());
+    comes_back(text.parse::<LegacyHandle>().ok(), |handle| {
+        handle.to_string().parse().ok()
+    });
 }
 
 fn legacy_seeds() -> Vec<Vec<u8>> {
-    [0, 1, 2].map(|fill| vec![fill; LegacyHandle::BYTES]).to_vec()
+    [0, 1, 2]
+        .map(|fill| vec![fill; LegacyHandle::BYTES])
+        .to_vec()
 }
 
 /// What was accepted goes through its own form unchanged.
@@ -192,14 +319,25 @@ fn entries(bytes: &[u8]) {
         static SEGMENT: Option<Segment> = Segment::create(&Device::host(), 1, [1; 16]).ok().map(|(segment, _)| segment);
     }
     SEGMENT.with(|segment| {
-        let Some(entry) = segment.as_ref().map(|segment| segment.entry(1)) else { return };
+        let Some(entry) = segment.as_ref().map(|segment| segment.entry(1)) else {
+            return;
+        };
         let (words, _) = bytes.as_chunks::<8>();
-        let mut words = words.iter().map(|&word| u64::from_le_bytes(word)).chain(std::iter::repeat(0));
+        let mut words = words
+            .iter()
+            .map(|&word| u64::from_le_bytes(word))
+            .chain(std::iter::repeat(0));
         let region_bytes = words.next().unwrap_or_default();
-        entry.words.iter().zip(words).for_each(|(to, word)| to.store(word, Relaxed));
+        entry
+            .words
+            .iter()
+            .zip(words)
+            .for_each(|(to, word)| to.store(word, Relaxed));
         let mut copy = UntrustedEntry::default();
         copy.copy(entry);
-        let Ok(description) = copy.check(region_bytes) else { return };
+        let Ok(description) = copy.check(region_bytes) else {
+            return;
+        };
         assert_promises(&description.layout);
         let end = description.slot.checked_add(description.layout.bytes());
         assert!(end.is_some_and(|end| end <= region_bytes));
@@ -208,7 +346,9 @@ fn entries(bytes: &[u8]) {
 }
 
 fn entry_seeds() -> Vec<Vec<u8>> {
-    let Ok((segment, _)) = Segment::create(&Device::host(), 1, [1; 16]) else { return Vec::new() };
+    let Ok((segment, _)) = Segment::create(&Device::host(), 1, [1; 16]) else {
+        return Vec::new();
+    };
     let entry = segment.entry(1);
     let layouts = [
         Layout::contiguous(DType::F32, &[2, 3]),
@@ -220,9 +360,21 @@ fn entry_seeds() -> Vec<Vec<u8>> {
     let seed = |layout: Layout| {
         let metadata = Metadata::new(b"some of the user's").unwrap_or_default();
         let completion = Some(Completion { word: 1, value: 2 });
-        Description { sequence: 1, sent_ns: 2, region: 0, slot: 512, layout, metadata, completion }.write(entry);
+        Description {
+            sequence: 1,
+            sent_ns: 2,
+            region: 0,
+            slot: 512,
+            layout,
+            metadata,
+            completion,
+        }
+        .write(entry);
         let words = entry.words.iter().map(|word| word.load(Relaxed));
-        std::iter::once(1 << 20).chain(words).flat_map(u64::to_le_bytes).collect()
+        std::iter::once(1 << 20)
+            .chain(words)
+            .flat_map(u64::to_le_bytes)
+            .collect()
     };
     layouts.into_iter().flatten().map(seed).collect()
 }
@@ -230,10 +382,17 @@ fn entry_seeds() -> Vec<Vec<u8>> {
 /// A layout as a caller or a frame says it: code, bits, rank, offset, then lengths and strides, eight bytes each; what is
 /// not there is 0.
 fn layouts(bytes: &[u8]) {
-    let Some((&[code, bits, rank, is_strided], rest)) = bytes.split_first_chunk::<4>() else { return };
-    let Some(dtype) = DType::from_dlpack(code, bits) else { return };
+    let Some((&[code, bits, rank, is_strided], rest)) = bytes.split_first_chunk::<4>() else {
+        return;
+    };
+    let Some(dtype) = DType::from_dlpack(code, bits) else {
+        return;
+    };
     let (words, _) = rest.as_chunks::<8>();
-    let mut words = words.iter().map(|&word| u64::from_le_bytes(word)).chain(std::iter::repeat(0));
+    let mut words = words
+        .iter()
+        .map(|&word| u64::from_le_bytes(word))
+        .chain(std::iter::repeat(0));
     let rank = usize::from(rank) % (RANK_MAX + 2);
     let offset = words.next().unwrap_or_default();
     let shape: Vec<u64> = words.by_ref().take(rank).collect();
@@ -274,7 +433,8 @@ fn texts(bytes: &[u8]) {
         assert_eq!(EndpointName::new(name.as_str()).ok(), Some(name));
     }
     origin::try_stat(bytes);
-    text.lines().for_each(|line| drop(mapping_of(line, u64::from_le_bytes([1; 8]))));
+    text.lines()
+        .for_each(|line| drop(mapping_of(line, u64::from_le_bytes([1; 8]))));
 }
 
 fn text_seeds() -> Vec<Vec<u8>> {
@@ -294,8 +454,13 @@ fn corners(layout: &Layout) -> (i128, i128) {
     let (mut low, mut high) = (i128::from(layout.offset()), i128::from(layout.offset()));
     for (&length, &stride) in layout.shape().iter().zip(layout.strides()) {
         // Shape and strides of an accepted layout are small enough for this.
-        let reach = (i128::from(length) - 1) * i128::from(stride) * i128::from(layout.dtype().bytes());
-        if reach < 0 { low += reach } else { high += reach }
+        let reach =
+            (i128::from(length) - 1) * i128::from(stride) * i128::from(layout.dtype().bytes());
+        if reach < 0 {
+            low += reach
+        } else {
+            high += reach
+        }
     }
     (low, high + i128::from(layout.dtype().bytes()))
 }
@@ -306,7 +471,11 @@ pub(crate) fn assert_promises(layout: &Layout) {
     assert!(layout.offset() <= layout.bytes());
     if layout.elements() > 0 {
         let (low, high) = corners(layout);
-        assert!(low >= 0 && high <= i128::from(layout.bytes()), "{layout:?}: {low}..{high} of {}", layout.bytes());
+        assert!(
+            low >= 0 && high <= i128::from(layout.bytes()),
+            "{layout:?}: {low}..{high} of {}",
+            layout.bytes()
+        );
     }
     let _ = layout.is_contiguous();
 }
@@ -320,6 +489,10 @@ mod tests {
         for Target { parse, seeds, .. } in TARGETS {
             seeds().iter().for_each(|seed| parse(seed));
         }
-        assert!(packet_seeds().iter().all(|packet| message::decode(packet).is_ok()));
+        assert!(
+            packet_seeds()
+                .iter()
+                .all(|packet| message::decode(packet).is_ok())
+        );
     }
 }

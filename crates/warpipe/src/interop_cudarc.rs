@@ -22,10 +22,18 @@ impl Stream {
         let id = device_of(stream)?;
         let wanted = device.info().id;
         if id != wanted {
-            return Err(Error::argument("cudarc stream", format!("a stream of {id}"), format!("a stream of {wanted}")));
+            return Err(Error::argument(
+                "cudarc stream",
+                format!("a stream of {id}"),
+                format!("a stream of {wanted}"),
+            ));
         }
         let kept = Arc::new(Kept(Some(stream.clone())));
-        Ok(Stream::borrow_kept(device, RawStream(stream.cu_stream().cast()), kept))
+        Ok(Stream::borrow_kept(
+            device,
+            RawStream(stream.cu_stream().cast()),
+            kept,
+        ))
     }
 }
 
@@ -41,9 +49,16 @@ impl Drop for Kept {
 
 fn device_of(stream: &CudaStream) -> Result<DeviceId> {
     let uuid = stream.context().uuid().map_err(|error| {
-        Error::argument("cudarc stream", format!("unusable ({error})"), "a stream whose context works")
+        Error::argument(
+            "cudarc stream",
+            format!("unusable ({error})"),
+            "a stream whose context works",
+        )
     })?;
-    Ok(DeviceId { kind: DeviceKind::Cuda, uuid: uuid.bytes.map(|byte| byte as u8) })
+    Ok(DeviceId {
+        kind: DeviceKind::Cuda,
+        uuid: uuid.bytes.map(|byte| byte as u8),
+    })
 }
 
 /// A slice of cudarc as a range of device memory, for work on `stream`.
@@ -58,7 +73,14 @@ pub struct CudarcRange<'a> {
 }
 
 /// `DevicePtr::device_ptr`: a `CudaSlice` or `CudaView` as address and bytes, to be read by work on `stream`.
-pub fn device_range<'a, T>(slice: &'a impl cudarc::driver::DevicePtr<T>, stream: &'a CudaStream) -> CudarcRange<'a> {
+pub fn device_range<'a, T>(
+    slice: &'a impl cudarc::driver::DevicePtr<T>,
+    stream: &'a CudaStream,
+) -> CudarcRange<'a> {
     let (ptr, in_use) = slice.device_ptr(stream);
-    CudarcRange { ptr, bytes: slice.num_bytes() as u64, in_use }
+    CudarcRange {
+        ptr,
+        bytes: slice.num_bytes() as u64,
+        in_use,
+    }
 }

@@ -131,12 +131,12 @@ pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use memory::{Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};
 pub use pool::{Buffer, LentBuffer, Pool, PoolBuilder, PoolClient, PoolStats};
 pub use pubsub::{
-    Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut, Samples, SendError,
-    SlotHold, SlotReturn, Subscriber, SubscriberBuilder, SubscriberInfo,
+    Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut,
+    Samples, SendError, SlotHold, SlotReturn, Subscriber, SubscriberBuilder, SubscriberInfo,
 };
 pub use queue::{
-    AnswerError, Duty, JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState, QueueWatch,
-    SubmitError, Worker, WorkerBuilder,
+    AnswerError, Duty, JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState,
+    QueueWatch, SubmitError, Worker, WorkerBuilder,
 };
 pub use rpc::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
 pub use runtime::closer::pending_closes;

@@ -104,7 +104,10 @@ pub(crate) struct Range {
 #[inline]
 pub(crate) fn range(name: &'static CStr) -> Range {
     let is_open = MAY_BE_ON.load(Ordering::Relaxed) && push(name);
-    Range { is_open, _of_thread: PhantomData }
+    Range {
+        is_open,
+        _of_thread: PhantomData,
+    }
 }
 
 impl Drop for Range {
@@ -127,7 +130,11 @@ fn push(name: &'static CStr) -> bool {
     }
     // SAFETY: what stands in this slot is the library's `nvtxRangePushA`, by the handshake or by its name; the library
     // is never unloaded, and the name is terminated and lives for ever.
-    unsafe { mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char) -> c_int>(function)(name.as_ptr()) };
+    unsafe {
+        mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char) -> c_int>(function)(
+            name.as_ptr(),
+        )
+    };
     true
 }
 
@@ -159,7 +166,10 @@ fn start(switch: Option<OsString>, injection: Option<OsString>) -> State {
     // sets that could preload a library as well.
     let loaded = unsafe { Library::new(&library) }.map_err(|error| {
         let words = std::error::Error::source(&error).map(ToString::to_string);
-        format!("cannot be loaded ({})", words.unwrap_or_else(|| error.to_string()))
+        format!(
+            "cannot be loaded ({})",
+            words.unwrap_or_else(|| error.to_string())
+        )
     });
     let ready = loaded.and_then(|library| {
         let ready = load(&library);
@@ -169,13 +179,19 @@ fn start(switch: Option<OsString>, injection: Option<OsString>) -> State {
     });
     match ready {
         Ok(()) => State::On { library: name },
-        Err(reason) => State::Failed(Error::Profiler { library: name, reason }),
+        Err(reason) => State::Failed(Error::Profiler {
+            library: name,
+            reason,
+        }),
     }
 }
 
 /// `nvtxRangePushA` and `nvtxRangePop` by their names.
 fn take_functions(library: &Library) -> Result<(), String> {
-    for (name, slot) in [(c"nvtxRangePushA", RANGE_PUSH_A), (c"nvtxRangePop", RANGE_POP)] {
+    for (name, slot) in [
+        (c"nvtxRangePushA", RANGE_PUSH_A),
+        (c"nvtxRangePop", RANGE_POP),
+    ] {
         // SAFETY: only the symbol's address is taken here, as a pointer.
         let symbol = unsafe { library.get::<*mut c_void>(name.to_bytes_with_nul()) };
         let symbol = symbol.map_err(|_| format!("has no {}", name.to_string_lossy()))?;
@@ -214,7 +230,8 @@ const VERSION_INFO: c_uint = 3;
 /// Where a profiler's functions go. One that we never call is written for nothing.
 struct Slots([[AtomicPtr<c_void>; SIZE_MAX]; MODULE_SIZES.len()]);
 
-static SLOTS: Slots = Slots([const { [const { AtomicPtr::new(ptr::null_mut()) }; SIZE_MAX] }; MODULE_SIZES.len()]);
+static SLOTS: Slots =
+    Slots([const { [const { AtomicPtr::new(ptr::null_mut()) }; SIZE_MAX] }; MODULE_SIZES.len()]);
 
 /// For each module the addresses of its slots, as the profiler wants them.
 struct Addresses([[*const AtomicPtr<c_void>; SIZE_MAX]; MODULE_SIZES.len()]);
@@ -241,7 +258,8 @@ static ADDRESSES: Addresses = {
 #[repr(C)]
 struct Callbacks {
     struct_size: usize,
-    module_function_table: unsafe extern "C" fn(c_uint, *mut *const *const AtomicPtr<c_void>, *mut c_uint) -> c_int,
+    module_function_table:
+        unsafe extern "C" fn(c_uint, *mut *const *const AtomicPtr<c_void>, *mut c_uint) -> c_int,
 }
 
 /// `NvtxExportTableVersionInfo`.
@@ -253,10 +271,16 @@ struct VersionInfo {
     set_injection_version: extern "C" fn(u32),
 }
 
-static CALLBACK_TABLE: Callbacks =
-    Callbacks { struct_size: size_of::<Callbacks>(), module_function_table: give_functions };
-static VERSION_TABLE: VersionInfo =
-    VersionInfo { struct_size: size_of::<VersionInfo>(), version: 3, reserved: 0, set_injection_version: ignore };
+static CALLBACK_TABLE: Callbacks = Callbacks {
+    struct_size: size_of::<Callbacks>(),
+    module_function_table: give_functions,
+};
+static VERSION_TABLE: VersionInfo = VersionInfo {
+    struct_size: size_of::<VersionInfo>(),
+    version: 3,
+    reserved: 0,
+    set_injection_version: ignore,
+};
 
 extern "C" fn ignore(_version: u32) {}
 
@@ -275,8 +299,11 @@ unsafe extern "C" fn give_functions(
     table: *mut *const *const AtomicPtr<c_void>,
     size: *mut c_uint,
 ) -> c_int {
-    let Some((addresses, &count)) =
-        ADDRESSES.0.get(module as usize).zip(MODULE_SIZES.get(module as usize)).filter(|&(_, &count)| count > 0)
+    let Some((addresses, &count)) = ADDRESSES
+        .0
+        .get(module as usize)
+        .zip(MODULE_SIZES.get(module as usize))
+        .filter(|&(_, &count)| count > 0)
     else {
         return 0;
     };
@@ -306,24 +333,50 @@ mod tests {
     fn without_being_asked_nothing_is_loaded() {
         assert!(matches!(start(None, None), State::Off));
         assert!(matches!(start(None, Some("".into())), State::Off));
-        assert!(matches!(start(Some("0".into()), Some("/no/such/library.so".into())), State::Off), "forbidden");
+        assert!(
+            matches!(
+                start(Some("0".into()), Some("/no/such/library.so".into())),
+                State::Off
+            ),
+            "forbidden"
+        );
     }
 
     #[test]
     fn a_library_that_is_not_there_or_no_profilers_is_told_with_its_name() {
         let missing = failure(start(None, Some("/no/such/library.so".into())));
-        assert!(missing.contains("/no/such/library.so cannot be loaded"), "{missing}");
+        assert!(
+            missing.contains("/no/such/library.so cannot be loaded"),
+            "{missing}"
+        );
         let other = failure(start(None, Some("libc.so.6".into())));
-        assert!(other.contains("libc.so.6 has no InitializeInjectionNvtx2"), "{other}");
+        assert!(
+            other.contains("libc.so.6 has no InitializeInjectionNvtx2"),
+            "{other}"
+        );
     }
 
     #[test]
     fn a_profiler_is_given_every_module_and_no_other() {
-        for (module, count) in [(0, 0), (1, 16), (2, 9), (3, 15), (4, 7), (5, 16), (6, 7), (7, 0), (u32::MAX, 0)] {
+        for (module, count) in [
+            (0, 0),
+            (1, 16),
+            (2, 9),
+            (3, 15),
+            (4, 7),
+            (5, 16),
+            (6, 7),
+            (7, 0),
+            (u32::MAX, 0),
+        ] {
             let (mut table, mut size) = (ptr::null(), 0);
             // SAFETY: both out pointers are valid.
             let given = unsafe { give_functions(module, &mut table, &mut size) };
-            assert_eq!((given, size), (c_int::from(count > 0), count), "module {module}");
+            assert_eq!(
+                (given, size),
+                (c_int::from(count > 0), count),
+                "module {module}"
+            );
             // SAFETY: nobody is to write where the pointers are null.
             unsafe { give_functions(module, ptr::null_mut(), ptr::null_mut()) };
         }

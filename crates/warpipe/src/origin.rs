@@ -44,12 +44,20 @@ impl ProcessOrigin {
 
     fn read() -> Result<ProcessOrigin> {
         let failed = |what: &'static str| move |error: io::Error| Error::os("read", what, error);
-        let boot =
-            std::fs::read("/proc/sys/kernel/random/boot_id").map_err(failed("/proc/sys/kernel/random/boot_id"))?;
-        let namespace = rustix::fs::stat("/proc/self/ns/pid").map_err(|e| Error::os("stat", "/proc/self/ns/pid", e))?;
+        let boot = std::fs::read("/proc/sys/kernel/random/boot_id")
+            .map_err(failed("/proc/sys/kernel/random/boot_id"))?;
+        let namespace = rustix::fs::stat("/proc/self/ns/pid")
+            .map_err(|e| Error::os("stat", "/proc/self/ns/pid", e))?;
         let pid = std::process::id() as i32;
-        let started = Stat::at("/proc/self/stat").map_err(failed("/proc/self/stat"))?.started;
-        Ok(ProcessOrigin { host: hash(boot.trim_ascii()), namespace: namespace.st_ino, started, pid })
+        let started = Stat::at("/proc/self/stat")
+            .map_err(failed("/proc/self/stat"))?
+            .started;
+        Ok(ProcessOrigin {
+            host: hash(boot.trim_ascii()),
+            namespace: namespace.st_ino,
+            started,
+            pid,
+        })
     }
 
     /// Whether the process still lives, as seen from `here`. A zombie does not: its memory is gone.
@@ -58,9 +66,13 @@ impl ProcessOrigin {
             return Liveness::Unknown;
         }
         match Stat::of(self.pid) {
-            Ok(stat) if stat.started == self.started && !matches!(stat.state, b'Z' | b'X') => Liveness::Alive,
+            Ok(stat) if stat.started == self.started && !matches!(stat.state, b'Z' | b'X') => {
+                Liveness::Alive
+            }
             Ok(_) => Liveness::Gone,
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => Liveness::Gone,
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => {
+                Liveness::Gone
+            }
             Err(_) => Liveness::Unknown,
         }
     }
@@ -91,7 +103,10 @@ impl Stat {
     /// The name, in parentheses, may itself hold parentheses and blanks: the fields begin behind the last one.
     fn parse(text: &[u8]) -> Option<Stat> {
         let end = text.iter().rposition(|&byte| byte == b')')?;
-        let mut fields = text.get(end + 1..)?.split(|&byte| byte == b' ').filter(|field| !field.is_empty());
+        let mut fields = text
+            .get(end + 1..)?
+            .split(|&byte| byte == b' ')
+            .filter(|field| !field.is_empty());
         let state = *fields.next()?.first()?;
         let started = std::str::from_utf8(fields.nth(18)?).ok()?.parse().ok()?;
         Some(Stat { state, started })
@@ -108,7 +123,9 @@ pub(crate) fn try_stat(text: &[u8]) {
 
 /// FNV-1a (Fowler, Noll and Vo): tells values apart, keeps no secret.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| {
+        (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    })
 }
 
 #[cfg(test)]
@@ -119,17 +136,41 @@ mod tests {
     fn this_process_lives_and_one_with_its_number_that_started_earlier_is_gone() {
         let here = ProcessOrigin::here().unwrap();
         assert_eq!(here.life(&here), Liveness::Alive);
-        assert_eq!(ProcessOrigin { started: here.started - 1, ..here }.life(&here), Liveness::Gone);
-        assert_eq!(ProcessOrigin { namespace: 1, ..here }.life(&here), Liveness::Unknown);
-        assert_eq!(ProcessOrigin { host: 1, ..here }.life(&here), Liveness::Unknown);
+        assert_eq!(
+            ProcessOrigin {
+                started: here.started - 1,
+                ..here
+            }
+            .life(&here),
+            Liveness::Gone
+        );
+        assert_eq!(
+            ProcessOrigin {
+                namespace: 1,
+                ..here
+            }
+            .life(&here),
+            Liveness::Unknown
+        );
+        assert_eq!(
+            ProcessOrigin { host: 1, ..here }.life(&here),
+            Liveness::Unknown
+        );
     }
 
     #[test]
     fn a_killed_child_is_gone_before_its_parent_has_asked_for_it() {
         let here = ProcessOrigin::here().unwrap();
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .unwrap();
         let pid = child.id() as i32;
-        let origin = ProcessOrigin { pid, started: Stat::of(pid).unwrap().started, ..here };
+        let origin = ProcessOrigin {
+            pid,
+            started: Stat::of(pid).unwrap().started,
+            ..here
+        };
         assert_eq!(origin.life(&here), Liveness::Alive);
         child.kill().unwrap();
         child.wait().unwrap();

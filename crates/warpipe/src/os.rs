@@ -42,7 +42,11 @@ pub(crate) fn ofd_is_locked(fd: BorrowedFd<'_>, byte: u8) -> Result<bool, Errno>
     let mut lock = write_lock(byte);
     // SAFETY: F_OFD_GETLK reads and writes one `flock`, which lives across the call.
     let code = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &mut lock) };
-    if code == 0 { Ok(lock.l_type != libc::F_UNLCK as libc::c_short) } else { Err(last_error()) }
+    if code == 0 {
+        Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
+    } else {
+        Err(last_error())
+    }
 }
 
 fn write_lock(byte: u8) -> libc::flock {
@@ -57,12 +61,20 @@ fn write_lock(byte: u8) -> libc::flock {
 /// Who is at the other end of a connected Unix socket: `getsockopt(SO_PEERCRED)`, `unix(7)`. A user or group that this
 /// user namespace does not map is [`UNMAPPED`].
 pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Errno> {
-    let mut credentials = libc::ucred { pid: 0, uid: UNMAPPED, gid: UNMAPPED };
+    let mut credentials = libc::ucred {
+        pid: 0,
+        uid: UNMAPPED,
+        gid: UNMAPPED,
+    };
     socket_option(socket, libc::SO_PEERCRED, &mut credentials)?;
     if is_unmapped_user(credentials.uid) {
         credentials.uid = UNMAPPED;
     }
-    if is_unmapped("/proc/sys/kernel/overflowgid", "/proc/self/gid_map", credentials.gid) {
+    if is_unmapped(
+        "/proc/sys/kernel/overflowgid",
+        "/proc/self/gid_map",
+        credentials.gid,
+    ) {
         credentials.gid = UNMAPPED;
     }
     Ok(credentials)
@@ -70,7 +82,11 @@ pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Er
 
 /// The user of it alone, as the kernel counts it in this user namespace, whether that is mapped or not.
 pub(crate) fn peer_uid(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
-    let mut credentials = libc::ucred { pid: 0, uid: UNMAPPED, gid: UNMAPPED };
+    let mut credentials = libc::ucred {
+        pid: 0,
+        uid: UNMAPPED,
+        gid: UNMAPPED,
+    };
     socket_option(socket, libc::SO_PEERCRED, &mut credentials)?;
     Ok(credentials.uid)
 }
@@ -86,14 +102,23 @@ pub(crate) fn is_unmapped_user(uid: u32) -> bool {
 /// The kernel shows one number, 65534 by default, for everybody who has none here. It says who that is only where
 /// everybody has one.
 fn is_unmapped(overflow: &str, map: &str, id: u32) -> bool {
-    let overflow = std::fs::read_to_string(overflow).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(65534);
+    let overflow = std::fs::read_to_string(overflow)
+        .ok()
+        .and_then(|text| text.trim().parse().ok())
+        .unwrap_or(65534);
     id == overflow && !std::fs::read_to_string(map).is_ok_and(|map| maps_all(&map))
 }
 
 /// Whether a map of ids (`inside outside count` in each line) has every one of them.
 fn maps_all(map: &str) -> bool {
-    let counts = map.lines().map(|line| line.split_whitespace().nth(2).and_then(|count| count.parse::<u64>().ok()));
-    counts.sum::<Option<u64>>().is_some_and(|count| count >= u64::from(u32::MAX))
+    let counts = map.lines().map(|line| {
+        line.split_whitespace()
+            .nth(2)
+            .and_then(|count| count.parse::<u64>().ok())
+    });
+    counts
+        .sum::<Option<u64>>()
+        .is_some_and(|count| count >= u64::from(u32::MAX))
 }
 
 /// A pidfd of the process at the other end, without its number ever being looked up:
@@ -120,14 +145,26 @@ pub(crate) fn let_descriptors_in(socket: BorrowedFd<'_>, yes: bool) -> bool {
         return false;
     }
     let value = libc::c_int::from(yes);
-    let (pointer, length) = (std::ptr::from_ref(&value).cast(), size_of_val(&value) as libc::socklen_t);
+    let (pointer, length) = (
+        std::ptr::from_ref(&value).cast(),
+        size_of_val(&value) as libc::socklen_t,
+    );
     // SAFETY: the kernel reads one `int`, which lives across the call.
-    unsafe { libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, pointer, length) == 0 }
+    unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_PASSRIGHTS,
+            pointer,
+            length,
+        ) == 0
+    }
 }
 
 /// Plays a kernel before 6.16.
 #[cfg(test)]
-pub(crate) static IS_OLD_KERNEL: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+pub(crate) static IS_OLD_KERNEL: std::sync::atomic::AtomicBool =
+    std::sync::atomic::AtomicBool::new(false);
 
 /// Bytes, counted with what the kernel needs for them, that were sent through this Unix socket and that its peer has not
 /// read: `ioctl(SIOCOUTQ)`. Descriptors that were sent stay in flight, and count for this user, until it is 0.
@@ -138,12 +175,28 @@ pub(crate) fn unread_by_peer(socket: BorrowedFd<'_>) -> u32 {
     if code == 0 { bytes.unsigned_abs() } else { 0 }
 }
 
-fn socket_option<T: Copy>(socket: BorrowedFd<'_>, option: libc::c_int, value: &mut T) -> Result<(), Errno> {
+fn socket_option<T: Copy>(
+    socket: BorrowedFd<'_>,
+    option: libc::c_int,
+    value: &mut T,
+) -> Result<(), Errno> {
     let mut length = size_of::<T>() as libc::socklen_t;
     let pointer = std::ptr::from_mut(value).cast();
     // SAFETY: the kernel writes at most `length` bytes, the size of `value`, which is plain data.
-    let code = unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, pointer, &mut length) };
-    if code == 0 && length as usize == size_of::<T>() { Ok(()) } else { Err(last_error()) }
+    let code = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            option,
+            pointer,
+            &mut length,
+        )
+    };
+    if code == 0 && length as usize == size_of::<T>() {
+        Ok(())
+    } else {
+        Err(last_error())
+    }
 }
 
 /// The first number behind those of standard input, output and error.
@@ -152,7 +205,11 @@ const BEHIND_STANDARD: libc::c_int = 3;
 /// Moves a descriptor away from the numbers of standard input, output and error, which a program may have been started
 /// without, and may read, replace or close at any time: a duplicate takes its place.
 pub(crate) fn above_standard(fd: OwnedFd) -> Result<OwnedFd, Errno> {
-    if fd.as_raw_fd() >= BEHIND_STANDARD { Ok(fd) } else { rustix::io::fcntl_dupfd_cloexec(fd, BEHIND_STANDARD) }
+    if fd.as_raw_fd() >= BEHIND_STANDARD {
+        Ok(fd)
+    } else {
+        rustix::io::fcntl_dupfd_cloexec(fd, BEHIND_STANDARD)
+    }
 }
 
 /// Keeps those of the standard numbers taken that are free, while a call makes descriptors that must not be closed here:
@@ -162,13 +219,16 @@ pub(crate) fn take_standard() -> [Option<OwnedFd>; BEHIND_STANDARD as usize] {
         // SAFETY: asks for the flags of a number, whatever it is.
         let is_free = unsafe { libc::fcntl(number as libc::c_int, libc::F_GETFD) } < 0;
         // The lowest free number is this one. An empty set has nothing to be read, and refuses what is written.
-        let taken = is_free.then(|| rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC));
+        let taken = is_free
+            .then(|| rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC));
         taken.and_then(Result::ok)
     })
 }
 
 fn last_error() -> Errno {
-    std::io::Error::last_os_error().raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error)
+    std::io::Error::last_os_error()
+        .raw_os_error()
+        .map_or(Errno::IO, Errno::from_raw_os_error)
 }
 
 #[cfg(test)]
@@ -179,7 +239,14 @@ mod tests {
     fn only_a_map_of_everybody_says_who_the_overflow_user_is() {
         assert!(maps_all("         0          0 4294967295\n"));
         assert!(maps_all("0 0 65534\n65534 65534 4294901761\n"));
-        for map in ["", "0 0 1\n", "0 100000 65536\n", "0 0 4294967294\n", "0 0\n", "0 0 4294967295\nnonsense\n"] {
+        for map in [
+            "",
+            "0 0 1\n",
+            "0 100000 65536\n",
+            "0 0 4294967294\n",
+            "0 0\n",
+            "0 0 4294967295\nnonsense\n",
+        ] {
             assert!(!maps_all(map), "{map:?}");
         }
         assert!(!is_unmapped_user(0));

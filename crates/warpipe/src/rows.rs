@@ -39,25 +39,45 @@ impl Rows {
         if (into.dtype(), into.shape()) != (source.dtype(), source.shape()) {
             return Err(Error::layout(format!("{source:?} does not fit {into:?}")));
         }
-        let end = |ptr: DevicePtr, layout: &Layout| ptr.checked_add(layout.bytes()).map(|_| ptr + layout.offset());
+        let end = |ptr: DevicePtr, layout: &Layout| {
+            ptr.checked_add(layout.bytes())
+                .map(|_| ptr + layout.offset())
+        };
         let (Some(to), Some(from)) = (end(to, into), end(from, source)) else {
             return Err(Error::layout("it reaches further than an address can"));
         };
         let width = into.dtype().bytes();
-        let mut rows = Rows { to, from, bytes: width, rank: 0, axes: [Axis::default(); RANK_MAX] };
+        let mut rows = Rows {
+            to,
+            from,
+            bytes: width,
+            rank: 0,
+            axes: [Axis::default(); RANK_MAX],
+        };
         if into.elements() == 0 {
             return Ok(Rows { bytes: 0, ..rows });
         }
-        for ((&length, &to), &from) in into.shape().iter().zip(into.strides()).zip(source.strides()) {
+        for ((&length, &to), &from) in into
+            .shape()
+            .iter()
+            .zip(into.strides())
+            .zip(source.strides())
+        {
             if length > 1 {
                 // A layout's reach was checked when it was made: a stride that is taken is far from overflow.
-                rows.push(Axis { length, to: to * width as i64, from: from * width as i64 });
+                rows.push(Axis {
+                    length,
+                    to: to * width as i64,
+                    from: from * width as i64,
+                });
             }
         }
         rows.axes[..rows.rank].sort_by_key(|axis| std::cmp::Reverse(axis.to));
         rows.check_apart().map_err(|stride| {
             let said = format!("elements of {into:?} lie on each other, or between each other");
-            Error::layout(format!("{said} ({stride} bytes apart); copy into a tensor whose dimensions do not"))
+            Error::layout(format!(
+                "{said} ({stride} bytes apart); copy into a tensor whose dimensions do not"
+            ))
         })?;
         rows.join();
         Ok(rows)
@@ -69,7 +89,11 @@ impl Rows {
             let steps = axis.length as i64 - 1;
             self.to = self.to.wrapping_add_signed(axis.to * steps);
             self.from = self.from.wrapping_add_signed(axis.from * steps);
-            axis = Axis { length: axis.length, to: -axis.to, from: -axis.from };
+            axis = Axis {
+                length: axis.length,
+                to: -axis.to,
+                from: -axis.from,
+            };
         }
         self.axes[self.rank] = axis;
         self.rank += 1;
@@ -93,11 +117,16 @@ impl Rows {
         for index in 0..self.rank {
             let inner = self.axes[index];
             let spans = |stride: i64, inner_stride: i64| {
-                inner_stride.checked_mul(inner.length as i64).is_some_and(|reach| reach == stride)
+                inner_stride
+                    .checked_mul(inner.length as i64)
+                    .is_some_and(|reach| reach == stride)
             };
             match self.axes[..rank].last_mut() {
                 Some(outer) if spans(outer.to, inner.to) && spans(outer.from, inner.from) => {
-                    *outer = Axis { length: outer.length * inner.length, ..inner };
+                    *outer = Axis {
+                        length: outer.length * inner.length,
+                        ..inner
+                    };
                 }
                 _ => {
                     self.axes[rank] = inner;
@@ -138,14 +167,24 @@ impl Rows {
     /// written.
     pub fn meet(&self) -> bool {
         let extent = |first: DevicePtr, stride: fn(&Axis) -> i64| {
-            let (mut low, mut high) = (i128::from(first), i128::from(first) + i128::from(self.bytes));
+            let (mut low, mut high) = (
+                i128::from(first),
+                i128::from(first) + i128::from(self.bytes),
+            );
             for axis in self.axes() {
                 let reach = i128::from(stride(axis)) * i128::from(axis.length - 1);
-                if reach < 0 { low += reach } else { high += reach }
+                if reach < 0 {
+                    low += reach
+                } else {
+                    high += reach
+                }
             }
             low..high
         };
-        let (to, from) = (extent(self.to, |axis| axis.to), extent(self.from, |axis| axis.from));
+        let (to, from) = (
+            extent(self.to, |axis| axis.to),
+            extent(self.from, |axis| axis.from),
+        );
         self.bytes > 0 && to.start < from.end && from.start < to.end
     }
 
@@ -199,9 +238,16 @@ impl Rows {
 impl Axis {
     /// Where each of them is written and read, if the first is at `to` and `from`.
     #[inline(always)]
-    fn places(self, to: DevicePtr, from: DevicePtr) -> impl Iterator<Item = (DevicePtr, DevicePtr)> {
-        let at = |first: DevicePtr, stride: i64, index: i64| first.wrapping_add_signed(stride.wrapping_mul(index));
-        (0..self.length as i64).map(move |index| (at(to, self.to, index), at(from, self.from, index)))
+    fn places(
+        self,
+        to: DevicePtr,
+        from: DevicePtr,
+    ) -> impl Iterator<Item = (DevicePtr, DevicePtr)> {
+        let at = |first: DevicePtr, stride: i64, index: i64| {
+            first.wrapping_add_signed(stride.wrapping_mul(index))
+        };
+        (0..self.length as i64)
+            .map(move |index| (at(to, self.to, index), at(from, self.from, index)))
     }
 }
 
@@ -239,13 +285,21 @@ mod tests {
     }
 
     fn axes(rows: &Rows) -> Vec<(u64, i64, i64)> {
-        rows.axes().iter().map(|axis| (axis.length, axis.to, axis.from)).collect()
+        rows.axes()
+            .iter()
+            .map(|axis| (axis.length, axis.to, axis.from))
+            .collect()
     }
 
     #[test]
     fn a_crop_is_rows_of_its_width_and_what_lies_as_one_is_one() {
         // 2 images of 100 x 100 x 3 floats; 10 x 20 pixels of each.
-        let crop = gathered(&strided(DType::F32, &[2, 10, 20, 3], &[30_000, 300, 3, 1], 4 * 909));
+        let crop = gathered(&strided(
+            DType::F32,
+            &[2, 10, 20, 3],
+            &[30_000, 300, 3, 1],
+            4 * 909,
+        ));
         assert_eq!((crop.bytes(), crop.from()), (240, 0x9000 + 4 * 909));
         assert_eq!(axes(&crop), [(2, 2400, 120_000), (10, 240, 1200)]);
         let whole = gathered(&Layout::contiguous(DType::F32, &[2, 10, 20, 3]).unwrap());
@@ -257,19 +311,36 @@ mod tests {
 
     #[test]
     fn dimensions_without_a_step_are_left_out_whatever_their_strides() {
-        let odd = gathered(&strided(DType::I16, &[1, 3, 1, 4], &[i64::MAX, 7, -5, 1], 0));
+        let odd = gathered(&strided(
+            DType::I16,
+            &[1, 3, 1, 4],
+            &[i64::MAX, 7, -5, 1],
+            0,
+        ));
         assert_eq!((odd.bytes(), axes(&odd)), (8, vec![(3, 8, 14)]));
         let number = gathered(&strided(DType::C128, &[], &[], 16));
-        assert_eq!((number.bytes(), number.from(), number.axes()), (16, 0x9010, &[][..]));
-        assert_eq!(gathered(&strided(DType::F64, &[3, 0], &[1, 1], 0)).bytes(), 0);
+        assert_eq!(
+            (number.bytes(), number.from(), number.axes()),
+            (16, 0x9010, &[][..])
+        );
+        assert_eq!(
+            gathered(&strided(DType::F64, &[3, 0], &[1, 1], 0)).bytes(),
+            0
+        );
     }
 
     #[test]
     fn a_target_is_written_in_its_own_order_and_forwards() {
-        let (source, into) = (strided(DType::U8, &[2, 3], &[3, 1], 0), strided(DType::U8, &[2, 3], &[1, -2], 4));
+        let (source, into) = (
+            strided(DType::U8, &[2, 3], &[3, 1], 0),
+            strided(DType::U8, &[2, 3], &[1, -2], 4),
+        );
         let rows = Rows::between(0x1000, &into, 0x9000, &source).unwrap();
         assert_eq!((rows.to(), rows.from()), (0x1000, 0x9002));
-        assert_eq!((rows.bytes(), axes(&rows)), (1, vec![(3, 2, -1), (2, 1, 3)]));
+        assert_eq!(
+            (rows.bytes(), axes(&rows)),
+            (1, vec![(3, 2, -1), (2, 1, 3)])
+        );
     }
 
     #[test]
@@ -277,7 +348,13 @@ mod tests {
         let source = Layout::contiguous(DType::U8, &[2, 4]).unwrap();
         for strides in [[0, 1], [2, 1], [3, 2]] {
             let into = strided(DType::U8, &[2, 4], &strides, 0);
-            assert!(matches!(Rows::between(0, &into, 64, &source), Err(Error::Layout { .. })), "{strides:?}");
+            assert!(
+                matches!(
+                    Rows::between(0, &into, 64, &source),
+                    Err(Error::Layout { .. })
+                ),
+                "{strides:?}"
+            );
         }
     }
 
@@ -285,16 +362,27 @@ mod tests {
     fn tensors_of_another_shape_or_type_or_beyond_all_addresses_are_refused() {
         let of = |dtype, shape: &[u64]| Layout::contiguous(dtype, shape).unwrap();
         let into = of(DType::F32, &[2, 3]);
-        for (source, from) in
-            [(of(DType::F32, &[3, 2]), 0), (of(DType::I32, &[2, 3]), 0), (of(DType::F32, &[2, 3]), u64::MAX - 8)]
-        {
-            assert!(matches!(Rows::between(0x1000, &into, from, &source), Err(Error::Layout { .. })), "{source:?}");
+        for (source, from) in [
+            (of(DType::F32, &[3, 2]), 0),
+            (of(DType::I32, &[2, 3]), 0),
+            (of(DType::F32, &[2, 3]), u64::MAX - 8),
+        ] {
+            assert!(
+                matches!(
+                    Rows::between(0x1000, &into, from, &source),
+                    Err(Error::Layout { .. })
+                ),
+                "{source:?}"
+            );
         }
     }
 
     #[test]
     fn ranges_that_touch_are_apart_and_ranges_that_share_a_byte_meet() {
-        let (into, source) = (Layout::bytes_only(8).unwrap(), strided(DType::U8, &[8], &[-2], 14));
+        let (into, source) = (
+            Layout::bytes_only(8).unwrap(),
+            strided(DType::U8, &[8], &[-2], 14),
+        );
         let meet = |to| Rows::between(to, &into, 100, &source).unwrap().meet();
         assert_eq!([92, 93, 114, 115].map(meet), [false, true, true, false]);
     }
@@ -314,13 +402,19 @@ mod tests {
             let bytes: Vec<u8> = (0..source.bytes()).map(|at| at as u8).collect();
             let packed = Layout::contiguous(source.dtype(), source.shape()).unwrap();
             let mut found = vec![0; packed.bytes() as usize];
-            let (to, from) = (found.as_mut_ptr().expose_provenance(), bytes.as_ptr().expose_provenance());
+            let (to, from) = (
+                found.as_mut_ptr().expose_provenance(),
+                bytes.as_ptr().expose_provenance(),
+            );
             let rows = Rows::between(to as u64, &packed, from as u64, &source).unwrap();
             // SAFETY: both slots are as long as their layouts, and apart.
             unsafe { rows.copy() };
             let width = source.dtype().bytes();
-            let due: Vec<u8> =
-                source.offsets().flat_map(|at| &bytes[at as usize..][..width as usize]).copied().collect();
+            let due: Vec<u8> = source
+                .offsets()
+                .flat_map(|at| &bytes[at as usize..][..width as usize])
+                .copied()
+                .collect();
             assert_eq!(found, due, "{source:?}");
         }
     }

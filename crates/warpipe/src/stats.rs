@@ -43,5 +43,13 @@ pub fn process_stats() -> ProcessStats {
     let (dropping, overdue) = Reactor::running().map_or((0, 0), |reactor| reactor.counts());
     let (kept, kept_bytes) = unreclaimed::totals();
     let (orphaned, is_proof_prompt) = (peer::orphaned(), lifeline::is_prompt());
-    ProcessStats { dropping, overdue, kept, kept_bytes, unanswered: fence::unanswered(), orphaned, is_proof_prompt }
+    ProcessStats {
+        dropping,
+        overdue,
+        kept,
+        kept_bytes,
+        unanswered: fence::unanswered(),
+        orphaned,
+        is_proof_prompt,
+    }
 }

@@ -63,7 +63,11 @@ impl Stream {
 
     /// A stream that lives as long as `keep` does.
     #[cfg(feature = "cudarc")]
-    pub(crate) fn borrow_kept(device: &Device, raw: RawStream, keep: Arc<dyn Any + Send + Sync>) -> Stream {
+    pub(crate) fn borrow_kept(
+        device: &Device,
+        raw: RawStream,
+        keep: Arc<dyn Any + Send + Sync>,
+    ) -> Stream {
         Stream {
             inner: Arc::new(StreamInner {
                 device: device.clone(),
@@ -108,7 +112,11 @@ impl Stream {
     /// comes in, and mostly answered by one comparison of pointers.
     #[inline]
     pub(crate) fn check_of(&self, device: &Device) -> Result<()> {
-        if Arc::ptr_eq(self.backend(), device.backend()) { Ok(()) } else { self.compare(device) }
+        if Arc::ptr_eq(self.backend(), device.backend()) {
+            Ok(())
+        } else {
+            self.compare(device)
+        }
     }
 
     /// One device may be opened through several backends (wrapped, in tests).
@@ -119,7 +127,11 @@ impl Stream {
             return Ok(());
         }
         let tell = |device: &Device| format!("one of {device} ({})", device.info().id);
-        Err(Error::argument("stream", tell(self.device()), format!("{}, whose memory this is", tell(device))))
+        Err(Error::argument(
+            "stream",
+            tell(self.device()),
+            format!("{}, whose memory this is", tell(device)),
+        ))
     }
 
     /// Enqueues a kernel, on the host backend its CPU twin (`cuLaunchKernel`).
@@ -129,7 +141,13 @@ impl Stream {
     ///
     /// # Safety
     /// `args` are what the kernel takes, and the memory they name stays valid until the kernel is done.
-    pub unsafe fn launch(&self, kernel: &Kernel, grid: u32, block: u32, args: &[u64]) -> Result<()> {
+    pub unsafe fn launch(
+        &self,
+        kernel: &Kernel,
+        grid: u32,
+        block: u32,
+        args: &[u64],
+    ) -> Result<()> {
         // SAFETY: the stream is live as long as self; the rest is the caller's promise.
         unsafe { self.backend().launch(self.raw(), kernel, grid, block, args) }
     }
@@ -187,14 +205,24 @@ impl Stream {
     /// # Safety
     /// Both slots are as long as their layouts say, stay mapped until the copy is done, and `to` is written by nobody else
     /// meanwhile.
-    pub unsafe fn copy_elements(&self, to: DevicePtr, into: &Layout, from: DevicePtr, source: &Layout) -> Result<()> {
+    pub unsafe fn copy_elements(
+        &self,
+        to: DevicePtr,
+        into: &Layout,
+        from: DevicePtr,
+        source: &Layout,
+    ) -> Result<()> {
         let rows = Rows::between(to, into, from, source)?;
         if rows.bytes() == 0 {
             return Ok(());
         }
         if rows.meet() {
             let found = format!("{source:?} at {from:#x}");
-            return Err(Error::argument("from", found, format!("memory apart from that of {into:?} at {to:#x}")));
+            return Err(Error::argument(
+                "from",
+                found,
+                format!("memory apart from that of {into:?} at {to:#x}"),
+            ));
         }
         // SAFETY: the stream is live as long as self; every row lies in its slot, as layouts were checked to, and the two
         // sides are apart; the rest is the caller's promise.
@@ -216,12 +244,18 @@ impl Stream {
         // A forked child must not call the driver.
         self.inner.owner_process.check()?;
         // SAFETY: the stream is live as long as self.
-        if unsafe { self.backend().is_capturing(self.raw()) }? { Err(self.capturing()) } else { Ok(()) }
+        if unsafe { self.backend().is_capturing(self.raw()) }? {
+            Err(self.capturing())
+        } else {
+            Ok(())
+        }
     }
 
     #[cold]
     fn capturing(&self) -> Error {
-        Error::Capturing { what: format!("stream {:#x}", self.raw().0.addr()) }
+        Error::Capturing {
+            what: format!("stream {:#x}", self.raw().0.addr()),
+        }
     }
 
     /// Whether all work enqueued so far is done (`cuStreamQuery`).
@@ -244,7 +278,10 @@ impl Stream {
         let mut backoff = Backoff::default();
         while !self.is_idle()? {
             if start.elapsed() >= timeout {
-                return Err(Error::Timeout { what: "the end of the stream's work".into(), waited: timeout });
+                return Err(Error::Timeout {
+                    what: "the end of the stream's work".into(),
+                    waited: timeout,
+                });
             }
             backoff.pause();
         }
@@ -259,7 +296,11 @@ impl Stream {
     /// [`Error::Driver`].
     pub fn wait_for(&self, other: &Stream) -> Result<()> {
         if self.device().info().id != other.device().info().id {
-            return Err(Error::argument("other", other.device(), format!("a stream of {}", self.device())));
+            return Err(Error::argument(
+                "other",
+                other.device(),
+                format!("a stream of {}", self.device()),
+            ));
         }
         if self.raw() == other.raw() {
             return Ok(());
@@ -270,8 +311,11 @@ impl Stream {
         let backend = self.backend();
         let event = backend.create_event()?;
         // SAFETY: both streams are live as long as their handles here, the event until it is destroyed below.
-        let ordered =
-            unsafe { backend.record_event(event, other.raw()).and_then(|()| backend.wait_event(self.raw(), event)) };
+        let ordered = unsafe {
+            backend
+                .record_event(event, other.raw())
+                .and_then(|()| backend.wait_event(self.raw(), event))
+        };
         // SAFETY: made above, destroyed once; a wait that is enqueued keeps what it needs of it.
         let destroyed = unsafe { backend.destroy_event(event) };
         ordered.and(destroyed)
@@ -400,9 +444,18 @@ mod tests {
                 let _ = also.send(2);
             })
             .unwrap();
-        assert!(order.try_recv().is_err(), "the second stream ran before the first was done");
+        assert!(
+            order.try_recv().is_err(),
+            "the second stream ran before the first was done"
+        );
         drop(go);
         let limit = Duration::from_secs(10);
-        assert_eq!([order.recv_timeout(limit).unwrap(), order.recv_timeout(limit).unwrap()], [1, 2]);
+        assert_eq!(
+            [
+                order.recv_timeout(limit).unwrap(),
+                order.recv_timeout(limit).unwrap()
+            ],
+            [1, 2]
+        );
     }
 }

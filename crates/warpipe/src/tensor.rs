@@ -71,12 +71,18 @@ dtypes! {
 impl DType {
     /// The type with this DLPack code and width, if it is one of [`DType::ALL`].
     pub fn from_dlpack(code: u8, bits: u8) -> Option<DType> {
-        DType::ALL.iter().copied().find(|dtype| dtype.code == code && dtype.bits == bits)
+        DType::ALL
+            .iter()
+            .copied()
+            .find(|dtype| dtype.code == code && dtype.bits == bits)
     }
 
     /// The type of this [name](DType::name).
     pub fn from_name(name: &str) -> Option<DType> {
-        DType::ALL.iter().copied().find(|dtype| dtype.name() == name)
+        DType::ALL
+            .iter()
+            .copied()
+            .find(|dtype| dtype.name() == name)
     }
 
     /// DLPack's `DLDataTypeCode`.
@@ -175,7 +181,9 @@ impl Layout {
             (layout.shape[index], layout.strides[index]) = (length, step as i64);
             step *= length;
         }
-        layout.bytes = step.checked_mul(dtype.bytes()).filter(|&bytes| bytes <= i64::MAX as u64)?;
+        layout.bytes = step
+            .checked_mul(dtype.bytes())
+            .filter(|&bytes| bytes <= i64::MAX as u64)?;
         Some(layout)
     }
 
@@ -187,16 +195,29 @@ impl Layout {
     pub fn strided(dtype: DType, shape: &[u64], strides: &[i64], offset: u64) -> Result<Layout> {
         check_rank(shape.len())?;
         if shape.len() != strides.len() {
-            return Err(Error::layout(format!("{} dimensions but {} strides", shape.len(), strides.len())));
+            return Err(Error::layout(format!(
+                "{} dimensions but {} strides",
+                shape.len(),
+                strides.len()
+            )));
         }
         let (lowest, highest) = extent(dtype, shape, strides)?;
         let first = i128::from(offset) + lowest;
         if first < 0 {
-            return Err(Error::layout(format!("its first byte would lie {} bytes before the slot", -first)));
+            return Err(Error::layout(format!(
+                "its first byte would lie {} bytes before the slot",
+                -first
+            )));
         }
         let bytes = to_bytes(i128::from(offset) + highest)?;
-        let mut layout =
-            Layout { dtype, rank: shape.len() as u8, shape: [0; RANK_MAX], strides: [0; RANK_MAX], offset, bytes };
+        let mut layout = Layout {
+            dtype,
+            rank: shape.len() as u8,
+            shape: [0; RANK_MAX],
+            strides: [0; RANK_MAX],
+            offset,
+            bytes,
+        };
         layout.shape[..shape.len()].copy_from_slice(shape);
         layout.strides[..shape.len()].copy_from_slice(strides);
         Ok(layout)
@@ -239,7 +260,11 @@ impl Layout {
     /// The number of elements.
     pub fn elements(&self) -> u64 {
         // Beside a 0 the other lengths are free, and their product may not fit.
-        if self.shape().contains(&0) { 0 } else { self.shape().iter().product() }
+        if self.shape().contains(&0) {
+            0
+        } else {
+            self.shape().iter().product()
+        }
     }
 
     /// Where each element lies, in row-major order: its first byte, counted from the slot's start.
@@ -295,7 +320,13 @@ impl fmt::Debug for Layout {
 }
 
 fn check_rank(rank: usize) -> Result<()> {
-    if rank > RANK_MAX { Err(Error::layout(format!("{rank} dimensions; at most {RANK_MAX}"))) } else { Ok(()) }
+    if rank > RANK_MAX {
+        Err(Error::layout(format!(
+            "{rank} dimensions; at most {RANK_MAX}"
+        )))
+    } else {
+        Ok(())
+    }
 }
 
 fn too_large() -> Error {
@@ -303,7 +334,9 @@ fn too_large() -> Error {
 }
 
 fn to_bytes(value: i128) -> Result<u64> {
-    i64::try_from(value).map(|bytes| bytes as u64).map_err(|_| too_large())
+    i64::try_from(value)
+        .map(|bytes| bytes as u64)
+        .map_err(|_| too_large())
 }
 
 /// No tensor reaches further than its slot is long, so what is out of this range is refused, and eight of them add up.
@@ -320,12 +353,20 @@ fn extent(dtype: DType, shape: &[u64], strides: &[i64]) -> Result<(i128, i128)> 
     }
     let mut elements: i128 = 1;
     for (&length, &stride) in shape.iter().zip(strides) {
-        elements =
-            elements.checked_mul(i128::from(length)).filter(|&n| n <= i128::from(i64::MAX)).ok_or_else(too_large)?;
+        elements = elements
+            .checked_mul(i128::from(length))
+            .filter(|&n| n <= i128::from(i64::MAX))
+            .ok_or_else(too_large)?;
         // Both factors may come from a peer: the product of a length and a stride alone can pass 2^127.
-        let reach = (i128::from(length - 1) * i128::from(stride)).checked_mul(width).filter(is_far_from_overflow);
+        let reach = (i128::from(length - 1) * i128::from(stride))
+            .checked_mul(width)
+            .filter(is_far_from_overflow);
         let reach = reach.ok_or_else(too_large)?;
-        if reach < 0 { lowest += reach } else { highest += reach }
+        if reach < 0 {
+            lowest += reach
+        } else {
+            highest += reach
+        }
     }
     Ok((lowest, highest))
 }
@@ -339,8 +380,14 @@ mod tests {
         for code in (0..=20).chain([127, 128, 255]) {
             for bits in [0, 1, 4, 7, 8, 9, 16, 32, 64, 128, 255] {
                 let read = postcard::from_bytes::<DType>(&[code, bits]).ok();
-                assert_eq!(read, DType::from_dlpack(code, bits), "code {code}, {bits} bits");
-                assert!(read.is_none_or(|dtype| postcard::to_stdvec(&dtype) == Ok(vec![code, bits])));
+                assert_eq!(
+                    read,
+                    DType::from_dlpack(code, bits),
+                    "code {code}, {bits} bits"
+                );
+                assert!(
+                    read.is_none_or(|dtype| postcard::to_stdvec(&dtype) == Ok(vec![code, bits]))
+                );
             }
         }
     }
@@ -354,29 +401,56 @@ mod tests {
     #[test]
     fn a_dimension_of_zero_needs_no_bytes() {
         let layout = Layout::contiguous(DType::F32, &[4, 0, u64::MAX]).err();
-        assert!(layout.is_some(), "u64::MAX rows of nothing still overflow a stride");
-        assert_eq!(Layout::contiguous(DType::F32, &[4, 0, 7]).unwrap().bytes(), 0);
+        assert!(
+            layout.is_some(),
+            "u64::MAX rows of nothing still overflow a stride"
+        );
+        assert_eq!(
+            Layout::contiguous(DType::F32, &[4, 0, 7]).unwrap().bytes(),
+            0
+        );
     }
 
     #[test]
     fn negative_strides_must_stay_inside_the_slot() {
-        assert!(matches!(Layout::strided(DType::I16, &[4], &[-1], 0), Err(Error::Layout { .. })));
-        assert_eq!(Layout::strided(DType::I16, &[4], &[-1], 6).unwrap().bytes(), 8);
+        assert!(matches!(
+            Layout::strided(DType::I16, &[4], &[-1], 0),
+            Err(Error::Layout { .. })
+        ));
+        assert_eq!(
+            Layout::strided(DType::I16, &[4], &[-1], 6).unwrap().bytes(),
+            8
+        );
     }
 
     #[test]
     fn sizes_that_overflow_are_refused() {
         for shape in [&[u64::MAX][..], &[1 << 32, 1 << 32], &[1 << 62, 2]] {
-            assert!(matches!(Layout::contiguous(DType::C128, shape), Err(Error::Layout { .. })), "{shape:?}");
+            assert!(
+                matches!(
+                    Layout::contiguous(DType::C128, shape),
+                    Err(Error::Layout { .. })
+                ),
+                "{shape:?}"
+            );
         }
-        assert!(matches!(Layout::strided(DType::U8, &[u64::MAX, 2], &[0, 1], 0), Err(Error::Layout { .. })));
+        assert!(matches!(
+            Layout::strided(DType::U8, &[u64::MAX, 2], &[0, 1], 0),
+            Err(Error::Layout { .. })
+        ));
     }
 
     #[test]
     fn offsets_are_those_of_the_elements_in_row_major_order() {
         let offsets = |layout: Layout| layout.offsets().collect::<Vec<_>>();
-        assert_eq!(offsets(Layout::contiguous(DType::F32, &[2, 2]).unwrap()), [0, 4, 8, 12]);
-        assert_eq!(offsets(Layout::strided(DType::I16, &[2, 3], &[1, -4], 16).unwrap()), [16, 8, 0, 18, 10, 2]);
+        assert_eq!(
+            offsets(Layout::contiguous(DType::F32, &[2, 2]).unwrap()),
+            [0, 4, 8, 12]
+        );
+        assert_eq!(
+            offsets(Layout::strided(DType::I16, &[2, 3], &[1, -4], 16).unwrap()),
+            [16, 8, 0, 18, 10, 2]
+        );
         let lone = Layout::strided(DType::F64, &[2, 1, 2], &[0, i64::MAX, 1], 8).unwrap();
         assert_eq!(offsets(lone), [8, 16, 8, 16]);
         assert_eq!(offsets(Layout::contiguous(DType::U8, &[]).unwrap()), [0]);

@@ -26,10 +26,21 @@ fn run(example: &str, arguments: &[&str]) -> Ended {
     let folder = Folder::new(example);
     let device = std::env::var("WARPIPE_TEST_DEVICE").unwrap_or_else(|_| "host".into());
     let mut command = Command::new(built(example));
-    command.args(["--device", &device]).args(arguments).current_dir(&folder.0).env("TMPDIR", &folder.0);
+    command
+        .args(["--device", &device])
+        .args(arguments)
+        .current_dir(&folder.0)
+        .env("TMPDIR", &folder.0);
     let ended = Running::start(command).end();
-    let left: Vec<_> = std::fs::read_dir(&folder.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert!(left.iter().all(|name| !name.to_string_lossy().starts_with("warpipe-")), "{example} left {left:?}");
+    let left: Vec<_> = std::fs::read_dir(&folder.0)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
+    assert!(
+        left.iter()
+            .all(|name| !name.to_string_lossy().starts_with("warpipe-")),
+        "{example} left {left:?}"
+    );
     ended
 }
 
@@ -40,8 +51,15 @@ fn ends_with(example: &str, arguments: &[&str], last_line: &str) -> Ended {
     let last = ended.out.lines().last().unwrap_or_default();
     let parts: Vec<&str> = last_line.split('*').collect();
     let mut rest = last;
-    let matches = parts.iter().all(|part| rest.find(part).map(|place| rest = &rest[place + part.len()..]).is_some());
-    assert!(matches && last.starts_with(parts[0]), "{example} ended with {last:?}, not with {last_line:?}");
+    let matches = parts.iter().all(|part| {
+        rest.find(part)
+            .map(|place| rest = &rest[place + part.len()..])
+            .is_some()
+    });
+    assert!(
+        matches && last.starts_with(parts[0]),
+        "{example} ended with {last:?}, not with {last_line:?}"
+    );
     ended
 }
 
@@ -49,8 +67,17 @@ fn ends_with(example: &str, arguments: &[&str], last_line: &str) -> Ended {
 /// `--test examples` it does not.
 fn built(example: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
-    let path = test.parent().and_then(Path::parent).unwrap().join("examples").join(example);
-    assert!(path.exists(), "{} is not built; run `cargo build -p warpipe --examples` first", path.display());
+    let path = test
+        .parent()
+        .and_then(Path::parent)
+        .unwrap()
+        .join("examples")
+        .join(example);
+    assert!(
+        path.exists(),
+        "{} is not built; run `cargo build -p warpipe --examples` first",
+        path.display()
+    );
     path
 }
 
@@ -58,7 +85,11 @@ struct Folder(PathBuf);
 
 impl Folder {
     fn new(example: &str) -> Folder {
-        let name = format!("examples-test-{}-{example}-{:?}", std::process::id(), std::thread::current().id());
+        let name = format!(
+            "examples-test-{}-{example}-{:?}",
+            std::process::id(),
+            std::thread::current().id()
+        );
         let path = std::env::temp_dir().join(name);
         std::fs::create_dir_all(&path).unwrap();
         Folder(path)
@@ -79,15 +110,28 @@ struct Running {
 impl Running {
     fn start(mut command: Command) -> Running {
         use std::os::unix::process::CommandExt;
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
-        Running { child: command.spawn().unwrap() }
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .process_group(0);
+        Running {
+            child: command.spawn().unwrap(),
+        }
     }
 
     /// The first line that it says.
     fn line(&mut self) -> String {
         let out = self.child.stdout.as_mut().unwrap();
-        let limit = Timespec { tv_sec: LIMIT.as_secs() as _, tv_nsec: 0 };
-        assert_eq!(poll(&mut [PollFd::new(&*out, PollFlags::IN)], Some(&limit)).unwrap(), 1, "it said nothing");
+        let limit = Timespec {
+            tv_sec: LIMIT.as_secs() as _,
+            tv_nsec: 0,
+        };
+        assert_eq!(
+            poll(&mut [PollFd::new(&*out, PollFlags::IN)], Some(&limit)).unwrap(),
+            1,
+            "it said nothing"
+        );
         // It writes whole lines, of which no more than the first is taken here.
         let (mut line, mut byte) = (Vec::new(), [0]);
         while out.read(&mut byte).unwrap() == 1 && byte != *b"\n" {
@@ -97,16 +141,26 @@ impl Running {
     }
 
     fn end(mut self) -> Ended {
-        let [out, err] = [read(self.child.stdout.take().unwrap()), read(self.child.stderr.take().unwrap())];
+        let [out, err] = [
+            read(self.child.stdout.take().unwrap()),
+            read(self.child.stderr.take().unwrap()),
+        ];
         let pidfd = pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty()).unwrap();
-        let limit = Timespec { tv_sec: LIMIT.as_secs() as _, tv_nsec: 0 };
+        let limit = Timespec {
+            tv_sec: LIMIT.as_secs() as _,
+            tv_nsec: 0,
+        };
         let in_time = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)).unwrap() == 1;
         if !in_time {
             // Its children, too: they hold the pipes open.
             kill_process_group(Pid::from_child(&self.child), Signal::KILL).unwrap();
         }
         let code = self.child.wait().unwrap().code();
-        let ended = Ended { code, out: out.join().unwrap(), err: err.join().unwrap() };
+        let ended = Ended {
+            code,
+            out: out.join().unwrap(),
+            err: err.join().unwrap(),
+        };
         assert!(in_time, "it did not end within {LIMIT:?}: {ended:#?}");
         ended
     }
@@ -131,22 +185,35 @@ fn read(mut pipe: impl Read + Send + 'static) -> std::thread::JoinHandle<String>
 
 #[test]
 fn fibonacci_numbers_cross_between_two_processes() {
-    ends_with("fibonacci", &[], "ok: 65536 Fibonacci numbers crossed, every one of them right");
+    ends_with(
+        "fibonacci",
+        &[],
+        "ok: 65536 Fibonacci numbers crossed, every one of them right",
+    );
 }
 
 #[test]
 fn ring_loses_nothing_to_a_slow_reader_and_its_sender_waits() {
-    ends_with("ring", &[], "ok: 200 of 200 frames in order, none lost; the sender found the ring full * times");
+    ends_with(
+        "ring",
+        &[],
+        "ok: 200 of 200 frames in order, none lost; the sender found the ring full * times",
+    );
 }
 
 #[test]
 fn consumer_first_gives_up_clearly_or_waits() {
-    ends_with("consumer_first", &[], "ok: gave up twice, then waited, and received: hello from a latecomer");
+    ends_with(
+        "consumer_first",
+        &[],
+        "ok: gave up twice, then waited, and received: hello from a latecomer",
+    );
 }
 
 #[test]
 fn threads_alias_one_publishers_memory() {
-    let last = "ok: 4 threads read 20 frames each in the publisher's own memory; nothing was copied";
+    let last =
+        "ok: 4 threads read 20 frames each in the publisher's own memory; nothing was copied";
     ends_with("threads", &[], last);
 }
 
@@ -154,27 +221,43 @@ fn threads_alias_one_publishers_memory() {
 fn an_option_that_no_example_knows_is_refused() {
     let ended = run("fibonacci", &["--colour", "red"]);
     assert_eq!(ended.code, Some(1), "{ended:?}");
-    assert!(ended.err.contains("\"--colour\" is no option here"), "{ended:?}");
+    assert!(
+        ended.err.contains("\"--colour\" is no option here"),
+        "{ended:?}"
+    );
 }
 
 #[test]
 fn a_device_that_there_is_not_ends_the_example_with_a_clear_error() {
     let folder = Folder::new("alone");
     let mut command = Command::new(built("consumer_first"));
-    command.args(["--device", "nowhere", "--role", "consumer"]).env("WARPIPE_DOMAIN", &folder.0);
+    command
+        .args(["--device", "nowhere", "--role", "consumer"])
+        .env("WARPIPE_DOMAIN", &folder.0);
     let ended = Running::start(command).end();
     assert_eq!(ended.code, Some(1), "{ended:?}");
-    assert!(ended.err.contains("--device is auto, host, cuda or cuda:N"), "{ended:?}");
+    assert!(
+        ended.err.contains("--device is auto, host, cuda or cuda:N"),
+        "{ended:?}"
+    );
 }
 
 #[test]
 fn pipeline_goes_on_when_its_middle_stage_is_killed_and_started_again() {
-    ends_with("pipeline", &[], "ok: 400 frames: * verified, none wrong; * lost with 1 killed filters (9 each at most)");
+    ends_with(
+        "pipeline",
+        &[],
+        "ok: 400 frames: * verified, none wrong; * lost with 1 killed filters (9 each at most)",
+    );
 }
 
 #[test]
 fn render_draws_every_frame_as_in_the_reference() {
-    ends_with("render", &["--frames", "12"], "ok: 12 of 12 frames, 0 lost, * frames/s, as in the reference");
+    ends_with(
+        "render",
+        &["--frames", "12"],
+        "ok: 12 of 12 frames, 0 lost, * frames/s, as in the reference",
+    );
 }
 
 #[test]
@@ -189,16 +272,27 @@ fn render_refuses_a_picture_that_is_not_the_reference() {
     let folder = Folder::new("another");
     let other = folder.0.join("another-frame.png");
     std::fs::write(&other, include_bytes!("examples/another-frame.png")).unwrap();
-    let ended = run("render", &["--frames", "12", "--reference", other.to_str().unwrap()]);
+    let ended = run(
+        "render",
+        &["--frames", "12", "--reference", other.to_str().unwrap()],
+    );
     assert_eq!(ended.code, Some(1), "{ended:#?}");
-    assert!(ended.err.contains("pixels are not as in the reference"), "{ended:#?}");
+    assert!(
+        ended.err.contains("pixels are not as in the reference"),
+        "{ended:#?}"
+    );
 }
 
 #[test]
 fn crash_recovery_tells_a_stopped_worker_from_a_dead_one_and_clears_up_after_the_dead() {
     let last = "ok: * frames of 4 workers verified; one stalled and recovered, one died and was replaced, 3 left";
     let ended = ends_with("crash_recovery", &[], last);
-    assert!(ended.out.contains("worker-2: died, and left frames/worker-2 and members/worker-2"), "{ended:#?}");
+    assert!(
+        ended
+            .out
+            .contains("worker-2: died, and left frames/worker-2 and members/worker-2"),
+        "{ended:#?}"
+    );
 }
 
 #[test]
@@ -212,7 +306,12 @@ fn workers_do_every_task_though_one_of_them_is_killed() {
 fn pool_gets_its_blocks_back_from_a_borrower_and_from_a_dead_one() {
     let last = "ok: 4 blocks lent and given back, 1 taken back from the dead; all of 8192 KiB free at the end";
     let ended = ends_with("pool", &[], last);
-    assert!(ended.out.contains("held by the doomed: owner 0 KiB, lent 2048 KiB"), "{ended:#?}");
+    assert!(
+        ended
+            .out
+            .contains("held by the doomed: owner 0 KiB, lent 2048 KiB"),
+        "{ended:#?}"
+    );
 }
 
 #[test]
@@ -225,39 +324,71 @@ fn semaphore_lets_no_more_in_than_it_has_permits() {
 fn without_the_semaphore_more_are_inside_and_the_example_says_so() {
     let ended = run("semaphore", &["--without"]);
     assert_eq!(ended.code, Some(1), "{ended:#?}");
-    assert!(ended.err.contains("were inside, and 2 may be"), "{ended:#?}");
+    assert!(
+        ended.err.contains("were inside, and 2 may be"),
+        "{ended:#?}"
+    );
 }
 
 #[test]
 fn inference_servers_reply_what_the_reference_says() {
-    ends_with("inference_server", &[], "ok: 64 requests answered by 2 servers, all within 0.00001 of the reference");
+    ends_with(
+        "inference_server",
+        &[],
+        "ok: 64 requests answered by 2 servers, all within 0.00001 of the reference",
+    );
 }
 
 #[test]
 fn fork_doubles_the_parents_numbers_in_its_child() {
-    ends_with("fork", &[], "ok: 65536 numbers of the parent, doubled in place by its forked child");
+    ends_with(
+        "fork",
+        &[],
+        "ok: 65536 numbers of the parent, doubled in place by its forked child",
+    );
 }
 
 #[test]
 fn events_make_a_stream_wait_and_tell_what_was_never_recorded_and_what_is_lost() {
     let last = "ok: the child's stream waited, and 65536 words are right; never recorded and lost are errors";
     let ended = ends_with("events", &[], last);
-    let said = ["the stream waited and read for", "has never been recorded", "was lost: the work that process"];
-    assert!(said.iter().all(|said| ended.out.contains(said)), "{ended:#?}");
+    let said = [
+        "the stream waited and read for",
+        "has never been recorded",
+        "was lost: the work that process",
+    ];
+    assert!(
+        said.iter().all(|said| ended.out.contains(said)),
+        "{ended:#?}"
+    );
 }
 
 #[test]
 fn pipes_carry_nine_tensors_with_their_values() {
-    let ended = ends_with("pipes", &[], "ok: 9 tensors came by legacy handles and 9 by tickets, each with its values");
+    let ended = ends_with(
+        "pipes",
+        &[],
+        "ok: 9 tensors came by legacy handles and 9 by tickets, each with its values",
+    );
     for n in 1..=9 {
-        let tensor = format!("tensor {n}: [{n}, {0}] by a legacy handle, [{n}, {0}] by a ticket", 2 * n);
-        assert!(ended.out.contains(&tensor), "{tensor} is missing in {ended:#?}");
+        let tensor = format!(
+            "tensor {n}: [{n}, {0}] by a legacy handle, [{n}, {0}] by a ticket",
+            2 * n
+        );
+        assert!(
+            ended.out.contains(&tensor),
+            "{tensor} is missing in {ended:#?}"
+        );
     }
 }
 
 #[test]
 fn producer_consumer_of_one_terminal_agree() {
-    ends_with("producer_consumer", &[], "ok: the consumer opened the ticket, and 1048576 words are right");
+    ends_with(
+        "producer_consumer",
+        &[],
+        "ok: the consumer opened the ticket, and 1048576 words are right",
+    );
 }
 
 #[test]
@@ -276,7 +407,10 @@ fn in_two_terminals(roles: [&str; 2], is_there: &str) {
     let device = std::env::var("WARPIPE_TEST_DEVICE").unwrap_or_else(|_| "host".into());
     let [first, second] = roles.map(|role| {
         let mut command = Command::new(built("producer_consumer"));
-        command.args(["--device", &device, "--role", role]).env("WARPIPE_DOMAIN", &folder.0).current_dir(&folder.0);
+        command
+            .args(["--device", &device, "--role", role])
+            .env("WARPIPE_DOMAIN", &folder.0)
+            .current_dir(&folder.0);
         command
     });
     let mut first = Running::start(first);
@@ -285,14 +419,25 @@ fn in_two_terminals(roles: [&str; 2], is_there: &str) {
     if roles[0] == "producer" {
         use std::os::unix::fs::MetadataExt;
         let file = std::fs::metadata(folder.0.join("producer_consumer.ticket")).unwrap();
-        assert_eq!(file.mode() & 0o777, 0o600, "the ticket's file is not private");
+        assert_eq!(
+            file.mode() & 0o777,
+            0o600,
+            "the ticket's file is not private"
+        );
     }
     let second = Running::start(second).end();
     let first = first.end();
-    assert_eq!((first.code, second.code), (Some(0), Some(0)), "{first:#?} {second:#?}");
+    assert_eq!(
+        (first.code, second.code),
+        (Some(0), Some(0)),
+        "{first:#?} {second:#?}"
+    );
     let out = first.out + &second.out;
     assert!(out.contains("consumer: 1048576 words are right"), "{out}");
-    let left: Vec<_> = std::fs::read_dir(&folder.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let left: Vec<_> = std::fs::read_dir(&folder.0)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
     assert!(left.is_empty(), "they left {left:?}");
 }
 
@@ -300,14 +445,25 @@ fn in_two_terminals(roles: [&str; 2], is_there: &str) {
 fn bandwidth_moves_right_bytes_through_an_import_and_compares() {
     let last = "ok: * comparisons, all bytes right; the lowest ratio is *";
     let ended = ends_with("bandwidth", &["--mib", "8", "--rounds", "2"], last);
-    let lines =
-        ["host to device", "device to host", "device to device, read", "device to device, write", "peer to peer"];
-    assert!(lines.iter().all(|line| ended.out.contains(line)), "{ended:#?}");
+    let lines = [
+        "host to device",
+        "device to host",
+        "device to device, read",
+        "device to device, write",
+        "peer to peer",
+    ];
+    assert!(
+        lines.iter().all(|line| ended.out.contains(line)),
+        "{ended:#?}"
+    );
 }
 
 #[test]
 fn bandwidth_below_the_bound_that_was_asked_for_is_an_error() {
-    let ended = run("bandwidth", &["--mib", "1", "--rounds", "1", "--at-least", "1000"]);
+    let ended = run(
+        "bandwidth",
+        &["--mib", "1", "--rounds", "1", "--at-least", "1000"],
+    );
     assert_eq!(ended.code, Some(1), "{ended:#?}");
     assert!(ended.err.contains("is below 1000"), "{ended:#?}");
 }

@@ -17,8 +17,14 @@ const CHILDREN: usize = 400;
 
 /// Beginnings of what `/proc/self/fd` says of descriptors that this library makes and a child must not have. Regions
 /// (`/memfd:warpipe-region`) stay in a child with their mapping.
-const STRAYS: [&str; 6] =
-    ["socket:", "anon_inode:", "pidfd:", "/memfd:warpipe-link", "/memfd:warpipe-words", "/memfd:warpipe-process"];
+const STRAYS: [&str; 6] = [
+    "socket:",
+    "anon_inode:",
+    "pidfd:",
+    "/memfd:warpipe-link",
+    "/memfd:warpipe-words",
+    "/memfd:warpipe-process",
+];
 
 /// The tests of this file count and fork what the whole process has open: one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -29,14 +35,21 @@ fn a_child_forked_under_constant_opening_keeps_no_descriptor_of_its_parent() {
     let folder = std::env::temp_dir().join(format!("warpipe-forks-{}", std::process::id()));
     let before = descriptors();
     let found = while_opening(&folder, || fork_children(&before, &folder));
-    assert!(found.is_empty(), "strays in {CHILDREN} children, by kind: {found:#?}");
+    assert!(
+        found.is_empty(),
+        "strays in {CHILDREN} children, by kind: {found:#?}"
+    );
 }
 
 #[test]
 fn a_child_forked_under_constant_opening_opens_endpoints_of_its_own() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = std::env::temp_dir().join(format!("warpipe-forks-own-{}", std::process::id()));
-    let statuses = while_opening(&folder, || (0..CHILDREN / 8).map(|_| open_in_a_child(&folder)).collect::<Vec<_>>());
+    let statuses = while_opening(&folder, || {
+        (0..CHILDREN / 8)
+            .map(|_| open_in_a_child(&folder))
+            .collect::<Vec<_>>()
+    });
     // SIGALRM is one that hangs.
     assert!(statuses.iter().all(|&status| status == 0), "{statuses:?}");
 }
@@ -47,21 +60,44 @@ fn children_that_several_threads_fork_at_once_have_nothing_of_the_lifeline() {
     let folder = std::env::temp_dir().join(format!("warpipe-forks-many-{}", std::process::id()));
     let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
     let before = descriptors();
-    let publisher = Publisher::builder("many").domain(&domain).device(&device).build().unwrap();
-    let subscriber = Subscriber::builder("many").domain(&domain).device(&device).build().unwrap();
+    let publisher = Publisher::builder("many")
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
+    let subscriber = Subscriber::builder("many")
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     let is_ours = |path: &&String| path.starts_with("socket:") || path.starts_with("pipe:");
-    let has_kept = || descriptors().iter().any(|(fd, path)| before.get(fd) != Some(path) && is_ours(&path));
+    let has_kept = || {
+        descriptors()
+            .iter()
+            .any(|(fd, path)| before.get(fd) != Some(path) && is_ours(&path))
+    };
     let kept = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..4 {
             let (kept, has_kept) = (&kept, &has_kept);
-            let fork_some = move || (0..CHILDREN / 4).filter(|_| status_of_a_child(|| !has_kept()) != 0).count();
+            let fork_some = move || {
+                (0..CHILDREN / 4)
+                    .filter(|_| status_of_a_child(|| !has_kept()) != 0)
+                    .count()
+            };
             scope.spawn(move || kept.fetch_add(fork_some(), Ordering::Relaxed));
         }
     });
-    assert_eq!(kept.into_inner(), 0, "children of {CHILDREN} with descriptors of the parent's lifeline");
-    assert!(warpipe::process_stats().is_proof_prompt, "the parent knows its own");
+    assert_eq!(
+        kept.into_inner(),
+        0,
+        "children of {CHILDREN} with descriptors of the parent's lifeline"
+    );
+    assert!(
+        warpipe::process_stats().is_proof_prompt,
+        "the parent knows its own"
+    );
     drop((subscriber, publisher));
     std::fs::remove_dir_all(folder).unwrap();
 }
@@ -90,7 +126,9 @@ fn while_opening<T>(folder: &Path, work: impl FnOnce() -> T) -> T {
 /// How a child ends that opens endpoints of its own.
 fn open_in_a_child(folder: &Path) -> i32 {
     let path = folder.join("child");
-    status_of_a_child(|| std::panic::catch_unwind(|| open_and_close(&Domain::at(&path).unwrap(), 0)).is_ok())
+    status_of_a_child(|| {
+        std::panic::catch_unwind(|| open_and_close(&Domain::at(&path).unwrap(), 0)).is_ok()
+    })
 }
 
 /// How a child ends that does `work`: 0 if that is true.
@@ -112,8 +150,16 @@ fn status_of_a_child(work: impl FnOnce() -> bool) -> i32 {
 
 fn open_and_close(domain: &Domain, number: usize) {
     let (device, name) = (Device::host(), |kind: &str| format!("{kind}-{number}"));
-    let publisher = Publisher::builder(&name("publisher")).domain(domain).device(&device).build().unwrap();
-    let mut subscriber = Subscriber::builder(&name("publisher")).domain(domain).device(&device).build().unwrap();
+    let publisher = Publisher::builder(&name("publisher"))
+        .domain(domain)
+        .device(&device)
+        .build()
+        .unwrap();
+    let mut subscriber = Subscriber::builder(&name("publisher"))
+        .domain(domain)
+        .device(&device)
+        .build()
+        .unwrap();
     let stream = device.stream().unwrap();
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
@@ -144,9 +190,14 @@ fn fork_children(before: &BTreeMap<i32, String>, folder: &Path) -> BTreeMap<Stri
             }
             child => {
                 drop(writer);
-                read(reader).lines().for_each(|kind| *found.entry(kind.to_string()).or_default() += 1);
+                read(reader)
+                    .lines()
+                    .for_each(|kind| *found.entry(kind.to_string()).or_default() += 1);
                 // SAFETY: reaps our own child, which has closed its pipe and ends.
-                assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child);
+                assert_eq!(
+                    unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) },
+                    child
+                );
             }
         }
     }
@@ -155,23 +206,45 @@ fn fork_children(before: &BTreeMap<i32, String>, folder: &Path) -> BTreeMap<Stri
 
 fn read(reader: OwnedFd) -> String {
     let mut text = String::new();
-    std::fs::File::from(reader).read_to_string(&mut text).unwrap();
+    std::fs::File::from(reader)
+        .read_to_string(&mut text)
+        .unwrap();
     text
 }
 
 fn strays(before: &BTreeMap<i32, String>, folder: &Path) -> Vec<String> {
-    let is_ours =
-        |path: &String| STRAYS.iter().any(|stray| path.starts_with(stray)) || Path::new(path).parent() == Some(folder);
-    let new = descriptors().into_iter().filter(|(fd, path)| before.get(fd) != Some(path)).map(|(_, path)| path);
-    new.filter(is_ours).map(|path| path.split('[').next().unwrap_or_default().to_string()).collect()
+    let is_ours = |path: &String| {
+        STRAYS.iter().any(|stray| path.starts_with(stray))
+            || Path::new(path).parent() == Some(folder)
+    };
+    let new = descriptors()
+        .into_iter()
+        .filter(|(fd, path)| before.get(fd) != Some(path))
+        .map(|(_, path)| path);
+    new.filter(is_ours)
+        .map(|path| path.split('[').next().unwrap_or_default().to_string())
+        .collect()
 }
 
 /// What is open, but for what it is read through.
 fn descriptors() -> BTreeMap<i32, String> {
     let folder = std::fs::File::open("/proc/self/fd").unwrap();
     let directory = rustix::fs::Dir::read_from(&folder).unwrap();
-    let numbers: Vec<i32> =
-        directory.filter_map(|entry| entry.unwrap().file_name().to_str().ok()?.parse().ok()).collect();
-    let path = |fd: i32| Some((fd, std::fs::read_link(format!("/proc/self/fd/{fd}")).ok()?.display().to_string()));
-    numbers.into_iter().filter(|&fd| fd != folder.as_raw_fd()).filter_map(path).collect()
+    let numbers: Vec<i32> = directory
+        .filter_map(|entry| entry.unwrap().file_name().to_str().ok()?.parse().ok())
+        .collect();
+    let path = |fd: i32| {
+        Some((
+            fd,
+            std::fs::read_link(format!("/proc/self/fd/{fd}"))
+                .ok()?
+                .display()
+                .to_string(),
+        ))
+    };
+    numbers
+        .into_iter()
+        .filter(|&fd| fd != folder.as_raw_fd())
+        .filter_map(path)
+        .collect()
 }

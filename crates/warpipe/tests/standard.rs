@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use warpipe::backend::Access;
 use warpipe::{
-    Device, Domain, Event, Member, Members, Memory, Pool, Publisher, Queue, Semaphore, Subscriber, Ticket, Timeline,
-    Worker,
+    Device, Domain, Event, Member, Members, Memory, Pool, Publisher, Queue, Semaphore, Subscriber,
+    Ticket, Timeline, Worker,
 };
 
 const WAIT: Duration = Duration::from_secs(40);
@@ -19,7 +19,8 @@ const OUTCOME: &str = "WARPIPE_STANDARD_OUTCOME";
 
 #[test]
 fn a_program_started_without_standard_descriptors_gets_none_of_the_librarys_in_their_places() {
-    let test = "a_program_started_without_standard_descriptors_gets_none_of_the_librarys_in_their_places";
+    let test =
+        "a_program_started_without_standard_descriptors_gets_none_of_the_librarys_in_their_places";
     if let Some(path) = std::env::var_os(OUTCOME) {
         let outcome = std::panic::catch_unwind(program);
         let words = |panic: Box<dyn Any + Send>| format!("{:?}", panic.downcast_ref::<String>());
@@ -27,7 +28,9 @@ fn a_program_started_without_standard_descriptors_gets_none_of_the_librarys_in_t
     }
     let path = std::env::temp_dir().join(format!("warpipe-standard-{}", std::process::id()));
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", test, "--nocapture"]).env(OUTCOME, &path);
+    command
+        .args(["--exact", test, "--nocapture"])
+        .env(OUTCOME, &path);
     // SAFETY: system calls alone, in a child that is about to call `exec`.
     unsafe {
         command.pre_exec(|| {
@@ -47,12 +50,20 @@ fn close_standard() {
 }
 
 fn link(number: i32) -> Option<String> {
-    Some(std::fs::read_link(format!("/proc/self/fd/{number}")).ok()?.display().to_string())
+    Some(
+        std::fs::read_link(format!("/proc/self/fd/{number}"))
+            .ok()?
+            .display()
+            .to_string(),
+    )
 }
 
 fn program() {
     // What was free when `main` began, Rust has filled; what this library took before that, it has not.
-    let at_load: Vec<_> = (0..3).filter_map(link).filter(|path| path != "/dev/null").collect();
+    let at_load: Vec<_> = (0..3)
+        .filter_map(link)
+        .filter(|path| path != "/dev/null")
+        .collect();
     assert!(at_load.is_empty(), "when it was loaded: {at_load:?}");
     close_standard();
     let folder = std::env::temp_dir().join(format!("warpipe-standard-{}.d", std::process::id()));
@@ -66,9 +77,17 @@ fn open_everything(folder: &Path) {
     let domain = none_taken("a domain", Domain::at(folder).unwrap());
     let (domain, device) = (&domain, &Device::host());
     let stream = device.stream().unwrap();
-    let publisher = Publisher::builder("a").domain(domain).device(device).build().unwrap();
+    let publisher = Publisher::builder("a")
+        .domain(domain)
+        .device(device)
+        .build()
+        .unwrap();
     let publisher = none_taken("a publisher", publisher);
-    let subscriber = Subscriber::builder("a").domain(domain).device(device).build().unwrap();
+    let subscriber = Subscriber::builder("a")
+        .domain(domain)
+        .device(device)
+        .build()
+        .unwrap();
     let mut subscriber = none_taken("a subscriber", subscriber);
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
@@ -81,15 +100,30 @@ fn open_everything(folder: &Path) {
     let _semaphore = none_taken("a semaphore", (semaphore, guest));
     let _event = none_taken("an event", Event::create(domain, device).unwrap());
     let members = Members::watch(domain).unwrap();
-    let _members = none_taken("members", (Member::join(domain, "m", "role").unwrap(), members));
+    let _members = none_taken(
+        "members",
+        (Member::join(domain, "m", "role").unwrap(), members),
+    );
     let memory = none_taken("memory", Memory::allocate(device, 4096).unwrap());
     let export = none_taken("a descriptor of it", memory.export().unwrap());
     let opened = Memory::import_fd(device, &export.fd, &export.info, Access::Read).unwrap();
     let _opened = none_taken("opened memory", opened);
-    let queue = Queue::builder("queue").domain(domain).device(device).build().unwrap();
-    let worker = Worker::builder("queue").domain(domain).device(device).build().unwrap();
+    let queue = Queue::builder("queue")
+        .domain(domain)
+        .device(device)
+        .build()
+        .unwrap();
+    let worker = Worker::builder("queue")
+        .domain(domain)
+        .device(device)
+        .build()
+        .unwrap();
     let _queue = none_taken("a queue", (worker, queue));
-    let pool = Pool::builder("pool").domain(domain).device(device).build().unwrap();
+    let pool = Pool::builder("pool")
+        .domain(domain)
+        .device(device)
+        .build()
+        .unwrap();
     let _pool = none_taken("a pool", (pool.allocate(4096).unwrap(), pool));
     let ticket = Ticket::to(domain, "nobody").unwrap();
     ticket.write_file(folder.join("ticket")).unwrap();

@@ -59,7 +59,15 @@ impl Play {
     pub fn new(fault: Fault) -> Play {
         let arena = Arena::new(&Device, LIMIT);
         let (memory, taken, streams, words) = Default::default();
-        Play { fault, arena, memory, taken, streams, words, fences: 0 }
+        Play {
+            fault,
+            arena,
+            memory,
+            taken,
+            streams,
+            words,
+            fences: 0,
+        }
     }
 
     /// # Errors
@@ -82,34 +90,65 @@ impl Play {
         let id = match self.arena.take(bytes) {
             Some(id) => id,
             None => {
-                let Some(growth) = self.arena.plan(bytes, 0) else { return Ok(()) };
+                let Some(growth) = self.arena.plan(bytes, 0) else {
+                    return Ok(());
+                };
                 let made = growth.make(&Device);
-                let region = self.arena.adopt(growth, made).map_err(|error| error.to_string())?;
-                self.memory.add(self.arena.chunks()[region as usize].region.bytes());
+                let region = self
+                    .arena
+                    .adopt(growth, made)
+                    .map_err(|error| error.to_string())?;
+                self.memory
+                    .add(self.arena.chunks()[region as usize].region.bytes());
                 self.arena.take(bytes).ok_or("a new region has no room")?
             }
         };
         let slot = self.arena.slot(id);
-        let place = Place { region: slot.region, offset: slot.offset, bytes: slot.bytes() };
+        let place = Place {
+            region: slot.region,
+            offset: slot.offset,
+            bytes: slot.bytes(),
+        };
         let serial = self.arena.serial(id);
         if place.bytes < bytes.max(1) || place.bytes >= bytes.max(1) + UNIT {
             return Err(format!("{place:?} for {bytes} bytes"));
         }
-        if let Some(other) = self.taken.iter().find(|other| other.place.meets(&place) || other.serial == serial) {
+        if let Some(other) = self
+            .taken
+            .iter()
+            .find(|other| other.place.meets(&place) || other.serial == serial)
+        {
             return Err(format!("{place:?} is taken, and so is {other:?}"));
         }
-        self.words.resize_with(self.words.len().max(id as usize + 1), TimelineWord::default);
+        self.words
+            .resize_with(self.words.len().max(id as usize + 1), TimelineWord::default);
         self.memory.fill(place, serial);
-        self.taken.push(Taken { id, place, serial, holders: 1, stream: None, is_fenced: false });
+        self.taken.push(Taken {
+            id,
+            place,
+            serial,
+            holders: 1,
+            stream: None,
+            is_fenced: false,
+        });
         Ok(())
     }
 
     /// The taker's stream is to write to a slot.
     fn write(&mut self, which: usize) {
         let count = self.taken.len().max(1);
-        let Some(taken) = self.taken.get_mut(which % count).filter(|taken| !taken.is_fenced) else { return };
+        let Some(taken) = self
+            .taken
+            .get_mut(which % count)
+            .filter(|taken| !taken.is_fenced)
+        else {
+            return;
+        };
         let stream = *taken.stream.get_or_insert(which / count % STREAMS);
-        self.streams[stream].push_back(Work::Write { place: taken.place, serial: taken.serial });
+        self.streams[stream].push_back(Work::Write {
+            place: taken.place,
+            serial: taken.serial,
+        });
     }
 
     fn hold(&mut self, which: usize) {
@@ -123,7 +162,9 @@ impl Play {
     /// One holder lets go. The taker sets the fence before it does; others are past what they read.
     fn let_go(&mut self, which: usize) -> Result<(), String> {
         let index = which % self.taken.len().max(1);
-        let Some(taken) = self.taken.get_mut(index) else { return Ok(()) };
+        let Some(taken) = self.taken.get_mut(index) else {
+            return Ok(());
+        };
         let (id, stream) = (taken.id, taken.stream.take());
         taken.is_fenced = true;
         if let Some(foreign) = self.memory.foreign(taken.place, |tag| tag == taken.serial) {
@@ -156,9 +197,14 @@ impl Play {
     fn run(&mut self, stream: usize) -> Result<(), String> {
         match self.streams[stream].pop_front() {
             Some(Work::Write { place, serial }) => {
-                let spoilt = self.taken.iter().find(|taken| taken.serial != serial && taken.place.meets(&place));
+                let spoilt = self
+                    .taken
+                    .iter()
+                    .find(|taken| taken.serial != serial && taken.place.meets(&place));
                 self.memory.fill(place, serial);
-                spoilt.map_or(Ok(()), |taken| Err(format!("taking {serial} writes late, into {taken:?}")))
+                spoilt.map_or(Ok(()), |taken| {
+                    Err(format!("taking {serial} writes late, into {taken:?}"))
+                })
             }
             Some(Work::Signal { id, value }) => {
                 self.words[id as usize].store(value);
@@ -170,14 +216,17 @@ impl Play {
 
     fn collect(&mut self) {
         let words = &self.words;
-        self.arena.collect(|id, value| words[id as usize].reached(value));
+        self.arena
+            .collect(|id, value| words[id as usize].reached(value));
     }
 
     fn check(&self) -> Result<(), String> {
         let held: u64 = self.taken.iter().map(|taken| taken.place.bytes).sum();
         let (waiting, total) = (self.arena.waiting_bytes(), self.arena.total());
         if held + waiting > total || total > LIMIT {
-            return Err(format!("{held} bytes are held and {waiting} wait, of {total}"));
+            return Err(format!(
+                "{held} bytes are held and {waiting} wait, of {total}"
+            ));
         }
         if self.arena.is_quiet() != (waiting == 0) {
             return Err(format!("{waiting} bytes wait"));
@@ -201,7 +250,10 @@ impl Play {
         self.collect();
         let mut regions: Vec<u64> = self.memory.regions().collect();
         regions.sort_unstable_by(|a, b| b.cmp(a));
-        match regions.into_iter().find(|&bytes| self.arena.take(bytes).is_none()) {
+        match regions
+            .into_iter()
+            .find(|&bytes| self.arena.take(bytes).is_none())
+        {
             Some(bytes) => Err(format!("a region of {bytes} bytes is never whole again")),
             None => Ok(()),
         }

@@ -18,7 +18,10 @@ pub struct Play {
 
 impl Default for Play {
     fn default() -> Play {
-        Play { segment: Segment::new(1), copy: UntrustedEntry::default() }
+        Play {
+            segment: Segment::new(1),
+            copy: UntrustedEntry::default(),
+        }
     }
 }
 
@@ -45,32 +48,63 @@ impl Play {
 
     fn describe(&mut self, (kind, which, by): Draw) -> Result<(), String> {
         let dtype = DType::ALL[usize::from(which) % DType::ALL.len()];
-        let shape: Vec<u64> = (0..by % 9).map(|axis| 1 + u64::from(axis ^ which) % 5).collect();
+        let shape: Vec<u64> = (0..by % 9)
+            .map(|axis| 1 + u64::from(axis ^ which) % 5)
+            .collect();
         let mut layout = Layout::contiguous(dtype, &shape).map_err(|error| error.to_string())?;
         if kind % 4 == 0 {
             let turned: Vec<i64> = layout.strides().iter().map(|stride| -stride).collect();
             let first = layout.bytes() - dtype.bytes();
-            layout = Layout::strided(dtype, &shape, &turned, first).map_err(|error| error.to_string())?;
+            layout = Layout::strided(dtype, &shape, &turned, first)
+                .map_err(|error| error.to_string())?;
         }
-        let metadata = Metadata::new(&vec![by; usize::from(which)]).map_err(|error| error.to_string())?;
-        let completion = (kind % 3 == 0).then_some(Completion { word: which.into(), value: by.into() });
-        let (sequence, sent_ns, region, slot) = (kind.into(), by.into(), which.into(), 512 * u64::from(by));
-        let told = Description { sequence, sent_ns, region, slot, layout, metadata, completion };
+        let metadata =
+            Metadata::new(&vec![by; usize::from(which)]).map_err(|error| error.to_string())?;
+        let completion = (kind % 3 == 0).then_some(Completion {
+            word: which.into(),
+            value: by.into(),
+        });
+        let (sequence, sent_ns, region, slot) =
+            (kind.into(), by.into(), which.into(), 512 * u64::from(by));
+        let told = Description {
+            sequence,
+            sent_ns,
+            region,
+            slot,
+            layout,
+            metadata,
+            completion,
+        };
         let entry = self.segment.entry(1);
         told.write(entry);
         self.copy.copy(entry);
-        let found = self.copy.check(REGION_BYTES).map_err(|wrong| format!("{wrong:?} of {told:?}"))?;
+        let found = self
+            .copy
+            .check(REGION_BYTES)
+            .map_err(|wrong| format!("{wrong:?} of {told:?}"))?;
         // The stride of a dimension of one means nothing, and is not told where the rest has no gaps.
-        let plain = |layout: &Layout| (layout.dtype(), layout.offset(), layout.bytes(), layout.shape().to_vec());
+        let plain = |layout: &Layout| {
+            (
+                layout.dtype(),
+                layout.offset(),
+                layout.bytes(),
+                layout.shape().to_vec(),
+            )
+        };
         let is_same_layout = if layout.is_contiguous() {
             found.layout.is_contiguous() && plain(&found.layout) == plain(&layout)
         } else {
             found.layout == layout
         };
-        let is_same = (found.sequence, found.sent_ns, found.region, found.slot) == (sequence, sent_ns, region, slot)
+        let is_same = (found.sequence, found.sent_ns, found.region, found.slot)
+            == (sequence, sent_ns, region, slot)
             && is_same_layout
             && found.completion == completion
             && found.metadata.as_bytes() == told.metadata.as_bytes();
-        if is_same { Ok(()) } else { Err(format!("{told:?} comes out as {found:?}")) }
+        if is_same {
+            Ok(())
+        } else {
+            Err(format!("{told:?} comes out as {found:?}"))
+        }
     }
 }

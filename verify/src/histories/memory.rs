@@ -16,7 +16,8 @@ pub struct Place {
 impl Place {
     /// Whether the two have a byte in common.
     pub fn meets(&self, other: &Place) -> bool {
-        let overlap = self.offset < other.offset + other.bytes && other.offset < self.offset + self.bytes;
+        let overlap =
+            self.offset < other.offset + other.bytes && other.offset < self.offset + self.bytes;
         self.region == other.region && overlap
     }
 
@@ -40,7 +41,10 @@ impl Memory {
 
     /// What is there and is none of `allowed`.
     pub fn foreign(&self, place: Place, allowed: impl Fn(u64) -> bool) -> Option<u64> {
-        self.0[place.region as usize][place.units()].iter().copied().find(|&tag| !allowed(tag))
+        self.0[place.region as usize][place.units()]
+            .iter()
+            .copied()
+            .find(|&tag| !allowed(tag))
     }
 
     /// The length of each region.

@@ -76,8 +76,16 @@ enum Job {
 enum Work {
     Use(Lent),
     Zero(Lent),
-    Signal { slot: SlotId, value: u64 },
-    Cleared { peer: usize, number: u64, pair: u32, value: u64 },
+    Signal {
+        slot: SlotId,
+        value: u64,
+    },
+    Cleared {
+        peer: usize,
+        number: u64,
+        pair: u32,
+        value: u64,
+    },
 }
 
 #[derive(Debug)]
@@ -111,15 +119,37 @@ impl Play {
     pub fn new(fault: Fault) -> Play {
         let arena = Arena::new(&Device, LIMIT);
         let (blocks, lent_blocks, borrowers, counts, last_writers) = Default::default();
-        let state = PoolState { arena, blocks, lent_blocks, borrowers, counts, last_writers };
+        let state = PoolState {
+            arena,
+            blocks,
+            lent_blocks,
+            borrowers,
+            counts,
+            last_writers,
+        };
         let (memory, words, peers, owned, stream, scrubber, pending) = Default::default();
-        Play { fault, state, memory, words, peers, owned, stream, scrubber, pending, fences: 0, numbers: 0 }
+        Play {
+            fault,
+            state,
+            memory,
+            words,
+            peers,
+            owned,
+            stream,
+            scrubber,
+            pending,
+            fences: 0,
+            numbers: 0,
+        }
     }
 
     /// # Errors
     /// What is wrong then.
     pub fn act(&mut self, (kind, which, size): Draw) -> Result<(), String> {
-        let (peer, which) = (usize::from(which) % USERS.len(), usize::from(which) / USERS.len());
+        let (peer, which) = (
+            usize::from(which) % USERS.len(),
+            usize::from(which) / USERS.len(),
+        );
         match kind % 19 {
             0 => self.come(peer),
             1 | 2 => self.ask(peer, bytes_of(size))?,
@@ -151,16 +181,34 @@ impl Play {
         let (number, page) = (self.numbers, borrower.page.clone());
         self.state.borrowers.insert(number, borrower);
         let (hands, device) = Default::default();
-        self.peers[peer] = Some(Peer { number, page, process, hands, device, is_dead: false, is_leaving: false });
+        self.peers[peer] = Some(Peer {
+            number,
+            page,
+            process,
+            hands,
+            device,
+            is_dead: false,
+            is_leaving: false,
+        });
     }
 
     fn alive(&mut self, peer: usize) -> Option<&mut Peer> {
-        self.peers[peer].as_mut().filter(|peer| !peer.is_dead && !peer.is_leaving)
+        self.peers[peer]
+            .as_mut()
+            .filter(|peer| !peer.is_dead && !peer.is_leaving)
     }
 
     fn lent(&self, slot: SlotId) -> Lent {
         let (serial, at) = (self.state.arena.serial(slot), self.state.arena.slot(slot));
-        Lent { slot, serial, place: Place { region: at.region, offset: at.offset, bytes: at.bytes() } }
+        Lent {
+            slot,
+            serial,
+            place: Place {
+                region: at.region,
+                offset: at.offset,
+                bytes: at.bytes(),
+            },
+        }
     }
 
     fn range(lent: &Lent) -> std::ops::Range<u64> {
@@ -168,20 +216,38 @@ impl Play {
     }
 
     /// As `PoolAllocator::take`: the block, and the fence behind which it is clear.
-    fn take(&mut self, bytes: u64, user: u64, block: BlockUsers) -> Result<Option<(Lent, Option<u64>)>, String> {
+    fn take(
+        &mut self,
+        bytes: u64,
+        user: u64,
+        block: BlockUsers,
+    ) -> Result<Option<(Lent, Option<u64>)>, String> {
         self.reclaim();
         let slot = match self.state.arena.take(bytes) {
             Some(slot) => slot,
             None => {
-                let Some(growth) = self.state.arena.plan(bytes, 0) else { return Ok(None) };
+                let Some(growth) = self.state.arena.plan(bytes, 0) else {
+                    return Ok(None);
+                };
                 let made = growth.make(&Device);
-                let region = self.state.arena.adopt(growth, made).map_err(|error| error.to_string())?;
-                self.memory.add(self.state.arena.chunks()[region as usize].region.bytes());
+                let region = self
+                    .state
+                    .arena
+                    .adopt(growth, made)
+                    .map_err(|error| error.to_string())?;
+                self.memory
+                    .add(self.state.arena.chunks()[region as usize].region.bytes());
                 self.state.last_writers.push(LastWriters::default());
-                self.state.arena.take(bytes).ok_or("a new region has no room")?
+                self.state
+                    .arena
+                    .take(bytes)
+                    .ok_or("a new region has no room")?
             }
         };
-        self.words.resize_with(self.words.len().max(slot as usize + 1), TimelineWord::default);
+        self.words.resize_with(
+            self.words.len().max(slot as usize + 1),
+            TimelineWord::default,
+        );
         let lent = self.lent(slot);
         self.is_unused(&lent)?;
         let cleared_at = self.clear_for(&lent, user);
@@ -197,7 +263,13 @@ impl Play {
         is_foreign.then(|| {
             self.fences += 1;
             let value = self.fences;
-            self.scrubber.extend([Work::Zero(*lent), Work::Signal { slot: lent.slot, value }]);
+            self.scrubber.extend([
+                Work::Zero(*lent),
+                Work::Signal {
+                    slot: lent.slot,
+                    value,
+                },
+            ]);
             self.state.arena.fence(lent.slot, value);
             value
         })
@@ -206,21 +278,44 @@ impl Play {
     /// Nobody has the bytes, and no device has still to use them.
     fn is_unused(&self, lent: &Lent) -> Result<(), String> {
         let is_other = |other: &Lent| other.serial != lent.serial && other.place.meets(&lent.place);
-        let hands = self.peers.iter().flatten().flat_map(|peer| &peer.hands).map(|hand| &hand.lent);
+        let hands = self
+            .peers
+            .iter()
+            .flatten()
+            .flat_map(|peer| &peer.hands)
+            .map(|hand| &hand.lent);
         if let Some(other) = hands.chain(&self.owned).find(|other| is_other(other)) {
             return Err(format!("{lent:?} is lent, and somebody has {other:?}"));
         }
         let jobs = self.peers.iter().flatten().flat_map(|peer| &peer.device);
-        let jobs = jobs.filter_map(|job| if let Job::Use(hand) = job { Some(&hand.lent) } else { None });
+        let jobs = jobs.filter_map(|job| {
+            if let Job::Use(hand) = job {
+                Some(&hand.lent)
+            } else {
+                None
+            }
+        });
         let works = self.stream.iter().chain(&self.scrubber);
-        let works = works.filter_map(|work| if let Work::Use(it) | Work::Zero(it) = work { Some(it) } else { None });
+        let works = works.filter_map(|work| {
+            if let Work::Use(it) | Work::Zero(it) = work {
+                Some(it)
+            } else {
+                None
+            }
+        });
         let late = jobs.chain(works).find(|late| is_other(late));
-        late.map_or(Ok(()), |late| Err(format!("{lent:?} is lent, and a device has still to use {late:?}")))
+        late.map_or(Ok(()), |late| {
+            Err(format!(
+                "{lent:?} is lent, and a device has still to use {late:?}"
+            ))
+        })
     }
 
     /// As `PoolAllocator::hand_new`.
     fn ask(&mut self, peer: usize, bytes: u64) -> Result<(), String> {
-        let Some(number) = self.alive(peer).map(|peer| peer.number) else { return Ok(()) };
+        let Some(number) = self.alive(peer).map(|peer| peer.number) else {
+            return Ok(());
+        };
         self.reclaim();
         if self.state.borrowers[&number].is_full() {
             return Ok(());
@@ -233,44 +328,84 @@ impl Play {
 
     /// As `PoolAllocator::grant_block`. Whoever gets a block uses it at once.
     fn grant_block(&mut self, peer: usize, lent: Lent, is_being_cleared: bool, is_shared: bool) {
-        let Some(Peer { number, hands, device, .. }) = &mut self.peers[peer] else { return };
-        let Some(borrower) = self.state.borrowers.get_mut(number) else { return };
+        let Some(Peer {
+            number,
+            hands,
+            device,
+            ..
+        }) = &mut self.peers[peer]
+        else {
+            return;
+        };
+        let Some(borrower) = self.state.borrowers.get_mut(number) else {
+            return;
+        };
         let (pair, value) = borrower.open(lent.slot).expect("it was asked");
         if is_being_cleared {
-            self.scrubber.push_back(Work::Cleared { peer, number: *number, pair, value });
+            self.scrubber.push_back(Work::Cleared {
+                peer,
+                number: *number,
+                pair,
+                value,
+            });
         }
         let is_being_cleared = is_being_cleared && self.fault != Fault::GivesUncleared;
-        let hand = Hand { lent, pair, value, is_being_cleared, is_shared, is_given_back: false };
+        let hand = Hand {
+            lent,
+            pair,
+            value,
+            is_being_cleared,
+            is_shared,
+            is_given_back: false,
+        };
         hands.push(hand);
         device.push_back(Job::Use(hand));
     }
 
     /// As `PoolAllocator::hand_lent`.
     fn open(&mut self, peer: usize, which: usize) -> Result<(), String> {
-        let Some(number) = self.alive(peer).map(|peer| peer.number) else { return Ok(()) };
+        let Some(number) = self.alive(peer).map(|peer| peer.number) else {
+            return Ok(());
+        };
         self.reclaim();
-        let lent_blocks: Vec<SlotId> = self.state.lent_blocks.values().map(|lend| lend.slot).collect();
+        let lent_blocks: Vec<SlotId> = self
+            .state
+            .lent_blocks
+            .values()
+            .map(|lend| lend.slot)
+            .collect();
         if lent_blocks.is_empty() || self.state.borrowers[&number].is_full() {
             return Ok(());
         }
-        let slot = lent_blocks.into_iter().min_by_key(|&slot| (slot as usize + which) % 4).unwrap_or_default();
+        let slot = lent_blocks
+            .into_iter()
+            .min_by_key(|&slot| (slot as usize + which) % 4)
+            .unwrap_or_default();
         let lent = self.lent(slot);
         if !self.owned.contains(&lent) {
-            return Err(format!("{lent:?} can be opened, and its owner has let it go"));
+            return Err(format!(
+                "{lent:?} can be opened, and its owner has let it go"
+            ));
         }
         self.grant_block(peer, lent, false, true);
         if self.fault != Fault::ForgetsBorrowers {
             self.state.borrow(slot);
         }
         if USERS[peer] != OWNER && self.fault != Fault::NotesOneUser {
-            self.state.last_writers[lent.place.region as usize].set(Play::range(&lent), LastWriter::Several);
+            self.state.last_writers[lent.place.region as usize]
+                .set(Play::range(&lent), LastWriter::Several);
         }
         Ok(())
     }
 
     fn use_of(&mut self, peer: usize, which: usize) {
         let Some(peer) = self.alive(peer) else { return };
-        let held: Vec<Hand> = peer.hands.iter().copied().filter(|hand| !hand.is_given_back).collect();
+        let held: Vec<Hand> = peer
+            .hands
+            .iter()
+            .copied()
+            .filter(|hand| !hand.is_given_back)
+            .collect();
         if let Some(&hand) = held.get(which % held.len().max(1)) {
             peer.device.push_back(Job::Use(hand));
         }
@@ -279,20 +414,30 @@ impl Play {
     /// The process gives a block back: its device is to write the word behind all that it was given.
     fn give_back(&mut self, peer: usize, which: usize) {
         let Some(peer) = self.alive(peer) else { return };
-        let held: Vec<usize> = (0..peer.hands.len()).filter(|&index| !peer.hands[index].is_given_back).collect();
+        let held: Vec<usize> = (0..peer.hands.len())
+            .filter(|&index| !peer.hands[index].is_given_back)
+            .collect();
         if let Some(&index) = held.get(which % held.len().max(1)) {
             let hand = &mut peer.hands[index];
             hand.is_given_back = true;
-            peer.device.push_back(Job::Release { pair: hand.pair, value: hand.value });
+            peer.device.push_back(Job::Release {
+                pair: hand.pair,
+                value: hand.value,
+            });
         }
     }
 
     /// A peer's device makes its next step, also when its process is dead; it waits for what is being cleared.
     fn run(&mut self, index: usize) -> Result<(), String> {
-        let Some(peer) = &mut self.peers[index] else { return Ok(()) };
+        let Some(peer) = &mut self.peers[index] else {
+            return Ok(());
+        };
         match peer.device.front().copied() {
             Some(Job::Use(hand)) => {
-                let is_clear = peer.page.at::<TimelineWord>(cleared_at(hand.pair)).is(hand.value);
+                let is_clear = peer
+                    .page
+                    .at::<TimelineWord>(cleared_at(hand.pair))
+                    .is(hand.value);
                 if hand.is_being_cleared && !is_clear {
                     return Ok(());
                 }
@@ -311,13 +456,23 @@ impl Play {
 
     /// A device reads a block and writes it.
     fn touch(&mut self, lent: Lent, user: u64, is_shared: bool) -> Result<(), String> {
-        let hands = self.peers.iter().flatten().flat_map(|peer| &peer.hands).map(|hand| &hand.lent);
+        let hands = self
+            .peers
+            .iter()
+            .flatten()
+            .flat_map(|peer| &peer.hands)
+            .map(|hand| &hand.lent);
         let spoilt = |other: &&Lent| other.serial != lent.serial && other.place.meets(&lent.place);
         if let Some(other) = hands.chain(&self.owned).find(spoilt) {
             return Err(format!("user {user} writes {lent:?} late, into {other:?}"));
         }
-        if let Some(other) = self.memory.foreign(lent.place, |tag| is_shared || tag == 0 || tag == user) {
-            return Err(format!("user {user} sees what user {other} left in {lent:?}"));
+        if let Some(other) = self
+            .memory
+            .foreign(lent.place, |tag| is_shared || tag == 0 || tag == user)
+        {
+            return Err(format!(
+                "user {user} sees what user {other} left in {lent:?}"
+            ));
         }
         self.memory.fill(lent.place, user);
         Ok(())
@@ -325,7 +480,10 @@ impl Play {
 
     fn leave(&mut self, peer: usize) {
         let fault = self.fault;
-        let Some(peer) = self.alive(peer).filter(|peer| peer.hands.iter().all(|hand| hand.is_given_back)) else {
+        let Some(peer) = self
+            .alive(peer)
+            .filter(|peer| peer.hands.iter().all(|hand| hand.is_given_back))
+        else {
             return;
         };
         peer.is_leaving = true;
@@ -340,7 +498,9 @@ impl Play {
     }
 
     fn die(&mut self, peer: usize) {
-        let Some(peer) = self.peers[peer].as_mut() else { return };
+        let Some(peer) = self.peers[peer].as_mut() else {
+            return;
+        };
         peer.is_dead = true;
         let number = peer.number;
         if self.fault == Fault::FreesAtDeath {
@@ -350,7 +510,13 @@ impl Play {
 
     /// From here on nothing of a dead peer's runs. As `PoolAllocator::gone`.
     fn prove(&mut self, peer: usize) {
-        if let Some(Peer { number, process, is_leaving, .. }) = self.peers[peer].take_if(|peer| peer.is_dead) {
+        if let Some(Peer {
+            number,
+            process,
+            is_leaving,
+            ..
+        }) = self.peers[peer].take_if(|peer| peer.is_dead)
+        {
             process.prove();
             self.reclaim();
             if !is_leaving {
@@ -368,13 +534,18 @@ impl Play {
 
     /// As `PoolAllocator::allocate`: the owner waits until it is clear.
     fn own(&mut self, bytes: u64) -> Result<Option<Lent>, String> {
-        let Some((lent, cleared_at)) = self.take(bytes, OWNER, BlockUsers::owned())? else { return Ok(None) };
+        let Some((lent, cleared_at)) = self.take(bytes, OWNER, BlockUsers::owned())? else {
+            return Ok(None);
+        };
         if cleared_at.is_some() {
             while !self.scrubber.is_empty() {
                 self.work(false)?;
             }
         }
-        if let Some(other) = self.memory.foreign(lent.place, |tag| tag == 0 || tag == OWNER) {
+        if let Some(other) = self
+            .memory
+            .foreign(lent.place, |tag| tag == 0 || tag == OWNER)
+        {
             return Err(format!("the owner sees what user {other} left in {lent:?}"));
         }
         self.owned.push(lent);
@@ -384,7 +555,11 @@ impl Play {
 
     fn lend(&mut self, which: usize) {
         if let Some(&Lent { slot, place, .. }) = self.owned.get(which % self.owned.len().max(1)) {
-            let lend = LentBlock { slot, bytes: place.bytes, access: Access };
+            let lend = LentBlock {
+                slot,
+                bytes: place.bytes,
+                access: Access,
+            };
             self.state.lent_blocks.insert(slot.into(), lend);
         }
     }
@@ -402,7 +577,10 @@ impl Play {
         }
         let Lent { slot, .. } = self.owned.swap_remove(which % self.owned.len());
         self.fences += 1;
-        self.stream.push_back(Work::Signal { slot, value: self.fences });
+        self.stream.push_back(Work::Signal {
+            slot,
+            value: self.fences,
+        });
         if self.fault != Fault::ForgetsFence {
             self.state.arena.fence(slot, self.fences);
         }
@@ -411,7 +589,11 @@ impl Play {
 
     /// The owner's stream, or the clearing stream, makes its next step.
     fn work(&mut self, is_stream: bool) -> Result<(), String> {
-        let queue = if is_stream { &mut self.stream } else { &mut self.scrubber };
+        let queue = if is_stream {
+            &mut self.stream
+        } else {
+            &mut self.scrubber
+        };
         match queue.pop_front() {
             // Others may have had what the owner had.
             Some(Work::Use(lent)) => self.touch(lent, OWNER, true)?,
@@ -419,8 +601,16 @@ impl Play {
                 self.memory.fill(lent.place, 0);
             }
             Some(Work::Signal { slot, value }) => self.words[slot as usize].store(value),
-            Some(Work::Cleared { peer, number, pair, value }) => {
-                if let Some(peer) = self.peers[peer].as_ref().filter(|peer| peer.number == number) {
+            Some(Work::Cleared {
+                peer,
+                number,
+                pair,
+                value,
+            }) => {
+                if let Some(peer) = self.peers[peer]
+                    .as_ref()
+                    .filter(|peer| peer.number == number)
+                {
                     peer.page.at::<TimelineWord>(cleared_at(pair)).store(value);
                 }
             }
@@ -432,11 +622,18 @@ impl Play {
     /// As `PoolAllocator::tick`, and what waits for the owner's streams.
     fn tick(&mut self) {
         self.reclaim();
-        let gone = self.state.borrowers.iter().filter(|(_, borrower)| borrower.has_left_and_died());
+        let gone = self
+            .state
+            .borrowers
+            .iter()
+            .filter(|(_, borrower)| borrower.has_left_and_died());
         let gone: Vec<u64> = gone.map(|(&number, _)| number).collect();
-        gone.into_iter().for_each(|number| self.free_deferred(number));
+        gone.into_iter()
+            .for_each(|number| self.free_deferred(number));
         if self.stream.is_empty() && self.scrubber.is_empty() {
-            std::mem::take(&mut self.pending).into_iter().for_each(|slot| self.state.release_borrower(slot));
+            std::mem::take(&mut self.pending)
+                .into_iter()
+                .for_each(|slot| self.state.release_borrower(slot));
         }
         for peer in &mut self.peers {
             peer.take_if(|peer| peer.is_leaving && !peer.is_dead && peer.device.is_empty());
@@ -446,9 +643,13 @@ impl Play {
     /// As `PoolAllocator::reclaim`.
     fn reclaim(&mut self) {
         self.state.collect_released();
-        self.state.borrowers.retain(|_, borrower| !borrower.is_done());
+        self.state
+            .borrowers
+            .retain(|_, borrower| !borrower.is_done());
         let words = &self.words;
-        self.state.arena.collect(|slot, value| words[slot as usize].reached(value));
+        self.state
+            .arena
+            .collect(|slot, value| words[slot as usize].reached(value));
     }
 
     fn check(&self) -> Result<(), String> {

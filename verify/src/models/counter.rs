@@ -7,9 +7,21 @@ use crate::models::Model;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX, WaitStatus};
 use crate::shm::page::SharedPage;
 
-pub const ENDED: Model = Model { name: "what a counter reached it has reached, ended or not", bound: 4, body: ended };
-pub const TWICE: Model = Model { name: "a counter that two end has one last value", bound: 4, body: twice };
-pub const BROUGHT_UP: Model = Model { name: "a copy is brought up and never back", bound: 4, body: brought_up };
+pub const ENDED: Model = Model {
+    name: "what a counter reached it has reached, ended or not",
+    bound: 4,
+    body: ended,
+};
+pub const TWICE: Model = Model {
+    name: "a counter that two end has one last value",
+    bound: 4,
+    body: twice,
+};
+pub const BROUGHT_UP: Model = Model {
+    name: "a copy is brought up and never back",
+    bound: 4,
+    body: brought_up,
+};
 
 fn counter() -> (SharedCounter, Arc<SharedPage>) {
     let page = Arc::new(SharedPage::new(COUNTER_BYTES));
@@ -37,7 +49,10 @@ fn ended() {
     // Proven dead by now: nothing raises it any more.
     counter.end();
     thread.join().expect("the reader");
-    assert_eq!((counter.wait_status(1), counter.wait_status(2)), (WaitStatus::Reached, WaitStatus::Never));
+    assert_eq!(
+        (counter.wait_status(1), counter.wait_status(2)),
+        (WaitStatus::Reached, WaitStatus::Never)
+    );
 }
 
 /// One of them is the raiser itself, which knows best, and is let go for dead by the other.
@@ -50,7 +65,10 @@ fn twice() {
     let first = counter.value();
     thread.join().expect("the survivor");
     assert_eq!((first, counter.value()), (2, 2));
-    assert_eq!((counter.wait_status(2), counter.wait_status(VALUE_MAX)), (WaitStatus::Reached, WaitStatus::Never));
+    assert_eq!(
+        (counter.wait_status(2), counter.wait_status(VALUE_MAX)),
+        (WaitStatus::Reached, WaitStatus::Never)
+    );
 }
 
 fn brought_up() {

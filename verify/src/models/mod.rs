@@ -39,7 +39,10 @@ pub fn check(model: Model) -> Result<u64, String> {
 fn check_with(model: Model, fences: Fences) -> Result<u64, String> {
     atomic::fences(fences);
     let mut builder = loom::model::Builder::new();
-    let deeper = std::env::var("VERIFY_DEEPER").ok().and_then(|more| more.parse().ok()).unwrap_or(0);
+    let deeper = std::env::var("VERIFY_DEEPER")
+        .ok()
+        .and_then(|more| more.parse().ok())
+        .unwrap_or(0);
     builder.preemption_bound = Some(model.bound + deeper);
     builder.max_branches = 20_000;
     let executions = Arc::new(AtomicU64::new(0));
@@ -54,7 +57,10 @@ fn check_with(model: Model, fences: Fences) -> Result<u64, String> {
     match result {
         Ok(()) => Ok(executions.load(Relaxed)),
         Err(panic) => {
-            let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+            let text = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or(panic.downcast_ref::<&str>().copied());
             Err(text.unwrap_or("it panicked").to_owned())
         }
     }

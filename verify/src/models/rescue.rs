@@ -10,10 +10,21 @@ use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::EventSource;
 use crate::shm::segment::Segment;
 
-pub const LET_GO: Model = Model { name: "a stream that waits for the dead is let go", bound: 4, body: let_go };
-pub const WHOLE: Model =
-    Model { name: "what was complete counts, and what was not is lost", bound: 4, body: || whole(true) };
-pub const LOST: Model = Model { name: "what was not complete is lost to everybody", bound: 4, body: || whole(false) };
+pub const LET_GO: Model = Model {
+    name: "a stream that waits for the dead is let go",
+    bound: 4,
+    body: let_go,
+};
+pub const WHOLE: Model = Model {
+    name: "what was complete counts, and what was not is lost",
+    bound: 4,
+    body: || whole(true),
+};
+pub const LOST: Model = Model {
+    name: "what was not complete is lost to everybody",
+    bound: 4,
+    body: || whole(false),
+};
 
 const POSITION: u64 = 1;
 
@@ -38,7 +49,11 @@ fn admit(monitor: &PublisherMonitor) -> bool {
 /// As `PublisherLink::completion`: `None` if it is lost.
 fn completion(monitor: &PublisherMonitor, segment: &Segment) -> Option<bool> {
     let reached = segment.entry(POSITION).ready.reached(POSITION);
-    if monitor.has_lost(0, POSITION) { None } else { Some(reached) }
+    if monitor.has_lost(0, POSITION) {
+        None
+    } else {
+        Some(reached)
+    }
 }
 
 fn await_ready(segment: &Segment) {
@@ -56,7 +71,11 @@ fn let_go() {
     });
     if admit(&monitor) {
         await_ready(&segment);
-        assert_eq!(completion(&monitor, &segment), None, "its data was never complete");
+        assert_eq!(
+            completion(&monitor, &segment),
+            None,
+            "its data was never complete"
+        );
     }
     thread.join().expect("the reactor");
 }
@@ -76,7 +95,11 @@ fn whole(is_complete: bool) {
     if is_handed_out {
         await_ready(&segment);
     }
-    let found = if is_handed_out { completion(&monitor, &segment) } else { None };
+    let found = if is_handed_out {
+        completion(&monitor, &segment)
+    } else {
+        None
+    };
     assert_eq!(found, is_complete.then_some(true));
     thread.join().expect("the reactor");
 }

@@ -8,10 +8,26 @@ use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing};
 use crate::shm::segment::Segment;
 use crate::tensor::Layout;
 
-pub const ONE_PIECE: Model = Model { name: "a sample that is taken is of one piece", bound: 4, body: one_piece };
-pub const REVOKED: Model = Model { name: "a sample is taken or taken back", bound: 2, body: revoked };
-pub const STEPPED_OVER: Model = Model { name: "an entry that is held is stepped over", bound: 4, body: stepped_over };
-pub const DROPPED: Model = Model { name: "the dead reader's entries are used again", bound: 4, body: dropped };
+pub const ONE_PIECE: Model = Model {
+    name: "a sample that is taken is of one piece",
+    bound: 4,
+    body: one_piece,
+};
+pub const REVOKED: Model = Model {
+    name: "a sample is taken or taken back",
+    bound: 2,
+    body: revoked,
+};
+pub const STEPPED_OVER: Model = Model {
+    name: "an entry that is held is stepped over",
+    bound: 4,
+    body: stepped_over,
+};
+pub const DROPPED: Model = Model {
+    name: "the dead reader's entries are used again",
+    bound: 4,
+    body: dropped,
+};
 
 /// Which end begins.
 const SENDER: bool = true;
@@ -20,7 +36,15 @@ const RECEIVER: bool = false;
 pub(super) fn description(sequence: u64) -> Description {
     let layout = Layout::bytes_only(8).expect("eight bytes");
     let (sent_ns, slot) = (sequence ^ 0xff, 512 * sequence);
-    Description { sequence, sent_ns, region: 0, slot, layout, metadata: Metadata::EMPTY, completion: None }
+    Description {
+        sequence,
+        sent_ns,
+        region: 0,
+        slot,
+        layout,
+        metadata: Metadata::EMPTY,
+        completion: None,
+    }
 }
 
 struct Sender {
@@ -35,7 +59,13 @@ struct Sender {
 impl Sender {
     fn new(segment: &Arc<Segment>) -> Sender {
         let ring = SenderRing::new(segment.clone());
-        Sender { ring, segment: segment.clone(), sequence: 0, published: Vec::new(), revoked: Vec::new() }
+        Sender {
+            ring,
+            segment: segment.clone(),
+            sequence: 0,
+            published: Vec::new(),
+            revoked: Vec::new(),
+        }
     }
 
     /// Publishes the next sample, whose data is complete at once, if there is room.
@@ -50,7 +80,12 @@ impl Sender {
 
     fn revoke(&mut self) {
         if let Some(position) = self.ring.revoke_oldest_complete() {
-            let sequence = self.published.iter().find(|(at, _)| *at == position).expect("published").1;
+            let sequence = self
+                .published
+                .iter()
+                .find(|(at, _)| *at == position)
+                .expect("published")
+                .1;
             self.revoked.push(sequence);
         }
     }
@@ -66,14 +101,28 @@ struct Receiver {
 impl Receiver {
     fn new(segment: &Arc<Segment>) -> Receiver {
         let ring = ReceiverRing::new(segment.clone());
-        Receiver { ring, segment: segment.clone(), taken: Vec::new(), held: Vec::new() }
+        Receiver {
+            ring,
+            segment: segment.clone(),
+            taken: Vec::new(),
+            held: Vec::new(),
+        }
     }
 
     fn take(&mut self) -> bool {
-        let Some(position) = self.ring.take(|_| true).expect("an honest sender") else { return false };
+        let Some(position) = self.ring.take(|_| true).expect("an honest sender") else {
+            return false;
+        };
         let read = self.ring.copy().check(1 << 20).expect("of one piece");
-        assert_eq!((read.sent_ns, read.slot), (read.sequence ^ 0xff, 512 * read.sequence), "of one piece");
-        assert!(self.taken.last().is_none_or(|&last| last < read.sequence), "in order, and none twice");
+        assert_eq!(
+            (read.sent_ns, read.slot),
+            (read.sequence ^ 0xff, 512 * read.sequence),
+            "of one piece"
+        );
+        assert!(
+            self.taken.last().is_none_or(|&last| last < read.sequence),
+            "in order, and none twice"
+        );
         self.taken.push(read.sequence);
         self.held.push(position);
         true
@@ -116,11 +165,23 @@ fn play(
         let receiver = begin_receiver();
         (begin_sender(), receiver)
     };
-    let (mut sender, mut receiver) = (sender.join().expect("the sender"), receiver.join().expect("the receiver"));
+    let (mut sender, mut receiver) = (
+        sender.join().expect("the sender"),
+        receiver.join().expect("the receiver"),
+    );
     while receiver.take() {}
-    let mut all: Vec<u64> = receiver.taken.iter().chain(&sender.revoked).copied().collect();
+    let mut all: Vec<u64> = receiver
+        .taken
+        .iter()
+        .chain(&sender.revoked)
+        .copied()
+        .collect();
     all.sort_unstable();
-    assert_eq!(all, (1..=sender.sequence).collect::<Vec<_>>(), "each is taken or taken back, and once");
+    assert_eq!(
+        all,
+        (1..=sender.sequence).collect::<Vec<_>>(),
+        "each is taken or taken back, and once"
+    );
     receiver.release();
     sender.send();
     assert!(receiver.take(), "and the ring goes on");

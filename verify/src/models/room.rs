@@ -8,9 +8,21 @@ use crate::backend::TimelineWord;
 use crate::models::Model;
 use crate::shm::page::SharedPage;
 
-pub const HANDED_ON: Model = Model { name: "who waits for a permit gets it", bound: 4, body: handed_on };
-pub const WITHDRAWN: Model = Model { name: "a wait that ends has a permit or none", bound: 4, body: withdrawn };
-pub const TAKEN: Model = Model { name: "of two who take a permit one has it", bound: 4, body: taken };
+pub const HANDED_ON: Model = Model {
+    name: "who waits for a permit gets it",
+    bound: 4,
+    body: handed_on,
+};
+pub const WITHDRAWN: Model = Model {
+    name: "a wait that ends has a permit or none",
+    bound: 4,
+    body: withdrawn,
+};
+pub const TAKEN: Model = Model {
+    name: "of two who take a permit one has it",
+    bound: 4,
+    body: taken,
+};
 
 const HOLDER: u32 = 1;
 const WAITER: u32 = 2;
@@ -65,7 +77,10 @@ fn withdrawn() {
     let thread = loom::thread::spawn(move || theirs.hand_on(permit, HOLDER));
     let look = room.cancel_wait(place, WAITER);
     thread.join().expect("the holder");
-    assert_eq!(matches!(look, WaitProgress::Granted { .. }), room.holds(WAITER));
+    assert_eq!(
+        matches!(look, WaitProgress::Granted { .. }),
+        room.holds(WAITER)
+    );
     assert_eq!(room.available(), u32::from(look == WaitProgress::Waiting));
     assert!(!room.holds(HOLDER) && !room.has_waiters());
 }

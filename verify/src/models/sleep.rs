@@ -9,16 +9,32 @@ use crate::models::Model;
 use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing, count_release};
 use crate::shm::segment::Segment;
 
-pub const RECEIVER: Model = Model { name: "a receiver that sleeps is woken by a sample", bound: 4, body: receiver };
-pub const SENDER: Model = Model { name: "a sender that sleeps is woken by a release", bound: 4, body: sender };
-pub const NEWCOMER: Model =
-    Model { name: "a receiver that sleeps is woken by its next sender", bound: 4, body: || newcomer(true) };
+pub const RECEIVER: Model = Model {
+    name: "a receiver that sleeps is woken by a sample",
+    bound: 4,
+    body: receiver,
+};
+pub const SENDER: Model = Model {
+    name: "a sender that sleeps is woken by a release",
+    bound: 4,
+    body: sender,
+};
+pub const NEWCOMER: Model = Model {
+    name: "a receiver that sleeps is woken by its next sender",
+    bound: 4,
+    body: || newcomer(true),
+};
 /// As it was before a receiver told its new sender that it sleeps.
-pub const UNTOLD: Model =
-    Model { name: "a receiver that sleeps and does not say so is not woken", bound: 4, body: || newcomer(false) };
+pub const UNTOLD: Model = Model {
+    name: "a receiver that sleeps and does not say so is not woken",
+    bound: 4,
+    body: || newcomer(false),
+};
 
 fn publish(ring: &mut SenderRing, sequence: u64, socket: &Socket) {
-    let RingSpace::At(position) = ring.space() else { panic!("an empty ring") };
+    let RingSpace::At(position) = ring.space() else {
+        panic!("an empty ring")
+    };
     if ring.publish(position, &description(sequence)) {
         socket.ring();
     }

@@ -92,7 +92,11 @@ impl RawSample {
 pub(crate) struct RetainedSlot(pub(crate) Sample);
 
 impl RetainedSlot {
-    pub(crate) fn forward(&self, id: u64, told: &crate::pubsub::entry::Metadata) -> Result<Option<u64>> {
+    pub(crate) fn forward(
+        &self,
+        id: u64,
+        told: &crate::pubsub::entry::Metadata,
+    ) -> Result<Option<u64>> {
         self.0.forward(id, told)
     }
 }

@@ -98,7 +98,9 @@ impl Dispatcher {
 
     pub(crate) fn lock_table(&self) -> MutexGuard<'_, JobTable> {
         // One thread plays all parts: a lock that is held is a fault.
-        self.table.try_lock().unwrap_or_else(|_| panic!("the books are locked across a call of the driver"))
+        self.table
+            .try_lock()
+            .unwrap_or_else(|_| panic!("the books are locked across a call of the driver"))
     }
 
     pub(crate) fn gone(&self) -> Error {
@@ -150,27 +152,43 @@ impl Dispatcher {
         for session in &mut table.sessions {
             session.is_leaving = !members.iter().any(|(id, _)| *id == session.id);
         }
-        table.known.retain(|id| members.iter().any(|(member, _)| member == id));
+        table
+            .known
+            .retain(|id| members.iter().any(|(member, _)| member == id));
         for (id, line) in members {
             if table.known.insert(id) {
-                table.sessions.push(WorkerSession::new(id, id as i32, Subscriber(line)));
+                table
+                    .sessions
+                    .push(WorkerSession::new(id, id as i32, Subscriber(line)));
             }
         }
     }
 
     /// As `Dispatcher::remove_disconnected`.
     fn remove_disconnected(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
-        for session in table.sessions.iter().filter(|session| session.end.is_some()) {
+        for session in table
+            .sessions
+            .iter()
+            .filter(|session| session.end.is_some())
+        {
             self.world().expel(session.id);
         }
         self.return_undelivered(table, events);
-        for mut session in table.sessions.extract_if(.., |session| session.has_ended()).collect::<Vec<_>>() {
+        for mut session in table
+            .sessions
+            .extract_if(.., |session| session.has_ended())
+            .collect::<Vec<_>>()
+        {
             let mut left = Vec::new();
             let reason = session.abandon_leases(&mut left);
             if self.fault != Fault::ForgetsLeases {
                 events.append(&mut left);
             }
-            let reason = if self.fault == Fault::NotesEveryEnd { reason.or(Some(String::new())) } else { reason };
+            let reason = if self.fault == Fault::NotesEveryEnd {
+                reason.or(Some(String::new()))
+            } else {
+                reason
+            };
             if let Some(reason) = reason.filter(|_| self.fault != Fault::NotesNoEnd) {
                 table.record_worker_end(session.id, reason);
             }
@@ -182,7 +200,10 @@ impl Dispatcher {
         let untaken = self.world().take_disconnects();
         for (id, position) in untaken {
             if self.fault != Fault::ForgetsUntaken {
-                table.session(id).into_iter().for_each(|session| session.undo_delivery(position, events));
+                table
+                    .session(id)
+                    .into_iter()
+                    .for_each(|session| session.undo_delivery(position, events));
             }
             if self.fault != Fault::NotesNoUntaken {
                 table.record_untaken(id, position);

@@ -36,7 +36,11 @@ pub(crate) mod loan {
 
     impl Loan {
         pub(crate) fn new(sample: Sample) -> Loan {
-            Loan { sample, metadata: Vec::new(), lease: None }
+            Loan {
+                sample,
+                metadata: Vec::new(),
+                lease: None,
+            }
         }
     }
 }

@@ -45,7 +45,10 @@ impl SharedPage {
     pub(crate) fn new(bytes: usize) -> SharedPage {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         // SAFETY: of more than no bytes.
-        SharedPage { base: unsafe { std::alloc::alloc_zeroed(layout(bytes)) }, bytes }
+        SharedPage {
+            base: unsafe { std::alloc::alloc_zeroed(layout(bytes)) },
+            bytes,
+        }
     }
 
     pub(crate) fn bytes(&self) -> usize {

@@ -58,7 +58,10 @@ impl Segment {
             aborted: AtomicU64::default(),
             released: TimelineWord::default(),
         };
-        Segment { header: Header::default(), entries: (0..depth).map(entry).collect() }
+        Segment {
+            header: Header::default(),
+            entries: (0..depth).map(entry).collect(),
+        }
     }
 
     /// Makes the words that two threads of a model use.

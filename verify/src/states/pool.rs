@@ -121,9 +121,19 @@ impl Play {
         let arena = Arena::new(&Device, 2 * BLOCK);
         let (blocks, lent_blocks, borrowers, counts, last_writers) = Default::default();
         let _: &PoolCounts = &counts;
-        let mut state = PoolState { arena, blocks, lent_blocks, borrowers, counts, last_writers };
+        let mut state = PoolState {
+            arena,
+            blocks,
+            lent_blocks,
+            borrowers,
+            counts,
+            last_writers,
+        };
         let growth = state.arena.plan(BLOCK, 0).expect("room");
-        state.arena.adopt(growth, growth.make(&Device)).expect("memory");
+        state
+            .arena
+            .adopt(growth, growth.make(&Device))
+            .expect("memory");
         state.last_writers.push(LastWriters::default());
         Play {
             fault,
@@ -143,10 +153,21 @@ impl Play {
 
     /// Everything that may happen to so many peers.
     pub fn acts(peers: u8) -> Vec<Act> {
-        let each =
-            [Act::Come, Act::Ask, Act::Open, Act::GiveBack, Act::Land, Act::Leave, Act::Die, Act::Prove, Act::Lie];
+        let each = [
+            Act::Come,
+            Act::Ask,
+            Act::Open,
+            Act::GiveBack,
+            Act::Land,
+            Act::Leave,
+            Act::Die,
+            Act::Prove,
+            Act::Lie,
+        ];
         let of_peers = (0..peers).flat_map(|peer| each.map(|act| act(peer)));
-        of_peers.chain([Act::LentBlock, Act::LetGo, Act::Pass, Act::Clear, Act::Tick]).collect()
+        of_peers
+            .chain([Act::LentBlock, Act::LetGo, Act::Pass, Act::Clear, Act::Tick])
+            .collect()
     }
 
     /// Makes it happen.
@@ -161,8 +182,13 @@ impl Play {
             Act::GiveBack(peer) => {
                 let peer = &mut self.peers[usize::from(peer)];
                 let alive = peer.is_here && !peer.is_dead;
-                let oldest = peer.hands.iter_mut().find(|hand| alive && !hand.is_given_back);
-                oldest.into_iter().for_each(|hand| hand.is_given_back = true);
+                let oldest = peer
+                    .hands
+                    .iter_mut()
+                    .find(|hand| alive && !hand.is_given_back);
+                oldest
+                    .into_iter()
+                    .for_each(|hand| hand.is_given_back = true);
             }
             Act::Land(peer) => self.land(peer.into()),
             Act::Leave(peer) => self.leave(peer.into()),
@@ -177,7 +203,10 @@ impl Play {
             }
             Act::Pass => {
                 let freed = std::mem::take(&mut self.pending);
-                freed.into_iter().flatten().for_each(|slot| self.state.release_borrower(slot));
+                freed
+                    .into_iter()
+                    .flatten()
+                    .for_each(|slot| self.state.release_borrower(slot));
             }
             Act::Clear => self.cleared = self.fences,
             Act::Tick => self.reclaim(),
@@ -196,7 +225,11 @@ impl Play {
         self.processes.insert(number, process);
         self.pages.insert(number, borrower.page.clone());
         self.state.borrowers.insert(number, borrower);
-        self.peers[peer] = Peer { number, is_here: true, ..Peer::default() };
+        self.peers[peer] = Peer {
+            number,
+            is_here: true,
+            ..Peer::default()
+        };
     }
 
     fn is_alive(&self, peer: usize) -> bool {
@@ -212,18 +245,30 @@ impl Play {
     /// As `PoolAllocator::take`.
     fn take(&mut self, user: u32, block: BlockUsers) -> Result<Option<SlotId>, String> {
         self.reclaim();
-        let Some(slot) = self.state.arena.take(BLOCK) else { return Ok(None) };
+        let Some(slot) = self.state.arena.take(BLOCK) else {
+            return Ok(None);
+        };
         let place = self.place(slot);
         for peer in self.peers.iter().filter(|peer| !peer.lies) {
             if let Some(hand) = peer.hands.iter().find(|hand| hand.place == place) {
-                return Err(format!("the block at {place:?} is lent again while {peer:?} has it: {hand:?}"));
+                return Err(format!(
+                    "the block at {place:?} is lent again while {peer:?} has it: {hand:?}"
+                ));
             }
         }
         if self.lent.is_some_and(|lent| self.place(lent) == place) {
-            return Err(format!("the block at {place:?} is lent again while its owner has it"));
+            return Err(format!(
+                "the block at {place:?} is lent again while its owner has it"
+            ));
         }
-        if self.clearing.get(&place).is_some_and(|&value| value > self.cleared) {
-            return Err(format!("the block at {place:?} is lent again before it is cleared"));
+        if self
+            .clearing
+            .get(&place)
+            .is_some_and(|&value| value > self.cleared)
+        {
+            return Err(format!(
+                "the block at {place:?} is lent again before it is cleared"
+            ));
         }
         let range = place.1..place.1 + BLOCK;
         let last_writers = &mut self.state.last_writers[0];
@@ -238,7 +283,9 @@ impl Play {
         }
         last_writers.set(range, LastWriter::User(user));
         if let Some(&other) = self.written.get(&place).filter(|&&other| other != user) {
-            return Err(format!("user {user} sees what user {other} left at {place:?}"));
+            return Err(format!(
+                "user {user} sees what user {other} left at {place:?}"
+            ));
         }
         self.state.blocks.insert(slot, block);
         Ok(Some(slot))
@@ -260,12 +307,19 @@ impl Play {
         let Peer { number, hands, .. } = &mut self.peers[peer];
         let borrower = self.state.borrowers.get_mut(number).expect("it is here");
         let (pair, value) = borrower.open(slot).expect("it was asked");
-        hands.push(Hand { place, pair, value, is_given_back: false });
+        hands.push(Hand {
+            place,
+            pair,
+            value,
+            is_given_back: false,
+        });
         self.written.insert(place, peer as u32 + 1);
     }
 
     fn open(&mut self, peer: usize) {
-        let (Some(slot), number) = (self.lent, self.peers[peer].number) else { return };
+        let (Some(slot), number) = (self.lent, self.peers[peer].number) else {
+            return;
+        };
         if !self.is_alive(peer) || self.state.borrowers[&number].is_full() {
             return;
         }
@@ -275,7 +329,8 @@ impl Play {
         }
         if self.fault != Fault::NotesOneUser {
             let (region, offset) = self.place(slot);
-            self.state.last_writers[region as usize].set(offset..offset + BLOCK, LastWriter::Several);
+            self.state.last_writers[region as usize]
+                .set(offset..offset + BLOCK, LastWriter::Several);
         }
     }
 
@@ -284,13 +339,19 @@ impl Play {
         let Peer { number, hands, .. } = &mut self.peers[peer];
         if let Some(index) = hands.iter().position(|hand| hand.is_given_back) {
             let hand = hands.remove(index);
-            self.pages[number].at::<TimelineWord>(released_at(hand.pair)).store(hand.value);
+            self.pages[number]
+                .at::<TimelineWord>(released_at(hand.pair))
+                .store(hand.value);
         }
     }
 
     fn leave(&mut self, peer: usize) {
         let who = &mut self.peers[peer];
-        if !who.is_here || who.is_dead || who.is_leaving || who.hands.iter().any(|hand| !hand.is_given_back) {
+        if !who.is_here
+            || who.is_dead
+            || who.is_leaving
+            || who.hands.iter().any(|hand| !hand.is_given_back)
+        {
             return;
         }
         who.is_leaving = true;
@@ -320,7 +381,10 @@ impl Play {
 
     fn state_passes(&mut self) {
         let freed = std::mem::take(&mut self.pending);
-        freed.into_iter().flatten().for_each(|slot| self.state.release_borrower(slot));
+        freed
+            .into_iter()
+            .flatten()
+            .for_each(|slot| self.state.release_borrower(slot));
     }
 
     /// As `PoolAllocator::free_deferred`.
@@ -347,10 +411,17 @@ impl Play {
         if !self.is_alive(peer) {
             return;
         }
-        let Peer { number, hands, lies, .. } = &mut self.peers[peer];
+        let Peer {
+            number,
+            hands,
+            lies,
+            ..
+        } = &mut self.peers[peer];
         *lies = true;
         for hand in hands {
-            self.pages[number].at::<TimelineWord>(released_at(hand.pair)).store(hand.value);
+            self.pages[number]
+                .at::<TimelineWord>(released_at(hand.pair))
+                .store(hand.value);
         }
     }
 
@@ -361,7 +432,11 @@ impl Play {
             self.lent = Some(slot);
             let place = self.place(slot);
             self.written.insert(place, OWNER);
-            let lend = LentBlock { slot, bytes: BLOCK, access: Access };
+            let lend = LentBlock {
+                slot,
+                bytes: BLOCK,
+                access: Access,
+            };
             self.state.lent_blocks.insert(1, lend);
         }
         Ok(())
@@ -370,9 +445,16 @@ impl Play {
     /// As `PoolAllocator::reclaim`.
     fn reclaim(&mut self) {
         self.state.collect_released();
-        self.state.borrowers.retain(|_, borrower| !borrower.is_done());
-        let dead: Vec<u64> =
-            self.state.borrowers.iter().filter(|(_, b)| b.has_left_and_died()).map(|(&number, _)| number).collect();
+        self.state
+            .borrowers
+            .retain(|_, borrower| !borrower.is_done());
+        let dead: Vec<u64> = self
+            .state
+            .borrowers
+            .iter()
+            .filter(|(_, b)| b.has_left_and_died())
+            .map(|(&number, _)| number)
+            .collect();
         dead.into_iter().for_each(|number| self.free(number));
         let cleared = self.cleared;
         self.state.arena.collect(|_, value| value <= cleared);
@@ -394,7 +476,11 @@ impl Play {
             }
         }
         if self.state.used() > self.state.arena.total() {
-            return Err(format!("{} bytes are used of {}", self.state.used(), self.state.arena.total()));
+            return Err(format!(
+                "{} bytes are used of {}",
+                self.state.used(),
+                self.state.arena.total()
+            ));
         }
         Ok(())
     }
@@ -409,7 +495,14 @@ impl Play {
                 self.act(act)?;
             }
         }
-        for act in [Act::LetGo, Act::Clear, Act::Pass, Act::Tick, Act::Clear, Act::Tick] {
+        for act in [
+            Act::LetGo,
+            Act::Clear,
+            Act::Pass,
+            Act::Tick,
+            Act::Clear,
+            Act::Tick,
+        ] {
             self.act(act)?;
         }
         if self.state.used() != 0 {
@@ -420,16 +513,34 @@ impl Play {
 
     /// All that tells one state from another; what only counts is left out.
     fn print(&self) -> String {
-        let mut blocks: Vec<_> = self.state.blocks.iter().map(|(&slot, block)| (self.place(slot), *block)).collect();
+        let mut blocks: Vec<_> = self
+            .state
+            .blocks
+            .iter()
+            .map(|(&slot, block)| (self.place(slot), *block))
+            .collect();
         blocks.sort_by_key(|(place, _)| *place);
         let mut written: Vec<_> = self.written.iter().collect();
         written.sort();
-        let base = |number: u64| self.state.borrowers.get(&number).map(|borrower| format!("{borrower:?}"));
+        let base = |number: u64| {
+            self.state
+                .borrowers
+                .get(&number)
+                .map(|borrower| format!("{borrower:?}"))
+        };
         let words = |number: u64| {
             let page = self.pages.get(&number)?;
-            Some((0..PAIRS_MAX).map(|pair| page.at::<TimelineWord>(released_at(pair)).load()).collect::<Vec<_>>())
+            Some(
+                (0..PAIRS_MAX)
+                    .map(|pair| page.at::<TimelineWord>(released_at(pair)).load())
+                    .collect::<Vec<_>>(),
+            )
         };
-        let peers: Vec<_> = self.peers.iter().map(|peer| (peer, base(peer.number), words(peer.number))).collect();
+        let peers: Vec<_> = self
+            .peers
+            .iter()
+            .map(|peer| (peer, base(peer.number), words(peer.number)))
+            .collect();
         let waiting = self.state.arena.waiting_bytes();
         let behind = self.fences - self.cleared;
         format!(

@@ -137,13 +137,19 @@ pub struct World {
 
 impl World {
     fn worker(&mut self, id: u64) -> Option<&mut Worker> {
-        self.workers.iter_mut().flatten().find(|worker| worker.id == id)
+        self.workers
+            .iter_mut()
+            .flatten()
+            .find(|worker| worker.id == id)
     }
 
     pub(crate) fn members(&self) -> Vec<(u64, Rc<RefCell<Line>>)> {
         let members = self.workers.iter().flatten();
-        let members = members.filter(|worker| !worker.has_left && !worker.is_proven && !worker.is_expelled);
-        members.map(|worker| (worker.id, worker.line.clone())).collect()
+        let members =
+            members.filter(|worker| !worker.has_left && !worker.is_proven && !worker.is_expelled);
+        members
+            .map(|worker| (worker.id, worker.line.clone()))
+            .collect()
     }
 
     pub(crate) fn put(&mut self, id: u64, told: &[u8]) -> Option<u64> {
@@ -151,12 +157,16 @@ impl World {
         let tag = DeliveryTag::decode(told).expect("what was encoded");
         let truth = self.jobs.entry(tag.job).or_default();
         if tag.attempt - 1 > truth.taken + truth.expired {
-            self.wrong = Some(format!("{tag:?} counts attempts that nobody made: {truth:?}"));
+            self.wrong = Some(format!(
+                "{tag:?} counts attempts that nobody made: {truth:?}"
+            ));
         }
         if truth.outcomes > 0 || truth.is_called_off {
             self.wrong = Some(format!("{tag:?} is given out, and is over: {truth:?}"));
         }
-        let worker = self.worker(id).filter(|worker| !worker.has_left && !worker.is_proven && !worker.is_expelled)?;
+        let worker = self
+            .worker(id)
+            .filter(|worker| !worker.has_left && !worker.is_proven && !worker.is_expelled)?;
         if worker.ring.len() >= DEPTH {
             return None;
         }
@@ -173,14 +183,22 @@ impl World {
     pub(crate) fn expel(&mut self, id: u64) {
         if let Some(worker) = self.worker(id).filter(|worker| !worker.is_expelled) {
             worker.is_expelled = true;
-            let untaken: Vec<_> = worker.ring.drain(..).map(|(position, _)| (id, position)).collect();
+            let untaken: Vec<_> = worker
+                .ring
+                .drain(..)
+                .map(|(position, _)| (id, position))
+                .collect();
             self.departed.extend(untaken);
         }
     }
 
     /// As `Publisher::take_disconnects`.
     pub(crate) fn take_disconnects(&mut self) -> Vec<(u64, u64)> {
-        let gone = self.workers.iter().flatten().filter(|worker| worker.has_left || worker.is_proven);
+        let gone = self
+            .workers
+            .iter()
+            .flatten()
+            .filter(|worker| worker.has_left || worker.is_proven);
         let gone: Vec<u64> = gone.map(|worker| worker.id).collect();
         gone.into_iter().for_each(|id| self.expel(id));
         std::mem::take(&mut self.departed)
@@ -202,17 +220,24 @@ impl World {
         };
         let index = usize::from(index);
         if act == Act::Join(index as u8) {
-            let is_over = |worker: &Worker| worker.is_proven || worker.has_left && worker.under_way.is_empty();
+            let is_over = |worker: &Worker| {
+                worker.is_proven || worker.has_left && worker.under_way.is_empty()
+            };
             let is_free = self.workers[index].as_ref().is_none_or(is_over);
             if is_free && self.members < MEMBERS_MAX {
                 self.take_disconnects_of(index);
                 self.members += 1;
-                self.workers[index] = Some(Worker { id: self.members, ..Worker::default() });
+                self.workers[index] = Some(Worker {
+                    id: self.members,
+                    ..Worker::default()
+                });
             }
             return;
         }
         let World { workers, jobs, .. } = self;
-        let Some(worker) = &mut workers[index] else { return };
+        let Some(worker) = &mut workers[index] else {
+            return;
+        };
         match act {
             Act::Take(_) if worker.is_able() => {
                 if let Some((_, tag)) = worker.ring.pop_front() {
@@ -239,7 +264,10 @@ impl World {
             Act::Prove(_) if worker.is_dead => {
                 worker.is_proven = true;
                 worker.line.borrow_mut().is_proven_dead = true;
-                worker.under_way.drain(..).for_each(|data| *data.borrow_mut() = Data::Lost);
+                worker
+                    .under_way
+                    .drain(..)
+                    .for_each(|data| *data.borrow_mut() = Data::Lost);
             }
             _ => {}
         }
@@ -258,13 +286,20 @@ impl Worker {
         if self.is_dead || self.has_left {
             return;
         }
-        let Some(DeliveryTag { job, number, .. }) = self.taken.pop_front() else { return };
+        let Some(DeliveryTag { job, number, .. }) = self.taken.pop_front() else {
+            return;
+        };
         let data = Rc::new(RefCell::new(Data::UnderWay));
         if kind == AnswerKind::Completed {
             self.under_way.push_back(data.clone());
         }
-        let answer = Answer { job, number, kind }.encode(&[]).expect("a short answer");
-        self.line.borrow_mut().answers.push_back((answer.as_bytes().to_vec(), data));
+        let answer = Answer { job, number, kind }
+            .encode(&[])
+            .expect("a short answer");
+        self.line
+            .borrow_mut()
+            .answers
+            .push_back((answer.as_bytes().to_vec(), data));
     }
 }
 
@@ -274,8 +309,16 @@ impl Dispatcher {
         match act {
             Act::Submit => self.submit(),
             Act::CallOff => {
-                let open = |world: &World| world.jobs.iter().find(|(_, job)| !job.is_over()).map(|(&id, _)| id);
-                let Some(id) = open(&self.world()) else { return };
+                let open = |world: &World| {
+                    world
+                        .jobs
+                        .iter()
+                        .find(|(_, job)| !job.is_over())
+                        .map(|(&id, _)| id)
+                };
+                let Some(id) = open(&self.world()) else {
+                    return;
+                };
                 if self.lock().call_off(id).is_some() {
                     self.world().jobs.entry(id).or_default().is_called_off = true;
                 }
@@ -283,7 +326,8 @@ impl Dispatcher {
             Act::Work => self.process_events(&mut self.lock()),
             Act::TakeNext => {
                 let next = self.lock().take_next();
-                next.into_iter().for_each(|(id, outcome)| self.took(id, outcome));
+                next.into_iter()
+                    .for_each(|(id, outcome)| self.took(id, outcome));
             }
             Act::Expire => {
                 NOW.set(now() + TIMEOUT);
@@ -300,7 +344,9 @@ impl Dispatcher {
         if guard.delivery.is_some() || self.world().jobs.len() as u64 >= JOBS_MAX {
             return;
         }
-        self.world().jobs.insert(guard.next_job().0, Truth::default());
+        self.world()
+            .jobs
+            .insert(guard.next_job().0, Truth::default());
         let loan = Loan::new(self.sample());
         let _ = self.enter(&mut guard, loan, &Stream, 0);
     }
@@ -314,9 +360,13 @@ impl Dispatcher {
             Outcome::Done { attempt, .. } => *attempt,
             _ => 0,
         };
-        let is_wrong = truth.outcomes > 1 || truth.is_called_off || attempts > truth.taken + truth.expired;
+        let is_wrong =
+            truth.outcomes > 1 || truth.is_called_off || attempts > truth.taken + truth.expired;
         if is_wrong {
-            world.wrong = Some(format!("job {id} ends with {outcome:?}: {truth:?}", truth = world.jobs[&id]));
+            world.wrong = Some(format!(
+                "job {id} ends with {outcome:?}: {truth:?}",
+                truth = world.jobs[&id]
+            ));
         }
     }
 
@@ -329,13 +379,21 @@ impl Dispatcher {
         for (&id, truth) in world.jobs.iter().filter(|(_, truth)| !truth.is_over()) {
             let waiting = table.waiting.iter().filter(|&&other| other == id).count();
             let leases = table.sessions.iter().flat_map(|session| &session.leases);
-            let leased = leases.filter(|lease| lease.tag.job == id && !lease.is_late).count();
+            let leased = leases
+                .filter(|lease| lease.tag.job == id && !lease.is_late)
+                .count();
             let wanted = usize::from(!table.is_settled(id));
             if waiting + leased != wanted {
-                return Err(format!("job {id} waits {waiting} times and is leased {leased} times: {truth:?}"));
+                return Err(format!(
+                    "job {id} waits {waiting} times and is leased {leased} times: {truth:?}"
+                ));
             }
         }
-        let open = world.jobs.iter().filter(|(_, truth)| !truth.is_over()).count();
+        let open = world
+            .jobs
+            .iter()
+            .filter(|(_, truth)| !truth.is_over())
+            .count();
         if table.len() != open || table.delivery.is_some() {
             return Err(format!("{} jobs are in the books, of {open}", table.len()));
         }
@@ -352,9 +410,19 @@ impl Dispatcher {
         self.world().members = 0;
         self.act(Act::Work);
         let id = MEMBERS_MAX + 1;
-        self.world().workers[0] = Some(Worker { id, ..Worker::default() });
+        self.world().workers[0] = Some(Worker {
+            id,
+            ..Worker::default()
+        });
         for _ in 0..4 * JOBS_MAX {
-            for act in [Act::Work, Act::Take(0), Act::Done(0), Act::Complete(0), Act::Work, Act::TakeNext] {
+            for act in [
+                Act::Work,
+                Act::Take(0),
+                Act::Done(0),
+                Act::Complete(0),
+                Act::Work,
+                Act::TakeNext,
+            ] {
                 self.act(act);
                 self.check()?;
             }
@@ -372,15 +440,33 @@ impl Dispatcher {
             .sessions
             .iter()
             .map(|session| {
-                let pending_results: Vec<_> = session.pending_results.iter().map(|it| it.tag).collect();
+                let pending_results: Vec<_> =
+                    session.pending_results.iter().map(|it| it.tag).collect();
                 let leases: Vec<_> = session.leases.iter().map(|it| format!("{it:?}")).collect();
-                let end = session.end.as_ref().map(|(why, is_settled, _)| (why, *is_settled));
-                format!("{} {leases:?} {pending_results:?} {end:?} {}", session.id, session.is_leaving)
+                let end = session
+                    .end
+                    .as_ref()
+                    .map(|(why, is_settled, _)| (why, *is_settled));
+                format!(
+                    "{} {leases:?} {pending_results:?} {end:?} {}",
+                    session.id, session.is_leaving
+                )
             })
             .collect();
-        let jobs: Vec<_> =
-            (1..=JOBS_MAX).map(|id| (table.next_delivery(id).map(|(tag, _)| tag), table.is_settled(id))).collect();
-        format!("{sessions:?} {jobs:?} {:?} {:?} {world:?} {:?}", table.waiting, table.finished, now())
+        let jobs: Vec<_> = (1..=JOBS_MAX)
+            .map(|id| {
+                (
+                    table.next_delivery(id).map(|(tag, _)| tag),
+                    table.is_settled(id),
+                )
+            })
+            .collect();
+        format!(
+            "{sessions:?} {jobs:?} {:?} {:?} {world:?} {:?}",
+            table.waiting,
+            table.finished,
+            now()
+        )
     }
 }
 
@@ -394,11 +480,20 @@ impl Truth {
 pub fn steps() -> Vec<Step> {
     let of_worker = |worker: u8| {
         use Act::{Complete, Die, Done, Fail, Join, Leave, Prove, Return, Take};
-        [Join, Take, Done, Fail, Return, Complete, Leave, Die, Prove].map(|act: fn(u8) -> Act| act(worker))
+        [Join, Take, Done, Fail, Return, Complete, Leave, Die, Prove]
+            .map(|act: fn(u8) -> Act| act(worker))
     };
     let acts = (0..WORKERS as u8).flat_map(of_worker);
-    let acts = acts.chain([Act::Submit, Act::CallOff, Act::Work, Act::TakeNext, Act::Expire]);
-    acts.flat_map(|act| [(false, act), (true, act)]).filter(|step| *step != (true, Act::Submit)).collect()
+    let acts = acts.chain([
+        Act::Submit,
+        Act::CallOff,
+        Act::Work,
+        Act::TakeNext,
+        Act::Expire,
+    ]);
+    acts.flat_map(|act| [(false, act), (true, act)])
+        .filter(|step| *step != (true, Act::Submit))
+        .collect()
 }
 
 /// Plays a row of steps.
@@ -407,11 +502,19 @@ pub fn steps() -> Vec<Step> {
 /// What is wrong then.
 fn play(row: &[Step], order: Order, fault: Fault) -> Result<Arc<Dispatcher>, String> {
     NOW.set(Duration::ZERO);
-    let rules = QueueRules { prefetch: 2, max_attempts: 2, lease_timeout: Some(TIMEOUT), order };
+    let rules = QueueRules {
+        prefetch: 2,
+        max_attempts: 2,
+        lease_timeout: Some(TIMEOUT),
+        order,
+    };
     let dispatcher = Dispatcher::new(rules, fault, World::default());
     let mut rest = row;
     while let Some((&(_, act), behind)) = rest.split_first() {
-        let during = behind.iter().take_while(|(is_during, _)| *is_during).count();
+        let during = behind
+            .iter()
+            .take_while(|(is_during, _)| *is_during)
+            .count();
         dispatcher.world().finish_delivery = false;
         dispatcher.world().meanwhile = behind[..during].iter().map(|&(_, act)| act).collect();
         dispatcher.act(act);
@@ -426,7 +529,9 @@ fn play(row: &[Step], order: Order, fault: Fault) -> Result<Arc<Dispatcher>, Str
 fn sound<T>(play: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(play)).unwrap_or_else(|panic| {
         let said = panic.downcast_ref::<String>().cloned();
-        Err(said.or_else(|| panic.downcast_ref::<&str>().map(|said| said.to_string())).unwrap_or_default())
+        Err(said
+            .or_else(|| panic.downcast_ref::<&str>().map(|said| said.to_string()))
+            .unwrap_or_default())
     })
 }
 
@@ -435,10 +540,21 @@ fn sound<T>(play: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
 /// # Errors
 /// What goes wrong, and the steps before it.
 pub fn search(length: usize, is_in_order: bool, fault: Fault) -> Result<usize, String> {
-    let order = if is_in_order { Order::Submission } else { Order::Completion };
-    let (steps, mut seen, mut open) = (steps(), HashSet::new(), VecDeque::from([(Vec::new(), false)]));
+    let order = if is_in_order {
+        Order::Submission
+    } else {
+        Order::Completion
+    };
+    let (steps, mut seen, mut open) = (
+        steps(),
+        HashSet::new(),
+        VecDeque::from([(Vec::new(), false)]),
+    );
     while let Some((row, finish_delivery)) = open.pop_front() {
-        for &step in steps.iter().filter(|(is_during, _)| finish_delivery || !is_during) {
+        for &step in steps
+            .iter()
+            .filter(|(is_during, _)| finish_delivery || !is_during)
+        {
             let mut row: Vec<Step> = row.clone();
             row.push(step);
             let wrong = |wrong| format!("{wrong}\nafter {row:?}");

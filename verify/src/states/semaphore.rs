@@ -68,21 +68,39 @@ impl Semaphore {
         let room = SemaphorePage::new(SharedPage::new(bytes_for(permits)), permits);
         let holding = (0..=members.len()).map(|_| AtomicU64::new(0)).collect();
         let begin = vec![0; members.len() + 1];
-        Semaphore { room, members: members.to_vec(), begin, holding, sweeps }
+        Semaphore {
+            room,
+            members: members.to_vec(),
+            begin,
+            holding,
+            sweeps,
+        }
     }
 
     /// A holder that is handing its permit on to one that waits, while a third one tries to take one.
     pub fn handing_on() -> Semaphore {
-        let mut semaphore = Semaphore::new(&[Patience::Waits, Patience::Waits, Patience::Tries], 1, Sweeps::Proven);
+        let mut semaphore = Semaphore::new(
+            &[Patience::Waits, Patience::Waits, Patience::Tries],
+            1,
+            Sweeps::Proven,
+        );
         let permit = semaphore.room.take_free(1, 0).expect("a free permit");
         let place = semaphore.room.begin_wait(2).expect("a free place");
-        semaphore.begin = vec![0, phase(HANDS_ON, permit, 0), phase(LOOKS, place.index, place.handed), TRIES];
+        semaphore.begin = vec![
+            0,
+            phase(HANDS_ON, permit, 0),
+            phase(LOOKS, place.index, place.handed),
+            TRIES,
+        ];
         semaphore
     }
 
     fn member(&self, me: u32, now: u64) -> u64 {
         let (kind, at, value) = (now >> 56, (now >> 32 & 0xffff) as u32, now & 0xffff_ffff);
-        let place = WaitSlot { index: at, handed: value };
+        let place = WaitSlot {
+            index: at,
+            handed: value,
+        };
         let (room, patience) = (&self.room, self.members[me as usize - 1]);
         match kind {
             TRIES if !room.has_waiters() => match room.take_free(me, 0) {
@@ -101,7 +119,11 @@ impl Semaphore {
                 phase(LOOKS, at, value)
             }
             LOOKS => {
-                let next = if patience == Patience::GivesUp { GIVES_UP } else { SLEEPS };
+                let next = if patience == Patience::GivesUp {
+                    GIVES_UP
+                } else {
+                    SLEEPS
+                };
                 self.after(room.check_wait(place, me), phase(next, at, value))
             }
             SLEEPS => {
@@ -144,7 +166,10 @@ impl Semaphore {
     /// Its phase says who has been swept away.
     fn creator(&self, swept: u64, world: &World) -> u64 {
         let bits = |is: &dyn Fn(usize) -> bool| {
-            (1..=self.members.len()).filter(|&member| is(member)).map(|member| 1u64 << member).sum::<u64>()
+            (1..=self.members.len())
+                .filter(|&member| is(member))
+                .map(|member| 1u64 << member)
+                .sum::<u64>()
         };
         let seen = steps::ask(|| {
             let done = bits(&|member| world.phases[member] == DONE || world.dead[member]);
@@ -164,7 +189,9 @@ impl Semaphore {
         }
         if !is_news && done != all {
             // A tick, when nobody can do anything else.
-            steps::wait(|| bits(&|member| world.phases[member] == DONE || world.dead[member]) == done);
+            steps::wait(|| {
+                bits(&|member| world.phases[member] == DONE || world.dead[member]) == done
+            });
             let dead_now = steps::ask(|| bits(&|member| world.dead[member]));
             if dead_now != dead {
                 return swept;
@@ -175,7 +202,8 @@ impl Semaphore {
                 self.holding[member].store(0, SeqCst);
             }
         }
-        self.room.sweep(|member| (member as usize) > self.members.len() || gone & 1 << member == 0);
+        self.room
+            .sweep(|member| (member as usize) > self.members.len() || gone & 1 << member == 0);
         swept | gone | if done == all { LAST } else { 0 }
     }
 }
@@ -186,7 +214,11 @@ impl Model for Semaphore {
     }
 
     fn run(&self, process: usize, phase: u64, world: &World) -> u64 {
-        if process == 0 { self.creator(phase, world) } else { self.member(process as u32, phase) }
+        if process == 0 {
+            self.creator(phase, world)
+        } else {
+            self.member(process as u32, phase)
+        }
     }
 
     fn begin(&self, process: usize) -> u64 {
@@ -198,21 +230,34 @@ impl Model for Semaphore {
     }
 
     fn is_wrong(&self, world: &World) -> Option<String> {
-        let held: Vec<u64> = self.holding.iter().map(|held| held.load(SeqCst)).filter(|&held| held != 0).collect();
+        let held: Vec<u64> = self
+            .holding
+            .iter()
+            .map(|held| held.load(SeqCst))
+            .filter(|&held| held != 0)
+            .collect();
         let mut different = held.clone();
         different.sort_unstable();
         different.dedup();
         if different.len() != held.len() {
             return Some(format!("a permit has two holders: {held:?}"));
         }
-        let is_over = world.phases.iter().zip(&world.dead).all(|(&phase, &dead)| phase == DONE || dead);
+        let is_over = world
+            .phases
+            .iter()
+            .zip(&world.dead)
+            .all(|(&phase, &dead)| phase == DONE || dead);
         if is_over {
             let permits = self.room.permits();
             if self.room.available() != permits {
-                return Some(format!("{} of {permits} permits are left", self.room.available()));
+                return Some(format!(
+                    "{} of {permits} permits are left",
+                    self.room.available()
+                ));
             }
             let members = (1..=self.members.len() as u32).chain([CREATOR]);
-            if self.room.has_waiters() || members.into_iter().any(|member| self.room.holds(member)) {
+            if self.room.has_waiters() || members.into_iter().any(|member| self.room.holds(member))
+            {
                 return Some("a place is left occupied".into());
             }
             let is_due = |permit| !self.room.word(permit).reached(self.room.due(permit));

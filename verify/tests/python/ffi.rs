@@ -33,7 +33,11 @@ pub unsafe fn PyCapsule_New(
     if IS_FULL.take() {
         return null_mut();
     }
-    Box::into_raw(Box::new(PyObject { pointer, name, destructor }))
+    Box::into_raw(Box::new(PyObject {
+        pointer,
+        name,
+        destructor,
+    }))
 }
 
 /// # Safety
@@ -41,7 +45,10 @@ pub unsafe fn PyCapsule_New(
 #[allow(non_snake_case)]
 pub unsafe fn PyCapsule_IsValid(object: *mut PyObject, name: *const c_char) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { (!(*object).pointer.is_null() && CStr::from_ptr((*object).name) == CStr::from_ptr(name)).into() }
+    unsafe {
+        (!(*object).pointer.is_null() && CStr::from_ptr((*object).name) == CStr::from_ptr(name))
+            .into()
+    }
 }
 
 /// # Safety
@@ -49,7 +56,13 @@ pub unsafe fn PyCapsule_IsValid(object: *mut PyObject, name: *const c_char) -> c
 #[allow(non_snake_case)]
 pub unsafe fn PyCapsule_GetPointer(object: *mut PyObject, name: *const c_char) -> *mut c_void {
     // SAFETY: the caller's promise.
-    unsafe { if PyCapsule_IsValid(object, name) == 1 { (*object).pointer } else { null_mut() } }
+    unsafe {
+        if PyCapsule_IsValid(object, name) == 1 {
+            (*object).pointer
+        } else {
+            null_mut()
+        }
+    }
 }
 
 /// # Safety

@@ -111,8 +111,15 @@ pub mod prelude {
             Bound(object.0, PhantomData)
         }
 
-        pub fn from_owned_ptr_or_err(_: Python<'py>, object: *mut PyObject) -> PyResult<Bound<'py, T>> {
-            if object.is_null() { Err(PyErr("no capsule".into())) } else { Ok(Bound(object, PhantomData)) }
+        pub fn from_owned_ptr_or_err(
+            _: Python<'py>,
+            object: *mut PyObject,
+        ) -> PyResult<Bound<'py, T>> {
+            if object.is_null() {
+                Err(PyErr("no capsule".into()))
+            } else {
+                Ok(Bound(object, PhantomData))
+            }
         }
 
         pub fn unbind(self) -> Py<T> {
@@ -131,7 +138,10 @@ pub mod prelude {
 
 pub mod sync {
     pub mod critical_section {
-        pub fn with_critical_section<T, R>(_: &crate::prelude::Bound<'_, T>, work: impl FnOnce() -> R) -> R {
+        pub fn with_critical_section<T, R>(
+            _: &crate::prelude::Bound<'_, T>,
+            work: impl FnOnce() -> R,
+        ) -> R {
             work()
         }
     }

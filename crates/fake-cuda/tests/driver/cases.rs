@@ -113,13 +113,24 @@ pub fn download(device: &Device, stream: &Stream, src: u64, bytes: usize) -> Vec
 pub fn words(device: &Device) -> (&'static [TimelineWord], u64) {
     let flags = MapFlags::SHARED;
     // SAFETY: a new mapping, placed by the kernel and never unmapped.
-    let page =
-        unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), 4096, ProtFlags::READ | ProtFlags::WRITE, flags) }
-            .unwrap();
+    let page = unsafe {
+        rustix::mm::mmap_anonymous(
+            std::ptr::null_mut(),
+            4096,
+            ProtFlags::READ | ProtFlags::WRITE,
+            flags,
+        )
+    }
+    .unwrap();
     // SAFETY: a whole mapped page that stays.
     let address = unsafe { device.backend().register(page.cast(), 4096) }.unwrap();
     // SAFETY: zeros are valid words, the page is aligned and lives on.
-    let words = unsafe { std::slice::from_raw_parts(page.cast::<TimelineWord>(), 4096 / size_of::<TimelineWord>()) };
+    let words = unsafe {
+        std::slice::from_raw_parts(
+            page.cast::<TimelineWord>(),
+            4096 / size_of::<TimelineWord>(),
+        )
+    };
     (words, address)
 }
 
@@ -138,7 +149,9 @@ fn census() -> [u64; 4] {
     let mut census = [0; 4];
     // SAFETY: the fake driver has this function with this signature.
     unsafe {
-        let count = library.get::<unsafe extern "C" fn(*mut [u64; 4]) -> i32>("fakeCudaCensus").unwrap();
+        let count = library
+            .get::<unsafe extern "C" fn(*mut [u64; 4]) -> i32>("fakeCudaCensus")
+            .unwrap();
         assert_eq!(count(&mut census), 0);
     }
     census
@@ -155,7 +168,9 @@ fn current_context() -> usize {
     let mut context = 0;
     // SAFETY: the driver's function, with an out pointer the size of a pointer.
     unsafe {
-        let get = library.get::<unsafe extern "C" fn(*mut usize) -> i32>("cuCtxGetCurrent").unwrap();
+        let get = library
+            .get::<unsafe extern "C" fn(*mut usize) -> i32>("cuCtxGetCurrent")
+            .unwrap();
         assert_eq!(get(&mut context), 0);
     }
     context
@@ -166,8 +181,12 @@ fn make_primary_current(device: i32) {
     let mut context = 0;
     // SAFETY: the driver's functions, with their signatures.
     unsafe {
-        let retain = library.get::<unsafe extern "C" fn(*mut usize, i32) -> i32>("cuDevicePrimaryCtxRetain").unwrap();
-        let set = library.get::<unsafe extern "C" fn(usize) -> i32>("cuCtxSetCurrent").unwrap();
+        let retain = library
+            .get::<unsafe extern "C" fn(*mut usize, i32) -> i32>("cuDevicePrimaryCtxRetain")
+            .unwrap();
+        let set = library
+            .get::<unsafe extern "C" fn(usize) -> i32>("cuCtxSetCurrent")
+            .unwrap();
         assert_eq!((retain(&mut context, device), set(context)), (0, 0));
     }
 }
@@ -184,7 +203,9 @@ fn open() {
     let region = device.backend().allocate(REGION_BYTES).unwrap();
     assert_eq!(current_context(), others);
     let backend = device.backend().clone();
-    std::thread::spawn(move || release(&backend, region)).join().unwrap();
+    std::thread::spawn(move || release(&backend, region))
+        .join()
+        .unwrap();
 }
 
 fn region() {
@@ -192,18 +213,30 @@ fn region() {
     let backend = device.backend();
     let region = backend.allocate(2 * REGION_BYTES).unwrap();
     let fd = export(backend, &region);
-    assert!(rustix::io::fcntl_getfd(&fd).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
+    assert!(
+        rustix::io::fcntl_getfd(&fd)
+            .unwrap()
+            .contains(rustix::io::FdFlags::CLOEXEC)
+    );
     let alias = import(backend, fd.as_fd(), region.bytes).unwrap();
     assert_ne!(alias.ptr, region.ptr);
     assert_eq!(backend.bytes_held(), 4 * REGION_BYTES);
     let stream = device.stream().unwrap();
     let sent: Vec<u8> = (0..=255).collect();
-    assert_eq!(download(&device, &stream, region.ptr, 256), [0; 256], "new memory is zeroed");
+    assert_eq!(
+        download(&device, &stream, region.ptr, 256),
+        [0; 256],
+        "new memory is zeroed"
+    );
     // SAFETY: both are mapped and long enough; the download waits for the upload.
     unsafe { backend.upload(stream.raw(), region.ptr + 100, &sent) }.unwrap();
     assert_eq!(download(&device, &stream, alias.ptr + 100, 256), sent);
     release(backend, region);
-    assert_eq!(download(&device, &stream, alias.ptr + 100, 256), sent, "the memory outlives its owner");
+    assert_eq!(
+        download(&device, &stream, alias.ptr + 100, 256),
+        sent,
+        "the memory outlives its owner"
+    );
     release(backend, alias);
     assert_eq!((backend.bytes_held(), census()), (0, [0; 4]));
 }
@@ -213,15 +246,56 @@ fn timeline() {
     let (words, base) = words(&device);
     let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
     let (ready, answer) = (word_address(base, 0), word_address(base, 1));
-    let ops = [StreamOp::Wait { word: ready, value: 3 }, StreamOp::Signal { word: answer, value: 7 }];
+    let ops = [
+        StreamOp::Wait {
+            word: ready,
+            value: 3,
+        },
+        StreamOp::Signal {
+            word: answer,
+            value: 7,
+        },
+    ];
     batch(&device, first.raw(), &ops).unwrap();
-    batch(&device, second.raw(), &[StreamOp::Signal { word: ready, value: 2 }]).unwrap();
+    batch(
+        &device,
+        second.raw(),
+        &[StreamOp::Signal {
+            word: ready,
+            value: 2,
+        }],
+    )
+    .unwrap();
     assert!(device.backend().wait_word(&words[0], 2, PATIENCE).unwrap());
     assert!(!first.is_idle().unwrap(), "2 is not 3");
-    assert!(!device.backend().wait_word(&words[1], 7, Duration::from_millis(1)).unwrap());
-    batch(&device, second.raw(), &[StreamOp::Signal { word: ready, value: 4 }]).unwrap();
-    assert!(device.backend().wait_word(&words[1], 7, PATIENCE).unwrap(), "at or above is enough");
-    batch(&device, first.raw(), &[StreamOp::Wait { word: ready, value: 9 }]).unwrap();
+    assert!(
+        !device
+            .backend()
+            .wait_word(&words[1], 7, Duration::from_millis(1))
+            .unwrap()
+    );
+    batch(
+        &device,
+        second.raw(),
+        &[StreamOp::Signal {
+            word: ready,
+            value: 4,
+        }],
+    )
+    .unwrap();
+    assert!(
+        device.backend().wait_word(&words[1], 7, PATIENCE).unwrap(),
+        "at or above is enough"
+    );
+    batch(
+        &device,
+        first.raw(),
+        &[StreamOp::Wait {
+            word: ready,
+            value: 9,
+        }],
+    )
+    .unwrap();
     words[0].store(9);
     first.synchronize(PATIENCE).unwrap();
 }
@@ -231,14 +305,34 @@ fn broadcast() {
     let (words, base) = words(&device);
     let stream = device.stream().unwrap();
     let gate = word_address(base, 0);
-    batch(&device, stream.raw(), &[StreamOp::Wait { word: gate, value: 1 }]).unwrap();
-    let signals: Vec<StreamOp> =
-        (1..101).map(|index| StreamOp::Signal { word: word_address(base, index), value: index as u64 }).collect();
+    batch(
+        &device,
+        stream.raw(),
+        &[StreamOp::Wait {
+            word: gate,
+            value: 1,
+        }],
+    )
+    .unwrap();
+    let signals: Vec<StreamOp> = (1..101)
+        .map(|index| StreamOp::Signal {
+            word: word_address(base, index),
+            value: index as u64,
+        })
+        .collect();
     batch(&device, stream.raw(), &signals).unwrap();
-    assert!(words[1..101].iter().all(|word| word.load() == 0), "stored before the work ahead of them was done");
+    assert!(
+        words[1..101].iter().all(|word| word.load() == 0),
+        "stored before the work ahead of them was done"
+    );
     words[0].store(1);
     stream.synchronize(PATIENCE).unwrap();
-    assert!(words[1..101].iter().enumerate().all(|(index, word)| word.load() == index as u64 + 1));
+    assert!(
+        words[1..101]
+            .iter()
+            .enumerate()
+            .all(|(index, word)| word.load() == index as u64 + 1)
+    );
     assert_eq!(words[101].load(), 0);
 }
 
@@ -251,14 +345,20 @@ fn kernel() {
     unsafe { warpipe_kernels::fill(&stream, region.ptr, 1000, 5) }.unwrap();
     let bytes = download(&device, &stream, region.ptr, 8000);
     for (index, word) in bytes.chunks_exact(8).enumerate() {
-        assert_eq!(u64::from_le_bytes(word.try_into().unwrap()), warpipe_kernels::pattern(5, index as u64));
+        assert_eq!(
+            u64::from_le_bytes(word.try_into().unwrap()),
+            warpipe_kernels::pattern(5, index as u64)
+        );
     }
     // Cleared in the stream's order, and nothing beside.
     let backend = device.backend();
     // SAFETY: the range lies in the region.
     unsafe { backend.zero(stream.raw(), region.ptr + 8, 16) }.unwrap();
     let cleared = download(&device, &stream, region.ptr, 8000);
-    assert_eq!((&cleared[8..24], &cleared[..8], &cleared[24..]), (&[0; 16][..], &bytes[..8], &bytes[24..]));
+    assert_eq!(
+        (&cleared[8..24], &cleared[..8], &cleared[24..]),
+        (&[0; 16][..], &bytes[..8], &bytes[24..])
+    );
     // SAFETY: none is claimed: it is refused, or there would be nothing to test.
     assert!(unsafe { backend.zero(stream.raw(), region.ptr, REGION_BYTES + 1) }.is_err());
 }
@@ -273,16 +373,30 @@ fn upload() {
     // SAFETY: the page of words is readable for as long as the process lives; the region is long enough.
     unsafe {
         let page = std::slice::from_raw_parts(words.as_ptr().cast::<u8>(), 8);
-        device.backend().upload(stream.raw(), region.ptr, page).unwrap();
+        device
+            .backend()
+            .upload(stream.raw(), region.ptr, page)
+            .unwrap();
     }
     words[0].store(43);
-    assert_eq!(download(&device, &stream, region.ptr, 8), 42u64.to_le_bytes());
+    assert_eq!(
+        download(&device, &stream, region.ptr, 8),
+        42u64.to_le_bytes()
+    );
 }
 
 /// A stream that stands still until the first word is at 1.
 fn held_stream(device: &Device) -> (Stream, &'static [TimelineWord]) {
     let ((words, base), stream) = (words(device), device.stream().unwrap());
-    batch(device, stream.raw(), &[StreamOp::Wait { word: base, value: 1 }]).unwrap();
+    batch(
+        device,
+        stream.raw(),
+        &[StreamOp::Wait {
+            word: base,
+            value: 1,
+        }],
+    )
+    .unwrap();
     (stream, words)
 }
 
@@ -298,8 +412,15 @@ fn upload_behind_a_wait() {
     let region = device.backend().allocate(16 * MIB).unwrap();
     let (mut at, mut expected) = (region.ptr, Vec::new());
     for round in 0..3 {
-        for (index, &length) in lengths.iter().enumerate().take(if round == 0 { lengths.len() } else { 5 }) {
-            let mut bytes: Vec<u8> = (0..length).map(|place| (place * 31 + index + round) as u8).collect();
+        for (index, &length) in
+            lengths
+                .iter()
+                .enumerate()
+                .take(if round == 0 { lengths.len() } else { 5 })
+        {
+            let mut bytes: Vec<u8> = (0..length)
+                .map(|place| (place * 31 + index + round) as u8)
+                .collect();
             write(&device, &stream, at, &bytes).unwrap();
             at += length as u64;
             expected.extend_from_slice(&bytes);
@@ -309,7 +430,10 @@ fn upload_behind_a_wait() {
     assert!(!stream.is_idle().unwrap(), "nothing has let it go");
     words[0].store(1);
     stream.synchronize(PATIENCE).unwrap();
-    assert!(download(&device, &stream, region.ptr, expected.len()) == expected, "other bytes came");
+    assert!(
+        download(&device, &stream, region.ptr, expected.len()) == expected,
+        "other bytes came"
+    );
     // What was staged is free again, for copies of any length.
     for length in lengths {
         write(&device, &stream, region.ptr, &vec![7; length]).unwrap();
@@ -320,7 +444,10 @@ fn upload_behind_a_wait() {
 fn pageable_control() {
     let device = gpu();
     let (stream, words) = held_stream(&device);
-    let (raw, region) = (stream.raw().0.addr(), device.backend().allocate(REGION_BYTES).unwrap());
+    let (raw, region) = (
+        stream.raw().0.addr(),
+        device.backend().allocate(REGION_BYTES).unwrap(),
+    );
     let (begin, begun) = channel();
     let copy = std::thread::spawn(move || {
         let (library, bytes) = (driver_library(), [1u8; 4]);
@@ -328,13 +455,21 @@ fn pageable_control() {
         // SAFETY: the driver's function; the context is the device's, since the call above has made it current and the
         // one below does so again; the region is live.
         unsafe {
-            let copy = library.get::<unsafe extern "C" fn(u64, *const u8, usize, usize) -> i32>("cuMemcpyHtoDAsync_v2");
-            let push = library.get::<unsafe extern "C" fn(usize) -> i32>("cuCtxPushCurrent_v2").unwrap();
-            let retain = library.get::<unsafe extern "C" fn(*mut usize, i32) -> i32>("cuDevicePrimaryCtxRetain");
+            let copy = library.get::<unsafe extern "C" fn(u64, *const u8, usize, usize) -> i32>(
+                "cuMemcpyHtoDAsync_v2",
+            );
+            let push = library
+                .get::<unsafe extern "C" fn(usize) -> i32>("cuCtxPushCurrent_v2")
+                .unwrap();
+            let retain = library
+                .get::<unsafe extern "C" fn(*mut usize, i32) -> i32>("cuDevicePrimaryCtxRetain");
             let mut context = 0;
             assert_eq!((retain.unwrap()(&mut context, 0), push(context)), (0, 0));
             begin.send(()).unwrap();
-            assert_eq!(copy.unwrap()(region.ptr, bytes.as_ptr(), bytes.len(), raw), 0);
+            assert_eq!(
+                copy.unwrap()(region.ptr, bytes.as_ptr(), bytes.len(), raw),
+                0
+            );
         }
         assert!(
             words[0].load() >= 1,
@@ -363,7 +498,15 @@ fn upload_limit() {
     assert_eq!(download(&device, &other, region.ptr + 64 * MIB - 1, 1), [0]);
     words[0].store(1);
     stream.synchronize(PATIENCE).unwrap();
-    batch(&device, stream.raw(), &[StreamOp::Wait { word: words.as_ptr().addr() as u64, value: 2 }]).unwrap();
+    batch(
+        &device,
+        stream.raw(),
+        &[StreamOp::Wait {
+            word: words.as_ptr().addr() as u64,
+            value: 2,
+        }],
+    )
+    .unwrap();
     write(&device, &stream, region.ptr, &[1]).unwrap();
     words[0].store(2);
     assert_eq!(download(&device, &stream, region.ptr, 2), [1, 3]);
@@ -376,11 +519,18 @@ fn download_limit() {
     write(&device, &stream, region.ptr, &vec![5; 6 << 20]).unwrap();
     let mut out = vec![0; 6 << 20];
     // SAFETY: the region is longer.
-    let refused = unsafe { device.backend().download(stream.raw(), &mut out, region.ptr) };
+    let refused = unsafe {
+        device
+            .backend()
+            .download(stream.raw(), &mut out, region.ptr)
+    };
     assert!(matches!(refused, Err(Error::Timeout { .. })), "{refused:?}");
     words[0].store(1);
     stream.synchronize(PATIENCE).unwrap();
-    assert!(out.iter().all(|&byte| byte == 0), "written after it was given up");
+    assert!(
+        out.iter().all(|&byte| byte == 0),
+        "written after it was given up"
+    );
     assert!(download(&device, &stream, region.ptr, 6 << 20) == vec![5; 6 << 20]);
 }
 
@@ -393,8 +543,10 @@ fn download_in_place() {
     write(&device, &stream, region.ptr, &vec![5; BYTES]).unwrap();
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a new mapping, placed by the kernel and never unmapped.
-    let page =
-        unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), BYTES, protection, MapFlags::SHARED) }.unwrap();
+    let page = unsafe {
+        rustix::mm::mmap_anonymous(std::ptr::null_mut(), BYTES, protection, MapFlags::SHARED)
+    }
+    .unwrap();
     // SAFETY: whole pages that stay; the slice is the only way to them.
     let out = unsafe {
         backend.register(page.cast(), BYTES).unwrap();
@@ -405,7 +557,10 @@ fn download_in_place() {
     assert!(matches!(refused, Err(Error::Timeout { .. })), "{refused:?}");
     words[0].store(1);
     stream.synchronize(PATIENCE).unwrap();
-    assert!(out.iter().all(|&byte| byte == 0), "written after it was given up");
+    assert!(
+        out.iter().all(|&byte| byte == 0),
+        "written after it was given up"
+    );
     // SAFETY: as above.
     unsafe { backend.download(stream.raw(), out, region.ptr) }.unwrap();
     assert!(out.iter().all(|&byte| byte == 5));
@@ -426,10 +581,21 @@ fn event() {
     let (words, base) = words(&device);
     let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
     let event = backend.create_event().unwrap();
-    batch(&device, first.raw(), &[StreamOp::Wait { word: base, value: 1 }]).unwrap();
+    batch(
+        &device,
+        first.raw(),
+        &[StreamOp::Wait {
+            word: base,
+            value: 1,
+        }],
+    )
+    .unwrap();
     // SAFETY: the handles are live until the end of this block.
     unsafe {
-        assert!(backend.query_event(event).unwrap(), "never recorded is complete");
+        assert!(
+            backend.query_event(event).unwrap(),
+            "never recorded is complete"
+        );
         backend.record_event(event, first.raw()).unwrap();
         backend.wait_event(second.raw(), event).unwrap();
         assert!(!backend.query_event(event).unwrap());
@@ -442,7 +608,10 @@ fn event() {
             while !backend.query_event(event).unwrap() {
                 std::hint::spin_loop();
             }
-            assert!(first.is_idle().unwrap(), "the event was the last of its work");
+            assert!(
+                first.is_idle().unwrap(),
+                "the event was the last of its work"
+            );
         }
         backend.destroy_event(event).unwrap();
     }
@@ -450,25 +619,52 @@ fn event() {
 
 fn missing_symbol() {
     let error = gpu().backend().allocate(REGION_BYTES).unwrap_err();
-    assert!(matches!(error, Error::DriverSymbol { symbol: "cuMemCreate" }), "{error}");
+    assert!(
+        matches!(
+            error,
+            Error::DriverSymbol {
+                symbol: "cuMemCreate"
+            }
+        ),
+        "{error}"
+    );
 }
 
 fn no_device() {
     let error = Device::cuda(0).unwrap_err();
     assert!(matches!(error, Error::NoDevice { .. }), "{error:?}");
-    assert!(error.to_string().contains("CUDA_VISIBLE_DEVICES is \"\""), "{error}");
+    assert!(
+        error.to_string().contains("CUDA_VISIBLE_DEVICES is \"\""),
+        "{error}"
+    );
 }
 
 fn no_driver() {
     let error = Device::cuda(0).unwrap_err();
-    assert!(matches!(&error, Error::NoDriver { reason, .. } if reason.contains("libcuda.so.1")), "{error:?}");
+    assert!(
+        matches!(&error, Error::NoDriver { reason, .. } if reason.contains("libcuda.so.1")),
+        "{error:?}"
+    );
 }
 
 fn mismatch() {
     let error = Device::cuda(0).unwrap_err();
-    assert!(matches!(error, Error::Driver { call: "cuInit", code: 803, .. }), "{error:?}");
+    assert!(
+        matches!(
+            error,
+            Error::Driver {
+                call: "cuInit",
+                code: 803,
+                ..
+            }
+        ),
+        "{error:?}"
+    );
     let text = error.to_string();
-    assert!(text.contains("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH") && text.contains("reboot"), "{text}");
+    assert!(
+        text.contains("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH") && text.contains("reboot"),
+        "{text}"
+    );
 }
 
 fn exhaustion() {
@@ -476,8 +672,16 @@ fn exhaustion() {
     let backend = device.backend();
     let held = backend.allocate(REGION_BYTES).unwrap();
     let error = backend.allocate(4 * MIB).unwrap_err();
-    assert!(matches!(error, Error::DeviceMemory { bytes, .. } if bytes == 4 * MIB), "{error:?}");
-    assert!(error.to_string().contains("2097152 of 4194304 bytes are free"), "{error}");
+    assert!(
+        matches!(error, Error::DeviceMemory { bytes, .. } if bytes == 4 * MIB),
+        "{error:?}"
+    );
+    assert!(
+        error
+            .to_string()
+            .contains("2097152 of 4194304 bytes are free"),
+        "{error}"
+    );
     let rest = backend.allocate(REGION_BYTES).unwrap();
     release(backend, held);
     release(backend, rest);
@@ -505,11 +709,16 @@ fn failed_import() {
 fn failed_register() {
     let device = gpu();
     let mut page = std::mem::ManuallyDrop::new(vec![0u8; 8192]);
-    let start = page.as_mut_ptr().map_addr(|address| address.next_multiple_of(4096));
+    let start = page
+        .as_mut_ptr()
+        .map_addr(|address| address.next_multiple_of(4096));
     // SAFETY: a page inside memory that is never freed.
     unsafe {
         device.backend().register(start, 4096).unwrap_err();
-        device.backend().register(start, 4096).expect("the first was undone");
+        device
+            .backend()
+            .register(start, 4096)
+            .expect("the first was undone");
         device.backend().unregister(start).unwrap();
         device.backend().unregister(start).unwrap_err();
     }
@@ -521,9 +730,14 @@ fn unmapped_words() {
     let page = || {
         let (bytes, access) = (4096, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new mapping, placed by the kernel.
-        let page = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }.unwrap();
+        let page =
+            unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }
+                .unwrap();
         // SAFETY: mapped above, and unregistered before it is unmapped.
-        (page, unsafe { backend.register(page.cast(), bytes) }.unwrap())
+        (
+            page,
+            unsafe { backend.register(page.cast(), bytes) }.unwrap(),
+        )
     };
     let ((first, word), (_kept, other)) = (page(), page());
     let wait = |word| {
@@ -557,15 +771,30 @@ fn foreign_descriptors() {
     let memfd = rustix::fs::memfd_create("another", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     let folder = std::fs::File::open("/").unwrap();
     let null = std::fs::File::open("/dev/null").unwrap();
-    let strangers = [pipe.as_fd(), socket.as_fd(), memfd.as_fd(), folder.as_fd(), null.as_fd()];
+    let strangers = [
+        pipe.as_fd(),
+        socket.as_fd(),
+        memfd.as_fd(),
+        folder.as_fd(),
+        null.as_fd(),
+    ];
     for stranger in strangers {
         let error = import(backend, stranger, REGION_BYTES).unwrap_err();
         assert!(matches!(error, Error::NotDeviceMemory { .. }), "{error:?}");
     }
     for lie in [2 * REGION_BYTES, REGION_BYTES / 2, 0, u64::MAX, 1 << 62] {
         let error = import(backend, own.as_fd(), lie).unwrap_err();
-        assert!(matches!(error, Error::NotDeviceMemory { .. } | Error::DeviceMemory { .. }), "{lie}: {error:?}");
-        assert!(lie != 2 * REGION_BYTES || error.to_string().contains("not its size"), "{error}");
+        assert!(
+            matches!(
+                error,
+                Error::NotDeviceMemory { .. } | Error::DeviceMemory { .. }
+            ),
+            "{lie}: {error:?}"
+        );
+        assert!(
+            lie != 2 * REGION_BYTES || error.to_string().contains("not its size"),
+            "{error}"
+        );
     }
     assert_eq!((backend.bytes_held(), census()), (REGION_BYTES, before));
 }
@@ -576,7 +805,9 @@ fn read_only() {
     let backend = device.backend();
     let region = backend.allocate(REGION_BYTES).unwrap();
     let fd = export(backend, &region);
-    let alias = backend.import(fd.as_fd(), REGION_BYTES, Access::Read, backend.info().id).unwrap();
+    let alias = backend
+        .import(fd.as_fd(), REGION_BYTES, Access::Read, backend.info().id)
+        .unwrap();
     let stream = device.stream().unwrap();
     assert_eq!(download(&device, &stream, alias.ptr, 8), [0; 8]);
     // SAFETY: the region has room for the words; that it may not be written is the point.
@@ -593,25 +824,58 @@ fn region_of_the_second_gpu() -> (OwnedFd, DeviceId) {
 fn peers_apart() {
     let (fd, owner) = region_of_the_second_gpu();
     let device = gpu();
-    let error = device.backend().import(fd.as_fd(), REGION_BYTES, Access::Read, owner).unwrap_err();
-    assert!(matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("CanAccessPeer")), "{error:?}");
-    let hidden = DeviceId { uuid: [9; 16], ..owner };
-    let error = device.backend().import(fd.as_fd(), REGION_BYTES, Access::Read, hidden).unwrap_err();
-    assert!(matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("cuMemSetAccess")), "{error:?}");
+    let error = device
+        .backend()
+        .import(fd.as_fd(), REGION_BYTES, Access::Read, owner)
+        .unwrap_err();
+    assert!(
+        matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("CanAccessPeer")),
+        "{error:?}"
+    );
+    let hidden = DeviceId {
+        uuid: [9; 16],
+        ..owner
+    };
+    let error = device
+        .backend()
+        .import(fd.as_fd(), REGION_BYTES, Access::Read, hidden)
+        .unwrap_err();
+    assert!(
+        matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("cuMemSetAccess")),
+        "{error:?}"
+    );
     assert_eq!(device.backend().bytes_held(), 0);
 }
 
 fn peers() {
     let (fd, owner) = region_of_the_second_gpu();
     let device = gpu();
-    let region = device.backend().import(fd.as_fd(), REGION_BYTES, Access::Read, owner).unwrap();
-    assert_eq!(download(&device, &device.stream().unwrap(), region.ptr, 8), [0; 8]);
+    let region = device
+        .backend()
+        .import(fd.as_fd(), REGION_BYTES, Access::Read, owner)
+        .unwrap();
+    assert_eq!(
+        download(&device, &device.stream().unwrap(), region.ptr, 8),
+        [0; 8]
+    );
 }
 
 fn identity() {
     let (first, second) = (gpu(), Device::cuda(1).unwrap());
-    assert_eq!((first.info().name.as_str(), second.info().name.as_str()), ("Fake CUDA 1", "Fake CUDA 0"));
+    assert_eq!(
+        (first.info().name.as_str(), second.info().name.as_str()),
+        ("Fake CUDA 1", "Fake CUDA 0")
+    );
     assert_ne!(first.info().id, second.info().id);
-    assert_eq!(Device::by_uuid(second.info().id.uuid).unwrap().info().ordinal, 1);
-    assert!(matches!(Device::by_uuid([1; 16]), Err(Error::NoSuchDevice { .. })));
+    assert_eq!(
+        Device::by_uuid(second.info().id.uuid)
+            .unwrap()
+            .info()
+            .ordinal,
+        1
+    );
+    assert!(matches!(
+        Device::by_uuid([1; 16]),
+        Err(Error::NoSuchDevice { .. })
+    ));
 }

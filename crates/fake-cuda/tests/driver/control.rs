@@ -32,7 +32,8 @@ impl Control {
 
     fn fail(&self, name: &str, call: u64, code: c_int) {
         let name = CString::new(name).unwrap();
-        let function = self.function::<unsafe extern "C" fn(*const c_char, u64, c_int) -> c_int>("fakeCudaFail");
+        let function = self
+            .function::<unsafe extern "C" fn(*const c_char, u64, c_int) -> c_int>("fakeCudaFail");
         // SAFETY: a terminated text.
         assert_eq!(unsafe { function(name.as_ptr(), call, code) }, 0);
     }
@@ -44,15 +45,27 @@ impl Control {
 
     fn exempt(&self, is_exempt: bool) {
         // SAFETY: it takes a number.
-        unsafe { self.function::<unsafe extern "C" fn(c_int) -> c_int>("fakeCudaExempt")(is_exempt.into()) };
+        unsafe {
+            self.function::<unsafe extern "C" fn(c_int) -> c_int>("fakeCudaExempt")(
+                is_exempt.into(),
+            )
+        };
     }
 
     fn calls(&self) -> Vec<(String, u64)> {
-        unsafe extern "C" fn each(name: *const c_char, length: usize, calls: u64, argument: *mut c_void) {
+        unsafe extern "C" fn each(
+            name: *const c_char,
+            length: usize,
+            calls: u64,
+            argument: *mut c_void,
+        ) {
             // SAFETY: the fake driver's text of that length, and the vector below, which nobody else
             // uses meanwhile.
             let (name, list) = unsafe {
-                (std::slice::from_raw_parts(name.cast(), length), &mut *argument.cast::<Vec<(String, u64)>>())
+                (
+                    std::slice::from_raw_parts(name.cast(), length),
+                    &mut *argument.cast::<Vec<(String, u64)>>(),
+                )
             };
             list.push((String::from_utf8_lossy(name).into_owned(), calls));
         }
@@ -84,11 +97,24 @@ pub fn control() {
     release(backend, backend.allocate(2 * MIB).unwrap());
     control.exempt(false);
     let refused = backend.allocate(2 * MIB).unwrap_err();
-    assert!(matches!(refused, Error::Driver { call: "cuMemCreate", code: 999, .. }), "{refused:?}");
+    assert!(
+        matches!(
+            refused,
+            Error::Driver {
+                call: "cuMemCreate",
+                code: 999,
+                ..
+            }
+        ),
+        "{refused:?}"
+    );
     release(backend, backend.allocate(2 * MIB).unwrap());
     assert_eq!(control.count("fakeCudaFailed", "cuMemCreate"), 1);
     let calls = control.calls();
-    assert!(calls.contains(&("cuMemCreate".into(), 3)) && calls.contains(&("cuMemRelease".into(), 2)), "{calls:?}");
+    assert!(
+        calls.contains(&("cuMemCreate".into(), 3)) && calls.contains(&("cuMemRelease".into(), 2)),
+        "{calls:?}"
+    );
 
     control.tell("fakeCudaBlock", "cuMemCreate");
     let held = std::thread::spawn({

@@ -28,7 +28,16 @@ fn end() -> ! {
 fn stuck_stream(device: &Device) -> Stream {
     let stream = device.stream().unwrap();
     // SAFETY: the stream is live, the word lies in a page that stays.
-    unsafe { device.backend().batch(stream.raw(), &[StreamOp::Wait { word: words(device).1, value: 1 }]) }.unwrap();
+    unsafe {
+        device.backend().batch(
+            stream.raw(),
+            &[StreamOp::Wait {
+                word: words(device).1,
+                value: 1,
+            }],
+        )
+    }
+    .unwrap();
     stream
 }
 
@@ -88,8 +97,16 @@ fn occupy(device: &Device) {
 fn open_endpoints(device: &Device) {
     let folder = std::env::temp_dir().join(format!("warpipe-exit-{}", std::process::id()));
     let domain = Domain::at(&folder).unwrap();
-    let publisher = Publisher::builder("exit").domain(&domain).device(device).build().unwrap();
-    let mut subscriber = Subscriber::builder("exit").domain(&domain).device(device).build().unwrap();
+    let publisher = Publisher::builder("exit")
+        .domain(&domain)
+        .device(device)
+        .build()
+        .unwrap();
+    let mut subscriber = Subscriber::builder("exit")
+        .domain(&domain)
+        .device(device)
+        .build()
+        .unwrap();
     // It has what it needs of the folder, which the test leaves behind nowhere.
     std::fs::remove_dir_all(folder).unwrap();
     let stream = device.stream().unwrap();
@@ -129,7 +146,9 @@ pub fn exit_without_gate() {
         // SAFETY: the driver's function, with an out pointer that is live.
         unsafe {
             let function = driver_library();
-            let function = function.get::<unsafe extern "C" fn(&mut i32) -> i32>("cuDeviceGetCount").unwrap();
+            let function = function
+                .get::<unsafe extern "C" fn(&mut i32) -> i32>("cuDeviceGetCount")
+                .unwrap();
             assert_eq!(function(&mut count), 0);
         }
     });
@@ -141,7 +160,13 @@ static BACKEND: OnceLock<Arc<dyn Backend>> = OnceLock::new();
 /// Runs after the gate's handler and the driver's own: it was registered before both.
 extern "C" fn destructor() {
     let answer = BACKEND.get().map(|backend| backend.create_event());
-    let is_due = matches!(answer, Some(Err(Error::Driver { code: DEINITIALIZED, .. })));
+    let is_due = matches!(
+        answer,
+        Some(Err(Error::Driver {
+            code: DEINITIALIZED,
+            ..
+        }))
+    );
     eprintln!("the destructor was answered {answer:?}");
     // SAFETY: ends the process here and now.
     unsafe { libc::_exit(if is_due { ANSWERED } else { 1 }) }

@@ -30,7 +30,11 @@ pub fn gather_boxes() {
     let crop = Layout::strided(DType::U8, &SHAPE, &CROP, 7).unwrap();
     copy(&stream, to, region.ptr, &crop).unwrap();
     let found = download(&device, &stream, to, 3600);
-    assert!(crop.offsets().zip(found).all(|(at, byte)| byte == (at % 251) as u8));
+    assert!(
+        crop.offsets()
+            .zip(found)
+            .all(|(at, byte)| byte == (at % 251) as u8)
+    );
     // The box ends where the region does, and one byte behind it.
     let last = Layout::strided(DType::U8, &[2, 600], &[1 << 10, 1], 0).unwrap();
     let end = region.ptr + region.bytes;
@@ -46,7 +50,12 @@ pub fn gather_kernel() {
     let turned = Layout::strided(DType::U8, &[600, 3, 2], &[1, 1 << 10, 4 << 10], 7).unwrap();
     copy(&stream, to, region.ptr, &turned).unwrap();
     let found = download(&device, &stream, to, 3600);
-    assert!(turned.offsets().zip(found).all(|(at, byte)| byte == (at % 251) as u8));
+    assert!(
+        turned
+            .offsets()
+            .zip(found)
+            .all(|(at, byte)| byte == (at % 251) as u8)
+    );
     let reversed = Layout::strided(DType::U8, &[600], &[-1], 599).unwrap();
     copy(&stream, to, region.ptr + region.bytes - 600, &reversed).unwrap();
     copy(&stream, to, region.ptr + region.bytes - 599, &reversed).unwrap_err();
@@ -64,8 +73,20 @@ pub fn gather_from_another_gpu() {
         Err(Error::Driver { code: 700, .. }) => {}
         other => panic!("{other:?}"),
     }
-    copy(&stream, to, theirs, &Layout::strided(DType::U8, &SHAPE, &CROP, 0).unwrap()).unwrap();
-    copy(&other.stream().unwrap(), theirs + (8 << 10), theirs, &reversed).unwrap();
+    copy(
+        &stream,
+        to,
+        theirs,
+        &Layout::strided(DType::U8, &SHAPE, &CROP, 0).unwrap(),
+    )
+    .unwrap();
+    copy(
+        &other.stream().unwrap(),
+        theirs + (8 << 10),
+        theirs,
+        &reversed,
+    )
+    .unwrap();
     stream.synchronize(PATIENCE).unwrap();
     release(device.backend(), region);
 }

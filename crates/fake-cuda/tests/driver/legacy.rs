@@ -14,7 +14,9 @@ const BYTES: u64 = 3000;
 const OFFSET: u64 = 1000;
 
 fn pattern() -> Vec<u8> {
-    (0..BYTES).map(|index| (index * 7 + index / 256) as u8).collect()
+    (0..BYTES)
+        .map(|index| (index * 7 + index / 256) as u8)
+        .collect()
 }
 
 fn plain(device: &Device) -> u64 {
@@ -32,7 +34,12 @@ fn export(device: &Device, ptr: u64, bytes: u64) -> Result<LegacyHandle, Error> 
 }
 
 fn assert_whole(device: &Device, memory: &LegacyMemory) {
-    let found = download(device, &device.stream().unwrap(), memory.ptr(), memory.bytes() as usize);
+    let found = download(
+        device,
+        &device.stream().unwrap(),
+        memory.ptr(),
+        memory.bytes() as usize,
+    );
     assert_eq!(found, pattern()[OFFSET as usize..]);
 }
 
@@ -40,7 +47,10 @@ fn assert_whole(device: &Device, memory: &LegacyMemory) {
 pub fn exporter() {
     let device = gpu();
     let ptr = plain(&device);
-    println!("\nexported: {}", export(&device, ptr + OFFSET, BYTES - OFFSET).unwrap());
+    println!(
+        "\nexported: {}",
+        export(&device, ptr + OFFSET, BYTES - OFFSET).unwrap()
+    );
     for _order in std::io::stdin().lines() {
         // SAFETY: allocated above, freed once.
         unsafe { device.backend().free_plain(ptr) }.unwrap();
@@ -59,12 +69,24 @@ impl Exporter {
     /// One that sees these GPUs.
     fn start(visible: &str) -> Exporter {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(process::CHILD).env(CASE, "exporter").env("CUDA_VISIBLE_DEVICES", visible);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        command
+            .args(process::CHILD)
+            .env(CASE, "exporter")
+            .env("CUDA_VISIBLE_DEVICES", visible);
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
         let orders = child.stdin.take().unwrap();
         let mut answers = BufReader::new(child.stdout.take().unwrap());
         let handle = hear(&mut answers, "exported: ").parse().unwrap();
-        Exporter { child, orders, answers, handle }
+        Exporter {
+            child,
+            orders,
+            answers,
+            handle,
+        }
     }
 
     fn kill(&mut self) {
@@ -82,13 +104,18 @@ impl Drop for Exporter {
 
 fn hear(answers: &mut impl BufRead, word: &str) -> String {
     let mut lines = answers.lines().map(Result::unwrap);
-    lines.find_map(|line| line.strip_prefix(word).map(str::to_owned)).expect(word)
+    lines
+        .find_map(|line| line.strip_prefix(word).map(str::to_owned))
+        .expect(word)
 }
 
 pub fn legacy() {
     let device = gpu();
     let mut exporter = Exporter::start("0");
-    let (first, second) = (exporter.handle.open(&device).unwrap(), exporter.handle.open(&device).unwrap());
+    let (first, second) = (
+        exporter.handle.open(&device).unwrap(),
+        exporter.handle.open(&device).unwrap(),
+    );
     assert_eq!(first.ptr(), second.ptr());
     assert_eq!(device.backend().bytes_held(), BYTES);
     first.close(PATIENCE).unwrap();
@@ -109,7 +136,9 @@ pub fn legacy_freed() {
     exporter.orders.write_all(b"free\n").unwrap();
     hear(&mut exporter.answers, "freed: ");
     match exporter.handle.open(&device) {
-        Err(Error::LegacyHandle { fault: LegacyFault::Stale { pid, .. } }) => assert_eq!(pid, exporter.handle.pid()),
+        Err(Error::LegacyHandle {
+            fault: LegacyFault::Stale { pid, .. },
+        }) => assert_eq!(pid, exporter.handle.pid()),
         other => panic!("{other:?}"),
     }
 }
@@ -121,14 +150,38 @@ pub fn legacy_raw() {
     let handle = &exporter.handle;
     for garbage in [[0; 64], [0xa5; 64]] {
         let refused = backend.open_legacy(&garbage, BYTES, device.info().id);
-        assert!(matches!(refused, Err(Error::LegacyHandle { fault: LegacyFault::Refused(_) })), "{refused:?}");
+        assert!(
+            matches!(
+                refused,
+                Err(Error::LegacyHandle {
+                    fault: LegacyFault::Refused(_)
+                })
+            ),
+            "{refused:?}"
+        );
     }
     let longer = backend.open_legacy(handle.raw(), BYTES + 1, device.info().id);
-    assert!(matches!(longer, Err(Error::LegacyHandle { fault: LegacyFault::Range { .. } })), "{longer:?}");
-    let base = backend.open_legacy(handle.raw(), BYTES, device.info().id).unwrap();
+    assert!(
+        matches!(
+            longer,
+            Err(Error::LegacyHandle {
+                fault: LegacyFault::Range { .. }
+            })
+        ),
+        "{longer:?}"
+    );
+    let base = backend
+        .open_legacy(handle.raw(), BYTES, device.info().id)
+        .unwrap();
     // SAFETY: opened above; no stream used it; the second is what is tried.
     let closes = unsafe { [backend.close_legacy(base), backend.close_legacy(base)] };
-    let [Ok(()), Err(Error::LegacyHandle { fault: LegacyFault::NotOpen { ptr } })] = closes else {
+    let [
+        Ok(()),
+        Err(Error::LegacyHandle {
+            fault: LegacyFault::NotOpen { ptr },
+        }),
+    ] = closes
+    else {
         panic!("{closes:?}")
     };
     assert_eq!((ptr, backend.bytes_held()), (base, 0));
@@ -138,14 +191,25 @@ pub fn legacy_own() {
     let device = gpu();
     let ptr = plain(&device);
     let handle = export(&device, ptr + OFFSET, BYTES - OFFSET).unwrap();
-    assert_eq!((handle.offset(), handle.allocation_bytes()), (OFFSET, BYTES));
+    assert_eq!(
+        (handle.offset(), handle.allocation_bytes()),
+        (OFFSET, BYTES)
+    );
     let memory = handle.open(&device).unwrap();
     assert_eq!(memory.ptr(), ptr + OFFSET);
     drop(memory);
     // SAFETY: allocated above, freed once.
     unsafe { device.backend().free_plain(ptr) }.unwrap();
     let stale = handle.open(&device);
-    assert!(matches!(stale, Err(Error::LegacyHandle { fault: LegacyFault::Stale { .. } })), "{stale:?}");
+    assert!(
+        matches!(
+            stale,
+            Err(Error::LegacyHandle {
+                fault: LegacyFault::Stale { .. }
+            })
+        ),
+        "{stale:?}"
+    );
 }
 
 /// Memory that the backend does not make itself, by the driver's functions.
@@ -154,7 +218,9 @@ fn allocate_by(function: &str, last: u64) -> u64 {
     let mut ptr = 0;
     // SAFETY: both functions of that kind take a place for the address, a length, and a word: flags or a stream.
     unsafe {
-        let allocate = library.get::<unsafe extern "C" fn(*mut u64, usize, u64) -> i32>(function.as_bytes()).unwrap();
+        let allocate = library
+            .get::<unsafe extern "C" fn(*mut u64, usize, u64) -> i32>(function.as_bytes())
+            .unwrap();
         assert_eq!(allocate(&mut ptr, 4096, last), 0);
     }
     ptr
@@ -167,9 +233,13 @@ pub fn legacy_kinds() {
         let mut context: *mut c_void = std::ptr::null_mut();
         // SAFETY: the driver's functions with their signatures.
         unsafe {
-            let retain = library.get::<unsafe extern "C" fn(*mut *mut c_void, i32) -> i32>(b"cuDevicePrimaryCtxRetain");
+            let retain = library.get::<unsafe extern "C" fn(*mut *mut c_void, i32) -> i32>(
+                b"cuDevicePrimaryCtxRetain",
+            );
             assert_eq!(retain.unwrap()(&mut context, 0), 0);
-            library.get::<unsafe extern "C" fn(*mut c_void) -> i32>(b"cuCtxSetCurrent").unwrap()(context)
+            library
+                .get::<unsafe extern "C" fn(*mut c_void) -> i32>(b"cuCtxSetCurrent")
+                .unwrap()(context)
         }
     };
     assert_eq!(set_current, 0);
@@ -212,16 +282,25 @@ pub fn legacy_peers() {
 pub fn legacy_peers_apart() {
     let exporter = Exporter::start("0,1");
     match exporter.handle.open(&Device::cuda(1).unwrap()) {
-        Err(Error::PeerAccess { owner, .. }) => assert_eq!(owner, exporter.handle.device().to_string()),
+        Err(Error::PeerAccess { owner, .. }) => {
+            assert_eq!(owner, exporter.handle.device().to_string())
+        }
         other => panic!("{other:?}"),
     }
-    exporter.handle.open(&Device::cuda(0).unwrap()).unwrap().close(PATIENCE).unwrap();
+    exporter
+        .handle
+        .open(&Device::cuda(0).unwrap())
+        .unwrap()
+        .close(PATIENCE)
+        .unwrap();
 }
 
 pub fn legacy_hidden() {
     let exporter = Exporter::start("0");
     match exporter.handle.open(&gpu()) {
-        Err(Error::NoSuchDevice { wanted, .. }) => assert_eq!(wanted, exporter.handle.device().to_string()),
+        Err(Error::NoSuchDevice { wanted, .. }) => {
+            assert_eq!(wanted, exporter.handle.device().to_string())
+        }
         other => panic!("{other:?}"),
     }
 }
@@ -230,15 +309,30 @@ pub fn legacy_other_device() {
     let (owner, other) = (gpu(), Device::cuda(1).unwrap());
     let ptr = plain(&owner);
     let refused = export(&other, ptr, 8);
-    assert!(matches!(refused, Err(Error::LegacyHandle { fault: LegacyFault::Device { .. } })), "{refused:?}");
+    assert!(
+        matches!(
+            refused,
+            Err(Error::LegacyHandle {
+                fault: LegacyFault::Device { .. }
+            })
+        ),
+        "{refused:?}"
+    );
     export(&owner, ptr, 8).unwrap();
 }
 
 pub fn ipc_events() {
     let device = gpu();
     let backend = device.backend();
-    let mut events: Vec<_> = (0..IPC_EVENTS_MAX).map(|_| backend.create_ipc_event().unwrap()).collect();
-    assert!(matches!(backend.create_ipc_event(), Err(Error::EventLimit { limit: IPC_EVENTS_MAX })));
+    let mut events: Vec<_> = (0..IPC_EVENTS_MAX)
+        .map(|_| backend.create_ipc_event().unwrap())
+        .collect();
+    assert!(matches!(
+        backend.create_ipc_event(),
+        Err(Error::EventLimit {
+            limit: IPC_EVENTS_MAX
+        })
+    ));
     // SAFETY: each event is live and destroyed once.
     unsafe {
         let handle = backend.export_event(events[0]).unwrap();
@@ -247,16 +341,30 @@ pub fn ipc_events() {
         let opened = backend.open_event(&handle).unwrap();
         assert!(backend.query_event(opened).unwrap());
         backend.destroy_event(opened).unwrap();
-        assert!(matches!(backend.create_ipc_event(), Err(Error::EventLimit { .. })), "an opened one counts not");
+        assert!(
+            matches!(backend.create_ipc_event(), Err(Error::EventLimit { .. })),
+            "an opened one counts not"
+        );
     }
     let refused = backend.open_event(&[3; 64]);
-    assert!(matches!(refused, Err(Error::LegacyHandle { fault: LegacyFault::Refused(_) })), "{refused:?}");
+    assert!(
+        matches!(
+            refused,
+            Err(Error::LegacyHandle {
+                fault: LegacyFault::Refused(_)
+            })
+        ),
+        "{refused:?}"
+    );
 }
 
 pub fn ipc_events_of_others() {
     let backend = gpu().backend().clone();
     for _ in 0..2 {
-        assert!(matches!(backend.create_ipc_event(), Err(Error::EventLimit { .. })));
+        assert!(matches!(
+            backend.create_ipc_event(),
+            Err(Error::EventLimit { .. })
+        ));
     }
     backend.create_ipc_event().unwrap();
 }

@@ -12,7 +12,9 @@ use process::FakeDriver;
 
 #[test]
 fn a_device_opened_twice_is_one_and_a_caller_keeps_its_context() {
-    FakeDriver::new().env("FAKE_CUDA_DEVICES", "2").run(cases::OPEN);
+    FakeDriver::new()
+        .env("FAKE_CUDA_DEVICES", "2")
+        .run(cases::OPEN);
 }
 
 #[test]
@@ -22,14 +24,18 @@ fn a_region_is_shared_by_descriptor_and_leaves_nothing_behind() {
 
 #[test]
 fn a_stream_waits_for_a_word_that_another_stream_writes() {
-    FakeDriver::new().env("FAKE_CUDA_DELAY_US", "2000").run(cases::TIMELINE);
+    FakeDriver::new()
+        .env("FAKE_CUDA_DELAY_US", "2000")
+        .run(cases::TIMELINE);
 }
 
 #[test]
 fn many_signals_are_stored_by_one_kernel_behind_earlier_work() {
     // If one of these were used for the signals, the batch would fail.
     let fail = "cuStreamBatchMemOp_v2:1:999,cuStreamWriteValue64_v2:1:999";
-    FakeDriver::new().env("FAKE_CUDA_FAIL", fail).run(cases::BROADCAST);
+    FakeDriver::new()
+        .env("FAKE_CUDA_FAIL", fail)
+        .run(cases::BROADCAST);
 }
 
 #[test]
@@ -40,17 +46,23 @@ fn a_kernel_runs_and_its_bytes_come_back() {
 #[test]
 fn long_rows_are_copied_by_the_driver_and_no_further_than_the_memory_goes() {
     // The two launches before it are those of the library's own kernels when the device is opened.
-    FakeDriver::new().env("FAKE_CUDA_FAIL", "cuLaunchKernel:3:999").run(cases::GATHER_BOXES);
+    FakeDriver::new()
+        .env("FAKE_CUDA_FAIL", "cuLaunchKernel:3:999")
+        .run(cases::GATHER_BOXES);
 }
 
 #[test]
 fn short_and_turned_rows_are_copied_by_the_kernel_and_no_further_than_the_memory_goes() {
-    FakeDriver::new().env("FAKE_CUDA_FAIL", "cuMemcpy3DAsync_v2:1:999").run(cases::GATHER_KERNEL);
+    FakeDriver::new()
+        .env("FAKE_CUDA_FAIL", "cuMemcpy3DAsync_v2:1:999")
+        .run(cases::GATHER_KERNEL);
 }
 
 #[test]
 fn a_kernel_reaches_no_plain_memory_of_another_gpu() {
-    FakeDriver::new().env("FAKE_CUDA_DEVICES", "2").run(cases::GATHER_FROM_ANOTHER_GPU);
+    FakeDriver::new()
+        .env("FAKE_CUDA_DEVICES", "2")
+        .run(cases::GATHER_FROM_ANOTHER_GPU);
 }
 
 #[test]
@@ -100,17 +112,24 @@ fn a_test_has_calls_of_the_fake_driver_counted_failed_and_held_up() {
 
 #[test]
 fn a_driver_without_a_function_fails_by_name_where_it_is_needed() {
-    FakeDriver::new().without("cuMemCreate").run(cases::MISSING_SYMBOL);
+    FakeDriver::new()
+        .without("cuMemCreate")
+        .run(cases::MISSING_SYMBOL);
 }
 
 #[test]
 fn an_old_driver_without_the_newer_of_two_functions_still_serves() {
-    FakeDriver::new().without("cuDeviceGetUuid_v2").without("cuFuncLoad").run(cases::KERNEL);
+    FakeDriver::new()
+        .without("cuDeviceGetUuid_v2")
+        .without("cuFuncLoad")
+        .run(cases::KERNEL);
 }
 
 #[test]
 fn no_visible_gpu_is_an_error_that_names_the_variable() {
-    FakeDriver::new().env("CUDA_VISIBLE_DEVICES", "").run(cases::NO_DEVICE);
+    FakeDriver::new()
+        .env("CUDA_VISIBLE_DEVICES", "")
+        .run(cases::NO_DEVICE);
 }
 
 #[test]
@@ -120,33 +139,51 @@ fn a_library_that_cannot_be_loaded_is_no_driver() {
 
 #[test]
 fn a_mismatch_of_driver_versions_says_what_to_do() {
-    FakeDriver::new().env("FAKE_CUDA_FAIL", "cuInit:1:803").run(cases::MISMATCH);
+    FakeDriver::new()
+        .env("FAKE_CUDA_FAIL", "cuInit:1:803")
+        .run(cases::MISMATCH);
 }
 
 #[test]
 fn a_device_without_room_says_how_much_is_free_and_keeps_nothing() {
-    FakeDriver::new().env("FAKE_CUDA_MEMORY_MB", "4").run(cases::EXHAUSTION);
+    FakeDriver::new()
+        .env("FAKE_CUDA_MEMORY_MB", "4")
+        .run(cases::EXHAUSTION);
 }
 
 #[test]
 fn a_failure_at_any_step_of_an_allocation_is_undone() {
-    for step in ["cuMemCreate:1:2", "cuMemAddressReserve:1:2", "cuMemMap:1:999", "cuMemSetAccess:1:999"] {
-        FakeDriver::new().env("FAKE_CUDA_FAIL", step).run(cases::FAILED_ALLOCATION);
+    for step in [
+        "cuMemCreate:1:2",
+        "cuMemAddressReserve:1:2",
+        "cuMemMap:1:999",
+        "cuMemSetAccess:1:999",
+    ] {
+        FakeDriver::new()
+            .env("FAKE_CUDA_FAIL", step)
+            .run(cases::FAILED_ALLOCATION);
     }
 }
 
 #[test]
 fn a_failure_at_any_step_of_an_import_is_undone() {
-    for step in
-        ["cuMemImportFromShareableHandle:1:999", "cuMemAddressReserve:2:2", "cuMemMap:2:801", "cuMemSetAccess:2:999"]
-    {
-        FakeDriver::new().env("FAKE_CUDA_FAIL", step).run(cases::FAILED_IMPORT);
+    for step in [
+        "cuMemImportFromShareableHandle:1:999",
+        "cuMemAddressReserve:2:2",
+        "cuMemMap:2:801",
+        "cuMemSetAccess:2:999",
+    ] {
+        FakeDriver::new()
+            .env("FAKE_CUDA_FAIL", step)
+            .run(cases::FAILED_IMPORT);
     }
 }
 
 #[test]
 fn a_failure_after_registering_is_undone() {
-    FakeDriver::new().env("FAKE_CUDA_FAIL", "cuMemHostGetDevicePointer_v2:1:1").run(cases::FAILED_REGISTER);
+    FakeDriver::new()
+        .env("FAKE_CUDA_FAIL", "cuMemHostGetDevicePointer_v2:1:1")
+        .run(cases::FAILED_REGISTER);
 }
 
 #[test]
@@ -157,8 +194,15 @@ fn words_that_were_unregistered_and_unmapped_are_not_read_again() {
 #[test]
 fn a_failure_while_a_device_is_opened_leaves_it_to_be_opened_again() {
     let retain = "cuDevicePrimaryCtxRetain:1:2";
-    for step in [retain, "cuModuleLoadDataEx:1:218", "cuLaunchKernel:1:719", "cuLaunchKernel:2:719"] {
-        FakeDriver::new().env("FAKE_CUDA_FAIL", step).run(cases::FAILED_OPEN);
+    for step in [
+        retain,
+        "cuModuleLoadDataEx:1:218",
+        "cuLaunchKernel:1:719",
+        "cuLaunchKernel:2:719",
+    ] {
+        FakeDriver::new()
+            .env("FAKE_CUDA_FAIL", step)
+            .run(cases::FAILED_OPEN);
     }
 }
 
@@ -174,17 +218,25 @@ fn a_kernel_that_writes_a_read_only_import_dies() {
 
 #[test]
 fn memory_of_a_gpu_out_of_reach_is_refused_by_name() {
-    FakeDriver::new().env("FAKE_CUDA_DEVICES", "2").env("FAKE_CUDA_NO_PEER", "1").run(cases::PEERS_APART);
+    FakeDriver::new()
+        .env("FAKE_CUDA_DEVICES", "2")
+        .env("FAKE_CUDA_NO_PEER", "1")
+        .run(cases::PEERS_APART);
 }
 
 #[test]
 fn memory_of_a_peer_gpu_is_imported() {
-    FakeDriver::new().env("FAKE_CUDA_DEVICES", "2").run(cases::PEERS);
+    FakeDriver::new()
+        .env("FAKE_CUDA_DEVICES", "2")
+        .run(cases::PEERS);
 }
 
 #[test]
 fn a_gpu_keeps_its_identity_whatever_its_ordinal() {
-    FakeDriver::new().env("FAKE_CUDA_DEVICES", "2").env("CUDA_VISIBLE_DEVICES", "1,0").run(cases::IDENTITY);
+    FakeDriver::new()
+        .env("FAKE_CUDA_DEVICES", "2")
+        .env("CUDA_VISIBLE_DEVICES", "1,0")
+        .run(cases::IDENTITY);
 }
 
 #[test]
@@ -214,23 +266,32 @@ fn memory_that_no_legacy_handle_can_name_is_refused_by_its_kind() {
 
 #[test]
 fn a_legacy_handle_of_a_peer_gpu_opens() {
-    FakeDriver::new().env("FAKE_CUDA_DEVICES", "2").run(cases::LEGACY_PEERS);
+    FakeDriver::new()
+        .env("FAKE_CUDA_DEVICES", "2")
+        .run(cases::LEGACY_PEERS);
 }
 
 #[test]
 fn a_legacy_handle_of_a_gpu_out_of_reach_is_refused_by_name() {
-    let fake_driver = FakeDriver::new().env("FAKE_CUDA_DEVICES", "2").env("FAKE_CUDA_NO_PEER", "1");
+    let fake_driver = FakeDriver::new()
+        .env("FAKE_CUDA_DEVICES", "2")
+        .env("FAKE_CUDA_NO_PEER", "1");
     fake_driver.run(cases::LEGACY_PEERS_APART);
 }
 
 #[test]
 fn a_legacy_handle_of_a_hidden_gpu_says_that_it_is_hidden() {
-    FakeDriver::new().env("FAKE_CUDA_DEVICES", "2").env("CUDA_VISIBLE_DEVICES", "1").run(cases::LEGACY_HIDDEN);
+    FakeDriver::new()
+        .env("FAKE_CUDA_DEVICES", "2")
+        .env("CUDA_VISIBLE_DEVICES", "1")
+        .run(cases::LEGACY_HIDDEN);
 }
 
 #[test]
 fn memory_is_exported_by_the_device_that_owns_it() {
-    FakeDriver::new().env("FAKE_CUDA_DEVICES", "2").run(cases::LEGACY_OTHER_DEVICE);
+    FakeDriver::new()
+        .env("FAKE_CUDA_DEVICES", "2")
+        .run(cases::LEGACY_OTHER_DEVICE);
 }
 
 #[test]
@@ -241,7 +302,9 @@ fn the_interprocess_events_of_a_process_are_limited_by_a_typed_error() {
 #[test]
 fn a_driver_without_an_interprocess_event_left_says_so_whoever_has_them() {
     let fail = "cuEventCreate:1:2,cuEventCreate:2:205";
-    FakeDriver::new().env("FAKE_CUDA_FAIL", fail).run(cases::IPC_EVENTS_OF_OTHERS);
+    FakeDriver::new()
+        .env("FAKE_CUDA_FAIL", fail)
+        .run(cases::IPC_EVENTS_OF_OTHERS);
 }
 
 #[test]
@@ -265,7 +328,10 @@ fn a_function_behind_a_streams_work_may_end_the_process() {
 #[test]
 fn a_thread_that_asks_the_driver_past_the_gate_ends_an_exiting_process_badly() {
     let said = FakeDriver::new().dies_by(6, cases::EXIT_WITHOUT_GATE);
-    assert!(said.contains("cuDeviceGetCount while the driver is torn down"), "{said}");
+    assert!(
+        said.contains("cuDeviceGetCount while the driver is torn down"),
+        "{said}"
+    );
 }
 
 #[test]

@@ -21,10 +21,14 @@ impl FakeDriver {
     pub fn new() -> FakeDriver {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let folder = std::env::temp_dir().join(format!("warpipe-fake-cuda-{}-{count}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-fake-cuda-{}-{count}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::copy(built_library(), folder.join(LIBRARY)).unwrap();
-        FakeDriver { folder, environment: Vec::new() }
+        FakeDriver {
+            folder,
+            environment: Vec::new(),
+        }
     }
 
     pub fn env(mut self, name: &'static str, value: &str) -> FakeDriver {
@@ -63,27 +67,48 @@ impl FakeDriver {
         let output = self.start(case);
         let text = String::from_utf8_lossy(&output.stdout);
         let passed = output.status.success() && text.contains("1 passed");
-        assert!(passed, "{case} with {:?}: {}\n{text}{}", self.environment, output.status, errors(&output));
+        assert!(
+            passed,
+            "{case} with {:?}: {}\n{text}{}",
+            self.environment,
+            output.status,
+            errors(&output)
+        );
     }
 
     /// Returns what it said.
     pub fn dies_by(self, signal: i32, case: &str) -> String {
         let output = self.start(case);
-        assert_eq!(output.status.signal(), Some(signal), "{case}: {}\n{}", output.status, errors(&output));
+        assert_eq!(
+            output.status.signal(),
+            Some(signal),
+            "{case}: {}\n{}",
+            output.status,
+            errors(&output)
+        );
         errors(&output)
     }
 
     /// For a case that ends the process itself. Returns what it said.
     pub fn ends_with(self, code: i32, case: &str) -> String {
         let output = self.start(case);
-        assert_eq!(output.status.code(), Some(code), "{case}: {}\n{}", output.status, errors(&output));
+        assert_eq!(
+            output.status.code(),
+            Some(code),
+            "{case}: {}\n{}",
+            output.status,
+            errors(&output)
+        );
         errors(&output)
     }
 
     fn start(&self, case: &str) -> Output {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(CHILD);
-        command.env_remove("CUDA_VISIBLE_DEVICES").env("LD_LIBRARY_PATH", &self.folder).env(CASE, case);
+        command
+            .env_remove("CUDA_VISIBLE_DEVICES")
+            .env("LD_LIBRARY_PATH", &self.folder)
+            .env(CASE, case);
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.output().unwrap()
     }
@@ -102,6 +127,13 @@ fn errors(output: &Output) -> String {
 /// The library of this package, which Cargo builds beside its tests.
 fn built_library() -> PathBuf {
     let test = std::env::current_exe().unwrap();
-    let places = test.ancestors().skip(1).take(2).map(|folder| folder.join("libfake_cuda.so"));
-    places.into_iter().find(|path| Path::exists(path)).expect("libfake_cuda.so beside the test")
+    let places = test
+        .ancestors()
+        .skip(1)
+        .take(2)
+        .map(|folder| folder.join("libfake_cuda.so"));
+    places
+        .into_iter()
+        .find(|path| Path::exists(path))
+        .expect("libfake_cuda.so beside the test")
 }

@@ -34,20 +34,28 @@ const BESIDE_US: f64 = 300.0;
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let bytes = 1 << 30;
-    let peer = PeerProcess::start(&Role::Attach(Terms { place: setup.place(), bytes }))?;
+    let peer = PeerProcess::start(&Role::Attach(Terms {
+        place: setup.place(),
+        bytes,
+    }))?;
     let offer: Offer = peer.control.hear()?;
     let fd = peer.control.receive_fd()?;
     let (mut ours, mut floors) = (Samples::default(), Samples::default());
     for round in 0..=setup.rounds() {
         // The first one is for the caches, and does not count.
-        floors.round(round > 0, setup.times(100), || attach_bare(setup, &offer, &fd))?;
-        ours.round(round > 0, setup.times(100), || attach_by_ticket(setup, &offer))?;
+        floors.round(round > 0, setup.times(100), || {
+            attach_bare(setup, &offer, &fd)
+        })?;
+        ours.round(round > 0, setup.times(100), || {
+            attach_by_ticket(setup, &offer)
+        })?;
     }
     peer.control.tell(&())?;
     peer.end()?;
     let difference = median(&ours.rounds) - median(&floors.rounds);
-    let note =
-        format!("{difference:.1} us more than the floor, which is the driver's import and mapping of a descriptor");
+    let note = format!(
+        "{difference:.1} us more than the floor, which is the driver's import and mapping of a descriptor"
+    );
     let figure = Figure::new("attach", "by ticket, 1 GiB", "us", &ours.rounds)
         .beside(&floors.rounds)
         .spread(ours.all, floors.all)
@@ -62,7 +70,11 @@ pub fn offer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let memory = Memory::allocate(&device, terms.bytes)?;
     let published = memory.publish(&domain, "attach")?;
     let (ticket, export) = (published.ticket()?, memory.export()?);
-    control.tell(&Offer { ticket, mapped_bytes: export.info.mapped_bytes, owner: export.info.device })?;
+    control.tell(&Offer {
+        ticket,
+        mapped_bytes: export.info.mapped_bytes,
+        owner: export.info.device,
+    })?;
     control.send_fd(export.fd.as_fd())?;
     control.hear::<()>()
 }
@@ -106,9 +118,16 @@ impl Samples {
         times: usize,
         measure: impl Fn() -> anyhow::Result<Duration>,
     ) -> anyhow::Result<()> {
-        let samples = (0..times).map(|_| Ok(measure()?.as_nanos() as u64)).collect::<anyhow::Result<Vec<u64>>>()?;
+        let samples = (0..times)
+            .map(|_| Ok(measure()?.as_nanos() as u64))
+            .collect::<anyhow::Result<Vec<u64>>>()?;
         if is_counted {
-            self.rounds.push(median(&samples.iter().map(|&ns| ns as f64 / 1e3).collect::<Vec<f64>>()));
+            self.rounds.push(median(
+                &samples
+                    .iter()
+                    .map(|&ns| ns as f64 / 1e3)
+                    .collect::<Vec<f64>>(),
+            ));
             self.all.extend(samples);
         }
         Ok(())

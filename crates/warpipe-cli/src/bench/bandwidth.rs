@@ -40,16 +40,35 @@ struct Rates {
 }
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
-    let bytes: u64 = if setup.is_host() || setup.quick { 16 << 20 } else { 256 << 20 };
+    let bytes: u64 = if setup.is_host() || setup.quick {
+        16 << 20
+    } else {
+        256 << 20
+    };
     let mut places = vec![("one device", setup.place())];
-    places.extend(setup.second.map(|second| ("two devices", setup.place_on(second))));
+    places.extend(
+        setup
+            .second
+            .map(|second| ("two devices", setup.place_on(second))),
+    );
     let mut figures = Vec::new();
     for (devices, place) in places {
         let (owner, copies) = (setup.choice, if setup.quick { 2 } else { 16 });
-        for rates in measure(setup, Terms { place, owner, bytes, copies, rounds: setup.rounds() })? {
+        for rates in measure(
+            setup,
+            Terms {
+                place,
+                owner,
+                bytes,
+                copies,
+                rounds: setup.rounds(),
+            },
+        )? {
             let name = format!("{}, {devices}, {} MiB", rates.name, bytes >> 20);
             let note = "the floor is the same copy of memory that the process has allocated itself; more is better";
-            let figure = Figure::new("bandwidth", name, "GB/s", &rates.import).beside(&rates.own).note(note);
+            let figure = Figure::new("bandwidth", name, "GB/s", &rates.import)
+                .beside(&rates.own)
+                .note(note);
             figures.push(figure.wanted(Wanted::RatioAtLeast(RATIO_MIN)));
         }
     }
@@ -71,12 +90,22 @@ fn measure(setup: &Setup, terms: Terms) -> anyhow::Result<Vec<Rates>> {
 pub fn copy(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, _) = terms.place.open()?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
-    let theirs = Memory::import_for(Access::ReadWrite, &device, control.receive_fd()?, bytes, owner)?;
+    let theirs = Memory::import_for(
+        Access::ReadWrite,
+        &device,
+        control.receive_fd()?,
+        bytes,
+        owner,
+    )?;
     let own = Own::allocate(&device, terms)?;
     let other = Memory::allocate(&device, terms.bytes)?;
     // Pinned, as the words that streams signal are.
     let host = Words::create(&device, terms.bytes as usize / LINE_BYTES)?;
-    let mut copier = Copier { stream: device.stream()?, words: Words::create(&device, 1)?, turn: 0 };
+    let mut copier = Copier {
+        stream: device.stream()?,
+        words: Words::create(&device, 1)?,
+        turn: 0,
+    };
     let (theirs, own, other, host) = (theirs.ptr(), own.mapped.ptr(), other.ptr(), host.address(0));
     let mut figures = vec![
         copier.figure("reading an import", [other, theirs], [other, own], terms)?,
@@ -99,12 +128,18 @@ struct Own {
 impl Own {
     fn allocate(device: &Device, terms: &Terms) -> anyhow::Result<Own> {
         if terms.owner == terms.place.device {
-            return Ok(Own { mapped: Memory::allocate(device, terms.bytes)?, _there: None });
+            return Ok(Own {
+                mapped: Memory::allocate(device, terms.bytes)?,
+                _there: None,
+            });
         }
         let there = Memory::allocate(&terms.owner.open()?, terms.bytes)?;
         let (fd, bytes, owner) = there.export()?;
         let mapped = Memory::import_for(Access::ReadWrite, device, fd, bytes, owner)?;
-        Ok(Own { mapped, _there: Some(there) })
+        Ok(Own {
+            mapped,
+            _there: Some(there),
+        })
     }
 }
 
@@ -123,7 +158,11 @@ impl Copier {
         own: [DevicePtr; 2],
         terms: &Terms,
     ) -> anyhow::Result<Rates> {
-        let mut rates = Rates { name: name.to_owned(), import: Vec::new(), own: Vec::new() };
+        let mut rates = Rates {
+            name: name.to_owned(),
+            import: Vec::new(),
+            own: Vec::new(),
+        };
         for round in 0..=terms.rounds {
             let (with_own, through_import) = (self.rate(own, terms)?, self.rate(import, terms)?);
             if round > 0 {

@@ -104,7 +104,8 @@ fn of_one_way(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<Vec<Figure>
         (true, _) => 3,
         (false, _) => 12,
     };
-    let (mut told, mut lost, mut shown, mut reused, mut pidfd) = (vec![], vec![], vec![], vec![], vec![]);
+    let (mut told, mut lost, mut shown, mut reused, mut pidfd) =
+        (vec![], vec![], vec![], vec![], vec![]);
     for _ in 0..runs {
         let after = kill_publisher(setup, way, busy)?;
         told.push(after.told_ns);
@@ -119,9 +120,21 @@ fn of_one_way(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<Vec<Figure>
     let (words, origin) = (way.words(busy), way.origin());
     let began = if way == Way::Exec { "exec" } else { "kill" };
     let mut figures = vec![
-        figure(format!("publisher {words}: {began} -> PublisherGone"), told, TOLD_MS_MAX),
-        figure(format!("subscriber {words}: {began} -> subscribers() tells"), shown, TOLD_MS_MAX),
-        figure(format!("subscriber {words}: {origin} -> its slots are lent again"), reused, proven),
+        figure(
+            format!("publisher {words}: {began} -> PublisherGone"),
+            told,
+            TOLD_MS_MAX,
+        ),
+        figure(
+            format!("subscriber {words}: {began} -> subscribers() tells"),
+            shown,
+            TOLD_MS_MAX,
+        ),
+        figure(
+            format!("subscriber {words}: {origin} -> its slots are lent again"),
+            reused,
+            proven,
+        ),
     ];
     if !lost.is_empty() {
         let name = format!("publisher {words}: {origin} -> the stuck stream is free, SampleLost");
@@ -129,7 +142,11 @@ fn of_one_way(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<Vec<Figure>
     }
     pidfd.sort_unstable();
     if let (Some(&first), Some(&last)) = (pidfd.first(), pidfd.last()) {
-        let pidfd = format!("; its pidfd is readable {:.1} to {:.1} ms after the kill", ms(first), ms(last));
+        let pidfd = format!(
+            "; its pidfd is readable {:.1} to {:.1} ms after the kill",
+            ms(first),
+            ms(last)
+        );
         figures.iter_mut().for_each(|figure| figure.note += &pidfd);
     }
     Ok(figures)
@@ -164,14 +181,28 @@ struct Witness {
 impl Witness {
     /// How long after the last holder of the victim's files had been told to end.
     fn since_released(&self, proven_ns: u64) -> anyhow::Result<u64> {
-        proven_ns.checked_sub(self.released_ns).context("a proof of death came while a process still held the files")
+        proven_ns
+            .checked_sub(self.released_ns)
+            .context("a proof of death came while a process still held the files")
     }
 }
 
-fn witness(peer: &PeerProcess, way: Way, began_ns: u64, child: Option<&OwnedFd>) -> anyhow::Result<Witness> {
-    let mut witness = Witness { began_ns, released_ns: began_ns, pidfd_ns: None };
+fn witness(
+    peer: &PeerProcess,
+    way: Way,
+    began_ns: u64,
+    child: Option<&OwnedFd>,
+) -> anyhow::Result<Witness> {
+    let mut witness = Witness {
+        began_ns,
+        released_ns: began_ns,
+        pidfd_ns: None,
+    };
     if way != Way::Exec {
-        ensure!(wait_readable(peer.pidfd()?.as_fd())?, "the victim does not die");
+        ensure!(
+            wait_readable(peer.pidfd()?.as_fd())?,
+            "the victim does not die"
+        );
         witness.pidfd_ns = Some(now_ns() - began_ns);
     }
     if let Some(child) = child {
@@ -207,7 +238,11 @@ fn end_beside<A: Send, B: Send>(
         }
         let witness = witness(peer, way, began_ns, child.as_ref())?;
         let gone = |_| anyhow::anyhow!("a survivor's thread has panicked");
-        Ok((witness, first.join().map_err(gone)??, second.join().map_err(gone)??))
+        Ok((
+            witness,
+            first.join().map_err(gone)??,
+            second.join().map_err(gone)??,
+        ))
     })
 }
 
@@ -218,14 +253,23 @@ struct AfterPublisher {
 }
 
 fn kill_publisher(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterPublisher> {
-    let peer = PeerProcess::start(&Role::Victim(Terms { place: setup.place(), victim: Victim::Publisher, way, busy }))?;
+    let peer = PeerProcess::start(&Role::Victim(Terms {
+        place: setup.place(),
+        victim: Victim::Publisher,
+        way,
+        busy,
+    }))?;
     peer.control.hear::<()>()?;
     let mut subscriber = subscriber(&setup.place())?;
     let stream = setup.device.stream()?;
     peer.control.tell(&())?;
     let whole = subscriber.receive(&stream)?;
     whole.finish(PATIENCE)?;
-    let late = if busy { Some(subscriber.receive(&stream)?) } else { None };
+    let late = if busy {
+        Some(subscriber.receive(&stream)?)
+    } else {
+        None
+    };
     peer.control.hear::<()>()?;
     let told = || match subscriber.receive(&stream) {
         Err(Error::PublisherGone { .. }) => Ok(now_ns()),
@@ -254,11 +298,17 @@ struct AfterSubscriber {
 
 fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterSubscriber> {
     let publisher = build(|| {
-        let builder = Publisher::builder(NAME).domain(&setup.domain).device(&setup.device);
+        let builder = Publisher::builder(NAME)
+            .domain(&setup.domain)
+            .device(&setup.device);
         builder.memory_limit(MEMORY_BYTES).loan_timeout(PATIENCE)
     })?;
-    let peer =
-        PeerProcess::start(&Role::Victim(Terms { place: setup.place(), victim: Victim::Subscriber, way, busy }))?;
+    let peer = PeerProcess::start(&Role::Victim(Terms {
+        place: setup.place(),
+        victim: Victim::Subscriber,
+        way,
+        busy,
+    }))?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = setup.device.stream()?;
     let layout = Layout::bytes_only(MEMORY_BYTES / SLOTS)?;
@@ -272,8 +322,16 @@ fn kill_subscriber(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterS
     let (publisher, victim) = (&publisher, peer.pid());
     let shown = || loop {
         let all = publisher.subscribers();
-        let is_well = |state| matches!(state, PeerState::Alive | PeerState::Stalled | PeerState::Leaving);
-        if !all.iter().any(|subscriber| subscriber.pid == victim && is_well(subscriber.state)) {
+        let is_well = |state| {
+            matches!(
+                state,
+                PeerState::Alive | PeerState::Stalled | PeerState::Leaving
+            )
+        };
+        if !all
+            .iter()
+            .any(|subscriber| subscriber.pid == victim && is_well(subscriber.state))
+        {
             return Ok(now_ns());
         }
         std::thread::sleep(ASK_EVERY);
@@ -302,7 +360,9 @@ fn build(builder: impl Fn() -> PublisherBuilder) -> anyhow::Result<Publisher> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         match builder().build() {
-            Err(Error::NameTaken { .. }) if Instant::now() < deadline => std::thread::sleep(ASK_EVERY),
+            Err(Error::NameTaken { .. }) if Instant::now() < deadline => {
+                std::thread::sleep(ASK_EVERY)
+            }
             built => return Ok(built?),
         }
     }
@@ -311,7 +371,10 @@ fn build(builder: impl Fn() -> PublisherBuilder) -> anyhow::Result<Publisher> {
 fn subscriber(place: &BenchDomain) -> anyhow::Result<Subscriber> {
     let (device, domain) = place.open()?;
     let builder = Subscriber::builder(NAME).domain(&domain).device(&device);
-    Ok(builder.wait_for_publisher(Some(PATIENCE)).timeout(PATIENCE).build()?)
+    Ok(builder
+        .wait_for_publisher(Some(PATIENCE))
+        .timeout(PATIENCE)
+        .build()?)
 }
 
 /// The victim's part, up to its death.
@@ -337,7 +400,10 @@ fn end(way: Way, control: &Control) -> anyhow::Result<()> {
 
 /// A child of which no library learns: it holds all that its parent holds, until it is killed.
 fn fork_unseen() -> anyhow::Result<i32> {
-    let time = libc::timespec { tv_sec: ORPHAN_MAX.as_secs() as _, tv_nsec: 0 };
+    let time = libc::timespec {
+        tv_sec: ORPHAN_MAX.as_secs() as _,
+        tv_nsec: 0,
+    };
     // SAFETY: a fork without a stack of its own; the child makes two system calls.
     match unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } {
         -1 => Err(std::io::Error::last_os_error()).context("clone"),
@@ -371,7 +437,9 @@ fn hold(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, _) = terms.place.open()?;
     let mut subscriber = subscriber(&terms.place)?;
     let stream = device.stream()?;
-    let held = (0..SLOTS).map(|_| subscriber.receive(&stream)).collect::<warpipe::Result<Vec<_>>>()?;
+    let held = (0..SLOTS)
+        .map(|_| subscriber.receive(&stream))
+        .collect::<warpipe::Result<Vec<_>>>()?;
     held.iter().try_for_each(|sample| sample.wait(PATIENCE))?;
     if terms.busy {
         warpipe_kernels::spin(&stream, KERNEL)?;

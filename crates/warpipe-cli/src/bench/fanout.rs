@@ -68,14 +68,29 @@ fn done(index: usize) -> usize {
 }
 
 /// Measures with this process as the publisher.
-pub fn measure(setup: &Setup, place: BenchDomain, subscribers: usize, items: usize) -> anyhow::Result<Measured> {
+pub fn measure(
+    setup: &Setup,
+    place: BenchDomain,
+    subscribers: usize,
+    items: usize,
+) -> anyhow::Result<Measured> {
     let words = Words::create(&setup.device, 2 * subscribers)?;
     let memory = Memory::allocate(&setup.device, u64::from(IN_FLIGHT) * SLOT_BYTES)?;
-    let publisher = Publisher::builder(NAME).domain(&setup.domain).device(&setup.device).depth(IN_FLIGHT).build()?;
+    let publisher = Publisher::builder(NAME)
+        .domain(&setup.domain)
+        .device(&setup.device)
+        .depth(IN_FLIGHT)
+        .build()?;
     let rounds = setup.rounds();
     let mut partners = Vec::new();
     for index in 0..subscribers {
-        let terms = Terms { place: place.clone(), index, subscribers, rounds, items };
+        let terms = Terms {
+            place: place.clone(),
+            index,
+            subscribers,
+            rounds,
+            items,
+        };
         let peer = PeerProcess::start(&Role::Fanout(terms))?;
         let (fd, bytes, owner) = memory.export()?;
         peer.control.send_fd(words.fd())?;
@@ -86,7 +101,15 @@ pub fn measure(setup: &Setup, place: BenchDomain, subscribers: usize, items: usi
     publisher.wait_for_subscribers(subscribers, PATIENCE)?;
     let stream = setup.device.stream()?;
     let layout = Layout::contiguous(DType::U64, &[WORDS])?;
-    let mut source = Source { stream, words, memory, publisher, layout, subscribers, turn: 0 };
+    let mut source = Source {
+        stream,
+        words,
+        memory,
+        publisher,
+        layout,
+        subscribers,
+        turn: 0,
+    };
     let mut measured = Measured::default();
     for round in 0..=rounds {
         let (floor, floor_ns) = source.floor(items)?;
@@ -134,8 +157,13 @@ impl Source {
         let (start, mut gaps) = (Instant::now(), Gaps::new(items));
         for turn in first + 1..=first + items as u64 {
             self.await_done(turn.saturating_sub(u64::from(IN_FLIGHT)).max(first))?;
-            self.fill(self.memory.ptr() + turn % u64::from(IN_FLIGHT) * SLOT_BYTES, turn)?;
-            let ops: Vec<_> = (0..self.subscribers).map(|index| self.words.signal(ready(index), turn)).collect();
+            self.fill(
+                self.memory.ptr() + turn % u64::from(IN_FLIGHT) * SLOT_BYTES,
+                turn,
+            )?;
+            let ops: Vec<_> = (0..self.subscribers)
+                .map(|index| self.words.signal(ready(index), turn))
+                .collect();
             // SAFETY: the words live until the last of them has been awaited.
             unsafe { enqueue(&self.stream, &ops) }?;
             gaps.tick();
@@ -161,8 +189,15 @@ impl Source {
 /// Waits until every subscriber has released everything.
 pub fn await_releases(publisher: &Publisher) -> anyhow::Result<()> {
     let start = Instant::now();
-    while publisher.subscribers().iter().any(|subscriber| subscriber.in_flight > 0) {
-        anyhow::ensure!(start.elapsed() < PATIENCE, "a subscriber does not release what it holds");
+    while publisher
+        .subscribers()
+        .iter()
+        .any(|subscriber| subscriber.in_flight > 0)
+    {
+        anyhow::ensure!(
+            start.elapsed() < PATIENCE,
+            "a subscriber does not release what it holds"
+        );
         std::thread::yield_now();
     }
     Ok(())
@@ -180,7 +215,10 @@ pub struct Gaps {
 
 impl Gaps {
     pub fn new(items: usize) -> Gaps {
-        Gaps { last: Instant::now(), ns: Vec::with_capacity(items) }
+        Gaps {
+            last: Instant::now(),
+            ns: Vec::with_capacity(items),
+        }
     }
 
     pub fn tick(&mut self) {
@@ -196,10 +234,23 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let words = Words::open(&device, control.receive_fd()?, 2 * terms.subscribers)?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
     let memory = Memory::import(&device, control.receive_fd()?, bytes, owner)?;
-    let subscriber = Subscriber::builder(NAME).domain(&domain).device(&device).timeout(PATIENCE).build()?;
+    let subscriber = Subscriber::builder(NAME)
+        .domain(&domain)
+        .device(&device)
+        .timeout(PATIENCE)
+        .build()?;
     let errors = Words::create(&device, 1)?;
     let stream = device.stream()?;
-    let mut sink = Sink { device, stream, words, memory, subscriber, errors, index: terms.index, turn: 0 };
+    let mut sink = Sink {
+        device,
+        stream,
+        words,
+        memory,
+        subscriber,
+        errors,
+        index: terms.index,
+        turn: 0,
+    };
     for _ in 0..=terms.rounds {
         sink.floor(terms.items)?;
         sink.ours(terms.items)?;
@@ -232,11 +283,20 @@ impl Sink {
         // SAFETY: the words live until the last of them has been awaited, below.
         unsafe { enqueue(&self.stream, &[self.words.wait(ready(self.index), first)]) }?;
         for turn in first..=last {
-            self.check(self.memory.ptr() + turn % u64::from(IN_FLIGHT) * SLOT_BYTES, turn)?;
-            let ops = [self.words.signal(done(self.index), turn), self.words.wait(ready(self.index), turn + 1)];
+            self.check(
+                self.memory.ptr() + turn % u64::from(IN_FLIGHT) * SLOT_BYTES,
+                turn,
+            )?;
+            let ops = [
+                self.words.signal(done(self.index), turn),
+                self.words.wait(ready(self.index), turn + 1),
+            ];
             // SAFETY: as above. Behind the last item nothing is waited for.
             unsafe { enqueue(&self.stream, &ops[..if turn < last { 2 } else { 1 }]) }?;
-            self.words.await_word(done(self.index), turn.saturating_sub(u64::from(IN_FLIGHT)).max(first - 1))?;
+            self.words.await_word(
+                done(self.index),
+                turn.saturating_sub(u64::from(IN_FLIGHT)).max(first - 1),
+            )?;
         }
         self.turn = last;
         self.words.await_word(done(self.index), last)

@@ -42,10 +42,15 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     for subscribers in COUNTS {
         let measured = measure(setup, subscribers, setup.times(16_000 / subscribers.max(4)))?;
         figures.push(
-            Figure::new("fanout", format!("per item, host rings, {subscribers} subscribers"), "us", &measured.ours)
-                .beside(&measured.floor)
-                .spread(measured.ours_ns, measured.floor_ns)
-                .wanted(Wanted::RatioAtMost(1.15)),
+            Figure::new(
+                "fanout",
+                format!("per item, host rings, {subscribers} subscribers"),
+                "us",
+                &measured.ours,
+            )
+            .beside(&measured.floor)
+            .spread(measured.ours_ns, measured.floor_ns)
+            .wanted(Wanted::RatioAtMost(1.15)),
         );
     }
     Ok(figures)
@@ -54,13 +59,24 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 fn measure(setup: &Setup, subscribers: usize, items: usize) -> anyhow::Result<Measured> {
     let (memory, emptied) = (SharedMemory::create(subscribers * LINES)?, bell()?);
     let device = Device::host();
-    let publisher = Publisher::builder(NAME).domain(&setup.domain).device(&device).depth(DEPTH as u32).build()?;
+    let publisher = Publisher::builder(NAME)
+        .domain(&setup.domain)
+        .device(&device)
+        .depth(DEPTH as u32)
+        .build()?;
     let (mut partners, mut bells) = (Vec::new(), Vec::new());
     let processes = subscribers.min(PROCESSES_MAX);
     let threads = subscribers / processes;
     for process in 0..processes {
         let (place, first) = (setup.place_on(Choice::Host), process * threads);
-        let terms = Terms { place, first, threads, subscribers, rounds: setup.rounds(), items };
+        let terms = Terms {
+            place,
+            first,
+            threads,
+            subscribers,
+            rounds: setup.rounds(),
+            items,
+        };
         let peer = PeerProcess::start(&Role::FanoutRings(terms))?;
         peer.control.send_fd(memory.fd())?;
         peer.control.send_fd(emptied.as_fd())?;
@@ -74,7 +90,11 @@ fn measure(setup: &Setup, subscribers: usize, items: usize) -> anyhow::Result<Me
     publisher.wait_for_subscribers(subscribers, PATIENCE)?;
     let ring = |(index, filled)| Ring::new(&memory, index * LINES, filled, &emptied);
     let rings = bells.iter().enumerate().map(ring).collect();
-    let mut source = Source { rings, publisher, stream: device.stream()? };
+    let mut source = Source {
+        rings,
+        publisher,
+        stream: device.stream()?,
+    };
     let mut measured = Measured::default();
     for round in 0..=setup.rounds() {
         let (floor, floor_ns) = source.floor(items)?;
@@ -104,7 +124,9 @@ impl Source<'_> {
     fn floor(&mut self, items: usize) -> anyhow::Result<(f64, Vec<u64>)> {
         let (start, mut gaps) = (Instant::now(), Gaps::new(items));
         for item in 0..items {
-            self.rings.iter_mut().try_for_each(|ring| ring.push(&payload(item), SLEEP))?;
+            self.rings
+                .iter_mut()
+                .try_for_each(|ring| ring.push(&payload(item), SLEEP))?;
             gaps.tick();
         }
         self.rings.iter().try_for_each(Ring::await_empty)?;
@@ -127,7 +149,9 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let memory = SharedMemory::open(control.receive_fd()?, terms.subscribers * LINES)?;
     let emptied = control.receive_fd()?;
-    let bells = (0..terms.threads).map(|_| control.receive_fd()).collect::<anyhow::Result<Vec<OwnedFd>>>()?;
+    let bells = (0..terms.threads)
+        .map(|_| control.receive_fd())
+        .collect::<anyhow::Result<Vec<OwnedFd>>>()?;
     std::thread::scope(|scope| {
         let thread = |(index, filled)| {
             let ring = Ring::new(&memory, (terms.first + index) * LINES, filled, &emptied);
@@ -136,14 +160,20 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         };
         let threads: Vec<_> = bells.iter().enumerate().map(thread).collect();
         threads.into_iter().try_for_each(|thread| {
-            thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a subscriber's thread has panicked")))
+            thread
+                .join()
+                .unwrap_or_else(|_| Err(anyhow::anyhow!("a subscriber's thread has panicked")))
         })
     })
 }
 
 fn read(terms: &Terms, mut ring: Ring<'_>, device: &Device, domain: &Domain) -> anyhow::Result<()> {
-    let mut subscriber =
-        Subscriber::builder(NAME).domain(domain).device(device).timeout(PATIENCE).spin(SPIN).build()?;
+    let mut subscriber = Subscriber::builder(NAME)
+        .domain(domain)
+        .device(device)
+        .timeout(PATIENCE)
+        .spin(SPIN)
+        .build()?;
     let stream = device.stream()?;
     for _ in 0..=terms.rounds {
         for item in 0..terms.items {

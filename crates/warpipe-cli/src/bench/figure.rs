@@ -33,7 +33,13 @@ impl Quantiles {
 
     /// Each with its name, for a table or a plot.
     pub fn named(&self) -> [(&'static str, u64); 5] {
-        [("p50", self.p50), ("p90", self.p90), ("p99", self.p99), ("p99.9", self.p999), ("max", self.max)]
+        [
+            ("p50", self.p50),
+            ("p90", self.p90),
+            ("p99", self.p99),
+            ("p99.9", self.p999),
+            ("max", self.max),
+        ]
     }
 }
 
@@ -89,7 +95,12 @@ pub struct Figure {
 
 impl Figure {
     /// From the rounds of both.
-    pub fn new(bench: &'static str, name: impl Into<String>, unit: &'static str, ours: &[f64]) -> Figure {
+    pub fn new(
+        bench: &'static str,
+        name: impl Into<String>,
+        unit: &'static str,
+        ours: &[f64],
+    ) -> Figure {
         Figure {
             bench,
             name: name.into(),
@@ -133,7 +144,9 @@ impl Figure {
         self.met = match wanted {
             Wanted::RatioAtMost(limit) => Some(self.ratio.is_some_and(|ratio| ratio <= limit)),
             Wanted::RatioAtLeast(limit) => Some(self.ratio.is_some_and(|ratio| ratio >= limit)),
-            Wanted::BesideFloorAtMost(limit) => Some(self.floor.is_some_and(|floor| self.ours - floor <= limit)),
+            Wanted::BesideFloorAtMost(limit) => {
+                Some(self.floor.is_some_and(|floor| self.ours - floor <= limit))
+            }
             Wanted::AtMost(limit) => Some(self.ours <= limit),
             Wanted::Nothing => None,
         };
@@ -147,14 +160,31 @@ mod tests {
 
     #[test]
     fn a_figure_just_above_its_limit_is_not_met() {
-        let figure = |ours: f64| Figure::new("x", "y", "us", &[ours]).beside(&[10.0]).wanted(Wanted::RatioAtMost(1.1));
+        let figure = |ours: f64| {
+            Figure::new("x", "y", "us", &[ours])
+                .beside(&[10.0])
+                .wanted(Wanted::RatioAtMost(1.1))
+        };
         assert_eq!(figure(11.0).met, Some(true));
         assert_eq!(figure(11.01).met, Some(false));
-        assert_eq!(Figure::new("x", "y", "us", &[1.0]).wanted(Wanted::RatioAtMost(1.1)).met, Some(false));
-        let rate =
-            |ours: f64| Figure::new("x", "y", "GB/s", &[ours]).beside(&[100.0]).wanted(Wanted::RatioAtLeast(0.98));
+        assert_eq!(
+            Figure::new("x", "y", "us", &[1.0])
+                .wanted(Wanted::RatioAtMost(1.1))
+                .met,
+            Some(false)
+        );
+        let rate = |ours: f64| {
+            Figure::new("x", "y", "GB/s", &[ours])
+                .beside(&[100.0])
+                .wanted(Wanted::RatioAtLeast(0.98))
+        };
         assert_eq!([rate(98.0).met, rate(97.9).met], [Some(true), Some(false)]);
-        assert_eq!(Figure::new("x", "y", "us", &[f64::NAN]).wanted(Wanted::AtMost(1.0)).met, Some(false));
+        assert_eq!(
+            Figure::new("x", "y", "us", &[f64::NAN])
+                .wanted(Wanted::AtMost(1.0))
+                .met,
+            Some(false)
+        );
     }
 
     #[test]
@@ -167,7 +197,10 @@ mod tests {
     #[test]
     fn quantiles_are_ranks_of_the_sorted_samples() {
         let quantiles = Quantiles::of((1..=1000).rev().collect()).unwrap();
-        assert_eq!((quantiles.p50, quantiles.p99, quantiles.p999, quantiles.max), (500, 990, 999, 1000));
+        assert_eq!(
+            (quantiles.p50, quantiles.p99, quantiles.p999, quantiles.max),
+            (500, 990, 999, 1000)
+        );
         assert!(Quantiles::of(vec![]).is_none());
     }
 }

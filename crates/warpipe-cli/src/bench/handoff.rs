@@ -59,11 +59,23 @@ pub struct Measured {
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let mut places = vec![("one device", setup.place())];
-    places.extend(setup.second.map(|second| ("two devices", setup.place_on(second))));
+    places.extend(
+        setup
+            .second
+            .map(|second| ("two devices", setup.place_on(second))),
+    );
     let mut figures = Vec::new();
     for (name, place) in places {
-        for (answer, hop) in [(Answer::Kernel, "kernel -> kernel"), (Answer::Copy, "kernel -> copy to host")] {
-            figures.push(case(setup, format!("{hop}, {name}, sent"), place.clone(), answer)?);
+        for (answer, hop) in [
+            (Answer::Kernel, "kernel -> kernel"),
+            (Answer::Copy, "kernel -> copy to host"),
+        ] {
+            figures.push(case(
+                setup,
+                format!("{hop}, {name}, sent"),
+                place.clone(),
+                answer,
+            )?);
         }
     }
     Ok(figures)
@@ -71,7 +83,15 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 
 fn case(setup: &Setup, name: String, place: BenchDomain, answer: Answer) -> anyhow::Result<Figure> {
     let (piped, single) = (setup.times(1000), setup.times(200));
-    let terms = Terms { place, answer, bytes: KERNEL_BYTES, depth: IN_FLIGHT, rounds: setup.rounds(), piped, single };
+    let terms = Terms {
+        place,
+        answer,
+        bytes: KERNEL_BYTES,
+        depth: IN_FLIGHT,
+        rounds: setup.rounds(),
+        piped,
+        single,
+    };
     let measured = measure(setup, &terms)?;
     let note = format!(
         "single, awaited by the CPU: {:.1} us beside {:.1} us (p50)",
@@ -126,7 +146,16 @@ pub fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
     let subscriber = subscriber("bench/pong", &setup.domain, &setup.device)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     control.tell(&())?;
-    let mut end = End { stream: setup.device.stream()?, words, own, theirs, turn: 0, publisher, subscriber, layout };
+    let mut end = End {
+        stream: setup.device.stream()?,
+        words,
+        own,
+        theirs,
+        turn: 0,
+        publisher,
+        subscriber,
+        layout,
+    };
     let mut measured = Measured::default();
     // The first round warms up.
     for round in 0..=terms.rounds {
@@ -158,7 +187,11 @@ fn exchange(control: &Control, device: &Device, own: &Memory) -> anyhow::Result<
 
 /// One who polls: the round trip's cost is asked for, not that of a sleep.
 pub fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Result<Subscriber> {
-    let spin = if Device::host().info().id == device.info().id { 20 } else { 5_000 };
+    let spin = if Device::host().info().id == device.info().id {
+        20
+    } else {
+        5_000
+    };
     let builder = Subscriber::builder(name).domain(domain).device(device);
     Ok(builder
         .wait_for_publisher(Some(PATIENCE))
@@ -170,7 +203,13 @@ pub fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Resul
 /// A's part.
 impl End {
     /// A's kernel: reads B's answer, or if B copies, writes a pattern that B can check.
-    fn work(&self, answer: Answer, out: DevicePtr, input: DevicePtr, seed: u64) -> warpipe::Result<()> {
+    fn work(
+        &self,
+        answer: Answer,
+        out: DevicePtr,
+        input: DevicePtr,
+        seed: u64,
+    ) -> warpipe::Result<()> {
         // SAFETY: both are at least KERNEL_BYTES long; the memory is kept until the stream's last word is reached;
         // the words order who writes and who reads.
         unsafe {
@@ -187,7 +226,8 @@ impl End {
         let start = Instant::now();
         for turn in first + 1..=first + terms.piped as u64 {
             self.floor_trip(terms.answer, turn)?;
-            self.words.await_word(PONG, turn.saturating_sub(ahead).max(first))?;
+            self.words
+                .await_word(PONG, turn.saturating_sub(ahead).max(first))?;
         }
         self.turn = first + terms.piped as u64;
         self.words.await_word(PONG, self.turn)?;
@@ -197,7 +237,12 @@ impl End {
     fn floor_trip(&self, answer: Answer, turn: u64) -> anyhow::Result<()> {
         self.work(answer, self.own.ptr(), self.theirs.ptr(), turn)?;
         // SAFETY: the words live until the last of them has been awaited.
-        Ok(unsafe { enqueue(&self.stream, &[self.words.signal(PING, turn), self.words.wait(PONG, turn)]) }?)
+        Ok(unsafe {
+            enqueue(
+                &self.stream,
+                &[self.words.signal(PING, turn), self.words.wait(PONG, turn)],
+            )
+        }?)
     }
 
     /// Nanoseconds of each round trip, until A's CPU sees its end.
@@ -216,7 +261,12 @@ impl End {
     }
 
     /// Round trips over the channels, in microseconds each; with `singles`, each awaited and timed by the CPU.
-    fn ours(&mut self, terms: &Terms, trips: usize, mut singles: Option<&mut Vec<u64>>) -> anyhow::Result<f64> {
+    fn ours(
+        &mut self,
+        terms: &Terms,
+        trips: usize,
+        mut singles: Option<&mut Vec<u64>>,
+    ) -> anyhow::Result<f64> {
         let mut last: Option<Sample> = None;
         let start = Instant::now();
         for trip in 0..trips {
@@ -233,12 +283,17 @@ impl End {
             }
             last = Some(pong);
         }
-        let Some(last) = last else { anyhow::bail!("no round trips were asked for") };
+        let Some(last) = last else {
+            anyhow::bail!("no round trips were asked for")
+        };
         last.wait(PATIENCE)?;
         let each = start.elapsed().as_secs_f64() * 1e6 / trips as f64;
         if terms.answer == Answer::Kernel {
             let answer = last.to_vec(PATIENCE)?;
-            anyhow::ensure!(answer[..4] == 1f32.to_le_bytes(), "the data of the last round trip is wrong");
+            anyhow::ensure!(
+                answer[..4] == 1f32.to_le_bytes(),
+                "the data of the last round trip is wrong"
+            );
         }
         Ok(each)
     }
@@ -253,11 +308,24 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     fill_with_ones(&stream, &own)?;
     let theirs = exchange(control, &device, &own)?;
     let layout = Layout::contiguous(DType::F32, &[FLOATS])?;
-    let publisher = Publisher::builder("bench/pong").domain(&domain).device(&device).depth(terms.depth).build()?;
+    let publisher = Publisher::builder("bench/pong")
+        .domain(&domain)
+        .device(&device)
+        .depth(terms.depth)
+        .build()?;
     control.hear::<()>()?;
     let subscriber = subscriber("bench/ping", &domain, &device)?;
     control.hear::<()>()?;
-    let mut end = End { stream, words, own, theirs, turn: 0, publisher, subscriber, layout };
+    let mut end = End {
+        stream,
+        words,
+        own,
+        theirs,
+        turn: 0,
+        publisher,
+        subscriber,
+        layout,
+    };
     let host = Words::create(&device, KERNEL_BYTES as usize / super::raw::LINE_BYTES)?;
     for _ in 0..=terms.rounds {
         end.floor_answers(terms, terms.piped, &host)?;
@@ -272,12 +340,23 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
 fn fill_with_ones(stream: &Stream, memory: &Memory) -> anyhow::Result<()> {
     let ones: Vec<u8> = (0..FLOATS).flat_map(|_| 1f32.to_le_bytes()).collect();
     // SAFETY: the memory is that long, ours, and used by nobody yet.
-    unsafe { stream.device().backend().upload(stream.raw(), memory.ptr(), &ones) }?;
+    unsafe {
+        stream
+            .device()
+            .backend()
+            .upload(stream.raw(), memory.ptr(), &ones)
+    }?;
     Ok(stream.synchronize(PATIENCE)?)
 }
 
 impl End {
-    fn answer_with(&self, answer: Answer, out: DevicePtr, input: DevicePtr, host: &Words) -> warpipe::Result<()> {
+    fn answer_with(
+        &self,
+        answer: Answer,
+        out: DevicePtr,
+        input: DevicePtr,
+        host: &Words,
+    ) -> warpipe::Result<()> {
         // SAFETY: as in `work`; the host page is KERNEL_BYTES long and lives until the last word is reached.
         unsafe {
             match answer {
@@ -293,10 +372,16 @@ impl End {
         unsafe { enqueue(&self.stream, &[self.words.wait(PING, first)]) }?;
         for turn in first..=last {
             self.answer_with(terms.answer, self.own.ptr(), self.theirs.ptr(), host)?;
-            let ops = [self.words.signal(PONG, turn), self.words.wait(PING, turn + 1)];
+            let ops = [
+                self.words.signal(PONG, turn),
+                self.words.wait(PING, turn + 1),
+            ];
             // SAFETY: as above. Behind the last trip nothing is waited for.
             unsafe { enqueue(&self.stream, &ops[..if turn < last { 2 } else { 1 }]) }?;
-            self.words.await_word(PONG, turn.saturating_sub(u64::from(IN_FLIGHT)).max(first - 1))?;
+            self.words.await_word(
+                PONG,
+                turn.saturating_sub(u64::from(IN_FLIGHT)).max(first - 1),
+            )?;
         }
         self.turn = last;
         self.words.await_word(PONG, last)
@@ -319,7 +404,10 @@ impl End {
         ping.wait(PATIENCE)?;
         self.stream.synchronize(PATIENCE)?;
         let (found, due) = (host.word(0).load(), warpipe_kernels::pattern(seed, 0));
-        anyhow::ensure!(found == due, "the last copy holds {found:#x} instead of {due:#x}");
+        anyhow::ensure!(
+            found == due,
+            "the last copy holds {found:#x} instead of {due:#x}"
+        );
         Ok(())
     }
 }

@@ -19,16 +19,26 @@ const PERCENT_MAX: f64 = 0.1;
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let wait = Duration::from_millis(if setup.quick { 500 } else { 2_000 });
-    let _publisher = Publisher::builder(NAME).domain(&setup.domain).device(&setup.device).build()?;
+    let _publisher = Publisher::builder(NAME)
+        .domain(&setup.domain)
+        .device(&setup.device)
+        .build()?;
     let peer = PeerProcess::start(&Role::Idle(setup.place()))?;
     peer.control.tell(&wait)?;
     let (asleep, waiting): (f64, f64) = peer.control.hear()?;
     peer.end()?;
     Ok(vec![
-        Figure::new("idle", "CPU of a process whose subscriber waits", "%", &[waiting])
-            .beside(&[asleep])
-            .wanted(Wanted::AtMost(PERCENT_MAX))
-            .note(format!("over {wait:.1?}; the floor is the same process asleep in poll, before it subscribes")),
+        Figure::new(
+            "idle",
+            "CPU of a process whose subscriber waits",
+            "%",
+            &[waiting],
+        )
+        .beside(&[asleep])
+        .wanted(Wanted::AtMost(PERCENT_MAX))
+        .note(format!(
+            "over {wait:.1?}; the floor is the same process asleep in poll, before it subscribes"
+        )),
     ])
 }
 
@@ -37,12 +47,25 @@ pub fn sleep(place: &BenchDomain, control: &Control) -> anyhow::Result<()> {
     let wait: Duration = control.hear()?;
     let (device, domain) = place.open()?;
     let stream = device.stream()?;
-    let limit = Timespec { tv_sec: wait.as_secs() as _, tv_nsec: wait.subsec_nanos() as _ };
+    let limit = Timespec {
+        tv_sec: wait.as_secs() as _,
+        tv_nsec: wait.subsec_nanos() as _,
+    };
     let asleep = percent(|| {
-        poll(&mut [PollFd::from_borrowed_fd(control.socket().as_fd(), PollFlags::IN)], Some(&limit))?;
+        poll(
+            &mut [PollFd::from_borrowed_fd(
+                control.socket().as_fd(),
+                PollFlags::IN,
+            )],
+            Some(&limit),
+        )?;
         Ok(())
     })?;
-    let mut subscriber = Subscriber::builder(NAME).domain(&domain).device(&device).timeout(PATIENCE).build()?;
+    let mut subscriber = Subscriber::builder(NAME)
+        .domain(&domain)
+        .device(&device)
+        .timeout(PATIENCE)
+        .build()?;
     let waiting = percent(|| match subscriber.receive_timeout(&stream, wait) {
         Err(Error::Timeout { .. }) => Ok(()),
         other => anyhow::bail!("{other:?} instead of nothing"),
@@ -59,5 +82,8 @@ fn percent(work: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<f64> {
 
 fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+    Duration::new(
+        time.tv_sec.unsigned_abs(),
+        time.tv_nsec.unsigned_abs() as u32,
+    )
 }

@@ -19,7 +19,10 @@ pub struct Terms {
 }
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
-    let terms = Terms { place: setup.place(), bytes: 64 << 20 };
+    let terms = Terms {
+        place: setup.place(),
+        bytes: 64 << 20,
+    };
     let peer = PeerProcess::start(&Role::Legacy(terms))?;
     let handle: LegacyHandle = peer.control.hear()?;
     let figures = measure(setup, &handle)?;
@@ -43,8 +46,12 @@ fn measure(setup: &Setup, handle: &LegacyHandle) -> anyhow::Result<Vec<Figure>> 
     let [mut cached, mut first, mut bare] = [const { Samples::new() }; 3];
     for round in 0..=setup.rounds() {
         let is_counted = round > 0;
-        bare.round(is_counted, setup.times(200), || open_bare(&setup.device, handle))?;
-        first.round(is_counted, setup.times(200), || Ok(handle.open(&setup.device)?.close(PATIENCE)?))?;
+        bare.round(is_counted, setup.times(200), || {
+            open_bare(&setup.device, handle)
+        })?;
+        first.round(is_counted, setup.times(200), || {
+            Ok(handle.open(&setup.device)?.close(PATIENCE)?)
+        })?;
         // The driver counts what is open: the others would be cheap while this one is there.
         let open = handle.open(&setup.device)?;
         cached.round(is_counted, setup.times(20_000), || {
@@ -53,19 +60,32 @@ fn measure(setup: &Setup, handle: &LegacyHandle) -> anyhow::Result<Vec<Figure>> 
         })?;
         open.close(PATIENCE)?;
     }
-    let first = Figure::new("legacy", "first open and close, 64 MiB", "us", &first.rounds)
-        .beside(&bare.rounds)
-        .spread(first.all, bare.all.clone())
-        .note("the floor is cuIpcOpenMemHandle + cuIpcCloseMemHandle");
-    let cached = Figure::new("legacy", "cached open and close, 64 MiB", "us", &cached.rounds)
-        .beside(&bare.rounds)
-        .spread(cached.all, bare.all)
-        .note("the floor is cuIpcOpenMemHandle + cuIpcCloseMemHandle");
+    let first = Figure::new(
+        "legacy",
+        "first open and close, 64 MiB",
+        "us",
+        &first.rounds,
+    )
+    .beside(&bare.rounds)
+    .spread(first.all, bare.all.clone())
+    .note("the floor is cuIpcOpenMemHandle + cuIpcCloseMemHandle");
+    let cached = Figure::new(
+        "legacy",
+        "cached open and close, 64 MiB",
+        "us",
+        &cached.rounds,
+    )
+    .beside(&bare.rounds)
+    .spread(cached.all, bare.all)
+    .note("the floor is cuIpcOpenMemHandle + cuIpcCloseMemHandle");
     Ok(vec![first, cached, calls(setup, handle)?])
 }
 
 fn open_bare(device: &Device, handle: &LegacyHandle) -> anyhow::Result<()> {
-    let base = device.backend().open_legacy(handle.raw(), handle.allocation_bytes(), handle.device())?;
+    let base =
+        device
+            .backend()
+            .open_legacy(handle.raw(), handle.allocation_bytes(), handle.device())?;
     // SAFETY: opened above, closed once; no work uses it.
     Ok(unsafe { device.backend().close_legacy(base) }?)
 }
@@ -82,9 +102,14 @@ fn calls(setup: &Setup, handle: &LegacyHandle) -> anyhow::Result<Figure> {
     }
     let calls = count() - before;
     open.close(PATIENCE)?;
-    Ok(Figure::new("legacy", "driver calls of a cached open", "calls", &[calls as f64])
-        .wanted(Wanted::AtMost(0.0))
-        .note(format!("in {times} cached opens; {before} before them")))
+    Ok(Figure::new(
+        "legacy",
+        "driver calls of a cached open",
+        "calls",
+        &[calls as f64],
+    )
+    .wanted(Wanted::AtMost(0.0))
+    .note(format!("in {times} cached opens; {before} before them")))
 }
 
 /// Single measurements, in nanoseconds, and the medians of their rounds, in microseconds.
@@ -95,7 +120,10 @@ struct Samples {
 
 impl Samples {
     const fn new() -> Samples {
-        Samples { all: Vec::new(), rounds: Vec::new() }
+        Samples {
+            all: Vec::new(),
+            rounds: Vec::new(),
+        }
     }
 
     fn round(
@@ -111,7 +139,8 @@ impl Samples {
             samples.push(start.elapsed().as_nanos() as u64);
         }
         if is_counted {
-            self.rounds.extend(Quantiles::of(samples.clone()).map(|quantiles| quantiles.p50 as f64 / 1e3));
+            self.rounds
+                .extend(Quantiles::of(samples.clone()).map(|quantiles| quantiles.p50 as f64 / 1e3));
             self.all.extend(samples);
         }
         Ok(())

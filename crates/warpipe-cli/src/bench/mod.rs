@@ -143,7 +143,10 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let setup = Setup::new(args)?;
     report::heading(&setup);
     let mut figures = Vec::new();
-    for (_, benchmark) in BENCHMARKS.iter().filter(|(what, _)| [*what, What::All].contains(&args.what)) {
+    for (_, benchmark) in BENCHMARKS
+        .iter()
+        .filter(|(what, _)| [*what, What::All].contains(&args.what))
+    {
         figures.extend(benchmark(&setup)?.into_iter().inspect(report::figure));
     }
     report::table(&figures);

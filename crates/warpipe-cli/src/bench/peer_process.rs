@@ -11,7 +11,8 @@ use std::time::Instant;
 use anyhow::{Context, bail, ensure};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
 };
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::Serialize;
@@ -43,7 +44,10 @@ impl PeerProcess {
             .process_group(0)
             .spawn()
             .context("cannot start the benchmark's other process")?;
-        Ok(PeerProcess { child, control: Control::new(ours)? })
+        Ok(PeerProcess {
+            child,
+            control: Control::new(ours)?,
+        })
     }
 
     pub fn pid(&self) -> i32 {
@@ -52,7 +56,8 @@ impl PeerProcess {
 
     /// `pidfd_open`: readable once the process is dead.
     pub fn pidfd(&self) -> anyhow::Result<OwnedFd> {
-        rustix::process::pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty()).context("pidfd_open")
+        rustix::process::pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())
+            .context("pidfd_open")
     }
 
     /// SIGKILL. It is still to be reaped.
@@ -63,9 +68,15 @@ impl PeerProcess {
     /// Waits for its end, which must be a good one.
     pub fn end(mut self) -> anyhow::Result<()> {
         let pidfd = self.pidfd()?;
-        ensure!(wait_readable(pidfd.as_fd())?, "the benchmark's other process does not end");
+        ensure!(
+            wait_readable(pidfd.as_fd())?,
+            "the benchmark's other process does not end"
+        );
         let status = self.child.wait()?;
-        ensure!(status.success(), "the benchmark's other process failed: {status}");
+        ensure!(
+            status.success(),
+            "the benchmark's other process failed: {status}"
+        );
         Ok(())
     }
 }
@@ -82,8 +93,14 @@ pub fn wait_readable(fd: BorrowedFd<'_>) -> anyhow::Result<bool> {
     let start = Instant::now();
     loop {
         let left = PATIENCE.saturating_sub(start.elapsed());
-        let limit = rustix::event::Timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos() as _ };
-        match poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&limit)) {
+        let limit = rustix::event::Timespec {
+            tv_sec: left.as_secs() as _,
+            tv_nsec: left.subsec_nanos() as _,
+        };
+        match poll(
+            &mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)],
+            Some(&limit),
+        ) {
             Err(rustix::io::Errno::INTR) => {}
             other => return Ok(other.context("poll")? > 0),
         }
@@ -108,7 +125,9 @@ impl Control {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
         let stdin = std::io::stdin().as_fd().try_clone_to_owned()?;
         let socket = UnixStream::from(stdin);
-        socket.peer_addr().context("a role is played for a parent, which passes a socket as standard input")?;
+        socket
+            .peer_addr()
+            .context("a role is played for a parent, which passes a socket as standard input")?;
         Control::new(socket)
     }
 
@@ -119,7 +138,11 @@ impl Control {
     /// Sends one message.
     pub fn tell(&self, message: &impl Serialize) -> anyhow::Result<()> {
         let body = serde_json::to_vec(message)?;
-        ensure!(body.len() <= MESSAGE_BYTES_MAX, "a message of {} bytes", body.len());
+        ensure!(
+            body.len() <= MESSAGE_BYTES_MAX,
+            "a message of {} bytes",
+            body.len()
+        );
         (&self.socket).write_all(&(body.len() as u32).to_le_bytes())?;
         (&self.socket).write_all(&body)?;
         Ok(())
@@ -142,8 +165,16 @@ impl Control {
         let fds = [fd];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        ensure!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)), "no room for a descriptor");
-        rustix::net::sendmsg(&self.socket, &[IoSlice::new(b"d")], &mut ancillary, SendFlags::NOSIGNAL)?;
+        ensure!(
+            ancillary.push(SendAncillaryMessage::ScmRights(&fds)),
+            "no room for a descriptor"
+        );
+        rustix::net::sendmsg(
+            &self.socket,
+            &[IoSlice::new(b"d")],
+            &mut ancillary,
+            SendFlags::NOSIGNAL,
+        )?;
         Ok(())
     }
 
@@ -153,7 +184,12 @@ impl Control {
         let mut byte = [0u8];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut byte)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+        rustix::net::recvmsg(
+            &self.socket,
+            &mut [IoSliceMut::new(&mut byte)],
+            &mut ancillary,
+            RecvFlags::CMSG_CLOEXEC,
+        )?;
         for message in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(mut fds) = message
                 && let Some(fd) = fds.next()

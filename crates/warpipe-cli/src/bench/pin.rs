@@ -12,7 +12,9 @@ pub struct Pinned {
 /// Keeps this thread to the `index`th of the CPUs that it may use; to the only one if there are no more.
 pub fn this_thread(index: usize) -> anyhow::Result<Pinned> {
     let before = sched_getaffinity(None).context("sched_getaffinity")?;
-    let allowed: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&cpu| before.is_set(cpu)).collect();
+    let allowed: Vec<usize> = (0..CpuSet::MAX_CPU)
+        .filter(|&cpu| before.is_set(cpu))
+        .collect();
     if let Some(cpu) = allowed.get(index % allowed.len().max(1)) {
         let mut only = CpuSet::new();
         only.set(*cpu);

@@ -6,7 +6,11 @@ use super::setup::Setup;
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let mut places = vec![("one device", setup.place())];
-    places.extend(setup.second.map(|second| ("two devices", setup.place_on(second))));
+    places.extend(
+        setup
+            .second
+            .map(|second| ("two devices", setup.place_on(second))),
+    );
     let mut figures = Vec::new();
     for (name, place) in places {
         let measured = fanout::measure(setup, place, 1, setup.times(2000))?;

@@ -6,7 +6,9 @@
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use warpipe::{DType, Device, Domain, Error, Layout, Order, Publisher, Queue, Stream, Subscriber, Worker};
+use warpipe::{
+    DType, Device, Domain, Error, Layout, Order, Publisher, Queue, Stream, Subscriber, Worker,
+};
 
 use super::figure::{Figure, Wanted};
 use super::handoff::{p50_us, subscriber};
@@ -32,7 +34,11 @@ const WORKERS_RATIO: f64 = 4.0 / 3.5;
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Terms {
     /// Answer so many round trips over channels and as many jobs, in turns.
-    Answer { place: BenchDomain, rounds: usize, trips: usize },
+    Answer {
+        place: BenchDomain,
+        rounds: usize,
+        trips: usize,
+    },
     /// Work for the crew's queue until it ends.
     Work { place: BenchDomain },
 }
@@ -43,7 +49,11 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 
 /// How long to poll: the round trip's cost is asked for, not that of a sleep.
 fn spin(device: &Device) -> Duration {
-    Duration::from_micros(if Device::host().info().id == device.info().id { 20 } else { 5_000 })
+    Duration::from_micros(if Device::host().info().id == device.info().id {
+        20
+    } else {
+        5_000
+    })
 }
 
 fn layout() -> warpipe::Result<Layout> {
@@ -52,17 +62,29 @@ fn layout() -> warpipe::Result<Layout> {
 
 fn round_trip(setup: &Setup) -> anyhow::Result<Figure> {
     let (rounds, trips) = (setup.rounds(), setup.times(300));
-    let peer = PeerProcess::start(&Role::Queue(Terms::Answer { place: setup.place(), rounds, trips }))?;
+    let peer = PeerProcess::start(&Role::Queue(Terms::Answer {
+        place: setup.place(),
+        rounds,
+        trips,
+    }))?;
     let (device, domain) = (&setup.device, &setup.domain);
-    let publisher = Publisher::builder(PING).domain(domain).device(device).build()?;
-    let queue = Queue::builder(QUEUE).domain(domain).device(device).spin(spin(device)).build()?;
+    let publisher = Publisher::builder(PING)
+        .domain(domain)
+        .device(device)
+        .build()?;
+    let queue = Queue::builder(QUEUE)
+        .domain(domain)
+        .device(device)
+        .spin(spin(device))
+        .build()?;
     peer.control.tell(&())?;
     let mut pong = subscriber(PONG, domain, device)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     queue.wait_for_workers(1, PATIENCE)?;
     peer.control.tell(&())?;
     let stream = device.stream()?;
-    let (mut floor, mut ours, mut floor_ns, mut ours_ns) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let (mut floor, mut ours, mut floor_ns, mut ours_ns) =
+        (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     // The first round warms up.
     for round in 0..=rounds {
         let mut bare = Vec::with_capacity(trips);
@@ -90,7 +112,12 @@ fn round_trip(setup: &Setup) -> anyhow::Result<Figure> {
 }
 
 /// Nanoseconds of one round trip over the channels.
-fn channel_trip(publisher: &Publisher, pong: &mut Subscriber, stream: &Stream, trip: usize) -> anyhow::Result<u64> {
+fn channel_trip(
+    publisher: &Publisher,
+    pong: &mut Subscriber,
+    stream: &Stream,
+    trip: usize,
+) -> anyhow::Result<u64> {
     let begun = Instant::now();
     let loan = publisher.loan(&layout()?)?;
     // SAFETY: the slot is this loan's alone and FLOATS * 4 bytes long; it is sent behind the kernel.
@@ -99,7 +126,10 @@ fn channel_trip(publisher: &Publisher, pong: &mut Subscriber, stream: &Stream, t
     let sample = pong.receive(stream)?;
     sample.wait(PATIENCE)?;
     let took = begun.elapsed().as_nanos() as u64;
-    anyhow::ensure!(sample.layout().bytes() == FLOATS * 4, "an answer of another size");
+    anyhow::ensure!(
+        sample.layout().bytes() == FLOATS * 4,
+        "an answer of another size"
+    );
     Ok(took)
 }
 
@@ -112,22 +142,37 @@ fn job_trip(queue: &Queue, stream: &Stream, trip: usize) -> anyhow::Result<u64> 
     let job = queue.submit(input, stream).map_err(Error::from)?;
     let result = job.wait(stream, PATIENCE)?;
     let took = begun.elapsed().as_nanos() as u64;
-    anyhow::ensure!(result.attempt() == 1 && result.layout().bytes() == FLOATS * 4, "another result");
+    anyhow::ensure!(
+        result.attempt() == 1 && result.layout().bytes() == FLOATS * 4,
+        "another result"
+    );
     Ok(took)
 }
 
 /// The other process's part.
 pub fn play(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     match terms {
-        Terms::Answer { place, rounds, trips } => answer(place, *rounds, *trips, control),
+        Terms::Answer {
+            place,
+            rounds,
+            trips,
+        } => answer(place, *rounds, *trips, control),
         Terms::Work { place } => work(place),
     }
 }
 
-fn answer(place: &BenchDomain, rounds: usize, trips: usize, control: &Control) -> anyhow::Result<()> {
+fn answer(
+    place: &BenchDomain,
+    rounds: usize,
+    trips: usize,
+    control: &Control,
+) -> anyhow::Result<()> {
     let (device, domain) = place.open()?;
     let stream = device.stream()?;
-    let pong = Publisher::builder(PONG).domain(&domain).device(&device).build()?;
+    let pong = Publisher::builder(PONG)
+        .domain(&domain)
+        .device(&device)
+        .build()?;
     control.hear::<()>()?;
     let mut ping = subscriber(PING, &domain, &device)?;
     let mut worker = worker(QUEUE, &domain, &device)?;
@@ -138,14 +183,18 @@ fn answer(place: &BenchDomain, rounds: usize, trips: usize, control: &Control) -
             let loan = pong.loan(&layout()?)?;
             // SAFETY: both are FLOATS floats; the input is lent until it is released behind the kernel, the output is
             // this loan's alone.
-            unsafe { warpipe_kernels::scale(&stream, loan.slot_ptr(), sample.slot_ptr(), FLOATS, 0.5) }?;
+            unsafe {
+                warpipe_kernels::scale(&stream, loan.slot_ptr(), sample.slot_ptr(), FLOATS, 0.5)
+            }?;
             loan.send(&stream)?;
         }
         for _ in 0..trips {
             let lease = worker.lease(&stream)?;
             let output = lease.output(lease.layout())?;
             // SAFETY: as above.
-            unsafe { warpipe_kernels::scale(&stream, output.slot_ptr(), lease.slot_ptr(), FLOATS, 0.5) }?;
+            unsafe {
+                warpipe_kernels::scale(&stream, output.slot_ptr(), lease.slot_ptr(), FLOATS, 0.5)
+            }?;
             lease.complete_with(output, &stream)?;
         }
     }
@@ -153,7 +202,10 @@ fn answer(place: &BenchDomain, rounds: usize, trips: usize, control: &Control) -
 }
 
 fn worker(queue: &str, domain: &Domain, device: &Device) -> anyhow::Result<Worker> {
-    let builder = Worker::builder(queue).domain(domain).device(device).wait_for_queue(Some(PATIENCE));
+    let builder = Worker::builder(queue)
+        .domain(domain)
+        .device(device)
+        .wait_for_queue(Some(PATIENCE));
     Ok(builder.timeout(PATIENCE).spin(spin(device)).build()?)
 }
 
@@ -164,21 +216,36 @@ fn several_workers(setup: &Setup) -> anyhow::Result<Figure> {
     let four = workers_rate(setup, 4, jobs)?;
     let quarter: Vec<f64> = one.iter().map(|time| time / 4.0).collect();
     let speed_up = figure::median(&one) / figure::median(&four);
-    let figure = Figure::new("queue", "per job of 1 ms of GPU, 4 workers", "us", &four).beside(&quarter);
+    let figure =
+        Figure::new("queue", "per job of 1 ms of GPU, 4 workers", "us", &four).beside(&quarter);
     let figure = figure.note(format!(
         "beside a quarter of one worker's {:.0} us; {speed_up:.2} times as many jobs",
         figure::median(&one)
     ));
     // Only where kernels of several processes run at once can four do four times as much.
-    Ok(if setup.is_mps() { figure.wanted(Wanted::RatioAtMost(WORKERS_RATIO)) } else { figure })
+    Ok(if setup.is_mps() {
+        figure.wanted(Wanted::RatioAtMost(WORKERS_RATIO))
+    } else {
+        figure
+    })
 }
 
 /// Microseconds a job, for each round.
 fn workers_rate(setup: &Setup, workers: usize, jobs: usize) -> anyhow::Result<Vec<f64>> {
     let (device, domain) = (&setup.device, &setup.domain);
-    let queue = Queue::builder(WORKERS).domain(domain).device(device).order(Order::Completion).build()?;
-    let terms = || Role::Queue(Terms::Work { place: setup.place() });
-    let partners = (0..workers).map(|_| PeerProcess::start(&terms())).collect::<anyhow::Result<Vec<_>>>()?;
+    let queue = Queue::builder(WORKERS)
+        .domain(domain)
+        .device(device)
+        .order(Order::Completion)
+        .build()?;
+    let terms = || {
+        Role::Queue(Terms::Work {
+            place: setup.place(),
+        })
+    };
+    let partners = (0..workers)
+        .map(|_| PeerProcess::start(&terms()))
+        .collect::<anyhow::Result<Vec<_>>>()?;
     queue.wait_for_workers(workers, PATIENCE)?;
     let stream = device.stream()?;
     let mut rounds = Vec::new();

@@ -8,7 +8,9 @@ use std::time::Instant;
 use anyhow::{Context, ensure};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
-use warpipe::backend::{Access, DeviceId, DeviceKind, DevicePtr, RawRegion, StreamOp, TimelineWord};
+use warpipe::backend::{
+    Access, DeviceId, DeviceKind, DevicePtr, RawRegion, StreamOp, TimelineWord,
+};
 use warpipe::{Device, Stream};
 
 use super::setup::PATIENCE;
@@ -32,7 +34,10 @@ unsafe impl Sync for SharedMemory {}
 impl SharedMemory {
     /// `lines` zeroed lines.
     pub fn create(lines: usize) -> anyhow::Result<SharedMemory> {
-        let fd = rustix::fs::memfd_create(c"warpipe-bench", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let fd = rustix::fs::memfd_create(
+            c"warpipe-bench",
+            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+        )?;
         rustix::fs::ftruncate(&fd, length(lines) as u64)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
         SharedMemory::open(fd, lines)
@@ -41,12 +46,28 @@ impl SharedMemory {
     /// The same, in the other process.
     pub fn open(fd: OwnedFd, lines: usize) -> anyhow::Result<SharedMemory> {
         let found = rustix::fs::fstat(&fd)?.st_size;
-        ensure!(found as usize == length(lines), "shared memory of {found} bytes instead of {}", length(lines));
+        ensure!(
+            found as usize == length(lines),
+            "shared memory of {found} bytes instead of {}",
+            length(lines)
+        );
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
-        let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), length(lines), protection, MapFlags::SHARED, &fd, 0) };
-        Ok(SharedMemory { base: base.context("mmap")?.cast(), lines, fd })
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                length(lines),
+                protection,
+                MapFlags::SHARED,
+                &fd,
+                0,
+            )
+        };
+        Ok(SharedMemory {
+            base: base.context("mmap")?.cast(),
+            lines,
+            fd,
+        })
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -104,7 +125,11 @@ impl Words {
     fn register(device: &Device, memory: SharedMemory) -> anyhow::Result<Words> {
         // SAFETY: page-aligned mapped memory that stays mapped until `drop` has unregistered it.
         let address = unsafe { device.backend().register(memory.base, length(memory.lines)) }?;
-        Ok(Words { memory, device: device.clone(), address })
+        Ok(Words {
+            memory,
+            device: device.clone(),
+            address,
+        })
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -117,23 +142,36 @@ impl Words {
 
     /// The word's address for the device.
     pub fn address(&self, index: usize) -> DevicePtr {
-        assert!(index < self.memory.lines, "word {index} of {}", self.memory.lines);
+        assert!(
+            index < self.memory.lines,
+            "word {index} of {}",
+            self.memory.lines
+        );
         self.address + (index * LINE_BYTES) as u64
     }
 
     pub fn signal(&self, index: usize, value: u64) -> StreamOp {
-        StreamOp::Signal { word: self.address(index), value }
+        StreamOp::Signal {
+            word: self.address(index),
+            value,
+        }
     }
 
     pub fn wait(&self, index: usize, value: u64) -> StreamOp {
-        StreamOp::Wait { word: self.address(index), value }
+        StreamOp::Wait {
+            word: self.address(index),
+            value,
+        }
     }
 
     /// Waits on the CPU until a word is reached: a GPU's by polling, a thread's as the host backend does it.
     pub fn await_word(&self, index: usize, value: u64) -> anyhow::Result<()> {
         let word = self.word(index);
         if self.device.info().id.kind == DeviceKind::Host {
-            ensure!(self.device.backend().wait_word(word, value, PATIENCE)?, "word {index} does not reach {value}");
+            ensure!(
+                self.device.backend().wait_word(word, value, PATIENCE)?,
+                "word {index} does not reach {value}"
+            );
             return Ok(());
         }
         let start = Instant::now();
@@ -144,7 +182,10 @@ impl Words {
                     return Ok(());
                 }
             }
-            ensure!(start.elapsed() < PATIENCE, "word {index} does not reach {value}");
+            ensure!(
+                start.elapsed() < PATIENCE,
+                "word {index} does not reach {value}"
+            );
         }
         Ok(())
     }
@@ -176,7 +217,10 @@ pub struct Memory {
 impl Memory {
     pub fn allocate(device: &Device, bytes: u64) -> anyhow::Result<Memory> {
         let bytes = bytes.next_multiple_of(device.backend().granularity().max(1));
-        Ok(Memory { device: device.clone(), region: device.backend().allocate(bytes)? })
+        Ok(Memory {
+            device: device.clone(),
+            region: device.backend().allocate(bytes)?,
+        })
     }
 
     /// Passes it to the other process, which calls [`Memory::import`].
@@ -186,7 +230,12 @@ impl Memory {
         Ok((fd, self.region.bytes, self.device.info().id))
     }
 
-    pub fn import(device: &Device, fd: OwnedFd, bytes: u64, owner: DeviceId) -> anyhow::Result<Memory> {
+    pub fn import(
+        device: &Device,
+        fd: OwnedFd,
+        bytes: u64,
+        owner: DeviceId,
+    ) -> anyhow::Result<Memory> {
         Memory::import_for(Access::Read, device, fd, bytes, owner)
     }
 
@@ -199,7 +248,10 @@ impl Memory {
         owner: DeviceId,
     ) -> anyhow::Result<Memory> {
         let region = device.backend().import(fd.as_fd(), bytes, access, owner)?;
-        Ok(Memory { device: device.clone(), region })
+        Ok(Memory {
+            device: device.clone(),
+            region,
+        })
     }
 
     pub fn ptr(&self) -> DevicePtr {

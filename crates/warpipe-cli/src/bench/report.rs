@@ -11,7 +11,10 @@ use super::setup::Setup;
 
 pub fn heading(setup: &Setup) {
     let info = setup.device.info();
-    println!("device: {} ({}), {}: {}", info.name, info.id, setup.mode, setup.why);
+    println!(
+        "device: {} ({}), {}: {}",
+        info.name, info.id, setup.mode, setup.why
+    );
     if setup.quick {
         println!("quick: this shows that everything runs; the figures mean little");
     }
@@ -64,7 +67,9 @@ fn verdict(figure: &Figure) -> &'static str {
 }
 
 fn spread(quantiles: &Quantiles) -> String {
-    let each = quantiles.named().map(|(name, ns)| format!("{name} {:.2}", ns as f64 / 1e3));
+    let each = quantiles
+        .named()
+        .map(|(name, ns)| format!("{name} {:.2}", ns as f64 / 1e3));
     format!("{} us, of {}", each.join("  "), quantiles.count)
 }
 
@@ -82,8 +87,15 @@ pub fn table(figures: &[Figure]) {
         ]
     };
     let heads = ["figure", "ours", "floor", "ratio", "wanted", ""].map(str::to_owned);
-    let rows: Vec<[String; 6]> = std::iter::once(heads).chain(figures.iter().map(row)).collect();
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let rows: Vec<[String; 6]> = std::iter::once(heads)
+        .chain(figures.iter().map(row))
+        .collect();
+    let width = |column: usize| {
+        rows.iter()
+            .map(|row| row[column].chars().count())
+            .max()
+            .unwrap_or(0)
+    };
     let widths: [usize; 6] = std::array::from_fn(width);
     println!();
     for [name, ours, floor, ratio, wanted, verdict] in &rows {
@@ -111,7 +123,9 @@ pub fn write(path: &Path, setup: &Setup, figures: &[Figure]) -> anyhow::Result<(
     let info = setup.device.info();
     let report = Report {
         version: env!("CARGO_PKG_VERSION"),
-        time: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        time: SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .map_or(0, |since| since.as_secs()),
         device: &info.name,
         device_id: info.id.to_string(),
         why: &setup.why,

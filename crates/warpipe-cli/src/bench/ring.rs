@@ -31,14 +31,26 @@ pub struct Terms {
 
 impl Terms {
     fn patience(&self) -> Patience {
-        if self.sleeps { Patience::Sleep { spins: 0 } } else { Patience::Spin }
+        if self.sleeps {
+            Patience::Sleep { spins: 0 }
+        } else {
+            Patience::Spin
+        }
     }
 }
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let case = |name: &str, sleeps: bool, trips: usize, limit: f64| -> anyhow::Result<Figure> {
         let place = setup.place_on(Choice::Host);
-        let measured = measure(setup, &Terms { place, rounds: setup.rounds(), trips: setup.times(trips), sleeps })?;
+        let measured = measure(
+            setup,
+            &Terms {
+                place,
+                rounds: setup.rounds(),
+                trips: setup.times(trips),
+                sleeps,
+            },
+        )?;
         Ok(Figure::new("ring", name, "ns", &measured.ours_p50)
             .beside(&measured.floor_p50)
             .spread(measured.ours, measured.floor)
@@ -65,7 +77,9 @@ fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
     let publisher = publisher(PING, &setup.domain, &device)?;
     let peer = PeerProcess::start(&Role::Ring(terms.clone()))?;
     peer.control.send_fd(memory.fd())?;
-    bells.iter().try_for_each(|bell| peer.control.send_fd(bell.as_fd()))?;
+    bells
+        .iter()
+        .try_for_each(|bell| peer.control.send_fd(bell.as_fd()))?;
     let mut end = End {
         out: Ring::new(&memory, 0, &bells[0], &bells[1]),
         back: Ring::new(&memory, LINES, &bells[2], &bells[3]),
@@ -82,7 +96,9 @@ fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
         let floor = timed(terms.trips, || end.floor_trip())?;
         let ours = timed(terms.trips, || end.our_trip())?;
         if round > 0 {
-            let p50 = |samples: &[u64]| Quantiles::of(samples.to_vec()).map_or(f64::NAN, |all| all.p50 as f64);
+            let p50 = |samples: &[u64]| {
+                Quantiles::of(samples.to_vec()).map_or(f64::NAN, |all| all.p50 as f64)
+            };
             measured.floor_p50.push(p50(&floor));
             measured.ours_p50.push(p50(&ours));
             measured.floor.extend(floor);
@@ -131,7 +147,11 @@ impl End<'_> {
     }
 
     fn receive(&mut self) -> anyhow::Result<Payload> {
-        if self.patience == Patience::Spin { self.poll() } else { receive(&mut self.subscriber, &self.stream) }
+        if self.patience == Patience::Spin {
+            self.poll()
+        } else {
+            receive(&mut self.subscriber, &self.stream)
+        }
     }
 
     fn poll(&mut self) -> anyhow::Result<Payload> {
@@ -160,12 +180,29 @@ fn copy_out(sample: &warpipe::Sample) -> anyhow::Result<Payload> {
 }
 
 fn publisher(name: &str, domain: &Domain, device: &Device) -> anyhow::Result<Publisher> {
-    Ok(Publisher::builder(name).domain(domain).device(device).depth(DEPTH as u32).build()?)
+    Ok(Publisher::builder(name)
+        .domain(domain)
+        .device(device)
+        .depth(DEPTH as u32)
+        .build()?)
 }
 
-fn subscriber(name: &str, terms: &Terms, domain: &Domain, device: &Device) -> anyhow::Result<Subscriber> {
-    let spin = if terms.sleeps { Duration::ZERO } else { Duration::from_millis(1) };
-    let builder = Subscriber::builder(name).domain(domain).device(device).timeout(PATIENCE).spin(spin);
+fn subscriber(
+    name: &str,
+    terms: &Terms,
+    domain: &Domain,
+    device: &Device,
+) -> anyhow::Result<Subscriber> {
+    let spin = if terms.sleeps {
+        Duration::ZERO
+    } else {
+        Duration::from_millis(1)
+    };
+    let builder = Subscriber::builder(name)
+        .domain(domain)
+        .device(device)
+        .timeout(PATIENCE)
+        .spin(spin);
     Ok(builder.wait_for_publisher(Some(PATIENCE)).build()?)
 }
 
@@ -173,7 +210,9 @@ fn subscriber(name: &str, terms: &Terms, domain: &Domain, device: &Device) -> an
 pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let memory = SharedMemory::open(control.receive_fd()?, 2 * LINES)?;
-    let bells = (0..4).map(|_| control.receive_fd()).collect::<anyhow::Result<Vec<OwnedFd>>>()?;
+    let bells = (0..4)
+        .map(|_| control.receive_fd())
+        .collect::<anyhow::Result<Vec<OwnedFd>>>()?;
     let publisher = publisher(PONG, &domain, &device)?;
     let mut end = End {
         out: Ring::new(&memory, LINES, &bells[2], &bells[3]),

@@ -52,8 +52,19 @@ pub struct Ring<'a> {
 }
 
 impl<'a> Ring<'a> {
-    pub fn new(memory: &'a SharedMemory, base: usize, filled: &'a OwnedFd, emptied: &'a OwnedFd) -> Ring<'a> {
-        Ring { memory, base, filled, emptied, turn: 0 }
+    pub fn new(
+        memory: &'a SharedMemory,
+        base: usize,
+        filled: &'a OwnedFd,
+        emptied: &'a OwnedFd,
+    ) -> Ring<'a> {
+        Ring {
+            memory,
+            base,
+            filled,
+            emptied,
+            turn: 0,
+        }
     }
 
     fn head(&self) -> &[AtomicU64; LINE_BYTES / 8] {
@@ -84,7 +95,11 @@ impl<'a> Ring<'a> {
     pub fn pop(&mut self, payload: &mut Payload, patience: Patience) -> anyhow::Result<()> {
         self.turn += 1;
         await_reached(self.head(), self.turn, self.filled, patience)?;
-        for (word, chunk) in self.slot(self.turn).iter().zip(payload.as_chunks_mut::<8>().0) {
+        for (word, chunk) in self
+            .slot(self.turn)
+            .iter()
+            .zip(payload.as_chunks_mut::<8>().0)
+        {
             *chunk = word.load(Relaxed).to_le_bytes();
         }
         tell(self.tail(), self.turn, self.emptied, patience);
@@ -93,7 +108,12 @@ impl<'a> Ring<'a> {
 
     /// Waits, on the writer's side, until everything has been read.
     pub fn await_empty(&self) -> anyhow::Result<()> {
-        await_reached(self.tail(), self.turn, self.emptied, Patience::Sleep { spins: 100 })
+        await_reached(
+            self.tail(),
+            self.turn,
+            self.emptied,
+            Patience::Sleep { spins: 100 },
+        )
     }
 }
 
@@ -116,7 +136,9 @@ fn await_reached(
     patience: Patience,
 ) -> anyhow::Result<()> {
     let is_reached = || line[REACHED].load(Acquire) >= turn;
-    let Patience::Sleep { spins } = patience else { return spin(is_reached) };
+    let Patience::Sleep { spins } = patience else {
+        return spin(is_reached);
+    };
     for _ in 0..spins {
         if is_reached() {
             return Ok(());

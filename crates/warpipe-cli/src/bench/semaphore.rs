@@ -68,12 +68,21 @@ fn uncontended(setup: &Setup) -> anyhow::Result<Figure> {
 }
 
 fn bare_pair(word: &AtomicU64) -> anyhow::Result<()> {
-    ensure!(word.compare_exchange(0, 1, SeqCst, Relaxed).is_ok(), "the word is taken");
-    ensure!(word.compare_exchange(1, 0, SeqCst, Relaxed).is_ok(), "the word is free");
+    ensure!(
+        word.compare_exchange(0, 1, SeqCst, Relaxed).is_ok(),
+        "the word is taken"
+    );
+    ensure!(
+        word.compare_exchange(1, 0, SeqCst, Relaxed).is_ok(),
+        "the word is free"
+    );
     Ok(())
 }
 
-fn nanoseconds_each(times: u64, mut work: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<f64> {
+fn nanoseconds_each(
+    times: u64,
+    mut work: impl FnMut() -> anyhow::Result<()>,
+) -> anyhow::Result<f64> {
     let start = Instant::now();
     for _ in 0..times {
         work()?;
@@ -89,7 +98,10 @@ fn handed_over(setup: &Setup) -> anyhow::Result<Figure> {
         spins: setup.times(40) as u64,
     };
     let _creator = Semaphore::create(&setup.domain, NAME, &setup.device, 1)?;
-    let (flag, board) = (Memory::allocate(&setup.device, 8)?, SharedMemory::create(1)?);
+    let (flag, board) = (
+        Memory::allocate(&setup.device, 8)?,
+        SharedMemory::create(1)?,
+    );
     let peer = PeerProcess::start(&Role::Semaphore(terms.clone()))?;
     peer.control.send_fd(board.fd())?;
     let (fd, bytes, owner) = flag.export()?;
@@ -111,8 +123,13 @@ fn handed_over(setup: &Setup) -> anyhow::Result<Figure> {
         }
     }
     peer.end()?;
-    let figure =
-        Figure::new("semaphore", "there and back, kernel to kernel, two processes", "us", &ours).beside(&floor);
+    let figure = Figure::new(
+        "semaphore",
+        "there and back, kernel to kernel, two processes",
+        "us",
+        &ours,
+    )
+    .beside(&floor);
     let times = figure.ratio.map_or(f64::NAN, |ratio| 1.0 / ratio);
     Ok(figure.note(format!(
         "beside it, not a floor: kernels that spin on device memory, which take {times:.1} times as long"
@@ -124,7 +141,13 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let board = SharedMemory::open(control.receive_fd()?, 1)?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
-    let flag = Memory::import_for(Access::ReadWrite, &device, control.receive_fd()?, bytes, owner)?;
+    let flag = Memory::import_for(
+        Access::ReadWrite,
+        &device,
+        control.receive_fd()?,
+        bytes,
+        owner,
+    )?;
     let mut end = End::new(&device, &domain, flag, board, 1)?;
     control.tell(&())?;
     for _ in 0..=terms.rounds {
@@ -153,7 +176,13 @@ struct End {
 }
 
 impl End {
-    fn new(device: &Device, domain: &Domain, flag: Memory, board: SharedMemory, parity: u64) -> anyhow::Result<End> {
+    fn new(
+        device: &Device,
+        domain: &Domain,
+        flag: Memory,
+        board: SharedMemory,
+        parity: u64,
+    ) -> anyhow::Result<End> {
         Ok(End {
             semaphore: Semaphore::open(domain, NAME, device)?,
             stream: device.stream()?,
@@ -182,7 +211,10 @@ impl End {
         self.stream.synchronize(PATIENCE)?;
         let took = start.elapsed();
         // One whose time was up has passed nothing on, and all behind it have waited as long.
-        ensure!(took < SPIN_MAX * trips as u32, "a spinning kernel did not get its turn within {SPIN_MAX:?}");
+        ensure!(
+            took < SPIN_MAX * trips as u32,
+            "a spinning kernel did not get its turn within {SPIN_MAX:?}"
+        );
         Ok(took)
     }
 
@@ -218,7 +250,10 @@ fn await_turn(turn: &AtomicU64, due: u64) -> anyhow::Result<()> {
         }
         // The two may have one CPU between them.
         std::thread::yield_now();
-        ensure!(start.elapsed() < PATIENCE, "the other process did not take its turn");
+        ensure!(
+            start.elapsed() < PATIENCE,
+            "the other process did not take its turn"
+        );
     }
     Ok(())
 }

@@ -25,7 +25,14 @@ const FURTHER_NS: f64 = 500.0;
 const NAME: &str = "bench/send";
 
 /// Calls that may not happen once a channel runs.
-const FORBIDDEN: [&str; 6] = ["allocate", "export", "import", "register", "create_stream", "create_event"];
+const FORBIDDEN: [&str; 6] = [
+    "allocate",
+    "export",
+    "import",
+    "register",
+    "create_stream",
+    "create_event",
+];
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let mut figures = Vec::new();
@@ -40,12 +47,19 @@ fn cost(setup: &Setup, subscribers: usize) -> anyhow::Result<Figure> {
     let mut bench = SendBench::open(&setup.device, &setup.domain, subscribers)?;
     let words = Words::create(&setup.device, subscribers.max(1))?;
     let bursts = setup.times(1600) / BURST + 1;
-    let [mut ours, mut bare, mut ours_rounds, mut bare_rounds] = [const { Vec::new() }; 4].map(|v: Vec<u64>| v);
+    let [mut ours, mut bare, mut ours_rounds, mut bare_rounds] =
+        [const { Vec::new() }; 4].map(|v: Vec<u64>| v);
     let mut turn = 0;
     for round in 0..=setup.rounds() {
         let (mut our_round, mut bare_round) = (Vec::new(), Vec::new());
         for _ in 0..bursts {
-            bare_burst(&bench.stream, &words, subscribers.max(1), &mut turn, &mut bare_round)?;
+            bare_burst(
+                &bench.stream,
+                &words,
+                subscribers.max(1),
+                &mut turn,
+                &mut bare_round,
+            )?;
             bench.burst(&mut our_round)?;
         }
         if round > 0 {
@@ -59,11 +73,16 @@ fn cost(setup: &Setup, subscribers: usize) -> anyhow::Result<Figure> {
     let (ours_rounds, bare_rounds) = (as_f64(&ours_rounds), as_f64(&bare_rounds));
     let beside = median(&ours_rounds) - median(&bare_rounds);
     let limit = FIRST_NS + FURTHER_NS * subscribers.saturating_sub(1) as f64;
-    Ok(Figure::new("send", format!("CPU of a send, {subscribers} subscribers"), "ns", &ours_rounds)
-        .beside(&bare_rounds)
-        .spread(ours, bare)
-        .wanted(Wanted::BesideFloorAtMost(limit))
-        .note(format!("beside the driver's call: {beside:.0} ns")))
+    Ok(Figure::new(
+        "send",
+        format!("CPU of a send, {subscribers} subscribers"),
+        "ns",
+        &ours_rounds,
+    )
+    .beside(&bare_rounds)
+    .spread(ours, bare)
+    .wanted(Wanted::BesideFloorAtMost(limit))
+    .note(format!("beside the driver's call: {beside:.0} ns")))
 }
 
 fn p50(samples: &[u64]) -> u64 {
@@ -81,12 +100,28 @@ struct SendBench {
 impl SendBench {
     fn open(device: &Device, domain: &Domain, subscribers: usize) -> anyhow::Result<SendBench> {
         let depth = 2 * BURST as u32;
-        let publisher = Publisher::builder(NAME).domain(domain).device(device).depth(depth).build()?;
-        let subscriber = |_| Subscriber::builder(NAME).domain(domain).device(device).build();
-        let subscribers = (0..subscribers).map(subscriber).collect::<warpipe::Result<Vec<_>>>()?;
+        let publisher = Publisher::builder(NAME)
+            .domain(domain)
+            .device(device)
+            .depth(depth)
+            .build()?;
+        let subscriber = |_| {
+            Subscriber::builder(NAME)
+                .domain(domain)
+                .device(device)
+                .build()
+        };
+        let subscribers = (0..subscribers)
+            .map(subscriber)
+            .collect::<warpipe::Result<Vec<_>>>()?;
         publisher.wait_for_subscribers(subscribers.len(), PATIENCE)?;
         let layout = Layout::contiguous(DType::F32, &[16, 64])?;
-        Ok(SendBench { stream: device.stream()?, publisher, subscribers, layout })
+        Ok(SendBench {
+            stream: device.stream()?,
+            publisher,
+            subscribers,
+            layout,
+        })
     }
 
     /// Sends a burst, timing each, and lets everybody read it.
@@ -137,18 +172,39 @@ fn calls(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     }
     let messages = (bursts * BURST) as f64;
     let counted = difference(&counting, &before);
-    let forbidden: u64 = FORBIDDEN.iter().filter_map(|method| counted.get(method)).sum();
+    let forbidden: u64 = FORBIDDEN
+        .iter()
+        .filter_map(|method| counted.get(method))
+        .sum();
     let shown = counted.iter().filter(|(method, _)| **method != "query");
-    let each: Vec<_> = shown.map(|(method, &count)| format!("{method} {:.2}", count as f64 / messages)).collect();
+    let each: Vec<_> = shown
+        .map(|(method, &count)| format!("{method} {:.2}", count as f64 / messages))
+        .collect();
     Ok(vec![
-        Figure::new("send", "allocations, openings and registrations", "calls", &[forbidden as f64])
-            .wanted(Wanted::AtMost(0.0))
-            .note(format!("calls a message, loan to release: {}", each.join(", "))),
+        Figure::new(
+            "send",
+            "allocations, openings and registrations",
+            "calls",
+            &[forbidden as f64],
+        )
+        .wanted(Wanted::AtMost(0.0))
+        .note(format!(
+            "calls a message, loan to release: {}",
+            each.join(", ")
+        )),
     ])
 }
 
-fn difference(counting: &Arc<Wrapped<Counting>>, before: &BTreeMap<&'static str, u64>) -> BTreeMap<&'static str, u64> {
+fn difference(
+    counting: &Arc<Wrapped<Counting>>,
+    before: &BTreeMap<&'static str, u64>,
+) -> BTreeMap<&'static str, u64> {
     let now = counting.hook().calls();
-    let since = |(method, count): (&'static str, u64)| (method, count - before.get(method).copied().unwrap_or(0));
-    now.into_iter().map(since).filter(|&(_, count)| count > 0).collect()
+    let since = |(method, count): (&'static str, u64)| {
+        (method, count - before.get(method).copied().unwrap_or(0))
+    };
+    now.into_iter()
+        .map(since)
+        .filter(|&(_, count)| count > 0)
+        .collect()
 }

@@ -83,7 +83,11 @@ impl Setup {
             Some(DeviceKindArg::Cuda) => (Device::cuda(0)?, "as asked".to_owned()),
         };
         let is_host = device.info().id.kind == DeviceKind::Host;
-        let choice = if is_host { Choice::Host } else { Choice::Cuda(0) };
+        let choice = if is_host {
+            Choice::Host
+        } else {
+            Choice::Cuda(0)
+        };
         let second = match (args.devices, is_host) {
             (2, false) => Some(Choice::Cuda(1)),
             (2, true) => anyhow::bail!("two devices need two GPUs; the device is the host ({why})"),
@@ -92,8 +96,20 @@ impl Setup {
         warpipe_kernels::preload(&device)?;
         let folder = tempfile::tempdir().context("a folder for the domain")?;
         let domain = Domain::at(folder.path().join("domain"))?;
-        let mode = args.mode.clone().unwrap_or_else(|| sharing(is_host).to_owned());
-        Ok(Setup { device, choice, why, second, quick: args.quick, mode, domain, folder })
+        let mode = args
+            .mode
+            .clone()
+            .unwrap_or_else(|| sharing(is_host).to_owned());
+        Ok(Setup {
+            device,
+            choice,
+            why,
+            second,
+            quick: args.quick,
+            mode,
+            domain,
+            folder,
+        })
     }
 
     pub fn is_host(&self) -> bool {
@@ -112,7 +128,10 @@ impl Setup {
 
     /// The same on another device.
     pub fn place_on(&self, device: Choice) -> BenchDomain {
-        BenchDomain { device, domain: self.domain_path() }
+        BenchDomain {
+            device,
+            domain: self.domain_path(),
+        }
     }
 
     fn domain_path(&self) -> PathBuf {
@@ -127,7 +146,11 @@ impl Setup {
 
     /// `full` iterations, or a few of them.
     pub fn times(&self, full: usize) -> usize {
-        if self.quick { (full / 20).clamp(10, 100) } else { full }
+        if self.quick {
+            (full / 20).clamp(10, 100)
+        } else {
+            full
+        }
     }
 }
 

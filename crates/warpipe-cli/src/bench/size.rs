@@ -23,18 +23,33 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
         }
     }
     let (p50_large, p50_small) = (p50_us(&large.ours_single), p50_us(&small.ours_single));
-    let note = format!("the floor is the 4 KiB figure; single, awaited: {p50_large:.1} us and {p50_small:.1} us (p50)");
+    let note = format!(
+        "the floor is the 4 KiB figure; single, awaited: {p50_large:.1} us and {p50_small:.1} us (p50)"
+    );
     Ok(vec![
-        Figure::new("size", "round trip of 1 GiB beside 4 KiB", "us", &large.ours)
-            .beside(&small.ours)
-            .spread(large.ours_single, small.ours_single)
-            .wanted(Wanted::RatioAtMost(RATIO_MAX))
-            .note(note),
+        Figure::new(
+            "size",
+            "round trip of 1 GiB beside 4 KiB",
+            "us",
+            &large.ours,
+        )
+        .beside(&small.ours)
+        .spread(large.ours_single, small.ours_single)
+        .wanted(Wanted::RatioAtMost(RATIO_MAX))
+        .note(note),
     ])
 }
 
 fn terms(setup: &Setup, bytes: u64) -> Terms {
     let (piped, single) = (setup.times(400), setup.times(200));
     let answer = Answer::Kernel;
-    Terms { place: setup.place(), answer, bytes, depth: DEPTH, rounds: setup.rounds().min(3), piped, single }
+    Terms {
+        place: setup.place(),
+        answer,
+        bytes,
+        depth: DEPTH,
+        rounds: setup.rounds().min(3),
+        piped,
+        single,
+    }
 }

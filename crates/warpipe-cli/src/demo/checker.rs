@@ -60,7 +60,12 @@ pub struct Checker {
 impl Checker {
     /// Nothing checked yet.
     pub fn new(device: &Device, page: &'static RegisteredPage) -> Checker {
-        Checker { device: device.clone(), page, book: Book::default(), since: None }
+        Checker {
+            device: device.clone(),
+            page,
+            book: Book::default(),
+            since: None,
+        }
     }
 
     /// Until there are no more jobs; then tells the counts.
@@ -68,26 +73,45 @@ impl Checker {
         for job in jobs {
             match job {
                 Job::Check(check) => self.conclude(&check)?,
-                Job::Report => tell(&Event::Reached { counts: self.book.counts })?,
-                Job::Held { numbers } => tell(&Event::Held { numbers, counts: self.book.counts })?,
+                Job::Report => tell(&Event::Reached {
+                    counts: self.book.counts,
+                })?,
+                Job::Held { numbers } => tell(&Event::Held {
+                    numbers,
+                    counts: self.book.counts,
+                })?,
                 Job::Since { from_ns, until_ns } => self.since = Some((from_ns, until_ns)),
             }
             self.tell_since()?;
         }
-        Ok(tell(&Event::Finished { counts: self.book.counts })?)
+        Ok(tell(&Event::Finished {
+            counts: self.book.counts,
+        })?)
     }
 
     fn conclude(&mut self, check: &Check) -> anyhow::Result<()> {
         let (number, turn) = (check.number, check.turn);
-        let done = self.device.backend().wait_word(self.page.word(DONE), turn, ITEM_PATIENCE)?;
-        anyhow::ensure!(done, "the device did not check item {number} within {ITEM_PATIENCE:?}");
+        let done = self
+            .device
+            .backend()
+            .wait_word(self.page.word(DONE), turn, ITEM_PATIENCE)?;
+        anyhow::ensure!(
+            done,
+            "the device did not check item {number} within {ITEM_PATIENCE:?}"
+        );
         let at_ns = clock::now_ns();
-        let previous = check.before.map(|(pid, graceful)| self.book.begin_anew(pid, graceful));
+        let previous = check
+            .before
+            .map(|(pid, graceful)| self.book.begin_anew(pid, graceful));
         match check.receipt.wait(ITEM_PATIENCE) {
             Ok(()) => {
                 let wrong = self.page.word(wrong_words(turn)).load();
                 if self.book.verify(number, wrong, at_ns) {
-                    tell(&Event::First { number, at_ns, after: previous })?;
+                    tell(&Event::First {
+                        number,
+                        at_ns,
+                        after: previous,
+                    })?;
                 }
             }
             Err(Error::SampleLost { .. }) => {
@@ -101,9 +125,15 @@ impl Checker {
 
     fn tell_since(&mut self) -> std::io::Result<()> {
         let last = self.book.times.back().copied().unwrap_or(0);
-        let Some((from_ns, _)) = self.since.take_if(|(_, until_ns)| last >= *until_ns) else { return Ok(()) };
+        let Some((from_ns, _)) = self.since.take_if(|(_, until_ns)| last >= *until_ns) else {
+            return Ok(());
+        };
         let (verified, apart_ns) = self.book.went(from_ns);
-        tell(&Event::Went { verified, apart_ns, gaps: self.book.counts.gaps })
+        tell(&Event::Went {
+            verified,
+            apart_ns,
+            gaps: self.book.counts.gaps,
+        })
     }
 }
 
@@ -122,7 +152,11 @@ struct Book {
 impl Book {
     fn begin_anew(&mut self, pid: i32, graceful: bool) -> Previous {
         self.next = None;
-        Previous { pid, graceful, last: std::mem::take(&mut self.last) }
+        Previous {
+            pid,
+            graceful,
+            last: std::mem::take(&mut self.last),
+        }
     }
 
     /// Takes in a complete item. Whether it is the first of its publisher that is right.
@@ -154,7 +188,11 @@ impl Book {
     /// How many items from `from_ns` on, and how far apart at most, the last one before included.
     fn went(&self, from_ns: u64) -> (u64, u64) {
         let first = self.times.partition_point(|&at_ns| at_ns < from_ns);
-        let pairs = self.times.iter().zip(self.times.iter().skip(1)).skip(first.saturating_sub(1));
+        let pairs = self
+            .times
+            .iter()
+            .zip(self.times.iter().skip(1))
+            .skip(first.saturating_sub(1));
         let apart_ns = pairs.map(|(one, next)| next - one).max().unwrap_or(0);
         ((self.times.len() - first) as u64, apart_ns)
     }
@@ -167,12 +205,31 @@ mod tests {
     #[test]
     fn items_that_are_wrong_missing_or_lost_are_told_apart() {
         let mut book = Book::default();
-        assert!(book.verify(5, 0, 100) && !book.verify(6, 0, 200), "the first is told once");
+        assert!(
+            book.verify(5, 0, 100) && !book.verify(6, 0, 200),
+            "the first is told once"
+        );
         assert!(!book.verify(7, 3, 300), "three words are wrong");
         assert!(!book.verify(9, 0, 400), "8 is missing");
         book.lose(10);
-        assert_eq!(book.counts, Counts { verified: 3, wrong: 1, gaps: 1, lost: 1, last_ns: 400 });
-        assert_eq!(book.begin_anew(7, false), Previous { pid: 7, graceful: false, last: 9 });
+        assert_eq!(
+            book.counts,
+            Counts {
+                verified: 3,
+                wrong: 1,
+                gaps: 1,
+                lost: 1,
+                last_ns: 400
+            }
+        );
+        assert_eq!(
+            book.begin_anew(7, false),
+            Previous {
+                pid: 7,
+                graceful: false,
+                last: 9
+            }
+        );
         assert!(book.verify(1, 0, 500), "another publisher begins anew");
         assert_eq!(book.counts.gaps, 1);
     }
@@ -183,6 +240,9 @@ mod tests {
         for (number, at_ns) in [(1, 100), (2, 150), (3, 900), (4, 950)] {
             book.verify(number, 0, at_ns);
         }
-        assert_eq!((book.went(0), book.went(160), book.went(951)), ((4, 750), (2, 750), (0, 0)));
+        assert_eq!(
+            (book.went(0), book.went(160), book.went(951)),
+            ((4, 750), (2, 750), (0, 0))
+        );
     }
 }

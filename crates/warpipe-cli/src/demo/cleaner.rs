@@ -31,8 +31,16 @@ pub struct CleanerArgs {
 
 /// In the child. It outlives its parent on purpose.
 pub fn run(args: &CleanerArgs) -> anyhow::Result<Exit> {
-    let name = args.folder.file_name().unwrap_or_default().to_string_lossy();
-    anyhow::ensure!(name.starts_with(FOLDER_PREFIX), "{} is no folder of a demo", args.folder.display());
+    let name = args
+        .folder
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy();
+    anyhow::ensure!(
+        name.starts_with(FOLDER_PREFIX),
+        "{} is no folder of a demo",
+        args.folder.display()
+    );
     // Nothing is ever written: this ends with the last process that holds the other end.
     let _ = std::io::stdin().read(&mut [0; 1]);
     match std::fs::remove_dir_all(&args.folder) {
@@ -55,11 +63,20 @@ impl Cleaner {
         let (wait, alive) = pipe_with(PipeFlags::CLOEXEC)?;
         let mut command = process::this_program();
         command.arg("demo-cleaner").arg("--folder").arg(folder);
-        command.stdin(Stdio::from(wait)).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+            .stdin(Stdio::from(wait))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
         let child = command.spawn().context("cannot start the cleaner")?;
-        let cleaner = Cleaner { child, alive: Some(alive) };
+        let cleaner = Cleaner {
+            child,
+            alive: Some(alive),
+        };
         // Not before: the cleaner would wait for itself.
-        cleaner.alive.as_ref().map_or(Ok(()), |alive| fcntl_setfd(alive, FdFlags::empty()))?;
+        cleaner
+            .alive
+            .as_ref()
+            .map_or(Ok(()), |alive| fcntl_setfd(alive, FdFlags::empty()))?;
         Ok(cleaner)
     }
 

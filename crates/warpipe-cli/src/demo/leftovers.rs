@@ -28,9 +28,21 @@ impl Before {
     /// and counts here.
     pub fn count(device: &Device, domain: &Domain) -> anyhow::Result<Before> {
         let name = format!("demo/before-{}", std::process::id());
-        let publisher = Publisher::builder(&name).domain(domain).device(device).build()?;
-        drop((Subscriber::builder(&name).domain(domain).device(device).build()?, publisher));
-        Ok(Before { device: device.clone(), held: held(device)? })
+        let publisher = Publisher::builder(&name)
+            .domain(domain)
+            .device(device)
+            .build()?;
+        drop((
+            Subscriber::builder(&name)
+                .domain(domain)
+                .device(device)
+                .build()?,
+            publisher,
+        ));
+        Ok(Before {
+            device: device.clone(),
+            held: held(device)?,
+        })
     }
 
     /// What is held in addition, once nothing is, or time is up.
@@ -57,9 +69,15 @@ fn added(before: &Holdings, now: &Holdings) -> Holdings {
 fn held(device: &Device) -> io::Result<Holdings> {
     let mut held = descriptors()?;
     let maps = std::fs::read_to_string("/proc/self/maps")?;
-    let mappings = maps.lines().filter(|line| line.contains("memfd:warpipe")).count() as u64;
+    let mappings = maps
+        .lines()
+        .filter(|line| line.contains("memfd:warpipe"))
+        .count() as u64;
     held.insert("mappings".into(), mappings);
-    held.insert("bytes of device memory".into(), device.backend().bytes_held());
+    held.insert(
+        "bytes of device memory".into(),
+        device.backend().bytes_held(),
+    );
     Ok(held)
 }
 
@@ -68,7 +86,9 @@ fn descriptors() -> io::Result<Holdings> {
     let mut counts = Holdings::new();
     for entry in std::fs::read_dir("/proc/self/fd")? {
         // One that was closed meanwhile counts no more.
-        let Ok(target) = std::fs::read_link(entry?.path()) else { continue };
+        let Ok(target) = std::fs::read_link(entry?.path()) else {
+            continue;
+        };
         let target = target.to_string_lossy();
         // The listing's own descriptor is one of `/proc`.
         if !target.starts_with("/dev") && !target.starts_with("/proc") {
@@ -99,10 +119,20 @@ mod tests {
 
     #[test]
     fn what_is_more_than_before_is_left_over_and_what_is_less_is_not() {
-        let holdings = |pairs: &[(&str, u64)]| pairs.iter().map(|(what, count)| ((*what).to_owned(), *count)).collect();
-        let (before, now): (Holdings, Holdings) =
-            (holdings(&[("pipe", 2), ("socket", 1)]), holdings(&[("pipe", 1), ("socket", 3), ("/memfd:a", 1)]));
-        assert_eq!(added(&before, &now), holdings(&[("/memfd:a", 1), ("socket", 2)]));
+        let holdings = |pairs: &[(&str, u64)]| {
+            pairs
+                .iter()
+                .map(|(what, count)| ((*what).to_owned(), *count))
+                .collect()
+        };
+        let (before, now): (Holdings, Holdings) = (
+            holdings(&[("pipe", 2), ("socket", 1)]),
+            holdings(&[("pipe", 1), ("socket", 3), ("/memfd:a", 1)]),
+        );
+        assert_eq!(
+            added(&before, &now),
+            holdings(&[("/memfd:a", 1), ("socket", 2)])
+        );
         assert!(added(&now, &now).is_empty());
     }
 

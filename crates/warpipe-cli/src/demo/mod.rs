@@ -117,6 +117,14 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<Exit> {
 
 fn private_folder() -> anyhow::Result<TempDir> {
     let private = std::fs::Permissions::from_mode(0o700);
-    let made = tempfile::Builder::new().prefix(FOLDER_PREFIX).permissions(private).tempdir();
-    made.with_context(|| format!("cannot make a directory in {} (TMPDIR says where)", std::env::temp_dir().display()))
+    let made = tempfile::Builder::new()
+        .prefix(FOLDER_PREFIX)
+        .permissions(private)
+        .tempdir();
+    made.with_context(|| {
+        format!(
+            "cannot make a directory in {} (TMPDIR says where)",
+            std::env::temp_dir().display()
+        )
+    })
 }

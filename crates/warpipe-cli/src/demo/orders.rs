@@ -40,7 +40,9 @@ impl Orders {
         loop {
             if let Some(end) = self.unread.iter().position(|&byte| byte == b'\n') {
                 let line: Vec<u8> = self.unread.drain(..=end).collect();
-                return Ok(Next::Order(serde_json::from_slice(&line).context("an order that is none")?));
+                return Ok(Next::Order(
+                    serde_json::from_slice(&line).context("an order that is none")?,
+                ));
             }
             if self.is_over {
                 return Ok(Next::End);
@@ -63,8 +65,14 @@ pub fn wait_for_order_or(other: BorrowedFd<'_>, limit: Duration) -> anyhow::Resu
 }
 
 fn wait_for(descriptors: &[BorrowedFd<'_>], limit: Duration) -> anyhow::Result<bool> {
-    let limit = Timespec { tv_sec: limit.as_secs() as _, tv_nsec: limit.subsec_nanos() as _ };
-    let mut polled: Vec<_> = descriptors.iter().map(|fd| PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)).collect();
+    let limit = Timespec {
+        tv_sec: limit.as_secs() as _,
+        tv_nsec: limit.subsec_nanos() as _,
+    };
+    let mut polled: Vec<_> = descriptors
+        .iter()
+        .map(|fd| PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN))
+        .collect();
     match poll(&mut polled, Some(&limit)) {
         Err(rustix::io::Errno::INTR) => Ok(false),
         ready => Ok(ready? > 0),
@@ -90,8 +98,8 @@ mod tests {
         let (input, output) = rustix::pipe::pipe().unwrap();
         let mut orders = Orders::default();
         let mut next = || orders.next_of(input.as_fd(), Duration::ZERO).unwrap();
-        let both =
-            [Order::Pause, Order::Reach { number: 7 }].map(|order| serde_json::to_string(&order).unwrap() + "\n");
+        let both = [Order::Pause, Order::Reach { number: 7 }]
+            .map(|order| serde_json::to_string(&order).unwrap() + "\n");
         assert_eq!(next(), Next::Nothing);
         rustix::io::write(&output, (both[0].clone() + &both[1][..5]).as_bytes()).unwrap();
         assert_eq!((next(), next()), (Next::Order(Order::Pause), Next::Nothing));

@@ -71,20 +71,38 @@ impl Processes {
     /// None yet.
     pub fn new() -> Processes {
         let (sender, lines) = channel();
-        Processes { all: Vec::new(), lines, sender, by_sigkill: 0 }
+        Processes {
+            all: Vec::new(),
+            lines,
+            sender,
+            by_sigkill: 0,
+        }
     }
 
     /// Starts one that lives in `domain`.
     pub fn start(&mut self, role: &str, domain: &Path, arguments: &[String]) -> anyhow::Result<Id> {
         let mut command = process::this_program();
         command.args(arguments).env("WARPIPE_DOMAIN", domain);
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().with_context(|| format!("cannot start the {role}"))?;
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut child = command
+            .spawn()
+            .with_context(|| format!("cannot start the {role}"))?;
         let (out, err, orders) = (child.stdout.take(), child.stderr.take(), child.stdin.take());
         let (id, pid) = (self.all.len(), child.id());
         // From here on the child is reaped whatever happens next.
         let (said, fate, role) = (VecDeque::new(), Fate::Lives, role.to_owned());
-        self.all.push(Process { role, pid, said, child, orders, complaints: None, fate });
+        self.all.push(Process {
+            role,
+            pid,
+            said,
+            child,
+            orders,
+            complaints: None,
+            fate,
+        });
         if let Some(out) = out {
             let sender = self.sender.clone();
             thread(move || listen(id, out, &sender))?;
@@ -102,7 +120,9 @@ impl Processes {
 
     /// Gives an order. One that has ended is told of by its output.
     pub fn order(&mut self, id: Id, order: &Order) -> anyhow::Result<()> {
-        let Some(orders) = &mut self.all[id].orders else { return Ok(()) };
+        let Some(orders) = &mut self.all[id].orders else {
+            return Ok(());
+        };
         match orders.write_all((serde_json::to_string(order)? + "\n").as_bytes()) {
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
             written => Ok(written?),
@@ -126,7 +146,10 @@ impl Processes {
     /// The first thing that a process said and `pick` wants.
     pub fn take<T>(&mut self, id: Id, mut pick: impl FnMut(&Event) -> Option<T>) -> Option<T> {
         let said = &mut self.all[id].said;
-        let (index, found) = said.iter().enumerate().find_map(|(index, event)| Some((index, pick(event)?)))?;
+        let (index, found) = said
+            .iter()
+            .enumerate()
+            .find_map(|(index, event)| Some((index, pick(event)?)))?;
         said.remove(index);
         Some(found)
     }
@@ -136,23 +159,34 @@ impl Processes {
         let process = &mut self.all[id];
         process.fate = Fate::Killed;
         let at_ns = clock::now_ns();
-        process.child.kill().with_context(|| format!("cannot kill the {}", process.role))?;
+        process
+            .child
+            .kill()
+            .with_context(|| format!("cannot kill the {}", process.role))?;
         Ok(at_ns)
     }
 
     /// Those that nobody killed or reaped.
     pub fn living(&self) -> Vec<Id> {
-        (0..self.all.len()).filter(|&id| self.all[id].fate == Fate::Lives).collect()
+        (0..self.all.len())
+            .filter(|&id| self.all[id].fate == Fate::Lives)
+            .collect()
     }
 
     /// Tells all to end.
     pub fn end(&mut self) {
-        self.all.iter_mut().for_each(|process| process.orders = None);
+        self.all
+            .iter_mut()
+            .for_each(|process| process.orders = None);
     }
 
     /// Makes all end.
     pub fn kill_all(&mut self) {
-        for process in self.all.iter_mut().filter(|process| process.fate == Fate::Lives) {
+        for process in self
+            .all
+            .iter_mut()
+            .filter(|process| process.fate == Fate::Lives)
+        {
             process.fate = Fate::Killed;
             drop(process.child.kill());
         }
@@ -191,7 +225,11 @@ impl Processes {
             return Ok(());
         }
         let process = &mut self.all[id];
-        let complaint = process.complaints.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
+        let complaint = process
+            .complaints
+            .take()
+            .and_then(|thread| thread.join().ok())
+            .unwrap_or_default();
         if status.success() && process.orders.is_none() {
             return Ok(());
         }
@@ -210,12 +248,20 @@ impl Drop for Processes {
 
 fn why(status: ExitStatus, complaint: &str) -> String {
     let complaint = printable(&complaint.lines().collect::<Vec<_>>().join(" "));
-    let said = if complaint.is_empty() { String::new() } else { format!(": {complaint}") };
+    let said = if complaint.is_empty() {
+        String::new()
+    } else {
+        format!(": {complaint}")
+    };
     format!("{}{said}", process::ending(status))
 }
 
-fn thread<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> std::io::Result<JoinHandle<T>> {
-    std::thread::Builder::new().name("demo-listener".into()).spawn(body)
+fn thread<T: Send + 'static>(
+    body: impl FnOnce() -> T + Send + 'static,
+) -> std::io::Result<JoinHandle<T>> {
+    std::thread::Builder::new()
+        .name("demo-listener".into())
+        .spawn(body)
 }
 
 fn listen(id: Id, out: impl Read, lines: &Sender<(Id, Line)>) {

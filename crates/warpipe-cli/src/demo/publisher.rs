@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use warpipe::backend::DevicePtr;
-use warpipe::{Device, Domain, Error, Layout, Policy, Publisher, SampleMut, SlotReturn, Stream, clock};
+use warpipe::{
+    Device, Domain, Error, Layout, Policy, Publisher, SampleMut, SlotReturn, Stream, clock,
+};
 
 use super::leftovers::Before;
 use super::orders::{Next, Orders, tell};
@@ -54,7 +56,9 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     // A subscriber that is late still reads what this process's device wrote.
     publishing.stream.synchronize(ITEM_PATIENCE)?;
     drop(publishing);
-    tell(&Event::Left { extra: before.extra()? })?;
+    tell(&Event::Left {
+        extra: before.extra()?,
+    })?;
     Ok(Exit::Done)
 }
 
@@ -68,9 +72,13 @@ fn publisher(args: &ChildArgs, domain: &Domain, device: &Device) -> anyhow::Resu
             .depth(DEPTH)
             .memory_limit(args.item_bytes * SLOTS)
             .loan_timeout(ITEM_PATIENCE)
-            .policy(Policy::Block { timeout: ITEM_PATIENCE });
+            .policy(Policy::Block {
+                timeout: ITEM_PATIENCE,
+            });
         match builder.build() {
-            Err(Error::NameTaken { .. }) if Instant::now() < deadline => std::thread::sleep(NAME_RETRY),
+            Err(Error::NameTaken { .. }) if Instant::now() < deadline => {
+                std::thread::sleep(NAME_RETRY)
+            }
             built => return Ok(built?),
         }
     }
@@ -116,20 +124,35 @@ impl Publishing {
         let (mut orders, mut stretch) = (Orders::default(), None::<Stretch>);
         let mut round_trips = None;
         loop {
-            let limit = if stretch.is_some() { Duration::ZERO } else { ITEM_PATIENCE };
+            let limit = if stretch.is_some() {
+                Duration::ZERO
+            } else {
+                ITEM_PATIENCE
+            };
             match orders.next(limit)? {
                 Next::End => return Ok(()),
                 Next::Order(Order::RoundTrips { trips, floor }) => {
                     if round_trips.is_none() {
-                        round_trips = Some(RoundTrips::open(End::Asking, domain, self.stream.device(), floor)?);
+                        round_trips = Some(RoundTrips::open(
+                            End::Asking,
+                            domain,
+                            self.stream.device(),
+                            floor,
+                        )?);
                     }
-                    round_trips.as_mut().map_or(Ok(()), |ends| ends.ask(trips))?;
+                    round_trips
+                        .as_mut()
+                        .map_or(Ok(()), |ends| ends.ask(trips))?;
                 }
-                Next::Order(Order::Publish { milliseconds, items }) => {
+                Next::Order(Order::Publish {
+                    milliseconds,
+                    items,
+                }) => {
                     round_trips = None;
                     stretch = Some(Stretch {
                         first_ns: clock::now_ns(),
-                        deadline: milliseconds.map(|limit| Instant::now() + Duration::from_millis(limit)),
+                        deadline: milliseconds
+                            .map(|limit| Instant::now() + Duration::from_millis(limit)),
                         last: items.map(|items| self.number + items),
                     });
                 }
@@ -143,9 +166,15 @@ impl Publishing {
                 Next::Nothing => {}
             }
             if let Some(now) = &stretch {
-                let is_over = now.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+                let is_over = now
+                    .deadline
+                    .is_some_and(|deadline| Instant::now() >= deadline)
                     || now.last.is_some_and(|last| self.number >= last);
-                if is_over { self.end_stretch(stretch.take())? } else { self.publish()? }
+                if is_over {
+                    self.end_stretch(stretch.take())?
+                } else {
+                    self.publish()?
+                }
             }
         }
     }
@@ -153,7 +182,10 @@ impl Publishing {
     fn end_stretch(&mut self, stretch: Option<Stretch>) -> anyhow::Result<()> {
         self.send_filled()?;
         let first_ns = stretch.map_or(0, |stretch| stretch.first_ns);
-        Ok(tell(&Event::Published { items: self.number, first_ns })?)
+        Ok(tell(&Event::Published {
+            items: self.number,
+            first_ns,
+        })?)
     }
 
     /// Fills an item, or tries again to send one that is filled.
@@ -162,12 +194,22 @@ impl Publishing {
             Some(filled) => filled,
             None => self.fill()?,
         };
-        let Filled { sample, ptr, returned, since } = filled;
+        let Filled {
+            sample,
+            ptr,
+            returned,
+            since,
+        } = filled;
         match sample.send_timeout(&self.stream, SEND_SLICE) {
             Ok(_) => self.sent(ptr, returned),
             Err(failed) => match (failed.error, failed.sample) {
                 (Error::Timeout { .. }, Some(sample)) if since.elapsed() < ITEM_PATIENCE => {
-                    self.filled = Some(Filled { sample, ptr, returned, since });
+                    self.filled = Some(Filled {
+                        sample,
+                        ptr,
+                        returned,
+                        since,
+                    });
                 }
                 (error, _) => return Err(error.into()),
             },
@@ -186,12 +228,23 @@ impl Publishing {
     fn fill(&mut self) -> anyhow::Result<Filled> {
         let sample = self.loan()?;
         let number = self.number + 1;
-        let seed = if self.plant == Some(Plant::WrongWord) && number == 3 { !number } else { number };
+        let seed = if self.plant == Some(Plant::WrongWord) && number == 3 {
+            !number
+        } else {
+            number
+        };
         // SAFETY: the slot is this sample's until it is sent, and what is sent is ordered behind
         // the stream's work.
-        unsafe { warpipe_kernels::fill(&self.stream, sample.ptr(), self.layout.bytes() / 8, seed) }?;
+        unsafe {
+            warpipe_kernels::fill(&self.stream, sample.ptr(), self.layout.bytes() / 8, seed)
+        }?;
         let (ptr, returned) = (sample.ptr(), sample.returned());
-        Ok(Filled { sample: Box::new(sample), ptr, returned, since: Instant::now() })
+        Ok(Filled {
+            sample: Box::new(sample),
+            ptr,
+            returned,
+            since: Instant::now(),
+        })
     }
 
     /// A loan that knows its number.
@@ -213,12 +266,23 @@ impl Publishing {
         if self.recent.len() == RECENT_MAX {
             self.recent.pop_front();
         }
-        self.recent.push_back(Recent { number: self.number, ptr, returned });
+        self.recent.push_back(Recent {
+            number: self.number,
+            ptr,
+            returned,
+        });
     }
 
     fn watch(&mut self, pid: i32, numbers: &[u64]) -> anyhow::Result<()> {
-        let held: Vec<_> = self.recent.iter().filter(|recent| numbers.contains(&recent.number)).collect();
-        anyhow::ensure!(held.len() == numbers.len(), "items {numbers:?} are not among those sent last");
+        let held: Vec<_> = self
+            .recent
+            .iter()
+            .filter(|recent| numbers.contains(&recent.number))
+            .collect();
+        anyhow::ensure!(
+            held.len() == numbers.len(),
+            "items {numbers:?} are not among those sent last"
+        );
         let watch = Watch::start(&self.publisher, pid, &held, self.layout)?;
         self.watch = Some(watch);
         Ok(tell(&Event::Watching)?)

@@ -57,10 +57,22 @@ pub struct RoundTrips {
 
 impl RoundTrips {
     /// Opens this end, while the other process opens the other.
-    pub fn open(end: End, domain: &Domain, device: &Device, floor: Option<PathBuf>) -> anyhow::Result<RoundTrips> {
+    pub fn open(
+        end: End,
+        domain: &Domain,
+        device: &Device,
+        floor: Option<PathBuf>,
+    ) -> anyhow::Result<RoundTrips> {
         let names = ["demo/there", "demo/back"];
-        let (out, back) = if end == End::Asking { (names[0], names[1]) } else { (names[1], names[0]) };
-        let publisher = Publisher::builder(out).domain(domain).device(device).build()?;
+        let (out, back) = if end == End::Asking {
+            (names[0], names[1])
+        } else {
+            (names[1], names[0])
+        };
+        let publisher = Publisher::builder(out)
+            .domain(domain)
+            .device(device)
+            .build()?;
         let subscriber = subscriber(back, domain, device)?;
         publisher.wait_for_subscribers(1, START_PATIENCE)?;
         let floor = floor.map(|path| open_floor(device, &path)).transpose()?;
@@ -104,7 +116,10 @@ impl RoundTrips {
             self.send(!u64::from(trip))?;
         }
         self.conclude()?;
-        Ok(tell(&Event::RoundTrips { ours: Histogram::default(), floor: Histogram::default() })?)
+        Ok(tell(&Event::RoundTrips {
+            ours: Histogram::default(),
+            floor: Histogram::default(),
+        })?)
     }
 
     fn send(&self, seed: u64) -> anyhow::Result<()> {
@@ -131,11 +146,21 @@ impl RoundTrips {
     fn check(&self, words: DevicePtr, seed: u64) -> warpipe::Result<()> {
         // SAFETY: the memory is a sample's that is released behind this kernel, or this end's own;
         // the page is never unregistered, and nothing else than checks writes the word.
-        unsafe { warpipe_kernels::check(&self.stream, words, ITEM_BYTES / 8, seed, self.page.address(0)) }
+        unsafe {
+            warpipe_kernels::check(
+                &self.stream,
+                words,
+                ITEM_BYTES / 8,
+                seed,
+                self.page.address(0),
+            )
+        }
     }
 
     fn ask_floor(&mut self) -> anyhow::Result<Option<Duration>> {
-        let Some((words, own)) = &self.floor else { return Ok(None) };
+        let Some((words, own)) = &self.floor else {
+            return Ok(None);
+        };
         self.turn += 1;
         let begun = Instant::now();
         self.fill(own.ptr(), self.turn)?;
@@ -148,7 +173,9 @@ impl RoundTrips {
     }
 
     fn answer_floor(&mut self, trips: u64) -> anyhow::Result<()> {
-        let Some((words, own)) = &self.floor else { return Ok(()) };
+        let Some((words, own)) = &self.floor else {
+            return Ok(());
+        };
         let (first, last) = (self.turn + 1, self.turn + trips);
         for turn in first..=last {
             // SAFETY: the words live until the last of them has been awaited, below.
@@ -168,7 +195,10 @@ impl RoundTrips {
 /// A subscriber that polls where that takes nobody's core: a hand-over's cost is asked for, not
 /// that of a wake-up.
 fn subscriber(name: &str, domain: &Domain, device: &Device) -> warpipe::Result<Subscriber> {
-    let builder = Subscriber::builder(name).domain(domain).device(device).timeout(ITEM_PATIENCE);
+    let builder = Subscriber::builder(name)
+        .domain(domain)
+        .device(device)
+        .timeout(ITEM_PATIENCE);
     let builder = builder.wait_for_publisher(Some(START_PATIENCE));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let polls = device.info().id.kind == DeviceKind::Cuda && cores >= CORES_TO_POLL;

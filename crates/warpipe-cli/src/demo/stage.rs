@@ -124,7 +124,10 @@ impl<'a> Stage<'a> {
             format!("--subscribers={subscribers}"),
             format!("--item-bytes={}", self.item_bytes()),
         ];
-        let plant = self.args.plant.and_then(|plant| clap::ValueEnum::to_possible_value(&plant));
+        let plant = self
+            .args
+            .plant
+            .and_then(|plant| clap::ValueEnum::to_possible_value(&plant));
         arguments.extend(plant.map(|plant| format!("--plant={}", plant.get_name())));
         let id = self.processes.start(role, &self.domain(), &arguments)?;
         self.tell_started(role, self.pid(id))?;
@@ -133,7 +136,9 @@ impl<'a> Stage<'a> {
 
     /// For programs: a process was started.
     pub fn tell_started(&self, role: &str, pid: u32) -> anyhow::Result<()> {
-        Ok(self.output.json_only(&json!({ "event": "started", "role": role, "pid": pid }))?)
+        Ok(self
+            .output
+            .json_only(&json!({ "event": "started", "role": role, "pid": pid }))?)
     }
 
     /// A process's number.
@@ -148,7 +153,11 @@ impl<'a> Stage<'a> {
 
     /// The subscribers without one of them.
     pub fn others(&self, without: Id) -> Vec<Id> {
-        self.subscribers.iter().copied().filter(|&id| id != without).collect()
+        self.subscribers
+            .iter()
+            .copied()
+            .filter(|&id| id != without)
+            .collect()
     }
 
     /// Whether the tests have planted this fault.
@@ -170,7 +179,12 @@ impl<'a> Stage<'a> {
     ///
     /// # Errors
     /// A process that ends meanwhile, an interrupt, or nothing within all patience.
-    pub fn wait<T>(&mut self, id: Id, what: &str, mut pick: impl FnMut(&Event) -> Option<T>) -> anyhow::Result<T> {
+    pub fn wait<T>(
+        &mut self,
+        id: Id,
+        what: &str,
+        mut pick: impl FnMut(&Event) -> Option<T>,
+    ) -> anyhow::Result<T> {
         let deadline = Instant::now() + START_PATIENCE + ITEM_PATIENCE + self.args.seconds;
         loop {
             if let Some(found) = self.processes.take(id, &mut pick) {
@@ -179,14 +193,22 @@ impl<'a> Stage<'a> {
             if self.interrupt.came() {
                 return Err(Interrupted.into());
             }
-            anyhow::ensure!(Instant::now() < deadline, "{} did not say: {what}", self.processes.named(id));
+            anyhow::ensure!(
+                Instant::now() < deadline,
+                "{} did not say: {what}",
+                self.processes.named(id)
+            );
             self.processes.listen(LOOK)?;
         }
     }
 
     /// Waits until processes are ready.
     pub fn wait_ready(&mut self, ids: &[Id]) -> anyhow::Result<()> {
-        ids.iter().try_for_each(|&id| self.wait(id, "it is ready", |event| (*event == Event::Ready).then_some(())))
+        ids.iter().try_for_each(|&id| {
+            self.wait(id, "it is ready", |event| {
+                (*event == Event::Ready).then_some(())
+            })
+        })
     }
 
     /// Keeps a process's counts.
@@ -197,19 +219,25 @@ impl<'a> Stage<'a> {
 
     /// All counts of all processes together.
     pub fn total(&self) -> Counts {
-        self.counts.iter().fold(Counts::default(), |sum, (_, counts)| Counts {
-            verified: sum.verified + counts.verified,
-            wrong: sum.wrong + counts.wrong,
-            gaps: sum.gaps + counts.gaps,
-            lost: sum.lost + counts.lost,
-            last_ns: sum.last_ns.max(counts.last_ns),
-        })
+        self.counts
+            .iter()
+            .fold(Counts::default(), |sum, (_, counts)| Counts {
+                verified: sum.verified + counts.verified,
+                wrong: sum.wrong + counts.wrong,
+                gaps: sum.gaps + counts.gaps,
+                lost: sum.lost + counts.lost,
+                last_ns: sum.last_ns.max(counts.last_ns),
+            })
     }
 
     /// Says what must be true, and `detail` for the case that it is not.
     pub fn claim(&mut self, claim: &'static str, holds: bool, detail: impl FnOnce() -> String) {
         let detail = if holds { String::new() } else { detail() };
-        self.claims.push(Claim { claim, holds, detail });
+        self.claims.push(Claim {
+            claim,
+            holds,
+            detail,
+        });
     }
 
     /// A line for people.
@@ -270,12 +298,24 @@ impl<'a> Stage<'a> {
                 failures.push(format!("{error:#}"));
             }
         }
-        failures.extend(self.claims.iter().filter(|claim| !claim.holds).map(|claim| {
-            let Claim { claim, detail, .. } = claim;
-            if detail.is_empty() { format!("not true: {claim}") } else { format!("not true: {claim}: {detail}") }
-        }));
+        failures.extend(
+            self.claims
+                .iter()
+                .filter(|claim| !claim.holds)
+                .map(|claim| {
+                    let Claim { claim, detail, .. } = claim;
+                    if detail.is_empty() {
+                        format!("not true: {claim}")
+                    } else {
+                        format!("not true: {claim}: {detail}")
+                    }
+                }),
+        );
         let ok = failures.is_empty() && !interrupted;
-        self.output.say(|| self.verdict(&failures, interrupted), &self.result(&failures, ok, interrupted))?;
+        self.output.say(
+            || self.verdict(&failures, interrupted),
+            &self.result(&failures, ok, interrupted),
+        )?;
         Ok(match (interrupted, ok) {
             (true, _) => Exit::Interrupted,
             (false, true) => Exit::Done,
@@ -284,10 +324,15 @@ impl<'a> Stage<'a> {
     }
 
     fn verdict(&self, failures: &[String], interrupted: bool) -> String {
-        let mut lines: Vec<_> =
-            failures.iter().map(|failure| styled(Style::Red, &format!("failed: {failure}"))).collect();
+        let mut lines: Vec<_> = failures
+            .iter()
+            .map(|failure| styled(Style::Red, &format!("failed: {failure}")))
+            .collect();
         if interrupted {
-            lines.push(styled(Style::Yellow, "interrupted: every process was ended, every file removed"));
+            lines.push(styled(
+                Style::Yellow,
+                "interrupted: every process was ended, every file removed",
+            ));
         } else if lines.is_empty() {
             let text = format!(
                 "{} items verified, every word right, {} processes killed,\n\
@@ -297,7 +342,10 @@ impl<'a> Stage<'a> {
             );
             let green = text.lines().map(|line| styled(Style::Green, line));
             lines.push(green.collect::<Vec<_>>().join("\n"));
-            lines.push(styled(Style::Dim, &format!("{} in all", duration(self.started.elapsed()))));
+            lines.push(styled(
+                Style::Dim,
+                &format!("{} in all", duration(self.started.elapsed())),
+            ));
         }
         format!("\n{}", lines.join("\n"))
     }
@@ -339,7 +387,10 @@ pub struct Timeline {
 impl Timeline {
     /// Nothing yet.
     pub fn new(killed_ns: u64) -> Timeline {
-        Timeline { killed_ns, lines: Vec::new() }
+        Timeline {
+            killed_ns,
+            lines: Vec::new(),
+        }
     }
 
     /// Milliseconds from the kill to a time.
@@ -349,14 +400,15 @@ impl Timeline {
 
     /// Something that happened then.
     pub fn add(&mut self, at_ns: u64, text: impl fmt::Display) {
-        self.lines.push((at_ns.saturating_sub(self.killed_ns), text.to_string()));
+        self.lines
+            .push((at_ns.saturating_sub(self.killed_ns), text.to_string()));
     }
 
     /// Prints what has come since the last call.
     pub fn print(&mut self, stage: &Stage) -> anyhow::Result<()> {
         self.lines.sort();
-        self.lines
-            .drain(..)
-            .try_for_each(|(since_ns, text)| stage.line(format_args!("   {:>8.2} ms  {text}", since_ns as f64 / 1e6)))
+        self.lines.drain(..).try_for_each(|(since_ns, text)| {
+            stage.line(format_args!("   {:>8.2} ms  {text}", since_ns as f64 / 1e6))
+        })
     }
 }

@@ -40,14 +40,22 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
         return Ok(Exit::Interrupted);
     };
     receive(&device, subscriber, page)?;
-    tell(&Event::Left { extra: before.extra()? })?;
+    tell(&Event::Left {
+        extra: before.extra()?,
+    })?;
     Ok(Exit::Done)
 }
 
-fn receive(device: &Device, subscriber: Subscriber, page: &'static RegisteredPage) -> anyhow::Result<()> {
+fn receive(
+    device: &Device,
+    subscriber: Subscriber,
+    page: &'static RegisteredPage,
+) -> anyhow::Result<()> {
     let (jobs, queue) = sync_channel(CHECKS_MAX);
     let checker = Checker::new(device, page);
-    let checker = std::thread::Builder::new().name("demo-checker".into()).spawn(move || checker.run(&queue))?;
+    let checker = std::thread::Builder::new()
+        .name("demo-checker".into())
+        .spawn(move || checker.run(&queue))?;
     tell(&Event::Ready)?;
     let mut receiver = Receiver {
         publisher: subscriber.publisher_pid(),
@@ -71,7 +79,9 @@ fn receive(device: &Device, subscriber: Subscriber, page: &'static RegisteredPag
 }
 
 fn join(checker: JoinHandle<anyhow::Result<()>>) -> anyhow::Result<()> {
-    checker.join().map_err(|_| anyhow::anyhow!("the checker's thread has panicked"))?
+    checker
+        .join()
+        .map_err(|_| anyhow::anyhow!("the checker's thread has panicked"))?
 }
 
 /// Samples that are kept, as ordered.
@@ -107,7 +117,11 @@ impl Receiver {
                 Next::Order(order) => self.follow(order)?,
                 Next::Nothing => {}
             }
-            if self.hold.as_ref().is_some_and(|hold| hold.samples.len() >= HELD) {
+            if self
+                .hold
+                .as_ref()
+                .is_some_and(|hold| hold.samples.len() >= HELD)
+            {
                 wait_for_order(LOOK)?;
                 continue;
             }
@@ -127,11 +141,20 @@ impl Receiver {
             Order::RoundTrips { trips, floor } => {
                 if self.round_trips.is_none() {
                     let (domain, device) = (Domain::from_environment()?, self.stream.device());
-                    self.round_trips = Some(RoundTrips::open(End::Answering, &domain, device, floor)?);
+                    self.round_trips =
+                        Some(RoundTrips::open(End::Answering, &domain, device, floor)?);
                 }
-                return self.round_trips.as_mut().map_or(Ok(()), |ends| ends.answer(trips));
+                return self
+                    .round_trips
+                    .as_mut()
+                    .map_or(Ok(()), |ends| ends.answer(trips));
             }
-            Order::Hold { busy } => self.hold = Some(Hold { busy, samples: Vec::new() }),
+            Order::Hold { busy } => {
+                self.hold = Some(Hold {
+                    busy,
+                    samples: Vec::new(),
+                })
+            }
             Order::Await { number } => self.awaited = Some(number),
             Order::Reach { number } => self.due = Some(number),
             Order::Since { from_ns, until_ns } => self.job(Job::Since { from_ns, until_ns })?,
@@ -142,7 +165,11 @@ impl Receiver {
 
     /// Orders that ask for an item are answered once it is there.
     fn answer(&mut self) -> anyhow::Result<()> {
-        if self.awaited.take_if(|awaited| *awaited <= self.number).is_some() {
+        if self
+            .awaited
+            .take_if(|awaited| *awaited <= self.number)
+            .is_some()
+        {
             tell(&Event::Waiting)?;
         }
         match self.due.take_if(|due| *due <= self.number) {
@@ -154,9 +181,14 @@ impl Receiver {
     fn take_in(&mut self, sample: Sample) -> anyhow::Result<()> {
         self.round_trips = None;
         self.look_at_publisher()?;
-        self.number =
-            sample.metadata().try_into().map(u64::from_le_bytes).context("an item came without its number")?;
-        let Some(hold) = &mut self.hold else { return self.enqueue(sample) };
+        self.number = sample
+            .metadata()
+            .try_into()
+            .map(u64::from_le_bytes)
+            .context("an item came without its number")?;
+        let Some(hold) = &mut self.hold else {
+            return self.enqueue(sample);
+        };
         hold.samples.push((self.number, sample));
         if hold.samples.len() < HELD {
             return Ok(());
@@ -179,20 +211,45 @@ impl Receiver {
         // SAFETY: the sample's slot is ours until its release, behind this kernel on the same
         // stream; the page is never unregistered, and the last check that counted in this word was
         // concluded before.
-        unsafe { warpipe_kernels::check(&self.stream, words, count, number, page.address(wrong_words(turn))) }?;
-        let done = [StreamOp::Signal { word: page.address(DONE), value: turn }];
+        unsafe {
+            warpipe_kernels::check(
+                &self.stream,
+                words,
+                count,
+                number,
+                page.address(wrong_words(turn)),
+            )
+        }?;
+        let done = [StreamOp::Signal {
+            word: page.address(DONE),
+            value: turn,
+        }];
         // SAFETY: the stream is live, and the page is never unregistered.
-        unsafe { self.stream.device().backend().batch(self.stream.raw(), &done) }?;
-        let before = sample.discontinuity().map(|before| (before.previous_pid, before.graceful));
+        unsafe {
+            self.stream
+                .device()
+                .backend()
+                .batch(self.stream.raw(), &done)
+        }?;
+        let before = sample
+            .discontinuity()
+            .map(|before| (before.previous_pid, before.graceful));
         let receipt = sample.release()?;
-        self.job(Job::Check(Check { receipt, number, turn, before }))
+        self.job(Job::Check(Check {
+            receipt,
+            number,
+            turn,
+            before,
+        }))
     }
 
     /// Whether the link has ended, or leads to the next publisher.
     fn look_at_publisher(&mut self) -> anyhow::Result<()> {
         let now = self.subscriber.publisher_pid();
         if self.publisher != now && self.publisher.is_some() {
-            tell(&Event::PublisherGone { at_ns: clock::now_ns() })?;
+            tell(&Event::PublisherGone {
+                at_ns: clock::now_ns(),
+            })?;
             self.number = 0;
         }
         self.publisher = now;

@@ -31,9 +31,20 @@ struct Awaited {
 
 impl Watch {
     /// Watches on a thread of its own.
-    pub fn start(publisher: &Arc<Publisher>, pid: i32, held: &[&Recent], layout: Layout) -> anyhow::Result<Arc<Watch>> {
+    pub fn start(
+        publisher: &Arc<Publisher>,
+        pid: i32,
+        held: &[&Recent],
+        layout: Layout,
+    ) -> anyhow::Result<Arc<Watch>> {
         let slots = held.iter().map(|recent| recent.ptr).collect();
-        let watch = Arc::new(Watch { awaited: Mutex::new(Awaited { slots, is_released: false, lent_ns: 0 }) });
+        let watch = Arc::new(Watch {
+            awaited: Mutex::new(Awaited {
+                slots,
+                is_released: false,
+                lent_ns: 0,
+            }),
+        });
         let returned: Vec<_> = held.iter().map(|recent| recent.returned.clone()).collect();
         let (publisher, ours) = (publisher.clone(), watch.clone());
         let body = move || {
@@ -41,7 +52,9 @@ impl Watch {
                 eprintln!("the watch over process {pid}: {error:#}");
             }
         };
-        std::thread::Builder::new().name("demo-watch".into()).spawn(body)?;
+        std::thread::Builder::new()
+            .name("demo-watch".into())
+            .spawn(body)?;
         Ok(watch)
     }
 
@@ -56,15 +69,40 @@ impl Watch {
         }
     }
 
-    fn follow(&self, publisher: &Publisher, pid: i32, returned: &[SlotReturn], layout: &Layout) -> anyhow::Result<()> {
+    fn follow(
+        &self,
+        publisher: &Publisher,
+        pid: i32,
+        returned: &[SlotReturn],
+        layout: &Layout,
+    ) -> anyhow::Result<()> {
         let deadline = Instant::now() + ITEM_PATIENCE;
-        let is_well = |state| matches!(state, PeerState::Alive | PeerState::Stalled | PeerState::Leaving);
-        let is_there = || publisher.subscribers().iter().any(|other| other.pid == pid && is_well(other.state));
+        let is_well = |state| {
+            matches!(
+                state,
+                PeerState::Alive | PeerState::Stalled | PeerState::Leaving
+            )
+        };
+        let is_there = || {
+            publisher
+                .subscribers()
+                .iter()
+                .any(|other| other.pid == pid && is_well(other.state))
+        };
         ask(deadline, || Ok(!is_there()))?;
-        tell(&Event::SubscriberGone { at_ns: clock::now_ns() })?;
-        ask(deadline, || returned.iter().try_fold(true, |all, slot| Ok(all && slot.is_back()?)))?;
+        tell(&Event::SubscriberGone {
+            at_ns: clock::now_ns(),
+        })?;
+        ask(deadline, || {
+            returned
+                .iter()
+                .try_fold(true, |all, slot| Ok(all && slot.is_back()?))
+        })?;
         let at_ns = clock::now_ns();
-        self.awaited.lock().unwrap_or_else(PoisonError::into_inner).is_released = true;
+        self.awaited
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .is_released = true;
         tell(&Event::Released { at_ns })?;
         self.lend_all(publisher, layout)
     }
@@ -75,7 +113,9 @@ impl Watch {
         loop {
             let awaited = self.awaited.lock().unwrap_or_else(PoisonError::into_inner);
             if awaited.slots.is_empty() {
-                return Ok(tell(&Event::LentAgain { at_ns: awaited.lent_ns })?);
+                return Ok(tell(&Event::LentAgain {
+                    at_ns: awaited.lent_ns,
+                })?);
             }
             drop(awaited);
             let loan = publisher.loan(layout)?;
@@ -87,7 +127,10 @@ impl Watch {
 
 fn ask(deadline: Instant, mut is_so: impl FnMut() -> anyhow::Result<bool>) -> anyhow::Result<()> {
     while !is_so()? {
-        anyhow::ensure!(Instant::now() < deadline, "nothing within {ITEM_PATIENCE:?}");
+        anyhow::ensure!(
+            Instant::now() < deadline,
+            "nothing within {ITEM_PATIENCE:?}"
+        );
         std::thread::sleep(ASK_EVERY);
     }
     Ok(())

@@ -15,27 +15,48 @@ const BYTES: u64 = 1 << 20;
 pub fn channel(device: &Device, domain: Option<&Domain>) -> Check {
     let name = "channel";
     match domain {
-        None => Check::failed(name, "not tried: there is no domain", "mend the domain directory first, see above"),
+        None => Check::failed(
+            name,
+            "not tried: there is no domain",
+            "mend the domain directory first, see above",
+        ),
         Some(domain) => Check::from_result(name, round(device, domain), "look at the checks above"),
     }
 }
 
 fn round(device: &Device, domain: &Domain) -> anyhow::Result<String> {
     let endpoint = format!("doctor/{}", std::process::id());
-    let publisher = Publisher::builder(&endpoint).domain(domain).device(device).build().context("binding")?;
-    let mut subscriber = Subscriber::builder(&endpoint).domain(domain).device(device).build().context("connecting")?;
+    let publisher = Publisher::builder(&endpoint)
+        .domain(domain)
+        .device(device)
+        .build()
+        .context("binding")?;
+    let mut subscriber = Subscriber::builder(&endpoint)
+        .domain(domain)
+        .device(device)
+        .build()
+        .context("connecting")?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let (here, there) = (device.stream()?, device.stream()?);
     let sample = publisher.loan(&Layout::bytes_only(BYTES)?)?;
     // SAFETY: the slot is this loan's until it is sent, and the send is ordered behind the kernel.
     unsafe { warpipe_kernels::fill(&here, sample.ptr(), BYTES / 8, super::memory::SEED) }?;
     sample.send(&here).map_err(Error::from).context("sending")?;
-    let received = subscriber.receive_timeout(&there, PATIENCE).context("receiving")?;
+    let received = subscriber
+        .receive_timeout(&there, PATIENCE)
+        .context("receiving")?;
     let latency = warpipe::clock::now_ns().saturating_sub(received.sent_at_ns());
     let data = received.to_vec(PATIENCE)?;
     received.finish(PATIENCE)?;
-    let due = (0..).flat_map(|index| warpipe_kernels::pattern(super::memory::SEED, index).to_le_bytes());
-    ensure!(data.len() as u64 == BYTES && data.iter().copied().eq(due.take(data.len())), "the tensor arrived changed");
+    let due =
+        (0..).flat_map(|index| warpipe_kernels::pattern(super::memory::SEED, index).to_le_bytes());
+    ensure!(
+        data.len() as u64 == BYTES && data.iter().copied().eq(due.take(data.len())),
+        "the tensor arrived changed"
+    );
     let latency = output::duration(Duration::from_nanos(latency));
-    Ok(format!("name bound, subscriber connected, {} sent and checked, {latency} to its arrival", output::bytes(BYTES)))
+    Ok(format!(
+        "name bound, subscriber connected, {} sent and checked, {latency} to its arrival",
+        output::bytes(BYTES)
+    ))
 }

@@ -49,8 +49,16 @@ pub struct ChildArgs {
 /// The command that starts such a child.
 pub fn command(task: Task) -> Command {
     let mut command = this_program();
-    let name = task.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
-    command.args(["doctor-child", &name, "--parent", &std::process::id().to_string()]);
+    let name = task
+        .to_possible_value()
+        .map(|value| value.get_name().to_owned())
+        .unwrap_or_default();
+    command.args([
+        "doctor-child",
+        &name,
+        "--parent",
+        &std::process::id().to_string(),
+    ]);
     command
 }
 
@@ -69,11 +77,19 @@ fn write_read_only(args: &ChildArgs) -> anyhow::Result<()> {
     let stream = device.stream()?;
     let page = RegisteredPage::new(&device)?;
     let input = io::stdin();
-    let region = device.backend().import(input.as_fd(), args.bytes, Access::Read, device.info().id)?;
+    let region =
+        device
+            .backend()
+            .import(input.as_fd(), args.bytes, Access::Read, device.info().id)?;
     // SAFETY: the region is mapped for reading until the end of this process, and the page outlives the wait below.
-    unsafe { warpipe_kernels::check(&stream, region.ptr, region.bytes / 8, SEED, page.address(0)) }?;
+    unsafe {
+        warpipe_kernels::check(&stream, region.ptr, region.bytes / 8, SEED, page.address(0))
+    }?;
     stream.synchronize(PATIENCE)?;
-    anyhow::ensure!(page.word(0).load() == 0, "the memory does not hold what its owner wrote");
+    anyhow::ensure!(
+        page.word(0).load() == 0,
+        "the memory does not hold what its owner wrote"
+    );
     say(READ)?;
     match write(&device, &stream, &region) {
         Ok(()) => say(WRITTEN),

@@ -27,11 +27,15 @@ pub fn find(report: &mut Report) -> anyhow::Result<Vec<(String, Device)>> {
             Ok(gpu) => {
                 let info = gpu.info();
                 let memory = crate::output::bytes(info.memory_bytes);
-                report.add(Check::ok("open", format!("{}, {memory}, {}", info.name, info.id)).of(&name))?;
+                report.add(
+                    Check::ok("open", format!("{}, {memory}, {}", info.name, info.id)).of(&name),
+                )?;
                 gpus.push((name, gpu));
             }
             Err(error) => {
-                report.add(Check::from_result("open", Err(error.into()), "see nvidia-smi").of(&name))?;
+                report.add(
+                    Check::from_result("open", Err(error.into()), "see nvidia-smi").of(&name),
+                )?;
             }
         }
     }
@@ -42,13 +46,21 @@ pub fn find(report: &mut Report) -> anyhow::Result<Vec<(String, Device)>> {
 fn absent(error: Error) -> Check {
     let nothing_broken = matches!(error, Error::NoDriver { .. } | Error::NoDevice { .. });
     let check = Check::from_result("driver", Err(error.into()), "see nvidia-smi");
-    if nothing_broken { check.but_no_fault() } else { check }
+    if nothing_broken {
+        check.but_no_fault()
+    } else {
+        check
+    }
 }
 
 /// Maps memory of each GPU on each other one and reads it there.
 pub fn peers(report: &mut Report, gpus: &[(String, Device)]) -> anyhow::Result<()> {
     if gpus.len() < 2 {
-        return report.add(Check::no("peer access", "there is one GPU", "nothing to do"));
+        return report.add(Check::no(
+            "peer access",
+            "there is one GPU",
+            "nothing to do",
+        ));
     }
     for owner in gpus {
         for reader in gpus.iter().filter(|reader| reader.0 != owner.0) {
@@ -68,10 +80,21 @@ fn peer((owner_name, owner): &(String, Device), (reader_name, reader): &(String,
     let between = format!("{owner_name} -> {reader_name}");
     match tried() {
         Ok(0) => Check::ok("peer access", format!("{between}: mapped, and read right")),
-        Ok(wrong) => Check::failed("peer access", format!("{between}: {wrong} words read wrong"), "see nvidia-smi -q"),
+        Ok(wrong) => Check::failed(
+            "peer access",
+            format!("{between}: {wrong} words read wrong"),
+            "see nvidia-smi -q",
+        ),
         Err(error) => {
-            let apart = matches!(error.downcast_ref::<Error>(), Some(Error::PeerAccess { .. }));
-            let check = Check::from_result("peer access", Err(error.context(between)), "put both ends on one GPU");
+            let apart = matches!(
+                error.downcast_ref::<Error>(),
+                Some(Error::PeerAccess { .. })
+            );
+            let check = Check::from_result(
+                "peer access",
+                Err(error.context(between)),
+                "put both ends on one GPU",
+            );
             if apart { check.but_no_fault() } else { check }
         }
     }

@@ -41,7 +41,11 @@ pub fn given_back() -> Check {
                 "{} dropped and kept, {} for more than 60 s; {} with {} bytes that the driver has not taken back",
                 stats.dropping, stats.overdue, stats.kept, stats.kept_bytes
             );
-            return Check::failed("given back", detail, "a device does not do its work: see dmesg for its driver");
+            return Check::failed(
+                "given back",
+                detail,
+                "a device does not do its work: see dmesg for its driver",
+            );
         }
         std::thread::park_timeout(Duration::from_millis(1));
     }
@@ -58,14 +62,22 @@ impl Scratch {
     pub fn allocate(device: &Device) -> anyhow::Result<Scratch> {
         let bytes = device.backend().granularity();
         let region = device.backend().allocate(bytes).context("allocating")?;
-        Ok(Scratch { device: device.clone(), region })
+        Ok(Scratch {
+            device: device.clone(),
+            region,
+        })
     }
 
     /// The same memory through its descriptor, on this or another device.
     pub fn import(&self, on: &Device, access: Access) -> warpipe::Result<Scratch> {
         let fd = self.export()?;
-        let region = on.backend().import(fd.as_fd(), self.region.bytes, access, self.device.info().id)?;
-        Ok(Scratch { device: on.clone(), region })
+        let region =
+            on.backend()
+                .import(fd.as_fd(), self.region.bytes, access, self.device.info().id)?;
+        Ok(Scratch {
+            device: on.clone(),
+            region,
+        })
     }
 
     fn export(&self) -> warpipe::Result<OwnedFd> {
@@ -85,7 +97,15 @@ impl Scratch {
         let page = RegisteredPage::new(&self.device)?;
         // SAFETY: the region is mapped as long as self, the page until the end of this function; the kernel is
         // waited for below.
-        unsafe { warpipe_kernels::check(stream, self.region.ptr, self.region.bytes / 8, SEED, page.address(0)) }?;
+        unsafe {
+            warpipe_kernels::check(
+                stream,
+                self.region.ptr,
+                self.region.bytes / 8,
+                SEED,
+                page.address(0),
+            )
+        }?;
         if let Err(error) = stream.synchronize(PATIENCE) {
             // The kernel may still run and count.
             std::mem::forget(page);
@@ -93,9 +113,16 @@ impl Scratch {
         }
         let mut first = [0u8; 64];
         // SAFETY: the region has at least a page, and the stream is idle.
-        unsafe { self.device.backend().download(stream.raw(), &mut first, self.region.ptr) }?;
+        unsafe {
+            self.device
+                .backend()
+                .download(stream.raw(), &mut first, self.region.ptr)
+        }?;
         let pattern = (0..).map(|index| warpipe_kernels::pattern(SEED, index));
-        let differing = first.chunks_exact(8).zip(pattern).filter(|(found, due)| **found != due.to_le_bytes()[..]);
+        let differing = first
+            .chunks_exact(8)
+            .zip(pattern)
+            .filter(|(found, due)| **found != due.to_le_bytes()[..]);
         Ok(page.word(0).load().max(differing.count() as u64))
     }
 }
@@ -112,12 +139,19 @@ pub fn shared(device: &Device) -> Check {
     let tried = || -> anyhow::Result<String> {
         let stream = device.stream()?;
         let owned = Scratch::allocate(device)?;
-        let imported = owned.import(device, Access::ReadWrite).context("exporting and importing")?;
+        let imported = owned
+            .import(device, Access::ReadWrite)
+            .context("exporting and importing")?;
         owned.fill(&stream).context("writing")?;
         let wrong = imported.wrong_words(&stream).context("reading")?;
-        ensure!(wrong == 0, "{wrong} words written through one mapping read differently through the other");
+        ensure!(
+            wrong == 0,
+            "{wrong} words written through one mapping read differently through the other"
+        );
         let size = output::bytes(owned.region.bytes);
-        Ok(format!("{size} allocated, exported as a descriptor, imported, written, read back"))
+        Ok(format!(
+            "{size} allocated, exported as a descriptor, imported, written, read back"
+        ))
     };
     Check::from_result("shared memory", tried(), next(device))
 }
@@ -142,14 +176,21 @@ pub fn read_only(device: &Device) -> Check {
         let refusal = refusal(&said, status)?;
         let wrong = owned.wrong_words(&stream)?;
         ensure!(wrong == 0, "{wrong} words changed under their owner");
-        Ok(format!("another process read it, and its write was stopped: {refusal}"))
+        Ok(format!(
+            "another process read it, and its write was stopped: {refusal}"
+        ))
     };
     Check::from_result("read-only mapping", tried(), next(device))
 }
 
 fn ask_child(device: &Device, memory: OwnedFd, bytes: u64) -> anyhow::Result<(String, ExitStatus)> {
     let mut child = command(Task::WriteReadOnly)
-        .args(["--device", &DeviceArg::of(device).to_string(), "--bytes", &bytes.to_string()])
+        .args([
+            "--device",
+            &DeviceArg::of(device).to_string(),
+            "--bytes",
+            &bytes.to_string(),
+        ])
         .stdin(memory)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -158,8 +199,16 @@ fn ask_child(device: &Device, memory: OwnedFd, bytes: u64) -> anyhow::Result<(St
     let status = process::end(&mut child, CHILD_PATIENCE)?;
     let mut said = String::new();
     // The child is gone: what it left in its pipes ends.
-    child.stdout.take().map(|mut out| out.read_to_string(&mut said)).transpose()?;
-    child.stderr.take().map(|mut out| out.read_to_string(&mut said)).transpose()?;
+    child
+        .stdout
+        .take()
+        .map(|mut out| out.read_to_string(&mut said))
+        .transpose()?;
+    child
+        .stderr
+        .take()
+        .map(|mut out| out.read_to_string(&mut said))
+        .transpose()?;
     Ok((said, status))
 }
 
@@ -167,13 +216,20 @@ fn ask_child(device: &Device, memory: OwnedFd, bytes: u64) -> anyhow::Result<(St
 fn refusal(said: &str, status: ExitStatus) -> anyhow::Result<String> {
     let mut lines = said.lines();
     if lines.next() != Some(READ) {
-        bail!("the second process could not read: it said {:?} and {}", said.trim(), process::ending(status));
+        bail!(
+            "the second process could not read: it said {:?} and {}",
+            said.trim(),
+            process::ending(status)
+        );
     }
     match lines.next() {
         None if status.signal() == Some(SIGSEGV) => Ok("SIGSEGV".to_owned()),
         Some(line) if line.starts_with(REFUSED) => Ok(line[REFUSED.len()..].to_owned()),
         Some(WRITTEN) => bail!("a write through a read-only mapping went through"),
-        other => bail!("the second process said {other:?} and {}", process::ending(status)),
+        other => bail!(
+            "the second process said {other:?} and {}",
+            process::ending(status)
+        ),
     }
 }
 
@@ -185,32 +241,65 @@ pub fn stream_order(device: &Device) -> Check {
         let result = hold_and_release(device, &page, &held, &free);
         // Whatever happened, no stream may still wait for a word of a page that goes away.
         page.word(0).store(i64::MAX as u64);
-        let idle = held.synchronize(PATIENCE).and_then(|()| free.synchronize(PATIENCE));
+        let idle = held
+            .synchronize(PATIENCE)
+            .and_then(|()| free.synchronize(PATIENCE));
         if idle.is_err() {
             std::mem::forget(page);
         }
         result?;
         idle?;
-        Ok("a stream waited for a word, and went on when the CPU, then another stream, wrote it".to_owned())
+        Ok(
+            "a stream waited for a word, and went on when the CPU, then another stream, wrote it"
+                .to_owned(),
+        )
     };
     Check::from_result("stream memory operations", tried(), next(device))
 }
 
-fn hold_and_release(device: &Device, page: &RegisteredPage, held: &Stream, free: &Stream) -> anyhow::Result<()> {
+fn hold_and_release(
+    device: &Device,
+    page: &RegisteredPage,
+    held: &Stream,
+    free: &Stream,
+) -> anyhow::Result<()> {
     let backend = device.backend();
     let (gate, done) = (page.address(0), page.address(1));
     for turn in [1, 2] {
-        let ops = [StreamOp::Wait { word: gate, value: turn }, StreamOp::Signal { word: done, value: turn }];
+        let ops = [
+            StreamOp::Wait {
+                word: gate,
+                value: turn,
+            },
+            StreamOp::Signal {
+                word: done,
+                value: turn,
+            },
+        ];
         // SAFETY: the stream is live; the caller keeps the page until both streams are idle.
         unsafe { backend.batch(held.raw(), &ops) }?;
-        ensure!(!backend.wait_word(page.word(1), turn, MUST_WAIT)?, "a stream did not wait for its word");
+        ensure!(
+            !backend.wait_word(page.word(1), turn, MUST_WAIT)?,
+            "a stream did not wait for its word"
+        );
         if turn == 1 {
             page.word(0).store(turn);
         } else {
             // SAFETY: as above.
-            unsafe { backend.batch(free.raw(), &[StreamOp::Signal { word: gate, value: turn }]) }?;
+            unsafe {
+                backend.batch(
+                    free.raw(),
+                    &[StreamOp::Signal {
+                        word: gate,
+                        value: turn,
+                    }],
+                )
+            }?;
         }
-        ensure!(backend.wait_word(page.word(1), turn, PATIENCE)?, "a stream did not go on when its word was written");
+        ensure!(
+            backend.wait_word(page.word(1), turn, PATIENCE)?,
+            "a stream did not go on when its word was written"
+        );
     }
     Ok(())
 }

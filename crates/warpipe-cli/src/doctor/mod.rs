@@ -44,7 +44,12 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<Exit> {
 }
 
 /// Everything that one device must be able to do.
-fn examine(report: &mut Report, name: &str, device: &Device, domain: Option<&Domain>) -> anyhow::Result<()> {
+fn examine(
+    report: &mut Report,
+    name: &str,
+    device: &Device,
+    domain: Option<&Domain>,
+) -> anyhow::Result<()> {
     let checks = [
         memory::shared(device).of(name),
         memory::read_only(device).of(name),

@@ -32,17 +32,34 @@ pub struct Check {
 impl Check {
     /// It worked; `detail` says what was done.
     pub fn ok(check: &'static str, detail: impl Into<String>) -> Check {
-        Check { check, device: None, verdict: Verdict::Ok, detail: detail.into(), next: None }
+        Check {
+            check,
+            device: None,
+            verdict: Verdict::Ok,
+            detail: detail.into(),
+            next: None,
+        }
     }
 
     /// It is not there; `next` says how one would get it.
     pub fn no(check: &'static str, detail: impl Into<String>, next: impl Into<String>) -> Check {
-        Check { verdict: Verdict::No, next: Some(next.into()), ..Check::ok(check, detail) }
+        Check {
+            verdict: Verdict::No,
+            next: Some(next.into()),
+            ..Check::ok(check, detail)
+        }
     }
 
     /// It failed; `next` says what to do.
-    pub fn failed(check: &'static str, detail: impl Into<String>, next: impl Into<String>) -> Check {
-        Check { verdict: Verdict::Failed, ..Check::no(check, detail, next) }
+    pub fn failed(
+        check: &'static str,
+        detail: impl Into<String>,
+        next: impl Into<String>,
+    ) -> Check {
+        Check {
+            verdict: Verdict::Failed,
+            ..Check::no(check, detail, next)
+        }
     }
 
     /// What a trial came to. An error's own next step goes before `next`.
@@ -59,12 +76,18 @@ impl Check {
 
     /// The same, where nothing is broken.
     pub fn but_no_fault(self) -> Check {
-        Check { verdict: Verdict::No, ..self }
+        Check {
+            verdict: Verdict::No,
+            ..self
+        }
     }
 
     /// The same, of a device.
     pub fn of(self, device: &str) -> Check {
-        Check { device: Some(device.to_owned()), ..self }
+        Check {
+            device: Some(device.to_owned()),
+            ..self
+        }
     }
 }
 
@@ -86,7 +109,11 @@ pub struct Report {
 impl Report {
     /// Nothing tried yet.
     pub fn new(output: Output) -> Report {
-        Report { output, checks: Vec::new(), working: Vec::new() }
+        Report {
+            output,
+            checks: Vec::new(),
+            working: Vec::new(),
+        }
     }
 
     /// A heading, for people.
@@ -109,7 +136,10 @@ impl Report {
 
     /// Counts `device` as working if none of its checks failed.
     pub fn judge(&mut self, device: &str) {
-        let mut own = self.checks.iter().filter(|check| check.device.as_deref() == Some(device));
+        let mut own = self
+            .checks
+            .iter()
+            .filter(|check| check.device.as_deref() == Some(device));
         if own.all(|check| check.verdict != Verdict::Failed) {
             self.working.push(device.to_owned());
         }
@@ -119,13 +149,36 @@ impl Report {
     pub fn finish(self) -> anyhow::Result<Exit> {
         let works = !self.working.is_empty();
         let verdict = if works { Verdict::Ok } else { Verdict::Failed };
-        let summary = Summary { check: "summary", verdict, working: &self.working };
-        let failed = self.checks.iter().filter(|check| check.verdict == Verdict::Failed).count();
+        let summary = Summary {
+            check: "summary",
+            verdict,
+            working: &self.working,
+        };
+        let failed = self
+            .checks
+            .iter()
+            .filter(|check| check.verdict == Verdict::Failed)
+            .count();
         let human = || {
-            let working = if works { self.working.join(", ") } else { "nothing".to_owned() };
-            let open = if failed > 0 { format!("; {failed} failed, see the next steps above") } else { String::new() };
-            let verb = if self.working.len() > 1 { "work" } else { "works" };
-            format!("\n{} {verb} completely{open}", styled(Style::Bold, &working))
+            let working = if works {
+                self.working.join(", ")
+            } else {
+                "nothing".to_owned()
+            };
+            let open = if failed > 0 {
+                format!("; {failed} failed, see the next steps above")
+            } else {
+                String::new()
+            };
+            let verb = if self.working.len() > 1 {
+                "work"
+            } else {
+                "works"
+            };
+            format!(
+                "\n{} {verb} completely{open}",
+                styled(Style::Bold, &working)
+            )
         };
         self.output.say(human, &summary)?;
         Ok(if works { Exit::Done } else { Exit::Failed })
@@ -138,8 +191,17 @@ fn line(check: &Check) -> String {
         Verdict::No => (Style::Yellow, "no"),
         Verdict::Failed => (Style::Red, "failed"),
     };
-    let next = check.next.as_ref().map(|next| format!("\n{:36}next: {next}", "")).unwrap_or_default();
-    format!("  {:<24}  {}  {}{next}", check.check, styled(style, &format!("{word:<6}")), check.detail)
+    let next = check
+        .next
+        .as_ref()
+        .map(|next| format!("\n{:36}next: {next}", ""))
+        .unwrap_or_default();
+    format!(
+        "  {:<24}  {}  {}{next}",
+        check.check,
+        styled(style, &format!("{word:<6}")),
+        check.detail
+    )
 }
 
 #[cfg(test)]

@@ -34,7 +34,9 @@ pub fn descriptors() -> Check {
             Err(error) => break Some(error),
         }
     };
-    let limit = getrlimit(Resource::Nofile).current.map_or("none".to_owned(), |limit| limit.to_string());
+    let limit = getrlimit(Resource::Nofile)
+        .current
+        .map_or("none".to_owned(), |limit| limit.to_string());
     let detail = format!("opened {} at once (soft limit {limit})", open.len());
     match refused {
         None => Check::ok(name, detail),
@@ -49,10 +51,19 @@ pub fn descriptors() -> Check {
 /// Whether peers would be told at once that this process's device is quiet, now that its driver has been started.
 pub fn lifeline() -> Check {
     let stats = warpipe::process_stats();
-    let orphaned = format!("{} peers left a child that holds their files", stats.orphaned);
+    let orphaned = format!(
+        "{} peers left a child that holds their files",
+        stats.orphaned
+    );
     match stats.is_proof_prompt {
-        true => Check::ok("proof of death", format!("as soon as the device is quiet; {orphaned}")),
-        false => Check::ok("proof of death", format!("when the process is gone: CUDA was there first; {orphaned}")),
+        true => Check::ok(
+            "proof of death",
+            format!("as soon as the device is quiet; {orphaned}"),
+        ),
+        false => Check::ok(
+            "proof of death",
+            format!("when the process is gone: CUDA was there first; {orphaned}"),
+        ),
     }
 }
 
@@ -62,9 +73,10 @@ pub fn death() -> Check {
         let mut child = command(Task::Nothing).stdin(Stdio::null()).spawn()?;
         let started = Instant::now();
         match process::wait(&mut child, Duration::from_secs(10)) {
-            Ok(Some(_)) => {
-                Ok(format!("a child's end was seen through its pidfd after {}", output::duration(started.elapsed())))
-            }
+            Ok(Some(_)) => Ok(format!(
+                "a child's end was seen through its pidfd after {}",
+                output::duration(started.elapsed())
+            )),
             Ok(None) => {
                 process::end(&mut child, Duration::ZERO)?;
                 anyhow::bail!("a child's end was not seen within 10 s")
@@ -75,19 +87,29 @@ pub fn death() -> Check {
             }
         }
     };
-    Check::from_result("see a process die", seen(), "use Linux 5.4 or newer, and a sandbox that allows pidfd_open")
+    Check::from_result(
+        "see a process die",
+        seen(),
+        "use Linux 5.4 or newer, and a sandbox that allows pidfd_open",
+    )
 }
 
 /// Opens the domain; making its directory if need be, and checking who owns it.
 pub fn domain() -> (Check, Option<Domain>) {
     match Domain::from_environment() {
         Ok(domain) => (
-            Check::ok("domain directory", format!("{} is private to this user", domain.path().display())),
+            Check::ok(
+                "domain directory",
+                format!("{} is private to this user", domain.path().display()),
+            ),
             Some(domain),
         ),
         Err(error) => {
             let next = "set WARPIPE_DOMAIN to a directory of your own";
-            (Check::from_result("domain directory", Err(error.into()), next), None)
+            (
+                Check::from_result("domain directory", Err(error.into()), next),
+                None,
+            )
         }
     }
 }
@@ -96,7 +118,10 @@ pub fn domain() -> (Check, Option<Domain>) {
 pub fn profiler() -> Check {
     let name = "profiler ranges";
     match nvtx::state() {
-        State::Off => Check::ok(name, "off: neither NVTX_INJECTION64_PATH nor WARPIPE_NVTX=1 asks for them"),
+        State::Off => Check::ok(
+            name,
+            "off: neither NVTX_INJECTION64_PATH nor WARPIPE_NVTX=1 asks for them",
+        ),
         State::On { library } => Check::ok(name, format!("send and receive are told to {library}")),
         State::Failed(error) => {
             let (what, next) = split_next(&error.to_string());
@@ -112,11 +137,17 @@ pub fn mps() -> Check {
     match knock(&control) {
         Ok(()) => Check::ok(
             "MPS",
-            format!("a daemon answers at {}: low latency, and one client's fault ends them all", control.display()),
+            format!(
+                "a daemon answers at {}: low latency, and one client's fault ends them all",
+                control.display()
+            ),
         ),
         Err(error) => Check::no(
             "MPS",
-            format!("no daemon answers at {} ({error}): processes share a GPU in time slices", control.display()),
+            format!(
+                "no daemon answers at {} ({error}): processes share a GPU in time slices",
+                control.display()
+            ),
             "for hand-overs between kernels on one GPU in 10 us instead of 290, start `nvidia-cuda-mps-control -d`",
         ),
     }
@@ -124,7 +155,10 @@ pub fn mps() -> Check {
 
 /// The hardware queues that the streams of one process share, by what the environment asks for.
 pub fn queues() -> Check {
-    queues_of(std::env::var_os("CUDA_DEVICE_MAX_CONNECTIONS"), mps_answers())
+    queues_of(
+        std::env::var_os("CUDA_DEVICE_MAX_CONNECTIONS"),
+        mps_answers(),
+    )
 }
 
 fn queues_of(asked: Option<std::ffi::OsString>, mps: bool) -> Check {
@@ -133,17 +167,27 @@ fn queues_of(asked: Option<std::ffi::OsString>, mps: bool) -> Check {
                 `sample.finish(timeout)` before such a stream gets more work";
     let Some(asked) = asked else {
         let few = "an MPS client has fewer than 8 by default: a stream that waits may hold up others of its process";
-        return if mps { Check::no(name, few, next) } else { Check::ok(name, "the driver's own number: 8") };
+        return if mps {
+            Check::no(name, few, next)
+        } else {
+            Check::ok(name, "the driver's own number: 8")
+        };
     };
     match asked.to_str().and_then(|asked| asked.parse::<u32>().ok()) {
-        Some(count) if count >= 8 => Check::ok(name, format!("{count}, by CUDA_DEVICE_MAX_CONNECTIONS")),
+        Some(count) if count >= 8 => {
+            Check::ok(name, format!("{count}, by CUDA_DEVICE_MAX_CONNECTIONS"))
+        }
         Some(count) => {
             let detail = format!(
                 "CUDA_DEVICE_MAX_CONNECTIONS={count}: a stream that waits may hold up the other streams of its process"
             );
             Check::no(name, detail, next)
         }
-        None => Check::no(name, format!("CUDA_DEVICE_MAX_CONNECTIONS is {asked:?}, which is no number"), next),
+        None => Check::no(
+            name,
+            format!("CUDA_DEVICE_MAX_CONNECTIONS is {asked:?}, which is no number"),
+            next,
+        ),
     }
 }
 
@@ -153,7 +197,8 @@ pub fn mps_answers() -> bool {
 }
 
 fn mps_control() -> PathBuf {
-    let directory = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").map_or("/tmp/nvidia-mps".into(), PathBuf::from);
+    let directory =
+        std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").map_or("/tmp/nvidia-mps".into(), PathBuf::from);
     directory.join("control")
 }
 
@@ -161,7 +206,11 @@ fn knock(control: &Path) -> io::Result<()> {
     if std::fs::metadata(control)?.file_type().is_fifo() {
         // Opening a pipe for writing without waiting fails where nobody reads it.
         let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-        return std::fs::OpenOptions::new().write(true).custom_flags(flags).open(control).map(drop);
+        return std::fs::OpenOptions::new()
+            .write(true)
+            .custom_flags(flags)
+            .open(control)
+            .map(drop);
     }
     match UnixStream::connect(control) {
         // A socket of another type: newer daemons listen for packets.
@@ -192,12 +241,21 @@ mod tests {
         let few = |asked: Option<&str>, mps| {
             let check = serde_json::to_value(queues_of(asked.map(Into::into), mps)).unwrap();
             assert!(
-                check["next"].is_null() || check["next"].as_str().unwrap().contains("CUDA_DEVICE_MAX_CONNECTIONS=8")
+                check["next"].is_null()
+                    || check["next"]
+                        .as_str()
+                        .unwrap()
+                        .contains("CUDA_DEVICE_MAX_CONNECTIONS=8")
             );
             check["verdict"] == "no"
         };
         assert!(!few(None, false) && !few(Some("8"), true) && !few(Some("32"), false));
-        assert!(few(None, true) && few(Some("1"), false) && few(Some("7"), true) && few(Some("many"), false));
+        assert!(
+            few(None, true)
+                && few(Some("1"), false)
+                && few(Some("7"), true)
+                && few(Some("many"), false)
+        );
     }
 
     #[test]

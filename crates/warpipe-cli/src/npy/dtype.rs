@@ -46,7 +46,11 @@ pub fn parse(descr: &str, void_as: Option<DType>) -> Result<Element, Fault> {
     }
     let known = NAMES.iter().find(|(known, _)| *known == name);
     let &(_, dtype) = known.ok_or_else(|| Fault::Dtype(descr.to_owned()))?;
-    let swap = if order == ">" { component_bytes(dtype) } else { 1 };
+    let swap = if order == ">" {
+        component_bytes(dtype)
+    } else {
+        1
+    };
     Ok(Element { dtype, swap })
 }
 
@@ -61,13 +65,20 @@ fn void(descr: &str, width: &str, void_as: Option<DType>) -> Result<DType, Fault
 
 /// A complex number is two numbers, each with its own byte order.
 fn component_bytes(dtype: DType) -> usize {
-    let parts = if matches!(dtype, DType::C32 | DType::C64 | DType::C128) { 2 } else { 1 };
+    let parts = if matches!(dtype, DType::C32 | DType::C64 | DType::C128) {
+        2
+    } else {
+        1
+    };
     usize::from(dtype.bits() / 8) / parts
 }
 
 /// What to call `dtype` in a file: NumPy's name, or for the types it lacks the void of that width, as `ml_dtypes` does.
 pub fn descr(dtype: DType) -> String {
-    let name = NAMES.iter().find(|(_, known)| *known == dtype).map(|(name, _)| *name);
+    let name = NAMES
+        .iter()
+        .find(|(_, known)| *known == dtype)
+        .map(|(name, _)| *name);
     match name.filter(|name| *name != "f1") {
         Some(name) if dtype.bytes() == 1 => format!("|{name}"),
         Some(name) => format!("<{name}"),

@@ -43,7 +43,10 @@ pub fn read(reader: &mut impl Read, length: u64) -> Result<(Vec<u8>, u64), Fault
     }
     let start = 8 + width + size;
     if start > length {
-        return Err(Fault::Short { needed: start, found: length });
+        return Err(Fault::Short {
+            needed: start,
+            found: length,
+        });
     }
     let mut text = vec![0u8; size as usize];
     read_part(reader, &mut text, length)?;
@@ -53,7 +56,10 @@ pub fn read(reader: &mut impl Read, length: u64) -> Result<(Vec<u8>, u64), Fault
 fn read_part(reader: &mut impl Read, part: &mut [u8], length: u64) -> Result<(), Fault> {
     reader.read_exact(part).map_err(|error| match error.kind() {
         std::io::ErrorKind::UnexpectedEof if length < 8 => Fault::Magic,
-        std::io::ErrorKind::UnexpectedEof => Fault::Short { needed: length + 1, found: length },
+        std::io::ErrorKind::UnexpectedEof => Fault::Short {
+            needed: length + 1,
+            found: length,
+        },
         _ => Fault::Io(error),
     })
 }
@@ -95,7 +101,10 @@ struct Parser<'a> {
 
 impl Parser<'_> {
     fn fault(&self, reason: impl Into<String>) -> Fault {
-        Fault::Header { at: self.at, reason: reason.into() }
+        Fault::Header {
+            at: self.at,
+            reason: reason.into(),
+        }
     }
 
     fn peek(&mut self) -> Option<u8> {
@@ -112,7 +121,11 @@ impl Parser<'_> {
     }
 
     fn expect(&mut self, byte: u8) -> Result<(), Fault> {
-        if self.accept(byte) { Ok(()) } else { Err(self.fault(format!("{:?} is due", char::from(byte)))) }
+        if self.accept(byte) {
+            Ok(())
+        } else {
+            Err(self.fault(format!("{:?} is due", char::from(byte))))
+        }
     }
 
     fn end(&mut self) -> Result<(), Fault> {
@@ -132,7 +145,10 @@ impl Parser<'_> {
             return Err(self.fault("a string has no end"));
         };
         let inside = &self.text[from..from + length];
-        if !inside.iter().all(|&byte| byte.is_ascii_graphic() && byte != b'\\') {
+        if !inside
+            .iter()
+            .all(|&byte| byte.is_ascii_graphic() && byte != b'\\')
+        {
             return Err(self.fault("a string holds more than plain letters"));
         }
         self.at = from + length + 1;
@@ -167,7 +183,9 @@ impl Parser<'_> {
                 return Err(self.fault("',' or ')' is due"));
             }
             if shape.len() == DIMENSIONS_MAX {
-                return Err(Fault::Shape(format!("more than {DIMENSIONS_MAX} dimensions")));
+                return Err(Fault::Shape(format!(
+                    "more than {DIMENSIONS_MAX} dimensions"
+                )));
             }
             shape.push(self.dimension()?);
             comma = self.accept(b',');
@@ -182,7 +200,10 @@ impl Parser<'_> {
         let negative = self.accept(b'-');
         self.peek();
         let rest = &self.text[self.at..];
-        let digits = &rest[..rest.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(rest.len())];
+        let digits = &rest[..rest
+            .iter()
+            .position(|byte| !byte.is_ascii_digit())
+            .unwrap_or(rest.len())];
         if digits.is_empty() {
             return Err(self.fault("a whole number is due"));
         }
@@ -193,6 +214,8 @@ impl Parser<'_> {
         self.at += digits.len();
         // Python 2 wrote its long integers as `3L`.
         self.at += usize::from(self.text.get(self.at) == Some(&b'L'));
-        number.parse().map_err(|_| Fault::Shape(format!("the dimension {number} is past 64 bits")))
+        number
+            .parse()
+            .map_err(|_| Fault::Shape(format!("the dimension {number} is past 64 bits")))
     }
 }

@@ -22,7 +22,9 @@ pub enum Fault {
     )]
     Magic,
     /// A version nobody has defined.
-    #[error("its format version is {0}.{1}; 1.0, 2.0 and 3.0 are known: save it again with a released NumPy")]
+    #[error(
+        "its format version is {0}.{1}; 1.0, 2.0 and 3.0 are known: save it again with a released NumPy"
+    )]
     Version(u8, u8),
     /// Its header says that it is longer than any header is.
     #[error("its header claims {0} bytes, at most {max} are read", max = header::LENGTH_MAX)]
@@ -42,7 +44,9 @@ pub enum Fault {
     #[error("its elements are records; publish each field as an array of its own")]
     Structured,
     /// Python objects.
-    #[error("its elements are Python objects, which are never unpickled; save it with a numeric dtype")]
+    #[error(
+        "its elements are Python objects, which are never unpickled; save it with a numeric dtype"
+    )]
     Object,
     /// An element type that warpipe does not have.
     #[error(
@@ -50,7 +54,9 @@ pub enum Fault {
     )]
     Dtype(String),
     /// Bytes without a type.
-    #[error("its dtype {0:?} does not say what the bytes are; say it with --void-as (for example --void-as bfloat16)")]
+    #[error(
+        "its dtype {0:?} does not say what the bytes are; say it with --void-as (for example --void-as bfloat16)"
+    )]
     Void(String),
     /// `--void-as` names a type of another width.
     #[error("its elements have {found} bytes, --void-as {wanted} has {}", wanted.bytes())]
@@ -102,15 +108,28 @@ pub struct Header {
 /// Reads and checks the header of a file that is `length` bytes long, and leaves `reader` at the data.
 ///
 /// Data in Fortran order gets strides in that order. `void_as` is the type of elements that the file calls void.
-pub fn read_header(reader: &mut impl Read, length: u64, void_as: Option<DType>) -> Result<Header, Fault> {
+pub fn read_header(
+    reader: &mut impl Read,
+    length: u64,
+    void_as: Option<DType>,
+) -> Result<Header, Fault> {
     let (text, start) = header::read(reader, length)?;
     let fields = header::parse(&text)?;
     let element = dtype::parse(&fields.descr, void_as)?;
     let layout = layout(element.dtype, &fields.shape, fields.fortran_order)?;
     match (length - start).checked_sub(layout.bytes()) {
-        None => Err(Fault::Short { needed: layout.bytes(), found: length - start }),
-        Some(0) => Ok(Header { layout, swap: element.swap }),
-        Some(extra) => Err(Fault::Trailing { extra, needed: layout.bytes() }),
+        None => Err(Fault::Short {
+            needed: layout.bytes(),
+            found: length - start,
+        }),
+        Some(0) => Ok(Header {
+            layout,
+            swap: element.swap,
+        }),
+        Some(extra) => Err(Fault::Trailing {
+            extra,
+            needed: layout.bytes(),
+        }),
     }
 }
 
@@ -126,13 +145,22 @@ pub fn read_data(reader: &mut impl Read, header: &Header) -> Result<Vec<u8>, Fau
 /// The rest of `reader`, which must be `length` bytes: a file may have changed since it was checked.
 pub fn read_exactly(reader: &mut impl Read, length: u64) -> Result<Vec<u8>, Fault> {
     let mut data = Vec::new();
-    usize::try_from(length).ok().and_then(|length| data.try_reserve_exact(length).ok()).ok_or(Fault::Memory(length))?;
+    usize::try_from(length)
+        .ok()
+        .and_then(|length| data.try_reserve_exact(length).ok())
+        .ok_or(Fault::Memory(length))?;
     reader.by_ref().take(length).read_to_end(&mut data)?;
     if (data.len() as u64) < length {
-        return Err(Fault::Short { needed: length, found: data.len() as u64 });
+        return Err(Fault::Short {
+            needed: length,
+            found: data.len() as u64,
+        });
     }
     if reader.read(&mut [0])? != 0 {
-        return Err(Fault::Trailing { extra: 1, needed: length });
+        return Err(Fault::Trailing {
+            extra: 1,
+            needed: length,
+        });
     }
     Ok(data)
 }

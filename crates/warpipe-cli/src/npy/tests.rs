@@ -56,16 +56,33 @@ fn header_text(descr: &str, shape: &str) -> String {
 fn every_dtype_comes_back_bit_exact_in_every_order() {
     let mut random = Random(1);
     for &dtype in DType::ALL {
-        for shape in [&[][..], &[1], &[7], &[0], &[3, 5], &[2, 3, 4], &[1, 6, 1], &[4, 0, 2], &[2, 1, 2, 1, 2, 1, 2, 1]]
-        {
+        for shape in [
+            &[][..],
+            &[1],
+            &[7],
+            &[0],
+            &[3, 5],
+            &[2, 3, 4],
+            &[1, 6, 1],
+            &[4, 0, 2],
+            &[2, 1, 2, 1, 2, 1, 2, 1],
+        ] {
             for fortran_order in [false, true] {
                 let layout = layout(dtype, shape, fortran_order).unwrap();
                 let slot = random.bytes(layout.bytes() as usize);
                 let file = written(&layout, &slot);
                 let (found, data) = read(&file, Some(dtype)).unwrap();
-                assert_eq!((found.dtype(), found.shape(), &data), (dtype, shape, &slot), "{layout:?}");
+                assert_eq!(
+                    (found.dtype(), found.shape(), &data),
+                    (dtype, shape, &slot),
+                    "{layout:?}"
+                );
                 assert_eq!(written(&found, &data), file, "{layout:?}");
-                assert_eq!(file.len() as u64 % 64, layout.bytes() % 64, "the data is aligned to 64 bytes");
+                assert_eq!(
+                    file.len() as u64 % 64,
+                    layout.bytes() % 64,
+                    "the data is aligned to 64 bytes"
+                );
             }
         }
     }
@@ -74,7 +91,9 @@ fn every_dtype_comes_back_bit_exact_in_every_order() {
 #[test]
 fn what_is_written_is_what_numpy_writes() {
     let layout = Layout::contiguous(DType::F32, &[3, 4]).unwrap();
-    let mut numpy = b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }".to_vec();
+    let mut numpy =
+        b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }"
+            .to_vec();
     numpy.resize(127, b' ');
     numpy.push(b'\n');
     numpy.resize(128 + 48, 7);
@@ -85,7 +104,10 @@ fn what_is_written_is_what_numpy_writes() {
 fn fortran_order_becomes_strides() {
     let text = "{'descr': '|u1', 'fortran_order': True, 'shape': (2, 3), }";
     let (layout, data) = read(file(text, b"abcdef"), None).unwrap();
-    assert_eq!((layout.shape(), layout.strides()), (&[2u64, 3][..], &[1i64, 2][..]));
+    assert_eq!(
+        (layout.shape(), layout.strides()),
+        (&[2u64, 3][..], &[1i64, 2][..])
+    );
     assert_eq!(data, b"abcdef");
 }
 
@@ -94,9 +116,17 @@ fn gaps_and_reversed_rows_are_gathered_into_row_major_order() {
     let gaps = Layout::strided(DType::U8, &[2, 2], &[3, 1], 1).unwrap();
     assert_eq!(read(written(&gaps, b".ab.cd"), None).unwrap().1, b"abcd");
     let reversed = Layout::strided(DType::U16, &[3], &[-1], 4).unwrap();
-    assert_eq!(read(written(&reversed, b"aabbcc"), None).unwrap().1, b"ccbbaa");
+    assert_eq!(
+        read(written(&reversed, b"aabbcc"), None).unwrap().1,
+        b"ccbbaa"
+    );
     let lone = Layout::strided(DType::F64, &[2, 1], &[2, i64::MAX], 0).unwrap();
-    assert_eq!(read(written(&lone, b"11111111........22222222"), None).unwrap().1, b"1111111122222222");
+    assert_eq!(
+        read(written(&lone, b"11111111........22222222"), None)
+            .unwrap()
+            .1,
+        b"1111111122222222"
+    );
 }
 
 #[test]
@@ -128,7 +158,11 @@ fn what_ml_dtypes_calls_f1_is_read_and_saved_as_something_numpy_can_load() {
     let (layout, data) = read(file(&header_text("'<f1'", "(2,)"), b"ab"), None).unwrap();
     assert_eq!(layout.dtype(), DType::F8_E5M2);
     let saved = written(&layout, &data);
-    assert!(saved.starts_with(b"\x93NUMPY\x01\x00v\x00{'descr': '<V1'"), "{}", String::from_utf8_lossy(&saved));
+    assert!(
+        saved.starts_with(b"\x93NUMPY\x01\x00v\x00{'descr': '<V1'"),
+        "{}",
+        String::from_utf8_lossy(&saved)
+    );
 }
 
 #[test]
@@ -151,7 +185,11 @@ fn keys_may_come_in_any_order_and_quoting_as_python_allows() {
         "  { 'fortran_order' : False , 'shape' : ( 2 , ) , 'descr' : 'u2' , } \n",
         "{'shape': (1, 2), 'descr': '=u2', 'fortran_order': False}",
     ] {
-        assert_eq!(read(file(text, b"wxyz"), None).unwrap().1, b"wxyz", "{text}");
+        assert_eq!(
+            read(file(text, b"wxyz"), None).unwrap().1,
+            b"wxyz",
+            "{text}"
+        );
     }
 }
 
@@ -209,16 +247,32 @@ refused! {
 
 #[test]
 fn a_void_of_another_width_than_the_named_type_is_refused() {
-    let fault = read(file(&header_text("'<V2'", "(1,)"), b"ab"), Some(DType::F8_E4M3)).unwrap_err();
-    assert!(matches!(fault, Fault::VoidWidth { found: 2, .. }), "{fault:?}");
+    let fault = read(
+        file(&header_text("'<V2'", "(1,)"), b"ab"),
+        Some(DType::F8_E4M3),
+    )
+    .unwrap_err();
+    assert!(
+        matches!(fault, Fault::VoidWidth { found: 2, .. }),
+        "{fault:?}"
+    );
 }
 
 #[test]
 fn a_file_that_changes_after_its_header_was_read_is_refused() {
     let layout = Layout::contiguous(DType::U8, &[4]).unwrap();
     let header = Header { layout, swap: 1 };
-    assert!(matches!(read_data(&mut &b"abc"[..], &header), Err(Fault::Short { needed: 4, found: 3 })));
-    assert!(matches!(read_data(&mut &b"abcde"[..], &header), Err(Fault::Trailing { .. })));
+    assert!(matches!(
+        read_data(&mut &b"abc"[..], &header),
+        Err(Fault::Short {
+            needed: 4,
+            found: 3
+        })
+    ));
+    assert!(matches!(
+        read_data(&mut &b"abcde"[..], &header),
+        Err(Fault::Trailing { .. })
+    ));
 }
 
 #[test]
@@ -235,7 +289,9 @@ fn no_damage_makes_the_reader_panic_or_take_more_than_the_file_has() {
     let mut random = Random(2);
     for round in 0..20_000 {
         let dtype = DType::ALL[random.below(DType::ALL.len())];
-        let shape: Vec<u64> = (0..random.below(5)).map(|_| random.below(4) as u64).collect();
+        let shape: Vec<u64> = (0..random.below(5))
+            .map(|_| random.below(4) as u64)
+            .collect();
         let layout = layout(dtype, &shape, round % 2 == 0).unwrap();
         let slot = random.bytes(layout.bytes() as usize);
         let mut file = written(&layout, &slot);

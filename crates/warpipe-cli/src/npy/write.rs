@@ -14,9 +14,15 @@ const EXPANDED_MAX: u64 = 1 << 30;
 pub fn write(out: &mut impl Write, layout: &Layout, slot: &[u8]) -> io::Result<()> {
     let dense = dense_bytes(layout)
         .filter(|&dense| dense <= EXPANDED_MAX.max(slot.len() as u64))
-        .ok_or_else(|| io::Error::other(format!("{layout:?} would expand past {EXPANDED_MAX} bytes")))?;
+        .ok_or_else(|| {
+            io::Error::other(format!("{layout:?} would expand past {EXPANDED_MAX} bytes"))
+        })?;
     if layout.bytes() > slot.len() as u64 {
-        return Err(io::Error::other(format!("{layout:?} needs {} bytes, {} came", layout.bytes(), slot.len())));
+        return Err(io::Error::other(format!(
+            "{layout:?} needs {} bytes, {} came",
+            layout.bytes(),
+            slot.len()
+        )));
     }
     let fortran_order = !is_row_major(layout) && is_column_major(layout);
     out.write_all(&header(layout, fortran_order))?;
@@ -28,7 +34,9 @@ pub fn write(out: &mut impl Write, layout: &Layout, slot: &[u8]) -> io::Result<(
         return out.write_all(&slot[from..from + dense as usize]);
     }
     let width = layout.dtype().bytes() as usize;
-    layout.offsets().try_for_each(|at| out.write_all(&slot[at as usize..][..width]))
+    layout
+        .offsets()
+        .try_for_each(|at| out.write_all(&slot[at as usize..][..width]))
 }
 
 /// The tensor's size without gaps, or none past 64 bits.
@@ -36,7 +44,12 @@ fn dense_bytes(layout: &Layout) -> Option<u64> {
     if layout.shape().contains(&0) {
         return Some(0);
     }
-    layout.shape().iter().try_fold(layout.dtype().bytes(), |bytes, &length| bytes.checked_mul(length))
+    layout
+        .shape()
+        .iter()
+        .try_fold(layout.dtype().bytes(), |bytes, &length| {
+            bytes.checked_mul(length)
+        })
 }
 
 fn is_row_major(layout: &Layout) -> bool {
@@ -60,7 +73,11 @@ fn header(layout: &Layout, fortran_order: bool) -> Vec<u8> {
     let order = if fortran_order { "True" } else { "False" };
     let descr = dtype::descr(layout.dtype());
     let mut text = format!("{{'descr': '{descr}', 'fortran_order': {order}, 'shape': {tuple}, }}");
-    let growing = if fortran_order { shape.last() } else { shape.first() };
+    let growing = if fortran_order {
+        shape.last()
+    } else {
+        shape.first()
+    };
     if let Some(digits) = growing {
         text.push_str(&" ".repeat(GROWTH_DIGITS - digits.len().min(GROWTH_DIGITS)));
     }

@@ -26,7 +26,9 @@ pub struct World {
 
 impl World {
     pub fn new() -> World {
-        World { directory: tempfile::tempdir().unwrap() }
+        World {
+            directory: tempfile::tempdir().unwrap(),
+        }
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -42,7 +44,10 @@ impl World {
     /// The command, in this world's domain.
     pub fn warpipe(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_warpipe"));
-        command.args(arguments).env("WARPIPE_DOMAIN", self.path("domain")).env_remove("RUST_BACKTRACE");
+        command
+            .args(arguments)
+            .env("WARPIPE_DOMAIN", self.path("domain"))
+            .env_remove("RUST_BACKTRACE");
         command
     }
 
@@ -68,13 +73,18 @@ pub struct Ended {
 impl Ended {
     /// Its output as JSON lines; every line must be one.
     pub fn json(&self) -> Vec<Value> {
-        let parse = |line: &str| serde_json::from_str(line).unwrap_or_else(|error| panic!("{line:?}: {error}"));
+        let parse = |line: &str| {
+            serde_json::from_str(line).unwrap_or_else(|error| panic!("{line:?}: {error}"))
+        };
         self.out.lines().map(parse).collect()
     }
 
     /// The JSON lines whose `event` is this.
     pub fn events(&self, event: &str) -> Vec<Value> {
-        self.json().into_iter().filter(|line| line["event"] == event).collect()
+        self.json()
+            .into_iter()
+            .filter(|line| line["event"] == event)
+            .collect()
     }
 
     /// Its only JSON line of this `event`.
@@ -94,9 +104,18 @@ pub struct Running {
 
 impl Running {
     pub fn start(mut command: Command) -> Running {
-        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
         let out = BufReader::new(child.stdout.take().unwrap());
-        Running { child, out, said: String::new() }
+        Running {
+            child,
+            out,
+            said: String::new(),
+        }
     }
 
     /// Reads on until `count` JSON lines of this `event` have come.
@@ -104,7 +123,12 @@ impl Running {
         let mut found = Vec::new();
         while found.len() < count {
             let mut line = String::new();
-            assert_ne!(self.out.read_line(&mut line).unwrap(), 0, "it ended without {event:?}: {}", self.said);
+            assert_ne!(
+                self.out.read_line(&mut line).unwrap(),
+                0,
+                "it ended without {event:?}: {}",
+                self.said
+            );
             let value: Value = serde_json::from_str(&line).unwrap();
             found.extend((value["event"] == event).then_some(value));
             self.said.push_str(&line);
@@ -122,8 +146,17 @@ impl Running {
         let mut out = std::mem::take(&mut self.said);
         self.out.read_to_string(&mut out).unwrap();
         let mut err = String::new();
-        self.child.stderr.take().unwrap().read_to_string(&mut err).unwrap();
-        Ended { code: self.child.wait().unwrap().code(), out, err }
+        self.child
+            .stderr
+            .take()
+            .unwrap()
+            .read_to_string(&mut err)
+            .unwrap();
+        Ended {
+            code: self.child.wait().unwrap().code(),
+            out,
+            err,
+        }
     }
 }
 
@@ -139,15 +172,26 @@ pub fn ends(pid: Pid) -> bool {
     let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else {
         return true;
     };
-    let limit = Timespec { tv_sec: PATIENCE.as_secs() as _, tv_nsec: 0 };
+    let limit = Timespec {
+        tv_sec: PATIENCE.as_secs() as _,
+        tv_nsec: 0,
+    };
     poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)).unwrap() == 1
 }
 
 /// The files of a directory, sorted by name.
 pub fn files(directory: &Path) -> Vec<(String, Vec<u8>)> {
-    let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap());
-    let mut files: Vec<_> =
-        entries.map(|entry| (entry.file_name().into_string().unwrap(), std::fs::read(entry.path()).unwrap())).collect();
+    let entries = std::fs::read_dir(directory)
+        .unwrap()
+        .map(|entry| entry.unwrap());
+    let mut files: Vec<_> = entries
+        .map(|entry| {
+            (
+                entry.file_name().into_string().unwrap(),
+                std::fs::read(entry.path()).unwrap(),
+            )
+        })
+        .collect();
     files.sort();
     files
 }
@@ -155,10 +199,18 @@ pub fn files(directory: &Path) -> Vec<(String, Vec<u8>)> {
 /// A `.npy` file as NumPy's `save` writes it.
 pub fn npy(descr: &str, fortran_order: bool, shape: &[u64], data: &[u8]) -> Vec<u8> {
     let dimensions: Vec<String> = shape.iter().map(u64::to_string).collect();
-    let tuple = if let [one] = &dimensions[..] { format!("({one},)") } else { format!("({})", dimensions.join(", ")) };
+    let tuple = if let [one] = &dimensions[..] {
+        format!("({one},)")
+    } else {
+        format!("({})", dimensions.join(", "))
+    };
     let order = if fortran_order { "True" } else { "False" };
     let mut text = format!("{{'descr': '{descr}', 'fortran_order': {order}, 'shape': {tuple}, }}");
-    if let Some(growing) = if fortran_order { dimensions.last() } else { dimensions.first() } {
+    if let Some(growing) = if fortran_order {
+        dimensions.last()
+    } else {
+        dimensions.first()
+    } {
         text.push_str(&" ".repeat(21 - growing.len()));
     }
     let length = (10 + text.len() + 1).next_multiple_of(64) - 10;
@@ -171,7 +223,9 @@ pub fn npy(descr: &str, fortran_order: bool, shape: &[u64], data: &[u8]) -> Vec<
 
 /// Bytes that differ from their neighbours.
 pub fn bytes(count: usize) -> Vec<u8> {
-    (0..count).map(|index| (index.wrapping_mul(151) ^ (index >> 8)) as u8).collect()
+    (0..count)
+        .map(|index| (index.wrapping_mul(151) ^ (index >> 8)) as u8)
+        .collect()
 }
 
 /// For tests that need the plain result.

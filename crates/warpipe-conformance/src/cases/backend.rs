@@ -16,14 +16,29 @@ use crate::peer::{Batch, Order, PublisherPlan};
 use crate::words::Words;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("streams of two processes signal each other and wait, both ways", words_both_ways),
+    Case::new(
+        "streams of two processes signal each other and wait, both ways",
+        words_both_ways,
+    ),
     Case::new("a tensor crosses two processes whole, both ways", both_ways),
-    Case::new("a reader's stream waits for data that is written late", late_data_is_waited_for),
-    Case::new("a reader that does not wait sees wrong words (negative control)", without_waits_words_are_wrong),
+    Case::new(
+        "a reader's stream waits for data that is written late",
+        late_data_is_waited_for,
+    ),
+    Case::new(
+        "a reader that does not wait sees wrong words (negative control)",
+        without_waits_words_are_wrong,
+    ),
     Case::new("a late signal is waited for", late_signals_are_waited_for),
-    Case::new("an importer that writes into a sample faults, and the data stays", importers_cannot_write)
-        .ends_clients(),
-    Case::new("a thousand messages allocate, map and register nothing", steady_state_is_free),
+    Case::new(
+        "an importer that writes into a sample faults, and the data stays",
+        importers_cannot_write,
+    )
+    .ends_clients(),
+    Case::new(
+        "a thousand messages allocate, map and register nothing",
+        steady_state_is_free,
+    ),
 ];
 
 const WORDS: u64 = 4096;
@@ -36,11 +51,21 @@ fn words_both_ways(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     words.play(&stream, ROUNDS, true)?;
-    ensure!(!stream.is_idle()?, "nobody has answered yet, so the stream waits");
+    ensure!(
+        !stream.is_idle()?,
+        "nobody has answered yet, so the stream waits"
+    );
     let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
-    peer.ask(&Order::PlayWords { path, rounds: ROUNDS })?;
+    peer.ask(&Order::PlayWords {
+        path,
+        rounds: ROUNDS,
+    })?;
     stream.synchronize(PATIENCE)?;
-    ensure!(words.values() == [ROUNDS, ROUNDS], "the words stand at {:?}", words.values());
+    ensure!(
+        words.values() == [ROUNDS, ROUNDS],
+        "the words stand at {:?}",
+        words.values()
+    );
     peer.dismiss()
 }
 
@@ -54,8 +79,14 @@ fn both_ways(context: &Context) -> Result<()> {
         Payload::of(WORDS, seed).send(&publisher, &stream)?;
     }
     let items = peer.receive(10)?;
-    ensure!(items.iter().all(|item| item.is_whole()), "what the peer received: {items:?}");
-    ensure!(items.iter().map(|item| item.sequence).eq(1..=10), "in order: {items:?}");
+    ensure!(
+        items.iter().all(|item| item.is_whole()),
+        "what the peer received: {items:?}"
+    );
+    ensure!(
+        items.iter().map(|item| item.sequence).eq(1..=10),
+        "in order: {items:?}"
+    );
 
     peer.publish(PublisherPlan::of("back"))?;
     let mut subscriber = context.subscriber("back").build()?;
@@ -63,8 +94,15 @@ fn both_ways(context: &Context) -> Result<()> {
     let mut error_counters = context.error_counters()?;
     for sequence in 1..=10 {
         let sample = subscriber.receive(&stream)?;
-        ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
-        ensure!(error_counters.finish(sample)? == 0, "sample {sequence} has wrong words");
+        ensure!(
+            sample.sequence() == sequence,
+            "sample {} where {sequence} is due",
+            sample.sequence()
+        );
+        ensure!(
+            error_counters.finish(sample)? == 0,
+            "sample {sequence} has wrong words"
+        );
     }
     drop((publisher, subscriber));
     peer.ask(&Order::Settle)?;
@@ -77,23 +115,35 @@ fn late_data_is_waited_for(context: &Context) -> Result<()> {
     let mut subscriber = context.subscriber("late").build()?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
-    peer.ask(&Order::Send(Batch::of(3, WORDS, 7).slow(Duration::from_millis(40))))?;
+    peer.ask(&Order::Send(
+        Batch::of(3, WORDS, 7).slow(Duration::from_millis(40)),
+    ))?;
     for _ in 0..3 {
         let wrong = error_counters.finish(subscriber.receive(&stream)?)?;
-        ensure!(wrong == 0, "{wrong} of {WORDS} words were read before they were written");
+        ensure!(
+            wrong == 0,
+            "{wrong} of {WORDS} words were read before they were written"
+        );
     }
     peer.dismiss()
 }
 
 /// Publisher and subscriber of one process, each behind its own wrapper of the backend.
-fn pair(context: &Context, publishing: &Device, receiving: &Device) -> Result<(Publisher, Subscriber)> {
+fn pair(
+    context: &Context,
+    publishing: &Device,
+    receiving: &Device,
+) -> Result<(Publisher, Subscriber)> {
     let publisher = context.publisher("pair").device(publishing).build()?;
     let subscriber = context.subscriber("pair").device(receiving).build()?;
     Ok((publisher, subscriber))
 }
 
 fn delaying(context: &Context, signal_late: Duration, waits: bool) -> Device {
-    Device::from_backend(Wrapped::new(context.device.backend().clone(), Delaying { signal_late, waits }))
+    Device::from_backend(Wrapped::new(
+        context.device.backend().clone(),
+        Delaying { signal_late, waits },
+    ))
 }
 
 fn without_waits_words_are_wrong(context: &Context) -> Result<()> {
@@ -103,7 +153,9 @@ fn without_waits_words_are_wrong(context: &Context) -> Result<()> {
     let mut error_counters = ErrorCounters::new(&blind)?;
     let mut wrong = 0;
     for seed in 1..=3 {
-        Payload::of(WORDS, seed).slow(Duration::from_millis(100)).send(&publisher, &sending)?;
+        Payload::of(WORDS, seed)
+            .slow(Duration::from_millis(100))
+            .send(&publisher, &sending)?;
         let sample = subscriber.receive(&receiving)?;
         let check = error_counters.check_sample(&sample)?.context("a mark")?;
         receiving.synchronize(PATIENCE)?;
@@ -111,7 +163,10 @@ fn without_waits_words_are_wrong(context: &Context) -> Result<()> {
         sample.finish(PATIENCE)?;
     }
     context.figure("wrong_words", wrong);
-    ensure!(wrong > 0, "without its waits a reader saw no wrong word, so the other cases prove nothing");
+    ensure!(
+        wrong > 0,
+        "without its waits a reader saw no wrong word, so the other cases prove nothing"
+    );
     Ok(())
 }
 
@@ -140,14 +195,22 @@ fn importers_cannot_write(context: &Context) -> Result<()> {
     match vandal.answer() {
         Ok(Ok(answer)) => bail!("a write into an imported region gave {answer:?}"),
         Ok(Err(fault)) => {
-            ensure!(fault.kind == "Driver", "a fault of the device was due, not {fault}");
+            ensure!(
+                fault.kind == "Driver",
+                "a fault of the device was due, not {fault}"
+            );
             vandal.kill()?;
         }
         Err(_) => {
             use std::os::unix::process::ExitStatusExt as _;
             let status = vandal.ended()?;
-            let signal = status.signal().with_context(|| format!("a fault was due, not {status}"))?;
-            ensure!(matches!(signal, libc::SIGSEGV | libc::SIGBUS), "the writer ended with signal {signal}");
+            let signal = status
+                .signal()
+                .with_context(|| format!("a fault was due, not {status}"))?;
+            ensure!(
+                matches!(signal, libc::SIGSEGV | libc::SIGBUS),
+                "the writer ended with signal {signal}"
+            );
         }
     }
     let wrong = context.error_counters()?.finish(reader.receive(&stream)?)?;
@@ -158,7 +221,10 @@ fn importers_cannot_write(context: &Context) -> Result<()> {
 fn steady_state_is_free(context: &Context) -> Result<()> {
     let counting = |device: &Device| Wrapped::new(device.backend().clone(), Counting::default());
     let (out, back) = (counting(&context.device), counting(&context.device));
-    let (sender, receiver) = (Device::from_backend(out.clone()), Device::from_backend(back.clone()));
+    let (sender, receiver) = (
+        Device::from_backend(out.clone()),
+        Device::from_backend(back.clone()),
+    );
     let (publisher, mut subscriber) = pair(context, &sender, &receiver)?;
     let (sending, receiving) = (sender.stream()?, receiver.stream()?);
     let mut hand_over = |count: u64| -> Result<()> {
@@ -172,12 +238,26 @@ fn steady_state_is_free(context: &Context) -> Result<()> {
     let before = [out.hook().calls(), back.hook().calls()];
     hand_over(1000)?;
     let after = [out.hook().calls(), back.hook().calls()];
-    const DEAR: &[&str] = &["allocate", "export", "import", "release", "register", "unregister", "create_stream"];
+    const DEAR: &[&str] = &[
+        "allocate",
+        "export",
+        "import",
+        "release",
+        "register",
+        "unregister",
+        "create_stream",
+    ];
     let of = |calls: &BTreeMap<&str, u64>, method: &str| calls.get(method).copied().unwrap_or(0);
-    for (side, before, after) in [("publisher", &before[0], &after[0]), ("subscriber", &before[1], &after[1])] {
+    for (side, before, after) in [
+        ("publisher", &before[0], &after[0]),
+        ("subscriber", &before[1], &after[1]),
+    ] {
         for &method in DEAR {
             let more = of(after, method) - of(before, method);
-            ensure!(more == 0, "the {side} called {method} {more} times in 1000 messages");
+            ensure!(
+                more == 0,
+                "the {side} called {method} {more} times in 1000 messages"
+            );
         }
         let batches = of(after, "batch") - of(before, "batch");
         context.figure(&format!("{side}_batches_per_1000_messages"), batches);

@@ -15,7 +15,8 @@ use crate::context::Context;
 use crate::device_malloc::DeviceMalloc;
 use crate::fake_driver::FakeDriver;
 use crate::peer::{
-    Batch, FOREIGN_SEED, FOREIGN_WORDS, HungOrder, Order, Peer, PublisherPlan, SemaphoreOrder, SignalOrder, WAITING,
+    Batch, FOREIGN_SEED, FOREIGN_WORDS, HungOrder, Order, Peer, PublisherPlan, SemaphoreOrder,
+    SignalOrder, WAITING,
 };
 use crate::process::eventually;
 
@@ -29,10 +30,17 @@ pub(super) const CASES: &[Case] = &[
 /// Newcomers to endpoints of the process in which a function hangs: to a channel that nobody uses,
 /// and to what threads use that hang.
 const DOORS: &[(&str, Knock)] = &[
-    ("idle channel", |context, patience| knock_at_channel(context, "door", patience)),
-    ("channel", |context, patience| knock_at_channel(context, "warm/channel", patience)),
+    ("idle channel", |context, patience| {
+        knock_at_channel(context, "door", patience)
+    }),
+    ("channel", |context, patience| {
+        knock_at_channel(context, "warm/channel", patience)
+    }),
     ("queue", |context, patience| {
-        context.worker("warm/queue").handshake_timeout(patience).build()?;
+        context
+            .worker("warm/queue")
+            .handshake_timeout(patience)
+            .build()?;
         Ok(())
     }),
     ("pool", |context, patience| {
@@ -52,14 +60,24 @@ const DOORS: &[(&str, Knock)] = &[
 type Knock = fn(&Context, Duration) -> Result<()>;
 
 fn knock_at_channel(context: &Context, name: &str, patience: Duration) -> Result<()> {
-    context.subscriber(name).handshake_timeout(patience).build()?;
+    context
+        .subscriber(name)
+        .handshake_timeout(patience)
+        .build()?;
     Ok(())
 }
 
 /// Everybody comes.
 const COME: &[&str] = &[];
 /// Nobody comes before the call returns.
-const WAIT: &[&str] = &["idle channel", "channel", "queue", "pool", "timeline", "semaphore"];
+const WAIT: &[&str] = &[
+    "idle channel",
+    "channel",
+    "queue",
+    "pool",
+    "timeline",
+    "semaphore",
+];
 
 /// Every function that the library calls once a device is open, and the newcomers that wait for it:
 /// to let somebody in takes a registration and whatever is called around each call, and the thread
@@ -121,14 +139,21 @@ fn all_functions(context: &Context) -> Result<()> {
     FakeDriver::of(&context.settings)?;
     let mut peer = context.peer()?;
     let foreign = DeviceMalloc::new(&context.device, FOREIGN_WORDS, FOREIGN_SEED)?;
-    let called = peer.text(&Order::Hung(HungOrder::Calls { foreign: foreign.export()? }))?;
+    let called = peer.text(&Order::Hung(HungOrder::Calls {
+        foreign: foreign.export()?,
+    }))?;
     let missing: Vec<&str> = called
         .split(' ')
-        .filter(|name| *name != POSTPONED && !FUNCTIONS.iter().any(|(function, _)| function == name))
+        .filter(|name| {
+            *name != POSTPONED && !FUNCTIONS.iter().any(|(function, _)| function == name)
+        })
         .collect();
     ensure!(missing.is_empty(), "these are not let hang: {missing:?}");
-    let unused: Vec<&str> =
-        FUNCTIONS.iter().map(|(name, _)| *name).filter(|name| !called.split(' ').any(|other| other == *name)).collect();
+    let unused: Vec<&str> = FUNCTIONS
+        .iter()
+        .map(|(name, _)| *name)
+        .filter(|name| !called.split(' ').any(|other| other == *name))
+        .collect();
     ensure!(unused.is_empty(), "these are not called: {unused:?}");
     peer.dismiss()
 }
@@ -166,7 +191,10 @@ fn upstream(context: &Context, name: &str) -> Result<(Peer, String)> {
     let event = peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
     peer.signals(SignalOrder::Hold)?;
     peer.signals(SignalOrder::Record)?;
-    peer.ask(&Order::Semaphore(SemaphoreOrder::Open { name: format!("{name}/semaphore"), waits: true }))?;
+    peer.ask(&Order::Semaphore(SemaphoreOrder::Open {
+        name: format!("{name}/semaphore"),
+        waits: true,
+    }))?;
     peer.ask(&Order::Semaphore(SemaphoreOrder::HoldUp))?;
     Ok((peer, event))
 }
@@ -174,29 +202,54 @@ fn upstream(context: &Context, name: &str) -> Result<(Peer, String)> {
 fn hang(context: &Context, cell: usize, function: &str, waiting: &[&str]) -> Result<()> {
     let context = &context.apart(&format!("cell{cell}"))?;
     let (up, down, door) = ("up", "down", "door");
-    let _turns = Semaphore::create(&context.domain, &format!("{up}/semaphore"), &context.device, 1)?;
+    let _turns = Semaphore::create(
+        &context.domain,
+        &format!("{up}/semaphore"),
+        &context.device,
+        1,
+    )?;
     let (mut upstream, event) = upstream(context, up)?;
     let mut peer = context.peer()?;
     peer.ask(&Order::Guard)?;
-    peer.ask(&Order::Hung(HungOrder::Publish(vec![down.into(), door.into()])))?;
+    peer.ask(&Order::Hung(HungOrder::Publish(vec![
+        down.into(),
+        door.into(),
+    ])))?;
     let witness = context.subscriber(down).build()?;
-    peer.tell(&Order::Hung(HungOrder::Wait { name: up.into(), event }))?;
+    peer.tell(&Order::Hung(HungOrder::Wait {
+        name: up.into(),
+        event,
+    }))?;
     upstream.ask(&Order::AwaitSubscribers(1))?;
     upstream.ask(&Order::SendBehindGate(Batch::of(1, 64, 1)))?;
     peer.answer()?.context("its streams wait")?;
     let foreign = DeviceMalloc::new(&context.device, FOREIGN_WORDS, FOREIGN_SEED)?;
-    let hang = HungOrder::Hang { function: function.into(), foreign: foreign.export()? };
+    let hang = HungOrder::Hang {
+        function: function.into(),
+        foreign: foreign.export()?,
+    };
     ensure!(peer.number(&Order::Hung(hang))? > 0, "no call of it hangs");
     std::thread::park_timeout(LOOK);
     upstream.kill()?;
     for count in 0..WAITING {
-        let line = peer.line(PATIENCE).with_context(|| format!("{count} of {WAITING} streams were rescued"))?;
-        ensure!(line.as_deref().is_some_and(|line| line.starts_with("rescued ")), "it said {line:?}");
+        let line = peer
+            .line(PATIENCE)
+            .with_context(|| format!("{count} of {WAITING} streams were rescued"))?;
+        ensure!(
+            line.as_deref()
+                .is_some_and(|line| line.starts_with("rescued ")),
+            "it said {line:?}"
+        );
     }
     let is_alive = || witness.publisher_state() == Some(PeerState::Alive);
-    ensure!(eventually(PATIENCE, is_alive), "it is seen as {:?}", witness.publisher_state());
+    ensure!(
+        eventually(PATIENCE, is_alive),
+        "it is seen as {:?}",
+        witness.publisher_state()
+    );
     let came = knock(context, waiting);
-    peer.ask(&Order::Hung(HungOrder::Release)).context("after the hang")?;
+    peer.ask(&Order::Hung(HungOrder::Release))
+        .context("after the hang")?;
     came?;
     knock(context, COME).context("after the hang")?;
     drop(witness);
@@ -218,12 +271,21 @@ fn knock(context: &Context, waiting: &[&str]) -> Result<()> {
             last = knock(context, PATIENCE);
             last.is_ok()
         });
-        if came { Ok(()) } else { last.with_context(|| format!("a newcomer to the {name}")) }
+        if came {
+            Ok(())
+        } else {
+            last.with_context(|| format!("a newcomer to the {name}"))
+        }
     };
     std::thread::scope(|scope| {
-        let threads: Vec<_> = DOORS.iter().map(|&(name, knock)| scope.spawn(move || one(name, knock))).collect();
-        let ended: Result<Vec<()>> =
-            threads.into_iter().map(|thread| thread.join().map_err(|_| anyhow::anyhow!("a panic"))?).collect();
+        let threads: Vec<_> = DOORS
+            .iter()
+            .map(|&(name, knock)| scope.spawn(move || one(name, knock)))
+            .collect();
+        let ended: Result<Vec<()>> = threads
+            .into_iter()
+            .map(|thread| thread.join().map_err(|_| anyhow::anyhow!("a panic"))?)
+            .collect();
         ended.map(drop)
     })
 }

@@ -13,7 +13,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::host::HostBackend;
 use warpipe::backend::testing::{Hook, Wrapped};
 use warpipe::backend::{RawStream, StreamOp};
-use warpipe::{DType, Device, Error, Layout, PeerState, Policy, Publisher, Sample, Stream, Subscriber};
+use warpipe::{
+    DType, Device, Error, Layout, PeerState, Policy, Publisher, Sample, Stream, Subscriber,
+};
 
 use super::Case;
 use crate::PATIENCE;
@@ -68,7 +70,10 @@ impl HeldUp {
         drop(other);
         upstream.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
         let waiting = subscriber.receive(&stream)?;
-        let builder = context.publisher("downstream").device(&device).policy(Policy::DropNewest);
+        let builder = context
+            .publisher("downstream")
+            .device(&device)
+            .policy(Policy::DropNewest);
         let publisher = Arc::new(builder.depth(4).build()?);
         let sent = Arc::new(AtomicU64::new(0));
         let sender = std::thread::spawn({
@@ -82,7 +87,16 @@ impl HeldUp {
                 Ok(())
             }
         });
-        Ok(HeldUp { upstream, waiting, _subscriber: subscriber, aside: Some(aside), stream, publisher, sent, sender })
+        Ok(HeldUp {
+            upstream,
+            waiting,
+            _subscriber: subscriber,
+            aside: Some(aside),
+            stream,
+            publisher,
+            sent,
+            sender,
+        })
     }
 
     /// Waits until no send has come through for a while.
@@ -95,17 +109,35 @@ impl HeldUp {
             }
             now > 0 && since.elapsed() > Duration::from_millis(300)
         };
-        ensure!(eventually(PATIENCE, is_held_up), "the sends do not come to a halt");
-        ensure!(last < SENDS && !self.sender.is_finished(), "nothing was held up by {last} sends");
+        ensure!(
+            eventually(PATIENCE, is_held_up),
+            "the sends do not come to a halt"
+        );
+        ensure!(
+            last < SENDS && !self.sender.is_finished(),
+            "nothing was held up by {last} sends"
+        );
         Ok(())
     }
 
     /// Kills the process that the stream waits for: everything goes on.
     fn release(self) -> Result<()> {
-        let HeldUp { mut upstream, waiting, stream, sender, .. } = self;
+        let HeldUp {
+            mut upstream,
+            waiting,
+            stream,
+            sender,
+            ..
+        } = self;
         upstream.kill()?;
-        ensure!(eventually(PATIENCE, || sender.is_finished()), "the stream is not let go");
-        sender.join().map_err(|_| anyhow::anyhow!("a panic"))?.context("the sends that were held up")?;
+        ensure!(
+            eventually(PATIENCE, || sender.is_finished()),
+            "the stream is not let go"
+        );
+        sender
+            .join()
+            .map_err(|_| anyhow::anyhow!("a panic"))?
+            .context("the sends that were held up")?;
         stream.synchronize(PATIENCE)?;
         match waiting.finish(PATIENCE) {
             Err(Error::SampleLost { .. }) => Ok(()),
@@ -122,7 +154,10 @@ fn held_up_send(context: &Context) -> Result<()> {
     let start = Instant::now();
     while start.elapsed() < Duration::from_millis(1_500) {
         let state = witness.text(&Order::PublisherState { subscriber: 0 })?;
-        ensure!(state == "Some(Alive)", "its subscriber sees the publisher {state}");
+        ensure!(
+            state == "Some(Alive)",
+            "its subscriber sees the publisher {state}"
+        );
     }
     held.release()?;
     witness.dismiss()
@@ -144,7 +179,11 @@ fn visitors(context: &Context) -> Result<()> {
     leaver.dismiss()?;
     let is_alive = |one: &&warpipe::SubscriberInfo| one.state == PeerState::Alive;
     let alive = || held.publisher.subscribers().iter().filter(is_alive).count();
-    ensure!(eventually(PATIENCE, || alive() == 1), "{} subscribers are alive instead of one", alive());
+    ensure!(
+        eventually(PATIENCE, || alive() == 1),
+        "{} subscribers are alive instead of one",
+        alive()
+    );
     drop(other);
     held.release()?;
     late.dismiss()
@@ -176,11 +215,20 @@ impl Hook for HeldSignals {
     ) -> warpipe::Result<Vec<StreamOp>> {
         let waits = ops.iter().any(|op| matches!(op, StreamOp::Wait { .. }));
         let mut state = self.lock();
-        state.1.push(if waits { "wait begins" } else { "signals begin" });
+        state.1.push(if waits {
+            "wait begins"
+        } else {
+            "signals begin"
+        });
         self.changed.notify_all();
         if !waits {
-            let held = self.changed.wait_timeout_while(state, PATIENCE, |(is_open, _)| !*is_open);
-            held.unwrap_or_else(PoisonError::into_inner).0.1.push("signals end");
+            let held = self
+                .changed
+                .wait_timeout_while(state, PATIENCE, |(is_open, _)| !*is_open);
+            held.unwrap_or_else(PoisonError::into_inner)
+                .0
+                .1
+                .push("signals end");
         }
         Ok(ops.to_vec())
     }
@@ -189,7 +237,11 @@ impl Hook for HeldSignals {
 fn joiner(context: &Context) -> Result<()> {
     let backend = Wrapped::new(context.device.backend().clone(), HeldSignals::default());
     let (hook, device) = (backend.hook(), Device::from_backend(backend.clone()));
-    let publisher = context.publisher("joined").device(&device).history(2).build()?;
+    let publisher = context
+        .publisher("joined")
+        .device(&device)
+        .history(2)
+        .build()?;
     let (sending, receiving) = (device.stream()?, context.stream()?);
     let (gate, opened) = std::sync::mpsc::channel::<()>();
     // The sample is not complete when the joiner gets it: a stream has to wait for it.
@@ -198,9 +250,15 @@ fn joiner(context: &Context) -> Result<()> {
         let sender = scope.spawn(|| Payload::of(WORDS, 1).send(&publisher, &sending));
         let late = (|| {
             let is_held_up = || !hook.lock().1.is_empty();
-            ensure!(eventually(PATIENCE, is_held_up), "the send comes to the driver");
+            ensure!(
+                eventually(PATIENCE, is_held_up),
+                "the send comes to the driver"
+            );
             let mut late = context.subscriber("joined").build()?;
-            ensure!(late.try_receive(&receiving)?.is_none(), "it is not let in while a sample is on its way");
+            ensure!(
+                late.try_receive(&receiving)?.is_none(),
+                "it is not let in while a sample is on its way"
+            );
             Ok(late)
         })();
         hook.lock().0 = true;
@@ -209,10 +267,20 @@ fn joiner(context: &Context) -> Result<()> {
         late
     })?;
     let sample = late.receive(&receiving)?;
-    ensure!(hook.lock().1 == ["signals begin", "signals end"], "{:?}", hook.lock().1);
+    ensure!(
+        hook.lock().1 == ["signals begin", "signals end"],
+        "{:?}",
+        hook.lock().1
+    );
     drop(gate);
     ensure!(context.error_counters()?.finish(sample)? == 0, "whole");
     Payload::of(WORDS, 2).send(&publisher, &sending)?;
-    ensure!(context.error_counters()?.finish(late.receive(&receiving)?)? == 0, "what is sent afterwards comes, too");
+    ensure!(
+        context
+            .error_counters()?
+            .finish(late.receive(&receiving)?)?
+            == 0,
+        "what is sent afterwards comes, too"
+    );
     Ok(())
 }

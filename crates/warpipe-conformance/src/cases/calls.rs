@@ -11,7 +11,10 @@ use crate::context::Context;
 use crate::fake_driver::FakeDriver;
 use crate::graph::Graphs;
 
-pub(super) const CASES: &[Case] = &[Case::new("a send makes three calls of the driver", calls_of_a_send)];
+pub(super) const CASES: &[Case] = &[Case::new(
+    "a send makes three calls of the driver",
+    calls_of_a_send,
+)];
 
 const ROUNDS: u32 = 30;
 

@@ -20,12 +20,30 @@ use crate::payload::{ErrorCounters, Payload};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a capture outlives a subscriber that comes and goes on another thread", bystanders),
-    Case::new("memory under a stream that is busy while another thread captures stays mapped", busy_streams),
-    Case::new("a stream that is captured is refused by name, and nothing is recorded or lost", refusals),
-    Case::new("work for queues and services is refused on a stream that is captured, and can be done after it", jobs),
-    Case::new("what is dropped while its stream is captured comes back when the stream is past its work", drops),
-    Case::new("the default stream is refused while a stream that is ordered with it is captured", default_stream),
+    Case::new(
+        "a capture outlives a subscriber that comes and goes on another thread",
+        bystanders,
+    ),
+    Case::new(
+        "memory under a stream that is busy while another thread captures stays mapped",
+        busy_streams,
+    ),
+    Case::new(
+        "a stream that is captured is refused by name, and nothing is recorded or lost",
+        refusals,
+    ),
+    Case::new(
+        "work for queues and services is refused on a stream that is captured, and can be done after it",
+        jobs,
+    ),
+    Case::new(
+        "what is dropped while its stream is captured comes back when the stream is past its work",
+        drops,
+    ),
+    Case::new(
+        "the default stream is refused while a stream that is ordered with it is captured",
+        default_stream,
+    ),
 ];
 
 const WORDS: u64 = 4096;
@@ -43,7 +61,9 @@ fn while_capturing(
     graphs.begin(&stream, Mode::Global)?;
     fill(&memory, &stream, 7, Duration::ZERO, true)?;
     let outcome = thread::scope(|scope| scope.spawn(meanwhile).join());
-    let graph = graphs.end(&stream).context("the end of a capture that nobody was to disturb")?;
+    let graph = graphs
+        .end(&stream)
+        .context("the end of a capture that nobody was to disturb")?;
     outcome.map_err(|_| anyhow::anyhow!("the other thread panicked"))??;
     graph.launch(&stream)?;
     let wrong = wrong_words(&memory, &stream, error_counters, 7)?;
@@ -60,13 +80,19 @@ fn bystanders(context: &Context) -> Result<()> {
         for seed in 1..=20 {
             Payload::of(WORDS, seed).send(&publisher, &stream)?;
             let sample = subscriber.receive(&stream)?;
-            ensure!(sample.to_vec(PATIENCE)?.len() as u64 == 8 * WORDS, "a sample of another length");
+            ensure!(
+                sample.to_vec(PATIENCE)?.len() as u64 == 8 * WORDS,
+                "a sample of another length"
+            );
             sample.finish(PATIENCE)?;
         }
         drop((subscriber, publisher));
         // By then the reaper has unregistered and unmapped all of it.
         let is_back = eventually(PATIENCE, || context.device.backend().bytes_held() == held);
-        ensure!(is_back, "the memory did not come back while the other thread captured");
+        ensure!(
+            is_back,
+            "the memory did not come back while the other thread captured"
+        );
         Ok(())
     })
 }
@@ -82,7 +108,10 @@ fn held_up(context: &Context) -> Result<(Stream, Sender<()>)> {
 
 fn busy_streams(context: &Context) -> Result<()> {
     let backend = context.device.backend().clone();
-    let (memory, idle) = (Memory::allocate(&context.device, 8 * WORDS)?, Memory::allocate(&context.device, 8 * WORDS)?);
+    let (memory, idle) = (
+        Memory::allocate(&context.device, 8 * WORDS)?,
+        Memory::allocate(&context.device, 8 * WORDS)?,
+    );
     let mut error_counters = ErrorCounters::new(&context.device)?;
     let filling = context.stream()?;
     fill(&memory, &filling, 3, Duration::ZERO, true)?;
@@ -106,12 +135,20 @@ fn busy_streams(context: &Context) -> Result<()> {
         drop(idle);
         let is_back = eventually(PATIENCE, || backend.bytes_held() < held);
         ensure!(is_back, "memory that no stream works on did not come back");
-        ensure!(held - backend.bytes_held() == backend.granularity(), "memory under a busy stream was unmapped");
+        ensure!(
+            held - backend.bytes_held() == backend.granularity(),
+            "memory under a busy stream was unmapped"
+        );
         Ok(())
     })?;
     drop(go);
-    is_done.recv_timeout(PATIENCE).context("the stream did not come to its end")?;
-    ensure!(error_counters.wrong_words(check) == 0, "the memory was not there any more");
+    is_done
+        .recv_timeout(PATIENCE)
+        .context("the stream did not come to its end")?;
+    ensure!(
+        error_counters.wrong_words(check) == 0,
+        "the memory was not there any more"
+    );
     Ok(())
 }
 
@@ -131,10 +168,16 @@ fn refusals(context: &Context) -> Result<()> {
     let mut loan = publisher.loan(&Layout::bytes_only(4)?)?;
     loan.write(&free, b"late")?;
     free.synchronize(PATIENCE)?;
-    let (timeline, event) = (Timeline::create(domain, "steps", device)?, Event::create(domain, device)?);
+    let (timeline, event) = (
+        Timeline::create(domain, "steps", device)?,
+        Event::create(domain, device)?,
+    );
     event.record(&free)?;
     let semaphore = Semaphore::create(domain, "permits", device, 1)?;
-    let (memory, pool) = (Memory::allocate(device, 8 * WORDS)?, Pool::builder("pool").domain(domain).device(device));
+    let (memory, pool) = (
+        Memory::allocate(device, 8 * WORDS)?,
+        Pool::builder("pool").domain(domain).device(device),
+    );
     let pool = pool.build()?;
     let block = pool.allocate(4096)?;
     let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device)?;
@@ -144,7 +187,9 @@ fn refusals(context: &Context) -> Result<()> {
     refused("write", loan.write(&stream, b"lost"))?;
     refused("send_bytes", publisher.send_bytes(&stream, b"lost"))?;
     // SAFETY: memory of that length, which is not read, since the stream is refused.
-    refused("send_device", unsafe { publisher.send_device(&stream, &Layout::bytes_only(4)?, memory.ptr()) })?;
+    refused("send_device", unsafe {
+        publisher.send_device(&stream, &Layout::bytes_only(4)?, memory.ptr())
+    })?;
     let failed = loan.send(&stream).err().context("send took the stream")?;
     let loan = failed.sample.context("send kept the loan")?;
     refused("send", Err::<(), _>(failed.error))?;
@@ -156,7 +201,10 @@ fn refusals(context: &Context) -> Result<()> {
     refused("an event's wait", event.wait(&stream))?;
     refused("acquire", semaphore.acquire(&stream, PATIENCE))?;
     refused("try_acquire", semaphore.try_acquire(&stream))?;
-    refused("release", semaphore.acquire(&free, PATIENCE)?.release(&stream))?;
+    refused(
+        "release",
+        semaphore.acquire(&free, PATIENCE)?.release(&stream),
+    )?;
     refused("a write to memory", memory.write(&stream, 0, b"lost"))?;
     refused("a block's write", block.write(&stream, 0, b"lost"))?;
     refused("a lent block's write", lent.write(&stream, 0, b"lost"))?;
@@ -168,14 +216,23 @@ fn refusals(context: &Context) -> Result<()> {
     refused("wait_for it", free.wait_for(&stream))?;
     let sample = subscriber.receive(&free)?;
     refused("wait_on", sample.wait_on(&stream))?;
-    ensure!(sample.to_vec(PATIENCE)? == b"early", "the first sample has changed");
+    ensure!(
+        sample.to_vec(PATIENCE)? == b"early",
+        "the first sample has changed"
+    );
     drop(sample);
-    ensure!(subscriber.try_receive(&free)?.is_none(), "something was sent all the same");
+    ensure!(
+        subscriber.try_receive(&free)?.is_none(),
+        "something was sent all the same"
+    );
     let graph = graphs.end(&stream)?;
 
     ensure!(loan.send(&stream)? == 2, "a refused send used a number up");
     let sample = subscriber.receive(&stream)?;
-    ensure!(sample.to_vec(PATIENCE)? == b"late", "the sample has changed");
+    ensure!(
+        sample.to_vec(PATIENCE)? == b"late",
+        "the sample has changed"
+    );
     sample.finish(PATIENCE)?;
     timeline.signal(&stream, 3)?;
     timeline.wait_host(3, PATIENCE)?;
@@ -183,11 +240,27 @@ fn refusals(context: &Context) -> Result<()> {
     graph.launch(&stream)?;
     let wrong = wrong_words(&memory, &stream, &mut ErrorCounters::new(device)?, 9)?;
     ensure!(wrong == 0, "{wrong} wrong words of the graph");
-    ensure!(timeline.value() == 3, "a launch set the timeline to {}", timeline.value());
+    ensure!(
+        timeline.value() == 3,
+        "a launch set the timeline to {}",
+        timeline.value()
+    );
     ensure!(event.query()?, "a launch recorded the event");
-    let is_free = || semaphore.try_acquire_host().is_ok_and(|permit| permit.is_some());
-    ensure!(eventually(PATIENCE, is_free), "the permit has not come back");
-    ensure!(eventually(PATIENCE, || pool.stats().in_use_bytes + pool.stats().lent_bytes == 0), "a block is missing");
+    let is_free = || {
+        semaphore
+            .try_acquire_host()
+            .is_ok_and(|permit| permit.is_some())
+    };
+    ensure!(
+        eventually(PATIENCE, is_free),
+        "the permit has not come back"
+    );
+    ensure!(
+        eventually(PATIENCE, || pool.stats().in_use_bytes
+            + pool.stats().lent_bytes
+            == 0),
+        "a block is missing"
+    );
     Ok(())
 }
 
@@ -202,10 +275,16 @@ fn jobs(context: &Context) -> Result<()> {
     let mut loan = queue.loan(&Layout::bytes_only(6)?)?;
     loan.write(&free, b"second")?;
     graphs.begin(&stream, Mode::Global)?;
-    let failed = duty.complete(None, &stream).err().context("complete took the stream")?;
+    let failed = duty
+        .complete(None, &stream)
+        .err()
+        .context("complete took the stream")?;
     let duty = failed.duty.context("complete ended the duty")?;
     refused("complete", Err::<(), _>(failed.error))?;
-    let failed = queue.submit(loan, &stream).err().context("submit took the stream")?;
+    let failed = queue
+        .submit(loan, &stream)
+        .err()
+        .context("submit took the stream")?;
     let loan = failed.loan.context("submit kept the loan")?;
     refused("submit", Err::<(), _>(failed.error))?;
     refused("lease", worker.lease(&stream))?;
@@ -235,13 +314,19 @@ fn drops(context: &Context) -> Result<()> {
     let publisher = context.publisher("frames").build()?;
     let mut subscriber = context.subscriber("frames").build()?;
     let semaphore = Semaphore::create(domain, "permits", device, 1)?;
-    let pool = Pool::builder("pool").domain(domain).device(device).build()?;
+    let pool = Pool::builder("pool")
+        .domain(domain)
+        .device(device)
+        .build()?;
     let block = pool.allocate(4096)?;
     let (stream, go) = held_up(context)?;
     let loan = publisher.loan(&Layout::bytes_only(4)?)?;
     let sent = loan.returned();
     loan.send(&context.stream()?)?;
-    let (sample, permit) = (subscriber.receive(&stream)?, semaphore.acquire(&stream, PATIENCE)?);
+    let (sample, permit) = (
+        subscriber.receive(&stream)?,
+        semaphore.acquire(&stream, PATIENCE)?,
+    );
     block.used_on(&stream);
     let mut unsent = publisher.loan(&Layout::bytes_only(4)?)?;
     unsent.write(&stream, b"lost")?;
@@ -258,9 +343,17 @@ fn drops(context: &Context) -> Result<()> {
             pool.stats().in_use_bytes + pool.stats().waiting_bytes == 0,
         ])
     };
-    ensure!(is_back()? == [false; 4], "back under the capture: {:?}", is_back()?);
+    ensure!(
+        is_back()? == [false; 4],
+        "back under the capture: {:?}",
+        is_back()?
+    );
     drop(graphs.end(&stream)?);
-    ensure!(is_back()? == [false; 4], "back before the stream was past them: {:?}", is_back()?);
+    ensure!(
+        is_back()? == [false; 4],
+        "back before the stream was past them: {:?}",
+        is_back()?
+    );
     drop(go);
     ensure!(
         eventually(PATIENCE, || is_back().is_ok_and(|back| back == [true; 4])),
@@ -285,7 +378,10 @@ fn default_stream(context: &Context) -> Result<()> {
     refused("receive", subscriber.receive(&default))?;
     drop(graphs.end(&blocking)?);
     publisher.send_bytes(&default, b"kept")?;
-    ensure!(subscriber.receive(&default)?.to_vec(PATIENCE)? == b"kept", "the sample has changed");
+    ensure!(
+        subscriber.receive(&default)?.to_vec(PATIENCE)? == b"kept",
+        "the sample has changed"
+    );
     default.synchronize(PATIENCE)?;
     Ok(())
 }

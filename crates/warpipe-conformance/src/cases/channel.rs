@@ -17,20 +17,53 @@ use crate::peer::{Answer, Batch, Order, PublisherPlan};
 use crate::process::wait_readable;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("several samples are held at once and released in random order", held_and_released_at_random),
-    Case::new("a sample that is held long does not stop the others", held_long),
+    Case::new(
+        "several samples are held at once and released in random order",
+        held_and_released_at_random,
+    ),
+    Case::new(
+        "a sample that is held long does not stop the others",
+        held_long,
+    ),
     Case::new("a late joiner gets the history first", history),
-    Case::new("a late joiner waits for history that is not complete yet", history_in_flight),
-    Case::new("sixty-four subscribers of eight processes receive everything", sixty_four_subscribers),
+    Case::new(
+        "a late joiner waits for history that is not complete yet",
+        history_in_flight,
+    ),
+    Case::new(
+        "sixty-four subscribers of eight processes receive everything",
+        sixty_four_subscribers,
+    ),
     Case::new("publisher and subscriber share one thread", one_thread),
-    Case::new("publishers and subscribers share one process in several threads", several_threads),
-    Case::new("the iterator ends when the publisher says goodbye", iterator_ends),
-    Case::new("poll and epoll wake up for a sample and for the end", pollable),
+    Case::new(
+        "publishers and subscribers share one process in several threads",
+        several_threads,
+    ),
+    Case::new(
+        "the iterator ends when the publisher says goodbye",
+        iterator_ends,
+    ),
+    Case::new(
+        "poll and epoll wake up for a sample and for the end",
+        pollable,
+    ),
     Case::new("a receipt says when the data was complete", receipts),
-    Case::new("a sample whose signal the driver refuses is lost to its readers", refused_signal),
-    Case::new("a sample that was given up keeps its place in the history, as lost", lost_history),
-    Case::new("samples outlive their subscriber, and a loan its publisher", handles_outlive_each_other),
-    Case::new("a receive without a sample times out, and a try returns at once", timeouts),
+    Case::new(
+        "a sample whose signal the driver refuses is lost to its readers",
+        refused_signal,
+    ),
+    Case::new(
+        "a sample that was given up keeps its place in the history, as lost",
+        lost_history,
+    ),
+    Case::new(
+        "samples outlive their subscriber, and a loan its publisher",
+        handles_outlive_each_other,
+    ),
+    Case::new(
+        "a receive without a sample times out, and a try returns at once",
+        timeouts,
+    ),
     Case::new("a subscriber on another device receives", another_device),
 ];
 
@@ -97,7 +130,9 @@ fn history_in_flight(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     for seed in 1..=3 {
-        Payload::of(WORDS, seed).slow(Duration::from_millis(100)).send(&publisher, &stream)?;
+        Payload::of(WORDS, seed)
+            .slow(Duration::from_millis(100))
+            .send(&publisher, &stream)?;
     }
     peer.subscribe("history")?;
     all_whole(&peer.receive(2)?, 2..=3)?;
@@ -116,7 +151,13 @@ fn sixty_four_subscribers(context: &Context) -> Result<()> {
         Payload::of(WORDS, seed).send(&publisher, &stream)?;
     }
     for subscriber in 0..8 {
-        peers.iter_mut().try_for_each(|peer| peer.tell(&Order::Receive { subscriber, count: 8, hold: false }))?;
+        peers.iter_mut().try_for_each(|peer| {
+            peer.tell(&Order::Receive {
+                subscriber,
+                count: 8,
+                hold: false,
+            })
+        })?;
         for peer in &mut peers {
             match peer.answer()?? {
                 Answer::Items(items) => all_whole(&items, 1..=8)?,
@@ -125,7 +166,11 @@ fn sixty_four_subscribers(context: &Context) -> Result<()> {
         }
     }
     let subscribers = publisher.subscribers();
-    ensure!(subscribers.len() == 64, "{} of 64 subscribers", subscribers.len());
+    ensure!(
+        subscribers.len() == 64,
+        "{} of 64 subscribers",
+        subscribers.len()
+    );
     peers.into_iter().try_for_each(|peer| peer.dismiss())
 }
 
@@ -135,10 +180,19 @@ fn one_thread(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     for sequence in 1..=100 {
-        ensure!(Payload::of(WORDS, sequence).send(&publisher, &stream)? == sequence, "the sequence number");
+        ensure!(
+            Payload::of(WORDS, sequence).send(&publisher, &stream)? == sequence,
+            "the sequence number"
+        );
         let sample = subscriber.receive(&stream)?;
-        ensure!(sample.sent_at_ns() <= sample.received_at_ns(), "sent before it is received");
-        ensure!(sample.sequence() == sequence && error_counters.finish(sample)? == 0, "sample {sequence}");
+        ensure!(
+            sample.sent_at_ns() <= sample.received_at_ns(),
+            "sent before it is received"
+        );
+        ensure!(
+            sample.sequence() == sequence && error_counters.finish(sample)? == 0,
+            "sample {sequence}"
+        );
     }
     Ok(())
 }
@@ -146,7 +200,9 @@ fn one_thread(context: &Context) -> Result<()> {
 fn several_threads(context: &Context) -> Result<()> {
     const EACH: u64 = 100;
     let publisher = context.publisher("threads").build()?;
-    let subscribers = (0..3).map(|_| context.subscriber("threads").build()).collect::<warpipe::Result<Vec<_>>>()?;
+    let subscribers = (0..3)
+        .map(|_| context.subscriber("threads").build())
+        .collect::<warpipe::Result<Vec<_>>>()?;
     std::thread::scope(|scope| {
         let senders: Vec<_> = (0..2)
             .map(|sender| {
@@ -165,18 +221,29 @@ fn several_threads(context: &Context) -> Result<()> {
             .map(|mut subscriber| {
                 let device = &context.device;
                 scope.spawn(move || -> Result<()> {
-                    let (stream, mut error_counters) = (device.stream()?, crate::payload::ErrorCounters::new(device)?);
+                    let (stream, mut error_counters) = (
+                        device.stream()?,
+                        crate::payload::ErrorCounters::new(device)?,
+                    );
                     for sequence in 1..=2 * EACH {
                         let sample = subscriber.receive(&stream)?;
-                        ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
-                        ensure!(error_counters.finish(sample)? == 0, "sample {sequence} is whole");
+                        ensure!(
+                            sample.sequence() == sequence,
+                            "sample {} where {sequence} is due",
+                            sample.sequence()
+                        );
+                        ensure!(
+                            error_counters.finish(sample)? == 0,
+                            "sample {sequence} is whole"
+                        );
                     }
                     Ok(())
                 })
             })
             .collect();
-        let join =
-            |thread: std::thread::ScopedJoinHandle<'_, Result<()>>| thread.join().unwrap_or_else(|_| bail!("a panic"));
+        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<()>>| {
+            thread.join().unwrap_or_else(|_| bail!("a panic"))
+        };
         senders.into_iter().chain(receivers).try_for_each(join)
     })
 }
@@ -191,7 +258,10 @@ fn iterator_ends(context: &Context) -> Result<()> {
     peer.dismiss()?;
     let mut received = 0;
     for sample in subscriber.samples(&stream) {
-        ensure!(error_counters.finish(sample?)? == 0, "a sample sent before the goodbye is whole");
+        ensure!(
+            error_counters.finish(sample?)? == 0,
+            "a sample sent before the goodbye is whole"
+        );
         received += 1;
     }
     ensure!(received == 5, "{received} samples of 5 before the end");
@@ -208,18 +278,32 @@ fn pollable(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-    epoll::add(&set, subscriber.as_fd(), epoll::EventData::new_u64(1), epoll::EventFlags::IN)?;
+    epoll::add(
+        &set,
+        subscriber.as_fd(),
+        epoll::EventData::new_u64(1),
+        epoll::EventFlags::IN,
+    )?;
     while subscriber.try_receive(&stream)?.is_some() {}
     for round in 0..20 {
-        ensure!(!wait_readable(&subscriber, Duration::ZERO), "readable without a sample, in round {round}");
+        ensure!(
+            !wait_readable(&subscriber, Duration::ZERO),
+            "readable without a sample, in round {round}"
+        );
         peer.tell(&Order::Send(Batch::of(2, WORDS, round)))?;
         let mut received = 0;
         while received < 2 {
-            let woken =
-                if round % 2 == 0 { wait_readable(&subscriber, PATIENCE) } else { wait_readable(&set, PATIENCE) };
+            let woken = if round % 2 == 0 {
+                wait_readable(&subscriber, PATIENCE)
+            } else {
+                wait_readable(&set, PATIENCE)
+            };
             ensure!(woken, "no wake-up for a sample in round {round}");
             while let Some(sample) = subscriber.try_receive(&stream)? {
-                ensure!(error_counters.finish(sample)? == 0, "a polled sample is whole");
+                ensure!(
+                    error_counters.finish(sample)? == 0,
+                    "a polled sample is whole"
+                );
                 received += 1;
             }
         }
@@ -228,8 +312,19 @@ fn pollable(context: &Context) -> Result<()> {
     }
     peer.kill()?;
     ensure!(wait_readable(&set, PATIENCE), "no wake-up for the end");
-    let gone = || matches!(subscriber.try_receive(&stream), Err(Error::PublisherGone { graceful: false, .. }));
-    ensure!(crate::process::eventually(PATIENCE, gone), "the end is told");
+    let gone = || {
+        matches!(
+            subscriber.try_receive(&stream),
+            Err(Error::PublisherGone {
+                graceful: false,
+                ..
+            })
+        )
+    };
+    ensure!(
+        crate::process::eventually(PATIENCE, gone),
+        "the end is told"
+    );
     Ok(())
 }
 
@@ -238,9 +333,14 @@ fn receipts(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("receipts"))?;
     let mut subscriber = context.subscriber("receipts").build()?;
     let stream = context.stream()?;
-    peer.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(Duration::from_millis(300))))?;
+    peer.ask(&Order::Send(
+        Batch::of(1, WORDS, 1).slow(Duration::from_millis(300)),
+    ))?;
     let receipt = subscriber.receive(&stream)?.release()?;
-    ensure!(!receipt.check()?, "nothing is complete at once that is written in 300 ms");
+    ensure!(
+        !receipt.check()?,
+        "nothing is complete at once that is written in 300 ms"
+    );
     match receipt.wait(Duration::from_millis(1)) {
         Err(Error::Timeout { .. }) => {}
         other => bail!("a wait of 1 ms gave {other:?}"),
@@ -266,36 +366,56 @@ fn refused_signal(context: &Context) -> Result<()> {
     for round in 0..3 {
         failing.hook().aim("batch", 1);
         match Payload::of(WORDS, round).send(&publisher, &sending) {
-            Err(Error::Injected { method: "batch", .. }) => {}
+            Err(Error::Injected {
+                method: "batch", ..
+            }) => {}
             other => bail!("a refused signal gave {other:?}"),
         }
         match subscriber.receive(&receiving)?.finish(PATIENCE) {
-            Err(Error::SampleLost { sequence, .. }) => ensure!(sequence == 2 * round + 1, "sample {sequence} is lost"),
+            Err(Error::SampleLost { sequence, .. }) => {
+                ensure!(sequence == 2 * round + 1, "sample {sequence} is lost")
+            }
             other => bail!("a sample without its signal gave {other:?}"),
         }
         Payload::of(WORDS, round).send(&publisher, &sending)?;
-        ensure!(error_counters.finish(subscriber.receive(&receiving)?)? == 0, "the next one is whole");
+        ensure!(
+            error_counters.finish(subscriber.receive(&receiving)?)? == 0,
+            "the next one is whole"
+        );
     }
     Ok(())
 }
 
 fn lost_history(context: &Context) -> Result<()> {
     let (failing, device) = failing_device(context);
-    let publisher = context.publisher("lost-history").device(&device).history(3).build()?;
+    let publisher = context
+        .publisher("lost-history")
+        .device(&device)
+        .history(3)
+        .build()?;
     let (sending, stream) = (device.stream()?, context.stream()?);
     Payload::of(WORDS, 1).send(&publisher, &sending)?;
     failing.hook().aim("batch", 1);
-    ensure!(Payload::of(WORDS, 2).send(&publisher, &sending).is_err(), "the driver refused its signal");
+    ensure!(
+        Payload::of(WORDS, 2).send(&publisher, &sending).is_err(),
+        "the driver refused its signal"
+    );
     Payload::of(WORDS, 3).send(&publisher, &sending)?;
     // Under the blocking policy a number that is missing would be a broken protocol.
     let mut late = context.subscriber("lost-history").build()?;
     let mut error_counters = context.error_counters()?;
-    ensure!(error_counters.finish(late.receive(&stream)?)? == 0, "the first is whole");
+    ensure!(
+        error_counters.finish(late.receive(&stream)?)? == 0,
+        "the first is whole"
+    );
     match late.receive(&stream)?.finish(PATIENCE) {
         Err(Error::SampleLost { sequence: 2, .. }) => {}
         other => bail!("the one that was given up gave {other:?}"),
     }
-    ensure!(error_counters.finish(late.receive(&stream)?)? == 0, "the third is whole");
+    ensure!(
+        error_counters.finish(late.receive(&stream)?)? == 0,
+        "the third is whole"
+    );
     Ok(())
 }
 
@@ -308,12 +428,21 @@ fn handles_outlive_each_other(context: &Context) -> Result<()> {
     Payload::of(WORDS, 2).send(&publisher, &stream)?;
     let (first, second) = (subscriber.receive(&stream)?, subscriber.receive(&stream)?);
     drop(subscriber);
-    ensure!(error_counters.finish(first)? == 0, "a sample is whole after its subscriber");
+    ensure!(
+        error_counters.finish(first)? == 0,
+        "a sample is whole after its subscriber"
+    );
     let loan = Payload::of(WORDS, 3).loan(&publisher, &stream)?;
     drop(publisher);
-    ensure!(error_counters.finish(second)? == 0, "a sample is whole after its publisher");
+    ensure!(
+        error_counters.finish(second)? == 0,
+        "a sample is whole after its publisher"
+    );
     match loan.send(&stream) {
-        Err(failed) => ensure!(matches!(failed.error, Error::PublisherGone { .. }), "{failed}"),
+        Err(failed) => ensure!(
+            matches!(failed.error, Error::PublisherGone { .. }),
+            "{failed}"
+        ),
         Ok(sequence) => bail!("a closed publisher sent {sequence}"),
     }
     Ok(stream.synchronize(PATIENCE)?)
@@ -323,9 +452,14 @@ fn timeouts(context: &Context) -> Result<()> {
     let publisher = context.publisher("silent").build()?;
     let mut subscriber = context.subscriber("silent").build()?;
     let stream = context.stream()?;
-    ensure!(subscriber.try_receive(&stream)?.is_none(), "nothing was sent");
+    ensure!(
+        subscriber.try_receive(&stream)?.is_none(),
+        "nothing was sent"
+    );
     match subscriber.receive_timeout(&stream, Duration::from_millis(20)) {
-        Err(Error::Timeout { waited, .. }) => ensure!(waited == Duration::from_millis(20), "waited {waited:?}"),
+        Err(Error::Timeout { waited, .. }) => {
+            ensure!(waited == Duration::from_millis(20), "waited {waited:?}")
+        }
         other => bail!("nothing was sent, and there came {other:?}"),
     }
     match publisher.wait_for_subscribers(2, Duration::from_millis(20)) {
@@ -339,7 +473,10 @@ fn timeouts(context: &Context) -> Result<()> {
         received = subscriber.try_receive(&stream).transpose();
         received.is_some()
     };
-    ensure!(crate::process::eventually(PATIENCE, came), "what was sent comes");
+    ensure!(
+        crate::process::eventually(PATIENCE, came),
+        "what was sent comes"
+    );
     let sample = received.context("it came")??;
     ensure!(context.error_counters()?.finish(sample)? == 0, "whole");
     Ok(())
@@ -352,12 +489,16 @@ fn another_device(context: &Context) -> Result<()> {
     let publisher = context.publisher("across").history(2).build()?;
     let stream = context.stream()?;
     let mut peer = context.peer_on(1)?;
-    if let Err(fault) = peer.try_ask(&Order::Subscribe(crate::peer::SubscriberPlan::of("across")))? {
+    if let Err(fault) =
+        peer.try_ask(&Order::Subscribe(crate::peer::SubscriberPlan::of("across")))?
+    {
         ensure!(fault.kind == "PeerAccess", "{fault}");
         return skip(fault.text);
     }
     for sequence in 1..=20 {
-        Payload::of(1 << 20, sequence).slow(Duration::from_millis(2)).send(&publisher, &stream)?;
+        Payload::of(1 << 20, sequence)
+            .slow(Duration::from_millis(2))
+            .send(&publisher, &stream)?;
         all_whole(&peer.receive(1)?, [sequence])?;
     }
     peer.dismiss()

@@ -13,10 +13,22 @@ use crate::payload::Payload;
 use crate::peer::{Batch, Order, PublisherPlan};
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a second stream that is let in reads whole data, one that is not reads too early", second_stream),
-    Case::new("a slot is given back behind the second stream's work", released_behind),
-    Case::new("a hold keeps a loan's memory mapped after its publisher", held_memory),
-    Case::new("a second stream of a sample that is lost is told so", lost_sample),
+    Case::new(
+        "a second stream that is let in reads whole data, one that is not reads too early",
+        second_stream,
+    ),
+    Case::new(
+        "a slot is given back behind the second stream's work",
+        released_behind,
+    ),
+    Case::new(
+        "a hold keeps a loan's memory mapped after its publisher",
+        held_memory,
+    ),
+    Case::new(
+        "a second stream of a sample that is lost is told so",
+        lost_sample,
+    ),
 ];
 
 const WORDS: u64 = 512;
@@ -28,25 +40,43 @@ fn second_stream(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("second"))?;
     let mut subscriber = context.subscriber("second").build()?;
-    let blind = Delaying { signal_late: Duration::ZERO, waits: false };
-    let careless = Device::from_backend(Wrapped::new(context.device.backend().clone(), blind)).stream()?;
+    let blind = Delaying {
+        signal_late: Duration::ZERO,
+        waits: false,
+    };
+    let careless =
+        Device::from_backend(Wrapped::new(context.device.backend().clone(), blind)).stream()?;
     let admitted = context.stream()?;
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
     let sample = subscriber.receive(&careless)?;
-    ensure!(!sample.is_complete()?, "the data is there before it is written");
+    ensure!(
+        !sample.is_complete()?,
+        "the data is there before it is written"
+    );
     let early = error_counters.check_sample_on(&sample, &careless)?;
     careless.synchronize(PATIENCE)?;
     sample.wait_on(&admitted)?;
     let whole = error_counters.check_sample_on(&sample, &admitted)?;
-    ensure!(!admitted.is_idle()?, "the stream that was let in does not wait");
+    ensure!(
+        !admitted.is_idle()?,
+        "the stream that was let in does not wait"
+    );
     peer.ask(&Order::OpenGate)?;
     sample.release_on(&admitted)?.wait(PATIENCE)?;
     admitted.synchronize(PATIENCE)?;
-    let (early, whole) =
-        (early.map(|check| error_counters.wrong_words(check)), whole.map(|check| error_counters.wrong_words(check)));
-    ensure!(whole == Some(0), "the stream that was let in saw {whole:?} wrong words");
-    ensure!(early.is_some_and(|wrong| wrong > 0), "the control saw {early:?} wrong words: it proves nothing");
+    let (early, whole) = (
+        early.map(|check| error_counters.wrong_words(check)),
+        whole.map(|check| error_counters.wrong_words(check)),
+    );
+    ensure!(
+        whole == Some(0),
+        "the stream that was let in saw {whole:?} wrong words"
+    );
+    ensure!(
+        early.is_some_and(|wrong| wrong > 0),
+        "the control saw {early:?} wrong words: it proves nothing"
+    );
     peer.dismiss()
 }
 
@@ -59,9 +89,15 @@ fn released_behind(context: &Context) -> Result<()> {
     sample.wait_on(&busy)?;
     warpipe_kernels::spin(&busy, SLOW)?;
     sample.release_on(&busy)?.wait(PATIENCE)?;
-    ensure!(publisher.subscribers()[0].in_flight == 1, "it was given back before the stream's work was done");
+    ensure!(
+        publisher.subscribers()[0].in_flight == 1,
+        "it was given back before the stream's work was done"
+    );
     busy.synchronize(PATIENCE)?;
-    ensure!(publisher.subscribers()[0].in_flight == 0, "it is given back by now");
+    ensure!(
+        publisher.subscribers()[0].in_flight == 0,
+        "it is given back by now"
+    );
     Ok(())
 }
 
@@ -75,7 +111,10 @@ fn held_memory(context: &Context) -> Result<()> {
     drop(publisher);
     let check = error_counters.check_words(&stream, words, WORDS, 5, &hold)?;
     stream.synchronize(PATIENCE)?;
-    ensure!(error_counters.wrong_words(check) == 0, "the memory is as it was sent");
+    ensure!(
+        error_counters.wrong_words(check) == 0,
+        "the memory is as it was sent"
+    );
     Ok(())
 }
 
@@ -86,7 +125,10 @@ fn lost_sample(context: &Context) -> Result<()> {
     let mut subscriber = context.subscriber("lost").build()?;
     let (sending, stream, late) = (device.stream()?, context.stream()?, context.stream()?);
     failing.hook().aim("batch", 1);
-    ensure!(Payload::of(WORDS, 1).send(&publisher, &sending).is_err(), "the driver refused its signal");
+    ensure!(
+        Payload::of(WORDS, 1).send(&publisher, &sending).is_err(),
+        "the driver refused its signal"
+    );
     let sample = subscriber.receive(&stream)?;
     match sample.is_complete() {
         Err(Error::SampleLost { sequence: 1, .. }) => {}

@@ -51,7 +51,11 @@ const WORDS: u64 = 1024;
 /// The end of a channel whose publisher was killed.
 fn expect_death(received: warpipe::Result<Sample>, pid: u32) -> Result<()> {
     match received {
-        Err(Error::PublisherGone { pid: told, graceful: false, .. }) => {
+        Err(Error::PublisherGone {
+            pid: told,
+            graceful: false,
+            ..
+        }) => {
             ensure!(told == pid as i32, "process {told} is told dead, not {pid}");
             Ok(())
         }
@@ -69,8 +73,15 @@ fn ready_samples_survive(context: &Context) -> Result<()> {
     peer.kill()?;
     for sequence in 1..=10 {
         let sample = subscriber.receive(&stream)?;
-        ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
-        ensure!(error_counters.finish(sample)? == 0, "sample {sequence} is whole");
+        ensure!(
+            sample.sequence() == sequence,
+            "sample {} where {sequence} is due",
+            sample.sequence()
+        );
+        ensure!(
+            error_counters.finish(sample)? == 0,
+            "sample {sequence} is whole"
+        );
     }
     expect_death(subscriber.receive(&stream), peer.id())?;
     expect_death(subscriber.receive(&stream), peer.id())
@@ -83,14 +94,19 @@ fn held_samples_survive(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(4, WORDS, 1)))?;
-    let held = (0..4).map(|_| subscriber.receive(&stream)).collect::<warpipe::Result<Vec<_>>>()?;
+    let held = (0..4)
+        .map(|_| subscriber.receive(&stream))
+        .collect::<warpipe::Result<Vec<_>>>()?;
     peer.kill()?;
     expect_death(subscriber.receive(&stream), peer.id())?;
     drop(subscriber);
     for sample in held {
         let copy = sample.to_vec(PATIENCE)?;
         ensure!(copy.len() as u64 == 8 * WORDS, "all bytes");
-        ensure!(error_counters.finish(sample)? == 0, "a sample is whole after its publisher's death");
+        ensure!(
+            error_counters.finish(sample)? == 0,
+            "a sample is whole after its publisher's death"
+        );
     }
     Ok(())
 }
@@ -102,16 +118,23 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(2, WORDS, 1)))?;
-    peer.ask(&Order::Send(Batch::of(3, WORDS, 3).slow(Duration::from_secs(5))))?;
+    peer.ask(&Order::Send(
+        Batch::of(3, WORDS, 3).slow(Duration::from_secs(5)),
+    ))?;
     // Two ready, one taken before the death that will never be complete, two that nobody has taken by then.
     for sequence in 1..=2 {
-        ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "sample {sequence} is whole");
+        ensure!(
+            error_counters.finish(subscriber.receive(&stream)?)? == 0,
+            "sample {sequence} is whole"
+        );
     }
     let unfinished = subscriber.receive(&stream)?;
     error_counters.check_sample(&unfinished)?;
     peer.kill()?;
     match unfinished.finish(PATIENCE) {
-        Err(Error::SampleLost { sequence: 3, pid, .. }) => ensure!(pid == peer.id() as i32, "lost by process {pid}"),
+        Err(Error::SampleLost {
+            sequence: 3, pid, ..
+        }) => ensure!(pid == peer.id() as i32, "lost by process {pid}"),
         other => bail!("an unfinished sample gave {other:?}"),
     }
     loop {
@@ -123,7 +146,9 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
             end => break expect_death(end, peer.id())?,
         }
     }
-    stream.synchronize(PATIENCE).context("the reader's stream goes on")
+    stream
+        .synchronize(PATIENCE)
+        .context("the reader's stream goes on")
 }
 
 /// A publisher with two streams: one of them stands still when it is killed. Nobody has taken anything before its death
@@ -131,10 +156,18 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
 fn behind_a_lost_one(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
-    let policies = [PolicyPlan::Block(10_000), PolicyPlan::Fail, PolicyPlan::DropNewest, PolicyPlan::DropOldest];
+    let policies = [
+        PolicyPlan::Block(10_000),
+        PolicyPlan::Fail,
+        PolicyPlan::DropNewest,
+        PolicyPlan::DropOldest,
+    ];
     for policy in policies {
         let mut peer = context.peer()?;
-        peer.publish(PublisherPlan { policy: Some(policy), ..PublisherPlan::of("mortal") })?;
+        peer.publish(PublisherPlan {
+            policy: Some(policy),
+            ..PublisherPlan::of("mortal")
+        })?;
         let mut subscriber = context.subscriber("mortal").build()?;
         peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
         peer.ask(&Order::SendBehindGate(Batch::of(2, WORDS, 2)))?;
@@ -144,15 +177,24 @@ fn behind_a_lost_one(context: &Context) -> Result<()> {
         ensure!(eventually(PATIENCE, is_proven), "its death is proven");
         for due in [1, 4, 5] {
             let sample = loop {
-                let sample = subscriber.receive(&stream).with_context(|| format!("sample {due} with {policy:?}"))?;
+                let sample = subscriber
+                    .receive(&stream)
+                    .with_context(|| format!("sample {due} with {policy:?}"))?;
                 if ![2, 3].contains(&sample.sequence()) {
                     break sample;
                 }
                 // Proven a moment ago: the rescue comes by after this one was taken.
                 let lost = sample.finish(PATIENCE);
-                ensure!(matches!(lost, Err(Error::SampleLost { .. })), "an unfinished sample gave {lost:?}");
+                ensure!(
+                    matches!(lost, Err(Error::SampleLost { .. })),
+                    "an unfinished sample gave {lost:?}"
+                );
             };
-            ensure!(sample.sequence() == due, "sample {} where {due} is due with {policy:?}", sample.sequence());
+            ensure!(
+                sample.sequence() == due,
+                "sample {} where {due} is due with {policy:?}",
+                sample.sequence()
+            );
             ensure!(error_counters.finish(sample)? == 0, "sample {due} is whole");
         }
         expect_death(subscriber.receive(&stream), peer.id())?;
@@ -162,9 +204,15 @@ fn behind_a_lost_one(context: &Context) -> Result<()> {
 
 fn history_survives(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
-    peer.publish(PublisherPlan { history: Some(2), ..PublisherPlan::of("mortal") })?;
+    peer.publish(PublisherPlan {
+        history: Some(2),
+        ..PublisherPlan::of("mortal")
+    })?;
     peer.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
-    let (mut early, mut late) = (context.subscriber("mortal").build()?, context.subscriber("mortal").build()?);
+    let (mut early, mut late) = (
+        context.subscriber("mortal").build()?,
+        context.subscriber("mortal").build()?,
+    );
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     let held = early.receive(&stream)?;
@@ -173,11 +221,21 @@ fn history_survives(context: &Context) -> Result<()> {
     // Whether it has told the late joiners by now or not.
     peer.kill()?;
     // One that a stream waited for when its publisher was killed, and one that nobody had taken by then.
-    ensure!(error_counters.finish(held)? == 0, "what was complete is whole");
+    ensure!(
+        error_counters.finish(held)? == 0,
+        "what was complete is whole"
+    );
     for sequence in 1..=2 {
         let sample = late.receive(&stream)?;
-        ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
-        ensure!(error_counters.finish(sample)? == 0, "sample {sequence} is whole");
+        ensure!(
+            sample.sequence() == sequence,
+            "sample {} where {sequence} is due",
+            sample.sequence()
+        );
+        ensure!(
+            error_counters.finish(sample)? == 0,
+            "sample {sequence} is whole"
+        );
     }
     expect_death(late.receive(&stream), peer.id())
 }
@@ -189,11 +247,15 @@ fn left_before_the_death(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("mortal"))?;
     let mut subscriber = context.subscriber("mortal").build()?;
     let stream = context.stream()?;
-    peer.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(Duration::from_secs(5))))?;
+    peer.ask(&Order::Send(
+        Batch::of(1, WORDS, 1).slow(Duration::from_secs(5)),
+    ))?;
     drop(subscriber.receive(&stream)?);
     drop(subscriber);
     peer.kill()?;
-    stream.synchronize(PATIENCE).context("who waited for the dead is let go")?;
+    stream
+        .synchronize(PATIENCE)
+        .context("who waited for the dead is let go")?;
     drop((stream, peer));
     context.domain.clean()?;
     guard.settles()
@@ -210,7 +272,11 @@ fn killed_between_loan_and_send(context: &Context) -> Result<()> {
 
 fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
     let slot = 512 << 10;
-    let publisher = context.publisher("tight").memory_limit(4 * slot).loan_timeout(PATIENCE).build()?;
+    let publisher = context
+        .publisher("tight")
+        .memory_limit(4 * slot)
+        .loan_timeout(PATIENCE)
+        .build()?;
     let stream = context.stream()?;
     let mut witness = context.subscriber("tight").build()?;
     let mut error_counters = context.error_counters()?;
@@ -235,8 +301,13 @@ fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
         (0..12).try_for_each(|index| send(&mut witness, 100 * round + index))?;
         ensure!(holder.ended().is_ok(), "the killed one is dead");
         drop(holder);
-        ensure!(eventually(PATIENCE, || publisher.subscribers().len() == 1), "the dead are forgotten");
-        guard.settles().with_context(|| format!("after kill {round}"))?;
+        ensure!(
+            eventually(PATIENCE, || publisher.subscribers().len() == 1),
+            "the dead are forgotten"
+        );
+        guard
+            .settles()
+            .with_context(|| format!("after kill {round}"))?;
     }
     Ok(())
 }
@@ -248,7 +319,11 @@ fn killed_sleeper(context: &Context) -> Result<()> {
         let (mut victim, mut witness) = (context.peer()?, context.peer()?);
         victim.subscribe("quiet")?;
         witness.subscribe("quiet")?;
-        victim.tell(&Order::Receive { subscriber: 0, count: 100, hold: false })?;
+        victim.tell(&Order::Receive {
+            subscriber: 0,
+            count: 100,
+            hold: false,
+        })?;
         Payload::of(WORDS, round).send(&publisher, &stream)?;
         victim.kill()?;
         Payload::of(WORDS, round + 1).send(&publisher, &stream)?;
@@ -282,7 +357,10 @@ fn killed_in_the_handshake(context: &Context) -> Result<()> {
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
     all_whole(&witness.receive(1)?, [2])?;
     witness.dismiss()?;
-    ensure!(eventually(PATIENCE, || publisher.subscribers().is_empty()), "nobody is left");
+    ensure!(
+        eventually(PATIENCE, || publisher.subscribers().is_empty()),
+        "nobody is left"
+    );
     guard.settles()
 }
 
@@ -341,7 +419,11 @@ fn time_to_be_told(context: &Context) -> Result<()> {
 
 fn time_to_reclaim(context: &Context) -> Result<()> {
     let slot = 2 << 20;
-    let publisher = context.publisher("tight").memory_limit(slot).loan_timeout(PATIENCE).build()?;
+    let publisher = context
+        .publisher("tight")
+        .memory_limit(slot)
+        .loan_timeout(PATIENCE)
+        .build()?;
     let stream = context.stream()?;
     let (mut after_pidfd, mut after_kill) = (Vec::new(), Vec::new());
     for round in 0..context.rounds(5, 50, 50) {
@@ -359,7 +441,11 @@ fn time_to_reclaim(context: &Context) -> Result<()> {
             holder.strike()?;
             holder.ended()?;
             let dead = Instant::now();
-            Ok((loan.join().map_err(|_| anyhow::anyhow!("a panic"))??, dead, killed))
+            Ok((
+                loan.join().map_err(|_| anyhow::anyhow!("a panic"))??,
+                dead,
+                killed,
+            ))
         })?;
         after_pidfd.push(free.saturating_duration_since(dead));
         after_kill.push(free.saturating_duration_since(killed));

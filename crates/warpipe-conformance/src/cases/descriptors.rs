@@ -15,7 +15,9 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use rustix::fs::{CWD, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType};
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType,
+};
 use warpipe::backend::Access;
 use warpipe::{Error, Memory, MemoryInfo, Sample, Stream, Timeline};
 
@@ -27,11 +29,24 @@ use crate::peer::{Batch, Order, Peer, PublisherPlan, SignalOrder};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("closing the sockets of the next case does not return (negative control)", control),
-    Case::new("sockets whose close does not return hold up no rescue, no heartbeat and no newcomer", lingering)
-        .ends_clients(),
-    Case::new("a file of a file system that does not answer holds up no rescue and no newcomer", silent).ends_clients(),
-    Case::new("a descriptor that is no memory of the device is refused, and the next that is opens", no_memory),
+    Case::new(
+        "closing the sockets of the next case does not return (negative control)",
+        control,
+    ),
+    Case::new(
+        "sockets whose close does not return hold up no rescue, no heartbeat and no newcomer",
+        lingering,
+    )
+    .ends_clients(),
+    Case::new(
+        "a file of a file system that does not answer holds up no rescue and no newcomer",
+        silent,
+    )
+    .ends_clients(),
+    Case::new(
+        "a descriptor that is no memory of the device is refused, and the next that is opens",
+        no_memory,
+    ),
 ];
 
 const WORDS: u64 = 1024;
@@ -55,7 +70,10 @@ impl Lingering {
         socket.set_nonblocking(true)?;
         while socket.write(&[0; 1 << 16]).is_ok() {}
         rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(3600)))?;
-        Ok(Lingering { socket: socket.into(), reader })
+        Ok(Lingering {
+            socket: socket.into(),
+            reader,
+        })
     }
 }
 
@@ -67,18 +85,29 @@ fn control(_: &Context) -> Result<()> {
         let _ = tell.send(());
     });
     let ended = told.recv_timeout(Duration::from_secs(1));
-    ensure!(ended == Err(RecvTimeoutError::Timeout), "its close returned");
+    ensure!(
+        ended == Err(RecvTimeoutError::Timeout),
+        "its close returned"
+    );
     drop(reader);
-    told.recv_timeout(PATIENCE).context("it returns when the other end is closed")
+    told.recv_timeout(PATIENCE)
+        .context("it returns when the other end is closed")
 }
 
 /// A socket of the kind that endpoints have.
 fn endpoint() -> Result<OwnedFd> {
-    Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, rustix::net::SocketFlags::CLOEXEC, None)?)
+    Ok(rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )?)
 }
 
 fn address(context: &Context, name: &str) -> Result<SocketAddrUnix> {
-    Ok(SocketAddrUnix::new(context.domain.path().join(format!("{name}.sock")))?)
+    Ok(SocketAddrUnix::new(
+        context.domain.path().join(format!("{name}.sock")),
+    )?)
 }
 
 /// What was thrown, and what of it came through: a kernel may refuse it, and the other end may have
@@ -93,8 +122,15 @@ struct Counts {
 
 impl Counts {
     fn all_thrown(&self) -> Result<u64> {
-        ensure!(eventually(PATIENCE, || self.thrown.load(SeqCst) == self.due), "a send does not return");
-        ensure!(self.failed.load(SeqCst) == 0, "{} sends failed", self.failed.load(SeqCst));
+        ensure!(
+            eventually(PATIENCE, || self.thrown.load(SeqCst) == self.due),
+            "a send does not return"
+        );
+        ensure!(
+            self.failed.load(SeqCst) == 0,
+            "{} sends failed",
+            self.failed.load(SeqCst)
+        );
         Ok(self.came.load(SeqCst))
     }
 
@@ -119,7 +155,13 @@ fn send(socket: &OwnedFd, fd: BorrowedFd<'_>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     ancillary.push(SendAncillaryMessage::ScmRights(&fds));
-    rustix::net::sendmsg(socket, &[IoSlice::new(b"nonsense")], &mut ancillary, SendFlags::NOSIGNAL).map(drop)
+    rustix::net::sendmsg(
+        socket,
+        &[IoSlice::new(b"nonsense")],
+        &mut ancillary,
+        SendFlags::NOSIGNAL,
+    )
+    .map(drop)
 }
 
 /// What goes on whatever is thrown at this process: everything that others need of it.
@@ -140,20 +182,39 @@ impl Scene {
         victim.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(LONG)))?;
         let stream = context.stream()?;
         let unfinished = Some(subscriber.receive(&stream)?);
-        Ok(Scene { victim, newcomer, unfinished, stream })
+        Ok(Scene {
+            victim,
+            newcomer,
+            unfinished,
+            stream,
+        })
     }
 
     /// A rescue, a heartbeat, and somebody new at a publisher and at a timeline of this process.
-    fn goes_on(mut self, context: &Context, publisher: &warpipe::Publisher, timeline: &Timeline) -> Result<()> {
+    fn goes_on(
+        mut self,
+        context: &Context,
+        publisher: &warpipe::Publisher,
+        timeline: &Timeline,
+    ) -> Result<()> {
         self.newcomer.subscribe(publisher.name())?;
         let sequence = Payload::of(WORDS, 7).send(publisher, &context.stream()?)?;
         let items = self.newcomer.receive(1)?;
         super::all_whole(&items, [sequence])?;
-        self.newcomer.signals(SignalOrder::OpenTimeline(timeline.name().into()))?;
+        self.newcomer
+            .signals(SignalOrder::OpenTimeline(timeline.name().into()))?;
         timeline.signal_now(1)?;
         self.newcomer.signals(SignalOrder::WaitHost(1))?;
-        let beat = || publisher.subscribers().iter().map(|one| one.silent_for).min();
-        let beats = eventually(PATIENCE, || beat().is_some_and(|silent| silent < Duration::from_millis(500)));
+        let beat = || {
+            publisher
+                .subscribers()
+                .iter()
+                .map(|one| one.silent_for)
+                .min()
+        };
+        let beats = eventually(PATIENCE, || {
+            beat().is_some_and(|silent| silent < Duration::from_millis(500))
+        });
         ensure!(beats, "the last heartbeat seen was {:?} ago", beat());
         self.victim.kill()?;
         let unfinished = self.unfinished.take().context("held since the beginning")?;
@@ -170,7 +231,10 @@ impl Scene {
 /// process. Returns how many came through.
 fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) -> Result<u64> {
     const EACH: u64 = 4;
-    let counts = Arc::new(Counts { due: 4 * EACH, ..Counts::default() });
+    let counts = Arc::new(Counts {
+        due: 4 * EACH,
+        ..Counts::default()
+    });
     for name in ["good", "values"] {
         for _ in 0..EACH {
             let socket = endpoint()?;
@@ -190,9 +254,13 @@ fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) ->
             Ok(())
         });
         for _ in 0..EACH {
-            let met = context.subscriber("evil").handshake_timeout(PATIENCE).build();
+            let met = context
+                .subscriber("evil")
+                .handshake_timeout(PATIENCE)
+                .build();
             ensure!(met.is_err(), "a stranger was taken for a publisher");
-            let met = Timeline::open_timeout(&context.domain, "evil", &context.device, Duration::ZERO);
+            let met =
+                Timeline::open_timeout(&context.domain, "evil", &context.device, Duration::ZERO);
             ensure!(met.is_err(), "a stranger was taken for a timeline's owner");
         }
         thrower.join().map_err(|_| anyhow!("a panic"))?
@@ -235,7 +303,10 @@ impl Mounted {
             mount(&device, &path).map(|()| device)
         });
         match mounted {
-            Ok(device) => Ok(Mounted { device: Some(device), path }),
+            Ok(device) => Ok(Mounted {
+                device: Some(device),
+                path,
+            }),
             Err(error) => {
                 let _ = std::fs::remove_file(&path);
                 skip(format!("no FUSE file system can be mounted here: {error}"))
@@ -245,7 +316,12 @@ impl Mounted {
 
     /// A descriptor that was located and not opened: nobody answers an `open`.
     fn locate(&self) -> Result<OwnedFd> {
-        Ok(rustix::fs::openat(CWD, &self.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)
+        Ok(rustix::fs::openat(
+            CWD,
+            &self.path,
+            OFlags::PATH | OFlags::CLOEXEC,
+            Mode::empty(),
+        )?)
     }
 }
 
@@ -253,7 +329,8 @@ impl Drop for Mounted {
     fn drop(&mut self) {
         // Who waits for an answer gets an error from here on.
         self.device = None;
-        let path = std::ffi::CString::new(self.path.as_os_str().as_encoded_bytes()).unwrap_or_default();
+        let path =
+            std::ffi::CString::new(self.path.as_os_str().as_encoded_bytes()).unwrap_or_default();
         // SAFETY: reads the path, which lives across the call.
         unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
         let _ = std::fs::remove_file(&self.path);
@@ -261,12 +338,30 @@ impl Drop for Mounted {
 }
 
 fn mount(device: &File, path: &std::path::Path) -> std::io::Result<()> {
-    let options = format!("fd={},rootmode=100000,user_id=0,group_id=0,allow_other", device.as_raw_fd());
+    let options = format!(
+        "fd={},rootmode=100000,user_id=0,group_id=0,allow_other",
+        device.as_raw_fd()
+    );
     let text = |bytes: &[u8]| std::ffi::CString::new(bytes).map_err(std::io::Error::other);
-    let (path, options) = (text(path.as_os_str().as_encoded_bytes())?, text(options.as_bytes())?);
+    let (path, options) = (
+        text(path.as_os_str().as_encoded_bytes())?,
+        text(options.as_bytes())?,
+    );
     // SAFETY: reads four strings, which live across the call.
-    let code = unsafe { libc::mount(c"silent".as_ptr(), path.as_ptr(), c"fuse".as_ptr(), 0, options.as_ptr().cast()) };
-    if code == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    let code = unsafe {
+        libc::mount(
+            c"silent".as_ptr(),
+            path.as_ptr(),
+            c"fuse".as_ptr(),
+            0,
+            options.as_ptr().cast(),
+        )
+    };
+    if code == 0 {
+        Ok(())
+    } else {
+        Err(std::io::Error::last_os_error())
+    }
 }
 
 fn silent(context: &Context) -> Result<()> {
@@ -279,8 +374,13 @@ fn silent(context: &Context) -> Result<()> {
     // As a bare descriptor, too, on a thread: what fails here hangs.
     let (info, device, file) = (example(context)?, context.device.clone(), mounted.locate()?);
     let (tell, told) = channel();
-    std::thread::spawn(move || tell.send(Memory::import_fd(&device, &file, &info, Access::Read).is_err()));
-    ensure!(told.recv_timeout(PATIENCE).context("it is asked")?, "it is taken for memory");
+    std::thread::spawn(move || {
+        tell.send(Memory::import_fd(&device, &file, &info, Access::Read).is_err())
+    });
+    ensure!(
+        told.recv_timeout(PATIENCE).context("it is asked")?,
+        "it is taken for memory"
+    );
     scene.goes_on(context, &publisher, &timeline)
 }
 
@@ -290,7 +390,10 @@ fn example(context: &Context) -> Result<MemoryInfo> {
 }
 
 fn memfd(bytes: u64, flags: MemfdFlags) -> Result<OwnedFd> {
-    let fd = rustix::fs::memfd_create(c"hostile", flags | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    let fd = rustix::fs::memfd_create(
+        c"hostile",
+        flags | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    )?;
     rustix::fs::ftruncate(&fd, bytes)?;
     Ok(fd)
 }
@@ -300,11 +403,16 @@ fn no_memory(context: &Context) -> Result<()> {
     let (info, stream) = (memory.info(), context.stream()?);
     memory.write(&stream, 0, &vec![7; 8 * WORDS as usize])?;
     stream.synchronize(PATIENCE)?;
-    let file = |path: &str| -> Result<OwnedFd> { Ok(File::options().read(true).write(true).open(path)?.into()) };
+    let file = |path: &str| -> Result<OwnedFd> {
+        Ok(File::options().read(true).write(true).open(path)?.into())
+    };
     let short = memfd(info.mapped_bytes / 2, MemfdFlags::empty())?;
     let size = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
     rustix::fs::fcntl_add_seals(&short, size)?;
-    let huge = memfd(info.mapped_bytes, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB);
+    let huge = memfd(
+        info.mapped_bytes,
+        MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+    );
     let folder = std::env::temp_dir().join(format!("warpipe-no-memory-{}", std::process::id()));
     std::fs::write(&folder, [0; 64])?;
     let mut bad = vec![
@@ -313,7 +421,10 @@ fn no_memory(context: &Context) -> Result<()> {
         ("/dev/null", file("/dev/null")?),
         ("/dev/zero", file("/dev/zero")?),
         ("a file", File::open(&folder)?.into()),
-        ("a memfd that can shrink", memfd(info.mapped_bytes, MemfdFlags::empty())?),
+        (
+            "a memfd that can shrink",
+            memfd(info.mapped_bytes, MemfdFlags::empty())?,
+        ),
         ("a memfd that is too short", short),
     ];
     std::fs::remove_file(folder)?;
@@ -329,7 +440,10 @@ fn no_memory(context: &Context) -> Result<()> {
         }
         let good = memory.export()?;
         let shared = Memory::import_fd(&context.device, &good.fd, &good.info, Access::Read)?;
-        ensure!(shared.to_vec(PATIENCE)?.iter().all(|&byte| byte == 7), "behind {what} the good memory is wrong");
+        ensure!(
+            shared.to_vec(PATIENCE)?.iter().all(|&byte| byte == 7),
+            "behind {what} the good memory is wrong"
+        );
     }
     Ok(())
 }

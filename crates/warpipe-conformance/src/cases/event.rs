@@ -72,47 +72,75 @@ fn either_side_records(context: &Context) -> Result<()> {
     let memory = share(context, &mut [&mut peer])?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     for seed in 1..=5 {
-        peer.signals(SignalOrder::Write { seed, slow_us: 40_000 })?;
+        peer.signals(SignalOrder::Write {
+            seed,
+            slow_us: 40_000,
+        })?;
         peer.signals(SignalOrder::Record)?;
         let recording = event.wait(&stream)?;
         let wrong = memory.wrong(&mut error_counters, &stream, seed)?;
-        ensure!(wrong == 0 && event.check(recording)?, "{wrong} words were read before they were written");
+        ensure!(
+            wrong == 0 && event.check(recording)?,
+            "{wrong} words were read before they were written"
+        );
 
         memory.write(&stream, 100 + seed, Duration::from_millis(40))?;
         event.record(&stream)?;
         peer.signals(SignalOrder::WaitEvent)?;
         let wrong = peer.number(&Order::Signals(SignalOrder::Read { seed: 100 + seed }))?;
-        ensure!(wrong == 0, "the maker read {wrong} words before they were written");
-        ensure!(peer.signals(SignalOrder::CheckEvent)? == Answer::Number(1), "and it is told so");
+        ensure!(
+            wrong == 0,
+            "the maker read {wrong} words before they were written"
+        );
+        ensure!(
+            peer.signals(SignalOrder::CheckEvent)? == Answer::Number(1),
+            "and it is told so"
+        );
         stream.synchronize(PATIENCE)?;
     }
     peer.dismiss()
 }
 
 fn without_waits(context: &Context) -> Result<()> {
-    let delaying = Delaying { signal_late: Duration::ZERO, waits: false };
+    let delaying = Delaying {
+        signal_late: Duration::ZERO,
+        waits: false,
+    };
     let blind = Device::from_backend(Wrapped::new(context.device.backend().clone(), delaying));
     let (mut peer, event) = maker(context, &blind)?;
     let memory = share(context, &mut [&mut peer])?;
     let (stream, mut error_counters) = (blind.stream()?, ErrorCounters::new(&blind)?);
     let mut wrong = 0;
     for seed in 1..=3 {
-        peer.signals(SignalOrder::Write { seed, slow_us: 200_000 })?;
+        peer.signals(SignalOrder::Write {
+            seed,
+            slow_us: 200_000,
+        })?;
         peer.signals(SignalOrder::Record)?;
         event.wait(&stream)?;
         wrong += memory.wrong(&mut error_counters, &stream, seed)?;
         event.synchronize(PATIENCE)?;
     }
     context.figure("wrong_words", wrong);
-    ensure!(wrong > 0, "without its waits a reader saw no wrong word, so the other cases prove nothing");
+    ensure!(
+        wrong > 0,
+        "without its waits a reader saw no wrong word, so the other cases prove nothing"
+    );
     peer.dismiss()
 }
 
 fn never_recorded(context: &Context) -> Result<()> {
     let (mut peer, event) = maker(context, &context.device)?;
     let stream = context.stream()?;
-    for result in [event.wait(&stream).map(drop), event.query().map(drop), event.synchronize(PATIENCE)] {
-        ensure!(matches!(result, Err(Error::EventNotRecorded { .. })), "it gave {result:?}");
+    for result in [
+        event.wait(&stream).map(drop),
+        event.query().map(drop),
+        event.synchronize(PATIENCE),
+    ] {
+        ensure!(
+            matches!(result, Err(Error::EventNotRecorded { .. })),
+            "it gave {result:?}"
+        );
     }
     peer.refuses(SignalOrder::WaitEvent, "EventNotRecorded")?;
     peer.refuses(SignalOrder::Query, "EventNotRecorded")?;
@@ -131,23 +159,43 @@ fn killed_maker(context: &Context) -> Result<()> {
     for _ in 0..context.rounds(3, 30, 30) {
         let mut victim = context.peer()?;
         let text = victim.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
-        let (event, mut witness) = (Event::open(&parse(&text)?, &context.device)?, context.peer()?);
+        let (event, mut witness) = (
+            Event::open(&parse(&text)?, &context.device)?,
+            context.peer()?,
+        );
         witness.signals(SignalOrder::OpenEvent(text))?;
         let memory = share(context, &mut [&mut victim])?;
-        victim.signals(SignalOrder::Write { seed: 1, slow_us: 5_000_000 })?;
+        victim.signals(SignalOrder::Write {
+            seed: 1,
+            slow_us: 5_000_000,
+        })?;
         victim.signals(SignalOrder::Record)?;
         let stream = context.stream()?;
         let recording = event.wait(&stream)?;
         witness.signals(SignalOrder::WaitEvent)?;
-        ensure!(!event.query()? && !stream.is_idle()?, "the kernel runs, and the stream waits");
+        ensure!(
+            !event.query()? && !stream.is_idle()?,
+            "the kernel runs, and the stream waits"
+        );
         victim.kill()?;
-        stream.synchronize(PATIENCE).context("a waiting stream is let go")?;
+        stream
+            .synchronize(PATIENCE)
+            .context("a waiting stream is let go")?;
         lost(event.check(recording), victim.id())?;
         lost(event.query(), victim.id())?;
         lost(event.wait(&stream).map(|_| true), victim.id())?;
         lost(event.synchronize(PATIENCE).map(|()| true), victim.id())?;
         let recorded = event.record(&stream);
-        ensure!(matches!(recorded, Err(Error::OwnerGone { graceful: false, .. })), "recording gave {recorded:?}");
+        ensure!(
+            matches!(
+                recorded,
+                Err(Error::OwnerGone {
+                    graceful: false,
+                    ..
+                })
+            ),
+            "recording gave {recorded:?}"
+        );
         witness.signals(SignalOrder::Synchronize)?;
         witness.refuses(SignalOrder::CheckEvent, "EventLost")?;
         witness.dismiss()?;
@@ -164,20 +212,30 @@ fn killed_guest(context: &Context) -> Result<()> {
     let memory = share(context, &mut [&mut victim])?;
     victim.signals(SignalOrder::OpenEvent(text.clone()))?;
     witness.signals(SignalOrder::OpenEvent(text))?;
-    victim.signals(SignalOrder::Write { seed: 1, slow_us: 5_000_000 })?;
+    victim.signals(SignalOrder::Write {
+        seed: 1,
+        slow_us: 5_000_000,
+    })?;
     victim.signals(SignalOrder::Record)?;
     let stream = context.stream()?;
     let recording = event.wait(&stream)?;
     witness.signals(SignalOrder::WaitEvent)?;
     victim.kill()?;
-    stream.synchronize(PATIENCE).context("the maker's stream is let go")?;
+    stream
+        .synchronize(PATIENCE)
+        .context("the maker's stream is let go")?;
     lost(event.check(recording), victim.id())?;
-    witness.signals(SignalOrder::Synchronize).context("a third one's stream is let go")?;
+    witness
+        .signals(SignalOrder::Synchronize)
+        .context("a third one's stream is let go")?;
     witness.refuses(SignalOrder::CheckEvent, "EventLost")?;
     event.record(&stream)?;
     witness.signals(SignalOrder::WaitEvent)?;
     witness.signals(SignalOrder::Synchronize)?;
-    ensure!(witness.signals(SignalOrder::CheckEvent)? == Answer::Number(1), "recorded anew it is complete");
+    ensure!(
+        witness.signals(SignalOrder::CheckEvent)? == Answer::Number(1),
+        "recorded anew it is complete"
+    );
     witness.signals(SignalOrder::Record)?;
     event.synchronize(PATIENCE)?;
     drop(memory);
@@ -204,7 +262,10 @@ impl Hook for Gate {
         let is_shut = self.is_shut.lock().unwrap_or_else(PoisonError::into_inner);
         if method == "allocate" && *is_shut {
             self.has_held.store(true, SeqCst);
-            drop(self.opened.wait_timeout_while(is_shut, 3 * PATIENCE, |is_shut| *is_shut));
+            drop(
+                self.opened
+                    .wait_timeout_while(is_shut, 3 * PATIENCE, |is_shut| *is_shut),
+            );
         }
         Ok(())
     }
@@ -213,13 +274,20 @@ impl Hook for Gate {
 fn held_up_attendant(context: &Context) -> Result<()> {
     let backend = Wrapped::new(context.device.backend().clone(), Gate::default());
     let (gate, slow) = (backend.hook(), Device::from_backend(backend.clone()));
-    let pool = Pool::builder("pool").domain(&context.domain).device(&slow).memory_limit(2 << 20).build()?;
+    let pool = Pool::builder("pool")
+        .domain(&context.domain)
+        .device(&slow)
+        .memory_limit(2 << 20)
+        .build()?;
     let client = PoolClient::open(&context.domain, "pool", &context.device)?;
     let event = Event::create(&context.domain, &context.device)?;
     let mut victim = context.peer()?;
     let _memory = share(context, &mut [&mut victim])?;
     victim.signals(SignalOrder::OpenEvent(event.handle()?.to_string()))?;
-    victim.signals(SignalOrder::Write { seed: 1, slow_us: 5_000_000 })?;
+    victim.signals(SignalOrder::Write {
+        seed: 1,
+        slow_us: 5_000_000,
+    })?;
     victim.signals(SignalOrder::Record)?;
     let stream = context.stream()?;
     let recording = event.wait(&stream)?;
@@ -227,9 +295,14 @@ fn held_up_attendant(context: &Context) -> Result<()> {
     let told = std::thread::scope(|scope| {
         scope.spawn(|| drop(client.allocate(4096)));
         let mut told = || -> Result<()> {
-            ensure!(eventually(PATIENCE, || gate.has_held.load(SeqCst)), "the control thread is in the driver");
+            ensure!(
+                eventually(PATIENCE, || gate.has_held.load(SeqCst)),
+                "the control thread is in the driver"
+            );
             victim.kill()?;
-            stream.synchronize(PATIENCE).context("the maker's stream is let go")?;
+            stream
+                .synchronize(PATIENCE)
+                .context("the maker's stream is let go")?;
             lost(event.check(recording), victim.id())
         };
         let told = told();
@@ -243,7 +316,14 @@ fn held_up_attendant(context: &Context) -> Result<()> {
 fn untouched_raw(context: &Context) -> Result<()> {
     let backend = Wrapped::new(context.device.backend().clone(), Counting::default());
     let device = Device::from_backend(backend.clone());
-    let recorded = || backend.hook().calls().get("record_event").copied().unwrap_or(0);
+    let recorded = || {
+        backend
+            .hook()
+            .calls()
+            .get("record_event")
+            .copied()
+            .unwrap_or(0)
+    };
     let (peer, event) = maker(context, &device)?;
     let stream = device.stream()?;
     event.record(&stream)?;
@@ -264,7 +344,11 @@ fn killed_anywhere(context: &Context) -> Result<()> {
     for round in 0..kills {
         let (mut peer, mut witness) = (context.mortal(&mut rng)?, context.peer()?);
         // Whose event it is decides who lets the others go: its maker, or everybody himself.
-        let own = if round % 2 == 0 { Some(Event::create(&context.domain, &context.device)?) } else { None };
+        let own = if round % 2 == 0 {
+            Some(Event::create(&context.domain, &context.device)?)
+        } else {
+            None
+        };
         let text = match &own {
             Some(event) => event.handle()?.to_string(),
             None => peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?,
@@ -294,8 +378,12 @@ fn killed_anywhere(context: &Context) -> Result<()> {
             }
         }
         peer.ended()?;
-        stream.synchronize(PATIENCE).context("a waiting stream is let go")?;
-        witness.signals(SignalOrder::Synchronize).context("the other one's, too")?;
+        stream
+            .synchronize(PATIENCE)
+            .context("a waiting stream is let go")?;
+        witness
+            .signals(SignalOrder::Synchronize)
+            .context("the other one's, too")?;
         for recording in recordings {
             match event.check(recording) {
                 Ok(true) => complete += 1,
@@ -332,19 +420,37 @@ fn dropped_event(context: &Context) -> Result<()> {
     let (mut peer, event) = maker(context, &context.device)?;
     let memory = share(context, &mut [&mut peer])?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
-    peer.signals(SignalOrder::Write { seed: 3, slow_us: 100_000 })?;
+    peer.signals(SignalOrder::Write {
+        seed: 3,
+        slow_us: 100_000,
+    })?;
     peer.signals(SignalOrder::Record)?;
     let recording = event.wait(&stream)?;
     peer.signals(SignalOrder::Close)?;
     let wrong = memory.wrong(&mut error_counters, &stream, 3)?;
-    ensure!(wrong == 0 && event.check(recording)?, "{wrong} wrong words behind what was recorded");
-    let is_over = || matches!(event.record(&stream), Err(Error::OwnerGone { graceful: true, .. }));
-    ensure!(eventually(PATIENCE, is_over), "recording it is an error by and by");
+    ensure!(
+        wrong == 0 && event.check(recording)?,
+        "{wrong} wrong words behind what was recorded"
+    );
+    let is_over = || {
+        matches!(
+            event.record(&stream),
+            Err(Error::OwnerGone { graceful: true, .. })
+        )
+    };
+    ensure!(
+        eventually(PATIENCE, is_over),
+        "recording it is an error by and by"
+    );
     stream.synchronize(PATIENCE)?;
     let handle = event.handle()?;
     drop(event);
     match Event::open(&handle, &context.device) {
-        Err(Error::NoOwner { .. } | Error::OwnerGone { graceful: true, .. } | Error::EventHandle { .. }) => {}
+        Err(
+            Error::NoOwner { .. }
+            | Error::OwnerGone { graceful: true, .. }
+            | Error::EventHandle { .. },
+        ) => {}
         other => bail!("opening a dropped event gave {other:?}"),
     }
     peer.dismiss()
@@ -352,7 +458,14 @@ fn dropped_event(context: &Context) -> Result<()> {
 
 fn limit_of_events(context: &Context) -> Result<()> {
     let before = getrlimit(Resource::Nofile);
-    setrlimit(Resource::Nofile, Rlimit { current: Some(1024), ..before }).context("setrlimit")?;
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: Some(1024),
+            ..before
+        },
+    )
+    .context("setrlimit")?;
     let stream = context.stream()?;
     let mut events = (0..4096)
         .map(|_| Event::create(&context.domain, &context.device))
@@ -368,11 +481,17 @@ fn limit_of_events(context: &Context) -> Result<()> {
         peer.signals(SignalOrder::OpenEvent(events[index].handle()?.to_string()))?;
         peer.signals(SignalOrder::WaitEvent)?;
         peer.signals(SignalOrder::Synchronize)?;
-        ensure!(peer.signals(SignalOrder::CheckEvent)? == Answer::Number(1), "event {index} is complete");
+        ensure!(
+            peer.signals(SignalOrder::CheckEvent)? == Answer::Number(1),
+            "event {index} is complete"
+        );
     }
     // One that nobody else has open: what others use is free when they are done.
     drop(events.swap_remove(1000));
-    drop(Event::create(&context.domain, &context.device).context("one was dropped, so there is room")?);
+    drop(
+        Event::create(&context.domain, &context.device)
+            .context("one was dropped, so there is room")?,
+    );
     stream.synchronize(PATIENCE)?;
     drop(events);
     setrlimit(Resource::Nofile, before).context("setrlimit")?;
@@ -396,7 +515,10 @@ fn limit_of_recorders(context: &Context) -> Result<()> {
         Ok(peer.try_ask(&Order::Signals(SignalOrder::Record))?.is_ok())
     };
     let mut again = again;
-    ensure!(eventually(PATIENCE, || again().unwrap_or(false)), "the lanes of who has left are free");
+    ensure!(
+        eventually(PATIENCE, || again().unwrap_or(false)),
+        "the lanes of who has left are free"
+    );
     peer.signals(SignalOrder::Synchronize)?;
     peer.dismiss()
 }
@@ -405,14 +527,23 @@ fn wrong_handles(context: &Context) -> Result<()> {
     let event = Event::create(&context.domain, &context.device)?;
     let text = event.handle()?.to_string();
     let mut peer = context.peer()?;
-    for wrong in ["", "garbage", "warpipe-event:00", &text[..text.len() - 2], &format!("{text}00")] {
+    for wrong in [
+        "",
+        "garbage",
+        "warpipe-event:00",
+        &text[..text.len() - 2],
+        &format!("{text}00"),
+    ] {
         peer.refuses(SignalOrder::OpenEvent(wrong.to_string()), "EventHandle")?;
     }
     let mut changed = text.clone().into_bytes();
     for digit in changed.iter_mut().skip(50).step_by(7) {
         *digit = if *digit == b'0' { b'1' } else { b'0' };
     }
-    peer.refuses(SignalOrder::OpenEvent(String::from_utf8(changed)?), "EventHandle")?;
+    peer.refuses(
+        SignalOrder::OpenEvent(String::from_utf8(changed)?),
+        "EventHandle",
+    )?;
     peer.signals(SignalOrder::OpenEvent(text))?;
 
     let mut victim = context.peer()?;
@@ -421,9 +552,14 @@ fn wrong_handles(context: &Context) -> Result<()> {
     victim.kill()?;
     let gone = peer.try_ask(&Order::Signals(SignalOrder::OpenEvent(text.clone())))?;
     let kind = gone.as_ref().map_err(|fault| fault.kind.as_str());
-    ensure!(matches!(kind, Err("NoOwner" | "OwnerGone" | "LegacyHandle")), "a dead maker's handle gave {gone:?}");
+    ensure!(
+        matches!(kind, Err("NoOwner" | "OwnerGone" | "LegacyHandle")),
+        "a dead maker's handle gave {gone:?}"
+    );
     match Event::open(&parse(&text)?, &context.device) {
-        Err(Error::NoOwner { was_there: true, .. }) => {}
+        Err(Error::NoOwner {
+            was_there: true, ..
+        }) => {}
         other => bail!("a dead maker's handle gave {other:?}"),
     }
     peer.dismiss()

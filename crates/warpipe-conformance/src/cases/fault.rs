@@ -15,12 +15,27 @@ use crate::context::Context;
 use crate::payload::{ErrorCounters, Payload};
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a device that refuses while a publisher is built leaves nothing, and it is built next", publisher),
-    Case::new("a device that refuses while a subscriber is built leaves nothing, and it is built next", subscriber),
-    Case::new("a device that refuses a loan leaves both sides usable", loan),
-    Case::new("a device that refuses a send loses that sample alone, and its subscriber is told", send),
+    Case::new(
+        "a device that refuses while a publisher is built leaves nothing, and it is built next",
+        publisher,
+    ),
+    Case::new(
+        "a device that refuses while a subscriber is built leaves nothing, and it is built next",
+        subscriber,
+    ),
+    Case::new(
+        "a device that refuses a loan leaves both sides usable",
+        loan,
+    ),
+    Case::new(
+        "a device that refuses a send loses that sample alone, and its subscriber is told",
+        send,
+    ),
     Case::new("a device that refuses a receive loses no sample", receive),
-    Case::new("a device that refuses a release leaves both sides usable", release),
+    Case::new(
+        "a device that refuses a release leaves both sides usable",
+        release,
+    ),
 ];
 
 const WORDS: u64 = 256;
@@ -59,7 +74,14 @@ enum Step {
     Release,
 }
 
-const STEPS: &[Step] = &[Step::Publish, Step::Subscribe, Step::Loan, Step::Send, Step::Receive, Step::Release];
+const STEPS: &[Step] = &[
+    Step::Publish,
+    Step::Subscribe,
+    Step::Loan,
+    Step::Send,
+    Step::Receive,
+    Step::Release,
+];
 
 /// The device of one side, which fails when it is told to.
 struct Side {
@@ -72,7 +94,11 @@ impl Side {
     fn new(context: &Context) -> Result<Side> {
         let hook = Wrapped::new(context.device.backend().clone(), Failing::default());
         let device = Device::from_backend(hook.clone());
-        Ok(Side { hook, stream: device.stream()?, device })
+        Ok(Side {
+            hook,
+            stream: device.stream()?,
+            device,
+        })
     }
 }
 
@@ -92,17 +118,36 @@ impl<'a> Flow<'a> {
     fn new(context: &'a Context) -> Result<Flow<'a>> {
         let sides = [Side::new(context)?, Side::new(context)?];
         let error_counters = context.error_counters()?;
-        Ok(Flow { context, loan: None, sample: None, subscriber: None, publisher: None, error_counters, sides })
+        Ok(Flow {
+            context,
+            loan: None,
+            sample: None,
+            subscriber: None,
+            publisher: None,
+            error_counters,
+            sides,
+        })
     }
 
     fn take(&mut self, step: Step) -> Result<()> {
         let [out, back] = &self.sides;
         match step {
             Step::Publish => {
-                self.publisher = Some(self.context.publisher("fault").device(&out.device).history(1).build()?);
+                self.publisher = Some(
+                    self.context
+                        .publisher("fault")
+                        .device(&out.device)
+                        .history(1)
+                        .build()?,
+                );
             }
             Step::Subscribe => {
-                self.subscriber = Some(self.context.subscriber("fault").device(&back.device).build()?);
+                self.subscriber = Some(
+                    self.context
+                        .subscriber("fault")
+                        .device(&back.device)
+                        .build()?,
+                );
             }
             Step::Loan => {
                 let publisher = self.publisher.as_ref().context("published")?;
@@ -115,7 +160,14 @@ impl<'a> Flow<'a> {
                     failed.error
                 })?;
             }
-            Step::Receive => self.sample = Some(self.subscriber.as_mut().context("subscribed")?.receive(&back.stream)?),
+            Step::Receive => {
+                self.sample = Some(
+                    self.subscriber
+                        .as_mut()
+                        .context("subscribed")?
+                        .receive(&back.stream)?,
+                )
+            }
             Step::Release => self.sample.take().context("received")?.finish(PATIENCE)?,
         }
         Ok(())
@@ -127,9 +179,16 @@ impl<'a> Flow<'a> {
             Payload::of(WORDS, seed).fill(loan, &self.sides[0].stream)?;
         }
         if let Some(sample) = &self.sample {
-            let check = self.error_counters.check_sample(sample)?.context("a mark")?;
+            let check = self
+                .error_counters
+                .check_sample(sample)?
+                .context("a mark")?;
             self.sides[1].stream.synchronize(PATIENCE)?;
-            ensure!(self.error_counters.wrong_words(check) == 0, "sample {} has wrong words", sample.sequence());
+            ensure!(
+                self.error_counters.wrong_words(check) == 0,
+                "sample {} has wrong words",
+                sample.sequence()
+            );
         }
         Ok(())
     }
@@ -138,7 +197,8 @@ impl<'a> Flow<'a> {
         steps.iter().try_for_each(|&step| {
             let result = self.take(step);
             if let Err(error) = result {
-                self.subscribe_again(step, error).with_context(|| format!("{step:?}"))?;
+                self.subscribe_again(step, error)
+                    .with_context(|| format!("{step:?}"))?;
             }
             self.work(seed)
         })
@@ -149,14 +209,21 @@ impl Flow<'_> {
     /// A new region comes when it comes, and when it cannot be mapped the link is over; that is told by the next
     /// receive. A new link, and its history, is the way on.
     fn subscribe_again(&mut self, step: Step, error: anyhow::Error) -> Result<()> {
-        ensure!(step == Step::Receive && is_injected(&error) && error.to_string().contains("import"), error);
+        ensure!(
+            step == Step::Receive && is_injected(&error) && error.to_string().contains("import"),
+            error
+        );
         self.take(Step::Subscribe)?;
         self.take(Step::Receive)
     }
 
     /// A sample whose completion the device refused is lost, and its subscriber is told so; the next one is not.
     fn send_another(&mut self) -> Result<()> {
-        let lost = self.subscriber.as_mut().context("subscribed")?.receive(&self.sides[1].stream)?;
+        let lost = self
+            .subscriber
+            .as_mut()
+            .context("subscribed")?
+            .receive(&self.sides[1].stream)?;
         match lost.finish(PATIENCE) {
             Err(Error::SampleLost { .. }) => {}
             other => bail!("a sample that was refused gave {other:?}"),
@@ -177,11 +244,17 @@ fn is_injected(error: &anyhow::Error) -> bool {
 /// Fails each call of each method that `step` makes on either side, each time on a fresh channel; then takes the step
 /// again and sees that everything works.
 fn refuse(context: &Context, step: Step) -> Result<()> {
-    let at = STEPS.iter().position(|&other| other == step).context("a step")?;
+    let at = STEPS
+        .iter()
+        .position(|&other| other == step)
+        .context("a step")?;
     let (before, after) = (&STEPS[..at], &STEPS[at + 1..]);
     let guard = context.guard();
     let mut refusals = 0;
-    for (side, method) in [0, 1].into_iter().flat_map(|side| METHODS.iter().map(move |&method| (side, method))) {
+    for (side, method) in [0, 1]
+        .into_iter()
+        .flat_map(|side| METHODS.iter().map(move |&method| (side, method)))
+    {
         for call in 1..=CALLS_MAX {
             let mut flow = Flow::new(context)?;
             if at > 1 {
@@ -197,8 +270,11 @@ fn refuse(context: &Context, step: Step) -> Result<()> {
             let struck = flow.sides[side].hook.hook().has_struck();
             flow.sides[side].hook.hook().aim("none", 0);
             let words = || format!("call {call} of {method} failed on side {side}");
-            again(&mut flow, step, result).and_then(|()| flow.go(after, 1)).with_context(words)?;
-            flow.go(&STEPS[2..], 2).with_context(|| format!("{}, on the next message", words()))?;
+            again(&mut flow, step, result)
+                .and_then(|()| flow.go(after, 1))
+                .with_context(words)?;
+            flow.go(&STEPS[2..], 2)
+                .with_context(|| format!("{}, on the next message", words()))?;
             drop(flow);
             guard.settles().with_context(words)?;
             if !struck {
@@ -214,11 +290,16 @@ fn refuse(context: &Context, step: Step) -> Result<()> {
 /// After a refusal takes the step again.
 fn again(flow: &mut Flow<'_>, step: Step, result: Result<()>) -> Result<()> {
     if let Err(error) = result {
-        ensure!(is_injected(&error), "another error than the one injected: {error:#}");
+        ensure!(
+            is_injected(&error),
+            "another error than the one injected: {error:#}"
+        );
         match step {
             // A release that fails is tried once more by the sample's own drop.
             Step::Release => {}
-            Step::Receive if error.to_string().contains("import") => flow.subscribe_again(step, error)?,
+            Step::Receive if error.to_string().contains("import") => {
+                flow.subscribe_again(step, error)?
+            }
             Step::Send if flow.loan.is_none() => flow.send_another().context("another one")?,
             _ => flow.take(step).context("the second time")?,
         }

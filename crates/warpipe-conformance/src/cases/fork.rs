@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::{
-    Error, Event, EventHandle, Layout, Publisher, Sample, SampleMut, Semaphore, Stream, Subscriber, Timeline,
+    Error, Event, EventHandle, Layout, Publisher, Sample, SampleMut, Semaphore, Stream, Subscriber,
+    Timeline,
 };
 
 use super::Case;
@@ -15,15 +16,33 @@ use crate::peer::{Batch, Order, PublisherPlan, SemaphoreOrder, SignalOrder};
 use crate::process::{pid, pidfd, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a forked child's handles refuse everything, and dropping them harms nothing", handles_refuse),
-    Case::new("a forked child's timelines and events refuse everything, and the parent's go on", signals_refuse),
-    Case::new("a killed publisher is seen dead although its forked child lives", death_is_seen_despite_a_child)
-        .ends_clients(),
-    Case::new("a killed subscriber's slots come back although its forked child lives", slots_despite_a_child)
-        .ends_clients(),
-    Case::new("a forked child's semaphore refuses, and dropping its permit frees nothing", semaphore_refuses),
-    Case::new("a killed holder's permit comes back although its forked child lives", permit_despite_a_child)
-        .ends_clients(),
+    Case::new(
+        "a forked child's handles refuse everything, and dropping them harms nothing",
+        handles_refuse,
+    ),
+    Case::new(
+        "a forked child's timelines and events refuse everything, and the parent's go on",
+        signals_refuse,
+    ),
+    Case::new(
+        "a killed publisher is seen dead although its forked child lives",
+        death_is_seen_despite_a_child,
+    )
+    .ends_clients(),
+    Case::new(
+        "a killed subscriber's slots come back although its forked child lives",
+        slots_despite_a_child,
+    )
+    .ends_clients(),
+    Case::new(
+        "a forked child's semaphore refuses, and dropping its permit frees nothing",
+        semaphore_refuses,
+    ),
+    Case::new(
+        "a killed holder's permit comes back although its forked child lives",
+        permit_despite_a_child,
+    )
+    .ends_clients(),
 ];
 
 const WORDS: u64 = 256;
@@ -45,10 +64,14 @@ pub(super) fn in_a_child(work: impl FnOnce() -> u8) -> Result<u8> {
             if !ended {
                 crate::process::signal(child, rustix::process::Signal::KILL)?;
             }
-            let status = rustix::process::waitpid(Some(child), rustix::process::WaitOptions::empty())?;
+            let status =
+                rustix::process::waitpid(Some(child), rustix::process::WaitOptions::empty())?;
             ensure!(ended, "the child hangs");
             let (_, status) = status.context("the child's end")?;
-            status.exit_status().map(|code| code as u8).context("the child ends by itself")
+            status
+                .exit_status()
+                .map(|code| code as u8)
+                .context("the child ends by itself")
         }
     }
 }
@@ -63,28 +86,53 @@ fn handles_refuse(context: &Context) -> Result<()> {
         Ok(())
     };
     let receive = |subscriber: &mut Option<Subscriber>| -> Result<Sample> {
-        Ok(subscriber.as_mut().context("the parent's")?.receive(&stream)?)
+        Ok(subscriber
+            .as_mut()
+            .context("the parent's")?
+            .receive(&stream)?)
     };
     (1..=4).try_for_each(|seed| send(&publisher, seed))?;
-    let mut samples = (0..4).map(|_| receive(&mut subscriber)).collect::<Result<Vec<_>>>()?;
+    let mut samples = (0..4)
+        .map(|_| receive(&mut subscriber))
+        .collect::<Result<Vec<_>>>()?;
     let mut loan = Some(Payload::of(WORDS, 5).loan(publisher.as_ref().context("built")?, &stream)?);
     stream.synchronize(PATIENCE)?;
     // The child has copies of everything, to use and to drop.
     let code = in_a_child(|| {
-        let (Some(publisher), Some(subscriber), Some(loan)) = (publisher.take(), subscriber.take(), loan.take()) else {
+        let (Some(publisher), Some(subscriber), Some(loan)) =
+            (publisher.take(), subscriber.take(), loan.take())
+        else {
             return 254;
         };
-        first_accepted(publisher, subscriber, loan, std::mem::take(&mut samples), &stream)
+        first_accepted(
+            publisher,
+            subscriber,
+            loan,
+            std::mem::take(&mut samples),
+            &stream,
+        )
     })?;
-    ensure!(code == 0, "operation {code} was not refused in the forked child");
+    ensure!(
+        code == 0,
+        "operation {code} was not refused in the forked child"
+    );
     for sample in samples {
-        ensure!(error_counters.finish(sample)? == 0, "what the parent held is whole");
+        ensure!(
+            error_counters.finish(sample)? == 0,
+            "what the parent held is whole"
+        );
     }
     loan.context("the parent's")?.send(&stream)?;
-    ensure!(error_counters.finish(receive(&mut subscriber)?)? == 0, "what the parent had loaned is whole");
+    ensure!(
+        error_counters.finish(receive(&mut subscriber)?)? == 0,
+        "what the parent had loaned is whole"
+    );
     for seed in 6..=40 {
         send(&publisher, seed)?;
-        ensure!(error_counters.finish(receive(&mut subscriber)?)? == 0, "the parent goes on");
+        ensure!(
+            error_counters.finish(receive(&mut subscriber)?)? == 0,
+            "the parent goes on"
+        );
     }
     Ok(())
 }
@@ -100,7 +148,9 @@ fn first_accepted(
 ) -> u8 {
     let is_forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked));
     let short = Duration::from_millis(1);
-    let (Some(sample), Some(released), Some(finished)) = (samples.pop(), samples.pop(), samples.pop()) else {
+    let (Some(sample), Some(released), Some(finished)) =
+        (samples.pop(), samples.pop(), samples.pop())
+    else {
         return 254;
     };
     let layout = Layout::bytes_only(8);
@@ -116,9 +166,16 @@ fn first_accepted(
         is_forked(finished.finish(short)),
         is_forked(loan.send(stream).map(drop).map_err(Error::from)),
     ];
-    let _shown = (publisher.subscribers(), publisher.memory_in_use(), subscriber.publisher_state());
+    let _shown = (
+        publisher.subscribers(),
+        publisher.memory_in_use(),
+        subscriber.publisher_state(),
+    );
     drop((sample, samples, subscriber, publisher));
-    refusals.iter().position(|refused| !refused).map_or(0, |index| index as u8 + 1)
+    refusals
+        .iter()
+        .position(|refused| !refused)
+        .map_or(0, |index| index as u8 + 1)
 }
 
 fn signals_refuse(context: &Context) -> Result<()> {
@@ -126,9 +183,14 @@ fn signals_refuse(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.signals(SignalOrder::CreateTimeline("theirs".into()))?;
     let text = peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
-    let mut timelines =
-        vec![Timeline::create(domain, "ours", device)?, Timeline::open_timeout(domain, "theirs", device, PATIENCE)?];
-    let mut events = vec![Event::create(domain, device)?, Event::open(&text.parse::<EventHandle>()?, device)?];
+    let mut timelines = vec![
+        Timeline::create(domain, "ours", device)?,
+        Timeline::open_timeout(domain, "theirs", device, PATIENCE)?,
+    ];
+    let mut events = vec![
+        Event::create(domain, device)?,
+        Event::open(&text.parse::<EventHandle>()?, device)?,
+    ];
     let code = in_a_child(|| {
         let (timelines, events) = (std::mem::take(&mut timelines), std::mem::take(&mut events));
         let is_forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked));
@@ -153,9 +215,13 @@ fn signals_refuse(context: &Context) -> Result<()> {
     timelines[0].signal(&stream, 1)?;
     peer.signals(SignalOrder::SignalNow(1))?;
     peer.signals(SignalOrder::Record)?;
-    timelines.iter().try_for_each(|timeline| timeline.wait_host(1, PATIENCE))?;
+    timelines
+        .iter()
+        .try_for_each(|timeline| timeline.wait_host(1, PATIENCE))?;
     events[0].record(&stream)?;
-    events.iter().try_for_each(|event| event.synchronize(PATIENCE))?;
+    events
+        .iter()
+        .try_for_each(|event| event.synchronize(PATIENCE))?;
     stream.synchronize(PATIENCE)?;
     peer.dismiss()
 }
@@ -192,20 +258,34 @@ fn death_is_seen_despite_a_child(context: &Context) -> Result<()> {
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 3)))?;
     peer.kill()?;
     for sequence in 1..=3 {
-        ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "sample {sequence} is whole");
+        ensure!(
+            error_counters.finish(subscriber.receive(&stream)?)? == 0,
+            "sample {sequence} is whole"
+        );
     }
     match subscriber.receive(&stream) {
-        Err(Error::PublisherGone { graceful: false, .. }) => {}
+        Err(Error::PublisherGone {
+            graceful: false, ..
+        }) => {}
         other => anyhow::bail!("after the death came {other:?}"),
     }
-    drop(context.publisher("parent").build().context("the name is free")?);
+    drop(
+        context
+            .publisher("parent")
+            .build()
+            .context("the name is free")?,
+    );
     ensure!(orphan.is_alive(), "the forked child lives");
     Ok(())
 }
 
 fn slots_despite_a_child(context: &Context) -> Result<()> {
     let slot = 1 << 20;
-    let publisher = context.publisher("tight").memory_limit(2 * slot).loan_timeout(PATIENCE).build()?;
+    let publisher = context
+        .publisher("tight")
+        .memory_limit(2 * slot)
+        .loan_timeout(PATIENCE)
+        .build()?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("tight")?;
@@ -218,7 +298,10 @@ fn slots_despite_a_child(context: &Context) -> Result<()> {
     for seed in 3..=10 {
         Payload::of(slot / 8, seed).send(&publisher, &stream)?;
     }
-    ensure!(crate::process::eventually(PATIENCE, || publisher.subscribers().is_empty()), "the dead one is forgotten");
+    ensure!(
+        crate::process::eventually(PATIENCE, || publisher.subscribers().is_empty()),
+        "the dead one is forgotten"
+    );
     ensure!(orphan.is_alive(), "the forked child lives");
     Ok(())
 }
@@ -227,9 +310,14 @@ fn semaphore_refuses(context: &Context) -> Result<()> {
     let creator = Semaphore::create(&context.domain, "forked", &context.device, 3)?;
     let member = Semaphore::open(&context.domain, "forked", &context.device)?;
     let stream = context.stream()?;
-    let mut held = vec![member.acquire(&stream, PATIENCE)?, creator.acquire(&stream, PATIENCE)?];
+    let mut held = vec![
+        member.acquire(&stream, PATIENCE)?,
+        creator.acquire(&stream, PATIENCE)?,
+    ];
     let code = in_a_child(|| {
-        let (Some(released), Some(dropped)) = (held.pop(), held.pop()) else { return 254 };
+        let (Some(released), Some(dropped)) = (held.pop(), held.pop()) else {
+            return 254;
+        };
         let refusals = [
             matches!(released.release(&stream), Err(Error::Forked)),
             matches!(member.acquire(&stream, Duration::ZERO), Err(Error::Forked)),
@@ -237,11 +325,21 @@ fn semaphore_refuses(context: &Context) -> Result<()> {
             matches!(creator.acquire_host(Duration::ZERO), Err(Error::Forked)),
         ];
         drop((dropped, member.clone(), creator.clone()));
-        refusals.iter().position(|refused| !refused).map_or(0, |index| index as u8 + 1)
+        refusals
+            .iter()
+            .position(|refused| !refused)
+            .map_or(0, |index| index as u8 + 1)
     })?;
-    ensure!(code == 0, "operation {code} was not refused in the forked child");
-    ensure!(creator.available() == 1, "the parent's permits are the parent's");
-    held.into_iter().try_for_each(|permit| permit.release(&stream))?;
+    ensure!(
+        code == 0,
+        "operation {code} was not refused in the forked child"
+    );
+    ensure!(
+        creator.available() == 1,
+        "the parent's permits are the parent's"
+    );
+    held.into_iter()
+        .try_for_each(|permit| permit.release(&stream))?;
     stream.synchronize(PATIENCE)?;
     ensure!(creator.available() == 3, "the parent gave them back");
     Ok(())
@@ -250,8 +348,14 @@ fn semaphore_refuses(context: &Context) -> Result<()> {
 fn permit_despite_a_child(context: &Context) -> Result<()> {
     let semaphore = Semaphore::create(&context.domain, "turns", &context.device, 1)?;
     let mut peer = context.peer()?;
-    peer.ask(&Order::Semaphore(SemaphoreOrder::Open { name: "turns".into(), waits: true }))?;
-    peer.ask(&Order::Semaphore(SemaphoreOrder::Acquire { timeout_ms: 1_000, on_stream: true }))?;
+    peer.ask(&Order::Semaphore(SemaphoreOrder::Open {
+        name: "turns".into(),
+        waits: true,
+    }))?;
+    peer.ask(&Order::Semaphore(SemaphoreOrder::Acquire {
+        timeout_ms: 1_000,
+        on_stream: true,
+    }))?;
     let orphan = Orphan::of(&mut peer)?;
     peer.kill()?;
     semaphore.acquire_host(PATIENCE)?.release_now();

@@ -14,10 +14,19 @@ use crate::device_words::fill;
 use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("any tensor is copied into any other of its shape, and nothing beside it is written", any_layouts)
-        .long(600),
-    Case::new("a copy of elements is behind its stream's work, and no CPU waits for that", behind_work),
-    Case::new("elements that would be written twice, or while they are read, are refused", refusals),
+    Case::new(
+        "any tensor is copied into any other of its shape, and nothing beside it is written",
+        any_layouts,
+    )
+    .long(600),
+    Case::new(
+        "a copy of elements is behind its stream's work, and no CPU waits for that",
+        behind_work,
+    ),
+    Case::new(
+        "elements that would be written twice, or while they are read, are refused",
+        refusals,
+    ),
 ];
 
 const ROOM: u64 = 4 << 20;
@@ -28,7 +37,11 @@ fn shape(rng: &mut Rng) -> Vec<u64> {
     let mut left = 4096;
     let mut shape: Vec<u64> = (0..rng.below(9))
         .map(|_| {
-            let length = if rng.once_in(40) { 0 } else { *rng.pick(&[1, 1, 2, 3, 4, 7, 16]) };
+            let length = if rng.once_in(40) {
+                0
+            } else {
+                *rng.pick(&[1, 1, 2, 3, 4, 7, 16])
+            };
             if length > left {
                 return 1;
             }
@@ -36,7 +49,10 @@ fn shape(rng: &mut Rng) -> Vec<u64> {
             length
         })
         .collect();
-    if let Some(last) = shape.last_mut().filter(|&&mut last| last > 0 && rng.once_in(2)) {
+    if let Some(last) = shape
+        .last_mut()
+        .filter(|&&mut last| last > 0 && rng.once_in(2))
+    {
         *last = (*last).max(rng.between(1, left.max(1)).min(1500));
     }
     shape
@@ -73,7 +89,10 @@ fn layout(rng: &mut Rng, dtype: DType, shape: &[u64], may_repeat: bool) -> Resul
 fn any_layouts(context: &Context) -> Result<()> {
     let mut rng = Rng::new(context.settings.seed);
     let stream = context.stream()?;
-    let (from, to) = (Memory::allocate(&context.device, ROOM)?, Memory::allocate(&context.device, ROOM)?);
+    let (from, to) = (
+        Memory::allocate(&context.device, ROOM)?,
+        Memory::allocate(&context.device, ROOM)?,
+    );
     let (mut before, mut copied) = (vec![0u8; ROOM as usize], 0u64);
     for round in 0..if context.settings.long { 20_000 } else { 400 } {
         let (dtype, shape) = (*rng.pick(&DTYPES), shape(&mut rng));
@@ -97,8 +116,15 @@ fn any_layouts(context: &Context) -> Result<()> {
         stream.synchronize(PATIENCE)?;
         before[..due.len()].copy_from_slice(&due);
         // All of it now and then; of the rest what was to be written, and what lies between.
-        let found = if round % 50 == 0 { to.to_vec(PATIENCE)? } else { read(&to, &stream, due.len())? };
-        ensure!(found[..] == before[..found.len()], "round {round}: {source:?} into {into:?}");
+        let found = if round % 50 == 0 {
+            to.to_vec(PATIENCE)?
+        } else {
+            read(&to, &stream, due.len())?
+        };
+        ensure!(
+            found[..] == before[..found.len()],
+            "round {round}: {source:?} into {into:?}"
+        );
         copied += into.elements();
     }
     context.figure("elements", copied);
@@ -109,7 +135,12 @@ fn any_layouts(context: &Context) -> Result<()> {
 fn read(memory: &Memory, stream: &warpipe::Stream, bytes: usize) -> Result<Vec<u8>> {
     let mut found = vec![0; bytes];
     // SAFETY: the memory is longer than that.
-    unsafe { memory.device().backend().download(stream.raw(), &mut found, memory.ptr())? };
+    unsafe {
+        memory
+            .device()
+            .backend()
+            .download(stream.raw(), &mut found, memory.ptr())?
+    };
     Ok(found)
 }
 
@@ -118,8 +149,10 @@ fn behind_work(context: &Context) -> Result<()> {
     let square = Layout::contiguous(DType::U64, &[SIDE, SIDE])?;
     let turned = Layout::strided(DType::U64, &[SIDE, SIDE], &[1, SIDE as i64], 0)?;
     let stream = context.stream()?;
-    let (from, to) =
-        (Memory::allocate(&context.device, square.bytes())?, Memory::allocate(&context.device, square.bytes())?);
+    let (from, to) = (
+        Memory::allocate(&context.device, square.bytes())?,
+        Memory::allocate(&context.device, square.bytes())?,
+    );
     let (go, gate) = channel::<()>();
     stream.call(move || assert!(gate.recv_timeout(PATIENCE).is_err()))?;
     fill(&from, &stream, 5, Duration::ZERO, true)?;
@@ -130,10 +163,17 @@ fn behind_work(context: &Context) -> Result<()> {
     drop(go);
     stream.synchronize(PATIENCE)?;
     let found = to.to_vec(PATIENCE)?;
-    for (at, word) in found.chunks_exact(8).take(square.elements() as usize).enumerate() {
+    for (at, word) in found
+        .chunks_exact(8)
+        .take(square.elements() as usize)
+        .enumerate()
+    {
         let (row, column) = (at as u64 / SIDE, at as u64 % SIDE);
         let due = warpipe_kernels::pattern(5, column * SIDE + row);
-        ensure!(word == due.to_le_bytes(), "word {at} was copied before it was written");
+        ensure!(
+            word == due.to_le_bytes(),
+            "word {at} was copied before it was written"
+        );
     }
     Ok(())
 }
@@ -148,8 +188,13 @@ fn refusals(context: &Context) -> Result<()> {
     };
     for from in [ptr, ptr + 7] {
         match copy(&row, from, &row) {
-            Err(Error::Argument { argument: "from", .. }) => {}
-            other => bail!("a tensor {} bytes behind its copy gave {other:?}", from - ptr),
+            Err(Error::Argument {
+                argument: "from", ..
+            }) => {}
+            other => bail!(
+                "a tensor {} bytes behind its copy gave {other:?}",
+                from - ptr
+            ),
         }
     }
     let upon = Layout::strided(DType::U8, &[2, 4], &[2, 1], 0)?;

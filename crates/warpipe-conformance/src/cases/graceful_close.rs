@@ -9,10 +9,21 @@ use crate::context::Context;
 use crate::peer::{Order, Peer, PublisherPlan, SignalOrder, Task};
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a queue is dropped and main returns at once: its workers are told of a goodbye", queues).long(600),
-    Case::new("a timeline is dropped and main returns at once: its guests are told of a goodbye", timelines).long(600),
-    Case::new("a publisher is dropped and main returns at once: its subscribers are told of a goodbye", publishers)
-        .long(600),
+    Case::new(
+        "a queue is dropped and main returns at once: its workers are told of a goodbye",
+        queues,
+    )
+    .long(600),
+    Case::new(
+        "a timeline is dropped and main returns at once: its guests are told of a goodbye",
+        timelines,
+    )
+    .long(600),
+    Case::new(
+        "a publisher is dropped and main returns at once: its subscribers are told of a goodbye",
+        publishers,
+    )
+    .long(600),
 ];
 
 /// In each round one process comes, and ends.
@@ -43,16 +54,26 @@ fn queues(context: &Context) -> Result<()> {
     rounds(context, own, |peer, stream| {
         let mut worker = context.worker("brief").build()?;
         peer.dismiss()?;
-        worker.lease(stream).map(|_| ()).err().context("there is no job")
+        worker
+            .lease(stream)
+            .map(|_| ())
+            .err()
+            .context("there is no job")
     })
 }
 
 fn timelines(context: &Context) -> Result<()> {
-    let own = |peer: &mut Peer| peer.ask(&Order::Signals(SignalOrder::CreateTimeline("brief".into()))).map(drop);
+    let own = |peer: &mut Peer| {
+        peer.ask(&Order::Signals(SignalOrder::CreateTimeline("brief".into())))
+            .map(drop)
+    };
     rounds(context, own, |peer, _| {
         let timeline = Timeline::open(&context.domain, "brief", &context.device)?;
         peer.dismiss()?;
-        timeline.wait_host(1, PATIENCE).err().context("it was not signalled")
+        timeline
+            .wait_host(1, PATIENCE)
+            .err()
+            .context("it was not signalled")
     })
 }
 
@@ -61,6 +82,10 @@ fn publishers(context: &Context) -> Result<()> {
     rounds(context, own, |peer, stream| {
         let mut subscriber = context.subscriber("brief").build()?;
         peer.dismiss()?;
-        subscriber.receive(stream).map(|_| ()).err().context("there is no sample")
+        subscriber
+            .receive(stream)
+            .map(|_| ())
+            .err()
+            .context("there is no sample")
     })
 }

@@ -22,41 +22,96 @@ use crate::peer::{HolderOrder, Order, Peer};
 use crate::process::{eventually, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("memory of another process is read and written through a ticket", through_a_ticket),
-    Case::new("opened twice by tickets, memory is mapped once and closed in any order", opened_twice),
-    Case::new("a ticket goes through a file, which its reader waits for", through_a_file),
-    Case::new("memory goes over a user's own socket as a bare descriptor", over_a_socket),
-    Case::new("who waits for a name opens what its producer publishes later", later_producer),
-    Case::new("a ticket says that its owner has closed, or that another holds the name", closed_owner),
-    Case::new("open memory stays whole when its owner is killed, and a ticket says that it is dead", killed_owner)
-        .ends_clients(),
-    Case::new("shared memory is unmapped only behind the streams that use it", kept_for_streams),
-    Case::new("a process without descriptors opens no ticket, and later it does", no_descriptors),
-    Case::new("a user who is not on the list opens no ticket, one who is does", other_users),
-    Case::new("memory of another GPU is opened by a ticket, or refused by name", other_device),
-    Case::new("importers are killed at any moment and nothing is left of them", killed_importers)
-        .ends_clients()
-        .long(900),
+    Case::new(
+        "memory of another process is read and written through a ticket",
+        through_a_ticket,
+    ),
+    Case::new(
+        "opened twice by tickets, memory is mapped once and closed in any order",
+        opened_twice,
+    ),
+    Case::new(
+        "a ticket goes through a file, which its reader waits for",
+        through_a_file,
+    ),
+    Case::new(
+        "memory goes over a user's own socket as a bare descriptor",
+        over_a_socket,
+    ),
+    Case::new(
+        "who waits for a name opens what its producer publishes later",
+        later_producer,
+    ),
+    Case::new(
+        "a ticket says that its owner has closed, or that another holds the name",
+        closed_owner,
+    ),
+    Case::new(
+        "open memory stays whole when its owner is killed, and a ticket says that it is dead",
+        killed_owner,
+    )
+    .ends_clients(),
+    Case::new(
+        "shared memory is unmapped only behind the streams that use it",
+        kept_for_streams,
+    ),
+    Case::new(
+        "a process without descriptors opens no ticket, and later it does",
+        no_descriptors,
+    ),
+    Case::new(
+        "a user who is not on the list opens no ticket, one who is does",
+        other_users,
+    ),
+    Case::new(
+        "memory of another GPU is opened by a ticket, or refused by name",
+        other_device,
+    ),
+    Case::new(
+        "importers are killed at any moment and nothing is left of them",
+        killed_importers,
+    )
+    .ends_clients()
+    .long(900),
 ];
 
 const WORDS: u64 = 1 << 16;
 
 /// A peer that publishes.
-fn publisher(context: &Context, name: &str, seed: u64, is_writable: bool) -> Result<(Peer, Ticket)> {
+fn publisher(
+    context: &Context,
+    name: &str,
+    seed: u64,
+    is_writable: bool,
+) -> Result<(Peer, Ticket)> {
     let mut peer = context.peer()?;
     let ticket = publish(&mut peer, name, seed, is_writable)?;
     Ok((peer, ticket))
 }
 
 fn publish(peer: &mut Peer, name: &str, seed: u64, is_writable: bool) -> Result<Ticket> {
-    let order = HolderOrder::Publish { name: name.into(), words: WORDS, seed, is_writable };
+    let order = HolderOrder::Publish {
+        name: name.into(),
+        words: WORDS,
+        seed,
+        is_writable,
+    };
     Ok(peer.text(&Order::Hold(order))?.parse()?)
 }
 
 /// Whether a memory is all of one pattern.
 fn is_whole(context: &Context, memory: &SharedMemory, seed: u64) -> Result<()> {
-    let wrong = wrong_words(memory, &context.stream()?, &mut context.error_counters()?, seed)?;
-    ensure!(wrong == 0, "{wrong} of {} words are wrong", memory.bytes() / 8);
+    let wrong = wrong_words(
+        memory,
+        &context.stream()?,
+        &mut context.error_counters()?,
+        seed,
+    )?;
+    ensure!(
+        wrong == 0,
+        "{wrong} of {} words are wrong",
+        memory.bytes() / 8
+    );
     Ok(())
 }
 
@@ -64,22 +119,36 @@ fn is_whole(context: &Context, memory: &SharedMemory, seed: u64) -> Result<()> {
 fn counting(context: &Context) -> (Device, impl Fn(&str) -> u64) {
     let wrapped = Wrapped::new(context.device.backend().clone(), Counting::default());
     let device = Device::from_backend(wrapped.clone());
-    (device, move |method: &str| wrapped.hook().calls().get(method).copied().unwrap_or(0))
+    (device, move |method: &str| {
+        wrapped.hook().calls().get(method).copied().unwrap_or(0)
+    })
 }
 
 fn through_a_ticket(context: &Context) -> Result<()> {
     let (mut peer, ticket) = publisher(context, "weights", 1, true)?;
-    ensure!((ticket.bytes(), ticket.device()) == (Some(8 * WORDS), Some(context.device.info().id)), "{ticket:?}");
+    ensure!(
+        (ticket.bytes(), ticket.device()) == (Some(8 * WORDS), Some(context.device.info().id)),
+        "{ticket:?}"
+    );
     let memory = ticket.open(&context.device)?;
     is_whole(context, &memory, 1)?;
     let stream = context.stream()?;
     fill(&memory, &stream, 2, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
-    ensure!(peer.number(&Order::Hold(HolderOrder::Withdraw { seed: 2 }))? == 0, "what is written here is read there");
+    ensure!(
+        peer.number(&Order::Hold(HolderOrder::Withdraw { seed: 2 }))? == 0,
+        "what is written here is read there"
+    );
     is_whole(context, &memory, 2)?;
     let half = memory.range(4 * WORDS, None)?;
-    ensure!(half.to_vec(PATIENCE)? == memory.to_vec(PATIENCE)?[4 * WORDS as usize..], "a range is a part");
-    ensure!(matches!(memory.range(8 * WORDS - 8, 16), Err(Error::Range { .. })), "a range ends inside");
+    ensure!(
+        half.to_vec(PATIENCE)? == memory.to_vec(PATIENCE)?[4 * WORDS as usize..],
+        "a range is a part"
+    );
+    ensure!(
+        matches!(memory.range(8 * WORDS - 8, 16), Err(Error::Range { .. })),
+        "a range ends inside"
+    );
     peer.dismiss()
 }
 
@@ -91,13 +160,23 @@ fn opened_twice(context: &Context) -> Result<()> {
         let first = ticket.open(&device)?;
         let second = Ticket::to(&context.domain, "weights")?.open(&device)?;
         ensure!(calls("import") == before.0 + 1, "the driver is asked once");
-        ensure!(first.ptr() == second.ptr(), "the same memory has the same address");
-        let (kept, closed) = if keeps_first { (first, second) } else { (second, first) };
+        ensure!(
+            first.ptr() == second.ptr(),
+            "the same memory has the same address"
+        );
+        let (kept, closed) = if keeps_first {
+            (first, second)
+        } else {
+            (second, first)
+        };
         drop(closed);
         is_whole(context, &kept, 1)?;
         ensure!(calls("release") == before.1, "it is open still");
         drop(kept);
-        ensure!(eventually(PATIENCE, || calls("release") == before.1 + 1), "the last handle unmaps it");
+        ensure!(
+            eventually(PATIENCE, || calls("release") == before.1 + 1),
+            "the last handle unmaps it"
+        );
     }
     peer.dismiss()
 }
@@ -107,7 +186,9 @@ fn through_a_file(context: &Context) -> Result<()> {
     let (mut peer, reader) = (context.peer()?, file.clone());
     let waiting = std::thread::spawn(move || Ticket::read_file_timeout(reader, PATIENCE));
     publish(&mut peer, "weights", 3, false)?.write_file(&file)?;
-    let ticket = waiting.join().map_err(|_| anyhow::anyhow!("the reader panicked"))??;
+    let ticket = waiting
+        .join()
+        .map_err(|_| anyhow::anyhow!("the reader panicked"))??;
     is_whole(context, &ticket.open(&context.device)?, 3)?;
     std::fs::remove_file(file)?;
     peer.dismiss()
@@ -117,7 +198,9 @@ fn over_a_socket(context: &Context) -> Result<()> {
     let path = context.domain.path().join("own.socket");
     let listener = UnixListener::bind(&path)?;
     let (mut peer, _) = publisher(context, "weights", 4, false)?;
-    peer.tell(&Order::Hold(HolderOrder::Send { path: path.display().to_string() }))?;
+    peer.tell(&Order::Hold(HolderOrder::Send {
+        path: path.display().to_string(),
+    }))?;
     ensure!(wait_readable(&listener, PATIENCE), "the peer connects");
     let (fd, info) = receive(&listener.accept()?.0)?;
     peer.answer()??;
@@ -133,8 +216,12 @@ fn receive(socket: &std::os::unix::net::UnixStream) -> Result<(OwnedFd, MemoryIn
     let mut bytes = [0u8; 1024];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let got =
-        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+    let got = rustix::net::recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut bytes)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
     for message in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(mut fds) = message {
             let fd = fds.next().context("a descriptor")?;
@@ -147,15 +234,25 @@ fn receive(socket: &std::os::unix::net::UnixStream) -> Result<(OwnedFd, MemoryIn
 fn later_producer(context: &Context) -> Result<()> {
     let ticket = Ticket::to(&context.domain, "late")?;
     match ticket.open(&context.device) {
-        Err(Error::NoOwner { kind: Kind::Memory, was_there: false, .. }) => {}
+        Err(Error::NoOwner {
+            kind: Kind::Memory,
+            was_there: false,
+            ..
+        }) => {}
         other => bail!("before its producer came, {other:?}"),
     }
     let mut waiting = context.peer()?;
     let wait_ms = PATIENCE.as_millis() as u64;
-    waiting.tell(&Order::Hold(HolderOrder::Open { ticket: ticket.clone(), wait_ms }))?;
+    waiting.tell(&Order::Hold(HolderOrder::Open {
+        ticket: ticket.clone(),
+        wait_ms,
+    }))?;
     let (producer, _) = publisher(context, "late", 5, false)?;
     waiting.answer()??;
-    ensure!(waiting.number(&Order::Hold(HolderOrder::Check { number: 0, seed: 5 }))? == 0, "the bytes are right");
+    ensure!(
+        waiting.number(&Order::Hold(HolderOrder::Check { number: 0, seed: 5 }))? == 0,
+        "the bytes are right"
+    );
     is_whole(context, &ticket.open(&context.device)?, 5)?;
     waiting.dismiss()?;
     producer.dismiss()
@@ -167,14 +264,20 @@ fn closed_owner(context: &Context) -> Result<()> {
     peer.ask(&Order::Hold(HolderOrder::Withdraw { seed: 6 }))?;
     // Also while the memory is open here, which stays as it was.
     match ticket.open(&context.device) {
-        Err(Error::TicketExpired { expiry: Expiry::Gone { died: false }, .. }) => {}
+        Err(Error::TicketExpired {
+            expiry: Expiry::Gone { died: false },
+            ..
+        }) => {}
         other => bail!("after its owner closed, {other:?}"),
     }
     is_whole(context, &memory, 6)?;
     drop(memory);
     let later = publish(&mut peer, "weights", 7, false)?;
     match ticket.open_timeout(&context.device, PATIENCE) {
-        Err(Error::TicketExpired { expiry: Expiry::Replaced, .. }) => {}
+        Err(Error::TicketExpired {
+            expiry: Expiry::Replaced,
+            ..
+        }) => {}
         other => bail!("under a later owner, {other:?}"),
     }
     is_whole(context, &later.open(&context.device)?, 7)?;
@@ -191,11 +294,16 @@ fn killed_owner(context: &Context) -> Result<()> {
     stream.synchronize(PATIENCE)?;
     is_whole(context, &memory, 9)?;
     match ticket.open(&context.device) {
-        Err(Error::TicketExpired { expiry: Expiry::Gone { died: true }, .. }) => {}
+        Err(Error::TicketExpired {
+            expiry: Expiry::Gone { died: true },
+            ..
+        }) => {}
         other => bail!("after its owner's death, {other:?}"),
     }
     match Ticket::to(&context.domain, "weights")?.open(&context.device) {
-        Err(Error::NoOwner { was_there: true, .. }) => Ok(()),
+        Err(Error::NoOwner {
+            was_there: true, ..
+        }) => Ok(()),
         other => bail!("a name left by the dead gave {other:?}"),
     }
 }
@@ -208,23 +316,37 @@ fn kept_for_streams(context: &Context) -> Result<()> {
     fill(&memory, &stream, 2, Duration::from_millis(300), true)?;
     drop(memory);
     while !stream.is_idle()? {
-        ensure!(calls("release") == 0 || stream.is_idle()?, "unmapped under a stream");
+        ensure!(
+            calls("release") == 0 || stream.is_idle()?,
+            "unmapped under a stream"
+        );
         std::thread::yield_now();
     }
-    ensure!(eventually(PATIENCE, || calls("release") == 1), "it is unmapped behind it");
-    ensure!(peer.number(&Order::Hold(HolderOrder::Withdraw { seed: 2 }))? == 0, "the stream has written it all");
+    ensure!(
+        eventually(PATIENCE, || calls("release") == 1),
+        "it is unmapped behind it"
+    );
+    ensure!(
+        peer.number(&Order::Hold(HolderOrder::Withdraw { seed: 2 }))? == 0,
+        "the stream has written it all"
+    );
     peer.dismiss()
 }
 
 fn no_descriptors(context: &Context) -> Result<()> {
     let (peer, ticket) = publisher(context, "weights", 1, false)?;
     let mut poor = context.peer()?;
-    match poor.try_ask(&Order::Hold(HolderOrder::OpenWithoutDescriptors(ticket.clone())))? {
+    match poor.try_ask(&Order::Hold(HolderOrder::OpenWithoutDescriptors(
+        ticket.clone(),
+    )))? {
         Err(fault) => ensure!(fault.kind == "DescriptorLimit", "{fault}"),
         Ok(answer) => bail!("without a descriptor, {answer:?}"),
     }
     poor.ask(&Order::Hold(HolderOrder::Open { ticket, wait_ms: 0 }))?;
-    ensure!(poor.number(&Order::Hold(HolderOrder::Check { number: 0, seed: 1 }))? == 0, "the bytes are right");
+    ensure!(
+        poor.number(&Order::Hold(HolderOrder::Check { number: 0, seed: 1 }))? == 0,
+        "the bytes are right"
+    );
     poor.dismiss()?;
     peer.dismiss()
 }
@@ -238,8 +360,11 @@ pub(super) fn open_to_others(context: &Context) -> Result<()> {
         return skip("only root can become another user");
     }
     let mut folders = context.domain.path().ancestors().take(3);
-    let open = |folder: &Path| std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o755));
-    folders.try_for_each(open).context("opening the domain to others")
+    let open =
+        |folder: &Path| std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o755));
+    folders
+        .try_for_each(open)
+        .context("opening the domain to others")
 }
 
 fn other_users(context: &Context) -> Result<()> {
@@ -248,19 +373,39 @@ fn other_users(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     fill(&memory, &stream, 1, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
-    let closed = memory.publication("closed").domain(&context.domain).build()?;
-    let others = memory.publication("others").domain(&context.domain).allow_uids(&[12345]).build()?;
-    let open = memory.publication("open").domain(&context.domain).allow_uids(&[NOBODY]).build()?;
+    let closed = memory
+        .publication("closed")
+        .domain(&context.domain)
+        .build()?;
+    let others = memory
+        .publication("others")
+        .domain(&context.domain)
+        .allow_uids(&[12345])
+        .build()?;
+    let open = memory
+        .publication("open")
+        .domain(&context.domain)
+        .allow_uids(&[NOBODY])
+        .build()?;
     let mut stranger = context.peer()?;
     stranger.ask(&Order::Hold(HolderOrder::Become(NOBODY)))?;
     for published in [&closed, &others] {
-        match stranger.try_ask(&Order::Hold(HolderOrder::Open { ticket: published.ticket()?, wait_ms: 0 }))? {
+        match stranger.try_ask(&Order::Hold(HolderOrder::Open {
+            ticket: published.ticket()?,
+            wait_ms: 0,
+        }))? {
             Err(fault) => ensure!(fault.kind == "AccessDenied", "{fault}"),
             Ok(answer) => bail!("a stranger got {answer:?}"),
         }
     }
-    stranger.ask(&Order::Hold(HolderOrder::Open { ticket: open.ticket()?, wait_ms: 0 }))?;
-    ensure!(stranger.number(&Order::Hold(HolderOrder::Check { number: 0, seed: 1 }))? == 0, "the bytes are right");
+    stranger.ask(&Order::Hold(HolderOrder::Open {
+        ticket: open.ticket()?,
+        wait_ms: 0,
+    }))?;
+    ensure!(
+        stranger.number(&Order::Hold(HolderOrder::Check { number: 0, seed: 1 }))? == 0,
+        "the bytes are right"
+    );
     stranger.dismiss()
 }
 
@@ -272,11 +417,17 @@ fn other_device(context: &Context) -> Result<()> {
     let ticket = publish(&mut peer, "far", 1, false)?;
     match ticket.open(&context.device) {
         Ok(memory) => {
-            ensure!(memory.owner() != context.device.info().id, "it lies on the other device");
+            ensure!(
+                memory.owner() != context.device.info().id,
+                "it lies on the other device"
+            );
             is_whole(context, &memory, 1)?;
         }
         Err(Error::PeerAccess { owner, .. }) => {
-            ensure!(Some(owner) == ticket.device().map(|id| id.to_string()), "the owner is told");
+            ensure!(
+                Some(owner) == ticket.device().map(|id| id.to_string()),
+                "the owner is told"
+            );
         }
         Err(other) => bail!("neither open nor out of reach: {other}"),
     }
@@ -292,7 +443,10 @@ fn killed_importers(context: &Context) -> Result<()> {
         let mut victim = context.mortal(&mut rng)?;
         // It is there, with its device.
         victim.ask(&Order::Hold(HolderOrder::Settle))?;
-        victim.tell(&Order::Hold(HolderOrder::Open { ticket: ticket.clone(), wait_ms: 0 }))?;
+        victim.tell(&Order::Hold(HolderOrder::Open {
+            ticket: ticket.clone(),
+            wait_ms: 0,
+        }))?;
         victim.tell(&Order::Hold(HolderOrder::Close { number: 0 }))?;
         std::thread::park_timeout(Duration::from_micros(rng.below(2_000)));
         victim.kill()?;

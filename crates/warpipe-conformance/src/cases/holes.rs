@@ -34,13 +34,20 @@ fn link(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("holes"))?;
     let mut subscriber = context.subscriber("holes").build()?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
-    peer.ask(&Order::Send(Batch::of(1, 64, 1).slow(Duration::from_micros(SLOW_US))))?;
+    peer.ask(&Order::Send(
+        Batch::of(1, 64, 1).slow(Duration::from_micros(SLOW_US)),
+    ))?;
     let sample = subscriber.receive(&stream)?;
     error_counters.check_sample(&sample)?;
-    ensure!(remove_pages(&mut peer)? == 0, "a page of the link could be removed");
+    ensure!(
+        remove_pages(&mut peer)? == 0,
+        "a page of the link could be removed"
+    );
     ensure!(!stream.is_idle()?, "the stream waits");
     peer.kill()?;
-    stream.synchronize(PATIENCE).context("the reader's stream goes on")?;
+    stream
+        .synchronize(PATIENCE)
+        .context("the reader's stream goes on")?;
     match sample.finish(PATIENCE) {
         Err(Error::SampleLost { .. }) => Ok(()),
         other => bail!("an unfinished sample gave {other:?}"),
@@ -54,16 +61,24 @@ fn timeline(context: &Context) -> Result<()> {
     let timeline = Timeline::open_timeout(&context.domain, "holes", &context.device, PATIENCE)?;
     let (stream, (memory, fd)) = (context.stream()?, Shared::create(&context.device)?);
     owner.signals(SignalOrder::Map(Shared::path(&fd)))?;
-    owner.signals(SignalOrder::Write { seed: 1, slow_us: SLOW_US })?;
+    owner.signals(SignalOrder::Write {
+        seed: 1,
+        slow_us: SLOW_US,
+    })?;
     owner.signals(SignalOrder::Signal(1))?;
     timeline.wait(&stream, 1)?;
     for peer in [&mut guest, &mut owner] {
-        ensure!(remove_pages(peer)? == 0, "a page of the timeline could be removed");
+        ensure!(
+            remove_pages(peer)? == 0,
+            "a page of the timeline could be removed"
+        );
     }
     guest.kill()?;
     ensure!(!stream.is_idle()?, "a guest's death ends nothing");
     owner.kill()?;
-    stream.synchronize(PATIENCE).context("a waiting stream is let go")?;
+    stream
+        .synchronize(PATIENCE)
+        .context("a waiting stream is let go")?;
     drop(memory);
     Ok(())
 }
@@ -75,17 +90,28 @@ fn event(context: &Context) -> Result<()> {
     let event = Event::open(&text.parse()?, &context.device)?;
     let (stream, (memory, fd)) = (context.stream()?, Shared::create(&context.device)?);
     maker.signals(SignalOrder::Map(Shared::path(&fd)))?;
-    maker.signals(SignalOrder::Write { seed: 1, slow_us: SLOW_US })?;
+    maker.signals(SignalOrder::Write {
+        seed: 1,
+        slow_us: SLOW_US,
+    })?;
     maker.signals(SignalOrder::Record)?;
     let recording = event.wait(&stream)?;
     for peer in [&mut guest, &mut maker] {
-        ensure!(remove_pages(peer)? == 0, "a page of the event could be removed");
+        ensure!(
+            remove_pages(peer)? == 0,
+            "a page of the event could be removed"
+        );
     }
     guest.kill()?;
     ensure!(!stream.is_idle()?, "a guest's death ends nothing");
     maker.kill()?;
-    stream.synchronize(PATIENCE).context("a waiting stream is let go")?;
-    ensure!(matches!(event.check(recording), Err(Error::EventLost { .. })), "the recording is lost");
+    stream
+        .synchronize(PATIENCE)
+        .context("a waiting stream is let go")?;
+    ensure!(
+        matches!(event.check(recording), Err(Error::EventLost { .. })),
+        "the recording is lost"
+    );
     drop(memory);
     Ok(())
 }
@@ -95,16 +121,26 @@ fn semaphore(context: &Context) -> Result<()> {
     let (mut holder, mut wrong) = (context.peer()?, context.peer()?);
     let stream = context.stream()?;
     for peer in [&mut holder, &mut wrong] {
-        peer.ask(&Order::Semaphore(SemaphoreOrder::Open { name: "holes".into(), waits: true }))?;
+        peer.ask(&Order::Semaphore(SemaphoreOrder::Open {
+            name: "holes".into(),
+            waits: true,
+        }))?;
     }
-    holder.ask(&Order::Semaphore(SemaphoreOrder::BeSlow { slow_us: SLOW_US }))?;
+    holder.ask(&Order::Semaphore(SemaphoreOrder::BeSlow {
+        slow_us: SLOW_US,
+    }))?;
     semaphore.acquire(&stream, PATIENCE)?.release(&stream)?;
     ensure!(!stream.is_idle()?, "the stream waits for the holder's");
-    ensure!(remove_pages(&mut wrong)? > 0, "the page of all is everybody's; no stream may depend on it");
+    ensure!(
+        remove_pages(&mut wrong)? > 0,
+        "the page of all is everybody's; no stream may depend on it"
+    );
     wrong.kill()?;
     ensure!(!stream.is_idle()?, "the wrong one's death ends nothing");
     match holder.kill() {
-        Ok(()) => stream.synchronize(PATIENCE).context("a waiting stream is let go"),
+        Ok(()) => stream
+            .synchronize(PATIENCE)
+            .context("a waiting stream is let go"),
         Err(error) => Err(error),
     }
 }

@@ -10,11 +10,26 @@ use crate::payload::{Payload, PayloadMark};
 use crate::peer::{describe_layout, digest};
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("every element type crosses in every kind of layout", every_type_and_layout),
-    Case::new("payloads of any size cross, from nothing to 64 MiB", every_size),
-    Case::new("a payload of more than 4 GiB crosses", beyond_four_gigabytes),
-    Case::new("metadata of 0 to 256 bytes crosses and 257 are refused", metadata),
-    Case::new("host bytes, slices and device pointers are copied in", copies_in),
+    Case::new(
+        "every element type crosses in every kind of layout",
+        every_type_and_layout,
+    ),
+    Case::new(
+        "payloads of any size cross, from nothing to 64 MiB",
+        every_size,
+    ),
+    Case::new(
+        "a payload of more than 4 GiB crosses",
+        beyond_four_gigabytes,
+    ),
+    Case::new(
+        "metadata of 0 to 256 bytes crosses and 257 are refused",
+        metadata,
+    ),
+    Case::new(
+        "host bytes, slices and device pointers are copied in",
+        copies_in,
+    ),
 ];
 
 fn layouts(dtype: DType) -> Result<Vec<Layout>> {
@@ -48,7 +63,10 @@ fn every_type_and_layout(context: &Context) -> Result<()> {
             due.push((describe_layout(layout), Some(digest(&bytes))));
         }
         let items = peer.receive(layouts.len() as u64)?;
-        let found: Vec<_> = items.into_iter().map(|item| (item.layout, item.digest)).collect();
+        let found: Vec<_> = items
+            .into_iter()
+            .map(|item| (item.layout, item.digest))
+            .collect();
         ensure!(found == due, "of {dtype}: received {found:?}, sent {due:?}");
     }
     peer.dismiss()
@@ -60,7 +78,23 @@ fn every_size(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.subscribe("sizes")?;
     const MIB: u64 = 1 << 20;
-    let sizes = [0, 1, 7, 8, 511, 512, 513, 4095, 4096, 2 * MIB - 8, 2 * MIB, 2 * MIB + 8, 64 * MIB, 3, 0];
+    let sizes = [
+        0,
+        1,
+        7,
+        8,
+        511,
+        512,
+        513,
+        4095,
+        4096,
+        2 * MIB - 8,
+        2 * MIB,
+        2 * MIB + 8,
+        64 * MIB,
+        3,
+        0,
+    ];
     for (seed, &bytes) in sizes.iter().enumerate() {
         let mut sample = publisher.loan(&Layout::bytes_only(bytes)?)?;
         Payload::of(bytes / 8, seed as u64).fill(&mut sample, &stream)?;
@@ -68,7 +102,11 @@ fn every_size(context: &Context) -> Result<()> {
         let items = peer.receive(1)?;
         all_whole(&items, [seed as u64 + 1])?;
         let due = describe_layout(&Layout::bytes_only(bytes)?);
-        ensure!(items[0].layout == due, "received {}, sent {due}", items[0].layout);
+        ensure!(
+            items[0].layout == due,
+            "received {}, sent {due}",
+            items[0].layout
+        );
     }
     peer.dismiss()
 }
@@ -85,7 +123,14 @@ fn beyond_four_gigabytes(context: &Context) -> Result<()> {
             Err(error @ Error::DeviceMemory { .. }) => return skip(error.to_string()),
             other => other?,
         };
-        let payload = Payload { mark: PayloadMark { seed, count: 1, tail: bytes - 8 }, ..Payload::of(1, seed) };
+        let payload = Payload {
+            mark: PayloadMark {
+                seed,
+                count: 1,
+                tail: bytes - 8,
+            },
+            ..Payload::of(1, seed)
+        };
         payload.fill(&mut sample, &stream)?;
         sample.send(&stream)?;
         all_whole(&peer.receive(1)?, [seed / 10])?;
@@ -100,25 +145,40 @@ fn metadata(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.subscribe("metadata")?;
     // A peer takes the first bytes for a mark; zeros claim no word.
-    let bytes: Vec<u8> = (0..256).map(|at| if at < PayloadMark::BYTES { 0 } else { at as u8 }).collect();
+    let bytes: Vec<u8> = (0..256)
+        .map(|at| if at < PayloadMark::BYTES { 0 } else { at as u8 })
+        .collect();
     for length in 0..=256 {
         let metadata = &bytes[..length];
         let mut sample = publisher.loan(&Layout::contiguous(DType::U64, &[64])?)?;
         sample.set_metadata(metadata)?;
         sample.send(&stream)?;
         let received = subscriber.receive(&stream)?;
-        ensure!(received.metadata() == metadata, "{length} bytes became {:?}", received.metadata());
+        ensure!(
+            received.metadata() == metadata,
+            "{length} bytes became {:?}",
+            received.metadata()
+        );
         let item = peer.receive(1)?.remove(0);
-        ensure!(item.metadata == digest(metadata), "{length} bytes became others in another process");
+        ensure!(
+            item.metadata == digest(metadata),
+            "{length} bytes became others in another process"
+        );
     }
     drop(peer);
     let mut sample = publisher.loan(&Layout::bytes_only(1)?)?;
     match sample.set_metadata(&[0; 257]) {
-        Err(Error::Argument { argument: "metadata", .. }) => {}
+        Err(Error::Argument {
+            argument: "metadata",
+            ..
+        }) => {}
         other => bail!("257 bytes of metadata gave {other:?}"),
     }
     sample.send(&stream)?;
-    ensure!(subscriber.receive(&stream)?.metadata().is_empty(), "refused metadata leaves none behind");
+    ensure!(
+        subscriber.receive(&stream)?.metadata().is_empty(),
+        "refused metadata leaves none behind"
+    );
     Ok(())
 }
 
@@ -136,10 +196,16 @@ fn copies_in(context: &Context) -> Result<()> {
     unsafe { publisher.send_device(&stream, &layout, source.slot_ptr())? };
     for _ in 0..3 {
         let sample = subscriber.receive(&stream)?;
-        ensure!(sample.to_vec(PATIENCE)? == bytes, "sample {} is not what was copied in", sample.sequence());
+        ensure!(
+            sample.to_vec(PATIENCE)? == bytes,
+            "sample {} is not what was copied in",
+            sample.sequence()
+        );
     }
     match source.write(&stream, &bytes[1..]) {
-        Err(Error::Argument { argument: "bytes", .. }) => Ok(()),
+        Err(Error::Argument {
+            argument: "bytes", ..
+        }) => Ok(()),
         other => bail!("a short slice gave {other:?}"),
     }
 }

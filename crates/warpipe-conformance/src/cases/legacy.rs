@@ -14,24 +14,60 @@ use crate::device_malloc::{self, DeviceMalloc, OFFSET};
 use crate::peer::{Order, Peer};
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("an interior pointer is opened with the right bytes, both ways", both_ways),
-    Case::new("legacy memory opened again is the same and asks no driver", opened_once),
-    Case::new("a legacy handle opens in the process that exported it", own_process),
-    Case::new("a killed exporter's legacy memory stays while it is open, and opens no more", killed_exporter)
-        .ends_clients(),
-    Case::new("an importer killed with legacy memory open disturbs nobody", killed_importer).ends_clients(),
-    Case::new("legacy memory that its living exporter has freed is a typed error", freed_by_exporter),
-    Case::new("what no legacy handle can name is refused by its kind", not_exportable),
-    Case::new("cut, changed and invented handles are typed errors", wrong_handles),
-    Case::new("legacy memory is not closed under a stream that uses it", used_by_stream),
-    Case::new("a device that refuses a legacy export or open leaves nothing, and it works next", refusing_device),
-    Case::new("interprocess events open in another process, and their limit is a typed error", events),
+    Case::new(
+        "an interior pointer is opened with the right bytes, both ways",
+        both_ways,
+    ),
+    Case::new(
+        "legacy memory opened again is the same and asks no driver",
+        opened_once,
+    ),
+    Case::new(
+        "a legacy handle opens in the process that exported it",
+        own_process,
+    ),
+    Case::new(
+        "a killed exporter's legacy memory stays while it is open, and opens no more",
+        killed_exporter,
+    )
+    .ends_clients(),
+    Case::new(
+        "an importer killed with legacy memory open disturbs nobody",
+        killed_importer,
+    )
+    .ends_clients(),
+    Case::new(
+        "legacy memory that its living exporter has freed is a typed error",
+        freed_by_exporter,
+    ),
+    Case::new(
+        "what no legacy handle can name is refused by its kind",
+        not_exportable,
+    ),
+    Case::new(
+        "cut, changed and invented handles are typed errors",
+        wrong_handles,
+    ),
+    Case::new(
+        "legacy memory is not closed under a stream that uses it",
+        used_by_stream,
+    ),
+    Case::new(
+        "a device that refuses a legacy export or open leaves nothing, and it works next",
+        refusing_device,
+    ),
+    Case::new(
+        "interprocess events open in another process, and their limit is a typed error",
+        events,
+    ),
 ];
 
 const WORDS: u64 = 1 << 16;
 
 fn export(peer: &mut Peer, seed: u64) -> Result<LegacyHandle> {
-    Ok(peer.text(&Order::ExportLegacy { words: WORDS, seed })?.parse()?)
+    Ok(peer
+        .text(&Order::ExportLegacy { words: WORDS, seed })?
+        .parse()?)
 }
 
 /// The error of an open that must fail.
@@ -46,14 +82,23 @@ fn both_ways(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.ask(&Order::Guard)?;
     let handle = export(&mut peer, 5)?;
-    ensure!((handle.offset(), handle.bytes()) == (OFFSET, 8 * WORDS), "{handle:?}");
-    ensure!(handle.allocation_bytes() >= OFFSET + 8 * WORDS && handle.pid() == peer.id() as i32, "{handle:?}");
+    ensure!(
+        (handle.offset(), handle.bytes()) == (OFFSET, 8 * WORDS),
+        "{handle:?}"
+    );
+    ensure!(
+        handle.allocation_bytes() >= OFFSET + 8 * WORDS && handle.pid() == peer.id() as i32,
+        "{handle:?}"
+    );
     let memory = handle.open(&context.device)?;
     device_malloc::check(&memory, 5, &mut context.error_counters()?)?;
     memory.close(PATIENCE)?;
 
     let own = DeviceMalloc::new(&context.device, WORDS, 9)?;
-    peer.ask(&Order::OpenLegacy { handle: own.export()?, seed: 9 })?;
+    peer.ask(&Order::OpenLegacy {
+        handle: own.export()?,
+        seed: 9,
+    })?;
     peer.ask(&Order::Settle)?;
     drop(own);
     peer.dismiss()
@@ -66,14 +111,30 @@ fn opened_once(context: &Context) -> Result<()> {
     let device = Device::from_backend(counting.clone());
     let first = handle.open(&device)?;
     let before = counting.hook().calls();
-    let others = (0..100).map(|_| handle.open(&device)).collect::<warpipe::Result<Vec<_>>>()?;
-    ensure!(counting.hook().calls() == before, "a cached open called {:?}", counting.hook().calls());
-    ensure!(others.iter().all(|memory| memory.ptr() == first.ptr()), "another address");
+    let others = (0..100)
+        .map(|_| handle.open(&device))
+        .collect::<warpipe::Result<Vec<_>>>()?;
+    ensure!(
+        counting.hook().calls() == before,
+        "a cached open called {:?}",
+        counting.hook().calls()
+    );
+    ensure!(
+        others.iter().all(|memory| memory.ptr() == first.ptr()),
+        "another address"
+    );
     drop(first);
     device_malloc::check(&others[50], 5, &mut context.error_counters()?)?;
-    others.into_iter().rev().try_for_each(|memory| memory.close(PATIENCE))?;
-    let calls =
-        || (counting.hook().calls().get("open_legacy").copied(), counting.hook().calls().get("close_legacy").copied());
+    others
+        .into_iter()
+        .rev()
+        .try_for_each(|memory| memory.close(PATIENCE))?;
+    let calls = || {
+        (
+            counting.hook().calls().get("open_legacy").copied(),
+            counting.hook().calls().get("close_legacy").copied(),
+        )
+    };
     let is_closed = crate::process::eventually(PATIENCE, || calls() == (Some(1), Some(1)));
     ensure!(is_closed, "opened and closed {:?} times", calls());
     peer.dismiss()
@@ -83,11 +144,16 @@ fn own_process(context: &Context) -> Result<()> {
     let own = DeviceMalloc::new(&context.device, WORDS, 3)?;
     let handle: LegacyHandle = own.export()?.to_string().parse()?;
     let memory = handle.open(&context.device)?;
-    ensure!(memory.ptr() == own.ptr + OFFSET, "it lies at another address");
+    ensure!(
+        memory.ptr() == own.ptr + OFFSET,
+        "it lies at another address"
+    );
     device_malloc::check(&memory, 3, &mut context.error_counters()?)?;
     drop((memory, own));
     match refusal(&handle, &context.device)? {
-        Error::LegacyHandle { fault: LegacyFault::Stale { .. } } => Ok(()),
+        Error::LegacyHandle {
+            fault: LegacyFault::Stale { .. },
+        } => Ok(()),
         other => bail!("freed memory of this process gave {other:?}"),
     }
 }
@@ -99,14 +165,29 @@ fn killed_exporter(context: &Context) -> Result<()> {
     holder.kill()?;
     other.kill()?;
     device_malloc::check(&memory, 5, &mut context.error_counters()?)?;
-    device_malloc::check(&open.open(&context.device)?, 5, &mut context.error_counters()?)?;
+    device_malloc::check(
+        &open.open(&context.device)?,
+        5,
+        &mut context.error_counters()?,
+    )?;
     memory.close(PATIENCE)?;
     for (handle, peer) in [(unopened, &other), (open, &holder)] {
         // What was open is closed by another thread, if the share above was not the last.
-        let is_gone = || matches!(handle.open(&context.device), Err(Error::ExporterGone { .. }));
-        ensure!(crate::process::eventually(PATIENCE, is_gone), "{:?}", handle.open(&context.device));
+        let is_gone = || {
+            matches!(
+                handle.open(&context.device),
+                Err(Error::ExporterGone { .. })
+            )
+        };
+        ensure!(
+            crate::process::eventually(PATIENCE, is_gone),
+            "{:?}",
+            handle.open(&context.device)
+        );
         match refusal(&handle, &context.device)? {
-            Error::ExporterGone { pid } => ensure!(pid == peer.id() as i32, "process {pid} is told gone"),
+            Error::ExporterGone { pid } => {
+                ensure!(pid == peer.id() as i32, "process {pid} is told gone")
+            }
             error => bail!("a dead exporter gave {error:?}"),
         }
     }
@@ -116,11 +197,21 @@ fn killed_exporter(context: &Context) -> Result<()> {
 fn killed_importer(context: &Context) -> Result<()> {
     let own = DeviceMalloc::new(&context.device, WORDS, 9)?;
     let (mut victim, mut witness) = (context.peer()?, context.peer()?);
-    victim.ask(&Order::OpenLegacy { handle: own.export()?, seed: 9 })?;
+    victim.ask(&Order::OpenLegacy {
+        handle: own.export()?,
+        seed: 9,
+    })?;
     victim.kill()?;
-    witness.ask(&Order::OpenLegacy { handle: own.export()?, seed: 9 })?;
+    witness.ask(&Order::OpenLegacy {
+        handle: own.export()?,
+        seed: 9,
+    })?;
     witness.ask(&Order::CloseLegacy)?;
-    device_malloc::check(&own.export()?.open(&context.device)?, 9, &mut context.error_counters()?)?;
+    device_malloc::check(
+        &own.export()?.open(&context.device)?,
+        9,
+        &mut context.error_counters()?,
+    )?;
     witness.dismiss()
 }
 
@@ -130,7 +221,9 @@ fn freed_by_exporter(context: &Context) -> Result<()> {
     handle.open(&context.device)?.close(PATIENCE)?;
     peer.ask(&Order::FreeLegacy)?;
     match refusal(&handle, &context.device)? {
-        Error::LegacyHandle { fault: LegacyFault::Stale { pid, .. } } => {
+        Error::LegacyHandle {
+            fault: LegacyFault::Stale { pid, .. },
+        } => {
             ensure!(pid == peer.id() as i32, "process {pid} is told to live");
         }
         other => bail!("freed memory gave {other:?}"),
@@ -155,8 +248,16 @@ fn not_exportable(context: &Context) -> Result<()> {
     refused("host memory", local.as_ptr() as u64, PointerKind::Host)?;
     let is_gpu = context.settings.backend == Backend::Cuda;
     // Host memory is no less ordinary for being registered with the host.
-    let pinned = if is_gpu { PointerKind::Pinned } else { PointerKind::Host };
-    refused("registered memory", context.error_counters()?.address(), pinned)?;
+    let pinned = if is_gpu {
+        PointerKind::Pinned
+    } else {
+        PointerKind::Host
+    };
+    refused(
+        "registered memory",
+        context.error_counters()?.address(),
+        pinned,
+    )?;
     let publisher = context.publisher("regions").build()?;
     let loan = publisher.loan(&warpipe::Layout::bytes_only(4096)?)?;
     refused("a region", loan.slot_ptr(), PointerKind::Vmm)?;
@@ -164,9 +265,15 @@ fn not_exportable(context: &Context) -> Result<()> {
     if is_gpu {
         let managed = |ptr| refused("managed memory", ptr, PointerKind::Managed);
         device_malloc::with_memory_by("cuMemAllocManaged", 1, managed)?;
-        device_malloc::with_memory_by("cuMemAllocAsync", 0, |ptr| refused("pooled memory", ptr, PointerKind::Pool))?;
+        device_malloc::with_memory_by("cuMemAllocAsync", 0, |ptr| {
+            refused("pooled memory", ptr, PointerKind::Pool)
+        })?;
     }
-    refused("freed memory", device_malloc::freed(device)?, PointerKind::Unknown)?;
+    refused(
+        "freed memory",
+        device_malloc::freed(device)?,
+        PointerKind::Unknown,
+    )?;
     import.close(PATIENCE)?;
     peer.dismiss()
 }
@@ -175,7 +282,13 @@ fn wrong_handles(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     let handle = export(&mut peer, 5)?;
     let text = handle.to_string();
-    for wrong in [&text[..text.len() - 2], &text[1..], "", "warpipe-legacy:00", &text.replace("57504c", "57504d")] {
+    for wrong in [
+        &text[..text.len() - 2],
+        &text[1..],
+        "",
+        "warpipe-legacy:00",
+        &text.replace("57504c", "57504d"),
+    ] {
         match wrong.parse::<LegacyHandle>() {
             Err(Error::LegacyHandle { .. }) => {}
             other => bail!("{wrong:?} gave {other:?}"),
@@ -184,15 +297,24 @@ fn wrong_handles(context: &Context) -> Result<()> {
     let backend = context.device.backend();
     let mut rng = context.rng();
     for round in 0..20 {
-        let invented: [u8; 64] = std::array::from_fn(|_| if round == 0 { 0 } else { rng.below(256) as u8 });
+        let invented: [u8; 64] =
+            std::array::from_fn(|_| if round == 0 { 0 } else { rng.below(256) as u8 });
         match backend.open_legacy(&invented, handle.allocation_bytes(), handle.device()) {
-            Err(Error::LegacyHandle { fault: LegacyFault::Refused(_) }) => {}
+            Err(Error::LegacyHandle {
+                fault: LegacyFault::Refused(_),
+            }) => {}
             other => bail!("invented bytes gave {other:?}"),
         }
     }
-    let other = if context.settings.backend == Backend::Cuda { Device::host() } else { return peer.dismiss() };
+    let other = if context.settings.backend == Backend::Cuda {
+        Device::host()
+    } else {
+        return peer.dismiss();
+    };
     match refusal(&handle, &other)? {
-        Error::LegacyHandle { fault: LegacyFault::Device { .. } } => peer.dismiss(),
+        Error::LegacyHandle {
+            fault: LegacyFault::Device { .. },
+        } => peer.dismiss(),
         error => bail!("another backend's handle gave {error:?}"),
     }
 }
@@ -210,12 +332,22 @@ fn used_by_stream(context: &Context) -> Result<()> {
     while !stream.is_idle()? {
         let closed = is_closed();
         // Asked after the look at the count: what is closed under a stream that is busy still was closed too early.
-        ensure!(!closed || stream.is_idle()?, "closed under a stream that writes it");
+        ensure!(
+            !closed || stream.is_idle()?,
+            "closed under a stream that writes it"
+        );
         std::thread::yield_now();
     }
-    ensure!(crate::process::eventually(PATIENCE, is_closed), "it is closed when the stream is done");
-    device_malloc::check(&handle.open(&context.device)?, 77, &mut context.error_counters()?)
-        .context("what the late kernel wrote")?;
+    ensure!(
+        crate::process::eventually(PATIENCE, is_closed),
+        "it is closed when the stream is done"
+    );
+    device_malloc::check(
+        &handle.open(&context.device)?,
+        77,
+        &mut context.error_counters()?,
+    )
+    .context("what the late kernel wrote")?;
     peer.dismiss()
 }
 
@@ -254,7 +386,9 @@ fn events(context: &Context) -> Result<()> {
     }
     let device = &context.device;
     device_malloc::with_events(device, IPC_EVENTS_MAX + 1, |handles, end| match end {
-        Some(Error::EventLimit { limit: IPC_EVENTS_MAX }) => {
+        Some(Error::EventLimit {
+            limit: IPC_EVENTS_MAX,
+        }) => {
             context.figure("interprocess_events", handles.len() as u64);
             Ok(())
         }

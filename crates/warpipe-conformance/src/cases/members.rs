@@ -15,18 +15,52 @@ use crate::peer::{Order, Peer, PublisherPlan};
 use crate::process::{eventually, pidfd, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a member is told of once when it joins and once when it leaves", joined_and_left),
-    Case::new("a stopped member is stalled, then recovered, and never dead", stopped_and_on),
-    Case::new("a killed member's death is told once, with its proof, and its endpoints are removed", killed)
-        .ends_clients(),
-    Case::new("everything that one killed process was is told dead once each", killed_as_many).ends_clients(),
-    Case::new("what a member left that died unwatched is removed by the next watch, without a word", unwatched)
-        .ends_clients(),
-    Case::new("a clean-up runs on its member's death, and on nothing else", clean_ups).ends_clients(),
-    Case::new("a living member's name is taken, and a dead one's is free at once", taken_and_free).ends_clients(),
-    Case::new("a member that was stopped before anybody looked is listed as stalled", stopped_before),
-    Case::new("what is no member under a member's name neither hangs the list nor is on it", strangers),
-    Case::new("two watches see the same, and the end of one disturbs nobody", two_watches).ends_clients(),
+    Case::new(
+        "a member is told of once when it joins and once when it leaves",
+        joined_and_left,
+    ),
+    Case::new(
+        "a stopped member is stalled, then recovered, and never dead",
+        stopped_and_on,
+    ),
+    Case::new(
+        "a killed member's death is told once, with its proof, and its endpoints are removed",
+        killed,
+    )
+    .ends_clients(),
+    Case::new(
+        "everything that one killed process was is told dead once each",
+        killed_as_many,
+    )
+    .ends_clients(),
+    Case::new(
+        "what a member left that died unwatched is removed by the next watch, without a word",
+        unwatched,
+    )
+    .ends_clients(),
+    Case::new(
+        "a clean-up runs on its member's death, and on nothing else",
+        clean_ups,
+    )
+    .ends_clients(),
+    Case::new(
+        "a living member's name is taken, and a dead one's is free at once",
+        taken_and_free,
+    )
+    .ends_clients(),
+    Case::new(
+        "a member that was stopped before anybody looked is listed as stalled",
+        stopped_before,
+    ),
+    Case::new(
+        "what is no member under a member's name neither hangs the list nor is on it",
+        strangers,
+    ),
+    Case::new(
+        "two watches see the same, and the end of one disturbs nobody",
+        two_watches,
+    )
+    .ends_clients(),
 ];
 
 /// The next change of a watch.
@@ -37,7 +71,10 @@ fn next(members: &Members) -> Result<Change> {
 /// The next change, which must be this one of this member.
 fn expect(members: &Members, kind: &str, name: &str) -> Result<MemberInfo> {
     let change = next(members)?;
-    ensure!(kind_of(&change) == kind && change.member().name == name, "{change:?} where {kind} of {name} is due");
+    ensure!(
+        kind_of(&change) == kind && change.member().name == name,
+        "{change:?} where {kind} of {name} is due"
+    );
     Ok(change.member().clone())
 }
 
@@ -47,7 +84,9 @@ fn expect_end(members: &Members, kind: &str, name: &str) -> Result<MemberInfo> {
         let change = next(members)?;
         match kind_of(&change) {
             "stalled" | "recovered" => {}
-            found if found == kind && change.member().name == name => return Ok(change.member().clone()),
+            found if found == kind && change.member().name == name => {
+                return Ok(change.member().clone());
+            }
             _ => bail!("{change:?} where {kind} of {name} is due"),
         }
     }
@@ -79,23 +118,41 @@ fn member(context: &Context, name: &str) -> Result<Peer> {
 }
 
 fn join(peer: &mut Peer, name: &str) -> Result<()> {
-    peer.ask(&Order::Join { name: name.into(), role: format!("{name}'s role") }).map(drop)
+    peer.ask(&Order::Join {
+        name: name.into(),
+        role: format!("{name}'s role"),
+    })
+    .map(drop)
 }
 
 fn joined_and_left(context: &Context) -> Result<()> {
     let early = member(context, "early")?;
     let members = Members::watch(&context.domain)?;
-    ensure!(members.list()?.len() == 1, "who was there is listed at once: {:?}", members.list()?);
+    ensure!(
+        members.list()?.len() == 1,
+        "who was there is listed at once: {:?}",
+        members.list()?
+    );
     let told = expect(&members, "joined", "early")?;
-    ensure!(told.role == "early's role" && told.pid == early.id() as i32, "{told:?}");
+    ensure!(
+        told.role == "early's role" && told.pid == early.id() as i32,
+        "{told:?}"
+    );
     let mut peer = member(context, "worker/1")?;
     let told = expect_end(&members, "joined", "worker/1")?;
-    ensure!(told.pid == peer.id() as i32 && told.since_ns > 0, "{told:?}");
+    ensure!(
+        told.pid == peer.id() as i32 && told.since_ns > 0,
+        "{told:?}"
+    );
     peer.publish(PublisherPlan::of("frames"))?;
     let listed = members.list()?;
     let names: Vec<&str> = listed.iter().map(|member| member.name.as_str()).collect();
     ensure!(names == ["early", "worker/1"], "listed are {names:?}");
-    let held: Vec<&str> = listed[1].endpoints.iter().map(|name| name.as_str()).collect();
+    let held: Vec<&str> = listed[1]
+        .endpoints
+        .iter()
+        .map(|name| name.as_str())
+        .collect();
     ensure!(held == ["frames", "members/worker/1"], "it holds {held:?}");
     peer.ask(&Order::Leave)?;
     let left = expect_end(&members, "left", "worker/1")?;
@@ -117,8 +174,15 @@ fn stopped_and_on(context: &Context) -> Result<()> {
     for _ in 0..2 {
         peer.stop()?;
         let told = expect(&members, "stalled", "sleepy")?;
-        ensure!(told.state == PeerState::Stalled && told.silent_for >= Duration::from_millis(900), "{told:?}");
-        ensure!(members.list()?[0].state == PeerState::Stalled, "{:?}", members.list()?);
+        ensure!(
+            told.state == PeerState::Stalled && told.silent_for >= Duration::from_millis(900),
+            "{told:?}"
+        );
+        ensure!(
+            members.list()?[0].state == PeerState::Stalled,
+            "{:?}",
+            members.list()?
+        );
         peer.go_on()?;
         let told = expect(&members, "recovered", "sleepy")?;
         ensure!(told.state == PeerState::Alive, "{told:?}");
@@ -138,8 +202,14 @@ fn killed(context: &Context) -> Result<()> {
         peer.strike()?;
         let told = expect_end(&members, "died", "mortal")?;
         // Its lifeline ends with its last file, a moment before the process is to be reaped.
-        ensure!(wait_readable(&proof, PATIENCE), "it is told dead, and lives");
-        ensure!(told.state == PeerState::Dead && told.pid == peer.id() as i32, "{told:?}");
+        ensure!(
+            wait_readable(&proof, PATIENCE),
+            "it is told dead, and lives"
+        );
+        ensure!(
+            told.state == PeerState::Dead && told.pid == peer.id() as i32,
+            "{told:?}"
+        );
         let left: Vec<&str> = told.endpoints.iter().map(|name| name.as_str()).collect();
         ensure!(left == ["its/frames", "members/mortal"], "it left {left:?}");
         let files = std::fs::read_dir(context.domain.path())?.count();
@@ -154,7 +224,9 @@ fn killed_as_many(context: &Context) -> Result<()> {
     const MANY: usize = 40;
     let members = Members::watch(&context.domain)?;
     let mut peer = context.peer()?;
-    let names: Vec<String> = (0..MANY).map(|number| format!("soul-{number:02}")).collect();
+    let names: Vec<String> = (0..MANY)
+        .map(|number| format!("soul-{number:02}"))
+        .collect();
     for name in &names {
         join(&mut peer, name)?;
         expect_end(&members, "joined", name)?;
@@ -172,7 +244,11 @@ fn killed_as_many(context: &Context) -> Result<()> {
     }
     dead.sort();
     ensure!(dead == names, "told dead are {dead:?}");
-    ensure!(members.list()?.len() == 1, "the witness is left: {:?}", members.list()?);
+    ensure!(
+        members.list()?.len() == 1,
+        "the witness is left: {:?}",
+        members.list()?
+    );
     drop(witness);
     expect_end(&members, "left", "witness")?;
     nothing_more(&members, context)
@@ -183,9 +259,16 @@ fn unwatched(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("its/frames"))?;
     peer.kill()?;
     let files = || std::fs::read_dir(context.domain.path()).map_or(0, Iterator::count);
-    ensure!(files() == 4, "a socket and a lock of each name are left, not {} files", files());
+    ensure!(
+        files() == 4,
+        "a socket and a lock of each name are left, not {} files",
+        files()
+    );
     let looking = Members::builder(&context.domain).clean(false).start()?;
-    ensure!(files() == 4 && looking.list()?.is_empty(), "who only looks removes nothing");
+    ensure!(
+        files() == 4 && looking.list()?.is_empty(),
+        "who only looks removes nothing"
+    );
     drop(looking);
     let members = Members::watch(&context.domain)?;
     ensure!(files() == 0, "{} files are left", files());
@@ -202,8 +285,13 @@ fn clean_ups(context: &Context) -> Result<()> {
         }
     };
     let watch = Members::builder(&context.domain).on(panics_once);
-    let members = watch.on(move |change| drop(tell.send(change.clone()))).start()?;
-    ensure!(matches!(members.changes(Duration::ZERO), Err(Error::Argument { .. })), "the callbacks have the changes");
+    let members = watch
+        .on(move |change| drop(tell.send(change.clone())))
+        .start()?;
+    ensure!(
+        matches!(members.changes(Duration::ZERO), Err(Error::Argument { .. })),
+        "the callbacks have the changes"
+    );
     for name in ["victim", "leaver"] {
         let call = call.clone();
         members.on_death_of(name, move |of| drop(call.send(of.name.clone())))?;
@@ -246,7 +334,10 @@ fn taken_and_free(context: &Context) -> Result<()> {
     expect(&members, "joined", "only")?;
     match Member::join(&context.domain, "only", "impostor") {
         Err(Error::NameTaken { name, holder }) => {
-            ensure!(name == "members/only" && holder.pid == Some(peer.id() as i32), "{name} is held by {holder}");
+            ensure!(
+                name == "members/only" && holder.pid == Some(peer.id() as i32),
+                "{name} is held by {holder}"
+            );
         }
         other => bail!("a living member's name gave {other:?}"),
     }
@@ -268,10 +359,22 @@ fn stopped_before(context: &Context) -> Result<()> {
     let members = Members::watch(&context.domain)?;
     let listed = members.list()?;
     ensure!(listed.len() == 1, "listed are {listed:?}");
-    let MemberInfo { name, pid, state, role, .. } = &listed[0];
+    let MemberInfo {
+        name,
+        pid,
+        state,
+        role,
+        ..
+    } = &listed[0];
     ensure!(name == "asleep" && *pid == peer.id() as i32, "{listed:?}");
-    ensure!(*state == PeerState::Stalled && role.is_empty(), "{listed:?}");
-    ensure!(members.changes(Duration::ZERO)?.is_none(), "nothing is told of who has not answered");
+    ensure!(
+        *state == PeerState::Stalled && role.is_empty(),
+        "{listed:?}"
+    );
+    ensure!(
+        members.changes(Duration::ZERO)?.is_none(),
+        "nothing is told of who has not answered"
+    );
     peer.go_on()?;
     let told = expect(&members, "joined", "asleep")?;
     ensure!(told.role == "asleep's role", "{told:?}");
@@ -310,36 +413,57 @@ fn strangers(context: &Context) -> Result<()> {
     real.go_on()?;
     expect(&members, "recovered", "real")?;
     let listed = members.list()?;
-    ensure!(listed.len() == 1 && listed[0].name == "real", "listed are {listed:?}");
+    ensure!(
+        listed.len() == 1 && listed[0].name == "real",
+        "listed are {listed:?}"
+    );
     // Two sockets of other types, and the publisher.
-    ensure!(eventually(PATIENCE, || members.overlooked() == 3), "{} are overlooked", members.overlooked());
+    ensure!(
+        eventually(PATIENCE, || members.overlooked() == 3),
+        "{} are overlooked",
+        members.overlooked()
+    );
     match Member::join(&context.domain, "mute", "") {
         Err(Error::ForeignFile { .. }) => {}
         other => bail!("a stranger's name gave {other:?}"),
     }
-    let present = [&mute, &stream, &datagram, &file, &folder, &link].iter().all(|path| path.symlink_metadata().is_ok());
+    let present = [&mute, &stream, &datagram, &file, &folder, &link]
+        .iter()
+        .all(|path| path.symlink_metadata().is_ok());
     ensure!(present, "a stranger's file is gone");
     real.dismiss()?;
     expect_end(&members, "left", "real")?;
     drop((sockets, publisher));
     std::fs::remove_dir(&folder)?;
-    [mute, stream, datagram, file, link].iter().try_for_each(std::fs::remove_file)?;
+    [mute, stream, datagram, file, link]
+        .iter()
+        .try_for_each(std::fs::remove_file)?;
     nothing_more(&members, context)
 }
 
 fn two_watches(context: &Context) -> Result<()> {
-    let (one, other) = (Members::watch(&context.domain)?, Members::watch(&context.domain)?);
+    let (one, other) = (
+        Members::watch(&context.domain)?,
+        Members::watch(&context.domain)?,
+    );
     let mut peer = member(context, "seen")?;
-    let generations = [&one, &other].map(|watch| expect(watch, "joined", "seen").map(|told| told.generation));
+    let generations =
+        [&one, &other].map(|watch| expect(watch, "joined", "seen").map(|told| told.generation));
     let [first, second] = generations;
     ensure!(first? == second?, "both see the same incarnation");
     drop(one);
     let polled = eventually(PATIENCE, || other.list().is_ok_and(|list| list.len() == 1));
     ensure!(polled, "the other watch still lists it");
     peer.kill()?;
-    ensure!(wait_readable(&other, PATIENCE), "its descriptor tells of a change");
+    ensure!(
+        wait_readable(&other, PATIENCE),
+        "its descriptor tells of a change"
+    );
     expect_end(&other, "died", "seen")?;
     nothing_more(&other, context)?;
-    ensure!(!wait_readable(&other, Duration::ZERO), "its descriptor is silent when everything was taken");
+    ensure!(
+        !wait_readable(&other, Duration::ZERO),
+        "its descriptor is silent when everything was taken"
+    );
     Ok(())
 }

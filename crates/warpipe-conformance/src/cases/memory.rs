@@ -11,17 +11,35 @@ use crate::payload::Payload;
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a growing publisher's new regions reach connected subscribers", growth),
-    Case::new("the memory limit is an error, and memory given back is used again", limit),
-    Case::new("what a subscriber holds counts against the limit until it is released", limit_by_holders),
-    Case::new("a loan that is dropped or discarded returns its slot", loans_return),
-    Case::new("without subscribers samples go out and their slots come back", nobody_listens),
+    Case::new(
+        "a growing publisher's new regions reach connected subscribers",
+        growth,
+    ),
+    Case::new(
+        "the memory limit is an error, and memory given back is used again",
+        limit,
+    ),
+    Case::new(
+        "what a subscriber holds counts against the limit until it is released",
+        limit_by_holders,
+    ),
+    Case::new(
+        "a loan that is dropped or discarded returns its slot",
+        loans_return,
+    ),
+    Case::new(
+        "without subscribers samples go out and their slots come back",
+        nobody_listens,
+    ),
 ];
 
 const MIB: u64 = 1 << 20;
 
 fn growth(context: &Context) -> Result<()> {
-    let publisher = context.publisher("growing").memory_limit(256 * MIB).build()?;
+    let publisher = context
+        .publisher("growing")
+        .memory_limit(256 * MIB)
+        .build()?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("growing")?;
@@ -43,13 +61,26 @@ fn growth(context: &Context) -> Result<()> {
 }
 
 fn limit(context: &Context) -> Result<()> {
-    let builder = context.publisher("limited").memory_limit(4 * MIB).loan_timeout(Duration::from_millis(20));
+    let builder = context
+        .publisher("limited")
+        .memory_limit(4 * MIB)
+        .loan_timeout(Duration::from_millis(20));
     let publisher = builder.build()?;
     let layout = Layout::bytes_only(MIB)?;
-    let mut loans = (0..4).map(|_| publisher.loan(&layout)).collect::<warpipe::Result<Vec<_>>>()?;
+    let mut loans = (0..4)
+        .map(|_| publisher.loan(&layout))
+        .collect::<warpipe::Result<Vec<_>>>()?;
     match publisher.loan(&layout) {
-        Err(Error::MemoryLimit { bytes: MIB, used, limit, .. }) => {
-            ensure!((used, limit) == (4 * MIB, 4 * MIB), "{used} of {limit} bytes in use");
+        Err(Error::MemoryLimit {
+            bytes: MIB,
+            used,
+            limit,
+            ..
+        }) => {
+            ensure!(
+                (used, limit) == (4 * MIB, 4 * MIB),
+                "{used} of {limit} bytes in use"
+            );
         }
         other => bail!("a fifth loan gave {other:?}"),
     }
@@ -65,7 +96,10 @@ fn limit(context: &Context) -> Result<()> {
 }
 
 fn limit_by_holders(context: &Context) -> Result<()> {
-    let builder = context.publisher("held").memory_limit(2 * MIB).loan_timeout(Duration::from_millis(50));
+    let builder = context
+        .publisher("held")
+        .memory_limit(2 * MIB)
+        .loan_timeout(Duration::from_millis(50));
     let publisher = builder.build()?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
@@ -88,7 +122,10 @@ fn limit_by_holders(context: &Context) -> Result<()> {
 }
 
 fn loans_return(context: &Context) -> Result<()> {
-    let builder = context.publisher("returned").memory_limit(2 * MIB).loan_timeout(Duration::from_secs(5));
+    let builder = context
+        .publisher("returned")
+        .memory_limit(2 * MIB)
+        .loan_timeout(Duration::from_secs(5));
     let publisher = builder.build()?;
     let stream = context.stream()?;
     for round in 0..20 {
@@ -103,9 +140,16 @@ fn nobody_listens(context: &Context) -> Result<()> {
     let publisher = context.publisher("alone").memory_limit(2 * MIB).build()?;
     let stream = context.stream()?;
     for seed in 1..=50 {
-        ensure!(Payload::of(MIB / 8, seed).send(&publisher, &stream)? == seed, "the sequence goes on");
+        ensure!(
+            Payload::of(MIB / 8, seed).send(&publisher, &stream)? == seed,
+            "the sequence goes on"
+        );
     }
-    let idle = eventually(crate::PATIENCE, || publisher.loan(&Layout::bytes_only(2 * MIB).unwrap()).is_ok());
+    let idle = eventually(crate::PATIENCE, || {
+        publisher
+            .loan(&Layout::bytes_only(2 * MIB).unwrap())
+            .is_ok()
+    });
     ensure!(idle, "all memory is free again");
     Ok(())
 }

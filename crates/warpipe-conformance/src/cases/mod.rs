@@ -67,27 +67,46 @@ impl Case {
     /// A case with a minute of time.
     pub const fn new(name: &'static str, run: fn(&Context) -> Result<()>) -> Case {
         let limit = Duration::from_secs(60);
-        Case { name, run, limit, limit_long: limit, ends_clients: false, needs_queues: false }
+        Case {
+            name,
+            run,
+            limit,
+            limit_long: limit,
+            ends_clients: false,
+            needs_queues: false,
+        }
     }
 
     /// Not to be tried under MPS.
     pub const fn ends_clients(self) -> Case {
-        Case { ends_clients: true, ..self }
+        Case {
+            ends_clients: true,
+            ..self
+        }
     }
 
     /// With 8 hardware queues, the driver's own number where no MPS daemon runs. An MPS client has fewer.
     pub const fn needs_queues(self) -> Case {
-        Case { needs_queues: true, ..self }
+        Case {
+            needs_queues: true,
+            ..self
+        }
     }
 
     /// With another limit.
     pub const fn limit(self, seconds: u64) -> Case {
-        Case { limit: Duration::from_secs(seconds), ..self }
+        Case {
+            limit: Duration::from_secs(seconds),
+            ..self
+        }
     }
 
     /// With another limit in the long mode.
     pub const fn long(self, seconds: u64) -> Case {
-        Case { limit_long: Duration::from_secs(seconds), ..self }
+        Case {
+            limit_long: Duration::from_secs(seconds),
+            ..self
+        }
     }
 }
 
@@ -100,7 +119,10 @@ pub struct Skip(pub String);
 fn all_whole(items: &[Item], sequences: impl IntoIterator<Item = u64>) -> Result<()> {
     let broken: Vec<_> = items.iter().filter(|item| !item.is_whole()).collect();
     ensure!(broken.is_empty(), "not whole: {broken:?}");
-    let (found, due): (Vec<_>, Vec<_>) = (items.iter().map(|item| item.sequence).collect(), Vec::from_iter(sequences));
+    let (found, due): (Vec<_>, Vec<_>) = (
+        items.iter().map(|item| item.sequence).collect(),
+        Vec::from_iter(sequences),
+    );
     ensure!(found == due, "samples {found:?} where {due:?} are due");
     Ok(())
 }

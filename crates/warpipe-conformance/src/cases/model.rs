@@ -9,9 +9,11 @@ use crate::context::Context;
 use crate::payload::Payload;
 use crate::rng::Rng;
 
-pub(super) const CASES: &[Case] =
-    &[Case::new("random policies, depths, sizes and release orders keep the channel's promises", random_channels)
-        .long(900)];
+pub(super) const CASES: &[Case] = &[Case::new(
+    "random policies, depths, sizes and release orders keep the channel's promises",
+    random_channels,
+)
+.long(900)];
 
 fn random_channels(context: &Context) -> Result<()> {
     let mut rng = context.rng();
@@ -47,30 +49,55 @@ struct View {
 
 fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<()> {
     let depth = rng.between(1, 9);
-    let policies =
-        [Policy::Block { timeout: std::time::Duration::ZERO }, Policy::DropOldest, Policy::DropNewest, Policy::Fail];
-    let (streams, mut error_counters) = ([context.stream()?, context.stream()?], context.error_counters()?);
+    let policies = [
+        Policy::Block {
+            timeout: std::time::Duration::ZERO,
+        },
+        Policy::DropOldest,
+        Policy::DropNewest,
+        Policy::Fail,
+    ];
+    let (streams, mut error_counters) = (
+        [context.stream()?, context.stream()?],
+        context.error_counters()?,
+    );
     let next = std::sync::Arc::new(std::sync::Mutex::new(policies[0]));
     let choose = {
         let next = next.clone();
         move |_: &warpipe::Applicant| next.lock().map_or(Policy::Fail, |policy| *policy)
     };
-    let publisher = context.publisher("model").depth(depth as u32).policy_of(choose).build()?;
+    let publisher = context
+        .publisher("model")
+        .depth(depth as u32)
+        .policy_of(choose)
+        .build()?;
     let mut views = Vec::new();
     for _ in 0..rng.between(1, 3) {
         let policy = *rng.pick(&policies);
         *next.lock().map_err(|_| anyhow::anyhow!("a panic"))? = policy;
         let subscriber = context.subscriber("model").build()?;
-        views.push(View { subscriber, policy, held: Vec::new(), last: 0, received: 0 });
+        views.push(View {
+            subscriber,
+            policy,
+            held: Vec::new(),
+            last: 0,
+            received: 0,
+        });
     }
     let mut sent = 0;
     for _ in 0..rng.between(20, 80) {
         if rng.once_in(2) {
             let words = *rng.pick(&[0, 1, 64, 512, 5000, 40_000]);
             let slow = std::time::Duration::from_micros(*rng.pick(&[0, 0, 0, 300]));
-            match Payload::of(words, rng.any() >> 8).slow(slow).send(&publisher, &streams[0]) {
+            match Payload::of(words, rng.any() >> 8)
+                .slow(slow)
+                .send(&publisher, &streams[0])
+            {
                 Ok(sequence) => {
-                    ensure!(sequence == sent + 1, "sample {sequence} was sent after {sent}");
+                    ensure!(
+                        sequence == sent + 1,
+                        "sample {sequence} was sent after {sent}"
+                    );
                     sent = sequence;
                 }
                 Err(Error::Timeout { .. } | Error::Full { .. }) => {}
@@ -79,7 +106,12 @@ fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<(
             continue;
         }
         let index = rng.below(views.len() as u64) as usize;
-        step(&mut views[index], &streams[1], &mut error_counters, &mut rng)?;
+        step(
+            &mut views[index],
+            &streams[1],
+            &mut error_counters,
+            &mut rng,
+        )?;
     }
     streams[0].synchronize(PATIENCE)?;
     for view in &mut views {
@@ -88,9 +120,16 @@ fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<(
         totals.dropped += view.subscriber.dropped();
     }
     totals.sent += sent;
-    let told: Vec<u64> = publisher.subscribers().iter().map(|one| one.dropped).collect();
+    let told: Vec<u64> = publisher
+        .subscribers()
+        .iter()
+        .map(|one| one.dropped)
+        .collect();
     let seen: Vec<u64> = views.iter().map(|view| view.subscriber.dropped()).collect();
-    ensure!(told == seen, "the publisher counts {told:?} drops, the subscribers {seen:?}");
+    ensure!(
+        told == seen,
+        "the publisher counts {told:?} drops, the subscribers {seen:?}"
+    );
     Ok(())
 }
 
@@ -102,12 +141,17 @@ fn step(
     rng: &mut Rng,
 ) -> Result<()> {
     if rng.once_in(2) && !view.held.is_empty() {
-        let sample = view.held.swap_remove(rng.below(view.held.len() as u64) as usize);
+        let sample = view
+            .held
+            .swap_remove(rng.below(view.held.len() as u64) as usize);
         let sequence = sample.sequence();
         if rng.once_in(3) {
             drop(sample);
         } else {
-            ensure!(error_counters.finish(sample)? == 0, "sample {sequence} has wrong words");
+            ensure!(
+                error_counters.finish(sample)? == 0,
+                "sample {sequence} has wrong words"
+            );
         }
         return Ok(());
     }
@@ -122,7 +166,11 @@ fn note(view: &mut View, sample: &warpipe::Sample) -> Result<()> {
     let (sequence, last) = (sample.sequence(), view.last);
     let lossless = matches!(view.policy, Policy::Block { .. } | Policy::Fail);
     ensure!(sequence > last, "sample {sequence} after {last}");
-    ensure!(!lossless || sequence == last + 1, "sample {sequence} after {last} under {:?}", view.policy);
+    ensure!(
+        !lossless || sequence == last + 1,
+        "sample {sequence} after {last} under {:?}",
+        view.policy
+    );
     view.last = sequence;
     view.received += 1;
     Ok(())
@@ -137,15 +185,28 @@ fn drain(
 ) -> Result<()> {
     while let Some(sample) = view.held.pop() {
         let sequence = sample.sequence();
-        ensure!(error_counters.finish(sample)? == 0, "sample {sequence} has wrong words");
+        ensure!(
+            error_counters.finish(sample)? == 0,
+            "sample {sequence} has wrong words"
+        );
     }
     while view.received + view.subscriber.dropped() < sent {
         let sample = view.subscriber.receive(stream)?;
         note(view, &sample)?;
-        ensure!(error_counters.finish(sample)? == 0, "sample {} has wrong words", view.last);
+        ensure!(
+            error_counters.finish(sample)? == 0,
+            "sample {} has wrong words",
+            view.last
+        );
     }
-    ensure!(view.subscriber.try_receive(stream)?.is_none(), "no more comes than was sent");
+    ensure!(
+        view.subscriber.try_receive(stream)?.is_none(),
+        "no more comes than was sent"
+    );
     let (received, dropped) = (view.received, view.subscriber.dropped());
-    ensure!(received + dropped == sent, "{received} received and {dropped} dropped of {sent} sent");
+    ensure!(
+        received + dropped == sent,
+        "{received} received and {dropped} dropped of {sent} sent"
+    );
     Ok(())
 }

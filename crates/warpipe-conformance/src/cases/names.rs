@@ -9,13 +9,31 @@ use crate::context::Context;
 use crate::peer::{Batch, Order, PublisherPlan, SubscriberPlan};
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a second live publisher of a name is told the first one's pid", taken_names_tell_their_holder),
-    Case::new("a killed publisher's name can be taken at once", dead_names_are_free),
-    Case::new("a closed publisher's name can be taken at once", closed_names_are_free),
-    Case::new("a subscriber finds nobody, or waits until somebody publishes", nobody_and_somebody),
-    Case::new("reconnect follows a killed publisher's next incarnation and tells of the gap", reconnect_after_death)
-        .ends_clients(),
-    Case::new("reconnect follows a closed publisher's next incarnation and tells of the gap", reconnect_after_goodbye),
+    Case::new(
+        "a second live publisher of a name is told the first one's pid",
+        taken_names_tell_their_holder,
+    ),
+    Case::new(
+        "a killed publisher's name can be taken at once",
+        dead_names_are_free,
+    ),
+    Case::new(
+        "a closed publisher's name can be taken at once",
+        closed_names_are_free,
+    ),
+    Case::new(
+        "a subscriber finds nobody, or waits until somebody publishes",
+        nobody_and_somebody,
+    ),
+    Case::new(
+        "reconnect follows a killed publisher's next incarnation and tells of the gap",
+        reconnect_after_death,
+    )
+    .ends_clients(),
+    Case::new(
+        "reconnect follows a closed publisher's next incarnation and tells of the gap",
+        reconnect_after_goodbye,
+    ),
 ];
 
 fn taken_names_tell_their_holder(context: &Context) -> Result<()> {
@@ -24,15 +42,28 @@ fn taken_names_tell_their_holder(context: &Context) -> Result<()> {
     match context.publisher("camera/front").build() {
         Err(Error::NameTaken { name, holder }) => {
             ensure!(name == "camera/front", "the name {name:?}");
-            ensure!(holder.pid == Some(peer.id() as i32), "held by {holder}, not by process {}", peer.id());
+            ensure!(
+                holder.pid == Some(peer.id() as i32),
+                "held by {holder}, not by process {}",
+                peer.id()
+            );
         }
         other => bail!("a taken name gave {other:?}"),
     }
     let mut subscriber = context.subscriber("camera/front").build()?;
-    ensure!(subscriber.publisher_pid() == Some(peer.id() as i32), "the publisher's pid is the peer's");
+    ensure!(
+        subscriber.publisher_pid() == Some(peer.id() as i32),
+        "the publisher's pid is the peer's"
+    );
     peer.ask(&Order::Send(Batch::of(1, 64, 1)))?;
     let stream = context.stream()?;
-    ensure!(context.error_counters()?.finish(subscriber.receive(&stream)?)? == 0, "the first publisher is undisturbed");
+    ensure!(
+        context
+            .error_counters()?
+            .finish(subscriber.receive(&stream)?)?
+            == 0,
+        "the first publisher is undisturbed"
+    );
     peer.dismiss()
 }
 
@@ -45,9 +76,15 @@ fn dead_names_are_free(context: &Context) -> Result<()> {
         let mut subscriber = context.subscriber("heir").build()?;
         let stream = context.stream()?;
         publisher.send_bytes(&stream, b"mine")?;
-        ensure!(subscriber.receive(&stream)?.to_vec(PATIENCE)? == b"mine", "the heir's data");
+        ensure!(
+            subscriber.receive(&stream)?.to_vec(PATIENCE)? == b"mine",
+            "the heir's data"
+        );
         let files = std::fs::read_dir(context.domain.path())?.count();
-        ensure!(files == 2, "a name is a socket and a lock, not {files} files");
+        ensure!(
+            files == 2,
+            "a name is a socket and a lock, not {files} files"
+        );
     }
     Ok(())
 }
@@ -68,12 +105,18 @@ fn nobody_and_somebody(context: &Context) -> Result<()> {
     }
     let mut early = context.peer()?;
     let wait_ms = Some(PATIENCE.as_millis() as u64);
-    early.tell(&Order::Subscribe(SubscriberPlan { wait_ms, ..SubscriberPlan::of("somebody") }))?;
+    early.tell(&Order::Subscribe(SubscriberPlan {
+        wait_ms,
+        ..SubscriberPlan::of("somebody")
+    }))?;
     let publisher = context.publisher("somebody").history(1).build()?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     early.answer()??;
     crate::payload::Payload::of(64, 3).send(&publisher, &context.stream()?)?;
-    ensure!(early.receive(1)?[0].is_whole(), "an early subscriber receives like any other");
+    ensure!(
+        early.receive(1)?[0].is_whole(),
+        "an early subscriber receives like any other"
+    );
     early.dismiss()
 }
 
@@ -93,22 +136,43 @@ fn reconnect(context: &Context, graceful: bool) -> Result<()> {
     for incarnation in 0..4 {
         let mut peer = context.peer()?;
         // With history, since nobody reconnects before he looks.
-        peer.publish(PublisherPlan { history: Some(3), ..PublisherPlan::of("phoenix") })?;
+        peer.publish(PublisherPlan {
+            history: Some(3),
+            ..PublisherPlan::of("phoenix")
+        })?;
         peer.ask(&Order::SendAndWait(Batch::of(3, 64, 10 * incarnation)))?;
         if subscriber.is_none() {
             subscriber = Some(context.subscriber("phoenix").reconnect(true).build()?);
         }
-        let Some(subscriber) = &mut subscriber else { unreachable!("made above") };
+        let Some(subscriber) = &mut subscriber else {
+            unreachable!("made above")
+        };
         for sequence in 1..=3 {
             let sample = subscriber.receive(&stream)?;
-            ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
-            let gap = sample.discontinuity().map(|gap| (gap.previous_pid, gap.graceful));
+            ensure!(
+                sample.sequence() == sequence,
+                "sample {} where {sequence} is due",
+                sample.sequence()
+            );
+            let gap = sample
+                .discontinuity()
+                .map(|gap| (gap.previous_pid, gap.graceful));
             let due = previous.filter(|_| sequence == 1);
-            ensure!(gap == due, "incarnation {incarnation}, sample {sequence}: gap {gap:?} where {due:?} is due");
-            ensure!(error_counters.finish(sample)? == 0, "sample {sequence} of incarnation {incarnation} is whole");
+            ensure!(
+                gap == due,
+                "incarnation {incarnation}, sample {sequence}: gap {gap:?} where {due:?} is due"
+            );
+            ensure!(
+                error_counters.finish(sample)? == 0,
+                "sample {sequence} of incarnation {incarnation} is whole"
+            );
         }
         previous = Some((peer.id() as i32, graceful));
-        if graceful { peer.dismiss()? } else { peer.kill()? }
+        if graceful {
+            peer.dismiss()?
+        } else {
+            peer.kill()?
+        }
     }
     Ok(())
 }

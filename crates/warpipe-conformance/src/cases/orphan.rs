@@ -15,20 +15,51 @@ use crate::peer::{Batch, HolderOrder, Order, Peer, PublisherPlan, Task};
 use crate::process::{eventually, pid, pidfd, signal, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a publisher that calls exec is dead: its reader's stream goes on, and the sample is lost", exec)
-        .ends_clients(),
-    Case::new("a subscriber that calls exec returns its slots", exec_of_a_holder).ends_clients(),
-    Case::new("a stream that waits for a killed process whose orphan lives is rescued in time", rescued).ends_clients(),
-    Case::new("slots of a killed subscriber stay out of use while its orphan holds its files", quarantined)
-        .ends_clients(),
-    Case::new("what a killed worker left in the domain is removed once its orphan has ended", left_names)
-        .ends_clients(),
-    Case::new("a killed writer's block is used again after its last store", after_the_last_store).ends_clients(),
-    Case::new("a killed writer's block is used again after its last store, with an orphan", after_the_orphan)
-        .ends_clients(),
-    Case::new("a killed writer's block is used again after its last store, with a child that let go", after_the_child)
-        .ends_clients(),
-    Case::new("a writer's block is used again after its last store when it calls exec", after_exec).ends_clients(),
+    Case::new(
+        "a publisher that calls exec is dead: its reader's stream goes on, and the sample is lost",
+        exec,
+    )
+    .ends_clients(),
+    Case::new(
+        "a subscriber that calls exec returns its slots",
+        exec_of_a_holder,
+    )
+    .ends_clients(),
+    Case::new(
+        "a stream that waits for a killed process whose orphan lives is rescued in time",
+        rescued,
+    )
+    .ends_clients(),
+    Case::new(
+        "slots of a killed subscriber stay out of use while its orphan holds its files",
+        quarantined,
+    )
+    .ends_clients(),
+    Case::new(
+        "what a killed worker left in the domain is removed once its orphan has ended",
+        left_names,
+    )
+    .ends_clients(),
+    Case::new(
+        "a killed writer's block is used again after its last store",
+        after_the_last_store,
+    )
+    .ends_clients(),
+    Case::new(
+        "a killed writer's block is used again after its last store, with an orphan",
+        after_the_orphan,
+    )
+    .ends_clients(),
+    Case::new(
+        "a killed writer's block is used again after its last store, with a child that let go",
+        after_the_child,
+    )
+    .ends_clients(),
+    Case::new(
+        "a writer's block is used again after its last store when it calls exec",
+        after_exec,
+    )
+    .ends_clients(),
 ];
 
 const WORDS: u64 = 1024;
@@ -72,20 +103,35 @@ fn exec(context: &Context) -> Result<()> {
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
     peer.ask(&Order::Send(Batch::of(1, WORDS, 2).slow(LONG)))?;
-    ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "the first sample is whole");
+    ensure!(
+        error_counters.finish(subscriber.receive(&stream)?)? == 0,
+        "the first sample is whole"
+    );
     let unfinished = subscriber.receive(&stream)?;
     peer.tell(&Order::Exec)?;
     match unfinished.finish(LONG / 2) {
         Err(Error::SampleLost { sequence: 2, .. }) => {}
         other => bail!("a sample whose publisher called exec gave {other:?}"),
     }
-    stream.synchronize(PATIENCE).context("the reader's stream goes on")?;
+    stream
+        .synchronize(PATIENCE)
+        .context("the reader's stream goes on")?;
     match subscriber.receive(&stream) {
-        Err(Error::PublisherGone { graceful: false, .. }) => {}
+        Err(Error::PublisherGone {
+            graceful: false, ..
+        }) => {}
         other => bail!("after the exec came {other:?}"),
     }
-    drop(context.publisher("mortal").build().context("the name is free")?);
-    ensure!(rustix::process::test_kill_process(peer.pid()?).is_ok(), "the new program runs");
+    drop(
+        context
+            .publisher("mortal")
+            .build()
+            .context("the name is free")?,
+    );
+    ensure!(
+        rustix::process::test_kill_process(peer.pid()?).is_ok(),
+        "the new program runs"
+    );
     Ok(())
 }
 
@@ -99,14 +145,23 @@ fn exec_of_a_holder(context: &Context) -> Result<()> {
     peer.hold(1)?;
     ensure!(!returned.is_back()?, "it is held");
     peer.tell(&Order::Exec)?;
-    ensure!(eventually(PATIENCE, || returned.is_back().unwrap_or(false)), "the slot comes back");
-    ensure!(rustix::process::test_kill_process(peer.pid()?).is_ok(), "the new program runs");
+    ensure!(
+        eventually(PATIENCE, || returned.is_back().unwrap_or(false)),
+        "the slot comes back"
+    );
+    ensure!(
+        rustix::process::test_kill_process(peer.pid()?).is_ok(),
+        "the new program runs"
+    );
     Ok(())
 }
 
 fn rescued(context: &Context) -> Result<()> {
     let mut peer = publisher_at_work(context, "mortal")?;
-    let mut subscriber = context.subscriber("mortal").orphan_timeout(Duration::from_millis(300)).build()?;
+    let mut subscriber = context
+        .subscriber("mortal")
+        .orphan_timeout(Duration::from_millis(300))
+        .build()?;
     let stream = context.stream()?;
     peer.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(LONG)))?;
     let unfinished = subscriber.receive(&stream)?;
@@ -116,7 +171,9 @@ fn rescued(context: &Context) -> Result<()> {
         Err(Error::SampleLost { sequence: 1, .. }) => {}
         other => bail!("a sample whose publisher's orphan lives gave {other:?}"),
     }
-    stream.synchronize(PATIENCE).context("the reader's stream goes on")?;
+    stream
+        .synchronize(PATIENCE)
+        .context("the reader's stream goes on")?;
     orphan.end();
     Ok(())
 }
@@ -131,10 +188,16 @@ fn quarantined(context: &Context) -> Result<()> {
     peer.hold(1)?;
     let orphan = Orphan::of(&mut peer)?;
     peer.kill()?;
-    ensure!(!eventually(LOOK, || returned.is_back().unwrap_or(true)), "the slot is out of use while the orphan lives");
+    ensure!(
+        !eventually(LOOK, || returned.is_back().unwrap_or(true)),
+        "the slot is out of use while the orphan lives"
+    );
     ensure!(warpipe::process_stats().orphaned == 1, "it is counted");
     orphan.end();
-    ensure!(eventually(PATIENCE, || returned.is_back().unwrap_or(false)), "and comes back with the orphan's end");
+    ensure!(
+        eventually(PATIENCE, || returned.is_back().unwrap_or(false)),
+        "and comes back with the orphan's end"
+    );
     Ok(())
 }
 
@@ -146,9 +209,16 @@ fn left_names(context: &Context) -> Result<()> {
     queue.wait_for_workers(1, PATIENCE)?;
     let orphan = Orphan::of(&mut peer)?;
     peer.kill()?;
-    ensure!(!eventually(LOOK, || files() <= own), "a name is removed whose lock is held");
+    ensure!(
+        !eventually(LOOK, || files() <= own),
+        "a name is removed whose lock is held"
+    );
     orphan.end();
-    ensure!(eventually(PATIENCE, || files() == own), "{} files are left, {own} are the queue's own", files());
+    ensure!(
+        eventually(PATIENCE, || files() == own),
+        "{} files are left, {own} are the queue's own",
+        files()
+    );
     Ok(())
 }
 
@@ -166,7 +236,9 @@ enum End {
 /// more.
 fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
     const BYTES: u64 = 2 << 20;
-    let builder = Pool::builder("pool").domain(&context.domain).device(&context.device);
+    let builder = Pool::builder("pool")
+        .domain(&context.domain)
+        .device(&context.device);
     let pool = builder.memory_limit(BYTES).build()?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     let mut peer = context.peer()?;
@@ -176,7 +248,12 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
     drop(block);
     let start = Instant::now();
     let slow_us = LONG.as_micros() as u64;
-    peer.ask(&Order::Hold(HolderOrder::FillAndFree { number, seed: 1, slow_us, is_behind: true }))?;
+    peer.ask(&Order::Hold(HolderOrder::FillAndFree {
+        number,
+        seed: 1,
+        slow_us,
+        is_behind: true,
+    }))?;
     let mut child = None;
     match *end {
         End::Killed => peer.kill()?,
@@ -194,8 +271,13 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
             }
         }
     }
-    let next = pool.allocate_timeout(BYTES, PATIENCE).context("the block comes back")?;
-    ensure!(start.elapsed() < LONG, "the writer's own end brought it back: this machine is too slow to tell");
+    let next = pool
+        .allocate_timeout(BYTES, PATIENCE)
+        .context("the block comes back")?;
+    ensure!(
+        start.elapsed() < LONG,
+        "the writer's own end brought it back: this machine is too slow to tell"
+    );
     fill(&next, &stream, 2, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
     // Until well after the time at which the writer would have stored.

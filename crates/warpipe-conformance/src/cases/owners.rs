@@ -12,20 +12,49 @@ use crate::PATIENCE;
 use crate::context::Context;
 use crate::device_words::wrong_words;
 use crate::payload::{fill_input, input_layout, result_of, work};
-use crate::peer::{Answer, Batch, HolderOrder, Order, Peer, PublisherPlan, SemaphoreOrder, SignalOrder, Task};
+use crate::peer::{
+    Answer, Batch, HolderOrder, Order, Peer, PublisherPlan, SemaphoreOrder, SignalOrder, Task,
+};
 use crate::process::eventually;
 use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
-    case("owners of a queue are killed at any moment: its worker is told, and leases no job twice", queues),
-    case("servers are killed at any moment, and every request is answered once, and right", servers),
-    case("clients are killed at any moment, and the server goes on", clients),
-    case("owners of a pool are killed at any moment: blocks stay whole, and borrowers are told", pools),
-    case("owners of memory are killed at any moment: it stays whole where it is open", memory),
-    case("creators of a semaphore are killed at any moment: members are told, and no stream waits", semaphores),
-    case("a timeline's waiters are killed at any moment, and its values reach the others", waiters),
-    case("members are killed at any moment, and each death is told once", members),
-    case("owners of every kind are killed while they begin, and who opens is told so", beginners),
+    case(
+        "owners of a queue are killed at any moment: its worker is told, and leases no job twice",
+        queues,
+    ),
+    case(
+        "servers are killed at any moment, and every request is answered once, and right",
+        servers,
+    ),
+    case(
+        "clients are killed at any moment, and the server goes on",
+        clients,
+    ),
+    case(
+        "owners of a pool are killed at any moment: blocks stay whole, and borrowers are told",
+        pools,
+    ),
+    case(
+        "owners of memory are killed at any moment: it stays whole where it is open",
+        memory,
+    ),
+    case(
+        "creators of a semaphore are killed at any moment: members are told, and no stream waits",
+        semaphores,
+    ),
+    case(
+        "a timeline's waiters are killed at any moment, and its values reach the others",
+        waiters,
+    ),
+    case(
+        "members are killed at any moment, and each death is told once",
+        members,
+    ),
+    case(
+        "owners of every kind are killed while they begin, and who opens is told so",
+        beginners,
+    ),
 ];
 
 const fn case(name: &'static str, run: fn(&Context) -> Result<()>) -> Case {
@@ -83,7 +112,10 @@ fn kill_under(
         let begun = Instant::now();
         let told = loop {
             match step() {
-                Ok(()) | Err(Error::Timeout { .. } | Error::MemoryLimit { .. } | Error::SampleLost { .. }) => {}
+                Ok(())
+                | Err(
+                    Error::Timeout { .. } | Error::MemoryLimit { .. } | Error::SampleLost { .. },
+                ) => {}
                 Err(error) => break Ok(error),
             }
             if begun.elapsed() > 2 * PATIENCE {
@@ -101,8 +133,12 @@ fn queues(context: &Context) -> Result<()> {
     storm(context, |mut victim, rng, _| {
         victim.task(Task::Own("jobs".into()))?;
         let mut worker = context.worker("jobs").timeout(context.wait(rng)).build()?;
-        let batch = Batch::of(JOBS, WORDS, rng.any() >> 16).slow(Duration::from_micros(rng.below(300)));
-        victim.tell(&Order::Task(Task::Submit { queue: "jobs".into(), batch }))?;
+        let batch =
+            Batch::of(JOBS, WORDS, rng.any() >> 16).slow(Duration::from_micros(rng.below(300)));
+        victim.tell(&Order::Task(Task::Submit {
+            queue: "jobs".into(),
+            batch,
+        }))?;
         let (mut last, mut again) = (0, 0);
         let told = kill_under(&mut victim, rng, 20_000, || {
             let lease = worker.lease(&stream)?;
@@ -112,8 +148,20 @@ fn queues(context: &Context) -> Result<()> {
             let output = work(&lease, Duration::ZERO)?;
             lease.complete_with(output, &stream)
         })?;
-        ensure!(again == 0, "{again} jobs up to {last} came twice, or in another's place");
-        ensure!(matches!(told, Error::QueueGone { graceful: false, .. }), "its worker is told {told}");
+        ensure!(
+            again == 0,
+            "{again} jobs up to {last} came twice, or in another's place"
+        );
+        ensure!(
+            matches!(
+                told,
+                Error::QueueGone {
+                    graceful: false,
+                    ..
+                }
+            ),
+            "its worker is told {told}"
+        );
         drop(worker);
         Ok(stream.synchronize(PATIENCE)?)
     })?;
@@ -130,18 +178,34 @@ fn servers(context: &Context) -> Result<()> {
         let mut heir = context.peer()?;
         for peer in [&mut victim, &mut heir] {
             peer.task(Task::Serve("sum".into()))?;
-            peer.tell(&Order::Task(Task::ServeOn { slow_us: rng.below(1_000), idle_ms }))?;
+            peer.tell(&Order::Task(Task::ServeOn {
+                slow_us: rng.below(1_000),
+                idle_ms,
+            }))?;
         }
         let mut pending = Vec::new();
         for seed in 1000 * kill..1000 * kill + 10 {
-            let input = fill_input(client.loan(&input_layout(WORDS)?)?, seed, Duration::ZERO, &stream)?;
-            pending.push((seed, client.request(input, &stream, 3 * PATIENCE).map_err(Error::from)?));
+            let input = fill_input(
+                client.loan(&input_layout(WORDS)?)?,
+                seed,
+                Duration::ZERO,
+                &stream,
+            )?;
+            pending.push((
+                seed,
+                client
+                    .request(input, &stream, 3 * PATIENCE)
+                    .map_err(Error::from)?,
+            ));
         }
         pause(rng, 20_000);
         victim.kill()?;
         for (seed, asked) in pending {
             let reply = asked.wait(&stream)?;
-            ensure!(reply.to_vec()? == result_of(WORDS, seed), "the reply to {seed} is wrong");
+            ensure!(
+                reply.to_vec()? == result_of(WORDS, seed),
+                "the reply to {seed} is wrong"
+            );
             replies += 1;
         }
         heir.kill()?;
@@ -157,17 +221,31 @@ fn clients(context: &Context) -> Result<()> {
     let mut server = context.peer()?;
     server.task(Task::Serve("sum".into()))?;
     let idle_ms = 1000 * PATIENCE.as_millis() as u64;
-    server.tell(&Order::Task(Task::ServeOn { slow_us: 200, idle_ms }))?;
+    server.tell(&Order::Task(Task::ServeOn {
+        slow_us: 200,
+        idle_ms,
+    }))?;
     storm(context, |mut victim, rng, kill| {
         let batch = Batch::of(1_000_000, WORDS, rng.any() >> 16);
-        victim.tell(&Order::Task(Task::Call { service: "sum".into(), batch }))?;
+        victim.tell(&Order::Task(Task::Call {
+            service: "sum".into(),
+            batch,
+        }))?;
         pause(rng, 50_000);
         victim.kill()?;
         let client = context.client("sum").build()?;
         for seed in 1000 * kill..1000 * kill + 3 {
-            let input = fill_input(client.loan(&input_layout(WORDS)?)?, seed, Duration::ZERO, &stream)?;
+            let input = fill_input(
+                client.loan(&input_layout(WORDS)?)?,
+                seed,
+                Duration::ZERO,
+                &stream,
+            )?;
             let reply = client.call(input, &stream, 3 * PATIENCE)?;
-            ensure!(reply.to_vec()? == result_of(WORDS, seed), "the reply to {seed} is wrong");
+            ensure!(
+                reply.to_vec()? == result_of(WORDS, seed),
+                "the reply to {seed} is wrong"
+            );
         }
         drop(client);
         Ok(stream.synchronize(PATIENCE)?)
@@ -178,15 +256,20 @@ fn clients(context: &Context) -> Result<()> {
 /// The ticket that a victim that is about to be killed has answered with, if it came so far.
 fn last_ticket(victim: &mut Peer) -> Result<Option<Ticket>> {
     let lines = victim.last_lines()?;
-    let mut texts = lines.iter().filter_map(|line| match serde_json::from_str(line) {
-        Ok(Answer::Text(text)) => Some(text),
-        _ => None,
-    });
+    let mut texts = lines
+        .iter()
+        .filter_map(|line| match serde_json::from_str(line) {
+            Ok(Answer::Text(text)) => Some(text),
+            _ => None,
+        });
     texts.next_back().map(|text| Ok(text.parse()?)).transpose()
 }
 
 fn own_pool(name: &str) -> Order {
-    Order::Hold(HolderOrder::Pool { name: name.into(), limit: 8 * BYTES })
+    Order::Hold(HolderOrder::Pool {
+        name: name.into(),
+        limit: 8 * BYTES,
+    })
 }
 
 fn pools(context: &Context) -> Result<()> {
@@ -195,17 +278,34 @@ fn pools(context: &Context) -> Result<()> {
     storm(context, |mut victim, rng, seed| {
         victim.ask(&own_pool("pool"))?;
         let client = PoolClient::open(&context.domain, "pool", &context.device)?;
-        let ticket = victim.text(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed }))?.parse::<Ticket>()?;
+        let ticket = victim
+            .text(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed }))?
+            .parse::<Ticket>()?;
         let lent = LentBuffer::open(&ticket, &context.device)?;
-        victim.tell(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed: seed + 1 }))?;
+        victim.tell(&Order::Hold(HolderOrder::Lend {
+            bytes: BYTES,
+            seed: seed + 1,
+        }))?;
         let wait = context.wait(rng);
         let told = kill_under(&mut victim, rng, 5_000, || {
             client.allocate_timeout(BYTES, wait)?.free(&stream)?;
             blocks += 1;
             Ok(())
         })?;
-        ensure!(matches!(told, Error::OwnerGone { graceful: false, .. }), "who asks is told {told}");
-        ensure!(wrong_words(&lent, &stream, &mut error_counters, seed)? == 0, "a lent block is torn");
+        ensure!(
+            matches!(
+                told,
+                Error::OwnerGone {
+                    graceful: false,
+                    ..
+                }
+            ),
+            "who asks is told {told}"
+        );
+        ensure!(
+            wrong_words(&lent, &stream, &mut error_counters, seed)? == 0,
+            "a lent block is torn"
+        );
         if let Some(ticket) = last_ticket(&mut victim)? {
             let late = LentBuffer::open(&ticket, &context.device);
             ensure!(late.is_err(), "a dead owner's ticket opens");
@@ -218,20 +318,33 @@ fn pools(context: &Context) -> Result<()> {
 }
 
 fn publish(name: String, seed: u64) -> Order {
-    Order::Hold(HolderOrder::Publish { name, words: WORDS, seed, is_writable: false })
+    Order::Hold(HolderOrder::Publish {
+        name,
+        words: WORDS,
+        seed,
+        is_writable: false,
+    })
 }
 
 fn memory(context: &Context) -> Result<()> {
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     storm(context, |mut victim, rng, seed| {
-        let ticket = victim.text(&publish(format!("weights{seed}"), seed))?.parse::<Ticket>()?;
+        let ticket = victim
+            .text(&publish(format!("weights{seed}"), seed))?
+            .parse::<Ticket>()?;
         victim.tell(&publish(format!("more{seed}"), seed + 1))?;
         let opened = ticket.open(&context.device)?;
         pause(rng, 5_000);
         victim.kill()?;
-        ensure!(wrong_words(&opened, &stream, &mut error_counters, seed)? == 0, "memory of the dead is torn");
+        ensure!(
+            wrong_words(&opened, &stream, &mut error_counters, seed)? == 0,
+            "memory of the dead is torn"
+        );
         if let Some(ticket) = last_ticket(&mut victim)? {
-            ensure!(ticket.open(&context.device).is_err(), "a dead owner's ticket opens");
+            ensure!(
+                ticket.open(&context.device).is_err(),
+                "a dead owner's ticket opens"
+            );
         }
         drop(opened);
         Ok(stream.synchronize(PATIENCE)?)
@@ -239,7 +352,10 @@ fn memory(context: &Context) -> Result<()> {
 }
 
 fn create(name: &str, permits: u32) -> Order {
-    Order::Semaphore(SemaphoreOrder::Create { name: name.into(), permits })
+    Order::Semaphore(SemaphoreOrder::Create {
+        name: name.into(),
+        permits,
+    })
 }
 
 fn semaphores(context: &Context) -> Result<()> {
@@ -247,7 +363,9 @@ fn semaphores(context: &Context) -> Result<()> {
     let mut turns = 0u64;
     storm(context, |mut victim, rng, _| {
         victim.ask(&create("turns", rng.between(1, 3) as u32))?;
-        victim.tell(&Order::Semaphore(SemaphoreOrder::BeSlow { slow_us: rng.below(2_000) }))?;
+        victim.tell(&Order::Semaphore(SemaphoreOrder::BeSlow {
+            slow_us: rng.below(2_000),
+        }))?;
         let member = Semaphore::open_timeout(&context.domain, "turns", &context.device, PATIENCE)?;
         let wait = context.wait(rng);
         let told = kill_under(&mut victim, rng, 10_000, || {
@@ -255,8 +373,19 @@ fn semaphores(context: &Context) -> Result<()> {
             turns += 1;
             Ok(())
         })?;
-        ensure!(matches!(told, Error::OwnerGone { graceful: false, .. }), "a member is told {told}");
-        stream.synchronize(PATIENCE).context("the member's stream goes on")?;
+        ensure!(
+            matches!(
+                told,
+                Error::OwnerGone {
+                    graceful: false,
+                    ..
+                }
+            ),
+            "a member is told {told}"
+        );
+        stream
+            .synchronize(PATIENCE)
+            .context("the member's stream goes on")?;
         drop(member);
         Ok(())
     })?;
@@ -289,7 +418,10 @@ fn waiters(context: &Context) -> Result<()> {
         value += 4;
         witness.signals(SignalOrder::Wait(value))?;
         witness.signals(SignalOrder::Synchronize)?;
-        ensure!(witness.signals(SignalOrder::Check(value))? == Answer::Number(1), "{value} does not come");
+        ensure!(
+            witness.signals(SignalOrder::Check(value))? == Answer::Number(1),
+            "{value} does not come"
+        );
         victim.ended()?;
         Ok(stream.synchronize(PATIENCE)?)
     })?;
@@ -301,7 +433,10 @@ fn members(context: &Context) -> Result<()> {
     let mut all = 0;
     storm(context, |mut victim, rng, kill| {
         for number in 0..3 {
-            victim.tell(&Order::Join { name: format!("soul-{kill}-{number}"), role: String::new() })?;
+            victim.tell(&Order::Join {
+                name: format!("soul-{kill}-{number}"),
+                role: String::new(),
+            })?;
         }
         victim.answer()?.context("it joins")?;
         pause(rng, 5_000);
@@ -321,9 +456,15 @@ fn members(context: &Context) -> Result<()> {
             Ok(told.values().all(|&counts| counts == (1, 1)) && watch.list()?.is_empty())
         };
         let mut failed = None;
-        let ended = eventually(PATIENCE, || is_over().unwrap_or_else(|error| failed.replace(error).is_none()));
+        let ended = eventually(PATIENCE, || {
+            is_over().unwrap_or_else(|error| failed.replace(error).is_none())
+        });
         failed.map_or(Ok(()), Err)?;
-        ensure!(ended, "joined and died are told {told:?}, and {:?} are left", watch.list());
+        ensure!(
+            ended,
+            "joined and died are told {told:?}, and {:?} are left",
+            watch.list()
+        );
         all += told.len();
         Ok(())
     })?;
@@ -335,10 +476,22 @@ fn members(context: &Context) -> Result<()> {
 type Beginning = (fn() -> Order, fn(&Context) -> warpipe::Result<()>);
 
 const BEGINNINGS: &[Beginning] = &[
-    (|| Order::Publish(PublisherPlan::of("new")), |context| context.subscriber("new").build().map(drop)),
-    (|| Order::Task(Task::Own("new".into())), |context| context.worker("new").build().map(drop)),
-    (|| own_pool("new"), |context| PoolClient::open(&context.domain, "new", &context.device).map(drop)),
-    (|| create("new", 1), |context| Semaphore::open(&context.domain, "new", &context.device).map(drop)),
+    (
+        || Order::Publish(PublisherPlan::of("new")),
+        |context| context.subscriber("new").build().map(drop),
+    ),
+    (
+        || Order::Task(Task::Own("new".into())),
+        |context| context.worker("new").build().map(drop),
+    ),
+    (
+        || own_pool("new"),
+        |context| PoolClient::open(&context.domain, "new", &context.device).map(drop),
+    ),
+    (
+        || create("new", 1),
+        |context| Semaphore::open(&context.domain, "new", &context.device).map(drop),
+    ),
     (
         || Order::Signals(SignalOrder::CreateTimeline("new".into())),
         |context| Timeline::open(&context.domain, "new", &context.device).map(drop),
@@ -358,8 +511,12 @@ fn beginners(context: &Context) -> Result<()> {
             while !killer.is_finished() {
                 match open(context) {
                     Ok(()) => opened += 1,
-                    Err(Error::NoPublisher { .. } | Error::NoOwner { .. } | Error::OwnerGone { .. }) => refused += 1,
-                    Err(Error::Handshake { .. } | Error::Timeout { .. } | Error::QueueGone { .. }) => refused += 1,
+                    Err(
+                        Error::NoPublisher { .. } | Error::NoOwner { .. } | Error::OwnerGone { .. },
+                    ) => refused += 1,
+                    Err(
+                        Error::Handshake { .. } | Error::Timeout { .. } | Error::QueueGone { .. },
+                    ) => refused += 1,
                     Err(error) => bail!("who opens is told {error:?}"),
                 }
             }

@@ -12,12 +12,27 @@ use crate::payload::Payload;
 use crate::peer::{Order, Peer};
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("block waits, then gives the loan back, and the loan can be sent later", block),
-    Case::new("block goes on as soon as the subscriber releases", block_goes_on),
+    Case::new(
+        "block waits, then gives the loan back, and the loan can be sent later",
+        block,
+    ),
+    Case::new(
+        "block goes on as soon as the subscriber releases",
+        block_goes_on,
+    ),
     Case::new("fail gives the loan back at once", fail),
-    Case::new("drop-newest keeps the first samples, and both sides count the same drops", drop_newest),
-    Case::new("drop-oldest keeps the last samples, and both sides count the same drops", drop_oldest),
-    Case::new("drop-oldest takes nothing back that the subscriber holds", drop_oldest_spares_the_held),
+    Case::new(
+        "drop-newest keeps the first samples, and both sides count the same drops",
+        drop_newest,
+    ),
+    Case::new(
+        "drop-oldest keeps the last samples, and both sides count the same drops",
+        drop_oldest,
+    ),
+    Case::new(
+        "drop-oldest takes nothing back that the subscriber holds",
+        drop_oldest_spares_the_held,
+    ),
     Case::new("each subscriber has its own policy", policy_of_each),
 ];
 
@@ -25,14 +40,22 @@ const WORDS: u64 = 256;
 const DEPTH: u32 = 4;
 
 fn start(context: &Context, policy: Policy) -> Result<(Publisher, Stream, Peer)> {
-    let publisher = context.publisher("full").depth(DEPTH).policy(policy).build()?;
+    let publisher = context
+        .publisher("full")
+        .depth(DEPTH)
+        .policy(policy)
+        .build()?;
     let mut peer = context.peer()?;
     peer.subscribe("full")?;
     Ok((publisher, context.stream()?, peer))
 }
 
 /// Sends samples of the seeds, each complete before the next is sent.
-fn send(publisher: &Publisher, stream: &Stream, seeds: std::ops::RangeInclusive<u64>) -> Result<()> {
+fn send(
+    publisher: &Publisher,
+    stream: &Stream,
+    seeds: std::ops::RangeInclusive<u64>,
+) -> Result<()> {
     for seed in seeds {
         Payload::of(WORDS, seed).send(publisher, stream)?;
         stream.synchronize(PATIENCE)?;
@@ -42,12 +65,21 @@ fn send(publisher: &Publisher, stream: &Stream, seeds: std::ops::RangeInclusive<
 
 /// Both sides' counts of what the peer's subscriber did not get.
 fn drops(publisher: &Publisher, peer: &mut Peer) -> Result<(u64, u64)> {
-    let here: u64 = publisher.subscribers().iter().map(|subscriber| subscriber.dropped).sum();
+    let here: u64 = publisher
+        .subscribers()
+        .iter()
+        .map(|subscriber| subscriber.dropped)
+        .sum();
     Ok((here, peer.number(&Order::Dropped { subscriber: 0 })?))
 }
 
 fn block(context: &Context) -> Result<()> {
-    let (publisher, stream, mut peer) = start(context, Policy::Block { timeout: Duration::from_millis(50) })?;
+    let (publisher, stream, mut peer) = start(
+        context,
+        Policy::Block {
+            timeout: Duration::from_millis(50),
+        },
+    )?;
     send(&publisher, &stream, 1..=4)?;
     peer.hold(4)?;
     let loan = Payload::of(WORDS, 5).loan(&publisher, &stream)?;
@@ -60,13 +92,20 @@ fn block(context: &Context) -> Result<()> {
     let loan = failed.sample.context("the loan comes back")?;
     ensure!(loan.send(&stream)? == 5, "the same loan is sample 5");
     all_whole(&peer.receive(1)?, [5])?;
-    ensure!(drops(&publisher, &mut peer)? == (0, 0), "blocking drops nothing");
+    ensure!(
+        drops(&publisher, &mut peer)? == (0, 0),
+        "blocking drops nothing"
+    );
     peer.dismiss()
 }
 
 fn block_goes_on(context: &Context) -> Result<()> {
     let (publisher, stream, mut peer) = start(context, Policy::Block { timeout: PATIENCE })?;
-    peer.tell(&Order::Receive { subscriber: 0, count: 300, hold: false })?;
+    peer.tell(&Order::Receive {
+        subscriber: 0,
+        count: 300,
+        hold: false,
+    })?;
     for seed in 1..=300 {
         Payload::of(WORDS, seed).send(&publisher, &stream)?;
     }
@@ -80,26 +119,36 @@ fn block_goes_on(context: &Context) -> Result<()> {
 fn fail(context: &Context) -> Result<()> {
     let (publisher, stream, mut peer) = start(context, Policy::Fail)?;
     send(&publisher, &stream, 1..=4)?;
-    let failed = match Payload::of(WORDS, 5).loan(&publisher, &stream)?.send(&stream) {
+    let failed = match Payload::of(WORDS, 5)
+        .loan(&publisher, &stream)?
+        .send(&stream)
+    {
         Err(failed) => failed,
         Ok(sequence) => bail!("sample {sequence} went into a full ring"),
     };
     match &failed.error {
-        Error::Full { subscriber, depth, .. } => {
-            ensure!(*depth == DEPTH && subscriber.contains(&peer.id().to_string()), "{failed}");
+        Error::Full {
+            subscriber, depth, ..
+        } => {
+            ensure!(
+                *depth == DEPTH && subscriber.contains(&peer.id().to_string()),
+                "{failed}"
+            );
         }
         _ => bail!("{failed}"),
     }
     all_whole(&peer.receive(4)?, 1..=4)?;
     let mut loan = failed.sample;
     // On a device the release may take a moment; a full ring gives the loan back each time.
-    let sent = crate::process::eventually(PATIENCE, || match loan.take().map(|loan| loan.send(&stream)) {
-        Some(Ok(_)) => true,
-        Some(Err(failed)) => {
-            loan = failed.sample;
-            false
+    let sent = crate::process::eventually(PATIENCE, || {
+        match loan.take().map(|loan| loan.send(&stream)) {
+            Some(Ok(_)) => true,
+            Some(Err(failed)) => {
+                loan = failed.sample;
+                false
+            }
+            None => false,
         }
-        None => false,
     });
     ensure!(sent, "there is room after the release");
     all_whole(&peer.receive(1)?, [5])?;
@@ -109,7 +158,11 @@ fn fail(context: &Context) -> Result<()> {
 fn drop_newest(context: &Context) -> Result<()> {
     let (publisher, stream, mut peer) = start(context, Policy::DropNewest)?;
     send(&publisher, &stream, 1..=10)?;
-    ensure!(drops(&publisher, &mut peer)? == (6, 6), "6 of 10 do not fit: {:?}", drops(&publisher, &mut peer)?);
+    ensure!(
+        drops(&publisher, &mut peer)? == (6, 6),
+        "6 of 10 do not fit: {:?}",
+        drops(&publisher, &mut peer)?
+    );
     all_whole(&peer.receive(4)?, 1..=4)?;
     send(&publisher, &stream, 11..=11)?;
     all_whole(&peer.receive(1)?, [11])?;
@@ -120,7 +173,11 @@ fn drop_newest(context: &Context) -> Result<()> {
 fn drop_oldest(context: &Context) -> Result<()> {
     let (publisher, stream, mut peer) = start(context, Policy::DropOldest)?;
     send(&publisher, &stream, 1..=10)?;
-    ensure!(drops(&publisher, &mut peer)? == (6, 6), "6 of 10 do not fit: {:?}", drops(&publisher, &mut peer)?);
+    ensure!(
+        drops(&publisher, &mut peer)? == (6, 6),
+        "6 of 10 do not fit: {:?}",
+        drops(&publisher, &mut peer)?
+    );
     all_whole(&peer.receive(4)?, 7..=10)?;
     send(&publisher, &stream, 11..=12)?;
     all_whole(&peer.receive(2)?, 11..=12)?;
@@ -137,7 +194,11 @@ fn drop_oldest_spares_the_held(context: &Context) -> Result<()> {
     let mut items = peer.release()?;
     items.sort_by_key(|item| item.sequence);
     all_whole(&items, 1..=2)?;
-    ensure!(drops(&publisher, &mut peer)? == (6, 6), "3 to 8 are dropped: {:?}", drops(&publisher, &mut peer)?);
+    ensure!(
+        drops(&publisher, &mut peer)? == (6, 6),
+        "3 to 8 are dropped: {:?}",
+        drops(&publisher, &mut peer)?
+    );
     peer.dismiss()
 }
 
@@ -148,7 +209,11 @@ fn policy_of_each(context: &Context) -> Result<()> {
         true => Policy::DropNewest,
         false => Policy::Block { timeout: PATIENCE },
     };
-    let publisher = context.publisher("each").depth(DEPTH).policy_of(choose).build()?;
+    let publisher = context
+        .publisher("each")
+        .depth(DEPTH)
+        .policy_of(choose)
+        .build()?;
     let stream = context.stream()?;
     slow.subscribe("each")?;
     fast.subscribe("each")?;
@@ -158,7 +223,10 @@ fn policy_of_each(context: &Context) -> Result<()> {
     }
     all_whole(&slow.receive(4)?, 1..=4)?;
     let (here, there) = (drops(&publisher, &mut slow)?, drops(&publisher, &mut fast)?);
-    ensure!(here == (16, 16) && there == (16, 0), "{here:?} and {there:?}");
+    ensure!(
+        here == (16, 16) && there == (16, 0),
+        "{here:?} and {there:?}"
+    );
     slow.dismiss()?;
     fast.dismiss()
 }

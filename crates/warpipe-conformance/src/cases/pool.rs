@@ -15,20 +15,51 @@ use crate::peer::{Fault, HolderOrder, Order, Peer};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a lent block is another process's to use, and free when both have let it go", lent),
-    Case::new("a block is not handed out before its owner's stream is past it, freed on another one it is", owner_busy),
+    Case::new(
+        "a lent block is another process's to use, and free when both have let it go",
+        lent,
+    ),
+    Case::new(
+        "a block is not handed out before its owner's stream is past it, freed on another one it is",
+        owner_busy,
+    ),
     Case::new(
         "a block is not handed out before its borrower's stream is past it, freed on another one it is",
         peer_busy,
     ),
-    Case::new("a killed borrower's block comes back, and not before", killed_borrower).ends_clients(),
-    Case::new("a killed borrower that was writing writes nothing into the next one's block", killed_writer)
-        .ends_clients(),
-    Case::new("peers allocate of a pool, wait for each other, and leave nothing", remote_allocation),
-    Case::new("a borrower that ends without a word of its blocks gives them back", ended_borrower),
-    Case::new("a killed owner's blocks stay good, and asking is a typed error", killed_owner).ends_clients(),
-    Case::new("a block that passes to another user is cleared, and to the same one it is not", other_user),
-    Case::new("borrowers are killed at any moment and every block comes back", storm).ends_clients().long(900),
+    Case::new(
+        "a killed borrower's block comes back, and not before",
+        killed_borrower,
+    )
+    .ends_clients(),
+    Case::new(
+        "a killed borrower that was writing writes nothing into the next one's block",
+        killed_writer,
+    )
+    .ends_clients(),
+    Case::new(
+        "peers allocate of a pool, wait for each other, and leave nothing",
+        remote_allocation,
+    ),
+    Case::new(
+        "a borrower that ends without a word of its blocks gives them back",
+        ended_borrower,
+    ),
+    Case::new(
+        "a killed owner's blocks stay good, and asking is a typed error",
+        killed_owner,
+    )
+    .ends_clients(),
+    Case::new(
+        "a block that passes to another user is cleared, and to the same one it is not",
+        other_user,
+    ),
+    Case::new(
+        "borrowers are killed at any moment and every block comes back",
+        storm,
+    )
+    .ends_clients()
+    .long(900),
 ];
 
 /// A block: as much as a pool of [`one`] has.
@@ -36,7 +67,11 @@ const BYTES: u64 = 2 << 20;
 
 /// A pool of one block.
 fn one(context: &Context) -> Result<Pool> {
-    Ok(Pool::builder("pool").domain(&context.domain).device(&context.device).memory_limit(BYTES).build()?)
+    Ok(Pool::builder("pool")
+        .domain(&context.domain)
+        .device(&context.device)
+        .memory_limit(BYTES)
+        .build()?)
 }
 
 fn ticket_of(peer: &mut Peer, order: HolderOrder) -> Result<Ticket> {
@@ -49,7 +84,12 @@ fn number(peer: &mut Peer, order: HolderOrder) -> Result<u64> {
 
 /// Whether a block is all of one pattern.
 fn wrong(context: &Context, block: &Buffer, seed: u64) -> Result<u64> {
-    wrong_words(block, &context.stream()?, &mut context.error_counters()?, seed)
+    wrong_words(
+        block,
+        &context.stream()?,
+        &mut context.error_counters()?,
+        seed,
+    )
 }
 
 /// Fills a block and waits for that.
@@ -61,7 +101,11 @@ fn fill_now(context: &Context, block: &Buffer, seed: u64) -> Result<()> {
 
 fn is_full<T: std::fmt::Debug>(result: warpipe::Result<T>) -> Result<()> {
     match result {
-        Err(Error::MemoryLimit { used: BYTES, limit: BYTES, .. }) => Ok(()),
+        Err(Error::MemoryLimit {
+            used: BYTES,
+            limit: BYTES,
+            ..
+        }) => Ok(()),
         other => bail!("with all memory in use, {other:?}"),
     }
 }
@@ -74,29 +118,57 @@ fn lent(context: &Context) -> Result<()> {
         fill_now(context, &block, 1)?;
         let ticket = block.lend(Access::ReadWrite)?;
         let it = number(&mut peer, HolderOrder::Borrow(ticket.clone()))? as usize;
-        ensure!(number(&mut peer, HolderOrder::CheckBlock { number: it, seed: 1 })? == 0, "the bytes are right");
+        ensure!(
+            number(
+                &mut peer,
+                HolderOrder::CheckBlock {
+                    number: it,
+                    seed: 1
+                }
+            )? == 0,
+            "the bytes are right"
+        );
         let stats = pool.stats();
-        ensure!((stats.in_use_bytes, stats.lent_bytes, stats.peers) == (BYTES, BYTES, 1), "{stats:?}");
+        ensure!(
+            (stats.in_use_bytes, stats.lent_bytes, stats.peers) == (BYTES, BYTES, 1),
+            "{stats:?}"
+        );
         if owner_is_first {
             drop(block);
             is_full(pool.allocate(8))?;
             peer.ask(&Order::Hold(HolderOrder::FreeBlock { number: it }))?;
         } else {
-            let order = HolderOrder::FillAndFree { number: it, seed: 2, slow_us: 0, is_behind: true };
+            let order = HolderOrder::FillAndFree {
+                number: it,
+                seed: 2,
+                slow_us: 0,
+                is_behind: true,
+            };
             peer.ask(&Order::Hold(order))?;
-            ensure!(eventually(PATIENCE, || pool.stats().lent_bytes == 0), "its stream says that it is done");
-            ensure!(wrong(context, &block, 2)? == 0, "what the peer wrote is read here");
+            ensure!(
+                eventually(PATIENCE, || pool.stats().lent_bytes == 0),
+                "its stream says that it is done"
+            );
+            ensure!(
+                wrong(context, &block, 2)? == 0,
+                "what the peer wrote is read here"
+            );
             is_full(pool.allocate(8))?;
             drop(block);
         }
         drop(pool.allocate_timeout(BYTES, PATIENCE)?);
         match peer.try_ask(&Order::Hold(HolderOrder::Borrow(ticket)))? {
-            Err(Fault { kind, text }) => ensure!(kind == "TicketExpired" && text.contains("back"), "{text}"),
+            Err(Fault { kind, text }) => {
+                ensure!(kind == "TicketExpired" && text.contains("back"), "{text}")
+            }
             Ok(answer) => bail!("a returned block was lent: {answer:?}"),
         }
     }
     peer.dismiss()?;
-    ensure!(eventually(PATIENCE, || pool.stats().peers == 0), "who has left is forgotten");
+    ensure!(
+        eventually(PATIENCE, || pool.stats().peers == 0),
+        "who has left is forgotten"
+    );
     Ok(())
 }
 
@@ -108,19 +180,27 @@ fn owner_busy(context: &Context) -> Result<()> {
     let (busy, idle) = (context.stream()?, context.stream()?);
     for is_behind in [true, false] {
         let block = pool.allocate(BYTES)?;
-        let slow = if is_behind { Duration::from_millis(300) } else { LONG };
+        let slow = if is_behind {
+            Duration::from_millis(300)
+        } else {
+            LONG
+        };
         fill(&block, &busy, 1, slow, is_behind)?;
         block.free(if is_behind { &busy } else { &idle })?;
         let next = if is_behind {
             is_full(pool.allocate(8))?;
             pool.allocate_timeout(BYTES, PATIENCE)?
         } else {
-            pool.allocate_timeout(BYTES, LONG / 2).context("the control gets the block while it is written")?
+            pool.allocate_timeout(BYTES, LONG / 2)
+                .context("the control gets the block while it is written")?
         };
         fill_now(context, &next, 2)?;
         busy.synchronize(PATIENCE)?;
         let wrong = wrong(context, &next, 2)?;
-        ensure!((wrong == 0) == is_behind, "{wrong} wrong words, freed behind the stream: {is_behind}");
+        ensure!(
+            (wrong == 0) == is_behind,
+            "{wrong} wrong words, freed behind the stream: {is_behind}"
+        );
     }
     Ok(())
 }
@@ -130,20 +210,37 @@ fn peer_busy(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     for is_behind in [true, false] {
         let block = pool.allocate(BYTES)?;
-        let it = number(&mut peer, HolderOrder::Borrow(block.lend(Access::ReadWrite)?))? as usize;
+        let it = number(
+            &mut peer,
+            HolderOrder::Borrow(block.lend(Access::ReadWrite)?),
+        )? as usize;
         drop(block);
-        let slow_us = if is_behind { Duration::from_millis(300) } else { LONG }.as_micros() as u64;
-        peer.ask(&Order::Hold(HolderOrder::FillAndFree { number: it, seed: 1, slow_us, is_behind }))?;
+        let slow_us = if is_behind {
+            Duration::from_millis(300)
+        } else {
+            LONG
+        }
+        .as_micros() as u64;
+        peer.ask(&Order::Hold(HolderOrder::FillAndFree {
+            number: it,
+            seed: 1,
+            slow_us,
+            is_behind,
+        }))?;
         let next = if is_behind {
             is_full(pool.allocate(8))?;
             pool.allocate_timeout(BYTES, PATIENCE)?
         } else {
-            pool.allocate_timeout(BYTES, LONG / 2).context("the control gets the block while it is written")?
+            pool.allocate_timeout(BYTES, LONG / 2)
+                .context("the control gets the block while it is written")?
         };
         fill_now(context, &next, 2)?;
         peer.ask(&Order::Hold(HolderOrder::Settle))?;
         let wrong = wrong(context, &next, 2)?;
-        ensure!((wrong == 0) == is_behind, "{wrong} wrong words, freed behind the stream: {is_behind}");
+        ensure!(
+            (wrong == 0) == is_behind,
+            "{wrong} wrong words, freed behind the stream: {is_behind}"
+        );
     }
     peer.dismiss()
 }
@@ -157,7 +254,8 @@ fn killed_borrower(context: &Context) -> Result<()> {
         drop(block);
         is_full(pool.allocate_timeout(8, Duration::from_millis(100)))?;
         peer.stop()?;
-        is_full(pool.allocate_timeout(8, Duration::from_millis(100))).context("stopped is not dead")?;
+        is_full(pool.allocate_timeout(8, Duration::from_millis(100)))
+            .context("stopped is not dead")?;
         peer.kill()?;
         drop(pool.allocate_timeout(BYTES, PATIENCE)?);
         let stats = pool.stats();
@@ -171,10 +269,18 @@ fn killed_writer(context: &Context) -> Result<()> {
     for slow_ms in [100, 500] {
         let block = pool.allocate(BYTES)?;
         let mut peer = context.peer()?;
-        let it = number(&mut peer, HolderOrder::Borrow(block.lend(Access::ReadWrite)?))? as usize;
+        let it = number(
+            &mut peer,
+            HolderOrder::Borrow(block.lend(Access::ReadWrite)?),
+        )? as usize;
         drop(block);
         let slow_us = 1_000 * slow_ms;
-        peer.ask(&Order::Hold(HolderOrder::FillAndFree { number: it, seed: 1, slow_us, is_behind: true }))?;
+        peer.ask(&Order::Hold(HolderOrder::FillAndFree {
+            number: it,
+            seed: 1,
+            slow_us,
+            is_behind: true,
+        }))?;
         peer.strike()?;
         let next = pool.allocate_timeout(BYTES, PATIENCE)?;
         fill_now(context, &next, 2)?;
@@ -183,37 +289,62 @@ fn killed_writer(context: &Context) -> Result<()> {
         let late = context.stream()?;
         warpipe_kernels::spin(&late, Duration::from_millis(200 + slow_ms))?;
         late.synchronize(PATIENCE)?;
-        ensure!(wrong(context, &next, 2)? == 0, "nobody else writes the next one's block");
+        ensure!(
+            wrong(context, &next, 2)? == 0,
+            "nobody else writes the next one's block"
+        );
     }
     Ok(())
 }
 
 fn remote_allocation(context: &Context) -> Result<()> {
     let mut owner = context.peer()?;
-    owner.ask(&Order::Hold(HolderOrder::Pool { name: "pool".into(), limit: 2 * BYTES }))?;
+    owner.ask(&Order::Hold(HolderOrder::Pool {
+        name: "pool".into(),
+        limit: 2 * BYTES,
+    }))?;
     let client = PoolClient::open(&context.domain, "pool", &context.device)?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
-    let blocks: Vec<LentBuffer> = (0..2).map(|_| client.allocate(BYTES)).collect::<warpipe::Result<_>>()?;
+    let blocks: Vec<LentBuffer> = (0..2)
+        .map(|_| client.allocate(BYTES))
+        .collect::<warpipe::Result<_>>()?;
     for (seed, block) in blocks.iter().enumerate() {
         fill(block, &stream, seed as u64, Duration::ZERO, true)?;
     }
     for (seed, block) in blocks.iter().enumerate() {
-        ensure!(wrong_words(block, &stream, &mut error_counters, seed as u64)? == 0, "blocks do not overlap");
+        ensure!(
+            wrong_words(block, &stream, &mut error_counters, seed as u64)? == 0,
+            "blocks do not overlap"
+        );
     }
     match client.allocate(8) {
-        Err(Error::MemoryLimit { used, limit, .. }) => ensure!((used, limit) == (2 * BYTES, 2 * BYTES)),
+        Err(Error::MemoryLimit { used, limit, .. }) => {
+            ensure!((used, limit) == (2 * BYTES, 2 * BYTES))
+        }
         other => bail!("with all memory in use, {other:?}"),
     }
     let mut other = context.peer()?;
     let wait_ms = PATIENCE.as_millis() as u64;
-    other.tell(&Order::Hold(HolderOrder::Allocate { name: "pool".into(), bytes: BYTES, wait_ms }))?;
+    other.tell(&Order::Hold(HolderOrder::Allocate {
+        name: "pool".into(),
+        bytes: BYTES,
+        wait_ms,
+    }))?;
     let mut blocks = blocks.into_iter();
     let freed = blocks.next().context("a block")?;
     fill(&freed, &stream, 7, Duration::from_millis(100), true)?;
     freed.free(&stream)?;
-    ensure!(other.answer()?? == crate::peer::Answer::Number(0), "it gets what was let go");
-    let order = HolderOrder::FillAndFree { number: 0, seed: 8, slow_us: 0, is_behind: true };
+    ensure!(
+        other.answer()?? == crate::peer::Answer::Number(0),
+        "it gets what was let go"
+    );
+    let order = HolderOrder::FillAndFree {
+        number: 0,
+        seed: 8,
+        slow_us: 0,
+        is_behind: true,
+    };
     other.ask(&Order::Hold(order))?;
     other.dismiss()?;
     drop(blocks);
@@ -235,36 +366,72 @@ fn ended_borrower(context: &Context) -> Result<()> {
 
 fn killed_owner(context: &Context) -> Result<()> {
     let mut owner = context.peer()?;
-    owner.ask(&Order::Hold(HolderOrder::Pool { name: "pool".into(), limit: 2 * BYTES }))?;
-    let ticket = ticket_of(&mut owner, HolderOrder::Lend { bytes: BYTES, seed: 3 })?;
+    owner.ask(&Order::Hold(HolderOrder::Pool {
+        name: "pool".into(),
+        limit: 2 * BYTES,
+    }))?;
+    let ticket = ticket_of(
+        &mut owner,
+        HolderOrder::Lend {
+            bytes: BYTES,
+            seed: 3,
+        },
+    )?;
     let lent = LentBuffer::open(&ticket, &context.device)?;
     let client = PoolClient::open(&context.domain, "pool", &context.device)?;
     owner.kill()?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
-    ensure!(wrong_words(&lent, &stream, &mut error_counters, 3)? == 0, "it is whole");
-    ensure!(eventually(PATIENCE, || client.is_owner_gone()), "its end is told");
+    ensure!(
+        wrong_words(&lent, &stream, &mut error_counters, 3)? == 0,
+        "it is whole"
+    );
+    ensure!(
+        eventually(PATIENCE, || client.is_owner_gone()),
+        "its end is told"
+    );
     match client.allocate(8) {
-        Err(Error::OwnerGone { kind: Kind::Pool, graceful: false, pid, .. }) => ensure!(pid == owner.id() as i32),
+        Err(Error::OwnerGone {
+            kind: Kind::Pool,
+            graceful: false,
+            pid,
+            ..
+        }) => ensure!(pid == owner.id() as i32),
         other => bail!("of a dead owner, {other:?}"),
     }
     match LentBuffer::open(&ticket, &context.device) {
-        Err(Error::TicketExpired { expiry: Expiry::Gone { died: true }, .. }) => {}
+        Err(Error::TicketExpired {
+            expiry: Expiry::Gone { died: true },
+            ..
+        }) => {}
         other => bail!("a dead owner's ticket gave {other:?}"),
     }
     lent.free(&stream)?;
     drop(client);
     match PoolClient::open(&context.domain, "pool", &context.device) {
-        Err(Error::NoOwner { kind: Kind::Pool, was_there: true, .. }) => Ok(()),
+        Err(Error::NoOwner {
+            kind: Kind::Pool,
+            was_there: true,
+            ..
+        }) => Ok(()),
         other => bail!("a pool left by the dead gave {other:?}"),
     }
 }
 
 fn other_user(context: &Context) -> Result<()> {
     open_to_others(context)?;
-    let builder = Pool::builder("pool").domain(&context.domain).device(&context.device).memory_limit(BYTES);
+    let builder = Pool::builder("pool")
+        .domain(&context.domain)
+        .device(&context.device)
+        .memory_limit(BYTES);
     let pool = builder.allow_uids(&[NOBODY]).build()?;
-    let zeros = |block: &Buffer| -> Result<bool> { Ok(block.to_vec(PATIENCE)?.iter().all(|&byte| byte == 0)) };
-    let allocate = || HolderOrder::Allocate { name: "pool".into(), bytes: BYTES, wait_ms: PATIENCE.as_millis() as u64 };
+    let zeros = |block: &Buffer| -> Result<bool> {
+        Ok(block.to_vec(PATIENCE)?.iter().all(|&byte| byte == 0))
+    };
+    let allocate = || HolderOrder::Allocate {
+        name: "pool".into(),
+        bytes: BYTES,
+        wait_ms: PATIENCE.as_millis() as u64,
+    };
     for (uid, sees_it) in [(None, true), (Some(NOBODY), false)] {
         let mut peer = context.peer()?;
         if let Some(uid) = uid {
@@ -274,13 +441,30 @@ fn other_user(context: &Context) -> Result<()> {
         fill_now(context, &block, 4)?;
         drop(block);
         let it = number(&mut peer, allocate())? as usize;
-        let wrong = number(&mut peer, HolderOrder::CheckBlock { number: it, seed: 4 })?;
-        ensure!((wrong == 0) == sees_it, "{wrong} words are not what {uid:?} had before");
-        let order = HolderOrder::FillAndFree { number: it, seed: 5, slow_us: 0, is_behind: true };
+        let wrong = number(
+            &mut peer,
+            HolderOrder::CheckBlock {
+                number: it,
+                seed: 4,
+            },
+        )?;
+        ensure!(
+            (wrong == 0) == sees_it,
+            "{wrong} words are not what {uid:?} had before"
+        );
+        let order = HolderOrder::FillAndFree {
+            number: it,
+            seed: 5,
+            slow_us: 0,
+            is_behind: true,
+        };
         peer.ask(&Order::Hold(order))?;
         peer.ask(&Order::Hold(HolderOrder::Settle))?;
         let block = pool.allocate_timeout(BYTES, PATIENCE)?;
-        ensure!(zeros(&block)? != sees_it, "what {uid:?} wrote is seen here: {sees_it}");
+        ensure!(
+            zeros(&block)? != sees_it,
+            "what {uid:?} wrote is seen here: {sees_it}"
+        );
         peer.dismiss()?;
     }
     Ok(())
@@ -288,7 +472,9 @@ fn other_user(context: &Context) -> Result<()> {
 
 fn storm(context: &Context) -> Result<()> {
     const PEERS: usize = 3;
-    let builder = Pool::builder("pool").domain(&context.domain).device(&context.device);
+    let builder = Pool::builder("pool")
+        .domain(&context.domain)
+        .device(&context.device);
     let pool = builder.memory_limit(8 * BYTES).reserve(8 * BYTES).build()?;
     let mut rng = context.rng();
     let guard = context.guard();
@@ -296,16 +482,29 @@ fn storm(context: &Context) -> Result<()> {
     for round in 0..rounds {
         let lent = pool.allocate_timeout(BYTES, PATIENCE)?;
         let ticket = lent.lend(Access::ReadWrite)?;
-        let mut peers = (0..PEERS).map(|_| context.mortal(&mut rng)).collect::<Result<Vec<_>>>()?;
+        let mut peers = (0..PEERS)
+            .map(|_| context.mortal(&mut rng))
+            .collect::<Result<Vec<_>>>()?;
         // They are there, with their devices.
-        peers.iter_mut().try_for_each(|peer| peer.ask(&Order::Hold(HolderOrder::Settle)).map(drop))?;
+        peers
+            .iter_mut()
+            .try_for_each(|peer| peer.ask(&Order::Hold(HolderOrder::Settle)).map(drop))?;
         for peer in &mut peers {
             peer.tell(&Order::Hold(HolderOrder::Borrow(ticket.clone())))?;
             for number in 1..=4 {
                 let bytes = BYTES / (1 + rng.below(8));
-                peer.tell(&Order::Hold(HolderOrder::Allocate { name: "pool".into(), bytes, wait_ms: 5_000 }))?;
+                peer.tell(&Order::Hold(HolderOrder::Allocate {
+                    name: "pool".into(),
+                    bytes,
+                    wait_ms: 5_000,
+                }))?;
                 let (seed, slow_us) = (rng.below(9), rng.below(3_000));
-                let order = HolderOrder::FillAndFree { number, seed, slow_us, is_behind: true };
+                let order = HolderOrder::FillAndFree {
+                    number,
+                    seed,
+                    slow_us,
+                    is_behind: true,
+                };
                 peer.tell(&Order::Hold(order))?;
             }
         }
@@ -316,8 +515,15 @@ fn storm(context: &Context) -> Result<()> {
             peer.ended()?;
         }
         let is_free = || pool.stats().peers == 0 && pool.stats().lent_bytes == 0;
-        ensure!(eventually(PATIENCE, is_free), "round {round}: {:?}", pool.stats());
-        drop(pool.allocate_timeout(8 * BYTES, PATIENCE).with_context(|| format!("all of it after round {round}"))?);
+        ensure!(
+            eventually(PATIENCE, is_free),
+            "round {round}: {:?}",
+            pool.stats()
+        );
+        drop(
+            pool.allocate_timeout(8 * BYTES, PATIENCE)
+                .with_context(|| format!("all of it after round {round}"))?,
+        );
         drop(peers);
         guard.settles()?;
     }

@@ -40,7 +40,9 @@ fn ended_links(context: &Context) -> Result<()> {
         let is_held = !held.is_idle()?;
         // Whatever was found: what is held up goes on.
         peer.signals(SignalOrder::Signal(1))?;
-        let allocated = coming_and_going.join().map_err(|_| anyhow::anyhow!("the other thread has panicked"))??;
+        let allocated = coming_and_going
+            .join()
+            .map_err(|_| anyhow::anyhow!("the other thread has panicked"))??;
         Ok::<_, anyhow::Error>((is_done, is_held, allocated))
     });
     let (is_done, is_held, allocated) = found?;
@@ -54,7 +56,11 @@ fn ended_links(context: &Context) -> Result<()> {
     peer.dismiss()
 }
 
-fn come_and_go(context: &Context, publisher: &Publisher, stream: &Stream) -> Result<Vec<DevicePtr>> {
+fn come_and_go(
+    context: &Context,
+    publisher: &Publisher,
+    stream: &Stream,
+) -> Result<Vec<DevicePtr>> {
     let mut allocated = Vec::new();
     for round in 0..ROUNDS {
         let mut subscriber = context.subscriber("frames").build().context("a newcomer")?;

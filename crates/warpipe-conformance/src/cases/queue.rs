@@ -5,7 +5,9 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::DeviceKind;
 use warpipe::backend::testing::{Delaying, Wrapped};
-use warpipe::{Device, Error, JobHandle, JobResult, Order as ResultOrder, Queue, QueueState, Stream};
+use warpipe::{
+    Device, Error, JobHandle, JobResult, Order as ResultOrder, Queue, QueueState, Stream,
+};
 
 use super::Case;
 use crate::PATIENCE;
@@ -16,33 +18,84 @@ use crate::process::eventually;
 use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("every job is done once, and results come in the order of submission", in_order_of_submission),
-    Case::new("results come as they are done where that was asked for", as_completed),
-    Case::new("a job whose worker is killed is done by another one, as its second attempt", killed_holder)
-        .ends_clients(),
-    Case::new("a job that was given and not leased when its worker was killed costs no attempt", killed_before_leasing)
-        .ends_clients(),
-    Case::new("a result that was ready when its worker was killed counts, and stays readable", result_survives)
-        .ends_clients(),
-    Case::new("a result that was not ready when its worker was killed is computed again", unready_result_is_lost)
-        .ends_clients(),
+    Case::new(
+        "every job is done once, and results come in the order of submission",
+        in_order_of_submission,
+    ),
+    Case::new(
+        "results come as they are done where that was asked for",
+        as_completed,
+    ),
+    Case::new(
+        "a job whose worker is killed is done by another one, as its second attempt",
+        killed_holder,
+    )
+    .ends_clients(),
+    Case::new(
+        "a job that was given and not leased when its worker was killed costs no attempt",
+        killed_before_leasing,
+    )
+    .ends_clients(),
+    Case::new(
+        "a result that was ready when its worker was killed counts, and stays readable",
+        result_survives,
+    )
+    .ends_clients(),
+    Case::new(
+        "a result that was not ready when its worker was killed is computed again",
+        unready_result_is_lost,
+    )
+    .ends_clients(),
     Case::new(
         "a job that kills its workers is dead-lettered with all reasons, and the next one is done",
         dead_lettered,
     )
     .ends_clients(),
-    Case::new("a failure costs an attempt, a return none, and a rejection ends the job", answers),
-    Case::new("a queue with its jobs takes no more, and gives the input back", back_pressure),
-    Case::new("a stopped worker's job is done by another, and its late result is discarded", lease_timeout),
+    Case::new(
+        "a failure costs an attempt, a return none, and a rejection ends the job",
+        answers,
+    ),
+    Case::new(
+        "a queue with its jobs takes no more, and gives the input back",
+        back_pressure,
+    ),
+    Case::new(
+        "a stopped worker's job is done by another, and its late result is discarded",
+        lease_timeout,
+    ),
     Case::new("workers come and go while jobs are done", come_and_go),
-    Case::new("a queue is drained, and takes no more when it is shut", drain_and_shutdown),
-    Case::new("a worker whose queue's owner is killed is told", killed_owner).ends_clients(),
-    Case::new("a result that nobody takes any more stays mapped until its kernels are done", untold_result)
-        .ends_clients(),
-    Case::new("a job that waits for a worker is ordered behind the work that fills it", redispatch_is_ordered),
-    Case::new("a result is ordered behind the work that computes it", result_is_ordered),
-    Case::new("a plain subscriber of a queue is turned away, and no job is lost to it", plain_subscriber),
-    Case::new("jobs survive a storm of kills, and each result comes once", storm).ends_clients().long(900),
+    Case::new(
+        "a queue is drained, and takes no more when it is shut",
+        drain_and_shutdown,
+    ),
+    Case::new(
+        "a worker whose queue's owner is killed is told",
+        killed_owner,
+    )
+    .ends_clients(),
+    Case::new(
+        "a result that nobody takes any more stays mapped until its kernels are done",
+        untold_result,
+    )
+    .ends_clients(),
+    Case::new(
+        "a job that waits for a worker is ordered behind the work that fills it",
+        redispatch_is_ordered,
+    ),
+    Case::new(
+        "a result is ordered behind the work that computes it",
+        result_is_ordered,
+    ),
+    Case::new(
+        "a plain subscriber of a queue is turned away, and no job is lost to it",
+        plain_subscriber,
+    ),
+    Case::new(
+        "jobs survive a storm of kills, and each result comes once",
+        storm,
+    )
+    .ends_clients()
+    .long(900),
 ];
 
 const WORDS: u64 = 512;
@@ -56,14 +109,29 @@ fn submit(queue: &Queue, stream: &Stream, seed: u64, slow: Duration) -> Result<J
 
 /// That a result is right and which attempt it is.
 fn expect(result: &JobResult, seed: u64, attempt: u32) -> Result<()> {
-    ensure!(result.metadata() == seed.to_le_bytes(), "the metadata of job {}", result.job());
-    ensure!(result.to_vec()? == result_of(WORDS, seed), "the result of job {} is right", result.job());
-    ensure!(result.attempt() == attempt, "job {}: attempt {}, not {attempt}", result.job(), result.attempt());
+    ensure!(
+        result.metadata() == seed.to_le_bytes(),
+        "the metadata of job {}",
+        result.job()
+    );
+    ensure!(
+        result.to_vec()? == result_of(WORDS, seed),
+        "the result of job {} is right",
+        result.job()
+    );
+    ensure!(
+        result.attempt() == attempt,
+        "job {}: attempt {}, not {attempt}",
+        result.job(),
+        result.attempt()
+    );
     Ok(())
 }
 
 fn wait(job: &JobHandle, stream: &Stream, seed: u64, attempt: u32) -> Result<JobResult> {
-    let result = job.wait(stream, PATIENCE).with_context(|| format!("job {}", job.id()))?;
+    let result = job
+        .wait(stream, PATIENCE)
+        .with_context(|| format!("job {}", job.id()))?;
     expect(&result, seed, attempt)?;
     Ok(result)
 }
@@ -83,7 +151,11 @@ fn in_order_of_submission(context: &Context) -> Result<()> {
     let guard = context.guard();
     let stream = context.stream()?;
     let queue = context.queue("jobs").build()?;
-    let mut workers = vec![worker(context, "jobs")?, worker(context, "jobs")?, worker(context, "jobs")?];
+    let mut workers = vec![
+        worker(context, "jobs")?,
+        worker(context, "jobs")?,
+        worker(context, "jobs")?,
+    ];
     queue.wait_for_workers(3, PATIENCE)?;
     for (peer, slow_us) in workers.iter_mut().zip([0, 300, 2000]) {
         peer.tell(&Order::Task(Task::Work { slow_us }))?;
@@ -93,10 +165,21 @@ fn in_order_of_submission(context: &Context) -> Result<()> {
     }
     for seed in 0..60 {
         let result = queue.next_result(&stream, PATIENCE)?;
-        ensure!(result.job() == seed + 1, "job {} where {} is due", result.job(), seed + 1);
+        ensure!(
+            result.job() == seed + 1,
+            "job {} where {} is due",
+            result.job(),
+            seed + 1
+        );
         expect(&result, seed, 1)?;
     }
-    ensure!(matches!(queue.next_result(&stream, Duration::ZERO), Err(Error::Timeout { .. })), "each result came once");
+    ensure!(
+        matches!(
+            queue.next_result(&stream, Duration::ZERO),
+            Err(Error::Timeout { .. })
+        ),
+        "each result came once"
+    );
     drop(queue);
     let mut done = 0;
     for mut peer in workers {
@@ -125,12 +208,20 @@ fn leased_lines(peer: &mut Peer) -> Result<u64> {
 
 fn as_completed(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").prefetch(1).order(ResultOrder::Completion).build()?;
+    let queue = context
+        .queue("jobs")
+        .prefetch(1)
+        .order(ResultOrder::Completion)
+        .build()?;
     let (mut first, mut second) = (worker(context, "jobs")?, worker(context, "jobs")?);
     queue.wait_for_workers(2, PATIENCE)?;
     (0..2).try_for_each(|seed| submit(&queue, &stream, seed, Duration::ZERO).map(drop))?;
     let held = [first.lease(Task::Lease)?.0, second.lease(Task::Lease)?.0];
-    let (late, early) = if held[0] == 1 { (&mut first, &mut second) } else { (&mut second, &mut first) };
+    let (late, early) = if held[0] == 1 {
+        (&mut first, &mut second)
+    } else {
+        (&mut second, &mut first)
+    };
     early.task(complete())?;
     expect(&queue.next_result(&stream, PATIENCE)?, 1, 1)?;
     late.task(complete())?;
@@ -146,16 +237,27 @@ fn killed_holder(context: &Context) -> Result<()> {
         let mut victim = worker(context, "jobs")?;
         queue.wait_for_workers(1, PATIENCE)?;
         let job = submit(&queue, &stream, round, Duration::ZERO)?;
-        ensure!(victim.lease(Task::Lease)? == (job.id(), 1), "the first attempt");
+        ensure!(
+            victim.lease(Task::Lease)? == (job.id(), 1),
+            "the first attempt"
+        );
         victim.kill()?;
         let mut heir = worker(context, "jobs")?;
-        ensure!(heir.lease(Task::Lease)? == (job.id(), 2), "the second attempt");
+        ensure!(
+            heir.lease(Task::Lease)? == (job.id(), 2),
+            "the second attempt"
+        );
         heir.task(complete())?;
         let result = wait(&job, &stream, round, 2)?;
         ensure!(result.worker_pid() == heir.id() as i32, "the heir did it");
         drop(result);
         heir.dismiss()?;
-        ensure!(eventually(PATIENCE, || queue.state().is_ok_and(|state| state.workers.is_empty())), "nobody is left");
+        ensure!(
+            eventually(PATIENCE, || queue
+                .state()
+                .is_ok_and(|state| state.workers.is_empty())),
+            "nobody is left"
+        );
     }
     drop(queue);
     stream.synchronize(PATIENCE)?;
@@ -168,9 +270,14 @@ fn killed_before_leasing(context: &Context) -> Result<()> {
     let queue = context.queue("jobs").prefetch(4).build()?;
     let mut victim = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
-    let jobs = (0..3).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
+    let jobs = (0..3)
+        .map(|seed| submit(&queue, &stream, seed, Duration::ZERO))
+        .collect::<Result<Vec<_>>>()?;
     ensure!(queue.state()?.leased == 3, "the only worker has them all");
-    ensure!(victim.lease(Task::Lease)?.0 == 1, "it begins with the first");
+    ensure!(
+        victim.lease(Task::Lease)?.0 == 1,
+        "it begins with the first"
+    );
     victim.kill()?;
     let mut heir = worker(context, "jobs")?;
     for _ in 0..3 {
@@ -188,7 +295,9 @@ fn result_survives(context: &Context) -> Result<()> {
     let queue = context.queue("jobs").build()?;
     let mut victim = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
-    let jobs = (0..2).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
+    let jobs = (0..2)
+        .map(|seed| submit(&queue, &stream, seed, Duration::ZERO))
+        .collect::<Result<Vec<_>>>()?;
     for _ in 0..2 {
         victim.lease(Task::Lease)?;
         victim.task(complete())?;
@@ -197,7 +306,9 @@ fn result_survives(context: &Context) -> Result<()> {
     let before = wait(&jobs[0], &stream, 0, 1)?;
     victim.kill()?;
     ensure!(
-        eventually(PATIENCE, || queue.state().is_ok_and(|state| state.workers.is_empty())),
+        eventually(PATIENCE, || queue
+            .state()
+            .is_ok_and(|state| state.workers.is_empty())),
         "the dead are forgotten"
     );
     let after = wait(&jobs[1], &stream, 1, 1)?;
@@ -212,8 +323,16 @@ fn unready_result_is_lost(context: &Context) -> Result<()> {
     queue.wait_for_workers(1, PATIENCE)?;
     let job = submit(&queue, &stream, 5, Duration::ZERO)?;
     victim.lease(Task::Lease)?;
-    victim.task(Task::Answer(Reply::Complete { slow_us: SLOW.as_micros() as u64 }))?;
-    ensure!(matches!(job.wait(&stream, Duration::ZERO), Err(Error::Timeout { .. })), "it is not done yet");
+    victim.task(Task::Answer(Reply::Complete {
+        slow_us: SLOW.as_micros() as u64,
+    }))?;
+    ensure!(
+        matches!(
+            job.wait(&stream, Duration::ZERO),
+            Err(Error::Timeout { .. })
+        ),
+        "it is not done yet"
+    );
     victim.kill()?;
     let mut heir = worker(context, "jobs")?;
     ensure!(heir.lease(Task::Lease)?.1 == 2, "it is done again");
@@ -228,18 +347,33 @@ fn dead_lettered(context: &Context) -> Result<()> {
     let mut victims = Vec::new();
     for attempt in 1..=2 {
         let mut victim = worker(context, "jobs")?;
-        ensure!(victim.lease(Task::Lease)? == (job.id(), attempt), "attempt {attempt}");
+        ensure!(
+            victim.lease(Task::Lease)? == (job.id(), attempt),
+            "attempt {attempt}"
+        );
         victim.kill()?;
         victims.push(victim.id().to_string());
     }
     match job.wait(&stream, PATIENCE) {
         Err(Error::DeadLettered { reasons, .. }) => {
             ensure!(reasons.len() == 2, "a reason for each attempt: {reasons:?}");
-            ensure!(reasons.iter().zip(&victims).all(|(reason, pid)| reason.contains(pid)), "who died: {reasons:?}");
+            ensure!(
+                reasons
+                    .iter()
+                    .zip(&victims)
+                    .all(|(reason, pid)| reason.contains(pid)),
+                "who died: {reasons:?}"
+            );
         }
         other => bail!("a job that killed its workers gave {other:?}"),
     }
-    ensure!(matches!(job.wait(&stream, Duration::ZERO), Err(Error::NoSuchJob { .. })), "it is told once");
+    ensure!(
+        matches!(
+            job.wait(&stream, Duration::ZERO),
+            Err(Error::NoSuchJob { .. })
+        ),
+        "it is told once"
+    );
     let mut heir = worker(context, "jobs")?;
     let next = submit(&queue, &stream, 2, Duration::ZERO)?;
     heir.lease(Task::Lease)?;
@@ -252,18 +386,34 @@ fn answers(context: &Context) -> Result<()> {
     let queue = context.queue("jobs").max_attempts(3).build()?;
     let mut peer = worker(context, "jobs")?;
     let job = submit(&queue, &stream, 1, Duration::ZERO)?;
-    for (attempt, reply) in [(1, Reply::GiveBack), (1, Reply::Fail("no power".into())), (2, Reply::GiveBack)] {
-        ensure!(peer.lease(Task::Lease)?.1 == attempt, "attempt {attempt} before {reply:?}");
+    for (attempt, reply) in [
+        (1, Reply::GiveBack),
+        (1, Reply::Fail("no power".into())),
+        (2, Reply::GiveBack),
+    ] {
+        ensure!(
+            peer.lease(Task::Lease)?.1 == attempt,
+            "attempt {attempt} before {reply:?}"
+        );
         peer.task(Task::Answer(reply))?;
     }
     ensure!(peer.lease(Task::Lease)?.1 == 2, "the return cost nothing");
     peer.task(Task::Answer(Reply::Drop))?;
-    ensure!(peer.lease(Task::Lease)?.1 == 3, "a dropped lease is a failed one");
+    ensure!(
+        peer.lease(Task::Lease)?.1 == 3,
+        "a dropped lease is a failed one"
+    );
     peer.task(Task::Answer(Reply::Fail("still none".into())))?;
     match job.wait(&stream, PATIENCE) {
         Err(Error::DeadLettered { reasons, .. }) => {
-            let told: Vec<_> = ["no power", "without an answer", "still none"].into_iter().zip(&reasons).collect();
-            ensure!(told.len() == 3 && told.iter().all(|(part, all)| all.contains(part)), "reasons: {reasons:?}");
+            let told: Vec<_> = ["no power", "without an answer", "still none"]
+                .into_iter()
+                .zip(&reasons)
+                .collect();
+            ensure!(
+                told.len() == 3 && told.iter().all(|(part, all)| all.contains(part)),
+                "reasons: {reasons:?}"
+            );
         }
         other => bail!("three failures gave {other:?}"),
     }
@@ -279,11 +429,26 @@ fn answers(context: &Context) -> Result<()> {
 
 fn back_pressure(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let queue = context.queue("jobs").limit(2).submit_timeout(Duration::from_millis(20)).build()?;
-    let jobs = (0..2).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
-    let input = fill_input(queue.loan(&input_layout(WORDS)?)?, 2, Duration::ZERO, &stream)?;
+    let queue = context
+        .queue("jobs")
+        .limit(2)
+        .submit_timeout(Duration::from_millis(20))
+        .build()?;
+    let jobs = (0..2)
+        .map(|seed| submit(&queue, &stream, seed, Duration::ZERO))
+        .collect::<Result<Vec<_>>>()?;
+    let input = fill_input(
+        queue.loan(&input_layout(WORDS)?)?,
+        2,
+        Duration::ZERO,
+        &stream,
+    )?;
     let refused = queue.submit(input, &stream);
-    let Err(warpipe::SubmitError { error: Error::QueueFull { limit: 2, .. }, loan: Some(input) }) = refused else {
+    let Err(warpipe::SubmitError {
+        error: Error::QueueFull { limit: 2, .. },
+        loan: Some(input),
+    }) = refused
+    else {
         bail!("a full queue gave {refused:?}")
     };
     let mut peer = worker(context, "jobs")?;
@@ -300,7 +465,9 @@ fn back_pressure(context: &Context) -> Result<()> {
 fn lease_timeout(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let options = context.queue("jobs").prefetch(1).max_attempts(HEIRS + 2);
-    let queue = options.lease_timeout(Some(Duration::from_millis(300))).build()?;
+    let queue = options
+        .lease_timeout(Some(Duration::from_millis(300)))
+        .build()?;
     let mut hung = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
     let job = submit(&queue, &stream, 1, Duration::ZERO)?;
@@ -309,18 +476,30 @@ fn lease_timeout(context: &Context) -> Result<()> {
     let (result, attempt) = inherit(context, &queue, &job, &stream)?;
     // While it has not answered it gets nothing, though it is the only one.
     let next = submit(&queue, &stream, 2, Duration::ZERO)?;
-    ensure!(matches!(next.wait(&stream, Duration::from_millis(50)), Err(Error::Timeout { .. })), "nobody does it");
+    ensure!(
+        matches!(
+            next.wait(&stream, Duration::from_millis(50)),
+            Err(Error::Timeout { .. })
+        ),
+        "nobody does it"
+    );
     ensure!(queue.state()?.waiting == 1, "it waits");
     hung.go_on()?;
     hung.task(complete())?;
-    ensure!(hung.lease(Task::Lease)? == (next.id(), 1), "it has answered, and gets the next");
+    ensure!(
+        hung.lease(Task::Lease)? == (next.id(), 1),
+        "it has answered, and gets the next"
+    );
     hung.task(complete())?;
     // On a busy machine that may have been late, too: then it does it once more.
     hung.tell(&Order::Task(Task::Work { slow_us: 0 }))?;
     let done = next.wait(&stream, PATIENCE)?;
     expect(&done, 2, done.attempt())?;
     expect(&result, 1, attempt)?;
-    ensure!(queue.state()?.finished == 0, "the late result was discarded");
+    ensure!(
+        queue.state()?.finished == 0,
+        "the late result was discarded"
+    );
     drop((done, queue));
     leased_lines(&mut hung)?;
     hung.dismiss()
@@ -331,17 +510,30 @@ const HEIRS: u32 = 20;
 
 /// Has another one do the job of who was late with it, and returns its result and which attempt that was. An heir may
 /// itself be late on a busy machine; then the next one is.
-fn inherit(context: &Context, queue: &Queue, job: &JobHandle, stream: &Stream) -> Result<(JobResult, u32)> {
+fn inherit(
+    context: &Context,
+    queue: &Queue,
+    job: &JobHandle,
+    stream: &Stream,
+) -> Result<(JobResult, u32)> {
     for _ in 0..HEIRS {
         let mut heir = worker(context, "jobs")?;
         let (id, attempt) = heir.lease(Task::Lease)?;
-        ensure!(id == job.id() && attempt > 1, "another one gets the job, as another attempt");
+        ensure!(
+            id == job.id() && attempt > 1,
+            "another one gets the job, as another attempt"
+        );
         heir.task(complete())?;
         let pid = heir.id() as i32;
         heir.dismiss()?;
         // It has left, and the job is done or somebody else's to do.
-        let is_over = |state: QueueState| !state.workers.contains(&pid) && state.waiting + state.finished == 1;
-        ensure!(eventually(PATIENCE, || queue.state().is_ok_and(is_over)), "its answer is dealt with");
+        let is_over = |state: QueueState| {
+            !state.workers.contains(&pid) && state.waiting + state.finished == 1
+        };
+        ensure!(
+            eventually(PATIENCE, || queue.state().is_ok_and(is_over)),
+            "its answer is dealt with"
+        );
         match job.wait(stream, Duration::ZERO) {
             Ok(result) => {
                 expect(&result, 1, attempt)?;
@@ -362,7 +554,9 @@ fn come_and_go(context: &Context) -> Result<()> {
     let queue = context.queue("jobs").prefetch(4).build()?;
     let mut leaver = worker(context, "jobs")?;
     queue.wait_for_workers(1, PATIENCE)?;
-    let jobs = (0..4).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
+    let jobs = (0..4)
+        .map(|seed| submit(&queue, &stream, seed, Duration::ZERO))
+        .collect::<Result<Vec<_>>>()?;
     leaver.lease(Task::Lease)?;
     leaver.lease(Task::Lease)?;
     leaver.task(Task::Leave)?;
@@ -380,7 +574,12 @@ fn come_and_go(context: &Context) -> Result<()> {
     }
     leaver.dismiss()?;
     comer.dismiss()?;
-    ensure!(eventually(PATIENCE, || queue.state().is_ok_and(|state| state.workers.is_empty())), "nobody is left");
+    ensure!(
+        eventually(PATIENCE, || queue
+            .state()
+            .is_ok_and(|state| state.workers.is_empty())),
+        "nobody is left"
+    );
     drop(queue);
     stream.synchronize(PATIENCE)?;
     drop(stream);
@@ -391,19 +590,37 @@ fn drain_and_shutdown(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let queue = context.queue("jobs").build()?;
     let mut peer = worker(context, "jobs")?;
-    let jobs = (0..6).map(|seed| submit(&queue, &stream, seed, Duration::ZERO)).collect::<Result<Vec<_>>>()?;
-    ensure!(matches!(queue.drain(Duration::ZERO), Err(Error::Timeout { .. })), "there is work to do");
+    let jobs = (0..6)
+        .map(|seed| submit(&queue, &stream, seed, Duration::ZERO))
+        .collect::<Result<Vec<_>>>()?;
+    ensure!(
+        matches!(queue.drain(Duration::ZERO), Err(Error::Timeout { .. })),
+        "there is work to do"
+    );
     peer.tell(&Order::Task(Task::Work { slow_us: 500 }))?;
     queue.drain(PATIENCE)?;
-    ensure!(queue.state()?.finished == 6, "all are done and none was taken");
+    ensure!(
+        queue.state()?.finished == 6,
+        "all are done and none was taken"
+    );
     queue.shutdown(PATIENCE)?;
-    let late = submit(&queue, &stream, 9, Duration::ZERO).map_err(|error| error.downcast::<Error>());
-    ensure!(matches!(late, Err(Ok(Error::QueueClosed { .. }))), "a shut queue gave {late:?}");
+    let late =
+        submit(&queue, &stream, 9, Duration::ZERO).map_err(|error| error.downcast::<Error>());
+    ensure!(
+        matches!(late, Err(Ok(Error::QueueClosed { .. }))),
+        "a shut queue gave {late:?}"
+    );
     for (job, seed) in jobs.iter().zip(0..) {
         drop(wait(job, &stream, seed, 1)?);
     }
     drop(queue);
-    ensure!(matches!(jobs[0].wait(&stream, PATIENCE), Err(Error::QueueClosed { .. })), "the queue is gone");
+    ensure!(
+        matches!(
+            jobs[0].wait(&stream, PATIENCE),
+            Err(Error::QueueClosed { .. })
+        ),
+        "the queue is gone"
+    );
     ensure!(leased_lines(&mut peer)? == 6, "the worker is told");
     peer.dismiss()
 }
@@ -411,12 +628,18 @@ fn drain_and_shutdown(context: &Context) -> Result<()> {
 fn killed_owner(context: &Context) -> Result<()> {
     context.warm_up()?;
     let mut owner = context.peer()?;
-    owner.task(Task::Submit { queue: "jobs".into(), batch: Batch::of(2, WORDS, 1) })?;
+    owner.task(Task::Submit {
+        queue: "jobs".into(),
+        batch: Batch::of(2, WORDS, 1),
+    })?;
     let guard = context.guard();
     let stream = context.stream()?;
     let mut worker = context.worker("jobs").build()?;
     let held = worker.lease(&stream)?;
-    ensure!(held.to_vec(PATIENCE)?.len() as u64 == 8 * WORDS, "its input is there");
+    ensure!(
+        held.to_vec(PATIENCE)?.len() as u64 == 8 * WORDS,
+        "its input is there"
+    );
     owner.kill()?;
     // Another job may have been on its way.
     let end = loop {
@@ -425,12 +648,21 @@ fn killed_owner(context: &Context) -> Result<()> {
             Err(error) => break error,
         }
     };
-    ensure!(matches!(end, Error::QueueGone { .. }), "a worker of a dead queue is told {end:?}");
+    ensure!(
+        matches!(end, Error::QueueGone { .. }),
+        "a worker of a dead queue is told {end:?}"
+    );
     let input = held.to_vec(PATIENCE)?;
-    ensure!(input[..8] == warpipe_kernels::pattern(1, 0).to_le_bytes(), "the input outlives its owner");
+    ensure!(
+        input[..8] == warpipe_kernels::pattern(1, 0).to_le_bytes(),
+        "the input outlives its owner"
+    );
     // Whether its death is seen on this link by now or not: an answer to the dead harms nobody.
     let answered = held.complete(&stream);
-    ensure!(matches!(answered, Ok(()) | Err(Error::QueueGone { .. })), "an answer to the dead gave {answered:?}");
+    ensure!(
+        matches!(answered, Ok(()) | Err(Error::QueueGone { .. })),
+        "an answer to the dead gave {answered:?}"
+    );
     drop(worker);
     stream.synchronize(PATIENCE)?;
     drop(stream);
@@ -442,19 +674,30 @@ fn untold_result(context: &Context) -> Result<()> {
     context.warm_up()?;
     let guard = context.guard();
     let mut owner = context.peer()?;
-    owner.task(Task::Submit { queue: "jobs".into(), batch: Batch::of(1, WORDS, 1) })?;
+    owner.task(Task::Submit {
+        queue: "jobs".into(),
+        batch: Batch::of(1, WORDS, 1),
+    })?;
     let stream = context.stream()?;
     let mut worker = context.worker("jobs").build()?;
     let held = worker.lease(&stream)?;
     held.to_vec(PATIENCE)?;
     owner.kill()?;
     let end = worker.lease(&stream).map(drop);
-    ensure!(matches!(end, Err(Error::QueueGone { .. })), "a worker of a dead queue is told {end:?}");
+    ensure!(
+        matches!(end, Err(Error::QueueGone { .. })),
+        "a worker of a dead queue is told {end:?}"
+    );
     drop(worker);
     let output = work(&held, Duration::from_millis(300))?;
     let answered = held.complete_with(output, &stream);
-    ensure!(matches!(answered, Ok(()) | Err(Error::QueueGone { .. })), "an answer to the dead gave {answered:?}");
-    stream.synchronize(PATIENCE).context("the kernels of a result that nobody takes")?;
+    ensure!(
+        matches!(answered, Ok(()) | Err(Error::QueueGone { .. })),
+        "an answer to the dead gave {answered:?}"
+    );
+    stream
+        .synchronize(PATIENCE)
+        .context("the kernels of a result that nobody takes")?;
     drop((stream, owner));
     context.domain.clean()?;
     guard.settles()
@@ -464,7 +707,12 @@ fn untold_result(context: &Context) -> Result<()> {
 fn late_fill(context: &Context, owner: &Device, worker: &Device) -> Result<bool> {
     let (out, back) = (owner.stream()?, worker.stream()?);
     let queue = context.queue("late").device(owner).build()?;
-    let input = fill_input(queue.loan(&input_layout(WORDS)?)?, 3, Duration::from_millis(300), &out)?;
+    let input = fill_input(
+        queue.loan(&input_layout(WORDS)?)?,
+        3,
+        Duration::from_millis(300),
+        &out,
+    )?;
     let job = queue.submit(input, &out)?;
     let mut worker = context.worker("late").device(worker).build()?;
     let lease = worker.lease(&back)?;
@@ -479,39 +727,62 @@ fn late_fill(context: &Context, owner: &Device, worker: &Device) -> Result<bool>
 }
 
 fn without_waits(context: &Context) -> Device {
-    let hook = Delaying { signal_late: Duration::ZERO, waits: false };
+    let hook = Delaying {
+        signal_late: Duration::ZERO,
+        waits: false,
+    };
     Device::from_backend(Wrapped::new(context.device.backend().clone(), hook))
 }
 
 fn redispatch_is_ordered(context: &Context) -> Result<()> {
-    ensure!(late_fill(context, &context.device, &context.device)?, "the job waits for its input");
+    ensure!(
+        late_fill(context, &context.device, &context.device)?,
+        "the job waits for its input"
+    );
     // The same without the wait of whoever gives it out later: what a test of ordering is worth. Where streams are
     // threads: those of one GPU context share hardware queues, which may order the work by themselves.
     if context.device.info().id.kind != DeviceKind::Host {
         return Ok(());
     }
     let is_right = late_fill(context, &without_waits(context), &context.device)?;
-    ensure!(!is_right, "without its wait the queue gives out what is not filled, and this case sees it");
+    ensure!(
+        !is_right,
+        "without its wait the queue gives out what is not filled, and this case sees it"
+    );
     Ok(())
 }
 
 fn result_is_ordered(context: &Context) -> Result<()> {
-    let hook = Delaying { signal_late: Duration::from_millis(100), waits: true };
+    let hook = Delaying {
+        signal_late: Duration::from_millis(100),
+        waits: true,
+    };
     let late = Device::from_backend(Wrapped::new(context.device.backend().clone(), hook));
-    ensure!(late_fill(context, &late, &late)?, "late signals are waited for on both ways");
+    ensure!(
+        late_fill(context, &late, &late)?,
+        "late signals are waited for on both ways"
+    );
     // A worker that does not wait for its input computes from what is not there.
     let (owner, blind) = (&context.device, without_waits(context));
     let (out, back) = (owner.stream()?, blind.stream()?);
     let queue = context.queue("blind").device(owner).build()?;
     let mut worker = context.worker("blind").device(&blind).build()?;
     queue.wait_for_workers(1, PATIENCE)?;
-    let input = fill_input(queue.loan(&input_layout(WORDS)?)?, 3, Duration::from_millis(300), &out)?;
+    let input = fill_input(
+        queue.loan(&input_layout(WORDS)?)?,
+        3,
+        Duration::from_millis(300),
+        &out,
+    )?;
     let job = queue.submit(input, &out)?;
     let lease = worker.lease(&back)?;
     let output = work(&lease, Duration::ZERO)?;
     lease.complete_with(output, &back)?;
     let result = job.wait(&out, PATIENCE)?;
-    ensure!(result.to_vec()? != result_of(WORDS, 3), "without its wait the worker is early, and this case sees it");
+    ensure!(
+        result.to_vec()? != result_of(WORDS, 3),
+        "without its wait the worker is early, and this case sees it"
+    );
     drop((result, worker, queue));
     out.synchronize(PATIENCE)?;
     back.synchronize(PATIENCE)?;
@@ -522,7 +793,10 @@ fn plain_subscriber(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let queue = context.queue("jobs").build()?;
     let told = context.subscriber("jobs").build();
-    ensure!(matches!(told, Err(Error::OtherKind { .. })), "a subscriber of a queue is told {told:?}");
+    ensure!(
+        matches!(told, Err(Error::OtherKind { .. })),
+        "a subscriber of a queue is told {told:?}"
+    );
     let job = submit(&queue, &stream, 1, Duration::ZERO)?;
     let mut peer = worker(context, "jobs")?;
     peer.lease(Task::Lease)?;
@@ -535,7 +809,11 @@ fn storm(context: &Context) -> Result<()> {
     context.warm_up()?;
     let guard = context.guard();
     let stream = context.stream()?;
-    let queue = context.queue("jobs").max_attempts(1000).order(ResultOrder::Completion).build()?;
+    let queue = context
+        .queue("jobs")
+        .max_attempts(1000)
+        .order(ResultOrder::Completion)
+        .build()?;
     let mut rng = context.rng();
     let spawn = |rng: &mut Rng| -> Result<Peer> {
         let mut peer = context.mortal(rng)?;
@@ -543,7 +821,9 @@ fn storm(context: &Context) -> Result<()> {
         peer.tell(&Order::Task(Task::Work { slow_us: 1000 }))?;
         Ok(peer)
     };
-    let mut workers = (0..3).map(|_| spawn(&mut rng)).collect::<Result<Vec<_>>>()?;
+    let mut workers = (0..3)
+        .map(|_| spawn(&mut rng))
+        .collect::<Result<Vec<_>>>()?;
     let kills = context.kills(6, 150, 60);
     let (mut submitted, mut seen) = (0u64, std::collections::BTreeSet::new());
     for _ in 0..kills {
@@ -556,13 +836,21 @@ fn storm(context: &Context) -> Result<()> {
         workers.swap_remove(victim).kill()?;
         workers.push(spawn(&mut rng)?);
         while let Ok(result) = queue.next_result(&stream, Duration::ZERO) {
-            ensure!(result.to_vec()? == result_of(WORDS, result.job() - 1), "the result of job {}", result.job());
+            ensure!(
+                result.to_vec()? == result_of(WORDS, result.job() - 1),
+                "the result of job {}",
+                result.job()
+            );
             ensure!(seen.insert(result.job()), "job {} came twice", result.job());
         }
     }
     while seen.len() < submitted as usize {
         let result = queue.next_result(&stream, PATIENCE)?;
-        ensure!(result.to_vec()? == result_of(WORDS, result.job() - 1), "the result of job {}", result.job());
+        ensure!(
+            result.to_vec()? == result_of(WORDS, result.job() - 1),
+            "the result of job {}",
+            result.job()
+        );
         ensure!(seen.insert(result.job()), "job {} came twice", result.job());
     }
     context.figure("jobs", submitted);

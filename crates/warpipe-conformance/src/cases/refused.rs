@@ -78,18 +78,34 @@ struct Sum {
 }
 
 fn matrix(context: &Context, name: &str) -> Result<()> {
-    let kind = *KINDS.iter().find(|kind| kind.name == name).context("a primitive")?;
+    let kind = *KINDS
+        .iter()
+        .find(|kind| kind.name == name)
+        .context("a primitive")?;
     let fake_driver = Arc::new(FakeDriver::of(&context.settings)?);
     let twin = Arc::new(context.twin());
-    let site =
-        Site { context: twin, name: "refused".into(), fake_driver: Some(fake_driver.clone()), patience: PATIENCE };
+    let site = Site {
+        context: twin,
+        name: "refused".into(),
+        fake_driver: Some(fake_driver.clone()),
+        patience: PATIENCE,
+    };
     let all = cells(context, kind, &site, &fake_driver)?;
     let chosen = choose(&all, context);
     let under_way = watch_over(&all);
     let (mut sum, mut seeds) = (Sum::default(), 1000..);
     for cell in &chosen {
-        *under_way.lock().unwrap_or_else(PoisonError::into_inner) = (Some(cell.clone()), Instant::now());
-        if let Err(error) = refuse(context, kind, &site, &fake_driver, cell, &mut seeds, &mut sum) {
+        *under_way.lock().unwrap_or_else(PoisonError::into_inner) =
+            (Some(cell.clone()), Instant::now());
+        if let Err(error) = refuse(
+            context,
+            kind,
+            &site,
+            &fake_driver,
+            cell,
+            &mut seeds,
+            &mut sum,
+        ) {
             eprintln!("{cell}: {error:#}");
             sum.failed.push(format!("{cell}: {error:#}"));
         }
@@ -105,7 +121,12 @@ fn matrix(context: &Context, name: &str) -> Result<()> {
 }
 
 /// Every call that the workload makes while nothing is refused.
-fn cells(context: &Context, kind: Kind, site: &Site, fake_driver: &FakeDriver) -> Result<Vec<Cell>> {
+fn cells(
+    context: &Context,
+    kind: Kind,
+    site: &Site,
+    fake_driver: &FakeDriver,
+) -> Result<Vec<Cell>> {
     let guard = context.guard();
     fake_driver.reset()?;
     let mut workload = kind.open(site.clone())?;
@@ -116,7 +137,11 @@ fn cells(context: &Context, kind: Kind, site: &Site, fake_driver: &FakeDriver) -
     let mut cells = Vec::new();
     for (function, calls) in fake_driver.calls()? {
         for call in 1..=calls {
-            cells.extend(CODES.map(|code| Cell { function: function.clone(), call, code }));
+            cells.extend(CODES.map(|code| Cell {
+                function: function.clone(),
+                call,
+                code,
+            }));
         }
     }
     Ok(cells)
@@ -130,7 +155,11 @@ fn choose(all: &[Cell], context: &Context) -> Vec<Cell> {
     let mut rng: Rng = context.rng();
     let mut functions: Vec<&str> = all.iter().map(|cell| cell.function.as_str()).collect();
     functions.dedup();
-    let of = |name: &str| all.iter().filter(|cell| cell.function == name).collect::<Vec<_>>();
+    let of = |name: &str| {
+        all.iter()
+            .filter(|cell| cell.function == name)
+            .collect::<Vec<_>>()
+    };
     let mut chosen: Vec<Cell> = Vec::new();
     for index in 0..SHORT.min(all.len()) {
         let cell = (*rng.pick(&of(functions[index % functions.len()]))).clone();
@@ -150,7 +179,10 @@ fn watch_over(all: &[Cell]) -> UnderWay {
     let count = all.len();
     std::thread::spawn(move || {
         while let Some(under_way) = watched.upgrade() {
-            let (cell, since) = under_way.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let (cell, since) = under_way
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone();
             drop(under_way);
             if let Some(cell) = cell
                 && since.elapsed() > 5 * PATIENCE
@@ -189,7 +221,9 @@ fn is_told(turn: Result<()>) -> Result<u64> {
 }
 
 fn has_failed(fake_driver: &FakeDriver, cell: &Cell) -> bool {
-    fake_driver.failed(&cell.function).is_ok_and(|failed| failed > 0)
+    fake_driver
+        .failed(&cell.function)
+        .is_ok_and(|failed| failed > 0)
 }
 
 fn refuse(
@@ -214,7 +248,9 @@ fn refuse(
         // It comes while everything is dropped; or not at all, where threads took turns in another
         // order.
         drop(workload);
-        eventually(PATIENCE, || guard.is_settled() || has_failed(fake_driver, cell));
+        eventually(PATIENCE, || {
+            guard.is_settled() || has_failed(fake_driver, cell)
+        });
         sum.refusals += fake_driver.failed(&cell.function)?;
         fake_driver.reset()?;
         workload = open(kind, site, &mut told).context("again")?;
@@ -225,8 +261,13 @@ fn refuse(
     // What was refused may be told only by the next call.
     let mut well = 0;
     while well < 2 {
-        let is_refused = is_told(workload.turn(seed()?)).context("when nothing is refused any more")?;
-        (well, told) = if is_refused == 0 { (well + 1, told) } else { (0, told + is_refused) };
+        let is_refused =
+            is_told(workload.turn(seed()?)).context("when nothing is refused any more")?;
+        (well, told) = if is_refused == 0 {
+            (well + 1, told)
+        } else {
+            (0, told + is_refused)
+        };
         ensure!(told <= TOLD_MAX, "one refusal was told {told} times");
     }
     sum.told += told;

@@ -16,8 +16,10 @@ use crate::payload::{ErrorCounters, Payload};
 use crate::process::eventually;
 use crate::words::Words;
 
-pub(super) const CASES: &[Case] =
-    &[Case::new("a device that was reset is opened anew, and what was made on it before touches nothing", reset)];
+pub(super) const CASES: &[Case] = &[Case::new(
+    "a device that was reset is opened anew, and what was made on it before touches nothing",
+    reset,
+)];
 
 const WORDS: u64 = 4096;
 
@@ -61,20 +63,40 @@ fn reset(context: &Context) -> Result<()> {
     fill(&after, &stream_after, 3, Duration::ZERO, true)?;
     drop((sample, subscriber, publisher, timeline, memory, stream));
     let is_over = || warpipe::process_stats().dropping == 0;
-    ensure!(eventually(PATIENCE, is_over), "what was made before still waits: {:?}", warpipe::process_stats());
+    ensure!(
+        eventually(PATIENCE, is_over),
+        "what was made before still waits: {:?}",
+        warpipe::process_stats()
+    );
     let mut error_counters = ErrorCounters::new(&device)?;
     let wrong = wrong_words(&after, &stream_after, &mut error_counters, 3)?;
-    ensure!(wrong == 0, "{wrong} wrong words: the old memory was let go in the new context");
-    let publisher = Publisher::builder("after").domain(&context.domain).device(&device).build()?;
-    let subscriber = Subscriber::builder("after").domain(&context.domain).device(&device).timeout(PATIENCE);
+    ensure!(
+        wrong == 0,
+        "{wrong} wrong words: the old memory was let go in the new context"
+    );
+    let publisher = Publisher::builder("after")
+        .domain(&context.domain)
+        .device(&device)
+        .build()?;
+    let subscriber = Subscriber::builder("after")
+        .domain(&context.domain)
+        .device(&device)
+        .timeout(PATIENCE);
     let mut subscriber = subscriber.build()?;
     Payload::of(WORDS, 4).send(&publisher, &stream_after)?;
     let wrong = error_counters.finish(subscriber.receive(&stream_after)?)?;
-    ensure!(wrong == 0, "{wrong} wrong words in a sample after the reset");
+    ensure!(
+        wrong == 0,
+        "{wrong} wrong words in a sample after the reset"
+    );
     drop((subscriber, publisher));
     // The memory of before stays: the publisher's, the subscriber's mapping of it, and that of its own.
     let is_over = || warpipe::process_stats().dropping == 0 && warpipe::process_stats().kept == 3;
-    ensure!(eventually(PATIENCE, is_over), "a wait of before keeps memory: {:?}", warpipe::process_stats());
+    ensure!(
+        eventually(PATIENCE, is_over),
+        "a wait of before keeps memory: {:?}",
+        warpipe::process_stats()
+    );
     drop((words, waiting));
     Ok(())
 }

@@ -46,18 +46,31 @@ impl Tight {
     fn new(context: &Context) -> Result<Tight> {
         let failing = Wrapped::new(context.device.backend().clone(), Failing::default());
         let device = Device::from_backend(failing.clone());
-        let builder = context.publisher("tight").device(&device).memory_limit(8 * WORDS * SLOTS as u64);
-        let publisher = builder.depth(1).policy(Policy::Fail).loan_timeout(Duration::ZERO).build()?;
+        let builder = context
+            .publisher("tight")
+            .device(&device)
+            .memory_limit(8 * WORDS * SLOTS as u64);
+        let publisher = builder
+            .depth(1)
+            .policy(Policy::Fail)
+            .loan_timeout(Duration::ZERO)
+            .build()?;
         let (gate, opened) = mpsc::channel::<()>();
         let held = device.stream()?;
-        let tight = Tight { failing, publisher, held, gate };
+        let tight = Tight {
+            failing,
+            publisher,
+            held,
+            gate,
+        };
         ensure!(tight.free()? == SLOTS, "nothing is in use yet");
         tight.held.call(move || _ = opened.recv_timeout(PATIENCE))?;
         Ok(tight)
     }
 
     fn loan(&self) -> warpipe::Result<SampleMut> {
-        self.publisher.loan(&Layout::contiguous(DType::U64, &[WORDS])?)
+        self.publisher
+            .loan(&Layout::contiguous(DType::U64, &[WORDS])?)
     }
 
     /// How many slots can be lent just now.
@@ -79,7 +92,11 @@ impl Tight {
     }
 
     fn check_with(self, context: &Context, mut subscriber: Subscriber) -> Result<()> {
-        ensure!(self.free()? == SLOTS - 1, "{} slots can be lent while one is still to be written", self.free()?);
+        ensure!(
+            self.free()? == SLOTS - 1,
+            "{} slots can be lent while one is still to be written",
+            self.free()?
+        );
         let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
         let others = self.publisher.device().stream()?;
         let loans: Vec<SampleMut> = (1..SLOTS as u64)
@@ -94,8 +111,14 @@ impl Tight {
         );
         for loan in loans {
             loan.send(&others)?;
-            ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "the next samples are whole");
-            ensure!(eventually(PATIENCE, || self.publisher.subscribers()[0].in_flight == 0), "it is released");
+            ensure!(
+                error_counters.finish(subscriber.receive(&stream)?)? == 0,
+                "the next samples are whole"
+            );
+            ensure!(
+                eventually(PATIENCE, || self.publisher.subscribers()[0].in_flight == 0),
+                "it is released"
+            );
         }
         let mut free = 0;
         let is_back = || {
@@ -114,13 +137,20 @@ fn failed_copy(context: &Context) -> Result<()> {
     // It has no room for more.
     Payload::of(WORDS, 98).send(&tight.publisher, &tight.publisher.device().stream()?)?;
     let bytes = vec![7; 8 * WORDS as usize];
-    match tight.publisher.send_slice(&tight.held, &Layout::contiguous(DType::U64, &[WORDS])?, &bytes) {
+    match tight.publisher.send_slice(
+        &tight.held,
+        &Layout::contiguous(DType::U64, &[WORDS])?,
+        &bytes,
+    ) {
         Err(Error::Full { .. }) => {}
         other => bail!("a full subscriber gave {other:?}"),
     }
     full.receive(&stream)?.finish(PATIENCE)?;
     stream.synchronize(PATIENCE)?;
-    ensure!(eventually(PATIENCE, || tight.publisher.subscribers()[0].in_flight == 0), "it has released the sample");
+    ensure!(
+        eventually(PATIENCE, || tight.publisher.subscribers()[0].in_flight == 0),
+        "it has released the sample"
+    );
     // It stays: behind a function that stands still, which the library does not see, the driver unregisters no segment of a
     // link that has ended, and registers nothing else meanwhile.
     tight.check_with(context, full)
@@ -133,7 +163,10 @@ fn refused_send(context: &Context) -> Result<()> {
     let loan = Payload::of(WORDS, 99).loan(&tight.publisher, &tight.held)?;
     tight.failing.hook().aim("batch", 1);
     match loan.send(&tight.held) {
-        Err(failed) => ensure!(failed.sample.is_none(), "its subscriber has been told: {failed}"),
+        Err(failed) => ensure!(
+            failed.sample.is_none(),
+            "its subscriber has been told: {failed}"
+        ),
         Ok(sequence) => bail!("a refused signal sent {sequence}"),
     }
     let sample = subscriber.receive(&stream)?;
@@ -141,7 +174,10 @@ fn refused_send(context: &Context) -> Result<()> {
         Err(Error::SampleLost { sequence: 1, .. }) => {}
         other => bail!("a sample without a signal gave {other:?}"),
     }
-    ensure!(!stream.is_idle()?, "the reader's stream goes on while the sample is still written");
+    ensure!(
+        !stream.is_idle()?,
+        "the reader's stream goes on while the sample is still written"
+    );
     drop(sample);
     // It stays, as in `failed_copy`.
     tight.check_with(context, subscriber)?;
@@ -163,7 +199,10 @@ fn refused_fence(context: &Context) -> Result<()> {
     let tight = Tight::new(context)?;
     let loan = Payload::of(WORDS, 99).loan(&tight.publisher, &tight.held)?;
     tight.failing.hook().aim("batch", 1);
-    ensure!(loan.discard(&tight.held).is_err(), "the driver refused its fence");
+    ensure!(
+        loan.discard(&tight.held).is_err(),
+        "the driver refused its fence"
+    );
     tight.check(context)
 }
 
@@ -176,7 +215,12 @@ impl Hook for Departing {
         Ok(())
     }
 
-    fn batch(&self, _: &dyn Backend, _: RawStream, ops: &[StreamOp]) -> warpipe::Result<Vec<StreamOp>> {
+    fn batch(
+        &self,
+        _: &dyn Backend,
+        _: RawStream,
+        ops: &[StreamOp],
+    ) -> warpipe::Result<Vec<StreamOp>> {
         let leaving = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some((subscriber, publisher)) = leaving {
             drop(subscriber);
@@ -190,22 +234,36 @@ fn departed_reader(context: &Context) -> Result<()> {
     let backend = Wrapped::new(context.device.backend().clone(), Departing::default());
     let device = Device::from_backend(backend.clone());
     let layout = Layout::bytes_only(2 << 20)?;
-    let builder = context.publisher("departed").device(&device).memory_limit(2 << 20).loan_timeout(Duration::ZERO);
+    let builder = context
+        .publisher("departed")
+        .device(&device)
+        .memory_limit(2 << 20)
+        .loan_timeout(Duration::ZERO);
     let publisher = Arc::new(builder.build()?);
     let subscriber = context.subscriber("departed").build()?;
     let (gate, opened) = mpsc::channel::<()>();
     let held = device.stream()?;
     let loan = publisher.loan(&layout)?;
     held.call(move || _ = opened.recv_timeout(PATIENCE))?;
-    *backend.hook().0.lock().unwrap_or_else(PoisonError::into_inner) = Some((subscriber, publisher.clone()));
+    *backend
+        .hook()
+        .0
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner) = Some((subscriber, publisher.clone()));
     loan.send(&held)?;
-    ensure!(publisher.subscribers().is_empty(), "the subscriber has left during the send");
+    ensure!(
+        publisher.subscribers().is_empty(),
+        "the subscriber has left during the send"
+    );
     match publisher.loan(&layout) {
         Err(Error::MemoryLimit { .. }) => {}
         other => bail!("a slot whose stream is still to write it was asked for: {other:?}"),
     }
     drop(gate);
     held.synchronize(PATIENCE)?;
-    ensure!(eventually(PATIENCE, || publisher.loan(&layout).is_ok()), "the slot does not come back");
+    ensure!(
+        eventually(PATIENCE, || publisher.loan(&layout).is_ok()),
+        "the slot does not come back"
+    );
     Ok(())
 }

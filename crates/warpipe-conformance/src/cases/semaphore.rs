@@ -15,29 +15,53 @@ use crate::process::eventually;
 use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a semaphore: 16 processes, never more inside than permits, and nobody is passed by", contention)
-        .long(600),
-    Case::new("a semaphore: who is held up times out, or is told at once that nothing is free", timeouts),
-    Case::new("a semaphore: the next holder's stream sees all of the last one's slow kernel", order),
-    Case::new("a semaphore without its waits shows unfinished data (the control)", order_control),
+    Case::new(
+        "a semaphore: 16 processes, never more inside than permits, and nobody is passed by",
+        contention,
+    )
+    .long(600),
+    Case::new(
+        "a semaphore: who is held up times out, or is told at once that nothing is free",
+        timeouts,
+    ),
+    Case::new(
+        "a semaphore: the next holder's stream sees all of the last one's slow kernel",
+        order,
+    ),
+    Case::new(
+        "a semaphore without its waits shows unfinished data (the control)",
+        order_control,
+    ),
     Case::new(
         "a semaphore: a killed holder's permit comes back, and a killed waiter's place",
         killed_holder_and_waiter,
     ),
-    Case::new("a semaphore: streams go on when a holder is killed after its release", killed_after_release)
-        .ends_clients(),
+    Case::new(
+        "a semaphore: streams go on when a holder is killed after its release",
+        killed_after_release,
+    )
+    .ends_clients(),
     Case::new(
         "a semaphore that its creator drops while its stream waits for a holder that is killed",
         dropped_too_early,
     )
     .ends_clients(),
-    Case::new("a semaphore: a survivor's stream goes on when the last holder and the creator are killed", both_killed)
-        .ends_clients(),
-    Case::new("a semaphore whose creator is killed: waiters are told, what is held stays valid", killed_creator)
-        .ends_clients(),
-    Case::new("a semaphore under random kills: one at a time, and the count is right at the end", storm)
-        .ends_clients()
-        .long(900),
+    Case::new(
+        "a semaphore: a survivor's stream goes on when the last holder and the creator are killed",
+        both_killed,
+    )
+    .ends_clients(),
+    Case::new(
+        "a semaphore whose creator is killed: waiters are told, what is held stays valid",
+        killed_creator,
+    )
+    .ends_clients(),
+    Case::new(
+        "a semaphore under random kills: one at a time, and the count is right at the end",
+        storm,
+    )
+    .ends_clients()
+    .long(900),
 ];
 
 const NAME: &str = "turns";
@@ -49,7 +73,12 @@ const CROWD: usize = 16;
 const FOR_EVER: Duration = Duration::from_secs(10);
 
 fn create(context: &Context, permits: u32) -> Result<Semaphore> {
-    Ok(Semaphore::create(&context.domain, NAME, &context.device, permits)?)
+    Ok(Semaphore::create(
+        &context.domain,
+        NAME,
+        &context.device,
+        permits,
+    )?)
 }
 
 fn open(context: &Context) -> Result<Peer> {
@@ -61,7 +90,13 @@ fn open_with(context: &Context, waits: bool) -> Result<Peer> {
 }
 
 fn open_by(mut peer: Peer, waits: bool) -> Result<Peer> {
-    ask(&mut peer, SemaphoreOrder::Open { name: NAME.into(), waits })?;
+    ask(
+        &mut peer,
+        SemaphoreOrder::Open {
+            name: NAME.into(),
+            waits,
+        },
+    )?;
     Ok(peer)
 }
 
@@ -90,31 +125,55 @@ fn is_restored(semaphore: &Semaphore) -> Result<()> {
     let is_so = || semaphore.available() == semaphore.permits() && semaphore.waiting() == 0;
     let restored = eventually(PATIENCE, is_so);
     let (free, all) = (semaphore.available(), semaphore.permits());
-    ensure!(restored, "{free} of {all} permits are free, {} wait", semaphore.waiting());
+    ensure!(
+        restored,
+        "{free} of {all} permits are free, {} wait",
+        semaphore.waiting()
+    );
     Ok(())
 }
 
 fn contention(context: &Context) -> Result<()> {
     let rounds = u64::from(context.rounds(100, 2_000, 1_000));
     let (path, board) = board(context)?;
-    let mut crowd = (0..CROWD).map(|_| context.peer()).collect::<Result<Vec<_>>>()?;
+    let mut crowd = (0..CROWD)
+        .map(|_| context.peer())
+        .collect::<Result<Vec<_>>>()?;
     for permits in [1, 3] {
         let semaphore = create(context, permits)?;
         let visited = board.visits().load(SeqCst);
         for peer in &mut crowd {
-            ask(peer, SemaphoreOrder::Open { name: NAME.into(), waits: true })?;
+            ask(
+                peer,
+                SemaphoreOrder::Open {
+                    name: NAME.into(),
+                    waits: true,
+                },
+            )?;
         }
         for peer in &mut crowd {
-            peer.tell(&Order::Semaphore(SemaphoreOrder::Compete { board: text(&path), rounds }))?;
+            peer.tell(&Order::Semaphore(SemaphoreOrder::Compete {
+                board: text(&path),
+                rounds,
+            }))?;
         }
         let mut most = 0;
         for peer in &mut crowd {
             most = most.max(number(peer.answer()??)?);
         }
         // Before one at most all others, and those whom somebody who looked a moment earlier did not see it behind.
-        ensure!(most <= 2 * CROWD as u64, "{most} permits went to others while one waited");
-        ensure!(board.crowds().load(SeqCst) == 0, "more than {permits} were inside");
-        ensure!(board.visits().load(SeqCst) - visited == rounds * CROWD as u64, "everybody had his share");
+        ensure!(
+            most <= 2 * CROWD as u64,
+            "{most} permits went to others while one waited"
+        );
+        ensure!(
+            board.crowds().load(SeqCst) == 0,
+            "more than {permits} were inside"
+        );
+        ensure!(
+            board.visits().load(SeqCst) - visited == rounds * CROWD as u64,
+            "everybody had his share"
+        );
         is_restored(&semaphore)?;
         context.figure(&format!("most_passed_by_{permits}"), most);
     }
@@ -125,17 +184,36 @@ fn timeouts(context: &Context) -> Result<()> {
     let semaphore = create(context, 2)?;
     let stream = context.stream()?;
     let mut peer = open(context)?;
-    let acquire = |timeout_ms, on_stream| SemaphoreOrder::Acquire { timeout_ms, on_stream };
+    let acquire = |timeout_ms, on_stream| SemaphoreOrder::Acquire {
+        timeout_ms,
+        on_stream,
+    };
     ask(&mut peer, acquire(1_000, true))?;
-    let ours = semaphore.try_acquire(&stream)?.context("the second of two permits")?;
-    ensure!(semaphore.try_acquire(&stream)?.is_none() && semaphore.try_acquire_host()?.is_none(), "there is no third");
-    let late = semaphore.acquire(&stream, Duration::from_millis(20)).map(drop);
+    let ours = semaphore
+        .try_acquire(&stream)?
+        .context("the second of two permits")?;
+    ensure!(
+        semaphore.try_acquire(&stream)?.is_none() && semaphore.try_acquire_host()?.is_none(),
+        "there is no third"
+    );
+    let late = semaphore
+        .acquire(&stream, Duration::from_millis(20))
+        .map(drop);
     ensure!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
     let theirs = peer.try_ask(&Order::Semaphore(acquire(20, false)))?;
-    ensure!(theirs.as_ref().is_err_and(|fault| fault.kind == "Timeout"), "{theirs:?}");
+    ensure!(
+        theirs.as_ref().is_err_and(|fault| fault.kind == "Timeout"),
+        "{theirs:?}"
+    );
     // A waiter that comes before us: what is freed is its own, though we ask first when it is free.
-    peer.tell(&Order::Semaphore(acquire(PATIENCE.as_millis() as u64, false)))?;
-    ensure!(eventually(PATIENCE, || semaphore.waiting() == 1), "the peer waits");
+    peer.tell(&Order::Semaphore(acquire(
+        PATIENCE.as_millis() as u64,
+        false,
+    )))?;
+    ensure!(
+        eventually(PATIENCE, || semaphore.waiting() == 1),
+        "the peer waits"
+    );
     ensure!(semaphore.try_acquire_host()?.is_none(), "nobody overtakes");
     ours.release(&stream)?;
     ensure!(peer.answer()?? == Answer::Done, "the peer is handed it");
@@ -149,11 +227,18 @@ fn order(context: &Context) -> Result<()> {
     let semaphore = create(context, 1)?;
     let (path, board) = board(context)?;
     let (mut first, mut second) = (open(context)?, open(context)?);
-    let turns = |count, slow_us| SemaphoreOrder::Turns { board: text(&path), count, slow_us };
+    let turns = |count, slow_us| SemaphoreOrder::Turns {
+        board: text(&path),
+        count,
+        slow_us,
+    };
     // Exactly what the control does, and then many at once.
     ask(&mut first, turns(1, 1_000_000))?;
     ask(&mut second, turns(1, 0))?;
-    ensure!(number(ask(&mut second, SemaphoreOrder::Wrong)?)? == 0, "the second sees the first's data");
+    ensure!(
+        number(ask(&mut second, SemaphoreOrder::Wrong)?)? == 0,
+        "the second sees the first's data"
+    );
     let rounds = context.rounds(50, 2_000, 1_000).into();
     first.tell(&Order::Semaphore(turns(rounds, 500)))?;
     second.tell(&Order::Semaphore(turns(rounds, 500)))?;
@@ -161,7 +246,10 @@ fn order(context: &Context) -> Result<()> {
         peer.answer()??;
     }
     for peer in [&mut first, &mut second] {
-        ensure!(number(ask(peer, SemaphoreOrder::Wrong)?)? == 0, "each sees the other's data");
+        ensure!(
+            number(ask(peer, SemaphoreOrder::Wrong)?)? == 0,
+            "each sees the other's data"
+        );
     }
     drop(semaphore.acquire_host(PATIENCE)?);
     drop(board);
@@ -173,11 +261,18 @@ fn order_control(context: &Context) -> Result<()> {
     let _semaphore = create(context, 1)?;
     let (path, board) = board(context)?;
     let (mut first, mut second) = (open(context)?, open_with(context, false)?);
-    let turns = |slow_us| SemaphoreOrder::Turns { board: text(&path), count: 1, slow_us };
+    let turns = |slow_us| SemaphoreOrder::Turns {
+        board: text(&path),
+        count: 1,
+        slow_us,
+    };
     ask(&mut first, turns(1_000_000))?;
     ask(&mut second, turns(0))?;
     let wrong = number(ask(&mut second, SemaphoreOrder::Wrong)?)?;
-    ensure!(wrong > 0, "without the wait the second must see unfinished data");
+    ensure!(
+        wrong > 0,
+        "without the wait the second must see unfinished data"
+    );
     context.figure("wrong_words_without_waits", wrong);
     ask(&mut first, SemaphoreOrder::Wrong)?;
     drop(board);
@@ -187,12 +282,18 @@ fn order_control(context: &Context) -> Result<()> {
 
 fn killed_holder_and_waiter(context: &Context) -> Result<()> {
     let semaphore = create(context, 1)?;
-    let acquire = SemaphoreOrder::Acquire { timeout_ms: PATIENCE.as_millis() as u64, on_stream: true };
+    let acquire = SemaphoreOrder::Acquire {
+        timeout_ms: PATIENCE.as_millis() as u64,
+        on_stream: true,
+    };
     for _ in 0..context.rounds(3, 50, 20) {
         let (mut holder, mut waiter) = (open(context)?, open(context)?);
         ask(&mut holder, acquire.clone())?;
         waiter.tell(&Order::Semaphore(acquire.clone()))?;
-        ensure!(eventually(PATIENCE, || semaphore.waiting() == 1), "the waiter waits");
+        ensure!(
+            eventually(PATIENCE, || semaphore.waiting() == 1),
+            "the waiter waits"
+        );
         // The waiter first: what its holder then leaves must not go to the dead.
         waiter.kill()?;
         holder.kill()?;
@@ -208,14 +309,21 @@ fn killed_after_release(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     for round in 0..context.rounds(2, 20, 10) {
         let mut victim = open(context)?;
-        ask(&mut victim, SemaphoreOrder::BeSlow { slow_us: FOR_EVER.as_micros() as u64 })?;
+        ask(
+            &mut victim,
+            SemaphoreOrder::BeSlow {
+                slow_us: FOR_EVER.as_micros() as u64,
+            },
+        )?;
         // The creator's stream behind it, alone and with that of another process, which could let both go.
         semaphore.acquire(&stream, PATIENCE)?.release(&stream)?;
         if round % 2 == 1 {
             ask(&mut witness, SemaphoreOrder::BeSlow { slow_us: 0 })?;
         }
         victim.kill()?;
-        stream.synchronize(PATIENCE).context("the creator's stream goes on")?;
+        stream
+            .synchronize(PATIENCE)
+            .context("the creator's stream goes on")?;
         ask(&mut witness, SemaphoreOrder::Wrong).context("the witness's stream goes on")?;
         semaphore.acquire_host(PATIENCE)?.release_now();
         is_restored(&semaphore)?;
@@ -227,12 +335,19 @@ fn dropped_too_early(context: &Context) -> Result<()> {
     let semaphore = create(context, 1)?;
     let stream = context.stream()?;
     let mut victim = open(context)?;
-    ask(&mut victim, SemaphoreOrder::BeSlow { slow_us: FOR_EVER.as_micros() as u64 })?;
+    ask(
+        &mut victim,
+        SemaphoreOrder::BeSlow {
+            slow_us: FOR_EVER.as_micros() as u64,
+        },
+    )?;
     semaphore.acquire(&stream, PATIENCE)?.release(&stream)?;
     drop(semaphore);
     ensure!(!stream.is_idle()?, "the stream waits for the victim");
     victim.kill()?;
-    stream.synchronize(PATIENCE).context("the creator's stream goes on")?;
+    stream
+        .synchronize(PATIENCE)
+        .context("the creator's stream goes on")?;
     // And then the name is free.
     let mut again = None;
     let is_free = || {
@@ -246,17 +361,34 @@ fn dropped_too_early(context: &Context) -> Result<()> {
 fn both_killed(context: &Context) -> Result<()> {
     for creator_first in [true, false] {
         let mut creator = context.peer()?;
-        ask(&mut creator, SemaphoreOrder::Create { name: NAME.into(), permits: 1 })?;
+        ask(
+            &mut creator,
+            SemaphoreOrder::Create {
+                name: NAME.into(),
+                permits: 1,
+            },
+        )?;
         let semaphore = Semaphore::open(&context.domain, NAME, &context.device)?;
         let stream = context.stream()?;
         let mut victim = open(context)?;
-        ask(&mut victim, SemaphoreOrder::BeSlow { slow_us: FOR_EVER.as_micros() as u64 })?;
+        ask(
+            &mut victim,
+            SemaphoreOrder::BeSlow {
+                slow_us: FOR_EVER.as_micros() as u64,
+            },
+        )?;
         let permit = semaphore.acquire(&stream, PATIENCE)?;
-        let (early, late) = if creator_first { (&mut creator, &mut victim) } else { (&mut victim, &mut creator) };
+        let (early, late) = if creator_first {
+            (&mut creator, &mut victim)
+        } else {
+            (&mut victim, &mut creator)
+        };
         early.strike()?;
         late.kill()?;
         early.ended()?;
-        stream.synchronize(PATIENCE).context("the survivor's stream goes on")?;
+        stream
+            .synchronize(PATIENCE)
+            .context("the survivor's stream goes on")?;
         permit.release(&stream)?;
         stream.synchronize(PATIENCE)?;
     }
@@ -265,21 +397,44 @@ fn both_killed(context: &Context) -> Result<()> {
 
 fn killed_creator(context: &Context) -> Result<()> {
     let mut creator = context.peer()?;
-    ask(&mut creator, SemaphoreOrder::Create { name: NAME.into(), permits: 1 })?;
+    ask(
+        &mut creator,
+        SemaphoreOrder::Create {
+            name: NAME.into(),
+            permits: 1,
+        },
+    )?;
     let semaphore = Semaphore::open(&context.domain, NAME, &context.device)?;
     let stream = context.stream()?;
     let permit = semaphore.acquire(&stream, PATIENCE)?;
     let mut waiter = open(context)?;
-    let acquire = SemaphoreOrder::Acquire { timeout_ms: 4 * PATIENCE.as_millis() as u64, on_stream: true };
+    let acquire = SemaphoreOrder::Acquire {
+        timeout_ms: 4 * PATIENCE.as_millis() as u64,
+        on_stream: true,
+    };
     waiter.tell(&Order::Semaphore(acquire))?;
-    ensure!(eventually(PATIENCE, || semaphore.waiting() == 1), "the waiter waits");
+    ensure!(
+        eventually(PATIENCE, || semaphore.waiting() == 1),
+        "the waiter waits"
+    );
     creator.kill()?;
     let told = waiter.answer()?;
-    ensure!(told.as_ref().is_err_and(|fault| fault.kind == "OwnerGone"), "the waiter is told {told:?}");
+    ensure!(
+        told.as_ref().is_err_and(|fault| fault.kind == "OwnerGone"),
+        "the waiter is told {told:?}"
+    );
     permit.release(&stream)?;
     stream.synchronize(PATIENCE)?;
-    let told =
-        || matches!(semaphore.try_acquire_host(), Err(Error::OwnerGone { kind: Kind::Semaphore, graceful: false, .. }));
+    let told = || {
+        matches!(
+            semaphore.try_acquire_host(),
+            Err(Error::OwnerGone {
+                kind: Kind::Semaphore,
+                graceful: false,
+                ..
+            })
+        )
+    };
     ensure!(eventually(PATIENCE, told), "who asks is told");
     waiter.dismiss()?;
     drop(semaphore);
@@ -293,10 +448,15 @@ fn storm(context: &Context) -> Result<()> {
     let mut rng = context.rng();
     let join = |slot, rng: &mut Rng| -> Result<Peer> {
         let mut peer = open_by(context.mortal(rng)?, true)?;
-        peer.tell(&Order::Semaphore(SemaphoreOrder::CompeteUntilKilled { board: text(&path), slot }))?;
+        peer.tell(&Order::Semaphore(SemaphoreOrder::CompeteUntilKilled {
+            board: text(&path),
+            slot,
+        }))?;
         Ok(peer)
     };
-    let mut crowd = (0..6).map(|slot| join(slot, &mut rng)).collect::<Result<Vec<_>>>()?;
+    let mut crowd = (0..6)
+        .map(|slot| join(slot, &mut rng))
+        .collect::<Result<Vec<_>>>()?;
     let kills = context.kills(12, 500, 200);
     for round in 0..kills {
         let before = board.visits().load(SeqCst);
@@ -308,7 +468,10 @@ fn storm(context: &Context) -> Result<()> {
         crowd[slot] = join(slot, &mut rng)?;
     }
     crowd.iter_mut().try_for_each(Peer::kill)?;
-    ensure!(board.crowds().load(SeqCst) == 0, "two of the living were inside at once");
+    ensure!(
+        board.crowds().load(SeqCst) == 0,
+        "two of the living were inside at once"
+    );
     is_restored(&semaphore)?;
     context.figure_storm(kills + 6)?;
     context.figure("visits", board.visits().load(SeqCst));

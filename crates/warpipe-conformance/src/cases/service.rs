@@ -13,19 +13,46 @@ use crate::peer::{Answer, Batch, Order, Peer, Reply, Task};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("several servers share the requests of several clients, whoever comes first", many_to_many),
-    Case::new("a request whose server is killed is answered by another", fail_over).ends_clients(),
-    Case::new("a client whose servers have not come yet is answered when one does", late_server),
-    Case::new("a request without a server ends at its deadline, and no server begins it later", deadline),
-    Case::new("a server's refusal reaches the client at once, and its failure costs an attempt", refusal),
-    Case::new("a server goes on when a client is killed in a request", killed_client).ends_clients(),
+    Case::new(
+        "several servers share the requests of several clients, whoever comes first",
+        many_to_many,
+    ),
+    Case::new(
+        "a request whose server is killed is answered by another",
+        fail_over,
+    )
+    .ends_clients(),
+    Case::new(
+        "a client whose servers have not come yet is answered when one does",
+        late_server,
+    ),
+    Case::new(
+        "a request without a server ends at its deadline, and no server begins it later",
+        deadline,
+    ),
+    Case::new(
+        "a server's refusal reaches the client at once, and its failure costs an attempt",
+        refusal,
+    ),
+    Case::new(
+        "a server goes on when a client is killed in a request",
+        killed_client,
+    )
+    .ends_clients(),
 ];
 
 const WORDS: u64 = 256;
 
 fn ask(client: &Client, stream: &Stream, seed: u64, deadline: Duration) -> Result<Pending> {
-    let input = fill_input(client.loan(&input_layout(WORDS)?)?, seed, Duration::ZERO, stream)?;
-    Ok(client.request(input, stream, deadline).map_err(Error::from)?)
+    let input = fill_input(
+        client.loan(&input_layout(WORDS)?)?,
+        seed,
+        Duration::ZERO,
+        stream,
+    )?;
+    Ok(client
+        .request(input, stream, deadline)
+        .map_err(Error::from)?)
 }
 
 fn server(context: &Context, service: &str) -> Result<Peer> {
@@ -50,11 +77,17 @@ fn many_to_many(context: &Context) -> Result<()> {
         let mut peer = context.peer()?;
         if list == 0 {
             peer.task(Task::Serve("sum".into()))?;
-            peer.tell(&Order::Task(Task::ServeOn { slow_us: 200, idle_ms: 1500 }))?;
+            peer.tell(&Order::Task(Task::ServeOn {
+                slow_us: 200,
+                idle_ms: 1500,
+            }))?;
             servers.push(peer);
         } else {
             let batch = Batch::of(CALLS, WORDS, 1000 * index as u64);
-            peer.tell(&Order::Task(Task::Call { service: "sum".into(), batch }))?;
+            peer.tell(&Order::Task(Task::Call {
+                service: "sum".into(),
+                batch,
+            }))?;
             clients.push(peer);
         }
     }
@@ -63,8 +96,14 @@ fn many_to_many(context: &Context) -> Result<()> {
         ensure!(right == CALLS, "{right} right replies of {CALLS}");
     }
     let done = servers.iter_mut().map(count).collect::<Result<Vec<_>>>()?;
-    ensure!(done.iter().sum::<u64>() == 2 * CALLS, "the servers answered {done:?}");
-    clients.into_iter().chain(servers).try_for_each(Peer::dismiss)?;
+    ensure!(
+        done.iter().sum::<u64>() == 2 * CALLS,
+        "the servers answered {done:?}"
+    );
+    clients
+        .into_iter()
+        .chain(servers)
+        .try_for_each(Peer::dismiss)?;
     guard.settles()
 }
 
@@ -78,11 +117,20 @@ fn fail_over(context: &Context) -> Result<()> {
     // Whoever gets it attaches by accepting; the other one waits until it is his.
     victim.lease(Task::Accept)?;
     victim.kill()?;
-    ensure!(heir.lease(Task::Accept)?.1 == 2, "the other server gets it, as the second attempt");
+    ensure!(
+        heir.lease(Task::Accept)?.1 == 2,
+        "the other server gets it, as the second attempt"
+    );
     heir.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
     let reply = pending.wait(&stream)?;
-    ensure!(reply.to_vec()? == result_of(WORDS, 4) && reply.attempt() == 2, "the reply is right");
-    ensure!(reply.worker_pid() == heir.id() as i32, "the other one replied");
+    ensure!(
+        reply.to_vec()? == result_of(WORDS, 4) && reply.attempt() == 2,
+        "the reply is right"
+    );
+    ensure!(
+        reply.worker_pid() == heir.id() as i32,
+        "the other one replied"
+    );
     drop((reply, client, victim));
     heir.dismiss()?;
     stream.synchronize(PATIENCE)?;
@@ -97,7 +145,10 @@ fn late_server(context: &Context) -> Result<()> {
     let mut late = server(context, "sum")?;
     late.lease(Task::Accept)?;
     late.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
-    ensure!(pending.wait(&stream)?.to_vec()? == result_of(WORDS, 7), "the reply is right");
+    ensure!(
+        pending.wait(&stream)?.to_vec()? == result_of(WORDS, 7),
+        "the reply is right"
+    );
     late.dismiss()
 }
 
@@ -106,25 +157,48 @@ fn deadline(context: &Context) -> Result<()> {
     let client = context.client("sum").prefetch(4).build()?;
     let pending = ask(&client, &stream, 1, Duration::from_millis(30))?;
     let late = pending.wait(&stream);
-    ensure!(matches!(late, Err(Error::DeadlinePassed { .. })), "no server gave {late:?}");
+    ensure!(
+        matches!(late, Err(Error::DeadlinePassed { .. })),
+        "no server gave {late:?}"
+    );
     let mut server = server(context, "sum")?;
     let first = ask(&client, &stream, 2, PATIENCE)?;
-    ensure!(server.lease(Task::Accept)?.0 == 2, "what had passed is not given out");
+    ensure!(
+        server.lease(Task::Accept)?.0 == 2,
+        "what had passed is not given out"
+    );
     // Stopped, the server finds the next ones in its ring when its deadline has passed.
     server.stop()?;
     let second = ask(&client, &stream, 3, Duration::from_millis(30))?;
     let third = ask(&client, &stream, 4, PATIENCE)?;
     ensure!(client.state()?.leased == 3, "they are in the server's ring");
     let late = second.wait(&stream);
-    ensure!(matches!(late, Err(Error::DeadlinePassed { .. })), "a stopped server gave {late:?}");
+    ensure!(
+        matches!(late, Err(Error::DeadlinePassed { .. })),
+        "a stopped server gave {late:?}"
+    );
     server.go_on()?;
-    ensure!(server.lease(Task::Accept)?.0 == 4, "the one whose deadline has passed is not begun");
+    ensure!(
+        server.lease(Task::Accept)?.0 == 4,
+        "the one whose deadline has passed is not begun"
+    );
     for _ in 0..2 {
         server.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
     }
-    ensure!(first.wait(&stream)?.to_vec()? == result_of(WORDS, 2), "the first reply is right");
-    ensure!(third.wait(&stream)?.to_vec()? == result_of(WORDS, 4), "the third reply is right");
-    ensure!(eventually(PATIENCE, || client.state().is_ok_and(|state| state.leased == 0)), "nothing is held");
+    ensure!(
+        first.wait(&stream)?.to_vec()? == result_of(WORDS, 2),
+        "the first reply is right"
+    );
+    ensure!(
+        third.wait(&stream)?.to_vec()? == result_of(WORDS, 4),
+        "the third reply is right"
+    );
+    ensure!(
+        eventually(PATIENCE, || client
+            .state()
+            .is_ok_and(|state| state.leased == 0)),
+        "nothing is held"
+    );
     server.dismiss()
 }
 
@@ -143,11 +217,16 @@ fn refusal(context: &Context) -> Result<()> {
     }
     let pending = ask(&client, &stream, 2, PATIENCE)?;
     for attempt in 1..=2 {
-        ensure!(server.lease(Task::Accept)?.1 == attempt, "attempt {attempt}");
+        ensure!(
+            server.lease(Task::Accept)?.1 == attempt,
+            "attempt {attempt}"
+        );
         server.task(Task::Answer(Reply::Fail(format!("trouble {attempt}"))))?;
     }
     match pending.wait(&stream) {
-        Err(Error::DeadLettered { reasons, .. }) => ensure!(reasons == ["trouble 1", "trouble 2"], "{reasons:?}"),
+        Err(Error::DeadLettered { reasons, .. }) => {
+            ensure!(reasons == ["trouble 1", "trouble 2"], "{reasons:?}")
+        }
         other => bail!("two failures gave {other:?}"),
     }
     server.dismiss()
@@ -157,7 +236,10 @@ fn killed_client(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut server = server(context, "sum")?;
     let mut victim = context.peer()?;
-    victim.tell(&Order::Task(Task::Call { service: "sum".into(), batch: Batch::of(1, WORDS, 1) }))?;
+    victim.tell(&Order::Task(Task::Call {
+        service: "sum".into(),
+        batch: Batch::of(1, WORDS, 1),
+    }))?;
     server.lease(Task::Accept)?;
     victim.kill()?;
     let client = context.client("sum").build()?;
@@ -165,16 +247,33 @@ fn killed_client(context: &Context) -> Result<()> {
     server.lease(Task::Accept)?;
     let told = server.try_ask(&Order::Task(Task::Answer(Reply::Complete { slow_us: 0 })))?;
     if let Err(fault) = told {
-        ensure!(fault.kind == "QueueGone", "an answer to the dead gave {fault}");
+        ensure!(
+            fault.kind == "QueueGone",
+            "an answer to the dead gave {fault}"
+        );
     }
     server.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
-    ensure!(pending.wait(&stream)?.to_vec()? == result_of(WORDS, 5), "the reply is right");
+    ensure!(
+        pending.wait(&stream)?.to_vec()? == result_of(WORDS, 5),
+        "the reply is right"
+    );
     drop(client);
     // The dead one's name was for once, and the server clears it away when it looks again.
     let mut is_clear = || {
-        let served = server.task(Task::ServeOn { slow_us: 0, idle_ms: 50 });
-        served.is_ok() && context.domain.endpoints().is_ok_and(|all| all.iter().all(|found| found.holder.is_some()))
+        let served = server.task(Task::ServeOn {
+            slow_us: 0,
+            idle_ms: 50,
+        });
+        served.is_ok()
+            && context
+                .domain
+                .endpoints()
+                .is_ok_and(|all| all.iter().all(|found| found.holder.is_some()))
     };
-    ensure!(eventually(PATIENCE, &mut is_clear), "nothing of the dead is left: {:?}", context.domain.endpoints());
+    ensure!(
+        eventually(PATIENCE, &mut is_clear),
+        "nothing of the dead is left: {:?}",
+        context.domain.endpoints()
+    );
     server.dismiss()
 }

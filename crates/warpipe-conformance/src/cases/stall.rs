@@ -13,11 +13,26 @@ use crate::peer::{Batch, Item, Order, PublisherPlan};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a stopped subscriber is shown stalled, and goes on without a loss", stalled_subscriber),
-    Case::new("a stopped publisher is shown stalled, and goes on", stalled_publisher),
-    Case::new("a subscriber that stays stopped is evicted, and the publisher goes on", eviction),
-    Case::new("both ends are stopped for long and continued: nobody is evicted or shown stalled", both_stopped),
-    Case::new("what an evicted subscriber holds stays untouched until it releases it", evicted_holder),
+    Case::new(
+        "a stopped subscriber is shown stalled, and goes on without a loss",
+        stalled_subscriber,
+    ),
+    Case::new(
+        "a stopped publisher is shown stalled, and goes on",
+        stalled_publisher,
+    ),
+    Case::new(
+        "a subscriber that stays stopped is evicted, and the publisher goes on",
+        eviction,
+    ),
+    Case::new(
+        "both ends are stopped for long and continued: nobody is evicted or shown stalled",
+        both_stopped,
+    ),
+    Case::new(
+        "what an evicted subscriber holds stays untouched until it releases it",
+        evicted_holder,
+    ),
 ];
 
 const WORDS: u64 = 1024;
@@ -25,7 +40,10 @@ const WORDS: u64 = 1024;
 fn state_becomes(publisher: &Publisher, wanted: PeerState) -> Result<()> {
     let mut last = None;
     let is_so = || {
-        last = publisher.subscribers().first().map(|subscriber| subscriber.state);
+        last = publisher
+            .subscribers()
+            .first()
+            .map(|subscriber| subscriber.state);
         last == Some(wanted)
     };
     let reached = eventually(PATIENCE, is_so);
@@ -34,7 +52,11 @@ fn state_becomes(publisher: &Publisher, wanted: PeerState) -> Result<()> {
 }
 
 fn stalled_subscriber(context: &Context) -> Result<()> {
-    let publisher = context.publisher("patient").depth(4).policy(Policy::Block { timeout: PATIENCE }).build()?;
+    let publisher = context
+        .publisher("patient")
+        .depth(4)
+        .policy(Policy::Block { timeout: PATIENCE })
+        .build()?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("patient")?;
@@ -42,8 +64,10 @@ fn stalled_subscriber(context: &Context) -> Result<()> {
     peer.stop()?;
     state_becomes(&publisher, PeerState::Stalled)?;
     let sent = std::thread::scope(|scope| {
-        let sender =
-            scope.spawn(|| (1..=10).try_for_each(|seed| Payload::of(WORDS, seed).send(&publisher, &stream).map(drop)));
+        let sender = scope.spawn(|| {
+            (1..=10)
+                .try_for_each(|seed| Payload::of(WORDS, seed).send(&publisher, &stream).map(drop))
+        });
         peer.go_on()?;
         all_whole(&peer.receive(10)?, 1..=10)?;
         sender.join().map_err(|_| anyhow::anyhow!("a panic"))
@@ -62,26 +86,48 @@ fn stalled_publisher(context: &Context) -> Result<()> {
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
     peer.stop()?;
     ensure!(
-        eventually(PATIENCE, || subscriber.publisher_state() == Some(PeerState::Stalled)),
+        eventually(PATIENCE, || subscriber.publisher_state()
+            == Some(PeerState::Stalled)),
         "a stopped publisher is {:?}",
         subscriber.publisher_state()
     );
-    ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "what it sent before is whole");
-    ensure!(subscriber.try_receive(&stream)?.is_none(), "there is no more, and no end");
+    ensure!(
+        error_counters.finish(subscriber.receive(&stream)?)? == 0,
+        "what it sent before is whole"
+    );
+    ensure!(
+        subscriber.try_receive(&stream)?.is_none(),
+        "there is no more, and no end"
+    );
     peer.go_on()?;
-    ensure!(eventually(PATIENCE, || subscriber.publisher_state() == Some(PeerState::Alive)), "it is alive again");
+    ensure!(
+        eventually(PATIENCE, || subscriber.publisher_state()
+            == Some(PeerState::Alive)),
+        "it is alive again"
+    );
     peer.ask(&Order::Send(Batch::of(1, WORDS, 2)))?;
-    ensure!(error_counters.finish(subscriber.receive(&stream)?)? == 0, "what it sends afterwards is whole");
+    ensure!(
+        error_counters.finish(subscriber.receive(&stream)?)? == 0,
+        "what it sends afterwards is whole"
+    );
     peer.dismiss()
 }
 
 fn the_end(items: &[Item]) -> Result<&str> {
-    let Some(Item { fault: Some(fault), .. }) = items.last() else { bail!("an end was due: {items:?}") };
+    let Some(Item {
+        fault: Some(fault), ..
+    }) = items.last()
+    else {
+        bail!("an end was due: {items:?}")
+    };
     Ok(&fault.kind)
 }
 
 fn eviction(context: &Context) -> Result<()> {
-    let builder = context.publisher("strict").depth(4).policy(Policy::Block { timeout: PATIENCE });
+    let builder = context
+        .publisher("strict")
+        .depth(4)
+        .policy(Policy::Block { timeout: PATIENCE });
     let publisher = builder.evict_after(Some(Duration::from_secs(1))).build()?;
     let stream = context.stream()?;
     let (mut idler, mut worker) = (context.peer()?, context.peer()?);
@@ -92,16 +138,36 @@ fn eviction(context: &Context) -> Result<()> {
         Payload::of(WORDS, sequence).send(&publisher, &stream)?;
         all_whole(&worker.receive(1)?, [sequence])?;
     }
-    let alive = || publisher.subscribers().iter().filter(|one| one.state == PeerState::Alive).count();
-    ensure!(eventually(PATIENCE, || alive() == 1), "one is left: {:?}", publisher.subscribers());
+    let alive = || {
+        publisher
+            .subscribers()
+            .iter()
+            .filter(|one| one.state == PeerState::Alive)
+            .count()
+    };
+    ensure!(
+        eventually(PATIENCE, || alive() == 1),
+        "one is left: {:?}",
+        publisher.subscribers()
+    );
     idler.go_on()?;
     let items = idler.items(&Order::ReceiveAll { subscriber: 0 })?;
     ensure!(the_end(&items)? == "Evicted", "{items:?}");
-    ensure!(items[..items.len() - 1].iter().all(Item::is_whole), "what it got before is whole: {items:?}");
+    ensure!(
+        items[..items.len() - 1].iter().all(Item::is_whole),
+        "what it got before is whole: {items:?}"
+    );
     idler.subscribe("strict")?;
     Payload::of(WORDS, 21).send(&publisher, &stream)?;
     all_whole(&worker.receive(1)?, [21])?;
-    all_whole(&idler.items(&Order::Receive { subscriber: 1, count: 1, hold: false })?, [21])?;
+    all_whole(
+        &idler.items(&Order::Receive {
+            subscriber: 1,
+            count: 1,
+            hold: false,
+        })?,
+        [21],
+    )?;
     idler.dismiss()?;
     worker.dismiss()
 }
@@ -110,7 +176,10 @@ fn both_stopped(context: &Context) -> Result<()> {
     let evict_after = Duration::from_millis(500);
     let (mut sender, mut receiver) = (context.peer()?, context.peer()?);
     let evict_after_ms = Some(evict_after.as_millis() as u64);
-    sender.publish(PublisherPlan { evict_after_ms, ..PublisherPlan::of("frozen") })?;
+    sender.publish(PublisherPlan {
+        evict_after_ms,
+        ..PublisherPlan::of("frozen")
+    })?;
     receiver.subscribe("frozen")?;
     sender.ask(&Order::AwaitSubscribers(1))?;
     for sequence in 1..=4 {
@@ -123,7 +192,10 @@ fn both_stopped(context: &Context) -> Result<()> {
         sender.ask(&Order::AwaitSubscribers(1))?;
         receiver.go_on()?;
         let state = receiver.ask(&Order::PublisherState { subscriber: 0 })?;
-        ensure!(format!("{state:?}").contains("Alive"), "the publisher is shown as {state:?}");
+        ensure!(
+            format!("{state:?}").contains("Alive"),
+            "the publisher is shown as {state:?}"
+        );
         sender.ask(&Order::SendAndWait(Batch::of(1, WORDS, sequence)))?;
         all_whole(&receiver.receive(1)?, [sequence])?;
     }
@@ -133,7 +205,10 @@ fn both_stopped(context: &Context) -> Result<()> {
 
 fn evicted_holder(context: &Context) -> Result<()> {
     let slot = 512 << 10;
-    let builder = context.publisher("strict").memory_limit(4 * slot).loan_timeout(PATIENCE);
+    let builder = context
+        .publisher("strict")
+        .memory_limit(4 * slot)
+        .loan_timeout(PATIENCE);
     let publisher = builder.evict_after(Some(Duration::from_secs(1))).build()?;
     let stream = context.stream()?;
     let mut holder = context.peer()?;
@@ -152,6 +227,9 @@ fn evicted_holder(context: &Context) -> Result<()> {
     all_whole(&items, 1..=4)?;
     let items = holder.items(&Order::ReceiveAll { subscriber: 0 })?;
     ensure!(the_end(&items)? == "Evicted", "{items:?}");
-    ensure!(eventually(PATIENCE, || publisher.subscribers().is_empty()), "it is forgotten once it holds nothing");
+    ensure!(
+        eventually(PATIENCE, || publisher.subscribers().is_empty()),
+        "it is forgotten once it holds nothing"
+    );
     holder.dismiss()
 }

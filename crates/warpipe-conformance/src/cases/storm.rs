@@ -52,7 +52,12 @@ struct Seen {
 
 impl Seen {
     /// Releases a sample, mostly checked.
-    fn add(&mut self, sample: Sample, error_counters: &mut ErrorCounters, rng: &mut Rng) -> Result<()> {
+    fn add(
+        &mut self,
+        sample: Sample,
+        error_counters: &mut ErrorCounters,
+        rng: &mut Rng,
+    ) -> Result<()> {
         let sequence = sample.sequence();
         let finished = if rng.once_in(4) {
             // Without a check of ours in between: released, and then asked.
@@ -68,8 +73,15 @@ impl Seen {
             }
             Err(error) => return Err(error),
         }
-        ensure!(self.lost == 0, "sample {sequence} is whole behind a lost one of the same stream");
-        ensure!(sequence == self.whole + 1, "sample {sequence} after sample {}: doubled or skipped", self.whole);
+        ensure!(
+            self.lost == 0,
+            "sample {sequence} is whole behind a lost one of the same stream"
+        );
+        ensure!(
+            sequence == self.whole + 1,
+            "sample {sequence} after sample {}: doubled or skipped",
+            self.whole
+        );
         self.whole = sequence;
         Ok(())
     }
@@ -86,9 +98,13 @@ fn drain(
     loop {
         match subscriber.receive_timeout(stream, SHORT) {
             Ok(sample) => seen.add(sample, error_counters, &mut rng)?,
-            Err(Error::PublisherGone { graceful: false, .. }) => return Ok(seen),
+            Err(Error::PublisherGone {
+                graceful: false, ..
+            }) => return Ok(seen),
             // With `reconnect` the end is told by there being no publisher any more.
-            Err(Error::Timeout { .. }) if subscriber.publisher_state().is_none() => return Ok(seen),
+            Err(Error::Timeout { .. }) if subscriber.publisher_state().is_none() => {
+                return Ok(seen);
+            }
             Err(Error::Timeout { .. }) => {}
             Err(error) => bail!(error),
         }
@@ -132,13 +148,25 @@ fn plan(rng: &mut Rng, reconnects: bool) -> PublisherPlan {
     let policy = Some(PolicyPlan::Block(PATIENCE.as_millis() as u64));
     // A reconnecting subscriber comes late; the history holds what the ring does.
     let history = reconnects.then_some(depth);
-    PublisherPlan { depth: Some(depth), history, policy, ..PublisherPlan::of("storm") }
+    PublisherPlan {
+        depth: Some(depth),
+        history,
+        policy,
+        ..PublisherPlan::of("storm")
+    }
 }
 
 fn ready_in(lines: impl IntoIterator<Item = String>) -> Result<u64> {
-    let number = |line: String| line.strip_prefix("ready ").and_then(|number| number.parse::<u64>().ok());
-    let numbers = lines.into_iter().map(|line| number(line.clone()).with_context(|| format!("the line {line:?}")));
-    numbers.collect::<Result<Vec<_>>>().map(|numbers| numbers.into_iter().max().unwrap_or(0))
+    let number = |line: String| {
+        line.strip_prefix("ready ")
+            .and_then(|number| number.parse::<u64>().ok())
+    };
+    let numbers = lines
+        .into_iter()
+        .map(|line| number(line.clone()).with_context(|| format!("the line {line:?}")));
+    numbers
+        .collect::<Result<Vec<_>>>()
+        .map(|numbers| numbers.into_iter().max().unwrap_or(0))
 }
 
 /// Lets it stream, and kills it once it has told that `least` samples are ready. Returns the last that it told of.
@@ -153,7 +181,9 @@ fn stream_and_strike(peer: &mut Peer, rng: &mut Rng, least: u64) -> Result<u64> 
 
 fn start_stream(peer: &mut Peer, rng: &mut Rng) -> Result<()> {
     let slow = Duration::from_micros(*rng.pick(&[0, 0, 50, 300, 2000]));
-    peer.tell(&Order::Stream(Batch::of(1, WORDS, rng.any() >> 16).slow(slow)))
+    peer.tell(&Order::Stream(
+        Batch::of(1, WORDS, rng.any() >> 16).slow(slow),
+    ))
 }
 
 fn strike(peer: &mut Peer, rng: &mut Rng, ready: u64) -> Result<u64> {
@@ -173,14 +203,21 @@ fn one_kill(
         let drained = scope.spawn(drain);
         let least = rng.below(3);
         let ready = stream_and_strike(peer, rng, least)?;
-        Ok((ready, drained.join().map_err(|_| anyhow::anyhow!("a panic"))??))
+        Ok((
+            ready,
+            drained.join().map_err(|_| anyhow::anyhow!("a panic"))??,
+        ))
     })?;
     toll.add(ready, &seen)
 }
 
 impl Toll {
     fn add(&mut self, ready: u64, seen: &Seen) -> Result<()> {
-        ensure!(seen.whole >= ready, "sample {ready} was ready, and {} is the last received", seen.whole);
+        ensure!(
+            seen.whole >= ready,
+            "sample {ready} was ready, and {} is the last received",
+            seen.whole
+        );
         self.received += seen.whole;
         self.lost += seen.lost;
         Ok(())
@@ -202,7 +239,9 @@ fn publishers(context: &Context) -> Result<()> {
         drop((subscriber, peer));
         context.orphans_end()?;
         context.domain.clean()?;
-        guard.settles().with_context(|| format!("after kill {kill}"))?;
+        guard
+            .settles()
+            .with_context(|| format!("after kill {kill}"))?;
     }
     tell(context, kills, &toll)
 }
@@ -218,8 +257,13 @@ fn reconnecting(context: &Context) -> Result<()> {
         if kill > 1 {
             peer = streamer(context, &mut rng, true)?;
             // Attached before the first sample, so that nothing is missed.
-            let follows = || subscriber.try_receive(&stream).is_ok() && subscriber.publisher_state().is_some();
-            ensure!(eventually(PATIENCE, follows), "kill {kill}: it follows the next incarnation");
+            let follows = || {
+                subscriber.try_receive(&stream).is_ok() && subscriber.publisher_state().is_some()
+            };
+            ensure!(
+                eventually(PATIENCE, follows),
+                "kill {kill}: it follows the next incarnation"
+            );
             peer.ask(&Order::AwaitSubscribers(1))?;
         }
         let dice = Rng::new(rng.any());
@@ -237,7 +281,11 @@ fn sleeping(context: &Context) -> Result<()> {
     let subscriber = context.subscriber("storm").reconnect(true).build()?;
     // Only then has it been told of the history.
     peer.ask(&Order::AwaitSubscribers(1))?;
-    let (stream, error_counters, dice) = (context.stream()?, context.error_counters()?, Rng::new(rng.any()));
+    let (stream, error_counters, dice) = (
+        context.stream()?,
+        context.error_counters()?,
+        Rng::new(rng.any()),
+    );
     let (tell_seen, told) = channel();
     let kills = context.kills(15, 200, 50);
     // Joined only if all went well: else it sleeps until this process ends.
@@ -250,7 +298,9 @@ fn sleeping(context: &Context) -> Result<()> {
             start_stream(&mut peer, &mut rng)?;
             let ready = strike(&mut peer, &mut rng, 1)?;
             peer = speaker(context, &mut rng)?;
-            let seen = told.recv_timeout(PATIENCE).context("the next publisher's first sample did not come")??;
+            let seen = told
+                .recv_timeout(PATIENCE)
+                .context("the next publisher's first sample did not come")??;
             toll.add(ready, &seen)
         };
         one().with_context(|| format!("kill {kill}"))?;
@@ -276,7 +326,11 @@ fn speaker(context: &Context, rng: &mut Rng) -> Result<Peer> {
 fn subscribers(context: &Context) -> Result<()> {
     let mut rng = context.rng();
     let slots = 8;
-    let builder = context.publisher("storm").depth(4).memory_limit(slots * (256 << 10)).loan_timeout(PATIENCE);
+    let builder = context
+        .publisher("storm")
+        .depth(4)
+        .memory_limit(slots * (256 << 10))
+        .loan_timeout(PATIENCE);
     let publisher = builder.build()?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
@@ -285,8 +339,15 @@ fn subscribers(context: &Context) -> Result<()> {
         for _ in 0..count {
             let sequence = Payload::of((256 << 10) / 8, count).send(&publisher, &stream)?;
             let sample = witness.receive(&stream)?;
-            ensure!(sample.sequence() == sequence, "sample {} where {sequence} is due", sample.sequence());
-            ensure!(error_counters.finish(sample)? == 0, "sample {sequence} is torn");
+            ensure!(
+                sample.sequence() == sequence,
+                "sample {} where {sequence} is due",
+                sample.sequence()
+            );
+            ensure!(
+                error_counters.finish(sample)? == 0,
+                "sample {sequence} is torn"
+            );
         }
         Ok(())
     };
@@ -297,19 +358,30 @@ fn subscribers(context: &Context) -> Result<()> {
     for kill in 1..=kills {
         let mut victim = context.mortal(&mut rng)?;
         victim.subscribe("storm")?;
-        victim.tell(&Order::Consume { subscriber: 0, hold: rng.below(4) as usize })?;
+        victim.tell(&Order::Consume {
+            subscriber: 0,
+            hold: rng.below(4) as usize,
+        })?;
         send(rng.between(1, 12))?;
         std::thread::park_timeout(Duration::from_micros(rng.below(2000)));
         victim.strike()?;
         send(slots + 4).with_context(|| format!("kill {kill}"))?;
         victim.ended()?;
         for line in victim.last_lines()? {
-            ensure!(line.starts_with("got ") && line.ends_with(" 0"), "kill {kill}: the victim saw {line:?}");
+            ensure!(
+                line.starts_with("got ") && line.ends_with(" 0"),
+                "kill {kill}: the victim saw {line:?}"
+            );
             checked += 1;
         }
         drop(victim);
-        ensure!(eventually(PATIENCE, || publisher.subscribers().len() == 1), "kill {kill}: the dead are forgotten");
-        guard.settles().with_context(|| format!("after kill {kill}"))?;
+        ensure!(
+            eventually(PATIENCE, || publisher.subscribers().len() == 1),
+            "kill {kill}: the dead are forgotten"
+        );
+        guard
+            .settles()
+            .with_context(|| format!("after kill {kill}"))?;
     }
     context.figure_storm(kills)?;
     context.figure("checked_by_victims", checked);

@@ -7,29 +7,48 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use warpipe::backend::testing::{Counting, Wrapped};
 use warpipe::backend::{Access, DeviceId};
-use warpipe::{Device, Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, Stream, Timeline};
+use warpipe::{
+    Device, Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, Stream, Timeline,
+};
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a channel refuses a stream of another device, and loses nothing by it", channels),
-    Case::new("a queue and a service refuse a stream of another device, and lose nothing by it", queues),
-    Case::new("bytes are written behind a stream that waits for what the same thread signals later", written_behind),
-    Case::new("timelines, events, semaphores and memory refuse a stream of another device", words_and_memory),
+    Case::new(
+        "a channel refuses a stream of another device, and loses nothing by it",
+        channels,
+    ),
+    Case::new(
+        "a queue and a service refuse a stream of another device, and lose nothing by it",
+        queues,
+    ),
+    Case::new(
+        "bytes are written behind a stream that waits for what the same thread signals later",
+        written_behind,
+    ),
+    Case::new(
+        "timelines, events, semaphores and memory refuse a stream of another device",
+        words_and_memory,
+    ),
 ];
 
 /// A stream that is said to belong to another device of this kind.
 fn foreign(context: &Context) -> Result<Stream> {
-    let id = DeviceId { uuid: [0xee; 16], ..context.device.info().id };
+    let id = DeviceId {
+        uuid: [0xee; 16],
+        ..context.device.info().id
+    };
     let posing = Wrapped::posing_as(context.device.backend().clone(), Counting::default(), id);
     Ok(Device::from_backend(posing).stream()?)
 }
 
 fn refused<T: Debug>(what: &str, outcome: Result<T, impl Into<Error>>) -> Result<()> {
     match outcome.map_err(Into::into) {
-        Err(Error::Argument { argument: "stream", .. }) => Ok(()),
+        Err(Error::Argument {
+            argument: "stream", ..
+        }) => Ok(()),
         other => anyhow::bail!("{what} gave {other:?}"),
     }
 }
@@ -44,20 +63,28 @@ fn channels(context: &Context) -> Result<()> {
     refused("write", loan.write(&foreign, b"lost"))?;
     loan.write(&stream, b"kept")?;
     // SAFETY: the source is this loan's own slot, as long as the layout; it is not read, since the stream is refused.
-    refused("send_device", unsafe { publisher.send_device(&foreign, &layout, loan.slot_ptr()) })?;
+    refused("send_device", unsafe {
+        publisher.send_device(&foreign, &layout, loan.slot_ptr())
+    })?;
     let failed = loan.send(&foreign).err();
     let failed = failed.ok_or_else(|| anyhow::anyhow!("send took the stream"))?;
     let loan = failed.sample;
     refused("send", Err::<(), _>(failed.error))?;
     let loan = loan.ok_or_else(|| anyhow::anyhow!("send kept the loan"))?;
     refused("discard", publisher.loan(&layout)?.discard(&foreign))?;
-    ensure!(subscriber.try_receive(&stream)?.is_none(), "something was sent all the same");
+    ensure!(
+        subscriber.try_receive(&stream)?.is_none(),
+        "something was sent all the same"
+    );
 
     ensure!(loan.send(&stream)? == 1, "a refused send used a number up");
     refused("receive", subscriber.receive(&foreign))?;
     let sample = subscriber.receive(&stream)?;
     refused("wait_on", sample.wait_on(&foreign))?;
-    ensure!(sample.to_vec(PATIENCE)? == b"kept", "the sample has changed");
+    ensure!(
+        sample.to_vec(PATIENCE)? == b"kept",
+        "the sample has changed"
+    );
     refused("release_on", sample.release_on(&foreign))?;
     publisher.loan(&layout)?.send(&stream)?;
     subscriber.receive(&stream)?.finish(PATIENCE)?;
@@ -72,16 +99,26 @@ fn queues(context: &Context) -> Result<()> {
     let mut loan = queue.loan(&Layout::bytes_only(3)?)?;
     refused("write", loan.write(&foreign, b"job"))?;
     loan.write(&stream, b"job")?;
-    let failed = queue.submit(loan, &foreign).err().ok_or_else(|| anyhow::anyhow!("submit took the stream"))?;
+    let failed = queue
+        .submit(loan, &foreign)
+        .err()
+        .ok_or_else(|| anyhow::anyhow!("submit took the stream"))?;
     let loan = failed.loan;
     refused("submit", Err::<(), _>(failed.error))?;
-    let job = queue.submit(*loan.ok_or_else(|| anyhow::anyhow!("submit kept the loan"))?, &stream)?;
+    let job = queue.submit(
+        *loan.ok_or_else(|| anyhow::anyhow!("submit kept the loan"))?,
+        &stream,
+    )?;
     refused("lease", worker.lease(&foreign))?;
     let (input, duty) = worker.lease(&stream)?.split();
-    let failed = duty.complete(None, &foreign).err().ok_or_else(|| anyhow::anyhow!("complete took the stream"))?;
+    let failed = duty
+        .complete(None, &foreign)
+        .err()
+        .ok_or_else(|| anyhow::anyhow!("complete took the stream"))?;
     let duty = failed.duty;
     refused("complete", Err::<(), _>(failed.error))?;
-    duty.ok_or_else(|| anyhow::anyhow!("complete ended the duty"))?.complete(None, &stream)?;
+    duty.ok_or_else(|| anyhow::anyhow!("complete ended the duty"))?
+        .complete(None, &stream)?;
     drop(input);
     refused("wait", job.wait(&foreign, PATIENCE))?;
     refused("next_result", queue.next_result(&foreign, PATIENCE))?;
@@ -93,7 +130,12 @@ fn queues(context: &Context) -> Result<()> {
 }
 
 fn words_and_memory(context: &Context) -> Result<()> {
-    let (stream, foreign, device, domain) = (context.stream()?, foreign(context)?, &context.device, &context.domain);
+    let (stream, foreign, device, domain) = (
+        context.stream()?,
+        foreign(context)?,
+        &context.device,
+        &context.domain,
+    );
     let timeline = Timeline::create(domain, "steps", device)?;
     refused("signal", timeline.signal(&foreign, 1))?;
     timeline.signal(&stream, 1)?;
@@ -107,11 +149,17 @@ fn words_and_memory(context: &Context) -> Result<()> {
 
     let semaphore = Semaphore::create(domain, "permits", device, 1)?;
     refused("acquire", semaphore.acquire(&foreign, PATIENCE))?;
-    refused("release", semaphore.acquire(&stream, PATIENCE)?.release(&foreign))?;
+    refused(
+        "release",
+        semaphore.acquire(&stream, PATIENCE)?.release(&foreign),
+    )?;
 
     let memory = Memory::allocate(device, 4)?;
     refused("a write", memory.write(&foreign, 0, b"lost"))?;
-    let pool = Pool::builder("scratch").domain(domain).device(device).build()?;
+    let pool = Pool::builder("scratch")
+        .domain(domain)
+        .device(device)
+        .build()?;
     let block = pool.allocate(4)?;
     refused("a block's write", block.write(&foreign, 0, b"lost"))?;
     let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device)?;
@@ -148,10 +196,17 @@ fn written_behind(context: &Context) -> Result<()> {
     ensure!(!stream.is_idle()?, "nobody has let the stream go");
     steps.signal_now(1)?;
     for (memory, bytes) in memory.iter().zip(&written) {
-        ensure!(memory.to_vec(PATIENCE)? == *bytes, "other bytes came than the {} written", bytes.len());
+        ensure!(
+            memory.to_vec(PATIENCE)? == *bytes,
+            "other bytes came than the {} written",
+            bytes.len()
+        );
     }
     let sample = subscriber.receive(&context.stream()?)?;
-    ensure!(sample.to_vec(PATIENCE)? == bytes[..100_000], "the sample has other bytes");
+    ensure!(
+        sample.to_vec(PATIENCE)? == bytes[..100_000],
+        "the sample has other bytes"
+    );
     drop(sample);
     stream.synchronize(PATIENCE)?;
     Ok(())

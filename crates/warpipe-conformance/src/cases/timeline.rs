@@ -14,19 +14,52 @@ use crate::peer::{Answer, Order, Peer, SignalOrder};
 use crate::shared::Shared;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a timeline's waiter reads what its owner's late kernel wrote", late_kernels_are_waited_for),
-    Case::new("a timeline's waiter that does not wait reads wrong words (negative control)", without_waits),
-    Case::new("a timeline's late signal is waited for, on the device and on the CPU", late_signals),
-    Case::new("two timelines carry a game of ping-pong of two processes", ping_pong),
-    Case::new("a timeline's owner killed in a kernel: all waiters are let go, told, and know the value", killed_owner)
-        .ends_clients(),
-    Case::new("a timeline's owner killed at any moment leaves one last value, that all survivors see", killed_anywhere)
-        .ends_clients()
-        .long(600),
-    Case::new("a wait for a timeline whose owner is dead is an error at once", wait_after_death).ends_clients(),
-    Case::new("a timeline's owner that closes keeps its promises and lets the others go", closed_owner),
-    Case::new("a timeline's waiter that is killed disturbs nobody", killed_waiter).ends_clients(),
-    Case::new("a timeline's waiter that leaves and then loses its owner is let go", left_then_lost).ends_clients(),
+    Case::new(
+        "a timeline's waiter reads what its owner's late kernel wrote",
+        late_kernels_are_waited_for,
+    ),
+    Case::new(
+        "a timeline's waiter that does not wait reads wrong words (negative control)",
+        without_waits,
+    ),
+    Case::new(
+        "a timeline's late signal is waited for, on the device and on the CPU",
+        late_signals,
+    ),
+    Case::new(
+        "two timelines carry a game of ping-pong of two processes",
+        ping_pong,
+    ),
+    Case::new(
+        "a timeline's owner killed in a kernel: all waiters are let go, told, and know the value",
+        killed_owner,
+    )
+    .ends_clients(),
+    Case::new(
+        "a timeline's owner killed at any moment leaves one last value, that all survivors see",
+        killed_anywhere,
+    )
+    .ends_clients()
+    .long(600),
+    Case::new(
+        "a wait for a timeline whose owner is dead is an error at once",
+        wait_after_death,
+    )
+    .ends_clients(),
+    Case::new(
+        "a timeline's owner that closes keeps its promises and lets the others go",
+        closed_owner,
+    ),
+    Case::new(
+        "a timeline's waiter that is killed disturbs nobody",
+        killed_waiter,
+    )
+    .ends_clients(),
+    Case::new(
+        "a timeline's waiter that leaves and then loses its owner is let go",
+        left_then_lost,
+    )
+    .ends_clients(),
 ];
 
 const NAME: &str = "steps";
@@ -38,28 +71,48 @@ fn owner(context: &Context) -> Result<Peer> {
 }
 
 fn open(context: &Context, device: &Device) -> Result<Timeline> {
-    Ok(Timeline::open_timeout(&context.domain, NAME, device, PATIENCE)?)
+    Ok(Timeline::open_timeout(
+        &context.domain,
+        NAME,
+        device,
+        PATIENCE,
+    )?)
 }
 
 fn late_kernels_are_waited_for(context: &Context) -> Result<()> {
     let mut peer = owner(context)?;
     let (memory, fd) = Shared::create(&context.device)?;
     peer.signals(SignalOrder::Map(Shared::path(&fd)))?;
-    let (timeline, stream, mut error_counters) =
-        (open(context, &context.device)?, context.stream()?, context.error_counters()?);
+    let (timeline, stream, mut error_counters) = (
+        open(context, &context.device)?,
+        context.stream()?,
+        context.error_counters()?,
+    );
     for seed in 1..=5 {
-        peer.signals(SignalOrder::Write { seed, slow_us: 40_000 })?;
+        peer.signals(SignalOrder::Write {
+            seed,
+            slow_us: 40_000,
+        })?;
         peer.signals(SignalOrder::Signal(seed))?;
         timeline.wait(&stream, seed)?;
         let wrong = memory.wrong(&mut error_counters, &stream, seed)?;
-        ensure!(wrong == 0, "{wrong} words were read before they were written");
-        ensure!(timeline.check(seed)? && timeline.value() == seed, "{timeline:?} after {seed}");
+        ensure!(
+            wrong == 0,
+            "{wrong} words were read before they were written"
+        );
+        ensure!(
+            timeline.check(seed)? && timeline.value() == seed,
+            "{timeline:?} after {seed}"
+        );
     }
     peer.dismiss()
 }
 
 fn delaying(context: &Context, signal_late: Duration, waits: bool) -> Device {
-    Device::from_backend(Wrapped::new(context.device.backend().clone(), Delaying { signal_late, waits }))
+    Device::from_backend(Wrapped::new(
+        context.device.backend().clone(),
+        Delaying { signal_late, waits },
+    ))
 }
 
 fn without_waits(context: &Context) -> Result<()> {
@@ -67,17 +120,27 @@ fn without_waits(context: &Context) -> Result<()> {
     let (memory, fd) = Shared::create(&context.device)?;
     peer.signals(SignalOrder::Map(Shared::path(&fd)))?;
     let blind = delaying(context, Duration::ZERO, false);
-    let (timeline, stream, mut error_counters) = (open(context, &blind)?, blind.stream()?, ErrorCounters::new(&blind)?);
+    let (timeline, stream, mut error_counters) = (
+        open(context, &blind)?,
+        blind.stream()?,
+        ErrorCounters::new(&blind)?,
+    );
     let mut wrong = 0;
     for seed in 1..=3 {
-        peer.signals(SignalOrder::Write { seed, slow_us: 200_000 })?;
+        peer.signals(SignalOrder::Write {
+            seed,
+            slow_us: 200_000,
+        })?;
         peer.signals(SignalOrder::Signal(seed))?;
         timeline.wait(&stream, seed)?;
         wrong += memory.wrong(&mut error_counters, &stream, seed)?;
         timeline.wait_host(seed, PATIENCE)?;
     }
     context.figure("wrong_words", wrong);
-    ensure!(wrong > 0, "without its waits a reader saw no wrong word, so the other cases prove nothing");
+    ensure!(
+        wrong > 0,
+        "without its waits a reader saw no wrong word, so the other cases prove nothing"
+    );
     peer.dismiss()
 }
 
@@ -101,7 +164,9 @@ fn late_signals(context: &Context) -> Result<()> {
         // see the order that the peer makes.
         timeline.wait_host(value, PATIENCE)?;
     }
-    streams.iter().try_for_each(|stream| stream.synchronize(PATIENCE))?;
+    streams
+        .iter()
+        .try_for_each(|stream| stream.synchronize(PATIENCE))?;
     peer.refuses(SignalOrder::Signal(7), "NotOwner")?;
     peer.dismiss()
 }
@@ -121,14 +186,21 @@ fn ping_pong(context: &Context) -> Result<()> {
     }
     stream.synchronize(PATIENCE)?;
     other.signals(SignalOrder::Synchronize)?;
-    ensure!((ping.value(), pong.value()) == (ROUNDS, ROUNDS), "{ping:?} {pong:?}");
+    ensure!(
+        (ping.value(), pong.value()) == (ROUNDS, ROUNDS),
+        "{ping:?} {pong:?}"
+    );
     other.dismiss()?;
     peer.dismiss()
 }
 
 fn gone(result: warpipe::Result<bool>, pid: u32, was_graceful: bool) -> Result<()> {
     match result {
-        Err(Error::OwnerGone { pid: told, graceful, .. }) if graceful == was_graceful && told == pid as i32 => Ok(()),
+        Err(Error::OwnerGone {
+            pid: told,
+            graceful,
+            ..
+        }) if graceful == was_graceful && told == pid as i32 => Ok(()),
         other => bail!("the end of process {pid} gave {other:?}"),
     }
 }
@@ -141,18 +213,29 @@ fn killed_owner(context: &Context) -> Result<()> {
         witness.signals(SignalOrder::OpenTimeline(NAME.into()))?;
         let (timeline, stream) = (open(context, &context.device)?, context.stream()?);
         victim.signals(SignalOrder::SignalNow(5))?;
-        victim.signals(SignalOrder::Write { seed: 1, slow_us: 5_000_000 })?;
+        victim.signals(SignalOrder::Write {
+            seed: 1,
+            slow_us: 5_000_000,
+        })?;
         victim.signals(SignalOrder::Signal(6))?;
         timeline.wait(&stream, 6)?;
         witness.signals(SignalOrder::Wait(7))?;
-        ensure!(!timeline.check(6)? && !stream.is_idle()?, "the kernel runs, and the stream waits");
+        ensure!(
+            !timeline.check(6)? && !stream.is_idle()?,
+            "the kernel runs, and the stream waits"
+        );
         witness.tell(&Order::Signals(SignalOrder::WaitHost(6)))?;
         victim.kill()?;
-        stream.synchronize(PATIENCE).context("a waiting stream is let go")?;
+        stream
+            .synchronize(PATIENCE)
+            .context("a waiting stream is let go")?;
         gone(timeline.check(6), victim.id(), false)?;
         ensure!(timeline.check(5)? && timeline.value() == 5, "{timeline:?}");
         let told = witness.answer()?;
-        ensure!(told.as_ref().is_err_and(|fault| fault.kind == "OwnerGone"), "a wait on the CPU gave {told:?}");
+        ensure!(
+            told.as_ref().is_err_and(|fault| fault.kind == "OwnerGone"),
+            "a wait on the CPU gave {told:?}"
+        );
         witness.signals(SignalOrder::Synchronize)?;
         witness.refuses(SignalOrder::Check(6), "OwnerGone")?;
         let value = witness.number(&Order::Signals(SignalOrder::Value))?;
@@ -174,9 +257,15 @@ fn killed_anywhere(context: &Context) -> Result<()> {
         let (_memory, fd) = Shared::create(&context.device)?;
         victim.signals(SignalOrder::Map(Shared::path(&fd)))?;
         witness.signals(SignalOrder::OpenTimeline(NAME.into()))?;
-        let (timeline, streams) = (open(context, &context.device)?, [context.stream()?, context.stream()?]);
+        let (timeline, streams) = (
+            open(context, &context.device)?,
+            [context.stream()?, context.stream()?],
+        );
         for value in 1..=40 {
-            victim.tell(&Order::Signals(SignalOrder::Write { seed: value, slow_us: 150 }))?;
+            victim.tell(&Order::Signals(SignalOrder::Write {
+                seed: value,
+                slow_us: 150,
+            }))?;
             victim.tell(&Order::Signals(SignalOrder::Signal(value)))?;
             timeline.wait(&streams[value as usize % 2], value)?;
         }
@@ -186,12 +275,17 @@ fn killed_anywhere(context: &Context) -> Result<()> {
         std::thread::park_timeout(pause);
         victim.kill()?;
         for stream in &streams {
-            stream.synchronize(PATIENCE).context("a waiting stream is let go")?;
+            stream
+                .synchronize(PATIENCE)
+                .context("a waiting stream is let go")?;
         }
         witness.signals(SignalOrder::Synchronize)?;
         let last = timeline.value();
         let theirs = witness.number(&Order::Signals(SignalOrder::Value))?;
-        ensure!(last == theirs && last <= 40, "one survivor sees {last}, the other {theirs}");
+        ensure!(
+            last == theirs && last <= 40,
+            "one survivor sees {last}, the other {theirs}"
+        );
         ensure!(timeline.check(last)?, "{last} was reached");
         gone(timeline.check(last + 1), victim.id(), false)?;
         last_values.push(last);
@@ -211,16 +305,25 @@ fn wait_after_death(context: &Context) -> Result<()> {
     victim.signals(SignalOrder::SignalNow(2))?;
     victim.kill()?;
     // Whoever is told first knows the last value, and no wait is enqueued that nothing would end.
-    gone(timeline.wait_host(3, PATIENCE).map(|()| true), victim.id(), false)?;
+    gone(
+        timeline.wait_host(3, PATIENCE).map(|()| true),
+        victim.id(),
+        false,
+    )?;
     gone(timeline.wait(&stream, 3).map(|()| true), victim.id(), false)?;
     timeline.wait(&stream, 2)?;
     stream.synchronize(PATIENCE)?;
     match Timeline::open(&context.domain, NAME, &context.device) {
-        Err(Error::NoOwner { was_there: true, .. }) => {}
+        Err(Error::NoOwner {
+            was_there: true, ..
+        }) => {}
         other => bail!("opening a dead owner's timeline gave {other:?}"),
     }
     let successor = Timeline::create(&context.domain, NAME, &context.device)?;
-    ensure!(successor.value() == 0 && timeline.value() == 2, "the name's next owner has a timeline of its own");
+    ensure!(
+        successor.value() == 0 && timeline.value() == 2,
+        "the name's next owner has a timeline of its own"
+    );
     Ok(())
 }
 
@@ -228,15 +331,22 @@ fn closed_owner(context: &Context) -> Result<()> {
     let mut peer = owner(context)?;
     let (memory, fd) = Shared::create(&context.device)?;
     peer.signals(SignalOrder::Map(Shared::path(&fd)))?;
-    let (timeline, mut error_counters) = (open(context, &context.device)?, context.error_counters()?);
+    let (timeline, mut error_counters) =
+        (open(context, &context.device)?, context.error_counters()?);
     let (early, late) = (context.stream()?, context.stream()?);
-    peer.signals(SignalOrder::Write { seed: 9, slow_us: 100_000 })?;
+    peer.signals(SignalOrder::Write {
+        seed: 9,
+        slow_us: 100_000,
+    })?;
     peer.signals(SignalOrder::Signal(1))?;
     timeline.wait(&early, 1)?;
     timeline.wait(&late, 2)?;
     peer.signals(SignalOrder::Close)?;
     let wrong = memory.wrong(&mut error_counters, &early, 9)?;
-    ensure!(wrong == 0 && timeline.check(1)?, "{wrong} wrong words behind what was promised");
+    ensure!(
+        wrong == 0 && timeline.check(1)?,
+        "{wrong} wrong words behind what was promised"
+    );
     late.synchronize(PATIENCE)?;
     gone(timeline.check(2), peer.id(), true)?;
     ensure!(timeline.value() == 1, "{timeline:?}");
@@ -255,7 +365,10 @@ fn killed_waiter(context: &Context) -> Result<()> {
     timeline.signal(&stream, 1)?;
     witness.signals(SignalOrder::Synchronize)?;
     let reached = witness.signals(SignalOrder::Check(1))?;
-    ensure!(reached == Answer::Number(1), "the other waiter sees {reached:?}");
+    ensure!(
+        reached == Answer::Number(1),
+        "the other waiter sees {reached:?}"
+    );
     stream.synchronize(PATIENCE)?;
     witness.dismiss()
 }

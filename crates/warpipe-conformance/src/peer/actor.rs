@@ -30,7 +30,9 @@ pub fn act(settings: Settings, folder: &Path, ordinal: u32) -> Result<()> {
     let mut actor = Actor::new(Context::open(settings, folder, ordinal)?)?;
     for line in std::io::stdin().lock().lines() {
         let order: Order = serde_json::from_str(&line?).context("an order")?;
-        let answer = actor.carry_out(order).unwrap_or_else(|error| Answer::Fault(Fault::of_any(&error)));
+        let answer = actor
+            .carry_out(order)
+            .unwrap_or_else(|error| Answer::Fault(Fault::of_any(&error)));
         say(&serde_json::to_string(&answer)?);
     }
     Ok(())
@@ -38,7 +40,9 @@ pub fn act(settings: Settings, folder: &Path, ordinal: u32) -> Result<()> {
 
 /// Writes a line in one piece. A case that is gone reads nothing any more; its peer is about to be killed.
 pub(super) fn say(line: &str) {
-    let _ = std::io::stdout().lock().write_all(format!("{line}\n").as_bytes());
+    let _ = std::io::stdout()
+        .lock()
+        .write_all(format!("{line}\n").as_bytes());
 }
 
 /// Fields are dropped in this order: samples and loans before the ends of the channel, streams after them.
@@ -99,15 +103,20 @@ impl Actor {
                 self.publisher = Some(plan.apply(builder).build()?);
             }
             Order::Subscribe(plan) => {
-                self.subscribers.push(plan.apply(self.context.subscriber(&plan.name)).build()?);
+                self.subscribers
+                    .push(plan.apply(self.context.subscriber(&plan.name)).build()?);
                 return Ok(Answer::Number(self.subscribers.len() as u64 - 1));
             }
-            Order::AwaitSubscribers(count) => self.publisher()?.wait_for_subscribers(count, PATIENCE)?,
+            Order::AwaitSubscribers(count) => {
+                self.publisher()?.wait_for_subscribers(count, PATIENCE)?
+            }
             Order::Loan(batch) => self.loan(batch)?,
             Order::SendBehindGate(batch) => {
                 let (gate, opened) = mpsc::channel::<()>();
                 self.gate = Some(gate);
-                self.streams()?.sending.call(move || _ = opened.recv_timeout(100 * PATIENCE))?;
+                self.streams()?
+                    .sending
+                    .call(move || _ = opened.recv_timeout(100 * PATIENCE))?;
                 return Ok(Answer::Number(self.send(batch)?));
             }
             Order::OpenGate => self.gate = None,
@@ -124,16 +133,30 @@ impl Actor {
                 return Ok(Answer::Number(sequence));
             }
             Order::Stream(batch) => self.stream(batch)?,
-            Order::Receive { subscriber, count, hold } => {
-                return (0..count).map(|_| self.receive(subscriber, hold)).collect::<Result<_>>().map(Answer::Items);
+            Order::Receive {
+                subscriber,
+                count,
+                hold,
+            } => {
+                return (0..count)
+                    .map(|_| self.receive(subscriber, hold))
+                    .collect::<Result<_>>()
+                    .map(Answer::Items);
             }
-            Order::ReceiveAll { subscriber } => return Ok(Answer::Items(self.receive_all(subscriber)?)),
+            Order::ReceiveAll { subscriber } => {
+                return Ok(Answer::Items(self.receive_all(subscriber)?));
+            }
             Order::Consume { subscriber, hold } => self.consume(subscriber, hold)?,
             Order::Overwrite { subscriber } => self.overwrite(subscriber)?,
             Order::Release => return Ok(Answer::Items(self.release()?)),
-            Order::Dropped { subscriber } => return Ok(Answer::Number(self.subscriber(subscriber)?.dropped())),
+            Order::Dropped { subscriber } => {
+                return Ok(Answer::Number(self.subscriber(subscriber)?.dropped()));
+            }
             Order::PublisherState { subscriber } => {
-                return Ok(Answer::Text(format!("{:?}", self.subscriber(subscriber)?.publisher_state())));
+                return Ok(Answer::Text(format!(
+                    "{:?}",
+                    self.subscriber(subscriber)?.publisher_state()
+                )));
             }
             Order::ConnectOnly(name) => self.connect_only(&name)?,
             Order::PlayWords { path, rounds } => self.play_words(&path, rounds)?,
@@ -149,10 +172,17 @@ impl Actor {
                 device_malloc::check(&memory, seed, &mut self.streams()?.error_counters)?;
                 self.opened.push(memory);
             }
-            Order::CloseLegacy => self.opened.pop().context("memory to close")?.close(PATIENCE)?,
+            Order::CloseLegacy => self
+                .opened
+                .pop()
+                .context("memory to close")?
+                .close(PATIENCE)?,
             Order::OpenEvent(handle) => device_malloc::open_event(&self.context.device, &handle)?,
             Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
-            Order::Join { name, role } => self.members.push(Member::join(&self.context.domain, &name, &role)?),
+            Order::Join { name, role } => {
+                self.members
+                    .push(Member::join(&self.context.domain, &name, &role)?)
+            }
             Order::Leave => self.members.clear(),
             Order::Hung(order) => return self.hung.carry_out(&self.context, order),
             Order::Hold(order) => return self.holder.carry_out(&self.context, order),
@@ -164,8 +194,14 @@ impl Actor {
                 return signals.carry_out(&self.context, order);
             }
             Order::Fork => return Ok(Answer::Number(orphan::fork_and_live(false, None)? as u64)),
-            Order::ForkUnseen => return Ok(Answer::Number(orphan::fork_and_live(true, None)? as u64)),
-            Order::Orphan { in_us, after_ms, unseen } => {
+            Order::ForkUnseen => {
+                return Ok(Answer::Number(orphan::fork_and_live(true, None)? as u64));
+            }
+            Order::Orphan {
+                in_us,
+                after_ms,
+                unseen,
+            } => {
                 orphan::start(&self.context.orphans_path(), in_us, after_ms, unseen)?;
             }
             Order::Exec => return Err(exec_and_live().into()),
@@ -184,20 +220,27 @@ impl Actor {
     }
 
     fn subscriber(&mut self, index: usize) -> Result<&mut Subscriber> {
-        self.subscribers.get_mut(index).context("no such subscriber")
+        self.subscribers
+            .get_mut(index)
+            .context("no such subscriber")
     }
 
     fn streams(&mut self) -> Result<&mut Streams> {
         if self.streams.is_none() {
             let (sending, receiving) = (self.context.stream()?, self.context.stream()?);
-            self.streams = Some(Streams { sending, receiving, error_counters: self.context.error_counters()? });
+            self.streams = Some(Streams {
+                sending,
+                receiving,
+                error_counters: self.context.error_counters()?,
+            });
         }
         self.streams.as_mut().context("made above")
     }
 
     fn payloads(batch: Batch) -> impl Iterator<Item = Payload> {
         let slow = Duration::from_micros(batch.slow_us);
-        (0..batch.count).map(move |index| Payload::of(batch.words, batch.seed.wrapping_add(index)).slow(slow))
+        (0..batch.count)
+            .map(move |index| Payload::of(batch.words, batch.seed.wrapping_add(index)).slow(slow))
     }
 
     fn loan(&mut self, batch: Batch) -> Result<()> {
@@ -223,7 +266,10 @@ impl Actor {
 
     fn stream(&mut self, batch: Batch) -> Result<()> {
         let stream = self.streams()?.sending.clone();
-        for payload in Self::payloads(Batch { count: u64::MAX, ..batch }) {
+        for payload in Self::payloads(Batch {
+            count: u64::MAX,
+            ..batch
+        }) {
             let sequence = payload.send(self.publisher()?, &stream)?;
             stream.call(move || say(&format!("ready {sequence}")))?;
         }
@@ -250,7 +296,10 @@ impl Actor {
             match self.receive(subscriber, false) {
                 Ok(item) => items.push(item),
                 Err(error) => {
-                    items.push(Item { fault: Some(Fault::of_any(&error)), ..Item::default() });
+                    items.push(Item {
+                        fault: Some(Fault::of_any(&error)),
+                        ..Item::default()
+                    });
                     return Ok(items);
                 }
             }
@@ -262,9 +311,20 @@ impl Actor {
         loop {
             self.receive(subscriber, true)?;
             while self.held.len() > hold {
-                let (sample, check, mut item) = self.held.swap_remove(rng.below(self.held.len() as u64) as usize);
-                conclude(&mut self.streams()?.error_counters, sample, check, &mut item)?;
-                say(&format!("got {} {}", item.sequence, item.wrong.unwrap_or(u64::MAX)));
+                let (sample, check, mut item) = self
+                    .held
+                    .swap_remove(rng.below(self.held.len() as u64) as usize);
+                conclude(
+                    &mut self.streams()?.error_counters,
+                    sample,
+                    check,
+                    &mut item,
+                )?;
+                say(&format!(
+                    "got {} {}",
+                    item.sequence,
+                    item.wrong.unwrap_or(u64::MAX)
+                ));
             }
         }
     }
@@ -276,7 +336,9 @@ impl Actor {
         ensure!(words > 0, "a sample of at least a word");
         // SAFETY: none is claimed: the mapping is read-only, and that this faults is what is tried. The process has
         // no other use.
-        unsafe { crate::payload::fill_words(&stream, sample.slot_ptr(), words, 0, Duration::ZERO)? };
+        unsafe {
+            crate::payload::fill_words(&stream, sample.slot_ptr(), words, 0, Duration::ZERO)?
+        };
         stream.synchronize(PATIENCE)?;
         Ok(())
     }
@@ -285,15 +347,26 @@ impl Actor {
         let mut items = Vec::new();
         let mut rng = self.context.rng();
         while !self.held.is_empty() {
-            let (sample, check, mut item) = self.held.swap_remove(rng.below(self.held.len() as u64) as usize);
-            conclude(&mut self.streams()?.error_counters, sample, check, &mut item)?;
+            let (sample, check, mut item) = self
+                .held
+                .swap_remove(rng.below(self.held.len() as u64) as usize);
+            conclude(
+                &mut self.streams()?.error_counters,
+                sample,
+                check,
+                &mut item,
+            )?;
             items.push(item);
         }
         Ok(items)
     }
 
     fn play_words(&mut self, path: &str, rounds: u64) -> Result<()> {
-        let file = std::fs::File::options().read(true).write(true).open(path).context("opening the words")?;
+        let file = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .open(path)
+            .context("opening the words")?;
         let words = Words::map(&self.context.device, file)?;
         let stream = self.streams()?.receiving.clone();
         words.play(&stream, rounds, false)?;
@@ -302,7 +375,11 @@ impl Actor {
 
     fn connect_only(&mut self, name: &str) -> Result<()> {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
-        let path = self.context.domain.path().join(format!("{}.sock", name.replace('/', "+")));
+        let path = self
+            .context
+            .domain
+            .path()
+            .join(format!("{}.sock", name.replace('/', "+")));
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None)?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(&path)?)?;
         self.sockets.push(socket);
@@ -328,7 +405,10 @@ impl Actor {
             streams.sending.synchronize(PATIENCE)?;
             streams.receiving.synchronize(PATIENCE)?;
         }
-        self.guard.take().context("a guard to compare with")?.settles()
+        self.guard
+            .take()
+            .context("a guard to compare with")?
+            .settles()
     }
 }
 
@@ -340,19 +420,32 @@ fn describe(sample: &Sample) -> Item {
         seed: mark.map_or(0, |mark| mark.seed),
         layout: describe_layout(sample.layout()),
         metadata: digest(sample.metadata()),
-        discontinuity: sample.discontinuity().map(|gap| (gap.previous_pid, gap.graceful)),
+        discontinuity: sample
+            .discontinuity()
+            .map(|gap| (gap.previous_pid, gap.graceful)),
         ..Item::default()
     }
 }
 
 /// All of a layout in words.
 pub(crate) fn describe_layout(layout: &warpipe::Layout) -> String {
-    format!("{} {:?} by {:?} from {}", layout.dtype(), layout.shape(), layout.strides(), layout.offset())
+    format!(
+        "{} {:?} by {:?} from {}",
+        layout.dtype(),
+        layout.shape(),
+        layout.strides(),
+        layout.offset()
+    )
 }
 
 /// Releases a sample behind its check and writes down how both ended. A lost sample is the item's fault and no
 /// failure of ours; what the check saw of it does not count.
-fn conclude(error_counters: &mut ErrorCounters, sample: Sample, check: Option<Check>, item: &mut Item) -> Result<()> {
+fn conclude(
+    error_counters: &mut ErrorCounters,
+    sample: Sample,
+    check: Option<Check>,
+    item: &mut Item,
+) -> Result<()> {
     let stream = sample.stream().clone();
     if sample.layout().bytes() <= 64 << 10 && sample.wait(PATIENCE).is_ok() {
         item.digest = Some(digest(&sample.to_vec(PATIENCE)?));
@@ -370,7 +463,9 @@ fn conclude(error_counters: &mut ErrorCounters, sample: Sample, check: Option<Ch
 
 /// A checksum of bytes (FNV-1a, Fowler, Noll and Vo).
 pub(crate) fn digest(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| {
+        (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    })
 }
 
 /// Becomes a program that lives until it is killed.

@@ -12,7 +12,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 use warpipe::backend::Access;
 use warpipe::{
-    Buffer, Domain, LentBuffer, Memory, MemoryInfo, Pool, PoolClient, Published, SharedMemory, Stream, Ticket,
+    Buffer, Domain, LentBuffer, Memory, MemoryInfo, Pool, PoolClient, Published, SharedMemory,
+    Stream, Ticket,
 };
 
 use super::order::Answer;
@@ -143,37 +144,68 @@ impl Holder {
         let device = &context.device;
         let domain = self.domain.as_ref().unwrap_or(&context.domain);
         match order {
-            HolderOrder::Publish { name, words, seed, is_writable } => {
+            HolderOrder::Publish {
+                name,
+                words,
+                seed,
+                is_writable,
+            } => {
                 let memory = Memory::allocate(device, 8 * words)?;
                 fill(&memory, stream, seed, Duration::ZERO, true)?;
                 stream.synchronize(PATIENCE)?;
-                let published = memory.publication(&name).domain(domain).access(access(is_writable)).build()?;
+                let published = memory
+                    .publication(&name)
+                    .domain(domain)
+                    .access(access(is_writable))
+                    .build()?;
                 let ticket = published.ticket()?;
                 self.published.push(published);
                 return Ok(Answer::Text(ticket.to_string()));
             }
             HolderOrder::Withdraw { seed } => {
                 let published = self.published.pop().context("something published")?;
-                return Ok(Answer::Number(wrong_words(published.memory(), stream, error_counters, seed)?));
+                return Ok(Answer::Number(wrong_words(
+                    published.memory(),
+                    stream,
+                    error_counters,
+                    seed,
+                )?));
             }
             HolderOrder::Send { path } => {
                 let published = self.published.last().context("something published")?;
                 send(published.memory(), &path)?;
             }
             HolderOrder::Open { ticket, wait_ms } => {
-                self.shared.push(Some(ticket.open_timeout(device, Duration::from_millis(wait_ms))?));
+                self.shared.push(Some(
+                    ticket.open_timeout(device, Duration::from_millis(wait_ms))?,
+                ));
                 return Ok(Answer::Number(self.shared.len() as u64 - 1));
             }
             HolderOrder::Check { number, seed } => {
-                let memory = self.shared.get(number).and_then(Option::as_ref).context("open memory")?;
-                return Ok(Answer::Number(wrong_words(memory, stream, error_counters, seed)?));
+                let memory = self
+                    .shared
+                    .get(number)
+                    .and_then(Option::as_ref)
+                    .context("open memory")?;
+                return Ok(Answer::Number(wrong_words(
+                    memory,
+                    stream,
+                    error_counters,
+                    seed,
+                )?));
             }
-            HolderOrder::Close { number } => drop(self.shared.get_mut(number).context("open memory")?.take()),
+            HolderOrder::Close { number } => {
+                drop(self.shared.get_mut(number).context("open memory")?.take())
+            }
             HolderOrder::OpenWithoutDescriptors(ticket) => {
                 return without_descriptors(|| ticket.open(device).map(drop));
             }
             HolderOrder::Pool { name, limit } => {
-                let pool = Pool::builder(&name).domain(domain).device(device).memory_limit(limit).build()?;
+                let pool = Pool::builder(&name)
+                    .domain(domain)
+                    .device(device)
+                    .memory_limit(limit)
+                    .build()?;
                 self.pool = Some(pool);
             }
             HolderOrder::Lend { bytes, seed } => {
@@ -186,14 +218,27 @@ impl Holder {
             }
             HolderOrder::Borrow(ticket) => {
                 // It stays, and with it what is mapped: a negative control writes what it has let go.
-                if !self.clients.iter().any(|client| client.name() == ticket.name()) {
-                    self.clients.push(PoolClient::open(domain, ticket.name(), device)?);
+                if !self
+                    .clients
+                    .iter()
+                    .any(|client| client.name() == ticket.name())
+                {
+                    self.clients
+                        .push(PoolClient::open(domain, ticket.name(), device)?);
                 }
                 self.lent.push(Some(LentBuffer::open(&ticket, device)?));
                 return Ok(Answer::Number(self.lent.len() as u64 - 1));
             }
-            HolderOrder::Allocate { name, bytes, wait_ms } => {
-                let known = self.clients.iter().find(|client| client.name() == name).cloned();
+            HolderOrder::Allocate {
+                name,
+                bytes,
+                wait_ms,
+            } => {
+                let known = self
+                    .clients
+                    .iter()
+                    .find(|client| client.name() == name)
+                    .cloned();
                 let client = match known {
                     Some(client) => client,
                     None => {
@@ -201,19 +246,51 @@ impl Holder {
                         self.clients.last().context("pushed above")?.clone()
                     }
                 };
-                self.lent.push(Some(client.allocate_timeout(bytes, Duration::from_millis(wait_ms))?));
+                self.lent.push(Some(
+                    client.allocate_timeout(bytes, Duration::from_millis(wait_ms))?,
+                ));
                 return Ok(Answer::Number(self.lent.len() as u64 - 1));
             }
             HolderOrder::CheckBlock { number, seed } => {
-                let block = self.lent.get(number).and_then(Option::as_ref).context("a block")?;
-                return Ok(Answer::Number(wrong_words(block, stream, error_counters, seed)?));
+                let block = self
+                    .lent
+                    .get(number)
+                    .and_then(Option::as_ref)
+                    .context("a block")?;
+                return Ok(Answer::Number(wrong_words(
+                    block,
+                    stream,
+                    error_counters,
+                    seed,
+                )?));
             }
-            HolderOrder::FillAndFree { number, seed, slow_us, is_behind } => {
-                let block = self.lent.get_mut(number).and_then(Option::take).context("a block")?;
-                fill(&block, stream, seed, Duration::from_micros(slow_us), is_behind)?;
-                if is_behind { block.free(stream)? } else { block.free(&context.stream()?)? }
+            HolderOrder::FillAndFree {
+                number,
+                seed,
+                slow_us,
+                is_behind,
+            } => {
+                let block = self
+                    .lent
+                    .get_mut(number)
+                    .and_then(Option::take)
+                    .context("a block")?;
+                fill(
+                    &block,
+                    stream,
+                    seed,
+                    Duration::from_micros(slow_us),
+                    is_behind,
+                )?;
+                if is_behind {
+                    block.free(stream)?
+                } else {
+                    block.free(&context.stream()?)?
+                }
             }
-            HolderOrder::FreeBlock { number } => drop(self.lent.get_mut(number).context("a block")?.take()),
+            HolderOrder::FreeBlock { number } => {
+                drop(self.lent.get_mut(number).context("a block")?.take())
+            }
             HolderOrder::Settle => stream.synchronize(PATIENCE)?,
             HolderOrder::Become(uid) => {
                 become_user(uid)?;
@@ -225,7 +302,11 @@ impl Holder {
 }
 
 fn access(is_writable: bool) -> Access {
-    if is_writable { Access::ReadWrite } else { Access::Read }
+    if is_writable {
+        Access::ReadWrite
+    } else {
+        Access::Read
+    }
 }
 
 /// Sends a descriptor and what must be known of it, as a user's own program might.
@@ -236,9 +317,17 @@ fn send(memory: &Memory, path: &str) -> Result<()> {
     let fds = [export.fd.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    ensure!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)), "room for a descriptor");
+    ensure!(
+        ancillary.push(SendAncillaryMessage::ScmRights(&fds)),
+        "room for a descriptor"
+    );
     let text = serde_json::to_vec(&info)?;
-    rustix::net::sendmsg(&socket, &[IoSlice::new(&text)], &mut ancillary, SendFlags::NOSIGNAL)?;
+    rustix::net::sendmsg(
+        &socket,
+        &[IoSlice::new(&text)],
+        &mut ancillary,
+        SendFlags::NOSIGNAL,
+    )?;
     Ok(())
 }
 
@@ -249,7 +338,13 @@ fn without_descriptors(work: impl FnOnce() -> warpipe::Result<()>) -> Result<Ans
     let mut fillers = Vec::new();
     let lowest = rustix::io::fcntl_dupfd_cloexec(std::io::stderr(), 0)?;
     let limit = 64 + std::os::fd::AsRawFd::as_raw_fd(&lowest) as u64;
-    setrlimit(Resource::Nofile, Rlimit { current: Some(limit), maximum: before.maximum })?;
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: Some(limit),
+            maximum: before.maximum,
+        },
+    )?;
     while let Ok(fd) = rustix::io::fcntl_dupfd_cloexec(std::io::stderr(), 0) {
         fillers.push(fd);
     }

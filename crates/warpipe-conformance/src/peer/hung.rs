@@ -6,7 +6,10 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
-use warpipe::{Event, EventHandle, LegacyHandle, Permit, Publisher, Sample, Semaphore, Stream, Subscriber, Timeline};
+use warpipe::{
+    Event, EventHandle, LegacyHandle, Permit, Publisher, Sample, Semaphore, Stream, Subscriber,
+    Timeline,
+};
 
 use super::actor::say;
 use super::order::Answer;
@@ -81,7 +84,12 @@ const TURNS: u64 = 2;
 type Ended = (Option<Box<dyn Workload>>, Result<()>);
 
 fn site(context: &Context, part: &str) -> Site {
-    Site { context: Arc::new(context.twin()), name: part.into(), fake_driver: None, patience: 3 * PATIENCE }
+    Site {
+        context: Arc::new(context.twin()),
+        name: part.into(),
+        fake_driver: None,
+        patience: 3 * PATIENCE,
+    }
 }
 
 fn turns(mut workload: Box<dyn Workload>) -> Ended {
@@ -102,7 +110,10 @@ impl Hung {
             HungOrder::Calls { foreign } => return calls(context, &foreign),
             HungOrder::Publish(names) => {
                 let build = |name: String| context.publisher(&name).build();
-                self.publishers = names.into_iter().map(build).collect::<warpipe::Result<_>>()?;
+                self.publishers = names
+                    .into_iter()
+                    .map(build)
+                    .collect::<warpipe::Result<_>>()?;
             }
             HungOrder::Wait { name, event } => self.waiting = Some(wait(context, &name, &event)?),
             HungOrder::Hang { function, foreign } => return self.hang(context, function, foreign),
@@ -111,11 +122,19 @@ impl Hung {
         Ok(Answer::Done)
     }
 
-    fn hang(&mut self, context: &Context, function: String, foreign: LegacyHandle) -> Result<Answer> {
+    fn hang(
+        &mut self,
+        context: &Context,
+        function: String,
+        foreign: LegacyHandle,
+    ) -> Result<Answer> {
         let fake_driver = Arc::new(FakeDriver::of(&context.settings)?);
         fake_driver.reset()?;
         let twin = context.twin();
-        let mut warm = KINDS.iter().map(|kind| kind.open(site(context, "warm"))).collect::<Result<Vec<_>>>()?;
+        let mut warm = KINDS
+            .iter()
+            .map(|kind| kind.open(site(context, "warm")))
+            .collect::<Result<Vec<_>>>()?;
         warm.iter_mut().try_for_each(|workload| workload.turn(1))?;
         fake_driver.block(&function)?;
         let mut threads = Vec::new();
@@ -123,7 +142,10 @@ impl Hung {
             threads.push((name, std::thread::spawn(work)));
         };
         for (kind, workload) in KINDS.iter().zip(warm) {
-            start(format!("{} that was there", kind.name), Box::new(move || turns(workload)));
+            start(
+                format!("{} that was there", kind.name),
+                Box::new(move || turns(workload)),
+            );
             let site = site(context, "cold");
             start(
                 format!("new {}", kind.name),
@@ -133,19 +155,33 @@ impl Hung {
                 }),
             );
         }
-        start("memory of another process".into(), Box::new(move || (None, open_foreign(&twin, &foreign))));
+        start(
+            "memory of another process".into(),
+            Box::new(move || (None, open_foreign(&twin, &foreign))),
+        );
         let is_hanging = || fake_driver.hanging(&function).is_ok_and(|count| count > 0);
         eventually(PATIENCE, is_hanging);
         let count = fake_driver.hanging(&function)?;
-        self.hanging = Some(Hanging { fake_driver, function, threads });
+        self.hanging = Some(Hanging {
+            fake_driver,
+            function,
+            threads,
+        });
         Ok(Answer::Number(count))
     }
 
     fn release(&mut self, context: &Context) -> Result<()> {
-        let Hanging { fake_driver, function, threads } = self.hanging.take().context("something hangs")?;
+        let Hanging {
+            fake_driver,
+            function,
+            threads,
+        } = self.hanging.take().context("something hangs")?;
         fake_driver.release(&function)?;
         for (index, (name, thread)) in threads.into_iter().enumerate() {
-            ensure!(eventually(3 * PATIENCE, || thread.is_finished()), "the {name} does not come to an end");
+            ensure!(
+                eventually(3 * PATIENCE, || thread.is_finished()),
+                "the {name} does not come to an end"
+            );
             let (workload, ended) = thread.join().map_err(|_| anyhow::anyhow!("a panic"))?;
             if let Err(error) = ended
                 && !is_late(&error)
@@ -153,15 +189,21 @@ impl Hung {
                 return Err(error.context(name));
             }
             // The last one is no primitive's.
-            let Some(kind) = KINDS.get(index / 2) else { continue };
+            let Some(kind) = KINDS.get(index / 2) else {
+                continue;
+            };
             let workload = match workload {
                 Some(workload) => Ok(workload),
                 None => kind.open(site(context, &format!("again{index}"))),
             };
-            self.workloads.push(workload.and_then(once_more).with_context(|| name)?);
+            self.workloads
+                .push(workload.and_then(once_more).with_context(|| name)?);
         }
         if let Some(waiting) = self.waiting.take() {
-            waiting.streams.iter().try_for_each(|stream| stream.synchronize(PATIENCE))?;
+            waiting
+                .streams
+                .iter()
+                .try_for_each(|stream| stream.synchronize(PATIENCE))?;
         }
         Ok(())
     }
@@ -194,23 +236,37 @@ fn calls(context: &Context, foreign: &LegacyHandle) -> Result<Answer> {
 /// Whether an endpoint did not answer in time. A handshake may end so, on a machine that took long
 /// to bring it about.
 fn is_late(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(warpipe::Error::Handshake { .. } | warpipe::Error::Timeout { .. }))
+    matches!(
+        error.downcast_ref(),
+        Some(warpipe::Error::Handshake { .. } | warpipe::Error::Timeout { .. })
+    )
 }
 
 fn wait(context: &Context, name: &str, event: &str) -> Result<Waiting> {
     let (domain, device) = (&context.domain, &context.device);
-    let streams = (0..WAITING).map(|_| context.stream()).collect::<warpipe::Result<Vec<_>>>()?;
+    let streams = (0..WAITING)
+        .map(|_| context.stream())
+        .collect::<warpipe::Result<Vec<_>>>()?;
     let mut subscriber = context.subscriber(name).build()?;
     let sample = subscriber.receive(&streams[0])?;
     let timeline = Timeline::open_timeout(domain, &format!("{name}/timeline"), device, PATIENCE)?;
     timeline.wait(&streams[1], 1)?;
     let event = Event::open(&event.parse::<EventHandle>()?, device)?;
     event.wait(&streams[2])?;
-    let semaphore = Semaphore::open_timeout(domain, &format!("{name}/semaphore"), device, PATIENCE)?;
+    let semaphore =
+        Semaphore::open_timeout(domain, &format!("{name}/semaphore"), device, PATIENCE)?;
     let permit = semaphore.acquire(&streams[3], PATIENCE)?;
-    for (stream, what) in streams.iter().zip(["a sample", "a timeline", "an event", "a semaphore"]) {
+    for (stream, what) in streams
+        .iter()
+        .zip(["a sample", "a timeline", "an event", "a semaphore"])
+    {
         ensure!(!stream.is_idle()?, "the stream waits for {what}");
         stream.call(move || say(&format!("rescued {what}")))?;
     }
-    Ok(Waiting { _sample: sample, _permit: permit, _kept: (subscriber, timeline, event, semaphore), streams })
+    Ok(Waiting {
+        _sample: sample,
+        _permit: permit,
+        _kept: (subscriber, timeline, event, semaphore),
+        streams,
+    })
 }

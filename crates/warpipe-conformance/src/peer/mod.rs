@@ -16,7 +16,10 @@ pub use actor::act;
 pub(crate) use actor::{describe_layout, digest};
 pub use holder::HolderOrder;
 pub use hung::{FOREIGN_SEED, FOREIGN_WORDS, HungOrder, WAITING};
-pub use order::{Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, Reply, SubscriberPlan, Task, kind_of};
+pub use order::{
+    Answer, Batch, Fault, Item, Order, PolicyPlan, PublisherPlan, Reply, SubscriberPlan, Task,
+    kind_of,
+};
 pub use orphan::THREAD as ORPHAN;
 pub use semaphore::{Board, SemaphoreOrder};
 pub use signals::SignalOrder;
@@ -53,11 +56,33 @@ impl Peer {
     pub fn start(settings: &Settings, folder: PathBuf, ordinal: u32) -> Result<Peer> {
         let program = std::env::current_exe().context("the path of this program")?;
         let mut command = Command::new(program);
-        command.arg("--peer").arg("--folder").arg(folder).arg("--ordinal").arg(ordinal.to_string());
-        command.arg("--backend").arg(settings.backend.name()).arg("--seed").arg(settings.seed.to_string());
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context("starting a peer")?;
-        let (orders, answers) = (child.stdin.take(), child.stdout.take().context("a piped standard output")?);
-        Ok(Peer { child, orders, answers, pending: Vec::new(), is_over: false })
+        command
+            .arg("--peer")
+            .arg("--folder")
+            .arg(folder)
+            .arg("--ordinal")
+            .arg(ordinal.to_string());
+        command
+            .arg("--backend")
+            .arg(settings.backend.name())
+            .arg("--seed")
+            .arg(settings.seed.to_string());
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("starting a peer")?;
+        let (orders, answers) = (
+            child.stdin.take(),
+            child.stdout.take().context("a piped standard output")?,
+        );
+        Ok(Peer {
+            child,
+            orders,
+            answers,
+            pending: Vec::new(),
+            is_over: false,
+        })
     }
 
     /// Its process id.
@@ -80,7 +105,11 @@ impl Peer {
     pub fn tell(&mut self, order: &Order) -> Result<()> {
         let mut line = serde_json::to_vec(order)?;
         line.push(b'\n');
-        self.orders.as_mut().context("the orders are open")?.write_all(&line).context("telling a peer")
+        self.orders
+            .as_mut()
+            .context("the orders are open")?
+            .write_all(&line)
+            .context("telling a peer")
     }
 
     /// The next line that the peer writes; `None` when it has ended.
@@ -98,7 +127,10 @@ impl Peer {
                 return Ok(None);
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            ensure!(wait_readable(self.answers.as_fd(), left), "the peer did not write a line within {timeout:?}");
+            ensure!(
+                wait_readable(self.answers.as_fd(), left),
+                "the peer did not write a line within {timeout:?}"
+            );
             let mut bytes = [0; 16 << 10];
             match rustix::io::read(&self.answers, &mut bytes) {
                 Ok(0) => self.is_over = true,
@@ -116,10 +148,14 @@ impl Peer {
         let Some(line) = self.line(2 * PATIENCE)? else {
             bail!("the peer ended ({}) instead of answering", self.ended()?)
         };
-        Ok(match serde_json::from_str(&line).with_context(|| format!("a peer's answer: {line:?}"))? {
-            Answer::Fault(fault) => Err(fault),
-            answer => Ok(answer),
-        })
+        Ok(
+            match serde_json::from_str(&line)
+                .with_context(|| format!("a peer's answer: {line:?}"))?
+            {
+                Answer::Fault(fault) => Err(fault),
+                answer => Ok(answer),
+            },
+        )
     }
 
     /// Gives an order and waits for its answer, which may be a fault.
@@ -136,7 +172,8 @@ impl Peer {
     /// # Errors
     /// The [`Fault`], or as [`answer`](Self::answer).
     pub fn ask(&mut self, order: &Order) -> Result<Answer> {
-        self.try_ask(order)?.with_context(|| format!("a peer's {order:?}"))
+        self.try_ask(order)?
+            .with_context(|| format!("a peer's {order:?}"))
     }
 
     /// Lets it publish.
@@ -168,7 +205,11 @@ impl Peer {
     /// # Errors
     /// As [`ask`](Self::ask).
     pub fn receive(&mut self, count: u64) -> Result<Vec<Item>> {
-        self.items(&Order::Receive { subscriber: 0, count, hold: false })
+        self.items(&Order::Receive {
+            subscriber: 0,
+            count,
+            hold: false,
+        })
     }
 
     /// Lets its first subscriber receive and hold.
@@ -176,7 +217,11 @@ impl Peer {
     /// # Errors
     /// As [`ask`](Self::ask).
     pub fn hold(&mut self, count: u64) -> Result<Vec<Item>> {
-        self.items(&Order::Receive { subscriber: 0, count, hold: true })
+        self.items(&Order::Receive {
+            subscriber: 0,
+            count,
+            hold: true,
+        })
     }
 
     /// Lets it check and release what it holds, in random order.
@@ -266,7 +311,10 @@ impl Peer {
         process::signal(self.pid()?, Signal::STOP)?;
         let stat = format!("/proc/{}/stat", self.id());
         let stands = || std::fs::read_to_string(&stat).is_ok_and(|text| text.contains(") T "));
-        ensure!(process::eventually(PATIENCE, stands), "a stopped process stands");
+        ensure!(
+            process::eventually(PATIENCE, stands),
+            "a stopped process stands"
+        );
         Ok(())
     }
 

@@ -41,7 +41,9 @@ impl PolicyPlan {
     /// The policy meant.
     pub fn policy(self) -> Policy {
         match self {
-            PolicyPlan::Block(milliseconds) => Policy::Block { timeout: Duration::from_millis(milliseconds) },
+            PolicyPlan::Block(milliseconds) => Policy::Block {
+                timeout: Duration::from_millis(milliseconds),
+            },
             PolicyPlan::DropOldest => Policy::DropOldest,
             PolicyPlan::DropNewest => Policy::DropNewest,
             PolicyPlan::Fail => Policy::Fail,
@@ -52,7 +54,10 @@ impl PolicyPlan {
 impl PublisherPlan {
     /// A plan with the builder's defaults.
     pub fn of(name: &str) -> PublisherPlan {
-        PublisherPlan { name: name.into(), ..PublisherPlan::default() }
+        PublisherPlan {
+            name: name.into(),
+            ..PublisherPlan::default()
+        }
     }
 
     pub(super) fn apply(&self, mut builder: PublisherBuilder) -> PublisherBuilder {
@@ -86,11 +91,16 @@ pub struct SubscriberPlan {
 impl SubscriberPlan {
     /// A plan with the builder's defaults.
     pub fn of(name: &str) -> SubscriberPlan {
-        SubscriberPlan { name: name.into(), ..SubscriberPlan::default() }
+        SubscriberPlan {
+            name: name.into(),
+            ..SubscriberPlan::default()
+        }
     }
 
     pub(super) fn apply(&self, builder: SubscriberBuilder) -> SubscriberBuilder {
-        builder.reconnect(self.reconnect).wait_for_publisher(self.wait_ms.map(Duration::from_millis))
+        builder
+            .reconnect(self.reconnect)
+            .wait_for_publisher(self.wait_ms.map(Duration::from_millis))
     }
 }
 
@@ -110,12 +120,20 @@ pub struct Batch {
 impl Batch {
     /// `count` samples of `words` words, written at once.
     pub fn of(count: u64, words: u64, seed: u64) -> Batch {
-        Batch { count, words, seed, slow_us: 0 }
+        Batch {
+            count,
+            words,
+            seed,
+            slow_us: 0,
+        }
     }
 
     /// The same, written late.
     pub fn slow(self, slow: Duration) -> Batch {
-        Batch { slow_us: slow.as_micros() as u64, ..self }
+        Batch {
+            slow_us: slow.as_micros() as u64,
+            ..self
+        }
     }
 }
 
@@ -377,13 +395,24 @@ pub struct Fault {
 impl Fault {
     /// The error's variant and words.
     pub fn of(error: &warpipe::Error) -> Fault {
-        Fault { kind: kind_of(error), text: error.to_string() }
+        Fault {
+            kind: kind_of(error),
+            text: error.to_string(),
+        }
     }
 
     /// The same for any error; one that is not of the library has the kind `Other`.
     pub fn of_any(error: &anyhow::Error) -> Fault {
-        let known = error.chain().find_map(|cause| cause.downcast_ref::<warpipe::Error>());
-        known.map_or_else(|| Fault { kind: "Other".into(), text: format!("{error:#}") }, Fault::of)
+        let known = error
+            .chain()
+            .find_map(|cause| cause.downcast_ref::<warpipe::Error>());
+        known.map_or_else(
+            || Fault {
+                kind: "Other".into(),
+                text: format!("{error:#}"),
+            },
+            Fault::of,
+        )
     }
 }
 
@@ -398,7 +427,11 @@ impl std::error::Error for Fault {}
 /// The name of an error's variant.
 pub fn kind_of(error: &warpipe::Error) -> String {
     let shown = format!("{error:?}");
-    shown.split(|c: char| !c.is_alphanumeric()).next().unwrap_or_default().to_string()
+    shown
+        .split(|c: char| !c.is_alphanumeric())
+        .next()
+        .unwrap_or_default()
+        .to_string()
 }
 
 #[cfg(test)]
@@ -408,7 +441,8 @@ mod tests {
     #[test]
     fn a_fault_names_the_variant_also_behind_other_words() {
         assert_eq!(kind_of(&warpipe::Error::Forked), "Forked");
-        let wrapped = anyhow::Error::from(warpipe::Error::NoPublisher { name: "a".into() }).context("while looking");
+        let wrapped = anyhow::Error::from(warpipe::Error::NoPublisher { name: "a".into() })
+            .context("while looking");
         assert_eq!(Fault::of_any(&wrapped).kind, "NoPublisher");
         assert_eq!(Fault::of_any(&anyhow::anyhow!("no")).kind, "Other");
     }

@@ -21,16 +21,25 @@ pub(super) struct After {
 
 /// Forks an orphan `in_us` microseconds from now.
 pub(super) fn start(error_counters: &Path, in_us: u64, after_ms: u64, unseen: bool) -> Result<()> {
-    let error_counters =
-        File::options().append(true).create(true).open(error_counters).context("the file of orphans")?;
+    let error_counters = File::options()
+        .append(true)
+        .create(true)
+        .open(error_counters)
+        .context("the file of orphans")?;
     let fork = move || {
         std::thread::park_timeout(Duration::from_micros(in_us));
-        let after = After { longer: Duration::from_millis(after_ms), error_counters: error_counters.as_raw_fd() };
+        let after = After {
+            longer: Duration::from_millis(after_ms),
+            error_counters: error_counters.as_raw_fd(),
+        };
         if let Err(error) = fork_and_live(unseen, Some(after)) {
             eprintln!("no orphan: {error:#}");
         }
     };
-    std::thread::Builder::new().name(THREAD.into()).spawn(fork).context("a thread that forks")?;
+    std::thread::Builder::new()
+        .name(THREAD.into())
+        .spawn(fork)
+        .context("a thread that forks")?;
     Ok(())
 }
 
@@ -83,7 +92,10 @@ fn live(parent: i32, after: Option<After>) -> ! {
 
 /// Sleeps, by the system call alone.
 fn pause(limit: Duration) {
-    let mut limit = libc::timespec { tv_sec: limit.as_secs() as _, tv_nsec: limit.subsec_nanos() as _ };
+    let mut limit = libc::timespec {
+        tv_sec: limit.as_secs() as _,
+        tv_nsec: limit.subsec_nanos() as _,
+    };
     let none = std::ptr::null::<libc::pollfd>();
     let mask = std::ptr::null::<libc::sigset_t>();
     // SAFETY: no descriptor and no mask is named; the time is ours to be read and written.

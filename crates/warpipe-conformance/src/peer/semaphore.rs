@@ -119,17 +119,37 @@ impl Board {
     /// # Errors
     /// Those of `mmap`, or of registering.
     pub fn open(device: &Device, path: &Path) -> Result<Board> {
-        let file = std::fs::File::options().read(true).write(true).open(path).context("opening the board")?;
-        ensure!(file.metadata()?.len() == Board::BYTES as u64, "a board of its length");
+        let file = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .open(path)
+            .context("opening the board")?;
+        ensure!(
+            file.metadata()?.len() == Board::BYTES as u64,
+            "a board of its length"
+        );
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing.
-        let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), Board::BYTES, protection, MapFlags::SHARED, &file, 0) };
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                Board::BYTES,
+                protection,
+                MapFlags::SHARED,
+                &file,
+                0,
+            )
+        };
         let base = base.context("mapping the board")?.cast::<u8>();
         // SAFETY: page-aligned mapped memory that stays until `drop` has unregistered it. On an error the process is
         // about to end and the mapping with it.
         let address = unsafe { device.backend().register(base, Board::BYTES)? };
-        Ok(Board { device: device.clone(), base, address, memory: None })
+        Ok(Board {
+            device: device.clone(),
+            base,
+            address,
+            memory: None,
+        })
     }
 
     fn counter(&self, index: usize) -> &AtomicU64 {
@@ -168,7 +188,9 @@ impl Board {
 
     /// Whether anybody but `slot` says that he is inside, and lives.
     fn is_crowded(&self, slot: usize) -> bool {
-        let others = (0..Board::SLOTS).filter(|&other| other != slot).map(|other| self.slot(other).load(SeqCst));
+        let others = (0..Board::SLOTS)
+            .filter(|&other| other != slot)
+            .map(|other| self.slot(other).load(SeqCst));
         others.into_iter().any(|pid| pid != 0 && is_alive(pid))
     }
 }
@@ -179,8 +201,14 @@ fn is_alive(pid: u64) -> bool {
     const EXITING: u64 = 4;
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // After the name: state, parent, group, session, terminal, its group, flags.
-    let mut fields = stat.rsplit_once(") ").map_or("", |(_, rest)| rest).split(' ');
-    let (state, flags) = (fields.next().unwrap_or_default(), fields.nth(5).and_then(|flags| flags.parse::<u64>().ok()));
+    let mut fields = stat
+        .rsplit_once(") ")
+        .map_or("", |(_, rest)| rest)
+        .split(' ');
+    let (state, flags) = (
+        fields.next().unwrap_or_default(),
+        fields.nth(5).and_then(|flags| flags.parse::<u64>().ok()),
+    );
     !matches!(state, "" | "Z" | "X") && flags.is_none_or(|flags| flags & EXITING == 0)
 }
 
@@ -217,29 +245,49 @@ impl Contender {
     pub(super) fn carry_out(&mut self, context: &Context, order: SemaphoreOrder) -> Result<Answer> {
         match order {
             SemaphoreOrder::Create { name, permits } => {
-                let semaphore = Semaphore::create(&context.domain, &name, &context.device, permits)?;
+                let semaphore =
+                    Semaphore::create(&context.domain, &name, &context.device, permits)?;
                 self.post = Some(Post::new(semaphore, &context.device)?);
             }
             SemaphoreOrder::Open { name, waits } => {
-                let device = if waits { context.device.clone() } else { deaf(&context.device) };
+                let device = if waits {
+                    context.device.clone()
+                } else {
+                    deaf(&context.device)
+                };
                 let semaphore = Semaphore::open_timeout(&context.domain, &name, &device, PATIENCE)?;
                 self.post = Some(Post::new(semaphore, &device)?);
             }
-            SemaphoreOrder::Acquire { timeout_ms, on_stream } => {
-                let permit = self.post()?.acquire(Duration::from_millis(timeout_ms), on_stream)?;
+            SemaphoreOrder::Acquire {
+                timeout_ms,
+                on_stream,
+            } => {
+                let permit = self
+                    .post()?
+                    .acquire(Duration::from_millis(timeout_ms), on_stream)?;
                 self.permits.push((permit, on_stream));
             }
-            SemaphoreOrder::BeSlow { slow_us } => self.post()?.be_slow(Duration::from_micros(slow_us))?,
+            SemaphoreOrder::BeSlow { slow_us } => {
+                self.post()?.be_slow(Duration::from_micros(slow_us))?
+            }
             SemaphoreOrder::HoldUp => self.post()?.hold_up()?,
             SemaphoreOrder::Release => self.release()?,
             SemaphoreOrder::Compete { board, rounds } => {
-                return self.post()?.compete(Path::new(&board), rounds).map(Answer::Number);
+                return self
+                    .post()?
+                    .compete(Path::new(&board), rounds)
+                    .map(Answer::Number);
             }
             SemaphoreOrder::CompeteUntilKilled { board, slot } => {
                 self.post()?.compete_until_killed(Path::new(&board), slot)?;
             }
-            SemaphoreOrder::Turns { board, count, slow_us } => {
-                self.post()?.turns(Path::new(&board), count, Duration::from_micros(slow_us))?;
+            SemaphoreOrder::Turns {
+                board,
+                count,
+                slow_us,
+            } => {
+                self.post()?
+                    .turns(Path::new(&board), count, Duration::from_micros(slow_us))?;
             }
             SemaphoreOrder::Wrong => return self.post()?.wrong().map(Answer::Number),
         }
@@ -252,7 +300,11 @@ impl Contender {
 
     fn release(&mut self) -> Result<()> {
         for (permit, on_stream) in std::mem::take(&mut self.permits) {
-            if on_stream { permit.release(&self.post()?.stream)? } else { permit.release_now() }
+            if on_stream {
+                permit.release(&self.post()?.stream)?
+            } else {
+                permit.release_now()
+            }
         }
         Ok(())
     }
@@ -260,18 +312,32 @@ impl Contender {
 
 /// The same device, whose streams wait for nothing.
 fn deaf(device: &Device) -> Device {
-    let hook = Delaying { signal_late: Duration::ZERO, waits: false };
+    let hook = Delaying {
+        signal_late: Duration::ZERO,
+        waits: false,
+    };
     Device::from_backend(Wrapped::new(device.backend().clone(), hook))
 }
 
 impl Post {
     fn new(semaphore: Semaphore, device: &Device) -> Result<Post> {
         let (stream, error_counters) = (device.stream()?, ErrorCounters::new(device)?);
-        Ok(Post { semaphore, checks: Vec::new(), error_counters, stream, device: device.clone(), board: None })
+        Ok(Post {
+            semaphore,
+            checks: Vec::new(),
+            error_counters,
+            stream,
+            device: device.clone(),
+            board: None,
+        })
     }
 
     fn acquire(&self, timeout: Duration, on_stream: bool) -> warpipe::Result<Permit> {
-        if on_stream { self.semaphore.acquire(&self.stream, timeout) } else { self.semaphore.acquire_host(timeout) }
+        if on_stream {
+            self.semaphore.acquire(&self.stream, timeout)
+        } else {
+            self.semaphore.acquire_host(timeout)
+        }
     }
 
     fn be_slow(&self, slow: Duration) -> Result<()> {
@@ -337,7 +403,12 @@ impl Post {
             // the process ends; who has the permit is alone on it.
             unsafe {
                 if turn > 0 {
-                    self.checks.push(self.error_counters.check(&self.stream, board.data(), Board::WORDS, turn)?);
+                    self.checks.push(self.error_counters.check(
+                        &self.stream,
+                        board.data(),
+                        Board::WORDS,
+                        turn,
+                    )?);
                 }
                 fill_words(&self.stream, board.data(), Board::WORDS, turn + 1, slow)?;
             }
@@ -349,7 +420,10 @@ impl Post {
 
     fn wrong(&mut self) -> Result<u64> {
         self.stream.synchronize(PATIENCE)?;
-        Ok(std::mem::take(&mut self.checks).into_iter().map(|check| self.error_counters.wrong_words(check)).sum())
+        Ok(std::mem::take(&mut self.checks)
+            .into_iter()
+            .map(|check| self.error_counters.wrong_words(check))
+            .sum())
     }
 }
 

@@ -81,7 +81,14 @@ pub(super) struct Signals {
 impl Signals {
     pub(super) fn new(context: &Context) -> Result<Signals> {
         let (stream, error_counters) = (context.stream()?, context.error_counters()?);
-        Ok(Signals { timeline: None, events: Vec::new(), awaited: None, stream, error_counters, memory: None })
+        Ok(Signals {
+            timeline: None,
+            events: Vec::new(),
+            awaited: None,
+            stream,
+            error_counters,
+            memory: None,
+        })
     }
 
     pub(super) fn carry_out(&mut self, context: &Context, order: SignalOrder) -> Result<Answer> {
@@ -89,14 +96,21 @@ impl Signals {
         match order {
             SignalOrder::Map(path) => self.memory = Some(Shared::open(device, &path)?),
             SignalOrder::Write { seed, slow_us } => {
-                self.memory()?.write(&self.stream, seed, Duration::from_micros(slow_us))?;
+                self.memory()?
+                    .write(&self.stream, seed, Duration::from_micros(slow_us))?;
             }
             SignalOrder::Hold => hold(&self.stream)?,
             SignalOrder::Read { seed } => {
                 let memory = self.memory.as_ref().context("it has mapped nothing")?;
-                return Ok(Answer::Number(memory.wrong(&mut self.error_counters, &self.stream, seed)?));
+                return Ok(Answer::Number(memory.wrong(
+                    &mut self.error_counters,
+                    &self.stream,
+                    seed,
+                )?));
             }
-            SignalOrder::CreateTimeline(name) => self.timeline = Some(Timeline::create(domain, &name, device)?),
+            SignalOrder::CreateTimeline(name) => {
+                self.timeline = Some(Timeline::create(domain, &name, device)?)
+            }
             SignalOrder::OpenTimeline(name) => {
                 self.timeline = Some(Timeline::open_timeout(domain, &name, device, PATIENCE)?);
             }
@@ -104,7 +118,9 @@ impl Signals {
             SignalOrder::SignalNow(value) => self.timeline()?.signal_now(value)?,
             SignalOrder::Wait(value) => self.timeline()?.wait(&self.stream, value)?,
             SignalOrder::WaitHost(value) => self.timeline()?.wait_host(value, PATIENCE)?,
-            SignalOrder::Check(value) => return Ok(Answer::Number(self.timeline()?.check(value)?.into())),
+            SignalOrder::Check(value) => {
+                return Ok(Answer::Number(self.timeline()?.check(value)?.into()));
+            }
             SignalOrder::Value => return Ok(Answer::Number(self.timeline()?.value())),
             SignalOrder::CreateEvents(count) => {
                 for _ in 0..count {
@@ -112,7 +128,9 @@ impl Signals {
                 }
                 return Ok(Answer::Text(self.event()?.handle()?.to_string()));
             }
-            SignalOrder::OpenEvent(text) => self.events.push(Event::open(&text.parse::<EventHandle>()?, device)?),
+            SignalOrder::OpenEvent(text) => self
+                .events
+                .push(Event::open(&text.parse::<EventHandle>()?, device)?),
             SignalOrder::Record => drop(self.event()?.record(&self.stream)?),
             SignalOrder::WaitEvent => self.awaited = Some(self.event()?.wait(&self.stream)?),
             SignalOrder::CheckEvent => {
@@ -157,17 +175,27 @@ pub(super) fn hold(stream: &Stream) -> warpipe::Result<()> {
 fn remove_pages() -> Result<u64> {
     const PAGE: usize = 4096;
     let maps = std::fs::read_to_string("/proc/self/maps")?;
-    let is_shared =
-        |line: &&str| ["/memfd:warpipe-link", "/memfd:warpipe-words"].iter().any(|name| line.contains(name));
+    let is_shared = |line: &&str| {
+        ["/memfd:warpipe-link", "/memfd:warpipe-words"]
+            .iter()
+            .any(|name| line.contains(name))
+    };
     let mut removed = 0;
     for line in maps.lines().filter(is_shared) {
-        let (start, end) = line.split_once(' ').and_then(|(range, _)| range.split_once('-')).context("a mapping")?;
-        let (start, end) = (usize::from_str_radix(start, 16)?, usize::from_str_radix(end, 16)?);
+        let (start, end) = line
+            .split_once(' ')
+            .and_then(|(range, _)| range.split_once('-'))
+            .context("a mapping")?;
+        let (start, end) = (
+            usize::from_str_radix(start, 16)?,
+            usize::from_str_radix(end, 16)?,
+        );
         for page in (start..end).step_by(PAGE) {
             let page = std::ptr::with_exposed_provenance_mut(page);
             // SAFETY: a shared mapping of words that the library reads as atomics alone; a page that is removed reads as
             // zeros from then on.
-            let result = unsafe { rustix::mm::madvise(page, PAGE, rustix::mm::Advice::LinuxRemove) };
+            let result =
+                unsafe { rustix::mm::madvise(page, PAGE, rustix::mm::Advice::LinuxRemove) };
             removed += u64::from(result.is_ok());
         }
     }

@@ -75,21 +75,37 @@ impl WorkerActor {
             Task::Attach(queue) => self.worker = Some(context.worker(&queue).build()?),
             Task::Serve(service) => self.server = Some(context.server(&service).build()?),
             Task::Lease => {
-                let lease = self.worker.as_mut().context("it is no worker")?.lease(&stream)?;
+                let lease = self
+                    .worker
+                    .as_mut()
+                    .context("it is no worker")?
+                    .lease(&stream)?;
                 return Ok(self.hold(HeldJob::Job(lease)));
             }
             Task::Accept => {
-                let request = self.server.as_mut().context("it is no server")?.accept(&stream, PATIENCE)?;
+                let request = self
+                    .server
+                    .as_mut()
+                    .context("it is no server")?
+                    .accept(&stream, PATIENCE)?;
                 return Ok(self.hold(HeldJob::Request(request)));
             }
-            Task::Answer(reply) => self.held.pop_front().context("it holds nothing")?.answer(&reply)?,
+            Task::Answer(reply) => self
+                .held
+                .pop_front()
+                .context("it holds nothing")?
+                .answer(&reply)?,
             Task::Synchronize => stream.synchronize(PATIENCE)?,
             Task::Work { slow_us } => return Ok(Answer::Number(self.work(slow_us, &stream)?)),
-            Task::ServeOn { slow_us, idle_ms } => return Ok(Answer::Number(self.serve(slow_us, idle_ms, &stream)?)),
+            Task::ServeOn { slow_us, idle_ms } => {
+                return Ok(Answer::Number(self.serve(slow_us, idle_ms, &stream)?));
+            }
             Task::Leave => (self.worker, self.server) = (None, None),
             Task::Own(queue) => self.queue = Some(context.queue(&queue).build()?),
             Task::Submit { queue, batch } => self.submit(&queue, batch, context, &stream)?,
-            Task::Call { service, batch } => return Ok(Answer::Number(call(&service, batch, context, &stream)?)),
+            Task::Call { service, batch } => {
+                return Ok(Answer::Number(call(&service, batch, context, &stream)?));
+            }
         }
         Ok(Answer::Done)
     }
@@ -134,7 +150,13 @@ impl WorkerActor {
         }
     }
 
-    fn submit(&mut self, name: &str, batch: Batch, context: &Context, stream: &Stream) -> Result<()> {
+    fn submit(
+        &mut self,
+        name: &str,
+        batch: Batch,
+        context: &Context,
+        stream: &Stream,
+    ) -> Result<()> {
         if self.queue.is_none() {
             self.queue = Some(context.queue(name).build()?);
         }
@@ -142,7 +164,9 @@ impl WorkerActor {
         for index in 0..batch.count {
             let loan = queue.loan(&input_layout(batch.words)?)?;
             let slow = Duration::from_micros(batch.slow_us);
-            queue.submit(fill_input(loan, batch.seed + index, slow, stream)?, stream).map_err(Error::from)?;
+            queue
+                .submit(fill_input(loan, batch.seed + index, slow, stream)?, stream)
+                .map_err(Error::from)?;
         }
         Ok(())
     }
@@ -162,7 +186,12 @@ fn call(service: &str, batch: Batch, context: &Context, stream: &Stream) -> Resu
     let client = context.client(service).build()?;
     let mut right = 0;
     for seed in (batch.seed..).take(batch.count as usize) {
-        let input = fill_input(client.loan(&input_layout(batch.words)?)?, seed, Duration::ZERO, stream)?;
+        let input = fill_input(
+            client.loan(&input_layout(batch.words)?)?,
+            seed,
+            Duration::ZERO,
+            stream,
+        )?;
         let reply = client.call(input, stream, PATIENCE)?;
         right += u64::from(reply.to_vec()? == result_of(batch.words, seed));
     }

@@ -32,7 +32,11 @@ pub(super) fn open(site: Site) -> Result<Box<dyn Workload>> {
     let context = &site.context;
     let (sending, receiving) = (context.stream()?, context.stream()?);
     let error_counters = site.apart(|| Ok(context.error_counters()?))?;
-    let publisher = context.publisher(&site.name_of("channel")).history(1).loan_timeout(site.patience).build()?;
+    let publisher = context
+        .publisher(&site.name_of("channel"))
+        .history(1)
+        .loan_timeout(site.patience)
+        .build()?;
     let subscriber = Some(join(&site)?);
     Ok(Box::new(Channel {
         subscriber,
@@ -48,7 +52,11 @@ pub(super) fn open(site: Site) -> Result<Box<dyn Workload>> {
 }
 
 fn join(site: &Site) -> Result<Subscriber> {
-    Ok(site.context.subscriber(&site.name_of("channel")).timeout(site.patience).build()?)
+    Ok(site
+        .context
+        .subscriber(&site.name_of("channel"))
+        .timeout(site.patience)
+        .build()?)
 }
 
 impl Channel {
@@ -64,9 +72,14 @@ impl Channel {
     }
 
     fn receive(&mut self) -> Result<Sample> {
-        let Some(subscriber) = &mut self.subscriber else { bail!("it is subscribed") };
+        let Some(subscriber) = &mut self.subscriber else {
+            bail!("it is subscribed")
+        };
         let received = subscriber.receive(&self.receiving);
-        if matches!(received, Err(Error::LinkClosed { .. } | Error::Evicted { .. })) {
+        if matches!(
+            received,
+            Err(Error::LinkClosed { .. } | Error::Evicted { .. })
+        ) {
             self.subscriber = None;
         }
         Ok(received?)
@@ -74,9 +87,12 @@ impl Channel {
 
     fn send(&mut self, seed: u64) -> Result<()> {
         let words = if seed.is_multiple_of(2) { LARGE } else { SMALL };
-        let mut loan = self.publisher.loan(&Layout::contiguous(DType::U64, &[words])?)?;
+        let mut loan = self
+            .publisher
+            .loan(&Layout::contiguous(DType::U64, &[words])?)?;
         let payload = Payload::of(words, seed);
-        self.site.apart(|| Ok(payload.fill(&mut loan, &self.sending)?))?;
+        self.site
+            .apart(|| Ok(payload.fill(&mut loan, &self.sending)?))?;
         self.due.insert(seed, false);
         loan.send(&self.sending).map_err(Error::from)?;
         self.due.insert(seed, true);
@@ -85,9 +101,15 @@ impl Channel {
 
     /// Whether what was due has come by this sample.
     fn take(&mut self, sample: Sample) -> Result<()> {
-        let Some(mark) = PayloadMark::of(sample.metadata()) else { bail!("a sample without a mark") };
+        let Some(mark) = PayloadMark::of(sample.metadata()) else {
+            bail!("a sample without a mark")
+        };
         let Some(was_sent) = self.due.remove(&mark.seed) else {
-            ensure!(self.history.take() == Some(mark.seed), "sample {} was not due: doubled", mark.seed);
+            ensure!(
+                self.history.take() == Some(mark.seed),
+                "sample {} was not due: doubled",
+                mark.seed
+            );
             return self.finish(sample);
         };
         self.last = mark.seed;
@@ -102,22 +124,35 @@ impl Channel {
 
     fn finish(&mut self, sample: Sample) -> Result<()> {
         let (stream, sequence) = (sample.stream().clone(), sample.sequence());
-        let check = self.site.apart(|| self.error_counters.check_sample(&sample))?;
+        let check = self
+            .site
+            .apart(|| self.error_counters.check_sample(&sample))?;
         let finished = sample.finish(self.site.patience);
-        self.site.apart(|| Ok(stream.synchronize(self.site.patience)?))?;
+        self.site
+            .apart(|| Ok(stream.synchronize(self.site.patience)?))?;
         finished?;
         let wrong = check.map(|check| self.error_counters.wrong_words(check));
-        ensure!(wrong == Some(0), "sample {sequence} is torn: {wrong:?} wrong words");
+        ensure!(
+            wrong == Some(0),
+            "sample {sequence} is torn: {wrong:?} wrong words"
+        );
         Ok(())
     }
 
     /// A newcomer gets the last sample.
     fn join_late(&mut self, seed: u64) -> Result<()> {
-        let mut late =
-            self.site.context.subscriber(&self.site.name_of("channel")).timeout(self.site.patience).build()?;
+        let mut late = self
+            .site
+            .context
+            .subscriber(&self.site.name_of("channel"))
+            .timeout(self.site.patience)
+            .build()?;
         let sample = late.receive(&self.receiving)?;
         let found = PayloadMark::of(sample.metadata()).map(|mark| mark.seed);
-        ensure!(found == Some(seed), "the history has {found:?} where {seed} was sent last");
+        ensure!(
+            found == Some(seed),
+            "the history has {found:?} where {seed} was sent last"
+        );
         self.finish(sample)
     }
 }

@@ -27,13 +27,28 @@ struct Jobs {
 pub(super) fn queue(site: Site) -> Result<Box<dyn Workload>> {
     let context = &site.context;
     let (submitting, working) = (context.stream()?, context.stream()?);
-    let queue = context.queue(&site.name_of("queue")).max_attempts(ATTEMPTS).submit_timeout(site.patience).build()?;
+    let queue = context
+        .queue(&site.name_of("queue"))
+        .max_attempts(ATTEMPTS)
+        .submit_timeout(site.patience)
+        .build()?;
     let worker = Some(attach(&site)?);
-    Ok(Box::new(Jobs { worker, queue, submitting, working, due: BTreeMap::new(), site }))
+    Ok(Box::new(Jobs {
+        worker,
+        queue,
+        submitting,
+        working,
+        due: BTreeMap::new(),
+        site,
+    }))
 }
 
 fn attach(site: &Site) -> Result<Worker> {
-    Ok(site.context.worker(&site.name_of("queue")).timeout(site.patience).build()?)
+    Ok(site
+        .context
+        .worker(&site.name_of("queue"))
+        .timeout(site.patience)
+        .build()?)
 }
 
 fn input(site: &Site, loan: Loan, seed: u64, stream: &Stream) -> Result<Loan> {
@@ -41,8 +56,16 @@ fn input(site: &Site, loan: Loan, seed: u64, stream: &Stream) -> Result<Loan> {
 }
 
 fn check(result: &JobResult, seed: u64) -> Result<()> {
-    ensure!(result.metadata() == seed.to_le_bytes(), "the result of job {} is another's", result.job());
-    ensure!(result.to_vec()? == result_of(WORDS, seed), "the result of job {} is wrong", result.job());
+    ensure!(
+        result.metadata() == seed.to_le_bytes(),
+        "the result of job {} is another's",
+        result.job()
+    );
+    ensure!(
+        result.to_vec()? == result_of(WORDS, seed),
+        "the result of job {} is wrong",
+        result.job()
+    );
     Ok(())
 }
 
@@ -54,7 +77,11 @@ fn complete(lease: Lease, stream: &Stream) -> Result<()> {
 impl Jobs {
     /// Does what is there to be done, and takes a result if there is one.
     fn step(&mut self) -> Result<Option<()>> {
-        let leased = self.worker.as_mut().context("a worker")?.try_lease(&self.working);
+        let leased = self
+            .worker
+            .as_mut()
+            .context("a worker")?
+            .try_lease(&self.working);
         if matches!(leased, Err(Error::QueueGone { .. })) {
             self.worker = None;
         }
@@ -63,7 +90,10 @@ impl Jobs {
         }
         match self.queue.next_result(&self.submitting, Duration::ZERO) {
             Ok(result) => {
-                let seed = self.due.remove(&result.job()).context("a result that was not due: doubled")?;
+                let seed = self
+                    .due
+                    .remove(&result.job())
+                    .context("a result that was not due: doubled")?;
                 check(&result, seed)?;
             }
             Err(Error::Timeout { .. }) => {}
@@ -80,7 +110,10 @@ impl Workload for Jobs {
         }
         let loan = self.queue.loan(&input_layout(WORDS)?)?;
         let input = input(&self.site, loan, seed, &self.submitting)?;
-        let job = self.queue.submit(input, &self.submitting).map_err(Error::from)?;
+        let job = self
+            .queue
+            .submit(input, &self.submitting)
+            .map_err(Error::from)?;
         self.due.insert(job.id(), seed);
         let site = self.site.clone();
         site.until("the result of a job", || self.step())
@@ -88,7 +121,10 @@ impl Workload for Jobs {
 
     fn audit(&mut self) -> Result<()> {
         let state = self.queue.state()?;
-        ensure!((state.leased, state.waiting) == (0, 0), "jobs are left: {state:?}");
+        ensure!(
+            (state.leased, state.waiting) == (0, 0),
+            "jobs are left: {state:?}"
+        );
         Ok(())
     }
 }
@@ -105,9 +141,20 @@ struct Service {
 pub(super) fn service(site: Site) -> Result<Box<dyn Workload>> {
     let context = &site.context;
     let (asking, serving) = (context.stream()?, context.stream()?);
-    let client = context.client(&site.name_of("service")).max_attempts(ATTEMPTS).loan_timeout(site.patience).build()?;
+    let client = context
+        .client(&site.name_of("service"))
+        .max_attempts(ATTEMPTS)
+        .loan_timeout(site.patience)
+        .build()?;
     let server = context.server(&site.name_of("service")).build()?;
-    Ok(Box::new(Service { server, client, asking, serving, due: Vec::new(), site }))
+    Ok(Box::new(Service {
+        server,
+        client,
+        asking,
+        serving,
+        due: Vec::new(),
+        site,
+    }))
 }
 
 impl Service {
@@ -118,7 +165,9 @@ impl Service {
             Err(error) => bail!(error),
         }
         while let Some((pending, seed)) = self.due.last() {
-            let Some(reply) = pending.try_wait(&self.asking)? else { return Ok(None) };
+            let Some(reply) = pending.try_wait(&self.asking)? else {
+                return Ok(None);
+            };
             let seed = *seed;
             self.due.pop();
             check(&reply, seed)?;
@@ -129,8 +178,16 @@ impl Service {
 
 impl Workload for Service {
     fn turn(&mut self, seed: u64) -> Result<()> {
-        let input = input(&self.site, self.client.loan(&input_layout(WORDS)?)?, seed, &self.asking)?;
-        let pending = self.client.request(input, &self.asking, self.site.patience).map_err(Error::from)?;
+        let input = input(
+            &self.site,
+            self.client.loan(&input_layout(WORDS)?)?,
+            seed,
+            &self.asking,
+        )?;
+        let pending = self
+            .client
+            .request(input, &self.asking, self.site.patience)
+            .map_err(Error::from)?;
         self.due.push((pending, seed));
         let site = self.site.clone();
         site.until("a reply", || self.step())

@@ -42,7 +42,11 @@ impl Site {
 
     /// Does something that is the user's and not the library's.
     fn apart<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let exempt = self.fake_driver.as_deref().map(FakeDriver::exempt).transpose()?;
+        let exempt = self
+            .fake_driver
+            .as_deref()
+            .map(FakeDriver::exempt)
+            .transpose()?;
         let value = work();
         drop(exempt);
         value
@@ -100,23 +104,55 @@ impl Kind {
 
 /// All there are.
 pub const KINDS: &[Kind] = &[
-    Kind { name: "channel", open: channel::open },
-    Kind { name: "queue", open: jobs::queue },
-    Kind { name: "service", open: jobs::service },
-    Kind { name: "pool", open: stores::pool },
-    Kind { name: "memory", open: stores::memory },
-    Kind { name: "legacy handle", open: stores::legacy },
-    Kind { name: "timeline", open: words::timeline },
-    Kind { name: "event", open: words::event },
-    Kind { name: "semaphore", open: words::semaphore },
+    Kind {
+        name: "channel",
+        open: channel::open,
+    },
+    Kind {
+        name: "queue",
+        open: jobs::queue,
+    },
+    Kind {
+        name: "service",
+        open: jobs::service,
+    },
+    Kind {
+        name: "pool",
+        open: stores::pool,
+    },
+    Kind {
+        name: "memory",
+        open: stores::memory,
+    },
+    Kind {
+        name: "legacy handle",
+        open: stores::legacy,
+    },
+    Kind {
+        name: "timeline",
+        open: words::timeline,
+    },
+    Kind {
+        name: "event",
+        open: words::event,
+    },
+    Kind {
+        name: "semaphore",
+        open: words::semaphore,
+    },
 ];
 
 /// Whether the library has said that something was refused. A time-out is no refusal: where nobody
 /// holds anything up, what does not come hangs.
 pub fn is_refusal(error: &anyhow::Error) -> bool {
-    let known = error.chain().find_map(|cause| cause.downcast_ref::<Error>());
+    let known = error
+        .chain()
+        .find_map(|cause| cause.downcast_ref::<Error>());
     let is_hang = |error: &Error| {
-        matches!(error, Error::Timeout { .. } | Error::MemoryLimit { .. } | Error::DeadlinePassed { .. })
+        matches!(
+            error,
+            Error::Timeout { .. } | Error::MemoryLimit { .. } | Error::DeadlinePassed { .. }
+        )
     };
     known.is_some_and(|error| !is_hang(error))
 }

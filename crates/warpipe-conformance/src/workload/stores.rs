@@ -43,7 +43,10 @@ const LIMIT: u64 = 2 * BLOCK;
 
 pub(super) fn pool(site: Site) -> Result<Box<dyn Workload>> {
     let context = &site.context;
-    let (stream, error_counters) = (context.stream()?, site.apart(|| Ok(context.error_counters()?))?);
+    let (stream, error_counters) = (
+        context.stream()?,
+        site.apart(|| Ok(context.error_counters()?))?,
+    );
     let pool = Pool::builder(&site.name_of("pool"))
         .domain(&context.domain)
         .device(&context.device)
@@ -51,19 +54,38 @@ pub(super) fn pool(site: Site) -> Result<Box<dyn Workload>> {
         .reserve(LIMIT);
     let pool = pool.wait(site.patience).build()?;
     let client = PoolClient::open(&context.domain, &site.name_of("pool"), &context.device)?;
-    Ok(Box::new(Blocks { client, pool, stream, error_counters, site }))
+    Ok(Box::new(Blocks {
+        client,
+        pool,
+        stream,
+        error_counters,
+        site,
+    }))
 }
 
 impl Workload for Blocks {
     fn turn(&mut self, seed: u64) -> Result<()> {
-        let Blocks { client, pool, stream, error_counters, site } = self;
+        let Blocks {
+            client,
+            pool,
+            stream,
+            error_counters,
+            site,
+        } = self;
         let block = pool.allocate_timeout(BLOCK, site.patience)?;
         let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, &site.context.device)?;
         cross(site, error_counters, stream, &lent, &block, seed)?;
         lent.free(stream)?;
         block.free(stream)?;
         let granted = client.allocate_timeout(BLOCK, site.patience)?;
-        cross(site, error_counters, stream, &granted, &granted, seed + (1 << 32))?;
+        cross(
+            site,
+            error_counters,
+            stream,
+            &granted,
+            &granted,
+            seed + (1 << 32),
+        )?;
         Ok(granted.free(stream)?)
     }
 
@@ -82,22 +104,44 @@ struct Published {
 }
 
 pub(super) fn memory(site: Site) -> Result<Box<dyn Workload>> {
-    let (stream, error_counters) = (site.context.stream()?, site.apart(|| Ok(site.context.error_counters()?))?);
-    Ok(Box::new(Published { stream, error_counters, site }))
+    let (stream, error_counters) = (
+        site.context.stream()?,
+        site.apart(|| Ok(site.context.error_counters()?))?,
+    );
+    Ok(Box::new(Published {
+        stream,
+        error_counters,
+        site,
+    }))
 }
 
 impl Workload for Published {
     fn turn(&mut self, seed: u64) -> Result<()> {
-        let Published { stream, error_counters, site } = self;
+        let Published {
+            stream,
+            error_counters,
+            site,
+        } = self;
         let context = &site.context;
         let memory = Memory::allocate(&context.device, MIB)?;
-        let publication = memory.publication(&site.name_of("memory")).domain(&context.domain).access(Access::ReadWrite);
+        let publication = memory
+            .publication(&site.name_of("memory"))
+            .domain(&context.domain)
+            .access(Access::ReadWrite);
         let published = publication.build()?;
         let opened = published.ticket()?.open(&context.device)?;
         cross(site, error_counters, stream, &opened, &memory, seed)?;
         let export = memory.export()?;
-        let imported = Memory::import_fd(&context.device, &export.fd, &export.info, Access::ReadWrite)?;
-        cross(site, error_counters, stream, &imported, &opened, seed + (1 << 32))?;
+        let imported =
+            Memory::import_fd(&context.device, &export.fd, &export.info, Access::ReadWrite)?;
+        cross(
+            site,
+            error_counters,
+            stream,
+            &imported,
+            &opened,
+            seed + (1 << 32),
+        )?;
         opened.write(stream, 0, &seed.to_le_bytes())?;
         let bytes = memory.to_vec(site.patience)?;
         ensure!(bytes[..8] == seed.to_le_bytes(), "what was written is read");
@@ -112,14 +156,25 @@ struct Handles {
 }
 
 pub(super) fn legacy(site: Site) -> Result<Box<dyn Workload>> {
-    let (stream, error_counters) = (site.context.stream()?, site.apart(|| Ok(site.context.error_counters()?))?);
-    Ok(Box::new(Handles { stream, error_counters, site }))
+    let (stream, error_counters) = (
+        site.context.stream()?,
+        site.apart(|| Ok(site.context.error_counters()?))?,
+    );
+    Ok(Box::new(Handles {
+        stream,
+        error_counters,
+        site,
+    }))
 }
 
 impl Workload for Handles {
     fn turn(&mut self, seed: u64) -> Result<()> {
         const WORDS: u64 = 4096;
-        let Handles { stream, error_counters, site } = self;
+        let Handles {
+            stream,
+            error_counters,
+            site,
+        } = self;
         let device = &site.context.device;
         let memory = site.apart(|| DeviceMalloc::new(device, WORDS, seed))?;
         let opened = memory.export()?.open(device)?;

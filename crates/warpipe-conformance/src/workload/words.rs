@@ -12,13 +12,18 @@ struct Streams {
 
 impl Streams {
     fn new(site: &Site) -> Result<Streams> {
-        Ok(Streams { near: site.context.stream()?, far: site.context.stream()? })
+        Ok(Streams {
+            near: site.context.stream()?,
+            far: site.context.stream()?,
+        })
     }
 
     /// Whatever was refused, no stream stands still.
     fn settle(&self, site: &Site) -> Result<()> {
         for stream in [&self.near, &self.far] {
-            site.until("the end of a stream's work", || Ok(stream.is_idle()?.then_some(())))?;
+            site.until("the end of a stream's work", || {
+                Ok(stream.is_idle()?.then_some(()))
+            })?;
         }
         Ok(())
     }
@@ -35,7 +40,12 @@ pub(super) fn timeline(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
     let owner = Timeline::create(&context.domain, &site.name_of("timeline"), &context.device)?;
     let guest = Timeline::open(&context.domain, &site.name_of("timeline"), &context.device)?;
-    Ok(Box::new(Steps { guest, owner, streams, site }))
+    Ok(Box::new(Steps {
+        guest,
+        owner,
+        streams,
+        site,
+    }))
 }
 
 impl Workload for Steps {
@@ -44,7 +54,11 @@ impl Workload for Steps {
         self.guest.wait(&self.streams.far, seed)?;
         self.guest.wait_host(seed, self.site.patience)?;
         self.streams.settle(&self.site)?;
-        ensure!(self.guest.check(seed)? && self.guest.value() == seed, "{:?} after {seed}", self.guest);
+        ensure!(
+            self.guest.check(seed)? && self.guest.value() == seed,
+            "{:?} after {seed}",
+            self.guest
+        );
         Ok(())
     }
 }
@@ -60,18 +74,29 @@ pub(super) fn event(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
     let maker = Event::create(&context.domain, &context.device)?;
     let guest = Event::open(&maker.handle()?, &context.device)?;
-    Ok(Box::new(Recorded { guest, maker, streams, site }))
+    Ok(Box::new(Recorded {
+        guest,
+        maker,
+        streams,
+        site,
+    }))
 }
 
 impl Workload for Recorded {
     fn turn(&mut self, seed: u64) -> Result<()> {
-        let (recorder, waiter) =
-            if seed.is_multiple_of(2) { (&self.maker, &self.guest) } else { (&self.guest, &self.maker) };
+        let (recorder, waiter) = if seed.is_multiple_of(2) {
+            (&self.maker, &self.guest)
+        } else {
+            (&self.guest, &self.maker)
+        };
         recorder.record(&self.streams.near)?;
         let recording = waiter.wait(&self.streams.far)?;
         waiter.synchronize(self.site.patience)?;
         self.streams.settle(&self.site)?;
-        ensure!(waiter.check(recording)? && recorder.query()?, "what was recorded is complete");
+        ensure!(
+            waiter.check(recording)? && recorder.query()?,
+            "what was recorded is complete"
+        );
         Ok(())
     }
 }
@@ -88,20 +113,39 @@ const PERMITS: u32 = 2;
 
 pub(super) fn semaphore(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let creator = Semaphore::create(&context.domain, &site.name_of("semaphore"), &context.device, PERMITS)?;
+    let creator = Semaphore::create(
+        &context.domain,
+        &site.name_of("semaphore"),
+        &context.device,
+        PERMITS,
+    )?;
     let member = Semaphore::open(&context.domain, &site.name_of("semaphore"), &context.device)?;
-    Ok(Box::new(Permits { member, creator, streams, site }))
+    Ok(Box::new(Permits {
+        member,
+        creator,
+        streams,
+        site,
+    }))
 }
 
 impl Workload for Permits {
     fn turn(&mut self, _seed: u64) -> Result<()> {
         let patience = self.site.patience;
         let Streams { near, far } = &self.streams;
-        let (first, second) = (self.creator.acquire(near, patience)?, self.member.acquire(far, patience)?);
-        ensure!(self.member.try_acquire_host()?.is_none(), "a third permit of two");
+        let (first, second) = (
+            self.creator.acquire(near, patience)?,
+            self.member.acquire(far, patience)?,
+        );
+        ensure!(
+            self.member.try_acquire_host()?.is_none(),
+            "a third permit of two"
+        );
         first.release(near)?;
         second.release(far)?;
-        let (first, second) = (self.member.acquire_host(patience)?, self.member.acquire(near, patience)?);
+        let (first, second) = (
+            self.member.acquire_host(patience)?,
+            self.member.acquire(near, patience)?,
+        );
         second.release(near)?;
         first.release_now();
         self.streams.settle(&self.site)
@@ -109,10 +153,16 @@ impl Workload for Permits {
 
     fn audit(&mut self) -> Result<()> {
         let creator = &self.creator;
-        self.site.until("every permit", || Ok((creator.available() == PERMITS).then_some(())))?;
-        let held =
-            (0..PERMITS).map(|_| creator.acquire_host(self.site.patience)).collect::<warpipe::Result<Vec<_>>>()?;
-        ensure!(creator.try_acquire_host()?.is_none(), "more permits than there are");
+        self.site.until("every permit", || {
+            Ok((creator.available() == PERMITS).then_some(()))
+        })?;
+        let held = (0..PERMITS)
+            .map(|_| creator.acquire_host(self.site.patience))
+            .collect::<warpipe::Result<Vec<_>>>()?;
+        ensure!(
+            creator.try_acquire_host()?.is_none(),
+            "more permits than there are"
+        );
         held.into_iter().for_each(warpipe::Permit::release_now);
         Ok(())
     }

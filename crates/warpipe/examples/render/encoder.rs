@@ -22,15 +22,25 @@ pub fn run(stage: &Stage, renderers: &mut Vec<Actor>) -> Outcome<String> {
     let mut tally = Tally::default();
     let received = receive(stage, &mut subscriber, renderers, total, &mut tally)?;
     renderers.drain(..).try_for_each(Actor::finish)?;
-    ensure(tally.lost <= tally.deaths * LOST_MAX, || format!("{} frames lost in {} deaths", tally.lost, tally.deaths))?;
+    ensure(tally.lost <= tally.deaths * LOST_MAX, || {
+        format!("{} frames lost in {} deaths", tally.lost, tally.deaths)
+    })?;
 
     let out = PathBuf::from(stage.option("--out").unwrap_or("render-out"));
     write(&out, &tally.kept)?;
-    let (_, frame) = tally.kept.iter().find(|(number, _)| *number == REFERENCE_FRAME).ok_or("its reference is lost")?;
+    let (_, frame) = tally
+        .kept
+        .iter()
+        .find(|(number, _)| *number == REFERENCE_FRAME)
+        .ok_or("its reference is lost")?;
     let small = frame.reduced();
     small.write_png(&out.join("small.png"))?;
     picture::compare(&small, &reference)?;
-    Ok(format!("{received} of {total} frames, {} lost, {:.0} frames/s, as in the reference", tally.lost, tally.rate()))
+    Ok(format!(
+        "{received} of {total} frames, {} lost, {:.0} frames/s, as in the reference",
+        tally.lost,
+        tally.rate()
+    ))
 }
 
 /// What has come.
@@ -65,18 +75,29 @@ fn receive(
     while tally.next < total {
         let frame = subscriber.receive(&stream)?;
         tally.deaths += u64::from(frame.discontinuity().is_some());
-        let Some(number) = copy(frame, &mut buffer)? else { continue };
-        ensure(number >= tally.next, || format!("frame {number} came a second time"))?;
+        let Some(number) = copy(frame, &mut buffer)? else {
+            continue;
+        };
+        ensure(number >= tally.next, || {
+            format!("frame {number} came a second time")
+        })?;
         tally.lost += number - tally.next;
         tally.next = number + 1;
         tally.frames += 1;
-        tally.seconds = tally.started.get_or_insert_with(Instant::now).elapsed().as_secs_f64();
+        tally.seconds = tally
+            .started
+            .get_or_insert_with(Instant::now)
+            .elapsed()
+            .as_secs_f64();
         if number < TURN && number % KEPT_EVERY == 0 {
             tally.kept.push((number, buffer.clone()));
         }
         let half_way = number == total / 2 && stage.option("--kill").is_some();
         if let Some(renderer) = renderers.pop_if(|_| half_way) {
-            println!("killing the renderer, process {}, at frame {number}", renderer.pid());
+            println!(
+                "killing the renderer, process {}, at frame {number}",
+                renderer.pid()
+            );
             renderer.kill()?;
             renderers.push(stage.start("renderer")?);
         }
@@ -100,6 +121,10 @@ fn write(out: &Path, kept: &[(u64, Picture)]) -> Outcome {
     }
     let small: Vec<Picture> = kept.iter().map(|(_, picture)| picture.reduced()).collect();
     picture::write_gif(&out.join("turn.gif"), &small)?;
-    println!("{} pictures and turn.gif written to {}", kept.len(), out.display());
+    println!(
+        "{} pictures and turn.gif written to {}",
+        kept.len(),
+        out.display()
+    );
     Ok(())
 }

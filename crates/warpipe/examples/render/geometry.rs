@@ -39,23 +39,43 @@ pub fn run(stage: &Stage) -> Outcome<String> {
         sample.send(&stream)?;
     }
     stream.synchronize(PATIENCE)?;
-    Ok(format!("made {frames} meshes of {} vertices and {} triangles", RING * TUBE, 2 * RING * TUBE))
+    Ok(format!(
+        "made {frames} meshes of {} vertices and {} triangles",
+        RING * TUBE,
+        2 * RING * TUBE
+    ))
 }
 
 /// What the renderer receives: the frame's number, and the mesh where it lies. Another process wrote it: the counts
 /// must fit the memory before a kernel relies on them.
 pub fn received(sample: &Sample) -> Outcome<(u64, Mesh)> {
     let metadata: &[u8; 24] = sample.metadata().try_into()?;
-    let word = |index: usize| u64::from_ne_bytes(std::array::from_fn(|byte| metadata[8 * index + byte]));
+    let word =
+        |index: usize| u64::from_ne_bytes(std::array::from_fn(|byte| metadata[8 * index + byte]));
     let [number, vertices, triangles] = [0, 1, 2].map(word);
-    ensure(vertices <= ELEMENTS_MAX && triangles <= ELEMENTS_MAX, || format!("{vertices} vertices are too many"))?;
+    ensure(
+        vertices <= ELEMENTS_MAX && triangles <= ELEMENTS_MAX,
+        || format!("{vertices} vertices are too many"),
+    )?;
     let bytes = 36 + 16 * vertices + 12 * triangles;
-    ensure(sample.layout().bytes() == bytes, || format!("a mesh of {} bytes, not {bytes}", sample.layout().bytes()))?;
+    ensure(sample.layout().bytes() == bytes, || {
+        format!("a mesh of {} bytes, not {bytes}", sample.layout().bytes())
+    })?;
     let rotation = sample.ptr();
     let positions = rotation + 36;
     let colours = positions + 12 * vertices;
     let indices = colours + 4 * vertices;
-    Ok((number, Mesh { rotation, positions, colours, indices, vertices, triangles }))
+    Ok((
+        number,
+        Mesh {
+            rotation,
+            positions,
+            colours,
+            indices,
+            vertices,
+            triangles,
+        },
+    ))
 }
 
 /// Positions and colours of a torus whose tube swells and shrinks in three places.
@@ -65,7 +85,11 @@ fn vertices(phase: f32) -> (Vec<f32>, Vec<u8>) {
         let radius = 0.26 + 0.06 * (3.0 * along + 2.0 * phase).sin();
         for around in (0..TUBE).map(|step| TAU * step as f32 / TUBE as f32) {
             let from_middle = 0.64 + radius * around.cos();
-            positions.extend([from_middle * along.cos(), from_middle * along.sin(), radius * around.sin()]);
+            positions.extend([
+                from_middle * along.cos(),
+                from_middle * along.sin(),
+                radius * around.sin(),
+            ]);
             let stripe = 0.86 + 0.14 * (3.0 * (4.0 * around + 6.0 * along).sin()).clamp(-1.0, 1.0);
             let hue = |shift: f32| (stripe * (135.0 + 115.0 * (along + shift).cos())) as u8;
             colours.extend([hue(0.0), hue(TAU / 3.0), hue(2.0 * TAU / 3.0), 255]);
@@ -79,14 +103,32 @@ fn triangles() -> impl Iterator<Item = u32> {
     let vertex = |along: u32, around: u32| (along % RING) * TUBE + around % TUBE;
     (0..RING).flat_map(move |i| {
         (0..TUBE).flat_map(move |j| {
-            let corners = [vertex(i, j), vertex(i + 1, j), vertex(i + 1, j + 1), vertex(i, j + 1)];
-            [corners[0], corners[1], corners[2], corners[0], corners[2], corners[3]]
+            let corners = [
+                vertex(i, j),
+                vertex(i + 1, j),
+                vertex(i + 1, j + 1),
+                vertex(i, j + 1),
+            ];
+            [
+                corners[0], corners[1], corners[2], corners[0], corners[2], corners[3],
+            ]
         })
     })
 }
 
 /// Once about the upright axis in a turn, tilted towards the camera.
 fn rotation(phase: f32) -> [f32; 9] {
-    let ((sin, cos), (tilt_sin, tilt_cos)) = (phase.sin_cos(), (0.9 + 0.25 * phase.sin()).sin_cos());
-    [cos, 0.0, sin, tilt_sin * sin, tilt_cos, -tilt_sin * cos, -tilt_cos * sin, tilt_sin, tilt_cos * cos]
+    let ((sin, cos), (tilt_sin, tilt_cos)) =
+        (phase.sin_cos(), (0.9 + 0.25 * phase.sin()).sin_cos());
+    [
+        cos,
+        0.0,
+        sin,
+        tilt_sin * sin,
+        tilt_cos,
+        -tilt_sin * cos,
+        -tilt_cos * sin,
+        tilt_sin,
+        tilt_cos * cos,
+    ]
 }

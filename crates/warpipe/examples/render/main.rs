@@ -46,31 +46,47 @@ const TURN: u64 = 120;
 const DEPTH: u32 = 4;
 
 fn main() -> ExitCode {
-    play(&["--frames", "--kill", "--out", "--reference"], |stage| match stage.role() {
-        "geometry" => geometry::run(stage),
-        "renderer" => renderer::run(stage),
-        "encoder" => encoder::run(stage, &mut Vec::new()),
-        _ => {
-            let geometry = stage.start("geometry")?;
-            let line = encoder::run(stage, &mut vec![stage.start("renderer")?])?;
-            geometry.finish()?;
-            Ok(line)
-        }
-    })
+    play(
+        &["--frames", "--kill", "--out", "--reference"],
+        |stage| match stage.role() {
+            "geometry" => geometry::run(stage),
+            "renderer" => renderer::run(stage),
+            "encoder" => encoder::run(stage, &mut Vec::new()),
+            _ => {
+                let geometry = stage.start("geometry")?;
+                let line = encoder::run(stage, &mut vec![stage.start("renderer")?])?;
+                geometry.finish()?;
+                Ok(line)
+            }
+        },
+    )
 }
 
 /// How many frames to make.
 fn frames(stage: &Stage) -> Outcome<u64> {
     let is_gpu = stage.device.info().id.kind == DeviceKind::Cuda;
-    Ok(stage.number("--frames", if is_gpu { 600 } else { 24 })?.max(picture::REFERENCE_FRAME + 1))
+    Ok(stage
+        .number("--frames", if is_gpu { 600 } else { 24 })?
+        .max(picture::REFERENCE_FRAME + 1))
 }
 
 fn publisher(stage: &Stage, name: &str) -> Result<Publisher> {
     let policy = Policy::Block { timeout: PATIENCE };
-    Publisher::builder(name).domain(&stage.domain).device(&stage.device).depth(DEPTH).policy(policy).build()
+    Publisher::builder(name)
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .depth(DEPTH)
+        .policy(policy)
+        .build()
 }
 
 fn subscriber(stage: &Stage, name: &str, reconnect: bool) -> Result<Subscriber> {
-    let builder = Subscriber::builder(name).domain(&stage.domain).device(&stage.device);
-    builder.wait_for_publisher(Some(PATIENCE)).timeout(PATIENCE).reconnect(reconnect).build()
+    let builder = Subscriber::builder(name)
+        .domain(&stage.domain)
+        .device(&stage.device);
+    builder
+        .wait_for_publisher(Some(PATIENCE))
+        .timeout(PATIENCE)
+        .reconnect(reconnect)
+        .build()
 }

@@ -24,15 +24,25 @@ pub fn run(stage: &Stage) -> Outcome<String> {
         let sample = sample?;
         let (number, mesh) = geometry::received(&sample)?;
         let bytes = workspace_bytes(mesh.vertices, SIZE.0, SIZE.1);
-        if workspace.as_ref().is_none_or(|loan| loan.layout().bytes() < bytes) {
+        if workspace
+            .as_ref()
+            .is_none_or(|loan| loan.layout().bytes() < bytes)
+        {
             let larger = publisher.loan(&Layout::bytes_only(bytes)?)?;
             // Earlier kernels may still use the smaller one: it goes back behind them.
-            workspace.replace(larger).map_or(Ok(()), |smaller| smaller.discard(&stream))?;
+            workspace
+                .replace(larger)
+                .map_or(Ok(()), |smaller| smaller.discard(&stream))?;
         }
         let mut frame = publisher.loan(&layout)?;
         frame.set_metadata(&number.to_ne_bytes())?;
         let workspace = workspace.as_ref().map_or(0, SampleMut::ptr);
-        let canvas = Canvas { pixels: frame.ptr(), workspace, width: SIZE.0, height: SIZE.1 };
+        let canvas = Canvas {
+            pixels: frame.ptr(),
+            workspace,
+            width: SIZE.0,
+            height: SIZE.1,
+        };
         // SAFETY: the mesh lies within its sample (`received` has compared the counts with its bytes), the loans are
         // as long as the canvas says and ours alone; all are given on behind this stream's work, or kept.
         unsafe { draw(&stream, &mesh, &canvas)? };

@@ -56,7 +56,15 @@ pub fn play_after<T>(
         stage.open_device()?;
         let line = example(&stage, prepared)?;
         // Where the output is a pipe, its reader may have seen enough and gone.
-        let _ = writeln!(std::io::stdout(), "{}: {line}", if stage.role().is_empty() { "ok" } else { stage.role() });
+        let _ = writeln!(
+            std::io::stdout(),
+            "{}: {line}",
+            if stage.role().is_empty() {
+                "ok"
+            } else {
+                stage.role()
+            }
+        );
         Ok(())
     });
     match played {
@@ -70,7 +78,11 @@ pub fn play_after<T>(
 
 /// An error with this text, unless the condition holds.
 pub fn ensure(holds: bool, otherwise: impl FnOnce() -> String) -> Outcome {
-    if holds { Ok(()) } else { Err(otherwise().into()) }
+    if holds {
+        Ok(())
+    } else {
+        Err(otherwise().into())
+    }
 }
 
 impl Stage {
@@ -81,8 +93,17 @@ impl Stage {
             set_parent_process_death_signal(Some(Signal::KILL))?;
         }
         let folder = std::env::temp_dir().join(format!("warpipe-example-{}", std::process::id()));
-        let domain = if is_first { Domain::at(&folder)? } else { Domain::from_environment()? };
-        Ok(Stage { device: Device::host(), domain, arguments, folder: is_first.then_some(folder) })
+        let domain = if is_first {
+            Domain::at(&folder)?
+        } else {
+            Domain::from_environment()?
+        };
+        Ok(Stage {
+            device: Device::host(),
+            domain,
+            arguments,
+            folder: is_first.then_some(folder),
+        })
     }
 
     fn open_device(&mut self) -> Outcome {
@@ -90,9 +111,12 @@ impl Stage {
             "auto" => Device::preferred().device,
             "host" => Device::host(),
             "cuda" => Device::cuda(0)?,
-            other => {
-                Device::cuda(other.strip_prefix("cuda:").ok_or("--device is auto, host, cuda or cuda:N")?.parse()?)?
-            }
+            other => Device::cuda(
+                other
+                    .strip_prefix("cuda:")
+                    .ok_or("--device is auto, host, cuda or cuda:N")?
+                    .parse()?,
+            )?,
         };
         Ok(())
     }
@@ -111,13 +135,19 @@ impl Stage {
 
     /// The value of an option, empty for a bare one; none if it was not given.
     pub fn option(&self, name: &str) -> Option<&str> {
-        self.arguments.iter().find(|(given, _)| given == name).map(|(_, value)| value.as_str())
+        self.arguments
+            .iter()
+            .find(|(given, _)| given == name)
+            .map(|(_, value)| value.as_str())
     }
 
     /// The value of an option that is a number.
     pub fn number(&self, name: &str, otherwise: u64) -> Outcome<u64> {
         let number = self.option(name).map(str::parse);
-        Ok(number.transpose().map_err(|error| format!("{name}: {error}"))?.unwrap_or(otherwise))
+        Ok(number
+            .transpose()
+            .map_err(|error| format!("{name}: {error}"))?
+            .unwrap_or(otherwise))
     }
 
     /// Starts this example once more, to play `role` with the same options.
@@ -128,16 +158,24 @@ impl Stage {
     /// [`start`](Self::start), with somebody to talk to: us, on its standard input ([`Talk::with_parent`]).
     pub fn start_talking(&self, role: &str) -> Outcome<(Actor, Talk)> {
         let (ours, theirs) = UnixStream::pair()?;
-        Ok((Actor::start(role, self.command(role)?.stdin(OwnedFd::from(theirs)))?, Talk::over(ours)))
+        Ok((
+            Actor::start(role, self.command(role)?.stdin(OwnedFd::from(theirs)))?,
+            Talk::over(ours),
+        ))
     }
 
     /// How this example is started once more, for those who lay its pipes themselves.
     pub fn command(&self, role: &str) -> Outcome<Command> {
         let mut command = Command::new(std::env::current_exe()?);
         for (name, value) in &self.arguments {
-            command.arg(name).args(Some(value).filter(|value| !value.is_empty()));
+            command
+                .arg(name)
+                .args(Some(value).filter(|value| !value.is_empty()));
         }
-        command.args(["--role", role]).env("WARPIPE_DOMAIN", self.domain.path()).env(STARTED_BY_US, "1");
+        command
+            .args(["--role", role])
+            .env("WARPIPE_DOMAIN", self.domain.path())
+            .env(STARTED_BY_US, "1");
         Ok(command)
     }
 }
@@ -159,7 +197,10 @@ pub struct Actor {
 impl Actor {
     /// Starts what plays `role`.
     pub fn start(role: &str, command: &mut Command) -> Outcome<Actor> {
-        Ok(Actor { role: role.to_owned(), child: command.spawn()? })
+        Ok(Actor {
+            role: role.to_owned(),
+            child: command.spawn()?,
+        })
     }
 
     /// The process, for its pipes.
@@ -182,14 +223,21 @@ impl Actor {
     /// Waits for its end, which must be a good one.
     pub fn finish(mut self) -> Outcome {
         let status = self.end()?;
-        ensure(status.success(), || format!("the {} ended with {status}", self.role))
+        ensure(status.success(), || {
+            format!("the {} ended with {status}", self.role)
+        })
     }
 
     fn end(&mut self) -> Outcome<ExitStatus> {
         let pidfd = pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())?;
-        let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+        let limit = Timespec {
+            tv_sec: PATIENCE.as_secs() as i64,
+            tv_nsec: 0,
+        };
         let ended = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit))?;
-        ensure(ended > 0, || format!("the {} did not end within {PATIENCE:?}", self.role))?;
+        ensure(ended > 0, || {
+            format!("the {} did not end within {PATIENCE:?}", self.role)
+        })?;
         Ok(self.child.wait()?)
     }
 }
@@ -206,9 +254,22 @@ fn arguments(options: &[&str]) -> Outcome<Vec<(String, String)>> {
     let mut arguments = Vec::new();
     let mut words = std::env::args().skip(1).peekable();
     while let Some(name) = words.next() {
-        let known = ["--device", "--role"].iter().chain(options).any(|known| *known == name);
-        ensure(known, || format!("{name:?} is no option here; there are --device, --role, {}", options.join(", ")))?;
-        arguments.push((name, words.next_if(|word| !word.starts_with("--")).unwrap_or_default()));
+        let known = ["--device", "--role"]
+            .iter()
+            .chain(options)
+            .any(|known| *known == name);
+        ensure(known, || {
+            format!(
+                "{name:?} is no option here; there are --device, --role, {}",
+                options.join(", ")
+            )
+        })?;
+        arguments.push((
+            name,
+            words
+                .next_if(|word| !word.starts_with("--"))
+                .unwrap_or_default(),
+        ));
     }
     Ok(arguments)
 }

@@ -21,7 +21,10 @@ pub struct Talk {
 impl Talk {
     /// Over this pipe or socket.
     pub fn over(pipe: impl Into<OwnedFd>) -> Talk {
-        Talk { pipe: File::from(pipe.into()), unread: Vec::new() }
+        Talk {
+            pipe: File::from(pipe.into()),
+            unread: Vec::new(),
+        }
     }
 
     /// With whoever has started this process, over its standard input.
@@ -41,10 +44,17 @@ impl Talk {
                 let line: Vec<u8> = self.unread.drain(..=end).collect();
                 return Ok(Some(String::from_utf8(line)?.trim_end().to_owned()));
             }
-            ensure(self.unread.len() <= LINE_BYTES_MAX, || "a line came that has no end".into())?;
-            let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+            ensure(self.unread.len() <= LINE_BYTES_MAX, || {
+                "a line came that has no end".into()
+            })?;
+            let limit = Timespec {
+                tv_sec: PATIENCE.as_secs() as i64,
+                tv_nsec: 0,
+            };
             let ready = poll(&mut [PollFd::new(&self.pipe, PollFlags::IN)], Some(&limit))?;
-            ensure(ready > 0, || format!("the other process said nothing for {PATIENCE:?}"))?;
+            ensure(ready > 0, || {
+                format!("the other process said nothing for {PATIENCE:?}")
+            })?;
             let mut part = [0; 4096];
             match self.pipe.read(&mut part)? {
                 0 => return Ok(None),
@@ -55,12 +65,16 @@ impl Talk {
 
     /// Hears the next line, which must come.
     pub fn hear(&mut self) -> Outcome<String> {
-        Ok(self.hear_or_end()?.ok_or("the other process ended before it had said all")?)
+        Ok(self
+            .hear_or_end()?
+            .ok_or("the other process ended before it had said all")?)
     }
 
     /// Hears the next line, which must be this one.
     pub fn expect(&mut self, line: &str) -> Outcome {
         let heard = self.hear()?;
-        ensure(heard == line, || format!("the other process said {heard:?}, not {line:?}"))
+        ensure(heard == line, || {
+            format!("the other process said {heard:?}, not {line:?}")
+        })
     }
 }

@@ -195,7 +195,13 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `bytes` bytes, owned by device `owner`. The descriptor is not trusted: what is not such memory is
     /// [`Error::NotDeviceMemory`](crate::Error::NotDeviceMemory), what this device cannot reach is
     /// [`Error::PeerAccess`](crate::Error::PeerAccess).
-    fn import(&self, fd: BorrowedFd<'_>, bytes: u64, access: Access, owner: DeviceId) -> Result<RawRegion>;
+    fn import(
+        &self,
+        fd: BorrowedFd<'_>,
+        bytes: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<RawRegion>;
 
     /// Unmaps a region and gives up this process's hold on it. After an error `region` says what is left of it: this may
     /// be called again, and goes on there. [`Error::DeviceReset`](crate::Error::DeviceReset) is final.
@@ -259,7 +265,13 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     ///
     /// # Safety
     /// Both ranges stay mapped until the copy is done and do not overlap.
-    unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()>;
+    unsafe fn copy(
+        &self,
+        stream: RawStream,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()>;
 
     /// `cuMemcpyAsync` for one row, `cuMemcpy3DAsync` for long ones in up to three dimensions, else a kernel of the
     /// library's own: enqueues a copy between tensors that lie differently, as one piece of work. The kernel reaches what
@@ -296,7 +308,14 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     ///
     /// # Safety
     /// `args` are what the kernel takes, and the memory they name outlives the launch.
-    unsafe fn launch(&self, stream: RawStream, kernel: &Kernel, grid: u32, block: u32, args: &[u64]) -> Result<()>;
+    unsafe fn launch(
+        &self,
+        stream: RawStream,
+        kernel: &Kernel,
+        grid: u32,
+        block: u32,
+        args: &[u64],
+    ) -> Result<()>;
 
     /// Loads what `kernel` needs now, so that no later launch loads a module behind a waiting stream.
     fn preload(&self, kernel: &Kernel) -> Result<()>;

@@ -40,7 +40,9 @@ impl PointerKind {
         match self {
             PointerKind::Device => "try again",
             PointerKind::Null => "allocate it first",
-            PointerKind::Host | PointerKind::Pinned => "send it through a channel, or copy it to memory of cudaMalloc",
+            PointerKind::Host | PointerKind::Pinned => {
+                "send it through a channel, or copy it to memory of cudaMalloc"
+            }
             PointerKind::Managed => "copy it to memory of cudaMalloc",
             PointerKind::Pool => {
                 "copy it to memory of cudaMalloc (PyTorch: leave `backend:cudaMallocAsync` out of PYTORCH_CUDA_ALLOC_CONF)"
@@ -49,7 +51,9 @@ impl PointerKind {
                 "export its descriptor instead (PyTorch: leave `expandable_segments` out of PYTORCH_CUDA_ALLOC_CONF)"
             }
             PointerKind::Import => "pass on the handle with which it was opened",
-            PointerKind::Unknown => "it was freed, or never was device memory: export it while it lives",
+            PointerKind::Unknown => {
+                "it was freed, or never was device memory: export it while it lives"
+            }
         }
     }
 }
@@ -88,7 +92,13 @@ pub struct PointerInfo {
 impl PointerInfo {
     /// Memory that cannot be exported.
     pub(crate) fn of_kind(kind: PointerKind, owner: DeviceId) -> PointerInfo {
-        PointerInfo { kind, owner, base: 0, bytes: 0, allocation: 0 }
+        PointerInfo {
+            kind,
+            owner,
+            base: 0,
+            bytes: 0,
+            allocation: 0,
+        }
     }
 }
 
@@ -102,7 +112,9 @@ pub(crate) struct MapsEntry {
 /// The mapping in which `address` lies. Asked only when an address is none of a device's.
 pub(crate) fn mapping_at(address: u64) -> Option<MapsEntry> {
     let maps = std::fs::read("/proc/self/maps").ok()?;
-    String::from_utf8_lossy(&maps).lines().find_map(|line| mapping_of(line, address))
+    String::from_utf8_lossy(&maps)
+        .lines()
+        .find_map(|line| mapping_of(line, address))
 }
 
 pub(crate) fn mapping_of(line: &str, address: u64) -> Option<MapsEntry> {
@@ -113,7 +125,10 @@ pub(crate) fn mapping_of(line: &str, address: u64) -> Option<MapsEntry> {
     let name = fields.skip(3).collect::<Vec<_>>().join(" ");
     (number(start)?..number(end)?)
         .contains(&address)
-        .then(|| MapsEntry { is_readable: permissions.starts_with('r'), name })
+        .then(|| MapsEntry {
+            is_readable: permissions.starts_with('r'),
+            name,
+        })
 }
 
 /// What an address is that no device knows: memory of the process, or nothing. (A driver keeps addresses reserved that
@@ -134,7 +149,10 @@ mod tests {
     fn a_line_of_maps_names_its_range_and_no_other() {
         let line = "7f00-7f10 rw-s 00000000 00:01 1026                       /memfd:warpipe plain (deleted)";
         let mapping = mapping_of(line, 0x7f0f).unwrap();
-        assert_eq!((mapping.is_readable, mapping.name.as_str()), (true, "/memfd:warpipe plain (deleted)"));
+        assert_eq!(
+            (mapping.is_readable, mapping.name.as_str()),
+            (true, "/memfd:warpipe plain (deleted)")
+        );
         assert_eq!(mapping_of(line, 0x7f10), None);
         assert_eq!(mapping_of("garbage", 0x7f10), None);
     }
@@ -142,7 +160,10 @@ mod tests {
     #[test]
     fn what_no_device_knows_is_told_apart() {
         let local = 7u8;
-        assert_eq!(kind_outside(std::ptr::from_ref(&local) as u64), PointerKind::Host);
+        assert_eq!(
+            kind_outside(std::ptr::from_ref(&local) as u64),
+            PointerKind::Host
+        );
         assert_eq!(kind_outside(0), PointerKind::Null);
         assert_eq!(kind_outside(64), PointerKind::Unknown);
     }

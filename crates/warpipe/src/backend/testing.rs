@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion, RawStream, Rows,
-    StreamOp, TimelineWord,
+    Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
+    RawStream, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
@@ -34,7 +34,12 @@ pub trait Hook: Send + Sync + std::fmt::Debug {
     }
 
     /// What a batch becomes: the operations to run, after whatever the hook enqueues itself.
-    fn batch(&self, _inner: &dyn Backend, _stream: RawStream, ops: &[StreamOp]) -> Result<Vec<StreamOp>> {
+    fn batch(
+        &self,
+        _inner: &dyn Backend,
+        _stream: RawStream,
+        ops: &[StreamOp],
+    ) -> Result<Vec<StreamOp>> {
         Ok(ops.to_vec())
     }
 }
@@ -56,7 +61,10 @@ impl<H: Hook> Wrapped<H> {
 
     /// The same, and says that it is another device: for who must tell two apart where there is one.
     pub fn posing_as(inner: Arc<dyn Backend>, hook: H, id: DeviceId) -> Arc<Self> {
-        let info = DeviceInfo { id, ..inner.info().clone() };
+        let info = DeviceInfo {
+            id,
+            ..inner.info().clone()
+        };
         Arc::new(Wrapped { inner, info, hook })
     }
 
@@ -75,13 +83,21 @@ pub struct Counting {
 impl Counting {
     /// The calls so far, by method.
     pub fn calls(&self) -> BTreeMap<&'static str, u64> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.calls
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 }
 
 impl Hook for Counting {
     fn before(&self, method: &'static str) -> Result<()> {
-        *self.calls.lock().unwrap_or_else(PoisonError::into_inner).entry(method).or_default() += 1;
+        *self
+            .calls
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .entry(method)
+            .or_default() += 1;
         Ok(())
     }
 }
@@ -103,7 +119,10 @@ impl Failing {
 
     /// Whether the aimed-at call has come.
     pub fn has_struck(&self) -> bool {
-        self.aim.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.aim
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .is_none()
     }
 }
 
@@ -111,7 +130,9 @@ impl Hook for Failing {
     fn before(&self, method: &'static str) -> Result<()> {
         let mut aim = self.aim.lock().unwrap_or_else(PoisonError::into_inner);
         match *aim {
-            Some((target, call)) if target == method && self.seen.fetch_add(1, Ordering::Relaxed) + 1 == call => {
+            Some((target, call))
+                if target == method && self.seen.fetch_add(1, Ordering::Relaxed) + 1 == call =>
+            {
                 *aim = None;
                 Err(Error::Injected { method, call })
             }
@@ -144,8 +165,13 @@ impl Holding {
 
     /// Waits until `calls` calls are held up.
     pub(crate) fn wait_for(&self, calls: usize) {
-        let waited = self.changed.wait_timeout_while(self.lock(), Holding::LIMIT, |(_, held)| *held < calls);
-        assert!(waited.unwrap_or_else(PoisonError::into_inner).0.1 >= calls, "nothing comes to be held up");
+        let waited = self
+            .changed
+            .wait_timeout_while(self.lock(), Holding::LIMIT, |(_, held)| *held < calls);
+        assert!(
+            waited.unwrap_or_else(PoisonError::into_inner).0.1 >= calls,
+            "nothing comes to be held up"
+        );
     }
 
     /// Lets all calls go on, now and later.
@@ -163,8 +189,13 @@ impl Hook for Holding {
             state.1 += 1;
             self.changed.notify_all();
             let is_held = |(aim, _): &mut (Option<&'static str>, usize)| *aim == Some(method);
-            let waited = self.changed.wait_timeout_while(state, Holding::LIMIT, is_held);
-            assert!(!waited.unwrap_or_else(PoisonError::into_inner).1.timed_out(), "nobody lets {method} go");
+            let waited = self
+                .changed
+                .wait_timeout_while(state, Holding::LIMIT, is_held);
+            assert!(
+                !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out(),
+                "nobody lets {method} go"
+            );
         }
         Ok(())
     }
@@ -185,13 +216,21 @@ impl Hook for Delaying {
         Ok(())
     }
 
-    fn batch(&self, inner: &dyn Backend, stream: RawStream, ops: &[StreamOp]) -> Result<Vec<StreamOp>> {
-        if ops.iter().any(|op| matches!(op, StreamOp::Signal { .. })) && !self.signal_late.is_zero() {
+    fn batch(
+        &self,
+        inner: &dyn Backend,
+        stream: RawStream,
+        ops: &[StreamOp],
+    ) -> Result<Vec<StreamOp>> {
+        if ops.iter().any(|op| matches!(op, StreamOp::Signal { .. })) && !self.signal_late.is_zero()
+        {
             let late = self.signal_late;
             // SAFETY: the caller of `batch` promises that the stream is live.
             unsafe { inner.call(stream, Box::new(move || std::thread::sleep(late)))? };
         }
-        let kept = ops.iter().filter(|op| self.waits || matches!(op, StreamOp::Signal { .. }));
+        let kept = ops
+            .iter()
+            .filter(|op| self.waits || matches!(op, StreamOp::Signal { .. }));
         Ok(kept.copied().collect())
     }
 }
@@ -219,7 +258,13 @@ impl<H: Hook> Backend for Wrapped<H> {
         unsafe { self.inner.export(region) }
     }
 
-    fn import(&self, fd: BorrowedFd<'_>, bytes: u64, access: Access, owner: DeviceId) -> Result<RawRegion> {
+    fn import(
+        &self,
+        fd: BorrowedFd<'_>,
+        bytes: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<RawRegion> {
         self.hook.before("import")?;
         self.inner.import(fd, bytes, access, owner)
     }
@@ -275,7 +320,13 @@ impl<H: Hook> Backend for Wrapped<H> {
         unsafe { self.inner.batch_at_once(stream, &ops) }
     }
 
-    unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+    unsafe fn copy(
+        &self,
+        stream: RawStream,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()> {
         self.hook.before("copy")?;
         // SAFETY: the caller's promise, passed on.
         unsafe { self.inner.copy(stream, dst, src, bytes) }
@@ -305,7 +356,14 @@ impl<H: Hook> Backend for Wrapped<H> {
         unsafe { self.inner.download(stream, dst, src) }
     }
 
-    unsafe fn launch(&self, stream: RawStream, kernel: &Kernel, grid: u32, block: u32, args: &[u64]) -> Result<()> {
+    unsafe fn launch(
+        &self,
+        stream: RawStream,
+        kernel: &Kernel,
+        grid: u32,
+        block: u32,
+        args: &[u64],
+    ) -> Result<()> {
         self.hook.before("launch")?;
         // SAFETY: the caller's promise, passed on.
         unsafe { self.inner.launch(stream, kernel, grid, block, args) }

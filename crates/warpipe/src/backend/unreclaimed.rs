@@ -70,9 +70,13 @@ fn count_given_back(bytes: u64) {
 #[must_use]
 pub(crate) unsafe fn unregister(backend: &Arc<dyn Backend>, base: *mut u8, bytes: usize) -> bool {
     // SAFETY: the caller's promise.
-    let is_free = !backend.unregister_would_block(base) && unsafe { backend.unregister(base) }.is_ok();
+    let is_free =
+        !backend.unregister_would_block(base) && unsafe { backend.unregister(base) }.is_ok();
     if !is_free {
-        retry(UnreclaimedMemory::Registered(backend.clone(), RegisteredRange { base, bytes }));
+        retry(UnreclaimedMemory::Registered(
+            backend.clone(),
+            RegisteredRange { base, bytes },
+        ));
     }
     is_free
 }
@@ -142,8 +146,11 @@ impl UnreclaimedMemory {
                 }
             }
             UnreclaimedMemory::Registered(backend, RegisteredRange { base, bytes }) => {
+                if backend.unregister_would_block(*base) {
+                    return false;
+                }
                 // SAFETY: as above; it is registered still.
-                if backend.unregister_would_block(*base) || unsafe { backend.unregister(*base) }.is_err() {
+                if unsafe { backend.unregister(*base) }.is_err() {
                     return false;
                 }
                 // SAFETY: a mapping of this length, which was left to this.
@@ -176,7 +183,9 @@ mod tests {
             let parse = |text| usize::from_str_radix(text, 16).ok();
             Some(parse(start)?..parse(end)?)
         };
-        maps.lines().filter_map(range).any(|range| range.contains(&address))
+        maps.lines()
+            .filter_map(range)
+            .any(|range| range.contains(&address))
     }
 
     #[test]
@@ -193,16 +202,27 @@ mod tests {
     }
 
     /// Drops `part` while the device refuses a call of `method`: it is kept, until the device takes it back.
-    fn comes_back(hook: &Wrapped<Failing>, method: &'static str, place: usize, part: impl FnOnce()) {
+    fn comes_back(
+        hook: &Wrapped<Failing>,
+        method: &'static str,
+        place: usize,
+        part: impl FnOnce(),
+    ) {
         let before = totals();
         hook.hook().aim(method, 1);
         part();
-        assert!(hook.hook().has_struck() && is_mapped(place), "it was unmapped under the device");
+        assert!(
+            hook.hook().has_struck() && is_mapped(place),
+            "it was unmapped under the device"
+        );
         let after = totals();
         assert!(after.0 > before.0 && after.1 >= before.1 + 4096);
         hook.hook().aim(method, 1);
         retry_all();
-        assert!(hook.hook().has_struck() && is_mapped(place) && totals() == after, "it was refused again");
+        assert!(
+            hook.hook().has_struck() && is_mapped(place) && totals() == after,
+            "it was refused again"
+        );
         retry_all();
         assert!(!is_mapped(place), "the device has taken it back");
         assert_eq!(totals(), before);
@@ -224,12 +244,17 @@ mod tests {
                 address(std::ptr::from_ref(page.at::<AtomicU64>(0)).cast()),
                 address(std::ptr::from_ref(segment.header()).cast()),
             ];
-            let parts: [Box<dyn FnOnce()>; 3] =
-                [Box::new(move || drop(fence_words)), Box::new(move || drop(page)), Box::new(move || drop(segment))];
+            let parts: [Box<dyn FnOnce()>; 3] = [
+                Box::new(move || drop(fence_words)),
+                Box::new(move || drop(page)),
+                Box::new(move || drop(segment)),
+            ];
             for (part, place) in parts.into_iter().zip(places) {
                 comes_back(&hook, "unregister", place, part);
             }
-            comes_back(&hook, "release", region.ptr() as usize, move || drop(region));
+            comes_back(&hook, "release", region.ptr() as usize, move || {
+                drop(region)
+            });
         });
     }
 
@@ -243,7 +268,10 @@ mod tests {
         drop(page);
         let start = Instant::now();
         while is_mapped(place) {
-            assert!(start.elapsed() < Duration::from_secs(30), "nobody asks again");
+            assert!(
+                start.elapsed() < Duration::from_secs(30),
+                "nobody asks again"
+            );
             std::thread::yield_now();
         }
     }

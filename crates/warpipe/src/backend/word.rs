@@ -55,7 +55,10 @@ impl TimelineWord {
     /// Stores `value` with the CPU if the word is exactly at `from`, so that of several who store what a dead process
     /// owes none takes the word back behind what has come since.
     pub(crate) fn advance(&self, from: u64, value: u64) {
-        let is_done = self.value.compare_exchange(from, value, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        let is_done = self
+            .value
+            .compare_exchange(from, value, Ordering::SeqCst, Ordering::SeqCst)
+            .is_ok();
         if is_done && self.parked.load(Ordering::SeqCst) != 0 {
             self.wake();
         }

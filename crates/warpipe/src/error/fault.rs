@@ -26,7 +26,9 @@ pub enum TicketFault {
     #[error("it does not begin with `warpipe-ticket:`; pass on the whole text of a ticket")]
     NoTicket,
     /// A ticket of another version of this library.
-    #[error("it is of version {theirs}, this library reads version {ours}; run one version of warpipe on both sides")]
+    #[error(
+        "it is of version {theirs}, this library reads version {ours}; run one version of warpipe on both sides"
+    )]
     Version {
         /// The ticket's version.
         theirs: u16,
@@ -43,7 +45,9 @@ pub enum TicketFault {
         limit: usize,
     },
     /// It was written on another machine, or before this one was started anew.
-    #[error("it was written on another machine, or before the last reboot; memory is shared within one machine")]
+    #[error(
+        "it was written on another machine, or before the last reboot; memory is shared within one machine"
+    )]
     ForeignHost,
 }
 
@@ -69,7 +73,9 @@ pub enum Expiry {
 #[non_exhaustive]
 pub enum HandshakeFault {
     /// The peer speaks another version of the protocol.
-    #[error("it speaks protocol version {theirs}, this is {ours}; run one version of warpipe on both sides")]
+    #[error(
+        "it speaks protocol version {theirs}, this is {ours}; run one version of warpipe on both sides"
+    )]
     Version {
         /// The peer's version.
         theirs: u16,
@@ -189,7 +195,9 @@ pub enum LegacyFault {
     )]
     ForeignHost,
     /// It names a device of another backend.
-    #[error("it names memory of {owner}, and {device} cannot open that; open it with the device that owns it")]
+    #[error(
+        "it names memory of {owner}, and {device} cannot open that; open it with the device that owns it"
+    )]
     Device {
         /// The device that owns the memory.
         owner: String,

@@ -26,9 +26,13 @@ const STARTED: &[u8] = b"nvidia-uvm";
 /// Puts `/dev/null` in the places of the driver's files, if CUDA was started. Whether the child is known to hold none of
 /// them any more: not where there is no procfs to ask.
 pub(super) fn release() -> bool {
-    let Some(list) = open_list() else { return false };
+    let Some(list) = open_list() else {
+        return false;
+    };
     let mut has_started = false;
-    let mut is_read = for_each(list, |_, file| has_started |= file.windows(STARTED.len()).any(|part| part == STARTED));
+    let mut is_read = for_each(list, |_, file| {
+        has_started |= file.windows(STARTED.len()).any(|part| part == STARTED)
+    });
     let mut is_released = true;
     if has_started {
         is_released = open(c"/dev/null", libc::O_RDWR).is_some_and(|null| {
@@ -48,7 +52,9 @@ pub(super) fn release() -> bool {
 pub(super) fn lowest() -> Option<RawFd> {
     let list = open_list()?;
     let mut lowest = None;
-    for_each(list, |fd, _| lowest = Some(lowest.map_or(fd, |lowest: RawFd| lowest.min(fd))));
+    for_each(list, |fd, _| {
+        lowest = Some(lowest.map_or(fd, |lowest: RawFd| lowest.min(fd)))
+    });
     close(list);
     lowest
 }
@@ -86,8 +92,11 @@ fn for_each(list: RawFd, mut work: impl FnMut(RawFd, &[u8])) -> bool {
     loop {
         let bytes = size_of_val(&space);
         // SAFETY: the kernel writes at most `bytes` bytes of entries into `space`.
-        let length = unsafe { libc::syscall(libc::SYS_getdents64, list, space.as_mut_ptr(), bytes) };
-        let Ok(length) = usize::try_from(length) else { return false };
+        let length =
+            unsafe { libc::syscall(libc::SYS_getdents64, list, space.as_mut_ptr(), bytes) };
+        let Ok(length) = usize::try_from(length) else {
+            return false;
+        };
         if length == 0 {
             return true;
         }
@@ -96,7 +105,10 @@ fn for_each(list: RawFd, mut work: impl FnMut(RawFd, &[u8])) -> bool {
         let mut offset = 0;
         while offset < length {
             // d_ino (8 bytes), d_off (8), d_reclen (2), d_type (1), d_name.
-            let reclen = usize::from(u16::from_ne_bytes([entries[offset + 16], entries[offset + 17]]));
+            let reclen = usize::from(u16::from_ne_bytes([
+                entries[offset + 16],
+                entries[offset + 17],
+            ]));
             let name = &entries[offset + 19..offset + reclen];
             offset += reclen;
             let Some(fd) = number(name) else { continue };
@@ -118,16 +130,31 @@ fn for_each(list: RawFd, mut work: impl FnMut(RawFd, &[u8])) -> bool {
 fn number(name: &[u8]) -> Option<RawFd> {
     let digits = name.split(|&byte| byte == 0).next()?;
     let is_number = !digits.is_empty() && digits.iter().all(u8::is_ascii_digit);
-    is_number.then(|| digits.iter().fold(0, |number: RawFd, digit| number * 10 + RawFd::from(digit - b'0')))
+    is_number.then(|| {
+        digits.iter().fold(0, |number: RawFd, digit| {
+            number * 10 + RawFd::from(digit - b'0')
+        })
+    })
 }
 
 /// The beginning of the path that an entry leads to, or the error's number.
 fn target_of<'a>(list: RawFd, name: &[u8], target: &'a mut [u8; 64]) -> Result<&'a [u8], i32> {
     let name = CStr::from_bytes_until_nul(name).map_err(|_| libc::EINVAL)?;
     // SAFETY: reads a terminated name, and writes at most the length of `target`.
-    let length = unsafe { libc::readlinkat(list, name.as_ptr(), target.as_mut_ptr().cast(), target.len()) };
+    let length = unsafe {
+        libc::readlinkat(
+            list,
+            name.as_ptr(),
+            target.as_mut_ptr().cast(),
+            target.len(),
+        )
+    };
     let length = usize::try_from(length);
-    let error = |_| std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+    let error = |_| {
+        std::io::Error::last_os_error()
+            .raw_os_error()
+            .unwrap_or(libc::EIO)
+    };
     target.get(..length.map_err(error)?).ok_or(libc::EINVAL)
 }
 
@@ -149,19 +176,28 @@ mod tests {
     #[test]
     fn entries_that_are_no_numbers_are_passed_over() {
         assert_eq!(number(b"1023\0\0\0"), Some(1023));
-        assert!([b".\0".as_slice(), b"..\0", b"\0", b"", b"7x\0"].iter().all(|name| number(name).is_none()));
+        assert!(
+            [b".\0".as_slice(), b"..\0", b"\0", b"", b"7x\0"]
+                .iter()
+                .all(|name| number(name).is_none())
+        );
     }
 
     #[test]
     fn files_that_are_not_the_drivers_are_not_listed() {
         let list = open(c"/proc/self/fd", libc::O_RDONLY | libc::O_DIRECTORY).unwrap();
-        let file = rustix::fs::memfd_create(c"/dev/nvidia-of-this-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file =
+            rustix::fs::memfd_create(c"/dev/nvidia-of-this-test", rustix::fs::MemfdFlags::CLOEXEC)
+                .unwrap();
         let mut found = Vec::new();
         assert!(for_each(list, |fd, name| found.push((fd, name.to_vec()))));
         close(list);
         assert_eq!(
             found,
-            [(std::os::fd::AsRawFd::as_raw_fd(&file), b"/memfd:/dev/nvidia-of-this-test (deleted)".to_vec())]
+            [(
+                std::os::fd::AsRawFd::as_raw_fd(&file),
+                b"/memfd:/dev/nvidia-of-this-test (deleted)".to_vec()
+            )]
         );
     }
 }

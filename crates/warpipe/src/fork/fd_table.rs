@@ -43,7 +43,8 @@ impl OpenTable {
     pub(super) fn has(&self, fd: RawFd) -> bool {
         let (leaf, word, bit) = place(fd);
         // SAFETY: a leaf is never freed.
-        unsafe { self.0[leaf].load(Acquire).as_ref() }.is_some_and(|leaf| leaf.0[word].load(Relaxed) & bit != 0)
+        unsafe { self.0[leaf].load(Acquire).as_ref() }
+            .is_some_and(|leaf| leaf.0[word].load(Relaxed) & bit != 0)
     }
 
     fn leaf(&self, index: usize) -> &Leaf {
@@ -69,7 +70,9 @@ impl OpenTable {
     pub(super) fn close_all(&self) {
         for (index, leaf) in self.0.iter().enumerate() {
             // SAFETY: a leaf is never freed.
-            let Some(leaf) = (unsafe { leaf.load(Relaxed).as_ref() }) else { continue };
+            let Some(leaf) = (unsafe { leaf.load(Relaxed).as_ref() }) else {
+                continue;
+            };
             for (word, bits) in leaf.0.iter().enumerate() {
                 let mut bits = bits.swap(0, Relaxed);
                 while bits != 0 {
@@ -86,7 +89,11 @@ impl OpenTable {
 
 fn place(fd: RawFd) -> (usize, usize, u64) {
     let number = fd as usize;
-    (number / LEAF % LEAVES, number % LEAF / 64, 1 << (number % 64))
+    (
+        number / LEAF % LEAVES,
+        number % LEAF / 64,
+        1 << (number % 64),
+    )
 }
 
 /// A file that can be told from every other one.
@@ -101,12 +108,18 @@ pub(crate) struct FileId {
 pub(super) fn identity(fd: RawFd) -> Option<FileId> {
     // SAFETY: `statx` is plain data, for which zeros are valid.
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-    let (flags, wanted) = (libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC, libc::STATX_TYPE | libc::STATX_INO);
+    let (flags, wanted) = (
+        libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC,
+        libc::STATX_TYPE | libc::STATX_INO,
+    );
     // SAFETY: the kernel writes one `statx`, which lives across the call; a number that is not open is an error.
     let code = unsafe { libc::statx(fd, c"".as_ptr(), flags, wanted, &mut stat) };
     let has_type = libc::mode_t::from(stat.stx_mode) & libc::S_IFMT != 0;
     let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
-    (code == 0 && has_type).then_some(FileId { device, inode: stat.stx_ino })
+    (code == 0 && has_type).then_some(FileId {
+        device,
+        inode: stat.stx_ino,
+    })
 }
 
 struct ClosingFd {
@@ -124,13 +137,28 @@ const TAKEN: RawFd = -2;
 pub(super) struct ClosingTable([ClosingFd; 64]);
 
 pub(super) static CLOSING: ClosingTable = ClosingTable(
-    [const { ClosingFd { fd: AtomicI32::new(FREE), device: AtomicU64::new(0), inode: AtomicU64::new(0) } }; 64],
+    [const {
+        ClosingFd {
+            fd: AtomicI32::new(FREE),
+            device: AtomicU64::new(0),
+            inode: AtomicU64::new(0),
+        }
+    }; 64],
 );
 
 impl ClosingTable {
     pub(super) fn put(&self, fd: RawFd, file: FileId) -> Option<usize> {
-        let is_taken = |entry: &&ClosingFd| entry.fd.compare_exchange(FREE, TAKEN, Acquire, Relaxed).is_ok();
-        let (index, entry) = self.0.iter().enumerate().find(|(_, entry)| is_taken(entry))?;
+        let is_taken = |entry: &&ClosingFd| {
+            entry
+                .fd
+                .compare_exchange(FREE, TAKEN, Acquire, Relaxed)
+                .is_ok()
+        };
+        let (index, entry) = self
+            .0
+            .iter()
+            .enumerate()
+            .find(|(_, entry)| is_taken(entry))?;
         entry.device.store(file.device, Relaxed);
         entry.inode.store(file.inode, Relaxed);
         entry.fd.store(fd, Release);
@@ -145,7 +173,10 @@ impl ClosingTable {
     pub(super) fn close_all(&self) {
         for entry in &self.0 {
             let fd = entry.fd.swap(FREE, Acquire);
-            let file = FileId { device: entry.device.load(Relaxed), inode: entry.inode.load(Relaxed) };
+            let file = FileId {
+                device: entry.device.load(Relaxed),
+                inode: entry.inode.load(Relaxed),
+            };
             if fd >= 0 && identity(fd) == Some(file) {
                 // SAFETY: the child's copy of a descriptor of ours, which nothing in the child uses from now on.
                 unsafe { libc::close(fd) };
@@ -163,7 +194,13 @@ mod tests {
     #[test]
     fn a_number_that_another_file_has_by_now_is_not_closed() {
         let table = ClosingTable(
-            [const { ClosingFd { fd: AtomicI32::new(FREE), device: AtomicU64::new(0), inode: AtomicU64::new(0) } }; 64],
+            [const {
+                ClosingFd {
+                    fd: AtomicI32::new(FREE),
+                    device: AtomicU64::new(0),
+                    inode: AtomicU64::new(0),
+                }
+            }; 64],
         );
         let (reader, writer) = rustix::pipe::pipe().unwrap();
         let (other, _) = rustix::pipe::pipe().unwrap();
@@ -173,15 +210,25 @@ mod tests {
         rustix::io::write(&writer, b"x").expect("its reader is open");
         table.put(other.as_raw_fd(), file).unwrap();
         table.close_all();
-        assert_ne!(identity(std::mem::ManuallyDrop::new(other).as_raw_fd()), Some(file), "closed");
+        assert_ne!(
+            identity(std::mem::ManuallyDrop::new(other).as_raw_fd()),
+            Some(file),
+            "closed"
+        );
         drop(reader);
     }
 
     #[test]
     fn numbers_of_every_size_have_their_own_bit() {
-        let mut places: Vec<_> = [0, 3, 63, 64, 1023, 32_767, 32_768, 1 << 20, (1 << 30) - 1].map(place).to_vec();
+        let mut places: Vec<_> = [0, 3, 63, 64, 1023, 32_767, 32_768, 1 << 20, (1 << 30) - 1]
+            .map(place)
+            .to_vec();
         places.dedup();
         assert_eq!(places.len(), 9);
-        assert!(places.iter().all(|&(leaf, word, _)| leaf < LEAVES && word < LEAF / 64));
+        assert!(
+            places
+                .iter()
+                .all(|&(leaf, word, _)| leaf < LEAVES && word < LEAF / 64)
+        );
     }
 }

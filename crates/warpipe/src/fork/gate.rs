@@ -68,7 +68,10 @@ impl NoForkSection {
 
     fn register(&self, fd: OwnedFd) -> CloseOnForkFd {
         OPEN.set(fd.as_raw_fd());
-        CloseOnForkFd { fd: Some(fd), owner_process: OwnerProcess::current() }
+        CloseOnForkFd {
+            fd: Some(fd),
+            owner_process: OwnerProcess::current(),
+        }
     }
 }
 
@@ -136,7 +139,11 @@ pub(super) fn close() {
         }
         // A thread that has ended without its handler.
         let is_free = forks == 0 || forks != me && pause.is_long() && !is_of_process(forks);
-        if is_free && GATE.compare_exchange(seen, sections + me * ONE_FORK, AcqRel, Relaxed).is_ok() {
+        if is_free
+            && GATE
+                .compare_exchange(seen, sections + me * ONE_FORK, AcqRel, Relaxed)
+                .is_ok()
+        {
             continue;
         }
         pause.step();
@@ -148,7 +155,9 @@ pub(super) fn close() {
 pub(super) fn open(last: impl FnOnce()) {
     without_signals(|| {
         // None was counted when the handlers were registered while this fork was under way.
-        let Some(left) = FORKS.get().checked_sub(1) else { return };
+        let Some(left) = FORKS.get().checked_sub(1) else {
+            return;
+        };
         let me = this_thread();
         // A signal's handler that forks may have interrupted who makes the lifeline.
         if left == 0 && DEPTH.get() == 0 {
@@ -156,7 +165,16 @@ pub(super) fn open(last: impl FnOnce()) {
         }
         FORKS.set(left);
         if left == 0 {
-            let opened = |seen| Some(DEPTH.get() + if seen / ONE_FORK == me { seen & SECTIONS } else { seen });
+            let opened = |seen| {
+                Some(
+                    DEPTH.get()
+                        + if seen / ONE_FORK == me {
+                            seen & SECTIONS
+                        } else {
+                            seen
+                        },
+                )
+            };
             let _ = GATE.fetch_update(Release, Relaxed, opened);
         }
     });
@@ -176,7 +194,12 @@ pub(super) fn begin_anew() {
 }
 
 fn this_thread() -> u64 {
-    u64::from(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs())
+    u64::from(
+        rustix::thread::gettid()
+            .as_raw_nonzero()
+            .get()
+            .unsigned_abs(),
+    )
 }
 
 fn is_of_process(thread: u64) -> bool {
@@ -217,7 +240,10 @@ impl Pause {
             ..100 => std::hint::spin_loop(),
             100..200 => rustix::thread::sched_yield(),
             _ => {
-                let short = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
+                let short = libc::timespec {
+                    tv_sec: 0,
+                    tv_nsec: 50_000,
+                };
                 // SAFETY: reads one `timespec`, which lives across the call.
                 unsafe { libc::nanosleep(&short, std::ptr::null_mut()) };
             }
@@ -423,7 +449,11 @@ mod tests {
             until(|| IS_INTERRUPTED.load(Acquire));
             drop(section);
             forking.join().unwrap();
-            assert_eq!(HANDLERS_CHILD_ENDED.load(Acquire), 0, "it hangs, or the gate stays closed");
+            assert_eq!(
+                HANDLERS_CHILD_ENDED.load(Acquire),
+                0,
+                "it hangs, or the gate stays closed"
+            );
         });
     }
 

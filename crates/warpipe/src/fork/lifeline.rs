@@ -27,8 +27,8 @@ use std::sync::{Arc, Mutex};
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 use rustix::pipe::PipeFlags;
 
@@ -59,7 +59,11 @@ struct ReservedFd {
 
 impl ReservedFd {
     const fn none() -> ReservedFd {
-        ReservedFd { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
+        ReservedFd {
+            fd: AtomicI32::new(-1),
+            device: AtomicU64::new(0),
+            inode: AtomicU64::new(0),
+        }
     }
 
     fn set(&self, fd: OwnedFd) {
@@ -75,7 +79,10 @@ impl ReservedFd {
     /// Its number, while that is the file that was kept.
     fn number(&self) -> Option<RawFd> {
         let fd = self.fd.load(Relaxed);
-        let file = FileId { device: self.device.load(Relaxed), inode: self.inode.load(Relaxed) };
+        let file = FileId {
+            device: self.device.load(Relaxed),
+            inode: self.inode.load(Relaxed),
+        };
         (fd >= 0 && identity(fd) == Some(file)).then_some(fd)
     }
 
@@ -83,7 +90,9 @@ impl ReservedFd {
         let number = self.number();
         self.fd.store(-1, Relaxed);
         // SAFETY: the file is the one that was kept here, which nobody else closes.
-        number.into_iter().for_each(|fd| drop(unsafe { OwnedFd::from_raw_fd(fd) }));
+        number
+            .into_iter()
+            .for_each(|fd| drop(unsafe { OwnedFd::from_raw_fd(fd) }));
     }
 }
 
@@ -127,7 +136,9 @@ impl Lifeline {
 /// other files.
 pub(crate) fn is_prompt() -> bool {
     let lowest = super::excluded(super::driver_files::lowest);
-    SOCKET.number().is_some_and(|number| lowest.is_none_or(|lowest| number < lowest))
+    SOCKET
+        .number()
+        .is_some_and(|number| lowest.is_none_or(|lowest| number < lowest))
 }
 
 fn pipe() -> Result<(OwnedFd, OwnedFd), Errno> {
@@ -136,10 +147,15 @@ fn pipe() -> Result<(OwnedFd, OwnedFd), Errno> {
 }
 
 /// A lifeline with an alarm of its own, and the end that `make` makes.
-fn alarmed(section: &NoForkSection, make: impl FnOnce() -> Result<CloseOnForkFd, Errno>) -> Result<Lifeline, Errno> {
+fn alarmed(
+    section: &NoForkSection,
+    make: impl FnOnce() -> Result<CloseOnForkFd, Errno>,
+) -> Result<Lifeline, Errno> {
     let (alarm, writer) = pipe()?;
     let alarm = section.adopt(alarm)?;
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile)
+        .current
+        .unwrap_or(u64::MAX);
     let from = limit.saturating_sub(16).min(ALARM_FROM) as RawFd;
     // Where there is no such number it tells later, and as well.
     let writer = rustix::io::fcntl_dupfd_cloexec(&writer, from).unwrap_or(writer);
@@ -182,8 +198,16 @@ fn put_in_flight(section: &NoForkSection) -> Result<CloseOnForkFd, Errno> {
 fn send(sender: BorrowedFd<'_>, writer: BorrowedFd<'_>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut rights = SendAncillaryBuffer::new(&mut space);
-    rights.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(&writer)));
-    rustix::net::sendmsg(sender, &[IoSlice::new(&[0])], &mut rights, SendFlags::NOSIGNAL).map(drop)
+    rights.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(
+        &writer,
+    )));
+    rustix::net::sendmsg(
+        sender,
+        &[IoSlice::new(&[0])],
+        &mut rights,
+        SendFlags::NOSIGNAL,
+    )
+    .map(drop)
 }
 
 /// In a parent, after a fork: puts the write end in flight once more, in a socket of its own under the old number, and
@@ -204,8 +228,19 @@ fn move_to_own_socket(number: RawFd) -> Result<(), Errno> {
     let mut rights = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     rustix::net::recvmsg(shared, &mut [IoSliceMut::new(&mut [0])], &mut rights, flags)?;
-    let fds = |message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None };
-    let writer = rights.drain().filter_map(fds).flatten().next().ok_or(Errno::BADF)?;
+    let fds = |message| {
+        if let RecvAncillaryMessage::ScmRights(fds) = message {
+            Some(fds)
+        } else {
+            None
+        }
+    };
+    let writer = rights
+        .drain()
+        .filter_map(fds)
+        .flatten()
+        .next()
+        .ok_or(Errno::BADF)?;
     let (own, sender) = pair()?;
     send(sender.as_fd(), writer.as_fd())?;
     let file = identity(own.as_raw_fd()).ok_or(Errno::BADF)?;
@@ -253,7 +288,10 @@ mod tests {
     use crate::hostile::alone;
 
     fn has_ended(fd: &impl AsFd) -> bool {
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
         poll(&mut [PollFd::new(fd, PollFlags::empty())], Some(&now)).unwrap() == 1
     }
 
@@ -261,7 +299,10 @@ mod tests {
     fn it_is_one_for_a_process_and_its_ends_are_open() {
         let lifeline = Lifeline::of_process().unwrap();
         assert!(!has_ended(&lifeline.end) && !has_ended(&lifeline.alarm));
-        assert!(Arc::ptr_eq(&lifeline, &Lifeline::of_process().unwrap()), "one a process");
+        assert!(
+            Arc::ptr_eq(&lifeline, &Lifeline::of_process().unwrap()),
+            "one a process"
+        );
         assert!(SOCKET.number().unwrap() < ALARM.number().unwrap() && is_prompt());
         let flags = rustix::io::fcntl_getfd(lifeline.end.as_fd()).unwrap();
         assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
@@ -291,9 +332,16 @@ mod tests {
         let texts = files.filter_map(|file| std::fs::read_to_string(file.ok()?.path()).ok());
         let texts: Vec<String> = texts.collect();
         let lines = texts.iter().flat_map(|text| text.lines());
-        let counts: Vec<&str> = lines.filter_map(|line| line.strip_prefix("scm_fds:")).collect();
-        let counts = counts.into_iter().map(|count| count.trim().parse::<usize>().unwrap());
-        counts.map(Some).reduce(|sum, one| Some(sum? + one?)).flatten()
+        let counts: Vec<&str> = lines
+            .filter_map(|line| line.strip_prefix("scm_fds:"))
+            .collect();
+        let counts = counts
+            .into_iter()
+            .map(|count| count.trim().parse::<usize>().unwrap());
+        counts
+            .map(Some)
+            .reduce(|sum, one| Some(sum? + one?))
+            .flatten()
     }
 
     #[test]
@@ -312,7 +360,10 @@ mod tests {
             assert_eq!(SOCKET.number(), Some(number), "prompt as before");
             assert_ne!(identity(number), shared, "the child lets go of another one");
             // SAFETY: reaps our own child.
-            assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child);
+            assert_eq!(
+                unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) },
+                child
+            );
             assert!(!has_ended(&lifeline.end) && !has_ended(&lifeline.alarm));
             assert!(Arc::ptr_eq(&lifeline, &Lifeline::of_process().unwrap()));
             assert_eq!(in_flight(), before);
@@ -325,12 +376,20 @@ mod tests {
     fn nothing_is_in_flight_before_somebody_needs_the_lifeline() {
         let test = "nothing_is_in_flight_before_somebody_needs_the_lifeline";
         alone(module_path!(), test, || {
-            let Some(at_load) = in_flight() else { return println!("skipped: the kernel does not say") };
+            let Some(at_load) = in_flight() else {
+                return println!("skipped: the kernel does not say");
+            };
             assert_eq!(at_load, 0);
-            assert!(SOCKET.number().is_some() && is_prompt(), "the number is kept");
+            assert!(
+                SOCKET.number().is_some() && is_prompt(),
+                "the number is kept"
+            );
             let before = SOCKET.number();
             let _lifeline = Lifeline::of_process().unwrap();
-            assert_eq!((in_flight(), SOCKET.number(), SENDER.number()), (Some(1), before, None));
+            assert_eq!(
+                (in_flight(), SOCKET.number(), SENDER.number()),
+                (Some(1), before, None)
+            );
         });
     }
 }

@@ -44,7 +44,10 @@ impl<T: Default + Send + Sync> PerProcess<T> {
             {
                 return &made.value;
             }
-            let made = Box::into_raw(Box::new(PerProcessValue { owner_process, value: T::default() }));
+            let made = Box::into_raw(Box::new(PerProcessValue {
+                owner_process,
+                value: T::default(),
+            }));
             match self.0.compare_exchange(known, made, AcqRel, Acquire) {
                 // SAFETY: published just now, and never freed.
                 Ok(_) => return unsafe { &(*made).value },
@@ -94,7 +97,9 @@ impl<T> InheritedOnFork<T> {
 
 /// Enters a section and takes a lock that is taken in sections alone. Who waits for it is in none: a
 /// signal's handler may interrupt who has it, and fork.
-pub(super) fn enter_with<'a, T>(lock: impl Fn() -> &'a Mutex<T>) -> (NoForkSection, MutexGuard<'a, T>) {
+pub(super) fn enter_with<'a, T>(
+    lock: impl Fn() -> &'a Mutex<T>,
+) -> (NoForkSection, MutexGuard<'a, T>) {
     let mut pause = Pause::default();
     loop {
         let section = NoForkSection::enter();
@@ -132,7 +137,9 @@ mod tests {
     fn a_child_has_a_value_of_its_own_whoever_holds_its_parents_lock() {
         static OWN: PerProcess<Mutex<u32>> = PerProcess::new();
         *OWN.lock() = 7;
-        while_locked(&OWN, || in_a_forked_child(|| *OWN.lock() == 0 && OWN.try_set(8)));
+        while_locked(&OWN, || {
+            in_a_forked_child(|| *OWN.lock() == 0 && OWN.try_set(8))
+        });
         assert_eq!(*OWN.lock(), 7);
     }
 

@@ -85,7 +85,13 @@ fn hide_procfs() -> bool {
     let codes = unsafe {
         [
             libc::unshare(libc::CLONE_NEWNS),
-            libc::mount(root, root, std::ptr::null(), libc::MS_REC | libc::MS_PRIVATE, std::ptr::null()),
+            libc::mount(
+                root,
+                root,
+                std::ptr::null(),
+                libc::MS_REC | libc::MS_PRIVATE,
+                std::ptr::null(),
+            ),
             libc::mount(tmpfs, proc, tmpfs, 0, std::ptr::null()),
         ]
     };
@@ -95,7 +101,10 @@ fn hide_procfs() -> bool {
 /// A parent that calls `exec` when it is told to, and leaves a child.
 fn fork_and_exec(files: &[OwnedFd]) -> ! {
     let lifeline = Lifeline::of_process().unwrap();
-    let mut words = vec![lifeline.end.as_fd().as_raw_fd(), lifeline.alarm.as_fd().as_raw_fd()];
+    let mut words = vec![
+        lifeline.end.as_fd().as_raw_fd(),
+        lifeline.alarm.as_fd().as_raw_fd(),
+    ];
     words.extend(files.iter().map(AsRawFd::as_raw_fd));
     say(&words);
     say(&[fork_and_live()]);
@@ -113,7 +122,9 @@ fn fork_and_die(files: &[OwnedFd]) -> ! {
     // SAFETY: the child makes system calls alone; glibc's allocator, which `say` uses, works in it.
     match unsafe { libc::fork() } {
         0 => {
-            let links = files.iter().map(|file| link(&format!("/proc/self/fd/{}", file.as_raw_fd())) == "/dev/null");
+            let links = files
+                .iter()
+                .map(|file| link(&format!("/proc/self/fd/{}", file.as_raw_fd())) == "/dev/null");
             let mut words = vec![std::process::id() as i32];
             words.extend(links.map(i32::from));
             say(&words);
@@ -127,7 +138,9 @@ fn fork_and_die(files: &[OwnedFd]) -> ! {
 }
 
 fn link(path: &str) -> String {
-    std::fs::read_link(path).map(|path| path.display().to_string()).unwrap_or_default()
+    std::fs::read_link(path)
+        .map(|path| path.display().to_string())
+        .unwrap_or_default()
 }
 
 /// A parent as its peer sees it.
@@ -142,41 +155,81 @@ struct Parent {
 impl Parent {
     fn start(test: &str) -> Parent {
         let mut command = command(module_path!(), test, "parent");
-        let mut process = Guarded(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap());
+        let mut process = Guarded(
+            command
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap(),
+        );
         let mut lines = BufReader::new(process.0.stdout.take().unwrap()).lines();
         let numbers = hear(&mut lines);
-        let open = |fd: &i32| std::fs::File::open(Path::new("/proc").join(format!("{}/fd/{fd}", process.0.id())));
+        let open = |fd: &i32| {
+            std::fs::File::open(Path::new("/proc").join(format!("{}/fd/{fd}", process.0.id())))
+        };
         let mut opened = numbers.iter().map(|fd| OwnedFd::from(open(fd).unwrap()));
         let end = opened.next().unwrap();
         let files = opened.collect();
-        Parent { process, lines, end, files }
+        Parent {
+            process,
+            lines,
+            end,
+            files,
+        }
     }
 
     /// Has it fork and die; the child, and which of the files it found to be `/dev/null`.
     fn strike(&mut self) -> (Child, Vec<i32>) {
-        self.process.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+        self.process
+            .0
+            .stdin
+            .as_mut()
+            .unwrap()
+            .write_all(b"\n")
+            .unwrap();
         let has_ended_first = self.has_ended(LONG.as_secs() as i64).then(|| self.locked());
         let mut words = hear(&mut self.lines);
         let child = Child(Pid::from_raw(words.remove(0)).unwrap());
-        assert_eq!(has_ended_first.unwrap_or(0), 0, "the lifeline ended while files of the driver were open");
+        assert_eq!(
+            has_ended_first.unwrap_or(0),
+            0,
+            "the lifeline ended while files of the driver were open"
+        );
         (child, words)
     }
 
     /// How many of the files are open in any process.
     fn locked(&self) -> usize {
-        self.files.iter().filter(|file| os::ofd_is_locked(file.as_fd(), 0).unwrap()).count()
+        self.files
+            .iter()
+            .filter(|file| os::ofd_is_locked(file.as_fd(), 0).unwrap())
+            .count()
     }
 
     fn has_ended(&self, seconds: i64) -> bool {
-        let limit = Timespec { tv_sec: seconds, tv_nsec: 0 };
-        poll(&mut [PollFd::new(&self.end, PollFlags::empty())], Some(&limit)).unwrap() == 1
+        let limit = Timespec {
+            tv_sec: seconds,
+            tv_nsec: 0,
+        };
+        poll(
+            &mut [PollFd::new(&self.end, PollFlags::empty())],
+            Some(&limit),
+        )
+        .unwrap()
+            == 1
     }
 }
 
 fn hear(lines: &mut std::io::Lines<BufReader<ChildStdout>>) -> Vec<i32> {
-    let line = lines.map(Result::unwrap).find(|line| line.contains("numbers ")).expect("it says its numbers");
+    let line = lines
+        .map(Result::unwrap)
+        .find(|line| line.contains("numbers "))
+        .expect("it says its numbers");
     let (_, numbers) = line.split_once("numbers ").unwrap();
-    numbers.split(' ').map(|number| number.parse().unwrap()).collect()
+    numbers
+        .split(' ')
+        .map(|number| number.parse().unwrap())
+        .collect()
 }
 
 /// Killed at its end.
@@ -192,14 +245,21 @@ impl Drop for Child {
 fn a_forked_child_releases_the_drivers_files_first_and_its_parents_lifeline_last() {
     let test = "a_forked_child_releases_the_drivers_files_first_and_its_parents_lifeline_last";
     if role().is_some() {
-        fork_and_die(&(0..FILES).map(|_| driver_file(MemfdFlags::CLOEXEC)).collect::<Vec<_>>());
+        fork_and_die(
+            &(0..FILES)
+                .map(|_| driver_file(MemfdFlags::CLOEXEC))
+                .collect::<Vec<_>>(),
+        );
     }
     for _ in 0..10 {
         let mut parent = Parent::start(test);
         let (child, replaced) = parent.strike();
         assert!(parent.has_ended(0), "the child delays nobody");
         assert_eq!(replaced, [1; FILES], "the numbers stay in use");
-        assert!(rustix::process::test_kill_process(child.0).is_ok(), "the child lives");
+        assert!(
+            rustix::process::test_kill_process(child.0).is_ok(),
+            "the child lives"
+        );
     }
 }
 
@@ -217,28 +277,53 @@ fn a_forked_child_that_keeps_exported_memory_keeps_its_parents_lifeline() {
         fork_and_die(&files);
     }
     let mut parent = Parent::start(test);
-    parent.process.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    parent
+        .process
+        .0
+        .stdin
+        .as_mut()
+        .unwrap()
+        .write_all(b"\n")
+        .unwrap();
     let words = hear(&mut parent.lines);
     let child = Child(Pid::from_raw(words[0]).unwrap());
     assert_eq!(words[1..], [1, 0, 0], "what was exported is left alone");
     assert!(parent.process.0.wait().unwrap().success());
-    assert!(!parent.has_ended(0), "what may be a file of the driver is open");
+    assert!(
+        !parent.has_ended(0),
+        "what may be a file of the driver is open"
+    );
     drop(child);
     assert!(parent.has_ended(LONG.as_secs() as i64));
 }
 
 #[test]
 fn a_child_forked_before_anybody_knew_its_parent_keeps_the_lifeline_with_the_drivers_files() {
-    let test = "a_child_forked_before_anybody_knew_its_parent_keeps_the_lifeline_with_the_drivers_files";
+    let test =
+        "a_child_forked_before_anybody_knew_its_parent_keeps_the_lifeline_with_the_drivers_files";
     if role().is_some() {
         // One that looks like exported memory: the child keeps it.
-        fork_link_and_die(&[driver_file(MemfdFlags::CLOEXEC), driver_file(MemfdFlags::empty())]);
+        fork_link_and_die(&[
+            driver_file(MemfdFlags::CLOEXEC),
+            driver_file(MemfdFlags::empty()),
+        ]);
     }
     let mut parent = Parent::start(test);
     let child = Child(Pid::from_raw(hear(&mut parent.lines)[0]).unwrap());
-    parent.process.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    parent
+        .process
+        .0
+        .stdin
+        .as_mut()
+        .unwrap()
+        .write_all(b"\n")
+        .unwrap();
     assert!(parent.process.0.wait().unwrap().success());
-    assert_eq!(parent.locked(), 1, "the child has what may be a file of the driver");
+    assert_eq!(
+        parent.locked(),
+        1,
+        "the child has what may be a file of the driver"
+    );
     assert!(!parent.has_ended(0));
     drop(child);
     assert!(parent.has_ended(LONG.as_secs() as i64));
@@ -252,14 +337,25 @@ fn a_child_forked_before_anybody_knew_its_parent_delays_nobody() {
     }
     let mut parent = Parent::start(test);
     let child = Child(Pid::from_raw(hear(&mut parent.lines)[0]).unwrap());
-    parent.process.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    parent
+        .process
+        .0
+        .stdin
+        .as_mut()
+        .unwrap()
+        .write_all(b"\n")
+        .unwrap();
     assert!(parent.has_ended(LONG.as_secs() as i64));
-    assert!(rustix::process::test_kill_process(child.0).is_ok(), "the child lives");
+    assert!(
+        rustix::process::test_kill_process(child.0).is_ok(),
+        "the child lives"
+    );
 }
 
 #[test]
 fn exec_is_seen_although_a_child_keeps_the_lifeline_and_streams_need_not_wait_for_the_child() {
-    let test = "exec_is_seen_although_a_child_keeps_the_lifeline_and_streams_need_not_wait_for_the_child";
+    let test =
+        "exec_is_seen_although_a_child_keeps_the_lifeline_and_streams_need_not_wait_for_the_child";
     if role().is_some() {
         fork_and_exec(&[driver_file(MemfdFlags::empty())]);
     }
@@ -268,20 +364,43 @@ fn exec_is_seen_although_a_child_keeps_the_lifeline_and_streams_need_not_wait_fo
     let pid = Pid::from_child(&parent.process.0);
     let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).unwrap();
     // The first of its files is the alarm.
-    let process = Process::of_parts([pidfd, parent.end.try_clone().unwrap(), parent.files.remove(0)]);
+    let process = Process::of_parts([
+        pidfd,
+        parent.end.try_clone().unwrap(),
+        parent.files.remove(0),
+    ]);
     assert!(!process.shows(DeathEvidence::Suspect));
-    parent.process.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
-    eventually("the process is suspect", || process.shows(DeathEvidence::Suspect));
-    eventually("it is over after a while", || process.shows(DeathEvidence::Orphaned(Duration::from_millis(10))));
-    assert!(!process.shows(DeathEvidence::Proven), "the child may hold the driver's files");
+    parent
+        .process
+        .0
+        .stdin
+        .as_mut()
+        .unwrap()
+        .write_all(b"\n")
+        .unwrap();
+    eventually("the process is suspect", || {
+        process.shows(DeathEvidence::Suspect)
+    });
+    eventually("it is over after a while", || {
+        process.shows(DeathEvidence::Orphaned(Duration::from_millis(10)))
+    });
+    assert!(
+        !process.shows(DeathEvidence::Proven),
+        "the child may hold the driver's files"
+    );
     drop(child);
     eventually("nobody holds them", || process.shows(DeathEvidence::Proven));
-    assert!(rustix::process::test_kill_process(pid).is_ok(), "the new program runs");
+    assert!(
+        rustix::process::test_kill_process(pid).is_ok(),
+        "the new program runs"
+    );
 }
 
 /// Subscribes, holds a sample, and becomes another program; a child that this library has not seen keeps everything.
 fn hold_and_exec(test: &str, scratch: &Domain) -> ! {
-    let builder = Subscriber::builder("a").domain(scratch).device(&Device::host());
+    let builder = Subscriber::builder("a")
+        .domain(scratch)
+        .device(&Device::host());
     let mut subscriber = builder.build().unwrap();
     std::mem::forget(subscriber.receive(&stream()).unwrap());
     // SAFETY: a fork, without a stack of its own; the child makes two system calls.
@@ -301,10 +420,15 @@ fn a_program_that_called_exec_lives_on_when_a_child_from_before_ends() {
     match role().as_deref() {
         Some("before") => hold_and_exec(test, &domain()),
         Some(_) => {
-            let builder = Subscriber::builder("a").domain(&domain()).device(&Device::host());
+            let builder = Subscriber::builder("a")
+                .domain(&domain())
+                .device(&Device::host());
             let mut subscriber = builder.build().unwrap();
             say(&[1]);
-            assert_eq!(subscriber.receive(&stream()).unwrap().to_vec(LONG).unwrap(), b"after");
+            assert_eq!(
+                subscriber.receive(&stream()).unwrap().to_vec(LONG).unwrap(),
+                b"after"
+            );
             return say(&[2]);
         }
         None => {}
@@ -312,7 +436,9 @@ fn a_program_that_called_exec_lives_on_when_a_child_from_before_ends() {
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| it);
     let mut command = command(module_path!(), test, "before");
-    command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(Stdio::piped());
+    command
+        .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+        .stdout(Stdio::piped());
     let mut program = Guarded(command.spawn().unwrap());
     let mut lines = BufReader::new(program.0.stdout.take().unwrap()).lines();
     publisher.wait_for_subscribers(1, LONG).unwrap();
@@ -321,7 +447,9 @@ fn a_program_that_called_exec_lives_on_when_a_child_from_before_ends() {
     assert_eq!(hear(&mut lines), [1]);
     publisher.wait_for_subscribers(2, LONG).unwrap();
     drop(child);
-    eventually("the program before is gone", || publisher.subscribers().len() < 2);
+    eventually("the program before is gone", || {
+        publisher.subscribers().len() < 2
+    });
     publisher.send_bytes(&stream(), b"after").unwrap();
     assert_eq!(hear(&mut lines), [2], "the program after is not");
 }
@@ -343,7 +471,14 @@ fn a_forked_child_that_cannot_see_its_files_keeps_its_parents_lifeline() {
         return;
     }
     let mut parent = Parent::start(test);
-    parent.process.0.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+    parent
+        .process
+        .0
+        .stdin
+        .as_mut()
+        .unwrap()
+        .write_all(b"\n")
+        .unwrap();
     let Some(child) = Pid::from_raw(hear(&mut parent.lines)[0]).map(Child) else {
         println!("skipped: /proc cannot be hidden here");
         return;

@@ -11,7 +11,9 @@ use rustix::io::Errno;
 
 use super::lingering::{Lingering, throw};
 use super::publisher_handshake::hello;
-use super::stage::{LONG, Scratch, alone, assert_delivers, eventually, hear, packet, pipe, send_raw};
+use super::stage::{
+    LONG, Scratch, alone, assert_delivers, eventually, hear, packet, pipe, send_raw,
+};
 use crate::ipc::limits::eviction_candidate;
 use crate::ipc::message::{Message, Received};
 use crate::runtime::closer::{PENDING_OF_OTHERS_MAX, QUEUE_THREADS_MAX, pending_closes};
@@ -27,7 +29,10 @@ pub(super) fn as_user<T: Send>(uid: u32, work: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let user = scope.spawn(|| {
             // SAFETY: a plain system call that changes this thread alone, which ends soon.
-            assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, uid, uid, uid) }, 0);
+            assert_eq!(
+                unsafe { libc::syscall(libc::SYS_setresuid, uid, uid, uid) },
+                0
+            );
             work()
         });
         user.join().unwrap()
@@ -43,7 +48,11 @@ fn open_to_both() -> (Scratch, Publisher) {
 
 fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
     let domain = Domain::of_user(&scratch.path, 0)?;
-    Subscriber::builder("a").domain(&domain).device(&Device::host()).handshake_timeout(LONG).build()
+    Subscriber::builder("a")
+        .domain(&domain)
+        .device(&Device::host())
+        .handshake_timeout(LONG)
+        .build()
 }
 
 /// Sends the read end of a pipe where none is due. The pipe's other end.
@@ -54,81 +63,113 @@ fn send_pipe(scratch: &Scratch) -> OwnedFd {
 }
 
 fn is_closed(writer: &OwnedFd) -> bool {
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     poll(&mut [PollFd::new(writer, PollFlags::empty())], Some(&now)).unwrap() == 1
 }
 
 #[test]
 fn what_one_user_sends_and_nobody_can_close_costs_no_other_user_anything() {
-    alone(module_path!(), "what_one_user_sends_and_nobody_can_close_costs_no_other_user_anything", || {
-        if !rustix::process::geteuid().is_root() {
-            return println!("skipped: only root can become another user");
-        }
-        let (scratch, publisher) = open_to_both();
-        let mut thrown: Vec<Lingering> = Vec::new();
-        as_user(BAD, || {
-            eventually("it hangs in every thread that it can have", || {
-                if thrown.len() < 2 * PENDING_OF_OTHERS_MAX {
-                    throw(scratch.connection(), b"nonsense", &mut thrown);
-                }
-                pending_closes() > 4 * QUEUE_THREADS_MAX
+    alone(
+        module_path!(),
+        "what_one_user_sends_and_nobody_can_close_costs_no_other_user_anything",
+        || {
+            if !rustix::process::geteuid().is_root() {
+                return println!("skipped: only root can become another user");
+            }
+            let (scratch, publisher) = open_to_both();
+            let mut thrown: Vec<Lingering> = Vec::new();
+            as_user(BAD, || {
+                eventually("it hangs in every thread that it can have", || {
+                    if thrown.len() < 2 * PENDING_OF_OTHERS_MAX {
+                        throw(scratch.connection(), b"nonsense", &mut thrown);
+                    }
+                    pending_closes() > 4 * QUEUE_THREADS_MAX
+                });
             });
-        });
-        let [good, own] = [as_user(GOOD, || send_pipe(&scratch)), send_pipe(&scratch)];
-        eventually("others' descriptors are closed", || is_closed(&good) && is_closed(&own));
-        as_user(BAD, || {
-            // Now and then a thread that only got no processor counts as stuck: so each of these may take a while.
-            eventually("it is refused", || {
-                if pending_closes() < PENDING_OF_OTHERS_MAX + QUEUE_THREADS_MAX
-                    && thrown.len() < 4 * PENDING_OF_OTHERS_MAX
-                {
-                    throw(scratch.connection(), b"nonsense", &mut thrown);
-                }
-                let socket = scratch.connection();
-                send_raw(&socket, b"nonsense", &[]).unwrap_or_default();
-                matches!(hear(&socket), Received::Message(Message::Refused { denied: false, text }, _)
+            let [good, own] = [as_user(GOOD, || send_pipe(&scratch)), send_pipe(&scratch)];
+            eventually("others' descriptors are closed", || {
+                is_closed(&good) && is_closed(&own)
+            });
+            as_user(BAD, || {
+                // Now and then a thread that only got no processor counts as stuck: so each of these may take a while.
+                eventually("it is refused", || {
+                    if pending_closes() < PENDING_OF_OTHERS_MAX + QUEUE_THREADS_MAX
+                        && thrown.len() < 4 * PENDING_OF_OTHERS_MAX
+                    {
+                        throw(scratch.connection(), b"nonsense", &mut thrown);
+                    }
+                    let socket = scratch.connection();
+                    send_raw(&socket, b"nonsense", &[]).unwrap_or_default();
+                    matches!(hear(&socket), Received::Message(Message::Refused { denied: false, text }, _)
                     if text.contains(&format!("that uid {BAD} sent cannot be closed")))
+                });
+                assert!(pending_closes() >= PENDING_OF_OTHERS_MAX);
+                eventually("it cannot come in", || {
+                    let error = subscribe(&scratch).map(drop).err();
+                    matches!(
+                        error,
+                        Some(Error::Handshake {
+                            fault: HandshakeFault::Refused(_),
+                            ..
+                        })
+                    )
+                });
             });
-            assert!(pending_closes() >= PENDING_OF_OTHERS_MAX);
-            eventually("it cannot come in", || {
-                let error = subscribe(&scratch).map(drop).err();
-                matches!(error, Some(Error::Handshake { fault: HandshakeFault::Refused(_), .. }))
+            if crate::os::let_descriptors_in(scratch.connection().as_fd(), true) {
+                let pipe = pipe();
+                eventually("what it sends does not even come", || {
+                    let socket = as_user(BAD, || scratch.connection());
+                    send_raw(&socket, b"nonsense", &[pipe.as_fd()]) == Err(Errno::PERM)
+                });
+            }
+            assert_delivers(
+                &publisher,
+                &mut as_user(GOOD, || subscribe(&scratch)).unwrap(),
+                b"to another user",
+            );
+            assert_delivers(&publisher, &mut scratch.subscriber(), b"and to its own");
+            thrown.clear();
+            eventually("what hung is closed", || pending_closes() == 0);
+            eventually("it may come again", || {
+                as_user(BAD, || subscribe(&scratch)).is_ok()
             });
-        });
-        if crate::os::let_descriptors_in(scratch.connection().as_fd(), true) {
-            let pipe = pipe();
-            eventually("what it sends does not even come", || {
-                let socket = as_user(BAD, || scratch.connection());
-                send_raw(&socket, b"nonsense", &[pipe.as_fd()]) == Err(Errno::PERM)
-            });
-        }
-        assert_delivers(&publisher, &mut as_user(GOOD, || subscribe(&scratch)).unwrap(), b"to another user");
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"and to its own");
-        thrown.clear();
-        eventually("what hung is closed", || pending_closes() == 0);
-        eventually("it may come again", || as_user(BAD, || subscribe(&scratch)).is_ok());
-    });
+        },
+    );
 }
 
 #[test]
 fn a_crowd_that_says_nothing_makes_way_by_itself() {
-    alone(module_path!(), "a_crowd_that_says_nothing_makes_way_by_itself", || {
-        if !rustix::process::geteuid().is_root() {
-            return println!("skipped: only root can become another user");
-        }
-        let scratch = Scratch::new();
-        std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
-        let _publisher = scratch.publisher(|it| it.allow_uids(&[BAD]).handshake_timeout(10 * LONG));
-        // It was there first, and takes its time.
-        let slow = scratch.connection();
-        let crowd: Vec<OwnedFd> = as_user(BAD, || (0..200).map(|_| scratch.connection()).collect());
-        // Some of the crowd have been shown the door: so the publisher has seen them all but for the last ones.
-        let is_refused = |socket: &OwnedFd| is_readable(socket);
-        eventually("they make way", || crowd.iter().filter(|socket| is_refused(socket)).count() >= 100);
-        send_raw(&slow, &packet(&hello()), &[]).unwrap();
-        let welcome = hear(&slow);
-        assert!(matches!(welcome, Received::Message(Message::Welcome { .. }, _)), "{welcome:?}");
-    });
+    alone(
+        module_path!(),
+        "a_crowd_that_says_nothing_makes_way_by_itself",
+        || {
+            if !rustix::process::geteuid().is_root() {
+                return println!("skipped: only root can become another user");
+            }
+            let scratch = Scratch::new();
+            std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
+            let _publisher =
+                scratch.publisher(|it| it.allow_uids(&[BAD]).handshake_timeout(10 * LONG));
+            // It was there first, and takes its time.
+            let slow = scratch.connection();
+            let crowd: Vec<OwnedFd> =
+                as_user(BAD, || (0..200).map(|_| scratch.connection()).collect());
+            // Some of the crowd have been shown the door: so the publisher has seen them all but for the last ones.
+            let is_refused = |socket: &OwnedFd| is_readable(socket);
+            eventually("they make way", || {
+                crowd.iter().filter(|socket| is_refused(socket)).count() >= 100
+            });
+            send_raw(&slow, &packet(&hello()), &[]).unwrap();
+            let welcome = hear(&slow);
+            assert!(
+                matches!(welcome, Received::Message(Message::Welcome { .. }, _)),
+                "{welcome:?}"
+            );
+        },
+    );
 }
 
 fn is_readable(socket: &OwnedFd) -> bool {
@@ -138,6 +179,13 @@ fn is_readable(socket: &OwnedFd) -> bool {
 #[test]
 fn the_oldest_of_those_who_have_most_makes_way() {
     assert_eq!(eviction_candidate([].into_iter()), None);
-    assert_eq!(eviction_candidate([(7, 1), (3, 2), (9, 2), (5, 2), (4, 1)].into_iter()), Some(3));
-    assert_eq!(eviction_candidate([(7, 1), (3, 2)].into_iter()), Some(3), "of as many, the oldest of all");
+    assert_eq!(
+        eviction_candidate([(7, 1), (3, 2), (9, 2), (5, 2), (4, 1)].into_iter()),
+        Some(3)
+    );
+    assert_eq!(
+        eviction_candidate([(7, 1), (3, 2)].into_iter()),
+        Some(3),
+        "of as many, the oldest of all"
+    );
 }

@@ -9,20 +9,32 @@ use std::process::Stdio;
 use std::sync::Barrier;
 
 use super::stage::{
-    Guarded, Scratch, alone, assert_delivers, command, descriptors, eventually, name, role, settled_descriptors,
+    Guarded, Scratch, alone, assert_delivers, command, descriptors, eventually, name, role,
+    settled_descriptors,
 };
 use crate::{Device, Error, Publisher};
 
 fn build(scratch: &Scratch) -> crate::Result<Publisher> {
-    Publisher::builder("a").domain(&scratch.domain).device(&Device::host()).build()
+    Publisher::builder("a")
+        .domain(&scratch.domain)
+        .device(&Device::host())
+        .build()
 }
 
 /// What a path is, with its contents, without following it.
 fn portrait(path: &Path) -> (String, u64, Vec<u8>) {
     use std::os::unix::fs::MetadataExt;
     let metadata = fs::symlink_metadata(path).unwrap();
-    let contents = if metadata.is_file() { fs::read(path).unwrap() } else { Vec::new() };
-    (format!("{:?} {:o}", metadata.file_type(), metadata.mode()), metadata.ino(), contents)
+    let contents = if metadata.is_file() {
+        fs::read(path).unwrap()
+    } else {
+        Vec::new()
+    };
+    (
+        format!("{:?} {:o}", metadata.file_type(), metadata.mode()),
+        metadata.ino(),
+        contents,
+    )
 }
 
 fn fifo(path: &Path) {
@@ -54,8 +66,12 @@ const OBSTACLES: [(&str, Obstacle); 8] = [
         symlink("/etc/passwd", path).unwrap();
         Vec::new()
     }),
-    ("a live stream socket", |path| vec![UnixListener::bind(path).unwrap().into()]),
-    ("a live datagram socket", |path| vec![UnixDatagram::bind(path).unwrap().into()]),
+    ("a live stream socket", |path| {
+        vec![UnixListener::bind(path).unwrap().into()]
+    }),
+    ("a live datagram socket", |path| {
+        vec![UnixDatagram::bind(path).unwrap().into()]
+    }),
     ("a live socket with a full backlog", full_backlog),
 ];
 
@@ -68,12 +84,26 @@ fn what_is_not_ours_stays_byte_for_byte_where_the_socket_or_the_lock_should_be()
             let _kept = make(&path);
             let before = portrait(&path);
             let error = build(&scratch).unwrap_err();
-            assert!(matches!(&error, Error::ForeignFile { path: p, .. } if *p == path), "{what} at {file}: {error}");
-            assert!(scratch.domain.clean().unwrap().is_empty(), "{what} at {file} is not for cleaning");
+            assert!(
+                matches!(&error, Error::ForeignFile { path: p, .. } if *p == path),
+                "{what} at {file}: {error}"
+            );
+            assert!(
+                scratch.domain.clean().unwrap().is_empty(),
+                "{what} at {file} is not for cleaning"
+            );
             assert_eq!(portrait(&path), before, "{what} at {file}");
-            assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 1, "nothing was left beside {what} at {file}");
-            if fs::symlink_metadata(&path).unwrap().is_dir() { fs::remove_dir(&path) } else { fs::remove_file(&path) }
-                .unwrap();
+            assert_eq!(
+                fs::read_dir(&scratch.path).unwrap().count(),
+                1,
+                "nothing was left beside {what} at {file}"
+            );
+            if fs::symlink_metadata(&path).unwrap().is_dir() {
+                fs::remove_dir(&path)
+            } else {
+                fs::remove_file(&path)
+            }
+            .unwrap();
             let publisher = build(&scratch).unwrap();
             assert_delivers(&publisher, &mut scratch.subscriber(), b"usable afterwards");
         }
@@ -106,11 +136,18 @@ fn full_backlog(path: &Path) -> Vec<OwnedFd> {
 #[test]
 fn a_lock_of_another_tool_is_not_taken_for_a_dead_endpoint() {
     let scratch = Scratch::new();
-    for (file, contents) in [("Cargo.lock", "version = 4\n"), ("yarn.lock", "1234\n"), ("x.lock", "warpipe is great")] {
+    for (file, contents) in [
+        ("Cargo.lock", "version = 4\n"),
+        ("yarn.lock", "1234\n"),
+        ("x.lock", "warpipe is great"),
+    ] {
         fs::write(scratch.path.join(file), contents).unwrap();
     }
     assert!(scratch.domain.clean().unwrap().is_empty());
-    assert_eq!(fs::read_to_string(scratch.path.join("Cargo.lock")).unwrap(), "version = 4\n");
+    assert_eq!(
+        fs::read_to_string(scratch.path.join("Cargo.lock")).unwrap(),
+        "version = 4\n"
+    );
     assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 3);
 }
 
@@ -119,7 +156,12 @@ fn a_dead_socket_is_cleared_away() {
     for file in ["a.sock", ".a.new"] {
         let scratch = Scratch::new();
         drop(UnixListener::bind(scratch.path.join(file)).unwrap());
-        assert!(fs::symlink_metadata(scratch.path.join(file)).unwrap().file_type().is_socket());
+        assert!(
+            fs::symlink_metadata(scratch.path.join(file))
+                .unwrap()
+                .file_type()
+                .is_socket()
+        );
         let publisher = build(&scratch).unwrap();
         assert_delivers(&publisher, &mut scratch.subscriber(), b"behind the dead");
     }
@@ -130,7 +172,11 @@ fn a_killed_publishers_name_is_cleaned_or_taken_over() {
     let test = "a_killed_publishers_name_is_cleaned_or_taken_over";
     if role().as_deref() == Some("victim") {
         let domain = crate::Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-        let _publisher = Publisher::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
+        let _publisher = Publisher::builder("a")
+            .domain(&domain)
+            .device(&Device::host())
+            .build()
+            .unwrap();
         println!("ready");
         loop {
             std::thread::park();
@@ -139,13 +185,24 @@ fn a_killed_publishers_name_is_cleaned_or_taken_over() {
     for clean_first in [false, true] {
         let scratch = Scratch::new();
         let mut command = command(module_path!(), test, "victim");
-        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(Stdio::piped());
+        command
+            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+            .stdout(Stdio::piped());
         let mut victim = Guarded(command.spawn().unwrap());
         let stdout = std::io::BufReader::new(victim.0.stdout.take().unwrap());
-        assert!(std::io::BufRead::lines(stdout).map_while(Result::ok).any(|line| line.contains("ready")));
+        assert!(
+            std::io::BufRead::lines(stdout)
+                .map_while(Result::ok)
+                .any(|line| line.contains("ready"))
+        );
         let pid = victim.0.id() as i32;
-        assert!(matches!(build(&scratch), Err(Error::NameTaken { holder, .. }) if holder.pid == Some(pid)));
-        assert!(scratch.domain.clean().unwrap().is_empty(), "the living is not cleaned");
+        assert!(
+            matches!(build(&scratch), Err(Error::NameTaken { holder, .. }) if holder.pid == Some(pid))
+        );
+        assert!(
+            scratch.domain.clean().unwrap().is_empty(),
+            "the living is not cleaned"
+        );
         drop(victim);
         assert_eq!(scratch.domain.endpoints().unwrap()[0].holder, None);
         if clean_first {
@@ -153,7 +210,11 @@ fn a_killed_publishers_name_is_cleaned_or_taken_over() {
             assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0);
         }
         let publisher = build(&scratch).unwrap();
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"the next incarnation");
+        assert_delivers(
+            &publisher,
+            &mut scratch.subscriber(),
+            b"the next incarnation",
+        );
     }
 }
 
@@ -178,12 +239,25 @@ fn of_two_that_race_for_a_name_one_wins_and_the_other_is_told() {
             let other = scope.spawn(contend);
             (contend(), other.join().unwrap())
         });
-        let (winner, loser) = if one.is_ok() { (one, other) } else { (other, one) };
-        let Ok(winner) = winner else { panic!("round {round}: nobody won: {winner:?} {loser:?}") };
-        assert!(matches!(loser, Err(Error::NameTaken { .. })), "round {round}: {loser:?}");
+        let (winner, loser) = if one.is_ok() {
+            (one, other)
+        } else {
+            (other, one)
+        };
+        let Ok(winner) = winner else {
+            panic!("round {round}: nobody won: {winner:?} {loser:?}")
+        };
+        assert!(
+            matches!(loser, Err(Error::NameTaken { .. })),
+            "round {round}: {loser:?}"
+        );
         ours.domain.connect(&name(), super::stage::LONG).unwrap();
         drop(winner);
-        assert_eq!(fs::read_dir(&ours.path).unwrap().count(), 0, "round {round}");
+        assert_eq!(
+            fs::read_dir(&ours.path).unwrap().count(),
+            0,
+            "round {round}"
+        );
     }
 }
 
@@ -197,28 +271,49 @@ fn a_look_at_the_names_never_costs_a_publisher_its_own() {
                 scratch.domain.endpoints().unwrap();
             }
         });
-        let claims: Vec<_> = (0..500).map(|_| scratch.domain.claim(&name(), false).map(drop)).collect();
+        let claims: Vec<_> = (0..500)
+            .map(|_| scratch.domain.claim(&name(), false).map(drop))
+            .collect();
         done.store(true, std::sync::atomic::Ordering::Relaxed);
-        claims.into_iter().collect::<crate::Result<Vec<()>>>().unwrap();
+        claims
+            .into_iter()
+            .collect::<crate::Result<Vec<()>>>()
+            .unwrap();
     });
 }
 
 #[test]
 fn a_build_that_fails_behind_the_claim_leaves_no_file_and_no_descriptor() {
-    alone(module_path!(), "a_build_that_fails_behind_the_claim_leaves_no_file_and_no_descriptor", || {
-        use crate::backend::testing::{Failing, Wrapped};
-        let scratch = Scratch::new();
-        let backend = Wrapped::new(crate::backend::host::HostBackend::shared(), Failing::default());
-        let device = Device::from_backend(backend.clone());
-        drop(build(&scratch).unwrap());
-        let before = settled_descriptors();
-        backend.hook().aim("register", 1);
-        let error = Publisher::builder("a").domain(&scratch.domain).device(&device).history(1).build().unwrap_err();
-        assert!(matches!(error, Error::Injected { .. }), "{error}");
-        assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0);
-        eventually("every descriptor is closed", || descriptors() == before);
-        assert_delivers(&build(&scratch).unwrap(), &mut scratch.subscriber(), b"after all");
-    });
+    alone(
+        module_path!(),
+        "a_build_that_fails_behind_the_claim_leaves_no_file_and_no_descriptor",
+        || {
+            use crate::backend::testing::{Failing, Wrapped};
+            let scratch = Scratch::new();
+            let backend = Wrapped::new(
+                crate::backend::host::HostBackend::shared(),
+                Failing::default(),
+            );
+            let device = Device::from_backend(backend.clone());
+            drop(build(&scratch).unwrap());
+            let before = settled_descriptors();
+            backend.hook().aim("register", 1);
+            let error = Publisher::builder("a")
+                .domain(&scratch.domain)
+                .device(&device)
+                .history(1)
+                .build()
+                .unwrap_err();
+            assert!(matches!(error, Error::Injected { .. }), "{error}");
+            assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0);
+            eventually("every descriptor is closed", || descriptors() == before);
+            assert_delivers(
+                &build(&scratch).unwrap(),
+                &mut scratch.subscriber(),
+                b"after all",
+            );
+        },
+    );
 }
 
 /// What a dead publisher leaves, as far as nothing of that is there.
@@ -246,11 +341,17 @@ fn who_clears_up_never_costs_a_publisher_its_name() {
                 let _ = leave_dead(&scratch);
             }
             let _claim = scratch.domain.claim(&name(), false)?;
-            scratch.domain.connect(&name(), super::stage::LONG).map(drop)
+            scratch
+                .domain
+                .connect(&name(), super::stage::LONG)
+                .map(drop)
         };
         let claims: Vec<crate::Result<()>> = (0..300).map(claim).collect();
         done.store(true, std::sync::atomic::Ordering::Relaxed);
-        claims.into_iter().collect::<crate::Result<Vec<()>>>().unwrap();
+        claims
+            .into_iter()
+            .collect::<crate::Result<Vec<()>>>()
+            .unwrap();
     });
 }
 
@@ -267,10 +368,17 @@ fn of_those_who_clean_one_reports_what_it_removed() {
         };
         let removed: usize = std::thread::scope(|scope| {
             let cleaners: Vec<_> = (0..4).map(|_| scope.spawn(clean)).collect();
-            cleaners.into_iter().map(|cleaner| cleaner.join().unwrap()).sum()
+            cleaners
+                .into_iter()
+                .map(|cleaner| cleaner.join().unwrap())
+                .sum()
         });
         assert_eq!(removed, 1, "round {round}");
-        assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0, "round {round}");
+        assert_eq!(
+            fs::read_dir(&scratch.path).unwrap().count(),
+            0,
+            "round {round}"
+        );
     }
 }
 
@@ -284,5 +392,9 @@ fn a_look_that_finds_nothing_makes_nothing() {
     drop(UnixListener::bind(scratch.path.join("a.sock")).unwrap());
     assert!(scratch.domain.clean().unwrap().is_empty());
     assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 1);
-    assert_delivers(&build(&scratch).unwrap(), &mut scratch.subscriber(), b"cleared by its next owner");
+    assert_delivers(
+        &build(&scratch).unwrap(),
+        &mut scratch.subscriber(),
+        b"cleared by its next owner",
+    );
 }

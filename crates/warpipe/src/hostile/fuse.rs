@@ -40,16 +40,25 @@ impl Silent {
     pub(super) fn new() -> Option<Silent> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("warpipe-silent-{}-{number}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("warpipe-silent-{}-{number}", std::process::id()));
         let device = File::options().read(true).write(true).open("/dev/fuse");
         let mounted = device.and_then(|device| {
             File::create(&path)?;
-            let guardian = Command::new("sleep").arg("120").stdin(device.try_clone()?).stdout(Stdio::null()).spawn();
+            let guardian = Command::new("sleep")
+                .arg("120")
+                .stdin(device.try_clone()?)
+                .stdout(Stdio::null())
+                .spawn();
             let guardian = Guarded(guardian?);
             mount(&device, &path).map(|()| (device, guardian))
         });
         match mounted {
-            Ok((device, guardian)) => Some(Silent { device: Some(device), _guardian: guardian, path }),
+            Ok((device, guardian)) => Some(Silent {
+                device: Some(device),
+                _guardian: guardian,
+                path,
+            }),
             Err(error) => {
                 let _ = std::fs::remove_file(&path);
                 println!("skipped: no FUSE file system can be mounted here: {error}");
@@ -129,7 +138,10 @@ fn serve(mut device: &File, mut opens: usize, closing: Closing) {
 
 /// `struct fuse_init_out` of version 7.31.
 fn init() -> Vec<u8> {
-    let mut body: Vec<u8> = [7u32, 31, 0, 0].iter().flat_map(|word| word.to_le_bytes()).collect();
+    let mut body: Vec<u8> = [7u32, 31, 0, 0]
+        .iter()
+        .flat_map(|word| word.to_le_bytes())
+        .collect();
     body.extend([1, 0, 1, 0]);
     body.extend(4096u32.to_le_bytes());
     body.resize(64, 0);
@@ -137,10 +149,25 @@ fn init() -> Vec<u8> {
 }
 
 fn mount(device: &File, path: &Path) -> std::io::Result<()> {
-    let options = format!("fd={},rootmode=100000,user_id=0,group_id=0,allow_other", device.as_raw_fd());
+    let options = format!(
+        "fd={},rootmode=100000,user_id=0,group_id=0,allow_other",
+        device.as_raw_fd()
+    );
     let [path, options] = [path.as_os_str().as_encoded_bytes(), options.as_bytes()]
         .map(|text| std::ffi::CString::new(text).expect("no zeros in it"));
     // SAFETY: reads four strings, which live across the call.
-    let code = unsafe { libc::mount(c"silent".as_ptr(), path.as_ptr(), c"fuse".as_ptr(), 0, options.as_ptr().cast()) };
-    if code == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    let code = unsafe {
+        libc::mount(
+            c"silent".as_ptr(),
+            path.as_ptr(),
+            c"fuse".as_ptr(),
+            0,
+            options.as_ptr().cast(),
+        )
+    };
+    if code == 0 {
+        Ok(())
+    } else {
+        Err(std::io::Error::last_os_error())
+    }
 }

@@ -21,27 +21,50 @@ pub(crate) fn reopened(fd: BorrowedFd<'_>) -> OwnedFd {
 }
 
 fn punch(fd: impl AsFd, offset: u64) -> bool {
-    rustix::fs::fallocate(fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, 4096).is_ok()
+    rustix::fs::fallocate(
+        fd,
+        FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+        offset,
+        4096,
+    )
+    .is_ok()
 }
 
 /// The inode of the file that `word` lies in, and whether this process can remove its page through any mapping.
 pub(crate) fn removes_page_of<T>(word: &T) -> (u64, bool) {
     let page = std::ptr::from_ref(word) as u64 & !4095;
     let all = mapped("");
-    let (_, inode) = *all.iter().find(|(at, _)| *at == page).expect("the word is in a file's first page");
-    (inode, all.iter().any(|&(at, other)| other == inode && removes(at)))
+    let (_, inode) = *all
+        .iter()
+        .find(|(at, _)| *at == page)
+        .expect("the word is in a file's first page");
+    (
+        inode,
+        all.iter().any(|&(at, other)| other == inode && removes(at)),
+    )
 }
 
 /// Whether a page that is mapped here can be removed through its mapping.
 fn removes(at: u64) -> bool {
     // SAFETY: a shared mapping of the file under test, which consists of atomics alone: a page that is removed reads
     // as zeros.
-    unsafe { rustix::mm::madvise(at as *mut std::ffi::c_void, 4096, rustix::mm::Advice::LinuxRemove) }.is_ok()
+    unsafe {
+        rustix::mm::madvise(
+            at as *mut std::ffi::c_void,
+            4096,
+            rustix::mm::Advice::LinuxRemove,
+        )
+    }
+    .is_ok()
 }
 
 /// The ways in which a page of the file can be removed: through `fd`, a descriptor opened now, those opened
 /// `earlier`, and every mapping of it in this process.
-pub(crate) fn ways_to_remove(fd: BorrowedFd<'_>, earlier: &[OwnedFd], offset: u64) -> Vec<&'static str> {
+pub(crate) fn ways_to_remove(
+    fd: BorrowedFd<'_>,
+    earlier: &[OwnedFd],
+    offset: u64,
+) -> Vec<&'static str> {
     let mut ways = Vec::new();
     let mut note = |what, works| {
         if works {
@@ -50,7 +73,9 @@ pub(crate) fn ways_to_remove(fd: BorrowedFd<'_>, earlier: &[OwnedFd], offset: u6
     };
     note("fallocate", punch(fd, offset));
     note("fallocate, reopened", punch(reopened(fd), offset));
-    earlier.iter().for_each(|fd| note("fallocate, opened earlier", punch(fd, offset)));
+    earlier
+        .iter()
+        .for_each(|fd| note("fallocate, opened earlier", punch(fd, offset)));
     let file = rustix::fs::fstat(fd).unwrap().st_ino;
     for (at, _) in mapped("").into_iter().filter(|(_, inode)| *inode == file) {
         note("madvise(MADV_REMOVE)", removes(at + offset));
@@ -64,7 +89,10 @@ fn mapped(name: &str) -> Vec<(u64, u64)> {
     let of = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
         let at = u64::from_str_radix(words.first()?.split_once('-')?.0, 16).ok()?;
-        words.get(5)?.contains(name).then_some((at, words.get(4)?.parse().ok()?))
+        words
+            .get(5)?
+            .contains(name)
+            .then_some((at, words.get(4)?.parse().ok()?))
     };
     maps.lines().filter_map(of).collect()
 }
@@ -73,8 +101,15 @@ fn mapped(name: &str) -> Vec<(u64, u64)> {
 fn welcomed(scratch: &Scratch) -> (OwnedFd, OwnedFd) {
     let socket = scratch.connection();
     send_raw(&socket, &packet(&hello()), &[]).unwrap();
-    let Received::Message(Message::Welcome { regions, .. }, mut fds) = hear(&socket) else { panic!("no welcome") };
-    (0..regions).for_each(|_| assert!(matches!(hear(&socket), Received::Message(Message::Region { .. }, _))));
+    let Received::Message(Message::Welcome { regions, .. }, mut fds) = hear(&socket) else {
+        panic!("no welcome")
+    };
+    (0..regions).for_each(|_| {
+        assert!(matches!(
+            hear(&socket),
+            Received::Message(Message::Region { .. }, _)
+        ))
+    });
     (socket, fds.swap_remove(0).accept().release())
 }
 
@@ -102,17 +137,27 @@ fn no_page_of_a_live_link_can_be_removed_by_its_subscriber() {
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| it);
     let (socket, segment) = welcomed(&scratch);
-    let (words, early) = (Words::map(&segment), [reopened(segment.as_fd()), segment.try_clone().unwrap()]);
+    let (words, early) = (
+        Words::map(&segment),
+        [reopened(segment.as_fd()), segment.try_clone().unwrap()],
+    );
     // Until the end of the handshake a hole harms nobody: nothing is registered.
     assert!(!ways_to_remove(segment.as_fd(), &early, 4096).is_empty());
     seal::close(segment.as_fd()).unwrap();
     send_raw(&socket, &packet(&Message::Attached), &[]).unwrap();
-    assert!(matches!(hear(&socket), Received::Message(Message::Attached, _)));
+    assert!(matches!(
+        hear(&socket),
+        Received::Message(Message::Attached, _)
+    ));
     for offset in [0, 4096] {
         assert_eq!(ways_to_remove(segment.as_fd(), &early, offset), [""; 0]);
     }
-    publisher.send_bytes(&super::stage::stream(), b"it is the same page").unwrap();
-    eventually("the entry is seen through the earlier mapping", || words.is_published(1));
+    publisher
+        .send_bytes(&super::stage::stream(), b"it is the same page")
+        .unwrap();
+    eventually("the entry is seen through the earlier mapping", || {
+        words.is_published(1)
+    });
 }
 
 #[test]
@@ -122,7 +167,10 @@ fn no_page_of_a_live_link_can_be_removed_by_its_publisher() {
     let subscriber = meet(&scratch, LONG, |socket| {
         let offer = Offer::new();
         offer.send(socket);
-        assert!(matches!(hear(socket), Received::Message(Message::Attached, _)));
+        assert!(matches!(
+            hear(socket),
+            Received::Message(Message::Attached, _)
+        ));
         offered = Some(offer);
         send_raw(socket, &packet(&Message::Attached), &[]).unwrap();
     });
@@ -141,5 +189,14 @@ fn a_segment_that_cannot_be_sealed_against_holes_is_declined() {
         offer.send(socket);
     });
     let error = subscriber.map(drop).unwrap_err();
-    assert!(matches!(&error, Error::Handshake { fault: HandshakeFault::Segment(_), .. }), "{error}");
+    assert!(
+        matches!(
+            &error,
+            Error::Handshake {
+                fault: HandshakeFault::Segment(_),
+                ..
+            }
+        ),
+        "{error}"
+    );
 }

@@ -21,7 +21,8 @@ fn fill() -> Vec<(OwnedFd, OwnedFd)> {
     let fds: Vec<BorrowedFd<'_>> = vec![pipe.as_fd(); 100];
     loop {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+            .unwrap();
         let sent = send_raw(&pair.0, b"x", &fds);
         sockets.push(pair);
         match sent {
@@ -36,27 +37,44 @@ fn fill() -> Vec<(OwnedFd, OwnedFd)> {
 
 #[test]
 fn a_region_that_cannot_be_sent_is_an_error_of_the_loan_and_ends_no_link() {
-    alone(module_path!(), "a_region_that_cannot_be_sent_is_an_error_of_the_loan_and_ends_no_link", || {
-        if !rustix::process::geteuid().is_root() {
-            return println!("skipped: only root can become another user");
-        }
-        let scratch = Scratch::new();
-        let publisher = scratch.publisher(|it| it);
-        let mut subscriber = scratch.subscriber();
-        assert_delivers(&publisher, &mut subscriber, b"before");
-        let maximum = getrlimit(Resource::Nofile).maximum;
-        setrlimit(Resource::Nofile, Rlimit { current: Some(1024), maximum }).unwrap();
-        let large = Layout::bytes_only(64 << 20).unwrap();
-        as_user(SENDER, || {
-            let full = fill();
-            let error = publisher.loan(&large).map(drop).unwrap_err();
-            assert!(matches!(error, Error::InFlightLimit { soft: 1024, .. }), "{error}");
-            let links = publisher.subscribers();
-            assert!(links.iter().all(|it| it.state == PeerState::Alive), "{links:?}");
-            drop(full);
-        });
-        eventually("it is told later", || publisher.loan(&large).is_ok());
-        assert_delivers(&publisher, &mut subscriber, &vec![7; 64 << 20]);
-        assert_eq!(publisher.subscribers().len(), 1);
-    });
+    alone(
+        module_path!(),
+        "a_region_that_cannot_be_sent_is_an_error_of_the_loan_and_ends_no_link",
+        || {
+            if !rustix::process::geteuid().is_root() {
+                return println!("skipped: only root can become another user");
+            }
+            let scratch = Scratch::new();
+            let publisher = scratch.publisher(|it| it);
+            let mut subscriber = scratch.subscriber();
+            assert_delivers(&publisher, &mut subscriber, b"before");
+            let maximum = getrlimit(Resource::Nofile).maximum;
+            setrlimit(
+                Resource::Nofile,
+                Rlimit {
+                    current: Some(1024),
+                    maximum,
+                },
+            )
+            .unwrap();
+            let large = Layout::bytes_only(64 << 20).unwrap();
+            as_user(SENDER, || {
+                let full = fill();
+                let error = publisher.loan(&large).map(drop).unwrap_err();
+                assert!(
+                    matches!(error, Error::InFlightLimit { soft: 1024, .. }),
+                    "{error}"
+                );
+                let links = publisher.subscribers();
+                assert!(
+                    links.iter().all(|it| it.state == PeerState::Alive),
+                    "{links:?}"
+                );
+                drop(full);
+            });
+            eventually("it is told later", || publisher.loan(&large).is_ok());
+            assert_delivers(&publisher, &mut subscriber, &vec![7; 64 << 20]);
+            assert_eq!(publisher.subscribers().len(), 1);
+        },
+    );
 }

@@ -6,13 +6,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::stage::{
-    LONG, Random, Scratch, alone, descriptors, eventually, hear, name, packet, pipe, send_raw, settled_descriptors,
+    LONG, Random, Scratch, alone, descriptors, eventually, hear, name, packet, pipe, send_raw,
+    settled_descriptors,
 };
 use crate::ipc::limits::PeerLimits;
 use crate::ipc::message::{Message, Received};
 use crate::ipc::{
-    AccessPolicy, Address, BODY_BYTES_MAX, ClientInfo, ClientSession, Disconnected, IpcServer, Kind, OutgoingReply,
-    Rejection, RequestHandler, ServerCore, SessionObserver,
+    AccessPolicy, Address, BODY_BYTES_MAX, ClientInfo, ClientSession, Disconnected, IpcServer,
+    Kind, OutgoingReply, Rejection, RequestHandler, ServerCore, SessionObserver,
 };
 use crate::{Error, HandshakeFault, Result};
 
@@ -24,13 +25,29 @@ pub(super) struct Book {
 }
 
 impl RequestHandler for Book {
-    fn on_connect(&self, _: &ServerCore, _: &ClientInfo, body: &[u8]) -> Result<OutgoingReply, Rejection> {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
         self.here.fetch_add(1, SeqCst);
-        Ok(OutgoingReply { body: body.to_vec(), fds: vec![] })
+        Ok(OutgoingReply {
+            body: body.to_vec(),
+            fds: vec![],
+        })
     }
 
-    fn on_request(&self, _: &ServerCore, _: &ClientInfo, body: &[u8]) -> Result<OutgoingReply, Rejection> {
-        Ok(OutgoingReply { body: body.to_vec(), fds: vec![] })
+    fn on_request(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply {
+            body: body.to_vec(),
+            fds: vec![],
+        })
     }
 
     fn on_suspect(&self, _: &ServerCore, _: &ClientInfo) {
@@ -52,12 +69,20 @@ impl SessionObserver for Deaf {}
 
 pub(super) fn open(scratch: &Scratch, admission: AccessPolicy) -> (IpcServer, Arc<Book>) {
     let book = Arc::new(Book::default());
-    let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
+    let at = Address {
+        domain: &scratch.domain,
+        name: &name(),
+        kind: Kind::Pool,
+    };
     (IpcServer::open(&at, admission, book.clone()).unwrap(), book)
 }
 
 pub(super) fn attach(scratch: &Scratch) -> Result<ClientSession> {
-    let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
+    let at = Address {
+        domain: &scratch.domain,
+        name: &name(),
+        kind: Kind::Pool,
+    };
     let (session, _) = ClientSession::attach(&at, None, b"", Duration::ZERO)?;
     session.observe(Arc::new(Deaf))?;
     Ok(session)
@@ -68,7 +93,12 @@ fn assert_answers(session: &ClientSession) {
 }
 
 pub(super) fn visit() -> Message {
-    Message::OpenSession { generation: [7; 16], device: None, kind: Kind::Pool, body: vec![] }
+    Message::OpenSession {
+        generation: [7; 16],
+        device: None,
+        kind: Kind::Pool,
+        body: vec![],
+    }
 }
 
 fn ends(socket: &OwnedFd) -> bool {
@@ -83,51 +113,69 @@ fn ends(socket: &OwnedFd) -> bool {
 
 #[test]
 fn whoever_talks_nonsense_to_a_keeper_is_put_out_alone() {
-    alone(module_path!(), "whoever_talks_nonsense_to_a_keeper_is_put_out_alone", || {
-        // A newer one would not let the descriptors in.
-        crate::os::IS_OLD_KERNEL.store(true, std::sync::atomic::Ordering::SeqCst);
-        let scratch = Scratch::new();
-        let (_keeper, book) = open(&scratch, AccessPolicy::default());
-        let good = attach(&scratch).unwrap();
-        let before = settled_descriptors();
-        let ask = |body: Vec<u8>| packet(&Message::Request { serial: 1, body });
-        let first: [(&str, Vec<u8>); 6] = [
-            ("a hello", packet(&super::publisher_handshake::hello())),
-            ("a question before it is in", ask(vec![1])),
-            ("garbage", b"WARP\x01\0\0\0\xff\xff".to_vec()),
-            ("no frame", vec![0; 3]),
-            ("oversized", vec![b'W'; 4096]),
-            ("a server's word", packet(&Message::RequestFailed { serial: 1, text: String::new() })),
-        ];
-        for (what, bytes) in &first {
+    alone(
+        module_path!(),
+        "whoever_talks_nonsense_to_a_keeper_is_put_out_alone",
+        || {
+            // A newer one would not let the descriptors in.
+            crate::os::IS_OLD_KERNEL.store(true, std::sync::atomic::Ordering::SeqCst);
+            let scratch = Scratch::new();
+            let (_keeper, book) = open(&scratch, AccessPolicy::default());
+            let good = attach(&scratch).unwrap();
+            let before = settled_descriptors();
+            let ask = |body: Vec<u8>| packet(&Message::Request { serial: 1, body });
+            let first: [(&str, Vec<u8>); 6] = [
+                ("a hello", packet(&super::publisher_handshake::hello())),
+                ("a question before it is in", ask(vec![1])),
+                ("garbage", b"WARP\x01\0\0\0\xff\xff".to_vec()),
+                ("no frame", vec![0; 3]),
+                ("oversized", vec![b'W'; 4096]),
+                (
+                    "a server's word",
+                    packet(&Message::RequestFailed {
+                        serial: 1,
+                        text: String::new(),
+                    }),
+                ),
+            ];
+            for (what, bytes) in &first {
+                let socket = scratch.connection();
+                send_raw(&socket, bytes, &[]).unwrap();
+                assert!(ends_or_refused(&socket), "{what}");
+            }
+            assert_eq!(book.here.load(SeqCst), 1, "none of them was admitted");
+            for second in [packet(&visit()), packet(&Message::Attached), vec![9; 40]] {
+                let socket = scratch.connection();
+                send_raw(&socket, &packet(&visit()), &[]).unwrap();
+                assert!(matches!(
+                    hear(&socket),
+                    Received::Message(Message::SessionOpened { .. }, _)
+                ));
+                send_raw(&socket, &second, &[]).unwrap();
+                assert!(ends(&socket));
+            }
+            // This process is the clients', too: what they might still touch is theirs until it dies.
+            eventually("all three are suspect", || book.suspects.load(SeqCst) == 3);
+            let pipes = pipe();
             let socket = scratch.connection();
-            send_raw(&socket, bytes, &[]).unwrap();
-            assert!(ends_or_refused(&socket), "{what}");
-        }
-        assert_eq!(book.here.load(SeqCst), 1, "none of them was admitted");
-        for second in [packet(&visit()), packet(&Message::Attached), vec![9; 40]] {
-            let socket = scratch.connection();
-            send_raw(&socket, &packet(&visit()), &[]).unwrap();
-            assert!(matches!(hear(&socket), Received::Message(Message::SessionOpened { .. }, _)));
-            send_raw(&socket, &second, &[]).unwrap();
-            assert!(ends(&socket));
-        }
-        // This process is the clients', too: what they might still touch is theirs until it dies.
-        eventually("all three are suspect", || book.suspects.load(SeqCst) == 3);
-        let pipes = pipe();
-        let socket = scratch.connection();
-        send_raw(&socket, &packet(&visit()), &[pipes.as_fd()]).unwrap();
-        assert!(ends_or_refused(&socket), "descriptors where none are due");
-        drop((socket, pipes));
-        // Three suspects are kept: a socket each. Of their process, which is this one, everything is there.
-        eventually("every other descriptor is closed", || descriptors() == before + 3);
-        assert_answers(&good);
-    });
+            send_raw(&socket, &packet(&visit()), &[pipes.as_fd()]).unwrap();
+            assert!(ends_or_refused(&socket), "descriptors where none are due");
+            drop((socket, pipes));
+            // Three suspects are kept: a socket each. Of their process, which is this one, everything is there.
+            eventually("every other descriptor is closed", || {
+                descriptors() == before + 3
+            });
+            assert_answers(&good);
+        },
+    );
 }
 
 /// Refused, or closed; a refused mute is closed with the test's end of the connection.
 fn ends_or_refused(socket: &OwnedFd) -> bool {
-    matches!(hear(socket), Received::End | Received::Message(Message::Refused { .. } | Message::OtherKind { .. }, _))
+    matches!(
+        hear(socket),
+        Received::End | Received::Message(Message::Refused { .. } | Message::OtherKind { .. }, _)
+    )
 }
 
 #[test]
@@ -159,8 +207,13 @@ fn a_visitor_that_does_not_read_is_put_out_and_holds_nobody_up() {
     let socket = scratch.connection();
     send_raw(&socket, &packet(&visit()), &[]).unwrap();
     // It asks and asks, and never reads an answer.
-    let question = packet(&Message::Request { serial: 1, body: vec![0; 512] });
-    eventually("the server stops reading", || send_raw(&socket, &question, &[]).is_err());
+    let question = packet(&Message::Request {
+        serial: 1,
+        body: vec![0; 512],
+    });
+    eventually("the server stops reading", || {
+        send_raw(&socket, &question, &[]).is_err()
+    });
     eventually("it is put out", || book.suspects.load(SeqCst) > 0);
     assert_eq!(book.suspects.load(SeqCst), 1);
     assert_answers(&good);
@@ -171,7 +224,13 @@ fn a_full_keeper_says_so_and_a_crowd_of_mutes_keeps_nobody_out() {
     let scratch = Scratch::new();
     let (_keeper, book) = open(
         &scratch,
-        AccessPolicy { limits: PeerLimits { all: 2, ..PeerLimits::default() }, ..AccessPolicy::default() },
+        AccessPolicy {
+            limits: PeerLimits {
+                all: 2,
+                ..PeerLimits::default()
+            },
+            ..AccessPolicy::default()
+        },
     );
     let mutes: Vec<OwnedFd> = (0..100).map(|_| scratch.connection()).collect();
     let first = attach(&scratch).unwrap();
@@ -180,7 +239,13 @@ fn a_full_keeper_says_so_and_a_crowd_of_mutes_keeps_nobody_out() {
     assert!(
         matches!(
             &refused,
-            Error::Handshake { fault: HandshakeFault::Full { limit: crate::PeerLimit::All, max: 2 }, .. }
+            Error::Handshake {
+                fault: HandshakeFault::Full {
+                    limit: crate::PeerLimit::All,
+                    max: 2
+                },
+                ..
+            }
         ),
         "{refused}"
     );
@@ -197,15 +262,24 @@ struct Liar {
 
 impl Liar {
     fn new(scratch: &Scratch) -> Liar {
-        Liar { claim: scratch.domain.claim(&name(), false).unwrap() }
+        Liar {
+            claim: scratch.domain.claim(&name(), false).unwrap(),
+        }
     }
 
     /// Answers one client's first words with `packets`, and keeps the connection.
     fn receive(&self, packets: &[(Vec<u8>, usize)]) -> OwnedFd {
         use rustix::net::{SocketFlags, accept_with};
         crate::ipc::message::wait_readable(self.claim.listener.as_fd(), LONG);
-        let socket = accept_with(&self.claim.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK).unwrap();
-        assert!(matches!(hear(&socket), Received::Message(Message::OpenSession { .. }, _)));
+        let socket = accept_with(
+            &self.claim.listener,
+            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        )
+        .unwrap();
+        assert!(matches!(
+            hear(&socket),
+            Received::Message(Message::OpenSession { .. }, _)
+        ));
         for (bytes, fds) in packets {
             let pipes: Vec<OwnedFd> = (0..*fds).map(|_| pipe()).collect();
             let borrowed: Vec<_> = pipes.iter().map(AsFd::as_fd).collect();
@@ -219,20 +293,56 @@ impl Liar {
 fn a_visitor_refuses_an_admission_that_is_none() {
     let scratch = Scratch::new();
     let liar = Liar::new(&scratch);
-    let granted = |fds| packet(&Message::SessionOpened { generation: [1; 16], body: vec![1; 8], fds });
-    let descriptors =
-        |error: &Error| matches!(error, Error::Handshake { fault: HandshakeFault::Descriptors { .. }, .. });
+    let granted = |fds| {
+        packet(&Message::SessionOpened {
+            generation: [1; 16],
+            body: vec![1; 8],
+            fds,
+        })
+    };
+    let descriptors = |error: &Error| {
+        matches!(
+            error,
+            Error::Handshake {
+                fault: HandshakeFault::Descriptors { .. },
+                ..
+            }
+        )
+    };
     type Check<'a> = &'a (dyn Fn(&Error) -> bool + Sync);
     type Lie<'a> = (&'a str, (Vec<u8>, usize), Check<'a>);
     let cases: [Lie<'_>; 6] = [
         ("too few descriptors", (granted(2), 1), &descriptors),
         ("too many descriptors", (granted(0), 3), &descriptors),
-        ("more descriptors than can be", (granted(200), 4), &descriptors),
-        ("another message", (packet(&Message::Attached), 0), &|error| matches!(error, Error::Handshake { .. })),
-        ("garbage", (vec![7; 100], 0), &|error| matches!(error, Error::Handshake { fault: HandshakeFault::Magic, .. })),
-        ("something else", (packet(&Message::OtherKind { found: Kind::Timeline }), 0), &|error| {
-            matches!(error, Error::OtherKind { .. })
+        (
+            "more descriptors than can be",
+            (granted(200), 4),
+            &descriptors,
+        ),
+        (
+            "another message",
+            (packet(&Message::Attached), 0),
+            &|error| matches!(error, Error::Handshake { .. }),
+        ),
+        ("garbage", (vec![7; 100], 0), &|error| {
+            matches!(
+                error,
+                Error::Handshake {
+                    fault: HandshakeFault::Magic,
+                    ..
+                }
+            )
         }),
+        (
+            "something else",
+            (
+                packet(&Message::OtherKind {
+                    found: Kind::Timeline,
+                }),
+                0,
+            ),
+            &|error| matches!(error, Error::OtherKind { .. }),
+        ),
     ];
     for (what, answer, is_right) in cases {
         std::thread::scope(|scope| {
@@ -249,11 +359,31 @@ fn a_keeper_of_another_run_than_a_ticket_names_is_refused_whatever_it_gives() {
     use crate::memory::ticket::{Ticket, Wanted};
     let scratch = Scratch::new();
     let liar = Liar::new(&scratch);
-    let wanted = Wanted { id: 0, offset: 0, bytes: None };
-    let ticket = Ticket::new(&scratch.domain, &name(), Kind::Pool, Some([2; 16]), wanted, None).unwrap();
+    let wanted = Wanted {
+        id: 0,
+        offset: 0,
+        bytes: None,
+    };
+    let ticket = Ticket::new(
+        &scratch.domain,
+        &name(),
+        Kind::Pool,
+        Some([2; 16]),
+        wanted,
+        None,
+    )
+    .unwrap();
     std::thread::scope(|scope| {
-        let visiting = scope.spawn(|| ticket.attach(&crate::Device::host(), &[], Duration::ZERO).map(drop));
-        let granted = packet(&Message::SessionOpened { generation: [1; 16], body: vec![], fds: 0 });
+        let visiting = scope.spawn(|| {
+            ticket
+                .attach(&crate::Device::host(), &[], Duration::ZERO)
+                .map(drop)
+        });
+        let granted = packet(&Message::SessionOpened {
+            generation: [1; 16],
+            body: vec![],
+            fds: 0,
+        });
         let _socket = liar.receive(&[(granted, 0)]);
         let error = visiting.join().unwrap().unwrap_err();
         assert!(matches!(error, Error::TicketExpired { .. }), "{error}");
@@ -262,36 +392,60 @@ fn a_keeper_of_another_run_than_a_ticket_names_is_refused_whatever_it_gives() {
 
 #[test]
 fn answers_that_nobody_asked_for_are_dropped_and_a_silent_keeper_times_out() {
-    alone(module_path!(), "answers_that_nobody_asked_for_are_dropped_and_a_silent_keeper_times_out", || {
-        let scratch = Scratch::new();
-        let liar = Liar::new(&scratch);
-        let granted = packet(&Message::SessionOpened { generation: [1; 16], body: vec![], fds: 0 });
-        let (session, socket) = std::thread::scope(|scope| {
-            let visiting = scope.spawn(|| attach(&scratch).unwrap());
-            let socket = liar.receive(&[(granted, 0)]);
-            (visiting.join().unwrap(), socket)
-        });
-        let before = settled_descriptors();
-        let (one, two) = (pipe(), pipe());
-        for serial in 0..50 {
-            let stray = packet(&Message::Reply { serial: 1000 + serial, body: vec![], fds: 2 });
-            send_raw(&socket, &stray, &[one.as_fd(), two.as_fd()]).unwrap();
-        }
-        drop((one, two));
-        let late = session.request(b"anybody?", Duration::from_millis(100)).unwrap_err();
-        assert!(matches!(late, Error::Timeout { .. }), "{late}");
-        eventually("stray descriptors are closed", || descriptors() == before);
-        let _ = send_raw(&socket, b"nonsense", &[]);
-        eventually("nonsense is the end", || session.is_over());
-        assert!(matches!(session.request(b"?", LONG), Err(Error::OwnerGone { graceful: false, .. })));
-    });
+    alone(
+        module_path!(),
+        "answers_that_nobody_asked_for_are_dropped_and_a_silent_keeper_times_out",
+        || {
+            let scratch = Scratch::new();
+            let liar = Liar::new(&scratch);
+            let granted = packet(&Message::SessionOpened {
+                generation: [1; 16],
+                body: vec![],
+                fds: 0,
+            });
+            let (session, socket) = std::thread::scope(|scope| {
+                let visiting = scope.spawn(|| attach(&scratch).unwrap());
+                let socket = liar.receive(&[(granted, 0)]);
+                (visiting.join().unwrap(), socket)
+            });
+            let before = settled_descriptors();
+            let (one, two) = (pipe(), pipe());
+            for serial in 0..50 {
+                let stray = packet(&Message::Reply {
+                    serial: 1000 + serial,
+                    body: vec![],
+                    fds: 2,
+                });
+                send_raw(&socket, &stray, &[one.as_fd(), two.as_fd()]).unwrap();
+            }
+            drop((one, two));
+            let late = session
+                .request(b"anybody?", Duration::from_millis(100))
+                .unwrap_err();
+            assert!(matches!(late, Error::Timeout { .. }), "{late}");
+            eventually("stray descriptors are closed", || descriptors() == before);
+            let _ = send_raw(&socket, b"nonsense", &[]);
+            eventually("nonsense is the end", || session.is_over());
+            assert!(matches!(
+                session.request(b"?", LONG),
+                Err(Error::OwnerGone {
+                    graceful: false,
+                    ..
+                })
+            ));
+        },
+    );
 }
 
 #[test]
 fn a_visitor_that_is_put_out_is_told_why() {
     let scratch = Scratch::new();
     let liar = Liar::new(&scratch);
-    let granted = packet(&Message::SessionOpened { generation: [1; 16], body: vec![], fds: 0 });
+    let granted = packet(&Message::SessionOpened {
+        generation: [1; 16],
+        body: vec![],
+        fds: 0,
+    });
     let (session, socket) = std::thread::scope(|scope| {
         let visiting = scope.spawn(|| attach(&scratch).unwrap());
         let socket = liar.receive(&[(granted, 0)]);
@@ -299,14 +453,35 @@ fn a_visitor_that_is_put_out_is_told_why() {
     });
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| session.request(b"anything?", LONG).unwrap_err());
-        assert!(matches!(hear(&socket), Received::Message(Message::Request { .. }, _)));
-        send_raw(&socket, &packet(&Message::Refused { denied: false, text: "enough".into() }), &[]).unwrap();
+        assert!(matches!(
+            hear(&socket),
+            Received::Message(Message::Request { .. }, _)
+        ));
+        send_raw(
+            &socket,
+            &packet(&Message::Refused {
+                denied: false,
+                text: "enough".into(),
+            }),
+            &[],
+        )
+        .unwrap();
         drop(socket);
         let error = asking.join().unwrap();
-        assert!(matches!(&error, Error::Refused { text, .. } if text == "enough"), "{error}");
+        assert!(
+            matches!(&error, Error::Refused { text, .. } if text == "enough"),
+            "{error}"
+        );
     });
-    for told in [session.request(b"?", LONG).unwrap_err(), session.post(b"?").unwrap_err(), session.owner_gone()] {
-        assert!(matches!(&told, Error::Refused { text, .. } if text == "enough"), "{told}");
+    for told in [
+        session.request(b"?", LONG).unwrap_err(),
+        session.post(b"?").unwrap_err(),
+        session.owner_gone(),
+    ] {
+        assert!(
+            matches!(&told, Error::Refused { text, .. } if text == "enough"),
+            "{told}"
+        );
     }
 }
 
@@ -318,7 +493,10 @@ fn a_keeper_that_dies_is_told_of_when_its_process_is_proven_dead() {
 
     impl SessionObserver for Witness {
         fn on_closed(&self, graceful: bool) {
-            self.0.lock().unwrap().push(if graceful { "closed" } else { "suspect" });
+            self.0
+                .lock()
+                .unwrap()
+                .push(if graceful { "closed" } else { "suspect" });
         }
 
         fn on_proven_dead(&self) {
@@ -329,27 +507,55 @@ fn a_keeper_that_dies_is_told_of_when_its_process_is_proven_dead() {
     let test = "a_keeper_that_dies_is_told_of_when_its_process_is_proven_dead";
     if super::stage::role().as_deref() == Some("keeper") {
         let domain = crate::Domain::from_environment().unwrap();
-        let at = Address { domain: &domain, name: &name(), kind: Kind::Pool };
-        let _keeper = IpcServer::open(&at, AccessPolicy::default(), Arc::new(Book::default())).unwrap();
+        let at = Address {
+            domain: &domain,
+            name: &name(),
+            kind: Kind::Pool,
+        };
+        let _keeper =
+            IpcServer::open(&at, AccessPolicy::default(), Arc::new(Book::default())).unwrap();
         println!("ready");
         let _ = std::io::stdin().read_line(&mut String::new());
         return;
     }
     let scratch = Scratch::new();
     let mut command = super::stage::command(module_path!(), test, "keeper");
-    command.env("WARPIPE_DOMAIN", &scratch.path).stdin(std::process::Stdio::piped());
-    let mut child = super::stage::Guarded(command.stdout(std::process::Stdio::piped()).spawn().unwrap());
+    command
+        .env("WARPIPE_DOMAIN", &scratch.path)
+        .stdin(std::process::Stdio::piped());
+    let mut child = super::stage::Guarded(
+        command
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap(),
+    );
     let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines();
     while !lines.next().unwrap().unwrap().contains("ready") {}
-    let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
-    let (session, _) = ClientSession::attach(&at, None, &[1; BODY_BYTES_MAX], Duration::ZERO).unwrap();
+    let at = Address {
+        domain: &scratch.domain,
+        name: &name(),
+        kind: Kind::Pool,
+    };
+    let (session, _) =
+        ClientSession::attach(&at, None, &[1; BODY_BYTES_MAX], Duration::ZERO).unwrap();
     let witness = Arc::new(Witness::default());
     session.observe(witness.clone()).unwrap();
     assert_eq!(session.pid() as u32, child.0.id());
     child.0.kill().unwrap();
-    eventually("the death is told", || witness.0.lock().unwrap().contains(&"dead"));
+    eventually("the death is told", || {
+        witness.0.lock().unwrap().contains(&"dead")
+    });
     assert_eq!(*witness.0.lock().unwrap(), ["suspect", "dead"]);
     assert!(session.is_dead());
     let absent = attach(&scratch).unwrap_err();
-    assert!(matches!(absent, Error::NoOwner { was_there: true, .. }), "{absent}");
+    assert!(
+        matches!(
+            absent,
+            Error::NoOwner {
+                was_there: true,
+                ..
+            }
+        ),
+        "{absent}"
+    );
 }

@@ -25,7 +25,10 @@ fn export_and_obey() {
     let ptr = device.backend().allocate_plain(BYTES).unwrap();
     // SAFETY: all of an allocation of that length, live until it is freed below.
     let handle = unsafe {
-        device.backend().upload(stream.raw(), ptr, &pattern()).unwrap();
+        device
+            .backend()
+            .upload(stream.raw(), ptr, &pattern())
+            .unwrap();
         LegacyHandle::export(&device, ptr + OFFSET, BYTES - OFFSET).unwrap()
     };
     println!("exported: {handle}");
@@ -48,11 +51,22 @@ struct Exporter {
 impl Exporter {
     fn start(test: &str) -> Exporter {
         let mut command = command(module_path!(), test, "exporter");
-        let mut process = Guarded(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap());
+        let mut process = Guarded(
+            command
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap(),
+        );
         let orders = process.0.stdin.take().unwrap();
         let mut answers = BufReader::new(process.0.stdout.take().unwrap());
         let handle = hear(&mut answers, "exported: ").parse().unwrap();
-        Exporter { process, orders, answers, handle }
+        Exporter {
+            process,
+            orders,
+            answers,
+            handle,
+        }
     }
 
     fn free(&mut self) {
@@ -68,7 +82,10 @@ impl Exporter {
 
 /// What follows `word` in the next line that has it (the test runner writes into some of them).
 fn hear(answers: &mut impl BufRead, word: &str) -> String {
-    let found = answers.lines().map(Result::unwrap).find_map(|line| Some(line.split_once(word)?.1.to_owned()));
+    let found = answers
+        .lines()
+        .map(Result::unwrap)
+        .find_map(|line| Some(line.split_once(word)?.1.to_owned()));
     found.unwrap_or_else(|| panic!("the other process ended without {word}"))
 }
 
@@ -94,7 +111,13 @@ fn assert_whole(memory: &LegacyMemory) {
     let stream = memory.device().stream().unwrap();
     let mut bytes = vec![0; memory.bytes() as usize];
     // SAFETY: the range is mapped as long as `memory` lives.
-    unsafe { memory.device().backend().download(stream.raw(), &mut bytes, memory.ptr()) }.unwrap();
+    unsafe {
+        memory
+            .device()
+            .backend()
+            .download(stream.raw(), &mut bytes, memory.ptr())
+    }
+    .unwrap();
     assert_eq!(bytes, pattern()[OFFSET as usize..]);
 }
 
@@ -113,10 +136,19 @@ fn a_handle_opened_again_calls_no_driver_and_the_last_one_closes() {
     }
     let exporter = Exporter::start(test);
     let (counting, device) = counting();
-    let memories: Vec<_> = (0..5).map(|_| exporter.handle.open(&device).unwrap()).collect();
-    assert_eq!(counting.hook().calls().into_iter().collect::<Vec<_>>(), [("open_legacy", 1)]);
+    let memories: Vec<_> = (0..5)
+        .map(|_| exporter.handle.open(&device).unwrap())
+        .collect();
+    assert_eq!(
+        counting.hook().calls().into_iter().collect::<Vec<_>>(),
+        [("open_legacy", 1)]
+    );
     memories.iter().for_each(assert_whole);
-    assert!(memories.iter().all(|memory| memory.ptr() == memories[0].ptr()));
+    assert!(
+        memories
+            .iter()
+            .all(|memory| memory.ptr() == memories[0].ptr())
+    );
     // The first, the last, then those between.
     let mut memories = std::collections::VecDeque::from(memories);
     drop((memories.pop_front(), memories.pop_back()));
@@ -124,14 +156,23 @@ fn a_handle_opened_again_calls_no_driver_and_the_last_one_closes() {
     memories.iter().for_each(assert_whole);
     assert_eq!(calls(&counting, "close_legacy"), 0);
     drop(memories);
-    eventually("the last one closes", || calls(&counting, "close_legacy") == 1);
+    eventually("the last one closes", || {
+        calls(&counting, "close_legacy") == 1
+    });
     exporter.handle.open(&device).unwrap().close(LONG).unwrap();
-    assert_eq!((calls(&counting, "open_legacy"), calls(&counting, "close_legacy")), (2, 2));
+    assert_eq!(
+        (
+            calls(&counting, "open_legacy"),
+            calls(&counting, "close_legacy")
+        ),
+        (2, 2)
+    );
 }
 
 #[test]
 fn a_handle_that_says_its_allocation_is_longer_than_it_is_opens_nothing_of_what_is_open() {
-    let test = "a_handle_that_says_its_allocation_is_longer_than_it_is_opens_nothing_of_what_is_open";
+    let test =
+        "a_handle_that_says_its_allocation_is_longer_than_it_is_opens_nothing_of_what_is_open";
     if was_exporter() {
         return;
     }
@@ -143,10 +184,21 @@ fn a_handle_that_says_its_allocation_is_longer_than_it_is_opens_nothing_of_what_
     let sum = crate::origin::hash(&bytes[..152]);
     bytes[152..].copy_from_slice(&sum.to_le_bytes());
     let forged = LegacyHandle::from_bytes(&bytes).unwrap();
-    assert!(forged.open(&device).is_err(), "the driver's bytes are of something shorter");
+    assert!(
+        forged.open(&device).is_err(),
+        "the driver's bytes are of something shorter"
+    );
     let memory = exporter.handle.open(&device).unwrap();
     let refused = forged.open(&device).unwrap_err();
-    assert!(matches!(refused, Error::LegacyHandle { fault: LegacyFault::Range { .. } }), "{refused}");
+    assert!(
+        matches!(
+            refused,
+            Error::LegacyHandle {
+                fault: LegacyFault::Range { .. }
+            }
+        ),
+        "{refused}"
+    );
     assert_whole(&memory);
     drop(exporter);
 }
@@ -162,7 +214,11 @@ fn many_threads_that_open_one_handle_ask_the_driver_once_and_leave_nothing() {
     let kept = exporter.handle.open(&device).unwrap();
     std::thread::scope(|scope| {
         for _ in 0..4 {
-            scope.spawn(|| (0..200).for_each(|_| assert_eq!(exporter.handle.open(&device).unwrap().ptr(), kept.ptr())));
+            scope.spawn(|| {
+                (0..200).for_each(|_| {
+                    assert_eq!(exporter.handle.open(&device).unwrap().ptr(), kept.ptr())
+                })
+            });
         }
     });
     assert_eq!(calls(&counting, "open_legacy"), 1);
@@ -170,10 +226,15 @@ fn many_threads_that_open_one_handle_ask_the_driver_once_and_leave_nothing() {
     eventually("all are let go", || calls(&counting, "close_legacy") == 1);
     std::thread::scope(|scope| {
         for _ in 0..4 {
-            scope.spawn(|| (0..50).for_each(|_| exporter.handle.open(&device).unwrap().close(LONG).unwrap()));
+            scope.spawn(|| {
+                (0..50).for_each(|_| exporter.handle.open(&device).unwrap().close(LONG).unwrap())
+            });
         }
     });
-    assert_eq!(calls(&counting, "open_legacy"), calls(&counting, "close_legacy"));
+    assert_eq!(
+        calls(&counting, "open_legacy"),
+        calls(&counting, "close_legacy")
+    );
 }
 
 #[test]
@@ -207,7 +268,9 @@ fn memory_that_a_living_exporter_has_freed_is_told_as_such() {
     assert_whole(&memory);
     memory.close(LONG).unwrap();
     match exporter.handle.open(&device) {
-        Err(Error::LegacyHandle { fault: LegacyFault::Stale { pid, .. } }) => assert_eq!(pid, exporter.handle.pid()),
+        Err(Error::LegacyHandle {
+            fault: LegacyFault::Stale { pid, .. },
+        }) => assert_eq!(pid, exporter.handle.pid()),
         other => panic!("{other:?}"),
     }
 }
@@ -223,14 +286,34 @@ fn what_is_open_cannot_be_exported_again_and_not_be_closed_twice() {
     let memory = exporter.handle.open(&device).unwrap();
     // SAFETY: the memory is open; that it is refused is what is tried.
     let exported = unsafe { LegacyHandle::export(&device, memory.ptr(), 8) };
-    assert!(matches!(exported, Err(Error::NotExportable { kind: crate::backend::PointerKind::Import, .. })));
+    assert!(matches!(
+        exported,
+        Err(Error::NotExportable {
+            kind: crate::backend::PointerKind::Import,
+            ..
+        })
+    ));
     memory.close(LONG).unwrap();
 
     let handle = &exporter.handle;
-    let base = device.backend().open_legacy(handle.raw(), handle.allocation_bytes(), handle.device()).unwrap();
+    let base = device
+        .backend()
+        .open_legacy(handle.raw(), handle.allocation_bytes(), handle.device())
+        .unwrap();
     // SAFETY: opened above, and no stream used it; the second is what is tried.
-    let closes = unsafe { [device.backend().close_legacy(base), device.backend().close_legacy(base)] };
-    let [Ok(()), Err(Error::LegacyHandle { fault: LegacyFault::NotOpen { ptr } })] = closes else {
+    let closes = unsafe {
+        [
+            device.backend().close_legacy(base),
+            device.backend().close_legacy(base),
+        ]
+    };
+    let [
+        Ok(()),
+        Err(Error::LegacyHandle {
+            fault: LegacyFault::NotOpen { ptr },
+        }),
+    ] = closes
+    else {
         panic!("{closes:?}")
     };
     assert_eq!(ptr, base);
@@ -238,7 +321,8 @@ fn what_is_open_cannot_be_exported_again_and_not_be_closed_twice() {
 
 #[test]
 fn memory_is_not_closed_under_a_stream_that_was_named_and_closed_under_one_that_was_not() {
-    let test = "memory_is_not_closed_under_a_stream_that_was_named_and_closed_under_one_that_was_not";
+    let test =
+        "memory_is_not_closed_under_a_stream_that_was_named_and_closed_under_one_that_was_not";
     if was_exporter() {
         return;
     }
@@ -250,16 +334,24 @@ fn memory_is_not_closed_under_a_stream_that_was_named_and_closed_under_one_that_
     drop(used);
     // The negative control: nothing else holds a close back, and it comes after the other was let go.
     drop(unnamed.handle.open(&device).unwrap());
-    eventually("what no stream uses is closed", || calls(&counting, "close_legacy") == 1);
+    eventually("what no stream uses is closed", || {
+        calls(&counting, "close_legacy") == 1
+    });
     let again = named.handle.open(&device).unwrap();
-    assert_eq!(calls(&counting, "open_legacy"), 2, "what the stream uses is open still");
+    assert_eq!(
+        calls(&counting, "open_legacy"),
+        2,
+        "what the stream uses is open still"
+    );
     assert_whole(&again);
     again.used_by(&stream).unwrap();
     let error = again.close(Duration::from_millis(1)).unwrap_err();
     assert!(matches!(error, Error::Timeout { .. }), "{error}");
     assert_eq!(calls(&counting, "close_legacy"), 1);
     drop(go);
-    eventually("the stream is past its work", || calls(&counting, "close_legacy") == 2);
+    eventually("the stream is past its work", || {
+        calls(&counting, "close_legacy") == 2
+    });
 }
 
 #[test]
@@ -272,7 +364,10 @@ fn an_open_that_fails_leaves_nothing_and_can_be_tried_again() {
     let failing = Wrapped::new(Device::host().backend().clone(), Failing::default());
     let device = Device::from_backend(failing.clone());
     failing.hook().aim("open_legacy", 1);
-    assert!(matches!(exporter.handle.open(&device), Err(Error::Injected { .. })));
+    assert!(matches!(
+        exporter.handle.open(&device),
+        Err(Error::Injected { .. })
+    ));
     let memory = exporter.handle.open(&device).unwrap();
     assert_whole(&memory);
     failing.hook().aim("close_legacy", 1);
@@ -316,7 +411,8 @@ fn forged_driver_bytes_open_nothing_and_do_no_harm() {
         let mut raw = *exporter.handle.raw();
         match round % 3 {
             0 => raw[random.below(64) as usize] ^= 1 << random.below(8),
-            1 => raw[8 + 8 * random.below(6) as usize..][..8].copy_from_slice(&random.edge().to_le_bytes()),
+            1 => raw[8 + 8 * random.below(6) as usize..][..8]
+                .copy_from_slice(&random.edge().to_le_bytes()),
             _ => raw.copy_from_slice(&random.bytes(64)),
         }
         if raw == *exporter.handle.raw() {
@@ -331,7 +427,10 @@ fn forged_driver_bytes_open_nothing_and_do_no_harm() {
         }
     }
     for bytes in [1 << 40, BYTES + 4096, u64::MAX] {
-        assert!(open(exporter.handle.raw(), bytes).is_err(), "an allocation longer than it is");
+        assert!(
+            open(exporter.handle.raw(), bytes).is_err(),
+            "an allocation longer than it is"
+        );
     }
     assert_whole(&exporter.handle.open(&device).unwrap());
 }
@@ -346,7 +445,10 @@ fn another_user_cannot_open_a_handle() {
         // SAFETY: plain system calls; this process has one test and no other thread that minds.
         let codes = unsafe { [libc::setgid(65534), libc::setuid(65534)] };
         assert_eq!(codes, [0, 0]);
-        let handle: LegacyHandle = std::env::var("WARPIPE_HOSTILE_HANDLE").unwrap().parse().unwrap();
+        let handle: LegacyHandle = std::env::var("WARPIPE_HOSTILE_HANDLE")
+            .unwrap()
+            .parse()
+            .unwrap();
         return println!("outcome: {:?}", handle.open(&Device::host()));
     }
     if !rustix::process::geteuid().is_root() {
@@ -354,9 +456,15 @@ fn another_user_cannot_open_a_handle() {
     }
     let exporter = Exporter::start(test);
     let mut stranger = command(module_path!(), test, "stranger");
-    let output = stranger.env("WARPIPE_HOSTILE_HANDLE", exporter.handle.to_string()).output().unwrap();
+    let output = stranger
+        .env("WARPIPE_HOSTILE_HANDLE", exporter.handle.to_string())
+        .output()
+        .unwrap();
     let outcome = hear(&mut output.stdout.as_slice(), "outcome: ");
-    assert!(outcome.contains("Stale") && outcome.contains("denied"), "{outcome}");
+    assert!(
+        outcome.contains("Stale") && outcome.contains("denied"),
+        "{outcome}"
+    );
 }
 
 /// What a forked child finds of its parent's; the number of the first thing that is not as it should be, or 0.
@@ -372,7 +480,9 @@ fn in_a_forked_child(exporter: &Exporter, memory: LegacyMemory, own: u64, stream
         return 2;
     }
     drop(memory);
-    let Ok(again) = exporter.handle.open(&device) else { return 3 };
+    let Ok(again) = exporter.handle.open(&device) else {
+        return 3;
+    };
     // SAFETY: open, and so mapped for at least a byte; read by the CPU, as host memory is.
     if unsafe { *(again.ptr() as *const u8) } != pattern()[OFFSET as usize] {
         return 4;
@@ -388,8 +498,14 @@ fn a_forked_child_opens_handles_of_its_own_and_harms_none_of_its_parents() {
     }
     alone(module_path!(), test, || {
         let exporter = Exporter::start(test);
-        let (device, memory) = (Device::host(), exporter.handle.open(&Device::host()).unwrap());
-        let (kept, stream) = (exporter.handle.open(&device).unwrap(), device.stream().unwrap());
+        let (device, memory) = (
+            Device::host(),
+            exporter.handle.open(&Device::host()).unwrap(),
+        );
+        let (kept, stream) = (
+            exporter.handle.open(&device).unwrap(),
+            device.stream().unwrap(),
+        );
         let own = device.backend().allocate_plain(4096).unwrap();
         // SAFETY: the child does what is tried, and ends without running anybody's destructors.
         let child = unsafe { libc::fork() };
@@ -403,7 +519,10 @@ fn a_forked_child_opens_handles_of_its_own_and_harms_none_of_its_parents() {
             // SAFETY: the status is a live local; the child is ours.
             unsafe { libc::waitpid(child, &mut status, libc::WNOHANG) == child }
         });
-        assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
+        assert!(
+            libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0,
+            "status {status:#x}"
+        );
         memory.close(LONG).unwrap();
         assert_whole(&kept);
         // SAFETY: allocated above, freed once.
@@ -413,17 +532,26 @@ fn a_forked_child_opens_handles_of_its_own_and_harms_none_of_its_parents() {
 
 #[test]
 fn the_interprocess_events_of_a_process_are_counted_and_one_that_is_dropped_counts_no_more() {
-    let test = "the_interprocess_events_of_a_process_are_counted_and_one_that_is_dropped_counts_no_more";
+    let test =
+        "the_interprocess_events_of_a_process_are_counted_and_one_that_is_dropped_counts_no_more";
     alone(module_path!(), test, || {
         let device = Device::host();
         let create = || device.backend().create_ipc_event();
         let mut events: Vec<_> = (0..IPC_EVENTS_MAX).map(|_| create().unwrap()).collect();
-        assert!(matches!(create(), Err(Error::EventLimit { limit: IPC_EVENTS_MAX })));
+        assert!(matches!(
+            create(),
+            Err(Error::EventLimit {
+                limit: IPC_EVENTS_MAX
+            })
+        ));
         let ordinary = device.backend().create_event().unwrap();
         // SAFETY: each event here is live, and destroyed once.
         let destroy = |event| unsafe { device.backend().destroy_event(event) }.unwrap();
         destroy(ordinary);
-        assert!(matches!(create(), Err(Error::EventLimit { .. })), "an ordinary event does not count");
+        assert!(
+            matches!(create(), Err(Error::EventLimit { .. })),
+            "an ordinary event does not count"
+        );
         destroy(events.pop().unwrap());
         events.push(create().unwrap());
         events.into_iter().for_each(destroy);
@@ -434,11 +562,17 @@ fn the_interprocess_events_of_a_process_are_counted_and_one_that_is_dropped_coun
 fn an_events_handle_opens_and_anything_else_does_not() {
     let device = Device::host();
     let backend: &dyn Backend = &**device.backend();
-    let (event, ordinary) = (backend.create_ipc_event().unwrap(), backend.create_event().unwrap());
+    let (event, ordinary) = (
+        backend.create_ipc_event().unwrap(),
+        backend.create_event().unwrap(),
+    );
     // SAFETY: each event here is live, and destroyed once.
     unsafe {
         let handle = backend.export_event(event).unwrap();
-        assert!(matches!(backend.export_event(ordinary), Err(Error::Argument { .. })));
+        assert!(matches!(
+            backend.export_event(ordinary),
+            Err(Error::Argument { .. })
+        ));
         let opened = backend.open_event(&handle).unwrap();
         assert!(backend.query_event(opened).unwrap());
         for event in [event, ordinary, opened] {
@@ -447,6 +581,14 @@ fn an_events_handle_opens_and_anything_else_does_not() {
     }
     for garbage in [[0; 64], [0xff; 64]] {
         let refused = backend.open_event(&garbage);
-        assert!(matches!(refused, Err(Error::LegacyHandle { fault: LegacyFault::Refused(_) })), "{refused:?}");
+        assert!(
+            matches!(
+                refused,
+                Err(Error::LegacyHandle {
+                    fault: LegacyFault::Refused(_)
+                })
+            ),
+            "{refused:?}"
+        );
     }
 }

@@ -9,19 +9,28 @@ use std::time::Duration;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::stage::{
-    Guarded, LONG, Scratch, alone, assert_delivers, command, descriptors, role, settled_descriptors, stream,
+    Guarded, LONG, Scratch, alone, assert_delivers, command, descriptors, role,
+    settled_descriptors, stream,
 };
 use crate::{Device, Domain, Error, HandshakeFault, Layout, PeerState, Publisher, Subscriber};
 
 fn set_soft(resource: Resource, soft: Option<u64>) {
     let maximum = getrlimit(resource).maximum;
-    setrlimit(resource, Rlimit { current: soft.or(maximum), maximum }).unwrap();
+    setrlimit(
+        resource,
+        Rlimit {
+            current: soft.or(maximum),
+            maximum,
+        },
+    )
+    .unwrap();
 }
 
 /// Leaves room for `spare` descriptors and no more. Returns how many are open.
 fn leave_descriptors(spare: usize) -> usize {
     let names = std::fs::read_dir("/proc/self/fd").unwrap();
-    let numbers = names.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<i32>().ok());
+    let numbers =
+        names.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<i32>().ok());
     let highest = numbers.max().unwrap();
     // Free numbers below the highest one are filled, and stay so.
     loop {
@@ -48,30 +57,47 @@ fn is_descriptor_limit(error: &Error) -> bool {
 
 #[test]
 fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() {
-    alone(module_path!(), "a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later", || {
-        let scratch = Scratch::new();
-        let stream = stream();
-        let build = || {
-            let builder = Publisher::builder("a").domain(&scratch.domain).device(&Device::host()).history(1);
-            let publisher = builder.build()?;
-            publisher.send_bytes(&stream, b"the first region, too").map(|_| publisher)
-        };
-        drop(build().unwrap());
-        settled_descriptors();
-        let mut failures = 0;
-        for spare in 0..20 {
-            let before = leave_descriptors(spare);
-            let result = build().map(drop);
-            set_soft(Resource::Nofile, None);
-            let Err(error) = result else { break };
-            assert!(is_descriptor_limit(&error), "{spare} spare: {error}");
-            assert_eq!(std::fs::read_dir(&scratch.path).unwrap().count(), 0, "{spare} spare");
-            super::stage::eventually("nothing is left", || descriptors() <= before);
-            failures += 1;
-        }
-        assert!((3..20).contains(&failures), "{failures} failures");
-        assert_delivers(&build().unwrap(), &mut scratch.subscriber(), b"the first region, too");
-    });
+    alone(
+        module_path!(),
+        "a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later",
+        || {
+            let scratch = Scratch::new();
+            let stream = stream();
+            let build = || {
+                let builder = Publisher::builder("a")
+                    .domain(&scratch.domain)
+                    .device(&Device::host())
+                    .history(1);
+                let publisher = builder.build()?;
+                publisher
+                    .send_bytes(&stream, b"the first region, too")
+                    .map(|_| publisher)
+            };
+            drop(build().unwrap());
+            settled_descriptors();
+            let mut failures = 0;
+            for spare in 0..20 {
+                let before = leave_descriptors(spare);
+                let result = build().map(drop);
+                set_soft(Resource::Nofile, None);
+                let Err(error) = result else { break };
+                assert!(is_descriptor_limit(&error), "{spare} spare: {error}");
+                assert_eq!(
+                    std::fs::read_dir(&scratch.path).unwrap().count(),
+                    0,
+                    "{spare} spare"
+                );
+                super::stage::eventually("nothing is left", || descriptors() <= before);
+                failures += 1;
+            }
+            assert!((3..20).contains(&failures), "{failures} failures");
+            assert_delivers(
+                &build().unwrap(),
+                &mut scratch.subscriber(),
+                b"the first region, too",
+            );
+        },
+    );
 }
 
 /// A publisher in another process, which does what it is told line by line.
@@ -84,11 +110,18 @@ struct Host {
 impl Host {
     fn start(test: &str, scratch: &Scratch) -> Host {
         let mut command = command(module_path!(), test, "host");
-        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut process = Guarded(command.spawn().unwrap());
         let stdin = process.0.stdin.take().unwrap();
         let stdout = BufReader::new(process.0.stdout.take().unwrap());
-        let mut host = Host { stdin, stdout, process };
+        let mut host = Host {
+            stdin,
+            stdout,
+            process,
+        };
         host.await_word("ready");
         host
     }
@@ -107,7 +140,10 @@ impl Host {
         let mut line = String::new();
         while !line.contains(word) {
             line.clear();
-            assert!(self.stdout.read_line(&mut line).unwrap() > 0, "the host ended before it said {word}");
+            assert!(
+                self.stdout.read_line(&mut line).unwrap() > 0,
+                "the host ended before it said {word}"
+            );
         }
     }
 }
@@ -115,7 +151,13 @@ impl Host {
 /// The other side of [`Host`].
 fn serve() {
     let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-    let mut publisher = Some(Publisher::builder("a").domain(&domain).device(&Device::host()).build().unwrap());
+    let mut publisher = Some(
+        Publisher::builder("a")
+            .domain(&domain)
+            .device(&Device::host())
+            .build()
+            .unwrap(),
+    );
     let stream = stream();
     println!("ready");
     for line in std::io::stdin().lines() {
@@ -126,7 +168,13 @@ fn serve() {
             "leave" => assert!(leave_descriptors(number) > 0),
             "raise" => set_soft(Resource::Nofile, None),
             "leave_all" => drop(publisher.take()),
-            "send" => assert!(publisher.as_ref().unwrap().send_bytes(&stream, &vec![number as u8; number]).is_ok()),
+            "send" => assert!(
+                publisher
+                    .as_ref()
+                    .unwrap()
+                    .send_bytes(&stream, &vec![number as u8; number])
+                    .is_ok()
+            ),
             other => panic!("{other}"),
         }
         println!("done");
@@ -134,8 +182,12 @@ fn serve() {
 }
 
 fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
-    let builder = Subscriber::builder("a").domain(&scratch.domain).device(&Device::host());
-    builder.handshake_timeout(Duration::from_millis(300)).build()
+    let builder = Subscriber::builder("a")
+        .domain(&scratch.domain)
+        .device(&Device::host());
+    builder
+        .handshake_timeout(Duration::from_millis(300))
+        .build()
 }
 
 #[test]
@@ -153,7 +205,11 @@ fn a_publisher_without_descriptors_refuses_newcomers_and_serves_who_is_there() {
         host.say(&format!("leave {spare}"));
         let result = subscribe(&scratch);
         host.say("send 100");
-        assert_eq!(good.receive(&stream).unwrap().to_vec(LONG).unwrap(), [100; 100], "{spare} spare");
+        assert_eq!(
+            good.receive(&stream).unwrap().to_vec(LONG).unwrap(),
+            [100; 100],
+            "{spare} spare"
+        );
         host.say("raise 0");
         match result {
             Ok(_) => break,
@@ -218,7 +274,9 @@ fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_som
         host.say("send 40000000");
         let mut errors = Vec::new();
         super::stage::eventually("it is told of what it lacks, more than once", || {
-            let error = subscriber.receive_timeout(&stream, Duration::from_millis(20)).unwrap_err();
+            let error = subscriber
+                .receive_timeout(&stream, Duration::from_millis(20))
+                .unwrap_err();
             let is_told = is_descriptor_limit(&error);
             assert!(is_told || matches!(error, Error::Timeout { .. }), "{error}");
             errors.extend(is_told.then_some(error));
@@ -228,7 +286,15 @@ fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_som
         assert!(subscriber.try_receive(&stream).unwrap().is_none());
         set_soft(Resource::Nofile, None);
         for bytes in [4_000_000, 40_000_000] {
-            assert_eq!(subscriber.receive(&stream).unwrap().to_vec(LONG).unwrap().len(), bytes);
+            assert_eq!(
+                subscriber
+                    .receive(&stream)
+                    .unwrap()
+                    .to_vec(LONG)
+                    .unwrap()
+                    .len(),
+                bytes
+            );
         }
     });
 }
@@ -251,15 +317,33 @@ fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
         }
         // By now it is proven dead, whatever could be read.
         host.kill();
-        super::stage::eventually("it is dead", || subscriber.publisher_state() == Some(PeerState::Dead));
+        super::stage::eventually("it is dead", || {
+            subscriber.publisher_state() == Some(PeerState::Dead)
+        });
         for _ in 0..10 {
-            let error = subscriber.receive_timeout(&stream, Duration::from_millis(20)).unwrap_err();
-            assert!(is_descriptor_limit(&error) || matches!(error, Error::Timeout { .. }), "{error}");
+            let error = subscriber
+                .receive_timeout(&stream, Duration::from_millis(20))
+                .unwrap_err();
+            assert!(
+                is_descriptor_limit(&error) || matches!(error, Error::Timeout { .. }),
+                "{error}"
+            );
         }
         set_soft(Resource::Nofile, None);
-        assert_eq!(subscriber.receive(&stream).unwrap().to_vec(LONG).unwrap().len(), 4_000_000);
+        assert_eq!(
+            subscriber
+                .receive(&stream)
+                .unwrap()
+                .to_vec(LONG)
+                .unwrap()
+                .len(),
+            4_000_000
+        );
         let end = subscriber.receive(&stream).unwrap_err();
-        assert!(matches!(end, Error::PublisherGone { graceful, .. } if graceful == is_graceful), "{end}");
+        assert!(
+            matches!(end, Error::PublisherGone { graceful, .. } if graceful == is_graceful),
+            "{end}"
+        );
     });
 }
 
@@ -271,7 +355,10 @@ fn what_a_publisher_sent_before_its_death_is_received_once_there_are_descriptors
 
 #[test]
 fn a_goodbye_behind_a_region_is_heard_once_there_are_descriptors() {
-    ends_while_descriptors_lack("a_goodbye_behind_a_region_is_heard_once_there_are_descriptors", true);
+    ends_while_descriptors_lack(
+        "a_goodbye_behind_a_region_is_heard_once_there_are_descriptors",
+        true,
+    );
 }
 
 #[test]
@@ -291,13 +378,18 @@ fn a_region_that_finds_no_room_in_the_subscriber_is_mapped_when_there_is_some() 
         set_soft(Resource::As, Some(used + (48 << 20)));
         host.say("send 100000000");
         super::stage::eventually("it is told of what it lacks", || {
-            let error = subscriber.receive_timeout(&stream, Duration::from_millis(20)).unwrap_err();
+            let error = subscriber
+                .receive_timeout(&stream, Duration::from_millis(20))
+                .unwrap_err();
             let is_told = matches!(error, Error::Os { call: "mmap", .. });
             assert!(is_told || matches!(error, Error::Timeout { .. }), "{error}");
             is_told
         });
         set_soft(Resource::As, None);
-        assert_eq!(subscriber.receive(&stream).unwrap().layout().bytes(), 100_000_000);
+        assert_eq!(
+            subscriber.receive(&stream).unwrap().layout().bytes(),
+            100_000_000
+        );
     });
 }
 
@@ -307,7 +399,11 @@ fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
     let device = Device::host();
     if role().as_deref() == Some("worker") {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-        let mut worker = crate::Worker::builder("jobs").domain(&domain).device(&device).build().unwrap();
+        let mut worker = crate::Worker::builder("jobs")
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap();
         let stream = stream();
         let complete = |worker: &mut crate::Worker, bytes| {
             let lease = worker.lease(&stream).unwrap();
@@ -317,20 +413,34 @@ fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
             lease.complete_with(output, &stream).unwrap();
             println!("answered");
         };
-        [10, 4_000_000, 10].into_iter().for_each(|bytes| complete(&mut worker, bytes));
+        [10, 4_000_000, 10]
+            .into_iter()
+            .for_each(|bytes| complete(&mut worker, bytes));
         let _ = std::io::stdin().read_line(&mut String::new());
         return;
     }
     alone(module_path!(), test, || {
         let (scratch, stream) = (Scratch::new(), stream());
-        let builder = crate::Queue::builder("jobs").domain(&scratch.domain).device(&device);
+        let builder = crate::Queue::builder("jobs")
+            .domain(&scratch.domain)
+            .device(&device);
         let queue = builder.max_attempts(1).build().unwrap();
         let mut command = command(module_path!(), test, "worker");
-        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut worker = Guarded(command.spawn().unwrap());
         let mut orders = worker.0.stdin.take().unwrap();
-        let mut lines = BufReader::new(worker.0.stdout.take().unwrap()).lines().map_while(std::result::Result::ok);
-        let mut hear = |word: &str| assert!(lines.any(|line| line.contains(word)), "the worker has not {word}");
+        let mut lines = BufReader::new(worker.0.stdout.take().unwrap())
+            .lines()
+            .map_while(std::result::Result::ok);
+        let mut hear = |word: &str| {
+            assert!(
+                lines.any(|line| line.contains(word)),
+                "the worker has not {word}"
+            )
+        };
         for (bytes, is_short) in [(10, false), (4_000_000, true), (10, false)] {
             let job = queue.submit_bytes(b"job", &stream).unwrap();
             hear("leased");
@@ -352,49 +462,69 @@ fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
 
 #[test]
 fn a_memfd_that_may_not_grow_is_an_error_of_the_loan_and_of_the_newcomer() {
-    alone(module_path!(), "a_memfd_that_may_not_grow_is_an_error_of_the_loan_and_of_the_newcomer", || {
-        // SAFETY: the process has no other test in it, and nothing here relies on the signal.
-        unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
-        let scratch = Scratch::new();
-        let publisher = scratch.publisher(|it| it);
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
-        let (before, held) = (settled_descriptors(), Device::host().backend().bytes_held());
-        set_soft(Resource::Fsize, Some(4096));
-        let large = Layout::bytes_only(64 << 20).unwrap();
-        let loan = publisher.loan(&large).map(drop).unwrap_err();
-        let newcomer = scratch.try_subscriber().map(drop).unwrap_err();
-        set_soft(Resource::Fsize, None);
-        assert!(matches!(loan, Error::Os { call: "ftruncate", .. }), "{loan}");
-        assert!(
-            matches!(&newcomer, Error::Handshake { fault: HandshakeFault::Refused(why), .. } if why.contains("ftruncate")),
-            "{newcomer}"
-        );
-        super::stage::eventually("nothing is left", || descriptors() <= before);
-        assert_eq!(Device::host().backend().bytes_held(), held);
-        publisher.loan(&large).map(drop).unwrap();
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
-    });
+    alone(
+        module_path!(),
+        "a_memfd_that_may_not_grow_is_an_error_of_the_loan_and_of_the_newcomer",
+        || {
+            // SAFETY: the process has no other test in it, and nothing here relies on the signal.
+            unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+            let scratch = Scratch::new();
+            let publisher = scratch.publisher(|it| it);
+            assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
+            let (before, held) = (settled_descriptors(), Device::host().backend().bytes_held());
+            set_soft(Resource::Fsize, Some(4096));
+            let large = Layout::bytes_only(64 << 20).unwrap();
+            let loan = publisher.loan(&large).map(drop).unwrap_err();
+            let newcomer = scratch.try_subscriber().map(drop).unwrap_err();
+            set_soft(Resource::Fsize, None);
+            assert!(
+                matches!(
+                    loan,
+                    Error::Os {
+                        call: "ftruncate",
+                        ..
+                    }
+                ),
+                "{loan}"
+            );
+            assert!(
+                matches!(&newcomer, Error::Handshake { fault: HandshakeFault::Refused(why), .. } if why.contains("ftruncate")),
+                "{newcomer}"
+            );
+            super::stage::eventually("nothing is left", || descriptors() <= before);
+            assert_eq!(Device::host().backend().bytes_held(), held);
+            publisher.loan(&large).map(drop).unwrap();
+            assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
+        },
+    );
 }
 
 #[test]
 fn an_address_space_that_is_full_is_an_error_of_the_loan_alone() {
-    alone(module_path!(), "an_address_space_that_is_full_is_an_error_of_the_loan_alone", || {
-        let scratch = Scratch::new();
-        let publisher = scratch.publisher(|it| it);
-        let mut subscriber = scratch.subscriber();
-        assert_delivers(&publisher, &mut subscriber, b"before");
-        let (before, held) = (settled_descriptors(), Device::host().backend().bytes_held());
-        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
-        let used = pages.split(' ').next().unwrap().parse::<u64>().unwrap() * 4096;
-        set_soft(Resource::As, Some(used + (256 << 20)));
-        let large = Layout::bytes_only(1 << 30).unwrap();
-        let loan = publisher.loan(&large).map(drop).unwrap_err();
-        set_soft(Resource::As, None);
-        assert!(matches!(loan, Error::Os { call: "mmap", .. }), "{loan}");
-        assert_eq!((settled_descriptors(), Device::host().backend().bytes_held()), (before, held));
-        assert_delivers(&publisher, &mut subscriber, b"afterwards");
-        publisher.loan(&large).map(drop).unwrap();
-    });
+    alone(
+        module_path!(),
+        "an_address_space_that_is_full_is_an_error_of_the_loan_alone",
+        || {
+            let scratch = Scratch::new();
+            let publisher = scratch.publisher(|it| it);
+            let mut subscriber = scratch.subscriber();
+            assert_delivers(&publisher, &mut subscriber, b"before");
+            let (before, held) = (settled_descriptors(), Device::host().backend().bytes_held());
+            let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+            let used = pages.split(' ').next().unwrap().parse::<u64>().unwrap() * 4096;
+            set_soft(Resource::As, Some(used + (256 << 20)));
+            let large = Layout::bytes_only(1 << 30).unwrap();
+            let loan = publisher.loan(&large).map(drop).unwrap_err();
+            set_soft(Resource::As, None);
+            assert!(matches!(loan, Error::Os { call: "mmap", .. }), "{loan}");
+            assert_eq!(
+                (settled_descriptors(), Device::host().backend().bytes_held()),
+                (before, held)
+            );
+            assert_delivers(&publisher, &mut subscriber, b"afterwards");
+            publisher.loan(&large).map(drop).unwrap();
+        },
+    );
 }
 
 #[test]
@@ -402,22 +532,40 @@ fn memory_beyond_the_machine_or_the_limit_is_refused_and_the_rest_still_works() 
     let scratch = Scratch::new();
     let machine = Device::host().info().memory_bytes;
     let publisher = scratch.publisher(|it| it.memory_limit(u64::MAX));
-    let loan = publisher.loan(&Layout::bytes_only(machine + 1).unwrap()).map(drop).unwrap_err();
-    assert!(matches!(loan, Error::DeviceMemory { bytes, .. } if bytes > machine), "{loan}");
-    let loan = publisher.loan(&Layout::bytes_only(i64::MAX as u64).unwrap()).map(drop).unwrap_err();
-    assert!(matches!(loan, Error::DeviceMemory { .. } | Error::MemoryLimit { .. }), "{loan}");
+    let loan = publisher
+        .loan(&Layout::bytes_only(machine + 1).unwrap())
+        .map(drop)
+        .unwrap_err();
+    assert!(
+        matches!(loan, Error::DeviceMemory { bytes, .. } if bytes > machine),
+        "{loan}"
+    );
+    let loan = publisher
+        .loan(&Layout::bytes_only(i64::MAX as u64).unwrap())
+        .map(drop)
+        .unwrap_err();
+    assert!(
+        matches!(loan, Error::DeviceMemory { .. } | Error::MemoryLimit { .. }),
+        "{loan}"
+    );
     assert_eq!(publisher.memory_in_use().0, 0);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
     drop(publisher);
 
-    let publisher = scratch.publisher(|it| it.memory_limit(4 << 20).loan_timeout(Duration::from_millis(20)));
+    let publisher = scratch.publisher(|it| {
+        it.memory_limit(4 << 20)
+            .loan_timeout(Duration::from_millis(20))
+    });
     let small = Layout::bytes_only(1 << 20).unwrap();
     let loans: Vec<_> = (0..4).map(|_| publisher.loan(&small).unwrap()).collect();
     let error = publisher.loan(&small).map(drop).unwrap_err();
     assert!(
         matches!(error, Error::MemoryLimit { bytes, used, limit, .. } if (bytes, used, limit) == (1 << 20, 4 << 20, 4 << 20))
     );
-    let error = publisher.loan(&Layout::bytes_only((4 << 20) + 1).unwrap()).map(drop).unwrap_err();
+    let error = publisher
+        .loan(&Layout::bytes_only((4 << 20) + 1).unwrap())
+        .map(drop)
+        .unwrap_err();
     assert!(matches!(error, Error::MemoryLimit { .. }), "{error}");
     drop(loans);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"released");
@@ -429,25 +577,34 @@ fn threads() -> usize {
 
 #[test]
 fn a_reactor_that_finds_no_thread_leaves_nothing_and_can_be_started_later() {
-    alone(module_path!(), "a_reactor_that_finds_no_thread_leaves_nothing_and_can_be_started_later", || {
-        const LIMITED: u32 = 61_235;
-        if !rustix::process::geteuid().is_root() {
-            return println!("skipped: the limit is of users who are not root");
-        }
-        // SAFETY: plain system calls; this process has one test and no other thread that minds.
-        assert_eq!(unsafe { [libc::setgid(LIMITED), libc::setuid(LIMITED)] }, [0, 0]);
-        let (before, mut failures) = ((threads(), settled_descriptors()), 0);
-        for spare in 0..10 {
-            set_soft(Resource::Nproc, Some((before.0 + spare) as u64));
-            let started = crate::runtime::reactor::Reactor::of_process();
-            set_soft(Resource::Nproc, None);
-            let Err(error) = started else { break };
-            assert!(matches!(error, Error::Os { call: "clone", .. }), "{error}");
-            failures += 1;
-            super::stage::eventually("nothing is left", || (threads(), descriptors()) == before);
-        }
-        assert!((1..10).contains(&failures), "{failures} failures");
-    });
+    alone(
+        module_path!(),
+        "a_reactor_that_finds_no_thread_leaves_nothing_and_can_be_started_later",
+        || {
+            const LIMITED: u32 = 61_235;
+            if !rustix::process::geteuid().is_root() {
+                return println!("skipped: the limit is of users who are not root");
+            }
+            // SAFETY: plain system calls; this process has one test and no other thread that minds.
+            assert_eq!(
+                unsafe { [libc::setgid(LIMITED), libc::setuid(LIMITED)] },
+                [0, 0]
+            );
+            let (before, mut failures) = ((threads(), settled_descriptors()), 0);
+            for spare in 0..10 {
+                set_soft(Resource::Nproc, Some((before.0 + spare) as u64));
+                let started = crate::runtime::reactor::Reactor::of_process();
+                set_soft(Resource::Nproc, None);
+                let Err(error) = started else { break };
+                assert!(matches!(error, Error::Os { call: "clone", .. }), "{error}");
+                failures += 1;
+                super::stage::eventually("nothing is left", || {
+                    (threads(), descriptors()) == before
+                });
+            }
+            assert!((1..10).contains(&failures), "{failures} failures");
+        },
+    );
 }
 
 /// Subscribers in processes of their own.
@@ -456,7 +613,11 @@ fn a_subscriber_costs_its_publisher_six_descriptors() {
     let test = "a_subscriber_costs_its_publisher_six_descriptors";
     if role().as_deref() == Some("guest") {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-        let _subscriber = Subscriber::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
+        let _subscriber = Subscriber::builder("a")
+            .domain(&domain)
+            .device(&Device::host())
+            .build()
+            .unwrap();
         println!("attached");
         let _ = std::io::stdin().read_line(&mut String::new());
         return;
@@ -466,17 +627,28 @@ fn a_subscriber_costs_its_publisher_six_descriptors() {
         let _publisher = scratch.publisher(|it| it);
         let start = || {
             let mut command = command(module_path!(), test, "guest");
-            command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+            command
+                .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped());
             let mut process = Guarded(command.spawn().unwrap());
             let lines = BufReader::new(process.0.stdout.take().unwrap()).lines();
-            assert!(lines.map_while(std::result::Result::ok).any(|line| line.contains("attached")));
+            assert!(
+                lines
+                    .map_while(std::result::Result::ok)
+                    .any(|line| line.contains("attached"))
+            );
             process
         };
         let first = start();
         let before = settled_descriptors();
         let others = [start(), start(), start()];
         // And a pipe to its standard input.
-        assert!(settled_descriptors() - before <= others.len() * (6 + 1), "{}", settled_descriptors() - before);
+        assert!(
+            settled_descriptors() - before <= others.len() * (6 + 1),
+            "{}",
+            settled_descriptors() - before
+        );
         drop((first, others));
     });
 }
@@ -486,7 +658,12 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
     let test = "a_process_takes_its_own_share_of_the_links_and_leaves_the_rest";
     if role().as_deref() == Some("crowd") {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-        let builder = || Subscriber::builder("a").domain(&domain).device(&Device::host()).build();
+        let builder = || {
+            Subscriber::builder("a")
+                .domain(&domain)
+                .device(&Device::host())
+                .build()
+        };
         let crowd: Vec<_> = (0..3).map(|_| builder().unwrap()).collect();
         let fault = match builder() {
             Err(Error::Handshake { fault, .. }) => fault,
@@ -501,17 +678,30 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
     let publisher = scratch.publisher(|it| it.subscribers_per_process_max(3));
     let start = || {
         let mut command = command(module_path!(), test, "crowd");
-        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut process = Guarded(command.spawn().unwrap());
         let lines = BufReader::new(process.0.stdout.take().unwrap()).lines();
-        let refused = lines.map_while(std::result::Result::ok).find(|line| line.contains("refused"));
+        let refused = lines
+            .map_while(std::result::Result::ok)
+            .find(|line| line.contains("refused"));
         (process, refused.unwrap())
     };
     let crowds = [start(), start()];
-    assert!(crowds.iter().all(|(_, refused)| refused.contains("Full { limit: Process, max: 3 }")), "{}", crowds[0].1);
+    assert!(
+        crowds
+            .iter()
+            .all(|(_, refused)| refused.contains("Full { limit: Process, max: 3 }")),
+        "{}",
+        crowds[0].1
+    );
     assert_eq!(publisher.subscribers().len(), 6);
     drop(crowds);
-    super::stage::eventually("a dead process's links are given back", || publisher.subscribers().is_empty());
+    super::stage::eventually("a dead process's links are given back", || {
+        publisher.subscribers().is_empty()
+    });
     drop(start());
 }
 
@@ -534,7 +724,11 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
             for spare in 1..20 {
                 set_soft(Resource::Nofile, None);
                 leave_descriptors(spare);
-                let failed = |_: &usize| open(name).inspect_err(|error| assert!(is_descriptor_limit(error))).is_err();
+                let failed = |_: &usize| {
+                    open(name)
+                        .inspect_err(|error| assert!(is_descriptor_limit(error)))
+                        .is_err()
+                };
                 if (0..100).take_while(failed).count() == 0 {
                     break;
                 }
@@ -549,15 +743,26 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
     alone(module_path!(), test, || {
         let scratch = Scratch::new();
         let device = Device::host();
-        let _pool = crate::Pool::builder("pool").domain(&scratch.domain).device(&device).build().unwrap();
+        let _pool = crate::Pool::builder("pool")
+            .domain(&scratch.domain)
+            .device(&device)
+            .build()
+            .unwrap();
         let _timeline = crate::Timeline::create(&scratch.domain, "timeline", &device).unwrap();
         let _turns = crate::Semaphore::create(&scratch.domain, "turns", &device, 1).unwrap();
         let before = settled_descriptors();
         let mut command = command(module_path!(), test, "client");
-        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut client = Guarded(command.spawn().unwrap());
         let lines = BufReader::new(client.0.stdout.take().unwrap()).lines();
-        assert!(lines.map_while(std::result::Result::ok).any(|line| line.contains("no descriptors left")));
+        assert!(
+            lines
+                .map_while(std::result::Result::ok)
+                .any(|line| line.contains("no descriptors left"))
+        );
         // The client lives, and its pipe is open.
         super::stage::eventually("nothing of it is kept", || descriptors() <= before + 1);
         drop(client);
@@ -570,9 +775,16 @@ fn an_answer_that_finds_no_descriptor_is_no_death_and_what_it_gave_is_given_back
     let device = Device::host();
     if role().as_deref() == Some("owner") {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-        let pool = crate::Pool::builder("pool").domain(&domain).device(&device).build().unwrap();
+        let pool = crate::Pool::builder("pool")
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap();
         println!("lent {}", pool.stats().lent_bytes);
-        while std::io::stdin().read_line(&mut String::new()).is_ok_and(|read| read > 0) {
+        while std::io::stdin()
+            .read_line(&mut String::new())
+            .is_ok_and(|read| read > 0)
+        {
             println!("lent {}", pool.stats().lent_bytes);
         }
         return;
@@ -580,11 +792,20 @@ fn an_answer_that_finds_no_descriptor_is_no_death_and_what_it_gave_is_given_back
     alone(module_path!(), test, || {
         let scratch = Scratch::new();
         let mut command = command(module_path!(), test, "owner");
-        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut owner = Guarded(command.spawn().unwrap());
         let mut orders = owner.0.stdin.take().unwrap();
-        let mut lines = BufReader::new(owner.0.stdout.take().unwrap()).lines().map_while(std::result::Result::ok);
-        let mut lent = || lines.find_map(|line| Some(line.split_once("lent ")?.1.to_string())).unwrap();
+        let mut lines = BufReader::new(owner.0.stdout.take().unwrap())
+            .lines()
+            .map_while(std::result::Result::ok);
+        let mut lent = || {
+            lines
+                .find_map(|line| Some(line.split_once("lent ")?.1.to_string()))
+                .unwrap()
+        };
         assert_eq!(lent(), "0");
         let client = crate::PoolClient::open(&scratch.domain, "pool", &device).unwrap();
         let held = client.allocate(4096).unwrap();

@@ -15,14 +15,15 @@ use rustix::io::Errno;
 
 use super::publisher_handshake::hello;
 use super::stage::{
-    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, memfd, name, packet, role, send_raw, stream,
+    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, memfd, name, packet, role,
+    send_raw, stream,
 };
 use super::subscriber_handshake::{Offer, meet};
 use crate::ipc::PeerState;
 use crate::ipc::message::{Message, Received};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IpcServer, Kind, OutgoingReply, Rejection,
-    RequestHandler, ServerCore,
+    AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IpcServer, Kind, OutgoingReply,
+    Rejection, RequestHandler, ServerCore,
 };
 use crate::os::IS_OLD_KERNEL;
 use crate::runtime::closer::{QUEUE_THREADS_MAX, pending_closes};
@@ -44,7 +45,10 @@ impl Lingering {
         socket.set_nonblocking(true).unwrap();
         while socket.write(&[0; 1 << 16]).is_ok() {}
         rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::from_secs(3600))).unwrap();
-        Lingering { socket: Some(socket.into()), _reader: reader }
+        Lingering {
+            socket: Some(socket.into()),
+            _reader: reader,
+        }
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
@@ -65,7 +69,10 @@ fn on_both_kernels(test: &str, body: impl Fn()) {
         return victim();
     }
     if role().is_some() {
-        IS_OLD_KERNEL.store(std::env::var_os("WARPIPE_HOSTILE_OLD_KERNEL").is_some(), SeqCst);
+        IS_OLD_KERNEL.store(
+            std::env::var_os("WARPIPE_HOSTILE_OLD_KERNEL").is_some(),
+            SeqCst,
+        );
         return alone(module_path!(), test, body);
     }
     for is_old in [false, true] {
@@ -92,24 +99,49 @@ fn on_both_kernels(test: &str, body: impl Fn()) {
 pub(super) fn throw(socket: impl AsFd, bytes: &[u8], thrown: &mut Vec<Lingering>) -> bool {
     let mut lingering = Lingering::new();
     let sent = send_raw(socket, bytes, &[lingering.fd()]);
-    assert!(matches!(sent, Ok(()) | Err(Errno::PERM | Errno::PIPE | Errno::CONNRESET)), "{sent:?}");
+    assert!(
+        matches!(
+            sent,
+            Ok(()) | Err(Errno::PERM | Errno::PIPE | Errno::CONNRESET)
+        ),
+        "{sent:?}"
+    );
     lingering.let_go();
     thrown.push(lingering);
     sent.is_ok()
 }
 
 /// Runs `work` on a thread of its own, since what is to be shown is that it returns.
-pub(super) fn returns<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+pub(super) fn returns<T: Send + 'static>(
+    what: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> T {
     let (tell, hears) = mpsc::channel();
     std::thread::spawn(move || tell.send(work()));
-    hears.recv_timeout(LONG).unwrap_or_else(|error| panic!("{what}: {error}"))
+    hears
+        .recv_timeout(LONG)
+        .unwrap_or_else(|error| panic!("{what}: {error}"))
 }
 
 /// That threads of this process which hang show nowhere but in the count.
-pub(super) fn assert_all_goes_on(victim: Victim, scratch: &Scratch, publisher: &Publisher, good: &mut Subscriber) {
+pub(super) fn assert_all_goes_on(
+    victim: Victim,
+    scratch: &Scratch,
+    publisher: &Publisher,
+    good: &mut Subscriber,
+) {
     assert_delivers(publisher, good, b"delivers");
-    let beat = |publisher: &Publisher| publisher.subscribers().iter().map(|it| it.silent_for).min().unwrap();
-    eventually("the reactor writes heartbeats", || beat(publisher) < Duration::from_millis(500));
+    let beat = |publisher: &Publisher| {
+        publisher
+            .subscribers()
+            .iter()
+            .map(|it| it.silent_for)
+            .min()
+            .unwrap()
+    };
+    eventually("the reactor writes heartbeats", || {
+        beat(publisher) < Duration::from_millis(500)
+    });
     assert_eq!(good.publisher_state(), Some(PeerState::Alive));
     // The control thread's, and the rescue is the reactor's.
     assert_delivers(publisher, &mut scratch.subscriber(), b"to somebody new");
@@ -130,7 +162,10 @@ impl Victim {
         use std::process::Stdio;
         let scratch = Scratch::new();
         let mut command = super::stage::command(module, test, "victim");
-        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(Stdio::piped()).stdin(Stdio::piped());
+        command
+            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+            .stdout(Stdio::piped())
+            .stdin(Stdio::piped());
         let mut process = super::stage::Guarded(command.spawn().unwrap());
         let mut lines = BufReader::new(process.0.stdout.take().unwrap()).lines();
         while !lines.next().unwrap().unwrap().contains("ready") {}
@@ -143,18 +178,27 @@ impl Victim {
         writeln!(self.process.0.stdin.as_mut().unwrap()).unwrap();
         let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
         self.process.0.kill().unwrap();
-        assert!(matches!(sample.finish(LONG), Err(Error::SampleLost { .. })), "the rescue comes");
+        assert!(
+            matches!(sample.finish(LONG), Err(Error::SampleLost { .. })),
+            "the rescue comes"
+        );
     }
 }
 
 /// Announces a sample that is never complete, and waits to be killed.
 pub(super) fn victim() {
     let domain = crate::Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-    let publisher = Publisher::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
+    let publisher = Publisher::builder("a")
+        .domain(&domain)
+        .device(&Device::host())
+        .build()
+        .unwrap();
     println!("ready");
     std::io::stdin().read_line(&mut String::new()).unwrap();
     let stream = stream();
-    stream.call(|| std::thread::sleep(Duration::from_secs(3600))).unwrap();
+    stream
+        .call(|| std::thread::sleep(Duration::from_secs(3600)))
+        .unwrap();
     let sent = publisher.send_bytes(&stream, b"never complete");
     assert!(sent.is_ok(), "{sent:?}");
     loop {
@@ -173,10 +217,18 @@ fn lingering_descriptors_hold_no_publisher_up() {
         let attached = |scratch: &Scratch| {
             let socket = scratch.connection();
             send_raw(&socket, &packet(&hello()), &[]).unwrap();
-            assert!(matches!(hear(&socket), Received::Message(Message::Welcome { .. }, _)));
+            assert!(matches!(
+                hear(&socket),
+                Received::Message(Message::Welcome { .. }, _)
+            ));
             socket
         };
-        let words = [packet(&hello()), packet(&Message::Attached), b"nonsense".to_vec(), vec![]];
+        let words = [
+            packet(&hello()),
+            packet(&Message::Attached),
+            b"nonsense".to_vec(),
+            vec![],
+        ];
         for first in &words {
             let socket = scratch.connection();
             came += usize::from(throw(&socket, first, &mut thrown));
@@ -187,11 +239,18 @@ fn lingering_descriptors_hold_no_publisher_up() {
         }
         // Behind a goodbye, so that it stays unread; and in the wake channel.
         let socket = attached(&scratch);
-        send_raw(&socket, &packet(&Message::Close(crate::ipc::message::CloseReason::Closed)), &[]).unwrap();
+        send_raw(
+            &socket,
+            &packet(&Message::Close(crate::ipc::message::CloseReason::Closed)),
+            &[],
+        )
+        .unwrap();
         came += usize::from(throw(&socket, &words[2], &mut thrown));
         let socket = scratch.connection();
         send_raw(&socket, &packet(&hello()), &[]).unwrap();
-        let Received::Message(Message::Welcome { .. }, fds) = hear(&socket) else { panic!("no welcome") };
+        let Received::Message(Message::Welcome { .. }, fds) = hear(&socket) else {
+            panic!("no welcome")
+        };
         came += usize::from(throw(&fds[1], &[1], &mut thrown));
         drop((socket, fds));
         assert_all_goes_on(victim, &scratch, &publisher, &mut good);
@@ -216,12 +275,25 @@ fn lingering_descriptors_hold_no_publisher_up() {
 pub(super) struct Open;
 
 impl RequestHandler for Open {
-    fn on_connect(&self, _: &ServerCore, _: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
         Ok(OutgoingReply::default())
     }
 
-    fn on_request(&self, _: &ServerCore, _: &ClientInfo, body: &[u8]) -> Result<OutgoingReply, Rejection> {
-        Ok(OutgoingReply { body: body.to_vec(), fds: vec![] })
+    fn on_request(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply {
+            body: body.to_vec(),
+            fds: vec![],
+        })
     }
 
     fn holds_anything(&self, _: &ClientInfo) -> bool {
@@ -270,19 +342,42 @@ fn lingering_descriptors_hold_no_keeper_up() {
     on_both_kernels(test, || {
         let keeps: [Arc<dyn RequestHandler>; 2] = [Arc::new(Open), Arc::new(Quick)];
         for keep in keeps {
-            let (scratch, elsewhere, victim) = (Scratch::new(), Scratch::new(), Victim::start(module_path!(), test));
-            let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
+            let (scratch, elsewhere, victim) = (
+                Scratch::new(),
+                Scratch::new(),
+                Victim::start(module_path!(), test),
+            );
+            let at = Address {
+                domain: &scratch.domain,
+                name: &name(),
+                kind: Kind::Pool,
+            };
             let server = IpcServer::open(&at, AccessPolicy::default(), keep).unwrap();
             let publisher = elsewhere.publisher(|it| it);
             let (mut good, mut thrown) = (elsewhere.subscriber(), Vec::new());
-            let visit = Message::OpenSession { generation: [7; 16], device: None, kind: Kind::Pool, body: vec![] };
-            let words = [packet(&visit), packet(&Message::Request { serial: 1, body: vec![] }), b"nonsense".to_vec()];
+            let visit = Message::OpenSession {
+                generation: [7; 16],
+                device: None,
+                kind: Kind::Pool,
+                body: vec![],
+            };
+            let words = [
+                packet(&visit),
+                packet(&Message::Request {
+                    serial: 1,
+                    body: vec![],
+                }),
+                b"nonsense".to_vec(),
+            ];
             for word in &words {
                 let first = scratch.connection();
                 throw(&first, word, &mut thrown);
                 let second = scratch.connection();
                 send_raw(&second, &packet(&visit), &[]).unwrap();
-                assert!(matches!(hear(&second), Received::Message(Message::SessionOpened { .. }, _)));
+                assert!(matches!(
+                    hear(&second),
+                    Received::Message(Message::SessionOpened { .. }, _)
+                ));
                 throw(&second, word, &mut thrown);
             }
             assert_all_goes_on(victim, &elsewhere, &publisher, &mut good);
@@ -296,15 +391,24 @@ fn lingering_descriptors_hold_no_keeper_up() {
 }
 
 /// Attaches to a publisher that then does what it likes with the link: its socket, and both ends of the wake channel.
-pub(super) fn misled(scratch: &Scratch, mislead: impl FnOnce(&OwnedFd, &Offer) + Send) -> Subscriber {
+pub(super) fn misled(
+    scratch: &Scratch,
+    mislead: impl FnOnce(&OwnedFd, &Offer) + Send,
+) -> Subscriber {
     let subscriber = meet(scratch, LONG, |socket| {
         let mut offer = Offer::new();
         offer.regions = 1;
         offer.send(socket);
         let memory = memfd(2 << 20, SIZE_SEALS);
-        let region = packet(&Message::Region { id: 0, bytes: 2 << 20 });
+        let region = packet(&Message::Region {
+            id: 0,
+            bytes: 2 << 20,
+        });
         send_raw(socket, &region, &[memory.as_fd()]).unwrap();
-        assert!(matches!(hear(socket), Received::Message(Message::Attached, _)));
+        assert!(matches!(
+            hear(socket),
+            Received::Message(Message::Attached, _)
+        ));
         send_raw(socket, &packet(&Message::Attached), &[]).unwrap();
         mislead(socket, &offer);
     });
@@ -337,7 +441,13 @@ fn lingering_descriptors_hold_no_subscriber_up() {
                 } else {
                     offer.regions = 1;
                     offer.send(socket);
-                    let due = [Message::Region { id: 0, bytes: 2 << 20 }, Message::Attached];
+                    let due = [
+                        Message::Region {
+                            id: 0,
+                            bytes: 2 << 20,
+                        },
+                        Message::Attached,
+                    ];
                     throw(socket, &packet(&due[place - 2]), &mut thrown);
                 }
             });
@@ -345,11 +455,21 @@ fn lingering_descriptors_hold_no_subscriber_up() {
         }
         assert_all_goes_on(one, &elsewhere, &publisher, &mut good);
         // On a link that stands.
-        let due =
-            [packet(&Message::Region { id: 1, bytes: 2 << 20 }), packet(&Message::Attached), b"nonsense".to_vec()];
+        let due = [
+            packet(&Message::Region {
+                id: 1,
+                bytes: 2 << 20,
+            }),
+            packet(&Message::Attached),
+            b"nonsense".to_vec(),
+        ];
         for bytes in due {
-            let mut misled = misled(&scratch, |socket, _| assert!(throw(socket, &bytes, &mut thrown)));
-            let end = returns("a link's end", move || (misled.receive_timeout(&stream(), LONG).map(drop), misled));
+            let mut misled = misled(&scratch, |socket, _| {
+                assert!(throw(socket, &bytes, &mut thrown))
+            });
+            let end = returns("a link's end", move || {
+                (misled.receive_timeout(&stream(), LONG).map(drop), misled)
+            });
             assert!(end.0.is_err());
             returns("the end of a subscriber", move || drop(end));
         }

@@ -6,28 +6,48 @@ use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use super::stage::{Scratch, alone};
 use crate::{Device, Domain, EndpointName, Error, NAME_BYTES_MAX, Publisher, Subscriber};
 
-const BAD: [&str; 15] =
-    ["", "..", ".", "/", "a/", "/a", "a//b", "a/../b", "../a", "a/.b", ".a", "a\0b", "a b", "käse", "a+b"];
+const BAD: [&str; 15] = [
+    "", "..", ".", "/", "a/", "/a", "a//b", "a/../b", "../a", "a/.b", ".a", "a\0b", "a b", "käse",
+    "a+b",
+];
 
 #[test]
 fn a_name_that_breaks_a_rule_is_refused_by_both_ends() {
     let scratch = Scratch::new();
     let long = "x".repeat(NAME_BYTES_MAX + 1);
     for bad in BAD.iter().copied().chain([long.as_str()]) {
-        let publisher = Publisher::builder(bad).domain(&scratch.domain).device(&Device::host()).build();
+        let publisher = Publisher::builder(bad)
+            .domain(&scratch.domain)
+            .device(&Device::host())
+            .build();
         assert!(matches!(publisher, Err(Error::Name { .. })), "{bad:?}");
-        let subscriber = Subscriber::builder(bad).domain(&scratch.domain).device(&Device::host()).build();
+        let subscriber = Subscriber::builder(bad)
+            .domain(&scratch.domain)
+            .device(&Device::host())
+            .build();
         assert!(matches!(subscriber, Err(Error::Name { .. })), "{bad:?}");
     }
-    assert_eq!(std::fs::read_dir(&scratch.path).unwrap().count(), 0, "nothing was made for any of them");
+    assert_eq!(
+        std::fs::read_dir(&scratch.path).unwrap().count(),
+        0,
+        "nothing was made for any of them"
+    );
 }
 
 #[test]
 fn the_longest_name_can_be_published_and_subscribed_to() {
     let scratch = Scratch::new();
     let long = "x".repeat(NAME_BYTES_MAX);
-    let publisher = Publisher::builder(&long).domain(&scratch.domain).device(&Device::host()).build().unwrap();
-    Subscriber::builder(&long).domain(&scratch.domain).device(&Device::host()).build().unwrap();
+    let publisher = Publisher::builder(&long)
+        .domain(&scratch.domain)
+        .device(&Device::host())
+        .build()
+        .unwrap();
+    Subscriber::builder(&long)
+        .domain(&scratch.domain)
+        .device(&Device::host())
+        .build()
+        .unwrap();
     drop(publisher);
     assert_eq!(std::fs::read_dir(&scratch.path).unwrap().count(), 0);
 }
@@ -35,18 +55,29 @@ fn the_longest_name_can_be_published_and_subscribed_to() {
 #[test]
 fn a_name_with_slashes_lies_flat_in_the_directory() {
     let scratch = Scratch::new();
-    let builder = Publisher::builder("camera/front.left-1").domain(&scratch.domain).device(&Device::host());
+    let builder = Publisher::builder("camera/front.left-1")
+        .domain(&scratch.domain)
+        .device(&Device::host());
     let _publisher = builder.build().unwrap();
     assert!(
-        std::fs::read_dir(&scratch.path).unwrap().all(|entry| entry.unwrap().file_type().unwrap().is_file()
+        std::fs::read_dir(&scratch.path).unwrap().all(|entry| entry
+            .unwrap()
+            .file_type()
+            .unwrap()
+            .is_file()
             || scratch.path.join("camera+front.left-1.sock").exists())
     );
-    assert_eq!(scratch.domain.endpoints().unwrap()[0].name, EndpointName::new("camera/front.left-1").unwrap());
+    assert_eq!(
+        scratch.domain.endpoints().unwrap()[0].name,
+        EndpointName::new("camera/front.left-1").unwrap()
+    );
 }
 
 #[test]
 fn a_huge_name_does_not_make_a_huge_error() {
-    let Err(Error::Name { name, .. }) = EndpointName::new(&"é".repeat(1 << 20)) else { panic!("a bad name") };
+    let Err(Error::Name { name, .. }) = EndpointName::new(&"é".repeat(1 << 20)) else {
+        panic!("a bad name")
+    };
     assert!(name.len() <= 4 * NAME_BYTES_MAX);
 }
 
@@ -64,7 +95,10 @@ fn a_symlink_is_no_domain_however_it_is_spelt() {
     Domain::at(&real).unwrap();
     symlink(&real, &link).unwrap();
     for spelling in ["link", "link/", "link/.", "link//"] {
-        assert!(reason(scratch.path.join(spelling)).contains("symlink"), "{spelling}");
+        assert!(
+            reason(scratch.path.join(spelling)).contains("symlink"),
+            "{spelling}"
+        );
     }
 }
 
@@ -105,15 +139,27 @@ fn what_is_no_directory_or_has_no_parent_is_no_domain() {
 
 #[test]
 fn a_relative_directory_stays_the_same_when_the_process_moves() {
-    alone(module_path!(), "a_relative_directory_stays_the_same_when_the_process_moves", || {
-        let scratch = Scratch::new();
-        std::env::set_current_dir(&scratch.path).unwrap();
-        let domain = Domain::at("relative").unwrap();
-        std::env::set_current_dir("/").unwrap();
-        let publisher = Publisher::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
-        Subscriber::builder("a").domain(&domain).device(&Device::host()).build().unwrap();
-        assert!(scratch.path.join("relative/a.sock").exists());
-        drop(publisher);
-        assert!(!scratch.path.join("relative/a.sock").exists());
-    });
+    alone(
+        module_path!(),
+        "a_relative_directory_stays_the_same_when_the_process_moves",
+        || {
+            let scratch = Scratch::new();
+            std::env::set_current_dir(&scratch.path).unwrap();
+            let domain = Domain::at("relative").unwrap();
+            std::env::set_current_dir("/").unwrap();
+            let publisher = Publisher::builder("a")
+                .domain(&domain)
+                .device(&Device::host())
+                .build()
+                .unwrap();
+            Subscriber::builder("a")
+                .domain(&domain)
+                .device(&Device::host())
+                .build()
+                .unwrap();
+            assert!(scratch.path.join("relative/a.sock").exists());
+            drop(publisher);
+            assert!(!scratch.path.join("relative/a.sock").exists());
+        },
+    );
 }

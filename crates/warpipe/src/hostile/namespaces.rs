@@ -16,7 +16,10 @@ use crate::{Change, Device, Domain, Error, Member, Members, PeerState, Publisher
 /// `proc` is mounted anew, as container runtimes do it; or not, if the role says `bare`.
 fn isolate(command: &mut Command, role: &str) {
     let is_bare = role == "bare";
-    let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    let (uid, gid) = (
+        rustix::process::geteuid().as_raw(),
+        rustix::process::getegid().as_raw(),
+    );
     let maps = [
         ("/proc/self/setgroups", "deny".to_owned()),
         ("/proc/self/gid_map", format!("0 {gid} 1")),
@@ -29,7 +32,8 @@ fn isolate(command: &mut Command, role: &str) {
             if libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWPID | libc::CLONE_NEWNS) != 0 {
                 return failed();
             }
-            maps.iter().try_for_each(|(path, map)| std::fs::write(path, map))?;
+            maps.iter()
+                .try_for_each(|(path, map)| std::fs::write(path, map))?;
             match libc::fork() {
                 -1 => failed(),
                 0 => {
@@ -38,7 +42,11 @@ fn isolate(command: &mut Command, role: &str) {
                     let proc = c"proc".as_ptr();
                     let codes = [
                         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL),
-                        if is_bare { 0 } else { libc::mount(proc, c"/proc".as_ptr(), proc, flags, none) },
+                        if is_bare {
+                            0
+                        } else {
+                            libc::mount(proc, c"/proc".as_ptr(), proc, flags, none)
+                        },
                     ];
                     if codes == [0, 0] { Ok(()) } else { failed() }
                 }
@@ -66,12 +74,19 @@ struct Island {
 impl Island {
     fn start(test: &str, role: &str, scratch: &Scratch) -> std::io::Result<Island> {
         let mut command = command(module_path!(), test, role);
-        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         isolate(&mut command, role);
         let mut process = Guarded(command.spawn()?);
         let stdin = process.0.stdin.take().unwrap();
         let stdout = BufReader::new(process.0.stdout.take().unwrap());
-        Ok(Island { stdin, stdout, process })
+        Ok(Island {
+            stdin,
+            stdout,
+            process,
+        })
     }
 
     fn tell(&mut self, order: &str) {
@@ -83,7 +98,10 @@ impl Island {
         let mut line = String::new();
         loop {
             line.clear();
-            assert!(self.stdout.read_line(&mut line).unwrap() > 0, "it ended before it said a word");
+            assert!(
+                self.stdout.read_line(&mut line).unwrap() > 0,
+                "it ended before it said a word"
+            );
             if let Some((_, word)) = line.split_once("outcome: ") {
                 return word.trim().to_owned();
             }
@@ -102,20 +120,31 @@ impl Island {
 }
 
 /// Starts one for each role, and runs `body` with them; skips the test where no namespace is to be had.
-fn with_islands<const N: usize>(test: &str, roles: [&str; N], body: impl FnOnce(&Scratch, [Island; N])) {
+fn with_islands<const N: usize>(
+    test: &str,
+    roles: [&str; N],
+    body: impl FnOnce(&Scratch, [Island; N]),
+) {
     alone(module_path!(), test, || {
         let scratch = Scratch::new();
         let mut islands = Vec::new();
         for role in roles {
             match Island::start(test, role, &scratch) {
                 Ok(mut island) => {
-                    assert_eq!(island.hear(), "1", "it is the first process of its namespace");
+                    assert_eq!(
+                        island.hear(),
+                        "1",
+                        "it is the first process of its namespace"
+                    );
                     islands.push(island);
                 }
                 Err(error) => return println!("skipped: no PID namespace of its own: {error}"),
             }
         }
-        body(&scratch, islands.try_into().unwrap_or_else(|_| unreachable!()));
+        body(
+            &scratch,
+            islands.try_into().unwrap_or_else(|_| unreachable!()),
+        );
     });
 }
 
@@ -133,10 +162,18 @@ fn publish() {
     let (mut publisher, stream) = (None, stream());
     for order in orders() {
         let publisher = publisher.get_or_insert_with(|| {
-            Publisher::builder("a").domain(&domain()).device(&Device::host()).depth(4).build().unwrap()
+            Publisher::builder("a")
+                .domain(&domain())
+                .device(&Device::host())
+                .depth(4)
+                .build()
+                .unwrap()
         });
         match order.as_str() {
-            "send" => println!("outcome: {:?}", publisher.send_bytes(&stream, b"from another namespace")),
+            "send" => println!(
+                "outcome: {:?}",
+                publisher.send_bytes(&stream, b"from another namespace")
+            ),
             "count" => println!("outcome: {}", publisher.subscribers().len()),
             "pid" => println!("outcome: {}", publisher.subscribers()[0].pid),
             _ => println!("outcome: ready"),
@@ -149,7 +186,12 @@ fn subscribe() {
     let (mut subscriber, stream) = (None, stream());
     for order in orders() {
         let subscriber = subscriber.get_or_insert_with(|| {
-            Subscriber::builder("a").domain(&domain()).device(&Device::host()).timeout(LONG).build().unwrap()
+            Subscriber::builder("a")
+                .domain(&domain())
+                .device(&Device::host())
+                .timeout(LONG)
+                .build()
+                .unwrap()
         });
         if order == "attach" {
             println!("outcome: {:?}", subscriber.publisher_pid());
@@ -157,7 +199,9 @@ fn subscribe() {
         }
         match subscriber.receive(&stream) {
             Ok(sample) => println!("outcome: {} bytes", sample.to_vec(LONG).unwrap().len()),
-            Err(Error::PublisherGone { graceful, .. }) => println!("outcome: gone, graceful {graceful}"),
+            Err(Error::PublisherGone { graceful, .. }) => {
+                println!("outcome: gone, graceful {graceful}")
+            }
             Err(error) => println!("outcome: {error:?}"),
         }
     }
@@ -174,13 +218,21 @@ fn two_processes_that_do_not_see_each_other_share_a_channel_and_each_others_deat
     let roles = ["publisher", "subscriber", "subscriber"];
     with_islands(test, roles, |_, [mut publisher, mut first, mut second]| {
         assert_eq!(publisher.asked("open"), "ready");
-        assert_eq!([first.asked("attach"), second.asked("attach")], ["Some(0)", "Some(0)"]);
+        assert_eq!(
+            [first.asked("attach"), second.asked("attach")],
+            ["Some(0)", "Some(0)"]
+        );
         eventually("both are there", || publisher.asked("count") == "2");
         assert_eq!(publisher.asked("pid"), "0");
         assert_eq!(publisher.asked("send"), "Ok(1)");
-        assert_eq!([first.asked("receive"), second.asked("receive")], ["22 bytes", "22 bytes"]);
+        assert_eq!(
+            [first.asked("receive"), second.asked("receive")],
+            ["22 bytes", "22 bytes"]
+        );
         first.kill();
-        eventually("a subscriber's death is proven", || publisher.asked("count") == "1");
+        eventually("a subscriber's death is proven", || {
+            publisher.asked("count") == "1"
+        });
         assert_eq!(publisher.asked("send"), "Ok(2)");
         assert_eq!(second.asked("receive"), "22 bytes");
         publisher.kill();
@@ -193,7 +245,12 @@ fn work() {
     let (mut worker, stream) = (None, stream());
     for order in orders() {
         let worker = worker.get_or_insert_with(|| {
-            Worker::builder("q").domain(&domain()).device(&Device::host()).timeout(LONG).build().unwrap()
+            Worker::builder("q")
+                .domain(&domain())
+                .device(&Device::host())
+                .timeout(LONG)
+                .build()
+                .unwrap()
         });
         if order == "open" {
             println!("outcome: ready");
@@ -213,8 +270,13 @@ fn work() {
 fn own() {
     let (mut queue, mut jobs, stream) = (None, Vec::new(), stream());
     for order in orders() {
-        let queue =
-            queue.get_or_insert_with(|| Queue::builder("q").domain(&domain()).device(&Device::host()).build().unwrap());
+        let queue = queue.get_or_insert_with(|| {
+            Queue::builder("q")
+                .domain(&domain())
+                .device(&Device::host())
+                .build()
+                .unwrap()
+        });
         match order.as_str() {
             "open" => println!("outcome: ready"),
             "submit" => {
@@ -222,11 +284,18 @@ fn own() {
                 println!("outcome: submitted");
             }
             workers if workers.parse::<usize>().is_ok() => {
-                println!("outcome: {:?}", queue.wait_for_workers(workers.parse().unwrap(), LONG));
+                println!(
+                    "outcome: {:?}",
+                    queue.wait_for_workers(workers.parse().unwrap(), LONG)
+                );
             }
             _ => {
                 let result = jobs.remove(0).wait(&stream, LONG).unwrap();
-                println!("outcome: done at attempt {} by {}", result.attempt(), result.worker_pid());
+                println!(
+                    "outcome: done at attempt {} by {}",
+                    result.attempt(),
+                    result.worker_pid()
+                );
             }
         }
     }
@@ -240,18 +309,22 @@ fn a_queue_tells_workers_apart_that_are_all_number_one_and_does_a_dead_ones_job_
         Some("worker") => return work(),
         _ => {}
     }
-    with_islands(test, ["owner", "worker", "worker"], |_, [mut owner, mut first, mut second]| {
-        assert_eq!(owner.asked("open"), "ready");
-        assert_eq!(first.asked("open"), "ready");
-        assert_eq!(owner.asked("1"), "Ok(())");
-        assert_eq!(owner.asked("submit"), "submitted");
-        assert_eq!(first.asked("keep"), "attempt 1");
-        assert_eq!(second.asked("open"), "ready");
-        assert_eq!(owner.asked("2"), "Ok(())");
-        first.kill();
-        assert_eq!(second.asked("do"), "attempt 2");
-        assert_eq!(owner.asked("wait"), "done at attempt 2 by 0");
-    });
+    with_islands(
+        test,
+        ["owner", "worker", "worker"],
+        |_, [mut owner, mut first, mut second]| {
+            assert_eq!(owner.asked("open"), "ready");
+            assert_eq!(first.asked("open"), "ready");
+            assert_eq!(owner.asked("1"), "Ok(())");
+            assert_eq!(owner.asked("submit"), "submitted");
+            assert_eq!(first.asked("keep"), "attempt 1");
+            assert_eq!(second.asked("open"), "ready");
+            assert_eq!(owner.asked("2"), "Ok(())");
+            first.kill();
+            assert_eq!(second.asked("do"), "attempt 2");
+            assert_eq!(owner.asked("wait"), "done at attempt 2 by 0");
+        },
+    );
 }
 
 /// Is a member, and holds an endpoint.
@@ -264,8 +337,15 @@ fn join() {
             println!("outcome: {}", seen(&watch));
             continue;
         }
-        let publisher = Publisher::builder(&name).domain(&domain()).device(&Device::host()).build().unwrap();
-        held = Some((Member::join(&domain(), &name, "publishes").unwrap(), publisher));
+        let publisher = Publisher::builder(&name)
+            .domain(&domain())
+            .device(&Device::host())
+            .build()
+            .unwrap();
+        held = Some((
+            Member::join(&domain(), &name, "publishes").unwrap(),
+            publisher,
+        ));
         println!("outcome: ready");
     }
     drop(held);
@@ -284,8 +364,16 @@ fn seen(watch: &Members) -> String {
 /// The number that a process has in its innermost namespace.
 fn innermost(pid: i32) -> String {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
-    numbers.split_whitespace().skip(1).last().unwrap_or_default().to_owned()
+    let numbers = status
+        .lines()
+        .find_map(|line| line.strip_prefix("NSpid:"))
+        .unwrap_or_default();
+    numbers
+        .split_whitespace()
+        .skip(1)
+        .last()
+        .unwrap_or_default()
+        .to_owned()
 }
 
 #[test]
@@ -294,28 +382,41 @@ fn members_and_holders_of_names_that_are_all_number_one_are_not_taken_for_each_o
     if role().as_deref() == Some("member") {
         return join();
     }
-    with_islands(test, ["member", "member"], |scratch, [mut first, mut second]| {
-        assert_eq!([first.asked("one"), second.asked("two")], ["ready", "ready"]);
-        let watch = Members::watch(&scratch.domain).unwrap();
-        eventually("both are seen", || watch.list().unwrap().len() == 2);
-        let right = "one: members/one one, two: members/two two";
-        assert_eq!(seen(&watch), right);
-        assert_eq!(second.asked("look"), right);
-        for endpoint in scratch.domain.endpoints().unwrap() {
-            let pid = endpoint.holder.and_then(|holder| holder.pid).expect("a holder that is seen from here");
-            assert_eq!(innermost(pid), "1", "process {pid}");
-        }
-        first.kill();
-        let died = loop {
-            match watch.changes(LONG).unwrap().expect("it is told of") {
-                Change::Died(member) => break member,
-                other => assert_ne!(other.member().state, PeerState::Leaving, "{other:?}"),
+    with_islands(
+        test,
+        ["member", "member"],
+        |scratch, [mut first, mut second]| {
+            assert_eq!(
+                [first.asked("one"), second.asked("two")],
+                ["ready", "ready"]
+            );
+            let watch = Members::watch(&scratch.domain).unwrap();
+            eventually("both are seen", || watch.list().unwrap().len() == 2);
+            let right = "one: members/one one, two: members/two two";
+            assert_eq!(seen(&watch), right);
+            assert_eq!(second.asked("look"), right);
+            for endpoint in scratch.domain.endpoints().unwrap() {
+                let pid = endpoint
+                    .holder
+                    .and_then(|holder| holder.pid)
+                    .expect("a holder that is seen from here");
+                assert_eq!(innermost(pid), "1", "process {pid}");
             }
-        };
-        let removed: Vec<_> = died.endpoints.iter().map(ToString::to_string).collect();
-        assert_eq!((died.name.as_str(), removed), ("one", vec!["members/one".to_owned(), "one".to_owned()]));
-        assert_eq!(seen(&watch), "two: members/two two");
-    });
+            first.kill();
+            let died = loop {
+                match watch.changes(LONG).unwrap().expect("it is told of") {
+                    Change::Died(member) => break member,
+                    other => assert_ne!(other.member().state, PeerState::Leaving, "{other:?}"),
+                }
+            };
+            let removed: Vec<_> = died.endpoints.iter().map(ToString::to_string).collect();
+            assert_eq!(
+                (died.name.as_str(), removed),
+                ("one", vec!["members/one".to_owned(), "one".to_owned()])
+            );
+            assert_eq!(seen(&watch), "two: members/two two");
+        },
+    );
 }
 
 #[test]
@@ -325,9 +426,17 @@ fn numbers_in_a_proc_of_another_namespace_say_nothing_of_a_process() {
         for _ in orders() {
             let here = ProcessOrigin::here().unwrap();
             // There is no other process here.
-            println!("outcome: {:?}", [here.life(&here), ProcessOrigin { pid: 2, ..here }.life(&here)]);
+            println!(
+                "outcome: {:?}",
+                [
+                    here.life(&here),
+                    ProcessOrigin { pid: 2, ..here }.life(&here)
+                ]
+            );
         }
         return;
     }
-    with_islands(test, ["bare"], |_, [mut island]| assert_eq!(island.asked("look"), "[Unknown, Unknown]"));
+    with_islands(test, ["bare"], |_, [mut island]| {
+        assert_eq!(island.asked("look"), "[Unknown, Unknown]")
+    });
 }

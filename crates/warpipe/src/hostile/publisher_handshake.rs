@@ -4,8 +4,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use super::stage::{
-    LONG, Random, Scratch, alone, assert_delivers, descriptors, eventually, hear, packet, pipe, send_raw,
-    settled_descriptors,
+    LONG, Random, Scratch, alone, assert_delivers, descriptors, eventually, hear, packet, pipe,
+    send_raw, settled_descriptors,
 };
 use crate::backend::{DeviceId, DeviceKind};
 use crate::ipc::Kind;
@@ -14,8 +14,15 @@ use crate::ipc::message::{CloseReason, Message, Received};
 use crate::shm::seal;
 
 pub(super) fn hello() -> Message {
-    let device = DeviceId { kind: DeviceKind::Host, uuid: [0; 16] };
-    Message::Hello { generation: [7; 16], device, kind: Kind::Publisher }
+    let device = DeviceId {
+        kind: DeviceKind::Host,
+        uuid: [0; 16],
+    };
+    Message::Hello {
+        generation: [7; 16],
+        device,
+        kind: Kind::Publisher,
+    }
 }
 
 /// Reads until the connection has ended; returns the refusal if there was one.
@@ -36,105 +43,141 @@ fn last_word(socket: &OwnedFd) -> Option<String> {
 
 #[test]
 fn a_greeting_that_is_none_is_refused_with_the_reason() {
-    alone(module_path!(), "a_greeting_that_is_none_is_refused_with_the_reason", || {
-        let scratch = Scratch::new();
-        let publisher = scratch.publisher(|it| it);
-        let mut good = scratch.subscriber();
-        assert_delivers(&publisher, &mut good, b"before");
-        let before = settled_descriptors();
-        let whole = packet(&hello());
-        let edited = |at: usize, byte: u8| {
-            let mut packet = whole.clone();
-            packet[at] = byte;
-            packet
-        };
-        let trailing = [whole.as_slice(), b"more"].concat();
-        let cases: [(&str, Vec<u8>, &str); 10] = [
-            ("another version", edited(4, 9), "version 9"),
-            ("wrong magic", edited(0, b'w'), "magic"),
-            ("cut behind the frame", whole[..8].to_vec(), "cut short"),
-            ("cut in the frame", whole[..5].to_vec(), "cut short"),
-            ("one byte", vec![b'W'], "cut short"),
-            ("cut in the message", whole[..whole.len() - 1].to_vec(), "cut short"),
-            ("trailing bytes", trailing, "garbled"),
-            ("oversized", vec![b'W'; 4096], "longer than"),
-            ("another message", packet(&Message::Attached), "Attached came where Hello was due"),
-            ("an unknown message", edited(8, 99), "garbled"),
-        ];
-        for (what, bytes, reason) in cases {
-            let socket = scratch.connection();
-            send_raw(&socket, &bytes, &[]).unwrap();
-            let refusal = last_word(&socket).unwrap_or_default();
-            assert!(refusal.contains(reason), "{what}: {refusal:?}");
-        }
-        let empty = scratch.connection();
-        send_raw(&empty, b"", &[]).unwrap();
-        assert_eq!(last_word(&empty), None, "an empty packet cannot be told from the end");
-        drop(empty);
-        eventually("every descriptor is closed", || descriptors() == before);
-        assert_delivers(&publisher, &mut good, b"afterwards");
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"and to somebody new");
-    });
+    alone(
+        module_path!(),
+        "a_greeting_that_is_none_is_refused_with_the_reason",
+        || {
+            let scratch = Scratch::new();
+            let publisher = scratch.publisher(|it| it);
+            let mut good = scratch.subscriber();
+            assert_delivers(&publisher, &mut good, b"before");
+            let before = settled_descriptors();
+            let whole = packet(&hello());
+            let edited = |at: usize, byte: u8| {
+                let mut packet = whole.clone();
+                packet[at] = byte;
+                packet
+            };
+            let trailing = [whole.as_slice(), b"more"].concat();
+            let cases: [(&str, Vec<u8>, &str); 10] = [
+                ("another version", edited(4, 9), "version 9"),
+                ("wrong magic", edited(0, b'w'), "magic"),
+                ("cut behind the frame", whole[..8].to_vec(), "cut short"),
+                ("cut in the frame", whole[..5].to_vec(), "cut short"),
+                ("one byte", vec![b'W'], "cut short"),
+                (
+                    "cut in the message",
+                    whole[..whole.len() - 1].to_vec(),
+                    "cut short",
+                ),
+                ("trailing bytes", trailing, "garbled"),
+                ("oversized", vec![b'W'; 4096], "longer than"),
+                (
+                    "another message",
+                    packet(&Message::Attached),
+                    "Attached came where Hello was due",
+                ),
+                ("an unknown message", edited(8, 99), "garbled"),
+            ];
+            for (what, bytes, reason) in cases {
+                let socket = scratch.connection();
+                send_raw(&socket, &bytes, &[]).unwrap();
+                let refusal = last_word(&socket).unwrap_or_default();
+                assert!(refusal.contains(reason), "{what}: {refusal:?}");
+            }
+            let empty = scratch.connection();
+            send_raw(&empty, b"", &[]).unwrap();
+            assert_eq!(
+                last_word(&empty),
+                None,
+                "an empty packet cannot be told from the end"
+            );
+            drop(empty);
+            eventually("every descriptor is closed", || descriptors() == before);
+            assert_delivers(&publisher, &mut good, b"afterwards");
+            assert_delivers(
+                &publisher,
+                &mut scratch.subscriber(),
+                b"and to somebody new",
+            );
+        },
+    );
 }
 
 #[test]
 fn a_hello_with_descriptors_is_refused_and_they_are_closed() {
-    alone(module_path!(), "a_hello_with_descriptors_is_refused_and_they_are_closed", || {
-        // A newer one would not let the descriptors in.
-        crate::os::IS_OLD_KERNEL.store(true, std::sync::atomic::Ordering::SeqCst);
-        let scratch = Scratch::new();
-        let publisher = scratch.publisher(|it| it);
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
-        eventually("the first has gone", || publisher.subscribers().is_empty());
-        let before = settled_descriptors();
-        for count in [1, 2, 3, 8, 9, 100] {
-            let pipe = pipe();
-            let fds: Vec<BorrowedFd<'_>> = vec![pipe.as_fd(); count];
-            let socket = scratch.connection();
-            send_raw(&socket, &packet(&hello()), &fds).unwrap();
-            let refusal = last_word(&socket).unwrap_or_default();
-            // Two are as many as a lifeline has, and these have ended.
-            let reason = if count == 2 { "closed" } else { "descriptors" };
-            assert!(refusal.contains(reason), "{count}: {refusal:?}");
-        }
-        eventually("every descriptor is closed", || descriptors() == before);
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
-    });
+    alone(
+        module_path!(),
+        "a_hello_with_descriptors_is_refused_and_they_are_closed",
+        || {
+            // A newer one would not let the descriptors in.
+            crate::os::IS_OLD_KERNEL.store(true, std::sync::atomic::Ordering::SeqCst);
+            let scratch = Scratch::new();
+            let publisher = scratch.publisher(|it| it);
+            assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
+            eventually("the first has gone", || publisher.subscribers().is_empty());
+            let before = settled_descriptors();
+            for count in [1, 2, 3, 8, 9, 100] {
+                let pipe = pipe();
+                let fds: Vec<BorrowedFd<'_>> = vec![pipe.as_fd(); count];
+                let socket = scratch.connection();
+                send_raw(&socket, &packet(&hello()), &fds).unwrap();
+                let refusal = last_word(&socket).unwrap_or_default();
+                // Two are as many as a lifeline has, and these have ended.
+                let reason = if count == 2 { "closed" } else { "descriptors" };
+                assert!(refusal.contains(reason), "{count}: {refusal:?}");
+            }
+            eventually("every descriptor is closed", || descriptors() == before);
+            assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
+        },
+    );
 }
 
 #[test]
 fn garbage_by_the_thousand_harms_nobody() {
-    alone(module_path!(), "garbage_by_the_thousand_harms_nobody", || {
-        let scratch = Scratch::new();
-        let publisher = scratch.publisher(|it| it);
-        let mut good = scratch.subscriber();
-        assert_delivers(&publisher, &mut good, b"before");
-        let (before, mut random) = (settled_descriptors(), Random(1));
-        for round in 0..2000 {
-            let socket = scratch.connection();
-            let mut bytes = packet(&hello());
-            if round % 2 == 0 {
-                let length = random.below(200) as usize;
-                bytes = random.bytes(length);
-            } else {
-                for _ in 0..=random.below(4) {
-                    let at = random.below(bytes.len() as u64) as usize;
-                    bytes[at] ^= random.next() as u8;
+    alone(
+        module_path!(),
+        "garbage_by_the_thousand_harms_nobody",
+        || {
+            let scratch = Scratch::new();
+            let publisher = scratch.publisher(|it| it);
+            let mut good = scratch.subscriber();
+            assert_delivers(&publisher, &mut good, b"before");
+            let (before, mut random) = (settled_descriptors(), Random(1));
+            for round in 0..2000 {
+                let socket = scratch.connection();
+                let mut bytes = packet(&hello());
+                if round % 2 == 0 {
+                    let length = random.below(200) as usize;
+                    bytes = random.bytes(length);
+                } else {
+                    for _ in 0..=random.below(4) {
+                        let at = random.below(bytes.len() as u64) as usize;
+                        bytes[at] ^= random.next() as u8;
+                    }
                 }
+                let _ = send_raw(&socket, &bytes, &[]);
             }
-            let _ = send_raw(&socket, &bytes, &[]);
-        }
-        eventually("all of them have gone", || publisher.subscribers().len() == 1 && descriptors() == before);
-        assert_delivers(&publisher, &mut good, b"afterwards");
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"and to somebody new");
-    });
+            eventually("all of them have gone", || {
+                publisher.subscribers().len() == 1 && descriptors() == before
+            });
+            assert_delivers(&publisher, &mut good, b"afterwards");
+            assert_delivers(
+                &publisher,
+                &mut scratch.subscriber(),
+                b"and to somebody new",
+            );
+        },
+    );
 }
 
 /// A client that has said Hello, was welcomed and has not said that it is attached.
 fn welcomed(scratch: &Scratch) -> OwnedFd {
     let socket = scratch.connection();
     send_raw(&socket, &packet(&hello()), &[]).unwrap();
-    let Received::Message(Message::Welcome { .. }, fds) = hear(&socket) else { panic!("no welcome") };
+    let Received::Message(Message::Welcome { .. }, fds) = hear(&socket) else {
+        panic!("no welcome")
+    };
     assert_eq!(fds.len(), 4);
     seal::close(fds[0].as_fd()).unwrap();
     socket
@@ -147,13 +190,21 @@ fn words_that_make_no_sense_behind_the_hello_end_that_link_alone() {
     let mut good = scratch.subscriber();
     let welcome = Message::Welcome {
         generation: [0; 16],
-        device: DeviceId { kind: DeviceKind::Host, uuid: [0; 16] },
+        device: DeviceId {
+            kind: DeviceKind::Host,
+            uuid: [0; 16],
+        },
         depth: 4,
         access: crate::backend::Access::Read,
         lossless: true,
         regions: 0,
     };
-    let evil = [hello(), welcome, Message::Region { id: 0, bytes: 4096 }, Message::Attached];
+    let evil = [
+        hello(),
+        welcome,
+        Message::Region { id: 0, bytes: 4096 },
+        Message::Attached,
+    ];
     for attached in [false, true] {
         for message in &evil {
             if !attached && *message == Message::Attached {
@@ -164,11 +215,18 @@ fn words_that_make_no_sense_behind_the_hello_end_that_link_alone() {
                 send_raw(&socket, &packet(&Message::Attached), &[]).unwrap();
             }
             send_raw(&socket, &packet(message), &[]).unwrap();
-            let farewell = std::iter::repeat_with(|| hear(&socket))
-                .find(|heard| !matches!(heard, Received::Message(Message::Attached | Message::Region { .. }, _)));
+            let farewell = std::iter::repeat_with(|| hear(&socket)).find(|heard| {
+                !matches!(
+                    heard,
+                    Received::Message(Message::Attached | Message::Region { .. }, _)
+                )
+            });
             let said = format!("{farewell:?}");
             assert!(
-                matches!(farewell, Some(Received::Message(Message::Close(CloseReason::Failed(_)), _))),
+                matches!(
+                    farewell,
+                    Some(Received::Message(Message::Close(CloseReason::Failed(_)), _))
+                ),
                 "{message:?}: {said}"
             );
         }
@@ -179,19 +237,23 @@ fn words_that_make_no_sense_behind_the_hello_end_that_link_alone() {
 
 #[test]
 fn who_says_nothing_is_sent_away_in_time_before_and_after_the_hello() {
-    alone(module_path!(), "who_says_nothing_is_sent_away_in_time_before_and_after_the_hello", || {
-        let scratch = Scratch::new();
-        let publisher = scratch.publisher(|it| it.handshake_timeout(Duration::from_secs(2)));
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
-        eventually("the first has gone", || publisher.subscribers().is_empty());
-        let before = settled_descriptors();
-        let (mute, half) = (scratch.connection(), welcomed(&scratch));
-        assert_eq!(last_word(&mute), None);
-        assert_eq!(last_word(&half), None);
-        drop((mute, half));
-        eventually("every descriptor is closed", || descriptors() == before);
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
-    });
+    alone(
+        module_path!(),
+        "who_says_nothing_is_sent_away_in_time_before_and_after_the_hello",
+        || {
+            let scratch = Scratch::new();
+            let publisher = scratch.publisher(|it| it.handshake_timeout(Duration::from_secs(2)));
+            assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
+            eventually("the first has gone", || publisher.subscribers().is_empty());
+            let before = settled_descriptors();
+            let (mute, half) = (scratch.connection(), welcomed(&scratch));
+            assert_eq!(last_word(&mute), None);
+            assert_eq!(last_word(&half), None);
+            drop((mute, half));
+            eventually("every descriptor is closed", || descriptors() == before);
+            assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
+        },
+    );
 }
 
 #[test]
@@ -211,12 +273,20 @@ fn subscribers_above_the_limit_are_refused_and_places_come_back() {
     let mut three: Vec<_> = (0..3).map(|_| scratch.subscriber()).collect();
     let error = scratch.try_subscriber().unwrap_err();
     assert!(
-        matches!(&error, crate::Error::Handshake { fault: crate::HandshakeFault::Full { max: 3, .. }, .. }),
+        matches!(
+            &error,
+            crate::Error::Handshake {
+                fault: crate::HandshakeFault::Full { max: 3, .. },
+                ..
+            }
+        ),
         "{error}"
     );
     assert_delivers(&publisher, &mut three[0], b"still served");
     drop(three);
-    eventually("the places come back", || publisher.subscribers().is_empty());
+    eventually("the places come back", || {
+        publisher.subscribers().is_empty()
+    });
     assert_delivers(&publisher, &mut scratch.subscriber(), b"a free place");
 }
 
@@ -227,14 +297,29 @@ fn a_policy_that_panics_costs_its_applicant_the_link_and_nobody_else() {
     let mood = angry.clone();
     let publisher = scratch.publisher(|it| {
         it.policy_of(move |_| {
-            assert!(!mood.load(std::sync::atomic::Ordering::SeqCst), "the user's code panics");
+            assert!(
+                !mood.load(std::sync::atomic::Ordering::SeqCst),
+                "the user's code panics"
+            );
             crate::Policy::Fail
         })
     });
-    assert!(matches!(scratch.try_subscriber(), Err(crate::Error::Handshake { .. })));
+    assert!(matches!(
+        scratch.try_subscriber(),
+        Err(crate::Error::Handshake { .. })
+    ));
     angry.store(false, std::sync::atomic::Ordering::SeqCst);
-    assert_delivers(&publisher, &mut scratch.subscriber(), b"the threads live on");
-    assert!(publisher.subscribers().iter().all(|it| it.state != PeerState::Dead));
+    assert_delivers(
+        &publisher,
+        &mut scratch.subscriber(),
+        b"the threads live on",
+    );
+    assert!(
+        publisher
+            .subscribers()
+            .iter()
+            .all(|it| it.state != PeerState::Dead)
+    );
 }
 
 #[test]
@@ -242,11 +327,22 @@ fn a_limit_of_one_admits_one_of_many_that_come_at_once() {
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| it.subscribers_max(1));
     let sockets: Vec<OwnedFd> = (0..32).map(|_| scratch.connection()).collect();
-    sockets.iter().for_each(|socket| send_raw(socket, &packet(&hello()), &[]).unwrap());
+    sockets
+        .iter()
+        .for_each(|socket| send_raw(socket, &packet(&hello()), &[]).unwrap());
     let answers: Vec<Received> = sockets.iter().map(hear).collect();
-    let welcomes = answers.iter().filter(|it| matches!(it, Received::Message(Message::Welcome { .. }, _))).count();
-    let full = Message::Full { limit: crate::PeerLimit::All, max: 1 };
-    let refusals = answers.iter().filter(|it| matches!(it, Received::Message(message, _) if *message == full)).count();
+    let welcomes = answers
+        .iter()
+        .filter(|it| matches!(it, Received::Message(Message::Welcome { .. }, _)))
+        .count();
+    let full = Message::Full {
+        limit: crate::PeerLimit::All,
+        max: 1,
+    };
+    let refusals = answers
+        .iter()
+        .filter(|it| matches!(it, Received::Message(message, _) if *message == full))
+        .count();
     assert_eq!((welcomes, refusals), (1, 31));
     drop((sockets, answers));
     let mut next = None;
@@ -261,18 +357,41 @@ fn a_limit_of_one_admits_one_of_many_that_come_at_once() {
 fn a_link_whose_descriptors_nobody_reads_keeps_its_place_until_they_are_in_flight_no_more() {
     use rustix::event::{PollFd, PollFlags, poll};
     let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| it.subscribers_max(2).handshake_timeout(Duration::from_secs(2)));
+    let publisher = scratch.publisher(|it| {
+        it.subscribers_max(2)
+            .handshake_timeout(Duration::from_secs(2))
+    });
     let crowd: Vec<OwnedFd> = (0..2).map(|_| scratch.connection()).collect();
-    crowd.iter().for_each(|socket| send_raw(socket, &packet(&hello()), &[]).unwrap());
+    crowd
+        .iter()
+        .for_each(|socket| send_raw(socket, &packet(&hello()), &[]).unwrap());
     for socket in &crowd {
         eventually("its time is over", || {
             let mut ends = [PollFd::new(socket, PollFlags::RDHUP)];
-            poll(&mut ends, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() > 0
+            poll(
+                &mut ends,
+                Some(&rustix::event::Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 0,
+                }),
+            )
+            .unwrap()
+                > 0
         });
     }
     let error = scratch.try_subscriber().unwrap_err();
-    let full = matches!(&error, crate::Error::Handshake { fault: crate::HandshakeFault::Full { max: 2, .. }, .. });
+    let full = matches!(
+        &error,
+        crate::Error::Handshake {
+            fault: crate::HandshakeFault::Full { max: 2, .. },
+            ..
+        }
+    );
     assert!(full, "{error}");
     drop(crowd);
-    assert_delivers(&publisher, &mut scratch.subscriber(), b"they were closed unread");
+    assert_delivers(
+        &publisher,
+        &mut scratch.subscriber(),
+        b"they were closed unread",
+    );
 }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use super::publisher_handshake::hello;
 use super::scribbler::Words;
 use super::stage::{
-    Guarded, LONG, Random, Scratch, alone, assert_delivers, command, descriptors, eventually, hear, mappings, packet,
-    role, send_raw, settled_descriptors, stream,
+    Guarded, LONG, Random, Scratch, alone, assert_delivers, command, descriptors, eventually, hear,
+    mappings, packet, role, send_raw, settled_descriptors, stream,
 };
 use crate::ipc::PeerState;
 use crate::ipc::message::{Message, Received};
@@ -30,8 +30,15 @@ impl Liar {
 
     fn attach_by(socket: OwnedFd) -> Liar {
         send_raw(&socket, &packet(&hello()), &[]).unwrap();
-        let Received::Message(Message::Welcome { regions, .. }, fds) = hear(&socket) else { panic!("no welcome") };
-        (0..regions).for_each(|_| assert!(matches!(hear(&socket), Received::Message(Message::Region { .. }, _))));
+        let Received::Message(Message::Welcome { regions, .. }, fds) = hear(&socket) else {
+            panic!("no welcome")
+        };
+        (0..regions).for_each(|_| {
+            assert!(matches!(
+                hear(&socket),
+                Received::Message(Message::Region { .. }, _)
+            ))
+        });
         let words = Words::map(&fds[0]);
         seal::close(fds[0].as_fd()).unwrap();
         send_raw(&socket, &packet(&Message::Attached), &[]).unwrap();
@@ -42,7 +49,11 @@ impl Liar {
                 other => panic!("{other:?}"),
             }
         }
-        Liar { socket, words, fds: fds.into_iter().map(|fd| fd.accept().release()).collect() }
+        Liar {
+            socket,
+            words,
+            fds: fds.into_iter().map(|fd| fd.accept().release()).collect(),
+        }
     }
 
     /// The segment's inode.
@@ -51,51 +62,78 @@ impl Liar {
     }
 }
 
-const POLICIES: [Policy; 4] =
-    [Policy::DropOldest, Policy::DropNewest, Policy::Fail, Policy::Block { timeout: Duration::from_millis(2) }];
+const POLICIES: [Policy; 4] = [
+    Policy::DropOldest,
+    Policy::DropNewest,
+    Policy::Fail,
+    Policy::Block {
+        timeout: Duration::from_millis(2),
+    },
+];
 
 #[test]
 fn whatever_a_receiver_scribbles_the_good_one_gets_every_sample_whole() {
-    alone(module_path!(), "whatever_a_receiver_scribbles_the_good_one_gets_every_sample_whole", || {
-        for (policy, spins) in POLICIES.into_iter().zip([0, 30, 0, 30]) {
-            let scratch = Scratch::new();
-            let publisher = scratch.publisher(|it| it.policy(policy).memory_limit(8 << 20));
-            let (mut good, stream) = (scratch.subscriber(), stream());
-            assert_delivers(&publisher, &mut good, b"before");
-            let before = settled_descriptors();
-            let (mut sent, mut refused, mut random) = (0, 0, Random(8));
-            for round in 0..4 {
-                let liar = Liar::attach(&scratch);
-                let scribbling = liar.words.scribble_on(round, spins);
-                for _ in 0..200 {
-                    let length = random.below(20_000) as usize;
-                    let payload = random.bytes(length);
-                    match publisher.send_bytes(&stream, &payload) {
-                        Ok(_) => sent += 1,
-                        // The liar is full, and its publisher has said that it may not miss anything.
-                        Err(Error::Timeout { .. } | Error::Full { .. }) if policy.is_lossless() => {
-                            refused += 1;
-                            continue;
+    alone(
+        module_path!(),
+        "whatever_a_receiver_scribbles_the_good_one_gets_every_sample_whole",
+        || {
+            for (policy, spins) in POLICIES.into_iter().zip([0, 30, 0, 30]) {
+                let scratch = Scratch::new();
+                let publisher = scratch.publisher(|it| it.policy(policy).memory_limit(8 << 20));
+                let (mut good, stream) = (scratch.subscriber(), stream());
+                assert_delivers(&publisher, &mut good, b"before");
+                let before = settled_descriptors();
+                let (mut sent, mut refused, mut random) = (0, 0, Random(8));
+                for round in 0..4 {
+                    let liar = Liar::attach(&scratch);
+                    let scribbling = liar.words.scribble_on(round, spins);
+                    for _ in 0..200 {
+                        let length = random.below(20_000) as usize;
+                        let payload = random.bytes(length);
+                        match publisher.send_bytes(&stream, &payload) {
+                            Ok(_) => sent += 1,
+                            // The liar is full, and its publisher has said that it may not miss anything.
+                            Err(Error::Timeout { .. } | Error::Full { .. })
+                                if policy.is_lossless() =>
+                            {
+                                refused += 1;
+                                continue;
+                            }
+                            Err(error) => panic!("{policy:?}: {error}"),
                         }
-                        Err(error) => panic!("{policy:?}: {error}"),
+                        let sample = good.receive(&stream).unwrap();
+                        assert_eq!(sample.to_vec(LONG).unwrap(), payload, "{policy:?}");
+                        sample.finish(LONG).unwrap();
                     }
-                    let sample = good.receive(&stream).unwrap();
-                    assert_eq!(sample.to_vec(LONG).unwrap(), payload, "{policy:?}");
-                    sample.finish(LONG).unwrap();
+                    drop(scribbling);
+                    drop(liar.socket);
                 }
-                drop(scribbling);
-                drop(liar.socket);
+                println!("{policy:?}: {sent} sent, {refused} refused");
+                assert!(sent > 10);
+                let is_in = |it: &crate::SubscriberInfo| {
+                    matches!(it.state, PeerState::Alive | PeerState::Stalled)
+                };
+                eventually("the liars are out", || {
+                    publisher
+                        .subscribers()
+                        .iter()
+                        .filter(|it| is_in(it))
+                        .count()
+                        == 1
+                });
+                assert_delivers(&publisher, &mut good, b"afterwards");
+                assert_delivers(
+                    &publisher,
+                    &mut scratch.subscriber(),
+                    b"and to somebody new",
+                );
+                drop(publisher);
+                eventually("no descriptor is kept for liars", || {
+                    descriptors() <= before
+                });
             }
-            println!("{policy:?}: {sent} sent, {refused} refused");
-            assert!(sent > 10);
-            let is_in = |it: &crate::SubscriberInfo| matches!(it.state, PeerState::Alive | PeerState::Stalled);
-            eventually("the liars are out", || publisher.subscribers().iter().filter(|it| is_in(it)).count() == 1);
-            assert_delivers(&publisher, &mut good, b"afterwards");
-            assert_delivers(&publisher, &mut scratch.subscriber(), b"and to somebody new");
-            drop(publisher);
-            eventually("no descriptor is kept for liars", || descriptors() <= before);
-        }
-    });
+        },
+    );
 }
 
 #[test]
@@ -105,14 +143,20 @@ fn a_receiver_that_calls_everything_done_has_nothing_unmapped_under_the_publishe
     let (stream, (go, wait)) = (stream(), mpsc::channel::<()>());
     let liar = Liar::attach(&scratch);
     let segment = liar.segment();
-    assert_eq!(mappings(segment), 2, "the publisher's, and the liar's own, which stays");
+    assert_eq!(
+        mappings(segment),
+        2,
+        "the publisher's, and the liar's own, which stays"
+    );
     stream.call(move || assert!(wait.recv().is_err())).unwrap();
     for _ in 0..3 {
         publisher.send_bytes(&stream, &[1; 4096]).unwrap();
     }
     (1..=3).for_each(|position| liar.words.forge_end_of(position, 4));
     drop(liar);
-    eventually("the liar is forgotten", || publisher.subscribers().is_empty());
+    eventually("the liar is forgotten", || {
+        publisher.subscribers().is_empty()
+    });
     // A link that ended later, and whose streams have nothing to do, shows that its turn has come and gone.
     let honest = Liar::attach(&elsewhere);
     let later = honest.segment();
@@ -129,12 +173,17 @@ fn a_receiver_that_calls_everything_done_has_nothing_unmapped_under_the_publishe
 #[test]
 fn a_slot_called_released_is_not_used_again_while_it_is_being_filled() {
     let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| it.memory_limit(2 << 20).loan_timeout(Duration::from_millis(50)));
+    let publisher = scratch.publisher(|it| {
+        it.memory_limit(2 << 20)
+            .loan_timeout(Duration::from_millis(50))
+    });
     let (busy, (go, wait)) = (stream(), mpsc::channel::<()>());
     let liar = Liar::attach(&scratch);
     let whole = Layout::bytes_only(2 << 20).unwrap();
     busy.call(move || assert!(wait.recv().is_err())).unwrap();
-    publisher.send_slice(&busy, &whole, &vec![7; 2 << 20]).unwrap();
+    publisher
+        .send_slice(&busy, &whole, &vec![7; 2 << 20])
+        .unwrap();
     // What a receiver does that releases without having waited.
     liar.words.release_all(1);
     let error = publisher.loan(&whole).unwrap_err();
@@ -149,7 +198,10 @@ fn slots_of_a_killed_scribbler_come_back_whatever_it_left_in_its_words() {
     let test = "slots_of_a_killed_scribbler_come_back_whatever_it_left_in_its_words";
     if role().as_deref() == Some("scribbler") {
         let domain = crate::Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-        let scratch = std::mem::ManuallyDrop::new(Scratch { path: domain.path().to_owned(), domain });
+        let scratch = std::mem::ManuallyDrop::new(Scratch {
+            path: domain.path().to_owned(),
+            domain,
+        });
         let liar = Liar::attach(&scratch);
         println!("attached");
         let mut random = Random(9);
@@ -158,8 +210,11 @@ fn slots_of_a_killed_scribbler_come_back_whatever_it_left_in_its_words() {
         }
     }
     let scratch = Scratch::new();
-    let publisher = scratch
-        .publisher(|it| it.policy(Policy::DropNewest).memory_limit(4 << 20).loan_timeout(Duration::from_secs(5)));
+    let publisher = scratch.publisher(|it| {
+        it.policy(Policy::DropNewest)
+            .memory_limit(4 << 20)
+            .loan_timeout(Duration::from_secs(5))
+    });
     let stream = stream();
     for round in 0..5 {
         let mut scribbler = start_scribbler(test, &scratch);
@@ -173,7 +228,10 @@ fn slots_of_a_killed_scribbler_come_back_whatever_it_left_in_its_words() {
     }
     // All of the memory can be had at once again.
     let half = Layout::bytes_only(2 << 20).unwrap();
-    let loans = [publisher.loan(&half).unwrap(), publisher.loan(&half).unwrap()];
+    let loans = [
+        publisher.loan(&half).unwrap(),
+        publisher.loan(&half).unwrap(),
+    ];
     assert!(publisher.memory_in_use().0 <= 4 << 20);
     drop(loans);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
@@ -181,10 +239,16 @@ fn slots_of_a_killed_scribbler_come_back_whatever_it_left_in_its_words() {
 
 fn start_scribbler(test: &str, scratch: &Scratch) -> Guarded {
     let mut command = command(module_path!(), test, "scribbler");
-    command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(Stdio::piped());
+    command
+        .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+        .stdout(Stdio::piped());
     let mut scribbler = Guarded(command.spawn().unwrap());
     let stdout = std::io::BufReader::new(scribbler.0.stdout.take().unwrap());
-    assert!(std::io::BufRead::lines(stdout).map_while(Result::ok).any(|line| line.contains("attached")));
+    assert!(
+        std::io::BufRead::lines(stdout)
+            .map_while(Result::ok)
+            .any(|line| line.contains("attached"))
+    );
     scribbler
 }
 
@@ -196,7 +260,9 @@ fn one_sample_held_for_long_does_not_make_the_publisher_take_all_memory() {
     publisher.send_bytes(&stream, b"held").unwrap();
     let held = subscriber.receive(&stream).unwrap();
     for number in 0..20_000u32 {
-        publisher.send_bytes(&stream, &number.to_le_bytes()).unwrap();
+        publisher
+            .send_bytes(&stream, &number.to_le_bytes())
+            .unwrap();
         drop(subscriber.receive(&stream).unwrap());
     }
     let (used, _) = publisher.memory_in_use();
@@ -209,9 +275,16 @@ fn a_sample_whose_wait_or_release_fails_once_is_neither_lost_nor_kept() {
     use crate::backend::testing::{Failing, Wrapped};
     let scratch = Scratch::new();
     let publisher: Publisher = scratch.publisher(|it| it.depth(2));
-    let backend = Wrapped::new(crate::backend::host::HostBackend::shared(), Failing::default());
+    let backend = Wrapped::new(
+        crate::backend::host::HostBackend::shared(),
+        Failing::default(),
+    );
     let device = crate::Device::from_backend(backend.clone());
-    let mut subscriber = crate::Subscriber::builder("a").domain(&scratch.domain).device(&device).build().unwrap();
+    let mut subscriber = crate::Subscriber::builder("a")
+        .domain(&scratch.domain)
+        .device(&device)
+        .build()
+        .unwrap();
     let (ours, theirs) = (stream(), device.stream().unwrap());
     for round in 0..10u8 {
         let (go, wait) = mpsc::channel::<()>();
@@ -219,9 +292,16 @@ fn a_sample_whose_wait_or_release_fails_once_is_neither_lost_nor_kept() {
         ours.call(move || assert!(wait.recv().is_err())).unwrap();
         publisher.send_bytes(&ours, &[round; 100]).unwrap();
         backend.hook().aim("batch", 1);
-        assert!(matches!(subscriber.receive(&theirs), Err(Error::Injected { .. })));
+        assert!(matches!(
+            subscriber.receive(&theirs),
+            Err(Error::Injected { .. })
+        ));
         let sample = subscriber.receive(&theirs).unwrap();
-        assert_eq!(sample.sequence(), u64::from(round) + 1, "the one whose wait failed");
+        assert_eq!(
+            sample.sequence(),
+            u64::from(round) + 1,
+            "the one whose wait failed"
+        );
         drop(go);
         assert_eq!(sample.to_vec(LONG).unwrap(), [round; 100]);
         backend.hook().aim("batch", 1);
@@ -230,9 +310,16 @@ fn a_sample_whose_wait_or_release_fails_once_is_neither_lost_nor_kept() {
             // A drop has nobody to tell, so it ends the link rather than keep the slot.
             let error = subscriber.receive(&theirs).unwrap_err();
             assert!(matches!(error, Error::Injected { .. }), "{error}");
-            subscriber = crate::Subscriber::builder("a").domain(&scratch.domain).device(&device).build().unwrap();
+            subscriber = crate::Subscriber::builder("a")
+                .domain(&scratch.domain)
+                .device(&device)
+                .build()
+                .unwrap();
             let info = publisher.subscribers();
-            assert!(info.iter().any(|it| it.state == PeerState::Alive), "{info:?}");
+            assert!(
+                info.iter().any(|it| it.state == PeerState::Alive),
+                "{info:?}"
+            );
         } else {
             assert!(matches!(sample.release(), Err(Error::Injected { .. })));
         }
@@ -249,10 +336,18 @@ fn another_users_receiver_that_says_ready_and_released_gets_no_slot_lent_again_u
     }
     alone(module_path!(), test, || {
         let scratch = Scratch::new();
-        std::fs::set_permissions(&scratch.path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        std::fs::set_permissions(
+            &scratch.path,
+            std::os::unix::fs::PermissionsExt::from_mode(0o755),
+        )
+        .unwrap();
         let all = Layout::bytes_only(2 << 20).unwrap();
-        let publisher = scratch
-            .publisher(|it| it.allow_uids(&[NOBODY]).depth(4).memory_limit(2 << 20).loan_timeout(Duration::ZERO));
+        let publisher = scratch.publisher(|it| {
+            it.allow_uids(&[NOBODY])
+                .depth(4)
+                .memory_limit(2 << 20)
+                .loan_timeout(Duration::ZERO)
+        });
         let liar = Liar::attach_by(super::users::as_user(NOBODY, || scratch.connection()));
         let stream = stream();
         let (go, wait) = mpsc::channel::<()>();
@@ -260,7 +355,10 @@ fn another_users_receiver_that_says_ready_and_released_gets_no_slot_lent_again_u
         stream.call(move || _ = wait.recv()).unwrap();
         loan.send(&stream).unwrap();
         liar.words.forge_end_of(1, 4);
-        assert!(matches!(publisher.loan(&all), Err(Error::MemoryLimit { .. })), "its writer has not begun");
+        assert!(
+            matches!(publisher.loan(&all), Err(Error::MemoryLimit { .. })),
+            "its writer has not begun"
+        );
         drop(go);
         stream.synchronize(LONG).unwrap();
         eventually("it is lent again", || publisher.loan(&all).is_ok());

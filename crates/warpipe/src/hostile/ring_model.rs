@@ -29,8 +29,15 @@ enum Step {
     ReleaseNewest,
 }
 
-const STEPS: [Step; 7] =
-    [Step::Send, Step::SendLate, Step::Complete, Step::Revoke, Step::Take, Step::ReleaseOldest, Step::ReleaseNewest];
+const STEPS: [Step; 7] = [
+    Step::Send,
+    Step::SendLate,
+    Step::Complete,
+    Step::Revoke,
+    Step::Take,
+    Step::ReleaseOldest,
+    Step::ReleaseNewest,
+];
 
 /// A link with its model beside it. Samples are known by their sequence number.
 struct Play {
@@ -91,7 +98,10 @@ impl Play {
             RingSpace::At(position) => {
                 assert!(position > self.last_position, "positions only grow");
                 let lands_on = |other: &u64| (position - other).is_multiple_of(self.depth as u64);
-                assert!(!used.iter().any(lands_on), "position {position} overwrites one of {used:?}");
+                assert!(
+                    !used.iter().any(lands_on),
+                    "position {position} overwrites one of {used:?}"
+                );
                 self.sequence += 1;
                 self.sender.publish(position, &description(self.sequence));
                 self.last_position = position;
@@ -113,7 +123,10 @@ impl Play {
         }
         let position = self.incomplete.remove(0);
         self.segment.entry(position).ready.store(position);
-        self.waiting.iter_mut().filter(|it| it.0 == position).for_each(|it| it.2 = true);
+        self.waiting
+            .iter_mut()
+            .filter(|it| it.0 == position)
+            .for_each(|it| it.2 = true);
     }
 
     fn revoke(&mut self) {
@@ -129,21 +142,35 @@ impl Play {
         match self.receiver.take(|_| true).unwrap() {
             Some(position) => {
                 let (expected, sequence, _) = self.waiting.remove(0);
-                assert_eq!(position, expected, "the oldest that is neither taken nor revoked");
+                assert_eq!(
+                    position, expected,
+                    "the oldest that is neither taken nor revoked"
+                );
                 let read = self.receiver.copy().check(1 << 20).unwrap();
                 assert_eq!(read.sequence, sequence);
-                assert!(sequence > self.last_taken, "order holds, and none comes twice");
+                assert!(
+                    sequence > self.last_taken,
+                    "order holds, and none comes twice"
+                );
                 self.last_taken = sequence;
                 self.held.push(position);
                 assert!(!self.sender.is_over(position));
             }
-            None => assert!(self.waiting.is_empty(), "{:?} should have been found", self.waiting),
+            None => assert!(
+                self.waiting.is_empty(),
+                "{:?} should have been found",
+                self.waiting
+            ),
         }
     }
 
     fn release(&mut self, index: usize) {
         // A receiver's stream releases behind its wait for `ready`.
-        let Some(&position) = self.held.get(index).filter(|position| !self.incomplete.contains(position)) else {
+        let Some(&position) = self
+            .held
+            .get(index)
+            .filter(|position| !self.incomplete.contains(position))
+        else {
             return;
         };
         self.held.remove(index);
@@ -154,7 +181,15 @@ impl Play {
 
 fn description(sequence: u64) -> Description {
     let layout = Layout::bytes_only(8).unwrap();
-    Description { sequence, sent_ns: 0, region: 0, slot: 0, layout, metadata: Metadata::EMPTY, completion: None }
+    Description {
+        sequence,
+        sent_ns: 0,
+        region: 0,
+        slot: 0,
+        layout,
+        metadata: Metadata::EMPTY,
+        completion: None,
+    }
 }
 
 fn play_all(depth: u32, length: u32) {
@@ -179,7 +214,11 @@ fn play_all(depth: u32, length: u32) {
         for _ in 0..depth {
             play.send(true);
         }
-        assert_eq!(play.waiting.len(), depth as usize, "every entry is used again");
+        assert_eq!(
+            play.waiting.len(),
+            depth as usize,
+            "every entry is used again"
+        );
         (0..depth).for_each(|_| play.take());
     }
 }
@@ -203,7 +242,11 @@ fn long_random_plays_on_larger_rings_agree_with_the_model() {
         for _ in 0..50_000 {
             play.step(STEPS[random.below(STEPS.len() as u64) as usize]);
         }
-        assert!(play.last_taken > 1000, "only {} samples arrived", play.last_taken);
+        assert!(
+            play.last_taken > 1000,
+            "only {} samples arrived",
+            play.last_taken
+        );
     }
 }
 
@@ -218,18 +261,35 @@ fn under_drop_oldest_two_threads_lose_nothing_that_was_not_dropped() {
         done.store(true, Relaxed);
         (sent, dropped, receiver.join().unwrap())
     });
-    assert!(received.windows(2).all(|pair| pair[0] < pair[1]), "in order, none twice");
-    let (received, dropped): (BTreeSet<u64>, BTreeSet<u64>) =
-        (received.into_iter().collect(), dropped.into_iter().collect());
-    assert!(received.is_disjoint(&dropped), "none is dropped and received");
-    assert_eq!(received.len() + dropped.len(), sent as usize, "each is one of both");
+    assert!(
+        received.windows(2).all(|pair| pair[0] < pair[1]),
+        "in order, none twice"
+    );
+    let (received, dropped): (BTreeSet<u64>, BTreeSet<u64>) = (
+        received.into_iter().collect(),
+        dropped.into_iter().collect(),
+    );
+    assert!(
+        received.is_disjoint(&dropped),
+        "none is dropped and received"
+    );
+    assert_eq!(
+        received.len() + dropped.len(),
+        sent as usize,
+        "each is one of both"
+    );
     assert!(!received.is_empty());
 }
 
 /// What lies in the entries' words for a sample: a reader that sees another sample's words would notice.
 fn fingerprint(sequence: u64) -> Description {
     let metadata = Metadata::new(&[sequence as u8; 256]).unwrap();
-    Description { sent_ns: sequence ^ 0xffff, slot: 512 * (sequence % 100), metadata, ..description(sequence) }
+    Description {
+        sent_ns: sequence ^ 0xffff,
+        slot: 512 * (sequence % 100),
+        metadata,
+        ..description(sequence)
+    }
 }
 
 fn send_all(segment: &Arc<Segment>) -> (u64, Vec<u64>) {
@@ -260,14 +320,19 @@ fn send_all(segment: &Arc<Segment>) -> (u64, Vec<u64>) {
 }
 
 fn receive_all(segment: &Arc<Segment>, done: &AtomicBool) -> Vec<u64> {
-    let (mut receiver, mut received, mut held) = (ReceiverRing::new(segment.clone()), Vec::new(), Vec::new());
+    let (mut receiver, mut received, mut held) =
+        (ReceiverRing::new(segment.clone()), Vec::new(), Vec::new());
     loop {
         let last_look = done.load(Relaxed);
         match receiver.take(|_| true).unwrap() {
             Some(position) => {
                 let read = receiver.copy().check(1 << 20).unwrap();
                 let wanted = fingerprint(read.sequence);
-                assert_eq!((read.sent_ns, read.slot), (wanted.sent_ns, wanted.slot), "of one piece");
+                assert_eq!(
+                    (read.sent_ns, read.slot),
+                    (wanted.sent_ns, wanted.slot),
+                    "of one piece"
+                );
                 assert_eq!(read.metadata.as_bytes(), wanted.metadata.as_bytes());
                 received.push(read.sequence);
                 held.push(position);

@@ -25,10 +25,21 @@ impl Words {
         let bytes = rustix::fs::fstat(&fd).unwrap().st_size as usize;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
-        let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0) }.unwrap();
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                protection,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )
+        }
+        .unwrap();
         // SAFETY: the mapping is `bytes` long, page-aligned and never unmapped; atomics allow any concurrent access.
-        Words { words: unsafe { std::slice::from_raw_parts(base.cast::<AtomicU64>(), bytes / 8) } }
+        Words {
+            words: unsafe { std::slice::from_raw_parts(base.cast::<AtomicU64>(), bytes / 8) },
+        }
     }
 
     fn entries(&self) -> usize {
@@ -48,16 +59,24 @@ impl Words {
     pub(super) fn scribble(&self, random: &mut Random) {
         let entry = random.below(self.entries() as u64) as usize;
         match random.below(8) {
-            0 => self.words[random.below(self.words.len() as u64) as usize].store(random.edge(), Relaxed),
+            0 => self.words[random.below(self.words.len() as u64) as usize]
+                .store(random.edge(), Relaxed),
             // A state word that could be one: a position that falls on the entry, in any state.
             1 | 2 => {
                 let position = entry as u64 + random.below(8) * self.entries() as u64;
-                self.in_entry(entry, 0).store(position << 2 | random.below(4), Relaxed);
+                self.in_entry(entry, 0)
+                    .store(position << 2 | random.below(4), Relaxed);
             }
             3 => self.in_entry(entry, 1).store(random.below(16), Relaxed),
-            4 => self.in_entry(entry, [2, 64][random.below(2) as usize]).store(random.edge(), Relaxed),
-            5 => self.words[random.below(HEADER_WORDS as u64) as usize].store(random.edge(), Relaxed),
-            _ => self.in_entry(entry, 4 + random.below(30) as usize).store(random.edge(), Relaxed),
+            4 => self
+                .in_entry(entry, [2, 64][random.below(2) as usize])
+                .store(random.edge(), Relaxed),
+            5 => {
+                self.words[random.below(HEADER_WORDS as u64) as usize].store(random.edge(), Relaxed)
+            }
+            _ => self
+                .in_entry(entry, 4 + random.below(30) as usize)
+                .store(random.edge(), Relaxed),
         }
     }
 
@@ -77,7 +96,8 @@ impl Words {
     /// Says of one position alone that it is ready and released, as if its sender had and its receiver had.
     pub(super) fn forge_end_of(&self, position: u64, depth: u64) {
         for word in [2, 64] {
-            self.in_entry((position % depth) as usize, word).store(position, Relaxed);
+            self.in_entry((position % depth) as usize, word)
+                .store(position, Relaxed);
         }
     }
 
@@ -95,7 +115,11 @@ impl Words {
                 (0..spins).for_each(|_| std::hint::spin_loop());
             }
         });
-        Scribbling { stop, written, thread: Some(thread) }
+        Scribbling {
+            stop,
+            written,
+            thread: Some(thread),
+        }
     }
 }
 
@@ -122,11 +146,19 @@ impl Drop for Scribbling {
 
 #[test]
 fn the_words_are_where_the_segment_has_them() {
-    let (segment, fd) = crate::shm::segment::Segment::create(&crate::Device::host(), 4, [1; 16]).unwrap();
+    let (segment, fd) =
+        crate::shm::segment::Segment::create(&crate::Device::host(), 4, [1; 16]).unwrap();
     let words = Words::map(&fd);
-    assert_eq!(words.entries(), 4 + (8192 - 4096 - 4 * 640) / 640, "what is left of the last page counts, too");
+    assert_eq!(
+        words.entries(),
+        4 + (8192 - 4096 - 4 * 640) / 640,
+        "what is left of the last page counts, too"
+    );
     segment.entry(3).state_word.store(77, Relaxed);
     segment.entry(3).ready.store(78);
     segment.entry(3).released.store(79);
-    assert_eq!([0, 2, 64].map(|word| words.in_entry(3, word).load(Relaxed)), [77, 78, 79]);
+    assert_eq!(
+        [0, 2, 64].map(|word| words.in_entry(3, word).load(Relaxed)),
+        [77, 78, 79]
+    );
 }

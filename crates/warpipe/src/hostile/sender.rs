@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use super::scribbler::Words;
 use super::stage::{
-    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, mappings, memfd, packet, send_raw,
-    settled_descriptors, stream,
+    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, mappings, memfd, packet,
+    send_raw, settled_descriptors, stream,
 };
 use super::subscriber_handshake::{Offer, meet};
 use crate::ipc::message::{CloseReason, Message, Received};
@@ -40,9 +40,15 @@ impl Fake {
             let words = Words::map(&offer.fds[0]);
             offer.send(socket);
             let memory = memfd(REGION_BYTES, SIZE_SEALS);
-            let region = packet(&Message::Region { id: 0, bytes: REGION_BYTES });
+            let region = packet(&Message::Region {
+                id: 0,
+                bytes: REGION_BYTES,
+            });
             send_raw(socket, &region, &[memory.as_fd()]).unwrap();
-            assert!(matches!(hear(socket), Received::Message(Message::Attached, _)));
+            assert!(matches!(
+                hear(socket),
+                Received::Message(Message::Attached, _)
+            ));
             send_raw(socket, &packet(&Message::Attached), &[]).unwrap();
             let segment = offer.segment.clone();
             fake = Some(Fake {
@@ -65,9 +71,14 @@ impl Fake {
 
     /// Publishes a right sample if there is room, spoilt before the receiver looks.
     fn send(&mut self, spoil: impl FnOnce(&Entry)) {
-        let RingSpace::At(position) = self.ring.space() else { return };
+        let RingSpace::At(position) = self.ring.space() else {
+            return;
+        };
         self.sequence += 1;
-        let (metadata, layout) = (Metadata::new(b"meta").unwrap(), Layout::bytes_only(1000).unwrap());
+        let (metadata, layout) = (
+            Metadata::new(b"meta").unwrap(),
+            Layout::bytes_only(1000).unwrap(),
+        );
         let description = Description {
             sequence: self.sequence,
             sent_ns: 1,
@@ -101,13 +112,21 @@ fn word(entry: &Entry, index: usize, change: impl Fn(u64) -> u64) {
 
 const LIES: [Lie; 24] = [
     ("dtype", |it| word(it, PACKED, |packed| packed | 0x3f << 41)),
-    ("dtype", |it| word(it, PACKED, |packed| packed & !(0x1f << 47))),
-    ("rank", |it| word(it, PACKED, |packed| packed & !(0xf << 52) | 9 << 52)),
+    ("dtype", |it| {
+        word(it, PACKED, |packed| packed & !(0x1f << 47))
+    }),
+    ("rank", |it| {
+        word(it, PACKED, |packed| packed & !(0xf << 52) | 9 << 52)
+    }),
     ("rank", |it| word(it, PACKED, |packed| packed | 0xf << 52)),
-    ("metadata length", |it| word(it, PACKED, |packed| packed & !(0x1ff << 32) | 257 << 32)),
+    ("metadata length", |it| {
+        word(it, PACKED, |packed| packed & !(0x1ff << 32) | 257 << 32)
+    }),
     ("flags", |it| word(it, PACKED, |packed| packed | 1 << 63)),
     // Words of a history that this publisher has not.
-    ("completion", |it| word(it, PACKED, |packed| packed | 1 << 57)),
+    ("completion", |it| {
+        word(it, PACKED, |packed| packed | 1 << 57)
+    }),
     ("completion", |it| {
         word(it, PACKED, |packed| packed | 1 << 57);
         word(it, COMPLETION, |_| u64::MAX);
@@ -138,27 +157,46 @@ const LIES: [Lie; 24] = [
 
 #[test]
 fn every_lie_in_an_entry_is_found_and_ends_the_link_alone() {
-    alone(module_path!(), "every_lie_in_an_entry_is_found_and_ends_the_link_alone", || {
-        let scratch = Scratch::new();
-        drop(Fake::attach(&scratch, true));
-        let before = settled_descriptors();
-        for (number, (lie, spoil)) in LIES.into_iter().enumerate() {
-            let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
-            let stream = stream();
-            fake.send(|_| ());
-            drop(subscriber.receive(&stream).unwrap());
-            fake.send(spoil);
-            let error = subscriber.receive(&stream).unwrap_err();
-            assert!(matches!(&error, Error::Protocol { field, .. } if *field == lie), "lie {number}, {lie}: {error}");
-            let farewell = hear(&fake.socket);
-            assert!(matches!(farewell, Received::Message(Message::Close(CloseReason::Failed(_)), _)), "{farewell:?}");
-            fake.send(|_| ());
-            assert!(subscriber.receive(&stream).is_err(), "it stays closed");
-        }
-        eventually("every descriptor is closed", || super::stage::descriptors() <= before);
-        let publisher = scratch.publisher(|it| it);
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"a good one afterwards");
-    });
+    alone(
+        module_path!(),
+        "every_lie_in_an_entry_is_found_and_ends_the_link_alone",
+        || {
+            let scratch = Scratch::new();
+            drop(Fake::attach(&scratch, true));
+            let before = settled_descriptors();
+            for (number, (lie, spoil)) in LIES.into_iter().enumerate() {
+                let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+                let stream = stream();
+                fake.send(|_| ());
+                drop(subscriber.receive(&stream).unwrap());
+                fake.send(spoil);
+                let error = subscriber.receive(&stream).unwrap_err();
+                assert!(
+                    matches!(&error, Error::Protocol { field, .. } if *field == lie),
+                    "lie {number}, {lie}: {error}"
+                );
+                let farewell = hear(&fake.socket);
+                assert!(
+                    matches!(
+                        farewell,
+                        Received::Message(Message::Close(CloseReason::Failed(_)), _)
+                    ),
+                    "{farewell:?}"
+                );
+                fake.send(|_| ());
+                assert!(subscriber.receive(&stream).is_err(), "it stays closed");
+            }
+            eventually("every descriptor is closed", || {
+                super::stage::descriptors() <= before
+            });
+            let publisher = scratch.publisher(|it| it);
+            assert_delivers(
+                &publisher,
+                &mut scratch.subscriber(),
+                b"a good one afterwards",
+            );
+        },
+    );
 }
 
 #[test]
@@ -167,7 +205,16 @@ fn a_region_never_announced_is_waited_for_and_then_an_error() {
     let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
     fake.send(|it| word(it, PACKED, |packed| packed | 5));
     let error = subscriber.receive(&stream()).unwrap_err();
-    assert!(matches!(error, Error::Protocol { field: "region", .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            Error::Protocol {
+                field: "region",
+                ..
+            }
+        ),
+        "{error}"
+    );
 }
 
 #[test]
@@ -176,11 +223,20 @@ fn a_sequence_may_jump_but_not_run_back_where_samples_may_be_dropped() {
     let (mut fake, mut subscriber) = Fake::attach(&scratch, false);
     let stream = stream();
     fake.send(|it| it.sequence.store(u64::MAX - 1, Relaxed));
-    assert_eq!(subscriber.receive(&stream).unwrap().sequence(), u64::MAX - 1);
+    assert_eq!(
+        subscriber.receive(&stream).unwrap().sequence(),
+        u64::MAX - 1
+    );
     fake.send(|it| it.sequence.store(u64::MAX, Relaxed));
     assert_eq!(subscriber.receive(&stream).unwrap().sequence(), u64::MAX);
     fake.send(|_| ());
-    assert!(matches!(subscriber.receive(&stream), Err(Error::Protocol { field: "sequence", .. })));
+    assert!(matches!(
+        subscriber.receive(&stream),
+        Err(Error::Protocol {
+            field: "sequence",
+            ..
+        })
+    ));
 }
 
 #[test]
@@ -191,40 +247,76 @@ fn a_lossless_sequence_at_its_end_is_an_error_and_not_an_overflow() {
     fake.send(|it| it.sequence.store(u64::MAX, Relaxed));
     drop(subscriber.receive(&stream).unwrap());
     fake.send(|_| ());
-    assert!(matches!(subscriber.receive(&stream), Err(Error::Protocol { field: "sequence", .. })));
+    assert!(matches!(
+        subscriber.receive(&stream),
+        Err(Error::Protocol {
+            field: "sequence",
+            ..
+        })
+    ));
 }
 
 #[test]
 fn counts_that_a_peer_made_up_overflow_nothing() {
     let scratch = Scratch::new();
     let (fake, subscriber) = Fake::attach(&scratch, true);
-    fake.segment.header().sender.dropped.store(u64::MAX, Relaxed);
-    fake.segment.header().sender.heartbeat_ns.store(u64::MAX, Relaxed);
-    fake.segment.header().receiver.released.store(u64::MAX, Relaxed);
+    fake.segment
+        .header()
+        .sender
+        .dropped
+        .store(u64::MAX, Relaxed);
+    fake.segment
+        .header()
+        .sender
+        .heartbeat_ns
+        .store(u64::MAX, Relaxed);
+    fake.segment
+        .header()
+        .receiver
+        .released
+        .store(u64::MAX, Relaxed);
     assert_eq!(subscriber.dropped(), u64::MAX);
     assert!(subscriber.publisher_state().is_some());
 }
 
 #[test]
 fn messages_without_end_or_sense_behind_the_handshake_are_answered_once() {
-    alone(module_path!(), "messages_without_end_or_sense_behind_the_handshake_are_answered_once", || {
-        let scratch = Scratch::new();
-        drop(Fake::attach(&scratch, true));
-        let before = settled_descriptors();
-        for message in [Message::Attached, Message::Region { id: 7, bytes: 4096 }, Message::Region { id: 1, bytes: 3 }]
-        {
-            let (fake, mut subscriber) = Fake::attach(&scratch, true);
-            let memory = memfd(4096, SIZE_SEALS);
-            let fds = [memory.as_fd()];
-            let fds = if matches!(message, Message::Region { .. }) { &fds[..] } else { &[] };
-            // As many as the socket takes.
-            (0..10_000).take_while(|_| send_raw(&fake.socket, &packet(&message), fds).is_ok()).count();
-            let error = subscriber.receive_timeout(&stream(), LONG).unwrap_err();
-            assert!(matches!(error, Error::Protocol { .. } | Error::Handshake { .. }), "{error}");
-            drop((fake, subscriber, memory));
-            eventually("every descriptor is closed", || super::stage::descriptors() == before);
-        }
-    });
+    alone(
+        module_path!(),
+        "messages_without_end_or_sense_behind_the_handshake_are_answered_once",
+        || {
+            let scratch = Scratch::new();
+            drop(Fake::attach(&scratch, true));
+            let before = settled_descriptors();
+            for message in [
+                Message::Attached,
+                Message::Region { id: 7, bytes: 4096 },
+                Message::Region { id: 1, bytes: 3 },
+            ] {
+                let (fake, mut subscriber) = Fake::attach(&scratch, true);
+                let memory = memfd(4096, SIZE_SEALS);
+                let fds = [memory.as_fd()];
+                let fds = if matches!(message, Message::Region { .. }) {
+                    &fds[..]
+                } else {
+                    &[]
+                };
+                // As many as the socket takes.
+                (0..10_000)
+                    .take_while(|_| send_raw(&fake.socket, &packet(&message), fds).is_ok())
+                    .count();
+                let error = subscriber.receive_timeout(&stream(), LONG).unwrap_err();
+                assert!(
+                    matches!(error, Error::Protocol { .. } | Error::Handshake { .. }),
+                    "{error}"
+                );
+                drop((fake, subscriber, memory));
+                eventually("every descriptor is closed", || {
+                    super::stage::descriptors() == before
+                });
+            }
+        },
+    );
 }
 
 #[test]
@@ -241,7 +333,10 @@ fn a_wake_channel_that_is_closed_or_rings_without_end_costs_nobody_a_hang() {
             fake._offer.fds.clear();
         }
         let timeout = Duration::from_millis(50);
-        assert!(matches!(subscriber.receive_timeout(&stream, timeout), Err(Error::Timeout { .. })));
+        assert!(matches!(
+            subscriber.receive_timeout(&stream, timeout),
+            Err(Error::Timeout { .. })
+        ));
         fake.send(|_| ());
         drop(subscriber.receive(&stream).unwrap());
         // Nothing is due: a poller must not be told for ever that something is.
@@ -265,13 +360,21 @@ fn a_subscriber_that_goes_keeps_its_memory_mapped_under_its_streams_work() {
     drop(sample);
     // Its sender calls it released, and it is not: the release is enqueued, and what reads the sample runs before it.
     fake.segment.entry(1).released.store(1);
-    assert_eq!(mappings(fake.inode()), 3, "this side's two and the subscriber's");
+    assert_eq!(
+        mappings(fake.inode()),
+        3,
+        "this side's two and the subscriber's"
+    );
     drop(subscriber);
     // A link that ended later, and whose streams have nothing to do, shows that its turn has come and gone.
     let (later, another) = Fake::attach(&scratch, true);
     drop(another);
     eventually("a later link is unmapped", || mappings(later.inode()) == 2);
-    assert_eq!(mappings(fake.inode()), 3, "the stream still has to write there");
+    assert_eq!(
+        mappings(fake.inode()),
+        3,
+        "the stream still has to write there"
+    );
     drop(go);
     stream.synchronize(LONG).unwrap();
     eventually("now it is unmapped", || mappings(fake.inode()) == 2);
@@ -282,57 +385,76 @@ const ROUNDS_MAX: u64 = 4000;
 
 #[test]
 fn a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_errors() {
-    alone(module_path!(), "a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_errors", || {
-        let scratch = Scratch::new();
-        drop(Fake::attach(&scratch, true));
-        let before = settled_descriptors();
-        let (mut calls, mut samples, mut errors) = (0u32, 0u32, 0u32);
-        let mut round = 0;
-        // Until enough of both has been seen: how much one round shows is the scheduler's choice.
-        while round < 400 || (round < ROUNDS_MAX && (samples <= 1000 || errors <= 10)) {
-            round += 1;
-            let (mut fake, mut subscriber) = Fake::attach(&scratch, round % 2 == 0);
-            let words = fake.words.clone();
-            let stream = stream();
-            let scribbling = words.scribble_on(round, [0, 5, 30, 150][round as usize / 2 % 4]);
-            for call in 0.. {
-                if call >= 400 && scribbling.written() >= 400 {
-                    break;
-                }
-                if call >= 400 {
-                    // The other thread's turn.
-                    std::thread::yield_now();
-                }
-                calls += 1;
-                fake.send(|_| ());
-                match subscriber.try_receive(&stream) {
-                    Ok(Some(sample)) => {
-                        samples += 1;
-                        assert!(sample.layout().bytes() <= REGION_BYTES && sample.metadata().len() <= 256);
-                        if call % 16 == 0 {
-                            // Every byte of it can be read, whatever it says. It may never be complete.
-                            let mut bytes = vec![0; sample.layout().bytes() as usize];
-                            let read = sample.copy_to(&mut bytes, Duration::from_millis(1));
-                            assert!(matches!(read, Ok(()) | Err(Error::Timeout { .. } | Error::SampleLost { .. })));
-                        }
-                    }
-                    Ok(None) => std::hint::spin_loop(),
-                    Err(Error::Protocol { .. }) => {
-                        errors += 1;
+    alone(
+        module_path!(),
+        "a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_errors",
+        || {
+            let scratch = Scratch::new();
+            drop(Fake::attach(&scratch, true));
+            let before = settled_descriptors();
+            let (mut calls, mut samples, mut errors) = (0u32, 0u32, 0u32);
+            let mut round = 0;
+            // Until enough of both has been seen: how much one round shows is the scheduler's choice.
+            while round < 400 || (round < ROUNDS_MAX && (samples <= 1000 || errors <= 10)) {
+                round += 1;
+                let (mut fake, mut subscriber) = Fake::attach(&scratch, round % 2 == 0);
+                let words = fake.words.clone();
+                let stream = stream();
+                let scribbling = words.scribble_on(round, [0, 5, 30, 150][round as usize / 2 % 4]);
+                for call in 0.. {
+                    if call >= 400 && scribbling.written() >= 400 {
                         break;
                     }
-                    Err(other) => panic!("{other}"),
+                    if call >= 400 {
+                        // The other thread's turn.
+                        std::thread::yield_now();
+                    }
+                    calls += 1;
+                    fake.send(|_| ());
+                    match subscriber.try_receive(&stream) {
+                        Ok(Some(sample)) => {
+                            samples += 1;
+                            assert!(
+                                sample.layout().bytes() <= REGION_BYTES
+                                    && sample.metadata().len() <= 256
+                            );
+                            if call % 16 == 0 {
+                                // Every byte of it can be read, whatever it says. It may never be complete.
+                                let mut bytes = vec![0; sample.layout().bytes() as usize];
+                                let read = sample.copy_to(&mut bytes, Duration::from_millis(1));
+                                assert!(matches!(
+                                    read,
+                                    Ok(()) | Err(Error::Timeout { .. } | Error::SampleLost { .. })
+                                ));
+                            }
+                        }
+                        Ok(None) => std::hint::spin_loop(),
+                        Err(Error::Protocol { .. }) => {
+                            errors += 1;
+                            break;
+                        }
+                        Err(other) => panic!("{other}"),
+                    }
                 }
+                drop((subscriber, stream));
+                drop(scribbling);
+                // The dead would be rescued by the reactor; this sender lives, and must let the streams go itself.
+                words.let_all_go();
             }
-            drop((subscriber, stream));
-            drop(scribbling);
-            // The dead would be rescued by the reactor; this sender lives, and must let the streams go itself.
-            words.let_all_go();
-        }
-        println!("{calls} calls, {samples} samples, {errors} errors");
-        assert!(samples > 1000 && errors > 10, "{samples} samples and {errors} errors: it tests nothing");
-        eventually("everything is let go", || super::stage::descriptors() == before);
-        let publisher = scratch.publisher(|it| it);
-        assert_delivers(&publisher, &mut scratch.subscriber(), b"a good one afterwards");
-    });
+            println!("{calls} calls, {samples} samples, {errors} errors");
+            assert!(
+                samples > 1000 && errors > 10,
+                "{samples} samples and {errors} errors: it tests nothing"
+            );
+            eventually("everything is let go", || {
+                super::stage::descriptors() == before
+            });
+            let publisher = scratch.publisher(|it| it);
+            assert_delivers(
+                &publisher,
+                &mut scratch.subscriber(),
+                b"a good one afterwards",
+            );
+        },
+    );
 }

@@ -13,8 +13,8 @@ use super::fuse::{Closing, Silent};
 use super::lingering::{Open, Quick, Victim, assert_all_goes_on, misled, returns, victim};
 use super::publisher_handshake::hello;
 use super::stage::{
-    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, memfd, name, packet, pipe, role, send_raw,
-    stream,
+    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, memfd, name, packet, pipe,
+    role, send_raw, stream,
 };
 use super::subscriber_handshake::{Offer, meet};
 use crate::backend::{Access, DeviceId};
@@ -42,7 +42,11 @@ fn in_a_process(test: &str, body: impl Fn(Silent, [OwnedFd; 2])) {
     if role().as_deref() == Some("victim") {
         return victim();
     }
-    alone(module_path!(), test, || silent().into_iter().for_each(|(silent, files)| body(silent, files)));
+    alone(module_path!(), test, || {
+        silent()
+            .into_iter()
+            .for_each(|(silent, files)| body(silent, files))
+    });
 }
 
 fn start(test: &str) -> Victim {
@@ -55,10 +59,18 @@ fn whatever_a_descriptor_is_taken_for_no_file_system_is_asked_first() {
     in_a_process(test, |silent, files| {
         type Taker = fn(&dyn Fn() -> PeerFd) -> bool;
         let takers: [(&str, Taker); 7] = [
-            ("a page", |fd| SharedPage::open(None, fd(), PAGE_BYTES, "test").is_err()),
-            ("a page to be read", |fd| SharedPage::read(fd(), PAGE_BYTES, "test").is_err()),
-            ("a page of two", |fd| UnsealedPage::open(fd(), PAGE_BYTES, "test").is_err()),
-            ("the words of a history", |fd| FenceWords::read(fd(), PAGE_BYTES as u64, "test").is_err()),
+            ("a page", |fd| {
+                SharedPage::open(None, fd(), PAGE_BYTES, "test").is_err()
+            }),
+            ("a page to be read", |fd| {
+                SharedPage::read(fd(), PAGE_BYTES, "test").is_err()
+            }),
+            ("a page of two", |fd| {
+                UnsealedPage::open(fd(), PAGE_BYTES, "test").is_err()
+            }),
+            ("the words of a history", |fd| {
+                FenceWords::read(fd(), PAGE_BYTES as u64, "test").is_err()
+            }),
             ("a region", |fd| {
                 let owner: DeviceId = Device::host().info().id;
                 Region::import(&Device::host(), fd().as_fd(), 2 << 20, Access::Read, owner).is_err()
@@ -67,12 +79,21 @@ fn whatever_a_descriptor_is_taken_for_no_file_system_is_asked_first() {
             ("a process", |fd| {
                 let own = || {
                     let own = rustix::process::getpid();
-                    PeerFd::from(CloseOnForkFd::open(|| rustix::process::pidfd_open(own, PidfdFlags::empty())).unwrap())
+                    PeerFd::from(
+                        CloseOnForkFd::open(|| {
+                            rustix::process::pidfd_open(own, PidfdFlags::empty())
+                        })
+                        .unwrap(),
+                    )
                 };
                 let live = || PeerFd::from(CloseOnForkFd::new(pipe()).unwrap());
-                [[fd(), live(), live()], [own(), fd(), live()], [own(), live(), fd()]]
-                    .into_iter()
-                    .all(|process| Process::relayed(process).is_err())
+                [
+                    [fd(), live(), live()],
+                    [own(), fd(), live()],
+                    [own(), live(), fd()],
+                ]
+                .into_iter()
+                .all(|process| Process::relayed(process).is_err())
             }),
         ];
         for (what, take) in takers {
@@ -98,7 +119,10 @@ fn files_that_do_not_answer_hold_no_publisher_up() {
             for lifeline in [[file.as_fd(), file.as_fd()], [live.as_fd(), file.as_fd()]] {
                 let socket = scratch.connection();
                 send_raw(&socket, &packet(&hello()), &lifeline).unwrap();
-                assert!(matches!(hear(&socket), Received::Message(Message::Refused { .. }, _)));
+                assert!(matches!(
+                    hear(&socket),
+                    Received::Message(Message::Refused { .. }, _)
+                ));
             }
         }
         assert_all_goes_on(victim, &scratch, &publisher, &mut good);
@@ -113,15 +137,27 @@ fn files_that_do_not_answer_hold_no_keeper_up() {
         let keeps: [Arc<dyn RequestHandler>; 2] = [Arc::new(Open), Arc::new(Quick)];
         for keep in keeps {
             let (scratch, elsewhere, victim) = (Scratch::new(), Scratch::new(), start(test));
-            let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
+            let at = Address {
+                domain: &scratch.domain,
+                name: &name(),
+                kind: Kind::Pool,
+            };
             let server = IpcServer::open(&at, AccessPolicy::default(), keep).unwrap();
             let publisher = elsewhere.publisher(|it| it);
             let mut good = elsewhere.subscriber();
-            let visit = Message::OpenSession { generation: [7; 16], device: None, kind: Kind::Pool, body: vec![] };
+            let visit = Message::OpenSession {
+                generation: [7; 16],
+                device: None,
+                kind: Kind::Pool,
+                body: vec![],
+            };
             for file in &files {
                 let socket = scratch.connection();
                 send_raw(&socket, &packet(&visit), &[file.as_fd(), file.as_fd()]).unwrap();
-                assert!(matches!(hear(&socket), Received::Message(Message::Refused { .. }, _)));
+                assert!(matches!(
+                    hear(&socket),
+                    Received::Message(Message::Refused { .. }, _)
+                ));
             }
             assert_all_goes_on(victim, &elsewhere, &publisher, &mut good);
             drop(ClientSession::attach(&at, None, b"", Duration::ZERO).unwrap());
@@ -146,7 +182,13 @@ fn offered(file: OwnedFd, place: usize) -> crate::Result<Subscriber> {
         // The lifeline of this process: that of a pipe whose writer is closed has ended.
         offer.fds.truncate(2);
         offer.send(socket);
-        let due = [Message::Region { id: 0, bytes: 2 << 20 }, Message::Completions { bytes: 4096 }];
+        let due = [
+            Message::Region {
+                id: 0,
+                bytes: 2 << 20,
+            },
+            Message::Completions { bytes: 4096 },
+        ];
         send_raw(socket, &packet(&due[place - 4]), &[file.as_fd()]).unwrap();
     })
 }
@@ -162,16 +204,29 @@ fn files_that_do_not_answer_hold_no_subscriber_up() {
         for place in 0..6 {
             for file in &files {
                 let file = file.try_clone().unwrap();
-                assert!(returns("a handshake", move || offered(file, place)).is_err(), "{place}");
+                assert!(
+                    returns("a handshake", move || offered(file, place)).is_err(),
+                    "{place}"
+                );
             }
         }
         assert_all_goes_on(one, &elsewhere, &publisher, &mut good);
         // A region on a link that stands is the control thread's.
         for file in &files {
             let mut misled = misled(&scratch, |socket, _| {
-                send_raw(socket, &packet(&Message::Region { id: 1, bytes: 2 << 20 }), &[file.as_fd()]).unwrap();
+                send_raw(
+                    socket,
+                    &packet(&Message::Region {
+                        id: 1,
+                        bytes: 2 << 20,
+                    }),
+                    &[file.as_fd()],
+                )
+                .unwrap();
             });
-            let end = returns("a link's end", move || (misled.receive_timeout(&stream(), LONG).map(drop), misled));
+            let end = returns("a link's end", move || {
+                (misled.receive_timeout(&stream(), LONG).map(drop), misled)
+            });
             assert!(end.0.is_err());
         }
         assert_all_goes_on(two, &elsewhere, &publisher, &mut good);
@@ -187,13 +242,24 @@ fn visited(fds: Vec<OwnedFd>) -> crate::Result<()> {
         let server = scope.spawn(|| {
             assert!(wait_readable(claim.listener.as_fd(), LONG));
             let socket = rustix::net::accept(&claim.listener).unwrap();
-            assert!(matches!(hear(&socket), Received::Message(Message::OpenSession { .. }, _)));
-            let granted = Message::SessionOpened { generation: [7; 16], body: vec![], fds: fds.len() as u8 - 2 };
+            assert!(matches!(
+                hear(&socket),
+                Received::Message(Message::OpenSession { .. }, _)
+            ));
+            let granted = Message::SessionOpened {
+                generation: [7; 16],
+                body: vec![],
+                fds: fds.len() as u8 - 2,
+            };
             let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
             send_raw(&socket, &packet(&granted), &fds).unwrap();
             socket
         });
-        let at = Address { domain: &scratch.domain, name: &name(), kind: Kind::Pool };
+        let at = Address {
+            domain: &scratch.domain,
+            name: &name(),
+            kind: Kind::Pool,
+        };
         let visit = ClientSession::attach(&at, None, b"", Duration::ZERO).map(drop);
         drop(server.join().unwrap());
         visit
@@ -209,7 +275,10 @@ fn files_that_do_not_answer_hold_no_visitor_up() {
         let mut good = scratch.subscriber();
         for file in &files {
             let copy = || file.try_clone().unwrap();
-            let [lifeline, all] = [vec![copy(), copy()], vec![memfd(4096, SIZE_SEALS), copy(), copy()]];
+            let [lifeline, all] = [
+                vec![copy(), copy()],
+                vec![memfd(4096, SIZE_SEALS), copy(), copy()],
+            ];
             for fds in [lifeline, all] {
                 assert!(returns("a visit", move || visited(fds)).is_err());
             }
@@ -222,38 +291,50 @@ fn files_that_do_not_answer_hold_no_visitor_up() {
 #[test]
 fn a_process_forks_while_many_files_cannot_be_closed() {
     const LIFELINES: usize = 20;
-    alone(module_path!(), "a_process_forks_while_many_files_cannot_be_closed", || {
-        let Some(mut silent) = Silent::new() else { return };
-        let mut files = silent.open(1, Closing::Hangs);
-        let file = files.remove(0);
-        let scratch = Scratch::new();
-        let publisher = scratch.publisher(|it| it);
-        let mut good = scratch.subscriber();
-        for _ in 0..LIFELINES {
-            let socket = scratch.connection();
-            send_raw(&socket, &packet(&hello()), &[file.as_fd(), file.as_fd()]).unwrap();
-            assert!(matches!(hear(&socket), Received::Message(Message::Refused { .. }, _)));
-        }
-        eventually("all of them wait", || pending_closes() == 2 * LIFELINES);
-        let (told, tells) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
-        let child = returns("fork", move || {
-            // SAFETY: the child makes system calls alone.
-            match unsafe { libc::fork() } {
-                0 => {
-                    let _ = rustix::io::write(&tells, b"x");
-                    // SAFETY: ends the process, or waits, as it has those files, for the end of the connection.
-                    unsafe { libc::_exit(0) }
-                }
-                child => child,
+    alone(
+        module_path!(),
+        "a_process_forks_while_many_files_cannot_be_closed",
+        || {
+            let Some(mut silent) = Silent::new() else {
+                return;
+            };
+            let mut files = silent.open(1, Closing::Hangs);
+            let file = files.remove(0);
+            let scratch = Scratch::new();
+            let publisher = scratch.publisher(|it| it);
+            let mut good = scratch.subscriber();
+            for _ in 0..LIFELINES {
+                let socket = scratch.connection();
+                send_raw(&socket, &packet(&hello()), &[file.as_fd(), file.as_fd()]).unwrap();
+                assert!(matches!(
+                    hear(&socket),
+                    Received::Message(Message::Refused { .. }, _)
+                ));
             }
-        });
-        assert!(wait_readable(told.as_fd(), LONG), "the child is there");
-        assert_eq!(rustix::io::read(&told, &mut [0; 2]), Ok(1));
-        assert_delivers(&publisher, &mut good, b"and so is its parent");
-        silent.abort();
-        // SAFETY: waits for a child of this process.
-        assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child);
-        eventually("what hung is closed", || pending_closes() == 0);
-        drop(file);
-    });
+            eventually("all of them wait", || pending_closes() == 2 * LIFELINES);
+            let (told, tells) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
+            let child = returns("fork", move || {
+                // SAFETY: the child makes system calls alone.
+                match unsafe { libc::fork() } {
+                    0 => {
+                        let _ = rustix::io::write(&tells, b"x");
+                        // SAFETY: ends the process, or waits, as it has those files, for the end of the connection.
+                        unsafe { libc::_exit(0) }
+                    }
+                    child => child,
+                }
+            });
+            assert!(wait_readable(told.as_fd(), LONG), "the child is there");
+            assert_eq!(rustix::io::read(&told, &mut [0; 2]), Ok(1));
+            assert_delivers(&publisher, &mut good, b"and so is its parent");
+            silent.abort();
+            // SAFETY: waits for a child of this process.
+            assert_eq!(
+                unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) },
+                child
+            );
+            eventually("what hung is closed", || pending_closes() == 0);
+            drop(file);
+        },
+    );
 }

@@ -31,14 +31,25 @@ impl Scratch {
     pub(super) fn new() -> Scratch {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("warpipe-hostile-{}-{number}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("warpipe-hostile-{}-{number}", std::process::id()));
         let domain = Domain::at(&path).unwrap();
         Scratch { path, domain }
     }
 
     /// A publisher of `a`, with a depth of 4 unless `edit` says otherwise.
-    pub(super) fn publisher(&self, edit: impl FnOnce(crate::PublisherBuilder) -> crate::PublisherBuilder) -> Publisher {
-        edit(Publisher::builder("a").domain(&self.domain).device(&Device::host()).depth(4)).build().unwrap()
+    pub(super) fn publisher(
+        &self,
+        edit: impl FnOnce(crate::PublisherBuilder) -> crate::PublisherBuilder,
+    ) -> Publisher {
+        edit(
+            Publisher::builder("a")
+                .domain(&self.domain)
+                .device(&Device::host())
+                .depth(4),
+        )
+        .build()
+        .unwrap()
     }
 
     pub(super) fn subscriber(&self) -> Subscriber {
@@ -46,7 +57,9 @@ impl Scratch {
     }
 
     pub(super) fn try_subscriber(&self) -> crate::Result<Subscriber> {
-        let builder = Subscriber::builder("a").domain(&self.domain).device(&Device::host());
+        let builder = Subscriber::builder("a")
+            .domain(&self.domain)
+            .device(&Device::host());
         builder.handshake_timeout(Duration::from_secs(2)).build()
     }
 
@@ -54,11 +67,15 @@ impl Scratch {
     pub(super) fn connection(&self) -> OwnedFd {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let socket =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                .unwrap();
         let address = SocketAddrUnix::new(self.path.join("a.sock")).unwrap();
-        eventually("the backlog has room", || match rustix::net::connect(&socket, &address) {
-            Err(Errno::AGAIN) => false,
-            connected => connected.is_ok_and(|()| true),
+        eventually("the backlog has room", || {
+            match rustix::net::connect(&socket, &address) {
+                Err(Errno::AGAIN) => false,
+                connected => connected.is_ok_and(|()| true),
+            }
         });
         socket
     }
@@ -108,7 +125,9 @@ pub(super) fn settled_descriptors() -> usize {
 /// How often this process has a file mapped.
 pub(super) fn mappings(inode: u64) -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    maps.lines().filter(|line| line.split_whitespace().nth(4) == Some(&inode.to_string())).count()
+    maps.lines()
+        .filter(|line| line.split_whitespace().nth(4) == Some(&inode.to_string()))
+        .count()
 }
 
 /// Waits until `holds`; who waits in vain is told for what.
@@ -127,7 +146,11 @@ pub(crate) fn alone(module: &str, test: &str, body: impl FnOnce()) {
     }
     let output = command(module, test, "alone").output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("1 passed"), "{}\n{text}", output.status);
+    assert!(
+        output.status.success() && text.contains("1 passed"),
+        "{}\n{text}",
+        output.status
+    );
 }
 
 /// The part that this process plays in its test; `None` in the one that was started by the runner.
@@ -139,7 +162,9 @@ pub(super) fn role() -> Option<String> {
 pub(super) fn command(module: &str, test: &str, role: &str) -> Command {
     let path = format!("{}::{test}", module.split_once("::").unwrap().1);
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", &path, "--nocapture", "--test-threads=1"]).env("WARPIPE_HOSTILE_ROLE", role);
+    command
+        .args(["--exact", &path, "--nocapture", "--test-threads=1"])
+        .env("WARPIPE_HOSTILE_ROLE", role);
     command.stdin(Stdio::null());
     command
 }
@@ -163,7 +188,8 @@ pub(crate) fn in_a_forked_child(work: impl FnOnce() -> bool) {
         // SAFETY: as above.
         unsafe {
             libc::alarm(2 * LONG.as_secs() as u32);
-            let is_true = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(false);
+            let is_true =
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(false);
             libc::_exit(i32::from(!is_true));
         }
     }
@@ -174,7 +200,10 @@ pub(crate) fn in_a_forked_child(work: impl FnOnce() -> bool) {
 }
 
 /// Runs `work` while another thread holds the lock.
-pub(crate) fn while_locked<T: Default + Send>(lock: &'static PerProcess<Mutex<T>>, work: impl FnOnce()) {
+pub(crate) fn while_locked<T: Default + Send>(
+    lock: &'static PerProcess<Mutex<T>>,
+    work: impl FnOnce(),
+) {
     let (holds, is_held) = std::sync::mpsc::channel();
     let (go, gone) = std::sync::mpsc::channel::<()>();
     std::thread::scope(|scope| {
@@ -216,7 +245,9 @@ impl Random {
         match self.below(6) {
             0 => self.below(4),
             1 => u64::MAX - self.below(4),
-            2 => (i64::MAX as u64).wrapping_add(self.below(5)).wrapping_sub(2),
+            2 => (i64::MAX as u64)
+                .wrapping_add(self.below(5))
+                .wrapping_sub(2),
             3 => 1 << self.below(64),
             4 => self.below(1 << 22),
             _ => self.next(),
@@ -227,11 +258,17 @@ impl Random {
 pub(super) use crate::fuzzing::packet;
 
 /// Sends any bytes with up to 128 descriptors; if they are right but for the lifeline, with this process's own.
-pub(crate) fn send_raw(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
-    let lacks_lifeline =
-        message::decode(bytes).is_ok_and(|it| it.is_first() && it.descriptors() == fds.len() + message::LIFELINE);
+pub(crate) fn send_raw(
+    socket: impl AsFd,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> Result<(), Errno> {
+    let lacks_lifeline = message::decode(bytes)
+        .is_ok_and(|it| it.is_first() && it.descriptors() == fds.len() + message::LIFELINE);
     let lifeline = lacks_lifeline.then(|| Lifeline::of_process().unwrap());
-    let ends = lifeline.iter().flat_map(|lifeline| [lifeline.end.as_fd(), lifeline.alarm.as_fd()]);
+    let ends = lifeline
+        .iter()
+        .flat_map(|lifeline| [lifeline.end.as_fd(), lifeline.alarm.as_fd()]);
     let own = fds.len();
     let fds: Vec<BorrowedFd<'_>> = fds.iter().copied().chain(ends).collect();
     match send_exactly(&socket, bytes, &fds) {
@@ -248,7 +285,13 @@ fn send_exactly(socket: &impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Res
         assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)));
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    rustix::net::sendmsg(socket.as_fd(), &[IoSlice::new(bytes)], &mut ancillary, flags).map(drop)
+    rustix::net::sendmsg(
+        socket.as_fd(),
+        &[IoSlice::new(bytes)],
+        &mut ancillary,
+        flags,
+    )
+    .map(drop)
 }
 
 /// The next thing that a peer says.
@@ -256,18 +299,23 @@ pub(super) fn hear(socket: impl AsFd) -> Received {
     let start = Instant::now();
     loop {
         match message::receive(socket.as_fd(), "a").unwrap() {
-            Received::Nothing if start.elapsed() < LONG => drop(message::wait_readable(socket.as_fd(), LONG)),
+            Received::Nothing if start.elapsed() < LONG => {
+                drop(message::wait_readable(socket.as_fd(), LONG))
+            }
             other => return other,
         }
     }
 }
 
 pub(super) fn pipe() -> OwnedFd {
-    rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap().0
+    rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
+        .unwrap()
+        .0
 }
 
 pub(super) fn memfd(bytes: u64, seals: SealFlags) -> OwnedFd {
-    let fd = rustix::fs::memfd_create(c"hostile", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    let fd = rustix::fs::memfd_create(c"hostile", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        .unwrap();
     rustix::fs::ftruncate(&fd, bytes).unwrap();
     rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
     fd
@@ -282,4 +330,6 @@ pub(super) fn hugetlb_memfd(bytes: u64) -> Option<OwnedFd> {
     Some(fd)
 }
 
-pub(super) const SIZE_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+pub(super) const SIZE_SEALS: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::SEAL);

@@ -7,8 +7,8 @@ use std::time::Duration;
 use rustix::fs::SealFlags;
 
 use super::stage::{
-    LONG, Random, SIZE_SEALS, Scratch, alone, assert_delivers, descriptors, eventually, hear, hugetlb_memfd, memfd,
-    name, packet, pipe, send_raw, settled_descriptors,
+    LONG, Random, SIZE_SEALS, Scratch, alone, assert_delivers, descriptors, eventually, hear,
+    hugetlb_memfd, memfd, name, packet, pipe, send_raw, settled_descriptors,
 };
 use crate::backend::{Access, DeviceId, DeviceKind};
 use crate::ipc::message::{Message, Received, wait_readable};
@@ -34,14 +34,40 @@ impl Offer {
         let (generation, depth) = ([9; 16], 4);
         let (segment, segment_fd) = Segment::create(&Device::host(), depth, generation).unwrap();
         let (wake, their_wake) = PeerDoorbell::pair().unwrap();
-        let device = DeviceId { kind: DeviceKind::Host, uuid: [0; 16] };
+        let device = DeviceId {
+            kind: DeviceKind::Host,
+            uuid: [0; 16],
+        };
         let fds = vec![segment_fd.release(), their_wake.release()];
-        Offer { generation, device, depth, lossless: true, regions: 0, fds, segment: Arc::new(segment), wake }
+        Offer {
+            generation,
+            device,
+            depth,
+            lossless: true,
+            regions: 0,
+            fds,
+            segment: Arc::new(segment),
+            wake,
+        }
     }
 
     pub(super) fn send(&self, socket: &OwnedFd) {
-        let Offer { generation, device, depth, lossless, regions, .. } = *self;
-        let welcome = Message::Welcome { generation, device, depth, access: Access::Read, lossless, regions };
+        let Offer {
+            generation,
+            device,
+            depth,
+            lossless,
+            regions,
+            ..
+        } = *self;
+        let welcome = Message::Welcome {
+            generation,
+            device,
+            depth,
+            access: Access::Read,
+            lossless,
+            regions,
+        };
         let fds: Vec<BorrowedFd<'_>> = self.fds.iter().map(AsFd::as_fd).collect();
         let _ = send_raw(socket, &packet(&welcome), &fds);
     }
@@ -58,12 +84,17 @@ pub(super) fn meet(
         let publisher = scope.spawn(|| {
             assert!(wait_readable(claim.listener.as_fd(), LONG));
             let socket = rustix::net::accept(&claim.listener).unwrap();
-            assert!(matches!(hear(&socket), Received::Message(Message::Hello { .. }, _)));
+            assert!(matches!(
+                hear(&socket),
+                Received::Message(Message::Hello { .. }, _)
+            ));
             script(&socket);
             // Until the subscriber has made up its mind, so that it is not the end that decides.
             socket
         });
-        let builder = Subscriber::builder("a").domain(&scratch.domain).device(&Device::host());
+        let builder = Subscriber::builder("a")
+            .domain(&scratch.domain)
+            .device(&Device::host());
         let result = builder.handshake_timeout(timeout).build();
         drop(publisher.join().unwrap());
         result
@@ -98,7 +129,11 @@ fn say(bytes: Vec<u8>) -> Script {
 }
 
 fn write_ends() -> [OwnedFd; 2] {
-    let writer = || rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap().1;
+    let writer = || {
+        rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
+            .unwrap()
+            .1
+    };
     [writer(), writer()]
 }
 
@@ -107,7 +142,14 @@ fn named_pipes() -> [OwnedFd; 2] {
     use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat, open};
     let path = std::env::temp_dir().join(format!("warpipe-hostile-fifo-{}", std::process::id()));
     mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-    let reader = || open(&path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty()).unwrap();
+    let reader = || {
+        open(
+            &path,
+            OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .unwrap()
+    };
     let ends = [reader(), reader()];
     std::fs::remove_file(path).unwrap();
     ends
@@ -115,7 +157,13 @@ fn named_pipes() -> [OwnedFd; 2] {
 
 fn regular_file() -> OwnedFd {
     let path = std::env::temp_dir().join(format!("warpipe-regular-{}", std::process::id()));
-    let file = std::fs::File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
+    let file = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(&path)
+        .unwrap();
     file.set_len(bytes_for(4)).unwrap();
     std::fs::remove_file(path).unwrap();
     file.into()
@@ -131,90 +179,245 @@ fn run(cases: Vec<(&'static str, Script, Judge)>) {
     let before = settled_descriptors();
     for (what, script, judge) in cases {
         // Only who is to be waited for in vain is not waited for long.
-        let is_silent = judge(&Error::Handshake { name: String::new(), fault: HandshakeFault::Silent(LONG) });
-        let timeout = if is_silent { Duration::from_millis(300) } else { LONG };
+        let is_silent = judge(&Error::Handshake {
+            name: String::new(),
+            fault: HandshakeFault::Silent(LONG),
+        });
+        let timeout = if is_silent {
+            Duration::from_millis(300)
+        } else {
+            LONG
+        };
         let error = meet(&scratch, timeout, script).map(drop).unwrap_err();
         assert!(judge(&error), "{what}: {error:?}");
-        eventually(&format!("every descriptor is closed after {what}"), || descriptors() <= before);
+        eventually(&format!("every descriptor is closed after {what}"), || {
+            descriptors() <= before
+        });
     }
     let publisher = scratch.publisher(|it| it);
-    assert_delivers(&publisher, &mut scratch.subscriber(), b"a good one afterwards");
+    assert_delivers(
+        &publisher,
+        &mut scratch.subscriber(),
+        b"a good one afterwards",
+    );
 }
 
 macro_rules! fault {
     ($pattern:pat) => {
-        |error| matches!(error, Error::Handshake { fault: $pattern, .. })
+        |error| {
+            matches!(
+                error,
+                Error::Handshake {
+                    fault: $pattern,
+                    ..
+                }
+            )
+        }
     };
 }
 
 #[test]
 fn an_answer_that_is_no_welcome_is_declined() {
-    alone(module_path!(), "an_answer_that_is_no_welcome_is_declined", || {
-        let mut version = packet(&Message::Attached);
-        version[4] = 77;
-        let refused = Message::Refused { denied: true, text: "no".into() };
-        run(vec![
-            ("another version", say(version), fault!(HandshakeFault::Version { theirs: 77, .. })),
-            ("wrong magic", say(b"HTTP/1.1 400 Bad Request".to_vec()), fault!(HandshakeFault::Magic)),
-            ("truncated", say(packet(&Message::Attached)[..6].to_vec()), fault!(HandshakeFault::Garbled { .. })),
-            ("oversized", say(vec![0; 70_000]), fault!(HandshakeFault::Oversized { .. })),
-            ("an empty packet", say(Vec::new()), fault!(HandshakeFault::Closed)),
-            ("silence", Box::new(|_| ()), fault!(HandshakeFault::Silent(_))),
-            ("attached at once", say(packet(&Message::Attached)), fault!(HandshakeFault::Unexpected { .. })),
-            ("a refusal", say(packet(&refused)), |error| matches!(error, Error::AccessDenied { .. })),
-        ]);
-    });
+    alone(
+        module_path!(),
+        "an_answer_that_is_no_welcome_is_declined",
+        || {
+            let mut version = packet(&Message::Attached);
+            version[4] = 77;
+            let refused = Message::Refused {
+                denied: true,
+                text: "no".into(),
+            };
+            run(vec![
+                (
+                    "another version",
+                    say(version),
+                    fault!(HandshakeFault::Version { theirs: 77, .. }),
+                ),
+                (
+                    "wrong magic",
+                    say(b"HTTP/1.1 400 Bad Request".to_vec()),
+                    fault!(HandshakeFault::Magic),
+                ),
+                (
+                    "truncated",
+                    say(packet(&Message::Attached)[..6].to_vec()),
+                    fault!(HandshakeFault::Garbled { .. }),
+                ),
+                (
+                    "oversized",
+                    say(vec![0; 70_000]),
+                    fault!(HandshakeFault::Oversized { .. }),
+                ),
+                (
+                    "an empty packet",
+                    say(Vec::new()),
+                    fault!(HandshakeFault::Closed),
+                ),
+                (
+                    "silence",
+                    Box::new(|_| ()),
+                    fault!(HandshakeFault::Silent(_)),
+                ),
+                (
+                    "attached at once",
+                    say(packet(&Message::Attached)),
+                    fault!(HandshakeFault::Unexpected { .. }),
+                ),
+                ("a refusal", say(packet(&refused)), |error| {
+                    matches!(error, Error::AccessDenied { .. })
+                }),
+            ]);
+        },
+    );
 }
 
 #[test]
 fn a_welcome_with_the_wrong_descriptors_is_declined() {
-    alone(module_path!(), "a_welcome_with_the_wrong_descriptors_is_declined", || {
-        let count = |count: usize| {
-            offer(move |offer| {
-                let spare = offer.fds[0].try_clone().unwrap();
-                offer.fds.truncate(count);
-                while offer.fds.len() < count {
-                    offer.fds.push(spare.try_clone().unwrap());
-                }
-            })
-        };
-        let segment = |fd: fn() -> OwnedFd| offer(move |offer| offer.fds[0] = fd());
-        let wake = |fd: fn() -> OwnedFd| offer(move |offer| offer.fds[1] = fd());
-        let lifeline = |ends: fn() -> [OwnedFd; 2]| offer(move |offer| offer.fds.extend(ends()));
-        run(vec![
-            ("no descriptor", count(0), fault!(HandshakeFault::Descriptors { found: 0, wanted: 4 })),
-            // The kernel says the same of a descriptor that was cut off for want of room.
-            ("one", count(1), fault!(HandshakeFault::Descriptors { found: 1, wanted: 4 })),
-            ("three", count(3), fault!(HandshakeFault::Descriptors { found: 3, wanted: 4 })),
-            ("eight", count(8), fault!(HandshakeFault::Descriptors { found: 8, wanted: 4 })),
-            ("a hundred", count(100), fault!(HandshakeFault::Descriptors { .. })),
-            ("a segment as lifeline", count(4), fault!(HandshakeFault::Lifeline(_))),
-            ("write ends as lifeline", lifeline(write_ends), fault!(HandshakeFault::Lifeline(_))),
-            ("a named pipe as lifeline", lifeline(named_pipes), fault!(HandshakeFault::Lifeline(_))),
-            ("a lifeline that has ended", lifeline(|| [pipe(), pipe()]), fault!(HandshakeFault::Closed)),
-            ("a pipe as segment", segment(pipe), fault!(HandshakeFault::Segment(_))),
-            ("a file as segment", segment(regular_file), fault!(HandshakeFault::Segment(_))),
-            ("unsealed", segment(|| memfd(bytes_for(4), SealFlags::empty())), fault!(HandshakeFault::Segment(_))),
-            ("half sealed", segment(|| memfd(bytes_for(4), SealFlags::GROW)), fault!(HandshakeFault::Segment(_))),
-            ("too small", segment(|| memfd(4096, SIZE_SEALS)), fault!(HandshakeFault::Segment(_))),
-            ("too large", segment(|| memfd(1 << 40, SIZE_SEALS)), fault!(HandshakeFault::Segment(_))),
-            ("sealed too far", segment(|| memfd(bytes_for(4), SIZE_SEALS)), fault!(HandshakeFault::Segment(_))),
-            (
-                "zeros",
-                segment(|| memfd(bytes_for(4), SIZE_SEALS.difference(SealFlags::SEAL))),
-                |error| matches!(error, Error::Handshake { fault: HandshakeFault::Segment(why), .. } if why.contains("magic")),
-            ),
-            (
-                "a segment that cannot be written",
-                segment(|| memfd(bytes_for(4), SIZE_SEALS | SealFlags::WRITE)),
-                |error| matches!(error, Error::Os { call: "mmap", .. }),
-            ),
-            ("a pipe as wake channel", wake(pipe), fault!(HandshakeFault::Wake(_))),
-            ("a stream socket as wake channel", wake(stream_socket), fault!(HandshakeFault::Wake(_))),
-            ("a TCP socket as wake channel", wake(tcp_socket), fault!(HandshakeFault::Wake(_))),
-            ("exchanged", offer(|offer| offer.fds.swap(0, 1)), fault!(HandshakeFault::Segment(_))),
-        ]);
-    });
+    alone(
+        module_path!(),
+        "a_welcome_with_the_wrong_descriptors_is_declined",
+        || {
+            let count = |count: usize| {
+                offer(move |offer| {
+                    let spare = offer.fds[0].try_clone().unwrap();
+                    offer.fds.truncate(count);
+                    while offer.fds.len() < count {
+                        offer.fds.push(spare.try_clone().unwrap());
+                    }
+                })
+            };
+            let segment = |fd: fn() -> OwnedFd| offer(move |offer| offer.fds[0] = fd());
+            let wake = |fd: fn() -> OwnedFd| offer(move |offer| offer.fds[1] = fd());
+            let lifeline =
+                |ends: fn() -> [OwnedFd; 2]| offer(move |offer| offer.fds.extend(ends()));
+            run(vec![
+                (
+                    "no descriptor",
+                    count(0),
+                    fault!(HandshakeFault::Descriptors {
+                        found: 0,
+                        wanted: 4
+                    }),
+                ),
+                // The kernel says the same of a descriptor that was cut off for want of room.
+                (
+                    "one",
+                    count(1),
+                    fault!(HandshakeFault::Descriptors {
+                        found: 1,
+                        wanted: 4
+                    }),
+                ),
+                (
+                    "three",
+                    count(3),
+                    fault!(HandshakeFault::Descriptors {
+                        found: 3,
+                        wanted: 4
+                    }),
+                ),
+                (
+                    "eight",
+                    count(8),
+                    fault!(HandshakeFault::Descriptors {
+                        found: 8,
+                        wanted: 4
+                    }),
+                ),
+                (
+                    "a hundred",
+                    count(100),
+                    fault!(HandshakeFault::Descriptors { .. }),
+                ),
+                (
+                    "a segment as lifeline",
+                    count(4),
+                    fault!(HandshakeFault::Lifeline(_)),
+                ),
+                (
+                    "write ends as lifeline",
+                    lifeline(write_ends),
+                    fault!(HandshakeFault::Lifeline(_)),
+                ),
+                (
+                    "a named pipe as lifeline",
+                    lifeline(named_pipes),
+                    fault!(HandshakeFault::Lifeline(_)),
+                ),
+                (
+                    "a lifeline that has ended",
+                    lifeline(|| [pipe(), pipe()]),
+                    fault!(HandshakeFault::Closed),
+                ),
+                (
+                    "a pipe as segment",
+                    segment(pipe),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "a file as segment",
+                    segment(regular_file),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "unsealed",
+                    segment(|| memfd(bytes_for(4), SealFlags::empty())),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "half sealed",
+                    segment(|| memfd(bytes_for(4), SealFlags::GROW)),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "too small",
+                    segment(|| memfd(4096, SIZE_SEALS)),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "too large",
+                    segment(|| memfd(1 << 40, SIZE_SEALS)),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "sealed too far",
+                    segment(|| memfd(bytes_for(4), SIZE_SEALS)),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "zeros",
+                    segment(|| memfd(bytes_for(4), SIZE_SEALS.difference(SealFlags::SEAL))),
+                    |error| matches!(error, Error::Handshake { fault: HandshakeFault::Segment(why), .. } if why.contains("magic")),
+                ),
+                (
+                    "a segment that cannot be written",
+                    segment(|| memfd(bytes_for(4), SIZE_SEALS | SealFlags::WRITE)),
+                    |error| matches!(error, Error::Os { call: "mmap", .. }),
+                ),
+                (
+                    "a pipe as wake channel",
+                    wake(pipe),
+                    fault!(HandshakeFault::Wake(_)),
+                ),
+                (
+                    "a stream socket as wake channel",
+                    wake(stream_socket),
+                    fault!(HandshakeFault::Wake(_)),
+                ),
+                (
+                    "a TCP socket as wake channel",
+                    wake(tcp_socket),
+                    fault!(HandshakeFault::Wake(_)),
+                ),
+                (
+                    "exchanged",
+                    offer(|offer| offer.fds.swap(0, 1)),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+            ]);
+        },
+    );
 }
 
 fn stream_socket() -> OwnedFd {
@@ -231,18 +434,51 @@ fn a_welcome_that_lies_is_declined() {
         let depth = |depth: u32| offer(move |offer| offer.depth = depth);
         run(vec![
             ("depth 0", depth(0), fault!(HandshakeFault::Segment(_))),
-            ("another depth", depth(5), fault!(HandshakeFault::Segment(_))),
-            ("the same pages, another depth", depth(3), fault!(HandshakeFault::Segment(_))),
-            ("huge depth", depth(u32::MAX), fault!(HandshakeFault::Segment(_))),
-            ("depth above the limit", depth(4097), fault!(HandshakeFault::Segment(_))),
-            ("another generation", offer(|offer| offer.generation = [8; 16]), fault!(HandshakeFault::Segment(_))),
+            (
+                "another depth",
+                depth(5),
+                fault!(HandshakeFault::Segment(_)),
+            ),
+            (
+                "the same pages, another depth",
+                depth(3),
+                fault!(HandshakeFault::Segment(_)),
+            ),
+            (
+                "huge depth",
+                depth(u32::MAX),
+                fault!(HandshakeFault::Segment(_)),
+            ),
+            (
+                "depth above the limit",
+                depth(4097),
+                fault!(HandshakeFault::Segment(_)),
+            ),
+            (
+                "another generation",
+                offer(|offer| offer.generation = [8; 16]),
+                fault!(HandshakeFault::Segment(_)),
+            ),
             (
                 "a GPU",
-                offer(|offer| offer.device = DeviceId { kind: DeviceKind::Cuda, uuid: [1; 16] }),
+                offer(|offer| {
+                    offer.device = DeviceId {
+                        kind: DeviceKind::Cuda,
+                        uuid: [1; 16],
+                    }
+                }),
                 fault!(HandshakeFault::Device { .. }),
             ),
-            ("regions that never come", offer(|offer| offer.regions = 3), fault!(HandshakeFault::Silent(_))),
-            ("countless regions", offer(|offer| offer.regions = u32::MAX), fault!(HandshakeFault::Silent(_))),
+            (
+                "regions that never come",
+                offer(|offer| offer.regions = 3),
+                fault!(HandshakeFault::Silent(_)),
+            ),
+            (
+                "countless regions",
+                offer(|offer| offer.regions = u32::MAX),
+                fault!(HandshakeFault::Silent(_)),
+            ),
             (
                 "a second welcome",
                 Box::new(|socket| {
@@ -272,16 +508,33 @@ fn a_region_that_is_none_is_declined() {
             ("larger than it is", region(0, 4 << 20, good), memory),
             ("smaller than it is", region(0, 1 << 20, good), memory),
             ("a pipe", region(0, 2 << 20, || vec![pipe()]), memory),
-            ("a file", region(0, 1 << 12, || vec![regular_file()]), memory),
-            ("unsealed", region(0, 2 << 20, || vec![memfd(2 << 20, SealFlags::empty())]), memory),
-            ("more than the address space", region(0, 1 << 62, || vec![memfd(1 << 62, SIZE_SEALS)]), |error| {
-                matches!(error, Error::Os { call: "mmap", .. })
-            }),
-            ("no descriptor", region(0, 2 << 20, Vec::new), fault!(HandshakeFault::Descriptors { .. })),
+            (
+                "a file",
+                region(0, 1 << 12, || vec![regular_file()]),
+                memory,
+            ),
+            (
+                "unsealed",
+                region(0, 2 << 20, || vec![memfd(2 << 20, SealFlags::empty())]),
+                memory,
+            ),
+            (
+                "more than the address space",
+                region(0, 1 << 62, || vec![memfd(1 << 62, SIZE_SEALS)]),
+                |error| matches!(error, Error::Os { call: "mmap", .. }),
+            ),
+            (
+                "no descriptor",
+                region(0, 2 << 20, Vec::new),
+                fault!(HandshakeFault::Descriptors { .. }),
+            ),
             (
                 "two descriptors",
                 region(0, 2 << 20, || vec![memfd(2 << 20, SIZE_SEALS), pipe()]),
-                fault!(HandshakeFault::Descriptors { found: 2, wanted: 1 }),
+                fault!(HandshakeFault::Descriptors {
+                    found: 2,
+                    wanted: 1
+                }),
             ),
         ]);
     });
@@ -289,38 +542,45 @@ fn a_region_that_is_none_is_declined() {
 
 #[test]
 fn memory_of_huge_pages_is_declined_before_it_is_mapped() {
-    alone(module_path!(), "memory_of_huge_pages_is_declined_before_it_is_mapped", || {
-        const HUGE: u64 = 2 << 20;
-        /// The depth whose segment is one huge page long.
-        const DEPTH: u32 = 3270;
-        assert_eq!(bytes_for(DEPTH), HUGE);
-        if hugetlb_memfd(HUGE).is_none() {
-            return println!("skipped: no memfds of huge pages here");
-        }
-        let segment = offer(|offer| {
-            offer.depth = DEPTH;
-            offer.fds[0] = hugetlb_memfd(HUGE).unwrap();
-        });
-        run(vec![
-            (
-                "a segment",
-                segment,
-                |error| matches!(error, Error::Handshake { fault: HandshakeFault::Segment(why), .. } if why.contains("huge")),
-            ),
-            (
-                "a region",
-                region(0, HUGE, || vec![hugetlb_memfd(HUGE).unwrap()]),
-                |error| matches!(error, Error::NotDeviceMemory { found, .. } if found.contains("huge")),
-            ),
-        ]);
-    });
+    alone(
+        module_path!(),
+        "memory_of_huge_pages_is_declined_before_it_is_mapped",
+        || {
+            const HUGE: u64 = 2 << 20;
+            /// The depth whose segment is one huge page long.
+            const DEPTH: u32 = 3270;
+            assert_eq!(bytes_for(DEPTH), HUGE);
+            if hugetlb_memfd(HUGE).is_none() {
+                return println!("skipped: no memfds of huge pages here");
+            }
+            let segment = offer(|offer| {
+                offer.depth = DEPTH;
+                offer.fds[0] = hugetlb_memfd(HUGE).unwrap();
+            });
+            run(vec![
+                (
+                    "a segment",
+                    segment,
+                    |error| matches!(error, Error::Handshake { fault: HandshakeFault::Segment(why), .. } if why.contains("huge")),
+                ),
+                (
+                    "a region",
+                    region(0, HUGE, || vec![hugetlb_memfd(HUGE).unwrap()]),
+                    |error| matches!(error, Error::NotDeviceMemory { found, .. } if found.contains("huge")),
+                ),
+            ]);
+        },
+    );
 }
 
 #[test]
 fn garbage_for_an_answer_is_an_error_and_never_a_panic() {
     let (scratch, mut random) = (Scratch::new(), Random(2));
     for round in 0..600 {
-        let mut bytes = packet(&Message::Refused { denied: false, text: "a text of some length".into() });
+        let mut bytes = packet(&Message::Refused {
+            denied: false,
+            text: "a text of some length".into(),
+        });
         if round % 2 == 0 {
             let length = 1 + random.below(1500) as usize;
             bytes = random.bytes(length);
@@ -335,6 +595,12 @@ fn garbage_for_an_answer_is_an_error_and_never_a_panic() {
             let _ = send_raw(socket, &bytes, &[]);
             let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
         });
-        assert!(matches!(result, Err(Error::Handshake { .. } | Error::AccessDenied { .. })), "{result:?}");
+        assert!(
+            matches!(
+                result,
+                Err(Error::Handshake { .. } | Error::AccessDenied { .. })
+            ),
+            "{result:?}"
+        );
     }
 }

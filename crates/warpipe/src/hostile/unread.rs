@@ -41,29 +41,54 @@ fn come_and_go(scratch: &Scratch, way: Way) -> OwnedFd {
 
 #[test]
 fn who_reads_nothing_keeps_its_place_however_it_leaves() {
-    alone(module_path!(), "who_reads_nothing_keeps_its_place_however_it_leaves", || {
-        for way in [Way::Goodbye, Way::GoodbyeAndShutdown, Way::Death] {
-            let scratch = Scratch::new();
-            let limits = PeerLimits { all: PLACES, ..PeerLimits::default() };
-            let (_keeper, book) = open(&scratch, AccessPolicy { limits, ..AccessPolicy::default() });
-            let mut sockets = Vec::new();
-            for _ in 0..3 {
-                sockets.extend((0..PLACES).map(|_| come_and_go(&scratch, way)));
-                eventually("all have left", || book.here.load(SeqCst) == 0);
+    alone(
+        module_path!(),
+        "who_reads_nothing_keeps_its_place_however_it_leaves",
+        || {
+            for way in [Way::Goodbye, Way::GoodbyeAndShutdown, Way::Death] {
+                let scratch = Scratch::new();
+                let limits = PeerLimits {
+                    all: PLACES,
+                    ..PeerLimits::default()
+                };
+                let (_keeper, book) = open(
+                    &scratch,
+                    AccessPolicy {
+                        limits,
+                        ..AccessPolicy::default()
+                    },
+                );
+                let mut sockets = Vec::new();
+                for _ in 0..3 {
+                    sockets.extend((0..PLACES).map(|_| come_and_go(&scratch, way)));
+                    eventually("all have left", || book.here.load(SeqCst) == 0);
+                }
+                let full = attach(&scratch).map(drop).unwrap_err();
+                assert!(
+                    matches!(
+                        full,
+                        Error::Handshake {
+                            fault: HandshakeFault::Full { .. },
+                            ..
+                        }
+                    ),
+                    "{way:?}: {full}"
+                );
+                let is_granted = |socket: &OwnedFd| match hear(socket) {
+                    Received::Message(Message::SessionOpened { .. }, _) => true,
+                    Received::Message(Message::Full { .. }, _) => false,
+                    other => panic!("{way:?}: {other:?}"),
+                };
+                let granted = sockets.iter().filter(|socket| is_granted(socket)).count();
+                assert_eq!(granted, PLACES as usize, "{way:?}");
+                // Read to the end, and closed.
+                drop(sockets);
+                let comes = || {
+                    attach(&scratch)
+                        .map(|session| session.request(b"hello", Duration::from_secs(20)).is_ok())
+                };
+                eventually("there is room again", || matches!(comes(), Ok(true)));
             }
-            let full = attach(&scratch).map(drop).unwrap_err();
-            assert!(matches!(full, Error::Handshake { fault: HandshakeFault::Full { .. }, .. }), "{way:?}: {full}");
-            let is_granted = |socket: &OwnedFd| match hear(socket) {
-                Received::Message(Message::SessionOpened { .. }, _) => true,
-                Received::Message(Message::Full { .. }, _) => false,
-                other => panic!("{way:?}: {other:?}"),
-            };
-            let granted = sockets.iter().filter(|socket| is_granted(socket)).count();
-            assert_eq!(granted, PLACES as usize, "{way:?}");
-            // Read to the end, and closed.
-            drop(sockets);
-            let comes = || attach(&scratch).map(|session| session.request(b"hello", Duration::from_secs(20)).is_ok());
-            eventually("there is room again", || matches!(comes(), Ok(true)));
-        }
-    });
+        },
+    );
 }

@@ -33,10 +33,16 @@ fn stranger() {
         };
         return println!("outcome: {:?}", super::stage::hear(socket));
     }
-    match Subscriber::builder("a").domain(&domain).device(&Device::host()).build() {
+    match Subscriber::builder("a")
+        .domain(&domain)
+        .device(&Device::host())
+        .build()
+    {
         Ok(mut subscriber) => {
             println!("attached");
-            let bytes = subscriber.receive(&stream()).and_then(|sample| sample.to_vec(LONG));
+            let bytes = subscriber
+                .receive(&stream())
+                .and_then(|sample| sample.to_vec(LONG));
             println!("outcome: {:?}", bytes.map(String::from_utf8));
         }
         Err(Error::AccessDenied { detail, .. }) => println!("outcome: denied, {detail}"),
@@ -62,7 +68,10 @@ fn visit(test: &str, scratch: &Scratch, silent: bool) -> String {
     }
     let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let outcome = text.lines().find_map(|line| line.split_once("outcome: ")).map(|(_, outcome)| outcome.to_owned());
+    let outcome = text
+        .lines()
+        .find_map(|line| line.split_once("outcome: "))
+        .map(|(_, outcome)| outcome.to_owned());
     outcome.unwrap_or_else(|| panic!("{text}\n{}", String::from_utf8_lossy(&output.stderr)))
 }
 
@@ -79,22 +88,34 @@ fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list()
     let scratch = Scratch::new();
     std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o700)).unwrap();
     let publisher = scratch.publisher(|it| it.history(1).allow_uids(&[NOBODY]));
-    assert!(visit(test, &scratch, false).contains("Permission denied"), "the directory keeps everybody out");
+    assert!(
+        visit(test, &scratch, false).contains("Permission denied"),
+        "the directory keeps everybody out"
+    );
     std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
     assert_delivers(&publisher, &mut scratch.subscriber(), b"for nobody");
     assert_eq!(visit(test, &scratch, false), "Ok(Ok(\"for nobody\"))");
     drop(publisher);
 
     let publisher = scratch.publisher(|it| it);
-    assert_eq!(visit(test, &scratch, false), "denied, the socket's permissions");
+    assert_eq!(
+        visit(test, &scratch, false),
+        "denied, the socket's permissions"
+    );
     drop(publisher);
 
     // The socket is open for another list, so that it is the publisher who has to look.
     let publisher = scratch.publisher(|it| it.allow_uids(&[12345]).allow_gids(&[54321]));
     let mut good = scratch.subscriber();
-    assert_eq!(visit(test, &scratch, false), format!("denied, uid {NOBODY} is not on its list"));
+    assert_eq!(
+        visit(test, &scratch, false),
+        format!("denied, uid {NOBODY} is not on its list")
+    );
     let unasked = visit(test, &scratch, true);
-    assert!(unasked.contains("Refused") && unasked.contains("denied: true"), "{unasked}");
+    assert!(
+        unasked.contains("Refused") && unasked.contains("denied: true"),
+        "{unasked}"
+    );
     assert_delivers(&publisher, &mut good, b"untouched");
     drop(publisher);
 
@@ -104,7 +125,9 @@ fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list()
 }
 
 /// Starts a command in a user namespace of its own, in which root alone has a number. False where that is forbidden.
-fn in_a_namespace_of_root(command: &mut std::process::Command) -> std::io::Result<std::process::Child> {
+fn in_a_namespace_of_root(
+    command: &mut std::process::Command,
+) -> std::io::Result<std::process::Child> {
     use std::os::unix::process::CommandExt;
     let enter = || {
         // SAFETY: a plain system call; the forked child has one thread.
@@ -130,7 +153,10 @@ fn a_user_whom_the_namespace_does_not_map_is_nobody_who_could_be_admitted() {
         Some("keeper") => {
             // All whom the namespace does not map read as this number here.
             let domain = Domain::at(path()).unwrap();
-            let builder = crate::Publisher::builder("a").domain(&domain).device(&Device::host()).allow_uids(&[NOBODY]);
+            let builder = crate::Publisher::builder("a")
+                .domain(&domain)
+                .device(&Device::host())
+                .allow_uids(&[NOBODY]);
             let _publisher = builder.allow_gids(&[NOBODY]).build().unwrap();
             let of_nobody = Domain::of_user("/", NOBODY).unwrap_err().to_string();
             println!("outcome: ready, {of_nobody}");
@@ -148,16 +174,23 @@ fn a_user_whom_the_namespace_does_not_map_is_nobody_who_could_be_admitted() {
         let scratch = Scratch::new();
         std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
         let mut command = command(module_path!(), test, "keeper");
-        command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(std::process::Stdio::piped());
+        command
+            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+            .stdout(std::process::Stdio::piped());
         let mut server = match in_a_namespace_of_root(&mut command) {
             Ok(server) => super::stage::Guarded(server),
             Err(error) => return println!("skipped: no user namespace of its own: {error}"),
         };
         let stdout = std::io::BufReader::new(server.0.stdout.take().unwrap());
         let mut lines = std::io::BufRead::lines(stdout).map_while(Result::ok);
-        let ready = lines.find(|line| line.contains("outcome: ready")).expect("a publisher in the namespace");
+        let ready = lines
+            .find(|line| line.contains("outcome: ready"))
+            .expect("a publisher in the namespace");
         assert!(ready.contains("does not map"), "{ready}");
-        assert_eq!(visit(test, &scratch, false), format!("denied, uid {} is not on its list", u32::MAX));
+        assert_eq!(
+            visit(test, &scratch, false),
+            format!("denied, uid {} is not on its list", u32::MAX)
+        );
     });
 }
 
@@ -166,11 +199,23 @@ fn another_users_living_endpoint_is_not_shown_as_stale() {
     let test = "another_users_living_endpoint_is_not_shown_as_stale";
     if role().as_deref() == Some("stranger") {
         // SAFETY: plain system calls; this process has one test and no other thread that minds.
-        assert_eq!(unsafe { [libc::setgid(NOBODY), libc::setuid(NOBODY)] }, [0, 0]);
+        assert_eq!(
+            unsafe { [libc::setgid(NOBODY), libc::setuid(NOBODY)] },
+            [0, 0]
+        );
         let domain = Domain::of_user(std::env::var("WARPIPE_HOSTILE_PATH").unwrap(), 0).unwrap();
-        let holders = domain.endpoints().unwrap().into_iter().map(|endpoint| (endpoint.name, endpoint.holder));
-        let holders: Vec<_> = holders.map(|(name, holder)| (name.to_string(), holder.map(|it| it.pid))).collect();
-        assert!(domain.clean().unwrap().is_empty(), "none of them is its to clean");
+        let holders = domain
+            .endpoints()
+            .unwrap()
+            .into_iter()
+            .map(|endpoint| (endpoint.name, endpoint.holder));
+        let holders: Vec<_> = holders
+            .map(|(name, holder)| (name.to_string(), holder.map(|it| it.pid)))
+            .collect();
+        assert!(
+            domain.clean().unwrap().is_empty(),
+            "none of them is its to clean"
+        );
         return println!("outcome: {holders:?}");
     }
     if !rustix::process::geteuid().is_root() {
@@ -179,7 +224,11 @@ fn another_users_living_endpoint_is_not_shown_as_stale() {
     }
     let scratch = Scratch::new();
     std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
-    let builder = |name| crate::Publisher::builder(name).domain(&scratch.domain).device(&Device::host());
+    let builder = |name| {
+        crate::Publisher::builder(name)
+            .domain(&scratch.domain)
+            .device(&Device::host())
+    };
     let _open = builder("a").allow_uids(&[NOBODY]).build().unwrap();
     let _closed = builder("b").build().unwrap();
     let dead = std::os::unix::net::UnixListener::bind(scratch.path.join("c.sock"));
@@ -205,7 +254,11 @@ fn a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted() {
         // The credentials of a listening socket are those of who called `listen`.
         // SAFETY: a plain system call; this process has one test.
         assert_eq!(unsafe { libc::seteuid(NOBODY) }, 0);
-        let socket = rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::SEQPACKET, None);
+        let socket = rustix::net::socket(
+            rustix::net::AddressFamily::UNIX,
+            rustix::net::SocketType::SEQPACKET,
+            None,
+        );
         let socket = socket.unwrap();
         // SAFETY: as above.
         assert_eq!(unsafe { libc::seteuid(0) }, 0);
@@ -221,20 +274,33 @@ fn a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted() {
     }
     let scratch = Scratch::new();
     let mut command = command(module_path!(), test, "impostor");
-    command.env("WARPIPE_HOSTILE_PATH", &scratch.path).stdout(std::process::Stdio::piped());
+    command
+        .env("WARPIPE_HOSTILE_PATH", &scratch.path)
+        .stdout(std::process::Stdio::piped());
     let mut impostor = super::stage::Guarded(command.spawn().unwrap());
     let stdout = std::io::BufReader::new(impostor.0.stdout.take().unwrap());
-    assert!(std::io::BufRead::lines(stdout).map_while(Result::ok).any(|line| line.contains("listening")));
+    assert!(
+        std::io::BufRead::lines(stdout)
+            .map_while(Result::ok)
+            .any(|line| line.contains("listening"))
+    );
     let error = scratch.try_subscriber().map(drop).unwrap_err();
-    assert!(matches!(&error, Error::AccessDenied { detail, .. } if detail.contains("65534")), "{error}");
+    assert!(
+        matches!(&error, Error::AccessDenied { detail, .. } if detail.contains("65534")),
+        "{error}"
+    );
 }
 
 /// Sends descriptors that nobody receives, until this user may send no more. The sockets that hold them.
 fn fill_what_is_in_flight() -> Option<Vec<OwnedFd>> {
-    let none = rustix::process::Rlimit { current: Some(64), maximum: Some(64) };
+    let none = rustix::process::Rlimit {
+        current: Some(64),
+        maximum: Some(64),
+    };
     rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let (sender, holder) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let (sender, holder) =
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
     let stdin = std::io::stdin();
     let fds = [stdin.as_fd(); 40];
     let mut sent = (0..16).map(|_| super::send_raw(&sender, b"x", &fds));
@@ -247,14 +313,29 @@ fn a_user_with_too_many_descriptors_in_flight_is_told_of_the_limit() {
     let test = "a_user_with_too_many_descriptors_in_flight_is_told_of_the_limit";
     if role().as_deref() == Some("stranger") {
         // SAFETY: plain system calls; this process has one test and no other thread that minds.
-        assert_eq!(unsafe { [libc::setgid(STRANGER), libc::setuid(STRANGER)] }, [0, 0]);
+        assert_eq!(
+            unsafe { [libc::setgid(STRANGER), libc::setuid(STRANGER)] },
+            [0, 0]
+        );
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-        let builder = crate::Publisher::builder("a").domain(&domain).device(&Device::host());
+        let builder = crate::Publisher::builder("a")
+            .domain(&domain)
+            .device(&Device::host());
         let publisher = builder.build().unwrap();
-        let Some(held) = fill_what_is_in_flight() else { return println!("outcome: no limit") };
-        let subscribe = || Subscriber::builder("a").domain(&domain).device(&Device::host()).build();
+        let Some(held) = fill_what_is_in_flight() else {
+            return println!("outcome: no limit");
+        };
+        let subscribe = || {
+            Subscriber::builder("a")
+                .domain(&domain)
+                .device(&Device::host())
+                .build()
+        };
         let error = subscribe().map(drop).unwrap_err();
-        assert!(matches!(error, Error::InFlightLimit { soft: 64, .. }), "{error:?}");
+        assert!(
+            matches!(error, Error::InFlightLimit { soft: 64, .. }),
+            "{error:?}"
+        );
         drop(held);
         assert_delivers(&publisher, &mut subscribe().unwrap(), b"afterwards");
         return println!("outcome: {error}");
@@ -266,5 +347,8 @@ fn a_user_with_too_many_descriptors_in_flight_is_told_of_the_limit() {
     let scratch = Scratch::new();
     std::os::unix::fs::chown(&scratch.path, Some(STRANGER), Some(STRANGER)).unwrap();
     let outcome = visit(test, &scratch, false);
-    assert!(outcome == "no limit" || outcome.contains("RLIMIT_NOFILE (soft limit 64)"), "{outcome}");
+    assert!(
+        outcome == "no limit" || outcome.contains("RLIMIT_NOFILE (soft limit 64)"),
+        "{outcome}"
+    );
 }

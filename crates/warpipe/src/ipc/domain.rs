@@ -69,7 +69,10 @@ impl EndpointName {
         } else {
             return Ok(EndpointName(name.to_owned()));
         };
-        Err(Error::Name { name: name.chars().take(2 * NAME_BYTES_MAX).collect(), reason })
+        Err(Error::Name {
+            name: name.chars().take(2 * NAME_BYTES_MAX).collect(),
+            reason,
+        })
     }
 
     /// The name.
@@ -83,7 +86,9 @@ impl EndpointName {
     }
 
     pub(crate) fn from_file(file: &str) -> Option<EndpointName> {
-        let stem = file.strip_suffix(".lock").or_else(|| file.strip_suffix(".sock"))?;
+        let stem = file
+            .strip_suffix(".lock")
+            .or_else(|| file.strip_suffix(".sock"))?;
         EndpointName::new(&stem.replace('+', "/")).ok()
     }
 }
@@ -133,9 +138,15 @@ impl Domain {
             return Domain::at(path);
         }
         let uid = rustix::process::geteuid().as_raw();
-        let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| path.is_absolute());
+        let runtime = std::env::var_os("XDG_RUNTIME_DIR")
+            .map(PathBuf::from)
+            .filter(|path| path.is_absolute());
         let runtime = runtime.unwrap_or_else(|| PathBuf::from(format!("/run/user/{uid}")));
-        if runtime.is_dir() { Domain::at(runtime.join("warpipe")) } else { Domain::at(format!("/tmp/warpipe-{uid}")) }
+        if runtime.is_dir() {
+            Domain::at(runtime.join("warpipe"))
+        } else {
+            Domain::at(format!("/tmp/warpipe-{uid}"))
+        }
     }
 
     /// A domain of this user, made with mode 0700 if it is not there.
@@ -157,7 +168,10 @@ impl Domain {
     fn owned_by(path: &Path, owner: u32, create: bool) -> Result<Domain> {
         // Without a trailing `/` or `/.`, behind which the kernel would follow a symlink in spite of O_NOFOLLOW.
         let path: &Path = &path.components().collect::<PathBuf>();
-        let fail = |reason: String| Error::Domain { path: path.to_owned(), reason };
+        let fail = |reason: String| Error::Domain {
+            path: path.to_owned(),
+            reason,
+        };
         if create {
             match rustix::fs::mkdir(path, Mode::RWXU) {
                 Ok(()) | Err(Errno::EXIST) => {}
@@ -165,22 +179,39 @@ impl Domain {
             }
         }
         let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::RDONLY;
-        let directory = match rustix::fs::open(path, flags, Mode::empty()).and_then(os::above_standard) {
-            Ok(fd) => fd,
-            Err(Errno::LOOP | Errno::NOTDIR) => return Err(fail("it is a symlink or no directory".into())),
-            Err(error) => return Err(fail(format!("it cannot be opened: {error}"))),
-        };
+        let directory =
+            match rustix::fs::open(path, flags, Mode::empty()).and_then(os::above_standard) {
+                Ok(fd) => fd,
+                Err(Errno::LOOP | Errno::NOTDIR) => {
+                    return Err(fail("it is a symlink or no directory".into()));
+                }
+                Err(error) => return Err(fail(format!("it cannot be opened: {error}"))),
+            };
         let stat = rustix::fs::fstat(&directory).map_err(|e| fail(format!("fstat: {e}")))?;
         if os::is_unmapped_user(owner) {
-            return Err(fail(format!("uid {owner} stands for every user that this user namespace does not map")));
+            return Err(fail(format!(
+                "uid {owner} stands for every user that this user namespace does not map"
+            )));
         }
         if stat.st_uid != owner {
-            return Err(fail(format!("uid {} owns it, not uid {owner}", stat.st_uid)));
+            return Err(fail(format!(
+                "uid {} owns it, not uid {owner}",
+                stat.st_uid
+            )));
         }
         if stat.st_mode & 0o022 != 0 {
-            return Err(fail(format!("group or others may write to it (mode {:o})", stat.st_mode & 0o7777)));
+            return Err(fail(format!(
+                "group or others may write to it (mode {:o})",
+                stat.st_mode & 0o7777
+            )));
         }
-        Ok(Domain { inner: Arc::new(DomainInner { path: path.to_owned(), directory, owner }) })
+        Ok(Domain {
+            inner: Arc::new(DomainInner {
+                path: path.to_owned(),
+                directory,
+                owner,
+            }),
+        })
     }
 
     /// The directory.
@@ -194,7 +225,13 @@ impl Domain {
     /// [`Error::Os`] when the directory cannot be read.
     pub fn endpoints(&self) -> Result<Vec<Endpoint>> {
         let names = self.names()?;
-        Ok(names.into_iter().map(|name| Endpoint { holder: self.holder(&name), name }).collect())
+        Ok(names
+            .into_iter()
+            .map(|name| Endpoint {
+                holder: self.holder(&name),
+                name,
+            })
+            .collect())
     }
 
     /// Removes what dead endpoints left, and nothing else. Returns their names.
@@ -232,7 +269,11 @@ impl Domain {
 
     /// Every name in the domain, sorted, whoever left or holds it.
     pub(crate) fn names(&self) -> Result<Vec<EndpointName>> {
-        let mut names: Vec<_> = self.files()?.iter().filter_map(|file| EndpointName::from_file(file)).collect();
+        let mut names: Vec<_> = self
+            .files()?
+            .iter()
+            .filter_map(|file| EndpointName::from_file(file))
+            .collect();
         names.sort();
         names.dedup();
         Ok(names)
@@ -245,9 +286,16 @@ impl Domain {
 
     /// The endpoints, living or not, whose name is `prefix` and one further part or piece of a part.
     pub(crate) fn names_after(&self, prefix: &str) -> Result<Vec<EndpointName>> {
-        let names = self.files()?.into_iter().filter(|file| file.ends_with(".sock"));
+        let names = self
+            .files()?
+            .into_iter()
+            .filter(|file| file.ends_with(".sock"));
         let names = names.filter_map(|file| EndpointName::from_file(&file));
-        let is_meant = |name: &EndpointName| name.as_str().strip_prefix(prefix).is_some_and(|rest| !rest.contains('/'));
+        let is_meant = |name: &EndpointName| {
+            name.as_str()
+                .strip_prefix(prefix)
+                .is_some_and(|rest| !rest.contains('/'))
+        };
         Ok(names.filter(is_meant).collect())
     }
 
@@ -288,15 +336,23 @@ impl Domain {
             Err(Errno::ACCESS | Errno::PERM) => self.listener_of(name)?.pid.map(Author::seen),
             Err(_) => None,
         };
-        Ok(self.names()?.into_iter().filter_map(|name| author(&name).map(|author| (name, author))).collect())
+        Ok(self
+            .names()?
+            .into_iter()
+            .filter_map(|name| author(&name).map(|author| (name, author)))
+            .collect())
     }
 
     /// Who listens under a name. A socket that may not be connected to is not proven dead.
     fn listener_of(&self, name: &EndpointName) -> Option<Holder> {
         match self.dial(&name.file("", ".sock")) {
             Ok(socket) => {
-                let pid = os::peer_credentials(socket.as_fd()).ok().map(|peer| peer.pid);
-                Some(Holder { pid: pid.filter(|&pid| pid > 0) })
+                let pid = os::peer_credentials(socket.as_fd())
+                    .ok()
+                    .map(|peer| peer.pid);
+                Some(Holder {
+                    pid: pid.filter(|&pid| pid > 0),
+                })
             }
             Err(Errno::CONNREFUSED | Errno::NOENT) => None,
             Err(_) => Some(Holder { pid: None }),
@@ -329,22 +385,30 @@ impl Domain {
         let failed = |call| move |e: Errno| Error::os(call, format!("endpoint {name}"), e);
         let socket = Listener::new(seqpacket().map_err(failed("socket"))?);
         rustix::net::bind(&socket, &self.address(&new)?).map_err(failed("bind"))?;
-        let ready = rustix::fs::chmodat(&self.inner.directory, &new, Mode::from_raw_mode(mode), AtFlags::empty())
-            .map_err(failed("fchmodat"))
-            .and_then(|()| rustix::net::listen(&socket, BACKLOG).map_err(failed("listen")))
-            .and_then(|()| {
-                let directory = &self.inner.directory;
-                let stat = rustix::fs::statat(directory, &new, AtFlags::SYMLINK_NOFOLLOW).map_err(failed("statat"))?;
-                rustix::fs::renameat(directory, &new, directory, &file).map_err(failed("renameat"))?;
-                Ok(stat)
-            });
+        let ready = rustix::fs::chmodat(
+            &self.inner.directory,
+            &new,
+            Mode::from_raw_mode(mode),
+            AtFlags::empty(),
+        )
+        .map_err(failed("fchmodat"))
+        .and_then(|()| rustix::net::listen(&socket, BACKLOG).map_err(failed("listen")))
+        .and_then(|()| {
+            let directory = &self.inner.directory;
+            let stat = rustix::fs::statat(directory, &new, AtFlags::SYMLINK_NOFOLLOW)
+                .map_err(failed("statat"))?;
+            rustix::fs::renameat(directory, &new, directory, &file).map_err(failed("renameat"))?;
+            Ok(stat)
+        });
         let stat = ready.inspect_err(|_| self.unlink(&new))?;
         Ok((socket, stat))
     }
 
     /// Connects to the endpoint `name`; tries again while its backlog is full.
     pub(crate) fn connect(&self, name: &EndpointName, timeout: Duration) -> Result<PeerSocket> {
-        self.connect_or(name, timeout, |_| Error::NoPublisher { name: name.to_string() })
+        self.connect_or(name, timeout, |_| Error::NoPublisher {
+            name: name.to_string(),
+        })
     }
 
     /// As [`connect`](Self::connect), with an error of the caller's for a name that nobody holds, told whether a dead
@@ -365,7 +429,10 @@ impl Domain {
                 Err(Errno::AGAIN) => {
                     // Who listens takes nobody in: it is stopped, or hung.
                     let fault = HandshakeFault::Silent(timeout);
-                    return Err(Error::Handshake { name: name.to_string(), fault });
+                    return Err(Error::Handshake {
+                        name: name.to_string(),
+                        fault,
+                    });
                 }
                 Err(error) => return Err(self.not_connected(name, &file, error, absent)),
             }
@@ -375,7 +442,9 @@ impl Domain {
     /// Connects to the endpoint `name` at once; `None` while its backlog is full.
     pub(crate) fn connect_now(&self, name: &EndpointName) -> Result<Option<PeerSocket>> {
         let file = name.file("", ".sock");
-        let absent = |_| Error::NoPublisher { name: name.to_string() };
+        let absent = |_| Error::NoPublisher {
+            name: name.to_string(),
+        };
         match self.dial(&file) {
             Ok(socket) => Ok(Some(socket)),
             Err(Errno::AGAIN) => Ok(None),
@@ -394,7 +463,10 @@ impl Domain {
             Errno::NOENT | Errno::CONNREFUSED => absent(error == Errno::CONNREFUSED),
             Errno::ACCESS | Errno::PERM => {
                 let detail = "the socket's permissions".to_string();
-                Error::AccessDenied { name: name.to_string(), detail }
+                Error::AccessDenied {
+                    name: name.to_string(),
+                    detail,
+                }
             }
             Errno::PROTOTYPE | Errno::NOTSOCK => self.foreign(file, "no endpoint's socket"),
             error => Error::os("connect", format!("endpoint {name}"), error),
@@ -416,7 +488,8 @@ impl Domain {
     /// Becomes readable when something new appears in the directory.
     pub(crate) fn arrivals(&self) -> Result<Arrivals> {
         let directory = &self.inner.directory;
-        let stat = rustix::fs::fstat(directory).map_err(|e| Error::os("fstat", "the domain's directory", e))?;
+        let stat = rustix::fs::fstat(directory)
+            .map_err(|e| Error::os("fstat", "the domain's directory", e))?;
         let path = format!("/proc/self/fd/{}/.", directory.as_raw_fd());
         watch::arrivals((stat.st_dev, stat.st_ino), path.as_ref())
     }
@@ -435,7 +508,10 @@ impl Domain {
     }
 
     fn foreign(&self, file: &str, found: &'static str) -> Error {
-        Error::ForeignFile { path: self.inner.path.join(file), found }
+        Error::ForeignFile {
+            path: self.inner.path.join(file),
+            found,
+        }
     }
 }
 
@@ -475,5 +551,7 @@ impl Drop for NameClaim {
 
 fn seqpacket() -> std::result::Result<CloseOnForkFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    CloseOnForkFd::open(|| rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None))
+    CloseOnForkFd::open(|| {
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+    })
 }

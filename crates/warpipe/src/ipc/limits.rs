@@ -44,7 +44,11 @@ pub(crate) struct PeerLimits {
 
 impl Default for PeerLimits {
     fn default() -> PeerLimits {
-        PeerLimits { all: 256, user: 128, process: 64 }
+        PeerLimits {
+            all: 256,
+            user: 128,
+            process: 64,
+        }
     }
 }
 
@@ -90,12 +94,19 @@ pub(crate) struct QuotaPermit {
 
 impl ConnectionQuota {
     pub(crate) fn new(limits: PeerLimits) -> ConnectionQuota {
-        ConnectionQuota { limits, books: Arc::default() }
+        ConnectionQuota {
+            limits,
+            books: Arc::default(),
+        }
     }
 
     /// A place for a link to `peer` over `socket`, or the limit that it has met, and what that is. Within this process and
     /// user only the limits of others are none.
-    pub(crate) fn take(&self, peer: &Peer, socket: &Arc<PeerSocket>) -> Result<QuotaPermit, (PeerLimit, u32)> {
+    pub(crate) fn take(
+        &self,
+        peer: &Peer,
+        socket: &Arc<PeerSocket>,
+    ) -> Result<QuotaPermit, (PeerLimit, u32)> {
         self.release_closed();
         // Those that this PID namespace does not see, on kernels before 6.9, count as one.
         let process = match peer.id {
@@ -105,29 +116,52 @@ impl ConnectionQuota {
         let uid = peer.uid;
         let is_foreign = uid != rustix::process::geteuid().as_raw();
         let is_other = !peer.is_own();
-        let mut taken = self.books.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self
+            .books
+            .taken
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let of_user = taken.users.get(&uid).copied().unwrap_or(0);
         let of_process = taken.processes.get(&process).copied().unwrap_or(0);
         let checks = [
             (true, taken.all, PeerLimit::All, self.limits.all),
             (is_foreign, of_user, PeerLimit::User, self.limits.user),
-            (is_other, of_process, PeerLimit::Process, self.limits.process),
+            (
+                is_other,
+                of_process,
+                PeerLimit::Process,
+                self.limits.process,
+            ),
         ];
-        if let Some(&(_, _, limit, max)) = checks.iter().find(|(applies, count, _, max)| *applies && count >= max) {
+        if let Some(&(_, _, limit, max)) = checks
+            .iter()
+            .find(|(applies, count, _, max)| *applies && count >= max)
+        {
             return Err((limit, max));
         }
         taken.all += 1;
         *taken.users.entry(uid).or_default() += 1;
         *taken.processes.entry(process).or_default() += 1;
-        Ok(QuotaPermit { books: self.books.clone(), place: QuotaKey { uid, process }, socket: socket.clone() })
+        Ok(QuotaPermit {
+            books: self.books.clone(),
+            place: QuotaKey { uid, process },
+            socket: socket.clone(),
+        })
     }
 
     /// Gives back the places of those who have read or closed by now.
     pub(crate) fn release_closed(&self) {
-        let mut unread = self.books.unread.lock().unwrap_or_else(PoisonError::into_inner);
-        let read: Vec<_> = unread.extract_if(.., |(socket, _)| unread_by_peer(socket.as_fd()) == 0).collect();
+        let mut unread = self
+            .books
+            .unread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let read: Vec<_> = unread
+            .extract_if(.., |(socket, _)| unread_by_peer(socket.as_fd()) == 0)
+            .collect();
         drop(unread);
-        read.iter().for_each(|(_, place)| self.books.release(*place));
+        read.iter()
+            .for_each(|(_, place)| self.books.release(*place));
     }
 }
 
@@ -138,7 +172,11 @@ impl Drop for QuotaPermit {
         if unread_by_peer(self.socket.as_fd()) == 0 {
             return self.books.release(self.place);
         }
-        let mut unread = self.books.unread.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unread = self
+            .books
+            .unread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         unread.push((self.socket.clone(), self.place));
     }
 }
@@ -147,7 +185,9 @@ impl QuotaTable {
     fn release(&self, place: QuotaKey) {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         taken.all -= 1;
-        let QuotaUse { users, processes, .. } = &mut *taken;
+        let QuotaUse {
+            users, processes, ..
+        } = &mut *taken;
         one_less(users, place.uid);
         one_less(processes, place.process);
     }
@@ -161,7 +201,10 @@ pub(crate) fn eviction_candidate(crowd: impl Iterator<Item = (u64, u32)>) -> Opt
         let (count, oldest) = users.entry(uid).or_insert((0, id));
         (*count, *oldest) = (*count + 1, id.min(*oldest));
     }
-    users.into_values().max_by_key(|&(count, oldest)| (count, u64::MAX - oldest)).map(|(_, oldest)| oldest)
+    users
+        .into_values()
+        .max_by_key(|&(count, oldest)| (count, u64::MAX - oldest))
+        .map(|(_, oldest)| oldest)
 }
 
 fn one_less<K: Eq + std::hash::Hash>(counts: &mut HashMap<K, u32>, key: K) {

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
 };
 use serde::{Deserialize, Serialize};
 
@@ -51,9 +51,20 @@ const FRAME_BYTES: usize = 8;
 pub(crate) enum Message {
     /// Subscriber, first: who I am, what device I read with, and what I take this endpoint for. Descriptors:
     /// the lifeline.
-    Hello { generation: [u8; 16], device: DeviceId, kind: Kind },
+    Hello {
+        generation: [u8; 16],
+        device: DeviceId,
+        kind: Kind,
+    },
     /// Publisher: the link. Descriptors: the segment, the wake channel, the lifeline.
-    Welcome { generation: [u8; 16], device: DeviceId, depth: u32, access: Access, lossless: bool, regions: u32 },
+    Welcome {
+        generation: [u8; 16],
+        device: DeviceId,
+        depth: u32,
+        access: Access,
+        lossless: bool,
+        regions: u32,
+    },
     /// Publisher: one region of its memory, in order from 0. Descriptor: the memory.
     Region { id: u32, bytes: u64 },
     /// Subscriber: everything is mapped, samples may come. Publisher, in answer: from now on they do.
@@ -63,9 +74,18 @@ pub(crate) enum Message {
     /// Publisher, instead of `Welcome`. Server, instead of `SessionOpened`, or before it ends a session.
     Refused { denied: bool, text: String },
     /// Client, first: what I come for. Descriptors: the lifeline.
-    OpenSession { generation: [u8; 16], device: Option<DeviceId>, kind: Kind, body: Vec<u8> },
+    OpenSession {
+        generation: [u8; 16],
+        device: Option<DeviceId>,
+        kind: Kind,
+        body: Vec<u8>,
+    },
     /// Server: come in. Descriptors: as many as it says, and the lifeline.
-    SessionOpened { generation: [u8; 16], body: Vec<u8>, fds: u8 },
+    SessionOpened {
+        generation: [u8; 16],
+        body: Vec<u8>,
+        fds: u8,
+    },
     /// Server or publisher, instead of `SessionOpened` or `Welcome`: this endpoint is something else.
     OtherKind { found: Kind },
     /// Client: a question.
@@ -126,18 +146,27 @@ impl Message {
     /// Whether the sender's lifeline comes with it, behind its own descriptors.
     pub(crate) fn is_first(&self) -> bool {
         use Message::{Hello, OpenSession, SessionOpened, Welcome};
-        matches!(self, Hello { .. } | Welcome { .. } | OpenSession { .. } | SessionOpened { .. })
+        matches!(
+            self,
+            Hello { .. } | Welcome { .. } | OpenSession { .. } | SessionOpened { .. }
+        )
     }
 
     pub(crate) fn unexpected(&self, wanted: &'static str) -> HandshakeFault {
-        HandshakeFault::Unexpected { found: self.name().to_string(), wanted }
+        HandshakeFault::Unexpected {
+            found: self.name().to_string(),
+            wanted,
+        }
     }
 }
 
 /// Cuts a text to what a message may carry.
 pub(crate) fn text(message: impl ToString) -> String {
     let mut text = message.to_string();
-    let end = (0..=TEXT_BYTES_MAX.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+    let end = (0..=TEXT_BYTES_MAX.min(text.len()))
+        .rev()
+        .find(|&end| text.is_char_boundary(end))
+        .unwrap_or(0);
     text.truncate(end);
     text
 }
@@ -149,8 +178,14 @@ pub(crate) fn send(
     message: &Message,
     fds: &[BorrowedFd<'_>],
 ) -> std::result::Result<(), Errno> {
-    let lifeline = if message.is_first() { Some(Lifeline::of_process()?) } else { None };
-    let ends = lifeline.iter().flat_map(|lifeline| [lifeline.end.as_fd(), lifeline.alarm.as_fd()]);
+    let lifeline = if message.is_first() {
+        Some(Lifeline::of_process()?)
+    } else {
+        None
+    };
+    let ends = lifeline
+        .iter()
+        .flat_map(|lifeline| [lifeline.end.as_fd(), lifeline.alarm.as_fd()]);
     let fds: Vec<BorrowedFd<'_>> = fds.iter().copied().chain(ends).collect();
     debug_assert_eq!(fds.len(), message.descriptors());
     let mut packet = frame(VERSION).to_vec();
@@ -160,7 +195,10 @@ pub(crate) fn send(
 
 /// Whether a failed send is this process's own fault, for want of memory or of descriptors in flight, and not the peer's.
 pub(crate) fn is_own(error: Errno) -> bool {
-    matches!(error, Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM | Errno::MFILE | Errno::NFILE)
+    matches!(
+        error,
+        Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM | Errno::MFILE | Errno::NFILE
+    )
 }
 
 /// Sends the first message of a connection, whose listener may let no descriptors in before it has seen who that is (see
@@ -175,7 +213,11 @@ pub(crate) fn send_first(
     let mut backoff = Backoff::default();
     loop {
         match send(socket, message, &[]) {
-            Err(Errno::PERM) if start.elapsed() < patience && !wait_readable(socket, Duration::ZERO) => backoff.pause(),
+            Err(Errno::PERM)
+                if start.elapsed() < patience && !wait_readable(socket, Duration::ZERO) =>
+            {
+                backoff.pause()
+            }
             // The refusal that explains it may be waiting to be read.
             Err(Errno::PIPE | Errno::CONNRESET | Errno::PERM) => return Ok(()),
             other => return other,
@@ -189,7 +231,11 @@ fn frame(version: u16) -> [u8; FRAME_BYTES] {
     [MAGIC[0], MAGIC[1], MAGIC[2], MAGIC[3], low, high, 0, 0]
 }
 
-fn send_packet(socket: BorrowedFd<'_>, packet: &[u8], fds: &[BorrowedFd<'_>]) -> std::result::Result<(), Errno> {
+fn send_packet(
+    socket: BorrowedFd<'_>,
+    packet: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> std::result::Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
@@ -229,9 +275,14 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
         Err(error) => return Err(Error::os("recvmsg", format!("the link of {name:?}"), error)),
     };
     let brings_descriptors = flags.contains(ReturnFlags::CTRUNC);
-    let fault = |fault| Error::Handshake { name: name.to_string(), fault };
+    let fault = |fault| Error::Handshake {
+        name: name.to_string(),
+        fault,
+    };
     if flags.contains(ReturnFlags::TRUNC) {
-        return Err(fault(HandshakeFault::Oversized { limit: PACKET_BYTES_MAX }));
+        return Err(fault(HandshakeFault::Oversized {
+            limit: PACKET_BYTES_MAX,
+        }));
     }
     if bytes == 0 && !brings_descriptors {
         return Ok(Received::End);
@@ -257,9 +308,9 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
 pub(crate) fn is_short(error: &Error) -> bool {
     match error {
         Error::DescriptorLimit { .. } => true,
-        Error::Os { source, .. } => {
-            source.raw_os_error().is_some_and(|code| matches!(code, libc::ENOMEM | libc::ENOBUFS))
-        }
+        Error::Os { source, .. } => source
+            .raw_os_error()
+            .is_some_and(|code| matches!(code, libc::ENOMEM | libc::ENOBUFS)),
         _ => false,
     }
 }
@@ -287,8 +338,14 @@ fn past_reset<T>(mut read: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno>
 fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<PeerFd>> {
     if wanted > DESCRIPTORS_MAX {
         // It is not this process that lacks room for so many.
-        let fault = HandshakeFault::Descriptors { found: DESCRIPTORS_MAX, wanted };
-        return Err(Error::Handshake { name: name.to_string(), fault });
+        let fault = HandshakeFault::Descriptors {
+            found: DESCRIPTORS_MAX,
+            wanted,
+        };
+        return Err(Error::Handshake {
+            name: name.to_string(),
+            fault,
+        });
     }
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -297,11 +354,24 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
     // The descriptors are made by the call.
     let section = NoForkSection::enter();
     let taken = take_standard();
-    let got = past_reset(|| rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut [])], &mut ancillary, flags))
-        .map_err(|error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error))?;
+    let got = past_reset(|| {
+        rustix::net::recvmsg(
+            socket,
+            &mut [IoSliceMut::new(&mut [])],
+            &mut ancillary,
+            flags,
+        )
+    })
+    .map_err(|error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error))?;
     let fds: Vec<PeerFd> = ancillary
         .drain()
-        .filter_map(|message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None })
+        .filter_map(|message| {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                Some(fds)
+            } else {
+                None
+            }
+        })
         .flatten()
         .map(|fd| PeerFd::received(&section, fd, uid))
         .collect();
@@ -309,11 +379,21 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
     drop(section);
     let is_cut = got.flags.contains(ReturnFlags::CTRUNC);
     if is_cut && fds.len() < wanted {
-        return Err(Error::os("recvmsg", format!("the descriptors of {name:?}"), Errno::MFILE));
+        return Err(Error::os(
+            "recvmsg",
+            format!("the descriptors of {name:?}"),
+            Errno::MFILE,
+        ));
     }
     if fds.len() != wanted || is_cut {
-        let fault = HandshakeFault::Descriptors { found: fds.len(), wanted };
-        return Err(Error::Handshake { name: name.to_string(), fault });
+        let fault = HandshakeFault::Descriptors {
+            found: fds.len(),
+            wanted,
+        };
+        return Err(Error::Handshake {
+            name: name.to_string(),
+            fault,
+        });
     }
     Ok(fds)
 }
@@ -321,19 +401,29 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
 /// Takes the lifeline off the descriptors of a first message.
 pub(crate) fn take_lifeline(fds: &mut Vec<PeerFd>) -> Result<[PeerFd; LIFELINE], HandshakeFault> {
     let own = fds.len().saturating_sub(LIFELINE);
-    let none = |fds: Vec<PeerFd>| HandshakeFault::Descriptors { found: fds.len(), wanted: LIFELINE };
+    let none = |fds: Vec<PeerFd>| HandshakeFault::Descriptors {
+        found: fds.len(),
+        wanted: LIFELINE,
+    };
     fds.split_off(own).try_into().map_err(none)
 }
 
 pub(crate) fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {
-    let garbled = HandshakeFault::Garbled { bytes: packet.len() };
-    let Some((frame, body)) = packet.split_at_checked(FRAME_BYTES) else { return Err(garbled) };
+    let garbled = HandshakeFault::Garbled {
+        bytes: packet.len(),
+    };
+    let Some((frame, body)) = packet.split_at_checked(FRAME_BYTES) else {
+        return Err(garbled);
+    };
     if frame[..4] != MAGIC {
         return Err(HandshakeFault::Magic);
     }
     let theirs = u16::from_le_bytes([frame[4], frame[5]]);
     if theirs != VERSION {
-        return Err(HandshakeFault::Version { theirs, ours: VERSION });
+        return Err(HandshakeFault::Version {
+            theirs,
+            ours: VERSION,
+        });
     }
     match postcard::take_from_bytes::<Message>(body) {
         Ok((message, [])) => Ok(message),
@@ -350,5 +440,8 @@ pub(crate) fn wait_readable(socket: BorrowedFd<'_>, timeout: Duration) -> bool {
 
 pub(crate) fn timespec(duration: Duration) -> rustix::event::Timespec {
     let tv_sec = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX);
-    rustix::event::Timespec { tv_sec, tv_nsec: i64::from(duration.subsec_nanos()) }
+    rustix::event::Timespec {
+        tv_sec,
+        tv_nsec: i64::from(duration.subsec_nanos()),
+    }
 }

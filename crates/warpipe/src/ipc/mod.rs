@@ -149,8 +149,14 @@ pub(crate) struct OutgoingReply {
 }
 
 impl OutgoingReply {
-    pub(crate) fn new(body: &impl Serialize, fds: Vec<CloseOnForkFd>) -> Result<OutgoingReply, Rejection> {
-        Ok(OutgoingReply { body: encode(body).map_err(|error| Rejection(error.to_string()))?, fds })
+    pub(crate) fn new(
+        body: &impl Serialize,
+        fds: Vec<CloseOnForkFd>,
+    ) -> Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply {
+            body: encode(body).map_err(|error| Rejection(error.to_string()))?,
+            fds,
+        })
     }
 }
 
@@ -173,7 +179,10 @@ pub(crate) struct IncomingReply {
 
 impl IncomingReply {
     /// Its body, if it is a whole `T`, and its descriptors, if there are `N`.
-    pub(crate) fn open<T: DeserializeOwned, const N: usize>(self, name: &str) -> Result<(T, [PeerFd; N])> {
+    pub(crate) fn open<T: DeserializeOwned, const N: usize>(
+        self,
+        name: &str,
+    ) -> Result<(T, [PeerFd; N])> {
         let found = self.fds.len();
         let fds = self.fds.try_into().map_err(|_| Error::Protocol {
             name: name.to_string(),
@@ -217,7 +226,12 @@ pub(crate) trait RequestHandler: Send + Sync {
     fn holds_anything(&self, client: &ClientInfo) -> bool;
 
     /// A session is over: called once for each who was admitted, unless the server ends first.
-    fn on_disconnect(&self, server_core: &ServerCore, client: &ClientInfo, disconnected: Disconnected);
+    fn on_disconnect(
+        &self,
+        server_core: &ServerCore,
+        client: &ClientInfo,
+        disconnected: Disconnected,
+    );
 
     /// Every 200 ms, on the reactor's thread, and at the same time as the other calls: nothing here may call the driver, or
     /// wait for a lock that is held across such a call.
@@ -261,9 +275,14 @@ pub(crate) struct Address<'a> {
 
 /// A face's message as bytes.
 pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
-    let bytes = postcard::to_stdvec(message).map_err(|e| Error::argument("message", e, "what postcard can write"))?;
+    let bytes = postcard::to_stdvec(message)
+        .map_err(|e| Error::argument("message", e, "what postcard can write"))?;
     if bytes.len() > BODY_BYTES_MAX {
-        return Err(Error::argument("message", format!("{} bytes", bytes.len()), format!("up to {BODY_BYTES_MAX}")));
+        return Err(Error::argument(
+            "message",
+            format!("{} bytes", bytes.len()),
+            format!("up to {BODY_BYTES_MAX}"),
+        ));
     }
     Ok(bytes)
 }

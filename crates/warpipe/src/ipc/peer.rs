@@ -64,13 +64,17 @@ impl ProcessId {
         let number = pid.as_raw_nonzero().get();
         // Without a descriptor it is this number for now, and asked again.
         let pidfd = CloseOnForkFd::open(|| rustix::process::pidfd_open(pid, PidfdFlags::empty()));
-        pidfd.map_or(ProcessId::Number(number), |pidfd| *OWN.get().get_or_init(|| ProcessId::of(pidfd.as_fd(), number)))
+        pidfd.map_or(ProcessId::Number(number), |pidfd| {
+            *OWN.get()
+                .get_or_init(|| ProcessId::of(pidfd.as_fd(), number))
+        })
     }
 
     fn of(pidfd: BorrowedFd<'_>, pid: i32) -> ProcessId {
         /// `linux/magic.h`
         const PID_FS_MAGIC: u64 = 0x5049_4446;
-        let is_own_file = rustix::fs::fstatfs(pidfd).is_ok_and(|system| system.f_type as u64 == PID_FS_MAGIC);
+        let is_own_file =
+            rustix::fs::fstatfs(pidfd).is_ok_and(|system| system.f_type as u64 == PID_FS_MAGIC);
         match rustix::fs::fstat(pidfd) {
             Ok(stat) if is_own_file => ProcessId::Inode(stat.st_ino),
             _ => ProcessId::Number(pid),
@@ -82,7 +86,8 @@ impl ProcessId {
 /// that this user namespace does not map is none of them, whatever its number.
 pub(crate) fn is_admitted((uid, gid): (u32, u32), uids: &[u32], gids: &[u32]) -> bool {
     let is_own = uid == rustix::process::geteuid().as_raw();
-    uid != os::UNMAPPED && (is_own || uids.contains(&uid) || gid != os::UNMAPPED && gids.contains(&gid))
+    uid != os::UNMAPPED
+        && (is_own || uids.contains(&uid) || gid != os::UNMAPPED && gids.contains(&gid))
 }
 
 /// Where a connected socket leads to.
@@ -101,8 +106,8 @@ pub(crate) struct Peer {
 impl Peer {
     /// Asks the kernel, not the peer: `SO_PEERCRED` and `SO_PEERPIDFD` (or `pidfd_open` before Linux 6.5).
     pub(crate) fn of(socket: BorrowedFd<'_>, name: &str) -> Result<Peer> {
-        let credentials =
-            os::peer_credentials(socket).map_err(|e| Error::os("getsockopt(SO_PEERCRED)", name.to_string(), e))?;
+        let credentials = os::peer_credentials(socket)
+            .map_err(|e| Error::os("getsockopt(SO_PEERCRED)", name.to_string(), e))?;
         let pidfd = CloseOnForkFd::open(|| os::peer_pidfd(socket)).or_else(|error| match error {
             // Only where the kernel does not know the option: of a peer that is dead already the number may by now
             // be somebody else's.
@@ -111,17 +116,33 @@ impl Peer {
         });
         let pidfd = pidfd.map_err(|error| match error.raw_os_error() {
             libc::EMFILE | libc::ENFILE => Error::os("pidfd_open", name.to_string(), error),
-            _ => Error::Handshake { name: name.to_string(), fault: HandshakeFault::Unwatchable(error.to_string()) },
+            _ => Error::Handshake {
+                name: name.to_string(),
+                fault: HandshakeFault::Unwatchable(error.to_string()),
+            },
         })?;
         let id = ProcessId::of(pidfd.as_fd(), credentials.pid);
         let (pid, uid, gid) = (credentials.pid, credentials.uid, credentials.gid);
-        Ok(Peer { pid, uid, gid, id, pidfd: Mutex::new(Some(pidfd)), process: OnceLock::new() })
+        Ok(Peer {
+            pid,
+            uid,
+            gid,
+            id,
+            pidfd: Mutex::new(Some(pidfd)),
+            process: OnceLock::new(),
+        })
     }
 
     /// Takes the lifeline that came with the peer's first message: from here on its death is watched for.
     pub(crate) fn adopt(&self, lifeline: [PeerFd; 2]) -> Result<(), HandshakeFault> {
-        let pidfd = self.pidfd.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(pidfd) = pidfd else { return Err(HandshakeFault::Lifeline("a second one".into())) };
+        let pidfd = self
+            .pidfd
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        let Some(pidfd) = pidfd else {
+            return Err(HandshakeFault::Lifeline("a second one".into()));
+        };
         let process = Process::known_or(self.id, pidfd, lifeline)?;
         if process.shows(DeathEvidence::Suspect) {
             return Err(HandshakeFault::Closed);
@@ -142,13 +163,16 @@ impl Peer {
         target: &Weak<dyn EventSource>,
         tag: u64,
     ) -> Result<Registration> {
-        let process = self.process().ok_or_else(|| Error::os("poll", "a peer without a lifeline", Errno::BADF))?;
+        let process = self
+            .process()
+            .ok_or_else(|| Error::os("poll", "a peer without a lifeline", Errno::BADF))?;
         process.watch(evidence, target, tag)
     }
 
     /// Whether the evidence is there, asked of the kernel now.
     pub(crate) fn shows(&self, evidence: DeathEvidence) -> bool {
-        self.process().is_some_and(|process| process.shows(evidence))
+        self.process()
+            .is_some_and(|process| process.shows(evidence))
     }
 
     pub(crate) fn is_proven_dead(&self) -> bool {
@@ -239,13 +263,19 @@ fn with_known<R>(work: impl FnOnce(&mut Known) -> R) -> R {
 
 impl std::fmt::Debug for Process {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Process").field("level", &self.level.load(SeqCst)).finish_non_exhaustive()
+        f.debug_struct("Process")
+            .field("level", &self.level.load(SeqCst))
+            .finish_non_exhaustive()
     }
 }
 
 impl Process {
     /// The process as it is known already; else by what it sent.
-    fn known_or(id: ProcessId, pidfd: CloseOnForkFd, lifeline: [PeerFd; 2]) -> Result<Arc<Process>, HandshakeFault> {
+    fn known_or(
+        id: ProcessId,
+        pidfd: CloseOnForkFd,
+        lifeline: [PeerFd; 2],
+    ) -> Result<Arc<Process>, HandshakeFault> {
         let lifeline = pipes(lifeline)?;
         if let Some(process) = Process::known(id, &lifeline[0]) {
             return Ok(process);
@@ -259,7 +289,9 @@ impl Process {
     /// before, whose lifeline may be open still (in a child), and whose death is not its own.
     fn known(id: ProcessId, end: &CloseOnForkFd) -> Option<Arc<Process>> {
         let found: Vec<Arc<Process>> = with_known(|known| {
-            let same = known.iter().filter(|(other, _)| matches!(id, ProcessId::Inode(_)) && *other == id);
+            let same = known
+                .iter()
+                .filter(|(other, _)| matches!(id, ProcessId::Inode(_)) && *other == id);
             same.filter_map(|(_, process)| process.upgrade()).collect()
         });
         // The lifeline of a process whose socket has just spoken has not ended, but for one that was sent to deceive.
@@ -283,7 +315,8 @@ impl Process {
     /// One whose lifeline is that pipe.
     #[cfg(test)]
     pub(crate) fn of_pipe(end: std::os::fd::OwnedFd) -> Arc<Process> {
-        let pidfd = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).unwrap();
+        let pidfd =
+            rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).unwrap();
         let alarm = end.try_clone().unwrap();
         Process::of_parts([pidfd, end, alarm])
     }
@@ -297,11 +330,15 @@ impl Process {
 
     /// For a third process that is to see the same death.
     pub(crate) fn relay(&self) -> std::result::Result<[CloseOnForkFd; 3], Errno> {
-        let [pidfd, end, alarm] = [&self.pidfd, &self.end, &self.alarm].map(CloseOnForkFd::duplicate);
+        let [pidfd, end, alarm] =
+            [&self.pidfd, &self.end, &self.alarm].map(CloseOnForkFd::duplicate);
         Ok([pidfd?, end?, alarm?])
     }
 
-    fn new(pidfd: CloseOnForkFd, [end, alarm]: [CloseOnForkFd; 2]) -> Result<Arc<Process>, HandshakeFault> {
+    fn new(
+        pidfd: CloseOnForkFd,
+        [end, alarm]: [CloseOnForkFd; 2],
+    ) -> Result<Arc<Process>, HandshakeFault> {
         let failed = |error: Error| HandshakeFault::Unwatchable(error.to_string());
         let reactor = Reactor::of_process().map_err(failed)?;
         let process = Arc::new_cyclic(|me: &Weak<Process>| Process {
@@ -317,11 +354,21 @@ impl Process {
         });
         let me: Weak<dyn EventSource> = process.me.clone();
         let registrations = [
-            reactor.register_hangup(process.end.as_fd(), &me, 0).map_err(failed)?,
-            reactor.register_hangup(process.alarm.as_fd(), &me, 0).map_err(failed)?,
-            reactor.register(process.pidfd.as_fd(), &me, 0).map_err(failed)?,
+            reactor
+                .register_hangup(process.end.as_fd(), &me, 0)
+                .map_err(failed)?,
+            reactor
+                .register_hangup(process.alarm.as_fd(), &me, 0)
+                .map_err(failed)?,
+            reactor
+                .register(process.pidfd.as_fd(), &me, 0)
+                .map_err(failed)?,
         ];
-        process.registrations.lock().unwrap_or_else(PoisonError::into_inner).extend(registrations);
+        process
+            .registrations
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend(registrations);
         Ok(process)
     }
 
@@ -352,7 +399,11 @@ impl Process {
         match evidence {
             DeathEvidence::Suspect => level >= SUSPECT,
             DeathEvidence::Orphaned(after) => {
-                level >= PROVEN || state.orphaned.as_ref().is_some_and(|clock| clock.ran() >= after)
+                level >= PROVEN
+                    || state
+                        .orphaned
+                        .as_ref()
+                        .is_some_and(|clock| clock.ran() >= after)
             }
             DeathEvidence::Proven => level >= PROVEN,
         }
@@ -368,19 +419,34 @@ impl Process {
             PollFd::new(&self.end, PollFlags::empty()),
             PollFd::new(&self.alarm, PollFlags::empty()),
         ];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
         if poll(&mut fds, Some(&now)).is_err() {
-            return KernelView { exited: false, end: false, alarm: false };
+            return KernelView {
+                exited: false,
+                end: false,
+                alarm: false,
+            };
         }
         let has = |index: usize, flag| fds[index].revents().intersects(flag);
-        KernelView { exited: has(0, PollFlags::IN), end: has(1, PollFlags::HUP), alarm: has(2, PollFlags::HUP) }
+        KernelView {
+            exited: has(0, PollFlags::IN),
+            end: has(1, PollFlags::HUP),
+            alarm: has(2, PollFlags::HUP),
+        }
     }
 
     /// Takes in what the kernel says, and tells those who wait for it.
     fn update(&self) {
         if self.level.load(SeqCst) < PROVEN {
             let seen = self.seen();
-            let level = if seen.is_proof() { PROVEN } else { u8::from(seen.is_suspicion()) * SUSPECT };
+            let level = if seen.is_proof() {
+                PROVEN
+            } else {
+                u8::from(seen.is_suspicion()) * SUSPECT
+            };
             let before = self.level.fetch_max(level, SeqCst);
             if before < SUSPECT && level == SUSPECT {
                 // Nothing but time tells that it is an orphan's parent.
@@ -394,8 +460,9 @@ impl Process {
         if self.level.load(SeqCst) >= SUSPECT {
             let mut state = self.lock();
             let all = std::mem::take(&mut state.listeners);
-            let (due, waiting): (Vec<_>, Vec<_>) =
-                all.into_iter().partition(|(evidence, _)| self.has(*evidence, &state));
+            let (due, waiting): (Vec<_>, Vec<_>) = all
+                .into_iter()
+                .partition(|(evidence, _)| self.has(*evidence, &state));
             state.listeners = waiting;
             drop(state);
             due.iter().for_each(|&(_, id)| self.reactor.trigger(id));
@@ -411,7 +478,11 @@ impl EventSource for Process {
         let before = self.level.load(SeqCst);
         self.update();
         // Each of the three speaks for ever once it has spoken.
-        if before == self.level.load(SeqCst) && before == 0 { Next::Keep } else { Next::Stop }
+        if before == self.level.load(SeqCst) && before == 0 {
+            Next::Keep
+        } else {
+            Next::Stop
+        }
     }
 
     fn on_tick(&self, _: u64) {
@@ -423,25 +494,34 @@ impl EventSource for Process {
 
 /// How many of the processes with links to this one are suspect while somebody holds their lifeline.
 pub(crate) fn orphaned() -> usize {
-    let all: Vec<Arc<Process>> =
-        with_known(|known| known.iter().filter_map(|(_, process)| process.upgrade()).collect());
+    let all: Vec<Arc<Process>> = with_known(|known| {
+        known
+            .iter()
+            .filter_map(|(_, process)| process.upgrade())
+            .collect()
+    });
     all.iter()
         .filter(|process| {
-            process.shows(DeathEvidence::Orphaned(Duration::ZERO)) && !process.shows(DeathEvidence::Proven)
+            process.shows(DeathEvidence::Orphaned(Duration::ZERO))
+                && !process.shows(DeathEvidence::Proven)
         })
         .count()
 }
 
 /// A lifeline that a peer sent, if that is what it is.
 fn pipes(lifeline: [PeerFd; 2]) -> Result<[CloseOnForkFd; 2], HandshakeFault> {
-    lifeline.iter().try_for_each(check_pipe).map_err(HandshakeFault::Lifeline)?;
+    lifeline
+        .iter()
+        .try_for_each(check_pipe)
+        .map_err(HandshakeFault::Lifeline)?;
     Ok(lifeline.map(PeerFd::accept))
 }
 
 /// Our own lifeline's pipes say where pipes live.
 fn check_pipe(fd: &PeerFd) -> Result<(), String> {
     let kind = os::kind_of(fd.as_fd()).map_err(|error| error.to_string())?;
-    let own = Lifeline::of_process().map_err(|e| Error::os("sendmsg", "this end's lifeline", e).to_string())?;
+    let own = Lifeline::of_process()
+        .map_err(|e| Error::os("sendmsg", "this end's lifeline", e).to_string())?;
     let own = os::kind_of(own.end.as_fd()).map_err(|error| error.to_string())?;
     if kind.file != FileType::Fifo || kind.device != own.device {
         return Err("no pipe".into());
@@ -455,8 +535,13 @@ fn check_pipe(fd: &PeerFd) -> Result<(), String> {
 /// Anything else could be readable while the process lives.
 fn check_pidfd(fd: &PeerFd) -> Result<(), String> {
     let path = format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd());
-    let info = fork::excluded(|| std::fs::read_to_string(&path)).map_err(|error| format!("{path}: {error}"))?;
-    if info.lines().any(|line| line.starts_with("Pid:")) { Ok(()) } else { Err("no pidfd".into()) }
+    let info = fork::excluded(|| std::fs::read_to_string(&path))
+        .map_err(|error| format!("{path}: {error}"))?;
+    if info.lines().any(|line| line.starts_with("Pid:")) {
+        Ok(())
+    } else {
+        Err("no pidfd".into())
+    }
 }
 
 #[cfg(test)]
@@ -468,10 +553,19 @@ mod tests {
         const LONG: Duration = Duration::from_secs(3600);
         let (end, _held_by_a_child) = rustix::pipe::pipe().unwrap();
         let (alarm, _) = rustix::pipe::pipe().unwrap();
-        let pidfd = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).unwrap();
+        let pidfd =
+            rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).unwrap();
         let process = Process::of_parts([pidfd, end, alarm]);
-        assert!(process.shows(DeathEvidence::Suspect) && process.shows(DeathEvidence::Orphaned(Duration::ZERO)));
-        process.lock().orphaned.as_ref().expect("it is suspect").freeze(2 * LONG);
+        assert!(
+            process.shows(DeathEvidence::Suspect)
+                && process.shows(DeathEvidence::Orphaned(Duration::ZERO))
+        );
+        process
+            .lock()
+            .orphaned
+            .as_ref()
+            .expect("it is suspect")
+            .freeze(2 * LONG);
         assert!(!process.shows(DeathEvidence::Orphaned(LONG)));
     }
 }

@@ -9,8 +9,8 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use super::{
-    AccessPolicy, Address, ClientInfo, Disconnected, FDS_MAX, Kind, NOTIFICATION, OutgoingReply, Rejection,
-    RequestHandler,
+    AccessPolicy, Address, ClientInfo, Disconnected, FDS_MAX, Kind, NOTIFICATION, OutgoingReply,
+    Rejection, RequestHandler,
 };
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
@@ -58,7 +58,9 @@ impl IpcServer {
         handler: Arc<dyn RequestHandler>,
     ) -> Result<IpcServer> {
         let reactor = Reactor::of_process()?;
-        let claim = at.domain.claim(at.name, access_policy.is_open_to_others())?;
+        let claim = at
+            .domain
+            .claim(at.name, access_policy.is_open_to_others())?;
         let server_core = Arc::new_cyclic(|me: &Weak<ServerCore>| ServerCore {
             owner_process: OwnerProcess::current(),
             name: at.name.to_string(),
@@ -142,7 +144,10 @@ pub(crate) struct ServerCore {
 
 impl std::fmt::Debug for ServerCore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ServerCore").field("name", &self.name).field("kind", &self.kind).finish_non_exhaustive()
+        f.debug_struct("ServerCore")
+            .field("name", &self.name)
+            .field("kind", &self.kind)
+            .finish_non_exhaustive()
     }
 }
 
@@ -169,20 +174,36 @@ impl ServerCore {
     /// what it is sent.
     pub(crate) fn tell(&self, id: u64, reply: OutgoingReply) -> bool {
         let socket = match self.lock().get(&id) {
-            Some(Connection { phase: ConnectionPhase::Open(_), socket, .. }) => socket.clone(),
+            Some(Connection {
+                phase: ConnectionPhase::Open(_),
+                socket,
+                ..
+            }) => socket.clone(),
             _ => return false,
         };
         let OutgoingReply { body, fds } = reply;
-        send_with(&socket, &Message::Reply { serial: NOTIFICATION, body, fds: fds.len().min(FDS_MAX) as u8 }, &fds)
-            .is_ok()
+        send_with(
+            &socket,
+            &Message::Reply {
+                serial: NOTIFICATION,
+                body,
+                fds: fds.len().min(FDS_MAX) as u8,
+            },
+            &fds,
+        )
+        .is_ok()
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Connection>> {
-        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+        self.connections
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn socket_of(&self, id: u64) -> Option<Arc<PeerSocket>> {
-        self.lock().get(&id).map(|connection| connection.socket.clone())
+        self.lock()
+            .get(&id)
+            .map(|connection| connection.socket.clone())
     }
 
     fn watched(&self) -> Weak<dyn EventSource> {
@@ -190,18 +211,30 @@ impl ServerCore {
     }
 
     fn listen(&self) -> Result<()> {
-        let watch = self.reactor.register(self.claim.listener.as_fd(), &self.watched(), LISTENER)?;
-        *self.listener_registration.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        let watch =
+            self.reactor
+                .register(self.claim.listener.as_fd(), &self.watched(), LISTENER)?;
+        *self
+            .listener_registration
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(watch);
         Ok(())
     }
 
     fn close(&self) {
         self.is_closed.store(true, Ordering::SeqCst);
         self.claim.withdraw();
-        *self.listener_registration.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self
+            .listener_registration
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = None;
         let connections = std::mem::take(&mut *self.lock());
         for connection in connections.values() {
-            let _ = message::send(connection.socket.as_fd(), &Message::Close(CloseReason::Closed), &[]);
+            let _ = message::send(
+                connection.socket.as_fd(),
+                &Message::Close(CloseReason::Closed),
+                &[],
+            );
         }
     }
 
@@ -227,27 +260,45 @@ impl ServerCore {
             Ok(peer) => peer,
             Err(error) => return refuse(socket.as_fd(), false, error),
         };
-        if let Err((denied, reason)) =
-            self.claim.listener.screen(socket.as_fd(), &peer, || self.access_policy.admits(peer.uid, peer.gid))
-        {
+        if let Err((denied, reason)) = self.claim.listener.screen(socket.as_fd(), &peer, || {
+            self.access_policy.admits(peer.uid, peer.gid)
+        }) {
             return refuse(socket.as_fd(), denied, reason);
         }
         let mut connections = self.lock();
-        let handshaking = connections
-            .iter()
-            .filter(|(_, connection)| matches!(connection.phase, ConnectionPhase::Handshaking { .. }));
-        let handshaking: Vec<(u64, u32)> = handshaking.map(|(id, connection)| (*id, connection.peer.uid)).collect();
+        let handshaking = connections.iter().filter(|(_, connection)| {
+            matches!(connection.phase, ConnectionPhase::Handshaking { .. })
+        });
+        let handshaking: Vec<(u64, u32)> = handshaking
+            .map(|(id, connection)| (*id, connection.peer.uid))
+            .collect();
         if handshaking.len() >= HANDSHAKES_MAX {
             // Evicts the oldest connection without a message, so idle peers cannot exhaust the limit.
-            let evicted = eviction_candidate(handshaking.into_iter()).and_then(|oldest| connections.remove(&oldest));
-            evicted
-                .into_iter()
-                .for_each(|evicted| refuse(evicted.socket.as_fd(), false, "too many connect and say nothing"));
+            let evicted = eviction_candidate(handshaking.into_iter())
+                .and_then(|oldest| connections.remove(&oldest));
+            evicted.into_iter().for_each(|evicted| {
+                refuse(
+                    evicted.socket.as_fd(),
+                    false,
+                    "too many connect and say nothing",
+                )
+            });
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let phase = ConnectionPhase::Handshaking { clock: Uptime::default() };
+        let phase = ConnectionPhase::Handshaking {
+            clock: Uptime::default(),
+        };
         let (socket, peer) = (Arc::new(socket), Arc::new(peer));
-        connections.insert(id, Connection { registrations: Vec::new(), socket, peer, phase, quota_permit: None });
+        connections.insert(
+            id,
+            Connection {
+                registrations: Vec::new(),
+                socket,
+                peer,
+                phase,
+                quota_permit: None,
+            },
+        );
         drop(connections);
         // Mostly it has said by now what it comes for: to hear that from the reactor would cost two threads' turns.
         if self.on_socket(id) == Next::Keep {
@@ -256,8 +307,13 @@ impl ServerCore {
     }
 
     fn register_socket(&self, id: u64) {
-        let Some(socket) = self.socket_of(id) else { return };
-        match self.reactor.register(socket.as_fd(), &self.watched(), tag(id, SOCKET)) {
+        let Some(socket) = self.socket_of(id) else {
+            return;
+        };
+        match self
+            .reactor
+            .register(socket.as_fd(), &self.watched(), tag(id, SOCKET))
+        {
             Ok(watch) => {
                 // If nobody is there any more it ends here, before the socket does.
                 if let Some(connection) = self.lock().get_mut(&id) {
@@ -274,7 +330,9 @@ impl ServerCore {
     /// A client's socket speaks.
     fn on_socket(&self, id: u64) -> Next {
         for _ in 0..BATCH_MAX {
-            let Some(socket) = self.socket_of(id) else { return Next::Stop };
+            let Some(socket) = self.socket_of(id) else {
+                return Next::Stop;
+            };
             match message::receive(socket.as_fd(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
                 Ok(Received::Message(message, fds)) => {
@@ -306,7 +364,12 @@ impl ServerCore {
             _ => None,
         };
         match (message, client) {
-            (Message::OpenSession { device, kind, body, .. }, None) => {
+            (
+                Message::OpenSession {
+                    device, kind, body, ..
+                },
+                None,
+            ) => {
                 crate::os::let_descriptors_in(socket.as_fd(), false);
                 let lifeline = message::take_lifeline(&mut fds)?;
                 self.admit(id, socket, device, kind, &body, lifeline)
@@ -315,20 +378,28 @@ impl ServerCore {
             (Message::Request { serial, body }, Some(client)) => {
                 let sent = match self.handler.on_request(self, &client, &body) {
                     Ok(OutgoingReply { body, fds }) => {
-                        let message = Message::Reply { serial, body, fds: fds.len().min(FDS_MAX) as u8 };
+                        let message = Message::Reply {
+                            serial,
+                            body,
+                            fds: fds.len().min(FDS_MAX) as u8,
+                        };
                         send_with(socket, &message, &fds)
                     }
-                    Err(Rejection(text)) => {
-                        send_with(socket, &Message::RequestFailed { serial, text: message::text(text) }, &[])
-                    }
+                    Err(Rejection(text)) => send_with(
+                        socket,
+                        &Message::RequestFailed {
+                            serial,
+                            text: message::text(text),
+                        },
+                        &[],
+                    ),
                 };
                 sent.map_err(|error| Rejection(format!("the answer could not be sent: {error}")))
             }
             (Message::Close(_), Some(client)) => {
-                self.lock()
-                    .get_mut(&id)
-                    .into_iter()
-                    .for_each(|connection| connection.phase = ConnectionPhase::Leaving(client.clone()));
+                self.lock().get_mut(&id).into_iter().for_each(|connection| {
+                    connection.phase = ConnectionPhase::Leaving(client.clone())
+                });
                 Ok(())
             }
             (other, None) => Err(Rejection(other.unexpected("OpenSession").to_string())),
@@ -348,29 +419,42 @@ impl ServerCore {
         if kind != self.kind {
             return Err(self.is_other(socket, kind));
         }
-        let Some(client) = self.adopt(id, device, lifeline)? else { return Ok(()) };
+        let Some(client) = self.adopt(id, device, lifeline)? else {
+            return Ok(());
+        };
         let reply = self.handler.on_connect(self, &client, body)?;
         // Present before it is told so: whatever happens from here, `on_disconnect` is due.
         if !self.mark_open(id, &client) {
-            self.handler.on_disconnect(self, &client, Disconnected::Closed);
+            self.handler
+                .on_disconnect(self, &client, Disconnected::Closed);
             return Ok(());
         }
         let fds = reply.fds.len().min(FDS_MAX) as u8;
-        let message = Message::SessionOpened { generation: self.generation, body: reply.body, fds };
+        let message = Message::SessionOpened {
+            generation: self.generation,
+            body: reply.body,
+            fds,
+        };
         send_with(socket, &message, &reply.fds)
             .map_err(|error| Rejection(Error::os("sendmsg", "the admission", error).to_string()))
     }
 
     /// Tells one who took this endpoint for another kind.
     fn is_other(&self, socket: &PeerSocket, wanted: Kind) -> Rejection {
-        let _ = message::send(socket.as_fd(), &Message::OtherKind { found: self.kind }, &[]);
+        let _ = message::send(
+            socket.as_fd(),
+            &Message::OtherKind { found: self.kind },
+            &[],
+        );
         Rejection(format!("it is a {}, not a {wanted}", self.kind))
     }
 
     /// False if it is there no more: it was evicted as an idle connection while it was being admitted.
     fn mark_open(&self, id: u64, client: &ClientInfo) -> bool {
         let mut connections = self.lock();
-        let Some(connection) = connections.get_mut(&id) else { return false };
+        let Some(connection) = connections.get_mut(&id) else {
+            return false;
+        };
         connection.phase = ConnectionPhase::Open(client.clone());
         true
     }
@@ -382,16 +466,28 @@ impl ServerCore {
         device: Option<crate::backend::DeviceId>,
         lifeline: [PeerFd; 2],
     ) -> Result<Option<ClientInfo>, Rejection> {
-        let Some(peer) = self.lock().get(&id).map(|connection| connection.peer.clone()) else { return Ok(None) };
+        let Some(peer) = self
+            .lock()
+            .get(&id)
+            .map(|connection| connection.peer.clone())
+        else {
+            return Ok(None);
+        };
         // Without the lock, which every tick takes: it looks at what the client sent.
         peer.adopt(lifeline)?;
         let mut connections = self.lock();
-        let Some(connection) = connections.get_mut(&id) else { return Ok(None) };
+        let Some(connection) = connections.get_mut(&id) else {
+            return Ok(None);
+        };
         match self.quota.take(&connection.peer, &connection.socket) {
             Ok(permit) => connection.quota_permit = Some(permit),
             Err((limit, max)) => {
                 let full = HandshakeFault::Full { limit, max }.to_string();
-                let _ = message::send(connection.socket.as_fd(), &Message::Full { limit, max }, &[]);
+                let _ = message::send(
+                    connection.socket.as_fd(),
+                    &Message::Full { limit, max },
+                    &[],
+                );
                 return Err(Rejection(full));
             }
         }
@@ -401,9 +497,17 @@ impl ServerCore {
             (DeathEvidence::Proven, PROVEN),
         ];
         for (sign, kind) in signs {
-            connection.registrations.push(connection.peer.watch(sign, &self.watched(), tag(id, kind))?);
+            connection.registrations.push(connection.peer.watch(
+                sign,
+                &self.watched(),
+                tag(id, kind),
+            )?);
         }
-        Ok(Some(ClientInfo { id, uid: connection.peer.uid, device }))
+        Ok(Some(ClientInfo {
+            id,
+            uid: connection.peer.uid,
+            device,
+        }))
     }
 
     /// A client's socket is at its end, or is put to it.
@@ -415,19 +519,23 @@ impl ServerCore {
         // Without the lock, which every tick takes: the answer takes a lock of the server's own.
         let holds = open.is_some_and(|client| self.handler.holds_anything(&client));
         let mut connections = self.lock();
-        let Some(mut connection) = connections.remove(&id) else { return Next::Stop };
+        let Some(mut connection) = connections.remove(&id) else {
+            return Next::Stop;
+        };
         match connection.phase {
             ConnectionPhase::Handshaking { .. } => {}
             ConnectionPhase::Leaving(ref client) => {
                 drop(connections);
-                self.handler.on_disconnect(self, client, Disconnected::Closed);
+                self.handler
+                    .on_disconnect(self, client, Disconnected::Closed);
             }
             ConnectionPhase::Suspect(_) => drop(connections.insert(id, connection)),
             ConnectionPhase::Open(ref client) => {
                 let client = client.clone();
                 if !holds {
                     drop(connections);
-                    self.handler.on_disconnect(self, &client, Disconnected::Closed);
+                    self.handler
+                        .on_disconnect(self, &client, Disconnected::Closed);
                     return Next::Stop;
                 }
                 connection.phase = ConnectionPhase::Suspect(client.clone());
@@ -452,7 +560,9 @@ impl ServerCore {
     fn on_orphaned(&self, id: u64) -> Next {
         let client = match self.lock().get(&id).map(|connection| &connection.phase) {
             Some(
-                ConnectionPhase::Open(client) | ConnectionPhase::Suspect(client) | ConnectionPhase::Leaving(client),
+                ConnectionPhase::Open(client)
+                | ConnectionPhase::Suspect(client)
+                | ConnectionPhase::Leaving(client),
             ) => client.clone(),
             _ => return Next::Stop,
         };
@@ -461,11 +571,16 @@ impl ServerCore {
     }
 
     fn on_death(&self, id: u64) -> Next {
-        let Some(connection) = self.lock().remove(&id) else { return Next::Stop };
+        let Some(connection) = self.lock().remove(&id) else {
+            return Next::Stop;
+        };
         match &connection.phase {
             ConnectionPhase::Handshaking { .. } => {}
-            ConnectionPhase::Open(client) | ConnectionPhase::Suspect(client) | ConnectionPhase::Leaving(client) => {
-                self.handler.on_disconnect(self, client, Disconnected::ProcessDied);
+            ConnectionPhase::Open(client)
+            | ConnectionPhase::Suspect(client)
+            | ConnectionPhase::Leaving(client) => {
+                self.handler
+                    .on_disconnect(self, client, Disconnected::ProcessDied);
             }
         }
         Next::Stop
@@ -505,7 +620,11 @@ impl EventSource for ServerCore {
     }
 }
 
-fn send_with(socket: &PeerSocket, message: &Message, fds: &[CloseOnForkFd]) -> std::result::Result<(), Errno> {
+fn send_with(
+    socket: &PeerSocket,
+    message: &Message,
+    fds: &[CloseOnForkFd],
+) -> std::result::Result<(), Errno> {
     if fds.len() > FDS_MAX {
         return Err(Errno::INVAL);
     }
@@ -514,7 +633,14 @@ fn send_with(socket: &PeerSocket, message: &Message, fds: &[CloseOnForkFd]) -> s
 }
 
 fn refuse(socket: BorrowedFd<'_>, denied: bool, reason: impl Into<Reason>) {
-    let _ = message::send(socket, &Message::Refused { denied, text: message::text(reason.into().0) }, &[]);
+    let _ = message::send(
+        socket,
+        &Message::Refused {
+            denied,
+            text: message::text(reason.into().0),
+        },
+        &[],
+    );
 }
 
 /// Whatever can be told of why.
@@ -556,13 +682,25 @@ mod tests {
     struct SlowHandler(Mutex<Sender<Disconnected>>);
 
     impl RequestHandler for SlowHandler {
-        fn on_connect(&self, server_core: &ServerCore, _: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
+        fn on_connect(
+            &self,
+            server_core: &ServerCore,
+            _: &ClientInfo,
+            _: &[u8],
+        ) -> Result<OutgoingReply, Rejection> {
             // As a tick does.
-            server_core.lock().retain(|_, connection| !matches!(connection.phase, ConnectionPhase::Handshaking { .. }));
+            server_core.lock().retain(|_, connection| {
+                !matches!(connection.phase, ConnectionPhase::Handshaking { .. })
+            });
             Ok(OutgoingReply::default())
         }
 
-        fn on_request(&self, _: &ServerCore, _: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
+        fn on_request(
+            &self,
+            _: &ServerCore,
+            _: &ClientInfo,
+            _: &[u8],
+        ) -> Result<OutgoingReply, Rejection> {
             Ok(OutgoingReply::default())
         }
 
@@ -577,11 +715,23 @@ mod tests {
 
     #[test]
     fn one_who_has_not_spoken_is_not_given_up_because_this_process_stood_still() {
-        let folder = std::env::temp_dir().join(format!("warpipe-server-frozen-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("kept").unwrap());
-        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
-        let server =
-            IpcServer::open(&at, AccessPolicy::default(), Arc::new(SlowHandler(Mutex::new(channel().0)))).unwrap();
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-server-frozen-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("kept").unwrap(),
+        );
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Timeline,
+        };
+        let server = IpcServer::open(
+            &at,
+            AccessPolicy::default(),
+            Arc::new(SlowHandler(Mutex::new(channel().0))),
+        )
+        .unwrap();
         let newcomer = domain.connect(&name, Duration::ZERO).unwrap();
         let server_core = server.server_core();
         let mut backoff = crate::stream::Backoff::default();
@@ -589,7 +739,9 @@ mod tests {
             backoff.pause();
         }
         for connection in server_core.lock().values() {
-            let ConnectionPhase::Handshaking { clock } = &connection.phase else { panic!("it has said nothing") };
+            let ConnectionPhase::Handshaking { clock } = &connection.phase else {
+                panic!("it has said nothing")
+            };
             clock.freeze(100 * HANDSHAKE_TIMEOUT);
         }
         // The other end stood still, too, and says what it comes for when both go on.
@@ -601,14 +753,30 @@ mod tests {
 
     #[test]
     fn a_client_evicted_while_it_is_admitted_is_disconnected_and_not_forgotten() {
-        let folder = std::env::temp_dir().join(format!("warpipe-server-mute-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("kept").unwrap());
-        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-server-mute-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("kept").unwrap(),
+        );
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Timeline,
+        };
         let (saw, seen) = channel();
-        let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(SlowHandler(Mutex::new(saw)))).unwrap();
+        let server = IpcServer::open(
+            &at,
+            AccessPolicy::default(),
+            Arc::new(SlowHandler(Mutex::new(saw))),
+        )
+        .unwrap();
         let session = ClientSession::attach(&at, None, &[], Duration::ZERO);
         assert!(session.is_err(), "its session is over before it began");
-        assert_eq!(seen.recv_timeout(Duration::from_secs(10)), Ok(Disconnected::Closed));
+        assert_eq!(
+            seen.recv_timeout(Duration::from_secs(10)),
+            Ok(Disconnected::Closed)
+        );
         drop(server);
         let _ = std::fs::remove_dir_all(folder);
     }

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::{Address, BODY_BYTES_MAX, IncomingReply, Kind, NOTIFICATION, REPLY_TIMEOUT, SessionObserver};
+use super::{
+    Address, BODY_BYTES_MAX, IncomingReply, Kind, NOTIFICATION, REPLY_TIMEOUT, SessionObserver,
+};
 use crate::backend::DeviceId;
 use crate::clock::Stopwatch;
 use crate::error::{Error, HandshakeFault, Result};
@@ -132,37 +134,78 @@ impl PendingSession {
     ) -> Result<PendingSession> {
         let (name, kind) = (at.name.to_string(), at.kind);
         let reactor = Reactor::of_process()?;
-        let absent = |was_there| Error::NoOwner { kind, name: name.clone(), was_there };
+        let absent = |was_there| Error::NoOwner {
+            kind,
+            name: name.clone(),
+            was_there,
+        };
         let socket = at.domain.connect_or(at.name, patience, absent)?;
         let peer = Peer::of(socket.as_fd(), &name)?;
         if peer.uid != at.domain.owner() {
-            let detail = format!("uid {} listens in a domain of uid {}", peer.uid, at.domain.owner());
+            let detail = format!(
+                "uid {} listens in a domain of uid {}",
+                peer.uid,
+                at.domain.owner()
+            );
             return Err(Error::AccessDenied { name, detail });
         }
-        let hello = Message::OpenSession { generation: new_generation(), device, kind, body: body.to_vec() };
+        let hello = Message::OpenSession {
+            generation: new_generation(),
+            device,
+            kind,
+            body: body.to_vec(),
+        };
         message::send_first(socket.as_fd(), &hello, REPLY_TIMEOUT)
             .map_err(|error| Error::os("sendmsg", format!("the handshake with {name:?}"), error))?;
-        Ok(PendingSession { socket, peer, name, kind, reactor })
+        Ok(PendingSession {
+            socket,
+            peer,
+            name,
+            kind,
+            reactor,
+        })
     }
 
     /// What the server has said by now; `None` when that is nothing.
     pub(crate) fn hear(&self) -> Result<Option<Admitted>> {
         let name = &self.name;
         match message::receive(self.socket.as_fd(), name)? {
-            Received::Message(Message::SessionOpened { generation, body, .. }, mut fds) => {
+            Received::Message(
+                Message::SessionOpened {
+                    generation, body, ..
+                },
+                mut fds,
+            ) => {
                 let lifeline = message::take_lifeline(&mut fds);
-                lifeline.and_then(|lifeline| self.peer.adopt(lifeline)).map_err(|fault| self.fault(fault))?;
-                Ok(Some(Admitted { generation, incoming: IncomingReply { body, fds } }))
+                lifeline
+                    .and_then(|lifeline| self.peer.adopt(lifeline))
+                    .map_err(|fault| self.fault(fault))?;
+                Ok(Some(Admitted {
+                    generation,
+                    incoming: IncomingReply { body, fds },
+                }))
             }
-            Received::Message(Message::OtherKind { found }, _) => {
-                Err(Error::OtherKind { name: name.clone(), wanted: self.kind, found: found.to_string() })
-            }
+            Received::Message(Message::OtherKind { found }, _) => Err(Error::OtherKind {
+                name: name.clone(),
+                wanted: self.kind,
+                found: found.to_string(),
+            }),
             Received::Message(Message::Refused { denied: true, text }, _) => {
-                Err(Error::AccessDenied { name: name.clone(), detail: text })
+                Err(Error::AccessDenied {
+                    name: name.clone(),
+                    detail: text,
+                })
             }
-            Received::Message(Message::Full { limit, max }, _) => Err(self.fault(HandshakeFault::Full { limit, max })),
-            Received::Message(Message::Refused { text, .. }, _) => Err(Error::Refused { name: name.clone(), text }),
-            Received::Message(Message::Close(_), _) | Received::End => Err(self.fault(HandshakeFault::Closed)),
+            Received::Message(Message::Full { limit, max }, _) => {
+                Err(self.fault(HandshakeFault::Full { limit, max }))
+            }
+            Received::Message(Message::Refused { text, .. }, _) => Err(Error::Refused {
+                name: name.clone(),
+                text,
+            }),
+            Received::Message(Message::Close(_), _) | Received::End => {
+                Err(self.fault(HandshakeFault::Closed))
+            }
             Received::Message(other, _) => Err(self.fault(other.unexpected("SessionOpened"))),
             Received::Nothing => Ok(None),
         }
@@ -195,7 +238,10 @@ impl PendingSession {
     }
 
     fn fault(&self, fault: HandshakeFault) -> Error {
-        Error::Handshake { name: self.name.clone(), fault }
+        Error::Handshake {
+            name: self.name.clone(),
+            fault,
+        }
     }
 }
 
@@ -219,28 +265,45 @@ impl ClientSession {
     ) -> Result<(ClientSession, IncomingReply)> {
         let mut clock = Stopwatch::default();
         // Before the first look, so that an arrival in between is not missed.
-        let arrivals = if wait.is_zero() { None } else { Some(at.domain.arrivals()?) };
+        let arrivals = if wait.is_zero() {
+            None
+        } else {
+            Some(at.domain.arrivals()?)
+        };
         loop {
             let first = ClientSession::attach_now(at, device, body);
             // Who closes without a word is about to go: by now there is nobody, or another one.
             let again = match first {
-                Err(Error::Handshake { fault: HandshakeFault::Closed, .. }) => {
-                    ClientSession::attach_now(at, device, body)
-                }
+                Err(Error::Handshake {
+                    fault: HandshakeFault::Closed,
+                    ..
+                }) => ClientSession::attach_now(at, device, body),
                 other => other,
             };
             let absent = match again {
-                Err(error @ (Error::NoOwner { .. } | Error::Handshake { fault: HandshakeFault::Closed, .. })) => error,
+                Err(
+                    error @ (Error::NoOwner { .. }
+                    | Error::Handshake {
+                        fault: HandshakeFault::Closed,
+                        ..
+                    }),
+                ) => error,
                 other => return other,
             };
             let left = wait.saturating_sub(clock.elapsed());
-            let Some(arrivals) = arrivals.as_ref().filter(|_| !left.is_zero()) else { return Err(absent) };
+            let Some(arrivals) = arrivals.as_ref().filter(|_| !left.is_zero()) else {
+                return Err(absent);
+            };
             message::wait_readable(arrivals.as_fd(), left.min(RETRY_INTERVAL));
             arrivals.drain();
         }
     }
 
-    fn attach_now(at: &Address<'_>, device: Option<DeviceId>, body: &[u8]) -> Result<(ClientSession, IncomingReply)> {
+    fn attach_now(
+        at: &Address<'_>,
+        device: Option<DeviceId>,
+        body: &[u8],
+    ) -> Result<(ClientSession, IncomingReply)> {
         let call = PendingSession::begin(at, device, body, REPLY_TIMEOUT)?;
         let start = Instant::now();
         loop {
@@ -260,16 +323,28 @@ impl ClientSession {
 
     /// Begins to hear what the server says, and of its end: `observer` is called at once if that has come already.
     pub(crate) fn observe(&self, observer: Arc<dyn SessionObserver>) -> Result<()> {
-        *self.inner.observer.lock().unwrap_or_else(PoisonError::into_inner) = Some(observer);
+        *self
+            .inner
+            .observer
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(observer);
         let me: Weak<dyn EventSource> = Arc::downgrade(&self.inner) as Weak<dyn EventSource>;
         let reactor = &self.inner.reactor;
         let registrations = [
             reactor.register(self.inner.socket.as_fd(), &me, SOCKET)?,
-            self.inner.peer.watch(DeathEvidence::Suspect, &me, SUSPECT)?,
-            self.inner.peer.watch(DeathEvidence::Orphaned(ORPHAN_TIMEOUT), &me, ORPHANED)?,
+            self.inner
+                .peer
+                .watch(DeathEvidence::Suspect, &me, SUSPECT)?,
+            self.inner
+                .peer
+                .watch(DeathEvidence::Orphaned(ORPHAN_TIMEOUT), &me, ORPHANED)?,
             self.inner.peer.watch(DeathEvidence::Proven, &me, PROVEN)?,
         ];
-        self.inner.registrations.lock().unwrap_or_else(PoisonError::into_inner).extend(registrations);
+        self.inner
+            .registrations
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend(registrations);
         Ok(())
     }
 
@@ -292,12 +367,23 @@ impl ClientSession {
         let inner = &self.inner;
         inner.owner_process.check()?;
         if body.len() > BODY_BYTES_MAX {
-            return Err(Error::argument("message", format!("{} bytes", body.len()), format!("up to {BODY_BYTES_MAX}")));
+            return Err(Error::argument(
+                "message",
+                format!("{} bytes", body.len()),
+                format!("up to {BODY_BYTES_MAX}"),
+            ));
         }
         let serial = inner.next_serial.fetch_add(1, SeqCst);
-        let patience = Patience { start: Instant::now(), timeout, is_called_off };
+        let patience = Patience {
+            start: Instant::now(),
+            timeout,
+            is_called_off,
+        };
         inner.add_request(serial, &patience)?;
-        match inner.send(&Message::Request { serial, body: body.to_vec() }) {
+        match inner.send(&Message::Request {
+            serial,
+            body: body.to_vec(),
+        }) {
             // It has closed: what it said before, its goodbye for one, is the reactor's to read, who then ends our wait.
             Err(error) if has_closed(error) => {
                 let _ = rustix::net::shutdown(&inner.socket, rustix::net::Shutdown::Both);
@@ -321,7 +407,10 @@ impl ClientSession {
         if inner.lock().is_over {
             return Err(inner.owner_gone());
         }
-        let request = Message::Request { serial: inner.next_serial.fetch_add(1, SeqCst), body: body.to_vec() };
+        let request = Message::Request {
+            serial: inner.next_serial.fetch_add(1, SeqCst),
+            body: body.to_vec(),
+        };
         inner.send(&request).map_err(|error| inner.unsent(error))
     }
 
@@ -355,13 +444,19 @@ impl ClientSession {
 
     /// Whether nobody waits for the server any more: it is proven dead, or an orphan's parent for long.
     pub(crate) fn is_dead(&self) -> bool {
-        self.inner.is_dead.load(SeqCst) || self.inner.peer.shows(DeathEvidence::Orphaned(ORPHAN_TIMEOUT))
+        self.inner.is_dead.load(SeqCst)
+            || self
+                .inner
+                .peer
+                .shows(DeathEvidence::Orphaned(ORPHAN_TIMEOUT))
     }
 
     /// Whether the server is there no more, or is not within `limit`. Never on the reactor's thread.
     pub(crate) fn ends_within(&self, limit: Duration) -> bool {
         let inner = &self.inner;
-        let waited = inner.replied.wait_timeout_while(inner.lock(), limit, |requests| !requests.is_over);
+        let waited = inner
+            .replied
+            .wait_timeout_while(inner.lock(), limit, |requests| !requests.is_over);
         waited.unwrap_or_else(PoisonError::into_inner).0.is_over
     }
 
@@ -378,8 +473,16 @@ impl Drop for ClientSession {
         if !self.inner.owner_process.is_current() {
             return std::mem::forget(self.inner.clone());
         }
-        let _ = message::send(self.inner.socket.as_fd(), &Message::Close(CloseReason::Closed), &[]);
-        self.inner.registrations.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        let _ = message::send(
+            self.inner.socket.as_fd(),
+            &Message::Close(CloseReason::Closed),
+            &[],
+        );
+        self.inner
+            .registrations
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clear();
         // Should the reactor's thread hold the last reference for a moment, the server still sees the end now.
         let _ = rustix::net::shutdown(&self.inner.socket, rustix::net::Shutdown::Both);
     }
@@ -393,10 +496,18 @@ impl SessionState {
     /// Why nothing more comes of this session.
     fn owner_gone(&self) -> Error {
         if let Some(text) = self.rejection.get() {
-            return Error::Refused { name: self.name.clone(), text: text.clone() };
+            return Error::Refused {
+                name: self.name.clone(),
+                text: text.clone(),
+            };
         }
         let graceful = self.is_graceful.load(SeqCst);
-        Error::OwnerGone { kind: self.kind, name: self.name.clone(), pid: self.peer.pid, graceful }
+        Error::OwnerGone {
+            kind: self.kind,
+            name: self.name.clone(),
+            pid: self.peer.pid,
+            graceful,
+        }
     }
 
     fn send(&self, message: &Message) -> std::result::Result<(), Errno> {
@@ -407,9 +518,10 @@ impl SessionState {
         match error {
             error if has_closed(error) => self.owner_gone(),
             // Nobody reads: it is stopped, or hung.
-            Errno::AGAIN => {
-                Error::Timeout { what: format!("{:?} to read its socket", self.name), waited: Duration::ZERO }
-            }
+            Errno::AGAIN => Error::Timeout {
+                what: format!("{:?} to read its socket", self.name),
+                waited: Duration::ZERO,
+            },
             other => Error::os("sendmsg", format!("a question to {:?}", self.name), other),
         }
     }
@@ -426,8 +538,14 @@ impl SessionState {
                 return Ok(());
             }
             if is_over {
-                let what = format!("an answer of {:?} to one of {REQUESTS_MAX} earlier questions", self.name);
-                return Err(Error::Timeout { what, waited: patience.timeout });
+                let what = format!(
+                    "an answer of {:?} to one of {REQUESTS_MAX} earlier questions",
+                    self.name
+                );
+                return Err(Error::Timeout {
+                    what,
+                    waited: patience.timeout,
+                });
             }
             (requests, is_over) = self.sleep(requests, patience);
         }
@@ -443,8 +561,10 @@ impl SessionState {
         if left.is_zero() {
             return (requests, true);
         }
-        let (requests, waited) =
-            self.replied.wait_timeout(requests, left.min(RETRY_INTERVAL)).unwrap_or_else(PoisonError::into_inner);
+        let (requests, waited) = self
+            .replied
+            .wait_timeout(requests, left.min(RETRY_INTERVAL))
+            .unwrap_or_else(PoisonError::into_inner);
         if !waited.timed_out() {
             return (requests, false);
         }
@@ -453,7 +573,11 @@ impl SessionState {
         (self.lock(), is_over)
     }
 
-    fn wait_for(&self, (serial, body): (u64, &[u8]), patience: &Patience<'_>) -> Result<IncomingReply> {
+    fn wait_for(
+        &self,
+        (serial, body): (u64, &[u8]),
+        patience: &Patience<'_>,
+    ) -> Result<IncomingReply> {
         let (mut requests, mut is_over) = (self.lock(), false);
         loop {
             if let Some(PendingRequest::Replied(_)) = requests.open.get(&serial)
@@ -473,9 +597,14 @@ impl SessionState {
                 return Err(self.owner_gone());
             }
             if is_over {
-                requests.open.insert(serial, PendingRequest::Abandoned(body.to_vec()));
+                requests
+                    .open
+                    .insert(serial, PendingRequest::Abandoned(body.to_vec()));
                 let what = format!("an answer of {:?} (process {})", self.name, self.peer.pid);
-                return Err(Error::Timeout { what, waited: patience.timeout });
+                return Err(Error::Timeout {
+                    what,
+                    waited: patience.timeout,
+                });
             }
             (requests, is_over) = self.sleep(requests, patience);
         }
@@ -509,7 +638,9 @@ impl SessionState {
 
     /// The next answer stays in the socket until there is room for it. The caller that waits for it is told why.
     fn leave_unread(&self, error: Error) {
-        let Some(serial) = message::next_answer(self.socket.as_fd()) else { return };
+        let Some(serial) = message::next_answer(self.socket.as_fd()) else {
+            return;
+        };
         if let Some(pending @ PendingRequest::Waiting) = self.lock().open.get_mut(&serial) {
             *pending = PendingRequest::Unread(error);
             self.replied.notify_all();
@@ -524,7 +655,13 @@ impl SessionState {
                     self.on_reply(serial, Ok(IncomingReply { body, fds }));
                 }
                 Ok(Received::Message(Message::RequestFailed { serial, text }, _)) => {
-                    self.on_reply(serial, Err(Error::Refused { name: self.name.clone(), text }));
+                    self.on_reply(
+                        serial,
+                        Err(Error::Refused {
+                            name: self.name.clone(),
+                            text,
+                        }),
+                    );
                 }
                 Ok(Received::Message(Message::Close(_), _)) => self.is_graceful.store(true, SeqCst),
                 Ok(Received::Message(Message::Refused { text, .. }, _)) => {
@@ -554,11 +691,16 @@ impl SessionState {
         self.replied.notify_all();
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         let graceful = self.is_graceful.load(SeqCst);
-        self.observer().into_iter().for_each(|observer| observer.on_closed(graceful));
+        self.observer()
+            .into_iter()
+            .for_each(|observer| observer.on_closed(graceful));
     }
 
     fn observer(&self) -> Option<Arc<dyn SessionObserver>> {
-        self.observer.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.observer
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 }
 
@@ -577,12 +719,16 @@ impl EventSource for SessionState {
             ORPHANED => {
                 self.on_ready(SUSPECT);
                 self.is_dead.store(true, SeqCst);
-                self.observer().into_iter().for_each(|observer| observer.on_orphaned());
+                self.observer()
+                    .into_iter()
+                    .for_each(|observer| observer.on_orphaned());
                 Next::Stop
             }
             PROVEN => {
                 self.on_ready(ORPHANED);
-                self.observer().into_iter().for_each(|observer| observer.on_proven_dead());
+                self.observer()
+                    .into_iter()
+                    .for_each(|observer| observer.on_proven_dead());
                 Next::Stop
             }
             _ => self.on_socket(),
@@ -601,7 +747,8 @@ mod tests {
     use super::*;
     use crate::ipc::domain::{Domain, EndpointName};
     use crate::ipc::{
-        AccessPolicy, ClientInfo, Disconnected, IpcServer, OutgoingReply, Rejection, RequestHandler, ServerCore,
+        AccessPolicy, ClientInfo, Disconnected, IpcServer, OutgoingReply, Rejection,
+        RequestHandler, ServerCore,
     };
 
     struct SilentHandler;
@@ -634,10 +781,19 @@ mod tests {
 
     #[test]
     fn who_asks_a_server_that_has_just_left_is_told_that_it_said_goodbye() {
-        let folder = std::env::temp_dir().join(format!("warpipe-session-left-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("left").unwrap());
-        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
-        let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-session-left-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("left").unwrap(),
+        );
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Timeline,
+        };
+        let server =
+            IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
         // It does not listen: the reactor's part is played here, after the question.
         let (session, _) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
         drop(server);
@@ -651,16 +807,28 @@ mod tests {
             }
             asking.join().unwrap()
         });
-        assert!(matches!(told, Err(Error::OwnerGone { graceful: true, .. })), "{told:?}");
+        assert!(
+            matches!(told, Err(Error::OwnerGone { graceful: true, .. })),
+            "{told:?}"
+        );
         let _ = std::fs::remove_dir_all(folder);
     }
 
     #[test]
     fn the_error_of_a_server_that_has_left_waits_for_its_goodbye_to_be_read() {
-        let folder = std::env::temp_dir().join(format!("warpipe-session-bye-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("leaving").unwrap());
-        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
-        let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-session-bye-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("leaving").unwrap(),
+        );
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Timeline,
+        };
+        let server =
+            IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
         // The reactor's part is played here, late.
         let (session, _) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
         drop(server);
@@ -677,16 +845,28 @@ mod tests {
             }
             asking.join().unwrap()
         });
-        assert!(matches!(told, Error::OwnerGone { graceful: true, .. }), "{told:?}");
+        assert!(
+            matches!(told, Error::OwnerGone { graceful: true, .. }),
+            "{told:?}"
+        );
         let _ = std::fs::remove_dir_all(folder);
     }
 
     #[test]
     fn a_dead_server_whose_socket_somebody_else_holds_open_is_dead_nevertheless() {
-        let folder = std::env::temp_dir().join(format!("warpipe-session-held-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("kept").unwrap());
-        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
-        let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-session-held-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("kept").unwrap(),
+        );
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Timeline,
+        };
+        let server =
+            IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
         let (session, _) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
         let (inner, (told, hears)) = (session.inner.clone(), channel());
         // What the reactor does when the lifeline ends; the socket is open, and silent.
@@ -703,22 +883,52 @@ mod tests {
 
     #[test]
     fn a_question_beyond_the_limit_waits_for_another_one_to_be_answered() {
-        let folder = std::env::temp_dir().join(format!("warpipe-session-many-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("asked").unwrap());
-        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
-        let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-session-many-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("asked").unwrap(),
+        );
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Timeline,
+        };
+        let server =
+            IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
         let (session, _) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
         session.observe(Arc::new(IgnoresAll)).unwrap();
         let others = (0..REQUESTS_MAX as u64).map(|other| u64::MAX - other);
-        session.inner.lock().open.extend(others.map(|other| (other, PendingRequest::Waiting)));
+        session
+            .inner
+            .lock()
+            .open
+            .extend(others.map(|other| (other, PendingRequest::Waiting)));
         let (short, start) = (Duration::from_millis(100), Instant::now());
         let told = session.request(b"a place?", short).map(drop);
-        assert!(matches!(told, Err(Error::Timeout { waited, .. }) if waited == short), "{told:?}");
+        assert!(
+            matches!(told, Err(Error::Timeout { waited, .. }) if waited == short),
+            "{told:?}"
+        );
         assert!(start.elapsed() >= short, "it waits for a place");
         std::thread::scope(|scope| {
-            let asking = scope.spawn(|| session.request(b"a place?", Duration::from_secs(60)).map(drop));
-            session.inner.on_reply(u64::MAX, Ok(IncomingReply { body: Vec::new(), fds: Vec::new() }));
-            let none = Patience { start: Instant::now(), timeout: Duration::ZERO, is_called_off: &|| false };
+            let asking = scope.spawn(|| {
+                session
+                    .request(b"a place?", Duration::from_secs(60))
+                    .map(drop)
+            });
+            session.inner.on_reply(
+                u64::MAX,
+                Ok(IncomingReply {
+                    body: Vec::new(),
+                    fds: Vec::new(),
+                }),
+            );
+            let none = Patience {
+                start: Instant::now(),
+                timeout: Duration::ZERO,
+                is_called_off: &|| false,
+            };
             session.inner.wait_for((u64::MAX, &[]), &none).unwrap();
             asking.join().unwrap().unwrap();
         });
@@ -728,19 +938,36 @@ mod tests {
 
     #[test]
     fn a_question_that_is_called_off_ends_as_if_its_time_had_passed_wherever_it_waits() {
-        let folder = std::env::temp_dir().join(format!("warpipe-session-off-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("asked").unwrap());
-        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
-        let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-session-off-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("asked").unwrap(),
+        );
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Timeline,
+        };
+        let server =
+            IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
         // It does not listen, so no answer is read.
         let (session, _) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
         // Who is asked may look at the client: nothing is locked.
         let called_off = || !session.inner.lock().is_over;
-        let told = session.ask_unless(b"anybody?", Duration::MAX, &called_off).map(drop);
+        let told = session
+            .ask_unless(b"anybody?", Duration::MAX, &called_off)
+            .map(drop);
         assert!(matches!(told, Err(Error::Timeout { .. })), "{told:?}");
         let others = (0..REQUESTS_MAX as u64).map(|other| u64::MAX - other);
-        session.inner.lock().open.extend(others.map(|other| (other, PendingRequest::Waiting)));
-        let told = session.ask_unless(b"a place?", Duration::MAX, &called_off).map(drop);
+        session
+            .inner
+            .lock()
+            .open
+            .extend(others.map(|other| (other, PendingRequest::Waiting)));
+        let told = session
+            .ask_unless(b"a place?", Duration::MAX, &called_off)
+            .map(drop);
         assert!(matches!(told, Err(Error::Timeout { .. })), "{told:?}");
         drop((session, server));
         let _ = std::fs::remove_dir_all(folder);
@@ -757,10 +984,19 @@ mod tests {
 
     #[test]
     fn a_late_answer_comes_with_its_question_and_counts_until_then() {
-        let folder = std::env::temp_dir().join(format!("warpipe-session-late-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("late").unwrap());
-        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
-        let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-session-late-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("late").unwrap(),
+        );
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Timeline,
+        };
+        let server =
+            IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
         // The reactor's part is played here, after the timeout.
         let (session, _) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
         let (tells, told) = channel();
@@ -775,7 +1011,10 @@ mod tests {
                 Err(_) => std::thread::yield_now(),
             }
         };
-        assert_eq!((answer, session.inner.lock().open.len()), (b"in time?".to_vec(), 0));
+        assert_eq!(
+            (answer, session.inner.lock().open.len()),
+            (b"in time?".to_vec(), 0)
+        );
         drop((session, server));
         let _ = std::fs::remove_dir_all(folder);
     }

@@ -9,19 +9,35 @@ use super::*;
 struct Echo(Mutex<Sender<String>>);
 
 impl RequestHandler for Echo {
-    fn on_connect(&self, _: &ServerCore, client: &ClientInfo, body: &[u8]) -> Result<OutgoingReply, Rejection> {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        client: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
         if body == b"stranger" {
             return Err(Rejection("no strangers".into()));
         }
         assert_eq!(client.uid, rustix::process::geteuid().as_raw());
-        Ok(OutgoingReply { body: body.to_vec(), fds: vec![] })
+        Ok(OutgoingReply {
+            body: body.to_vec(),
+            fds: vec![],
+        })
     }
 
-    fn on_request(&self, _: &ServerCore, _: &ClientInfo, body: &[u8]) -> Result<OutgoingReply, Rejection> {
+    fn on_request(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
         if body == b"no" {
             Err(Rejection("I will not".into()))
         } else {
-            Ok(OutgoingReply { body: body.to_vec(), fds: vec![] })
+            Ok(OutgoingReply {
+                body: body.to_vec(),
+                fds: vec![],
+            })
         }
     }
 
@@ -55,16 +71,40 @@ const WAIT: Duration = Duration::from_secs(10);
 
 impl Stage {
     fn new(title: &str) -> Stage {
-        let folder = std::env::temp_dir().join(format!("warpipe-rendezvous-{title}-{}", std::process::id()));
-        let (domain, name) = (Domain::at(folder).unwrap(), EndpointName::new("kept").unwrap());
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-rendezvous-{title}-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(folder).unwrap(),
+            EndpointName::new("kept").unwrap(),
+        );
         let ((saw, seen), (hears, heard)) = (channel(), channel());
-        let at = Address { domain: &domain, name: &name, kind: Kind::Timeline };
-        let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(Echo(Mutex::new(saw)))).unwrap();
-        Stage { server: Some(server), seen, heard, ear: Arc::new(RecordingObserver(Mutex::new(hears))), domain, name }
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Timeline,
+        };
+        let server = IpcServer::open(
+            &at,
+            AccessPolicy::default(),
+            Arc::new(Echo(Mutex::new(saw))),
+        )
+        .unwrap();
+        Stage {
+            server: Some(server),
+            seen,
+            heard,
+            ear: Arc::new(RecordingObserver(Mutex::new(hears))),
+            domain,
+            name,
+        }
     }
 
     fn open_session(&self, kind: Kind, body: &[u8]) -> Result<(ClientSession, IncomingReply)> {
-        let at = Address { domain: &self.domain, name: &self.name, kind };
+        let at = Address {
+            domain: &self.domain,
+            name: &self.name,
+            kind,
+        };
         let (session, incoming) = ClientSession::attach(&at, None, body, Duration::ZERO)?;
         session.observe(self.ear.clone())?;
         Ok((session, incoming))
@@ -85,7 +125,10 @@ fn a_client_is_admitted_answered_and_seen_off() {
     assert_eq!(incoming.body, b"hello");
     assert_eq!(session.request(b"what?", WAIT).unwrap().body, b"what?");
     let refused = session.request(b"no", WAIT).unwrap_err();
-    assert!(matches!(&refused, Error::Refused { text, .. } if text == "I will not"), "{refused}");
+    assert!(
+        matches!(&refused, Error::Refused { text, .. } if text == "I will not"),
+        "{refused}"
+    );
     drop(session);
     assert_eq!(stage.seen.recv_timeout(WAIT).unwrap(), "Closed");
 }
@@ -94,10 +137,19 @@ fn a_client_is_admitted_answered_and_seen_off() {
 fn who_comes_for_something_else_or_is_refused_hears_why() {
     let stage = Stage::new("refused");
     let other = stage.open_session(Kind::Pool, b"").unwrap_err();
-    assert!(matches!(&other, Error::OtherKind { found, .. } if found == "timeline"), "{other}");
+    assert!(
+        matches!(&other, Error::OtherKind { found, .. } if found == "timeline"),
+        "{other}"
+    );
     let refused = stage.open_session(Kind::Timeline, b"stranger").unwrap_err();
-    assert!(matches!(&refused, Error::Refused { text, .. } if text == "no strangers"), "{refused}");
-    assert!(stage.seen.try_recv().is_err(), "nobody was admitted, so nobody is gone");
+    assert!(
+        matches!(&refused, Error::Refused { text, .. } if text == "no strangers"),
+        "{refused}"
+    );
+    assert!(
+        stage.seen.try_recv().is_err(),
+        "nobody was admitted, so nobody is gone"
+    );
 }
 
 #[test]
@@ -107,20 +159,42 @@ fn a_client_hears_of_a_graceful_end_and_asks_in_vain_afterwards() {
     stage.server = None;
     assert_eq!(stage.heard.recv_timeout(WAIT).unwrap(), "ended true");
     let gone = session.request(b"still there?", WAIT).unwrap_err();
-    assert!(matches!(gone, Error::OwnerGone { graceful: true, .. }), "{gone}");
+    assert!(
+        matches!(gone, Error::OwnerGone { graceful: true, .. }),
+        "{gone}"
+    );
     let nobody = stage.open_session(Kind::Timeline, b"").unwrap_err();
-    assert!(matches!(nobody, Error::NoOwner { was_there: false, .. }), "{nobody}");
+    assert!(
+        matches!(
+            nobody,
+            Error::NoOwner {
+                was_there: false,
+                ..
+            }
+        ),
+        "{nobody}"
+    );
 }
 
 #[test]
 fn a_client_who_waits_finds_the_server_that_comes_later() {
     let mut stage = Stage::new("wait");
     stage.server = None;
-    let at = Address { domain: &stage.domain, name: &stage.name, kind: Kind::Timeline };
+    let at = Address {
+        domain: &stage.domain,
+        name: &stage.name,
+        kind: Kind::Timeline,
+    };
     std::thread::scope(|scope| {
-        let waiting =
-            scope.spawn(|| ClientSession::attach(&at, None, b"early", WAIT).map(|(_, incoming)| incoming.body));
-        let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(Echo(Mutex::new(channel().0)))).unwrap();
+        let waiting = scope.spawn(|| {
+            ClientSession::attach(&at, None, b"early", WAIT).map(|(_, incoming)| incoming.body)
+        });
+        let server = IpcServer::open(
+            &at,
+            AccessPolicy::default(),
+            Arc::new(Echo(Mutex::new(channel().0))),
+        )
+        .unwrap();
         assert_eq!(waiting.join().unwrap().unwrap(), b"early");
         drop(server);
     });
@@ -132,50 +206,120 @@ fn a_client_who_waits_finds_the_server_that_comes_later() {
 fn bodies_that_are_too_long_or_garbled_are_errors() {
     let stage = Stage::new("bodies");
     let (session, incoming) = stage.open_session(Kind::Timeline, b"\xff\xff").unwrap();
-    assert!(matches!(session.request(&[0; BODY_BYTES_MAX + 1], WAIT), Err(Error::Argument { .. })));
-    assert!(matches!(incoming.open::<u8, 0>("kept"), Err(Error::Protocol { field: "message", .. })));
+    assert!(matches!(
+        session.request(&[0; BODY_BYTES_MAX + 1], WAIT),
+        Err(Error::Argument { .. })
+    ));
+    assert!(matches!(
+        incoming.open::<u8, 0>("kept"),
+        Err(Error::Protocol {
+            field: "message",
+            ..
+        })
+    ));
     let incoming = session.request(&encode(&7u64).unwrap(), WAIT).unwrap();
-    assert!(matches!(incoming.open::<u64, 1>("kept"), Err(Error::Protocol { field: "descriptors", .. })));
+    assert!(matches!(
+        incoming.open::<u64, 1>("kept"),
+        Err(Error::Protocol {
+            field: "descriptors",
+            ..
+        })
+    ));
     assert!(encode(&vec![0u8; 2 * BODY_BYTES_MAX]).is_err());
 }
 
 /// Opens what another kind of endpoint holds, as everything that can be opened by a name.
 #[test]
 fn every_kind_of_endpoint_tells_those_who_take_it_for_another() {
-    use crate::{Device, Member, Memory, Pool, PoolClient, Publisher, Queue, Semaphore, Subscriber, Timeline, Worker};
+    use crate::{
+        Device, Member, Memory, Pool, PoolClient, Publisher, Queue, Semaphore, Subscriber,
+        Timeline, Worker,
+    };
 
-    let folder = std::env::temp_dir().join(format!("warpipe-rendezvous-kinds-{}", std::process::id()));
+    let folder =
+        std::env::temp_dir().join(format!("warpipe-rendezvous-kinds-{}", std::process::id()));
     let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
-    let publisher = Publisher::builder("publisher").domain(&domain).device(&device).build().unwrap();
-    let queue = Queue::builder("queue").domain(&domain).device(&device).build().unwrap();
+    let publisher = Publisher::builder("publisher")
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
+    let queue = Queue::builder("queue")
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
     let timeline = Timeline::create(&domain, "timeline", &device).unwrap();
     let semaphore = Semaphore::create(&domain, "semaphore", &device, 1).unwrap();
-    let pool = Pool::builder("pool").domain(&domain).device(&device).build().unwrap();
+    let pool = Pool::builder("pool")
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
     let member = Member::join(&domain, "x", "").unwrap();
     let memory = Memory::allocate(&device, 8).unwrap();
     let published = memory.publish(&domain, "memory").unwrap();
 
-    let names = ["publisher", "queue", "timeline", "semaphore", "pool", "member", "memory"];
-    let path = |name: &str| if name == "member" { "members/x".to_owned() } else { name.to_owned() };
+    let names = [
+        "publisher",
+        "queue",
+        "timeline",
+        "semaphore",
+        "pool",
+        "member",
+        "memory",
+    ];
+    let path = |name: &str| {
+        if name == "member" {
+            "members/x".to_owned()
+        } else {
+            name.to_owned()
+        }
+    };
     type Open<'a> = &'a dyn Fn(&str) -> Option<Error>;
     let opens: [(Kind, Open<'_>); 5] = [
-        (Kind::Publisher, &|at| Subscriber::builder(at).domain(&domain).device(&device).build().err()),
-        (Kind::Queue, &|at| Worker::builder(at).domain(&domain).device(&device).build().err()),
-        (Kind::Timeline, &|at| Timeline::open(&domain, at, &device).err()),
-        (Kind::Semaphore, &|at| Semaphore::open(&domain, at, &device).err()),
-        (Kind::Pool, &|at| PoolClient::open(&domain, at, &device).err()),
+        (Kind::Publisher, &|at| {
+            Subscriber::builder(at)
+                .domain(&domain)
+                .device(&device)
+                .build()
+                .err()
+        }),
+        (Kind::Queue, &|at| {
+            Worker::builder(at)
+                .domain(&domain)
+                .device(&device)
+                .build()
+                .err()
+        }),
+        (Kind::Timeline, &|at| {
+            Timeline::open(&domain, at, &device).err()
+        }),
+        (Kind::Semaphore, &|at| {
+            Semaphore::open(&domain, at, &device).err()
+        }),
+        (Kind::Pool, &|at| {
+            PoolClient::open(&domain, at, &device).err()
+        }),
     ];
     for (kind, open) in opens {
         for name in names {
             match open(&path(name)) {
                 None => assert_eq!(kind.to_string(), name),
-                Some(Error::OtherKind { wanted, found, .. }) => assert_eq!((wanted, found.as_str()), (kind, name)),
+                Some(Error::OtherKind { wanted, found, .. }) => {
+                    assert_eq!((wanted, found.as_str()), (kind, name))
+                }
                 Some(other) => panic!("a {name} as a {kind}: {other}"),
             }
         }
     }
-    assert!(publisher.subscribers().len() <= 1, "the one that was right may be on its way out");
+    assert!(
+        publisher.subscribers().len() <= 1,
+        "the one that was right may be on its way out"
+    );
     assert!(queue.state().is_ok());
-    drop((publisher, queue, timeline, semaphore, pool, member, published));
+    drop((
+        publisher, queue, timeline, semaphore, pool, member, published,
+    ));
     let _ = std::fs::remove_dir_all(folder);
 }

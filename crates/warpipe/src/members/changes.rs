@@ -36,7 +36,11 @@ struct ChangeQueueState {
 
 impl ChangeQueue {
     pub(super) fn new() -> Result<ChangeQueue> {
-        Ok(ChangeQueue { state: Mutex::default(), changed: Condvar::new(), doorbell: LocalDoorbell::new()? })
+        Ok(ChangeQueue {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            doorbell: LocalDoorbell::new()?,
+        })
     }
 
     pub(super) fn push(&self, change: Change) {
@@ -67,7 +71,11 @@ impl ChangeQueue {
             if left.is_zero() || state.is_closed {
                 return None;
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
@@ -90,7 +98,10 @@ impl ChangeQueue {
     pub(super) fn close(&self) {
         let mut state = self.lock();
         state.is_closed = true;
-        let dropped = (std::mem::take(&mut state.changes), std::mem::take(&mut state.cleanups));
+        let dropped = (
+            std::mem::take(&mut state.changes),
+            std::mem::take(&mut state.cleanups),
+        );
         drop(state);
         self.changed.notify_all();
         drop(dropped);
@@ -101,7 +112,9 @@ impl ChangeQueue {
     pub(super) fn serve(self: Arc<Self>, mut callbacks: Vec<Callback>) {
         while let Some(task) = self.next_task(!callbacks.is_empty()) {
             match task {
-                CallbackTask::Cleanup(cleanup, member) => drop(catch_unwind(AssertUnwindSafe(|| cleanup(&member)))),
+                CallbackTask::Cleanup(cleanup, member) => {
+                    drop(catch_unwind(AssertUnwindSafe(|| cleanup(&member))))
+                }
                 CallbackTask::Notify(change) => {
                     for callback in &mut callbacks {
                         let _panicked = catch_unwind(AssertUnwindSafe(|| callback(&change)));
@@ -124,7 +137,10 @@ impl ChangeQueue {
             if has_callbacks && let Some(change) = state.changes.pop_front() {
                 return Some(CallbackTask::Notify(change));
             }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -157,7 +173,11 @@ impl ChangeQueueState {
     fn merge(&mut self) {
         self.changes.retain(|change| !change.is_of_heartbeat());
         let generations = |which: fn(&Change) -> bool| -> std::collections::HashSet<[u8; 16]> {
-            self.changes.iter().filter(|change| which(change)).map(|change| change.member().generation).collect()
+            self.changes
+                .iter()
+                .filter(|change| which(change))
+                .map(|change| change.member().generation)
+                .collect()
         };
         let ended = generations(Change::is_end);
         let joined = generations(|change| matches!(change, Change::Joined(_)));
@@ -204,7 +224,14 @@ mod tests {
         assert_eq!((state.changes.len(), state.merged), (6, 0));
         state.push(Change::Left(member(4)), 6);
         let left: Vec<Change> = state.changes.into();
-        assert_eq!(left, [Change::Died(member(1)), Change::Joined(member(4)), Change::Left(member(4))]);
+        assert_eq!(
+            left,
+            [
+                Change::Died(member(1)),
+                Change::Joined(member(4)),
+                Change::Left(member(4))
+            ]
+        );
         assert_eq!(state.merged, 4);
     }
 
@@ -222,7 +249,10 @@ mod tests {
         });
         for number in [1, 2] {
             queue.push(Change::Joined(member(number)));
-            assert_eq!(hears.recv_timeout(Duration::from_secs(10)).unwrap(), Change::Joined(member(number)));
+            assert_eq!(
+                hears.recv_timeout(Duration::from_secs(10)).unwrap(),
+                Change::Joined(member(number))
+            );
         }
         queue.close();
         server.join().unwrap();

@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Author, Domain};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, Disconnected, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
-    ServerCore,
+    AccessPolicy, Address, ClientInfo, Disconnected, IpcServer, Kind, OutgoingReply, Rejection,
+    RequestHandler, ServerCore,
 };
 use crate::shm::page::{PAGE_BYTES, SharedPage};
 
@@ -53,11 +53,23 @@ impl Member {
             since_ns: now_ns(),
             page_bytes: page.bytes() as u32,
         };
-        let heartbeat = Arc::new(HeartbeatSource { page, fd, introduction });
+        let heartbeat = Arc::new(HeartbeatSource {
+            page,
+            fd,
+            introduction,
+        });
         heartbeat.write_heartbeat(now_ns());
-        let at = Address { domain, name: &endpoint(name)?, kind: Kind::Member };
+        let at = Address {
+            domain,
+            name: &endpoint(name)?,
+            kind: Kind::Member,
+        };
         let server = IpcServer::open(&at, AccessPolicy::default(), heartbeat.clone())?;
-        Ok(Member { server, heartbeat, name: name.to_owned() })
+        Ok(Member {
+            server,
+            heartbeat,
+            name: name.to_owned(),
+        })
     }
 
     /// What it joined as.
@@ -91,11 +103,24 @@ impl HeartbeatSource {
 }
 
 impl RequestHandler for HeartbeatSource {
-    fn on_connect(&self, _: &ServerCore, _: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
-        OutgoingReply::new(&self.introduction, vec![CloseOnForkFd::duplicate(&self.fd)?])
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        OutgoingReply::new(
+            &self.introduction,
+            vec![CloseOnForkFd::duplicate(&self.fd)?],
+        )
     }
 
-    fn on_request(&self, _: &ServerCore, _: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
+    fn on_request(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
         Err(Rejection("a member answers no questions".into()))
     }
 

@@ -155,14 +155,23 @@ fn is_role(role: &str) -> bool {
 
 fn check_role(role: &str) -> Result<()> {
     let allowed = || format!("up to {ROLE_BYTES_MAX} bytes without control characters");
-    if is_role(role) { Ok(()) } else { Err(Error::argument("role", format!("{role:?}"), allowed())) }
+    if is_role(role) {
+        Ok(())
+    } else {
+        Err(Error::argument("role", format!("{role:?}"), allowed()))
+    }
 }
 
 impl Introduction {
     /// What a peer sent, once it is seen to be what a member may say.
     fn check(self, name: &str) -> Result<Introduction> {
         let wrong = |field, found: String, allowed: String| {
-            Err(Error::Protocol { name: name.to_string(), field, found, allowed })
+            Err(Error::Protocol {
+                name: name.to_string(),
+                field,
+                found,
+                allowed,
+            })
         };
         if !is_role(&self.role) {
             let allowed = format!("up to {ROLE_BYTES_MAX} bytes without control characters");

@@ -67,19 +67,30 @@ impl WatchShared {
 
     /// Waits until everybody who was there at the beginning has answered, or had time to.
     pub(super) fn wait_until_settled(&self) {
-        let settled = self.is_settled.lock().unwrap_or_else(PoisonError::into_inner);
+        let settled = self
+            .is_settled
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         // Bounded by the monitor: this limit is for a machine on which it does not run at all.
         let limit = 10 * STALLED_AFTER;
-        drop(self.settled.wait_timeout_while(settled, limit, |settled| !*settled));
+        drop(
+            self.settled
+                .wait_timeout_while(settled, limit, |settled| !*settled),
+        );
     }
 
     fn settle(&self) {
-        *self.is_settled.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self
+            .is_settled
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = true;
         self.settled.notify_all();
     }
 
     fn push_changes(&self, changes: impl IntoIterator<Item = Change>) {
-        changes.into_iter().for_each(|change| self.queue.push(change));
+        changes
+            .into_iter()
+            .for_each(|change| self.queue.push(change));
     }
 }
 
@@ -92,7 +103,11 @@ struct SessionListener {
 impl SessionListener {
     fn push_event(&self, event: SessionEvent) {
         if let Some(shared) = self.shared.upgrade() {
-            shared.events.lock().unwrap_or_else(PoisonError::into_inner).push((self.id, event));
+            shared
+                .events
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push((self.id, event));
             shared.doorbell.ring();
         }
     }
@@ -168,11 +183,19 @@ impl DirectoryMonitor {
             PollFd::from_borrowed_fd(doorbell.as_fd(), PollFlags::IN),
             PollFd::from_borrowed_fd(self.arrivals.as_fd(), PollFlags::IN),
         ];
-        descriptors.extend(self.calls.values().map(|call| PollFd::from_borrowed_fd(call.as_fd(), PollFlags::IN)));
+        descriptors.extend(
+            self.calls
+                .values()
+                .map(|call| PollFd::from_borrowed_fd(call.as_fd(), PollFlags::IN)),
+        );
         let is_idle = self.calls.is_empty() && self.shared.table().len() == 0;
         let until_scan = self.next_scan.saturating_duration_since(Instant::now());
         let until_tick = TICK.saturating_sub(self.last_tick.elapsed());
-        let limit = if is_idle { until_scan } else { until_scan.min(until_tick) };
+        let limit = if is_idle {
+            until_scan
+        } else {
+            until_scan.min(until_tick)
+        };
         // Failing, it can only have been interrupted.
         let _ = rustix::event::poll(&mut descriptors, Some(&timespec(limit)));
         doorbell.drain();
@@ -180,7 +203,13 @@ impl DirectoryMonitor {
     }
 
     fn take_events(&mut self) {
-        let events = std::mem::take(&mut *self.shared.events.lock().unwrap_or_else(PoisonError::into_inner));
+        let events = std::mem::take(
+            &mut *self
+                .shared
+                .events
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        );
         for (id, event) in events {
             match event {
                 SessionEvent::Ended { graceful } => {
@@ -188,7 +217,8 @@ impl DirectoryMonitor {
                     // It may be there still, and another connection do. Not at once: one that grants and closes again and
                     // again is not to set our pace.
                     self.next_scan = self.next_scan.min(Instant::now() + TICK);
-                    self.shared.push_changes(change.map(|(change, _entry)| change));
+                    self.shared
+                        .push_changes(change.map(|(change, _entry)| change));
                 }
                 SessionEvent::Dead => self.handle_death(id),
             }
@@ -197,14 +227,22 @@ impl DirectoryMonitor {
 
     /// Clears up after a proven death, then tells of it.
     fn handle_death(&mut self, id: u64) {
-        let Some(mut death) = self.shared.table().died(id) else { return };
+        let Some(mut death) = self.shared.table().died(id) else {
+            return;
+        };
         drop(death.removed);
         if self.shared.cleans {
             // What cannot be removed now (a domain of another user's) is what `Domain::clean` is for.
-            death.member.endpoints = self.shared.domain.clean_after(death.author).unwrap_or_default();
+            death.member.endpoints = self
+                .shared
+                .domain
+                .clean_after(death.author)
+                .unwrap_or_default();
         }
         for cleanup in death.cleanups {
-            self.shared.queue.push_cleanup(cleanup, death.member.clone());
+            self.shared
+                .queue
+                .push_cleanup(cleanup, death.member.clone());
         }
         self.shared.push_changes([Change::Died(death.member)]);
     }
@@ -212,7 +250,9 @@ impl DirectoryMonitor {
     /// Calls on everybody in the directory who is not known.
     fn scan_directory(&mut self) {
         self.next_scan = Instant::now() + RESCAN_INTERVAL;
-        let Ok(names) = self.shared.domain.names() else { return };
+        let Ok(names) = self.shared.domain.names() else {
+            return;
+        };
         let mut overlooked = 0;
         for name in names.into_iter().filter(|name| member_name(name).is_some()) {
             if self.calls.contains_key(&name) || self.shared.table().has(&name) {
@@ -222,7 +262,11 @@ impl DirectoryMonitor {
                 overlooked += 1;
                 continue;
             }
-            let at = Address { domain: &self.shared.domain, name: &name, kind: Kind::Member };
+            let at = Address {
+                domain: &self.shared.domain,
+                name: &name,
+                kind: Kind::Member,
+            };
             match PendingSession::begin(&at, None, &[], Duration::ZERO) {
                 Ok(call) => self.await_answer(name, call),
                 Err(Error::NoOwner { .. }) => self.clear(&name),
@@ -233,8 +277,15 @@ impl DirectoryMonitor {
     }
 
     fn await_answer(&mut self, name: EndpointName, call: PendingSession) {
-        let unresponsive = UnresponsiveMember { pid: call.peer().pid, uid: call.peer().uid, since: Instant::now() };
-        self.shared.table().unresponsive.insert(name.clone(), unresponsive);
+        let unresponsive = UnresponsiveMember {
+            pid: call.peer().pid,
+            uid: call.peer().uid,
+            since: Instant::now(),
+        };
+        self.shared
+            .table()
+            .unresponsive
+            .insert(name.clone(), unresponsive);
         self.calls.insert(name, call);
     }
 
@@ -251,10 +302,15 @@ impl DirectoryMonitor {
 
     /// Lets in who has answered.
     fn finish_handshakes(&mut self) {
-        let heard: Vec<_> =
-            self.calls.iter().filter_map(|(name, call)| Some((name.clone(), call.hear().transpose()?))).collect();
+        let heard: Vec<_> = self
+            .calls
+            .iter()
+            .filter_map(|(name, call)| Some((name.clone(), call.hear().transpose()?)))
+            .collect();
         for (name, answer) in heard {
-            let Some(call) = self.calls.remove(&name) else { continue };
+            let Some(call) = self.calls.remove(&name) else {
+                continue;
+            };
             self.shared.table().unresponsive.remove(&name);
             let admitted = answer.and_then(|granted| {
                 let (session, incoming) = call.enter(granted);
@@ -270,7 +326,10 @@ impl DirectoryMonitor {
 
     fn admit(&mut self, entry: MemberEntry) {
         self.next_id += 1;
-        let listener = Arc::new(SessionListener { id: self.next_id, shared: Arc::downgrade(&self.shared) });
+        let listener = Arc::new(SessionListener {
+            id: self.next_id,
+            shared: Arc::downgrade(&self.shared),
+        });
         // Before it can be heard that it has ended, it is told of.
         let mut table = self.shared.table();
         if entry.session().observe(listener).is_err() {

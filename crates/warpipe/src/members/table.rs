@@ -60,12 +60,24 @@ const CLEANUPS_MAX: usize = 4096;
 
 impl MemberEntry {
     /// What a member brought when it was visited.
-    pub(super) fn open(name: EndpointName, session: ClientSession, incoming: IncomingReply) -> Result<MemberEntry> {
+    pub(super) fn open(
+        name: EndpointName,
+        session: ClientSession,
+        incoming: IncomingReply,
+    ) -> Result<MemberEntry> {
         let (introduction, [fd]) = incoming.open::<Introduction, 1>(name.as_str())?;
         let introduction = introduction.check(name.as_str())?;
         let page = SharedPage::read(fd, introduction.page_bytes as usize, name.as_str())?;
         let pulse = PeerHeartbeat::new(page.at::<AtomicU64>(HEARTBEAT).load(Relaxed));
-        Ok(MemberEntry { name, introduction, page, pulse, is_stalled: false, is_suspect: false, session })
+        Ok(MemberEntry {
+            name,
+            introduction,
+            page,
+            pulse,
+            is_stalled: false,
+            is_suspect: false,
+            session,
+        })
     }
 
     pub(super) fn session(&self) -> &ClientSession {
@@ -103,7 +115,9 @@ impl MemberTable {
 
     /// Whether a member of this name is here, and no suspect.
     pub(super) fn has(&self, name: &EndpointName) -> bool {
-        self.entries.values().any(|entry| entry.name == *name && !entry.is_suspect)
+        self.entries
+            .values()
+            .any(|entry| entry.name == *name && !entry.is_suspect)
     }
 
     /// Whether a member of this name is here, or was until its connection was lost.
@@ -114,11 +128,19 @@ impl MemberTable {
     /// Takes in who has answered. One whose connection was lost, and who is the same still, is back without a word.
     pub(super) fn admit(&mut self, id: u64, mut entry: MemberEntry) -> Option<Change> {
         let is_same = |other: &MemberEntry| {
-            other.name == entry.name && other.session.generation() == entry.session.generation() && other.is_suspect
+            other.name == entry.name
+                && other.session.generation() == entry.session.generation()
+                && other.is_suspect
         };
-        let known = self.entries.iter().find(|(_, other)| is_same(other)).map(|(id, _)| *id);
+        let known = self
+            .entries
+            .iter()
+            .find(|(_, other)| is_same(other))
+            .map(|(id, _)| *id);
         let known = known.and_then(|id| self.entries.remove(&id));
-        let told = known.is_none().then(|| Change::Joined(entry.info(PeerState::Alive)));
+        let told = known
+            .is_none()
+            .then(|| Change::Joined(entry.info(PeerState::Alive)));
         if let Some(known) = known {
             (entry.is_stalled, entry.pulse) = (known.is_stalled, known.pulse);
         }
@@ -141,18 +163,29 @@ impl MemberTable {
         let member = entry.info(PeerState::Dead);
         let cleanups = self.cleanups.remove(&member.name).unwrap_or_default();
         self.cleanups_count -= cleanups.len();
-        Some(MemberDeath { author: entry.introduction.author, member, cleanups, removed: entry })
+        Some(MemberDeath {
+            author: entry.introduction.author,
+            member,
+            cleanups,
+            removed: entry,
+        })
     }
 
     /// Refreshes the heartbeat of every member. To be called with each tick.
     pub(super) fn refresh_heartbeats(&mut self) -> Vec<Change> {
         let mut changes = Vec::new();
         for entry in self.entries.values_mut().filter(|entry| !entry.is_suspect) {
-            entry.pulse.tick(entry.page.at::<AtomicU64>(HEARTBEAT).load(Relaxed));
+            entry
+                .pulse
+                .tick(entry.page.at::<AtomicU64>(HEARTBEAT).load(Relaxed));
             let is_stalled = entry.pulse.is_stalled();
             if is_stalled != std::mem::replace(&mut entry.is_stalled, is_stalled) {
                 let info = entry.info(entry.state());
-                changes.push(if is_stalled { Change::Stalled(info) } else { Change::Recovered(info) });
+                changes.push(if is_stalled {
+                    Change::Stalled(info)
+                } else {
+                    Change::Recovered(info)
+                });
             }
         }
         changes
@@ -160,9 +193,16 @@ impl MemberTable {
 
     pub(super) fn register(&mut self, name: &str, cleanup: Cleanup) -> Result<()> {
         if self.cleanups_count >= CLEANUPS_MAX {
-            return Err(Error::argument("on_death_of", CLEANUPS_MAX + 1, format!("up to {CLEANUPS_MAX} at a time")));
+            return Err(Error::argument(
+                "on_death_of",
+                CLEANUPS_MAX + 1,
+                format!("up to {CLEANUPS_MAX} at a time"),
+            ));
         }
-        self.cleanups.entry(name.to_owned()).or_default().push(cleanup);
+        self.cleanups
+            .entry(name.to_owned())
+            .or_default()
+            .push(cleanup);
         self.cleanups_count += 1;
         Ok(())
     }
@@ -174,8 +214,10 @@ impl MemberTable {
             let author = entry.introduction.author;
             (entry.info(entry.state()), Some(author))
         });
-        let unresponsive =
-            self.unresponsive.iter().filter(|(_, unresponsive)| unresponsive.since.elapsed() > STALLED_AFTER);
+        let unresponsive = self
+            .unresponsive
+            .iter()
+            .filter(|(_, unresponsive)| unresponsive.since.elapsed() > STALLED_AFTER);
         let unresponsive = unresponsive.map(|(name, unresponsive)| (unresponsive.info(name), None));
         let mut all: Vec<_> = known.chain(unresponsive).collect();
         all.sort_by(|(one, _), (other, _)| one.name.cmp(&other.name));
@@ -201,16 +243,26 @@ impl UnresponsiveMember {
 
 /// Adds what each of them holds in the domain; who has not answered is listed only if the name's lock says that a
 /// process of ours has it, and is no stranger that listens there.
-pub(super) fn with_endpoints(list: Vec<(MemberInfo, Option<Author>)>, domain: &Domain) -> Result<Vec<MemberInfo>> {
+pub(super) fn with_endpoints(
+    list: Vec<(MemberInfo, Option<Author>)>,
+    domain: &Domain,
+) -> Result<Vec<MemberInfo>> {
     let held = domain.held()?;
     let complete = |(mut member, author): (MemberInfo, Option<Author>)| {
-        let of_name =
-            || held.iter().find(|(name, _)| member_name(name) == Some(&member.name)).map(|(_, author)| *author);
+        let of_name = || {
+            held.iter()
+                .find(|(name, _)| member_name(name) == Some(&member.name))
+                .map(|(_, author)| *author)
+        };
         let author = author.or_else(of_name)?;
         // Of another user's endpoint it is known who listens there alone, by the number that it has here.
         let here = Some(Author::seen(member.pid)).filter(|here| here.pid > 0);
         let is_its = |holder: Author| holder == author || Some(holder) == here;
-        member.endpoints = held.iter().filter(|(_, holder)| is_its(*holder)).map(|(name, _)| name.clone()).collect();
+        member.endpoints = held
+            .iter()
+            .filter(|(_, holder)| is_its(*holder))
+            .map(|(name, _)| name.clone())
+            .collect();
         Some(member)
     };
     Ok(list.into_iter().filter_map(complete).collect())

@@ -24,28 +24,51 @@ struct Impostor {
 
 impl Impostor {
     fn new(title: &str) -> Impostor {
-        let folder = std::env::temp_dir().join(format!("warpipe-impostor-{title}-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-impostor-{title}-{}", std::process::id()));
         let domain = Domain::at(&folder).unwrap();
-        let listener =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let listener = rustix::net::socket_with(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
         let path = domain.path().join("members+impostor.sock");
         rustix::net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         rustix::net::listen(&listener, 8).unwrap();
         let (page, fd) = SharedPage::create(None, PAGE_BYTES).unwrap();
-        Impostor { domain, listener, page, fd }
+        Impostor {
+            domain,
+            listener,
+            page,
+            fd,
+        }
     }
 
     fn introduction(&self) -> Introduction {
         let author = Author::own();
-        Introduction { role: "impostor".into(), author, since_ns: 1, page_bytes: PAGE_BYTES as u32 }
+        Introduction {
+            role: "impostor".into(),
+            author,
+            since_ns: 1,
+            page_bytes: PAGE_BYTES as u32,
+        }
     }
 
     /// Accepts a watch and grants it what it came for.
     fn grant(&self, introduction: &Introduction, generation: [u8; 16]) -> OwnedFd {
-        assert!(message::wait_readable(self.listener.as_fd(), WAIT), "nobody calls");
+        assert!(
+            message::wait_readable(self.listener.as_fd(), WAIT),
+            "nobody calls"
+        );
         let socket = rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC).unwrap();
         let body = postcard::to_stdvec(introduction).unwrap();
-        let granted = Message::SessionOpened { generation, body, fds: 1 };
+        let granted = Message::SessionOpened {
+            generation,
+            body,
+            fds: 1,
+        };
         message::send(socket.as_fd(), &granted, &[self.fd.as_fd()]).unwrap();
         socket
     }
@@ -75,17 +98,24 @@ fn a_member_whose_socket_closes_while_its_process_lives_is_suspect_and_not_told_
         drop(socket);
         // It is called on again, and is the same: nothing is told but that its heartbeat, which never beat, stands still.
         let socket = impostor.grant(&impostor.introduction(), [7; 16]);
-        assert!(matches!(members.changes(WAIT).unwrap(), Some(Change::Stalled(_))));
+        assert!(matches!(
+            members.changes(WAIT).unwrap(),
+            Some(Change::Stalled(_))
+        ));
         drop(socket);
         // As another one it has joined; the first is still suspect, for its process lives.
         let socket = impostor.grant(&impostor.introduction(), [8; 16]);
         assert_eq!(joined(&members).generation, [8; 16]);
         let states: Vec<PeerState> = members.states();
-        assert!(states.contains(&PeerState::Suspect) && states.len() == 2, "{states:?}");
+        assert!(
+            states.contains(&PeerState::Suspect) && states.len() == 2,
+            "{states:?}"
+        );
         message::send(socket.as_fd(), &Message::Close(CloseReason::Closed), &[]).unwrap();
         drop(socket);
         // Its heartbeat does not beat either.
-        let told = std::iter::from_fn(|| members.changes(WAIT).unwrap()).find(|change| !change.is_of_heartbeat());
+        let told = std::iter::from_fn(|| members.changes(WAIT).unwrap())
+            .find(|change| !change.is_of_heartbeat());
         assert!(matches!(told, Some(Change::Left(member)) if member.generation == [8; 16]));
     });
 }
@@ -93,13 +123,19 @@ fn a_member_whose_socket_closes_while_its_process_lives_is_suspect_and_not_told_
 #[test]
 fn a_heartbeat_from_the_future_is_none() {
     let impostor = Impostor::new("future");
-    impostor.page.at::<AtomicU64>(HEARTBEAT).store(u64::MAX, Relaxed);
+    impostor
+        .page
+        .at::<AtomicU64>(HEARTBEAT)
+        .store(u64::MAX, Relaxed);
     std::thread::scope(|scope| {
         let watching = scope.spawn(|| Members::watch(&impostor.domain).unwrap());
         let _socket = impostor.grant(&impostor.introduction(), [7; 16]);
         let members = watching.join().unwrap();
         joined(&members);
-        assert!(matches!(members.changes(WAIT).unwrap(), Some(Change::Stalled(_))), "it does not beat");
+        assert!(
+            matches!(members.changes(WAIT).unwrap(), Some(Change::Stalled(_))),
+            "it does not beat"
+        );
         impostor.page.at::<AtomicU64>(HEARTBEAT).store(0, Relaxed);
         assert!(
             matches!(members.changes(WAIT).unwrap(), Some(Change::Recovered(_))),
@@ -113,12 +149,33 @@ fn an_introduction_that_no_member_would_make_is_no_member() {
     let impostor = Impostor::new("lies");
     let right = impostor.introduction();
     let lies = [
-        Introduction { role: "x".repeat(ROLE_BYTES_MAX + 1), ..right.clone() },
-        Introduction { role: "two\nlines".into(), ..right.clone() },
-        Introduction { author: Author { pid: 0, ..Author::own() }, ..right.clone() },
-        Introduction { page_bytes: 0, ..right.clone() },
-        Introduction { page_bytes: u32::MAX, ..right.clone() },
-        Introduction { page_bytes: 2 * PAGE_BYTES as u32, ..right.clone() },
+        Introduction {
+            role: "x".repeat(ROLE_BYTES_MAX + 1),
+            ..right.clone()
+        },
+        Introduction {
+            role: "two\nlines".into(),
+            ..right.clone()
+        },
+        Introduction {
+            author: Author {
+                pid: 0,
+                ..Author::own()
+            },
+            ..right.clone()
+        },
+        Introduction {
+            page_bytes: 0,
+            ..right.clone()
+        },
+        Introduction {
+            page_bytes: u32::MAX,
+            ..right.clone()
+        },
+        Introduction {
+            page_bytes: 2 * PAGE_BYTES as u32,
+            ..right.clone()
+        },
     ];
     for lie in lies {
         std::thread::scope(|scope| {
@@ -137,10 +194,22 @@ fn a_role_or_a_name_that_cannot_be_is_refused_before_anything_is_made() {
     let domain = Domain::at(&folder).unwrap();
     let long = "n".repeat(crate::NAME_BYTES_MAX);
     for name in ["", "../up", "a//b", &long] {
-        assert!(matches!(Member::join(&domain, name, ""), Err(Error::Name { .. })), "{name:?}");
+        assert!(
+            matches!(Member::join(&domain, name, ""), Err(Error::Name { .. })),
+            "{name:?}"
+        );
     }
     for role in ["\u{7}", &"r".repeat(ROLE_BYTES_MAX + 1)] {
-        assert!(matches!(Member::join(&domain, "a", role), Err(Error::Argument { argument: "role", .. })), "{role:?}");
+        assert!(
+            matches!(
+                Member::join(&domain, "a", role),
+                Err(Error::Argument {
+                    argument: "role",
+                    ..
+                })
+            ),
+            "{role:?}"
+        );
     }
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
     std::fs::remove_dir(folder).unwrap();

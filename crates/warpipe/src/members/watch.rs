@@ -32,13 +32,17 @@ pub struct MembersBuilder {
 
 impl std::fmt::Debug for Members {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Members").field("domain", &self.shared.domain.path()).finish_non_exhaustive()
+        f.debug_struct("Members")
+            .field("domain", &self.shared.domain.path())
+            .finish_non_exhaustive()
     }
 }
 
 impl std::fmt::Debug for MembersBuilder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MembersBuilder").field("domain", &self.domain.path()).finish_non_exhaustive()
+        f.debug_struct("MembersBuilder")
+            .field("domain", &self.domain.path())
+            .finish_non_exhaustive()
     }
 }
 
@@ -67,7 +71,12 @@ impl MembersBuilder {
         let monitor = DirectoryMonitor::new(shared.clone())?;
         let calls_back = !self.callbacks.is_empty();
         let queue = shared.queue.clone();
-        let mut members = Members { owner_process, shared, monitor: None, calls_back };
+        let mut members = Members {
+            owner_process,
+            shared,
+            monitor: None,
+            calls_back,
+        };
         start_thread("warpipe-notify", move || queue.serve(self.callbacks))?;
         members.monitor = Some(start_thread("warpipe-members", move || monitor.run())?);
         members.shared.wait_until_settled();
@@ -100,7 +109,11 @@ impl Members {
     /// # Ok::<(), warpipe::Error>(())
     /// ```
     pub fn builder(domain: &Domain) -> MembersBuilder {
-        MembersBuilder { domain: domain.clone(), callbacks: Vec::new(), cleans: true }
+        MembersBuilder {
+            domain: domain.clone(),
+            callbacks: Vec::new(),
+            cleans: true,
+        }
     }
 
     /// Everybody who is there now, sorted by name, with the endpoints that each one's process holds.
@@ -125,7 +138,11 @@ impl Members {
     pub fn changes(&self, timeout: Duration) -> Result<Option<Change>> {
         self.owner_process.check()?;
         if self.calls_back {
-            return Err(Error::argument("changes", "asked of a watch with callbacks", "either the one or the other"));
+            return Err(Error::argument(
+                "changes",
+                "asked of a watch with callbacks",
+                "either the one or the other",
+            ));
         }
         Ok(self.shared.queue.take(timeout))
     }
@@ -146,7 +163,11 @@ impl Members {
     ///
     /// # Errors
     /// [`Error::Name`] for no name of a member; [`Error::Argument`] beyond 4096 at a time; [`Error::Forked`].
-    pub fn on_death_of(&self, name: &str, cleanup: impl FnOnce(&MemberInfo) + Send + 'static) -> Result<()> {
+    pub fn on_death_of(
+        &self,
+        name: &str,
+        cleanup: impl FnOnce(&MemberInfo) + Send + 'static,
+    ) -> Result<()> {
         self.owner_process.check()?;
         endpoint(name)?;
         self.shared.table().register(name, Box::new(cleanup))
@@ -155,7 +176,12 @@ impl Members {
     /// Of everybody, also of who holds no lock in the domain.
     #[cfg(test)]
     pub(super) fn states(&self) -> Vec<crate::ipc::PeerState> {
-        self.shared.table().list().into_iter().map(|(member, _)| member.state).collect()
+        self.shared
+            .table()
+            .list()
+            .into_iter()
+            .map(|(member, _)| member.state)
+            .collect()
     }
 
     /// How many changes were left out because more than 4096 had not been heard: first [`Stalled`](Change::Stalled) and

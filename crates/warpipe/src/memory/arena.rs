@@ -78,7 +78,9 @@ impl Growth {
     /// Allocates and exports it; the least that will do when the device has no more.
     pub(crate) fn make(&self, device: &Device) -> Result<Chunk> {
         match Chunk::new(device, self.generous) {
-            Err(Error::DeviceMemory { .. }) if self.generous > self.least => Chunk::new(device, self.least),
+            Err(Error::DeviceMemory { .. }) if self.generous > self.least => {
+                Chunk::new(device, self.least)
+            }
             other => other,
         }
     }
@@ -88,7 +90,11 @@ impl Chunk {
     fn new(device: &Device, bytes: u64) -> Result<Chunk> {
         let region = Region::allocate(device, bytes)?;
         let export = region.export()?;
-        Ok(Chunk { free: vec![(0, region.bytes())], region: Arc::new(region), export })
+        Ok(Chunk {
+            free: vec![(0, region.bytes())],
+            region: Arc::new(region),
+            export,
+        })
     }
 }
 
@@ -97,7 +103,11 @@ pub(crate) fn check_limit(device: &Device, limit: u64) -> Result<()> {
     let unit = device.backend().granularity();
     if limit < unit {
         let allowed = format!("at least {unit} bytes, the unit in which {device} gives memory");
-        return Err(Error::argument("memory_limit", format!("{limit} bytes"), allowed));
+        return Err(Error::argument(
+            "memory_limit",
+            format!("{limit} bytes"),
+            allowed,
+        ));
     }
     Ok(())
 }
@@ -107,7 +117,17 @@ impl Arena {
         let device = device.clone();
         let (total, changes, taken) = (0, 0, 0);
         let (chunks, slots, unused, waiting) = Default::default();
-        Arena { device, limit, total, chunks, slots, unused, waiting, changes, taken }
+        Arena {
+            device,
+            limit,
+            total,
+            chunks,
+            slots,
+            unused,
+            waiting,
+            changes,
+            taken,
+        }
     }
 
     pub(crate) fn chunks(&self) -> &[Chunk] {
@@ -134,12 +154,23 @@ impl Arena {
             return None;
         }
         let bytes = needed(bytes)?;
-        let (region, offset) = self.chunks.iter_mut().enumerate().find_map(|(index, chunk)| {
-            let fit = chunk.free.iter().position(|&(_, length)| length >= bytes)?;
-            Some((index as u32, carve(&mut chunk.free, fit, bytes)))
-        })?;
+        let (region, offset) = self
+            .chunks
+            .iter_mut()
+            .enumerate()
+            .find_map(|(index, chunk)| {
+                let fit = chunk.free.iter().position(|&(_, length)| length >= bytes)?;
+                Some((index as u32, carve(&mut chunk.free, fit, bytes)))
+            })?;
         self.taken += 1;
-        let slot = Slot { region, offset, bytes, holders: 1, fence: 0, serial: self.taken };
+        let slot = Slot {
+            region,
+            offset,
+            bytes,
+            holders: 1,
+            fence: 0,
+            serial: self.taken,
+        };
         match self.unused.pop() {
             Some(id) => {
                 self.slots[id as usize] = slot;
@@ -162,7 +193,10 @@ impl Arena {
         if least > room || self.chunks.len() >= REGIONS_MAX || is_out_of_numbers {
             return None;
         }
-        let generous = self.total.next_multiple_of(unit).clamp(least, room - room % unit);
+        let generous = self
+            .total
+            .next_multiple_of(unit)
+            .clamp(least, room - room % unit);
         self.total += generous;
         Some(Growth { least, generous })
     }
@@ -208,7 +242,11 @@ impl Arena {
         slot.holders -= 1;
         self.changes += 1;
         if slot.holders == 0 {
-            if slot.fence == 0 { self.free(id) } else { self.waiting.push(id) }
+            if slot.fence == 0 {
+                self.free(id)
+            } else {
+                self.waiting.push(id)
+            }
         }
     }
 
@@ -239,7 +277,10 @@ impl Arena {
 
     /// Bytes that nobody holds and that wait for a fence.
     pub(crate) fn waiting_bytes(&self) -> u64 {
-        self.waiting.iter().map(|&id| self.slots[id as usize].bytes).sum()
+        self.waiting
+            .iter()
+            .map(|&id| self.slots[id as usize].bytes)
+            .sum()
     }
 
     /// Whether no slot waits for a fence.
@@ -248,7 +289,12 @@ impl Arena {
     }
 
     fn free(&mut self, id: SlotId) {
-        let Slot { region, offset, bytes, .. } = self.slots[id as usize];
+        let Slot {
+            region,
+            offset,
+            bytes,
+            ..
+        } = self.slots[id as usize];
         self.slots[id as usize].serial = 0;
         self.changes += 1;
         give_back(&mut self.chunks[region as usize].free, offset, bytes);
@@ -274,7 +320,9 @@ fn carve(free: &mut Vec<(u64, u64)>, index: usize, bytes: u64) -> u64 {
 /// Returns a range, joined with its neighbours.
 fn give_back(free: &mut Vec<(u64, u64)>, offset: u64, bytes: u64) {
     let index = free.partition_point(|&(start, _)| start < offset);
-    let joins_next = free.get(index).is_some_and(|&(start, _)| start == offset + bytes);
+    let joins_next = free
+        .get(index)
+        .is_some_and(|&(start, _)| start == offset + bytes);
     let joins_last = index > 0 && free[index - 1].0 + free[index - 1].1 == offset;
     match (joins_last, joins_next) {
         (true, true) => free[index - 1].1 += bytes + free.remove(index).1,
@@ -303,7 +351,10 @@ mod tests {
         let mut arena = arena(u64::MAX);
         let growth = arena.plan(1 << 60, 0).unwrap();
         let made = growth.make(&Device::host());
-        assert!(matches!(arena.adopt(growth, made), Err(Error::DeviceMemory { .. })));
+        assert!(matches!(
+            arena.adopt(growth, made),
+            Err(Error::DeviceMemory { .. })
+        ));
         assert_eq!(arena.total(), 0);
     }
 
@@ -326,7 +377,10 @@ mod tests {
         assert_eq!((arena.total(), arena.limit()), (4 << 20, 4 << 20));
         assert!(grow(&mut arena, 1, 0).is_none());
         assert!(grow(&mut arena, u64::MAX, 0).is_none());
-        assert!(grow(&mut arena, 1, 2 << 20).is_some(), "what the dead and the evicted hold does not count");
+        assert!(
+            grow(&mut arena, 1, 2 << 20).is_some(),
+            "what the dead and the evicted hold does not count"
+        );
     }
 
     #[test]

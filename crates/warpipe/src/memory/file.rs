@@ -24,7 +24,9 @@ struct TemporaryFile<'a>(Option<&'a Path>);
 
 impl Drop for TemporaryFile<'_> {
     fn drop(&mut self) {
-        self.0.into_iter().for_each(|path| drop(std::fs::remove_file(path)));
+        self.0
+            .into_iter()
+            .for_each(|path| drop(std::fs::remove_file(path)));
     }
 }
 
@@ -47,13 +49,15 @@ impl Ticket {
     /// [`Error::Os`]; [`Error::DescriptorLimit`].
     pub fn write_file(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let failed = |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
+        let failed =
+            |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
         let (new, file) = temporary_of(path, failed("open"))?;
         let mut temporary = TemporaryFile(Some(&new));
         // What this program prints meanwhile is not to come into the file.
         let file = above_standard(file.into()).map_err(std::io::Error::from);
         let mut file = File::from(file.map_err(failed("fcntl(F_DUPFD_CLOEXEC)"))?);
-        file.write_all(format!("{self}\n").as_bytes()).map_err(failed("write"))?;
+        file.write_all(format!("{self}\n").as_bytes())
+            .map_err(failed("write"))?;
         std::fs::rename(&new, path).map_err(failed("rename"))?;
         temporary.0 = None;
         Ok(())
@@ -65,15 +69,24 @@ impl Ticket {
     /// [`Error::Os`] when there is none; [`Error::Ticket`] when it is none.
     pub fn read_file(path: impl AsRef<Path>) -> Result<Ticket> {
         let path = path.as_ref();
-        let failed = |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
+        let failed =
+            |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
         // Without waiting for the writer of what may be a FIFO.
-        let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed("open"))?;
+        let file = File::options()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)
+            .map_err(failed("open"))?;
         if !file.metadata().map_err(failed("fstat"))?.is_file() {
             return Err(Error::Ticket(TicketFault::NoTicket));
         }
         let mut bytes = Vec::new();
-        file.take(TEXT_BYTES_MAX as u64 + 1).read_to_end(&mut bytes).map_err(failed("read"))?;
-        String::from_utf8(bytes).map_err(|_| Error::Ticket(TicketFault::NoTicket))?.parse()
+        file.take(TEXT_BYTES_MAX as u64 + 1)
+            .read_to_end(&mut bytes)
+            .map_err(failed("read"))?;
+        String::from_utf8(bytes)
+            .map_err(|_| Error::Ticket(TicketFault::NoTicket))?
+            .parse()
     }
 
     /// [`read_file`](Self::read_file), but waits up to `timeout` for the file to be there (`inotify(7)`). Its directory
@@ -93,7 +106,10 @@ impl Ticket {
             let left = timeout.saturating_sub(start.elapsed());
             if left.is_zero() {
                 let what = format!("the ticket file {}", path.display());
-                return Err(Error::Timeout { what, waited: timeout });
+                return Err(Error::Timeout {
+                    what,
+                    waited: timeout,
+                });
             }
             match &arrivals {
                 Some(arrivals) => {
@@ -112,8 +128,12 @@ fn arrivals(path: &Path) -> Result<Option<Inotify>> {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     };
-    let inotify = Inotify::new(folder, inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE);
-    inotify.map_err(|(call, error)| Error::os(call, format!("watching {}", folder.display()), error))
+    let inotify = Inotify::new(
+        folder,
+        inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE,
+    );
+    inotify
+        .map_err(|(call, error)| Error::os(call, format!("watching {}", folder.display()), error))
 }
 
 /// How many drafts of the dead are passed over.
@@ -123,19 +143,31 @@ const TEMPORARIES_MAX: u64 = 64;
 /// same number: in a container, each run of a program mostly has the same process id.
 fn temporary_of(path: &Path, failed: impl Fn(std::io::Error) -> Error) -> Result<(PathBuf, File)> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
-    let name = path.file_name().ok_or_else(|| Error::argument("path", path.display(), "the path of a file"))?;
+    let name = path
+        .file_name()
+        .ok_or_else(|| Error::argument("path", path.display(), "the path of a file"))?;
     let mut options = File::options();
-    options.write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    options
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW);
     let mut attempts = 0;
     loop {
         attempts += 1;
         let mut temporary = std::ffi::OsString::from(".");
         temporary.push(name);
-        temporary.push(format!(".{}-{}.new", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
+        temporary.push(format!(
+            ".{}-{}.new",
+            std::process::id(),
+            COUNT.fetch_add(1, Ordering::Relaxed)
+        ));
         let temporary = path.with_file_name(temporary);
         match options.open(&temporary) {
             Ok(file) => return Ok((temporary, file)),
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && attempts < TEMPORARIES_MAX => {}
+            Err(error)
+                if error.kind() == std::io::ErrorKind::AlreadyExists
+                    && attempts < TEMPORARIES_MAX => {}
             Err(error) => return Err(failed(error)),
         }
     }
@@ -152,7 +184,8 @@ mod tests {
 
     impl Folder {
         fn new(title: &str) -> Folder {
-            let path = std::env::temp_dir().join(format!("warpipe-ticket-{title}-{}", std::process::id()));
+            let path =
+                std::env::temp_dir().join(format!("warpipe-ticket-{title}-{}", std::process::id()));
             let ticket = Ticket::to(&Domain::at(&path).unwrap(), "weights").unwrap();
             Folder(path, ticket)
         }
@@ -170,9 +203,15 @@ mod tests {
         let file = path.join("a");
         ticket.write_file(&file).unwrap();
         ticket.write_file(&file).unwrap();
-        assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(
+            std::fs::metadata(&file).unwrap().permissions().mode() & 0o777,
+            0o600
+        );
         assert_eq!(std::fs::read_dir(path).unwrap().count(), 1);
-        assert!(ticket.write_file(path).is_err(), "a directory is in the way");
+        assert!(
+            ticket.write_file(path).is_err(),
+            "a directory is in the way"
+        );
         assert_eq!(std::fs::read_dir(path).unwrap().count(), 1);
     }
 
@@ -193,12 +232,26 @@ mod tests {
     fn what_is_no_ticket_is_a_typed_error() {
         let Folder(path, _) = &Folder::new("garbage");
         let file = path.join("garbage");
-        for bytes in [&b""[..], b"\xff\xfe", b"warpipe-ticket:1:zz:0", &[b'x'; TEXT_BYTES_MAX + 1]] {
+        for bytes in [
+            &b""[..],
+            b"\xff\xfe",
+            b"warpipe-ticket:1:zz:0",
+            &[b'x'; TEXT_BYTES_MAX + 1],
+        ] {
             std::fs::write(&file, bytes).unwrap();
-            assert!(matches!(Ticket::read_file(&file), Err(Error::Ticket(_))), "{bytes:?}");
+            assert!(
+                matches!(Ticket::read_file(&file), Err(Error::Ticket(_))),
+                "{bytes:?}"
+            );
         }
-        assert!(matches!(Ticket::read_file(path), Err(Error::Ticket(_) | Error::Os { .. })));
-        assert!(matches!(Ticket::read_file(path.join("none")), Err(Error::Os { .. })));
+        assert!(matches!(
+            Ticket::read_file(path),
+            Err(Error::Ticket(_) | Error::Os { .. })
+        ));
+        assert!(matches!(
+            Ticket::read_file(path.join("none")),
+            Err(Error::Os { .. })
+        ));
     }
 
     #[test]
@@ -206,7 +259,12 @@ mod tests {
         let Folder(path, ticket) = &Folder::new("stale");
         let file = path.join("weights.ticket");
         // Whatever numbers other tests use meanwhile, some of these are next.
-        let stale = |number: u64| path.join(format!(".weights.ticket.{}-{number}.new", std::process::id()));
+        let stale = |number: u64| {
+            path.join(format!(
+                ".weights.ticket.{}-{number}.new",
+                std::process::id()
+            ))
+        };
         (0..32).for_each(|number| std::fs::write(stale(number), "cut sho").unwrap());
         ticket.write_file(&file).unwrap();
         assert_eq!(Ticket::read_file(&file).unwrap(), *ticket);

@@ -87,7 +87,10 @@ impl LegacyHandle {
     pub unsafe fn export(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<LegacyHandle> {
         let found = device.backend().locate(ptr)?;
         if found.kind != PointerKind::Device {
-            return Err(Error::NotExportable { ptr, kind: found.kind });
+            return Err(Error::NotExportable {
+                ptr,
+                kind: found.kind,
+            });
         }
         if found.owner != device.info().id {
             return Err(other_device(found.owner, device));
@@ -99,7 +102,15 @@ impl LegacyHandle {
         // promise.
         let raw = unsafe { device.backend().export_legacy(found.base) }?;
         let (allocation, allocation_bytes) = (found.allocation, found.bytes);
-        let handle = LegacyHandle { origin, owner, allocation, allocation_bytes, offset, bytes, raw };
+        let handle = LegacyHandle {
+            origin,
+            owner,
+            allocation,
+            allocation_bytes,
+            offset,
+            bytes,
+            raw,
+        };
         exports::remember(&handle, found.base)?;
         Ok(handle)
     }
@@ -131,7 +142,12 @@ impl LegacyHandle {
 
     /// Why the device refused: that is nothing that a driver tells.
     fn explain(&self, error: Error, here: &ProcessOrigin) -> Error {
-        let Error::LegacyHandle { fault: LegacyFault::Refused(reason) } = error else { return error };
+        let Error::LegacyHandle {
+            fault: LegacyFault::Refused(reason),
+        } = error
+        else {
+            return error;
+        };
         let pid = self.origin.pid;
         match self.origin.life(here) {
             Liveness::Gone => Error::ExporterGone { pid },
@@ -183,8 +199,21 @@ impl LegacyHandle {
         put(&[kind_code(self.owner.kind), 0]);
         put(&self.origin.pid.to_le_bytes());
         put(&self.owner.uuid);
-        let ProcessOrigin { host, namespace, started, .. } = self.origin;
-        for number in [host, namespace, started, self.allocation, self.allocation_bytes, self.offset, self.bytes] {
+        let ProcessOrigin {
+            host,
+            namespace,
+            started,
+            ..
+        } = self.origin;
+        for number in [
+            host,
+            namespace,
+            started,
+            self.allocation,
+            self.allocation_bytes,
+            self.offset,
+            self.bytes,
+        ] {
             put(&number.to_le_bytes());
         }
         put(&self.raw);
@@ -220,14 +249,22 @@ pub(crate) fn forged(bytes: &[u8]) -> Vec<u8> {
 }
 
 fn parse(bytes: &[u8]) -> Result<LegacyHandle, LegacyFault> {
-    let wrong = LegacyFault::Length { found: bytes.len(), wanted: LegacyHandle::BYTES };
+    let wrong = LegacyFault::Length {
+        found: bytes.len(),
+        wanted: LegacyHandle::BYTES,
+    };
     let mut reader = Reader(bytes.try_into().map_err(|_| wrong)?, 0);
     if reader.take() != MAGIC {
-        return Err(LegacyFault::Garbled("it does not begin with the magic bytes"));
+        return Err(LegacyFault::Garbled(
+            "it does not begin with the magic bytes",
+        ));
     }
     let version = u16::from_le_bytes(reader.take());
     if version != VERSION {
-        return Err(LegacyFault::Version { theirs: version, ours: VERSION });
+        return Err(LegacyFault::Version {
+            theirs: version,
+            ours: VERSION,
+        });
     }
     if origin::hash(&bytes[..CHECKED]).to_le_bytes() != bytes[CHECKED..] {
         return Err(LegacyFault::Garbled("its checksum is wrong"));
@@ -239,15 +276,38 @@ fn parse(bytes: &[u8]) -> Result<LegacyHandle, LegacyFault> {
         _ => return Err(LegacyFault::Garbled("it names no kind of device")),
     };
     let pid = i32::from_le_bytes(reader.take());
-    let owner = DeviceId { kind, uuid: reader.take() };
-    let [host, namespace, started, allocation, allocation_bytes, offset, length] =
-        std::array::from_fn(|_| u64::from_le_bytes(reader.take()));
+    let owner = DeviceId {
+        kind,
+        uuid: reader.take(),
+    };
+    let [
+        host,
+        namespace,
+        started,
+        allocation,
+        allocation_bytes,
+        offset,
+        length,
+    ] = std::array::from_fn(|_| u64::from_le_bytes(reader.take()));
     if pid <= 0 {
         return Err(LegacyFault::Garbled("it names no process"));
     }
     fits(offset, length, allocation_bytes)?;
-    let origin = ProcessOrigin { host, namespace, started, pid };
-    Ok(LegacyHandle { origin, owner, allocation, allocation_bytes, offset, bytes: length, raw: reader.take() })
+    let origin = ProcessOrigin {
+        host,
+        namespace,
+        started,
+        pid,
+    };
+    Ok(LegacyHandle {
+        origin,
+        owner,
+        allocation,
+        allocation_bytes,
+        offset,
+        bytes: length,
+        raw: reader.take(),
+    })
 }
 
 /// Takes fields of fixed length, one after the other, whose sum is below the length of the whole.
@@ -271,7 +331,11 @@ fn kind_code(kind: DeviceKind) -> u8 {
 fn fits(offset: u64, bytes: u64, allocation: u64) -> Result<(), LegacyFault> {
     match offset.checked_add(bytes) {
         Some(end) if end <= allocation && bytes > 0 => Ok(()),
-        _ => Err(LegacyFault::Range { offset, bytes, allocation }),
+        _ => Err(LegacyFault::Range {
+            offset,
+            bytes,
+            allocation,
+        }),
     }
 }
 

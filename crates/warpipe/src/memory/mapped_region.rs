@@ -45,7 +45,13 @@ pub(crate) struct ImportKey {
 impl ImportKey {
     pub(crate) fn new(uid: u32, generation: [u8; 16], id: u64, device: &Device) -> ImportKey {
         let device = Arc::as_ptr(device.backend()).cast::<()>() as usize;
-        ImportKey { process: fork::generation(), uid, generation, id, device }
+        ImportKey {
+            process: fork::generation(),
+            uid,
+            generation,
+            id,
+            device,
+        }
     }
 }
 
@@ -53,8 +59,9 @@ impl MappedRegion {
     pub(crate) fn allocate(device: &Device, bytes: u64) -> Result<MappedRegion> {
         let unit = device.backend().granularity();
         let whole = bytes.checked_next_multiple_of(unit).filter(|_| bytes > 0);
-        let whole =
-            whole.ok_or_else(|| Error::argument("bytes", bytes, "at least 1, and what an address can count"))?;
+        let whole = whole.ok_or_else(|| {
+            Error::argument("bytes", bytes, "at least 1, and what an address can count")
+        })?;
         let region = Region::allocate(device, whole)?;
         let (owner, access) = (device.info().id, Access::ReadWrite);
         Ok(MappedRegion {
@@ -146,9 +153,15 @@ impl MappedRegion {
 /// `ptr` is readable for `bytes` bytes.
 pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<Vec<u8>> {
     let mut copy = Vec::new();
-    let room = usize::try_from(bytes).ok().and_then(|length| copy.try_reserve_exact(length).ok());
+    let room = usize::try_from(bytes)
+        .ok()
+        .and_then(|length| copy.try_reserve_exact(length).ok());
     if room.is_none() {
-        return Err(Error::DeviceMemory { device: "this process".into(), bytes, detail: String::new() });
+        return Err(Error::DeviceMemory {
+            device: "this process".into(),
+            bytes,
+            detail: String::new(),
+        });
     }
     copy.resize(bytes as usize, 0);
     if bytes > 0 {
@@ -162,10 +175,14 @@ pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Re
 
 /// Waits until `streams` have done what they were given so far.
 pub(crate) fn wait_for(streams: &StreamSet, timeout: Duration) -> Result<()> {
-    let (start, mut fence, mut backoff) = (Instant::now(), streams.fence_busy(), Backoff::default());
+    let (start, mut fence, mut backoff) =
+        (Instant::now(), streams.fence_busy(), Backoff::default());
     while !fence.is_reached() {
         if start.elapsed() >= timeout {
-            return Err(Error::Timeout { what: "the end of the streams' work on this memory".into(), waited: timeout });
+            return Err(Error::Timeout {
+                what: "the end of the streams' work on this memory".into(),
+                waited: timeout,
+            });
         }
         backoff.pause();
     }
@@ -174,8 +191,16 @@ pub(crate) fn wait_for(streams: &StreamSet, timeout: Duration) -> Result<()> {
 
 /// Whether `offset..offset + bytes` lies in `available` bytes.
 pub(crate) fn check_range(name: &str, offset: u64, bytes: u64, available: u64) -> Result<()> {
-    if offset.checked_add(bytes).is_some_and(|end| end <= available) {
+    if offset
+        .checked_add(bytes)
+        .is_some_and(|end| end <= available)
+    {
         return Ok(());
     }
-    Err(Error::Range { name: name.to_string(), offset, bytes, available })
+    Err(Error::Range {
+        name: name.to_string(),
+        offset,
+        bytes,
+        available,
+    })
 }

@@ -74,7 +74,9 @@ impl Memory {
     /// [`Error::DeviceMemory`] when the device has no room; [`Error::Argument`] for 0 bytes; [`Error::Driver`],
     /// [`Error::Os`].
     pub fn allocate(device: &Device, bytes: u64) -> Result<Memory> {
-        Ok(Memory { mapping: Arc::new(MappedRegion::allocate(device, bytes)?) })
+        Ok(Memory {
+            mapping: Arc::new(MappedRegion::allocate(device, bytes)?),
+        })
     }
 
     /// Its device address.
@@ -94,7 +96,11 @@ impl Memory {
 
     /// What an importer of a bare descriptor must know.
     pub fn info(&self) -> MemoryInfo {
-        MemoryInfo { bytes: self.bytes(), mapped_bytes: self.mapping.region().bytes(), device: self.mapping.owner }
+        MemoryInfo {
+            bytes: self.bytes(),
+            mapped_bytes: self.mapping.region().bytes(),
+            device: self.mapping.owner,
+        }
     }
 
     /// Says that `stream` is given work on this memory: it is not unmapped before that stream has done what it was given
@@ -142,7 +148,10 @@ impl Memory {
     /// # Errors
     /// As [`export_fd`](Self::export_fd).
     pub fn export(&self) -> Result<Export> {
-        Ok(Export { fd: self.export_fd()?, info: self.info() })
+        Ok(Export {
+            fd: self.export_fd()?,
+            info: self.info(),
+        })
     }
 
     /// Maps memory by a descriptor that came over the user's own socket (`cuMemImportFromShareableHandle`, or `mmap` of
@@ -162,12 +171,25 @@ impl Memory {
     /// # Errors
     /// [`Error::NotDeviceMemory`]: another descriptor, or another size; [`Error::PeerAccess`]: `device` cannot reach the
     /// memory's device; [`Error::Range`]: more bytes than are mapped; [`Error::DeviceMemory`], [`Error::Driver`].
-    pub fn import_fd(device: &Device, fd: impl AsFd, info: &MemoryInfo, access: Access) -> Result<SharedMemory> {
-        super::mapped_region::check_range("an imported descriptor", 0, info.bytes, info.mapped_bytes)?;
+    pub fn import_fd(
+        device: &Device,
+        fd: impl AsFd,
+        info: &MemoryInfo,
+        access: Access,
+    ) -> Result<SharedMemory> {
+        super::mapped_region::check_range(
+            "an imported descriptor",
+            0,
+            info.bytes,
+            info.mapped_bytes,
+        )?;
         super::shared::check_reach(device, info.device)?;
         let region = Region::import(device, fd.as_fd(), info.mapped_bytes, access, info.device)?;
         let mapping = MappedRegion::of(region, device, info.device, access, info.bytes)?;
-        Ok(SharedMemory::whole(Arc::new(mapping), "an imported descriptor"))
+        Ok(SharedMemory::whole(
+            Arc::new(mapping),
+            "an imported descriptor",
+        ))
     }
 
     /// Publishes it under a name, read-only, for this user: see [`publication`](Self::publication) for more.

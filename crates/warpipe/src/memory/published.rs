@@ -16,8 +16,8 @@ use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, Disconnected, IncomingReply, IpcServer, Kind, OutgoingReply, Rejection,
-    RequestHandler, ServerCore, decode,
+    AccessPolicy, Address, ClientInfo, Disconnected, IncomingReply, IpcServer, Kind, OutgoingReply,
+    Rejection, RequestHandler, ServerCore, decode,
 };
 
 /// The number of the one memory of a publication.
@@ -33,7 +33,12 @@ pub(super) struct TicketRequest {
 /// What it is told; a descriptor goes with the memory.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum TicketReply {
-    Memory { mapped: u64, bytes: u64, access: Access, owner: DeviceId },
+    Memory {
+        mapped: u64,
+        bytes: u64,
+        access: Access,
+        owner: DeviceId,
+    },
     Expired,
 }
 
@@ -49,8 +54,15 @@ pub struct Publication {
 
 impl Publication {
     pub(super) fn new(memory: &Memory, name: &str) -> Publication {
-        let (memory, name, access_policy) = (memory.clone(), name.to_string(), AccessPolicy::default());
-        Publication { memory, name, domain: None, access: Access::Read, access_policy }
+        let (memory, name, access_policy) =
+            (memory.clone(), name.to_string(), AccessPolicy::default());
+        Publication {
+            memory,
+            name,
+            domain: None,
+            access: Access::Read,
+            access_policy,
+        }
     }
 
     /// The domain to publish in; the environment's by default.
@@ -94,14 +106,28 @@ impl Publication {
             owner: memory.mapping.owner,
             export: memory.mapping.region().export()?,
         };
-        let at = Address { domain: &domain, name: &name, kind: Kind::Memory };
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Memory,
+        };
         let server = IpcServer::open(&at, self.access_policy, Arc::new(handler))?;
         // Opened here, it is found here: the same mapping, and the driver is not asked.
         IMPORTS.put(
-            &ImportKey::new(domain.owner(), server.server_core().generation(), PUBLISHED_ID, memory.device()),
+            &ImportKey::new(
+                domain.owner(),
+                server.server_core().generation(),
+                PUBLISHED_ID,
+                memory.device(),
+            ),
             &memory.mapping,
         );
-        Ok(Published { server, memory, domain, name })
+        Ok(Published {
+            server,
+            memory,
+            domain,
+            name,
+        })
     }
 }
 
@@ -141,9 +167,20 @@ impl Published {
     pub fn ticket_of(&self, range: impl RangeBounds<u64>) -> Result<Ticket> {
         let (offset, bytes) = offset_and_length(range, self.memory.bytes())?;
         self.memory.mapping.check(self.name(), offset, bytes)?;
-        let wanted = Wanted { id: PUBLISHED_ID, offset, bytes: Some(bytes) };
+        let wanted = Wanted {
+            id: PUBLISHED_ID,
+            offset,
+            bytes: Some(bytes),
+        };
         let incarnation = Some(self.server.server_core().generation());
-        Ticket::new(&self.domain, &self.name, Kind::Memory, incarnation, wanted, Some(self.memory.mapping.owner))
+        Ticket::new(
+            &self.domain,
+            &self.name,
+            Kind::Memory,
+            incarnation,
+            wanted,
+            Some(self.memory.mapping.owner),
+        )
     }
 }
 
@@ -162,7 +199,11 @@ fn offset_and_length(range: impl RangeBounds<u64>, available: u64) -> Result<(u6
     match end.checked_sub(start) {
         Some(bytes) => Ok((start, bytes)),
         None if matches!(range.end_bound(), Bound::Unbounded) => Ok((start, 0)),
-        None => Err(Error::argument("range", format!("{start}..{end}"), "one that does not end before it begins")),
+        None => Err(Error::argument(
+            "range",
+            format!("{start}..{end}"),
+            "one that does not end before it begins",
+        )),
     }
 }
 
@@ -176,17 +217,43 @@ struct PublishedHandler {
 }
 
 impl RequestHandler for PublishedHandler {
-    fn on_connect(&self, server_core: &ServerCore, _: &ClientInfo, body: &[u8]) -> Result<OutgoingReply, Rejection> {
+    fn on_connect(
+        &self,
+        server_core: &ServerCore,
+        _: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
         let TicketRequest { incarnation, id } = decode(body, server_core.name())?;
-        if id != PUBLISHED_ID || incarnation.is_some_and(|wanted| wanted != server_core.generation()) {
+        if id != PUBLISHED_ID
+            || incarnation.is_some_and(|wanted| wanted != server_core.generation())
+        {
             return OutgoingReply::new(&TicketReply::Expired, vec![]);
         }
         let export = CloseOnForkFd::duplicate(&self.export)?;
-        let PublishedHandler { mapped, bytes, access, owner, .. } = *self;
-        OutgoingReply::new(&TicketReply::Memory { mapped, bytes, access, owner }, vec![export])
+        let PublishedHandler {
+            mapped,
+            bytes,
+            access,
+            owner,
+            ..
+        } = *self;
+        OutgoingReply::new(
+            &TicketReply::Memory {
+                mapped,
+                bytes,
+                access,
+                owner,
+            },
+            vec![export],
+        )
     }
 
-    fn on_request(&self, _: &ServerCore, _: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
+    fn on_request(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
         Err(Rejection("there is nothing more to ask of memory".into()))
     }
 
@@ -202,14 +269,26 @@ impl RequestHandler for PublishedHandler {
 }
 
 /// What a publication gave, checked and mapped. `None` if it is another one than was wanted.
-pub(super) fn import(incoming: IncomingReply, device: &Device, name: &str) -> Result<Option<MappedRegion>> {
+pub(super) fn import(
+    incoming: IncomingReply,
+    device: &Device,
+    name: &str,
+) -> Result<Option<MappedRegion>> {
     let wrong = |field, found: String, allowed: &str| Error::Protocol {
         name: name.to_string(),
         field,
         found,
         allowed: allowed.to_string(),
     };
-    let TicketReply::Memory { mapped, bytes, access, owner } = decode(&incoming.body, name)? else { return Ok(None) };
+    let TicketReply::Memory {
+        mapped,
+        bytes,
+        access,
+        owner,
+    } = decode(&incoming.body, name)?
+    else {
+        return Ok(None);
+    };
     if bytes == 0 || bytes > mapped {
         return Err(wrong("bytes", bytes.to_string(), &format!("1 to {mapped}")));
     }

@@ -18,7 +18,10 @@ impl Region {
     /// Allocates `bytes`, rounded up to the device's granularity.
     pub(crate) fn allocate(device: &Device, bytes: u64) -> Result<Region> {
         let raw = device.backend().allocate(bytes)?;
-        Ok(Region { device: device.clone(), raw })
+        Ok(Region {
+            device: device.clone(),
+            raw,
+        })
     }
 
     /// Maps a peer's region; the descriptor is checked by the backend.
@@ -30,14 +33,18 @@ impl Region {
         owner: DeviceId,
     ) -> Result<Region> {
         let raw = device.backend().import(fd.as_fd(), bytes, access, owner)?;
-        Ok(Region { device: device.clone(), raw })
+        Ok(Region {
+            device: device.clone(),
+            raw,
+        })
     }
 
     /// The descriptor that is the right to this memory.
     pub(crate) fn export(&self) -> Result<CloseOnForkFd> {
         // SAFETY: `raw` is live as long as self.
         let fd = unsafe { self.device.backend().export(&self.raw)? };
-        CloseOnForkFd::new(fd).map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
+        CloseOnForkFd::new(fd)
+            .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
     }
 
     pub(crate) fn ptr(&self) -> DevicePtr {

@@ -29,7 +29,13 @@ pub struct SharedMemory {
 impl SharedMemory {
     pub(super) fn whole(mapping: Arc<MappedRegion>, name: &str) -> SharedMemory {
         let bytes = mapping.bytes;
-        SharedMemory { mapping, streams: Arc::default(), name: name.into(), offset: 0, bytes }
+        SharedMemory {
+            mapping,
+            streams: Arc::default(),
+            name: name.into(),
+            offset: 0,
+            bytes,
+        }
     }
 
     /// The part of it at `offset`, of `bytes` bytes; without `bytes`, all that follows.
@@ -39,7 +45,11 @@ impl SharedMemory {
     pub fn range(&self, offset: u64, bytes: impl Into<Option<u64>>) -> Result<SharedMemory> {
         let bytes = bytes.into().unwrap_or(self.bytes.saturating_sub(offset));
         check_range(&self.name, offset, bytes, self.bytes)?;
-        Ok(SharedMemory { offset: self.offset + offset, bytes, ..self.clone() })
+        Ok(SharedMemory {
+            offset: self.offset + offset,
+            bytes,
+            ..self.clone()
+        })
     }
 
     /// Its device address in this process.
@@ -88,7 +98,11 @@ impl SharedMemory {
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(&self.name, offset, bytes.len() as u64, self.bytes)?;
         if self.access() == Access::Read {
-            return Err(Error::argument("memory", "given for reading", "memory given for writing, too"));
+            return Err(Error::argument(
+                "memory",
+                "given for reading",
+                "memory given for writing, too",
+            ));
         }
         self.streams.record_use(stream);
         self.mapping.write(stream, self.offset + offset, bytes)
@@ -112,5 +126,9 @@ pub(crate) fn check_reach(device: &Device, owner: DeviceId) -> Result<()> {
         return Ok(());
     }
     let reason = "one is a GPU, the other the host: they have no memory in common".to_string();
-    Err(Error::PeerAccess { reader: format!("{} ({})", info.name, info.id), owner: owner.to_string(), reason })
+    Err(Error::PeerAccess {
+        reader: format!("{} ({})", info.name, info.id),
+        owner: owner.to_string(),
+        reason,
+    })
 }

@@ -20,13 +20,20 @@ struct Stage {
 
 impl Stage {
     fn new(title: &str) -> Stage {
-        let folder = std::env::temp_dir().join(format!("warpipe-shared-{title}-{}", std::process::id()));
-        Stage { domain: Domain::at(&folder).unwrap(), folder, device: Device::host() }
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-shared-{title}-{}", std::process::id()));
+        Stage {
+            domain: Domain::at(&folder).unwrap(),
+            folder,
+            device: Device::host(),
+        }
     }
 
     fn publish(&self, name: &str, contents: &[u8]) -> Published {
         let memory = Memory::allocate(&self.device, contents.len() as u64).unwrap();
-        memory.write(&self.device.stream().unwrap(), 0, contents).unwrap();
+        memory
+            .write(&self.device.stream().unwrap(), 0, contents)
+            .unwrap();
         memory.publish(&self.domain, name).unwrap()
     }
 }
@@ -53,10 +60,17 @@ fn in_its_own_process_a_ticket_leads_to_the_same_memory() {
     let published = stage.publish("a", b"abc");
     let shared = published.ticket().unwrap().open(&stage.device).unwrap();
     assert_eq!(shared.ptr(), published.memory().ptr());
-    let named = Ticket::to(&stage.domain, "a").unwrap().open(&stage.device).unwrap();
+    let named = Ticket::to(&stage.domain, "a")
+        .unwrap()
+        .open(&stage.device)
+        .unwrap();
     assert_eq!((named.ptr(), named.bytes()), (shared.ptr(), 3));
     drop(published);
-    assert_eq!(named.to_vec(WAIT).unwrap(), b"abc", "it outlives its publication");
+    assert_eq!(
+        named.to_vec(WAIT).unwrap(),
+        b"abc",
+        "it outlives its publication"
+    );
 }
 
 #[test]
@@ -66,7 +80,10 @@ fn opened_twice_it_is_mapped_once_and_closed_in_any_order() {
     let (device, counting) = other(Counting::default());
     let first = published.ticket().unwrap().open(&device).unwrap();
     let second = published.ticket_of(2..4).unwrap().open(&device).unwrap();
-    let third = Ticket::to(&stage.domain, "a").unwrap().open(&device).unwrap();
+    let third = Ticket::to(&stage.domain, "a")
+        .unwrap()
+        .open(&device)
+        .unwrap();
     assert_eq!(calls(&counting, "import"), 1);
     assert_eq!((second.ptr(), third.ptr()), (first.ptr() + 2, first.ptr()));
     drop(first);
@@ -74,9 +91,18 @@ fn opened_twice_it_is_mapped_once_and_closed_in_any_order() {
     assert_eq!(second.to_vec(WAIT).unwrap(), b"cd");
     assert_eq!(calls(&counting, "release"), 0);
     drop(second);
-    assert!(eventually(|| calls(&counting, "release") == 1), "the last one unmaps it");
+    assert!(
+        eventually(|| calls(&counting, "release") == 1),
+        "the last one unmaps it"
+    );
     let again = published.ticket().unwrap().open(&device).unwrap();
-    assert_eq!((again.to_vec(WAIT).unwrap().len(), calls(&counting, "import")), (6, 2));
+    assert_eq!(
+        (
+            again.to_vec(WAIT).unwrap().len(),
+            calls(&counting, "import")
+        ),
+        (6, 2)
+    );
 }
 
 #[test]
@@ -94,9 +120,10 @@ fn a_mapping_is_kept_until_the_stream_that_uses_it_is_past_it() {
         stream.call(move || assert!(wait.recv().is_err())).unwrap();
         drop(shared);
         // The control: a stream that nobody named is not waited for.
-        let is_early = eventually_within(Duration::from_millis(if is_noted { 50 } else { 10_000 }), || {
-            calls(&counting, "release") == 1
-        });
+        let is_early = eventually_within(
+            Duration::from_millis(if is_noted { 50 } else { 10_000 }),
+            || calls(&counting, "release") == 1,
+        );
         assert_eq!(is_early, !is_noted);
         drop(go);
         assert!(eventually(|| calls(&counting, "release") == 1));
@@ -108,17 +135,49 @@ fn a_ticket_says_whether_nobody_came_yet_or_its_owner_is_gone() {
     let stage = Stage::new("gone");
     let named = Ticket::to(&stage.domain, "a").unwrap();
     let early = named.open(&stage.device).unwrap_err();
-    assert!(matches!(early, Error::NoOwner { kind: Kind::Memory, was_there: false, .. }), "{early}");
+    assert!(
+        matches!(
+            early,
+            Error::NoOwner {
+                kind: Kind::Memory,
+                was_there: false,
+                ..
+            }
+        ),
+        "{early}"
+    );
     let published = stage.publish("a", b"abc");
     let ticket = published.ticket().unwrap();
     drop(published);
     let (device, _counting) = other(Counting::default());
     let gone = ticket.open_timeout(&device, WAIT).unwrap_err();
-    assert!(matches!(gone, Error::TicketExpired { expiry: Expiry::Gone { died: false }, .. }), "{gone}");
+    assert!(
+        matches!(
+            gone,
+            Error::TicketExpired {
+                expiry: Expiry::Gone { died: false },
+                ..
+            }
+        ),
+        "{gone}"
+    );
     let _later = stage.publish("a", b"def");
     let replaced = ticket.open(&device).unwrap_err();
-    assert!(matches!(replaced, Error::TicketExpired { expiry: Expiry::Replaced, .. }), "{replaced}");
-    assert_eq!(named.open(&device).unwrap().to_vec(WAIT).unwrap(), b"def", "a name may have a new owner");
+    assert!(
+        matches!(
+            replaced,
+            Error::TicketExpired {
+                expiry: Expiry::Replaced,
+                ..
+            }
+        ),
+        "{replaced}"
+    );
+    assert_eq!(
+        named.open(&device).unwrap().to_vec(WAIT).unwrap(),
+        b"def",
+        "a name may have a new owner"
+    );
 }
 
 #[test]
@@ -126,7 +185,12 @@ fn who_waits_for_a_name_gets_what_is_published_later() {
     let stage = Stage::new("later");
     let ticket = Ticket::to(&stage.domain, "a").unwrap();
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| ticket.open_timeout(&stage.device, WAIT).unwrap().to_vec(WAIT));
+        let waiting = scope.spawn(|| {
+            ticket
+                .open_timeout(&stage.device, WAIT)
+                .unwrap()
+                .to_vec(WAIT)
+        });
         let _published = stage.publish("a", b"late");
         assert_eq!(waiting.join().unwrap().unwrap(), b"late");
     });
@@ -142,12 +206,34 @@ fn a_ticket_of_an_owner_who_is_gone_opens_nothing_also_where_the_memory_is_open(
     drop(published);
     for device in [&device, &stage.device] {
         let gone = ticket.open(device).unwrap_err();
-        assert!(matches!(gone, Error::TicketExpired { expiry: Expiry::Gone { died: false }, .. }), "{gone}");
+        assert!(
+            matches!(
+                gone,
+                Error::TicketExpired {
+                    expiry: Expiry::Gone { died: false },
+                    ..
+                }
+            ),
+            "{gone}"
+        );
     }
     let next = stage.publish("a", b"def");
     let gone = ticket.open(&device).unwrap_err();
-    assert!(matches!(gone, Error::TicketExpired { expiry: Expiry::Replaced, .. }), "{gone}");
-    assert_eq!((open.to_vec(WAIT).unwrap(), own.to_vec(WAIT).unwrap()), (b"abc".to_vec(), b"abc".to_vec()), "kept");
+    assert!(
+        matches!(
+            gone,
+            Error::TicketExpired {
+                expiry: Expiry::Replaced,
+                ..
+            }
+        ),
+        "{gone}"
+    );
+    assert_eq!(
+        (open.to_vec(WAIT).unwrap(), own.to_vec(WAIT).unwrap()),
+        (b"abc".to_vec(), b"abc".to_vec()),
+        "kept"
+    );
     drop(next);
 }
 
@@ -156,14 +242,40 @@ fn a_limit_below_the_devices_unit_is_refused_at_once() {
     let stage = Stage::new("below-a-unit");
     let unit = stage.device.backend().granularity();
     let build = |bytes| {
-        let publisher = crate::Publisher::builder("a").domain(&stage.domain).device(&stage.device).memory_limit(bytes);
-        let pool = crate::Pool::builder("b").domain(&stage.domain).device(&stage.device).memory_limit(bytes);
-        let server = crate::Server::builder("c").domain(&stage.domain).device(&stage.device).memory_limit(bytes);
-        let queue = crate::Queue::builder("d").domain(&stage.domain).device(&stage.device).memory_limit(bytes);
-        [publisher.build().map(drop), pool.build().map(drop), server.build().map(drop), queue.build().map(drop)]
+        let publisher = crate::Publisher::builder("a")
+            .domain(&stage.domain)
+            .device(&stage.device)
+            .memory_limit(bytes);
+        let pool = crate::Pool::builder("b")
+            .domain(&stage.domain)
+            .device(&stage.device)
+            .memory_limit(bytes);
+        let server = crate::Server::builder("c")
+            .domain(&stage.domain)
+            .device(&stage.device)
+            .memory_limit(bytes);
+        let queue = crate::Queue::builder("d")
+            .domain(&stage.domain)
+            .device(&stage.device)
+            .memory_limit(bytes);
+        [
+            publisher.build().map(drop),
+            pool.build().map(drop),
+            server.build().map(drop),
+            queue.build().map(drop),
+        ]
     };
     for refused in build(unit - 1) {
-        assert!(matches!(refused, Err(Error::Argument { argument: "memory_limit", .. })), "{refused:?}");
+        assert!(
+            matches!(
+                refused,
+                Err(Error::Argument {
+                    argument: "memory_limit",
+                    ..
+                })
+            ),
+            "{refused:?}"
+        );
     }
     build(unit).into_iter().for_each(|built| built.unwrap());
 }
@@ -177,13 +289,36 @@ fn ranges_end_inside_or_are_an_error() {
     let shared = middle.open(&stage.device).unwrap();
     assert_eq!(shared.to_vec(WAIT).unwrap(), b"bc");
     assert_eq!(shared.range(1, None).unwrap().to_vec(WAIT).unwrap(), b"c");
-    assert!(matches!(shared.range(1, 2), Err(Error::Range { offset: 1, bytes: 2, available: 2, .. })));
-    assert!(matches!(published.ticket_of(4..=6), Err(Error::Range { .. })));
+    assert!(matches!(
+        shared.range(1, 2),
+        Err(Error::Range {
+            offset: 1,
+            bytes: 2,
+            available: 2,
+            ..
+        })
+    ));
+    assert!(matches!(
+        published.ticket_of(4..=6),
+        Err(Error::Range { .. })
+    ));
     assert!(matches!(published.ticket_of(7..), Err(Error::Range { .. })));
     #[expect(clippy::reversed_empty_ranges, reason = "that is what is refused")]
     let reversed = published.ticket_of(5..2);
-    assert!(matches!(reversed, Err(Error::Argument { argument: "range", .. })), "{reversed:?}");
-    assert!(matches!(published.ticket_of(0..u64::MAX), Err(Error::Range { .. })));
+    assert!(
+        matches!(
+            reversed,
+            Err(Error::Argument {
+                argument: "range",
+                ..
+            })
+        ),
+        "{reversed:?}"
+    );
+    assert!(matches!(
+        published.ticket_of(0..u64::MAX),
+        Err(Error::Range { .. })
+    ));
 }
 
 #[test]
@@ -193,11 +328,23 @@ fn memory_for_reading_is_not_written() {
     let stream = device.stream().unwrap();
     let published = stage.publish("a", b"abc");
     let shared = published.ticket().unwrap().open(&device).unwrap();
-    assert!(matches!(shared.write(&stream, 0, b"x"), Err(Error::Argument { .. })));
-    let writable = published.memory().publication("b").domain(&stage.domain).access(Access::ReadWrite).build().unwrap();
+    assert!(matches!(
+        shared.write(&stream, 0, b"x"),
+        Err(Error::Argument { .. })
+    ));
+    let writable = published
+        .memory()
+        .publication("b")
+        .domain(&stage.domain)
+        .access(Access::ReadWrite)
+        .build()
+        .unwrap();
     let shared = writable.ticket().unwrap().open(&device).unwrap();
     shared.write(&stream, 1, b"x").unwrap();
-    assert!(matches!(shared.write(&stream, 3, b"x"), Err(Error::Range { .. })));
+    assert!(matches!(
+        shared.write(&stream, 3, b"x"),
+        Err(Error::Range { .. })
+    ));
     stream.synchronize(WAIT).unwrap();
     assert_eq!(published.memory().to_vec(WAIT).unwrap(), b"axc");
 }
@@ -211,13 +358,34 @@ fn a_bare_descriptor_is_imported_with_what_must_be_known_of_it() {
     drop(memory);
     let shared = Memory::import_fd(&device, &fd, &info, Access::Read).unwrap();
     assert_eq!(&shared.to_vec(WAIT).unwrap()[..4], b"abc\0");
-    let short = MemoryInfo { mapped_bytes: 2 * info.mapped_bytes, ..info };
-    assert!(matches!(Memory::import_fd(&device, &fd, &short, Access::Read), Err(Error::NotDeviceMemory { .. })));
-    let long = MemoryInfo { bytes: info.mapped_bytes + 1, ..info };
-    assert!(matches!(Memory::import_fd(&device, &fd, &long, Access::Read), Err(Error::Range { .. })));
-    let gpu = DeviceId { kind: DeviceKind::Cuda, uuid: [1; 16] };
-    let foreign = MemoryInfo { device: gpu, ..info };
-    assert!(matches!(Memory::import_fd(&device, &fd, &foreign, Access::Read), Err(Error::PeerAccess { .. })));
+    let short = MemoryInfo {
+        mapped_bytes: 2 * info.mapped_bytes,
+        ..info
+    };
+    assert!(matches!(
+        Memory::import_fd(&device, &fd, &short, Access::Read),
+        Err(Error::NotDeviceMemory { .. })
+    ));
+    let long = MemoryInfo {
+        bytes: info.mapped_bytes + 1,
+        ..info
+    };
+    assert!(matches!(
+        Memory::import_fd(&device, &fd, &long, Access::Read),
+        Err(Error::Range { .. })
+    ));
+    let gpu = DeviceId {
+        kind: DeviceKind::Cuda,
+        uuid: [1; 16],
+    };
+    let foreign = MemoryInfo {
+        device: gpu,
+        ..info
+    };
+    assert!(matches!(
+        Memory::import_fd(&device, &fd, &foreign, Access::Read),
+        Err(Error::PeerAccess { .. })
+    ));
     let (pipe, _end) = rustix::pipe::pipe().unwrap();
     assert!(matches!(
         Memory::import_fd(&device, pipe.as_fd(), &info, Access::Read),
@@ -233,7 +401,11 @@ impl Hook for OutOfReach {
     fn before(&self, method: &'static str) -> Result<()> {
         let (reader, owner) = ("GPU 1".to_string(), "GPU 0".to_string());
         if method == "import" {
-            return Err(Error::PeerAccess { reader, owner, reason: "cuDeviceCanAccessPeer says no".into() });
+            return Err(Error::PeerAccess {
+                reader,
+                owner,
+                reason: "cuDeviceCanAccessPeer says no".into(),
+            });
         }
         Ok(())
     }
@@ -261,9 +433,18 @@ fn an_import_that_fails_can_be_tried_again() {
 
 #[test]
 fn nothing_of_no_bytes_is_allocated() {
-    assert!(matches!(Memory::allocate(&Device::host(), 0), Err(Error::Argument { .. })));
-    assert!(matches!(Memory::allocate(&Device::host(), u64::MAX), Err(Error::Argument { .. })));
-    assert!(matches!(Memory::allocate(&Device::host(), 1 << 60), Err(Error::DeviceMemory { .. })));
+    assert!(matches!(
+        Memory::allocate(&Device::host(), 0),
+        Err(Error::Argument { .. })
+    ));
+    assert!(matches!(
+        Memory::allocate(&Device::host(), u64::MAX),
+        Err(Error::Argument { .. })
+    ));
+    assert!(matches!(
+        Memory::allocate(&Device::host(), 1 << 60),
+        Err(Error::DeviceMemory { .. })
+    ));
 }
 
 fn eventually(is_so: impl Fn() -> bool) -> bool {

@@ -82,14 +82,38 @@ impl Ticket {
         wanted: Wanted,
         device: Option<DeviceId>,
     ) -> Result<Ticket> {
-        let path = std::path::absolute(domain.path())
-            .map_err(|e| Error::os("getcwd", format!("the domain {}", domain.path().display()), e))?;
+        let path = std::path::absolute(domain.path()).map_err(|e| {
+            Error::os(
+                "getcwd",
+                format!("the domain {}", domain.path().display()),
+                e,
+            )
+        })?;
         // A text can hold no other.
         let path = path.into_os_string().into_string().map_err(|path| {
-            Error::argument("domain", PathBuf::from(path).display(), "a path in UTF-8, to be named by a ticket")
+            Error::argument(
+                "domain",
+                PathBuf::from(path).display(),
+                "a path in UTF-8, to be named by a ticket",
+            )
         })?;
-        let (host, owner, name) = (ProcessOrigin::here()?.host, domain.owner(), name.to_string());
-        Ok(Ticket { fields: Fields { host, domain: path, owner, name, kind, incarnation, wanted, device } })
+        let (host, owner, name) = (
+            ProcessOrigin::here()?.host,
+            domain.owner(),
+            name.to_string(),
+        );
+        Ok(Ticket {
+            fields: Fields {
+                host,
+                domain: path,
+                owner,
+                name,
+                kind,
+                incarnation,
+                wanted,
+                device,
+            },
+        })
     }
 
     /// A ticket for whatever memory will be published under `name`, now or later, by any run of its owner.
@@ -97,8 +121,19 @@ impl Ticket {
     /// # Errors
     /// [`Error::Name`]; [`Error::Os`] when the machine's identity cannot be read.
     pub fn to(domain: &Domain, name: &str) -> Result<Ticket> {
-        let wanted = Wanted { id: PUBLISHED_ID, offset: 0, bytes: None };
-        Ticket::new(domain, &EndpointName::new(name)?, Kind::Memory, None, wanted, None)
+        let wanted = Wanted {
+            id: PUBLISHED_ID,
+            offset: 0,
+            bytes: None,
+        };
+        Ticket::new(
+            domain,
+            &EndpointName::new(name)?,
+            Kind::Memory,
+            None,
+            wanted,
+            None,
+        )
     }
 
     /// The domain's directory.
@@ -151,7 +186,10 @@ impl Ticket {
 
     fn fetch(&self, device: &Device, timeout: Duration) -> Result<Arc<MappedRegion>> {
         let Wanted { id, .. } = self.fields.wanted;
-        let body = encode(&TicketRequest { incarnation: self.fields.incarnation, id })?;
+        let body = encode(&TicketRequest {
+            incarnation: self.fields.incarnation,
+            id,
+        })?;
         let (session, incoming) = self.attach(device, &body, timeout)?;
         let key = ImportKey::new(session.uid(), session.generation(), id, device);
         IMPORTS.get_or(
@@ -171,9 +209,15 @@ impl Ticket {
         }
         if self.fields.kind != kind {
             let (name, found) = (self.fields.name.clone(), self.fields.kind.to_string());
-            return Err(Error::OtherKind { name, wanted: kind, found });
+            return Err(Error::OtherKind {
+                name,
+                wanted: kind,
+                found,
+            });
         }
-        self.fields.device.map_or(Ok(()), |owner| check_reach(device, owner))
+        self.fields
+            .device
+            .map_or(Ok(()), |owner| check_reach(device, owner))
     }
 
     /// Comes to its owner. Nobody there is an expiry, if the ticket says that somebody was.
@@ -183,13 +227,30 @@ impl Ticket {
         body: &[u8],
         timeout: Duration,
     ) -> Result<(ClientSession, crate::ipc::IncomingReply)> {
-        let Fields { ref domain, owner, ref name, kind, incarnation, .. } = self.fields;
+        let Fields {
+            ref domain,
+            owner,
+            ref name,
+            kind,
+            incarnation,
+            ..
+        } = self.fields;
         let (domain, name) = (Domain::of_user(domain, owner)?, EndpointName::new(name)?);
-        let at = Address { domain: &domain, name: &name, kind };
-        let wait = if incarnation.is_some() { Duration::ZERO } else { timeout };
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind,
+        };
+        let wait = if incarnation.is_some() {
+            Duration::ZERO
+        } else {
+            timeout
+        };
         let attached = ClientSession::attach(&at, Some(device.info().id), body, wait);
         let (session, incoming) = attached.map_err(|error| match error {
-            Error::NoOwner { was_there, .. } if incarnation.is_some() => self.expired(Expiry::Gone { died: was_there }),
+            Error::NoOwner { was_there, .. } if incarnation.is_some() => {
+                self.expired(Expiry::Gone { died: was_there })
+            }
             Error::OtherKind { .. } if incarnation.is_some() => self.expired(Expiry::Replaced),
             other => other,
         })?;
@@ -201,7 +262,10 @@ impl Ticket {
     }
 
     pub(crate) fn expired(&self, expiry: Expiry) -> Error {
-        Error::TicketExpired { name: self.fields.name.clone(), expiry }
+        Error::TicketExpired {
+            name: self.fields.name.clone(),
+            expiry,
+        }
     }
 
     pub(crate) fn incarnation(&self) -> Option<Incarnation> {
@@ -251,13 +315,23 @@ impl From<Ticket> for String {
 
 fn parse(text: &str) -> std::result::Result<Ticket, TicketFault> {
     if text.len() > TEXT_BYTES_MAX {
-        return Err(TicketFault::Oversized { limit: TEXT_BYTES_MAX });
+        return Err(TicketFault::Oversized {
+            limit: TEXT_BYTES_MAX,
+        });
     }
-    let rest = text.trim().strip_prefix(PREFIX).ok_or(TicketFault::NoTicket)?;
+    let rest = text
+        .trim()
+        .strip_prefix(PREFIX)
+        .ok_or(TicketFault::NoTicket)?;
     let (version, rest) = rest.split_once(':').ok_or(TicketFault::Damaged)?;
     match version.parse() {
         Ok(VERSION) => {}
-        Ok(theirs) => return Err(TicketFault::Version { theirs, ours: VERSION }),
+        Ok(theirs) => {
+            return Err(TicketFault::Version {
+                theirs,
+                ours: VERSION,
+            });
+        }
         Err(_) => return Err(TicketFault::Damaged),
     }
     let (digits, sum) = rest.split_once(':').ok_or(TicketFault::Damaged)?;
@@ -277,12 +351,17 @@ fn from_hex(digits: &str) -> Option<Vec<u8>> {
     if !rest.is_empty() {
         return None;
     }
-    pairs.iter().map(|&[high, low]| Some(digit(high)? << 4 | digit(low)?)).collect()
+    pairs
+        .iter()
+        .map(|&[high, low]| Some(digit(high)? << 4 | digit(low)?))
+        .collect()
 }
 
 /// FNV-1a, against texts that were cut or garbled; it is no signature.
 fn checksum(bytes: &[u8]) -> u32 {
-    bytes.iter().fold(0x811c_9dc5, |sum, &byte| (sum ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+    bytes.iter().fold(0x811c_9dc5, |sum, &byte| {
+        (sum ^ u32::from(byte)).wrapping_mul(0x0100_0193)
+    })
 }
 
 /// For [`fuzzing`](crate::fuzzing): texts whose checksum is right, whatever they say.
@@ -298,8 +377,15 @@ pub(crate) mod forged {
 
     /// What whole tickets say: one with everything, and one with as little as can be.
     pub(crate) fn bodies() -> Vec<Vec<u8>> {
-        let device = Some(DeviceId { kind: DeviceKind::Host, uuid: [3; 16] });
-        let all = Wanted { id: 3, offset: 4096, bytes: Some(100) };
+        let device = Some(DeviceId {
+            kind: DeviceKind::Host,
+            uuid: [3; 16],
+        });
+        let all = Wanted {
+            id: 3,
+            offset: 4096,
+            bytes: Some(100),
+        };
         let (domain, name) = ("/run/user/1000/warpipe", "camera/front");
         let mut fields = Fields {
             host: 1 << 40,
@@ -312,9 +398,22 @@ pub(crate) mod forged {
             device,
         };
         let whole = postcard::to_stdvec(&fields);
-        let wanted = Wanted { id: PUBLISHED_ID, offset: 0, bytes: None };
-        fields = Fields { kind: Kind::Pool, incarnation: None, wanted, device: None, ..fields };
-        [whole, postcard::to_stdvec(&fields)].into_iter().flatten().collect()
+        let wanted = Wanted {
+            id: PUBLISHED_ID,
+            offset: 0,
+            bytes: None,
+        };
+        fields = Fields {
+            kind: Kind::Pool,
+            incarnation: None,
+            wanted,
+            device: None,
+            ..fields
+        };
+        [whole, postcard::to_stdvec(&fields)]
+            .into_iter()
+            .flatten()
+            .collect()
     }
 }
 
@@ -323,7 +422,11 @@ mod tests {
     use super::*;
 
     fn ticket() -> Ticket {
-        let wanted = Wanted { id: 3, offset: 4096, bytes: Some(100) };
+        let wanted = Wanted {
+            id: 3,
+            offset: 4096,
+            bytes: Some(100),
+        };
         let fields = Fields {
             host: ProcessOrigin::here().unwrap().host,
             domain: "/run/user/1000/warpipe".into(),
@@ -340,7 +443,11 @@ mod tests {
     #[test]
     fn a_ticket_goes_through_text_and_serde_unchanged() {
         let text = ticket().to_string();
-        assert!(text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b":-".contains(&byte)), "{text}");
+        assert!(
+            text.bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || b":-".contains(&byte)),
+            "{text}"
+        );
         assert_eq!(text.parse::<Ticket>().unwrap(), ticket());
         assert_eq!(format!("  {text}\n").parse::<Ticket>().unwrap(), ticket());
         let bytes = postcard::to_stdvec(&ticket()).unwrap();
@@ -352,7 +459,10 @@ mod tests {
         let text = ticket().to_string();
         for end in 0..text.len() {
             let fault = parse(&text[..end]).unwrap_err();
-            assert!(matches!(fault, TicketFault::NoTicket | TicketFault::Damaged), "{end}: {fault}");
+            assert!(
+                matches!(fault, TicketFault::NoTicket | TicketFault::Damaged),
+                "{end}: {fault}"
+            );
         }
     }
 
@@ -372,9 +482,20 @@ mod tests {
     #[test]
     fn other_versions_and_foreign_texts_are_told_apart() {
         let newer = ticket().to_string().replace(":1:", ":2:");
-        assert_eq!(parse(&newer), Err(TicketFault::Version { theirs: 2, ours: VERSION }));
+        assert_eq!(
+            parse(&newer),
+            Err(TicketFault::Version {
+                theirs: 2,
+                ours: VERSION
+            })
+        );
         assert_eq!(parse("MIIB"), Err(TicketFault::NoTicket));
-        assert_eq!(parse(&"x".repeat(TEXT_BYTES_MAX + 1)), Err(TicketFault::Oversized { limit: TEXT_BYTES_MAX }));
+        assert_eq!(
+            parse(&"x".repeat(TEXT_BYTES_MAX + 1)),
+            Err(TicketFault::Oversized {
+                limit: TEXT_BYTES_MAX
+            })
+        );
         let mut named = ticket();
         named.fields.name = "../etc".into();
         assert_eq!(parse(&named.to_string()), Err(TicketFault::Damaged));
@@ -384,21 +505,34 @@ mod tests {
     fn a_ticket_of_another_machine_opens_nothing() {
         let mut ticket = ticket();
         ticket.fields.host ^= 1;
-        assert!(matches!(ticket.open(&Device::host()), Err(Error::Ticket(TicketFault::ForeignHost))));
+        assert!(matches!(
+            ticket.open(&Device::host()),
+            Err(Error::Ticket(TicketFault::ForeignHost))
+        ));
     }
 
     #[test]
     fn a_gpus_memory_is_out_of_the_hosts_reach() {
         let mut ticket = ticket();
-        ticket.fields.device = Some(DeviceId { kind: crate::backend::DeviceKind::Cuda, uuid: [1; 16] });
-        assert!(matches!(ticket.open(&Device::host()), Err(Error::PeerAccess { .. })));
+        ticket.fields.device = Some(DeviceId {
+            kind: crate::backend::DeviceKind::Cuda,
+            uuid: [1; 16],
+        });
+        assert!(matches!(
+            ticket.open(&Device::host()),
+            Err(Error::PeerAccess { .. })
+        ));
     }
 
     #[test]
     fn what_is_open_of_one_user_is_not_found_for_another_users_ticket() {
-        let folder = std::env::temp_dir().join(format!("warpipe-ticket-user-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-ticket-user-{}", std::process::id()));
         let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
-        let published = crate::Memory::allocate(&device, 64).unwrap().publish(&domain, "weights").unwrap();
+        let published = crate::Memory::allocate(&device, 64)
+            .unwrap()
+            .publish(&domain, "weights")
+            .unwrap();
         let mut ticket = published.ticket().unwrap();
         assert!(ticket.open(&device).is_ok());
         ticket.fields.owner += 1;

@@ -16,7 +16,9 @@ pub(crate) struct WeakCache<K, V> {
 
 impl<K: Ord + Clone + Send, V: Send + Sync> WeakCache<K, V> {
     pub(crate) const fn new() -> WeakCache<K, V> {
-        WeakCache { cells: PerProcess::new() }
+        WeakCache {
+            cells: PerProcess::new(),
+        }
     }
 
     /// The value of `key`, made if it is not open, or is not good any more. Who asks for the same meanwhile waits for it; others do not.
@@ -48,7 +50,10 @@ impl<K: Ord + Clone + Send, V: Send + Sync> WeakCache<K, V> {
         }
         // What nobody holds or opens any more makes room: the table is as long as what is open, and one.
         cells.retain(|_, cell| Arc::strong_count(cell) > 1 || lock(cell).strong_count() > 0);
-        cells.entry(key.clone()).or_insert_with(|| Arc::new(Mutex::new(Weak::new()))).clone()
+        cells
+            .entry(key.clone())
+            .or_insert_with(|| Arc::new(Mutex::new(Weak::new())))
+            .clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<K, Cell<V>>> {
@@ -83,8 +88,17 @@ mod tests {
     fn what_is_not_good_any_more_is_made_anew() {
         let shelf = WeakCache::<u8, u64>::new();
         let first = shelf.get_or(&1, good, || Ok(Arc::new(7))).unwrap();
-        let second = shelf.get_or(&1, |value| *value != 7, || Ok(Arc::new(8))).unwrap();
-        assert_eq!((*first, *second, *shelf.get_or(&1, good, || panic!("it is open")).unwrap()), (7, 8, 8));
+        let second = shelf
+            .get_or(&1, |value| *value != 7, || Ok(Arc::new(8)))
+            .unwrap();
+        assert_eq!(
+            (
+                *first,
+                *second,
+                *shelf.get_or(&1, good, || panic!("it is open")).unwrap()
+            ),
+            (7, 8, 8)
+        );
     }
 
     #[test]
@@ -93,13 +107,20 @@ mod tests {
         let kept = shelf.get_or(&0, good, || Ok(Arc::new(0))).unwrap();
         (1..100).for_each(|key| drop(shelf.get_or(&key, good, || Ok(Arc::new(key)))));
         assert!(shelf.lock().len() <= 2);
-        assert!(Arc::ptr_eq(&shelf.get_or(&0, good, || panic!("it is open")).unwrap(), &kept));
+        assert!(Arc::ptr_eq(
+            &shelf.get_or(&0, good, || panic!("it is open")).unwrap(),
+            &kept
+        ));
     }
 
     #[test]
     fn an_error_leaves_the_place_free() {
         let shelf = WeakCache::<u8, u8>::new();
-        assert!(shelf.get_or(&1, good, || Err(crate::Error::Forked)).is_err());
+        assert!(
+            shelf
+                .get_or(&1, good, || Err(crate::Error::Forked))
+                .is_err()
+        );
         assert!(shelf.get_or(&1, good, || Ok(Arc::new(1))).is_ok());
     }
 }

@@ -75,12 +75,20 @@ pub(super) enum AllocOutcome {
 
 impl std::fmt::Debug for PoolAllocator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pool").field("name", &self.name).field("device", &self.device).finish_non_exhaustive()
+        f.debug_struct("Pool")
+            .field("name", &self.name)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
     }
 }
 
 impl PoolAllocator {
-    pub(super) fn new(name: EndpointName, domain: Domain, device: Device, limit: u64) -> Result<Arc<PoolAllocator>> {
+    pub(super) fn new(
+        name: EndpointName,
+        domain: Domain,
+        device: Device,
+        limit: u64,
+    ) -> Result<Arc<PoolAllocator>> {
         let scrubber = device.stream()?;
         let state = PoolState {
             arena: Arena::new(&device, limit),
@@ -93,7 +101,10 @@ impl PoolAllocator {
             fences: 0,
             next_lend: 1,
         };
-        let memory = PoolMemory { state: Mutex::new(state), board: FenceWords::new(&device, SLOTS_MAX)? };
+        let memory = PoolMemory {
+            state: Mutex::new(state),
+            board: FenceWords::new(&device, SLOTS_MAX)?,
+        };
         let memory = DropAfterFence::new(Arc::default(), memory)?;
         Ok(Arc::new_cyclic(|me| PoolAllocator {
             owner_process: OwnerProcess::current(),
@@ -109,7 +120,10 @@ impl PoolAllocator {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, PoolState> {
-        self.memory.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.memory
+            .state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The lock, unless somebody has it, who may be in a call of the driver.
@@ -134,15 +148,23 @@ impl PoolAllocator {
     pub(super) fn allocate(&self, bytes: u64, timeout: Duration) -> Result<SlotId> {
         self.owner_process.check()?;
         check_bytes(bytes)?;
-        let (mut clock, mut backoff, mut has_waited) = (Stopwatch::default(), Backoff::default(), false);
+        let (mut clock, mut backoff, mut has_waited) =
+            (Stopwatch::default(), Backoff::default(), false);
         loop {
             match self.take(bytes, self.uid, BlockUsers::owned())? {
                 AllocOutcome::Block { slot, cleared_at } => {
                     self.wait_until_clear(slot, cleared_at)?;
                     return Ok(slot);
                 }
-                AllocOutcome::Full { used, limit } if clock.elapsed() >= timeout || bytes > limit => {
-                    return Err(Error::MemoryLimit { name: self.name.to_string(), bytes, used, limit });
+                AllocOutcome::Full { used, limit }
+                    if clock.elapsed() >= timeout || bytes > limit =>
+                {
+                    return Err(Error::MemoryLimit {
+                        name: self.name.to_string(),
+                        bytes,
+                        used,
+                        limit,
+                    });
                 }
                 AllocOutcome::Full { .. } => {}
             }
@@ -155,12 +177,21 @@ impl PoolAllocator {
     }
 
     pub(super) fn wait_until_clear(&self, slot: SlotId, cleared_at: Option<u64>) -> Result<()> {
-        let Some(value) = cleared_at else { return Ok(()) };
-        if self.device.backend().wait_word(self.memory.board.word(slot as usize), value, CLEAR_TIMEOUT)? {
+        let Some(value) = cleared_at else {
+            return Ok(());
+        };
+        if self.device.backend().wait_word(
+            self.memory.board.word(slot as usize),
+            value,
+            CLEAR_TIMEOUT,
+        )? {
             return Ok(());
         }
         self.release(slot);
-        Err(Error::Timeout { what: "the clearing of a block".into(), waited: CLEAR_TIMEOUT })
+        Err(Error::Timeout {
+            what: "the clearing of a block".into(),
+            waited: CLEAR_TIMEOUT,
+        })
     }
 
     /// Takes a block for the user `uid`, if there is one, or room for a new region.
@@ -175,7 +206,10 @@ impl PoolAllocator {
                 return Ok(AllocOutcome::Block { slot, cleared_at });
             }
             let Some(growth) = state.arena.plan(bytes, 0) else {
-                return Ok(AllocOutcome::Full { used: state.used(), limit: state.arena.limit() });
+                return Ok(AllocOutcome::Full {
+                    used: state.used(),
+                    limit: state.arena.limit(),
+                });
             };
             // Without the lock: a driver may take its time.
             drop(state);
@@ -183,7 +217,9 @@ impl PoolAllocator {
             state = self.lock();
             state.arena.adopt(growth, made)?;
             let regions = state.arena.chunks().len();
-            state.last_writers.resize_with(regions, LastWriters::default);
+            state
+                .last_writers
+                .resize_with(regions, LastWriters::default);
         }
     }
 
@@ -192,7 +228,12 @@ impl PoolAllocator {
         let slot = match self.take(bytes, self.uid, BlockUsers::owned())? {
             AllocOutcome::Block { slot, .. } => slot,
             AllocOutcome::Full { used, limit } => {
-                return Err(Error::MemoryLimit { name: self.name.to_string(), bytes, used, limit });
+                return Err(Error::MemoryLimit {
+                    name: self.name.to_string(),
+                    bytes,
+                    used,
+                    limit,
+                });
             }
         };
         self.release(slot);
@@ -202,7 +243,12 @@ impl PoolAllocator {
 
     /// Enqueues the clearing of a block in which somebody but `uid` has left something. It is not free, whoever has it,
     /// before that is done. Gives up the lock before the driver is called: a full launch queue may hold that up.
-    fn clear_for<'a>(&'a self, mut state: MutexGuard<'a, PoolState>, slot: SlotId, uid: u32) -> Result<Option<u64>> {
+    fn clear_for<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, PoolState>,
+        slot: SlotId,
+        uid: u32,
+    ) -> Result<Option<u64>> {
         let (region, range) = state.range_of(slot);
         let mut cleared_at = None;
         if state.last_writers[region].are_foreign_to(uid, &range) {
@@ -226,18 +272,30 @@ impl PoolAllocator {
 
     fn clear(&self, ptr: DevicePtr, bytes: u64, slot: SlotId, value: u64) -> Result<()> {
         self.streams().record_use(&self.scrubber);
-        let signal = StreamOp::Signal { word: self.memory.board.device_word(slot as usize), value };
+        let signal = StreamOp::Signal {
+            word: self.memory.board.device_word(slot as usize),
+            value,
+        };
         // SAFETY: the stream is live; the block is nobody's yet and lies in a region that goes, as the board does, only
         // when this stream, noted above, is past it.
         unsafe {
-            self.device.backend().zero(self.scrubber.raw(), ptr, bytes)?;
+            self.device
+                .backend()
+                .zero(self.scrubber.raw(), ptr, bytes)?;
             self.scrubber.batch(&[signal])
         }
     }
 
     /// Has the clearing stream store `value` at `offset` of a peer's page, behind what it clears. To be called without the lock.
-    pub(super) fn signal_cleared(&self, page: &SharedPage, offset: usize, value: u64) -> Result<()> {
-        let Some(word) = page.device_ptr(offset) else { return Ok(()) };
+    pub(super) fn signal_cleared(
+        &self,
+        page: &SharedPage,
+        offset: usize,
+        value: u64,
+    ) -> Result<()> {
+        let Some(word) = page.device_ptr(offset) else {
+            return Ok(());
+        };
         self.streams().record_use(&self.scrubber);
         // SAFETY: a peer's page is let go only behind the proof of the streams noted (`PoolAllocator::drop_page_deferred`).
         unsafe { self.scrubber.batch(&[StreamOp::Signal { word, value }]) }
@@ -252,7 +310,10 @@ impl PoolAllocator {
     pub(super) fn release_behind(&self, slot: SlotId, stream: &Stream) -> Result<()> {
         self.streams().record_use(stream);
         let value = self.lock().next_fence();
-        let signal = StreamOp::Signal { word: self.memory.board.device_word(slot as usize), value };
+        let signal = StreamOp::Signal {
+            word: self.memory.board.device_word(slot as usize),
+            value,
+        };
         // Without the lock, which the control thread takes: a full launch queue may hold this up. The slot is the owner's until
         // it is let go below.
         // SAFETY: the board goes only when this stream, noted above, is past its signals.
@@ -269,12 +330,28 @@ impl PoolAllocator {
         let mut state = self.lock();
         let Some(&incarnation) = self.generation.get().filter(|_| !state.is_closed) else {
             let (name, pid) = (self.name.to_string(), std::process::id() as i32);
-            return Err(Error::OwnerGone { kind: Kind::Pool, name, pid, graceful: true });
+            return Err(Error::OwnerGone {
+                kind: Kind::Pool,
+                name,
+                pid,
+                graceful: true,
+            });
         };
-        let wanted = Wanted { id: state.lend(slot, bytes, access), offset: 0, bytes: Some(bytes) };
+        let wanted = Wanted {
+            id: state.lend(slot, bytes, access),
+            offset: 0,
+            bytes: Some(bytes),
+        };
         drop(state);
         let device = Some(self.device.info().id);
-        Ticket::new(&self.domain, &self.name, Kind::Pool, Some(incarnation), wanted, device)
+        Ticket::new(
+            &self.domain,
+            &self.name,
+            Kind::Pool,
+            Some(incarnation),
+            wanted,
+            device,
+        )
     }
 
     pub(super) fn address(&self, slot: SlotId) -> DevicePtr {
@@ -284,11 +361,18 @@ impl PoolAllocator {
     /// Takes back every block that nobody uses any more, and forgets the peers that have left with nothing.
     pub(super) fn reclaim(&self, state: &mut PoolState) {
         state.collect_released();
-        let done: Vec<u64> = state.borrowers.iter().filter(|(_, b)| b.is_done()).map(|(&id, _)| id).collect();
+        let done: Vec<u64> = state
+            .borrowers
+            .iter()
+            .filter(|(_, b)| b.is_done())
+            .map(|(&id, _)| id)
+            .collect();
         done.into_iter()
             .filter_map(|id| state.borrowers.remove(&id))
             .for_each(|borrower| self.drop_page_deferred(borrower.page));
-        state.arena.collect(|slot, value| self.memory.board.word(slot as usize).reached(value));
+        state
+            .arena
+            .collect(|slot, value| self.memory.board.word(slot as usize).reached(value));
     }
 
     /// Lets a peer's page go behind the proof of this process's streams.
@@ -305,7 +389,10 @@ impl PoolState {
 
     fn range_of(&self, slot: SlotId) -> (usize, std::ops::Range<u64>) {
         let slot = self.arena.slot(slot);
-        (slot.region as usize, slot.offset..slot.offset + slot.bytes())
+        (
+            slot.region as usize,
+            slot.offset..slot.offset + slot.bytes(),
+        )
     }
 
     /// A value that no word of the board has reached: words only grow.
@@ -315,12 +402,22 @@ impl PoolState {
     }
 
     fn lend(&mut self, slot: SlotId, bytes: u64, access: Access) -> u64 {
-        let known =
-            self.lent_blocks.iter().find(|(_, lend)| (lend.slot, lend.access) == (slot, access)).map(|(&id, _)| id);
+        let known = self
+            .lent_blocks
+            .iter()
+            .find(|(_, lend)| (lend.slot, lend.access) == (slot, access))
+            .map(|(&id, _)| id);
         known.unwrap_or_else(|| {
             let id = self.next_lend;
             self.next_lend += 1;
-            self.lent_blocks.insert(id, LentBlock { slot, bytes, access });
+            self.lent_blocks.insert(
+                id,
+                LentBlock {
+                    slot,
+                    bytes,
+                    access,
+                },
+            );
             id
         })
     }
@@ -333,5 +430,9 @@ impl PoolState {
 }
 
 pub(super) fn check_bytes(bytes: u64) -> Result<()> {
-    if bytes == 0 { Err(Error::argument("bytes", bytes, "at least 1")) } else { Ok(()) }
+    if bytes == 0 {
+        Err(Error::argument("bytes", bytes, "at least 1"))
+    } else {
+        Ok(())
+    }
 }

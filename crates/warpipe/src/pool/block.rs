@@ -19,12 +19,18 @@ pub(super) struct BlockUsers {
 impl BlockUsers {
     /// The owner's own.
     pub(super) fn owned() -> BlockUsers {
-        BlockUsers { is_owned: true, borrows: 0 }
+        BlockUsers {
+            is_owned: true,
+            borrows: 0,
+        }
     }
 
     /// One that a peer has allocated.
     pub(super) fn borrowed() -> BlockUsers {
-        BlockUsers { is_owned: false, borrows: 1 }
+        BlockUsers {
+            is_owned: false,
+            borrows: 1,
+        }
     }
 }
 
@@ -69,7 +75,15 @@ struct OpenGrant {
 impl Borrower {
     pub(super) fn new(page: SharedPage, process: Arc<Process>) -> Borrower {
         let page = Arc::new(page);
-        Borrower { page, open: vec![], unused: vec![], next_pair: 0, values: 0, process, is_leaving: false }
+        Borrower {
+            page,
+            open: vec![],
+            unused: vec![],
+            next_pair: 0,
+            values: 0,
+            process,
+            is_leaving: false,
+        }
     }
 
     /// Whether it has left and is proven dead: nobody else is told of that any more.
@@ -94,7 +108,11 @@ impl Borrower {
         };
         // Counted for all pairs at once: no word has come to it before.
         self.values += 1;
-        self.open.push(OpenGrant { slot, pair, value: self.values });
+        self.open.push(OpenGrant {
+            slot,
+            pair,
+            value: self.values,
+        });
         Some((pair, self.values))
     }
 
@@ -128,7 +146,10 @@ impl Borrower {
     fn take_released(&mut self) -> Vec<SlotId> {
         let page = &self.page;
         // Exactly the value: what an honest peer leaves, and a scribbler hardly ever.
-        let is_released = |open: &mut OpenGrant| page.at::<TimelineWord>(released_at(open.pair)).is(open.value);
+        let is_released = |open: &mut OpenGrant| {
+            page.at::<TimelineWord>(released_at(open.pair))
+                .is(open.value)
+        };
         let released: Vec<OpenGrant> = self.open.extract_if(.., is_released).collect();
         self.unused.extend(released.iter().map(|open| open.pair));
         released.into_iter().map(|open| open.slot).collect()
@@ -147,8 +168,14 @@ impl PoolState {
 
     /// Takes back what peers have let go.
     pub(super) fn collect_released(&mut self) {
-        let released: Vec<SlotId> = self.borrowers.values_mut().flat_map(Borrower::take_released).collect();
-        released.into_iter().for_each(|slot| self.release_borrower(slot));
+        let released: Vec<SlotId> = self
+            .borrowers
+            .values_mut()
+            .flat_map(Borrower::take_released)
+            .collect();
+        released
+            .into_iter()
+            .for_each(|slot| self.release_borrower(slot));
     }
 
     pub(super) fn release_borrower(&mut self, slot: SlotId) {
@@ -167,13 +194,24 @@ impl PoolState {
     }
 
     fn let_go(&mut self, slot: SlotId) {
-        self.blocks.retain(|&id, block| id != slot || *block != BlockUsers { is_owned: false, borrows: 0 });
+        self.blocks.retain(|&id, block| {
+            id != slot
+                || *block
+                    != BlockUsers {
+                        is_owned: false,
+                        borrows: 0,
+                    }
+        });
         self.arena.release(slot);
     }
 
     /// Bytes that are not free: held by anybody, or behind a stream that is not done.
     pub(super) fn used(&self) -> u64 {
-        self.blocks.keys().map(|&slot| self.arena.slot(slot).bytes()).sum::<u64>() + self.arena.waiting_bytes()
+        self.blocks
+            .keys()
+            .map(|&slot| self.arena.slot(slot).bytes())
+            .sum::<u64>()
+            + self.arena.waiting_bytes()
     }
 
     /// Bytes that the owner has, and that peers have; what both have counts in both.
@@ -182,7 +220,10 @@ impl PoolState {
             let slots = self.blocks.iter().filter(|(_, block)| is_so(block));
             slots.map(|(&slot, _)| self.arena.slot(slot).bytes()).sum()
         };
-        (bytes(|block| block.is_owned), bytes(|block| block.borrows > 0))
+        (
+            bytes(|block| block.is_owned),
+            bytes(|block| block.borrows > 0),
+        )
     }
 
     pub(super) fn update_high_water(&mut self) {

@@ -89,19 +89,35 @@ impl PoolBuilder {
         let name = EndpointName::new(&self.name)?;
         if self.reserve > self.memory_limit {
             let (name, bytes, limit) = (self.name, self.reserve, self.memory_limit);
-            return Err(Error::MemoryLimit { name, bytes, used: 0, limit });
+            return Err(Error::MemoryLimit {
+                name,
+                bytes,
+                used: 0,
+                limit,
+            });
         }
         let domain = self.domain.map_or_else(Domain::from_environment, Ok)?;
         let device = self.device.unwrap_or_else(|| Device::preferred().device);
         check_limit(&device, self.memory_limit)?;
-        let allocator = PoolAllocator::new(name.clone(), domain.clone(), device, self.memory_limit)?;
+        let allocator =
+            PoolAllocator::new(name.clone(), domain.clone(), device, self.memory_limit)?;
         if self.reserve > 0 {
             allocator.reserve(self.reserve)?;
         }
-        let at = Address { domain: &domain, name: &name, kind: Kind::Pool };
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Pool,
+        };
         let server = IpcServer::open(&at, self.access_policy, allocator.clone())?;
         let _ = allocator.generation.set(server.server_core().generation());
-        Ok(Pool { inner: Arc::new(PoolInner { _keeper: server, allocator, wait: self.wait }) })
+        Ok(Pool {
+            inner: Arc::new(PoolInner {
+                _keeper: server,
+                allocator,
+                wait: self.wait,
+            }),
+        })
     }
 }
 
@@ -217,7 +233,14 @@ impl Pool {
         let allocator = &self.inner.allocator;
         let slot = allocator.allocate(bytes, timeout)?;
         let ptr = allocator.address(slot);
-        Ok(Buffer { allocator: allocator.clone(), slot, ptr, bytes, streams: Arc::default(), is_free: false })
+        Ok(Buffer {
+            allocator: allocator.clone(),
+            slot,
+            ptr,
+            bytes,
+            streams: Arc::default(),
+            is_free: false,
+        })
     }
 
     #[cfg(test)]
@@ -244,7 +267,8 @@ impl Pool {
             let mut state = allocator.lock();
             allocator.reclaim(&mut state);
             (stats.regions, stats.total_bytes) = (state.arena.chunks().len(), state.arena.total());
-            (stats.limit_bytes, stats.waiting_bytes) = (state.arena.limit(), state.arena.waiting_bytes());
+            (stats.limit_bytes, stats.waiting_bytes) =
+                (state.arena.limit(), state.arena.waiting_bytes());
             (stats.in_use_bytes, stats.lent_bytes) = state.held();
             let counts = state.counts;
             (stats.high_water_bytes, stats.allocations, stats.waits) =
@@ -297,7 +321,12 @@ impl Buffer {
     /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`];
     /// [`Error::Timeout`] when too much is on its way behind streams that stand still.
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
-        check_range(self.allocator.name.as_str(), offset, bytes.len() as u64, self.bytes)?;
+        check_range(
+            self.allocator.name.as_str(),
+            offset,
+            bytes.len() as u64,
+            self.bytes,
+        )?;
         self.allocator.owner_process.check()?;
         stream.check_of(&self.allocator.device)?;
         if bytes.is_empty() {
@@ -356,7 +385,10 @@ impl Drop for Buffer {
             // A forked child: the parent's blocks are not ours to give up.
             return std::mem::forget(self.allocator.clone());
         }
-        self.allocator.lock().lent_blocks.retain(|_, lend| lend.slot != self.slot);
+        self.allocator
+            .lock()
+            .lent_blocks
+            .retain(|_, lend| lend.slot != self.slot);
         let (mut fence, slot) = (self.streams.fence_busy(), self.slot);
         if fence.is_reached() {
             return self.allocator.release(slot);

@@ -7,13 +7,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::allocator::check_bytes;
-use super::{AllocReply, AllocRequest, BlockGrant, Hello, HelloReply, PAGE_BYTES, PAIRS_MAX, cleared_at, released_at};
+use super::{
+    AllocReply, AllocRequest, BlockGrant, Hello, HelloReply, PAGE_BYTES, PAIRS_MAX, cleared_at,
+    released_at,
+};
 use crate::backend::{Access, DeviceId, DevicePtr, StreamOp, TimelineWord};
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Expiry, Result};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode};
+use crate::ipc::{
+    Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode,
+};
 use crate::memory::mapped_region::{ImportKey, MappedRegion, check_range, wait_for};
 use crate::memory::region::Region;
 use crate::memory::ticket::Ticket;
@@ -55,7 +60,8 @@ struct StaleGrantHandler(Arc<SharedPage>);
 impl SessionObserver for StaleGrantHandler {
     /// On the reactor's thread: a CPU store alone. Nothing has been enqueued on such a block.
     fn on_stale_reply(&self, _: &[u8], incoming: IncomingReply) {
-        if let Ok(AllocReply::Block(BlockGrant { pair, value, .. })) = decode(&incoming.body, "a pool")
+        if let Ok(AllocReply::Block(BlockGrant { pair, value, .. })) =
+            decode(&incoming.body, "a pool")
             && pair < PAIRS_MAX
         {
             self.0.at::<TimelineWord>(released_at(pair)).store(value);
@@ -65,18 +71,34 @@ impl SessionObserver for StaleGrantHandler {
 
 impl PoolSession {
     /// Takes in what the admission brought. `None` if this is another run of the pool than was wanted.
-    fn of(session: ClientSession, incoming: IncomingReply, device: &Device) -> Result<Option<PoolSession>> {
+    fn of(
+        session: ClientSession,
+        incoming: IncomingReply,
+        device: &Device,
+    ) -> Result<Option<PoolSession>> {
         let name = session.name().to_string();
-        let HelloReply::Welcome { owner, page_bytes } = decode(&incoming.body, &name)? else { return Ok(None) };
+        let HelloReply::Welcome { owner, page_bytes } = decode(&incoming.body, &name)? else {
+            return Ok(None);
+        };
         if page_bytes != PAGE_BYTES as u64 {
-            return Err(wrong(&name, "page", format!("{page_bytes} bytes"), format!("{PAGE_BYTES} bytes")));
+            return Err(wrong(
+                &name,
+                "page",
+                format!("{page_bytes} bytes"),
+                format!("{PAGE_BYTES} bytes"),
+            ));
         }
         let (_, [fd]) = incoming.open::<HelloReply, 1>(&name)?;
         let words = Arc::new(SharedPage::open(Some(device), fd, PAGE_BYTES, &name)?);
         session.observe(Arc::new(StaleGrantHandler(words.clone())))?;
         let parts = SessionParts { words, session };
         let visit = DropAfterFence::new(Arc::default(), parts)?;
-        Ok(Some(PoolSession { device: device.clone(), owner, regions: Mutex::default(), visit }))
+        Ok(Some(PoolSession {
+            device: device.clone(),
+            owner,
+            regions: Mutex::default(),
+            visit,
+        }))
     }
 
     /// Whether its owner can still be asked.
@@ -95,7 +117,10 @@ impl PoolSession {
         is_called_off: &dyn Fn() -> bool,
     ) -> Result<std::result::Result<LentBuffer, AllocReply>> {
         self.visit.owner_process().check()?;
-        let incoming = self.visit.session.ask_unless(&encode(&request)?, REPLY_TIMEOUT, is_called_off)?;
+        let incoming =
+            self.visit
+                .session
+                .ask_unless(&encode(&request)?, REPLY_TIMEOUT, is_called_off)?;
         match decode(&incoming.body, self.name())? {
             AllocReply::Block(grant) => self.open_grant(grant, incoming).map(Ok),
             other => Ok(Err(other)),
@@ -103,37 +128,86 @@ impl PoolSession {
     }
 
     /// Checks a block and maps its region, if it is not mapped yet.
-    fn open_grant(self: &Arc<PoolSession>, grant: BlockGrant, incoming: IncomingReply) -> Result<LentBuffer> {
-        let BlockGrant { pair, value, offset, bytes, mapped, .. } = grant;
+    fn open_grant(
+        self: &Arc<PoolSession>,
+        grant: BlockGrant,
+        incoming: IncomingReply,
+    ) -> Result<LentBuffer> {
+        let BlockGrant {
+            pair,
+            value,
+            offset,
+            bytes,
+            mapped,
+            ..
+        } = grant;
         if pair >= PAIRS_MAX {
-            return Err(wrong(self.name(), "pair", pair.to_string(), format!("below {PAIRS_MAX}")));
+            return Err(wrong(
+                self.name(),
+                "pair",
+                pair.to_string(),
+                format!("below {PAIRS_MAX}"),
+            ));
         }
         // From here on the owner is told that the block is let go, whatever becomes of it.
-        let guard = BlockGuard { pool_session: self.clone(), pair, value, is_released: false };
+        let guard = BlockGuard {
+            pool_session: self.clone(),
+            pair,
+            value,
+            is_released: false,
+        };
         check_range(self.name(), offset, bytes, mapped)?;
         let mapping = self.region(&grant, &incoming)?;
         if grant.is_being_cleared {
             self.wait_until_clear(pair, value)?;
         }
-        Ok(LentBuffer { guard, mapping, streams: Arc::default(), access: grant.access, offset, bytes })
+        Ok(LentBuffer {
+            guard,
+            mapping,
+            streams: Arc::default(),
+            access: grant.access,
+            offset,
+            bytes,
+        })
     }
 
     fn region(&self, grant: &BlockGrant, incoming: &IncomingReply) -> Result<Arc<MappedRegion>> {
-        let BlockGrant { region, mapped, access, .. } = *grant;
+        let BlockGrant {
+            region,
+            mapped,
+            access,
+            ..
+        } = *grant;
         let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (region, access == Access::ReadWrite);
         if let Some(known) = regions.get(&key) {
             if known.bytes != mapped {
-                return Err(wrong(self.name(), "region", format!("{mapped} bytes"), format!("{} bytes", known.bytes)));
+                return Err(wrong(
+                    self.name(),
+                    "region",
+                    format!("{mapped} bytes"),
+                    format!("{} bytes", known.bytes),
+                ));
             }
             return Ok(known.clone());
         }
         let [fd] = &incoming.fds[..] else {
-            return Err(wrong(self.name(), "descriptors", incoming.fds.len().to_string(), "1".into()));
+            return Err(wrong(
+                self.name(),
+                "descriptors",
+                incoming.fds.len().to_string(),
+                "1".into(),
+            ));
         };
         let imported = Region::import(&self.device, fd.as_fd(), mapped, access, self.owner)?;
         fd.approve();
-        let mapping = Arc::new(MappedRegion::of(imported, &self.device, self.owner, access, mapped)?);
+        let mapping = Arc::new(MappedRegion::of(
+            imported,
+            &self.device,
+            self.owner,
+            access,
+            mapped,
+        )?);
         regions.insert(key, mapping.clone());
         Ok(mapping)
     }
@@ -146,7 +220,10 @@ impl PoolSession {
                 return Err(self.visit.session.owner_gone());
             }
             if start.elapsed() > CLEAR_TIMEOUT {
-                return Err(Error::Timeout { what: "the clearing of a block".into(), waited: CLEAR_TIMEOUT });
+                return Err(Error::Timeout {
+                    what: "the clearing of a block".into(),
+                    waited: CLEAR_TIMEOUT,
+                });
             }
             backoff.pause();
         }
@@ -155,12 +232,21 @@ impl PoolSession {
 
     fn too_many(&self) -> Error {
         let allowed = format!("up to {PAIRS_MAX} of {:?}; let some go", self.name());
-        Error::argument("blocks", format!("{} in one process", PAIRS_MAX + 1), allowed)
+        Error::argument(
+            "blocks",
+            format!("{} in one process", PAIRS_MAX + 1),
+            allowed,
+        )
     }
 }
 
 fn wrong(name: &str, field: &'static str, found: String, allowed: String) -> Error {
-    Error::Protocol { name: name.to_string(), field, found, allowed }
+    Error::Protocol {
+        name: name.to_string(),
+        field,
+        found,
+        allowed,
+    }
 }
 
 /// A block that the owner counts as ours, until its word has come to the value. Dropped, it is released by the CPU.
@@ -177,9 +263,16 @@ impl BlockGuard {
     fn release_behind(&mut self, stream: &Stream) -> Result<()> {
         let visit = &self.pool_session.visit;
         visit.streams().record_use(stream);
-        let Some(word) = visit.words.device_ptr(released_at(self.pair)) else { return Ok(()) };
+        let Some(word) = visit.words.device_ptr(released_at(self.pair)) else {
+            return Ok(());
+        };
         // SAFETY: the page goes only when this stream, noted above, is past its stores.
-        unsafe { stream.batch(&[StreamOp::Signal { word, value: self.value }])? };
+        unsafe {
+            stream.batch(&[StreamOp::Signal {
+                word,
+                value: self.value,
+            }])?
+        };
         self.is_released = true;
         Ok(())
     }
@@ -192,7 +285,11 @@ impl Drop for BlockGuard {
             return std::mem::forget(self.pool_session.clone());
         }
         if !std::mem::replace(&mut self.is_released, true) {
-            self.pool_session.visit.words.at::<TimelineWord>(released_at(self.pair)).store(self.value);
+            self.pool_session
+                .visit
+                .words
+                .at::<TimelineWord>(released_at(self.pair))
+                .store(self.value);
         }
     }
 }
@@ -233,18 +330,34 @@ impl PoolClient {
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub fn open_timeout(domain: &Domain, name: &str, device: &Device, timeout: Duration) -> Result<PoolClient> {
+    pub fn open_timeout(
+        domain: &Domain,
+        name: &str,
+        device: &Device,
+        timeout: Duration,
+    ) -> Result<PoolClient> {
         let name = EndpointName::new(name)?;
-        let at = Address { domain, name: &name, kind: Kind::Pool };
+        let at = Address {
+            domain,
+            name: &name,
+            kind: Kind::Pool,
+        };
         let hello = encode(&Hello { incarnation: None })?;
-        let (session, incoming) = ClientSession::attach(&at, Some(device.info().id), &hello, timeout)?;
+        let (session, incoming) =
+            ClientSession::attach(&at, Some(device.info().id), &hello, timeout)?;
         let key = ImportKey::new(session.uid(), session.generation(), 0, device);
         // One visit for all: should there be one already, this one ends here.
-        let pool_session =
-            SESSIONS.get_or(&key, PoolSession::is_connected, || match PoolSession::of(session, incoming, device)? {
+        let pool_session = SESSIONS.get_or(&key, PoolSession::is_connected, || {
+            match PoolSession::of(session, incoming, device)? {
                 Some(pool_session) => Ok(Arc::new(pool_session)),
-                None => Err(wrong(name.as_str(), "reception", "expired".into(), "a welcome".into())),
-            })?;
+                None => Err(wrong(
+                    name.as_str(),
+                    "reception",
+                    "expired".into(),
+                    "a welcome".into(),
+                )),
+            }
+        })?;
         Ok(PoolClient { pool_session })
     }
 
@@ -306,12 +419,20 @@ impl PoolClient {
         check_bytes(bytes)?;
         let mut clock = Stopwatch::default();
         loop {
-            match self.pool_session.ask(AllocRequest::Block { bytes }, is_called_off)? {
+            match self
+                .pool_session
+                .ask(AllocRequest::Block { bytes }, is_called_off)?
+            {
                 Ok(block) => return Ok(block),
                 Err(AllocReply::Full { used, limit }) => {
                     let left = timeout.saturating_sub(clock.elapsed());
                     if left.is_zero() || bytes > limit {
-                        return Err(Error::MemoryLimit { name: self.name().to_string(), bytes, used, limit });
+                        return Err(Error::MemoryLimit {
+                            name: self.name().to_string(),
+                            bytes,
+                            used,
+                            limit,
+                        });
                     }
                     // The owner cannot know when a device will have let a block go: to ask again is all there is.
                     std::thread::park_timeout(left.min(RETRY_INTERVAL));
@@ -345,22 +466,30 @@ impl LentBuffer {
     /// [`Error::DescriptorLimit`], [`Error::PeerAccess`], [`Error::DeviceMemory`], [`Error::Driver`].
     pub fn open(ticket: &Ticket, device: &Device) -> Result<LentBuffer> {
         ticket.check(Kind::Pool, device)?;
-        let Some(incarnation) = ticket.incarnation() else { return Err(ticket.expired(Expiry::Replaced)) };
+        let Some(incarnation) = ticket.incarnation() else {
+            return Err(ticket.expired(Expiry::Replaced));
+        };
         let pool_session = SESSIONS.get_or(
             &ImportKey::new(ticket.owner(), incarnation, 0, device),
             PoolSession::is_connected,
             || {
-                let hello = encode(&Hello { incarnation: Some(incarnation) })?;
+                let hello = encode(&Hello {
+                    incarnation: Some(incarnation),
+                })?;
                 let (session, incoming) = ticket.attach(device, &hello, Duration::ZERO)?;
                 let pool_session = PoolSession::of(session, incoming, device)?;
-                pool_session.map(Arc::new).ok_or_else(|| ticket.expired(Expiry::Replaced))
+                pool_session
+                    .map(Arc::new)
+                    .ok_or_else(|| ticket.expired(Expiry::Replaced))
             },
         )?;
         match pool_session.ask(AllocRequest::Lent(ticket.wanted().id), &|| false) {
             Ok(Ok(block)) => Ok(block),
             Ok(Err(AllocReply::TooMany)) => Err(pool_session.too_many()),
             Ok(Err(_)) => Err(ticket.expired(Expiry::Returned)),
-            Err(Error::OwnerGone { graceful, .. }) => Err(ticket.expired(Expiry::Gone { died: !graceful })),
+            Err(Error::OwnerGone { graceful, .. }) => {
+                Err(ticket.expired(Expiry::Gone { died: !graceful }))
+            }
             Err(other) => Err(other),
         }
     }
@@ -406,7 +535,11 @@ impl LentBuffer {
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(self.name(), offset, bytes.len() as u64, self.bytes)?;
         if self.access == Access::Read {
-            return Err(Error::argument("block", "lent for reading", "a block lent for writing, too"));
+            return Err(Error::argument(
+                "block",
+                "lent for reading",
+                "a block lent for writing, too",
+            ));
         }
         self.streams.record_use(stream);
         self.mapping.write(stream, self.offset + offset, bytes)
@@ -447,8 +580,18 @@ impl Drop for LentBuffer {
             // The claim releases it.
             return;
         }
-        let BlockGuard { pool_session, pair, value, .. } = &self.guard;
-        let guard = BlockGuard { pool_session: pool_session.clone(), pair: *pair, value: *value, is_released: false };
+        let BlockGuard {
+            pool_session,
+            pair,
+            value,
+            ..
+        } = &self.guard;
+        let guard = BlockGuard {
+            pool_session: pool_session.clone(),
+            pair: *pair,
+            value: *value,
+            is_released: false,
+        };
         pool_session.visit.reactor().drop_after(move || {
             let _released_when_dropped = &guard;
             fence.is_reached()

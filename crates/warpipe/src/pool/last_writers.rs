@@ -22,7 +22,8 @@ pub(super) struct LastWriters {
 impl LastWriters {
     /// Whether anybody but `uid` has left something in `range`.
     pub(super) fn are_foreign_to(&self, uid: u32, range: &Range<u64>) -> bool {
-        self.overlapping(range).any(|(_, (_, writer))| writer != LastWriter::User(uid))
+        self.overlapping(range)
+            .any(|(_, (_, writer))| writer != LastWriter::User(uid))
     }
 
     /// From now on, `writer` has had `range`.
@@ -42,8 +43,15 @@ impl LastWriters {
 
     fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = (u64, (u64, LastWriter))> {
         let start = range.start;
-        let before = self.ranges.range(..start).next_back().filter(|(_, (end, _))| *end > start);
-        before.into_iter().chain(self.ranges.range(range.clone())).map(|(&start, &place)| (start, place))
+        let before = self
+            .ranges
+            .range(..start)
+            .next_back()
+            .filter(|(_, (end, _))| *end > start);
+        before
+            .into_iter()
+            .chain(self.ranges.range(range.clone()))
+            .map(|(&start, &place)| (start, place))
     }
 }
 
@@ -62,12 +70,23 @@ mod tests {
         let mut model = [None; 64];
         let mut chance = 7u64;
         for _ in 0..2_000 {
-            chance = chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let (start, length, uid) = ((chance >> 33) % 60, 1 + (chance >> 43) % 4, (chance >> 53) % 3);
+            chance = chance
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            let (start, length, uid) = (
+                (chance >> 33) % 60,
+                1 + (chance >> 43) % 4,
+                (chance >> 53) % 3,
+            );
             let (range, uid) = (start..start + length, uid as u32);
-            let is_foreign =
-                model[start as usize..(start + length) as usize].iter().any(|m| m.is_some_and(|m| m != uid));
-            assert_eq!(last_writers.are_foreign_to(uid, &range), is_foreign, "{range:?} {uid}");
+            let is_foreign = model[start as usize..(start + length) as usize]
+                .iter()
+                .any(|m| m.is_some_and(|m| m != uid));
+            assert_eq!(
+                last_writers.are_foreign_to(uid, &range),
+                is_foreign,
+                "{range:?} {uid}"
+            );
             last_writers.set(range.clone(), LastWriter::User(uid));
             model[start as usize..(start + length) as usize].fill(Some(uid));
         }
@@ -77,6 +96,8 @@ mod tests {
     fn bytes_that_several_users_wrote_are_foreign_to_each() {
         let mut last_writers = LastWriters::default();
         last_writers.set(0..8, LastWriter::Several);
-        assert!(last_writers.are_foreign_to(1, &(7..9)) && !last_writers.are_foreign_to(1, &(8..9)));
+        assert!(
+            last_writers.are_foreign_to(1, &(7..9)) && !last_writers.are_foreign_to(1, &(8..9))
+        );
     }
 }

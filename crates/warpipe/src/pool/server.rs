@@ -7,7 +7,9 @@ use super::block::{BlockUsers, Borrower, LentBlock};
 use super::{AllocReply, AllocRequest, BlockGrant, Hello, HelloReply, PAGE_BYTES, cleared_at};
 use crate::backend::Access;
 use crate::fork::CloseOnForkFd;
-use crate::ipc::{ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode};
+use crate::ipc::{
+    ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
+};
 use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
 
@@ -33,12 +35,21 @@ impl RequestHandler for PoolAllocator {
             return OutgoingReply::new(&HelloReply::Expired, vec![]);
         }
         if let Some(device) = client.device.filter(|device| device.kind != owner.kind) {
-            return Err(Rejection(format!("its memory is on {owner}, which {device} cannot reach")));
+            return Err(Rejection(format!(
+                "its memory is on {owner}, which {device} cannot reach"
+            )));
         }
-        let process = server_core.process_of(client.id).ok_or_else(|| Rejection("it is there no more".into()))?;
+        let process = server_core
+            .process_of(client.id)
+            .ok_or_else(|| Rejection("it is there no more".into()))?;
         let (page, fd) = SharedPage::create(Some(&self.device), PAGE_BYTES)?;
-        let welcome = HelloReply::Welcome { owner, page_bytes: page.bytes() as u64 };
-        self.lock().borrowers.insert(client.id, Borrower::new(page, process));
+        let welcome = HelloReply::Welcome {
+            owner,
+            page_bytes: page.bytes() as u64,
+        };
+        self.lock()
+            .borrowers
+            .insert(client.id, Borrower::new(page, process));
         OutgoingReply::new(&welcome, vec![fd])
     }
 
@@ -55,7 +66,10 @@ impl RequestHandler for PoolAllocator {
     }
 
     fn holds_anything(&self, client: &ClientInfo) -> bool {
-        self.lock().borrowers.get(&client.id).is_some_and(Borrower::has_blocks)
+        self.lock()
+            .borrowers
+            .get(&client.id)
+            .is_some_and(Borrower::has_blocks)
     }
 
     fn on_disconnect(&self, _: &ServerCore, client: &ClientInfo, disconnected: Disconnected) {
@@ -63,14 +77,20 @@ impl RequestHandler for PoolAllocator {
         match disconnected {
             // What its device was given may still run: its words say when it has let go, and it says goodbye behind them.
             Disconnected::Closed => {
-                state.borrowers.get_mut(&client.id).into_iter().for_each(|borrower| borrower.is_leaving = true);
+                state
+                    .borrowers
+                    .get_mut(&client.id)
+                    .into_iter()
+                    .for_each(|borrower| borrower.is_leaving = true);
                 self.reclaim(&mut state);
             }
             Disconnected::ProcessDied => {
                 self.reclaim(&mut state);
                 let borrower = state.borrowers.remove(&client.id);
                 drop(state);
-                borrower.into_iter().for_each(|borrower| self.free_deferred(borrower));
+                borrower
+                    .into_iter()
+                    .for_each(|borrower| self.free_deferred(borrower));
             }
         }
     }
@@ -80,10 +100,14 @@ impl RequestHandler for PoolAllocator {
     fn on_server_tick(&self, _: &ServerCore, _: u64) {
         if let Some(mut state) = self.try_lock() {
             self.reclaim(&mut state);
-            let dead: Vec<Borrower> =
-                state.borrowers.extract_if(|_, borrower| borrower.has_left_and_died()).map(|(_, dead)| dead).collect();
+            let dead: Vec<Borrower> = state
+                .borrowers
+                .extract_if(|_, borrower| borrower.has_left_and_died())
+                .map(|(_, dead)| dead)
+                .collect();
             drop(state);
-            dead.into_iter().for_each(|borrower| self.free_deferred(borrower));
+            dead.into_iter()
+                .for_each(|borrower| self.free_deferred(borrower));
         }
     }
 }
@@ -91,12 +115,18 @@ impl RequestHandler for PoolAllocator {
 impl PoolAllocator {
     fn grant_lent(&self, client: &ClientInfo, number: u64) -> Result<OutgoingReply, Rejection> {
         let mut state = self.lock();
-        let Some(&LentBlock { slot, bytes, access }) = state.lent_blocks.get(&number) else {
+        let Some(&LentBlock {
+            slot,
+            bytes,
+            access,
+        }) = state.lent_blocks.get(&number)
+        else {
             return OutgoingReply::new(&AllocReply::Returned, vec![]);
         };
         self.reclaim(&mut state);
         // A refusal, or no room for it, has changed nothing.
-        let Some(pending) = self.grant_block(&mut state, client, slot, bytes, access, false)? else {
+        let Some(pending) = self.grant_block(&mut state, client, slot, bytes, access, false)?
+        else {
             return OutgoingReply::new(&AllocReply::TooMany, vec![]);
         };
         state.borrow(slot);
@@ -110,29 +140,50 @@ impl PoolAllocator {
         super::allocator::check_bytes(bytes)?;
         let mut state = self.lock();
         self.reclaim(&mut state);
-        let is_full = state.borrowers.get(&client.id).is_none_or(Borrower::is_full);
+        let is_full = state
+            .borrowers
+            .get(&client.id)
+            .is_none_or(Borrower::is_full);
         drop(state);
         if is_full {
             return OutgoingReply::new(&AllocReply::TooMany, vec![]);
         }
         let (slot, is_being_cleared) = match self.take(bytes, client.uid, BlockUsers::borrowed())? {
             AllocOutcome::Block { slot, cleared_at } => (slot, cleared_at.is_some()),
-            AllocOutcome::Full { used, limit } => return OutgoingReply::new(&AllocReply::Full { used, limit }, vec![]),
+            AllocOutcome::Full { used, limit } => {
+                return OutgoingReply::new(&AllocReply::Full { used, limit }, vec![]);
+            }
         };
         let mut state = self.lock();
-        let PendingGrant { answer, page, pair, value } =
-            match self.grant_block(&mut state, client, slot, bytes, Access::ReadWrite, is_being_cleared) {
-                Ok(Some(pending)) => pending,
-                nothing => {
-                    state.release_borrower(slot);
-                    return nothing.and_then(|_| OutgoingReply::new(&AllocReply::TooMany, vec![]));
-                }
-            };
+        let PendingGrant {
+            answer,
+            page,
+            pair,
+            value,
+        } = match self.grant_block(
+            &mut state,
+            client,
+            slot,
+            bytes,
+            Access::ReadWrite,
+            is_being_cleared,
+        ) {
+            Ok(Some(pending)) => pending,
+            nothing => {
+                state.release_borrower(slot);
+                return nothing.and_then(|_| OutgoingReply::new(&AllocReply::TooMany, vec![]));
+            }
+        };
         drop(state);
-        if is_being_cleared && let Err(error) = self.signal_cleared(&page, cleared_at(pair), value) {
+        if is_being_cleared && let Err(error) = self.signal_cleared(&page, cleared_at(pair), value)
+        {
             let mut state = self.lock();
             // Should it have ended meanwhile, what it had comes back by that.
-            if state.borrowers.get_mut(&client.id).is_some_and(|borrower| borrower.close(pair)) {
+            if state
+                .borrowers
+                .get_mut(&client.id)
+                .is_some_and(|borrower| borrower.close(pair))
+            {
                 state.release_borrower(slot);
             }
             return Err(error.into());
@@ -151,12 +202,18 @@ impl PoolAllocator {
         access: Access,
         is_being_cleared: bool,
     ) -> Result<Option<PendingGrant>, Rejection> {
-        let PoolState { arena, borrowers, .. } = state;
+        let PoolState {
+            arena, borrowers, ..
+        } = state;
         let chunk_slot = *arena.slot(slot);
         let chunk = &arena.chunks()[chunk_slot.region as usize];
         let fd = CloseOnForkFd::duplicate(&chunk.export)?;
-        let Some(borrower) = borrowers.get_mut(&client.id) else { return Ok(None) };
-        let Some((pair, value)) = borrower.open(slot) else { return Ok(None) };
+        let Some(borrower) = borrowers.get_mut(&client.id) else {
+            return Ok(None);
+        };
+        let Some((pair, value)) = borrower.open(slot) else {
+            return Ok(None);
+        };
         let grant = BlockGrant {
             region: chunk_slot.region,
             mapped: chunk.region.bytes(),
@@ -170,7 +227,12 @@ impl PoolAllocator {
         let answer = OutgoingReply::new(&AllocReply::Block(grant), vec![fd]).inspect_err(|_| {
             borrower.close(pair);
         })?;
-        Ok(Some(PendingGrant { answer, page: borrower.page.clone(), pair, value }))
+        Ok(Some(PendingGrant {
+            answer,
+            page: borrower.page.clone(),
+            pair,
+            value,
+        }))
     }
 
     /// Frees what a dead peer had once this process's streams are past it, whatever it left in its words.

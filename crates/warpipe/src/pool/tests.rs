@@ -33,10 +33,21 @@ impl Stage {
     }
 
     fn on(title: &str, device: Device) -> Stage {
-        let folder = std::env::temp_dir().join(format!("warpipe-pool-{title}-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-pool-{title}-{}", std::process::id()));
         let domain = Domain::at(&folder).unwrap();
-        let pool = Pool::builder("pool").domain(&domain).device(&device).memory_limit(2 * MIB).build().unwrap();
-        Stage { folder, domain, device, pool }
+        let pool = Pool::builder("pool")
+            .domain(&domain)
+            .device(&device)
+            .memory_limit(2 * MIB)
+            .build()
+            .unwrap();
+        Stage {
+            folder,
+            domain,
+            device,
+            pool,
+        }
     }
 
     fn client(&self) -> PoolClient {
@@ -79,14 +90,33 @@ fn blocks_come_back_and_the_limit_is_an_error_that_says_what_is_used() {
     let blocks: Vec<_> = (0..2).map(|_| stage.pool.allocate(MIB).unwrap()).collect();
     assert!(is_limit(stage.pool.allocate(1)));
     let stats = stage.pool.stats();
-    assert_eq!((stats.regions, stats.total_bytes, stats.in_use_bytes), (1, 2 * MIB, 2 * MIB));
+    assert_eq!(
+        (stats.regions, stats.total_bytes, stats.in_use_bytes),
+        (1, 2 * MIB, 2 * MIB)
+    );
     drop(blocks);
     let stats = stage.pool.stats();
-    assert_eq!((stats.in_use_bytes, stats.high_water_bytes, stats.allocations), (0, 2 * MIB, 2));
+    assert_eq!(
+        (
+            stats.in_use_bytes,
+            stats.high_water_bytes,
+            stats.allocations
+        ),
+        (0, 2 * MIB, 2)
+    );
     drop(stage.pool.allocate(2 * MIB).unwrap());
-    assert!(matches!(stage.pool.allocate(0), Err(Error::Argument { .. })));
-    assert!(matches!(stage.pool.allocate(3 * MIB), Err(Error::MemoryLimit { .. })));
-    assert!(matches!(stage.pool.allocate(u64::MAX), Err(Error::MemoryLimit { .. })));
+    assert!(matches!(
+        stage.pool.allocate(0),
+        Err(Error::Argument { .. })
+    ));
+    assert!(matches!(
+        stage.pool.allocate(3 * MIB),
+        Err(Error::MemoryLimit { .. })
+    ));
+    assert!(matches!(
+        stage.pool.allocate(u64::MAX),
+        Err(Error::MemoryLimit { .. })
+    ));
 }
 
 #[test]
@@ -96,10 +126,15 @@ fn a_block_is_not_handed_out_before_the_stream_that_frees_it_is_past_it() {
         let (stream, go) = busy(&stage.device);
         let idle = stage.device.stream().unwrap();
         let block = stage.pool.allocate(2 * MIB).unwrap();
-        block.free(if is_freed_on_it { &stream } else { &idle }).unwrap();
+        block
+            .free(if is_freed_on_it { &stream } else { &idle })
+            .unwrap();
         // The control: freed on another stream, it is out at once.
         assert_eq!(is_limit(stage.pool.allocate(1)), is_freed_on_it);
-        assert_eq!(stage.pool.stats().waiting_bytes, if is_freed_on_it { 2 * MIB } else { 0 });
+        assert_eq!(
+            stage.pool.stats().waiting_bytes,
+            if is_freed_on_it { 2 * MIB } else { 0 }
+        );
         drop(go);
         drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
     }
@@ -117,7 +152,9 @@ fn every_stream_that_was_named_is_waited_for() {
         } else {
             block.free(&stage.device.stream().unwrap()).unwrap();
         }
-        assert!(is_limit(stage.pool.allocate_timeout(1, Duration::from_millis(30))));
+        assert!(is_limit(
+            stage.pool.allocate_timeout(1, Duration::from_millis(30))
+        ));
         drop(go);
         drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
     }
@@ -130,7 +167,9 @@ fn a_lent_block_is_free_when_owner_and_borrower_have_let_it_go() {
     let stage = Stage::new("lent");
     for owner_is_first in [true, false] {
         let block = stage.pool.allocate(2 * MIB).unwrap();
-        block.write(&stage.device.stream().unwrap(), 0, b"abc").unwrap();
+        block
+            .write(&stage.device.stream().unwrap(), 0, b"abc")
+            .unwrap();
         let ticket = block.lend(Access::Read).unwrap();
         let lent = LentBuffer::open(&ticket, &stage.device).unwrap();
         assert_eq!(&lent.to_vec(WAIT).unwrap()[..3], b"abc");
@@ -145,7 +184,13 @@ fn a_lent_block_is_free_when_owner_and_borrower_have_let_it_go() {
             drop(block);
         }
         drop(stage.pool.allocate(2 * MIB).unwrap());
-        assert_eq!((stage.pool.stats().lent_bytes, stage.pool.stats().in_use_bytes), (0, 0));
+        assert_eq!(
+            (
+                stage.pool.stats().lent_bytes,
+                stage.pool.stats().in_use_bytes
+            ),
+            (0, 0)
+        );
     }
 }
 
@@ -177,19 +222,56 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
     let stage = Stage::new("ticket");
     let block = stage.pool.allocate(100).unwrap();
     let ticket = block.lend(Access::ReadWrite).unwrap();
-    assert_eq!(ticket, block.lend(Access::ReadWrite).unwrap(), "lent again, it is the same");
-    assert!(matches!(ticket.open(&stage.device), Err(Error::OtherKind { wanted: Kind::Memory, .. })));
+    assert_eq!(
+        ticket,
+        block.lend(Access::ReadWrite).unwrap(),
+        "lent again, it is the same"
+    );
+    assert!(matches!(
+        ticket.open(&stage.device),
+        Err(Error::OtherKind {
+            wanted: Kind::Memory,
+            ..
+        })
+    ));
     let text: Ticket = ticket.to_string().parse().unwrap();
-    let (one, two) =
-        (LentBuffer::open(&text, &stage.device).unwrap(), LentBuffer::open(&ticket, &stage.device).unwrap());
-    assert_eq!((one.ptr(), one.bytes()), (two.ptr(), 100), "a region is mapped once");
+    let (one, two) = (
+        LentBuffer::open(&text, &stage.device).unwrap(),
+        LentBuffer::open(&ticket, &stage.device).unwrap(),
+    );
+    assert_eq!(
+        (one.ptr(), one.bytes()),
+        (two.ptr(), 100),
+        "a region is mapped once"
+    );
     drop(block);
     let returned = LentBuffer::open(&ticket, &stage.device).unwrap_err();
-    assert!(matches!(returned, Error::TicketExpired { expiry: Expiry::Returned, .. }), "{returned}");
+    assert!(
+        matches!(
+            returned,
+            Error::TicketExpired {
+                expiry: Expiry::Returned,
+                ..
+            }
+        ),
+        "{returned}"
+    );
     drop((one, two));
-    let memory = Memory::allocate(&stage.device, 8).unwrap().publish(&stage.domain, "memory").unwrap();
+    let memory = Memory::allocate(&stage.device, 8)
+        .unwrap()
+        .publish(&stage.domain, "memory")
+        .unwrap();
     let other = LentBuffer::open(&memory.ticket().unwrap(), &stage.device).unwrap_err();
-    assert!(matches!(other, Error::OtherKind { wanted: Kind::Pool, .. }), "{other}");
+    assert!(
+        matches!(
+            other,
+            Error::OtherKind {
+                wanted: Kind::Pool,
+                ..
+            }
+        ),
+        "{other}"
+    );
 }
 
 #[test]
@@ -198,14 +280,39 @@ fn a_pool_that_has_ended_lends_and_grants_nothing() {
     let (client, block) = (stage.client(), stage.pool.allocate(8).unwrap());
     let ticket = block.lend(Access::Read).unwrap();
     let lent = client.allocate(8).unwrap();
-    let other = Pool::builder("other").domain(&stage.domain).device(&stage.device).build().unwrap();
+    let other = Pool::builder("other")
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .build()
+        .unwrap();
     drop(std::mem::replace(&mut stage.pool, other));
-    assert!(matches!(block.lend(Access::Read), Err(Error::OwnerGone { kind: Kind::Pool, .. })));
+    assert!(matches!(
+        block.lend(Access::Read),
+        Err(Error::OwnerGone {
+            kind: Kind::Pool,
+            ..
+        })
+    ));
     assert!(eventually(|| client.is_owner_gone()));
-    assert!(matches!(client.allocate(8), Err(Error::OwnerGone { graceful: true, .. })));
+    assert!(matches!(
+        client.allocate(8),
+        Err(Error::OwnerGone { graceful: true, .. })
+    ));
     let gone = LentBuffer::open(&ticket, &stage.device).unwrap_err();
-    assert!(matches!(gone, Error::TicketExpired { expiry: Expiry::Gone { died: false }, .. }), "{gone}");
-    assert_eq!((lent.to_vec(WAIT).unwrap(), block.to_vec(WAIT).unwrap()), (vec![0; 8], vec![0; 8]));
+    assert!(
+        matches!(
+            gone,
+            Error::TicketExpired {
+                expiry: Expiry::Gone { died: false },
+                ..
+            }
+        ),
+        "{gone}"
+    );
+    assert_eq!(
+        (lent.to_vec(WAIT).unwrap(), block.to_vec(WAIT).unwrap()),
+        (vec![0; 8], vec![0; 8])
+    );
 }
 
 #[test]
@@ -220,13 +327,24 @@ fn a_client_waits_for_what_others_let_go_and_has_a_limit_of_blocks() {
         drop(lent);
         waiting.join().unwrap().unwrap();
     });
-    let blocks: Vec<_> = (0..PAIRS_MAX).map(|_| client.allocate(1).unwrap()).collect();
-    assert!(matches!(client.allocate(1), Err(Error::Argument { argument: "blocks", .. })));
+    let blocks: Vec<_> = (0..PAIRS_MAX)
+        .map(|_| client.allocate(1).unwrap())
+        .collect();
+    assert!(matches!(
+        client.allocate(1),
+        Err(Error::Argument {
+            argument: "blocks",
+            ..
+        })
+    ));
     drop(blocks);
     drop(client.allocate(1).unwrap());
     assert!(matches!(client.allocate(0), Err(Error::Argument { .. })));
     drop(client);
-    assert!(eventually(|| stage.pool.stats().peers == 0), "who has left with nothing is forgotten");
+    assert!(
+        eventually(|| stage.pool.stats().peers == 0),
+        "who has left with nothing is forgotten"
+    );
 }
 
 #[test]
@@ -238,20 +356,30 @@ fn a_block_that_passes_to_another_user_is_cleared_and_else_it_is_not() {
         let block = stage.pool.allocate(2 * MIB).unwrap();
         block.write(&stream, MIB, b"secret").unwrap();
         block.free(&stream).unwrap();
-        let AllocOutcome::Block { slot, cleared_at } = allocator.take(MIB + 8, uid, BlockUsers::owned()).unwrap()
+        let AllocOutcome::Block { slot, cleared_at } =
+            allocator.take(MIB + 8, uid, BlockUsers::owned()).unwrap()
         else {
             panic!("it is free");
         };
         assert_eq!(cleared_at.is_some(), is_cleared);
         allocator.wait_until_clear(slot, cleared_at).unwrap();
         // SAFETY: the block is mapped as long as the pool is.
-        let bytes =
-            unsafe { crate::memory::mapped_region::copy_out(&stage.device, allocator.address(slot), MIB + 8) }.unwrap();
-        assert_eq!(&bytes[MIB as usize..], if is_cleared { &[0; 8] } else { b"secret\0\0" });
+        let bytes = unsafe {
+            crate::memory::mapped_region::copy_out(&stage.device, allocator.address(slot), MIB + 8)
+        }
+        .unwrap();
+        assert_eq!(
+            &bytes[MIB as usize..],
+            if is_cleared { &[0; 8] } else { b"secret\0\0" }
+        );
         allocator.release(slot);
     }
     let again = stage.pool.allocate(8).unwrap();
-    assert_eq!(again.to_vec(WAIT).unwrap(), [0; 8], "what the other user had is cleared for us, too");
+    assert_eq!(
+        again.to_vec(WAIT).unwrap(),
+        [0; 8],
+        "what the other user had is cleared for us, too"
+    );
 }
 
 /// Sees whether a pool's lock is free while the device is given work.
@@ -264,12 +392,16 @@ struct Unlocked {
 
 impl Hook for Unlocked {
     fn before(&self, method: &'static str) -> crate::Result<()> {
-        if let Some(allocator) =
-            self.allocator.get().and_then(Weak::upgrade).filter(|_| ["zero", "batch"].contains(&method))
+        if let Some(allocator) = self
+            .allocator
+            .get()
+            .and_then(Weak::upgrade)
+            .filter(|_| ["zero", "batch"].contains(&method))
         {
             self.calls.fetch_add(1, Relaxed);
             // Another thread may have it for a moment, this one until the call returns.
-            self.is_held.fetch_or(!eventually(|| allocator.try_lock().is_some()), Relaxed);
+            self.is_held
+                .fetch_or(!eventually(|| allocator.try_lock().is_some()), Relaxed);
         }
         Ok(())
     }
@@ -280,7 +412,9 @@ fn a_pools_lock_is_free_while_the_device_is_told_to_clear_a_block() {
     let wrapped = Wrapped::new(Device::host().backend().clone(), Unlocked::default());
     let stage = Stage::on("unlocked", Device::from_backend(wrapped.clone()));
     let allocator = stage.pool.allocator();
-    let AllocOutcome::Block { slot, .. } = allocator.take(2 * MIB, allocator.uid + 1, BlockUsers::owned()).unwrap()
+    let AllocOutcome::Block { slot, .. } = allocator
+        .take(2 * MIB, allocator.uid + 1, BlockUsers::owned())
+        .unwrap()
     else {
         panic!("it is free");
     };
@@ -291,7 +425,10 @@ fn a_pools_lock_is_free_while_the_device_is_told_to_clear_a_block() {
     assert_eq!(lent.to_vec(WAIT).unwrap()[..8], [0; 8]);
     let hook = wrapped.hook();
     // The zeros, their end for the owner, and for the peer.
-    assert_eq!((hook.calls.load(Relaxed), hook.is_held.load(Relaxed)), (3, false));
+    assert_eq!(
+        (hook.calls.load(Relaxed), hook.is_held.load(Relaxed)),
+        (3, false)
+    );
 }
 
 #[test]
@@ -299,12 +436,29 @@ fn ranges_and_access_are_kept_to() {
     let stage = Stage::new("ranges");
     let stream = stage.device.stream().unwrap();
     let block = stage.pool.allocate(8).unwrap();
-    assert!(matches!(block.write(&stream, 1, &[0; 8]), Err(Error::Range { offset: 1, bytes: 8, available: 8, .. })));
-    assert!(matches!(block.write(&stream, u64::MAX, &[0]), Err(Error::Range { .. })));
+    assert!(matches!(
+        block.write(&stream, 1, &[0; 8]),
+        Err(Error::Range {
+            offset: 1,
+            bytes: 8,
+            available: 8,
+            ..
+        })
+    ));
+    assert!(matches!(
+        block.write(&stream, u64::MAX, &[0]),
+        Err(Error::Range { .. })
+    ));
     let read = LentBuffer::open(&block.lend(Access::Read).unwrap(), &stage.device).unwrap();
-    assert!(matches!(read.write(&stream, 0, &[1]), Err(Error::Argument { .. })));
+    assert!(matches!(
+        read.write(&stream, 0, &[1]),
+        Err(Error::Argument { .. })
+    ));
     let write = LentBuffer::open(&block.lend(Access::ReadWrite).unwrap(), &stage.device).unwrap();
-    assert!(matches!(write.write(&stream, 8, &[1]), Err(Error::Range { .. })));
+    assert!(matches!(
+        write.write(&stream, 8, &[1]),
+        Err(Error::Range { .. })
+    ));
     write.write(&stream, 7, &[1]).unwrap();
     stream.synchronize(WAIT).unwrap();
     assert_eq!(read.to_vec(WAIT).unwrap(), [0, 0, 0, 0, 0, 0, 0, 1]);
@@ -317,7 +471,12 @@ fn garbage_in_a_peers_page_frees_nothing() {
     let own = stage.pool.allocate(MIB).unwrap();
     let lent = client.allocate(MIB).unwrap();
     for value in [0, 2, 1 << 40, u64::MAX] {
-        (0..PAIRS_MAX).for_each(|pair| client.words().at::<TimelineWord>(released_at(pair)).store(value));
+        (0..PAIRS_MAX).for_each(|pair| {
+            client
+                .words()
+                .at::<TimelineWord>(released_at(pair))
+                .store(value)
+        });
         assert!(is_limit(stage.pool.allocate(1)), "{value}");
     }
     drop(lent);
@@ -357,11 +516,20 @@ fn a_block_granted_after_its_client_gave_up_comes_back() {
     let client = stage.client();
     let held = stage.pool.allocator().lock();
     let wish = encode(&AllocRequest::Block { bytes: MIB }).unwrap();
-    let late = client.session().request(&wish, Duration::from_millis(10)).unwrap_err();
+    let late = client
+        .session()
+        .request(&wish, Duration::from_millis(10))
+        .unwrap_err();
     assert!(matches!(late, Error::Timeout { .. }), "{late}");
     drop(held);
-    assert!(eventually(|| stage.pool.stats().allocations == 1), "it is granted");
-    assert!(eventually(|| stage.pool.stats().lent_bytes == 0), "and given back");
+    assert!(
+        eventually(|| stage.pool.stats().allocations == 1),
+        "it is granted"
+    );
+    assert!(
+        eventually(|| stage.pool.stats().lent_bytes == 0),
+        "and given back"
+    );
     drop(client.allocate(2 * MIB).unwrap());
 }
 
@@ -380,7 +548,9 @@ fn a_block_of_a_peer_that_closed_gracefully_comes_back_at_its_death() {
     let (alive, writer) = rustix::pipe::pipe().unwrap();
     goodbye(Process::of_pipe(alive));
     // Ticks pass, and it lives.
-    assert!(is_limit(stage.pool.allocate_timeout(1, Duration::from_millis(500))));
+    assert!(is_limit(
+        stage.pool.allocate_timeout(1, Duration::from_millis(500))
+    ));
     drop(writer);
     drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
     drop(block);

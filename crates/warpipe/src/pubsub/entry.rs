@@ -17,7 +17,11 @@ impl Metadata {
 
     pub(crate) fn new(bytes: &[u8]) -> Result<Metadata> {
         if bytes.len() > META_BYTES_MAX {
-            return Err(Error::argument("metadata", format!("{} bytes", bytes.len()), "at most 256 bytes"));
+            return Err(Error::argument(
+                "metadata",
+                format!("{} bytes", bytes.len()),
+                "at most 256 bytes",
+            ));
         }
         Ok(Metadata((!bytes.is_empty()).then(|| bytes.into())))
     }
@@ -93,9 +97,23 @@ impl Description {
         let put = |index: usize, value: u64| entry.words[index].store(value, Relaxed);
         let plain = layout.is_contiguous() && layout.elements() != 0;
         let rank = layout.shape().len();
-        let flags = if plain { CONTIGUOUS } else { 0 } | if self.completion.is_some() { COMPLETED } else { 0 };
+        let flags = if plain { CONTIGUOUS } else { 0 }
+            | if self.completion.is_some() {
+                COMPLETED
+            } else {
+                0
+            };
         entry.sequence.store(self.sequence, Relaxed);
-        put(PACKED, pack(self.region, self.metadata.as_bytes().len() as u16, layout.dtype(), rank, flags));
+        put(
+            PACKED,
+            pack(
+                self.region,
+                self.metadata.as_bytes().len() as u16,
+                layout.dtype(),
+                rank,
+                flags,
+            ),
+        );
         put(SLOT, self.slot);
         put(SLOT_BYTES, layout.bytes());
         put(SENT, self.sent_ns);
@@ -146,7 +164,11 @@ pub(crate) struct Violation {
 }
 
 fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) -> Violation {
-    Violation { field, found: found.to_string(), allowed: allowed.to_string() }
+    Violation {
+        field,
+        found: found.to_string(),
+        allowed: allowed.to_string(),
+    }
 }
 
 impl UntrustedEntry {
@@ -203,9 +225,17 @@ impl UntrustedEntry {
 
     /// Judges the copy against a region of `region_bytes` bytes.
     pub(crate) fn check(&self, region_bytes: u64) -> Result<Box<Description>, Violation> {
-        let (code, bits) = ((self.packed >> 41 & 0x3f) as u8, (self.packed >> 47 & 0x1f) as u8 * 8);
-        let dtype = DType::from_dlpack(code, bits)
-            .ok_or_else(|| violation("dtype", format!("code {code}, {bits} bits"), "a DLPack type"))?;
+        let (code, bits) = (
+            (self.packed >> 41 & 0x3f) as u8,
+            (self.packed >> 47 & 0x1f) as u8 * 8,
+        );
+        let dtype = DType::from_dlpack(code, bits).ok_or_else(|| {
+            violation(
+                "dtype",
+                format!("code {code}, {bits} bits"),
+                "a DLPack type",
+            )
+        })?;
         let rank = self.rank();
         if rank > RANK_MAX {
             return Err(violation("rank", rank, format!("0 to {RANK_MAX}")));
@@ -214,11 +244,19 @@ impl UntrustedEntry {
             return Err(violation("metadata length", self.meta_length(), "0 to 256"));
         }
         if self.packed >> 58 != 0 {
-            return Err(violation("flags", format!("{:#x}", self.packed >> 56), "0 to 3"));
+            return Err(violation(
+                "flags",
+                format!("{:#x}", self.packed >> 56),
+                "0 to 3",
+            ));
         }
         let [word, value] = self.completion;
-        let completion = self.has_completion().then(|| u32::try_from(word).map(|word| Completion { word, value }));
-        let completion = completion.transpose().map_err(|_| violation("completion", word, "32 bits"))?;
+        let completion = self
+            .has_completion()
+            .then(|| u32::try_from(word).map(|word| Completion { word, value }));
+        let completion = completion
+            .transpose()
+            .map_err(|_| violation("completion", word, "32 bits"))?;
         let layout = self.layout(dtype, rank)?;
         if layout.bytes() != self.slot_bytes {
             return Err(violation(
@@ -227,10 +265,17 @@ impl UntrustedEntry {
                 format!("{}, which the layout needs", layout.bytes()),
             ));
         }
-        let fits = self.slot.checked_add(self.slot_bytes).is_some_and(|end| end <= region_bytes);
+        let fits = self
+            .slot
+            .checked_add(self.slot_bytes)
+            .is_some_and(|end| end <= region_bytes);
         if !fits {
             let found = format!("{} + {} bytes", self.slot, self.slot_bytes);
-            return Err(violation("slot", found, format!("inside the region's {region_bytes} bytes")));
+            return Err(violation(
+                "slot",
+                found,
+                format!("inside the region's {region_bytes} bytes"),
+            ));
         }
         // On the heap: a sample goes through many hands, and its 200 bytes would be copied from each to the next.
         Ok(Box::new(Description {

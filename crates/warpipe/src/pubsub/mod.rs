@@ -20,7 +20,8 @@ mod subscriber_link;
 mod unicast;
 
 pub use publisher::{
-    Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold, SlotReturn, SubscriberInfo,
+    Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold, SlotReturn,
+    SubscriberInfo,
 };
 pub use sample::{Discontinuity, Receipt, Sample};
 pub(crate) use subscriber::{CompletionWait, RawSample};

@@ -88,7 +88,9 @@ impl PublisherBuilder {
             kind: Kind::Publisher,
             domain: None,
             device: None,
-            policy: Policy::Block { timeout: Duration::from_secs(5) },
+            policy: Policy::Block {
+                timeout: Duration::from_secs(5),
+            },
             policy_of: None,
             uids: Vec::new(),
             gids: Vec::new(),
@@ -128,7 +130,10 @@ impl PublisherBuilder {
     }
 
     /// A policy for each subscriber, by who it is.
-    pub fn policy_of(mut self, choose: impl Fn(&Applicant) -> Policy + Send + Sync + 'static) -> Self {
+    pub fn policy_of(
+        mut self,
+        choose: impl Fn(&Applicant) -> Policy + Send + Sync + 'static,
+    ) -> Self {
         self.policy_of = Some(Arc::new(choose));
         self
     }
@@ -216,8 +221,14 @@ impl PublisherBuilder {
     pub fn build(mut self) -> Result<Publisher> {
         self.check()?;
         let name = EndpointName::new(&self.name)?;
-        let domain = self.domain.take().map_or_else(Domain::from_environment, Ok)?;
-        let device = self.device.take().unwrap_or_else(|| Device::preferred().device);
+        let domain = self
+            .domain
+            .take()
+            .map_or_else(Domain::from_environment, Ok)?;
+        let device = self
+            .device
+            .take()
+            .unwrap_or_else(|| Device::preferred().device);
         check_limit(&device, self.memory_limit)?;
         let claim = domain.claim(&name, !(self.uids.is_empty() && self.gids.is_empty()))?;
         let core = PublisherCore::new(self, name.to_string(), device, claim)?;
@@ -226,20 +237,41 @@ impl PublisherBuilder {
 
     fn check(&self) -> Result<()> {
         if self.depth == 0 || self.depth > DEPTH_MAX {
-            return Err(Error::argument("depth", self.depth, format!("1 to {DEPTH_MAX}")));
+            return Err(Error::argument(
+                "depth",
+                self.depth,
+                format!("1 to {DEPTH_MAX}"),
+            ));
         }
         if self.history > self.depth {
-            return Err(Error::argument("history", self.history, format!("0 to the depth, {}", self.depth)));
+            return Err(Error::argument(
+                "history",
+                self.history,
+                format!("0 to the depth, {}", self.depth),
+            ));
         }
-        if let Some(silence) = self.evict_after.filter(|&silence| silence < Duration::from_millis(500)) {
-            return Err(Error::argument("evict_after", format!("{silence:?}"), "at least 500 ms, or none"));
+        if let Some(silence) = self
+            .evict_after
+            .filter(|&silence| silence < Duration::from_millis(500))
+        {
+            return Err(Error::argument(
+                "evict_after",
+                format!("{silence:?}"),
+                "at least 500 ms, or none",
+            ));
         }
         Ok(())
     }
 
     pub(super) fn policy_for(&self, peer: &Peer) -> Policy {
-        let applicant = Applicant { pid: peer.pid, uid: peer.uid, gid: peer.gid };
-        self.policy_of.as_ref().map_or(self.policy, |choose| choose(&applicant))
+        let applicant = Applicant {
+            pid: peer.pid,
+            uid: peer.uid,
+            gid: peer.gid,
+        };
+        self.policy_of
+            .as_ref()
+            .map_or(self.policy, |choose| choose(&applicant))
     }
 
     pub(super) fn admits(&self, uid: u32, gid: u32) -> bool {
@@ -249,7 +281,10 @@ impl PublisherBuilder {
 
 impl fmt::Debug for PublisherBuilder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PublisherBuilder").field("name", &self.name).field("depth", &self.depth).finish_non_exhaustive()
+        f.debug_struct("PublisherBuilder")
+            .field("name", &self.name)
+            .field("depth", &self.depth)
+            .finish_non_exhaustive()
     }
 }
 
@@ -346,7 +381,9 @@ impl Publisher {
         check_length(layout, bytes)?;
         // As a loan would, but by hand: a loan carries its layout along, and nobody sees this one.
         let (slot, address) = self.core.take_slot(layout.bytes())?;
-        let sent = self.fill(stream, address, bytes).map_err(SendFailure::BeforePublish);
+        let sent = self
+            .fill(stream, address, bytes)
+            .map_err(SendFailure::BeforePublish);
         let sent = sent.and_then(|()| self.core.send(slot, layout, &Metadata::EMPTY, stream, None));
         sent.map_err(|unsent| match unsent {
             SendFailure::BeforePublish(error) => {
@@ -378,7 +415,12 @@ impl Publisher {
     ///
     /// # Safety
     /// `source` is readable by the device for `layout.bytes()` bytes until the stream has done the copy.
-    pub unsafe fn send_device(&self, stream: &Stream, layout: &Layout, source: DevicePtr) -> Result<u64> {
+    pub unsafe fn send_device(
+        &self,
+        stream: &Stream,
+        layout: &Layout,
+        source: DevicePtr,
+    ) -> Result<u64> {
         stream.check_usable(&self.core.device)?;
         let mut sample = self.loan(layout)?;
         sample.stay_behind(stream);

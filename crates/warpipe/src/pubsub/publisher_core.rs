@@ -41,7 +41,9 @@ use crate::runtime::closer::PeerSocket;
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::heartbeat::Uptime;
-use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor, Registration, new_generation};
+use crate::runtime::reactor::{
+    DropReadiness, EventSource, Next, Reactor, Registration, new_generation,
+};
 use crate::shm::fence_words::FenceWords;
 use crate::stream::{Backoff, Stream};
 use crate::tensor::Layout;
@@ -177,7 +179,10 @@ struct PendingHandshake {
 
 impl std::fmt::Debug for PublisherCore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Publisher").field("name", &self.name).field("device", &self.device).finish_non_exhaustive()
+        f.debug_struct("Publisher")
+            .field("name", &self.name)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
     }
 }
 
@@ -196,9 +201,15 @@ impl PublisherCore {
             (FenceWords::new(&device, SLOTS_MAX)?, None)
         };
         let doorbell = LocalDoorbell::new()?;
-        let forward_stream = options.observer.as_ref().map(|_| device.stream()).transpose()?;
+        let forward_stream = options
+            .observer
+            .as_ref()
+            .map(|_| device.stream())
+            .transpose()?;
         let streams = StreamSet::default();
-        forward_stream.iter().for_each(|stream| streams.record_use(stream));
+        forward_stream
+            .iter()
+            .for_each(|stream| streams.record_use(stream));
         let core = Arc::new_cyclic(|me: &Weak<PublisherCore>| PublisherCore {
             owner_process: OwnerProcess::current(),
             generation: new_generation(),
@@ -286,7 +297,12 @@ impl PublisherCore {
             let (used, limit) = (state.arena.total(), state.arena.limit());
             let left = self.options.loan_timeout.saturating_sub(clock.elapsed());
             if left.is_zero() || bytes > limit {
-                return Err(Error::MemoryLimit { name: self.name.clone(), bytes, used, limit });
+                return Err(Error::MemoryLimit {
+                    name: self.name.clone(),
+                    bytes,
+                    used,
+                    limit,
+                });
             }
             state = self.wait_for_release(state, left, &mut backoff, |_| true);
         }
@@ -295,7 +311,9 @@ impl PublisherCore {
     /// Keeps the region of a slot mapped.
     pub(super) fn hold(&self, slot: SlotId) -> SlotHold {
         let state = self.lock();
-        let region = state.arena.chunks()[state.arena.slot(slot).region as usize].region.clone();
+        let region = state.arena.chunks()[state.arena.slot(slot).region as usize]
+            .region
+            .clone();
         SlotHold {
             region: Some(region),
             streams: self.streams.clone(),
@@ -331,7 +349,10 @@ impl PublisherCore {
             self.lock().arena.release(slot);
             return Ok(());
         };
-        let fenced = others.iter().try_for_each(|other| last.wait_for(other)).and_then(|()| self.fence(slot, last));
+        let fenced = others
+            .iter()
+            .try_for_each(|other| last.wait_for(other))
+            .and_then(|()| self.fence(slot, last));
         match fenced {
             Ok(value) => {
                 let mut state = self.lock();
@@ -347,7 +368,10 @@ impl PublisherCore {
     fn fence(&self, slot: SlotId, stream: &Stream) -> Result<u64> {
         self.record_use(stream);
         let value = self.next_fence();
-        let op = StreamOp::Signal { word: self.fence_words.device_word(slot as usize), value };
+        let op = StreamOp::Signal {
+            word: self.fence_words.device_word(slot as usize),
+            value,
+        };
         // SAFETY: the fence words outlives its signals: the caller has the core, and `close` waits for that, and then for the
         // stream, noted above.
         unsafe { stream.batch(&[op]) }?;
@@ -357,7 +381,9 @@ impl PublisherCore {
     /// Calls `then`, on the fence thread, when the streams are proven to be past what they have been given so far. Where
     /// the driver has refused a fence there is no other way to know.
     fn once_past(&self, streams: &[Stream], then: impl FnOnce(&PublisherCore) + Send + 'static) {
-        let Some(core) = self.this.upgrade() else { return };
+        let Some(core) = self.this.upgrade() else {
+            return;
+        };
         let past = StreamSet::default();
         streams.iter().for_each(|stream| past.record_use(stream));
         let (mut fence, mut then) = (None, Some(then));
@@ -380,7 +406,9 @@ impl PublisherCore {
     /// Takes back every slot that nobody uses any more.
     fn reclaim(&self, state: &mut PublisherState, thorough: bool) {
         let PublisherState { arena, links, .. } = state;
-        links.iter_mut().for_each(|link| link.reclaim(thorough, |slot| arena.release(slot)));
+        links
+            .iter_mut()
+            .for_each(|link| link.reclaim(thorough, |slot| arena.release(slot)));
         arena.collect(|slot, value| self.fence_words.word(slot as usize).reached(value));
     }
 
@@ -391,7 +419,12 @@ impl PublisherCore {
         }
         let mut state = self.lock();
         self.reclaim(&mut state, true);
-        state.links.iter().filter(|link| link.phase != LinkPhase::Attaching).map(SubscriberLink::info).collect()
+        state
+            .links
+            .iter()
+            .filter(|link| link.phase != LinkPhase::Attaching)
+            .map(SubscriberLink::info)
+            .collect()
     }
 
     /// Waits until `count` subscribers are attached.
@@ -399,13 +432,23 @@ impl PublisherCore {
         self.owner_process.check()?;
         let start = Instant::now();
         loop {
-            if self.lock().links.iter().filter(|link| link.is_live()).count() >= count {
+            if self
+                .lock()
+                .links
+                .iter()
+                .filter(|link| link.is_live())
+                .count()
+                >= count
+            {
                 return Ok(());
             }
             let left = timeout.saturating_sub(start.elapsed());
             if left.is_zero() {
                 let what = format!("subscriber {count} of {:?}", self.name);
-                return Err(Error::Timeout { what, waited: timeout });
+                return Err(Error::Timeout {
+                    what,
+                    waited: timeout,
+                });
             }
             message::wait_readable(self.doorbell.as_fd(), left.min(WAIT_SLICE));
             self.doorbell.drain();
@@ -424,8 +467,14 @@ impl PublisherCore {
     /// goodbyes are in their sockets when this returns, for the process may end then. Once; what follows does nothing.
     pub(super) fn close(self: &Arc<PublisherCore>) {
         self.claim.withdraw();
-        *self.listener_registration.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        self.pending_handshakes.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        *self
+            .listener_registration
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = None;
+        self.pending_handshakes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clear();
         let mut state = self.lock();
         if std::mem::replace(&mut state.closed, true) {
             return;
@@ -442,7 +491,9 @@ impl PublisherCore {
             if Arc::strong_count(&core) > 1 {
                 return DropReadiness::Held;
             }
-            let is_past = fence.get_or_insert_with(|| core.streams.fence()).is_reached();
+            let is_past = fence
+                .get_or_insert_with(|| core.streams.fence())
+                .is_reached();
             DropReadiness::from(is_past && core.poll_replays(&mut core.lock()))
         });
     }
@@ -457,14 +508,29 @@ impl PublisherState {
     /// Finds a place at every live recipient, and leaves the signals that complete the sample there in `ops`; who has no
     /// place misses this sample. All that a send needs of a link beside its entry is looked at here, once.
     fn place(&mut self, to: Recipients) {
-        let PublisherState { arena, links, places, ops, .. } = self;
+        let PublisherState {
+            arena,
+            links,
+            places,
+            ops,
+            ..
+        } = self;
         let (mut is_any_local, mut is_any_foreign) = (false, false);
         places.clear();
         ops.clear();
         let is_meant = |link: &SubscriberLink| link.is_live() && to.include(link);
-        for (index, link) in links.iter_mut().enumerate().filter(|(_, link)| is_meant(link)) {
+        for (index, link) in links
+            .iter_mut()
+            .enumerate()
+            .filter(|(_, link)| is_meant(link))
+        {
             if let Some(position) = link.place(|slot| arena.release(slot)) {
-                places.push(Placement { index, id: link.id, position, is_published: false });
+                places.push(Placement {
+                    index,
+                    id: link.id,
+                    position,
+                    is_published: false,
+                });
                 ops.push(link.ready_op(position));
                 is_any_local |= link.is_local;
                 is_any_foreign |= link.is_foreign;
@@ -488,7 +554,10 @@ impl PublisherState {
         }
         let PublisherState { arena, links, .. } = self;
         let is_heard = |link: &&mut SubscriberLink| {
-            matches!(link.phase, LinkPhase::Live | LinkPhase::Joining | LinkPhase::Attaching)
+            matches!(
+                link.phase,
+                LinkPhase::Live | LinkPhase::Joining | LinkPhase::Attaching
+            )
         };
         let mut own = Ok(());
         for link in links.iter_mut().filter(is_heard) {
@@ -498,7 +567,9 @@ impl PublisherState {
                     let context = format!("memory of {name:?}, to process {}", link.peer.pid);
                     own = Err(Error::os("sendmsg", context, error));
                 }
-                Err(_) => link.leave(Some(CloseReason::Evicted("it does not read its socket".into()))),
+                Err(_) => link.leave(Some(CloseReason::Evicted(
+                    "it does not read its socket".into(),
+                ))),
             }
         }
         self.is_announced = own.is_ok();
@@ -508,17 +579,29 @@ impl PublisherState {
     /// Bytes that leavers hold: they do not count against the limit, up to the limit once more, so that a
     /// stopped process cannot stop the publisher.
     fn quarantined(&self) -> u64 {
-        let leaving = self.links.iter().filter(|link| matches!(link.phase, LinkPhase::Leaving | LinkPhase::Suspect));
-        let bytes: u64 = leaving.flat_map(SubscriberLink::holds).map(|slot| self.arena.slot(slot).bytes()).sum();
+        let leaving = self
+            .links
+            .iter()
+            .filter(|link| matches!(link.phase, LinkPhase::Leaving | LinkPhase::Suspect));
+        let bytes: u64 = leaving
+            .flat_map(SubscriberLink::holds)
+            .map(|slot| self.arena.slot(slot).bytes())
+            .sum();
         bytes.min(self.arena.limit())
     }
 
     fn add_to_history(&mut self, slot: SlotId, description: Description, length: usize) {
         self.arena.hold(slot);
-        self.history.push_back(HistoryEntry { slot, description, is_lost: false });
+        self.history.push_back(HistoryEntry {
+            slot,
+            description,
+            is_lost: false,
+        });
         while self.history.len() > length {
             let forgotten = self.history.pop_front();
-            forgotten.into_iter().for_each(|kept| self.arena.release(kept.slot));
+            forgotten
+                .into_iter()
+                .for_each(|kept| self.arena.release(kept.slot));
         }
     }
 

@@ -109,7 +109,10 @@ pub(crate) struct PublisherLink {
 }
 
 impl PublisherLink {
-    #[expect(clippy::too_many_arguments, reason = "the parts of one link, each made by another step of `connect`")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the parts of one link, each made by another step of `connect`"
+    )]
     fn assemble(
         welcome: Welcome,
         regions: Vec<Arc<Region>>,
@@ -122,11 +125,19 @@ impl PublisherLink {
         orphan_timeout: Duration,
     ) -> Result<Arc<PublisherLink>> {
         let (socket, peer, segment) = (Arc::new(socket), Arc::new(peer), Arc::new(welcome.segment));
-        segment.header().receiver.heartbeat_ns.store(now_ns(), Relaxed);
+        segment
+            .header()
+            .receiver
+            .heartbeat_ns
+            .store(now_ns(), Relaxed);
         let memory = LinkMemory {
             death: OnceLock::new(),
             peer: peer.clone(),
-            monitor: Arc::new(PublisherMonitor::new(&segment, doorbell, welcome.completions)),
+            monitor: Arc::new(PublisherMonitor::new(
+                &segment,
+                doorbell,
+                welcome.completions,
+            )),
             segment,
             regions: Mutex::new(regions),
             streams: StreamSet::default(),
@@ -154,12 +165,15 @@ impl PublisherLink {
         });
         let me: Weak<dyn EventSource> = Arc::downgrade(&link) as Weak<dyn EventSource>;
         link.monitor().read_by(Arc::downgrade(&link));
-        let monitor: Weak<dyn EventSource> = Arc::downgrade(&link.memory().monitor) as Weak<dyn EventSource>;
+        let monitor: Weak<dyn EventSource> =
+            Arc::downgrade(&link.memory().monitor) as Weak<dyn EventSource>;
         let words = [
             reactor.register(link.socket.as_fd(), &me, SOCKET)?,
             link.peer.watch(DeathEvidence::Suspect, &me, SUSPECT)?,
         ];
-        let death = link.peer.watch(DeathEvidence::Orphaned(orphan_timeout), &monitor, 0)?;
+        let death = link
+            .peer
+            .watch(DeathEvidence::Orphaned(orphan_timeout), &monitor, 0)?;
         let _ = (link.words.set(words), link.memory().death.set(death));
         reactor.register_ticks(me);
         Ok(link)
@@ -175,7 +189,10 @@ impl PublisherLink {
     }
 
     pub(super) fn regions(&self) -> MutexGuard<'_, Vec<Arc<Region>>> {
-        self.memory().regions.lock().unwrap_or_else(PoisonError::into_inner)
+        self.memory()
+            .regions
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     #[inline]
@@ -211,9 +228,11 @@ impl PublisherLink {
             (Some(error), _) => error,
             (None, LinkState::Evicted) => Error::Evicted { name, reason },
             (None, LinkState::Failed) => Error::LinkClosed { name, reason },
-            (None, link_state) => {
-                Error::PublisherGone { name, pid: self.peer.pid, graceful: link_state == LinkState::Closed }
-            }
+            (None, link_state) => Error::PublisherGone {
+                name,
+                pid: self.peer.pid,
+                graceful: link_state == LinkState::Closed,
+            },
         }
     }
 
@@ -232,7 +251,10 @@ impl PublisherLink {
         if entry.ready.reached(position) {
             return Ok(true);
         }
-        let wait = StreamOp::Wait { word: self.segment().ready_word(position), value: position };
+        let wait = StreamOp::Wait {
+            word: self.segment().ready_word(position),
+            value: position,
+        };
         self.record_use(stream);
         // SAFETY: the word lies in the link segment, which is let go only when this stream, noted above, is proven
         // to be past it (see `Drop`).
@@ -241,13 +263,24 @@ impl PublisherLink {
     }
 
     /// Takes note of the publisher's own word for a sample of the history, before that is kept or admitted.
-    pub(super) fn note_completion(&self, position: u64, completion: Completion) -> Result<(), Violation> {
+    pub(super) fn note_completion(
+        &self,
+        position: u64,
+        completion: Completion,
+    ) -> Result<(), Violation> {
         let index = self.segment().index(position) as usize;
         if self.monitor().note_completion(index, position, completion) {
             return Ok(());
         }
-        let (found, allowed) = (format!("word {}", completion.word), "one that the publisher has sent".into());
-        Err(Violation { field: "completion", found, allowed })
+        let (found, allowed) = (
+            format!("word {}", completion.word),
+            "one that the publisher has sent".into(),
+        );
+        Err(Violation {
+            field: "completion",
+            found,
+            allowed,
+        })
     }
 
     /// Takes note that the sample at `position` is out of the ring and not admitted to any stream: should its sender
@@ -272,7 +305,10 @@ impl PublisherLink {
     /// Enqueues the release of `position` behind the stream's work.
     pub(super) fn release(&self, position: u64, stream: &Stream) -> Result<()> {
         let memory = self.memory();
-        let op = StreamOp::Signal { word: memory.segment.released_word(position), value: position };
+        let op = StreamOp::Signal {
+            word: memory.segment.released_word(position),
+            value: position,
+        };
         self.record_use(stream);
         // SAFETY: the word lies in the link segment, which is let go only when this stream, noted above, is proven
         // to be past it (see `Drop`).
@@ -331,21 +367,34 @@ impl PublisherLink {
         let entry = self.segment().entry(position);
         // `ready` first: a rescue, and a sender that gives up, mark the loss before the word is stored.
         let reached = entry.ready.reached(position);
-        if self.monitor().has_lost(index, position) || ring::was_given_up(self.segment(), position) {
-            return Err(Error::SampleLost { name: self.name.clone(), sequence, pid: self.peer.pid });
+        if self.monitor().has_lost(index, position) || ring::was_given_up(self.segment(), position)
+        {
+            return Err(Error::SampleLost {
+                name: self.name.clone(),
+                sequence,
+                pid: self.peer.pid,
+            });
         }
         Ok(reached)
     }
 
     /// Waits on the CPU until the sample's data is complete.
     #[inline]
-    pub(super) fn wait_complete(&self, position: u64, sequence: u64, timeout: Duration) -> Result<()> {
+    pub(super) fn wait_complete(
+        &self,
+        position: u64,
+        sequence: u64,
+        timeout: Duration,
+    ) -> Result<()> {
         self.owner_process.check()?;
         if !self.completion(position, sequence)? {
             let word = &self.segment().entry(position).ready;
             if !self.device.backend().wait_word(word, position, timeout)? {
                 let what = format!("the data of sample {sequence} of {:?}", self.name);
-                return Err(Error::Timeout { what, waited: timeout });
+                return Err(Error::Timeout {
+                    what,
+                    waited: timeout,
+                });
             }
             self.completion(position, sequence)?;
         }
@@ -372,7 +421,11 @@ impl PublisherLink {
     /// Closes the link because of `error`. Nothing else of this process is touched.
     pub(super) fn fail(&self, error: Error) {
         let close_reason = CloseReason::Failed(message::text(&error));
-        let _ = message::send(self.socket.as_fd().as_fd(), &Message::Close(close_reason), &[]);
+        let _ = message::send(
+            self.socket.as_fd().as_fd(),
+            &Message::Close(close_reason),
+            &[],
+        );
         let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
         if self.link_state() == LinkState::Open {
             fault.keep(error);
@@ -382,13 +435,26 @@ impl PublisherLink {
     }
 
     pub(super) fn violation(&self, violation: Violation) -> Error {
-        let Violation { field, found, allowed } = violation;
-        Error::Protocol { name: self.name.clone(), field, found, allowed }
+        let Violation {
+            field,
+            found,
+            allowed,
+        } = violation;
+        Error::Protocol {
+            name: self.name.clone(),
+            field,
+            found,
+            allowed,
+        }
     }
 
     /// No more samples, please; those held stay valid.
     pub(super) fn leave(&self) {
-        let _ = message::send(self.socket.as_fd().as_fd(), &Message::Close(CloseReason::Closed), &[]);
+        let _ = message::send(
+            self.socket.as_fd().as_fd(),
+            &Message::Close(CloseReason::Closed),
+            &[],
+        );
     }
 
     fn on_message(&self) -> Next {
@@ -399,11 +465,18 @@ impl PublisherLink {
             }
             match message::receive(self.socket.as_fd().as_fd(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::Message(Message::Region { id, bytes }, fds)) => self.map_soon(id, bytes, fds),
-                Ok(Received::Message(Message::Close(close_reason), _)) => self.on_close(close_reason),
+                Ok(Received::Message(Message::Region { id, bytes }, fds)) => {
+                    self.map_soon(id, bytes, fds)
+                }
+                Ok(Received::Message(Message::Close(close_reason), _)) => {
+                    self.on_close(close_reason)
+                }
                 Ok(Received::Message(other, _)) => {
                     let fault = other.unexpected("Region or Bye");
-                    self.fail(Error::Handshake { name: self.name.clone(), fault });
+                    self.fail(Error::Handshake {
+                        name: self.name.clone(),
+                        fault,
+                    });
                     return Next::Stop;
                 }
                 Ok(Received::End) => {
@@ -427,15 +500,24 @@ impl PublisherLink {
     /// Reads what a publisher that does no more said before, which is in its socket whenever that comes to its end. False if
     /// some of it is left for want of room.
     fn read_final_messages(&self) -> bool {
-        (0..FINAL_READS_MAX).map(|_| self.on_message()).find(|&next| next != Next::Keep) != Some(Next::RetryAtTick)
+        (0..FINAL_READS_MAX)
+            .map(|_| self.on_message())
+            .find(|&next| next != Next::Keep)
+            != Some(Next::RetryAtTick)
     }
 
     fn on_close(&self, close_reason: CloseReason) {
         match close_reason {
             CloseReason::Closed => self.monitor().set_link_state(LinkState::Closed),
             CloseReason::Evicted(reason) | CloseReason::Failed(reason) => {
-                let error = Error::Evicted { name: self.name.clone(), reason };
-                self.fault.lock().unwrap_or_else(PoisonError::into_inner).keep(error);
+                let error = Error::Evicted {
+                    name: self.name.clone(),
+                    reason,
+                };
+                self.fault
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .keep(error);
                 self.monitor().set_link_state(LinkState::Evicted);
             }
         }
@@ -461,14 +543,17 @@ impl EventSource for PublisherLink {
     fn on_tick(&self, now_ns: u64) {
         let header = self.segment().header();
         header.receiver.heartbeat_ns.store(now_ns, Relaxed);
-        self.peer_heartbeat.tick(header.sender.heartbeat_ns.load(Relaxed));
+        self.peer_heartbeat
+            .tick(header.sender.heartbeat_ns.load(Relaxed));
         self.map_again();
     }
 }
 
 impl Drop for PublisherLink {
     fn drop(&mut self) {
-        let Some(memory) = self.memory.take() else { return };
+        let Some(memory) = self.memory.take() else {
+            return;
+        };
         if !self.owner_process.is_current() {
             let copies = self.copies.take();
             return std::mem::forget((memory, copies));
@@ -479,7 +564,9 @@ impl Drop for PublisherLink {
         self.reactor.drop_after(move || {
             // All of it: a closure takes along only the fields that it names.
             let memory = &memory;
-            fence.get_or_insert_with(|| memory.streams.fence()).is_reached()
+            fence
+                .get_or_insert_with(|| memory.streams.fence())
+                .is_reached()
         });
     }
 }

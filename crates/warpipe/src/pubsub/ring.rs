@@ -63,7 +63,13 @@ pub(crate) struct SenderRing {
 impl SenderRing {
     pub(crate) fn new(segment: Arc<Segment>) -> SenderRing {
         let depth = segment.depth() as usize;
-        SenderRing { segment, next: 1, sent: vec![Sent::default(); depth], receiver_dead: false, signals_done: false }
+        SenderRing {
+            segment,
+            next: 1,
+            sent: vec![Sent::default(); depth],
+            receiver_dead: false,
+            signals_done: false,
+        }
     }
 
     pub(crate) fn segment(&self) -> &Arc<Segment> {
@@ -79,7 +85,8 @@ impl SenderRing {
         let entry = self.segment.entry(position);
         sent.position != position
             || (self.receiver_dead && self.signals_done)
-            || ((sent.revoked || self.receiver_dead || entry.released.reached(position)) && entry.ready.is(position))
+            || ((sent.revoked || self.receiver_dead || entry.released.reached(position))
+                && entry.ready.is(position))
     }
 
     /// The receiver is *proven* dead. (Suspicion is not enough: its device may still be reading.)
@@ -100,7 +107,8 @@ impl SenderRing {
             if last == 0 || self.is_over(last) {
                 return RingSpace::At(position);
             }
-            if self.segment.entry(position).state_word.load(Acquire) == state_word(last, PUBLISHED) {
+            if self.segment.entry(position).state_word.load(Acquire) == state_word(last, PUBLISHED)
+            {
                 return RingSpace::Full;
             }
         }
@@ -109,7 +117,11 @@ impl SenderRing {
 
     /// Tells the receiver to wake this end with its releases, or no longer. Look once more before sleeping.
     pub(crate) fn set_asleep(&self, asleep: bool) {
-        self.segment.header().sender.asleep.store(u32::from(asleep), Release);
+        self.segment
+            .header()
+            .sender
+            .asleep
+            .store(u32::from(asleep), Release);
         fence(SeqCst);
     }
 
@@ -122,8 +134,13 @@ impl SenderRing {
         // Pairs with the fence in `ReceiverRing::fall_asleep`: in the one order of this exchange, that fence and the look
         // at `asleep`, either we see the sleeper, or it sees the sample. An exchange, because it is cheaper than a
         // store and a fence; what was there is of no interest.
-        entry.state_word.swap(state_word(position, PUBLISHED), SeqCst);
-        self.sent[self.segment.index(position) as usize] = Sent { position, revoked: false };
+        entry
+            .state_word
+            .swap(state_word(position, PUBLISHED), SeqCst);
+        self.sent[self.segment.index(position) as usize] = Sent {
+            position,
+            revoked: false,
+        };
         self.next = position + 1;
         self.segment.header().receiver.asleep.load(SeqCst) != 0
     }
@@ -131,12 +148,18 @@ impl SenderRing {
     /// Gives up a position that [`space`](Self::space) gave and whose `ready` is on its way, since nothing is published there
     /// any more. What lay in that entry before was over.
     pub(crate) fn forgo(&mut self, position: u64) {
-        self.sent[self.segment.index(position) as usize] = Sent { position, revoked: true };
+        self.sent[self.segment.index(position) as usize] = Sent {
+            position,
+            revoked: true,
+        };
     }
 
     fn step_over(&mut self, position: u64) {
         for skipped in self.next..position {
-            self.segment.entry(skipped).state_word.store(state_word(skipped, SKIPPED), Release);
+            self.segment
+                .entry(skipped)
+                .state_word
+                .store(state_word(skipped, SKIPPED), Release);
         }
         self.next = self.next.max(position);
     }
@@ -145,7 +168,9 @@ impl SenderRing {
     /// would not make room yet. Returns its position.
     pub(crate) fn revoke_oldest_complete(&mut self) -> Option<u64> {
         let lap = self.lap();
-        lap.into_iter().find(|&position| self.segment.entry(position).ready.reached(position) && self.revoke(position))
+        lap.into_iter().find(|&position| {
+            self.segment.entry(position).ready.reached(position) && self.revoke(position)
+        })
     }
 
     /// Whether the sample at `position` was taken back.
@@ -156,7 +181,9 @@ impl SenderRing {
 
     /// The positions that may still lie in the ring, oldest first.
     fn lap(&self) -> std::ops::Range<u64> {
-        self.next.saturating_sub(u64::from(self.segment.depth())).max(1)..self.next
+        self.next
+            .saturating_sub(u64::from(self.segment.depth()))
+            .max(1)..self.next
     }
 
     fn revoke(&mut self, position: u64) -> bool {
@@ -164,14 +191,24 @@ impl SenderRing {
         if sent.position != position || sent.revoked {
             return false;
         }
-        let (from, to) = (state_word(position, PUBLISHED), state_word(position, REVOKED));
-        sent.revoked = self.segment.entry(position).state_word.compare_exchange(from, to, AcqRel, Acquire).is_ok();
+        let (from, to) = (
+            state_word(position, PUBLISHED),
+            state_word(position, REVOKED),
+        );
+        sent.revoked = self
+            .segment
+            .entry(position)
+            .state_word
+            .compare_exchange(from, to, AcqRel, Acquire)
+            .is_ok();
         sent.revoked
     }
 
     /// Takes back everything that the receiver has not taken. Returns the positions.
     pub(crate) fn revoke_all(&mut self) -> Vec<u64> {
-        self.lap().filter(|&position| self.revoke(position)).collect()
+        self.lap()
+            .filter(|&position| self.revoke(position))
+            .collect()
     }
 }
 
@@ -224,7 +261,9 @@ impl History {
     /// Of a lap that is too far back nothing is known, and it counts as given up.
     fn has(self, lap: u64) -> bool {
         let back = ((self.0 >> 32) as u32).wrapping_sub(lap as u32);
-        (self.0 as u32).checked_shr(back).is_none_or(|laps| laps & 1 == 1)
+        (self.0 as u32)
+            .checked_shr(back)
+            .is_none_or(|laps| laps & 1 == 1)
     }
 }
 
@@ -249,7 +288,11 @@ pub(crate) struct ReceiverRing {
 
 impl ReceiverRing {
     pub(crate) fn new(segment: Arc<Segment>) -> ReceiverRing {
-        ReceiverRing { segment, cursor: 1, copy: UntrustedEntry::default() }
+        ReceiverRing {
+            segment,
+            cursor: 1,
+            copy: UntrustedEntry::default(),
+        }
     }
 
     /// Whether something may lie at the cursor; cheap, for a reader that polls.
@@ -261,7 +304,10 @@ impl ReceiverRing {
     /// Takes the next sample, if there is one and `knows_region` says that its region has arrived: the entry at the
     /// position that is returned is the receiver's then, and [`copy`](Self::copy) is what it says.
     #[inline]
-    pub(crate) fn take(&mut self, mut knows_region: impl FnMut(u32) -> bool) -> Result<Option<u64>, Violation> {
+    pub(crate) fn take(
+        &mut self,
+        mut knows_region: impl FnMut(u32) -> bool,
+    ) -> Result<Option<u64>, Violation> {
         let depth = u64::from(self.segment.depth());
         // Each round moves the cursor or returns; two laps of moves mean that the sender runs rings around us,
         // and the next call goes on from there.
@@ -286,14 +332,22 @@ impl ReceiverRing {
                     if !knows_region(self.copy.region()) {
                         return Ok(None);
                     }
-                    if entry.state_word.compare_exchange(now, state_word(position, TAKEN), AcqRel, Acquire).is_ok() {
+                    if entry
+                        .state_word
+                        .compare_exchange(now, state_word(position, TAKEN), AcqRel, Acquire)
+                        .is_ok()
+                    {
                         self.cursor += 1;
                         return Ok(Some(position));
                     }
                 }
                 _ => {
                     let found = format!("taken at {position}");
-                    return Err(Violation { field: "state", found, allowed: "published, revoked or skipped".into() });
+                    return Err(Violation {
+                        field: "state",
+                        found,
+                        allowed: "published, revoked or skipped".into(),
+                    });
                 }
             }
         }
@@ -309,7 +363,11 @@ impl ReceiverRing {
     fn jump(&mut self, position: u64, depth: u64) -> Result<(), Violation> {
         if !(position - self.cursor).is_multiple_of(depth) {
             let allowed = format!("{} and a multiple of {depth} more", self.cursor);
-            return Err(Violation { field: "position", found: position.to_string(), allowed });
+            return Err(Violation {
+                field: "position",
+                found: position.to_string(),
+                allowed,
+            });
         }
         self.cursor = (self.cursor + 1).max(position - depth + 1);
         Ok(())

@@ -47,7 +47,16 @@ impl Sample {
         discontinuity: Option<Discontinuity>,
     ) -> Sample {
         let (received_ns, stream) = (now_ns(), stream.clone());
-        Sample { link, address, position, description, received_ns, discontinuity, stream, is_released: false }
+        Sample {
+            link,
+            address,
+            position,
+            description,
+            received_ns,
+            discontinuity,
+            stream,
+            is_released: false,
+        }
     }
 
     /// The device address of the element with all indices 0. Memory that this process may only read.
@@ -114,7 +123,11 @@ impl Sample {
             return Ok(());
         }
         let (name, sequence, pid) = (self.link.name.clone(), self.sequence(), self.link.peer.pid);
-        Err(Error::SampleLost { name, sequence, pid })
+        Err(Error::SampleLost {
+            name,
+            sequence,
+            pid,
+        })
     }
 
     /// Whether the data is complete, as the CPU sees it now.
@@ -131,7 +144,8 @@ impl Sample {
     /// # Errors
     /// [`Error::SampleLost`] when the sender died first; [`Error::Timeout`]; [`Error::Forked`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
-        self.link.wait_complete(self.position, self.sequence(), timeout)
+        self.link
+            .wait_complete(self.position, self.sequence(), timeout)
     }
 
     /// Waits for the data and copies the whole slot (`layout().bytes()` bytes) to host memory.
@@ -141,7 +155,11 @@ impl Sample {
     pub fn copy_to(&self, bytes: &mut [u8], timeout: Duration) -> Result<()> {
         if bytes.len() as u64 != self.layout().bytes() {
             let allowed = format!("exactly {}", self.layout().bytes());
-            return Err(Error::argument("bytes", format!("{} bytes", bytes.len()), allowed));
+            return Err(Error::argument(
+                "bytes",
+                format!("{} bytes", bytes.len()),
+                allowed,
+            ));
         }
         self.wait(timeout)?;
         if bytes.is_empty() {
@@ -151,7 +169,11 @@ impl Sample {
         let stream = self.link.copies()?;
         // SAFETY: the stream is live and only ever copies; the slot lies inside the region (checked when it was received),
         // which this sample's link keeps mapped.
-        unsafe { stream.backend().download(stream.raw(), bytes, self.slot_ptr())? };
+        unsafe {
+            stream
+                .backend()
+                .download(stream.raw(), bytes, self.slot_ptr())?
+        };
         // A death in between cannot have torn it: the data was complete.
         Ok(())
     }
@@ -163,9 +185,15 @@ impl Sample {
     pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
         let length = self.layout().bytes();
         let mut bytes = Vec::new();
-        let room = usize::try_from(length).ok().and_then(|length| bytes.try_reserve_exact(length).ok());
+        let room = usize::try_from(length)
+            .ok()
+            .and_then(|length| bytes.try_reserve_exact(length).ok());
         if room.is_none() {
-            return Err(Error::DeviceMemory { device: "this process".into(), bytes: length, detail: String::new() });
+            return Err(Error::DeviceMemory {
+                device: "this process".into(),
+                bytes: length,
+                detail: String::new(),
+            });
         }
         bytes.resize(length as usize, 0);
         self.copy_to(&mut bytes, timeout)?;
@@ -191,7 +219,11 @@ impl Sample {
         // If this fails the drop tries once more, and closes the link when that fails, too.
         self.link.release(self.position, &self.stream)?;
         self.is_released = true;
-        Ok(Receipt { link: self.link.clone(), position: self.position, sequence: self.sequence() })
+        Ok(Receipt {
+            link: self.link.clone(),
+            position: self.position,
+            sequence: self.sequence(),
+        })
     }
 
     /// Releases it behind the work of another stream than the one it was received with, which must have been
@@ -249,6 +281,7 @@ impl Receipt {
     /// # Errors
     /// [`Error::SampleLost`]; [`Error::Timeout`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
-        self.link.wait_complete(self.position, self.sequence, timeout)
+        self.link
+            .wait_complete(self.position, self.sequence, timeout)
     }
 }

@@ -142,12 +142,21 @@ impl Subscriber {
         }
     }
 
-    fn new(options: SubscriberBuilder, name: EndpointName, domain: Domain, device: Device) -> Result<Subscriber> {
+    fn new(
+        options: SubscriberBuilder,
+        name: EndpointName,
+        domain: Domain,
+        device: Device,
+    ) -> Result<Subscriber> {
         let doorbell = Arc::new(LocalDoorbell::new()?);
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a subscriber", e))?;
         let watches_domain = options.reconnect || options.wait.is_some();
-        let arrivals = if watches_domain { Some(domain.arrivals()?) } else { None };
+        let arrivals = if watches_domain {
+            Some(domain.arrivals()?)
+        } else {
+            None
+        };
         listen_to(&readable, doorbell.as_fd(), DOORBELL)?;
         if let Some(arrivals) = arrivals.as_ref().filter(|_| options.reconnect) {
             listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
@@ -201,7 +210,10 @@ impl Subscriber {
     }
 
     fn connect_options(&self) -> ConnectOptions {
-        let generation = self.options.generation.unwrap_or_else(crate::runtime::reactor::new_generation);
+        let generation = self
+            .options
+            .generation
+            .unwrap_or_else(crate::runtime::reactor::new_generation);
         ConnectOptions {
             domain: self.domain.clone(),
             name: self.name.clone(),
@@ -209,20 +221,30 @@ impl Subscriber {
             doorbell: self.doorbell.clone(),
             timeout: self.options.handshake_timeout,
             orphan_timeout: self.options.orphan_timeout,
-            identity: SubscriberIdentity { kind: self.options.kind, generation },
+            identity: SubscriberIdentity {
+                kind: self.options.kind,
+                generation,
+            },
         }
     }
 
     fn attached_by(&mut self, link: Arc<PublisherLink>) -> Result<()> {
-        listen_to(&self.readable, link.peer_doorbell.as_fd(), WAKE).inspect_err(|_| link.leave())?;
+        listen_to(&self.readable, link.peer_doorbell.as_fd(), WAKE)
+            .inspect_err(|_| link.leave())?;
         let ring = ReceiverRing::new(link.segment().clone());
         // Before the first look at this ring: an end that is about to sleep looks once more behind this.
         if self.is_asleep.load(Ordering::Relaxed) {
             ring.fall_asleep();
         }
         let regions = link.regions().clone();
-        self.attached =
-            Some(Attached { link, ring, regions, last_sequence: 0, region_missing_since: None, taken: None });
+        self.attached = Some(Attached {
+            link,
+            ring,
+            regions,
+            last_sequence: 0,
+            region_missing_since: None,
+            taken: None,
+        });
         Ok(())
     }
 
@@ -233,12 +255,16 @@ impl Subscriber {
 
     /// How its publisher fares; `None` while there is none.
     pub fn publisher_state(&self) -> Option<PeerState> {
-        self.attached.as_ref().map(|attached| attached.link.peer_state())
+        self.attached
+            .as_ref()
+            .map(|attached| attached.link.peer_state())
     }
 
     /// The publisher's process id; `None` while there is none.
     pub fn publisher_pid(&self) -> Option<i32> {
-        self.attached.as_ref().map(|attached| attached.link.peer.pid)
+        self.attached
+            .as_ref()
+            .map(|attached| attached.link.peer.pid)
     }
 
     /// The publisher's process; `None` while there is none.
@@ -249,7 +275,11 @@ impl Subscriber {
     /// Samples that it did not get because of the publisher's policy.
     pub fn dropped(&self) -> u64 {
         // The peer's word: it may be any number.
-        self.dropped_before.saturating_add(self.attached.as_ref().map_or(0, |attached| attached.link.dropped()))
+        self.dropped_before.saturating_add(
+            self.attached
+                .as_ref()
+                .map_or(0, |attached| attached.link.dropped()),
+        )
     }
 
     /// Waits for the next sample, as long as the builder's timeout says. `stream` will wait, on the device, until
@@ -279,7 +309,12 @@ impl Subscriber {
             let limit = self.spin.limit().min(timeout);
             let polled = Instant::now();
             if let Some(sample) = self.spin_for(limit, stream)? {
-                self.spin.tell(limit, Came::Polling { elapsed: polled.elapsed() });
+                self.spin.tell(
+                    limit,
+                    Came::Polling {
+                        elapsed: polled.elapsed(),
+                    },
+                );
                 return Ok(sample);
             }
             self.fall_asleep();
@@ -297,7 +332,12 @@ impl Subscriber {
             self.sleep(left.min(self.patience()));
             self.wake_up();
             if let Some(sample) = self.poll(stream)? {
-                self.spin.tell(limit, Came::Asleep { slept: asleep.elapsed() });
+                self.spin.tell(
+                    limit,
+                    Came::Asleep {
+                        slept: asleep.elapsed(),
+                    },
+                );
                 return Ok(sample);
             }
         }
@@ -328,26 +368,42 @@ impl Subscriber {
     /// All samples until the publisher has gone: the iterator ends when it said goodbye, and gives the error
     /// once for any other end.
     pub fn samples<'a>(&'a mut self, stream: &'a Stream) -> Samples<'a> {
-        Samples { subscriber: self, stream, is_over: false }
+        Samples {
+            subscriber: self,
+            stream,
+            is_over: false,
+        }
     }
 
     /// Why a wait has ended without a sample.
     fn nothing_within(&self, waited: Duration) -> Error {
-        let held_up = self.attached.as_ref().filter(|attached| attached.region_missing_since.is_some());
+        let held_up = self
+            .attached
+            .as_ref()
+            .filter(|attached| attached.region_missing_since.is_some());
         // There is one: this process has no room for its memory.
         let want = held_up.and_then(|attached| attached.link.want());
-        want.unwrap_or_else(|| Error::Timeout { what: format!("a sample of {:?}", self.name), waited })
+        want.unwrap_or_else(|| Error::Timeout {
+            what: format!("a sample of {:?}", self.name),
+            waited,
+        })
     }
 
     /// How long a sleep may last before the next look without having been woken.
     fn patience(&self) -> Duration {
-        if self.must_look_again() { RETRY } else { Duration::from_secs(3600) }
+        if self.must_look_again() {
+            RETRY
+        } else {
+            Duration::from_secs(3600)
+        }
     }
 
     /// Whether something may come that rings nobody: a publisher that could not let this end in, a region that was
     /// never announced.
     fn must_look_again(&self) -> bool {
-        self.attached.as_ref().is_none_or(|attached| attached.region_missing_since.is_some())
+        self.attached
+            .as_ref()
+            .is_none_or(|attached| attached.region_missing_since.is_some())
     }
 
     /// `timerfd_settime`: makes the descriptor readable after `pause`.
@@ -358,14 +414,20 @@ impl Subscriber {
             Some(timer) => timer,
             None => {
                 let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-                let timer = CloseOnForkFd::open(|| rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags));
+                let timer = CloseOnForkFd::open(|| {
+                    rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
+                });
                 let timer = timer.map_err(failed("timerfd_create"))?;
                 listen_to(&self.readable, timer.as_fd(), TIMER)?;
                 self.timer.insert(timer)
             }
         };
-        let once = Itimerspec { it_interval: timespec(Duration::ZERO), it_value: timespec(pause) };
-        rustix::time::timerfd_settime(timer, TimerfdTimerFlags::empty(), &once).map_err(failed("timerfd_settime"))?;
+        let once = Itimerspec {
+            it_interval: timespec(Duration::ZERO),
+            it_value: timespec(pause),
+        };
+        rustix::time::timerfd_settime(timer, TimerfdTimerFlags::empty(), &once)
+            .map_err(failed("timerfd_settime"))?;
         Ok(())
     }
 
@@ -373,7 +435,11 @@ impl Subscriber {
         let start = Instant::now();
         while start.elapsed() < limit {
             for _ in 0..64 {
-                if self.attached.as_ref().is_some_and(|attached| attached.ring.may_have_news()) {
+                if self
+                    .attached
+                    .as_ref()
+                    .is_some_and(|attached| attached.ring.may_have_news())
+                {
                     return self.poll(stream);
                 }
                 std::hint::spin_loop();
@@ -404,7 +470,9 @@ impl Subscriber {
     /// a system call on the way of a sample. What rings later makes the next sleep a short one.
     fn sleep(&self, limit: Duration) {
         let mut room = [const { MaybeUninit::uninit() }; 4];
-        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else { return };
+        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else {
+            return;
+        };
         for event in events {
             match event.data.u64() {
                 DOORBELL => self.doorbell.drain(),
@@ -469,14 +537,18 @@ impl Subscriber {
             }
             return Ok(false);
         };
-        let Some(result) = attempt.result() else { return Ok(false) };
+        let Some(result) = attempt.result() else {
+            return Ok(false);
+        };
         self.attempt = None;
         self.attached_by(result?).map(|()| true)
     }
 
     /// One look at the publisher that is attached; `None` when that one is at its end and another is to be followed.
     fn look(&mut self, stream: &Stream) -> Result<Option<Option<Sample>>> {
-        let Some(attached) = &mut self.attached else { return Ok(None) };
+        let Some(attached) = &mut self.attached else {
+            return Ok(None);
+        };
         match attached.poll(stream, &mut self.discontinuity) {
             Err(error) if self.options.reconnect && is_an_end(&error) => {
                 self.detach(&error);
@@ -491,31 +563,50 @@ impl Subscriber {
             self.dropped_before = self.dropped_before.saturating_add(old.link.dropped());
             old.link.leave();
             let graceful = matches!(end, Error::PublisherGone { graceful: true, .. });
-            self.discontinuity.get_or_insert(Discontinuity { previous_pid: old.link.peer.pid, graceful });
+            self.discontinuity.get_or_insert(Discontinuity {
+                previous_pid: old.link.peer.pid,
+                graceful,
+            });
             let _ = epoll::delete(&self.readable, old.link.peer_doorbell.as_fd());
         }
     }
 }
 
 impl Attached {
-    fn poll(&mut self, stream: &Stream, discontinuity: &mut Option<Discontinuity>) -> Result<Option<Sample>> {
+    fn poll(
+        &mut self,
+        stream: &Stream,
+        discontinuity: &mut Option<Discontinuity>,
+    ) -> Result<Option<Sample>> {
         loop {
             // Before the ring: what was sent before the end must be found before the end is told.
             let link_state = self.link.link_state();
             if link_state == LinkState::Failed {
                 return Err(self.link.why_over());
             }
-            let (position, address, description) =
-                match self.taken.take().map_or_else(|| self.next(), |it| Ok(Some(it))) {
-                    Ok(Some(next)) => next,
-                    Ok(None) if link_state == LinkState::Open || self.is_region_due() => return self.wait_for_region(),
-                    Ok(None) => return Err(self.link.why_over()),
-                    Err(violation) => return Err(self.fail(violation)),
-                };
+            let (position, address, description) = match self
+                .taken
+                .take()
+                .map_or_else(|| self.next(), |it| Ok(Some(it)))
+            {
+                Ok(Some(next)) => next,
+                Ok(None) if link_state == LinkState::Open || self.is_region_due() => {
+                    return self.wait_for_region();
+                }
+                Ok(None) => return Err(self.link.why_over()),
+                Err(violation) => return Err(self.fail(violation)),
+            };
             match self.link.admit(position, stream) {
                 Ok(true) => {
                     let (link, gap) = (self.link.clone(), discontinuity.take());
-                    return Ok(Some(Sample::new(link, address, position, description, stream, gap)));
+                    return Ok(Some(Sample::new(
+                        link,
+                        address,
+                        position,
+                        description,
+                        stream,
+                        gap,
+                    )));
                 }
                 Ok(false) => {}
                 Err(error) => {
@@ -528,7 +619,9 @@ impl Attached {
 
     /// Takes and checks the next sample in the ring.
     fn next(&mut self) -> Result<Option<TakenSample>, Violation> {
-        let Some(position) = self.take()? else { return Ok(None) };
+        let Some(position) = self.take()? else {
+            return Ok(None);
+        };
         let (address, description) = self.check()?;
         // Whatever becomes of it: one that its publisher left incomplete is lost, and the next one follows it.
         self.last_sequence = description.sequence;
@@ -546,7 +639,11 @@ impl Attached {
                 regions.clone_from(&link.regions());
             }
             let known = (id as usize) < regions.len();
-            *missing = if known { None } else { missing.or_else(|| Some(Instant::now())) };
+            *missing = if known {
+                None
+            } else {
+                missing.or_else(|| Some(Instant::now()))
+            };
             known
         })
     }
@@ -563,7 +660,11 @@ impl Attached {
         match self.region_missing_since {
             Some(since) if since.elapsed() > REGION_TIMEOUT && !self.is_region_due() => {
                 let allowed = format!("one of the {} announced", self.regions.len());
-                Err(self.fail(Violation { field: "region", found: "one never announced".into(), allowed }))
+                Err(self.fail(Violation {
+                    field: "region",
+                    found: "one never announced".into(),
+                    allowed,
+                }))
             }
             _ => Ok(None),
         }
@@ -580,9 +681,17 @@ impl Attached {
             last => description.sequence > last,
         };
         if !follows {
-            let allowed = if self.link.lossless { "the next after" } else { "more than" };
+            let allowed = if self.link.lossless {
+                "the next after"
+            } else {
+                "more than"
+            };
             let allowed = format!("{allowed} {}", self.last_sequence);
-            return Err(Violation { field: "sequence", found: description.sequence.to_string(), allowed });
+            return Err(Violation {
+                field: "sequence",
+                found: description.sequence.to_string(),
+                allowed,
+            });
         }
         Ok((region.ptr() + description.slot, description))
     }
@@ -616,7 +725,11 @@ impl AsFd for Subscriber {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.is_polled.store(true, Ordering::Relaxed);
         self.fall_asleep();
-        if self.attached.as_ref().is_none_or(|at| at.taken.is_some() || at.ring.may_have_news()) {
+        if self
+            .attached
+            .as_ref()
+            .is_none_or(|at| at.taken.is_some() || at.ring.may_have_news())
+        {
             self.doorbell.ring();
         }
         self.readable.as_fd()
@@ -674,15 +787,30 @@ impl Iterator for Samples<'_> {
 /// Whether trying again later can help.
 fn is_passing(error: &Error) -> bool {
     use crate::error::HandshakeFault::{Closed, Silent};
-    matches!(error, Error::NoPublisher { .. } | Error::Handshake { fault: Closed | Silent(_), .. })
+    matches!(
+        error,
+        Error::NoPublisher { .. }
+            | Error::Handshake {
+                fault: Closed | Silent(_),
+                ..
+            }
+    )
 }
 
 /// Whether the error is the end of one link: its publisher's, or one that this end closed and has told why.
 fn is_an_end(error: &Error) -> bool {
-    matches!(error, Error::PublisherGone { .. } | Error::Evicted { .. } | Error::LinkClosed { .. })
+    matches!(
+        error,
+        Error::PublisherGone { .. } | Error::Evicted { .. } | Error::LinkClosed { .. }
+    )
 }
 
 fn listen_to(readable: &CloseOnForkFd, fd: BorrowedFd<'_>, what: u64) -> Result<()> {
-    epoll::add(readable, fd, epoll::EventData::new_u64(what), epoll::EventFlags::IN)
-        .map_err(|e| Error::os("epoll_ctl", "a subscriber's descriptor", e))
+    epoll::add(
+        readable,
+        fd,
+        epoll::EventData::new_u64(what),
+        epoll::EventFlags::IN,
+    )
+    .map_err(|e| Error::os("epoll_ctl", "a subscriber's descriptor", e))
 }

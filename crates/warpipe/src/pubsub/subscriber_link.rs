@@ -107,12 +107,23 @@ impl LinkParts {
         let (segment, segment_fd) = Segment::create(device, depth, generation)?;
         let (peer_doorbell, their_wake) = PeerDoorbell::pair()?;
         let ring = SenderRing::new(Arc::new(segment));
-        Ok(LinkParts { peer, socket, quota_permit: None, ring, peer_doorbell, segment_fd, their_wake })
+        Ok(LinkParts {
+            peer,
+            socket,
+            quota_permit: None,
+            ring,
+            peer_doorbell,
+            segment_fd,
+            their_wake,
+        })
     }
 
     /// What it counts for, until the link is over.
     pub(super) fn with_quota_permit(self, quota_permit: Option<QuotaPermit>) -> LinkParts {
-        LinkParts { quota_permit, ..self }
+        LinkParts {
+            quota_permit,
+            ..self
+        }
     }
 
     /// Sends `welcome` with the link's descriptors and every region so far. The peer's copies are ours no more. What
@@ -154,8 +165,11 @@ impl LinkParts {
             segment_fd: Some(self.segment_fd),
         };
         link.write_heartbeat(crate::clock::now_ns());
-        let tell = |(bytes, fd)| message::send(link.socket(), &Message::Completions { bytes }, &[fd]);
-        let told = completions.map_or(Ok(()), tell).and_then(|()| link.announce(chunks));
+        let tell =
+            |(bytes, fd)| message::send(link.socket(), &Message::Completions { bytes }, &[fd]);
+        let told = completions
+            .map_or(Ok(()), tell)
+            .and_then(|()| link.announce(chunks));
         match told {
             Ok(()) => Ok(link),
             Err(error) => Err((Box::new(link), error)),
@@ -198,7 +212,14 @@ impl SubscriberLink {
 
     /// Ends a link that has not been live, with the reason.
     pub(super) fn refuse(&mut self, reason: impl ToString) {
-        let _ = message::send(self.socket(), &Message::Refused { denied: false, text: message::text(reason) }, &[]);
+        let _ = message::send(
+            self.socket(),
+            &Message::Refused {
+                denied: false,
+                text: message::text(reason),
+            },
+            &[],
+        );
         self.leave(None);
     }
 
@@ -208,7 +229,10 @@ impl SubscriberLink {
     /// [`message::is_own`], and it is told later; or it does not read its socket.
     pub(super) fn announce(&mut self, chunks: &[Chunk]) -> Result<(), Errno> {
         for (id, chunk) in chunks.iter().enumerate().skip(self.announced) {
-            let region = Message::Region { id: id as u32, bytes: chunk.region.bytes() };
+            let region = Message::Region {
+                id: id as u32,
+                bytes: chunk.region.bytes(),
+            };
             message::send(self.socket(), &region, &[chunk.export.as_fd()])?;
             self.announced = id + 1;
         }
@@ -226,7 +250,10 @@ impl SubscriberLink {
 
     /// The word that says that this subscriber's sample at `position` is ready.
     pub(super) fn ready_op(&self, position: u64) -> StreamOp {
-        StreamOp::Signal { word: self.ring.segment().ready_word(position), value: position }
+        StreamOp::Signal {
+            word: self.ring.segment().ready_word(position),
+            value: position,
+        }
     }
 
     /// Where the next sample can go, after the policy has had its say: `None` drops it for this subscriber.
@@ -239,8 +266,15 @@ impl SubscriberLink {
             && let Some(revoked) = self.ring.revoke_oldest_complete()
         {
             self.count_drop();
-            if let Some(index) = self.in_flight.iter().position(|&(position, _)| position == revoked) {
-                self.in_flight.remove(index).into_iter().for_each(|(_, slot)| free(slot));
+            if let Some(index) = self
+                .in_flight
+                .iter()
+                .position(|&(position, _)| position == revoked)
+            {
+                self.in_flight
+                    .remove(index)
+                    .into_iter()
+                    .for_each(|(_, slot)| free(slot));
             }
             if let RingSpace::At(position) = self.room() {
                 return Some(position);
@@ -252,13 +286,23 @@ impl SubscriberLink {
 
     fn count_drop(&mut self) {
         self.dropped += 1;
-        self.ring.segment().header().sender.dropped.store(self.dropped, Relaxed);
+        self.ring
+            .segment()
+            .header()
+            .sender
+            .dropped
+            .store(self.dropped, Relaxed);
     }
 
     /// Hands the sample over. Whether the subscriber sleeps: it hears of it with the next
     /// [`wake_sleeper`](Self::wake_sleeper).
     #[inline]
-    pub(super) fn publish(&mut self, position: u64, slot: SlotId, description: &Description) -> bool {
+    pub(super) fn publish(
+        &mut self,
+        position: u64,
+        slot: SlotId,
+        description: &Description,
+    ) -> bool {
         self.free.set(None);
         self.in_flight.push_back((position, slot));
         self.sleeps |= self.ring.publish(position, description);
@@ -310,7 +354,11 @@ impl SubscriberLink {
     /// sample's own work. No interrupt tells of it, so a sender that waits for it must look again.
     pub(super) fn device_owes(&self) -> bool {
         let announced = self.ring.segment().header().receiver.released.load(Acquire);
-        announced > self.releases_seen || self.in_flight.iter().any(|&(position, _)| self.ring.is_revoked(position))
+        announced > self.releases_seen
+            || self
+                .in_flight
+                .iter()
+                .any(|&(position, _)| self.ring.is_revoked(position))
     }
 
     /// Tells the subscriber to wake this end with its releases, or no longer.
@@ -320,12 +368,24 @@ impl SubscriberLink {
 
     /// Writes this end's heartbeat.
     pub(super) fn write_heartbeat(&self, now_ns: u64) {
-        self.ring.segment().header().sender.heartbeat_ns.store(now_ns, Relaxed);
+        self.ring
+            .segment()
+            .header()
+            .sender
+            .heartbeat_ns
+            .store(now_ns, Relaxed);
     }
 
     /// A tick of ours: looks for the subscriber's heartbeat.
     pub(super) fn check_heartbeat(&self) {
-        self.peer_heartbeat.tick(self.ring.segment().header().receiver.heartbeat_ns.load(Relaxed));
+        self.peer_heartbeat.tick(
+            self.ring
+                .segment()
+                .header()
+                .receiver
+                .heartbeat_ns
+                .load(Relaxed),
+        );
     }
 
     /// How long the subscriber has given no sign of life.

@@ -4,7 +4,9 @@
 use std::time::Duration;
 
 use super::publisher::{Publisher, SampleMut, SendError};
-pub(crate) use super::publisher_core::{Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges};
+pub(crate) use super::publisher_core::{
+    Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges,
+};
 use super::publisher_core::{Recipients, SendFailure};
 use crate::error::Result;
 use crate::ipc::peer::ProcessId;
@@ -73,8 +75,14 @@ impl SampleMut {
         limit: Option<Duration>,
     ) -> Result<u64, SendError> {
         let gathered = self.gather(stream);
-        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        let sent = gathered.and_then(|()| self.core.send_to(slot, &self.layout, metadata, stream, to, limit));
+        let slot = self
+            .slot
+            .take()
+            .expect("a loan has its slot until it is consumed");
+        let sent = gathered.and_then(|()| {
+            self.core
+                .send_to(slot, &self.layout, metadata, stream, to, limit)
+        });
         sent.map_err(|unsent| self.unsent(slot, unsent, stream))
     }
 
@@ -87,8 +95,12 @@ impl SampleMut {
         stream: &Stream,
     ) -> Result<(RetainedSlot, Option<u64>), SendError> {
         let gathered = self.gather(stream);
-        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        let posted = gathered.and_then(|()| self.core.post(slot, &self.layout, metadata, stream, to));
+        let slot = self
+            .slot
+            .take()
+            .expect("a loan has its slot until it is consumed");
+        let posted =
+            gathered.and_then(|()| self.core.post(slot, &self.layout, metadata, stream, to));
         posted.map_err(|unsent: SendFailure| self.unsent(slot, unsent, stream))
     }
 }

@@ -29,7 +29,11 @@ impl Scene {
     fn new(title: &str, pick_worker: impl FnOnce(QueueBuilder) -> QueueBuilder) -> Scene {
         let (hook, device) = FullQueue::device();
         let fixture = QueueFixture::on(&format!("held-up-{title}"), device);
-        Scene { hook, queue: Arc::new(fixture.build(pick_worker)), fixture }
+        Scene {
+            hook,
+            queue: Arc::new(fixture.build(pick_worker)),
+            fixture,
+        }
     }
 
     fn worker(&self) -> Worker {
@@ -40,7 +44,10 @@ impl Scene {
     }
 
     fn loan(&self, bytes: &[u8]) -> Loan {
-        let mut loan = self.queue.loan(&Layout::bytes_only(bytes.len() as u64).unwrap()).unwrap();
+        let mut loan = self
+            .queue
+            .loan(&Layout::bytes_only(bytes.len() as u64).unwrap())
+            .unwrap();
         loan.write(&self.fixture.stream, bytes).unwrap();
         loan
     }
@@ -60,8 +67,14 @@ impl Scene {
     /// when this returns.
     fn give_held_up(&self) -> (Worker, JobHandle, mpsc::Sender<()>) {
         let (go, gate) = mpsc::channel::<()>();
-        self.fixture.stream.call(move || assert!(gate.recv().is_err())).unwrap();
-        let job = self.queue.submit_bytes(b"late", &self.fixture.stream).unwrap();
+        self.fixture
+            .stream
+            .call(move || assert!(gate.recv().is_err()))
+            .unwrap();
+        let job = self
+            .queue
+            .submit_bytes(b"late", &self.fixture.stream)
+            .unwrap();
         self.hook.hook().hold_waits();
         let worker = self.fixture.worker();
         self.hook.hook().wait_until_held_up();
@@ -79,7 +92,8 @@ impl Scene {
 fn in_time<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
     let (told, done) = mpsc::channel();
     std::thread::spawn(move || told.send(call()));
-    done.recv_timeout(PATIENCE).expect("it waits for what the driver holds up")
+    done.recv_timeout(PATIENCE)
+        .expect("it waits for what the driver holds up")
 }
 
 /// Leases one job and completes it. Gives the worker back.
@@ -102,11 +116,17 @@ fn other_calls_of_a_queue_go_on_while_a_full_launch_queue_holds_up_a_submit() {
     let second = scene.worker();
     let submitted = scene.submit_held_up();
     let state = in_time(move || queue.state().unwrap());
-    assert_eq!((state.workers.len(), state.waiting, state.leased), (2, 0, 2));
+    assert_eq!(
+        (state.workers.len(), state.waiting, state.leased),
+        (2, 0, 2)
+    );
     let (first, done, _) = work(first, &stream);
     assert_eq!(done, early.id());
     let on = stream.clone();
-    assert_eq!(in_time(move || early.wait(&on, PATIENCE).unwrap().job()), done);
+    assert_eq!(
+        in_time(move || early.wait(&on, PATIENCE).unwrap().job()),
+        done
+    );
     let (queue, third) = (scene.queue.clone(), scene.fixture.worker());
     in_time(move || queue.wait_for_workers(3, PATIENCE).unwrap());
     for refused in [Queue::wait_for_room, Queue::shutdown] {
@@ -132,7 +152,11 @@ fn a_submit_behind_one_that_is_held_up_times_out_and_gives_its_loan_back_unharme
     let submitted = scene.submit_held_up();
     let (queue, on, loan) = (scene.queue.clone(), stream.clone(), scene.loan(b"unharmed"));
     let refused = in_time(move || queue.submit_timeout(loan, &on, SHORT).unwrap_err());
-    assert!(matches!(refused.error, Error::Timeout { .. }), "{}", refused.error);
+    assert!(
+        matches!(refused.error, Error::Timeout { .. }),
+        "{}",
+        refused.error
+    );
     let (queue, on, loan) = (scene.queue.clone(), stream.clone(), *refused.loan.unwrap());
     let other = std::thread::spawn(move || queue.submit_timeout(loan, &on, PATIENCE).unwrap());
     while scene.queue.dispatcher.lock().submit_waiters == 0 {
@@ -162,7 +186,10 @@ fn a_worker_that_leaves_while_its_job_is_held_up_costs_the_job_no_attempt() {
     let job = scene.let_go(&submitted).unwrap();
     let (_worker, done, _) = work(scene.worker(), &scene.fixture.stream);
     assert_eq!(done, job.id());
-    assert_eq!(job.wait(&scene.fixture.stream, PATIENCE).unwrap().attempt(), 1);
+    assert_eq!(
+        job.wait(&scene.fixture.stream, PATIENCE).unwrap().attempt(),
+        1
+    );
 }
 
 /// The worker is told, answers and leaves before the thread that submits has written down that it was told.
@@ -174,7 +201,9 @@ fn an_answer_that_comes_before_its_submit_returns_counts_once_though_its_worker_
         let submitted = scene.submit_held_up();
         let mut guard = scene.queue.dispatcher.lock();
         scene.hook.hook().unblock();
-        let lease = leaver.lease_timeout(&scene.fixture.stream, PATIENCE).unwrap();
+        let lease = leaver
+            .lease_timeout(&scene.fixture.stream, PATIENCE)
+            .unwrap();
         if is_given_back {
             lease.give_back().unwrap()
         } else {
@@ -190,7 +219,10 @@ fn an_answer_that_comes_before_its_submit_returns_counts_once_though_its_worker_
         let job = submitted.recv_timeout(PATIENCE).unwrap().unwrap();
         let (_worker, done, _) = work(scene.worker(), &scene.fixture.stream);
         assert_eq!(done, job.id());
-        assert_eq!(job.wait(&scene.fixture.stream, PATIENCE).unwrap().attempt(), attempt);
+        assert_eq!(
+            job.wait(&scene.fixture.stream, PATIENCE).unwrap().attempt(),
+            attempt
+        );
     }
 }
 
@@ -210,7 +242,11 @@ fn an_answer_waits_for_another_one_as_long_as_it_is_told_to_and_can_be_given_aga
         second.set_timeout(timeout);
         let on = stream.clone();
         let refused = in_time(move || second.complete(None, &on).unwrap_err());
-        assert!(matches!(refused.error, Error::Timeout { waited, .. } if waited == timeout), "{}", refused.error);
+        assert!(
+            matches!(refused.error, Error::Timeout { waited, .. } if waited == timeout),
+            "{}",
+            refused.error
+        );
         second = *refused.duty.unwrap();
     }
     assert!(answered.try_recv().is_err(), "nothing holds it up");
@@ -232,7 +268,11 @@ fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
         let submitted = scene.submit_held_up();
         scene.hook.hook().fail();
         let refused = submitted.recv_timeout(PATIENCE).unwrap().unwrap_err();
-        assert!(matches!(refused.error, Error::Injected { .. }), "{}", refused.error);
+        assert!(
+            matches!(refused.error, Error::Injected { .. }),
+            "{}",
+            refused.error
+        );
         scene.queue.drain(PATIENCE).unwrap();
         let state = scene.queue.state().unwrap();
         assert_eq!((state.waiting, state.finished), (0, 0));
@@ -256,11 +296,21 @@ fn a_job_whose_way_out_the_driver_holds_up_holds_up_nobody_else() {
     let (worker, job, go) = scene.give_held_up();
     let queue = scene.queue.clone();
     let state = in_time(move || queue.state().unwrap());
-    assert_eq!((state.workers.len(), state.waiting, state.leased), (1, 0, 1));
+    assert_eq!(
+        (state.workers.len(), state.waiting, state.leased),
+        (1, 0, 1)
+    );
     let (queue, stream) = (scene.queue.clone(), scene.fixture.device.stream().unwrap());
-    let (loan, on) = (scene.queue.loan(&Layout::bytes_only(4).unwrap()).unwrap(), stream.clone());
+    let (loan, on) = (
+        scene.queue.loan(&Layout::bytes_only(4).unwrap()).unwrap(),
+        stream.clone(),
+    );
     let refused = in_time(move || queue.submit_timeout(loan, &on, SHORT).unwrap_err());
-    assert!(matches!(refused.error, Error::Timeout { .. }) && refused.loan.is_some(), "{}", refused.error);
+    assert!(
+        matches!(refused.error, Error::Timeout { .. }) && refused.loan.is_some(),
+        "{}",
+        refused.error
+    );
     scene.hook.hook().unblock();
     drop(go);
     let (_worker, done, bytes) = work(worker, &stream);
@@ -276,9 +326,15 @@ fn a_queue_ends_at_once_while_the_driver_holds_up_a_job_that_is_given_out() {
     let Scene { queue, fixture, .. } = scene;
     in_time(move || drop(queue));
     let told = worker.lease_timeout(&stream, PATIENCE).unwrap_err();
-    assert!(matches!(told, Error::QueueGone { graceful: true, .. }), "{told}");
+    assert!(
+        matches!(told, Error::QueueGone { graceful: true, .. }),
+        "{told}"
+    );
     hook.hook().unblock();
     drop(go);
-    assert!(matches!(job.wait(&stream, PATIENCE), Err(Error::QueueClosed { .. })));
+    assert!(matches!(
+        job.wait(&stream, PATIENCE),
+        Err(Error::QueueClosed { .. })
+    ));
     drop(fixture);
 }

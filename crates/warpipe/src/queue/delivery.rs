@@ -35,8 +35,15 @@ pub(super) struct JobTableGuard<'a> {
 }
 
 impl<'a> JobTableGuard<'a> {
-    pub(super) fn new(dispatcher: &'a Dispatcher, table: MutexGuard<'a, JobTable>) -> JobTableGuard<'a> {
-        JobTableGuard { dispatcher, table: Some(table), is_delivering: false }
+    pub(super) fn new(
+        dispatcher: &'a Dispatcher,
+        table: MutexGuard<'a, JobTable>,
+    ) -> JobTableGuard<'a> {
+        JobTableGuard {
+            dispatcher,
+            table: Some(table),
+            is_delivering: false,
+        }
     }
 
     /// Calls something that may take its time, without the lock.
@@ -49,10 +56,26 @@ impl<'a> JobTableGuard<'a> {
     }
 
     /// Calls what gives the job with that delivery tag out, to `session` if there is one. To be followed by [`JobTable::finish_delivery`].
-    fn deliver<T>(&mut self, tag: DeliveryTag, session: Option<u64>, is_new: bool, call: impl FnOnce() -> T) -> T {
+    fn deliver<T>(
+        &mut self,
+        tag: DeliveryTag,
+        session: Option<u64>,
+        is_new: bool,
+        call: impl FnOnce() -> T,
+    ) -> T {
         debug_assert!(self.delivery.is_none());
-        session.and_then(|id| self.session(id)).into_iter().for_each(|session| session.lease(tag, None));
-        self.delivery = Some(Delivery { tag, session, is_new, untaken: Vec::new(), end: None, is_awaited: false });
+        session
+            .and_then(|id| self.session(id))
+            .into_iter()
+            .for_each(|session| session.lease(tag, None));
+        self.delivery = Some(Delivery {
+            tag,
+            session,
+            is_new,
+            untaken: Vec::new(),
+            end: None,
+            is_awaited: false,
+        });
         self.is_delivering = true;
         let made = self.unlocked(call);
         self.is_delivering = false;
@@ -90,11 +113,16 @@ impl Drop for JobTableGuard<'_> {
         if self.is_delivering {
             // A panic in a call of the driver: nobody has the job.
             let mut table = self.dispatcher.lock_table();
-            let result = table.delivery.as_ref().map(|delivery| (delivery.tag.job, delivery.is_new));
+            let result = table
+                .delivery
+                .as_ref()
+                .map(|delivery| (delivery.tag.job, delivery.is_new));
             table.finish_delivery(DeliveryResult::Nobody);
             match result {
                 Some((job, true)) => drop(table.call_off(job)),
-                Some((job, false)) => table.record_failure(job, "a panic while it was given out".into()),
+                Some((job, false)) => {
+                    table.record_failure(job, "a panic while it was given out".into())
+                }
                 None => {}
             }
         }
@@ -129,7 +157,15 @@ enum DeliveryResult {
 impl JobTable {
     /// Writes down what became of the lease. True if others have left something to be delivered.
     fn finish_delivery(&mut self, result: DeliveryResult) -> bool {
-        let Some(Delivery { tag, session: id, untaken, end, is_awaited, .. }) = self.delivery.take() else {
+        let Some(Delivery {
+            tag,
+            session: id,
+            untaken,
+            end,
+            is_awaited,
+            ..
+        }) = self.delivery.take()
+        else {
             return false;
         };
         let (mut events, now) = (Vec::new(), self.now());
@@ -137,7 +173,9 @@ impl JobTable {
             match result {
                 DeliveryResult::At(position) => {
                     session.set_position(tag, position, now);
-                    untaken.into_iter().for_each(|position| session.undo_delivery(position, &mut events));
+                    untaken
+                        .into_iter()
+                        .for_each(|position| session.undo_delivery(position, &mut events));
                 }
                 // No position is 0.
                 DeliveryResult::Unconfirmed => session.set_position(tag, 0, now),
@@ -156,14 +194,22 @@ impl JobTable {
 
     /// A worker has gone with a job untaken whose place nobody else knows yet.
     pub(super) fn record_untaken(&mut self, id: u64, position: u64) {
-        if let Some(delivery) = self.delivery.as_mut().filter(|delivery| delivery.session == Some(id)) {
+        if let Some(delivery) = self
+            .delivery
+            .as_mut()
+            .filter(|delivery| delivery.session == Some(id))
+        {
             delivery.untaken.push(position);
         }
     }
 
     /// A worker has gone with a lease unanswered whose place nobody else knows yet.
     pub(super) fn record_worker_end(&mut self, id: u64, reason: String) {
-        if let Some(delivery) = self.delivery.as_mut().filter(|delivery| delivery.session == Some(id)) {
+        if let Some(delivery) = self
+            .delivery
+            .as_mut()
+            .filter(|delivery| delivery.session == Some(id))
+        {
             delivery.end = Some(reason);
         }
     }
@@ -206,17 +252,35 @@ impl Dispatcher {
         mut enter: impl FnMut(&mut JobTableGuard<'_>) -> Option<T>,
     ) -> Result<T> {
         let (limit, name) = (self.options.limit, self.publisher.name());
-        let (mut delivery_wait, is_full) = (DeliveryWait { dispatcher: self, is_awaited: false }, Cell::new(false));
+        let (mut delivery_wait, is_full) = (
+            DeliveryWait {
+                dispatcher: self,
+                is_awaited: false,
+            },
+            Cell::new(false),
+        );
         let look = |guard: &mut JobTableGuard<'_>| {
             let is_free = delivery_wait.is_free(guard);
             is_full.set(guard.len() >= limit);
-            if guard.is_shut || (is_free && !is_full.get()) { enter(guard).map(Ok) } else { None }
+            if guard.is_shut || (is_free && !is_full.get()) {
+                enter(guard).map(Ok)
+            } else {
+                None
+            }
         };
         let late = || match is_full.get() {
-            true => Error::QueueFull { name: name.to_string(), limit, waited: timeout },
+            true => Error::QueueFull {
+                name: name.to_string(),
+                limit,
+                waited: timeout,
+            },
             false => {
-                let what = format!("another thread's submit to {name:?}, which the driver holds up");
-                Error::Timeout { what, waited: timeout }
+                let what =
+                    format!("another thread's submit to {name:?}, which the driver holds up");
+                Error::Timeout {
+                    what,
+                    waited: timeout,
+                }
             }
         };
         self.wait_until(timeout, look, late)
@@ -225,7 +289,10 @@ impl Dispatcher {
     /// Does what is to be done, also what another thread that delivers a job has left: waits a moment for that one.
     pub(super) fn catch_up(self: &Arc<Self>, guard: &mut JobTableGuard<'_>) {
         self.process_events(guard);
-        let mut delivery_wait = DeliveryWait { dispatcher: self, is_awaited: false };
+        let mut delivery_wait = DeliveryWait {
+            dispatcher: self,
+            is_awaited: false,
+        };
         if guard.delivery.is_some() && delivery_wait.is_free(guard) {
             self.process_events(guard);
         }
@@ -242,32 +309,70 @@ impl Dispatcher {
         stream: &Stream,
         deadline_ns: u64,
     ) -> Result<u64, SubmitError> {
-        let Loan { sample, metadata, lease } = input;
+        let Loan {
+            sample,
+            metadata,
+            lease,
+        } = input;
         let (job, is_next) = guard.next_job();
-        let tag = DeliveryTag { job, number: 1, attempt: 1, deadline_ns };
+        let tag = DeliveryTag {
+            job,
+            number: 1,
+            attempt: 1,
+            deadline_ns,
+        };
         let encoded = match tag.encode(&metadata) {
             Ok(encoded) => encoded,
-            Err(error) => return Err(SubmitError { error, loan: Some(Box::new(Loan { sample, metadata, lease })) }),
+            Err(error) => {
+                return Err(SubmitError {
+                    error,
+                    loan: Some(Box::new(Loan {
+                        sample,
+                        metadata,
+                        lease,
+                    })),
+                });
+            }
         };
-        let to = if is_next { guard.pick_worker(job, &[]) } else { None };
+        let to = if is_next {
+            guard.pick_worker(job, &[])
+        } else {
+            None
+        };
         guard.insert(metadata, deadline_ns);
         let posted = guard.deliver(tag, to, true, || sample.post(to, &encoded, stream));
         if guard.is_closed {
             // Not dropped here, under the lock: to take memory back gives its stream work.
             let sample = posted.err().and_then(|failed| failed.sample);
             let loan = sample.map(|sample| Box::new(Loan::new(*sample)));
-            return Err(SubmitError { error: self.gone(), loan });
+            return Err(SubmitError {
+                error: self.gone(),
+                loan,
+            });
         }
         let (result, entered) = match posted {
             Ok((parcel, position)) => {
                 guard.store_input(job, parcel, position.is_some());
-                (position.map_or(DeliveryResult::Nobody, DeliveryResult::At), Ok(job))
+                (
+                    position.map_or(DeliveryResult::Nobody, DeliveryResult::At),
+                    Ok(job),
+                )
             }
             Err(SendError { error, sample }) => {
                 // If the worker may have been told, its answer is to find a lease, though no job.
-                let result = if sample.is_some() { DeliveryResult::Nobody } else { DeliveryResult::Unconfirmed };
+                let result = if sample.is_some() {
+                    DeliveryResult::Nobody
+                } else {
+                    DeliveryResult::Unconfirmed
+                };
                 let metadata = guard.undo_insert(job, sample.is_some());
-                let loan = sample.map(|sample| Box::new(Loan { sample: *sample, metadata, lease }));
+                let loan = sample.map(|sample| {
+                    Box::new(Loan {
+                        sample: *sample,
+                        metadata,
+                        lease,
+                    })
+                });
                 (result, Err(SubmitError { error, loan }))
             }
         };
@@ -286,10 +391,16 @@ impl Dispatcher {
                 delivery.is_awaited = true;
                 return;
             }
-            let Some(id) = guard.pick_worker(waiting, &passed_over) else { return };
-            let Some((tag, job)) = guard.next_delivery(waiting) else { return };
+            let Some(id) = guard.pick_worker(waiting, &passed_over) else {
+                return;
+            };
+            let Some((tag, job)) = guard.next_delivery(waiting) else {
+                return;
+            };
             let metadata = tag.encode(&job.metadata);
-            let Some(parcel) = job.parcel.clone() else { return };
+            let Some(parcel) = job.parcel.clone() else {
+                return;
+            };
             guard.start_delivery(tag);
             let forward = || metadata.and_then(|metadata| parcel.forward(id, &metadata));
             let forwarded = guard.deliver(tag, Some(id), false, forward);

@@ -44,7 +44,12 @@ struct PollBackoff {
 
 impl Default for PollBackoff {
     fn default() -> PollBackoff {
-        PollBackoff { backoff: Backoff::spinning(POLLS), words: WORD_WAITS, spin: None, asleep: None }
+        PollBackoff {
+            backoff: Backoff::spinning(POLLS),
+            words: WORD_WAITS,
+            spin: None,
+            asleep: None,
+        }
     }
 }
 
@@ -91,7 +96,11 @@ impl StaleName {
             return DropReadiness::Held;
         }
         self.next = age + age / 8;
-        if self.domain.forget(&self.name) { DropReadiness::Ready } else { DropReadiness::Held }
+        if self.domain.forget(&self.name) {
+            DropReadiness::Ready
+        } else {
+            DropReadiness::Held
+        }
     }
 }
 
@@ -105,8 +114,13 @@ impl Dispatcher {
     ) -> Result<Arc<Dispatcher>> {
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a queue", e))?;
-        epoll::add(&readable, &observer.doorbell, epoll::EventData::new_u64(OWN_DOORBELL), EPOLL_FLAGS)
-            .map_err(|e| Error::os("epoll_ctl", "a queue's bell", e))?;
+        epoll::add(
+            &readable,
+            &observer.doorbell,
+            epoll::EventData::new_u64(OWN_DOORBELL),
+            EPOLL_FLAGS,
+        )
+        .map_err(|e| Error::os("epoll_ctl", "a queue's bell", e))?;
         let dispatcher = Arc::new(Dispatcher {
             owner_process: OwnerProcess::current(),
             spin: Spin::new(options.spin),
@@ -121,7 +135,9 @@ impl Dispatcher {
             readable,
         });
         let runner = dispatcher.clone();
-        let spawned = std::thread::Builder::new().name("warpipe-queue".into()).spawn(move || runner.run());
+        let spawned = std::thread::Builder::new()
+            .name("warpipe-queue".into())
+            .spawn(move || runner.run());
         spawned.map_err(|e| Error::os("clone", "a queue's thread", e))?;
         Ok(dispatcher)
     }
@@ -136,7 +152,9 @@ impl Dispatcher {
     }
 
     pub(super) fn gone(&self) -> Error {
-        Error::QueueClosed { name: self.publisher.name().to_string() }
+        Error::QueueClosed {
+            name: self.publisher.name().to_string(),
+        }
     }
 
     /// Does the queue's work until `look` finds what it looks for.
@@ -166,8 +184,12 @@ impl Dispatcher {
             if let Some(found) = found {
                 if let Some(limit) = poll_backoff.spin {
                     let came = match poll_backoff.asleep {
-                        Some(asleep) => Came::Asleep { slept: asleep.elapsed() },
-                        None => Came::Polling { elapsed: clock.elapsed() },
+                        Some(asleep) => Came::Asleep {
+                            slept: asleep.elapsed(),
+                        },
+                        None => Came::Polling {
+                            elapsed: clock.elapsed(),
+                        },
                     };
                     self.spin.tell(limit, came);
                 }
@@ -197,8 +219,17 @@ impl Dispatcher {
         Ok(refused.is_none())
     }
 
-    fn pause(&self, table: &mut JobTableGuard<'_>, waited: Duration, left: Duration, poll_backoff: &mut PollBackoff) {
-        let has_pending_result = table.sessions.iter().any(|session| !session.pending_results.is_empty());
+    fn pause(
+        &self,
+        table: &mut JobTableGuard<'_>,
+        waited: Duration,
+        left: Duration,
+        poll_backoff: &mut PollBackoff,
+    ) {
+        let has_pending_result = table
+            .sessions
+            .iter()
+            .any(|session| !session.pending_results.is_empty());
         if poll_backoff.words > 0
             && let Some(word) = table.only_pending_result()
         {
@@ -207,7 +238,9 @@ impl Dispatcher {
         }
         let pause = match has_pending_result {
             true => poll_backoff.backoff.step(),
-            false if waited < *poll_backoff.spin.get_or_insert_with(|| self.spin.limit()) => Duration::ZERO,
+            false if waited < *poll_backoff.spin.get_or_insert_with(|| self.spin.limit()) => {
+                Duration::ZERO
+            }
             false => WAIT_SLICE,
         };
         if pause.is_zero() {
@@ -247,11 +280,17 @@ impl Dispatcher {
     /// does whatever there is to do. Returns whether anything rang.
     fn sleep(&self, limit: Duration) -> bool {
         let mut room = [const { std::mem::MaybeUninit::uninit() }; 16];
-        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else { return false };
+        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else {
+            return false;
+        };
         for event in &*events {
             match event.data.u64() {
                 OWN_DOORBELL => self.observer.doorbell.drain(),
-                id => self.lock().session(id).into_iter().for_each(|session| session.subscriber.quiet()),
+                id => self
+                    .lock()
+                    .session(id)
+                    .into_iter()
+                    .for_each(|session| session.subscriber.quiet()),
             }
         }
         !events.is_empty()
@@ -261,7 +300,10 @@ impl Dispatcher {
     fn begin_polling(&self, table: &mut JobTable) {
         table.pollers += 1;
         if table.pollers == 1 {
-            table.sessions.iter().for_each(|session| session.subscriber.set_asleep(false));
+            table
+                .sessions
+                .iter()
+                .for_each(|session| session.subscriber.set_asleep(false));
         }
     }
 
@@ -269,9 +311,17 @@ impl Dispatcher {
     fn end_polling(&self, table: &mut JobTable) {
         table.pollers -= 1;
         if table.pollers == 0 {
-            table.sessions.iter().for_each(|session| session.subscriber.set_asleep(true));
-            let has_news = |session: &WorkerSession| session.end.is_none() && session.subscriber.may_have_news();
-            let is_due = table.sessions.iter().any(|session| has_news(session) || !session.pending_results.is_empty());
+            table
+                .sessions
+                .iter()
+                .for_each(|session| session.subscriber.set_asleep(true));
+            let has_news = |session: &WorkerSession| {
+                session.end.is_none() && session.subscriber.may_have_news()
+            };
+            let is_due = table
+                .sessions
+                .iter()
+                .any(|session| has_news(session) || !session.pending_results.is_empty());
             // A job that could not be given out waits for what may not ring, such as results that are released; a
             // leader looks soon enough.
             let wakes_runner = (is_due || table.waiting() > 0) && table.sleeps_long;
@@ -347,9 +397,12 @@ impl Dispatcher {
         for session in &mut table.sessions {
             session.is_leaving = !members.iter().any(|member| member.id == session.id);
         }
-        let JobTable { known, sessions, .. } = &mut *table;
+        let JobTable {
+            known, sessions, ..
+        } = &mut *table;
         known.retain(|id| {
-            members.iter().any(|member| member.id == *id) || sessions.iter().any(|session| session.id == *id)
+            members.iter().any(|member| member.id == *id)
+                || sessions.iter().any(|session| session.id == *id)
         });
         for member in &members {
             // Who has no turn now is looked at when one ends, which is news.
@@ -364,24 +417,39 @@ impl Dispatcher {
             }
             let id = epoll::EventData::new_u64(member.id);
             if epoll::add(&self.readable, subscriber.descriptor(), id, EPOLL_FLAGS).is_err() {
-                self.publisher.expel(member.id, "its queue has no room for it");
+                self.publisher
+                    .expel(member.id, "its queue has no room for it");
                 continue;
             }
             subscriber.set_asleep(table.pollers == 0);
-            table.sessions.push(WorkerSession::new(member.id, member.pid, subscriber));
+            table
+                .sessions
+                .push(WorkerSession::new(member.id, member.pid, subscriber));
             table.changes += 1;
         }
     }
 
     /// Workers whose answers have come to an end: what they had not taken comes back, and the rest was an attempt.
     fn remove_disconnected(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
-        for session in table.sessions.iter().filter(|session| session.end.is_some()) {
-            if let Some((why, ..)) = session.end.as_ref().filter(|_| self.publisher.has_subscriber(session.id)) {
+        for session in table
+            .sessions
+            .iter()
+            .filter(|session| session.end.is_some())
+        {
+            if let Some((why, ..)) = session
+                .end
+                .as_ref()
+                .filter(|_| self.publisher.has_subscriber(session.id))
+            {
                 self.publisher.expel(session.id, why);
             }
         }
         self.return_undelivered(table, events);
-        for mut session in table.sessions.extract_if(.., |session| session.has_ended()).collect::<Vec<_>>() {
+        for mut session in table
+            .sessions
+            .extract_if(.., |session| session.has_ended())
+            .collect::<Vec<_>>()
+        {
             if let Some(reason) = session.abandon_leases(events) {
                 table.record_worker_end(session.id, reason);
             }
@@ -394,7 +462,10 @@ impl Dispatcher {
     fn return_undelivered(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
         let departures = self.publisher.take_disconnects(false);
         for &(id, position) in &departures.untaken {
-            table.session(id).into_iter().for_each(|session| session.undo_delivery(position, events));
+            table
+                .session(id)
+                .into_iter()
+                .for_each(|session| session.undo_delivery(position, events));
             table.record_untaken(id, position);
         }
         self.remove_stale_names(departures);
@@ -404,8 +475,12 @@ impl Dispatcher {
         for generation in departures.generations {
             let name = results_name(self.publisher.name(), generation);
             if let (Ok(name), Ok(reactor)) = (name, Reactor::of_process()) {
-                let mut stale =
-                    StaleName { domain: self.domain.clone(), name, since: Instant::now(), next: Duration::ZERO };
+                let mut stale = StaleName {
+                    domain: self.domain.clone(),
+                    name,
+                    since: Instant::now(),
+                    next: Duration::ZERO,
+                };
                 // Not here: it may take a moment, and others wait.
                 reactor.drop_after_unhurried(move || stale.try_remove(Instant::now()));
             }
@@ -432,8 +507,13 @@ impl Dispatcher {
                     has_rung = false;
                     continue;
                 }
-                let poll_interval = if table.pollers > 0 { WAIT_SLICE } else { table.poll_interval() };
-                (table.sleeps_long, table.sleeps_idle) = (poll_interval >= WAIT_SLICE, poll_interval > WAIT_SLICE);
+                let poll_interval = if table.pollers > 0 {
+                    WAIT_SLICE
+                } else {
+                    table.poll_interval()
+                };
+                (table.sleeps_long, table.sleeps_idle) =
+                    (poll_interval >= WAIT_SLICE, poll_interval > WAIT_SLICE);
                 poll_interval
             };
             has_rung = self.sleep(poll_interval);
@@ -480,13 +560,25 @@ mod tests {
 
     #[test]
     fn a_dead_workers_stale_name_is_removed_once_its_lock_is_free() {
-        let folder = std::env::temp_dir().join(format!("warpipe-queue-left-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-queue-left-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("a").unwrap(),
+        );
         std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
-        let held = std::fs::File::options().write(true).open(folder.join("a.lock")).unwrap();
+        let held = std::fs::File::options()
+            .write(true)
+            .open(folder.join("a.lock"))
+            .unwrap();
         crate::os::ofd_write_lock(held.as_fd(), 0).unwrap();
         let since = Instant::now();
-        let mut stale = StaleName { domain, name, since, next: Duration::ZERO };
+        let mut stale = StaleName {
+            domain,
+            name,
+            since,
+            next: Duration::ZERO,
+        };
         let after = |days: u32| since + days * Duration::from_secs(24 * 3600);
         for days in 0..4 {
             assert_eq!(stale.try_remove(after(days)), DropReadiness::Held);

@@ -25,7 +25,11 @@ pub struct JobHandle {
 
 impl JobHandle {
     pub(super) fn new(dispatcher: &Arc<Dispatcher>, id: u64) -> JobHandle {
-        JobHandle { dispatcher: Arc::downgrade(dispatcher), name: dispatcher.publisher.name().to_string(), id }
+        JobHandle {
+            dispatcher: Arc::downgrade(dispatcher),
+            name: dispatcher.publisher.name().to_string(),
+            id,
+        }
     }
 
     /// The job's number, from 1.
@@ -40,10 +44,17 @@ impl JobHandle {
     /// [`Error::NoSuchJob`] when the outcome was taken before; [`Error::Argument`] for a stream of another device, and
     /// the outcome stays; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn wait(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
-        let dispatcher = self.dispatcher.upgrade().ok_or_else(|| Error::QueueClosed { name: self.name.clone() })?;
+        let dispatcher = self
+            .dispatcher
+            .upgrade()
+            .ok_or_else(|| Error::QueueClosed {
+                name: self.name.clone(),
+            })?;
         stream.check_of(dispatcher.publisher.device())?;
-        let late =
-            || Error::Timeout { what: format!("the result of job {} of {:?}", self.id, self.name), waited: timeout };
+        let late = || Error::Timeout {
+            what: format!("the result of job {} of {:?}", self.id, self.name),
+            waited: timeout,
+        };
         let (id, outcome) = dispatcher.wait_until(timeout, |table| self.try_take(table), late)?;
         into_result(&self.name, id, outcome, stream)
     }
@@ -65,8 +76,17 @@ impl JobHandle {
     /// # Errors
     /// [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn is_done(&self) -> Result<bool> {
-        let dispatcher = self.dispatcher.upgrade().ok_or_else(|| Error::QueueClosed { name: self.name.clone() })?;
-        dispatcher.wait_until(Duration::ZERO, |table| Some(Ok(table.is_settled(self.id))), || dispatcher.gone())
+        let dispatcher = self
+            .dispatcher
+            .upgrade()
+            .ok_or_else(|| Error::QueueClosed {
+                name: self.name.clone(),
+            })?;
+        dispatcher.wait_until(
+            Duration::ZERO,
+            |table| Some(Ok(table.is_settled(self.id))),
+            || dispatcher.gone(),
+        )
     }
 
     /// Calls the job off: nobody new gets it, and the answer of who has it is discarded. False if its outcome was
@@ -75,28 +95,51 @@ impl JobHandle {
     /// # Errors
     /// [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn call_off(&self) -> Result<bool> {
-        let dispatcher = self.dispatcher.upgrade().ok_or_else(|| Error::QueueClosed { name: self.name.clone() })?;
+        let dispatcher = self
+            .dispatcher
+            .upgrade()
+            .ok_or_else(|| Error::QueueClosed {
+                name: self.name.clone(),
+            })?;
         // Dropped here, without the lock.
-        let job =
-            dispatcher.wait_until(Duration::ZERO, |table| Some(Ok(table.call_off(self.id))), || dispatcher.gone())?;
+        let job = dispatcher.wait_until(
+            Duration::ZERO,
+            |table| Some(Ok(table.call_off(self.id))),
+            || dispatcher.gone(),
+        )?;
         Ok(job.is_some())
     }
 
     fn try_take(&self, table: &mut JobTable) -> Option<Result<(u64, Outcome)>> {
         match table.take_outcome(self.id) {
             Ok(outcome) => outcome.map(Ok),
-            Err(()) => Some(Err(Error::NoSuchJob { name: self.name.clone(), job: self.id })),
+            Err(()) => Some(Err(Error::NoSuchJob {
+                name: self.name.clone(),
+                job: self.id,
+            })),
         }
     }
 }
 
 /// What an outcome is to who asked for it.
-pub(super) fn into_result(name: &str, job: u64, outcome: Outcome, stream: &Stream) -> Result<JobResult> {
+pub(super) fn into_result(
+    name: &str,
+    job: u64,
+    outcome: Outcome,
+    stream: &Stream,
+) -> Result<JobResult> {
     let name = name.to_string();
     match outcome {
-        Outcome::Done { arrival, attempt, pid } => {
-            Ok(JobResult { sample: arrival.into_sample(stream), job, attempt, worker_pid: pid })
-        }
+        Outcome::Done {
+            arrival,
+            attempt,
+            pid,
+        } => Ok(JobResult {
+            sample: arrival.into_sample(stream),
+            job,
+            attempt,
+            worker_pid: pid,
+        }),
         Outcome::Unused(result) => Ok(result.received_on(stream)),
         Outcome::DeadLettered { reasons } => Err(Error::DeadLettered { name, job, reasons }),
         Outcome::Rejected { reason } => Err(Error::Rejected { name, job, reason }),
@@ -157,7 +200,10 @@ impl JobResult {
 
     /// The same, given back behind another stream's work: its data is complete.
     fn received_on(self, stream: &Stream) -> JobResult {
-        JobResult { sample: self.sample.received_on(stream), ..self }
+        JobResult {
+            sample: self.sample.received_on(stream),
+            ..self
+        }
     }
 
     /// The same as a sample, which can be released behind other streams. Of its

@@ -132,7 +132,11 @@ impl JobTable {
 
     /// Now, by the clock of leases; nobody asks where they have no limit.
     pub(super) fn now(&self) -> Duration {
-        if self.rules.lease_timeout.is_some() { self.uptime.ran() } else { Duration::ZERO }
+        if self.rules.lease_timeout.is_some() {
+            self.uptime.ran()
+        } else {
+            Duration::ZERO
+        }
     }
 
     /// Jobs that are not done yet, or whose outcome was not taken.
@@ -147,7 +151,10 @@ impl JobTable {
 
     /// Jobs that nobody has leased.
     pub(super) fn waiting(&self) -> usize {
-        self.waiting.iter().filter(|id| self.jobs.contains_key(id)).count()
+        self.waiting
+            .iter()
+            .filter(|id| self.jobs.contains_key(id))
+            .count()
     }
 
     /// The number of the job to come, and whether it is its turn to be delivered at once.
@@ -158,14 +165,26 @@ impl JobTable {
     /// Takes in the next job. Its input is to be [kept](Self::store_input), or the job is [withdrawn](Self::undo_insert).
     pub(super) fn insert(&mut self, metadata: Vec<u8>, deadline_ns: u64) {
         let (parcel, deliveries, reasons, outcome) = (None, 1, Vec::new(), None);
-        self.jobs.insert(self.next_job, Job { parcel, metadata, deadline_ns, deliveries, reasons, outcome });
+        self.jobs.insert(
+            self.next_job,
+            Job {
+                parcel,
+                metadata,
+                deadline_ns,
+                deliveries,
+                reasons,
+                outcome,
+            },
+        );
         self.next_job += 1;
         self.unfinished += 1;
     }
 
     /// Keeps the input of a job that was entered, until it has an outcome. It was delivered already, or waits.
     pub(super) fn store_input(&mut self, id: u64, parcel: RetainedSlot, is_out: bool) {
-        let Some(job) = self.unfinished_job(id) else { return };
+        let Some(job) = self.unfinished_job(id) else {
+            return;
+        };
         job.parcel = Some(Arc::new(parcel));
         if !is_out {
             job.deliveries = 0;
@@ -185,7 +204,11 @@ impl JobTable {
     /// The first job that waits.
     pub(super) fn first_waiting(&mut self) -> Option<u64> {
         // A job that was called off leaves its number behind.
-        while self.waiting.front().is_some_and(|id| !self.jobs.contains_key(id)) {
+        while self
+            .waiting
+            .front()
+            .is_some_and(|id| !self.jobs.contains_key(id))
+        {
             self.waiting.pop_front();
         }
         self.waiting.front().copied()
@@ -224,10 +247,16 @@ impl JobTable {
 
     /// The session that gets this job: of those with capacity the one with the fewest leases.
     pub(super) fn pick_worker(&self, job: u64, but: &[u64]) -> Option<u64> {
-        let (prefetch, oldest) = (self.rules.prefetch, self.jobs.keys().next().is_none_or(|&first| job <= first));
-        let able =
-            self.sessions.iter().filter(|session| session.has_capacity(prefetch, oldest) && !but.contains(&session.id));
-        able.min_by_key(|session| session.leases.len()).map(|session| session.id)
+        let (prefetch, oldest) = (
+            self.rules.prefetch,
+            self.jobs.keys().next().is_none_or(|&first| job <= first),
+        );
+        let able = self
+            .sessions
+            .iter()
+            .filter(|session| session.has_capacity(prefetch, oldest) && !but.contains(&session.id));
+        able.min_by_key(|session| session.leases.len())
+            .map(|session| session.id)
     }
 
     pub(super) fn session(&mut self, id: u64) -> Option<&mut WorkerSession> {
@@ -241,14 +270,28 @@ impl JobTable {
             JobEvent::Returned(job) => self.requeue(job),
             JobEvent::Rejected(job, reason) => self.finish(job, Outcome::Rejected { reason }),
             JobEvent::Expired(job) => self.finish(job, Outcome::Expired),
-            JobEvent::Done { job, attempt, pid, arrival } => self.finish(job, Outcome::Done { arrival, attempt, pid }),
+            JobEvent::Done {
+                job,
+                attempt,
+                pid,
+                arrival,
+            } => self.finish(
+                job,
+                Outcome::Done {
+                    arrival,
+                    attempt,
+                    pid,
+                },
+            ),
         }
     }
 
     /// An attempt has failed: another one, or the end.
     pub(super) fn record_failure(&mut self, id: u64, reason: String) {
         let limit = self.rules.max_attempts as usize;
-        let Some(job) = self.unfinished_job(id) else { return };
+        let Some(job) = self.unfinished_job(id) else {
+            return;
+        };
         job.reasons.push(text(reason));
         if job.reasons.len() < limit {
             self.enqueue(id);
@@ -303,7 +346,12 @@ impl JobTable {
 
     /// Rings all who watch, and forgets those who no longer do.
     pub(super) fn notify_watches(&mut self) {
-        self.watches.retain(|watch| watch.upgrade().inspect(|doorbell| doorbell.ring()).is_some());
+        self.watches.retain(|watch| {
+            watch
+                .upgrade()
+                .inspect(|doorbell| doorbell.ring())
+                .is_some()
+        });
     }
 
     /// The outcome of one job, if it is there; an error word if the job is not.
@@ -315,12 +363,18 @@ impl JobTable {
         // Somebody may wait for the room.
         self.changes += 1;
         self.prune();
-        Ok(self.jobs.remove(&id).and_then(|job| job.outcome).map(|outcome| (id, outcome)))
+        Ok(self
+            .jobs
+            .remove(&id)
+            .and_then(|job| job.outcome)
+            .map(|outcome| (id, outcome)))
     }
 
     /// Whether the job is being submitted: it may be withdrawn yet.
     fn is_being_submitted(&self, id: u64) -> bool {
-        self.delivery.as_ref().is_some_and(|delivery| delivery.is_new && delivery.tag.job == id)
+        self.delivery
+            .as_ref()
+            .is_some_and(|delivery| delivery.is_new && delivery.tag.job == id)
     }
 
     /// Puts back a result that was taken and not used. It is returned if its job is there again already, or the queue is
@@ -359,10 +413,17 @@ impl JobTable {
         let id = match self.rules.order {
             Order::Submission => *self.jobs.keys().next()?,
             Order::Completion => {
-                while self.finished.front().is_some_and(|id| !self.jobs.contains_key(id)) {
+                while self
+                    .finished
+                    .front()
+                    .is_some_and(|id| !self.jobs.contains_key(id))
+                {
                     self.finished.pop_front();
                 }
-                let index = self.finished.iter().position(|&id| !self.is_being_submitted(id))?;
+                let index = self
+                    .finished
+                    .iter()
+                    .position(|&id| !self.is_being_submitted(id))?;
                 self.finished.remove(index)?
             }
         };
@@ -371,14 +432,23 @@ impl JobTable {
 
     /// The data of the only result that has come and is not complete.
     pub(super) fn only_pending_result(&self) -> Option<CompletionWait> {
-        let mut pending_results = self.sessions.iter().flat_map(|session| &session.pending_results);
+        let mut pending_results = self
+            .sessions
+            .iter()
+            .flat_map(|session| &session.pending_results);
         let first = pending_results.next()?;
-        pending_results.next().is_none().then(|| first.arrival.completion_wait())
+        pending_results
+            .next()
+            .is_none()
+            .then(|| first.arrival.completion_wait())
     }
 
     /// When somebody must look again, though nothing rings: a device that completes a result cannot.
     pub(super) fn poll_interval(&self) -> Duration {
-        let pending_results = self.sessions.iter().any(|session| !session.pending_results.is_empty());
+        let pending_results = self
+            .sessions
+            .iter()
+            .any(|session| !session.pending_results.is_empty());
         let parting = self.sessions.iter().any(|session| session.end.is_some());
         let limit = match (pending_results, parting || !self.waiting.is_empty()) {
             (true, _) => Duration::from_micros(250),
@@ -386,7 +456,11 @@ impl JobTable {
             (false, false) => IDLE_INTERVAL,
         };
         let expiry = self.rules.lease_timeout.and_then(|timeout| {
-            let oldest = self.sessions.iter().filter_map(WorkerSession::oldest_lease).min()?;
+            let oldest = self
+                .sessions
+                .iter()
+                .filter_map(WorkerSession::oldest_lease)
+                .min()?;
             // Whatever was chosen, also more than the clock can count, which is to be looked at with every tick.
             let left = timeout.saturating_sub(self.now().saturating_sub(oldest));
             Some(left.saturating_add(Duration::from_millis(1)).min(TICK))

@@ -26,8 +26,17 @@ pub(super) struct ResultPublisher {
 
 impl ResultPublisher {
     pub(super) fn new(publisher: Publisher, queue: String, jobs: &Subscriber) -> ResultPublisher {
-        let (queue_pid, queue_process) = (jobs.publisher_pid().unwrap_or_default(), jobs.publisher_process());
-        ResultPublisher { publisher, queue, queue_pid, queue_process, owner_process: OwnerProcess::current() }
+        let (queue_pid, queue_process) = (
+            jobs.publisher_pid().unwrap_or_default(),
+            jobs.publisher_process(),
+        );
+        ResultPublisher {
+            publisher,
+            queue,
+            queue_pid,
+            queue_process,
+            owner_process: OwnerProcess::current(),
+        }
     }
 
     pub(super) fn queue(&self) -> &str {
@@ -39,7 +48,11 @@ impl ResultPublisher {
     }
 
     pub(super) fn queue_gone(&self, reason: impl ToString, graceful: bool) -> Error {
-        Error::QueueGone { name: self.queue.clone(), reason: reason.to_string(), graceful }
+        Error::QueueGone {
+            name: self.queue.clone(),
+            reason: reason.to_string(),
+            graceful,
+        }
     }
 
     /// Ends the link of the answers: one could not be said, and its job would be this worker's for ever. If the queue has
@@ -48,22 +61,32 @@ impl ResultPublisher {
         if self.owner_process.is_current()
             && let Ok(owner) = self.owner()
         {
-            self.publisher.expel(owner, &format!("an answer could not be given: {error}"));
+            self.publisher
+                .expel(owner, &format!("an answer could not be given: {error}"));
         }
     }
 
     /// The number of the queue's own end.
     fn owner(&self) -> Result<u64> {
-        let owner = self.queue_process.and_then(|process| self.publisher.subscriber_of(process));
-        owner.ok_or_else(|| self.queue_gone(format!("process {} takes no answers", self.queue_pid), false))
+        let owner = self
+            .queue_process
+            .and_then(|process| self.publisher.subscriber_of(process));
+        owner.ok_or_else(|| {
+            self.queue_gone(
+                format!("process {} takes no answers", self.queue_pid),
+                false,
+            )
+        })
     }
 
     fn wait_for_room(&self, timeout: Duration) -> Result<()> {
         self.owner_process.check()?;
-        self.publisher.wait_for_room_at(self.owner()?, timeout).map_err(|error| match error {
-            Error::LinkClosed { reason, .. } => self.queue_gone(reason, false),
-            other => other,
-        })
+        self.publisher
+            .wait_for_room_at(self.owner()?, timeout)
+            .map_err(|error| match error {
+                Error::LinkClosed { reason, .. } => self.queue_gone(reason, false),
+                other => other,
+            })
     }
 
     /// Sends an answer behind the work on `stream`. `limit` replaces the worker's timeout, and that for another thread's
@@ -79,14 +102,30 @@ impl ResultPublisher {
         self.owner_process.check()?;
         let mut output = output;
         // Whatever becomes of the answer: what fills the output is on its way.
-        output.iter_mut().for_each(|output| output.sample.stay_behind(stream));
+        output
+            .iter_mut()
+            .for_each(|output| output.sample.stay_behind(stream));
         let owner = match self.owner() {
             Ok(owner) => owner,
-            Err(error) => return Err(ReplyError { error, is_delivered: false, output: output.map(Box::new) }),
+            Err(error) => {
+                return Err(ReplyError {
+                    error,
+                    is_delivered: false,
+                    output: output.map(Box::new),
+                });
+            }
         };
-        let answer = Answer { job: tag.job, number: tag.number, kind };
+        let answer = Answer {
+            job: tag.job,
+            number: tag.number,
+            kind,
+        };
         let has_output = output.is_some();
-        let Loan { sample, metadata, lease } = match output {
+        let Loan {
+            sample,
+            metadata,
+            lease,
+        } = match output {
             Some(output) => output,
             None => Loan::new(self.publisher.loan(&Layout::bytes_only(0)?)?),
         };
@@ -97,9 +136,18 @@ impl ResultPublisher {
                 Error::LinkClosed { reason, .. } => self.queue_gone(reason, false),
                 other => other,
             };
-            let output =
-                failed.sample.filter(|_| has_output).map(|sample| Box::new(Loan { sample: *sample, metadata, lease }));
-            ReplyError { error, is_delivered, output }
+            let output = failed.sample.filter(|_| has_output).map(|sample| {
+                Box::new(Loan {
+                    sample: *sample,
+                    metadata,
+                    lease,
+                })
+            });
+            ReplyError {
+                error,
+                is_delivered,
+                output,
+            }
         })
     }
 }
@@ -115,7 +163,11 @@ struct ReplyError {
 
 impl From<Error> for ReplyError {
     fn from(error: Error) -> ReplyError {
-        ReplyError { error, is_delivered: false, output: None }
+        ReplyError {
+            error,
+            is_delivered: false,
+            output: None,
+        }
     }
 }
 
@@ -205,7 +257,10 @@ impl Duty {
     /// # Errors
     /// Those of [`Publisher::loan`](crate::Publisher::loan).
     pub fn output(&self, layout: &Layout) -> Result<Loan> {
-        self.results.publisher.loan(layout).map(|sample| Loan::of_lease(sample, self.tag))
+        self.results
+            .publisher
+            .loan(layout)
+            .map(|sample| Loan::of_lease(sample, self.tag))
     }
 
     /// The job is done once the work enqueued on `stream` is, with `output` if there is one. `stream` is behind the one
@@ -244,20 +299,40 @@ impl Duty {
         self.answer(AnswerKind::Rejected(reason.into()), None, &stream)
     }
 
-    fn answer(mut self, kind: AnswerKind, output: Option<Loan>, stream: &Stream) -> Result<(), AnswerError> {
+    fn answer(
+        mut self,
+        kind: AnswerKind,
+        output: Option<Loan>,
+        stream: &Stream,
+    ) -> Result<(), AnswerError> {
         let _range = nvtx::range(nvtx::COMPLETE);
         if let Some(error) = output.as_ref().and_then(|output| self.check_output(output)) {
-            return Err(AnswerError { error, duty: Some(Box::new(self)), output: output.map(Box::new) });
+            return Err(AnswerError {
+                error,
+                duty: Some(Box::new(self)),
+                output: output.map(Box::new),
+            });
         }
-        match self.results.send(self.tag, kind, output, stream, self.limit) {
+        match self
+            .results
+            .send(self.tag, kind, output, stream, self.limit)
+        {
             Ok(()) => {
                 self.is_done = true;
                 Ok(())
             }
-            Err(ReplyError { error, is_delivered, output }) => {
+            Err(ReplyError {
+                error,
+                is_delivered,
+                output,
+            }) => {
                 self.is_done = is_delivered;
                 let duty = (!is_delivered).then(|| Box::new(self));
-                Err(AnswerError { error, duty, output })
+                Err(AnswerError {
+                    error,
+                    duty,
+                    output,
+                })
             }
         }
     }
@@ -269,10 +344,18 @@ impl Duty {
         let describe = |tag: DeliveryTag| format!("of job {}, attempt {}", tag.job, tag.attempt);
         if !self.results.publisher.lent(&output.sample) {
             let found = format!("a loan of somebody else, {:?}", output.layout());
-            return Some(Error::argument("output", found, "one of this worker's `Lease::output`"));
+            return Some(Error::argument(
+                "output",
+                found,
+                "one of this worker's `Lease::output`",
+            ));
         }
         let other = output.lease.filter(|lease| *lease != self.tag)?;
-        Some(Error::argument("output", format!("one {}", describe(other)), format!("one {}", describe(self.tag))))
+        Some(Error::argument(
+            "output",
+            format!("one {}", describe(other)),
+            format!("one {}", describe(self.tag)),
+        ))
     }
 
     fn send_failure(&self) -> Result<(), ReplyError> {
@@ -282,7 +365,10 @@ impl Duty {
         };
         match send(&self.stream) {
             // There is no data to be behind anything, so any stream will do.
-            Err(ReplyError { error: Error::Capturing { .. }, .. }) => send(&self.results.publisher.device().stream()?),
+            Err(ReplyError {
+                error: Error::Capturing { .. },
+                ..
+            }) => send(&self.results.publisher.device().stream()?),
             sent => sent,
         }
     }
@@ -291,7 +377,11 @@ impl Duty {
 impl Drop for Duty {
     fn drop(&mut self) {
         if !self.is_done
-            && let Err(ReplyError { error, is_delivered: false, .. }) = self.send_failure()
+            && let Err(ReplyError {
+                error,
+                is_delivered: false,
+                ..
+            }) = self.send_failure()
         {
             self.results.close_link(&error);
         }
@@ -312,9 +402,20 @@ pub struct Lease {
 }
 
 impl Lease {
-    pub(super) fn new(input: Sample, tag: DeliveryTag, stream: &Stream, results: &Arc<ResultPublisher>) -> Lease {
+    pub(super) fn new(
+        input: Sample,
+        tag: DeliveryTag,
+        stream: &Stream,
+        results: &Arc<ResultPublisher>,
+    ) -> Lease {
         Lease {
-            duty: Duty { tag, stream: stream.clone(), results: results.clone(), limit: None, is_done: false },
+            duty: Duty {
+                tag,
+                stream: stream.clone(),
+                results: results.clone(),
+                limit: None,
+                is_done: false,
+            },
             input,
         }
     }

@@ -23,11 +23,18 @@ pub struct Loan {
 
 impl Loan {
     pub(super) fn new(sample: SampleMut) -> Loan {
-        Loan { sample, metadata: Vec::new(), lease: None }
+        Loan {
+            sample,
+            metadata: Vec::new(),
+            lease: None,
+        }
     }
 
     pub(super) fn of_lease(sample: SampleMut, lease: DeliveryTag) -> Loan {
-        Loan { lease: Some(lease), ..Loan::new(sample) }
+        Loan {
+            lease: Some(lease),
+            ..Loan::new(sample)
+        }
     }
 
     /// The device address of the element with all indices 0.

@@ -38,7 +38,7 @@ use crate::ipc::domain::EndpointName;
 
 /// The name under which a worker that says it is `generation` publishes its answers.
 fn results_name(queue: &str, generation: [u8; 16]) -> Result<EndpointName> {
-    let [a, b, ..] =
-        [&generation[..8], &generation[8..]].map(|half| half.iter().fold(0u64, |n, &b| n << 8 | u64::from(b)));
+    let [a, b, ..] = [&generation[..8], &generation[8..]]
+        .map(|half| half.iter().fold(0u64, |n, &b| n << 8 | u64::from(b)));
     EndpointName::new(&format!("{queue}/worker-{:016x}", a ^ b.rotate_left(1)))
 }

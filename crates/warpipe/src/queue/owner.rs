@@ -137,7 +137,10 @@ impl QueueBuilder {
     /// [`PublisherBuilder::build`](crate::PublisherBuilder::build). Nothing is left behind.
     pub fn build(self) -> Result<Queue> {
         self.check()?;
-        let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
+        let domain = self
+            .domain
+            .clone()
+            .map_or_else(Domain::from_environment, Ok)?;
         let observer = Arc::new(SubscriberChanges::new()?);
         let builder = Publisher::builder(&self.name)
             .domain(&domain)
@@ -150,14 +153,23 @@ impl QueueBuilder {
             .handshake_timeout(self.handshake_timeout)
             .kind(Kind::Queue)
             .observed_by(&observer);
-        let builder = self.device.iter().fold(builder, |builder, device| builder.device(device));
+        let builder = self
+            .device
+            .iter()
+            .fold(builder, |builder, device| builder.device(device));
         let rules = QueueRules {
             prefetch: self.prefetch,
             max_attempts: self.max_attempts,
             lease_timeout: self.lease_timeout,
             order: self.order,
         };
-        let dispatcher = Dispatcher::new(self, domain, builder.build()?, observer, JobTable::new(rules))?;
+        let dispatcher = Dispatcher::new(
+            self,
+            domain,
+            builder.build()?,
+            observer,
+            JobTable::new(rules),
+        )?;
         Ok(Queue { dispatcher })
     }
 
@@ -165,7 +177,11 @@ impl QueueBuilder {
         EndpointName::new(&self.name)?;
         results_name(&self.name, [0; 16])?;
         if self.prefetch == 0 || self.prefetch > PREFETCH_MAX {
-            return Err(Error::argument("prefetch", self.prefetch, format!("1 to {PREFETCH_MAX}")));
+            return Err(Error::argument(
+                "prefetch",
+                self.prefetch,
+                format!("1 to {PREFETCH_MAX}"),
+            ));
         }
         if self.max_attempts == 0 {
             return Err(Error::argument("max_attempts", 0, "at least 1"));
@@ -279,7 +295,12 @@ impl Queue {
     ///
     /// # Errors
     /// As [`submit`](Self::submit).
-    pub fn submit_timeout(&self, input: Loan, stream: &Stream, timeout: Duration) -> Result<JobHandle, SubmitError> {
+    pub fn submit_timeout(
+        &self,
+        input: Loan,
+        stream: &Stream,
+        timeout: Duration,
+    ) -> Result<JobHandle, SubmitError> {
         self.submit_before(input, stream, 0, timeout)
     }
 
@@ -302,7 +323,10 @@ impl Queue {
         self.dispatcher.owner_process.check()?;
         let job = result.job();
         if !self.dispatcher.put_back(result)? {
-            return Err(Error::NoSuchJob { name: self.name().to_string(), job });
+            return Err(Error::NoSuchJob {
+                name: self.name().to_string(),
+                job,
+            });
         }
         Ok(())
     }
@@ -327,13 +351,23 @@ impl Queue {
     ) -> Result<JobHandle, SubmitError> {
         let dispatcher = &self.dispatcher;
         if !dispatcher.publisher.lent(&input.sample) {
-            let error = Error::argument("input", "a loan of somebody else", "one of this queue's `loan`");
-            return Err(SubmitError { error, loan: Some(Box::new(input)) });
+            let error = Error::argument(
+                "input",
+                "a loan of somebody else",
+                "one of this queue's `loan`",
+            );
+            return Err(SubmitError {
+                error,
+                loan: Some(Box::new(input)),
+            });
         }
         let mut input = Some(input);
         let enter = |guard: &mut JobTableGuard<'_>| {
             if guard.is_shut {
-                return Some(Err(SubmitError { error: dispatcher.gone(), loan: None }));
+                return Some(Err(SubmitError {
+                    error: dispatcher.gone(),
+                    loan: None,
+                }));
             }
             Some(dispatcher.enter(guard, input.take()?, stream, deadline_ns))
         };
@@ -344,8 +378,13 @@ impl Queue {
             Err(error) => SubmitError { error, loan: None },
         };
         // Nobody has it, and what fills it is on its way.
-        input.iter_mut().for_each(|input| input.sample.stay_behind(stream));
-        Err(SubmitError { loan: failed.loan.or(input.map(Box::new)), ..failed })
+        input
+            .iter_mut()
+            .for_each(|input| input.sample.stay_behind(stream));
+        Err(SubmitError {
+            loan: failed.loan.or(input.map(Box::new)),
+            ..failed
+        })
     }
 
     /// The next result, in the builder's [`Order`], of a job whose [`JobHandle`] has not taken it. Waits for it.
@@ -355,8 +394,13 @@ impl Queue {
     /// place; [`Error::Argument`] for a stream of another device; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn next_result(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
         stream.check_of(self.device())?;
-        let late = || Error::Timeout { what: format!("a result of {:?}", self.name()), waited: timeout };
-        let (id, outcome) = self.dispatcher.wait_until(timeout, |table| table.take_next().map(Ok), late)?;
+        let late = || Error::Timeout {
+            what: format!("a result of {:?}", self.name()),
+            waited: timeout,
+        };
+        let (id, outcome) =
+            self.dispatcher
+                .wait_until(timeout, |table| table.take_next().map(Ok), late)?;
         into_result(self.name(), id, outcome, stream)
     }
 
@@ -365,8 +409,15 @@ impl Queue {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn drain(&self, timeout: Duration) -> Result<()> {
-        let late = || Error::Timeout { what: format!("the end of the jobs of {:?}", self.name()), waited: timeout };
-        self.dispatcher.wait_until(timeout, |table| (table.unfinished() == 0).then_some(Ok(())), late)
+        let late = || Error::Timeout {
+            what: format!("the end of the jobs of {:?}", self.name()),
+            waited: timeout,
+        };
+        self.dispatcher.wait_until(
+            timeout,
+            |table| (table.unfinished() == 0).then_some(Ok(())),
+            late,
+        )
     }
 
     /// Takes no more jobs, and waits until every one is done or dead-lettered. The outcomes stay to be taken, and the
@@ -385,9 +436,20 @@ impl Queue {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn wait_for_workers(&self, count: usize, timeout: Duration) -> Result<()> {
-        let late = || Error::Timeout { what: format!("worker {count} of {:?}", self.name()), waited: timeout };
-        let is_there = |table: &JobTable| table.sessions.iter().filter(|session| session.is_open()).count() >= count;
-        self.dispatcher.wait_until(timeout, |table| is_there(table).then_some(Ok(())), late)
+        let late = || Error::Timeout {
+            what: format!("worker {count} of {:?}", self.name()),
+            waited: timeout,
+        };
+        let is_there = |table: &JobTable| {
+            table
+                .sessions
+                .iter()
+                .filter(|session| session.is_open())
+                .count()
+                >= count
+        };
+        self.dispatcher
+            .wait_until(timeout, |table| is_there(table).then_some(Ok(())), late)
     }
 
     /// How it fares just now.
@@ -399,9 +461,18 @@ impl Queue {
         let mut table = self.dispatcher.lock();
         self.dispatcher.catch_up(&mut table);
         Ok(QueueState {
-            workers: table.sessions.iter().filter(|session| session.is_open()).map(|session| session.pid).collect(),
+            workers: table
+                .sessions
+                .iter()
+                .filter(|session| session.is_open())
+                .map(|session| session.pid)
+                .collect(),
             waiting: table.waiting(),
-            leased: table.sessions.iter().map(|session| session.leases.len()).sum(),
+            leased: table
+                .sessions
+                .iter()
+                .map(|session| session.leases.len())
+                .sum(),
             finished: table.len() - table.unfinished(),
         })
     }
@@ -413,7 +484,10 @@ impl Queue {
     pub fn watch(&self) -> Result<QueueWatch> {
         self.dispatcher.owner_process.check()?;
         let doorbell = Arc::new(LocalDoorbell::new()?);
-        self.dispatcher.lock().watches.push(Arc::downgrade(&doorbell));
+        self.dispatcher
+            .lock()
+            .watches
+            .push(Arc::downgrade(&doorbell));
         Ok(QueueWatch::new(doorbell))
     }
 
@@ -428,7 +502,10 @@ impl Queue {
     /// Ends the links of all workers.
     pub(crate) fn expel_all(&self, reason: &str) {
         let publisher = &self.dispatcher.publisher;
-        publisher.linked_subscribers().iter().for_each(|member| publisher.expel(member.id, reason));
+        publisher
+            .linked_subscribers()
+            .iter()
+            .for_each(|member| publisher.expel(member.id, reason));
     }
 }
 

@@ -69,24 +69,40 @@ impl Dispatcher {
     pub(super) fn attach_worker(self: &Arc<Self>, member: LinkedSubscriber) {
         self.pending_workers.attaching.fetch_add(1, SeqCst);
         let (slot, domain) = (AttachSlot(Arc::downgrade(self)), self.domain.clone());
-        let (name, device) = (self.publisher.name().to_string(), self.publisher.device().clone());
+        let (name, device) = (
+            self.publisher.name().to_string(),
+            self.publisher.device().clone(),
+        );
         let timeout = self.options.handshake_timeout;
         let attach = move || {
             let attached = results_name(&name, member.generation).and_then(|answers| {
-                let builder = Subscriber::builder(answers.as_str()).kind(Kind::Results).domain(&domain).device(&device);
+                let builder = Subscriber::builder(answers.as_str())
+                    .kind(Kind::Results)
+                    .domain(&domain)
+                    .device(&device);
                 check_process(builder.handshake_timeout(timeout).build()?, member.process)
             });
             // Gone meanwhile: what was attached goes, too.
-            let Some(dispatcher) = slot.0.upgrade() else { return };
+            let Some(dispatcher) = slot.0.upgrade() else {
+                return;
+            };
             match attached {
                 Ok(subscriber) => dispatcher.pending_workers.add(member, subscriber),
                 Err(error) => {
-                    dispatcher.publisher.expel(member.id, &format!("{name:?} is a queue, for workers only: {error}"));
+                    dispatcher.publisher.expel(
+                        member.id,
+                        &format!("{name:?} is a queue, for workers only: {error}"),
+                    );
                 }
             }
         };
-        if std::thread::Builder::new().name("warpipe-workers".into()).spawn(attach).is_err() {
-            self.publisher.expel(member.id, "its queue has no thread left to attach to it");
+        if std::thread::Builder::new()
+            .name("warpipe-workers".into())
+            .spawn(attach)
+            .is_err()
+        {
+            self.publisher
+                .expel(member.id, "its queue has no thread left to attach to it");
         }
     }
 }
@@ -97,8 +113,16 @@ fn check_process(subscriber: Subscriber, process: ProcessId) -> Result<Subscribe
         Some(found) if found == process => Ok(subscriber),
         _ => {
             let found = format!("process {}", subscriber.publisher_pid().unwrap_or_default());
-            let (name, allowed) = (subscriber.name().to_string(), "the worker's own process".to_string());
-            Err(Error::Protocol { name, field: "publisher of answers", found, allowed })
+            let (name, allowed) = (
+                subscriber.name().to_string(),
+                "the worker's own process".to_string(),
+            );
+            Err(Error::Protocol {
+                name,
+                field: "publisher of answers",
+                found,
+                allowed,
+            })
         }
     }
 }

@@ -35,8 +35,14 @@ impl QueueFixture {
     }
 
     pub(super) fn on(name: &str, device: Device) -> QueueFixture {
-        let folder = std::env::temp_dir().join(format!("warpipe-queue-{name}-{}", std::process::id()));
-        QueueFixture { domain: Domain::at(&folder).unwrap(), stream: device.stream().unwrap(), folder, device }
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-queue-{name}-{}", std::process::id()));
+        QueueFixture {
+            domain: Domain::at(&folder).unwrap(),
+            stream: device.stream().unwrap(),
+            folder,
+            device,
+        }
     }
 
     pub(super) fn queue(&self) -> Queue {
@@ -44,11 +50,22 @@ impl QueueFixture {
     }
 
     pub(super) fn build(&self, pick_worker: impl FnOnce(QueueBuilder) -> QueueBuilder) -> Queue {
-        pick_worker(Queue::builder("jobs").domain(&self.domain).device(&self.device)).build().unwrap()
+        pick_worker(
+            Queue::builder("jobs")
+                .domain(&self.domain)
+                .device(&self.device),
+        )
+        .build()
+        .unwrap()
     }
 
     pub(super) fn worker(&self) -> Worker {
-        Worker::builder("jobs").domain(&self.domain).device(&self.device).timeout(SOON).build().unwrap()
+        Worker::builder("jobs")
+            .domain(&self.domain)
+            .device(&self.device)
+            .timeout(SOON)
+            .build()
+            .unwrap()
     }
 }
 
@@ -69,15 +86,24 @@ impl<'a> FakeWorker<'a> {
     fn new(fixture: &'a QueueFixture) -> FakeWorker<'a> {
         let generation = crate::runtime::reactor::new_generation();
         let name = results_name("jobs", generation).unwrap();
-        let answers =
-            Publisher::builder(name.as_str()).kind(Kind::Results).domain(&fixture.domain).device(&fixture.device);
-        let answers = answers.policy(Policy::Block { timeout: SOON }).build().unwrap();
+        let answers = Publisher::builder(name.as_str())
+            .kind(Kind::Results)
+            .domain(&fixture.domain)
+            .device(&fixture.device);
+        let answers = answers
+            .policy(Policy::Block { timeout: SOON })
+            .build()
+            .unwrap();
         let jobs = Subscriber::builder("jobs")
             .domain(&fixture.domain)
             .device(&fixture.device)
             .kind(Kind::Queue)
             .generation(generation);
-        FakeWorker { fixture, answers, jobs: jobs.timeout(SOON).build().unwrap() }
+        FakeWorker {
+            fixture,
+            answers,
+            jobs: jobs.timeout(SOON).build().unwrap(),
+        }
     }
 
     fn take(&mut self) -> (Sample, DeliveryTag) {
@@ -87,7 +113,10 @@ impl<'a> FakeWorker<'a> {
     }
 
     fn say(&self, metadata: &Metadata) {
-        let owner = self.answers.subscriber_of(ProcessId::own()).expect("the queue has attached");
+        let owner = self
+            .answers
+            .subscriber_of(ProcessId::own())
+            .expect("the queue has attached");
         let empty = self.answers.loan(&Layout::bytes_only(0).unwrap()).unwrap();
         // The queue may have had enough by now.
         let _ = empty.send_to(owner, metadata, &self.fixture.stream, None);
@@ -134,12 +163,16 @@ fn survives(name: &str, lie: impl FnOnce(&FakeWorker<'_>, DeliveryTag)) {
 
 #[test]
 fn an_answer_to_a_job_that_its_worker_does_not_hold_ends_its_link_alone() {
-    survives("other-job", |fake_worker, tag| fake_worker.answer(tag.job + 1, tag.number, AnswerKind::Completed));
+    survives("other-job", |fake_worker, tag| {
+        fake_worker.answer(tag.job + 1, tag.number, AnswerKind::Completed)
+    });
 }
 
 #[test]
 fn an_answer_with_a_tag_that_was_not_delivered_ends_its_link_alone() {
-    survives("other-ticket", |fake_worker, tag| fake_worker.answer(tag.job, tag.number + 1, AnswerKind::Returned));
+    survives("other-ticket", |fake_worker, tag| {
+        fake_worker.answer(tag.job, tag.number + 1, AnswerKind::Returned)
+    });
 }
 
 #[test]
@@ -151,45 +184,77 @@ fn a_second_answer_to_the_same_job_ends_its_link_alone() {
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let (sample, tag) = fake_worker.take();
     fake_worker.answer(tag.job, tag.number, AnswerKind::Completed);
-    fake_worker.answer(tag.job, tag.number, AnswerKind::Failed("no, it was not".into()));
+    fake_worker.answer(
+        tag.job,
+        tag.number,
+        AnswerKind::Failed("no, it was not".into()),
+    );
     fake_worker.is_thrown_out();
     drop(sample);
-    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1, "the first answer counts");
+    assert_eq!(
+        job.wait(&fixture.stream, SOON).unwrap().attempt(),
+        1,
+        "the first answer counts"
+    );
 }
 
 #[test]
 fn garbage_for_an_answer_ends_its_link_alone() {
-    for (round, bytes) in [&b""[..], &[0; 13], &[9; 40], &[1; 12], &[255; 256]].into_iter().enumerate() {
-        survives(&format!("garbage-{round}"), |fake_worker, _| fake_worker.say(&Metadata::new(bytes).unwrap()));
+    for (round, bytes) in [&b""[..], &[0; 13], &[9; 40], &[1; 12], &[255; 256]]
+        .into_iter()
+        .enumerate()
+    {
+        survives(&format!("garbage-{round}"), |fake_worker, _| {
+            fake_worker.say(&Metadata::new(bytes).unwrap())
+        });
     }
 }
 
 #[test]
 fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
     let fixture = QueueFixture::new("bad-job");
-    let queue =
-        Publisher::builder("jobs").kind(Kind::Queue).domain(&fixture.domain).device(&fixture.device).build().unwrap();
+    let queue = Publisher::builder("jobs")
+        .kind(Kind::Queue)
+        .domain(&fixture.domain)
+        .device(&fixture.device)
+        .build()
+        .unwrap();
     for bytes in [&b""[..], &[0; 25], &[1; 24], &[1; 256]] {
         let mut worker = fixture.worker();
         let mut sample = queue.loan(&Layout::bytes_only(8).unwrap()).unwrap();
         sample.set_metadata(bytes).unwrap();
         sample.send(&fixture.stream).unwrap();
         let told: Result<_> = worker.lease(&fixture.stream);
-        assert!(matches!(told, Err(Error::Protocol { .. })), "garbage for a job gave {told:?}");
+        assert!(
+            matches!(told, Err(Error::Protocol { .. })),
+            "garbage for a job gave {told:?}"
+        );
         let after = worker.lease(&fixture.stream);
-        assert!(matches!(after, Err(Error::QueueGone { .. })), "after that came {after:?}");
+        assert!(
+            matches!(after, Err(Error::QueueGone { .. })),
+            "after that came {after:?}"
+        );
     }
 }
 
 #[test]
 fn a_loan_of_another_queue_is_refused_and_given_back() {
     let fixture = QueueFixture::new("loans");
-    let (queue, other) = (fixture.queue(), Queue::builder("other").domain(&fixture.domain).device(&fixture.device));
+    let (queue, other) = (
+        fixture.queue(),
+        Queue::builder("other")
+            .domain(&fixture.domain)
+            .device(&fixture.device),
+    );
     let other = other.build().unwrap();
     let loan = other.loan(&Layout::bytes_only(8).unwrap()).unwrap();
     let refused = queue.submit(loan, &fixture.stream).unwrap_err();
     assert!(matches!(refused.error, Error::Argument { .. }));
-    assert!(other.submit(*refused.loan.unwrap(), &fixture.stream).is_ok());
+    assert!(
+        other
+            .submit(*refused.loan.unwrap(), &fixture.stream)
+            .is_ok()
+    );
 }
 
 #[test]
@@ -197,15 +262,35 @@ fn an_output_of_another_lease_is_refused_and_given_back() {
     let fixture = QueueFixture::new("outputs");
     let (queue, mut worker) = (fixture.queue(), fixture.worker());
     let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
-    let [(_a, first), (_b, second)] = [0, 1].map(|_| worker.lease(&fixture.stream).unwrap().split());
+    let [(_a, first), (_b, second)] =
+        [0, 1].map(|_| worker.lease(&fixture.stream).unwrap().split());
     let mut output = first.output(&Layout::bytes_only(5).unwrap()).unwrap();
     output.write(&fixture.stream, b"first").unwrap();
     let refused = second.complete(Some(output), &fixture.stream).unwrap_err();
     let text = refused.error.to_string();
-    assert!(matches!(refused.error, Error::Argument { argument: "output", .. }), "{text}");
-    assert!(jobs.iter().all(|job| text.contains(&format!("of job {}, attempt 1", job.id()))), "{text}");
-    first.complete(refused.output.map(|output| *output), &fixture.stream).unwrap();
-    refused.duty.unwrap().complete(None, &fixture.stream).unwrap();
+    assert!(
+        matches!(
+            refused.error,
+            Error::Argument {
+                argument: "output",
+                ..
+            }
+        ),
+        "{text}"
+    );
+    assert!(
+        jobs.iter()
+            .all(|job| text.contains(&format!("of job {}, attempt 1", job.id()))),
+        "{text}"
+    );
+    first
+        .complete(refused.output.map(|output| *output), &fixture.stream)
+        .unwrap();
+    refused
+        .duty
+        .unwrap()
+        .complete(None, &fixture.stream)
+        .unwrap();
     let results = jobs.map(|job| job.wait(&fixture.stream, SOON).unwrap().to_vec().unwrap());
     assert_eq!(results, [b"first".to_vec(), vec![]]);
 }
@@ -234,7 +319,10 @@ fn many_threads_submit_and_wait_at_once_and_each_gets_its_own() {
     let submitting = |thread: u8, queue: Arc<Queue>, stream: Stream| {
         for round in 0..100 {
             let job = queue.submit_bytes(&[thread, round], &stream).unwrap();
-            assert_eq!(job.wait(&stream, SOON).unwrap().to_vec().unwrap(), [thread, round]);
+            assert_eq!(
+                job.wait(&stream, SOON).unwrap().to_vec().unwrap(),
+                [thread, round]
+            );
         }
     };
     let done: u32 = std::thread::scope(|scope| {
@@ -244,9 +332,14 @@ fn many_threads_submit_and_wait_at_once_and_each_gets_its_own() {
             scope.spawn(move || submitting(thread, queue, stream))
         };
         let submitters: Vec<_> = (0..4).map(submit).collect();
-        submitters.into_iter().for_each(|submitter| submitter.join().unwrap());
+        submitters
+            .into_iter()
+            .for_each(|submitter| submitter.join().unwrap());
         drop(queue);
-        workers.into_iter().map(|worker| worker.join().unwrap()).sum()
+        workers
+            .into_iter()
+            .map(|worker| worker.join().unwrap())
+            .sum()
     });
     assert_eq!(done, 400);
 }
@@ -255,7 +348,9 @@ fn many_threads_submit_and_wait_at_once_and_each_gets_its_own() {
 fn a_wait_for_a_job_ends_when_its_queue_is_dropped() {
     let fixture = QueueFixture::new("dropped");
     let queue = fixture.queue();
-    let jobs: Vec<_> = (0..3).map(|_| queue.submit_bytes(b"never", &fixture.stream).unwrap()).collect();
+    let jobs: Vec<_> = (0..3)
+        .map(|_| queue.submit_bytes(b"never", &fixture.stream).unwrap())
+        .collect();
     std::thread::scope(|scope| {
         let (told, waiting) = std::sync::mpsc::channel();
         for job in &jobs {
@@ -275,9 +370,18 @@ fn a_wait_for_a_job_ends_when_its_queue_is_dropped() {
 fn names_that_leave_no_room_for_a_worker_are_refused_at_once() {
     let fixture = QueueFixture::new("names");
     let long = "n".repeat(57);
-    let built = Queue::builder(&long).domain(&fixture.domain).device(&fixture.device).build();
+    let built = Queue::builder(&long)
+        .domain(&fixture.domain)
+        .device(&fixture.device)
+        .build();
     assert!(matches!(built, Err(Error::Name { .. })), "{built:?}");
-    assert!(Queue::builder(&long[1..]).domain(&fixture.domain).device(&fixture.device).build().is_ok());
+    assert!(
+        Queue::builder(&long[1..])
+            .domain(&fixture.domain)
+            .device(&fixture.device)
+            .build()
+            .is_ok()
+    );
 }
 
 #[test]
@@ -286,7 +390,9 @@ fn the_oldest_job_gets_a_place_although_the_results_behind_it_fill_all_others() 
     let queue = fixture.build(|it| it.prefetch(1));
     let mut slow = FakeWorker::new(&fixture);
     queue.wait_for_workers(1, SOON).unwrap();
-    let jobs: Vec<_> = (0..80).map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap()).collect();
+    let jobs: Vec<_> = (0..80)
+        .map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap())
+        .collect();
     let (sample, tag) = slow.take();
     assert_eq!(tag.job, jobs[0].id());
     let mut honest = fixture.worker();
@@ -295,10 +401,20 @@ fn the_oldest_job_gets_a_place_although_the_results_behind_it_fill_all_others() 
     let is_given_more = || {
         let mut guard = queue.dispatcher.lock();
         queue.dispatcher.process_events(&mut guard);
-        guard.delivery.is_some() || guard.sessions.iter().map(|session| session.leases.len()).sum::<usize>() > 1
+        guard.delivery.is_some()
+            || guard
+                .sessions
+                .iter()
+                .map(|session| session.leases.len())
+                .sum::<usize>()
+                > 1
     };
     while is_given_more() {
-        honest.try_lease(&fixture.stream).unwrap().map_or(Ok(()), |lease| lease.complete(&fixture.stream)).unwrap();
+        honest
+            .try_lease(&fixture.stream)
+            .unwrap()
+            .map_or(Ok(()), |lease| lease.complete(&fixture.stream))
+            .unwrap();
     }
     assert!(queue.state().unwrap().finished >= 48, "places are left");
     drop((sample, slow));
@@ -306,7 +422,10 @@ fn the_oldest_job_gets_a_place_although_the_results_behind_it_fill_all_others() 
     assert_eq!(lease.job(), jobs[0].id(), "all results wait for this one");
     lease.complete(&fixture.stream).unwrap();
     // And so for every job that is the oldest one after that.
-    assert_eq!(queue.next_result(&fixture.stream, SOON).unwrap().job(), jobs[0].id());
+    assert_eq!(
+        queue.next_result(&fixture.stream, SOON).unwrap().job(),
+        jobs[0].id()
+    );
 }
 
 #[test]
@@ -317,7 +436,8 @@ fn requeued_jobs_are_delivered_oldest_first() {
     queue.wait_for_workers(1, SOON).unwrap();
     let jobs = [0, 1, 2].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap().id());
     let tags = [first.take().1, first.take().1];
-    tags.into_iter().for_each(|tag| first.answer(tag.job, tag.number, AnswerKind::Failed("no".into())));
+    tags.into_iter()
+        .for_each(|tag| first.answer(tag.job, tag.number, AnswerKind::Failed("no".into())));
     drop(first);
     let mut honest = fixture.worker();
     for job in jobs {
@@ -331,14 +451,23 @@ fn requeued_jobs_are_delivered_oldest_first() {
 fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
     let fixture = QueueFixture::new("mute");
     let queue = fixture.queue();
-    let mute = Worker::builder("jobs").domain(&fixture.domain).device(&fixture.device);
+    let mute = Worker::builder("jobs")
+        .domain(&fixture.domain)
+        .device(&fixture.device);
     // Memory for one region, and no patience.
-    let mut mute = mute.memory_limit(2 << 20).timeout(Duration::from_millis(20)).build().unwrap();
+    let mut mute = mute
+        .memory_limit(2 << 20)
+        .timeout(Duration::from_millis(20))
+        .build()
+        .unwrap();
     queue.wait_for_workers(1, SOON).unwrap();
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = mute.lease_timeout(&fixture.stream, SOON).unwrap();
     let all_its_memory = lease.output(&Layout::bytes_only(2 << 20).unwrap()).unwrap();
-    assert!(matches!(lease.complete(&fixture.stream), Err(Error::MemoryLimit { .. })));
+    assert!(matches!(
+        lease.complete(&fixture.stream),
+        Err(Error::MemoryLimit { .. })
+    ));
     let mut other = fixture.worker();
     let lease = other.lease(&fixture.stream).unwrap();
     assert_eq!((lease.job(), lease.attempt()), (job.id(), 2));
@@ -352,15 +481,24 @@ fn more_new_workers_than_are_attached_at_once_all_get_a_session() {
     let queue = fixture.queue();
     let most = AtomicUsize::new(0);
     let fake_workers: Vec<FakeWorker<'_>> = std::thread::scope(|scope| {
-        let coming: Vec<_> = (0..COUNT).map(|_| scope.spawn(|| FakeWorker::new(&fixture))).collect();
+        let coming: Vec<_> = (0..COUNT)
+            .map(|_| scope.spawn(|| FakeWorker::new(&fixture)))
+            .collect();
         let start = Instant::now();
         while queue.state().unwrap().workers.len() < COUNT {
             most.fetch_max(queue.dispatcher.pending_workers.attaching(), SeqCst);
-            assert!(start.elapsed() < SOON, "{} seats", queue.state().unwrap().workers.len());
+            assert!(
+                start.elapsed() < SOON,
+                "{} seats",
+                queue.state().unwrap().workers.len()
+            );
         }
         coming.into_iter().map(|it| it.join().unwrap()).collect()
     });
-    assert!((1..=ATTACHING_MAX).contains(&most.load(SeqCst)), "{most:?} at once");
+    assert!(
+        (1..=ATTACHING_MAX).contains(&most.load(SeqCst)),
+        "{most:?} at once"
+    );
     drop(fake_workers);
 }
 
@@ -370,13 +508,24 @@ fn a_result_that_is_put_back_is_the_next_one_of_its_handle_and_of_the_queue() {
         let fixture = QueueFixture::new("put-back");
         let queue = fixture.build(|it| it.order(order));
         let mut worker = fixture.worker();
-        let handles: Vec<_> = (0..2).map(|n| queue.submit_bytes(&[n], &fixture.stream).unwrap()).collect();
-        (0..2).for_each(|_| worker.lease(&fixture.stream).unwrap().complete(&fixture.stream).unwrap());
+        let handles: Vec<_> = (0..2)
+            .map(|n| queue.submit_bytes(&[n], &fixture.stream).unwrap())
+            .collect();
+        (0..2).for_each(|_| {
+            worker
+                .lease(&fixture.stream)
+                .unwrap()
+                .complete(&fixture.stream)
+                .unwrap()
+        });
         let first = queue.next_result(&fixture.stream, SOON).unwrap();
         queue.put_back(first).unwrap();
         assert!(handles[0].is_done().unwrap());
         let first = handles[0].wait(&fixture.stream, SOON).unwrap();
-        assert!(matches!(handles[0].try_wait(&fixture.stream), Err(Error::NoSuchJob { .. })));
+        assert!(matches!(
+            handles[0].try_wait(&fixture.stream),
+            Err(Error::NoSuchJob { .. })
+        ));
         queue.put_back(first).unwrap();
         let jobs = [(); 2].map(|()| queue.next_result(&fixture.stream, SOON).unwrap().job());
         assert_eq!(jobs, [1, 2]);
@@ -390,7 +539,10 @@ fn a_wait_for_room_submits_nothing() {
     let queue = fixture.build(|it| it.limit(1));
     queue.wait_for_room(Duration::ZERO).unwrap();
     let handle = queue.submit_bytes(b"1", &fixture.stream).unwrap();
-    assert!(matches!(queue.wait_for_room(Duration::ZERO), Err(Error::QueueFull { .. })));
+    assert!(matches!(
+        queue.wait_for_room(Duration::ZERO),
+        Err(Error::QueueFull { .. })
+    ));
     assert!(handle.call_off().unwrap());
     queue.wait_for_room(Duration::ZERO).unwrap();
     assert_eq!(queue.state().unwrap().waiting, 0);

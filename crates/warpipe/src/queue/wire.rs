@@ -45,7 +45,13 @@ impl DeliveryTag {
 
     /// The ticket; the user's bytes begin at [`user_of_job`].
     pub(crate) fn decode(bytes: &[u8]) -> Result<DeliveryTag, Violation> {
-        let wrong = || violation("job metadata", format!("{} bytes", bytes.len()), "a job's ticket");
+        let wrong = || {
+            violation(
+                "job metadata",
+                format!("{} bytes", bytes.len()),
+                "a job's ticket",
+            )
+        };
         let (head, user) = bytes.split_at_checked(JOB_BYTES).ok_or_else(wrong)?;
         if head[0] != JOB || user.len() > JOB_META_BYTES_MAX {
             return Err(wrong());
@@ -57,7 +63,11 @@ impl DeliveryTag {
             deadline_ns: u64_at(head, 17),
         };
         if tag.job == 0 || tag.number == 0 || tag.attempt == 0 {
-            return Err(violation("job ticket", format!("{tag:?}"), "numbers from 1"));
+            return Err(violation(
+                "job ticket",
+                format!("{tag:?}"),
+                "numbers from 1",
+            ));
         }
         Ok(tag)
     }
@@ -113,12 +123,23 @@ impl Answer {
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Answer, Violation> {
-        let wrong = || violation("answer metadata", format!("{} bytes", bytes.len()), "an answer to a job");
+        let wrong = || {
+            violation(
+                "answer metadata",
+                format!("{} bytes", bytes.len()),
+                "an answer to a job",
+            )
+        };
         let (head, rest) = bytes.split_at_checked(ANSWER_BYTES).ok_or_else(wrong)?;
         if rest.len() > JOB_META_BYTES_MAX {
             return Err(wrong());
         }
-        let reason = || String::from_utf8_lossy(rest).chars().filter(|c| !c.is_control()).collect::<String>();
+        let reason = || {
+            String::from_utf8_lossy(rest)
+                .chars()
+                .filter(|c| !c.is_control())
+                .collect::<String>()
+        };
         let kind = match (head[0], rest.is_empty()) {
             (1, _) => AnswerKind::Completed,
             (2, _) => AnswerKind::Failed(reason()),
@@ -127,7 +148,11 @@ impl Answer {
             (5, true) => AnswerKind::Expired,
             (kind, _) => return Err(violation("answer kind", kind, "1 to 5")),
         };
-        Ok(Answer { job: u64_at(head, 1), number: u32_at(head, 9), kind })
+        Ok(Answer {
+            job: u64_at(head, 1),
+            number: u32_at(head, 9),
+            kind,
+        })
     }
 }
 
@@ -135,24 +160,44 @@ pub(crate) fn check_user(user: &[u8]) -> Result<&[u8]> {
     if user.len() <= JOB_META_BYTES_MAX {
         return Ok(user);
     }
-    Err(Error::argument("metadata", format!("{} bytes", user.len()), format!("at most {JOB_META_BYTES_MAX} bytes")))
+    Err(Error::argument(
+        "metadata",
+        format!("{} bytes", user.len()),
+        format!("at most {JOB_META_BYTES_MAX} bytes"),
+    ))
 }
 
 fn cut(reason: &str) -> &[u8] {
-    let end = (0..=JOB_META_BYTES_MAX.min(reason.len())).rev().find(|&end| reason.is_char_boundary(end));
+    let end = (0..=JOB_META_BYTES_MAX.min(reason.len()))
+        .rev()
+        .find(|&end| reason.is_char_boundary(end));
     &reason.as_bytes()[..end.unwrap_or(0)]
 }
 
-pub(crate) fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) -> Violation {
-    Violation { field, found: found.to_string(), allowed: allowed.to_string() }
+pub(crate) fn violation(
+    field: &'static str,
+    found: impl ToString,
+    allowed: impl ToString,
+) -> Violation {
+    Violation {
+        field,
+        found: found.to_string(),
+        allowed: allowed.to_string(),
+    }
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    bytes.get(at..at + 8).and_then(|part| part.try_into().ok()).map_or(0, u64::from_le_bytes)
+    bytes
+        .get(at..at + 8)
+        .and_then(|part| part.try_into().ok())
+        .map_or(0, u64::from_le_bytes)
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    bytes.get(at..at + 4).and_then(|part| part.try_into().ok()).map_or(0, u32::from_le_bytes)
+    bytes
+        .get(at..at + 4)
+        .and_then(|part| part.try_into().ok())
+        .map_or(0, u32::from_le_bytes)
 }
 
 #[cfg(test)]
@@ -161,7 +206,12 @@ mod tests {
 
     #[test]
     fn a_delivery_tag_decodes_as_it_was_encoded() {
-        let tag = DeliveryTag { job: 7, number: 3, attempt: 2, deadline_ns: 9 };
+        let tag = DeliveryTag {
+            job: 7,
+            number: 3,
+            attempt: 2,
+            deadline_ns: 9,
+        };
         let metadata = tag.encode(b"mine").unwrap();
         assert_eq!(DeliveryTag::decode(metadata.as_bytes()).unwrap(), tag);
         assert_eq!(user_of_job(metadata.as_bytes()), b"mine");
@@ -171,14 +221,32 @@ mod tests {
 
     #[test]
     fn every_answer_comes_out_as_it_went_in_and_long_reasons_are_cut() {
-        let kinds =
-            [AnswerKind::Completed, AnswerKind::Failed("why".into()), AnswerKind::Returned, AnswerKind::Expired];
+        let kinds = [
+            AnswerKind::Completed,
+            AnswerKind::Failed("why".into()),
+            AnswerKind::Returned,
+            AnswerKind::Expired,
+        ];
         for kind in kinds {
-            let answer = Answer { job: 1, number: 2, kind };
-            assert_eq!(Answer::decode(answer.encode(b"").unwrap().as_bytes()).unwrap(), answer);
+            let answer = Answer {
+                job: 1,
+                number: 2,
+                kind,
+            };
+            assert_eq!(
+                Answer::decode(answer.encode(b"").unwrap().as_bytes()).unwrap(),
+                answer
+            );
         }
-        let long = Answer { job: 1, number: 2, kind: AnswerKind::Rejected("é".repeat(500)) };
-        let AnswerKind::Rejected(reason) = Answer::decode(long.encode(b"").unwrap().as_bytes()).unwrap().kind else {
+        let long = Answer {
+            job: 1,
+            number: 2,
+            kind: AnswerKind::Rejected("é".repeat(500)),
+        };
+        let AnswerKind::Rejected(reason) = Answer::decode(long.encode(b"").unwrap().as_bytes())
+            .unwrap()
+            .kind
+        else {
             panic!("another verdict")
         };
         assert_eq!(reason, "é".repeat(100));
@@ -193,7 +261,10 @@ mod tests {
             }
         }
         assert!(Answer::decode(&[9; 20]).is_err());
-        assert!(Answer::decode(&[3; 20]).is_err(), "a return says nothing more");
+        assert!(
+            Answer::decode(&[3; 20]).is_err(),
+            "a return says nothing more"
+        );
         assert!(DeliveryTag::decode(&[0; 25]).is_err());
         assert!(DeliveryTag::decode(&[1; 24]).is_err());
     }

@@ -82,15 +82,23 @@ impl WorkerBuilder {
     /// # Errors
     /// [`Error::NoPublisher`] when nobody has the queue; [`Error::OtherKind`] when the name is no queue's; those of a publisher's and a subscriber's building.
     pub fn build(self) -> Result<Worker> {
-        let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
-        let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
+        let domain = self
+            .domain
+            .clone()
+            .map_or_else(Domain::from_environment, Ok)?;
+        let device = self
+            .device
+            .clone()
+            .unwrap_or_else(|| Device::preferred().device);
         let generation = new_generation();
         let answers = Publisher::builder(results_name(&self.name, generation)?.as_str())
             .domain(&domain)
             .device(&device)
             .kind(Kind::Results)
             .depth(DEPTH)
-            .policy(Policy::Block { timeout: self.timeout })
+            .policy(Policy::Block {
+                timeout: self.timeout,
+            })
             .memory_limit(self.memory_limit)
             .loan_timeout(self.timeout)
             .build()?;
@@ -102,9 +110,16 @@ impl WorkerBuilder {
             .handshake_timeout(self.handshake_timeout)
             .kind(Kind::Queue)
             .generation(generation);
-        let jobs = self.spin.into_iter().fold(builder, SubscriberBuilder::spin).build()?;
+        let jobs = self
+            .spin
+            .into_iter()
+            .fold(builder, SubscriberBuilder::spin)
+            .build()?;
         let answers = ResultPublisher::new(answers, self.name, &jobs);
-        Ok(Worker { jobs, results: Arc::new(answers) })
+        Ok(Worker {
+            jobs,
+            results: Arc::new(answers),
+        })
     }
 }
 
@@ -163,12 +178,16 @@ impl Worker {
         let start = Instant::now();
         loop {
             let left = timeout.saturating_sub(start.elapsed());
-            let sample = self.jobs.receive_timeout(stream, left).map_err(|error| match error {
-                Error::Timeout { .. } => {
-                    Error::Timeout { what: format!("a job of {:?}", self.queue()), waited: timeout }
-                }
-                other => self.told(other),
-            })?;
+            let sample = self
+                .jobs
+                .receive_timeout(stream, left)
+                .map_err(|error| match error {
+                    Error::Timeout { .. } => Error::Timeout {
+                        what: format!("a job of {:?}", self.queue()),
+                        waited: timeout,
+                    },
+                    other => self.told(other),
+                })?;
             if let Some(lease) = self.begin(sample, stream)? {
                 return Ok(lease);
             }
@@ -183,7 +202,9 @@ impl Worker {
         let _range = nvtx::range(nvtx::LEASE);
         loop {
             let received = self.jobs.try_receive(stream);
-            let Some(sample) = received.map_err(|error| self.told(error))? else { return Ok(None) };
+            let Some(sample) = received.map_err(|error| self.told(error))? else {
+                return Ok(None);
+            };
             if let Some(lease) = self.begin(sample, stream)? {
                 return Ok(Some(lease));
             }
@@ -203,7 +224,9 @@ impl Worker {
     fn told(&self, error: Error) -> Error {
         match error {
             Error::PublisherGone { graceful, .. } => self.results.queue_gone(error, graceful),
-            Error::Evicted { .. } | Error::LinkClosed { .. } => self.results.queue_gone(error, false),
+            Error::Evicted { .. } | Error::LinkClosed { .. } => {
+                self.results.queue_gone(error, false)
+            }
             other => other,
         }
     }

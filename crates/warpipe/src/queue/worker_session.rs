@@ -65,7 +65,12 @@ pub(super) enum JobEvent {
     Returned(u64),
     Rejected(u64, String),
     Expired(u64),
-    Done { job: u64, attempt: u32, pid: i32, arrival: RawSample },
+    Done {
+        job: u64,
+        attempt: u32,
+        pid: i32,
+        arrival: RawSample,
+    },
 }
 
 impl WorkerSession {
@@ -101,7 +106,13 @@ impl WorkerSession {
     }
 
     pub(super) fn lease(&mut self, tag: DeliveryTag, position: Option<u64>) {
-        let record = LeaseRecord { tag, position, since: Duration::ZERO, is_late: false, is_answered: false };
+        let record = LeaseRecord {
+            tag,
+            position,
+            since: Duration::ZERO,
+            is_late: false,
+            is_answered: false,
+        };
         self.leases.push(record);
     }
 
@@ -119,7 +130,12 @@ impl WorkerSession {
 
     /// Since when the oldest lease has made no progress: an answer to one is a sign of life for all.
     pub(super) fn oldest_lease(&self) -> Option<Duration> {
-        let oldest = self.leases.iter().filter(|lease| lease.can_expire()).map(|lease| lease.since).min()?;
+        let oldest = self
+            .leases
+            .iter()
+            .filter(|lease| lease.can_expire())
+            .map(|lease| lease.since)
+            .min()?;
         Some(self.last_answer.map_or(oldest, |answer| answer.max(oldest)))
     }
 
@@ -142,22 +158,39 @@ impl WorkerSession {
     }
 
     fn disconnect(&mut self, error: &Error) {
-        let is_settled = !matches!(error, Error::PublisherGone { graceful: false, .. });
+        let is_settled = !matches!(
+            error,
+            Error::PublisherGone {
+                graceful: false,
+                ..
+            }
+        );
         self.has_closed = matches!(error, Error::PublisherGone { graceful: true, .. });
         self.end = Some((error.to_string(), is_settled, Instant::now()));
     }
 
     /// Takes in one answer. What its worker had no right to say ends the link.
-    fn receive_answer(&mut self, arrival: RawSample, now: Duration, events: &mut Vec<JobEvent>) -> Result<(), Error> {
-        let answer = Answer::decode(arrival.metadata()).map_err(|wrong| self.subscriber.fail(wrong))?;
+    fn receive_answer(
+        &mut self,
+        arrival: RawSample,
+        now: Duration,
+        events: &mut Vec<JobEvent>,
+    ) -> Result<(), Error> {
+        let answer =
+            Answer::decode(arrival.metadata()).map_err(|wrong| self.subscriber.fail(wrong))?;
         let Some(index) = self.find(answer.job, answer.number) else {
             let found = format!("job {} with ticket {}", answer.job, answer.number);
-            return Err(self.subscriber.fail(violation("answer", found, "a job that it holds")));
+            return Err(self
+                .subscriber
+                .fail(violation("answer", found, "a job that it holds")));
         };
         self.last_answer = Some(now);
         if answer.kind == AnswerKind::Completed {
             self.leases[index].is_answered = true;
-            self.pending_results.push_back(PendingResult { tag: self.leases[index].tag, arrival });
+            self.pending_results.push_back(PendingResult {
+                tag: self.leases[index].tag,
+                arrival,
+            });
             return Ok(());
         }
         let record = self.leases.swap_remove(index);
@@ -173,7 +206,9 @@ impl WorkerSession {
     }
 
     fn find(&self, job: u64, number: u32) -> Option<usize> {
-        let matches = |lease: &LeaseRecord| (lease.tag.job, lease.tag.number) == (job, number) && !lease.is_answered;
+        let matches = |lease: &LeaseRecord| {
+            (lease.tag.job, lease.tag.number) == (job, number) && !lease.is_answered
+        };
         self.leases.iter().position(matches)
     }
 
@@ -189,13 +224,22 @@ impl WorkerSession {
                 Ok(true) => None,
                 Err(error) => Some(error),
             };
-            let Some(PendingResult { tag, arrival }) = self.pending_results.remove(index) else { return };
-            let Some(lease) = self.leases.iter().position(|lease| lease.tag == tag) else { continue };
+            let Some(PendingResult { tag, arrival }) = self.pending_results.remove(index) else {
+                return;
+            };
+            let Some(lease) = self.leases.iter().position(|lease| lease.tag == tag) else {
+                continue;
+            };
             if self.leases.swap_remove(lease).is_late {
                 continue;
             }
             events.push(match lost {
-                None => JobEvent::Done { job: tag.job, attempt: tag.attempt, pid: self.pid, arrival },
+                None => JobEvent::Done {
+                    job: tag.job,
+                    attempt: tag.attempt,
+                    pid: self.pid,
+                    arrival,
+                },
                 Some(error) => JobEvent::Failed(tag.job, format!("process {}: {error}", self.pid)),
             });
         }
@@ -227,19 +271,29 @@ impl WorkerSession {
 
     /// Whether nothing that counts can come any more: it said graceful close, or broke its link, or is proven dead.
     pub(super) fn has_ended(&self) -> bool {
-        let Some((_, is_settled, since)) = &self.end else { return false };
+        let Some((_, is_settled, since)) = &self.end else {
+            return false;
+        };
         let is_gone = *is_settled || self.subscriber.is_publisher_dead();
-        (is_gone && self.pending_results.is_empty()) || (!self.has_closed && since.elapsed() > DISCONNECT_TIMEOUT)
+        (is_gone && self.pending_results.is_empty())
+            || (!self.has_closed && since.elapsed() > DISCONNECT_TIMEOUT)
     }
 
     /// What it leaves undone. What is under way just now, and was not answered before, is for who gives it: for the reason
     /// that is returned.
     pub(super) fn abandon_leases(&mut self, events: &mut Vec<JobEvent>) -> Option<String> {
-        let why = self.end.as_ref().map_or_else(String::new, |(why, ..)| why.clone());
+        let why = self
+            .end
+            .as_ref()
+            .map_or_else(String::new, |(why, ..)| why.clone());
         let reason = format!("process {} left it undone: {why}", self.pid);
         self.pending_results.clear();
         let is_under_way = self.leases.iter().any(|lease| lease.position.is_none());
-        for lease in self.leases.drain(..).filter(|lease| !lease.is_late && lease.position.is_some()) {
+        for lease in self
+            .leases
+            .drain(..)
+            .filter(|lease| !lease.is_late && lease.position.is_some())
+        {
             events.push(JobEvent::Failed(lease.tag.job, reason.clone()));
         }
         is_under_way.then_some(reason)

@@ -7,7 +7,9 @@ use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::domain::Domain;
-use crate::queue::{JobHandle, JobResult, Loan, Queue, QueueBuilder, QueueState, QueueWatch, SubmitError};
+use crate::queue::{
+    JobHandle, JobResult, Loan, Queue, QueueBuilder, QueueState, QueueWatch, SubmitError,
+};
 use crate::runtime::reactor::new_generation;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -26,48 +28,75 @@ pub struct ClientBuilder {
 impl ClientBuilder {
     /// The domain to ask in; the environment's by default.
     pub fn domain(self, domain: &Domain) -> Self {
-        ClientBuilder { options: self.options.domain(domain), ..self }
+        ClientBuilder {
+            options: self.options.domain(domain),
+            ..self
+        }
     }
 
     /// The device whose memory the requests lie in; [`Device::preferred`] by default.
     pub fn device(self, device: &Device) -> Self {
-        ClientBuilder { options: self.options.device(device), ..self }
+        ClientBuilder {
+            options: self.options.device(device),
+            ..self
+        }
     }
 
     /// How many servers may die of a request, or fail, before it is dead-lettered: 3 by default.
     pub fn max_attempts(self, attempts: u32) -> Self {
-        ClientBuilder { options: self.options.max_attempts(attempts), ..self }
+        ClientBuilder {
+            options: self.options.max_attempts(attempts),
+            ..self
+        }
     }
 
     /// How many requests a server may hold at once: 2 by default. See [`QueueBuilder::prefetch`].
     pub fn prefetch(self, requests: u32) -> Self {
-        ClientBuilder { options: self.options.prefetch(requests), ..self }
+        ClientBuilder {
+            options: self.options.prefetch(requests),
+            ..self
+        }
     }
 
     /// How long a server may hold requests without answering any before they go to another: `None` by default. See
     /// [`QueueBuilder::lease_timeout`].
     pub fn lease_timeout(self, timeout: Option<Duration>) -> Self {
-        ClientBuilder { options: self.options.lease_timeout(timeout), ..self }
+        ClientBuilder {
+            options: self.options.lease_timeout(timeout),
+            ..self
+        }
     }
 
     /// The most requests without a reply: 1024 by default.
     pub fn limit(self, requests: usize) -> Self {
-        ClientBuilder { options: self.options.limit(requests), ..self }
+        ClientBuilder {
+            options: self.options.limit(requests),
+            ..self
+        }
     }
 
     /// The most device memory that requests may take, in bytes: 4 GiB by default.
     pub fn memory_limit(self, bytes: u64) -> Self {
-        ClientBuilder { options: self.options.memory_limit(bytes), ..self }
+        ClientBuilder {
+            options: self.options.memory_limit(bytes),
+            ..self
+        }
     }
 
     /// How long [`Client::loan`] waits for memory: 5 s by default.
     pub fn loan_timeout(self, timeout: Duration) -> Self {
-        ClientBuilder { options: self.options.submit_timeout(timeout), ..self }
+        ClientBuilder {
+            options: self.options.submit_timeout(timeout),
+            ..self
+        }
     }
 
     /// How long a wait polls before it sleeps, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
     pub fn spin(self, spin: Duration) -> Self {
-        ClientBuilder { options: self.options.spin(spin), ..self }
+        ClientBuilder {
+            options: self.options.spin(spin),
+            ..self
+        }
     }
 
     /// Takes a name below the service's and lets servers in. There need not be any yet.
@@ -78,11 +107,20 @@ impl ClientBuilder {
         let mut tries = 0;
         loop {
             let [a, b, c, d, ..] = new_generation();
-            let name = format!("{}{:08x}", client_prefix(&self.service), u32::from_le_bytes([a, b, c, d]));
+            let name = format!(
+                "{}{:08x}",
+                client_prefix(&self.service),
+                u32::from_le_bytes([a, b, c, d])
+            );
             tries += 1;
             match self.options.clone().named(&name).build() {
                 Err(Error::NameTaken { .. }) if tries < NAME_TRIES => {}
-                built => return Ok(Client { queue: built?, service: self.service }),
+                built => {
+                    return Ok(Client {
+                        queue: built?,
+                        service: self.service,
+                    });
+                }
             }
         }
     }
@@ -121,7 +159,10 @@ pub struct Client {
 impl Client {
     /// A client of this service, to be built.
     pub fn builder(service: &str) -> ClientBuilder {
-        ClientBuilder { service: service.to_string(), options: Queue::builder(service) }
+        ClientBuilder {
+            service: service.to_string(),
+            options: Queue::builder(service),
+        }
     }
 
     /// The service's name.
@@ -147,9 +188,19 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::QueueFull`], with the loan; [`Error::Driver`]; [`Error::Forked`].
-    pub fn request(&self, input: Loan, stream: &Stream, deadline: Duration) -> Result<Pending, SubmitError> {
+    pub fn request(
+        &self,
+        input: Loan,
+        stream: &Stream,
+        deadline: Duration,
+    ) -> Result<Pending, SubmitError> {
         let nanoseconds = u64::try_from(deadline.as_nanos()).unwrap_or(u64::MAX);
-        self.request_before(input, stream, now_ns().saturating_add(nanoseconds), deadline)
+        self.request_before(
+            input,
+            stream,
+            now_ns().saturating_add(nanoseconds),
+            deadline,
+        )
     }
 
     /// [`request`](Self::request) with the deadline as a moment, in `CLOCK_MONOTONIC` nanoseconds, and another wait for
@@ -166,7 +217,11 @@ impl Client {
     ) -> Result<Pending, SubmitError> {
         let deadline_ns = deadline_ns.max(1);
         let handle = self.queue.submit_before(input, stream, deadline_ns, room)?;
-        Ok(Pending { handle, service: self.service.clone(), deadline_ns })
+        Ok(Pending {
+            handle,
+            service: self.service.clone(),
+            deadline_ns,
+        })
     }
 
     /// Waits until there is room for one more request, at most `timeout`. Sends nothing.
@@ -197,7 +252,12 @@ impl Client {
     ///
     /// # Errors
     /// Those of [`loan`](Self::loan) and [`call`](Self::call).
-    pub fn call_bytes(&self, bytes: &[u8], stream: &Stream, deadline: Duration) -> Result<JobResult> {
+    pub fn call_bytes(
+        &self,
+        bytes: &[u8],
+        stream: &Stream,
+        deadline: Duration,
+    ) -> Result<JobResult> {
         let mut input = self.loan(&Layout::bytes_only(bytes.len() as u64)?)?;
         input.write(stream, bytes)?;
         self.call(input, stream, deadline)
@@ -289,16 +349,25 @@ impl Pending {
     fn map_error<T>(&self, result: Result<T>) -> Result<T> {
         result.map_err(|error| match error {
             Error::Timeout { .. } | Error::DeadlinePassed { .. } => self.deadline_passed(),
-            Error::Rejected { job, reason, .. } => Error::Rejected { name: self.service.clone(), job, reason },
-            Error::DeadLettered { job, reasons, .. } => {
-                Error::DeadLettered { name: self.service.clone(), job, reasons }
-            }
+            Error::Rejected { job, reason, .. } => Error::Rejected {
+                name: self.service.clone(),
+                job,
+                reason,
+            },
+            Error::DeadLettered { job, reasons, .. } => Error::DeadLettered {
+                name: self.service.clone(),
+                job,
+                reasons,
+            },
             other => other,
         })
     }
 
     fn deadline_passed(&self) -> Error {
-        Error::DeadlinePassed { name: self.service.clone(), job: self.handle.id() }
+        Error::DeadlinePassed {
+            name: self.service.clone(),
+            job: self.handle.id(),
+        }
     }
 }
 

@@ -96,13 +96,22 @@ impl ServerBuilder {
     /// [`Error::Name`] (at most 40 bytes), [`Error::Domain`], or what the system says.
     pub fn build(self) -> Result<Server> {
         EndpointName::new(&format!("{}00000000", client_prefix(&self.service)))?;
-        let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
-        let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
+        let domain = self
+            .domain
+            .clone()
+            .map_or_else(Domain::from_environment, Ok)?;
+        let device = self
+            .device
+            .clone()
+            .unwrap_or_else(|| Device::preferred().device);
         check_limit(&device, self.memory_limit)?;
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a server", e))?;
         let arrivals = domain.arrivals()?;
-        let attach_results = Arc::new(AttachResults { attached: Mutex::default(), doorbell: LocalDoorbell::new()? });
+        let attach_results = Arc::new(AttachResults {
+            attached: Mutex::default(),
+            doorbell: LocalDoorbell::new()?,
+        });
         watch_descriptor(&readable, arrivals.as_fd(), ARRIVALS)?;
         let scan_timer = ScanTimer::new()?;
         watch_descriptor(&readable, attach_results.doorbell.as_fd(), DOORBELL)?;
@@ -216,15 +225,22 @@ impl Server {
             self.scan_directory()?;
             if let Some(request) = self.poll(stream)? {
                 let came = match asleep {
-                    Some(asleep) => Came::Asleep { slept: asleep.elapsed() },
-                    None => Came::Polling { elapsed: start.elapsed() },
+                    Some(asleep) => Came::Asleep {
+                        slept: asleep.elapsed(),
+                    },
+                    None => Came::Polling {
+                        elapsed: start.elapsed(),
+                    },
                 };
                 self.spin.tell(limit, came);
                 return Ok(request);
             }
             let waited = start.elapsed();
             if waited >= timeout {
-                return Err(Error::Timeout { what: format!("a request to {:?}", self.service()), waited: timeout });
+                return Err(Error::Timeout {
+                    what: format!("a request to {:?}", self.service()),
+                    waited: timeout,
+                });
             }
             if waited < limit {
                 std::hint::spin_loop();
@@ -247,7 +263,12 @@ impl Server {
             }
             match link.worker.try_lease(stream) {
                 Ok(None) => {}
-                Ok(Some(lease)) => return Ok(Some(Request { client_pid: link.worker.queue_pid(), lease })),
+                Ok(Some(lease)) => {
+                    return Ok(Some(Request {
+                        client_pid: link.worker.queue_pid(),
+                        lease,
+                    }));
+                }
                 Err(
                     error @ (Error::Capturing { .. }
                     | Error::Driver { .. }
@@ -272,13 +293,17 @@ impl Server {
     /// Looks for new clients, when something new has appeared in the directory or a while has passed.
     fn scan_directory(&mut self) -> Result<()> {
         self.take_attached();
-        if self.last_scan.is_some_and(|last_scan| last_scan.elapsed() < SCAN_INTERVAL) {
+        if self
+            .last_scan
+            .is_some_and(|last_scan| last_scan.elapsed() < SCAN_INTERVAL)
+        {
             return Ok(());
         }
         self.last_scan = Some(Instant::now());
         let names = self.domain.names_after(&client_prefix(self.service()))?;
         self.gone.retain(|name| names.contains(name));
-        self.failed.retain(|name, since| since.elapsed() < SCAN_INTERVAL && names.contains(name));
+        self.failed
+            .retain(|name, since| since.elapsed() < SCAN_INTERVAL && names.contains(name));
         self.remove_stale_names();
         for name in names {
             let is_known = self.clients.iter().any(|link| link.name == name)
@@ -297,8 +322,15 @@ impl Server {
     /// Removes what dead clients left: their names were for once, and nobody will take them again. A name that is held
     /// stays.
     fn remove_stale_names(&self) {
-        let names: Vec<_> = self.gone.iter().chain(self.failed.keys()).cloned().collect();
-        let Ok(reactor) = Reactor::of_process() else { return };
+        let names: Vec<_> = self
+            .gone
+            .iter()
+            .chain(self.failed.keys())
+            .cloned()
+            .collect();
+        let Ok(reactor) = Reactor::of_process() else {
+            return;
+        };
         // One look at a time, however late the control thread is. A name that is still held is tried again with the next.
         if names.is_empty() || self.is_clearing.swap(true, Ordering::AcqRel) {
             return;
@@ -322,11 +354,19 @@ impl Server {
         let attach = move || {
             let built = builder.build();
             if let Some(attach_results) = attach_results.upgrade() {
-                attach_results.attached.lock().unwrap_or_else(PoisonError::into_inner).push((client_name, built));
+                attach_results
+                    .attached
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .push((client_name, built));
                 attach_results.doorbell.ring();
             }
         };
-        if std::thread::Builder::new().name("warpipe-clients".into()).spawn(attach).is_ok() {
+        if std::thread::Builder::new()
+            .name("warpipe-clients".into())
+            .spawn(attach)
+            .is_ok()
+        {
             self.attaching.insert(name);
         }
     }
@@ -337,13 +377,25 @@ impl Server {
         if self.attaching.is_empty() {
             return;
         }
-        let attached =
-            std::mem::take(&mut *self.attach_results.attached.lock().unwrap_or_else(PoisonError::into_inner));
+        let attached = std::mem::take(
+            &mut *self
+                .attach_results
+                .attached
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        );
         for (name, built) in attached {
             self.attaching.remove(&name);
             match built {
-                Ok(worker) if watch_descriptor(&self.readable, worker.descriptor(), self.next_id).is_ok() => {
-                    self.clients.push(ClientLink { id: self.next_id, name, worker });
+                Ok(worker)
+                    if watch_descriptor(&self.readable, worker.descriptor(), self.next_id)
+                        .is_ok() =>
+                {
+                    self.clients.push(ClientLink {
+                        id: self.next_id,
+                        name,
+                        worker,
+                    });
                     self.next_id += 1;
                 }
                 Err(Error::NoPublisher { .. }) => drop(self.gone.insert(name)),
@@ -385,7 +437,11 @@ impl Server {
             }
             DOORBELL => self.attach_results.doorbell.drain(),
             SCAN_TIMER => self.scan_timer.quiet(),
-            id => self.clients.iter().filter(|link| link.id == id).for_each(|link| link.worker.quiet()),
+            id => self
+                .clients
+                .iter()
+                .filter(|link| link.id == id)
+                .for_each(|link| link.worker.quiet()),
         }
     }
 }
@@ -459,7 +515,16 @@ impl Request {
     }
 }
 
-fn watch_descriptor(readable: &CloseOnForkFd, fd: std::os::fd::BorrowedFd<'_>, what: u64) -> Result<()> {
-    epoll::add(readable, fd, epoll::EventData::new_u64(what), epoll::EventFlags::IN)
-        .map_err(|e| Error::os("epoll_ctl", "a server's descriptor", e))
+fn watch_descriptor(
+    readable: &CloseOnForkFd,
+    fd: std::os::fd::BorrowedFd<'_>,
+    what: u64,
+) -> Result<()> {
+    epoll::add(
+        readable,
+        fd,
+        epoll::EventData::new_u64(what),
+        epoll::EventFlags::IN,
+    )
+    .map_err(|e| Error::os("epoll_ctl", "a server's descriptor", e))
 }

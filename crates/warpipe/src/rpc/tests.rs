@@ -22,17 +22,31 @@ struct RpcFixture {
 
 impl RpcFixture {
     fn new(name: &str) -> RpcFixture {
-        let folder = std::env::temp_dir().join(format!("warpipe-service-{name}-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-service-{name}-{}", std::process::id()));
         let device = Device::host();
-        RpcFixture { domain: Domain::at(&folder).unwrap(), stream: device.stream().unwrap(), folder, device }
+        RpcFixture {
+            domain: Domain::at(&folder).unwrap(),
+            stream: device.stream().unwrap(),
+            folder,
+            device,
+        }
     }
 
     fn server(&self) -> Server {
-        Server::builder("upper").domain(&self.domain).device(&self.device).build().unwrap()
+        Server::builder("upper")
+            .domain(&self.domain)
+            .device(&self.device)
+            .build()
+            .unwrap()
     }
 
     fn client(&self) -> Client {
-        Client::builder("upper").domain(&self.domain).device(&self.device).build().unwrap()
+        Client::builder("upper")
+            .domain(&self.domain)
+            .device(&self.device)
+            .build()
+            .unwrap()
     }
 
     fn asks(&self, client: &Client) -> Pending {
@@ -53,7 +67,11 @@ impl RpcFixture {
 
     fn serves(&self, server: &mut Server, client: &Client) {
         let pending = self.asks(client);
-        server.accept(&self.stream, SOON).unwrap().reply(&self.stream).unwrap();
+        server
+            .accept(&self.stream, SOON)
+            .unwrap()
+            .reply(&self.stream)
+            .unwrap();
         drop(pending.wait(&self.stream).unwrap());
     }
 }
@@ -81,20 +99,36 @@ fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() 
     let mut server = fixture.server();
     let descriptor = descriptor_of(&server);
     server.scan_timer().stop();
-    assert!(server.try_accept(&fixture.stream).unwrap().is_none(), "nobody has asked");
-    assert!(!is_readable(&descriptor, Duration::ZERO), "nothing has come, and nothing rings");
+    assert!(
+        server.try_accept(&fixture.stream).unwrap().is_none(),
+        "nobody has asked"
+    );
+    assert!(
+        !is_readable(&descriptor, Duration::ZERO),
+        "nothing has come, and nothing rings"
+    );
     let client = fixture.client();
     for _ in 0..3 {
         let pending = fixture.asks(&client);
-        fixture.accept_when_rung(&mut server, &descriptor).reply(&fixture.stream).unwrap();
+        fixture
+            .accept_when_rung(&mut server, &descriptor)
+            .reply(&fixture.stream)
+            .unwrap();
         drop(pending.wait(&fixture.stream).unwrap());
     }
     // Between a poller's looks another call may wait, and leaves the clients asked to ring.
     let pending = fixture.asks(&client);
-    server.accept(&fixture.stream, SOON).unwrap().reply(&fixture.stream).unwrap();
+    server
+        .accept(&fixture.stream, SOON)
+        .unwrap()
+        .reply(&fixture.stream)
+        .unwrap();
     drop(pending.wait(&fixture.stream).unwrap());
     let pending = fixture.asks(&client);
-    fixture.accept_when_rung(&mut server, &descriptor).reply(&fixture.stream).unwrap();
+    fixture
+        .accept_when_rung(&mut server, &descriptor)
+        .reply(&fixture.stream)
+        .unwrap();
     drop(pending.wait(&fixture.stream).unwrap());
 }
 
@@ -106,7 +140,10 @@ fn a_polled_server_attaches_again_to_a_client_whose_link_failed() {
     let descriptor = descriptor_of(&server);
     client.queue.expel_all("for a test");
     let pending = fixture.asks(&client);
-    fixture.accept_when_rung(&mut server, &descriptor).reply(&fixture.stream).unwrap();
+    fixture
+        .accept_when_rung(&mut server, &descriptor)
+        .reply(&fixture.stream)
+        .unwrap();
     drop(pending.wait(&fixture.stream).unwrap());
 }
 
@@ -128,11 +165,22 @@ fn a_living_client_whose_link_failed_is_attached_to_again() {
 fn a_client_that_has_no_room_is_not_asked_again_at_once() {
     let fixture = RpcFixture::new("full");
     let name = format!("{}00000001", client_prefix("upper"));
-    let full = Publisher::builder(&name).domain(&fixture.domain).device(&fixture.device).subscribers_max(1);
+    let full = Publisher::builder(&name)
+        .domain(&fixture.domain)
+        .device(&fixture.device)
+        .subscribers_max(1);
     let full = full.build().unwrap();
-    let other = Subscriber::builder(&name).domain(&fixture.domain).device(&fixture.device).build().unwrap();
+    let other = Subscriber::builder(&name)
+        .domain(&fixture.domain)
+        .device(&fixture.device)
+        .build()
+        .unwrap();
     let mut server = fixture.server();
-    let accept = |server: &mut Server| server.accept(&fixture.stream, Duration::from_millis(1)).map(drop);
+    let accept = |server: &mut Server| {
+        server
+            .accept(&fixture.stream, Duration::from_millis(1))
+            .map(drop)
+    };
     while server.failed_count() == 0 {
         assert!(matches!(accept(&mut server), Err(Error::Timeout { .. })));
     }

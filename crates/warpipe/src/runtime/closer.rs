@@ -63,7 +63,10 @@ pub(crate) struct PeerSocket {
 
 impl From<CloseOnForkFd> for PeerSocket {
     fn from(fd: CloseOnForkFd) -> PeerSocket {
-        PeerSocket { fd: Some(fd), owner_process: OwnerProcess::current() }
+        PeerSocket {
+            fd: Some(fd),
+            owner_process: OwnerProcess::current(),
+        }
     }
 }
 
@@ -99,7 +102,8 @@ pub(crate) struct Listener {
 impl Listener {
     /// Before it listens.
     pub(crate) fn new(fd: CloseOnForkFd) -> Listener {
-        let lets_descriptors_in = FIRST_BRINGS_DESCRIPTORS || !os::let_descriptors_in(fd.as_fd(), false);
+        let lets_descriptors_in =
+            FIRST_BRINGS_DESCRIPTORS || !os::let_descriptors_in(fd.as_fd(), false);
         Listener {
             fd: Some(fd),
             lets_descriptors_in,
@@ -135,7 +139,13 @@ impl Listener {
             return Err((true, format!("uid {} is not on its list", peer.uid)));
         }
         if let Some(count) = over_limit {
-            return Err((false, format!("{count} descriptors that uid {} sent cannot be closed", peer.uid)));
+            return Err((
+                false,
+                format!(
+                    "{count} descriptors that uid {} sent cannot be closed",
+                    peer.uid
+                ),
+            ));
         }
         if self.is_wary.load(Relaxed) {
             os::let_descriptors_in(socket, FIRST_BRINGS_DESCRIPTORS);
@@ -199,7 +209,12 @@ impl PeerFd {
             true => FdToClose::ClosedOnFork(section.adopt_from_peer(fd)),
             false => FdToClose::KeptOnFork(fd),
         };
-        PeerFd { fd: Some(held), uid, is_approved: AtomicBool::new(false), owner_process: OwnerProcess::current() }
+        PeerFd {
+            fd: Some(held),
+            uid,
+            is_approved: AtomicBool::new(false),
+            owner_process: OwnerProcess::current(),
+        }
     }
 
     /// It is of a kind whose `close` does not block (a memfd, a pidfd, memory of a device): it needs no thread for that.
@@ -228,9 +243,13 @@ impl AsFd for PeerFd {
 impl Drop for PeerFd {
     fn drop(&mut self) {
         match self.fd.take() {
-            Some(held) if self.owner_process.is_current() && !self.is_approved.load(Relaxed) => enqueue(self.uid, held),
+            Some(held) if self.owner_process.is_current() && !self.is_approved.load(Relaxed) => {
+                enqueue(self.uid, held)
+            }
             // It is the parent's.
-            Some(FdToClose::KeptOnFork(fd)) if !self.owner_process.is_current() => std::mem::forget(fd),
+            Some(FdToClose::KeptOnFork(fd)) if !self.owner_process.is_current() => {
+                std::mem::forget(fd)
+            }
             _ => {}
         }
     }
@@ -238,7 +257,9 @@ impl Drop for PeerFd {
 
 /// Whether `close` of a copy that is not the last one returns at once. Asks no file system, and waits for nobody.
 fn closes_at_once_elsewhere(fd: BorrowedFd<'_>) -> bool {
-    let Ok(kind) = os::kind_of(fd) else { return false };
+    let Ok(kind) = os::kind_of(fd) else {
+        return false;
+    };
     match kind.file {
         _ if kind.flags.contains(OFlags::PATH) => true,
         FileType::Fifo | FileType::CharacterDevice | FileType::Unknown => true,
@@ -257,7 +278,11 @@ fn end(socket: BorrowedFd<'_>) -> bool {
             Ok((_, flags)) if flags.contains(ReturnFlags::CTRUNC) => return false,
             // The end, or a packet of no bytes.
             Ok((0, _)) => break,
-            Ok(_) => drop(rustix::net::recv(socket, &mut [0u8; 8][..], RecvFlags::DONTWAIT)),
+            Ok(_) => drop(rustix::net::recv(
+                socket,
+                &mut [0u8; 8][..],
+                RecvFlags::DONTWAIT,
+            )),
             Err(_) => return false,
         }
     }
@@ -268,7 +293,10 @@ fn end(socket: BorrowedFd<'_>) -> bool {
 
 /// Looks at the next packet and leaves it where it is: its length as far as it fits, and its flags, with
 /// [`ReturnFlags::CTRUNC`] if descriptors come with it.
-pub(crate) fn peek(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<(usize, ReturnFlags), Errno> {
+pub(crate) fn peek(
+    socket: BorrowedFd<'_>,
+    bytes: &mut [u8],
+) -> Result<(usize, ReturnFlags), Errno> {
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
     let mut none = rustix::net::RecvAncillaryBuffer::default();
     let mut bytes = [std::io::IoSliceMut::new(bytes)];
@@ -286,7 +314,8 @@ fn enqueue(uid: Option<u32>, fd: FdToClose) {
     let closer = Closer::of_process();
     let mut state = closer.lock();
     let queue = queue_of(uid);
-    uid.into_iter().for_each(|uid| *state.pending.entry(uid).or_default() += 1);
+    uid.into_iter()
+        .for_each(|uid| *state.pending.entry(uid).or_default() += 1);
     let it = &mut state.queues[queue];
     if it.closing == 0 && it.waiting.is_empty() {
         it.progress_at = Some(Instant::now());
@@ -298,7 +327,9 @@ fn enqueue(uid: Option<u32>, fd: FdToClose) {
     // Without a thread, for want of memory say, the next that is handed over tries again.
     if it.threads < QUEUE_THREADS_MAX {
         let runner = closer.clone();
-        let spawned = std::thread::Builder::new().name("warpipe-closer".into()).spawn(move || runner.run(queue));
+        let spawned = std::thread::Builder::new()
+            .name("warpipe-closer".into())
+            .spawn(move || runner.run(queue));
         it.threads += usize::from(spawned.is_ok());
     }
 }
@@ -321,7 +352,11 @@ fn is_own(uid: u32) -> bool {
 }
 
 fn pending_max(uid: u32) -> usize {
-    if is_own(uid) { PENDING_MAX } else { PENDING_OF_OTHERS_MAX }
+    if is_own(uid) {
+        PENDING_MAX
+    } else {
+        PENDING_OF_OTHERS_MAX
+    }
 }
 
 /// How many of that user's descriptors cannot be closed, if these are too many for a newcomer of that user.
@@ -333,7 +368,10 @@ pub(crate) fn over_limit(uid: u32) -> Option<usize> {
 pub(crate) fn is_anybody_over_limit() -> bool {
     let closer = Closer::of_process();
     let state = closer.lock();
-    state.pending.keys().any(|&uid| state.over_limit(uid).is_some())
+    state
+        .pending
+        .keys()
+        .any(|&uid| state.over_limit(uid).is_some())
 }
 
 /// Descriptors from peers whose `close` has not returned. A few for a moment are nothing; a number that stays is a peer
@@ -343,7 +381,11 @@ pub(crate) fn is_anybody_over_limit() -> bool {
 pub fn pending_closes() -> usize {
     let closer = Closer::of_process();
     let state = closer.lock();
-    state.queues.iter().map(|queue| queue.closing + queue.waiting.len()).sum()
+    state
+        .queues
+        .iter()
+        .map(|queue| queue.closing + queue.waiting.len())
+        .sum()
 }
 
 #[derive(Default)]
@@ -373,14 +415,19 @@ struct CloseQueue {
 
 impl CloserState {
     fn over_limit(&self, uid: u32) -> Option<usize> {
-        let count = self.pending.get(&uid).copied().filter(|&count| count >= pending_max(uid))?;
+        let count = self
+            .pending
+            .get(&uid)
+            .copied()
+            .filter(|&count| count >= pending_max(uid))?;
         self.queues[queue_of(Some(uid))].is_stuck().then_some(count)
     }
 }
 
 impl CloseQueue {
     fn is_stuck(&self) -> bool {
-        self.progress_at.is_some_and(|progress_at| progress_at.elapsed() > STUCK_AFTER)
+        self.progress_at
+            .is_some_and(|progress_at| progress_at.elapsed() > STUCK_AFTER)
     }
 }
 
@@ -470,7 +517,11 @@ mod tests {
             ("words", &[(b"one", 0), (b"two", 0)], true),
             ("a descriptor", &[(b"one", 1)], false),
             ("behind words", &[(b"one", 0), (b"two", 1)], false),
-            ("behind nothing", &[(b"one", 0), (b"", 0), (b"two", 1)], false),
+            (
+                "behind nothing",
+                &[(b"one", 0), (b"", 0), (b"two", 1)],
+                false,
+            ),
             ("with nothing", &[(b"", 1)], false),
         ];
         for (what, packets, is_quiet) in cases {
@@ -479,7 +530,10 @@ mod tests {
                 say(&theirs, bytes, &vec![file.0.as_fd(); count]);
             }
             assert_eq!(end(ours.as_fd()), is_quiet, "{what}");
-            assert_eq!(rustix::net::send(&theirs, b"more", rustix::net::SendFlags::NOSIGNAL), Err(Errno::PIPE));
+            assert_eq!(
+                rustix::net::send(&theirs, b"more", rustix::net::SendFlags::NOSIGNAL),
+                Err(Errno::PIPE)
+            );
         }
         let (ours, theirs) = pair();
         drop(theirs);

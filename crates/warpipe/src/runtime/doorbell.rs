@@ -11,8 +11,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketFlags,
-    SocketType, sockopt,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags,
+    SocketFlags, SocketType, sockopt,
 };
 
 use crate::error::{Error, HandshakeFault, Result};
@@ -33,16 +33,20 @@ pub(crate) struct PeerDoorbell {
 impl PeerDoorbell {
     fn new(socket: PeerSocket) -> PeerDoorbell {
         os::let_descriptors_in(socket.as_fd(), false);
-        PeerDoorbell { socket, is_closed: AtomicBool::new(false) }
+        PeerDoorbell {
+            socket,
+            is_closed: AtomicBool::new(false),
+        }
     }
 
     /// A new channel: our end, and the peer's descriptor.
     pub(crate) fn pair() -> Result<(PeerDoorbell, CloseOnForkFd)> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let section = NoForkSection::enter();
-        let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-            .and_then(|(ours, theirs)| Ok((section.adopt(ours)?, section.adopt(theirs)?)))
-            .map_err(|e| Error::os("socketpair", "a link's wake channel", e))?;
+        let (ours, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                .and_then(|(ours, theirs)| Ok((section.adopt(ours)?, section.adopt(theirs)?)))
+                .map_err(|e| Error::os("socketpair", "a link's wake channel", e))?;
         Ok((PeerDoorbell::new(PeerSocket::from(ours)), theirs))
     }
 
@@ -54,13 +58,19 @@ impl PeerDoorbell {
                 Ok(PeerDoorbell::new(PeerSocket::from(fd.accept())))
             }
             (Ok(_), Ok(_)) => Err(HandshakeFault::Wake("a socket of another kind".into())),
-            (Err(error), _) | (_, Err(error)) => Err(HandshakeFault::Wake(format!("no socket ({error})"))),
+            (Err(error), _) | (_, Err(error)) => {
+                Err(HandshakeFault::Wake(format!("no socket ({error})")))
+            }
         }
     }
 
     /// Wakes the other end. A full channel wakes it as well; a closed one has nobody to wake.
     pub(crate) fn ring(&self) {
-        let _ = rustix::net::send(&self.socket, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        let _ = rustix::net::send(
+            &self.socket,
+            &[1],
+            SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
+        );
     }
 
     /// Takes in the wake-ups so far. Bounded: a peer that rings without end does not keep us here. One that sends
@@ -84,9 +94,24 @@ impl PeerDoorbell {
         let uid = peer_of(self.socket.as_fd());
         let section = NoForkSection::enter();
         let taken = os::take_standard();
-        let _ = rustix::net::recvmsg(&self.socket, &mut [IoSliceMut::new(&mut [0u8; 8])], &mut ancillary, flags);
-        let rights = |message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None };
-        let fds = ancillary.drain().filter_map(rights).flatten().map(|fd| PeerFd::received(&section, fd, uid));
+        let _ = rustix::net::recvmsg(
+            &self.socket,
+            &mut [IoSliceMut::new(&mut [0u8; 8])],
+            &mut ancillary,
+            flags,
+        );
+        let rights = |message| {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                Some(fds)
+            } else {
+                None
+            }
+        };
+        let fds = ancillary
+            .drain()
+            .filter_map(rights)
+            .flatten()
+            .map(|fd| PeerFd::received(&section, fd, uid));
         let unwanted: Vec<PeerFd> = fds.collect();
         drop(taken);
         drop(section);
@@ -115,7 +140,9 @@ impl LocalDoorbell {
     pub(crate) fn new() -> Result<LocalDoorbell> {
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         let eventfd = CloseOnForkFd::open(|| rustix::event::eventfd(0, flags));
-        Ok(LocalDoorbell { eventfd: eventfd.map_err(|e| Error::os("eventfd", "a wake-up", e))? })
+        Ok(LocalDoorbell {
+            eventfd: eventfd.map_err(|e| Error::os("eventfd", "a wake-up", e))?,
+        })
     }
 
     pub(crate) fn ring(&self) {

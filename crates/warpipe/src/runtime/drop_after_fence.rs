@@ -53,7 +53,9 @@ impl<T: Send + 'static> Deref for DropAfterFence<T> {
 
 impl<T: Send + 'static> Drop for DropAfterFence<T> {
     fn drop(&mut self) {
-        let Some(value) = self.value.take() else { return };
+        let Some(value) = self.value.take() else {
+            return;
+        };
         if !self.owner_process.is_current() {
             // A forked child: nothing of it is ours to close.
             return std::mem::forget(value);
@@ -96,15 +98,20 @@ mod tests {
         let (go, wait) = mpsc::channel::<()>();
         stream.call(move || assert!(wait.recv().is_err())).unwrap();
         drop(tied);
-        assert!(told.recv_timeout(Duration::from_millis(50)).is_err(), "it lives");
+        assert!(
+            told.recv_timeout(Duration::from_millis(50)).is_err(),
+            "it lives"
+        );
         drop(go);
-        told.recv_timeout(Duration::from_secs(10)).expect("it is dropped");
+        told.recv_timeout(Duration::from_secs(10))
+            .expect("it is dropped");
     }
 
     #[test]
     fn a_value_whose_streams_are_idle_is_dropped_soon() {
         let (tied, told) = tied(&Device::host().stream().unwrap());
         drop(tied);
-        told.recv_timeout(Duration::from_secs(10)).expect("it is dropped");
+        told.recv_timeout(Duration::from_secs(10))
+            .expect("it is dropped");
     }
 }

@@ -86,7 +86,11 @@ impl StreamSet {
         self.last.store(stream.identity().cast_mut(), Release);
         if is_new && list.len() > PRUNE_FROM {
             // A stream that is the list's alone gets no new work, and an idle one has none left.
-            let unused: Vec<Stream> = list.iter().filter(|known| known.clones() == 1).cloned().collect();
+            let unused: Vec<Stream> = list
+                .iter()
+                .filter(|known| known.clones() == 1)
+                .cloned()
+                .collect();
             drop(list);
             self.drop_idle(unused);
         }
@@ -119,19 +123,29 @@ impl StreamSet {
     pub(crate) fn join(&self, stream: &Stream) -> Result<()> {
         stream.check_not_capturing()?;
         let busy = |other: &Stream| !other.is_same(stream) && !is_proof(other.is_idle());
-        self.all().iter().filter(|other| busy(other)).try_for_each(|other| wait_behind(stream, other))
+        self.all()
+            .iter()
+            .filter(|other| busy(other))
+            .try_for_each(|other| wait_behind(stream, other))
     }
 
     /// Records an event behind everything that the streams have been given so far. Asks no stream how far it is, so it
     /// may be called at any time.
     pub(crate) fn fence(&self) -> Fence {
-        Fence { points: self.all().iter().map(FencePoint::behind).collect() }
+        Fence {
+            points: self.all().iter().map(FencePoint::behind).collect(),
+        }
     }
 
     /// The same, without those streams that are idle: for a user's own thread, in a call about this memory.
     pub(crate) fn fence_busy(&self) -> Fence {
         Fence {
-            points: self.all().iter().filter(|stream| !is_proof(stream.is_idle())).map(FencePoint::behind).collect(),
+            points: self
+                .all()
+                .iter()
+                .filter(|stream| !is_proof(stream.is_idle()))
+                .map(FencePoint::behind)
+                .collect(),
         }
     }
 }
@@ -140,8 +154,15 @@ impl StreamSet {
 fn wait_behind(stream: &Stream, other: &Stream) -> Result<()> {
     if other.device().info().id.kind != stream.device().info().id.kind {
         // An event of one driver is no event of another.
-        let allowed = format!("one of the backend of {}, which works on it, too", other.device());
-        return Err(Error::argument("stream", format!("one of {}", stream.device()), allowed));
+        let allowed = format!(
+            "one of the backend of {}, which works on it, too",
+            other.device()
+        );
+        return Err(Error::argument(
+            "stream",
+            format!("one of {}", stream.device()),
+            allowed,
+        ));
     }
     let event = record_behind(other)?;
     // SAFETY: both handles are live. The event may be destroyed while it is waited for: the driver keeps it.
@@ -183,7 +204,9 @@ pub(crate) struct Fence {
 impl Fence {
     /// The proof that one stream is past what it has been given so far, whether or not it captures now.
     pub(crate) fn behind(stream: &Stream) -> Fence {
-        Fence { points: vec![FencePoint::behind(stream)] }
+        Fence {
+            points: vec![FencePoint::behind(stream)],
+        }
     }
 
     /// Whether the streams have done what they had been given when the mark was made.
@@ -203,7 +226,10 @@ struct FencePoint {
 
 impl FencePoint {
     fn behind(stream: &Stream) -> FencePoint {
-        FencePoint { stream: stream.clone(), event: record_behind(stream).ok() }
+        FencePoint {
+            stream: stream.clone(),
+            event: record_behind(stream).ok(),
+        }
     }
 
     fn is_reached(&mut self) -> bool {
@@ -251,11 +277,16 @@ mod tests {
 
     impl Hook for UnanswerableStreams {
         fn before(&self, method: &'static str) -> Result<()> {
-            if self.is_mute.load(Relaxed) && matches!(method, "query" | "query_event" | "record_event") {
+            if self.is_mute.load(Relaxed)
+                && matches!(method, "query" | "query_event" | "record_event")
+            {
                 return Err(Error::Injected { method, call: 1 });
             }
             let is_captured = self.is_capturing.load(Relaxed);
-            assert!(!is_captured || !matches!(method, "query" | "record_event"), "{method} of a stream that captures");
+            assert!(
+                !is_captured || !matches!(method, "query" | "record_event"),
+                "{method} of a stream that captures"
+            );
             Ok(())
         }
 
@@ -265,7 +296,10 @@ mod tests {
     }
 
     fn unanswerable() -> (Arc<Wrapped<UnanswerableStreams>>, Device) {
-        let wrapped = Wrapped::new(Device::host().backend().clone(), UnanswerableStreams::default());
+        let wrapped = Wrapped::new(
+            Device::host().backend().clone(),
+            UnanswerableStreams::default(),
+        );
         (wrapped.clone(), Device::from_backend(wrapped))
     }
 
@@ -286,30 +320,48 @@ mod tests {
         wrapped.hook().is_mute.store(true, Relaxed);
         let before = unanswered();
         (0..3 * PRUNE_FROM).for_each(|_| streams.record_use(&device.stream().unwrap()));
-        assert_eq!(streams.lock().len(), 3 * PRUNE_FROM + 1, "none of them is known to be idle");
+        assert_eq!(
+            streams.lock().len(),
+            3 * PRUNE_FROM + 1,
+            "none of them is known to be idle"
+        );
         let mut late = streams.fence_busy();
         assert!(!early.is_reached() && !late.is_reached());
         assert!(unanswered() > before);
         wrapped.hook().is_mute.store(false, Relaxed);
         assert!(is_passed_soon(&mut early) && is_passed_soon(&mut late));
         streams.record_use(&device.stream().unwrap());
-        assert!(streams.lock().len() <= PRUNE_FROM + 1, "and are forgotten once they can be asked");
+        assert!(
+            streams.lock().len() <= PRUNE_FROM + 1,
+            "and are forgotten once they can be asked"
+        );
     }
 
     #[test]
     fn a_stream_that_captures_is_neither_asked_nor_marked_until_the_capture_is_over() {
         let (wrapped, device) = unanswerable();
-        let (stream, other, streams) = (device.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+        let (stream, other, streams) = (
+            device.stream().unwrap(),
+            device.stream().unwrap(),
+            StreamSet::default(),
+        );
         let (go, wait) = mpsc::channel::<()>();
         stream.call(move || assert!(wait.recv().is_err())).unwrap();
         streams.record_use(&stream);
         wrapped.hook().is_capturing.store(true, Relaxed);
-        let mut proofs = [streams.fence(), streams.fence_busy(), Fence::behind(&stream)];
+        let mut proofs = [
+            streams.fence(),
+            streams.fence_busy(),
+            Fence::behind(&stream),
+        ];
         assert!(proofs.iter_mut().all(|fence| !fence.is_reached()));
         assert!(matches!(streams.join(&other), Err(Error::Capturing { .. })));
         assert!(matches!(stream.is_idle(), Err(Error::Capturing { .. })));
         wrapped.hook().is_capturing.store(false, Relaxed);
-        assert!(proofs.iter_mut().all(|fence| !fence.is_reached()), "the work before the capture still runs");
+        assert!(
+            proofs.iter_mut().all(|fence| !fence.is_reached()),
+            "the work before the capture still runs"
+        );
         drop(go);
         assert!(proofs.iter_mut().all(is_passed_soon));
     }
@@ -346,7 +398,10 @@ mod tests {
         })
         .unwrap();
         streams.join(&joining).unwrap();
-        assert!(joining.synchronize(Duration::from_millis(20)).is_err(), "it waits");
+        assert!(
+            joining.synchronize(Duration::from_millis(20)).is_err(),
+            "it waits"
+        );
         drop(go);
         joining.synchronize(Duration::from_secs(5)).unwrap();
         // The work, not the stream's own count of it: that falls a moment after the event is complete.
@@ -356,14 +411,34 @@ mod tests {
     #[test]
     fn a_stream_never_waits_for_an_event_of_another_backend() {
         let device = Device::host();
-        let id = DeviceId { kind: DeviceKind::Cuda, uuid: [1; 16] };
-        let other = Device::from_backend(Wrapped::posing_as(device.backend().clone(), Counting::default(), id));
-        let (busy, joining, streams) = (other.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+        let id = DeviceId {
+            kind: DeviceKind::Cuda,
+            uuid: [1; 16],
+        };
+        let other = Device::from_backend(Wrapped::posing_as(
+            device.backend().clone(),
+            Counting::default(),
+            id,
+        ));
+        let (busy, joining, streams) = (
+            other.stream().unwrap(),
+            device.stream().unwrap(),
+            StreamSet::default(),
+        );
         let (go, wait) = mpsc::channel::<()>();
         busy.call(move || assert!(wait.recv().is_err())).unwrap();
         streams.record_use(&busy);
         let refused = streams.join(&joining);
-        assert!(matches!(refused, Err(Error::Argument { argument: "stream", .. })), "{refused:?}");
+        assert!(
+            matches!(
+                refused,
+                Err(Error::Argument {
+                    argument: "stream",
+                    ..
+                })
+            ),
+            "{refused:?}"
+        );
         drop(go);
         busy.synchronize(Duration::from_secs(5)).unwrap();
         streams.join(&joining).unwrap();

@@ -24,7 +24,10 @@ pub(crate) struct PeerHeartbeat {
 impl PeerHeartbeat {
     /// Begins with a peer that was heard of just now.
     pub(crate) fn new(beat: u64) -> PeerHeartbeat {
-        PeerHeartbeat { beat: AtomicU64::new(beat), missed: AtomicU32::new(0) }
+        PeerHeartbeat {
+            beat: AtomicU64::new(beat),
+            missed: AtomicU32::new(0),
+        }
     }
 
     /// A tick of ours finds this in the peer's word.
@@ -69,7 +72,10 @@ impl Uptime {
     fn look(&self, now: Instant) -> Duration {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (last, ran) = *state;
-        *state = (now.max(last), ran.saturating_add(now.saturating_duration_since(last).min(STEP)));
+        *state = (
+            now.max(last),
+            ran.saturating_add(now.saturating_duration_since(last).min(STEP)),
+        );
         state.1
     }
 
@@ -77,7 +83,10 @@ impl Uptime {
     #[cfg(test)]
     pub(crate) fn freeze(&self, time: Duration) {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        state.0 = state.0.checked_sub(time).expect("a moment that the clock can tell");
+        state.0 = state
+            .0
+            .checked_sub(time)
+            .expect("a moment that the clock can tell");
     }
 }
 
@@ -95,7 +104,10 @@ mod tests {
             clock.look(now);
         }
         assert_eq!(clock.look(now), 10 * TICK);
-        assert_eq!(clock.look(now + Duration::from_secs(3600)), 10 * TICK + STEP);
+        assert_eq!(
+            clock.look(now + Duration::from_secs(3600)),
+            10 * TICK + STEP
+        );
         assert_eq!(clock.look(now), 10 * TICK + STEP, "nor does it go back");
         clock.freeze(Duration::from_secs(60));
         assert!(clock.ran() <= 10 * TICK + 2 * STEP);
@@ -106,12 +118,18 @@ mod tests {
         let peer_heartbeat = PeerHeartbeat::new(7);
         assert_eq!(peer_heartbeat.silence(), Duration::ZERO);
         (1..=4).for_each(|_| peer_heartbeat.tick(7));
-        assert_eq!((peer_heartbeat.silence(), peer_heartbeat.is_stalled()), (4 * TICK, false));
+        assert_eq!(
+            (peer_heartbeat.silence(), peer_heartbeat.is_stalled()),
+            (4 * TICK, false)
+        );
         peer_heartbeat.tick(7);
         assert!(peer_heartbeat.is_stalled());
         // Another value than before, and be it a smaller one.
         peer_heartbeat.tick(3);
-        assert_eq!((peer_heartbeat.silence(), peer_heartbeat.is_stalled()), (Duration::ZERO, false));
+        assert_eq!(
+            (peer_heartbeat.silence(), peer_heartbeat.is_stalled()),
+            (Duration::ZERO, false)
+        );
         (0..1000).for_each(|_| peer_heartbeat.tick(3));
         assert_eq!(peer_heartbeat.silence(), 1000 * TICK);
     }

@@ -106,7 +106,11 @@ pub(crate) enum DropReadiness {
 impl From<bool> for DropReadiness {
     /// Of what nobody else holds: whether its work is done.
     fn from(is_quiet: bool) -> DropReadiness {
-        if is_quiet { DropReadiness::Ready } else { DropReadiness::Busy }
+        if is_quiet {
+            DropReadiness::Ready
+        } else {
+            DropReadiness::Busy
+        }
     }
 }
 
@@ -219,7 +223,12 @@ impl Reactor {
         }
         let reactor = Reactor::start(OVERDUE_AFTER)?;
         let waker = Arc::downgrade(&reactor);
-        unreclaimed::on_retry_due(move || waker.upgrade().into_iter().for_each(|reactor| reactor.doorbell.ring()));
+        unreclaimed::on_retry_due(move || {
+            waker
+                .upgrade()
+                .into_iter()
+                .for_each(|reactor| reactor.doorbell.ring())
+        });
         Ok(current.insert(reactor).clone())
     }
 
@@ -231,7 +240,10 @@ impl Reactor {
     /// How much waits to be dropped, and how much of that for a device that has not done its work within
     /// [`OVERDUE_AFTER`].
     pub(crate) fn counts(&self) -> (usize, usize) {
-        (self.counts.waiting.load(Ordering::Relaxed), self.counts.overdue.load(Ordering::Relaxed))
+        (
+            self.counts.waiting.load(Ordering::Relaxed),
+            self.counts.overdue.load(Ordering::Relaxed),
+        )
     }
 
     fn start(overdue_after: Duration) -> Result<Arc<Reactor>> {
@@ -298,8 +310,14 @@ impl Reactor {
         target: &Weak<dyn EventSource>,
         tag: u64,
     ) -> Result<Registration> {
-        let runs_on_control_thread = target.upgrade().is_some_and(|target| target.runs_on_control_thread());
-        let events = if runs_on_control_thread { ONCE } else { epoll::EventFlags::IN };
+        let runs_on_control_thread = target
+            .upgrade()
+            .is_some_and(|target| target.runs_on_control_thread());
+        let events = if runs_on_control_thread {
+            ONCE
+        } else {
+            epoll::EventFlags::IN
+        };
         self.register_for(events, fd, target, tag)
     }
 
@@ -321,22 +339,42 @@ impl Reactor {
         tag: u64,
     ) -> Result<Registration> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let entry = RegistrationEntry { target: target.clone(), tag, fd: Some(fd.as_raw_fd()), events };
+        let entry = RegistrationEntry {
+            target: target.clone(),
+            tag,
+            fd: Some(fd.as_raw_fd()),
+            events,
+        };
         let mut state = self.lock();
         state.registrations.insert(id, entry);
         if let Err(error) = self.add(fd, id, events) {
             state.registrations.remove(&id);
             return Err(error);
         }
-        Ok(Registration { reactor: self.clone(), id })
+        Ok(Registration {
+            reactor: self.clone(),
+            id,
+        })
     }
 
     /// A watch without a descriptor: `target` is called with `tag` when somebody [triggers](Self::trigger) it.
-    pub(crate) fn register_trigger(self: &Arc<Self>, target: &Weak<dyn EventSource>, tag: u64) -> Registration {
+    pub(crate) fn register_trigger(
+        self: &Arc<Self>,
+        target: &Weak<dyn EventSource>,
+        tag: u64,
+    ) -> Registration {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let entry = RegistrationEntry { target: target.clone(), tag, fd: None, events: epoll::EventFlags::empty() };
+        let entry = RegistrationEntry {
+            target: target.clone(),
+            tag,
+            fd: None,
+            events: epoll::EventFlags::empty(),
+        };
         self.lock().registrations.insert(id, entry);
-        Registration { reactor: self.clone(), id }
+        Registration {
+            reactor: self.clone(),
+            id,
+        }
     }
 
     /// Has the target of that watch called, on its own thread, however much that has to do.
@@ -359,19 +397,35 @@ impl Reactor {
     /// Has the fence thread call `look` until it finds that everything is over, then drops it with all that it owns: memory
     /// that a stream may still touch is let go only when this process has its own proof that it will not (see
     /// [`fence`](crate::runtime::fence)). However long that takes.
-    pub(crate) fn drop_after<U: Into<DropReadiness>>(&self, look: impl FnMut() -> U + Send + 'static) {
+    pub(crate) fn drop_after<U: Into<DropReadiness>>(
+        &self,
+        look: impl FnMut() -> U + Send + 'static,
+    ) {
         self.drop_after_as(false, look);
     }
 
     /// The same for what is looked at with every [`TICK`] only: nobody waits for it.
-    pub(crate) fn drop_after_unhurried<U: Into<DropReadiness>>(&self, look: impl FnMut() -> U + Send + 'static) {
+    pub(crate) fn drop_after_unhurried<U: Into<DropReadiness>>(
+        &self,
+        look: impl FnMut() -> U + Send + 'static,
+    ) {
         self.drop_after_as(true, look);
     }
 
-    fn drop_after_as<U: Into<DropReadiness>>(&self, is_unhurried: bool, mut look: impl FnMut() -> U + Send + 'static) {
+    fn drop_after_as<U: Into<DropReadiness>>(
+        &self,
+        is_unhurried: bool,
+        mut look: impl FnMut() -> U + Send + 'static,
+    ) {
         let (look, since) = (Box::new(move || look().into()), Instant::now());
         self.counts.waiting.fetch_add(1, Ordering::Relaxed);
-        let fenced_drops = FencedDrop { look, readiness: DropReadiness::Held, since, is_unhurried, is_overdue: false };
+        let fenced_drops = FencedDrop {
+            look,
+            readiness: DropReadiness::Held,
+            since,
+            is_unhurried,
+            is_overdue: false,
+        };
         self.lock().fenced_drops.push(fenced_drops);
         self.doorbell.ring();
     }
@@ -384,13 +438,19 @@ impl Reactor {
             events.clear();
             let timeout = self.sleep_limit(last_tick, last_fence_poll).map(timespec);
             // A failing epoll_wait can only be an interruption: the descriptor is ours and open.
-            let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref());
+            let _ = epoll::wait(
+                &self.epoll,
+                rustix::buffer::spare_capacity(&mut events),
+                timeout.as_ref(),
+            );
             for event in &events {
                 self.dispatch(event.data.u64());
             }
             let triggered = std::mem::take(&mut self.lock().triggered);
             triggered.into_iter().for_each(|id| self.dispatch(id));
-            if last_fence_poll.elapsed() >= FENCE_POLL_INTERVAL && !self.lock().fenced_drops.is_empty() {
+            if last_fence_poll.elapsed() >= FENCE_POLL_INTERVAL
+                && !self.lock().fenced_drops.is_empty()
+            {
                 last_fence_poll = Instant::now();
                 self.request_fence_poll();
             }
@@ -417,7 +477,11 @@ impl Reactor {
         if id == DOORBELL {
             return self.doorbell.drain();
         }
-        let found = self.lock().registrations.get(&id).map(|entry| (entry.target.upgrade(), entry.tag));
+        let found = self
+            .lock()
+            .registrations
+            .get(&id)
+            .map(|entry| (entry.target.upgrade(), entry.tag));
         match found {
             Some((Some(target), tag)) if target.runs_on_control_thread() => {
                 self.dispatch_on_control_thread(id, target, tag)
@@ -438,7 +502,12 @@ impl Reactor {
     }
 
     /// Leaves an event to the control thread. Until it has been dealt with, its descriptor is not listened to ([`ONCE`]).
-    fn dispatch_on_control_thread(self: &Arc<Self>, id: u64, target: Arc<dyn EventSource>, tag: u64) {
+    fn dispatch_on_control_thread(
+        self: &Arc<Self>,
+        id: u64,
+        target: Arc<dyn EventSource>,
+        tag: u64,
+    ) {
         let me = self.clone();
         let deal = move || {
             me.call(id, target, tag);
@@ -451,7 +520,12 @@ impl Reactor {
     fn listen_again(&self, id: u64) {
         let state = self.lock();
         if let Some(fd) = state.registrations.get(&id).and_then(|entry| entry.fd) {
-            let _ = epoll::modify(&self.epoll, watched(fd), epoll::EventData::new_u64(id), ONCE);
+            let _ = epoll::modify(
+                &self.epoll,
+                watched(fd),
+                epoll::EventData::new_u64(id),
+                ONCE,
+            );
         }
     }
 
@@ -466,7 +540,8 @@ impl Reactor {
     /// Whether it had to be asked.
     fn request_fence_poll(&self) -> bool {
         // It ends with the process only.
-        !self.is_fence_poll_requested.swap(true, Ordering::AcqRel) && self.fence_polls_tx.send(()).is_ok()
+        !self.is_fence_poll_requested.swap(true, Ordering::AcqRel)
+            && self.fence_polls_tx.send(()).is_ok()
     }
 
     fn poll_fences(&self) {
@@ -476,7 +551,10 @@ impl Reactor {
             let (one, now) = (&mut waiting[index], Instant::now());
             let readiness = one.look(now);
             let is_slow = one.is_slow(now, self.overdue_after);
-            self.counts.set_overdue(&mut one.is_overdue, is_slow && readiness == DropReadiness::Busy);
+            self.counts.set_overdue(
+                &mut one.is_overdue,
+                is_slow && readiness == DropReadiness::Busy,
+            );
             let is_slow = is_slow || one.is_unhurried;
             if readiness == DropReadiness::Ready {
                 self.counts.waiting.fetch_sub(1, Ordering::Relaxed);
@@ -579,7 +657,9 @@ fn watched<'a>(fd: RawFd) -> BorrowedFd<'a> {
 
 fn start_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
-    spawned.map(drop).map_err(|e| Error::os("clone", format!("the thread {name}"), e))
+    spawned
+        .map(drop)
+        .map_err(|e| Error::os("clone", format!("the thread {name}"), e))
 }
 
 /// Random bytes for an endpoint's generation: `getrandom(2)`.
@@ -587,7 +667,9 @@ pub(crate) fn new_generation() -> [u8; 16] {
     let mut bytes = [0u8; 16];
     let mut filled = 0;
     while filled < bytes.len() {
-        filled += rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()).unwrap_or(0);
+        filled +=
+            rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
+                .unwrap_or(0);
     }
     bytes
 }
@@ -600,7 +682,10 @@ mod tests {
 
     impl Drop for DropRecorder {
         fn drop(&mut self) {
-            self.0.lock().unwrap().push(std::thread::current().name().map(str::to_string));
+            self.0
+                .lock()
+                .unwrap()
+                .push(std::thread::current().name().map(str::to_string));
         }
     }
 
@@ -627,7 +712,13 @@ mod tests {
             assert!(start.elapsed() < Duration::from_secs(10));
             std::thread::yield_now();
         }
-        assert!(dropped.lock().unwrap().iter().all(|name| name.as_deref() == Some("warpipe-reaper")));
+        assert!(
+            dropped
+                .lock()
+                .unwrap()
+                .iter()
+                .all(|name| name.as_deref() == Some("warpipe-reaper"))
+        );
     }
 
     fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -660,27 +751,44 @@ mod tests {
 
     #[test]
     fn a_child_forked_while_another_thread_starts_the_reactor_starts_its_own() {
-        let own = || Reactor::running().is_none() && Reactor::of_process().is_ok() && Reactor::running().is_some();
+        let own = || {
+            Reactor::running().is_none()
+                && Reactor::of_process().is_ok()
+                && Reactor::running().is_some()
+        };
         crate::hostile::while_locked(&CURRENT, || crate::hostile::in_a_forked_child(own));
     }
 
     #[test]
     fn what_a_device_is_late_with_is_counted_and_dropped_when_it_is_done() {
         let reactor = Reactor::start(Duration::ZERO).unwrap();
-        let (readiness, (tell, told)) = (Arc::new(Mutex::new(DropReadiness::Held)), mpsc::channel::<()>());
+        let (readiness, (tell, told)) = (
+            Arc::new(Mutex::new(DropReadiness::Held)),
+            mpsc::channel::<()>(),
+        );
         let found = readiness.clone();
         reactor.drop_after(move || {
             let _owned = &tell;
             *found.lock().unwrap()
         });
         // Longer than anything may take, and no device's fault.
-        eventually("it is looked at with the ticks", || !reactor.lock().slow.is_empty());
+        eventually("it is looked at with the ticks", || {
+            !reactor.lock().slow.is_empty()
+        });
         assert_eq!(reactor.counts(), (1, 0));
         *readiness.lock().unwrap() = DropReadiness::Busy;
         eventually("it is counted", || reactor.counts() == (1, 1));
-        assert_eq!(told.try_recv(), Err(mpsc::TryRecvError::Empty), "it is kept");
+        assert_eq!(
+            told.try_recv(),
+            Err(mpsc::TryRecvError::Empty),
+            "it is kept"
+        );
         *readiness.lock().unwrap() = DropReadiness::Ready;
-        assert_eq!(told.recv_timeout(Duration::from_secs(10)), Err(mpsc::RecvTimeoutError::Disconnected), "dropped");
+        assert_eq!(
+            told.recv_timeout(Duration::from_secs(10)),
+            Err(mpsc::RecvTimeoutError::Disconnected),
+            "dropped"
+        );
         assert_eq!(reactor.counts(), (0, 0));
     }
 }

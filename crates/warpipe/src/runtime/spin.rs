@@ -32,7 +32,11 @@ pub(crate) struct Spin {
 impl Spin {
     /// With a length of the user's, or one that follows what pays.
     pub(crate) fn new(fixed: Option<Duration>) -> Spin {
-        Spin { fixed, patience: AtomicU32::new(PATIENCE), skipped: AtomicU32::new(0) }
+        Spin {
+            fixed,
+            patience: AtomicU32::new(PATIENCE),
+            skipped: AtomicU32::new(0),
+        }
     }
 
     /// How long the wait that begins now is to poll.
@@ -42,7 +46,8 @@ impl Spin {
         }
         if self.patience.load(Relaxed) == 0 {
             let skipped = self.skipped.load(Relaxed) + 1;
-            self.skipped.store(if skipped < SKIPPED_MAX { skipped } else { 0 }, Relaxed);
+            self.skipped
+                .store(if skipped < SKIPPED_MAX { skipped } else { 0 }, Relaxed);
             if skipped < SKIPPED_MAX {
                 return Duration::ZERO;
             }
@@ -98,11 +103,28 @@ mod tests {
         polls(&spin, 1000);
         let tried = (0..SKIPPED_MAX).find(|_| !spin.limit().is_zero());
         assert!(tried.is_some());
-        spin.tell(LONGEST, Came::Polling { elapsed: 2 * LONGEST });
+        spin.tell(
+            LONGEST,
+            Came::Polling {
+                elapsed: 2 * LONGEST,
+            },
+        );
         assert!(spin.limit().is_zero(), "it was not the poll that paid");
-        spin.tell(LONGEST, Came::Polling { elapsed: LONGEST / 2 });
+        spin.tell(
+            LONGEST,
+            Came::Polling {
+                elapsed: LONGEST / 2,
+            },
+        );
         assert_eq!(polls(&spin, SKIPPED_MAX - 2), 1);
-        (0..PATIENCE).for_each(|_| spin.tell(LONGEST, Came::Polling { elapsed: LONGEST / 2 }));
+        (0..PATIENCE).for_each(|_| {
+            spin.tell(
+                LONGEST,
+                Came::Polling {
+                    elapsed: LONGEST / 2,
+                },
+            )
+        });
         assert!((0..100).all(|_| spin.limit() == LONGEST));
     }
 
@@ -111,8 +133,16 @@ mod tests {
         let (silent, chosen) = (Spin::new(None), Spin::new(Some(Duration::from_millis(1))));
         for _ in 0..100 {
             silent.tell(LONGEST, Came::Asleep { slept: SOON });
-            chosen.tell(LONGEST, Came::Asleep { slept: Duration::ZERO });
+            chosen.tell(
+                LONGEST,
+                Came::Asleep {
+                    slept: Duration::ZERO,
+                },
+            );
         }
-        assert_eq!((silent.limit(), chosen.limit()), (LONGEST, Duration::from_millis(1)));
+        assert_eq!(
+            (silent.limit(), chosen.limit()),
+            (LONGEST, Duration::from_millis(1))
+        );
     }
 }

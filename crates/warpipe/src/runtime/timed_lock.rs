@@ -28,16 +28,25 @@ pub(crate) struct TimedGuard<'a>(&'a TimedLock);
 
 impl TimedLock {
     /// Takes it within `limit`. The error says that `what` is held up by another thread.
-    pub(crate) fn lock(&self, limit: Duration, what: impl FnOnce() -> String) -> Result<TimedGuard<'_>> {
+    pub(crate) fn lock(
+        &self,
+        limit: Duration,
+        what: impl FnOnce() -> String,
+    ) -> Result<TimedGuard<'_>> {
         let mut state = self.state();
         if state.is_held {
             state.waiting += 1;
-            let waited = self.is_free.wait_timeout_while(state, limit, |state| state.is_held);
+            let waited = self
+                .is_free
+                .wait_timeout_while(state, limit, |state| state.is_held);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
             state.waiting -= 1;
             if state.is_held {
                 let what = format!("another thread's {}, which the driver holds up", what());
-                return Err(Error::Timeout { what, waited: limit });
+                return Err(Error::Timeout {
+                    what,
+                    waited: limit,
+                });
             }
         }
         state.is_held = true;
@@ -71,12 +80,18 @@ mod tests {
         let held = lock.lock(Duration::ZERO, String::new).unwrap();
         for limit in [Duration::ZERO, Duration::from_millis(5)] {
             let late = lock.lock(limit, || "call".into()).unwrap_err();
-            assert!(matches!(late, Error::Timeout { waited, .. } if waited == limit), "{late}");
+            assert!(
+                matches!(late, Error::Timeout { waited, .. } if waited == limit),
+                "{late}"
+            );
         }
         std::thread::scope(|scope| {
-            let waiting = [0; 3].map(|_| scope.spawn(|| lock.lock(Duration::from_secs(60), String::new).map(drop)));
+            let waiting = [0; 3]
+                .map(|_| scope.spawn(|| lock.lock(Duration::from_secs(60), String::new).map(drop)));
             drop(held);
-            waiting.into_iter().for_each(|waiting| waiting.join().unwrap().unwrap());
+            waiting
+                .into_iter()
+                .for_each(|waiting| waiting.join().unwrap().unwrap());
         });
         lock.lock(Duration::ZERO, String::new).unwrap();
     }

@@ -40,7 +40,9 @@ pub(super) struct CounterWords {
 pub(crate) const COUNTER_BYTES: usize = 32;
 
 const _: () = assert!(size_of::<CounterWords>() == COUNTER_BYTES);
-const _: () = assert!(std::mem::offset_of!(CounterWords, last) == 16 && std::mem::offset_of!(CounterWords, pid) == 24);
+const _: () = assert!(
+    std::mem::offset_of!(CounterWords, last) == 16 && std::mem::offset_of!(CounterWords, pid) == 24
+);
 
 // SAFETY: atomics alone.
 unsafe impl AtomicsOnly for CounterWords {}
@@ -66,7 +68,10 @@ impl SharedCounter {
     /// The counter at `offset`, which is this library's own and never a peer's.
     pub(crate) fn new(page: &Arc<SharedPage>, offset: usize) -> SharedCounter {
         debug_assert!(offset + COUNTER_BYTES <= page.bytes());
-        SharedCounter { page: page.clone(), offset }
+        SharedCounter {
+            page: page.clone(),
+            offset,
+        }
     }
 
     pub(super) fn words(&self) -> &CounterWords {
@@ -97,7 +102,9 @@ impl SharedCounter {
 
     /// Says that it is whose the other is.
     pub(crate) fn copy_pid(&self, other: &SharedCounter) {
-        self.words().pid.store(other.words().pid.load(SeqCst), SeqCst);
+        self.words()
+            .pid
+            .store(other.words().pid.load(SeqCst), SeqCst);
     }
 
     pub(crate) fn wait_status(&self, value: u64) -> WaitStatus {
@@ -122,7 +129,9 @@ impl SharedCounter {
     /// The same, for the signaler itself, who need not take anybody's word for the last value.
     pub(crate) fn end_at(&self, value: u64) {
         let words = self.words();
-        let _ = words.last.compare_exchange(0, value.min(VALUE_MAX) + 1, SeqCst, SeqCst);
+        let _ = words
+            .last
+            .compare_exchange(0, value.min(VALUE_MAX) + 1, SeqCst, SeqCst);
         if words.word.load() != ENDED {
             words.word.store(ENDED);
         }
@@ -151,7 +160,10 @@ impl SharedCounter {
     /// Has `stream` wait for `value`.
     pub(crate) fn wait(&self, stream: &Stream, value: u64, streams: &StreamSet) -> Result<()> {
         streams.record_use(stream);
-        let wait = StreamOp::Wait { word: self.word_ptr(), value };
+        let wait = StreamOp::Wait {
+            word: self.word_ptr(),
+            value,
+        };
         // SAFETY: the word lies in the page, which is let go only when this stream, noted above, is proven to be past
         // it (whoever holds `streams` retires the page with them).
         unsafe { stream.batch(&[wait]) }
@@ -159,12 +171,17 @@ impl SharedCounter {
 
     /// The wait of a stream for `value`, unless it has been reached. The page must outlive it.
     pub(crate) fn wait_op(&self, value: u64) -> Option<StreamOp> {
-        (!self.words().word.reached(value)).then(|| StreamOp::Wait { word: self.word_ptr(), value })
+        (!self.words().word.reached(value)).then(|| StreamOp::Wait {
+            word: self.word_ptr(),
+            value,
+        })
     }
 
     /// Waits on the CPU; what came is then to be asked for.
     pub(crate) fn wait_host(&self, device: &Device, value: u64, timeout: Duration) -> Result<bool> {
-        device.backend().wait_word(&self.words().word, value, timeout)
+        device
+            .backend()
+            .wait_word(&self.words().word, value, timeout)
     }
 
     pub(super) fn word_ptr(&self) -> u64 {
@@ -177,7 +194,10 @@ mod tests {
     use super::*;
 
     fn counter() -> SharedCounter {
-        SharedCounter::new(&Arc::new(SharedPage::private(&Device::host(), COUNTER_BYTES).unwrap()), 0)
+        SharedCounter::new(
+            &Arc::new(SharedPage::private(&Device::host(), COUNTER_BYTES).unwrap()),
+            0,
+        )
     }
 
     const WAIT: Duration = Duration::from_secs(10);
@@ -189,11 +209,17 @@ mod tests {
         counter.words().word.store(5);
         counter.wait(&stream, VALUE_MAX, &streams).unwrap();
         assert!(!stream.is_idle().unwrap());
-        assert_eq!((counter.wait_status(5), counter.wait_status(6)), (WaitStatus::Reached, WaitStatus::Pending));
+        assert_eq!(
+            (counter.wait_status(5), counter.wait_status(6)),
+            (WaitStatus::Reached, WaitStatus::Pending)
+        );
         counter.end();
         counter.end();
         stream.synchronize(WAIT).unwrap();
-        assert_eq!((counter.wait_status(5), counter.wait_status(6)), (WaitStatus::Reached, WaitStatus::Never));
+        assert_eq!(
+            (counter.wait_status(5), counter.wait_status(6)),
+            (WaitStatus::Reached, WaitStatus::Never)
+        );
         assert_eq!((counter.value(), counter.has_ended()), (5, true));
         counter.wait(&stream, 7, &streams).unwrap();
         stream.synchronize(WAIT).unwrap();
@@ -206,7 +232,11 @@ mod tests {
             for last in [0, 1, u64::MAX] {
                 counter.words().word.store(word);
                 counter.words().last.store(last, SeqCst);
-                let _ = (counter.wait_status(0), counter.wait_status(VALUE_MAX), counter.value());
+                let _ = (
+                    counter.wait_status(0),
+                    counter.wait_status(VALUE_MAX),
+                    counter.value(),
+                );
                 counter.end();
                 assert!(counter.has_ended() && counter.wait_status(1) != WaitStatus::Pending);
             }

@@ -16,7 +16,9 @@ pub(crate) struct FenceWords {
 impl FenceWords {
     /// `words` words at zero, registered with the device.
     pub(crate) fn new(device: &Device, words: usize) -> Result<FenceWords> {
-        Ok(FenceWords { page: SharedPage::private(device, offset_of(words))? })
+        Ok(FenceWords {
+            page: SharedPage::private(device, offset_of(words))?,
+        })
     }
 
     /// The same, which others may read and nobody else may write; and what they are given.
@@ -27,7 +29,9 @@ impl FenceWords {
 
     /// Another process's words, to be read.
     pub(crate) fn read(fd: PeerFd, bytes: u64, name: &str) -> Result<FenceWords> {
-        Ok(FenceWords { page: SharedPage::read(fd, usize::try_from(bytes).unwrap_or(usize::MAX), name)? })
+        Ok(FenceWords {
+            page: SharedPage::read(fd, usize::try_from(bytes).unwrap_or(usize::MAX), name)?,
+        })
     }
 
     pub(crate) fn bytes(&self) -> u64 {

@@ -66,17 +66,28 @@ impl SharedPage {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED) };
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED)
+        };
         let base = base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of words"), e))?;
-        SharedPage { base: base.cast(), bytes, registered: None, owner_process: OwnerProcess::current() }
-            .register(Some(device))
+        SharedPage {
+            base: base.cast(),
+            bytes,
+            registered: None,
+            owner_process: OwnerProcess::current(),
+        }
+        .register(Some(device))
     }
 
     /// Words that this process writes, and its device's streams if there is one, and others read: nobody else can map
     /// them for writing, or remove a page.
-    pub(crate) fn publish(device: Option<&Device>, bytes: usize) -> Result<(SharedPage, CloseOnForkFd)> {
+    pub(crate) fn publish(
+        device: Option<&Device>,
+        bytes: usize,
+    ) -> Result<(SharedPage, CloseOnForkFd)> {
         let UnsealedPage { page, fd } = UnsealedPage::create(bytes)?;
-        seal::close(fd.as_fd()).map_err(|found| Error::argument("words", found, "a memfd that can be sealed"))?;
+        seal::close(fd.as_fd())
+            .map_err(|found| Error::argument("words", found, "a memfd that can be sealed"))?;
         Ok((page.register(device)?, fd))
     }
 
@@ -91,20 +102,29 @@ impl SharedPage {
 
     /// Words of many: `memfd_create`, `ftruncate`, seals, `mmap`, and registration if there is a device. Zeroed. Returns
     /// it and the descriptor for the peers. No stream may wait for one of them.
-    pub(crate) fn create(device: Option<&Device>, bytes: usize) -> Result<(SharedPage, CloseOnForkFd)> {
+    pub(crate) fn create(
+        device: Option<&Device>,
+        bytes: usize,
+    ) -> Result<(SharedPage, CloseOnForkFd)> {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         let context = || format!("{bytes} bytes of shared words");
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(c"warpipe-words", flags))
             .map_err(|e| Error::os("memfd_create", context(), e))?;
-        rustix::fs::ftruncate(&fd, bytes as u64).map_err(|e| Error::os("ftruncate", context(), e))?;
+        rustix::fs::ftruncate(&fd, bytes as u64)
+            .map_err(|e| Error::os("ftruncate", context(), e))?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
         Ok((SharedPage::map(fd.as_fd(), bytes)?.register(device)?, fd))
     }
 
     /// Maps a page of `bytes` bytes that a peer made, once it has been seen to be a sealed memfd of that length.
-    pub(crate) fn open(device: Option<&Device>, fd: PeerFd, bytes: usize, name: &str) -> Result<SharedPage> {
+    pub(crate) fn open(
+        device: Option<&Device>,
+        fd: PeerFd,
+        bytes: usize,
+        name: &str,
+    ) -> Result<SharedPage> {
         check_length(bytes, name)?;
         host::check_sealed_memfd(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
         fd.approve();
@@ -117,9 +137,24 @@ impl SharedPage {
 
     fn map_as(fd: BorrowedFd<'_>, bytes: usize, protection: ProtFlags) -> Result<SharedPage> {
         // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0) };
-        let base = base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of shared words"), e))?;
-        Ok(SharedPage { base: base.cast(), bytes, registered: None, owner_process: OwnerProcess::current() })
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                protection,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )
+        };
+        let base =
+            base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of shared words"), e))?;
+        Ok(SharedPage {
+            base: base.cast(),
+            bytes,
+            registered: None,
+            owner_process: OwnerProcess::current(),
+        })
     }
 
     fn register(mut self, device: Option<&Device>) -> Result<SharedPage> {
@@ -128,7 +163,10 @@ impl SharedPage {
             // SAFETY: page-aligned mapped memory, unmapped only after `unregister` (see `Drop`).
             let registered = unsafe { device.backend().register(self.base, self.bytes) };
             if registered.is_ok() || device.backend().is_registered(self.base) {
-                self.registered = Some((device.clone(), registered.as_ref().copied().unwrap_or_default()));
+                self.registered = Some((
+                    device.clone(),
+                    registered.as_ref().copied().unwrap_or_default(),
+                ));
             }
             registered?;
         }
@@ -155,7 +193,9 @@ impl SharedPage {
     #[inline]
     pub(crate) fn device_ptr(&self, offset: usize) -> Option<DevicePtr> {
         debug_assert!(offset < self.bytes);
-        self.registered.as_ref().map(|(_, base)| base + offset as u64)
+        self.registered
+            .as_ref()
+            .map(|(_, base)| base + offset as u64)
     }
 
     /// Lets it go once all of `streams` are past what they were given, and nobody else here holds it. Never on the
@@ -169,7 +209,10 @@ impl SharedPage {
             if Arc::strong_count(&self) > 1 {
                 return DropReadiness::Held;
             }
-            fence.get_or_insert_with(|| streams.fence()).is_reached().into()
+            fence
+                .get_or_insert_with(|| streams.fence())
+                .is_reached()
+                .into()
         });
     }
 }
@@ -203,19 +246,26 @@ impl UnsealedPage {
     pub(crate) fn create(bytes: usize) -> Result<UnsealedPage> {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         let fd = seal::memfd(c"warpipe-words", bytes as u64)?;
-        Ok(UnsealedPage { page: SharedPage::map(fd.as_fd(), bytes)?, fd })
+        Ok(UnsealedPage {
+            page: SharedPage::map(fd.as_fd(), bytes)?,
+            fd,
+        })
     }
 
     /// Maps what a peer made, once it has been seen to be a memfd of `bytes` bytes.
     pub(crate) fn open(fd: PeerFd, bytes: usize, name: &str) -> Result<UnsealedPage> {
         check_length(bytes, name)?;
         seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
-        Ok(UnsealedPage { page: SharedPage::map(fd.as_fd(), bytes)?, fd: fd.accept() })
+        Ok(UnsealedPage {
+            page: SharedPage::map(fd.as_fd(), bytes)?,
+            fd: fd.accept(),
+        })
     }
 
     /// A descriptor for the other process.
     pub(crate) fn descriptor(&self) -> Result<CloseOnForkFd> {
-        CloseOnForkFd::duplicate(&self.fd).map_err(|e| Error::os("fcntl(F_DUPFD)", "shared words", e))
+        CloseOnForkFd::duplicate(&self.fd)
+            .map_err(|e| Error::os("fcntl(F_DUPFD)", "shared words", e))
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -283,17 +333,32 @@ mod tests {
         let ours = ours.confirm(&device, "test").unwrap();
         theirs.at::<AtomicU64>(4096).store(7, Relaxed);
         for offset in [0, 4096] {
-            assert_eq!(crate::hostile::holes::ways_to_remove(held.as_fd(), &earlier, offset), [""; 0]);
+            assert_eq!(
+                crate::hostile::holes::ways_to_remove(held.as_fd(), &earlier, offset),
+                [""; 0]
+            );
         }
         assert_eq!(ours.at::<AtomicU64>(4096).load(Relaxed), 7);
-        assert!(UnsealedPage::open(held.into(), ours.bytes(), "test").is_err(), "nobody else maps it any more");
+        assert!(
+            UnsealedPage::open(held.into(), ours.bytes(), "test").is_err(),
+            "nobody else maps it any more"
+        );
     }
 
     #[test]
     fn words_of_two_that_the_other_has_not_sealed_are_refused() {
         let draft = UnsealedPage::create(PAGE_BYTES).unwrap();
         let refused = draft.confirm(&Device::host(), "test").unwrap_err();
-        assert!(matches!(refused, Error::Protocol { field: "shared words", .. }), "{refused}");
+        assert!(
+            matches!(
+                refused,
+                Error::Protocol {
+                    field: "shared words",
+                    ..
+                }
+            ),
+            "{refused}"
+        );
     }
 
     #[test]
@@ -304,7 +369,10 @@ mod tests {
         ours.at::<AtomicU64>(0).store(7, Relaxed);
         assert_eq!(theirs.at::<AtomicU64>(0).load(Relaxed), 7);
         assert!(SharedPage::map(fd.as_fd(), PAGE_BYTES).is_err());
-        assert_eq!(crate::hostile::holes::ways_to_remove(fd.as_fd(), &[], 0), [""; 0]);
+        assert_eq!(
+            crate::hostile::holes::ways_to_remove(fd.as_fd(), &[], 0),
+            [""; 0]
+        );
     }
 
     #[test]
@@ -313,12 +381,28 @@ mod tests {
         let copy = || CloseOnForkFd::duplicate(&fd).unwrap();
         for bytes in [0, 100, 2 * PAGE_BYTES, PAGES_BYTES_MAX + PAGE_BYTES] {
             let error = SharedPage::open(None, copy().into(), bytes, "test").unwrap_err();
-            assert!(matches!(error, Error::Protocol { field: "shared words", .. }), "{bytes}: {error}");
+            assert!(
+                matches!(
+                    error,
+                    Error::Protocol {
+                        field: "shared words",
+                        ..
+                    }
+                ),
+                "{bytes}: {error}"
+            );
         }
-        let loose = rustix::fs::memfd_create(c"loose", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        let loose =
+            rustix::fs::memfd_create(c"loose", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+                .unwrap();
         rustix::fs::ftruncate(&loose, PAGE_BYTES as u64).unwrap();
         assert!(matches!(
-            SharedPage::open(None, CloseOnForkFd::new(loose).unwrap().into(), PAGE_BYTES, "test"),
+            SharedPage::open(
+                None,
+                CloseOnForkFd::new(loose).unwrap().into(),
+                PAGE_BYTES,
+                "test"
+            ),
             Err(Error::Protocol { .. })
         ));
     }

@@ -32,7 +32,8 @@ pub(crate) fn memfd(name: &std::ffi::CStr, bytes: u64) -> Result<CloseOnForkFd> 
     let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(name, flags))
         .map_err(|e| Error::os("memfd_create", context(), e))?;
     rustix::fs::ftruncate(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
-    rustix::fs::fcntl_add_seals(&fd, SIZE).map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
+    rustix::fs::fcntl_add_seals(&fd, SIZE)
+        .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
     Ok(fd)
 }
 
@@ -50,9 +51,12 @@ pub(crate) fn close(fd: BorrowedFd<'_>) -> Result<(), String> {
 
 /// Why a page of the file could still be removed, if one can.
 pub(crate) fn check_closed(fd: BorrowedFd<'_>) -> Result<(), String> {
-    let seals = rustix::fs::fcntl_get_seals(fd).map_err(|e| format!("a file whose seals cannot be read: {e}"))?;
+    let seals = rustix::fs::fcntl_get_seals(fd)
+        .map_err(|e| format!("a file whose seals cannot be read: {e}"))?;
     if seals.contains(CLOSED) {
         return Ok(());
     }
-    Err(format!("a memfd into which holes can be punched ({seals:?})"))
+    Err(format!(
+        "a memfd into which holes can be punched ({seals:?})"
+    ))
 }

@@ -109,7 +109,11 @@ const _: () = {
     assert!(offset_of!(ReceiverWords, asleep) == 128 && offset_of!(ReceiverWords, released) == 256);
     assert!(size_of::<Entry>() == 640);
     assert!(offset_of!(Entry, sequence) == 8 && offset_of!(Entry, ready) == 16);
-    assert!(offset_of!(Entry, words) == 32 && offset_of!(Entry, given_up) == 496 && offset_of!(Entry, aborted) == 504);
+    assert!(
+        offset_of!(Entry, words) == 32
+            && offset_of!(Entry, given_up) == 496
+            && offset_of!(Entry, aborted) == 504
+    );
     assert!(offset_of!(Entry, released) == 512);
 };
 
@@ -146,9 +150,22 @@ impl Map {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let bytes = bytes as usize;
         // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, fd, 0) };
-        let base = base.map_err(|e| Error::os("mmap", format!("a link segment of {bytes} bytes"), e))?;
-        Ok(Map { base: base.cast(), bytes })
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                protection,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )
+        };
+        let base =
+            base.map_err(|e| Error::os("mmap", format!("a link segment of {bytes} bytes"), e))?;
+        Ok(Map {
+            base: base.cast(),
+            bytes,
+        })
     }
 
     fn header(&self) -> &Header {
@@ -168,12 +185,24 @@ impl Drop for Map {
 impl Segment {
     /// Makes a segment: `memfd_create`, `ftruncate`, the seals of its size, `mmap`. Returns it and the descriptor for
     /// the peer, which seals it. No stream may use it before [`register`](Self::register).
-    pub(crate) fn create(device: &Device, depth: u32, generation: [u8; 16]) -> Result<(Segment, CloseOnForkFd)> {
+    pub(crate) fn create(
+        device: &Device,
+        depth: u32,
+        generation: [u8; 16],
+    ) -> Result<(Segment, CloseOnForkFd)> {
         let bytes = bytes_for(depth);
         let fd = seal::memfd(c"warpipe-link", bytes)?;
         let map = Map::new(fd.as_fd(), bytes)?;
         write_identity(map.header(), depth, generation);
-        Ok((Segment { map: ManuallyDrop::new(map), device: device.clone(), device_ptr: OnceLock::new(), depth }, fd))
+        Ok((
+            Segment {
+                map: ManuallyDrop::new(map),
+                device: device.clone(),
+                device_ptr: OnceLock::new(),
+                depth,
+            },
+            fd,
+        ))
     }
 
     /// Maps a segment that a peer made, once it has been checked to be a memfd of the right length with the right
@@ -193,8 +222,12 @@ impl Segment {
         let map = Map::new(fd, bytes).map_err(OpenError::Local)?;
         seal::close(fd).map_err(fault)?;
         check_identity(map.header(), depth, generation).map_err(OpenError::Fault)?;
-        let segment =
-            Segment { map: ManuallyDrop::new(map), device: device.clone(), device_ptr: OnceLock::new(), depth };
+        let segment = Segment {
+            map: ManuallyDrop::new(map),
+            device: device.clone(),
+            device_ptr: OnceLock::new(),
+            depth,
+        };
         segment.register(fd)?;
         Ok(segment)
     }
@@ -205,7 +238,11 @@ impl Segment {
         seal::check_closed(fd).map_err(|found| OpenError::Fault(HandshakeFault::Segment(found)))?;
         if self.device_ptr.get().is_none() {
             // SAFETY: `map` is page-aligned mapped memory; it is unmapped only after `unregister` (see `Drop`).
-            let registered = unsafe { self.device.backend().register(self.map.base, self.map.bytes) };
+            let registered = unsafe {
+                self.device
+                    .backend()
+                    .register(self.map.base, self.map.bytes)
+            };
             let _ = self.device_ptr.set(registered.map_err(OpenError::Local)?);
         }
         Ok(())
@@ -230,7 +267,11 @@ impl Segment {
     pub(crate) fn index(&self, position: u64) -> u32 {
         let depth = u64::from(self.depth);
         // Asked ten times for each sample: a division each would be a tenth of the hand-over.
-        let index = if depth.is_power_of_two() { position & (depth - 1) } else { position % depth };
+        let index = if depth.is_power_of_two() {
+            position & (depth - 1)
+        } else {
+            position % depth
+        };
         index as u32
     }
 
@@ -239,7 +280,14 @@ impl Segment {
         debug_assert!(index < self.depth);
         // SAFETY: index < depth and the mapping holds `depth` entries behind the header, 128-aligned in a page-
         // aligned mapping that lives as long as self; `Entry` is atomics only.
-        unsafe { &*self.map.base.add(HEADER_BYTES).cast::<Entry>().add(index as usize) }
+        unsafe {
+            &*self
+                .map
+                .base
+                .add(HEADER_BYTES)
+                .cast::<Entry>()
+                .add(index as usize)
+        }
     }
 
     /// The device address of the `ready` word of `position`'s entry.
@@ -257,7 +305,10 @@ impl Segment {
     #[inline]
     fn word(&self, position: u64, field: usize) -> DevicePtr {
         let entry = HEADER_BYTES + self.index(position) as usize * size_of::<Entry>();
-        let base = self.device_ptr.get().expect("a link is live only behind the registration of its segment");
+        let base = self
+            .device_ptr
+            .get()
+            .expect("a link is live only behind the registration of its segment");
         base + (entry + field) as u64
     }
 }
@@ -266,9 +317,12 @@ impl Drop for Segment {
     fn drop(&mut self) {
         let backend = self.device.backend();
         let is_registered = self.device_ptr.get().is_some() || backend.is_registered(self.map.base);
-        // SAFETY: registered in `register`, once; the link is dropped only when no stream uses its words
-        // (see `Reactor::drop_after`).
-        if !is_registered || unsafe { unreclaimed::unregister(backend, self.map.base, self.map.bytes) } {
+        let is_unregistered = !is_registered || {
+            // SAFETY: registered in `register`, once; the link is dropped only when no stream uses
+            // its words (see `Reactor::drop_after`).
+            unsafe { unreclaimed::unregister(backend, self.map.base, self.map.bytes) }
+        };
+        if is_unregistered {
             // SAFETY: dropped here only, and not used any more.
             unsafe { ManuallyDrop::drop(&mut self.map) };
         }
@@ -294,7 +348,11 @@ fn write_identity(header: &Header, depth: u32, generation: [u8; 16]) {
 
 fn check_identity(header: &Header, depth: u32, generation: [u8; 16]) -> Result<(), HandshakeFault> {
     use std::sync::atomic::Ordering::{Acquire, Relaxed};
-    let wrong = |what: &str| Err(HandshakeFault::Segment(format!("its header has another {what}")));
+    let wrong = |what: &str| {
+        Err(HandshakeFault::Segment(format!(
+            "its header has another {what}"
+        )))
+    };
     let (low, high) = halves(generation);
     if header.magic.load(Acquire) != MAGIC {
         return wrong("magic");
@@ -305,7 +363,11 @@ fn check_identity(header: &Header, depth: u32, generation: [u8; 16]) -> Result<(
     if header.depth.load(Relaxed) != depth {
         return wrong("depth");
     }
-    if (header.generation[0].load(Relaxed), header.generation[1].load(Relaxed)) != (low, high) {
+    if (
+        header.generation[0].load(Relaxed),
+        header.generation[1].load(Relaxed),
+    ) != (low, high)
+    {
         return wrong("generation");
     }
     Ok(())

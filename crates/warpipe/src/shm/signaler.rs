@@ -69,15 +69,30 @@ impl Signaler {
     pub(crate) fn new(own: SharedCounter, from: u64) -> Signaler {
         own.words().word.store(from);
         let (copies, late, ops) = Default::default();
-        let state = SignalerState { last: from, next: from, stream: None, copies, late, ops };
-        Signaler { own, published: None, signal_lock: TimedLock::default(), state: Mutex::new(state) }
+        let state = SignalerState {
+            last: from,
+            next: from,
+            stream: None,
+            copies,
+            late,
+            ops,
+        };
+        Signaler {
+            own,
+            published: None,
+            signal_lock: TimedLock::default(),
+            state: Mutex::new(state),
+        }
     }
 
     /// Publishes it, too. To be called before it is raised.
     pub(crate) fn publishing(self, counter: SharedCounter) -> Signaler {
         counter.write_pid();
         counter.words().word.store(self.last());
-        Signaler { published: Some(counter), ..self }
+        Signaler {
+            published: Some(counter),
+            ..self
+        }
     }
 
     /// The counter that no peer can write.
@@ -127,7 +142,10 @@ impl Signaler {
     /// now: its page may go when nobody else here holds it, and then a proof of the streams has passed.
     pub(crate) fn remove(&self, number: u64) -> Option<SharedCounter> {
         let mut state = self.lock();
-        let index = state.copies.iter().position(|(known, _)| *known == number)?;
+        let index = state
+            .copies
+            .iter()
+            .position(|(known, _)| *known == number)?;
         let copy = Arc::make_mut(&mut state.copies).swap_remove(index).1;
         state.late.retain(|(late, _)| !late.is_same(&copy));
         Some(copy)
@@ -188,8 +206,15 @@ impl Signaler {
         let _turn = self.signal_lock.lock(limit, || "signal".into())?;
         let mut state = self.lock();
         let value = choose(state.last)?;
-        let is_behind = state.stream.as_ref().is_none_or(|last| last.is_same(stream)) || self.is_done(&state);
-        let wait = (!is_behind).then_some(StreamOp::Wait { word: self.own.word_ptr(), value: state.last });
+        let is_behind = state
+            .stream
+            .as_ref()
+            .is_none_or(|last| last.is_same(stream))
+            || self.is_done(&state);
+        let wait = (!is_behind).then_some(StreamOp::Wait {
+            word: self.own.word_ptr(),
+            value: state.last,
+        });
         let (copies, mut ops) = (state.copies.clone(), std::mem::take(&mut state.ops));
         state.next = value;
         drop(state);
@@ -204,7 +229,10 @@ impl Signaler {
         if let Err(SignalFailure::Nothing(error)) = given {
             let last = state.last;
             state.next = last;
-            state.late.iter_mut().for_each(|(_, up_to)| *up_to = last.min(*up_to));
+            state
+                .late
+                .iter_mut()
+                .for_each(|(_, up_to)| *up_to = last.min(*up_to));
             return Err(error);
         }
         (state.last, state.stream) = (value, Some(stream.clone()));
@@ -220,12 +248,16 @@ impl Signaler {
         ops: &mut Vec<StreamOp>,
         signals: usize,
     ) -> Result<(), SignalFailure> {
-        let signal = |counter: &SharedCounter| StreamOp::Signal { word: counter.word_ptr(), value };
+        let signal = |counter: &SharedCounter| StreamOp::Signal {
+            word: counter.word_ptr(),
+            value,
+        };
         // SAFETY: the pages are let go only when nobody holds them, as this thread does, and then this stream, noted by the
         // caller, is proven to be past the operations (whoever holds `streams` retires them with it).
         let give = |ops: &[StreamOp]| unsafe { stream.batch(ops) };
         ops.extend(self.published.as_ref().map(signal));
-        let is_ordered = signals + copies.len() + 1 + usize::from(self.published.is_some()) <= ORDERED_MAX;
+        let is_ordered =
+            signals + copies.len() + 1 + usize::from(self.published.is_some()) <= ORDERED_MAX;
         if !is_ordered {
             if !ops.is_empty() {
                 give(ops).map_err(SignalFailure::Nothing)?;
@@ -239,16 +271,30 @@ impl Signaler {
             ops.clear();
         }
         ops.push(signal(&self.own));
-        give(ops).map_err(|error| if is_ordered { SignalFailure::Nothing(error) } else { SignalFailure::InPart })
+        give(ops).map_err(|error| {
+            if is_ordered {
+                SignalFailure::Nothing(error)
+            } else {
+                SignalFailure::InPart
+            }
+        })
     }
 
     /// Somebody gets a value of which the driver has taken a part alone, so all get it: by the CPU, once the stream is
     /// proven to be past what it was given.
     fn complete_behind(&self, stream: &Stream, value: u64, copies: &Copies) {
         // It runs, since somebody else follows this counter.
-        let Ok(reactor) = Reactor::of_process() else { return };
+        let Ok(reactor) = Reactor::of_process() else {
+            return;
+        };
         let copies = copies.iter().map(|(_, copy)| copy);
-        let counters: Vec<SharedCounter> = self.published.iter().chain(copies).chain([&self.own]).cloned().collect();
+        let counters: Vec<SharedCounter> = self
+            .published
+            .iter()
+            .chain(copies)
+            .chain([&self.own])
+            .cloned()
+            .collect();
         let mut fence = Fence::behind(stream);
         reactor.drop_after(move || {
             let is_past = fence.is_reached();
@@ -265,7 +311,10 @@ impl Signaler {
     }
 
     /// The same, unless another thread raises just now: then `None`, and nothing was done.
-    pub(crate) fn try_raise_now(&self, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<Option<()>> {
+    pub(crate) fn try_raise_now(
+        &self,
+        choose: impl FnOnce(u64, u64) -> Result<u64>,
+    ) -> Result<Option<()>> {
         match self.raise_now_within(Duration::ZERO, choose) {
             // Nothing else in there waits.
             Err(Error::Timeout { .. }) => Ok(None),
@@ -273,12 +322,20 @@ impl Signaler {
         }
     }
 
-    fn raise_now_within(&self, limit: Duration, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<()> {
+    fn raise_now_within(
+        &self,
+        limit: Duration,
+        choose: impl FnOnce(u64, u64) -> Result<u64>,
+    ) -> Result<()> {
         let _turn = self.signal_lock.lock(limit, || "signal".into())?;
         let mut state = self.lock();
         let value = choose(state.last, self.own.words().word.load())?;
         let copies = state.copies.iter().map(|(_, copy)| copy);
-        self.published.iter().chain(copies).chain([&self.own]).for_each(|counter| counter.words().word.store(value));
+        self.published
+            .iter()
+            .chain(copies)
+            .chain([&self.own])
+            .for_each(|counter| counter.words().word.store(value));
         (state.last, state.next, state.stream) = (value, value, None);
         Ok(())
     }
@@ -287,7 +344,11 @@ impl Signaler {
     pub(crate) fn end(&self) {
         let state = self.lock();
         let copies = state.copies.iter().map(|(_, copy)| copy);
-        self.published.iter().chain(copies).chain([&self.own]).for_each(|counter| counter.end_at(state.last));
+        self.published
+            .iter()
+            .chain(copies)
+            .chain([&self.own])
+            .for_each(|counter| counter.end_at(state.last));
     }
 
     /// What a stream of a process that dies leaves: it has come to what is published and to some of the copies.
@@ -295,7 +356,10 @@ impl Signaler {
     pub(crate) fn reach_in_part(&self, value: u64, copies: usize) {
         let state = self.lock();
         let reached = state.copies.iter().take(copies).map(|(_, copy)| copy);
-        self.published.iter().chain(reached).for_each(|counter| counter.words().word.store(value));
+        self.published
+            .iter()
+            .chain(reached)
+            .for_each(|counter| counter.words().word.store(value));
     }
 
     fn is_done(&self, state: &SignalerState) -> bool {
@@ -312,7 +376,10 @@ mod tests {
     use crate::shm::page::SharedPage;
 
     fn counter() -> SharedCounter {
-        SharedCounter::new(&Arc::new(SharedPage::private(&Device::host(), COUNTER_BYTES).unwrap()), 0)
+        SharedCounter::new(
+            &Arc::new(SharedPage::private(&Device::host(), COUNTER_BYTES).unwrap()),
+            0,
+        )
     }
 
     fn signaler(copy: &SharedCounter) -> Signaler {
@@ -330,13 +397,25 @@ mod tests {
     #[test]
     fn values_on_two_streams_are_reached_in_order() {
         let (device, counter) = (Device::host(), counter());
-        let (slow, quick, streams) = (device.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+        let (slow, quick, streams) = (
+            device.stream().unwrap(),
+            device.stream().unwrap(),
+            StreamSet::default(),
+        );
         let signaler = signaler(&counter);
         let (go, held) = std::sync::mpsc::channel::<()>();
         slow.call(move || assert!(held.recv().is_err())).unwrap();
-        signaler.raise(&slow, &streams, |last| Ok(last + 1)).unwrap();
-        signaler.raise(&quick, &streams, |last| Ok(last + 1)).unwrap();
-        assert_eq!((counter.value(), signaler.last()), (0, 2), "the second waits for the first");
+        signaler
+            .raise(&slow, &streams, |last| Ok(last + 1))
+            .unwrap();
+        signaler
+            .raise(&quick, &streams, |last| Ok(last + 1))
+            .unwrap();
+        assert_eq!(
+            (counter.value(), signaler.last()),
+            (0, 2),
+            "the second waits for the first"
+        );
         drop(go);
         assert!(counter.wait_host(&device, 2, WAIT).unwrap());
         // Both: the signaler's own word, which comes last, is unmapped with this frame.
@@ -349,19 +428,38 @@ mod tests {
     #[test]
     fn a_copy_that_comes_late_gets_each_value_as_it_is_reached() {
         let (device, copies) = (Device::host(), [counter(), counter()]);
-        let (slow, slower, streams) = (device.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+        let (slow, slower, streams) = (
+            device.stream().unwrap(),
+            device.stream().unwrap(),
+            StreamSet::default(),
+        );
         let signaler = signaler(&copies[0]);
-        let ((go, held), (go_on, held_on)) = (std::sync::mpsc::channel::<()>(), std::sync::mpsc::channel::<()>());
+        let ((go, held), (go_on, held_on)) = (
+            std::sync::mpsc::channel::<()>(),
+            std::sync::mpsc::channel::<()>(),
+        );
         slow.call(move || assert!(held.recv().is_err())).unwrap();
-        slower.call(move || assert!(held_on.recv().is_err())).unwrap();
-        signaler.raise(&slow, &streams, |last| Ok(last + 1)).unwrap();
-        signaler.raise(&slower, &streams, |last| Ok(last + 1)).unwrap();
+        slower
+            .call(move || assert!(held_on.recv().is_err()))
+            .unwrap();
+        signaler
+            .raise(&slow, &streams, |last| Ok(last + 1))
+            .unwrap();
+        signaler
+            .raise(&slower, &streams, |last| Ok(last + 1))
+            .unwrap();
         assert!(!signaler.add(2, &copies[1]));
-        signaler.raise(&slower, &streams, |last| Ok(last + 1)).unwrap();
+        signaler
+            .raise(&slower, &streams, |last| Ok(last + 1))
+            .unwrap();
         drop(go);
         assert!(signaler.own().wait_host(&device, 1, WAIT).unwrap());
         assert!(!signaler.catch_up());
-        assert_eq!(copies[1].value(), 1, "what is reached between is there, too");
+        assert_eq!(
+            copies[1].value(),
+            1,
+            "what is reached between is there, too"
+        );
         drop(go_on);
         slower.synchronize(WAIT).unwrap();
         assert!(signaler.catch_up());
@@ -379,15 +477,23 @@ mod tests {
         assert_eq!(copies.each_ref().map(SharedCounter::value), [4; 9]);
         assert!(signaler.remove(3).unwrap().is_same(&copies[2]));
         signaler.raise_now(|_, _| Ok(5)).unwrap();
-        assert_eq!((copies[2].value(), copies[3].value(), published.value()), (4, 5, 5));
+        assert_eq!(
+            (copies[2].value(), copies[3].value(), published.value()),
+            (4, 5, 5)
+        );
     }
 
     #[test]
-    fn while_a_signal_is_held_up_copies_come_and_go_and_get_its_value_no_sooner_than_it_is_reached() {
+    fn while_a_signal_is_held_up_copies_come_and_go_and_get_its_value_no_sooner_than_it_is_reached()
+    {
         let wrapped = Wrapped::new(Device::host().backend().clone(), Holding::default());
         let device = Device::from_backend(wrapped.clone());
         let (copies, late) = ([counter(), counter()], counter());
-        let (stream, other, streams) = (device.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+        let (stream, other, streams) = (
+            device.stream().unwrap(),
+            device.stream().unwrap(),
+            StreamSet::default(),
+        );
         let signaler = signaler(&copies[0]);
         assert!(signaler.add(2, &copies[1]));
         signaler.raise(&stream, &streams, next).unwrap();
@@ -395,11 +501,20 @@ mod tests {
         std::thread::scope(|scope| {
             let held_up = scope.spawn(|| signaler.raise(&stream, &streams, next));
             wrapped.hook().wait_for(1);
-            assert!(!signaler.add(3, &late), "the value that is on its way is still to come");
+            assert!(
+                !signaler.add(3, &late),
+                "the value that is on its way is still to come"
+            );
             assert_eq!((late.value(), signaler.last()), (1, 1));
             assert!(signaler.remove(2).unwrap().is_same(&copies[1]));
-            assert_eq!(Arc::strong_count(copies[1].page()), 2, "the stream is about to be given a word of its page");
-            let second = signaler.raise_within(Duration::from_millis(10), &other, &streams, &[], next).unwrap_err();
+            assert_eq!(
+                Arc::strong_count(copies[1].page()),
+                2,
+                "the stream is about to be given a word of its page"
+            );
+            let second = signaler
+                .raise_within(Duration::from_millis(10), &other, &streams, &[], next)
+                .unwrap_err();
             assert!(matches!(second, Error::Timeout { .. }), "{second}");
             assert_eq!(signaler.try_raise(&other, &streams, next).unwrap(), None);
             assert_eq!(signaler.try_raise_now(|last, _| next(last)).unwrap(), None);
@@ -412,7 +527,10 @@ mod tests {
         assert!(signaler.wait_for_turn(Duration::ZERO));
         assert_eq!(signaler.try_raise(&other, &streams, next).unwrap(), Some(3));
         assert!(signaler.own().wait_host(&device, 3, WAIT).unwrap());
-        assert_eq!((copies[0].value(), copies[1].value(), late.value()), (3, 2, 3));
+        assert_eq!(
+            (copies[0].value(), copies[1].value(), late.value()),
+            (3, 2, 3)
+        );
     }
 
     #[test]
@@ -427,7 +545,10 @@ mod tests {
             assert_eq!(last, 0);
             Ok(5)
         });
-        assert!(matches!(refused, Err(Error::Injected { .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Injected { .. })),
+            "{refused:?}"
+        );
         assert!(signaler.add(2, &late), "nothing is to come");
         signaler.raise(&stream, &streams, next).unwrap();
         assert!(signaler.own().wait_host(&device, 1, WAIT).unwrap());
@@ -440,7 +561,11 @@ mod tests {
         let device = Device::from_backend(wrapped.clone());
         for call in [2, 3] {
             let (copies, published) = ([0; 9].map(|_| counter()), counter());
-            let (stream, other, streams) = (device.stream().unwrap(), device.stream().unwrap(), StreamSet::default());
+            let (stream, other, streams) = (
+                device.stream().unwrap(),
+                device.stream().unwrap(),
+                StreamSet::default(),
+            );
             let signaler = signaler(&copies[0]).publishing(published.clone());
             (1..9).for_each(|index| assert!(signaler.add(index as u64 + 1, &copies[index])));
             let (go, held) = std::sync::mpsc::channel::<()>();
@@ -449,7 +574,11 @@ mod tests {
             assert_eq!(signaler.raise(&stream, &streams, next).unwrap(), 1);
             assert!(wrapped.hook().has_struck());
             signaler.raise(&other, &streams, next).unwrap();
-            assert_eq!(copies.each_ref().map(SharedCounter::value), [0; 9], "the work before it is not done");
+            assert_eq!(
+                copies.each_ref().map(SharedCounter::value),
+                [0; 9],
+                "the work before it is not done"
+            );
             drop(go);
             assert!(signaler.own().wait_host(&device, 2, WAIT).unwrap());
             assert_eq!(copies.each_ref().map(SharedCounter::value), [2; 9]);

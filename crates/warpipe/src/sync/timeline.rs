@@ -28,8 +28,9 @@ use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IncomingReply, IpcServer, Kind, OutgoingReply,
-    REPLY_TIMEOUT, Rejection, RequestHandler, ServerCore, SessionObserver, decode, encode,
+    AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IncomingReply, IpcServer, Kind,
+    OutgoingReply, REPLY_TIMEOUT, Rejection, RequestHandler, ServerCore, SessionObserver, decode,
+    encode,
 };
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor};
@@ -88,8 +89,15 @@ pub struct Timeline {
 }
 
 enum TimelineRole {
-    Owner { server: Option<IpcServer>, raiser: Arc<Signaler> },
-    Importer { session: Option<ClientSession>, death_handler: Arc<OwnerDeathHandler>, pid: i32 },
+    Owner {
+        server: Option<IpcServer>,
+        raiser: Arc<Signaler>,
+    },
+    Importer {
+        session: Option<ClientSession>,
+        death_handler: Arc<OwnerDeathHandler>,
+        pid: i32,
+    },
 }
 
 impl Timeline {
@@ -105,10 +113,15 @@ impl Timeline {
     pub fn create(domain: &Domain, name: &str, device: &Device) -> Result<Timeline> {
         let name = EndpointName::new(name)?;
         let reactor = Reactor::of_process()?;
-        let lane = SharedCounter::new(&Arc::new(SharedPage::private(device, COUNTER_BYTES)?), LANE_OFFSET);
+        let lane = SharedCounter::new(
+            &Arc::new(SharedPage::private(device, COUNTER_BYTES)?),
+            LANE_OFFSET,
+        );
         let (published, fd) = SharedPage::publish(Some(device), COUNTER_BYTES)?;
-        let raiser =
-            Arc::new(Signaler::new(lane.clone(), 0).publishing(SharedCounter::new(&Arc::new(published), LANE_OFFSET)));
+        let raiser = Arc::new(
+            Signaler::new(lane.clone(), 0)
+                .publishing(SharedCounter::new(&Arc::new(published), LANE_OFFSET)),
+        );
         let signalling = Arc::new(StreamSet::default());
         let timeline_server = TimelineServer {
             device: device.clone(),
@@ -117,10 +130,24 @@ impl Timeline {
             drafts: Mutex::default(),
             published: fd,
         };
-        let at = Address { domain, name: &name, kind: Kind::Timeline };
+        let at = Address {
+            domain,
+            name: &name,
+            kind: Kind::Timeline,
+        };
         let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(timeline_server))?;
-        let role = TimelineRole::Owner { server: Some(server), raiser };
-        Ok(Timeline::assemble(name.to_string(), device, reactor, lane, signalling, role))
+        let role = TimelineRole::Owner {
+            server: Some(server),
+            raiser,
+        };
+        Ok(Timeline::assemble(
+            name.to_string(),
+            device,
+            reactor,
+            lane,
+            signalling,
+            role,
+        ))
     }
 
     /// Opens a timeline that is there, in any process, this one among them.
@@ -136,23 +163,47 @@ impl Timeline {
     ///
     /// # Errors
     /// As for [`open`](Self::open).
-    pub fn open_timeout(domain: &Domain, name: &str, device: &Device, timeout: Duration) -> Result<Timeline> {
+    pub fn open_timeout(
+        domain: &Domain,
+        name: &str,
+        device: &Device,
+        timeout: Duration,
+    ) -> Result<Timeline> {
         let name = EndpointName::new(name)?;
-        let at = Address { domain, name: &name, kind: Kind::Timeline };
+        let at = Address {
+            domain,
+            name: &name,
+            kind: Kind::Timeline,
+        };
         let (session, incoming) = ClientSession::attach(&at, Some(device.info().id), &[], timeout)?;
         let (reactor, pid) = (session.reactor().clone(), session.pid());
         let [lane, published] = map_pages(incoming, device, name.as_str())?;
-        let death_handler =
-            Arc::new(OwnerDeathHandler { lane: lane.clone(), published, is_over: AtomicBool::new(false) });
-        let settled =
-            session.observe(death_handler.clone()).and_then(|()| session.request(&encode(&PageSealed)?, REPLY_TIMEOUT));
+        let death_handler = Arc::new(OwnerDeathHandler {
+            lane: lane.clone(),
+            published,
+            is_over: AtomicBool::new(false),
+        });
+        let settled = session
+            .observe(death_handler.clone())
+            .and_then(|()| session.request(&encode(&PageSealed)?, REPLY_TIMEOUT));
         if let Err(error) = settled {
             // Not dropped here: to unregister memory, a driver may wait for a stream that waits for a peer.
             reactor.defer_drop(Box::new((session, death_handler, lane)));
             return Err(error);
         }
-        let role = TimelineRole::Importer { session: Some(session), death_handler, pid };
-        Ok(Timeline::assemble(name.to_string(), device, reactor, lane, Arc::default(), role))
+        let role = TimelineRole::Importer {
+            session: Some(session),
+            death_handler,
+            pid,
+        };
+        Ok(Timeline::assemble(
+            name.to_string(),
+            device,
+            reactor,
+            lane,
+            Arc::default(),
+            role,
+        ))
     }
 
     fn assemble(
@@ -164,7 +215,16 @@ impl Timeline {
         role: TimelineRole,
     ) -> Timeline {
         let (device, waiting) = (device.clone(), Arc::default());
-        Timeline { name, device, owner_process: OwnerProcess::current(), reactor, lane, signalling, waiting, role }
+        Timeline {
+            name,
+            device,
+            owner_process: OwnerProcess::current(),
+            reactor,
+            lane,
+            signalling,
+            waiting,
+            role,
+        }
     }
 
     /// The endpoint's name.
@@ -194,7 +254,11 @@ impl Timeline {
         self.owner_process.check()?;
         let raiser = self.raiser()?;
         stream.check_usable(&self.device)?;
-        raiser.raise(stream, &self.signalling, |last| self.check_above(value, last)).map(drop)
+        raiser
+            .raise(stream, &self.signalling, |last| {
+                self.check_above(value, last)
+            })
+            .map(drop)
     }
 
     /// Signals `value` now, from the CPU.
@@ -203,7 +267,8 @@ impl Timeline {
     /// As for [`signal`](Self::signal), and [`Error::SignalPending`] while a stream has yet to signal an earlier value.
     pub fn signal_now(&self, value: u64) -> Result<()> {
         self.owner_process.check()?;
-        self.raiser()?.raise_now(|last, reached| self.above_reached(value, last, reached))
+        self.raiser()?
+            .raise_now(|last, reached| self.above_reached(value, last, reached))
     }
 
     /// [`signal`](Self::signal), or without a stream [`signal_now`](Self::signal_now), unless another thread's signal is
@@ -217,9 +282,15 @@ impl Timeline {
         let raised = match stream {
             Some(stream) => {
                 stream.check_usable(&self.device)?;
-                raiser.try_raise(stream, &self.signalling, |last| self.check_above(value, last))?.map(drop)
+                raiser
+                    .try_raise(stream, &self.signalling, |last| {
+                        self.check_above(value, last)
+                    })?
+                    .map(drop)
             }
-            None => raiser.try_raise_now(|last, reached| self.above_reached(value, last, reached))?,
+            None => {
+                raiser.try_raise_now(|last, reached| self.above_reached(value, last, reached))?
+            }
         };
         Ok(raised.is_some())
     }
@@ -246,7 +317,11 @@ impl Timeline {
     pub fn wait(&self, stream: &Stream, value: u64) -> Result<()> {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;
-        let limit = if let TimelineRole::Owner { raiser, .. } = &self.role { raiser.last() } else { VALUE_MAX };
+        let limit = if let TimelineRole::Owner { raiser, .. } = &self.role {
+            raiser.last()
+        } else {
+            VALUE_MAX
+        };
         if value > limit {
             return Err(Error::argument("value", value, format!("up to {limit}")));
         }
@@ -264,7 +339,11 @@ impl Timeline {
     pub fn wait_host(&self, value: u64, timeout: Duration) -> Result<()> {
         self.owner_process.check()?;
         if value > VALUE_MAX {
-            return Err(Error::argument("value", value, format!("up to {VALUE_MAX}")));
+            return Err(Error::argument(
+                "value",
+                value,
+                format!("up to {VALUE_MAX}"),
+            ));
         }
         if self.check(value)? {
             return Ok(());
@@ -273,7 +352,10 @@ impl Timeline {
         if self.check(value)? {
             return Ok(());
         }
-        Err(Error::Timeout { what: format!("value {value} of timeline {:?}", self.name), waited: timeout })
+        Err(Error::Timeout {
+            what: format!("value {value} of timeline {:?}", self.name),
+            waited: timeout,
+        })
     }
 
     /// Whether `value` has been reached: true, or false if it may still be.
@@ -296,8 +378,14 @@ impl Timeline {
 
     fn wait_status(&self, value: u64) -> WaitStatus {
         let wait_status = self.lane.wait_status(value);
-        if let (WaitStatus::Pending, TimelineRole::Importer { session: Some(session), death_handler, .. }) =
-            (wait_status, &self.role)
+        if let (
+            WaitStatus::Pending,
+            TimelineRole::Importer {
+                session: Some(session),
+                death_handler,
+                ..
+            },
+        ) = (wait_status, &self.role)
             && death_handler.is_over.load(SeqCst)
             && session.is_dead()
         {
@@ -311,31 +399,55 @@ impl Timeline {
     fn raiser(&self) -> Result<&Signaler> {
         match &self.role {
             TimelineRole::Owner { raiser, .. } => Ok(raiser),
-            TimelineRole::Importer { pid, .. } => Err(Error::NotOwner { name: self.name.clone(), pid: *pid }),
+            TimelineRole::Importer { pid, .. } => Err(Error::NotOwner {
+                name: self.name.clone(),
+                pid: *pid,
+            }),
         }
     }
 
     fn above_reached(&self, value: u64, last: u64, reached: u64) -> Result<u64> {
         if reached < last {
-            return Err(Error::SignalPending { name: self.name.clone(), value, last, reached });
+            return Err(Error::SignalPending {
+                name: self.name.clone(),
+                value,
+                last,
+                reached,
+            });
         }
         self.check_above(value, last)
     }
 
     fn check_above(&self, value: u64, last: u64) -> Result<u64> {
         match value {
-            _ if value > VALUE_MAX => Err(Error::argument("value", value, format!("up to {VALUE_MAX}"))),
-            _ if value <= last => Err(Error::Backwards { name: self.name.clone(), value, last }),
+            _ if value > VALUE_MAX => Err(Error::argument(
+                "value",
+                value,
+                format!("up to {VALUE_MAX}"),
+            )),
+            _ if value <= last => Err(Error::Backwards {
+                name: self.name.clone(),
+                value,
+                last,
+            }),
             _ => Ok(value),
         }
     }
 
     fn gone(&self) -> Error {
         match &self.role {
-            TimelineRole::Importer { session: Some(session), .. } => session.owner_gone(),
+            TimelineRole::Importer {
+                session: Some(session),
+                ..
+            } => session.owner_gone(),
             _ => {
                 let (name, pid) = (self.name.clone(), std::process::id() as i32);
-                Error::OwnerGone { kind: Kind::Timeline, name, pid, graceful: false }
+                Error::OwnerGone {
+                    kind: Kind::Timeline,
+                    name,
+                    pid,
+                    graceful: false,
+                }
             }
         }
     }
@@ -377,7 +489,12 @@ impl Drop for Timeline {
 }
 
 /// An owner's end: first what its streams have yet to signal, then the word of its end, then the memory.
-fn close_owner(reactor: &Reactor, raiser: Arc<Signaler>, signalling: Arc<StreamSet>, waiting: Arc<StreamSet>) {
+fn close_owner(
+    reactor: &Reactor,
+    raiser: Arc<Signaler>,
+    signalling: Arc<StreamSet>,
+    waiting: Arc<StreamSet>,
+) {
     let (mut signalled, mut waited, mut has_ended) = (None, None, false);
     reactor.drop_after(move || {
         let is_caught_up = raiser.catch_up();
@@ -390,19 +507,32 @@ fn close_owner(reactor: &Reactor, raiser: Arc<Signaler>, signalling: Arc<StreamS
         if !is_fence_passed(&mut waited, &waiting) {
             return DropReadiness::Busy;
         }
-        if Arc::strong_count(&raiser) > 1 { DropReadiness::Held } else { DropReadiness::Ready }
+        if Arc::strong_count(&raiser) > 1 {
+            DropReadiness::Held
+        } else {
+            DropReadiness::Ready
+        }
     });
 }
 
 /// An importer's end. The visit goes on for as long as a stream of ours may wait: its reactor is what lets it go.
-fn close_importer(reactor: &Reactor, lane: SharedCounter, mut session: Option<ClientSession>, waiting: Arc<StreamSet>) {
+fn close_importer(
+    reactor: &Reactor,
+    lane: SharedCounter,
+    mut session: Option<ClientSession>,
+    waiting: Arc<StreamSet>,
+) {
     let mut waited = None;
     reactor.drop_after(move || {
         if !is_fence_passed(&mut waited, &waiting) {
             return DropReadiness::Busy;
         }
         drop(session.take());
-        if Arc::strong_count(lane.page()) > 1 { DropReadiness::Held } else { DropReadiness::Ready }
+        if Arc::strong_count(lane.page()) > 1 {
+            DropReadiness::Held
+        } else {
+            DropReadiness::Ready
+        }
     });
 }
 
@@ -439,7 +569,9 @@ impl TimelineServer {
     /// are let go.
     fn remove_importer(&self, server_core: &ServerCore, client: &ClientInfo) {
         self.drafts().remove(&client.id);
-        let Some(copy) = self.raiser.remove(client.id) else { return };
+        let Some(copy) = self.raiser.remove(client.id) else {
+            return;
+        };
         let (raiser, streams, mut fence) = (self.raiser.clone(), self.signalling.clone(), None);
         server_core.reactor().drop_after(move || {
             // Before the proof: a signal that is on its way to a stream holds it.
@@ -456,10 +588,23 @@ impl TimelineServer {
 }
 
 impl RequestHandler for TimelineServer {
-    fn on_connect(&self, _: &ServerCore, client: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        client: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
         let draft = UnsealedPage::create(COUNTER_BYTES)?;
-        let fds = vec![draft.descriptor()?, CloseOnForkFd::duplicate(&self.published)?];
-        let answer = OutgoingReply::new(&TimelineGrant { bytes: draft.bytes() as u64 }, fds)?;
+        let fds = vec![
+            draft.descriptor()?,
+            CloseOnForkFd::duplicate(&self.published)?,
+        ];
+        let answer = OutgoingReply::new(
+            &TimelineGrant {
+                bytes: draft.bytes() as u64,
+            },
+            fds,
+        )?;
         self.drafts().insert(client.id, draft);
         Ok(answer)
     }
@@ -471,8 +616,14 @@ impl RequestHandler for TimelineServer {
         body: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
         let PageSealed = decode(body, server_core.name())?;
-        let draft = self.drafts().remove(&client.id).ok_or_else(|| Rejection("it has its page".into()))?;
-        let copy = SharedCounter::new(&Arc::new(draft.confirm(&self.device, server_core.name())?), LANE_OFFSET);
+        let draft = self
+            .drafts()
+            .remove(&client.id)
+            .ok_or_else(|| Rejection("it has its page".into()))?;
+        let copy = SharedCounter::new(
+            &Arc::new(draft.confirm(&self.device, server_core.name())?),
+            LANE_OFFSET,
+        );
         if !self.raiser.add(client.id, &copy) {
             let raiser = self.raiser.clone();
             server_core.reactor().drop_after(move || raiser.catch_up());

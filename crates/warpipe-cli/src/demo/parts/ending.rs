@@ -15,7 +15,11 @@ pub fn run(stage: &mut Stage) -> anyhow::Result<()> {
             Event::Left { extra } => {
                 reports += 1;
                 let role = stage.role(id);
-                stage.left.extend(extra.iter().map(|(what, count)| format!("{count} {what} of the {role}")));
+                stage.left.extend(
+                    extra
+                        .iter()
+                        .map(|(what, count)| format!("{count} {what} of the {role}")),
+                );
             }
             _ => {}
         }
@@ -24,15 +28,25 @@ pub fn run(stage: &mut Stage) -> anyhow::Result<()> {
         std::fs::write(stage.domain().join("planted"), "")?;
     }
     let found = files(&stage.domain())?;
-    stage.left.extend(found.into_iter().map(|file| format!("the file {file}")));
+    stage
+        .left
+        .extend(found.into_iter().map(|file| format!("the file {file}")));
     let Counts { wrong, gaps, .. } = stage.total();
-    stage.claim("every word was right", wrong == 0, || format!("{wrong} items held wrong words"));
-    stage.claim("every item came in its turn", gaps == 0, || format!("{gaps} items came out of order"));
-    let killed = stage.killed;
-    stage.claim("two processes were killed", killed == 2, || format!("{killed} were"));
-    stage.claim("every survivor looked for what it left over", reports == living, || {
-        format!("{reports} of {living} told")
+    stage.claim("every word was right", wrong == 0, || {
+        format!("{wrong} items held wrong words")
     });
+    stage.claim("every item came in its turn", gaps == 0, || {
+        format!("{gaps} items came out of order")
+    });
+    let killed = stage.killed;
+    stage.claim("two processes were killed", killed == 2, || {
+        format!("{killed} were")
+    });
+    stage.claim(
+        "every survivor looked for what it left over",
+        reports == living,
+        || format!("{reports} of {living} told"),
+    );
     let left = stage.left.join(", ");
     stage.claim("nothing is left over", left.is_empty(), || left);
     Ok(())

@@ -22,7 +22,12 @@ pub struct Part {
 }
 
 /// All of them.
-pub const ALL: [Part; 4] = [latency::PART, throughput::PART, subscriber_death::PART, publisher_death::PART];
+pub const ALL: [Part; 4] = [
+    latency::PART,
+    throughput::PART,
+    subscriber_death::PART,
+    publisher_death::PART,
+];
 
 /// Starts the processes, runs every part, ends the processes, and looks at what is left over.
 pub fn perform(stage: &mut Stage) -> anyhow::Result<()> {
@@ -44,11 +49,18 @@ fn announce(stage: &mut Stage) -> anyhow::Result<()> {
         false => format!("{} ({})", stage.device, stage.why),
     };
     stage.line(styled(Style::Bold, &format!("warpipe demo on {device}")))?;
-    let processes =
-        format!("1 publisher and {}, each a process", plural(stage.args.subscribers as usize, "subscriber"));
-    stage.line(styled(Style::Dim, &format!("   {processes}; tensors of {}", bytes(stage.item_bytes()))))?;
+    let processes = format!(
+        "1 publisher and {}, each a process",
+        plural(stage.args.subscribers as usize, "subscriber")
+    );
+    stage.line(styled(
+        Style::Dim,
+        &format!("   {processes}; tensors of {}", bytes(stage.item_bytes())),
+    ))?;
     if stage.is_mps {
-        stage.line("   an MPS daemon answers: a kill in the middle of a kernel would end all its clients,")?;
+        stage.line(
+            "   an MPS daemon answers: a kill in the middle of a kernel would end all its clients,",
+        )?;
         stage.line("   so processes are killed while they have no work on the device")?;
     }
     let figures = json!({
@@ -68,19 +80,32 @@ fn start(stage: &mut Stage) -> anyhow::Result<()> {
         let id = stage.start_subscriber(number)?;
         stage.subscribers.push(id);
     }
-    let all: Vec<Id> = stage.subscribers.iter().copied().chain([stage.publisher]).collect();
+    let all: Vec<Id> = stage
+        .subscribers
+        .iter()
+        .copied()
+        .chain([stage.publisher])
+        .collect();
     stage.wait_ready(&all)
 }
 
 /// Publishes until told otherwise.
 fn publish_on(stage: &mut Stage) -> anyhow::Result<()> {
-    stage.order(stage.publisher, &Order::Publish { milliseconds: None, items: None })
+    stage.order(
+        stage.publisher,
+        &Order::Publish {
+            milliseconds: None,
+            items: None,
+        },
+    )
 }
 
 /// Has every subscriber check everything up to an item. Their counts.
 fn reach(stage: &mut Stage, number: u64) -> anyhow::Result<Vec<Counts>> {
     let subscribers = stage.subscribers.clone();
-    subscribers.iter().try_for_each(|&id| stage.order(id, &Order::Reach { number }))?;
+    subscribers
+        .iter()
+        .try_for_each(|&id| stage.order(id, &Order::Reach { number }))?;
     let mut all = Vec::new();
     for id in subscribers {
         let counts = stage.wait(id, "it has checked everything", |event| match event {
@@ -102,7 +127,11 @@ fn wait_published(stage: &mut Stage) -> anyhow::Result<(u64, u64)> {
 }
 
 fn plural(number: usize, noun: &str) -> String {
-    if number == 1 { format!("1 {noun}") } else { format!("{} {noun}s", count(number as u64)) }
+    if number == 1 {
+        format!("1 {noun}")
+    } else {
+        format!("{} {noun}s", count(number as u64))
+    }
 }
 
 /// `4, 5 and 6`.
@@ -120,7 +149,13 @@ mod tests {
 
     #[test]
     fn numbers_are_listed_as_people_do() {
-        assert_eq!([list(&[]), list(&[4]), list(&[4, 5, 6])], ["", "4", "4, 5 and 6"]);
-        assert_eq!([plural(1, "item"), plural(2000, "item")], ["1 item", "2,000 items"]);
+        assert_eq!(
+            [list(&[]), list(&[4]), list(&[4, 5, 6])],
+            ["", "4", "4, 5 and 6"]
+        );
+        assert_eq!(
+            [plural(1, "item"), plural(2000, "item")],
+            ["1 item", "2,000 items"]
+        );
     }
 }

@@ -14,7 +14,11 @@ use crate::demo::stage::{Stage, Timeline};
 pub const PART: Part = Part {
     event: "publisher_death",
     heading: |stage| {
-        let when = if stage.is_busy() { "in the middle of a write" } else { "between two writes" };
+        let when = if stage.is_busy() {
+            "in the middle of a write"
+        } else {
+            "between two writes"
+        };
         format!("death of the publisher: SIGKILL {when}")
     },
     run,
@@ -53,32 +57,54 @@ fn run(stage: &mut Stage) -> anyhow::Result<Value> {
     let mut survivors = Vec::new();
     for &id in &ids {
         let notified_ns = stage.wait(id, "its publisher has gone", gone)?;
-        survivors.push(Survivor { role: stage.role(id), notified_ns, ..Survivor::default() });
+        survivors.push(Survivor {
+            role: stage.role(id),
+            notified_ns,
+            ..Survivor::default()
+        });
     }
-    say(&mut timeline, &survivors, "is notified", |survivor| Some(survivor.notified_ns));
+    say(&mut timeline, &survivors, "is notified", |survivor| {
+        Some(survivor.notified_ns)
+    });
     if writing.is_some() {
         for (&id, survivor) in ids.iter().zip(&mut survivors) {
             survivor.lost = Some(stage.wait(id, "it has discarded what is lost", lost)?);
         }
-        for number in survivors.iter().filter_map(|survivor| Some(survivor.lost?.0)).collect::<BTreeSet<_>>() {
+        for number in survivors
+            .iter()
+            .filter_map(|survivor| Some(survivor.lost?.0))
+            .collect::<BTreeSet<_>>()
+        {
             let text = format!("has discarded item {number} as lost; its stream goes on");
             say(&mut timeline, &survivors, &text, |survivor| {
-                survivor.lost.filter(|lost| lost.0 == number).map(|lost| lost.1)
+                survivor
+                    .lost
+                    .filter(|lost| lost.0 == number)
+                    .map(|lost| lost.1)
             });
         }
     }
     let started_ns = now_ns();
     stage.publisher = stage.start_publisher(ids.len())?;
-    timeline.add(started_ns, format_args!("a new publisher is started (process {})", stage.pid(stage.publisher)));
+    timeline.add(
+        started_ns,
+        format_args!(
+            "a new publisher is started (process {})",
+            stage.pid(stage.publisher)
+        ),
+    );
     timeline.print(stage)?;
     publish(stage)?;
     for (&id, survivor) in ids.iter().zip(&mut survivors) {
-        let (number, at_ns, previous) = stage.wait(id, "it follows the new publisher", continued)?;
+        let (number, at_ns, previous) =
+            stage.wait(id, "it follows the new publisher", continued)?;
         (survivor.first_after, survivor.continued_ns) = (number, at_ns);
         survivor.previous = Some(previous);
     }
     let text = "has verified the new publisher's first item";
-    say(&mut timeline, &survivors, text, |survivor| Some(survivor.continued_ns));
+    say(&mut timeline, &survivors, text, |survivor| {
+        Some(survivor.continued_ns)
+    });
     timeline.print(stage)?;
     judge(stage, &survivors, pid, complete, writing);
     let (items, _) = wait_published(stage)?;
@@ -106,32 +132,54 @@ fn figures(timeline: &Timeline, survivor: &Survivor) -> Value {
 }
 
 fn gone(event: &Event) -> Option<u64> {
-    if let Event::PublisherGone { at_ns } = event { Some(*at_ns) } else { None }
+    if let Event::PublisherGone { at_ns } = event {
+        Some(*at_ns)
+    } else {
+        None
+    }
 }
 
 fn lost(event: &Event) -> Option<(u64, u64)> {
-    if let Event::Lost { number, at_ns } = event { Some((*number, *at_ns)) } else { None }
+    if let Event::Lost { number, at_ns } = event {
+        Some((*number, *at_ns))
+    } else {
+        None
+    }
 }
 
 fn continued(event: &Event) -> Option<(u64, u64, Previous)> {
     match event {
-        Event::First { number, at_ns, after: Some(previous) } => Some((*number, *at_ns, *previous)),
+        Event::First {
+            number,
+            at_ns,
+            after: Some(previous),
+        } => Some((*number, *at_ns, *previous)),
         _ => None,
     }
 }
 
 /// Has the publisher stop, and the subscribers wait for what it does not complete.
 fn stop_in_write(stage: &mut Stage, victim: Id) -> anyhow::Result<(u64, Option<u64>)> {
-    stage.order(victim, &Order::StopInWrite { busy: stage.is_busy() })?;
-    let (complete, writing) = stage.wait(victim, "it has stopped in a write", |event| match event {
-        Event::Stopped { complete, writing } => Some((*complete, *writing)),
-        _ => None,
-    })?;
+    stage.order(
+        victim,
+        &Order::StopInWrite {
+            busy: stage.is_busy(),
+        },
+    )?;
+    let (complete, writing) =
+        stage.wait(victim, "it has stopped in a write", |event| match event {
+            Event::Stopped { complete, writing } => Some((*complete, *writing)),
+            _ => None,
+        })?;
     if let Some(number) = writing {
         let subscribers = stage.subscribers.clone();
-        subscribers.iter().try_for_each(|&id| stage.order(id, &Order::Await { number }))?;
+        subscribers
+            .iter()
+            .try_for_each(|&id| stage.order(id, &Order::Await { number }))?;
         for id in subscribers {
-            stage.wait(id, "its stream waits", |event| (*event == Event::Waiting).then_some(()))?;
+            stage.wait(id, "its stream waits", |event| {
+                (*event == Event::Waiting).then_some(())
+            })?;
         }
     }
     Ok((complete, writing))
@@ -141,34 +189,73 @@ fn stop_in_write(stage: &mut Stage, victim: Id) -> anyhow::Result<(u64, Option<u
 fn publish(stage: &mut Stage) -> anyhow::Result<()> {
     stage.wait_ready(&[stage.publisher])?;
     let milliseconds = Some(STRETCH.as_millis() as u64);
-    stage.order(stage.publisher, &Order::Publish { milliseconds, items: stage.args.items })
+    stage.order(
+        stage.publisher,
+        &Order::Publish {
+            milliseconds,
+            items: stage.args.items,
+        },
+    )
 }
 
 /// A line for each survivor, or of many for the first and the last.
-fn say(timeline: &mut Timeline, survivors: &[Survivor], text: &str, when: impl Fn(&Survivor) -> Option<u64>) {
-    let mut told: Vec<_> = survivors.iter().filter_map(|survivor| Some((when(survivor)?, &survivor.role))).collect();
+fn say(
+    timeline: &mut Timeline,
+    survivors: &[Survivor],
+    text: &str,
+    when: impl Fn(&Survivor) -> Option<u64>,
+) {
+    let mut told: Vec<_> = survivors
+        .iter()
+        .filter_map(|survivor| Some((when(survivor)?, &survivor.role)))
+        .collect();
     if told.len() <= LINES_MAX {
-        return told.into_iter().for_each(|(at_ns, role)| timeline.add(at_ns, format_args!("{role} {text}")));
+        return told
+            .into_iter()
+            .for_each(|(at_ns, role)| timeline.add(at_ns, format_args!("{role} {text}")));
     }
     told.sort();
-    timeline.add(told[0].0, format_args!("the first of {} subscribers {text}", told.len()));
-    timeline.add(told[told.len() - 1].0, format_args!("the last of them {text}"));
+    timeline.add(
+        told[0].0,
+        format_args!("the first of {} subscribers {text}", told.len()),
+    );
+    timeline.add(
+        told[told.len() - 1].0,
+        format_args!("the last of them {text}"),
+    );
 }
 
 fn judge(stage: &mut Stage, survivors: &[Survivor], pid: u32, complete: u64, writing: Option<u64>) {
     for survivor in survivors {
-        let Survivor { role, lost, first_after, previous, .. } = survivor;
+        let Survivor {
+            role,
+            lost,
+            first_after,
+            previous,
+            ..
+        } = survivor;
         let last = previous.map_or(0, |previous| previous.last);
-        stage.claim("nothing was lost that was complete", last == complete, || {
-            format!("{role} verified everything up to item {last}, and item {complete} was complete")
-        });
+        stage.claim(
+            "nothing was lost that was complete",
+            last == complete,
+            || {
+                format!(
+                    "{role} verified everything up to item {last}, and item {complete} was complete"
+                )
+            },
+        );
         let discarded = lost.map(|(number, _)| number);
-        stage.claim("what was not complete was discarded, and nothing else", discarded == writing, || {
-            format!("{role} discarded {discarded:?}, and {writing:?} was being written")
-        });
-        let follows = previous.is_some_and(|previous| previous.pid == pid as i32 && !previous.graceful);
-        stage.claim("every survivor followed the next publisher", follows && *first_after == 1, || {
-            format!("{role} followed {previous:?} with item {first_after}")
-        });
+        stage.claim(
+            "what was not complete was discarded, and nothing else",
+            discarded == writing,
+            || format!("{role} discarded {discarded:?}, and {writing:?} was being written"),
+        );
+        let follows =
+            previous.is_some_and(|previous| previous.pid == pid as i32 && !previous.graceful);
+        stage.claim(
+            "every survivor followed the next publisher",
+            follows && *first_after == 1,
+            || format!("{role} followed {previous:?} with item {first_after}"),
+        );
     }
 }

@@ -15,7 +15,11 @@ use crate::output::duration;
 pub const PART: Part = Part {
     event: "subscriber_death",
     heading: |stage| {
-        let when = if stage.is_busy() { "in the middle of its work" } else { "while it holds samples" };
+        let when = if stage.is_busy() {
+            "in the middle of its work"
+        } else {
+            "while it holds samples"
+        };
         format!("death of a subscriber: SIGKILL {when}")
     },
     run,
@@ -31,27 +35,53 @@ fn run(stage: &mut Stage) -> anyhow::Result<Value> {
     publish_on(stage)?;
     let held = hold(stage, victim)?;
     let (role, pid) = (stage.role(victim), stage.pid(victim));
-    stage.order(stage.publisher, &Order::Watch { pid: pid as i32, numbers: held.clone() })?;
-    stage.wait(stage.publisher, "it watches", |event| (*event == Event::Watching).then_some(()))?;
+    stage.order(
+        stage.publisher,
+        &Order::Watch {
+            pid: pid as i32,
+            numbers: held.clone(),
+        },
+    )?;
+    stage.wait(stage.publisher, "it watches", |event| {
+        (*event == Event::Watching).then_some(())
+    })?;
     let mut timeline = Timeline::new(stage.kill(victim)?);
-    stage.line(format_args!("   {role} (process {pid}) holds items {}, and is killed; from then on:", list(&held)))?;
+    stage.line(format_args!(
+        "   {role} (process {pid}) holds items {}, and is killed; from then on:",
+        list(&held)
+    ))?;
 
     let notified_ns = of_publisher(stage, gone)?;
     timeline.add(notified_ns, "the publisher is notified");
     let started_ns = now_ns();
     let next = stage.start_subscriber(number)?;
     stage.subscribers[number - 1] = next;
-    timeline.add(started_ns, format_args!("a new {role} is started (process {})", stage.pid(next)));
+    timeline.add(
+        started_ns,
+        format_args!("a new {role} is started (process {})", stage.pid(next)),
+    );
     let released_ns = of_publisher(stage, released)?;
-    timeline.add(released_ns, format_args!("the {} that it held are released", plural(held.len(), "slot")));
+    timeline.add(
+        released_ns,
+        format_args!(
+            "the {} that it held are released",
+            plural(held.len(), "slot")
+        ),
+    );
     let lent_ns = of_publisher(stage, lent_again)?;
     timeline.add(lent_ns, "and lent again");
     let early = stage.take(next, first_item);
     if early.is_none() {
         timeline.print(stage)?;
     }
-    let (first, first_ns) = early.map_or_else(|| stage.wait(next, "its first item is verified", first_item), Ok)?;
-    timeline.add(first_ns, format_args!("the new {role} has verified its first item, {first}"));
+    let (first, first_ns) = early.map_or_else(
+        || stage.wait(next, "its first item is verified", first_item),
+        Ok,
+    )?;
+    timeline.add(
+        first_ns,
+        format_args!("the new {role} has verified its first item, {first}"),
+    );
     timeline.print(stage)?;
 
     let ms = [notified_ns, released_ns, lent_ns].map(|at_ns| timeline.ms(at_ns));
@@ -81,24 +111,45 @@ fn run(stage: &mut Stage) -> anyhow::Result<Value> {
 }
 
 fn gone(event: &Event) -> Option<u64> {
-    if let Event::SubscriberGone { at_ns } = event { Some(*at_ns) } else { None }
+    if let Event::SubscriberGone { at_ns } = event {
+        Some(*at_ns)
+    } else {
+        None
+    }
 }
 
 fn released(event: &Event) -> Option<u64> {
-    if let Event::Released { at_ns } = event { Some(*at_ns) } else { None }
+    if let Event::Released { at_ns } = event {
+        Some(*at_ns)
+    } else {
+        None
+    }
 }
 
 fn lent_again(event: &Event) -> Option<u64> {
-    if let Event::LentAgain { at_ns } = event { Some(*at_ns) } else { None }
+    if let Event::LentAgain { at_ns } = event {
+        Some(*at_ns)
+    } else {
+        None
+    }
 }
 
 fn first_item(event: &Event) -> Option<(u64, u64)> {
-    if let Event::First { number, at_ns, .. } = event { Some((*number, *at_ns)) } else { None }
+    if let Event::First { number, at_ns, .. } = event {
+        Some((*number, *at_ns))
+    } else {
+        None
+    }
 }
 
 /// Has a subscriber keep what it receives. Which items.
 fn hold(stage: &mut Stage, victim: Id) -> anyhow::Result<Vec<u64>> {
-    stage.order(victim, &Order::Hold { busy: stage.is_busy() })?;
+    stage.order(
+        victim,
+        &Order::Hold {
+            busy: stage.is_busy(),
+        },
+    )?;
     let (numbers, counts) = stage.wait(victim, "it holds samples", |event| match event {
         Event::Held { numbers, counts } => Some((numbers.clone(), *counts)),
         _ => None,
@@ -108,16 +159,31 @@ fn hold(stage: &mut Stage, victim: Id) -> anyhow::Result<Vec<u64>> {
 }
 
 fn of_publisher(stage: &mut Stage, pick: fn(&Event) -> Option<u64>) -> anyhow::Result<u64> {
-    stage.wait(stage.publisher, "what becomes of the killed subscriber's slots", pick)
+    stage.wait(
+        stage.publisher,
+        "what becomes of the killed subscriber's slots",
+        pick,
+    )
 }
 
 /// What the other subscribers did between two times.
-fn meanwhile(stage: &mut Stage, others: &[Id], from_ns: u64, until_ns: u64) -> anyhow::Result<Vec<Value>> {
-    others.iter().try_for_each(|&id| stage.order(id, &Order::Since { from_ns, until_ns }))?;
+fn meanwhile(
+    stage: &mut Stage,
+    others: &[Id],
+    from_ns: u64,
+    until_ns: u64,
+) -> anyhow::Result<Vec<Value>> {
+    others
+        .iter()
+        .try_for_each(|&id| stage.order(id, &Order::Since { from_ns, until_ns }))?;
     let mut all = Vec::new();
     for (index, &id) in others.iter().enumerate() {
         let (verified, apart_ns, gaps) = stage.wait(id, "it went on", |event| match event {
-            Event::Went { verified, apart_ns, gaps } => Some((*verified, *apart_ns, *gaps)),
+            Event::Went {
+                verified,
+                apart_ns,
+                gaps,
+            } => Some((*verified, *apart_ns, *gaps)),
             _ => None,
         })?;
         let role = stage.role(id);
@@ -125,12 +191,18 @@ fn meanwhile(stage: &mut Stage, others: &[Id], from_ns: u64, until_ns: u64) -> a
         if index < LINES_MAX {
             let (items, apart) = (plural(verified as usize, "item"), duration(apart));
             let went = format!("{items} verified meanwhile, at most {apart} apart");
-            let how = if gaps == 0 { "went on without a gap" } else { "went on WITH A GAP" };
+            let how = if gaps == 0 {
+                "went on without a gap"
+            } else {
+                "went on WITH A GAP"
+            };
             stage.line(format_args!("   {role} {how}: {went}"))?;
         }
-        stage.claim("the other subscribers went on without a gap", verified > 0 && gaps == 0, || {
-            format!("{role} verified {verified} items meanwhile, {gaps} were out of order")
-        });
+        stage.claim(
+            "the other subscribers went on without a gap",
+            verified > 0 && gaps == 0,
+            || format!("{role} verified {verified} items meanwhile, {gaps} were out of order"),
+        );
         all.push(json!({ "role": role, "verified": verified, "apart_ms": apart_ns as f64 / 1e6 }));
     }
     if let Some(more) = others.len().checked_sub(LINES_MAX).filter(|&more| more > 0) {

@@ -20,8 +20,8 @@ use super::staging::Staging;
 use super::sys::{self, CUcontext, CUdevice, CUresult, Driver};
 use super::waits;
 use crate::backend::{
-    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
-    RawStream, Rows, StreamOp, TimelineWord,
+    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent,
+    RawRegion, RawStream, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
@@ -62,7 +62,11 @@ thread_local! {
 }
 
 /// Codes with which a driver answers to handles of a context that is there no more.
-const STALE: [CUresult; 3] = [CUresult::INVALID_CONTEXT, CUresult::INVALID_HANDLE, CUresult::CONTEXT_IS_DESTROYED];
+const STALE: [CUresult; 3] = [
+    CUresult::INVALID_CONTEXT,
+    CUresult::INVALID_HANDLE,
+    CUresult::CONTEXT_IS_DESTROYED,
+];
 
 /// How often it is tried to put the caller's context back.
 const POP_TRIES: u32 = 3;
@@ -73,8 +77,10 @@ const MPS_PATIENCE: Duration = Duration::from_secs(5);
 /// Loads and initialises the driver: `cuInit`, which returns at once when it has been called before. The caller is
 /// inside.
 fn driver() -> Result<&'static Driver> {
-    let driver = sys::driver()
-        .map_err(|reason| Error::NoDriver { searched: sys::LIBRARY_NAMES.join(", "), reason: reason.to_owned() })?;
+    let driver = sys::driver().map_err(|reason| Error::NoDriver {
+        searched: sys::LIBRARY_NAMES.join(", "),
+        reason: reason.to_owned(),
+    })?;
     if fault::forked() {
         return Err(Error::Forked);
     }
@@ -100,7 +106,10 @@ fn init(driver: &Driver) -> Result<(), fault::Fault> {
     let mut backoff = Backoff::default();
     loop {
         match driver.init() {
-            Err(fault) if fault.is(&[CUresult::MPS_SERVER_NOT_READY]) && start.elapsed() < MPS_PATIENCE => {
+            Err(fault)
+                if fault.is(&[CUresult::MPS_SERVER_NOT_READY])
+                    && start.elapsed() < MPS_PATIENCE =>
+            {
                 shutdown_gate::leave_if_ending();
                 backoff.pause();
             }
@@ -176,7 +185,10 @@ impl CudaBackend {
             // A reset leaves the retains as they are: that of the backend before is given up now that there is another.
             let _ = driver.primary_context_release(device);
         }
-        let backend = Arc::new_cyclic(|me| CudaBackend { me: me.clone(), ..backend });
+        let backend = Arc::new_cyclic(|me| CudaBackend {
+            me: me.clone(),
+            ..backend
+        });
         opened.insert(ordinal, backend.clone());
         Ok(backend)
     }
@@ -192,7 +204,11 @@ impl CudaBackend {
         let (broadcast, gather) = (Broadcast::load(driver)?, Gather::load(driver)?);
         // Once more: the first context may have made the driver register a handler of its own.
         shutdown_gate::close_before_the_driver()?;
-        let (kernels, staging, ipc_handles) = (Kernels::default(), Staging::default(), IpcHandleTable::default());
+        let (kernels, staging, ipc_handles) = (
+            Kernels::default(),
+            Staging::default(),
+            IpcHandleTable::default(),
+        );
         // SAFETY: retained by the caller.
         let context_id = unsafe { driver.context_id(context) }.ok();
         let (held, is_reset) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -249,7 +265,9 @@ impl CudaBackend {
 
     #[cold]
     fn reset_error(&self) -> Error {
-        Error::DeviceReset { device: self.info.name.clone() }
+        Error::DeviceReset {
+            device: self.info.name.clone(),
+        }
     }
 
     /// Whether the device was reset since this was opened. A context that cannot be asked about counts as there. The
@@ -258,7 +276,8 @@ impl CudaBackend {
         let is_another = || {
             // SAFETY: the primary context is active, and has one handle for the life of the process.
             let now = unsafe { self.driver.context_id(self.context) }.ok();
-            self.context_id.is_some_and(|before| now.is_some_and(|now| now != before))
+            self.context_id
+                .is_some_and(|before| now.is_some_and(|now| now != before))
         };
         let is_gone = self.is_reset.load(Ordering::Relaxed)
             || match self.driver.primary_context_is_active(self.device) {
@@ -276,7 +295,9 @@ impl CudaBackend {
     fn explain(&self, error: Error) -> Error {
         let _guard = shutdown_gate::enter();
         match error {
-            Error::Driver { code, .. } if STALE.contains(&CUresult(code)) && self.is_gone() => self.reset_error(),
+            Error::Driver { code, .. } if STALE.contains(&CUresult(code)) && self.is_gone() => {
+                self.reset_error()
+            }
             other => other,
         }
     }
@@ -297,14 +318,22 @@ struct Relaxed {
 
 impl Relaxed {
     fn new(driver: &'static Driver) -> Relaxed {
-        Relaxed { driver, previous: driver.exchange_capture_mode(sys::STREAM_CAPTURE_MODE_RELAXED).ok() }
+        Relaxed {
+            driver,
+            previous: driver
+                .exchange_capture_mode(sys::STREAM_CAPTURE_MODE_RELAXED)
+                .ok(),
+        }
     }
 }
 
 impl Drop for Relaxed {
     fn drop(&mut self) {
         // Not if it was the user's mode already: then there is nothing to put back.
-        if let Some(mode) = self.previous.filter(|&mode| mode != sys::STREAM_CAPTURE_MODE_RELAXED) {
+        if let Some(mode) = self
+            .previous
+            .filter(|&mode| mode != sys::STREAM_CAPTURE_MODE_RELAXED)
+        {
             let _ = self.driver.exchange_capture_mode(mode);
         }
     }
@@ -335,7 +364,12 @@ fn make_current(driver: &'static Driver, context: CUcontext) -> Result<Current> 
         // SAFETY: the context is retained for the life of the process.
         unsafe { driver.context_push(context) }?;
     }
-    Ok(Current { driver, pushed, relaxed: None, _guard: guard })
+    Ok(Current {
+        driver,
+        pushed,
+        relaxed: None,
+        _guard: guard,
+    })
 }
 
 impl Drop for Current {
@@ -347,16 +381,33 @@ impl Drop for Current {
 }
 
 fn describe(driver: &Driver, device: CUdevice, ordinal: u32) -> Result<DeviceInfo> {
-    let id = DeviceId { kind: DeviceKind::Cuda, uuid: driver.device_uuid(device)? };
-    Ok(DeviceInfo { id, ordinal, name: driver.device_name(device)?, memory_bytes: driver.device_memory(device)? })
+    let id = DeviceId {
+        kind: DeviceKind::Cuda,
+        uuid: driver.device_uuid(device)?,
+    };
+    Ok(DeviceInfo {
+        id,
+        ordinal,
+        name: driver.device_name(device)?,
+        memory_bytes: driver.device_memory(device)?,
+    })
 }
 
 /// Everything here rests on these three; a GPU without one is refused by name when it is opened.
 fn check_abilities(driver: &Driver, device: CUdevice) -> Result<()> {
     let needed = [
-        (sys::DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, "virtual memory management"),
-        (sys::DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, "memory shared as file descriptors"),
-        (sys::DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, "64-bit stream memory operations"),
+        (
+            sys::DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+            "virtual memory management",
+        ),
+        (
+            sys::DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+            "memory shared as file descriptors",
+        ),
+        (
+            sys::DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS,
+            "64-bit stream memory operations",
+        ),
     ];
     for (attribute, ability) in needed {
         if driver.device_attribute(device, attribute)? == 0 {
@@ -392,7 +443,13 @@ impl Backend for CudaBackend {
         unsafe { self.export_region(region) }
     }
 
-    fn import(&self, fd: BorrowedFd<'_>, bytes: u64, access: Access, owner: DeviceId) -> Result<RawRegion> {
+    fn import(
+        &self,
+        fd: BorrowedFd<'_>,
+        bytes: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<RawRegion> {
         self.import_region(fd, bytes, access, owner)
     }
 
@@ -425,7 +482,9 @@ impl Backend for CudaBackend {
     }
 
     unsafe fn destroy_stream(&self, stream: RawStream) -> Result<()> {
-        let Some(_current) = self.enter_unless_gone()? else { return Ok(()) };
+        let Some(_current) = self.enter_unless_gone()? else {
+            return Ok(());
+        };
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.stream_destroy(stream.0) }?)
     }
@@ -445,11 +504,19 @@ impl Backend for CudaBackend {
         unsafe { self.enqueue_inside(stream.0, ops) }.map_err(|error| self.explain(error))
     }
 
-    unsafe fn copy(&self, stream: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+    unsafe fn copy(
+        &self,
+        stream: RawStream,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
-        let bytes = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
+        let bytes = usize::try_from(bytes)
+            .map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }.map_err(|fault| self.explain(fault.into()))
+        unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }
+            .map_err(|fault| self.explain(fault.into()))
     }
 
     unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()> {
@@ -459,9 +526,11 @@ impl Backend for CudaBackend {
 
     unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
-        let bytes = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
+        let bytes = usize::try_from(bytes)
+            .map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.zero_async(dst, bytes, stream.0) }.map_err(|fault| self.explain(fault.into()))
+        unsafe { self.driver.zero_async(dst, bytes, stream.0) }
+            .map_err(|fault| self.explain(fault.into()))
     }
 
     unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
@@ -474,9 +543,17 @@ impl Backend for CudaBackend {
         unsafe { self.download_bytes(stream.0, dst, src) }
     }
 
-    unsafe fn launch(&self, stream: RawStream, kernel: &Kernel, grid: u32, block: u32, args: &[u64]) -> Result<()> {
+    unsafe fn launch(
+        &self,
+        stream: RawStream,
+        kernel: &Kernel,
+        grid: u32,
+        block: u32,
+        args: &[u64],
+    ) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.launch_kernel(stream.0, kernel, grid, block, args) }.map_err(|error| self.explain(error))
+        unsafe { self.launch_kernel(stream.0, kernel, grid, block, args) }
+            .map_err(|error| self.explain(error))
     }
 
     fn preload(&self, kernel: &Kernel) -> Result<()> {
@@ -490,7 +567,11 @@ impl Backend for CudaBackend {
 
     unsafe fn is_capturing(&self, stream: RawStream) -> Result<bool> {
         let current = self.enter_to_enqueue()?;
-        FOUND_CURRENT.set(if current.pushed { CUcontext(ptr::null_mut()) } else { self.context });
+        FOUND_CURRENT.set(if current.pushed {
+            CUcontext(ptr::null_mut())
+        } else {
+            self.context
+        });
         // SAFETY: the caller's promise.
         match unsafe { self.driver.stream_is_capturing(stream.0) } {
             // A driver that cannot capture.
@@ -512,7 +593,9 @@ impl Backend for CudaBackend {
 
     unsafe fn destroy_event(&self, event: RawEvent) -> Result<()> {
         EVENTS.get().forget(event.0);
-        let Some(_current) = self.enter_unless_gone()? else { return Ok(()) };
+        let Some(_current) = self.enter_unless_gone()? else {
+            return Ok(());
+        };
         // SAFETY: the caller's promise.
         Ok(unsafe { self.driver.event_destroy(event.0) }?)
     }
@@ -520,13 +603,15 @@ impl Backend for CudaBackend {
     unsafe fn record_event(&self, event: RawEvent, stream: RawStream) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.event_record(event.0, stream.0) }.map_err(|fault| self.explain(fault.into()))
+        unsafe { self.driver.event_record(event.0, stream.0) }
+            .map_err(|fault| self.explain(fault.into()))
     }
 
     unsafe fn wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.stream_wait_event(stream.0, event.0) }.map_err(|fault| self.explain(fault.into()))
+        unsafe { self.driver.stream_wait_event(stream.0, event.0) }
+            .map_err(|fault| self.explain(fault.into()))
     }
 
     unsafe fn query_event(&self, event: RawEvent) -> Result<bool> {

@@ -12,10 +12,11 @@ use super::sys::{CUdeviceptr, CUfunction, CUstream, Driver};
 use crate::backend::StreamOp;
 use crate::error::Result;
 
-const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("broadcast.ptx"), "\0").as_bytes()) {
-    Ok(text) => text,
-    Err(_) => panic!("broadcast.ptx has a NUL inside"),
-};
+const PTX: &CStr =
+    match CStr::from_bytes_with_nul(concat!(include_str!("broadcast.ptx"), "\0").as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("broadcast.ptx has a NUL inside"),
+    };
 
 /// The words that one launch can store.
 pub(super) const WORDS_MAX: usize = 64;
@@ -57,8 +58,16 @@ impl Broadcast {
     ///
     /// # Safety
     /// As for [`crate::backend::Backend::batch`]; `ops` are signals.
-    pub unsafe fn launch(&self, driver: &Driver, stream: CUstream, ops: &[StreamOp]) -> Result<(), Fault> {
-        let mut list = SignalBatch { count: 0, signals: [Signal { word: 0, value: 0 }; WORDS_MAX] };
+    pub unsafe fn launch(
+        &self,
+        driver: &Driver,
+        stream: CUstream,
+        ops: &[StreamOp],
+    ) -> Result<(), Fault> {
+        let mut list = SignalBatch {
+            count: 0,
+            signals: [Signal { word: 0, value: 0 }; WORDS_MAX],
+        };
         for (signal, op) in list.signals.iter_mut().zip(ops) {
             if let StreamOp::Signal { word, value } = *op {
                 *signal = Signal { word, value };

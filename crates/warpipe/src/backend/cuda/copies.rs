@@ -30,12 +30,18 @@ struct Wait {
 
 impl Wait {
     fn new() -> Wait {
-        Wait { start: Instant::now(), backoff: Backoff::default() }
+        Wait {
+            start: Instant::now(),
+            backoff: Backoff::default(),
+        }
     }
 
     fn pause(&mut self, what: impl FnOnce() -> String) -> Result<()> {
         if self.start.elapsed() >= PATIENCE {
-            return Err(Error::Timeout { what: what(), waited: PATIENCE });
+            return Err(Error::Timeout {
+                what: what(),
+                waited: PATIENCE,
+            });
         }
         shutdown_gate::leave_if_ending();
         self.backoff.pause();
@@ -50,7 +56,12 @@ fn earlier_work() -> String {
 impl CudaBackend {
     /// # Safety
     /// As for [`crate::backend::Backend::upload`].
-    pub(super) unsafe fn upload_bytes(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8]) -> Result<()> {
+    pub(super) unsafe fn upload_bytes(
+        &self,
+        stream: CUstream,
+        dst: CUdeviceptr,
+        src: &[u8],
+    ) -> Result<()> {
         if src.is_empty() {
             return Ok(());
         }
@@ -83,7 +94,10 @@ impl CudaBackend {
         // The driver stages pageable memory before it returns, but reads page-locked memory when the stream gets there.
         let late = self.driver.is_registered_host(src.as_ptr())?;
         // SAFETY: the caller's promise on `dst`; `src` is read before this function returns, see below.
-        unsafe { self.driver.upload_async(dst, src.as_ptr(), src.len(), stream) }?;
+        unsafe {
+            self.driver
+                .upload_async(dst, src.as_ptr(), src.len(), stream)
+        }?;
         if late {
             // SAFETY: the stream is the caller's.
             unsafe { self.wait_for_copy(stream) }?;
@@ -93,13 +107,22 @@ impl CudaBackend {
 
     /// # Safety
     /// As for `upload_bytes`; the context is current.
-    unsafe fn upload_staged(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8], lease: StagingLease) -> Result<()> {
+    unsafe fn upload_staged(
+        &self,
+        stream: CUstream,
+        dst: CUdeviceptr,
+        src: &[u8],
+        lease: StagingLease,
+    ) -> Result<()> {
         let (mut at, mut copied) = (dst, Ok(()));
         for (bytes, piece) in src.chunks(lease.piece_bytes).zip(&lease.pieces) {
             // SAFETY: the piece is this lease's alone and at least as long.
             unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), piece.place, bytes.len()) };
             // SAFETY: the caller's promise on `dst`; the piece stays as it is until the word is written behind the copy.
-            copied = unsafe { self.driver.upload_async(at, piece.place, bytes.len(), stream) };
+            copied = unsafe {
+                self.driver
+                    .upload_async(at, piece.place, bytes.len(), stream)
+            };
             if copied.is_err() {
                 break;
             }
@@ -107,14 +130,22 @@ impl CudaBackend {
         }
         // Also behind a failure: the pieces before it are under way.
         // SAFETY: the word is never unmapped.
-        let signalled = unsafe { self.driver.stream_write_value(stream, lease.word_ptr, lease.value) };
+        let signalled = unsafe {
+            self.driver
+                .stream_write_value(stream, lease.word_ptr, lease.value)
+        };
         self.staging.leave(lease);
         Ok(copied.and(signalled)?)
     }
 
     /// # Safety
     /// As for [`crate::backend::Backend::download`].
-    pub(super) unsafe fn download_bytes(&self, stream: CUstream, dst: &mut [u8], src: CUdeviceptr) -> Result<()> {
+    pub(super) unsafe fn download_bytes(
+        &self,
+        stream: CUstream,
+        dst: &mut [u8],
+        src: CUdeviceptr,
+    ) -> Result<()> {
         let _current = self.enter()?;
         if dst.len() > LARGEST && self.driver.is_registered_host(dst.as_ptr())? {
             // SAFETY: the caller's promise.
@@ -123,7 +154,9 @@ impl CudaBackend {
         let mut window = VecDeque::with_capacity(WINDOW);
         // SAFETY: the caller's promise.
         let outcome = unsafe { self.download_through(stream, dst, src, &mut window) };
-        window.into_iter().for_each(|(lease, _)| self.staging.leave(lease));
+        window
+            .into_iter()
+            .for_each(|(lease, _)| self.staging.leave(lease));
         outcome
     }
 
@@ -131,14 +164,22 @@ impl CudaBackend {
     ///
     /// # Safety
     /// As for `download_bytes`; the context is current.
-    unsafe fn download_in_place(&self, stream: CUstream, dst: &mut [u8], src: CUdeviceptr) -> Result<()> {
+    unsafe fn download_in_place(
+        &self,
+        stream: CUstream,
+        dst: &mut [u8],
+        src: CUdeviceptr,
+    ) -> Result<()> {
         // The limit is on the work before the copy. Once that is enqueued nobody may have `dst` back before it is done:
         // it is waited for as long as it takes, which is the bus's time, unless another thread of the caller's makes the
         // stream wait in this very moment.
         // SAFETY: the stream is the caller's.
         unsafe { self.wait_for_copy(stream) }?;
         // SAFETY: the caller's promise on `src`; `dst` is borrowed until the copy is done, see below.
-        unsafe { self.driver.download_async(dst.as_mut_ptr(), src, dst.len(), stream) }?;
+        unsafe {
+            self.driver
+                .download_async(dst.as_mut_ptr(), src, dst.len(), stream)
+        }?;
         loop {
             // SAFETY: the stream is the caller's.
             match unsafe { self.wait_for_copy(stream) } {
@@ -165,20 +206,29 @@ impl CudaBackend {
             }
             let mut wait = Wait::new();
             let lease = loop {
-                match self.staging.lend(self.driver, bytes.len(), Purpose::Download)? {
+                match self
+                    .staging
+                    .lend(self.driver, bytes.len(), Purpose::Download)?
+                {
                     Some(lease) => break lease,
                     None if !window.is_empty() => self.finish_first(stream, window)?,
                     None => wait.pause(|| "page-locked memory for a copy to the host".into())?,
                 }
             };
             // SAFETY: the caller's promise on `src`; the one piece is this lease's alone, as long, and stays.
-            let copied = unsafe { self.driver.download_async(lease.pieces[0].place, src, bytes.len(), stream) };
+            let copied = unsafe {
+                self.driver
+                    .download_async(lease.pieces[0].place, src, bytes.len(), stream)
+            };
             if let Err(fault) = copied {
                 self.staging.give_back(lease);
                 return Err(fault.into());
             }
             // SAFETY: the word is never unmapped.
-            let signalled = unsafe { self.driver.stream_write_value(stream, lease.word_ptr, lease.value) };
+            let signalled = unsafe {
+                self.driver
+                    .stream_write_value(stream, lease.word_ptr, lease.value)
+            };
             src += bytes.len() as u64;
             window.push_back((lease, bytes));
             signalled?;
@@ -190,8 +240,14 @@ impl CudaBackend {
     }
 
     /// Waits for the first of `window` and takes it out.
-    fn finish_first(&self, stream: CUstream, window: &mut VecDeque<(StagingLease, &mut [u8])>) -> Result<()> {
-        let Some((lease, _)) = window.front() else { return Ok(()) };
+    fn finish_first(
+        &self,
+        stream: CUstream,
+        window: &mut VecDeque<(StagingLease, &mut [u8])>,
+    ) -> Result<()> {
+        let Some((lease, _)) = window.front() else {
+            return Ok(());
+        };
         let mut wait = Wait::new();
         while !lease.is_past() {
             if !wait.backoff.is_spinning() {
@@ -203,7 +259,9 @@ impl CudaBackend {
         }
         if let Some((lease, bytes)) = window.pop_front() {
             // SAFETY: the device has written the piece, which is as long and this lease's alone.
-            unsafe { ptr::copy_nonoverlapping(lease.pieces[0].place, bytes.as_mut_ptr(), bytes.len()) };
+            unsafe {
+                ptr::copy_nonoverlapping(lease.pieces[0].place, bytes.as_mut_ptr(), bytes.len())
+            };
             self.staging.give_back(lease);
         }
         Ok(())

@@ -50,12 +50,27 @@ impl From<Fault> for Error {
     fn from(fault: Fault) -> Error {
         match fault {
             Fault::Symbol(symbol) => Error::DriverSymbol { symbol },
-            Fault::Call { code: CUresult::NOT_INITIALIZED, .. } if forked() => Error::Forked,
-            Fault::Call { code: CUresult::NO_DEVICE, .. } => no_device(),
-            Fault::Call { code: CUresult::CAPTURED_EVENT, .. } => Error::Capturing { what: "the event".into() },
-            Fault::Call { call, code } => {
-                Error::Driver { call, code: code.0, name: name(code), message: text(code), next: next(code) }
-            }
+            Fault::Call {
+                code: CUresult::NOT_INITIALIZED,
+                ..
+            } if forked() => Error::Forked,
+            Fault::Call {
+                code: CUresult::NO_DEVICE,
+                ..
+            } => no_device(),
+            Fault::Call {
+                code: CUresult::CAPTURED_EVENT,
+                ..
+            } => Error::Capturing {
+                what: "the event".into(),
+            },
+            Fault::Call { call, code } => Error::Driver {
+                call,
+                code: code.0,
+                name: name(code),
+                message: text(code),
+                next: next(code),
+            },
         }
     }
 }
@@ -71,10 +86,15 @@ pub(super) fn init_error(fault: Fault) -> Error {
 }
 
 fn permission_error(path: &Path) -> Option<Error> {
-    let opened = std::fs::OpenOptions::new().read(true).write(true).open(path);
+    let opened = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(path);
     match opened {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            Some(Error::DevicePermission { path: path.to_owned() })
+            Some(Error::DevicePermission {
+                path: path.to_owned(),
+            })
         }
         _ => None,
     }
@@ -109,7 +129,9 @@ fn name(code: CUresult) -> String {
 }
 
 fn text(code: CUresult) -> String {
-    let lookup = sys::driver().ok().and_then(|driver| driver.cuGetErrorString);
+    let lookup = sys::driver()
+        .ok()
+        .and_then(|driver| driver.cuGetErrorString);
     look_up(lookup, code).unwrap_or_else(|| "the driver has no text for it".into())
 }
 
@@ -123,12 +145,17 @@ fn look_up(lookup: Option<sys::signature::cuGetErrorName>, code: CUresult) -> Op
         return None;
     }
     // SAFETY: not null after success, so a NUL-terminated string of the library, which is never unloaded.
-    Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    Some(
+        unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned(),
+    )
 }
 
 /// `CUDA_ERROR_STREAM_CAPTURE_...`.
 fn is_capture_code(code: i32) -> bool {
-    (CUresult::STREAM_CAPTURE_UNSUPPORTED.0..=CUresult::STREAM_CAPTURE_WRONG_THREAD.0).contains(&code)
+    (CUresult::STREAM_CAPTURE_UNSUPPORTED.0..=CUresult::STREAM_CAPTURE_WRONG_THREAD.0)
+        .contains(&code)
 }
 
 /// What to do about a code, where there is something to do.
@@ -144,7 +171,9 @@ fn next(code: CUresult) -> &'static str {
             "; somebody reset the device's primary context: open the device again"
         }
         CUresult::DEINITIALIZED => "; the process is ending: close what is open before its end",
-        CUresult::NO_BINARY_FOR_GPU => "; the GPU is older than compute capability 7.0: use a newer one",
+        CUresult::NO_BINARY_FOR_GPU => {
+            "; the GPU is older than compute capability 7.0: use a newer one"
+        }
         CUresult::INVALID_PTX | CUresult::UNSUPPORTED_PTX_VERSION => {
             "; update the driver (R525 or newer), or check the kernel's PTX"
         }
@@ -158,7 +187,9 @@ fn next(code: CUresult) -> &'static str {
         CUresult(code) if is_capture_code(code) => {
             "; a stream is being captured into a graph: make this call before the capture begins or after it ends"
         }
-        CUresult::NOT_PERMITTED => "; check the container's or the system's restrictions on the GPU",
+        CUresult::NOT_PERMITTED => {
+            "; check the container's or the system's restrictions on the GPU"
+        }
         CUresult::SYSTEM_NOT_READY => "; wait for, or start, the NVIDIA fabric manager",
         CUresult::SYSTEM_DRIVER_MISMATCH => {
             "; library and kernel module differ in version: reboot after the update, or match the container's library"
@@ -170,7 +201,9 @@ fn next(code: CUresult) -> &'static str {
         | CUresult::MPS_RPC_FAILURE
         | CUresult::MPS_SERVER_NOT_READY
         | CUresult::MPS_MAX_CLIENTS_REACHED
-        | CUresult::MPS_CLIENT_TERMINATED => "; look at the MPS server (its log, its client limit), then try again",
+        | CUresult::MPS_CLIENT_TERMINATED => {
+            "; look at the MPS server (its log, its client limit), then try again"
+        }
         _ => "",
     }
 }

@@ -12,10 +12,11 @@ use crate::backend::{Axis, Rows};
 use crate::error::{Error, Result};
 use crate::tensor::RANK_MAX;
 
-const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("gather.ptx"), "\0").as_bytes()) {
-    Ok(text) => text,
-    Err(_) => panic!("gather.ptx has a NUL inside"),
-};
+const PTX: &CStr =
+    match CStr::from_bytes_with_nul(concat!(include_str!("gather.ptx"), "\0").as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("gather.ptx has a NUL inside"),
+    };
 
 /// Rows from this length on go by the driver's own copy (`python -m warpipe.bench.gather` measures both).
 const DRIVERS_ROW_MIN: u64 = 512;
@@ -47,12 +48,33 @@ const _: () = assert!(size_of::<Work>() == 40 + 24 * AXES_MAX);
 
 impl Work {
     fn of(rows: &Rows) -> Work {
-        let strides = rows.axes().iter().flat_map(|axis| [axis.to as u64, axis.from as u64]);
-        let all = strides.fold(rows.to() | rows.from() | rows.bytes() | UNIT_MAX, |all, stride| all | stride);
+        let strides = rows
+            .axes()
+            .iter()
+            .flat_map(|axis| [axis.to as u64, axis.from as u64]);
+        let all = strides.fold(
+            rows.to() | rows.from() | rows.bytes() | UNIT_MAX,
+            |all, stride| all | stride,
+        );
         let width = 1 << all.trailing_zeros();
-        let (mut work, mut units) = (Work { to: rows.to(), from: rows.from(), width, ..Work::default() }, 1);
-        let row = Axis { length: rows.bytes() / width, to: width as i64, from: width as i64 };
-        let axes = rows.axes().iter().chain((row.length > 1 || rows.axes().is_empty()).then_some(&row));
+        let (mut work, mut units) = (
+            Work {
+                to: rows.to(),
+                from: rows.from(),
+                width,
+                ..Work::default()
+            },
+            1,
+        );
+        let row = Axis {
+            length: rows.bytes() / width,
+            to: width as i64,
+            from: width as i64,
+        };
+        let axes = rows
+            .axes()
+            .iter()
+            .chain((row.length > 1 || rows.axes().is_empty()).then_some(&row));
         for (place, &Axis { length, to, from }) in work.axes.iter_mut().zip(axes) {
             *place = [length, to as u64, from as u64];
             units *= length;
@@ -73,14 +95,28 @@ impl Gather {
     pub fn load(driver: &Driver) -> Result<Gather> {
         load_resident(driver, PTX, c"warpipe_gather", |function, stream| {
             // SAFETY: no units, and the stream is live.
-            unsafe { Gather { function }.launch(driver, stream, Work { width: 1, ..Work::default() }) }
+            unsafe {
+                Gather { function }.launch(
+                    driver,
+                    stream,
+                    Work {
+                        width: 1,
+                        ..Work::default()
+                    },
+                )
+            }
         })
         .map(|function| Gather { function })
     }
 
     /// # Safety
     /// As for [`crate::backend::Backend::copy_rows`].
-    unsafe fn launch(&self, driver: &Driver, stream: CUstream, mut work: Work) -> Result<(), Fault> {
+    unsafe fn launch(
+        &self,
+        driver: &Driver,
+        stream: CUstream,
+        mut work: Work,
+    ) -> Result<(), Fault> {
         let blocks = work.units.div_ceil(u64::from(THREADS)).clamp(1, BLOCKS_MAX) as u32;
         let mut parameters = [ptr::from_mut(&mut work).cast::<c_void>()];
         // SAFETY: the kernel takes this one structure by value; the caller vouches for what it names.
@@ -99,7 +135,10 @@ impl CudaBackend {
         };
         if rows.axes().is_empty() {
             // SAFETY: the caller's promise.
-            unsafe { self.driver.copy_async(rows.to(), rows.from(), bytes()?, stream) }?;
+            unsafe {
+                self.driver
+                    .copy_async(rows.to(), rows.from(), bytes()?, stream)
+            }?;
         } else if let Some(rows) = boxed(rows) {
             // SAFETY: the caller's promise.
             unsafe { self.driver.copy_box_async(&rows, stream) }?;
@@ -113,7 +152,11 @@ impl CudaBackend {
 
 /// The rows as the driver's copy of a box takes them, if it does and they are long enough.
 fn boxed(rows: &Rows) -> Option<CUDA_MEMCPY3D> {
-    let alone = Axis { length: 1, to: 0, from: 0 };
+    let alone = Axis {
+        length: 1,
+        to: 0,
+        from: 0,
+    };
     let (slice, row) = match *rows.axes() {
         [row] => (alone, row),
         [slice, row] => (slice, row),
@@ -122,7 +165,10 @@ fn boxed(rows: &Rows) -> Option<CUDA_MEMCPY3D> {
     if rows.bytes() < DRIVERS_ROW_MIN {
         return None;
     }
-    let (to, from) = (pitch(rows, row, slice, |axis| axis.to)?, pitch(rows, row, slice, |axis| axis.from)?);
+    let (to, from) = (
+        pitch(rows, row, slice, |axis| axis.to)?,
+        pitch(rows, row, slice, |axis| axis.from)?,
+    );
     Some(CUDA_MEMCPY3D {
         src_memory_type: MEMORYTYPE_UNIFIED,
         src_device: rows.from(),
@@ -159,15 +205,20 @@ mod tests {
     use crate::tensor::{DType, Layout};
 
     fn rows(dtype: DType, shape: &[u64], strides: &[i64], offset: u64) -> Rows {
-        let (into, source) =
-            (Layout::contiguous(dtype, shape).unwrap(), Layout::strided(dtype, shape, strides, offset).unwrap());
+        let (into, source) = (
+            Layout::contiguous(dtype, shape).unwrap(),
+            Layout::strided(dtype, shape, strides, offset).unwrap(),
+        );
         Rows::between(1 << 32, &into, 1 << 40, &source).unwrap()
     }
 
     #[test]
     fn long_rows_in_up_to_three_dimensions_are_the_drivers() {
         let crop = boxed(&rows(DType::F32, &[100, 128], &[1000, 1], 8)).unwrap();
-        assert_eq!((crop.src_device, crop.src_pitch, crop.dst_pitch), ((1 << 40) + 8, 4000, 512));
+        assert_eq!(
+            (crop.src_device, crop.src_pitch, crop.dst_pitch),
+            ((1 << 40) + 8, 4000, 512)
+        );
         assert_eq!((crop.width, crop.height, crop.depth), (512, 100, 1));
         let deep = boxed(&rows(DType::U8, &[7, 100, 600], &[200_000, 1000, 1], 0)).unwrap();
         assert_eq!((deep.src_height, deep.dst_height), (200, 100));
@@ -185,7 +236,11 @@ mod tests {
             (&[2, 600], &[1 << 31, 1]),
         ];
         for (shape, strides) in cases {
-            assert_eq!(boxed(&rows(DType::U8, shape, strides, 0)).map(|found| found.width), None, "{shape:?}");
+            assert_eq!(
+                boxed(&rows(DType::U8, shape, strides, 0)).map(|found| found.width),
+                None,
+                "{shape:?}"
+            );
         }
         assert!(boxed(&rows(DType::U8, &[100, 600], &[-1000, 1], 99_000)).is_none());
     }
@@ -201,7 +256,12 @@ mod tests {
         assert_eq!(width(DType::F32, &[10, 16], &[1, 10], 0), (4, 160, 2));
         assert_eq!(width(DType::F64, &[6], &[-2], 80), (8, 6, 1));
         assert_eq!(width(DType::C128, &[4], &[0], 0), (16, 4, 1));
-        let eight = width(DType::C128, &[2; 8], &[-1, -2, -4, -8, -16, -32, -64, -128], 16 * 255 + 8);
+        let eight = width(
+            DType::C128,
+            &[2; 8],
+            &[-1, -2, -4, -8, -16, -32, -64, -128],
+            16 * 255 + 8,
+        );
         assert_eq!(eight, (8, 512, 9));
     }
 }

@@ -26,7 +26,11 @@ pub(super) struct Kernels {
 impl Kernels {
     /// The function, if it is loaded.
     fn known(&self, kernel: &Kernel) -> Option<CUfunction> {
-        self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key(kernel)).copied()
+        self.functions
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&key(kernel))
+            .copied()
     }
 
     /// Loads the function, unless another thread has. The context is current.
@@ -36,7 +40,10 @@ impl Kernels {
         }
         let module = self.module(driver, kernel.ptx())?;
         let function = load_function(driver, module, kernel.name())?;
-        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key(kernel), function);
+        self.functions
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(key(kernel), function);
         Ok(function)
     }
 
@@ -60,7 +67,9 @@ fn address(text: &'static CStr) -> usize {
 }
 
 fn load_module(driver: &Driver, ptx: &CStr) -> Result<CUmodule> {
-    driver.module_load(ptx).map_err(|(fault, log)| fault.with_detail(&log))
+    driver
+        .module_load(ptx)
+        .map_err(|(fault, log)| fault.with_detail(&log))
 }
 
 /// Looks a function up and makes it resident: under lazy loading its first launch would otherwise load it, and
@@ -118,7 +127,11 @@ impl CudaBackend {
         args: &[u64],
     ) -> Result<()> {
         if args.len() > ARGUMENTS_MAX {
-            return Err(Error::argument("kernel arguments", args.len(), format!("at most {ARGUMENTS_MAX}")));
+            return Err(Error::argument(
+                "kernel arguments",
+                args.len(),
+                format!("at most {ARGUMENTS_MAX}"),
+            ));
         }
         let function = self.function(kernel)?;
         let _current = self.enter_to_enqueue()?;
@@ -128,7 +141,10 @@ impl CudaBackend {
         }
         // SAFETY: all parameters of a kernel are 64 bits wide, each pointer leads to such a value, and the
         // driver only reads them; that they are the ones the kernel takes is the caller's promise.
-        unsafe { self.driver.launch(function, grid, block, stream, &mut parameters) }?;
+        unsafe {
+            self.driver
+                .launch(function, grid, block, stream, &mut parameters)
+        }?;
         Ok(())
     }
 }

@@ -9,7 +9,9 @@ use super::backend::CudaBackend;
 use super::fault::Fault;
 use super::sys::*;
 use crate::backend::pointer::kind_outside;
-use crate::backend::{DeviceId, DeviceKind, IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind, RawEvent};
+use crate::backend::{
+    DeviceId, DeviceKind, IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind, RawEvent,
+};
 use crate::error::{Error, LegacyFault, Result};
 use crate::fork::per_process::PerProcess;
 
@@ -47,8 +49,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl CudaBackend {
     pub(super) fn allocate_legacy(&self, bytes: u64) -> Result<CUdeviceptr> {
         let _current = self.enter()?;
-        let size = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
-        let base = self.driver.memory_alloc(size).map_err(|fault| self.no_room(fault, bytes))?;
+        let size = usize::try_from(bytes)
+            .map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
+        let base = self
+            .driver
+            .memory_alloc(size)
+            .map_err(|fault| self.no_room(fault, bytes))?;
         lock(&self.ipc_handles.allocated).insert(base, bytes);
         self.held.fetch_add(bytes, Ordering::Relaxed);
         Ok(base)
@@ -76,8 +82,13 @@ impl CudaBackend {
             return Ok(info);
         }
         if let Some(ordinal) = self.driver.pointer_ordinal(ptr)? {
-            let device = self.driver.device(u32::try_from(ordinal).unwrap_or(u32::MAX))?;
-            info.owner = DeviceId { kind: DeviceKind::Cuda, uuid: self.driver.device_uuid(device)? };
+            let device = self
+                .driver
+                .device(u32::try_from(ordinal).unwrap_or(u32::MAX))?;
+            info.owner = DeviceId {
+                kind: DeviceKind::Cuda,
+                uuid: self.driver.device_uuid(device)?,
+            };
         }
         if kind == PointerKind::Pool {
             return Ok(info);
@@ -89,7 +100,11 @@ impl CudaBackend {
 
     fn kind_of(&self, ptr: CUdeviceptr) -> Result<PointerKind> {
         let driver = self.driver;
-        let Some(memory_type) = (if ptr == 0 { None } else { driver.pointer_memory_type(ptr)? }) else {
+        let Some(memory_type) = (if ptr == 0 {
+            None
+        } else {
+            driver.pointer_memory_type(ptr)?
+        }) else {
             return Ok(kind_outside(ptr));
         };
         // Managed memory says that it is of the host or of the device, as it likes: so this comes first.
@@ -102,7 +117,10 @@ impl CudaBackend {
         if driver.pointer_is_pooled(ptr)? {
             return Ok(PointerKind::Pool);
         }
-        if lock(&self.ipc_handles.opened).iter().any(|(&base, opened)| ptr >= base && ptr - base < opened.bytes) {
+        if lock(&self.ipc_handles.opened)
+            .iter()
+            .any(|(&base, opened)| ptr >= base && ptr - base < opened.bytes)
+        {
             return Ok(PointerKind::Import);
         }
         Ok(match driver.pointer_is_legacy_capable(ptr)? {
@@ -115,20 +133,31 @@ impl CudaBackend {
         let _current = self.enter()?;
         self.driver.ipc_export_memory(base).map_err(|fault| {
             if fault.is(&[CUresult::INVALID_VALUE]) {
-                return Error::NotExportable { ptr: base, kind: PointerKind::Unknown };
+                return Error::NotExportable {
+                    ptr: base,
+                    kind: PointerKind::Unknown,
+                };
             }
             fault.into()
         })
     }
 
-    pub(super) fn open_legacy_handle(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<CUdeviceptr> {
+    pub(super) fn open_legacy_handle(
+        &self,
+        handle: &IpcBytes,
+        bytes: u64,
+        owner: DeviceId,
+    ) -> Result<CUdeviceptr> {
         if owner.kind != DeviceKind::Cuda {
             let (owner, device) = (owner.to_string(), self.info.id.to_string());
             return Err(Error::legacy(LegacyFault::Device { owner, device }));
         }
         let _current = self.enter()?;
         self.check_peer(owner)?;
-        let base = self.driver.ipc_open_memory(handle).map_err(|fault| self.refusal(fault, owner))?;
+        let base = self
+            .driver
+            .ipc_open_memory(handle)
+            .map_err(|fault| self.refusal(fault, owner))?;
         if let Err(error) = self.check_length(base, bytes) {
             // SAFETY: opened just now, and nothing was enqueued on it.
             let _ = unsafe { self.driver.ipc_close_memory(base) };
@@ -145,11 +174,20 @@ impl CudaBackend {
 
     /// That the allocation is as long as the handle says, where the driver knows how long it is.
     fn check_length(&self, base: CUdeviceptr, bytes: u64) -> Result<()> {
-        let Ok((start, allocation)) = self.driver.address_range(base) else { return Ok(()) };
+        let Ok((start, allocation)) = self.driver.address_range(base) else {
+            return Ok(());
+        };
         // Behind the base; a driver that puts the base outside of its own range leaves nothing.
-        let left = base.checked_sub(start).and_then(|offset| allocation.checked_sub(offset)).unwrap_or(0);
+        let left = base
+            .checked_sub(start)
+            .and_then(|offset| allocation.checked_sub(offset))
+            .unwrap_or(0);
         if left < bytes {
-            return Err(Error::legacy(LegacyFault::Range { offset: 0, bytes, allocation: left }));
+            return Err(Error::legacy(LegacyFault::Range {
+                offset: 0,
+                bytes,
+                allocation: left,
+            }));
         }
         Ok(())
     }
@@ -201,13 +239,19 @@ impl CudaBackend {
         }
         // SAFETY: the caller's promise.
         unsafe { self.driver.ipc_close_memory(base) }.map_err(|fault| {
-            if fault.is(&[CUresult::INVALID_VALUE, CUresult::INVALID_HANDLE]) { not_open() } else { fault.into() }
+            if fault.is(&[CUresult::INVALID_VALUE, CUresult::INVALID_HANDLE]) {
+                not_open()
+            } else {
+                fault.into()
+            }
         })
     }
 
     pub(super) fn create_interprocess_event(&self) -> Result<CUevent> {
         let _current = self.enter()?;
-        let limit = || Error::EventLimit { limit: IPC_EVENTS_MAX };
+        let limit = || Error::EventLimit {
+            limit: IPC_EVENTS_MAX,
+        };
         let events = EVENTS.get();
         if !events.reserve() {
             return Err(limit());
@@ -215,7 +259,11 @@ impl CudaBackend {
         let event = self.driver.ipc_event_create().map_err(|fault| {
             events.count.fetch_sub(1, Ordering::Relaxed);
             // Others of this process may have some, too.
-            if fault.is(&NO_EVENT_LEFT) { limit() } else { fault.into() }
+            if fault.is(&NO_EVENT_LEFT) {
+                limit()
+            } else {
+                fault.into()
+            }
         })?;
         lock(&events.live).insert(event.addr());
         Ok(event)
@@ -227,7 +275,9 @@ impl CudaBackend {
             true => Error::legacy(LegacyFault::Refused(fault.words())),
             false => fault.into(),
         };
-        Ok(RawEvent(self.driver.ipc_open_event(handle).map_err(refused)?))
+        Ok(RawEvent(
+            self.driver.ipc_open_event(handle).map_err(refused)?,
+        ))
     }
 }
 
@@ -243,7 +293,9 @@ pub(super) struct Events {
 impl Events {
     fn reserve(&self) -> bool {
         let room = |count: u32| (count < IPC_EVENTS_MAX).then_some(count + 1);
-        self.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room).is_ok()
+        self.count
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, room)
+            .is_ok()
     }
 
     /// Counts an event as gone, if it was one of these; before it is destroyed, lest its handle mean another by then.

@@ -55,8 +55,18 @@ impl Step {
 
 impl<'a> AddressMapping<'a> {
     /// Takes over a held handle.
-    fn of(driver: &'a Driver, handle: CUmemGenericAllocationHandle, bytes: usize) -> AddressMapping<'a> {
-        AddressMapping { driver, handle, bytes, reserved: None, mapped: false }
+    fn of(
+        driver: &'a Driver,
+        handle: CUmemGenericAllocationHandle,
+        bytes: usize,
+    ) -> AddressMapping<'a> {
+        AddressMapping {
+            driver,
+            handle,
+            bytes,
+            reserved: None,
+            mapped: false,
+        }
     }
 
     /// Where it fails, what was taken is given back.
@@ -77,12 +87,18 @@ impl<'a> AddressMapping<'a> {
     }
 
     fn take_steps(&mut self, device: CUdevice, access: Access) -> Result<(), Step> {
-        let address = self.driver.address_reserve(self.bytes).map_err(Step::Reserve)?;
+        let address = self
+            .driver
+            .address_reserve(self.bytes)
+            .map_err(Step::Reserve)?;
         self.reserved = Some(address);
         // SAFETY: the range was reserved just now, the handle is held by self.
         unsafe { self.driver.memory_map(address, self.bytes, self.handle) }.map_err(Step::Map)?;
         self.mapped = true;
-        let access = CUmemAccessDesc { location: on(device), flags: access_flags(access) };
+        let access = CUmemAccessDesc {
+            location: on(device),
+            flags: access_flags(access),
+        };
         // SAFETY: mapped just now.
         unsafe { self.driver.memory_set_access(address, self.bytes, &access) }.map_err(Step::Access)
     }
@@ -111,7 +127,12 @@ impl<'a> AddressMapping<'a> {
             (Some(_), true) => Stage::Mapped,
         };
         let ptr = self.reserved.unwrap_or_default();
-        RawRegion { ptr, bytes: self.bytes as u64, handle: self.handle, stage }
+        RawRegion {
+            ptr,
+            bytes: self.bytes as u64,
+            handle: self.handle,
+            stage,
+        }
     }
 }
 
@@ -119,7 +140,10 @@ impl CudaBackend {
     pub(super) fn allocate_region(&self, bytes: u64) -> Result<RawRegion> {
         let _current = self.enter()?;
         let size = size(bytes)?;
-        let handle = self.driver.memory_create(size, &allocation(self.device)).map_err(|f| self.no_room(f, bytes))?;
+        let handle = self
+            .driver
+            .memory_create(size, &allocation(self.device))
+            .map_err(|f| self.no_room(f, bytes))?;
         let region = AddressMapping::of(self.driver, handle, size)
             .build(self, Access::ReadWrite)
             .map_err(|step| self.no_room(step.fault(), bytes))?;
@@ -135,7 +159,11 @@ impl CudaBackend {
             Ok((free, total)) => format!(" ({free} of {total} bytes are free)"),
             Err(_) => String::new(),
         };
-        Error::DeviceMemory { device: self.info.name.clone(), bytes, detail }
+        Error::DeviceMemory {
+            device: self.info.name.clone(),
+            bytes,
+            detail,
+        }
     }
 
     /// # Safety
@@ -162,14 +190,21 @@ impl CudaBackend {
             return Err(not_memory(format!("memory of device {owner}")));
         }
         if bytes == 0 || !bytes.is_multiple_of(self.granularity) {
-            return Err(not_memory(format!("said to be {bytes} bytes, not a multiple of {}", self.granularity)));
+            return Err(not_memory(format!(
+                "said to be {bytes} bytes, not a multiple of {}",
+                self.granularity
+            )));
         }
         refuse_plain_files(fd)?;
         let _current = self.enter()?;
         self.check_peer(owner)?;
         let size = size(bytes)?;
         // The driver takes the descriptor's number for a pointer, and number 0 for none.
-        let moved = if fd.as_raw_fd() == 0 { Some(duplicate(fd)?) } else { None };
+        let moved = if fd.as_raw_fd() == 0 {
+            Some(duplicate(fd)?)
+        } else {
+            None
+        };
         let number = moved.as_ref().map_or(fd.as_raw_fd(), AsRawFd::as_raw_fd);
         let handle = self.driver.memory_import(number).map_err(import_error)?;
         let region = AddressMapping::of(self.driver, handle, size)
@@ -185,7 +220,9 @@ impl CudaBackend {
         }
         for ordinal in 0..self.driver.device_count()? {
             let peer = self.driver.device(ordinal)?;
-            if self.driver.device_uuid(peer)? == owner.uuid && !self.driver.can_access_peer(self.device, peer)? {
+            if self.driver.device_uuid(peer)? == owner.uuid
+                && !self.driver.can_access_peer(self.device, peer)?
+            {
                 return Err(self.peer_error(owner, "cuDeviceCanAccessPeer says no".into()));
             }
         }
@@ -193,13 +230,20 @@ impl CudaBackend {
     }
 
     pub(super) fn peer_error(&self, owner: DeviceId, reason: String) -> Error {
-        Error::PeerAccess { reader: format!("{} ({})", self.info.name, self.info.id), owner: owner.to_string(), reason }
+        Error::PeerAccess {
+            reader: format!("{} ({})", self.info.name, self.info.id),
+            owner: owner.to_string(),
+            reason,
+        }
     }
 
     fn map_error(&self, step: Step, bytes: u64, owner: DeviceId) -> Error {
         match step {
             Step::Map(fault) if fault.is(&[CUresult::INVALID_VALUE, CUresult::NOT_SUPPORTED]) => {
-                not_memory(format!("said to be {bytes} bytes, which is not its size ({})", fault.words()))
+                not_memory(format!(
+                    "said to be {bytes} bytes, which is not its size ({})",
+                    fault.words()
+                ))
             }
             Step::Access(fault) if owner != self.info.id => self.peer_error(owner, fault.words()),
             step => self.no_room(step.fault(), bytes),
@@ -244,12 +288,15 @@ impl CudaBackend {
         let _current = self.enter()?;
         // SAFETY: the caller's promise.
         unsafe { self.driver.host_register(ptr.cast(), bytes) }?;
-        let device_ptr = self.driver.host_device_pointer(ptr.cast()).inspect_err(|_| {
-            // SAFETY: registered above, and nothing was enqueued.
-            if unsafe { self.driver.host_unregister(ptr.cast()) }.is_err() {
-                self.stuck().insert(ptr.addr());
-            }
-        })?;
+        let device_ptr = self
+            .driver
+            .host_device_pointer(ptr.cast())
+            .inspect_err(|_| {
+                // SAFETY: registered above, and nothing was enqueued.
+                if unsafe { self.driver.host_unregister(ptr.cast()) }.is_err() {
+                    self.stuck().insert(ptr.addr());
+                }
+            })?;
         waits::registered(ptr, bytes, device_ptr);
         Ok(device_ptr)
     }
@@ -287,7 +334,10 @@ pub(super) fn allocation(device: CUdevice) -> CUmemAllocationProp {
 }
 
 fn on(device: CUdevice) -> CUmemLocation {
-    CUmemLocation { kind: MEM_LOCATION_TYPE_DEVICE, id: device }
+    CUmemLocation {
+        kind: MEM_LOCATION_TYPE_DEVICE,
+        id: device,
+    }
 }
 
 fn access_flags(access: Access) -> u32 {
@@ -302,21 +352,30 @@ fn size(bytes: u64) -> Result<usize> {
 }
 
 fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
-    rustix::io::fcntl_dupfd_cloexec(fd, 3).map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a received descriptor", e))
+    rustix::io::fcntl_dupfd_cloexec(fd, 3)
+        .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a received descriptor", e))
 }
 
 fn not_memory(found: String) -> Error {
-    Error::NotDeviceMemory { wanted: WANTED, found }
+    Error::NotDeviceMemory {
+        wanted: WANTED,
+        found,
+    }
 }
 
 fn import_error(fault: Fault) -> Error {
-    if fault.is(&NOT_SUCH_MEMORY) { not_memory(fault.words()) } else { fault.into() }
+    if fault.is(&NOT_SUCH_MEMORY) {
+        not_memory(fault.words())
+    } else {
+        fault.into()
+    }
 }
 
 /// What is no memory of a driver never reaches it, who would have to make sense of a peer's pipe, or ask a file system.
 /// The driver exports a device file; the fake one a memfd, which is known by its seals.
 fn refuse_plain_files(fd: BorrowedFd<'_>) -> Result<()> {
-    let kind = os::kind_of(fd).map_err(|error| Error::os("statx", "a received descriptor", error))?;
+    let kind =
+        os::kind_of(fd).map_err(|error| Error::os("statx", "a received descriptor", error))?;
     let found = match kind.file {
         _ if kind.flags.contains(OFlags::PATH) => "a descriptor that was not opened",
         FileType::CharacterDevice => return Ok(()),

@@ -59,8 +59,16 @@ impl Driver {
     pub fn device_name(&self, device: CUdevice) -> DriverAnswer<String> {
         let mut name = [0u8; 128];
         // SAFETY: the buffer has the length given, less one that keeps it terminated whatever is written.
-        unsafe { call!(self, cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as c_int - 1, device)) }?;
-        let end = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
+        unsafe {
+            call!(
+                self,
+                cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as c_int - 1, device)
+            )
+        }?;
+        let end = name
+            .iter()
+            .position(|&byte| byte == 0)
+            .unwrap_or(name.len());
         Ok(String::from_utf8_lossy(&name[..end]).into_owned())
     }
 
@@ -114,7 +122,12 @@ impl Driver {
     pub fn primary_context_is_active(&self, device: CUdevice) -> DriverAnswer<bool> {
         let (mut flags, mut active) = (0, 0);
         // SAFETY: the out pointers are live locals.
-        unsafe { call!(self, cuDevicePrimaryCtxGetState(device, &mut flags, &mut active)) }?;
+        unsafe {
+            call!(
+                self,
+                cuDevicePrimaryCtxGetState(device, &mut flags, &mut active)
+            )
+        }?;
         Ok(active != 0)
     }
 
@@ -161,7 +174,16 @@ impl Driver {
     pub fn allocation_granularity(&self, prop: &CUmemAllocationProp) -> DriverAnswer<u64> {
         let mut granularity = 0;
         // SAFETY: both pointers are live for the call.
-        unsafe { call!(self, cuMemGetAllocationGranularity(&mut granularity, prop, MEM_ALLOC_GRANULARITY_MINIMUM)) }?;
+        unsafe {
+            call!(
+                self,
+                cuMemGetAllocationGranularity(
+                    &mut granularity,
+                    prop,
+                    MEM_ALLOC_GRANULARITY_MINIMUM
+                )
+            )
+        }?;
         Ok(granularity as u64)
     }
 
@@ -232,12 +254,23 @@ impl Driver {
     ///
     /// # Safety
     /// The handle is held and was created exportable.
-    pub unsafe fn memory_export(&self, handle: CUmemGenericAllocationHandle) -> DriverAnswer<c_int> {
+    pub unsafe fn memory_export(
+        &self,
+        handle: CUmemGenericAllocationHandle,
+    ) -> DriverAnswer<c_int> {
         let mut fd: c_int = -1;
         let shareable = ptr::from_mut(&mut fd).cast::<c_void>();
         // SAFETY: for this handle type the driver stores an int; the handle is the caller's promise.
         unsafe {
-            call!(self, cuMemExportToShareableHandle(shareable, handle, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0))
+            call!(
+                self,
+                cuMemExportToShareableHandle(
+                    shareable,
+                    handle,
+                    MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                    0
+                )
+            )
         }?;
         Ok(fd)
     }
@@ -248,7 +281,14 @@ impl Driver {
         let shareable = ptr::without_provenance_mut::<c_void>(fd as usize);
         // SAFETY: for this handle type the "pointer" is the descriptor's number, which the driver checks.
         unsafe {
-            call!(self, cuMemImportFromShareableHandle(&mut handle, shareable, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+            call!(
+                self,
+                cuMemImportFromShareableHandle(
+                    &mut handle,
+                    shareable,
+                    MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+                )
+            )
         }?;
         Ok(handle)
     }
@@ -279,7 +319,12 @@ impl Driver {
     ///
     /// # Safety
     /// The attribute is of type `T`.
-    unsafe fn pointer_attribute<T>(&self, attribute: c_uint, pointer: CUdeviceptr, zero: T) -> DriverAnswer<Option<T>> {
+    unsafe fn pointer_attribute<T>(
+        &self,
+        attribute: c_uint,
+        pointer: CUdeviceptr,
+        zero: T,
+    ) -> DriverAnswer<Option<T>> {
         let mut value = zero;
         let data = ptr::from_mut(&mut value).cast::<c_void>();
         // SAFETY: the driver stores a value of the attribute's type (the caller's promise) in a live local; the
@@ -299,22 +344,30 @@ impl Driver {
 
     pub fn pointer_is_managed(&self, pointer: CUdeviceptr) -> DriverAnswer<bool> {
         // SAFETY: this attribute is an unsigned int, or on some systems a bool, which fits in it.
-        let managed = unsafe { self.pointer_attribute::<c_uint>(POINTER_ATTRIBUTE_IS_MANAGED, pointer, 0) }?;
+        let managed =
+            unsafe { self.pointer_attribute::<c_uint>(POINTER_ATTRIBUTE_IS_MANAGED, pointer, 0) }?;
         Ok(managed.is_some_and(|managed| managed != 0))
     }
 
     /// Whether the memory came from a pool. Drivers older than the attribute say no.
     pub fn pointer_is_pooled(&self, pointer: CUdeviceptr) -> DriverAnswer<bool> {
         // SAFETY: this attribute is a pointer-sized handle.
-        let pool = unsafe { self.pointer_attribute::<usize>(POINTER_ATTRIBUTE_MEMPOOL_HANDLE, pointer, 0) }?;
+        let pool = unsafe {
+            self.pointer_attribute::<usize>(POINTER_ATTRIBUTE_MEMPOOL_HANDLE, pointer, 0)
+        }?;
         Ok(pool.is_some_and(|pool| pool != 0))
     }
 
     /// Whether a legacy handle can name the memory; `None` where the driver is older than the attribute.
     pub fn pointer_is_legacy_capable(&self, pointer: CUdeviceptr) -> DriverAnswer<Option<bool>> {
         // SAFETY: this attribute is a bool or an unsigned int; both fit.
-        let capable =
-            unsafe { self.pointer_attribute::<c_uint>(POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer, 0) }?;
+        let capable = unsafe {
+            self.pointer_attribute::<c_uint>(
+                POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+                pointer,
+                0,
+            )
+        }?;
         Ok(capable.map(|capable| capable != 0))
     }
 
@@ -326,7 +379,10 @@ impl Driver {
     /// A number that no other allocation of the process's life has; 0 where the driver has none.
     pub fn pointer_buffer(&self, pointer: CUdeviceptr) -> DriverAnswer<u64> {
         // SAFETY: this attribute is an unsigned long long.
-        Ok(unsafe { self.pointer_attribute(POINTER_ATTRIBUTE_BUFFER_ID, pointer, 0) }?.unwrap_or(0))
+        Ok(
+            unsafe { self.pointer_attribute(POINTER_ATTRIBUTE_BUFFER_ID, pointer, 0) }?
+                .unwrap_or(0),
+        )
     }
 
     /// Whether the driver knows `pointer` as page-locked host memory.
@@ -338,7 +394,12 @@ impl Driver {
     pub fn address_range(&self, pointer: CUdeviceptr) -> DriverAnswer<(CUdeviceptr, u64)> {
         let (mut base, mut bytes) = (0, 0);
         // SAFETY: the out pointers are live locals; the address is only looked up.
-        unsafe { call!(self, cuMemGetAddressRange_v2(&mut base, &mut bytes, pointer)) }?;
+        unsafe {
+            call!(
+                self,
+                cuMemGetAddressRange_v2(&mut base, &mut bytes, pointer)
+            )
+        }?;
         Ok((base, bytes as u64))
     }
 
@@ -367,7 +428,12 @@ impl Driver {
     pub fn ipc_open_memory(&self, handle: &[u8; 64]) -> DriverAnswer<CUdeviceptr> {
         let (mut address, handle) = (0, CUipcHandle { reserved: *handle });
         // SAFETY: the out pointer is a live local; the driver checks the bytes.
-        unsafe { call!(self, cuIpcOpenMemHandle_v2(&mut address, handle, IPC_MEM_LAZY_ENABLE_PEER_ACCESS)) }?;
+        unsafe {
+            call!(
+                self,
+                cuIpcOpenMemHandle_v2(&mut address, handle, IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+            )
+        }?;
         Ok(address)
     }
 
@@ -381,7 +447,12 @@ impl Driver {
     pub fn ipc_event_create(&self) -> DriverAnswer<CUevent> {
         let mut event = ptr::null_mut();
         // SAFETY: the out pointer is a live local.
-        unsafe { call!(self, cuEventCreate(&mut event, EVENT_INTERPROCESS | EVENT_DISABLE_TIMING)) }?;
+        unsafe {
+            call!(
+                self,
+                cuEventCreate(&mut event, EVENT_INTERPROCESS | EVENT_DISABLE_TIMING)
+            )
+        }?;
         Ok(event)
     }
 
@@ -424,7 +495,12 @@ impl Driver {
 
     /// # Safety
     /// `dst` is writable for the bytes until it is done; the stream is live.
-    pub unsafe fn zero_async(&self, dst: CUdeviceptr, bytes: usize, stream: CUstream) -> DriverAnswer {
+    pub unsafe fn zero_async(
+        &self,
+        dst: CUdeviceptr,
+        bytes: usize,
+        stream: CUstream,
+    ) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuMemsetD8Async(dst, 0, bytes, stream)) }
     }
@@ -510,17 +586,37 @@ impl Driver {
     /// # Safety
     /// The stream is live; the word is device-accessible until the operation is done.
     #[inline]
-    pub unsafe fn stream_wait_value(&self, stream: CUstream, word: CUdeviceptr, value: u64) -> DriverAnswer {
+    pub unsafe fn stream_wait_value(
+        &self,
+        stream: CUstream,
+        word: CUdeviceptr,
+        value: u64,
+    ) -> DriverAnswer {
         // SAFETY: the caller's promise.
-        unsafe { call!(self, cuStreamWaitValue64_v2(stream, word, value, STREAM_WAIT_VALUE_GEQ)) }
+        unsafe {
+            call!(
+                self,
+                cuStreamWaitValue64_v2(stream, word, value, STREAM_WAIT_VALUE_GEQ)
+            )
+        }
     }
 
     /// # Safety
     /// The stream is live; the word is device-accessible until the operation is done.
     #[inline]
-    pub unsafe fn stream_write_value(&self, stream: CUstream, word: CUdeviceptr, value: u64) -> DriverAnswer {
+    pub unsafe fn stream_write_value(
+        &self,
+        stream: CUstream,
+        word: CUdeviceptr,
+        value: u64,
+    ) -> DriverAnswer {
         // SAFETY: the caller's promise.
-        unsafe { call!(self, cuStreamWriteValue64_v2(stream, word, value, STREAM_WRITE_VALUE_DEFAULT)) }
+        unsafe {
+            call!(
+                self,
+                cuStreamWriteValue64_v2(stream, word, value, STREAM_WRITE_VALUE_DEFAULT)
+            )
+        }
     }
 
     /// At most 256 operations.
@@ -528,15 +624,29 @@ impl Driver {
     /// # Safety
     /// The stream is live; every word is device-accessible until its operation is done.
     #[inline]
-    pub unsafe fn stream_batch(&self, stream: CUstream, operations: &mut [CUstreamBatchMemOpParams]) -> DriverAnswer {
+    pub unsafe fn stream_batch(
+        &self,
+        stream: CUstream,
+        operations: &mut [CUstreamBatchMemOpParams],
+    ) -> DriverAnswer {
         let count = operations.len() as c_uint;
         // SAFETY: the pointer and count are those of one slice; the rest is the caller's promise.
-        unsafe { call!(self, cuStreamBatchMemOp_v2(stream, count, operations.as_mut_ptr(), 0)) }
+        unsafe {
+            call!(
+                self,
+                cuStreamBatchMemOp_v2(stream, count, operations.as_mut_ptr(), 0)
+            )
+        }
     }
 
     /// # Safety
     /// The stream is live; `function` may be called once with `argument` from any thread.
-    pub unsafe fn launch_host(&self, stream: CUstream, function: CUhostFn, argument: *mut c_void) -> DriverAnswer {
+    pub unsafe fn launch_host(
+        &self,
+        stream: CUstream,
+        function: CUhostFn,
+        argument: *mut c_void,
+    ) -> DriverAnswer {
         // SAFETY: the caller's promise.
         unsafe { call!(self, cuLaunchHostFunc(stream, function, argument)) }
     }
@@ -574,7 +684,10 @@ impl Driver {
         let mut module = CUmodule(ptr::null_mut());
         let mut log = [0u8; 4096];
         let mut options = [JIT_ERROR_LOG_BUFFER, JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
-        let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
+        let mut values = [
+            log.as_mut_ptr().cast::<c_void>(),
+            ptr::without_provenance_mut(log.len() - 1),
+        ];
         // SAFETY: the image is NUL-terminated text; options and values are of one length, and the log has the
         // size stated, less one that keeps it terminated.
         let loaded = unsafe {
@@ -591,16 +704,28 @@ impl Driver {
         };
         loaded.map(|()| module).map_err(|fault| {
             let end = log.iter().position(|&byte| byte == 0).unwrap_or(log.len());
-            (fault, String::from_utf8_lossy(&log[..end]).trim().to_owned())
+            (
+                fault,
+                String::from_utf8_lossy(&log[..end]).trim().to_owned(),
+            )
         })
     }
 
     /// # Safety
     /// The module is loaded.
-    pub unsafe fn module_function(&self, module: CUmodule, name: &CStr) -> DriverAnswer<CUfunction> {
+    pub unsafe fn module_function(
+        &self,
+        module: CUmodule,
+        name: &CStr,
+    ) -> DriverAnswer<CUfunction> {
         let mut function = CUfunction(ptr::null_mut());
         // SAFETY: the name is NUL-terminated; the module is the caller's promise.
-        unsafe { call!(self, cuModuleGetFunction(&mut function, module, name.as_ptr())) }?;
+        unsafe {
+            call!(
+                self,
+                cuModuleGetFunction(&mut function, module, name.as_ptr())
+            )
+        }?;
         Ok(function)
     }
 
@@ -615,7 +740,12 @@ impl Driver {
         }
         let mut registers = 0;
         // SAFETY: the out pointer is a live local; the function is the caller's promise.
-        unsafe { call!(self, cuFuncGetAttribute(&mut registers, FUNC_ATTRIBUTE_NUM_REGS, function)) }
+        unsafe {
+            call!(
+                self,
+                cuFuncGetAttribute(&mut registers, FUNC_ATTRIBUTE_NUM_REGS, function)
+            )
+        }
     }
 
     /// # Safety
@@ -632,7 +762,22 @@ impl Driver {
         let parameters = parameters.as_mut_ptr();
         // SAFETY: the driver copies the parameters before it returns; the rest is the caller's promise.
         unsafe {
-            call!(self, cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, parameters, ptr::null_mut()))
+            call!(
+                self,
+                cuLaunchKernel(
+                    function,
+                    grid,
+                    1,
+                    1,
+                    block,
+                    1,
+                    1,
+                    0,
+                    stream,
+                    parameters,
+                    ptr::null_mut()
+                )
+            )
         }
     }
 }

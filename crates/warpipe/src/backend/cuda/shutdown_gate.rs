@@ -112,7 +112,10 @@ fn this_thread() -> i32 {
 
 impl Gate {
     const fn new() -> Gate {
-        Gate { state: AtomicUsize::new(0), closer: AtomicI32::new(0) }
+        Gate {
+            state: AtomicUsize::new(0),
+            closer: AtomicI32::new(0),
+        }
     }
 
     #[inline]
@@ -123,7 +126,10 @@ impl Gate {
             return None;
         }
         HELD.set(HELD.get() + 1);
-        Some(DriverGuard { gate: self, _here: PhantomData })
+        Some(DriverGuard {
+            gate: self,
+            _here: PhantomData,
+        })
     }
 
     /// Who is inside already is being waited for, and must come to an end.
@@ -151,7 +157,9 @@ impl Gate {
     /// ended by a signal's handler in the middle of a call. False if some are still there.
     fn close(&self, patience: Duration) -> bool {
         // Before the gate is closed: nobody asks for it earlier. If two threads call `exit` the first one counts.
-        let _ = self.closer.compare_exchange(0, this_thread(), SeqCst, SeqCst);
+        let _ = self
+            .closer
+            .compare_exchange(0, this_thread(), SeqCst, SeqCst);
         if self.state.fetch_or(ENDING, SeqCst) & ENDING != 0 {
             return true;
         }
@@ -204,7 +212,11 @@ mod tests {
         assert!(elsewhere(|| gate.try_enter().is_none()));
         assert!(gate.try_enter().is_some());
         assert!(!gate.leave_if_ending());
-        assert_eq!(gate.state.load(SeqCst), ENDING, "who was refused is counted no more");
+        assert_eq!(
+            gate.state.load(SeqCst),
+            ENDING,
+            "who was refused is counted no more"
+        );
     }
 
     #[test]

@@ -105,8 +105,10 @@ impl StagingRegion {
     fn new(driver: &Driver) -> Result<StagingRegion> {
         let (bytes, access) = (HEAD + LARGEST, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new mapping, placed by the kernel.
-        let base = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }
-            .map_err(|e| Error::os("mmap", "memory for copies", e))?;
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE)
+        }
+        .map_err(|e| Error::os("mmap", "memory for copies", e))?;
         // A forked child would share the pages, and the next store here would leave the device with the child's.
         // SAFETY: the mapping made above.
         let kept = unsafe { rustix::mm::madvise(base, bytes, Advice::LinuxDontFork) };
@@ -121,7 +123,12 @@ impl StagingRegion {
         }
         // Should this fail the memory stays: to unregister it might stand still.
         let ptr = driver.host_device_pointer(base)?;
-        Ok(StagingRegion { base: base.cast(), ptr, class: 0, free: pieces_of(0) })
+        Ok(StagingRegion {
+            base: base.cast(),
+            ptr,
+            class: 0,
+            free: pieces_of(0),
+        })
     }
 
     fn is_free(&self) -> bool {
@@ -135,7 +142,11 @@ impl StagingRegion {
     fn piece(&self, region: usize, index: usize) -> Piece {
         // SAFETY: HEAD + LARGEST bytes are mapped, and `index` is one of the pieces that lie in them.
         let place = unsafe { self.base.add(HEAD + index * PIECES[self.class]) };
-        Piece { region, index, place }
+        Piece {
+            region,
+            index,
+            place,
+        }
     }
 
     fn word(&self, index: usize) -> (&'static TimelineWord, CUdeviceptr) {
@@ -153,7 +164,10 @@ fn pieces_of(class: usize) -> Vec<usize> {
 
 /// The size of pieces for a copy of so many bytes, and how many it takes.
 fn pieces_for(bytes: usize) -> (usize, usize) {
-    let class = PIECES.iter().position(|&piece| bytes <= piece).unwrap_or(PIECES.len() - 1);
+    let class = PIECES
+        .iter()
+        .position(|&piece| bytes <= piece)
+        .unwrap_or(PIECES.len() - 1);
     (class, bytes.div_ceil(PIECES[class]))
 }
 
@@ -170,13 +184,19 @@ impl StagingState {
         if lease.purpose == Purpose::Upload {
             self.uploading -= lease.pieces.len() * lease.piece_bytes;
         }
-        lease.pieces.iter().for_each(|piece| self.regions[piece.region].free.push(piece.index));
+        lease
+            .pieces
+            .iter()
+            .for_each(|piece| self.regions[piece.region].free.push(piece.index));
     }
 
     fn find(&mut self, class: usize) -> Option<Piece> {
         let of_class = |region: &StagingRegion| region.class == class && !region.free.is_empty();
-        let position =
-            self.regions.iter().position(of_class).or_else(|| self.regions.iter().position(StagingRegion::is_free));
+        let position = self
+            .regions
+            .iter()
+            .position(of_class)
+            .or_else(|| self.regions.iter().position(StagingRegion::is_free));
         let region = &mut self.regions[position?];
         if region.class != class {
             region.cut(class);
@@ -201,14 +221,21 @@ impl StagingState {
     }
 
     /// All that a copy needs, or nothing.
-    fn lend(&mut self, driver: &Driver, bytes: usize, purpose: Purpose) -> Result<Option<StagingLease>> {
+    fn lend(
+        &mut self,
+        driver: &Driver,
+        bytes: usize,
+        purpose: Purpose,
+    ) -> Result<Option<StagingLease>> {
         let (class, count) = pieces_for(bytes);
         let total = count * PIECES[class];
         // Streams mostly pass what they were given in its order; to look at all of it each time would be dear.
         if self.left.first().is_some_and(StagingLease::is_past) {
             self.collect();
         }
-        let is_too_much = |state: &StagingState| purpose == Purpose::Upload && state.uploading + total > UPLOADS_MAX;
+        let is_too_much = |state: &StagingState| {
+            purpose == Purpose::Upload && state.uploading + total > UPLOADS_MAX
+        };
         if is_too_much(self) {
             self.collect();
             if is_too_much(self) {
@@ -220,7 +247,9 @@ impl StagingState {
             match self.take(driver, class) {
                 Ok(Some(piece)) => pieces.push(piece),
                 other => {
-                    pieces.iter().for_each(|piece| self.regions[piece.region].free.push(piece.index));
+                    pieces
+                        .iter()
+                        .for_each(|piece| self.regions[piece.region].free.push(piece.index));
                     return other.map(|_| None);
                 }
             }
@@ -230,7 +259,14 @@ impl StagingState {
         }
         self.last_value += 1;
         let (word, word_ptr) = self.regions[pieces[0].region].word(pieces[0].index);
-        Ok(Some(StagingLease { pieces, piece_bytes: PIECES[class], purpose, word, word_ptr, value: self.last_value }))
+        Ok(Some(StagingLease {
+            pieces,
+            piece_bytes: PIECES[class],
+            purpose,
+            word,
+            word_ptr,
+            value: self.last_value,
+        }))
     }
 }
 
@@ -240,7 +276,12 @@ impl Staging {
     }
 
     /// The context is current.
-    pub(super) fn lend(&self, driver: &Driver, bytes: usize, purpose: Purpose) -> Result<Option<StagingLease>> {
+    pub(super) fn lend(
+        &self,
+        driver: &Driver,
+        bytes: usize,
+        purpose: Purpose,
+    ) -> Result<Option<StagingLease>> {
         self.lock().lend(driver, bytes, purpose)
     }
 
@@ -261,7 +302,12 @@ mod tests {
 
     #[test]
     fn a_copy_takes_the_smallest_pieces_that_it_fits_in_and_else_the_largest() {
-        let taken: Vec<_> = [1, 4096, 4097, 65_536, 65_537, LARGEST, LARGEST + 1].map(pieces_for).into();
-        assert_eq!(taken, [(0, 1), (0, 1), (1, 1), (1, 1), (2, 1), (2, 1), (2, 2)]);
+        let taken: Vec<_> = [1, 4096, 4097, 65_536, 65_537, LARGEST, LARGEST + 1]
+            .map(pieces_for)
+            .into();
+        assert_eq!(
+            taken,
+            [(0, 1), (0, 1), (1, 1), (1, 1), (2, 1), (2, 1), (2, 2)]
+        );
     }
 }

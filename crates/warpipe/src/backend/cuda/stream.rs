@@ -38,9 +38,18 @@ pub enum SignalBy {
 ///
 /// # Safety
 /// As for [`crate::backend::Backend::batch`]; the stream is of that device.
-pub unsafe fn signal_by(ordinal: u32, stream: RawStream, ops: &[StreamOp], by: SignalBy) -> Result<()> {
+pub unsafe fn signal_by(
+    ordinal: u32,
+    stream: RawStream,
+    ops: &[StreamOp],
+    by: SignalBy,
+) -> Result<()> {
     if leading_signals(ops) != ops.len() || ops.len() > WORDS_MAX {
-        return Err(Error::argument("operations", ops.len(), format!("at most {WORDS_MAX}, all of them signals")));
+        return Err(Error::argument(
+            "operations",
+            ops.len(),
+            format!("at most {WORDS_MAX}, all of them signals"),
+        ));
     }
     let backend = CudaBackend::opened(ordinal)?;
     let _current = backend.enter_to_enqueue()?;
@@ -92,10 +101,14 @@ impl CudaBackend {
     /// As for `enqueue`; at most [`BATCH_MAX`] operations.
     unsafe fn enqueue_batch(&self, stream: CUstream, ops: &[StreamOp]) -> Result<()> {
         match *ops {
-            // SAFETY: the caller's promise on stream and word.
-            [StreamOp::Signal { word, value }] => unsafe { self.driver.stream_write_value(stream, word, value) }?,
-            // SAFETY: as above.
-            [StreamOp::Wait { word, value }] => unsafe { self.driver.stream_wait_value(stream, word, value) }?,
+            [StreamOp::Signal { word, value }] => {
+                // SAFETY: the caller's promise on stream and word.
+                unsafe { self.driver.stream_write_value(stream, word, value) }?
+            }
+            [StreamOp::Wait { word, value }] => {
+                // SAFETY: as above.
+                unsafe { self.driver.stream_wait_value(stream, word, value) }?
+            }
             _ => {
                 let mut parameters = [const { MaybeUninit::uninit() }; BATCH_MAX];
                 let filled = fill(&mut parameters, ops);
@@ -108,7 +121,11 @@ impl CudaBackend {
 
     /// # Safety
     /// The stream is live.
-    pub(super) unsafe fn call_on_cpu(&self, stream: CUstream, function: HostFunction) -> Result<()> {
+    pub(super) unsafe fn call_on_cpu(
+        &self,
+        stream: CUstream,
+        function: HostFunction,
+    ) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         // A trait object is two words wide and the driver passes one: hence the box around the box.
         let argument = Box::into_raw(Box::new(function)).cast::<c_void>();
@@ -159,10 +176,27 @@ fn fill<'a>(
     let count = ops.len().min(BATCH_MAX);
     for (parameter, op) in room.iter_mut().zip(ops) {
         let (operation, address, value, flags) = match *op {
-            StreamOp::Signal { word, value } => (STREAM_MEM_OP_WRITE_VALUE_64, word, value, STREAM_WRITE_VALUE_DEFAULT),
-            StreamOp::Wait { word, value } => (STREAM_MEM_OP_WAIT_VALUE_64, word, value, STREAM_WAIT_VALUE_GEQ),
+            StreamOp::Signal { word, value } => (
+                STREAM_MEM_OP_WRITE_VALUE_64,
+                word,
+                value,
+                STREAM_WRITE_VALUE_DEFAULT,
+            ),
+            StreamOp::Wait { word, value } => (
+                STREAM_MEM_OP_WAIT_VALUE_64,
+                word,
+                value,
+                STREAM_WAIT_VALUE_GEQ,
+            ),
         };
-        parameter.write(CUstreamBatchMemOpParams { operation, address, value, flags, alias: 0, pad: 0 });
+        parameter.write(CUstreamBatchMemOpParams {
+            operation,
+            address,
+            value,
+            flags,
+            alias: 0,
+            pad: 0,
+        });
     }
     // SAFETY: the loop wrote the first `count` entries, and MaybeUninit has its content's layout.
     unsafe { std::slice::from_raw_parts_mut(room.as_mut_ptr().cast(), count) }
@@ -173,7 +207,12 @@ mod tests {
     use super::*;
 
     fn signals(count: usize) -> Vec<StreamOp> {
-        (0..count as u64).map(|value| StreamOp::Signal { word: 8 * value, value }).collect()
+        (0..count as u64)
+            .map(|value| StreamOp::Signal {
+                word: 8 * value,
+                value,
+            })
+            .collect()
     }
 
     #[test]

@@ -346,7 +346,11 @@ static DRIVER: PerProcess<OnceLock<Result<Driver, String>>> = PerProcess::new();
 
 /// The driver's functions, loaded by the first call; or the loader's words on the first name.
 pub(super) fn driver() -> Result<&'static Driver, &'static str> {
-    DRIVER.get().get_or_init(load).as_ref().map_err(String::as_str)
+    DRIVER
+        .get()
+        .get_or_init(load)
+        .as_ref()
+        .map_err(String::as_str)
 }
 
 fn load() -> Result<Driver, String> {

@@ -137,10 +137,28 @@ macro_rules! same_layout {
 #[test]
 fn every_structure_has_the_drivers_layout() {
     same_layout!(ours::CUuuid, theirs::CUuuid, bytes = bytes);
-    same_layout!(ours::CUipcHandle, theirs::CUipcMemHandle, reserved = reserved);
-    same_layout!(ours::CUipcHandle, theirs::CUipcEventHandle, reserved = reserved);
-    same_layout!(ours::CUmemLocation, theirs::CUmemLocation, kind = type_, id = id);
-    same_layout!(ours::CUmemAccessDesc, theirs::CUmemAccessDesc, location = location, flags = flags);
+    same_layout!(
+        ours::CUipcHandle,
+        theirs::CUipcMemHandle,
+        reserved = reserved
+    );
+    same_layout!(
+        ours::CUipcHandle,
+        theirs::CUipcEventHandle,
+        reserved = reserved
+    );
+    same_layout!(
+        ours::CUmemLocation,
+        theirs::CUmemLocation,
+        kind = type_,
+        id = id
+    );
+    same_layout!(
+        ours::CUmemAccessDesc,
+        theirs::CUmemAccessDesc,
+        location = location,
+        flags = flags
+    );
     same_layout!(
         ours::CUmemAllocationProp,
         theirs::CUmemAllocationProp,
@@ -189,8 +207,14 @@ fn a_batch_operation_has_the_layout_of_both_arms_of_the_drivers_union() {
     type Wait = theirs::CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st;
     type Write = theirs::CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st;
     type Ours = ours::CUstreamBatchMemOpParams;
-    assert_eq!(size_of::<Ours>(), size_of::<theirs::CUstreamBatchMemOpParams>());
-    assert_eq!(align_of::<Ours>(), align_of::<theirs::CUstreamBatchMemOpParams>());
+    assert_eq!(
+        size_of::<Ours>(),
+        size_of::<theirs::CUstreamBatchMemOpParams>()
+    );
+    assert_eq!(
+        align_of::<Ours>(),
+        align_of::<theirs::CUstreamBatchMemOpParams>()
+    );
     let places = [
         offset_of!(Ours, operation),
         offset_of!(Ours, address),
@@ -224,19 +248,58 @@ fn a_batch_operation_has_the_layout_of_both_arms_of_the_drivers_union() {
 fn constants_have_the_drivers_values() {
     use theirs::CUdevice_attribute_enum as attribute;
     let pairs = [
-        (ours::MEM_LOCATION_TYPE_DEVICE, theirs::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as u32),
-        (ours::MEM_ALLOCATION_TYPE_PINNED, theirs::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32),
-        (ours::STREAM_MEM_OP_WAIT_VALUE_64, theirs::CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WAIT_VALUE_64 as u32),
-        (ours::STREAM_MEM_OP_WRITE_VALUE_64, theirs::CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_64 as u32),
-        (ours::STREAM_WAIT_VALUE_GEQ, theirs::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32),
-        (ours::STREAM_WRITE_VALUE_DEFAULT, theirs::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32),
-        (ours::STREAM_NON_BLOCKING, theirs::CUstream_flags::CU_STREAM_NON_BLOCKING as u32),
-        (ours::EVENT_DISABLE_TIMING, theirs::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32),
-        (ours::MEMHOSTREGISTER_PORTABLE, theirs::CU_MEMHOSTREGISTER_PORTABLE),
-        (ours::MEMHOSTREGISTER_DEVICEMAP, theirs::CU_MEMHOSTREGISTER_DEVICEMAP),
-        (ours::POINTER_ATTRIBUTE_MEMORY_TYPE, theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as u32),
-        (ours::POINTER_ATTRIBUTE_BUFFER_ID, theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID as u32),
-        (ours::POINTER_ATTRIBUTE_IS_MANAGED, theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED as u32),
+        (
+            ours::MEM_LOCATION_TYPE_DEVICE,
+            theirs::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as u32,
+        ),
+        (
+            ours::MEM_ALLOCATION_TYPE_PINNED,
+            theirs::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as u32,
+        ),
+        (
+            ours::STREAM_MEM_OP_WAIT_VALUE_64,
+            theirs::CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WAIT_VALUE_64 as u32,
+        ),
+        (
+            ours::STREAM_MEM_OP_WRITE_VALUE_64,
+            theirs::CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_64 as u32,
+        ),
+        (
+            ours::STREAM_WAIT_VALUE_GEQ,
+            theirs::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32,
+        ),
+        (
+            ours::STREAM_WRITE_VALUE_DEFAULT,
+            theirs::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32,
+        ),
+        (
+            ours::STREAM_NON_BLOCKING,
+            theirs::CUstream_flags::CU_STREAM_NON_BLOCKING as u32,
+        ),
+        (
+            ours::EVENT_DISABLE_TIMING,
+            theirs::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32,
+        ),
+        (
+            ours::MEMHOSTREGISTER_PORTABLE,
+            theirs::CU_MEMHOSTREGISTER_PORTABLE,
+        ),
+        (
+            ours::MEMHOSTREGISTER_DEVICEMAP,
+            theirs::CU_MEMHOSTREGISTER_DEVICEMAP,
+        ),
+        (
+            ours::POINTER_ATTRIBUTE_MEMORY_TYPE,
+            theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as u32,
+        ),
+        (
+            ours::POINTER_ATTRIBUTE_BUFFER_ID,
+            theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID as u32,
+        ),
+        (
+            ours::POINTER_ATTRIBUTE_IS_MANAGED,
+            theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED as u32,
+        ),
         (
             ours::POINTER_ATTRIBUTE_DEVICE_ORDINAL,
             theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL as u32,
@@ -249,13 +312,34 @@ fn constants_have_the_drivers_values() {
             ours::POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
             theirs::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE as u32,
         ),
-        (ours::EVENT_INTERPROCESS, theirs::CUevent_flags::CU_EVENT_INTERPROCESS as u32),
-        (ours::IPC_MEM_LAZY_ENABLE_PEER_ACCESS, theirs::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32),
-        (ours::MEMORYTYPE_HOST, theirs::CUmemorytype::CU_MEMORYTYPE_HOST as u32),
-        (ours::MEMORYTYPE_UNIFIED, theirs::CUmemorytype::CU_MEMORYTYPE_UNIFIED as u32),
-        (ours::FUNC_ATTRIBUTE_NUM_REGS, theirs::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS as u32),
-        (ours::JIT_ERROR_LOG_BUFFER, theirs::CUjit_option::CU_JIT_ERROR_LOG_BUFFER as u32),
-        (ours::JIT_ERROR_LOG_BUFFER_SIZE_BYTES, theirs::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES as u32),
+        (
+            ours::EVENT_INTERPROCESS,
+            theirs::CUevent_flags::CU_EVENT_INTERPROCESS as u32,
+        ),
+        (
+            ours::IPC_MEM_LAZY_ENABLE_PEER_ACCESS,
+            theirs::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32,
+        ),
+        (
+            ours::MEMORYTYPE_HOST,
+            theirs::CUmemorytype::CU_MEMORYTYPE_HOST as u32,
+        ),
+        (
+            ours::MEMORYTYPE_UNIFIED,
+            theirs::CUmemorytype::CU_MEMORYTYPE_UNIFIED as u32,
+        ),
+        (
+            ours::FUNC_ATTRIBUTE_NUM_REGS,
+            theirs::CUfunction_attribute::CU_FUNC_ATTRIBUTE_NUM_REGS as u32,
+        ),
+        (
+            ours::JIT_ERROR_LOG_BUFFER,
+            theirs::CUjit_option::CU_JIT_ERROR_LOG_BUFFER as u32,
+        ),
+        (
+            ours::JIT_ERROR_LOG_BUFFER_SIZE_BYTES,
+            theirs::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES as u32,
+        ),
         (
             ours::DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
             attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED as u32,
@@ -280,6 +364,9 @@ fn the_broadcast_kernel_signals_at_system_scope() {
     assert!(ptx.contains("st.release.sys.global.u64"));
     for line in ptx.lines() {
         let atomic = line.contains("atom.") || line.contains("red.");
-        assert!(!atomic || line.contains(".sys"), "not at system scope: {line}");
+        assert!(
+            !atomic || line.contains(".sys"),
+            "not at system scope: {line}"
+        );
     }
 }

@@ -64,7 +64,10 @@ struct Waits {
 
 /// Notes memory that has been registered. It stays mapped until it is [given up](give_up).
 pub(super) fn registered(host: *mut u8, bytes: usize, device: DevicePtr) {
-    WAITS.lock().registered.insert(device, Registered { host, bytes });
+    WAITS
+        .lock()
+        .registered
+        .insert(device, Registered { host, bytes });
 }
 
 /// Notes the waits among operations that a stream has taken.
@@ -104,14 +107,22 @@ pub(super) fn give_up(host: *mut u8) {
 impl Waits {
     fn note(&mut self, context: Context, ops: &[StreamOp]) {
         for op in ops {
-            let StreamOp::Wait { word, value } = *op else { continue };
+            let StreamOp::Wait { word, value } = *op else {
+                continue;
+            };
             for _ in 0..LOOKS {
-                let Some(earlier) = self.noted.pop_front() else { break };
+                let Some(earlier) = self.noted.pop_front() else {
+                    break;
+                };
                 if self.is_open(earlier) {
                     self.noted.push_back(earlier);
                 }
             }
-            self.noted.push_back(Wait { context, word, value });
+            self.noted.push_back(Wait {
+                context,
+                word,
+                value,
+            });
         }
     }
 
@@ -121,7 +132,10 @@ impl Waits {
 
     /// The memory is about to be unmapped: nothing of it is read any more.
     fn forget(&mut self, host: *mut u8) {
-        let Some(start) = self.registered.iter().find_map(|(&start, memory)| (memory.host == host).then_some(start))
+        let Some(start) = self
+            .registered
+            .iter()
+            .find_map(|(&start, memory)| (memory.host == host).then_some(start))
         else {
             return;
         };
@@ -143,7 +157,9 @@ impl Waits {
 
     /// Whether a word is below a value, as `CU_STREAM_WAIT_VALUE_GEQ` compares. Words elsewhere count as there.
     fn is_open(&self, Wait { word, value, .. }: Wait) -> bool {
-        let Some((start, memory)) = self.registered.range(..=word).next_back() else { return false };
+        let Some((start, memory)) = self.registered.range(..=word).next_back() else {
+            return false;
+        };
         let offset = (word - start) as usize;
         if offset + size_of::<u64>() > memory.bytes || !offset.is_multiple_of(align_of::<u64>()) {
             return false;
@@ -171,12 +187,17 @@ mod tests {
         fn new(waits: &mut Waits, device: DevicePtr) -> Page {
             let words = Box::new([const { AtomicU64::new(0) }; 512]);
             let host = words.as_ptr().cast_mut().cast();
-            waits.registered.insert(device, Registered { host, bytes: 4096 });
+            waits
+                .registered
+                .insert(device, Registered { host, bytes: 4096 });
             Page { words, device }
         }
 
         fn wait(&self, index: usize, value: u64) -> StreamOp {
-            StreamOp::Wait { word: self.device + 8 * index as u64, value }
+            StreamOp::Wait {
+                word: self.device + 8 * index as u64,
+                value,
+            }
         }
     }
 
@@ -184,7 +205,16 @@ mod tests {
     fn a_wait_is_open_until_its_word_has_reached_the_value() {
         let mut waits = Waits::default();
         let page = Page::new(&mut waits, 1 << 40);
-        waits.note(1, &[page.wait(511, 2), StreamOp::Signal { word: page.device, value: 9 }]);
+        waits.note(
+            1,
+            &[
+                page.wait(511, 2),
+                StreamOp::Signal {
+                    word: page.device,
+                    value: 9,
+                },
+            ],
+        );
         assert!(waits.is_any_open());
         page.words[511].store(1, Release);
         assert!(waits.is_any_open());

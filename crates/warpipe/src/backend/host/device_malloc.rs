@@ -61,7 +61,10 @@ struct File {
 
 impl File {
     fn of(stat: &rustix::fs::Stat) -> File {
-        File { device: stat.st_dev, inode: stat.st_ino }
+        File {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+        }
     }
 }
 
@@ -73,10 +76,16 @@ impl DeviceMalloc {
         let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(NAME, flags))
             .map_err(|e| Error::os("memfd_create", context(), e))?;
         rustix::fs::ftruncate(&fd, length).map_err(|e| Error::os("ftruncate", context(), e))?;
-        rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
+        rustix::fs::fcntl_add_seals(&fd, SEALS)
+            .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
         let base = map(&fd, length, ProtFlags::READ | ProtFlags::WRITE)?;
         let number = self.last.fetch_add(1, Ordering::Relaxed) + 1;
-        let allocation = Allocation { fd, bytes, number, owner_process: OwnerProcess::current() };
+        let allocation = Allocation {
+            fd,
+            bytes,
+            number,
+            owner_process: OwnerProcess::current(),
+        };
         self.allocated.lock().insert(base, allocation);
         Ok(base)
     }
@@ -86,7 +95,13 @@ impl DeviceMalloc {
     /// # Safety
     /// `base` came from [`allocate`](Self::allocate), and nothing uses the memory any more.
     pub(super) unsafe fn free(&self, base: DevicePtr) -> Result<u64> {
-        let unknown = || Error::argument("ptr", format!("{base:#x}"), "what allocate_plain returned, once");
+        let unknown = || {
+            Error::argument(
+                "ptr",
+                format!("{base:#x}"),
+                "what allocate_plain returned, once",
+            )
+        };
         let Allocation { bytes, .. } = self.allocated.lock().remove(&base).ok_or_else(unknown)?;
         // SAFETY: the caller's promise; `allocate` mapped exactly this range.
         unsafe { rustix::mm::munmap(base as *mut _, page_multiple(bytes)? as usize) }
@@ -101,10 +116,22 @@ impl DeviceMalloc {
         {
             allocation.owner_process.check()?;
             let Allocation { bytes, number, .. } = *allocation;
-            return Ok(PointerInfo { kind: PointerKind::Device, owner, base, bytes, allocation: number });
+            return Ok(PointerInfo {
+                kind: PointerKind::Device,
+                owner,
+                base,
+                bytes,
+                allocation: number,
+            });
         }
         drop(allocated);
-        if self.opened.lock().range(..=ptr).next_back().is_some_and(|(&base, opened)| ptr - base < opened.bytes) {
+        if self
+            .opened
+            .lock()
+            .range(..=ptr)
+            .next_back()
+            .is_some_and(|(&base, opened)| ptr - base < opened.bytes)
+        {
             return Ok(PointerInfo::of_kind(PointerKind::Import, owner));
         }
         let is_region = |name: &str| name.contains("/memfd:warpipe-region");
@@ -118,7 +145,10 @@ impl DeviceMalloc {
     pub(super) fn export(&self, base: DevicePtr) -> Result<IpcBytes> {
         let here = ProcessOrigin::here()?;
         let allocated = self.allocated.lock();
-        let unknown = || Error::NotExportable { ptr: base, kind: PointerKind::Unknown };
+        let unknown = || Error::NotExportable {
+            ptr: base,
+            kind: PointerKind::Unknown,
+        };
         let allocation = allocated.get(&base).ok_or_else(unknown)?;
         allocation.owner_process.check()?;
         let fd = allocation.fd.as_fd();
@@ -140,12 +170,22 @@ impl DeviceMalloc {
         let [host, namespace, started, place, device, inode] =
             read(MEMORY, handle).ok_or_else(|| refused("it is no handle of host memory"))?;
         let (pid, number) = (place as u32 as i32, (place >> 32) as u32);
-        let (origin, here) = (ProcessOrigin { host, namespace, started, pid }, ProcessOrigin::here()?);
+        let (origin, here) = (
+            ProcessOrigin {
+                host,
+                namespace,
+                started,
+                pid,
+            },
+            ProcessOrigin::here()?,
+        );
         if origin == here {
             return Err(refused("it names memory of this process"));
         }
         if (host, namespace) != (here.host, here.namespace) {
-            return Err(refused("its process is not of this machine's PID namespace"));
+            return Err(refused(
+                "its process is not of this machine's PID namespace",
+            ));
         }
         if origin.life(&here) == Liveness::Gone {
             return Err(refused("its process is gone"));
@@ -157,14 +197,27 @@ impl DeviceMalloc {
         self.map_once(&fd, File { device, inode }, bytes, length)
     }
 
-    fn map_once(&self, fd: &CloseOnForkFd, file: File, bytes: u64, length: u64) -> Result<(DevicePtr, bool)> {
+    fn map_once(
+        &self,
+        fd: &CloseOnForkFd,
+        file: File,
+        bytes: u64,
+        length: u64,
+    ) -> Result<(DevicePtr, bool)> {
         let mut opened = self.opened.lock();
         if let Some((&base, known)) = opened.iter_mut().find(|(_, known)| known.file == file) {
             known.times += 1;
             return Ok((base, false));
         }
         let base = map(fd, length, ProtFlags::READ | ProtFlags::WRITE)?;
-        opened.insert(base, OpenImport { file, bytes, times: 1 });
+        opened.insert(
+            base,
+            OpenImport {
+                file,
+                bytes,
+                times: 1,
+            },
+        );
         Ok((base, true))
     }
 
@@ -174,7 +227,9 @@ impl DeviceMalloc {
     /// Nothing uses the memory, unless it was opened once more.
     pub(super) unsafe fn close(&self, base: DevicePtr) -> Result<u64> {
         let mut opened = self.opened.lock();
-        let entry = opened.get_mut(&base).ok_or_else(|| Error::legacy(LegacyFault::NotOpen { ptr: base }))?;
+        let entry = opened
+            .get_mut(&base)
+            .ok_or_else(|| Error::legacy(LegacyFault::NotOpen { ptr: base }))?;
         entry.times -= 1;
         if entry.times > 0 {
             return Ok(0);
@@ -190,8 +245,12 @@ impl DeviceMalloc {
     /// Counts one more interprocess event.
     pub(super) fn count_event(&self) -> Result<()> {
         let room = |count: u32| (count < IPC_EVENTS_MAX).then_some(count + 1);
-        let counted = self.events.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room);
-        counted.map(drop).map_err(|_| Error::EventLimit { limit: IPC_EVENTS_MAX })
+        let counted = self
+            .events
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, room);
+        counted.map(drop).map_err(|_| Error::EventLimit {
+            limit: IPC_EVENTS_MAX,
+        })
     }
 
     /// One less.
@@ -203,14 +262,29 @@ impl DeviceMalloc {
 /// An interprocess event's bytes.
 pub(super) fn export_event(event: u64) -> Result<IpcBytes> {
     let here = ProcessOrigin::here()?;
-    Ok(write(EVENT, &[here.host, here.namespace, here.started, here.pid as u32 as u64, event, 0]))
+    Ok(write(
+        EVENT,
+        &[
+            here.host,
+            here.namespace,
+            here.started,
+            here.pid as u32 as u64,
+            event,
+            0,
+        ],
+    ))
 }
 
 /// That the bytes are those of an event whose process lives.
 pub(super) fn check_event(handle: &IpcBytes) -> Result<()> {
     let [host, namespace, started, pid, ..] =
         read(EVENT, handle).ok_or_else(|| refused("it is no handle of a host event"))?;
-    let origin = ProcessOrigin { host, namespace, started, pid: pid as u32 as i32 };
+    let origin = ProcessOrigin {
+        host,
+        namespace,
+        started,
+        pid: pid as u32 as i32,
+    };
     match origin.life(&ProcessOrigin::here()?) {
         Liveness::Gone => Err(refused("its process is gone")),
         _ => Ok(()),
@@ -222,7 +296,9 @@ pub(super) fn check_event(handle: &IpcBytes) -> Result<()> {
 fn open_file(pid: i32, number: u32, file: File) -> Result<CloseOnForkFd> {
     let path = format!("/proc/{pid}/fd/{number}");
     let failed = |call, error: Errno| match error {
-        Errno::NOENT | Errno::SRCH | Errno::ACCESS | Errno::PERM => refused(&format!("{call} {path}: {error}")),
+        Errno::NOENT | Errno::SRCH | Errno::ACCESS | Errno::PERM => {
+            refused(&format!("{call} {path}: {error}"))
+        }
         error => Error::os(call, path.clone(), error),
     };
     let other = || refused(&format!("{path} is another file by now"));
@@ -231,10 +307,14 @@ fn open_file(pid: i32, number: u32, file: File) -> Result<CloseOnForkFd> {
         return Err(other());
     }
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-    let fd =
-        CloseOnForkFd::open(|| rustix::fs::open(&path, flags, Mode::empty())).map_err(|error| failed("open", error))?;
+    let fd = CloseOnForkFd::open(|| rustix::fs::open(&path, flags, Mode::empty()))
+        .map_err(|error| failed("open", error))?;
     let stat = rustix::fs::fstat(&fd).map_err(|error| failed("fstat", error))?;
-    if File::of(&stat) == file { Ok(fd) } else { Err(other()) }
+    if File::of(&stat) == file {
+        Ok(fd)
+    } else {
+        Err(other())
+    }
 }
 
 fn refused(words: &str) -> Error {
@@ -243,7 +323,10 @@ fn refused(words: &str) -> Error {
 
 fn page_multiple(bytes: u64) -> Result<u64> {
     let wrong = || Error::argument("bytes", bytes, "1 to what an address can count");
-    bytes.max(1).checked_next_multiple_of(rustix::param::page_size() as u64).ok_or_else(wrong)
+    bytes
+        .max(1)
+        .checked_next_multiple_of(rustix::param::page_size() as u64)
+        .ok_or_else(wrong)
 }
 
 fn write(magic: [u8; 8], fields: &[u64; 6]) -> IpcBytes {

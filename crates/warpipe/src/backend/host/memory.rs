@@ -13,7 +13,9 @@ use crate::os::above_standard;
 const IMPORTED: u64 = u64::MAX;
 
 /// The seals that make a size final: without them a peer could shrink the file and turn our loads into SIGBUS.
-pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+pub(super) const SEALS: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::SEAL);
 
 /// `f_type` of what memfds lie on. A fault in one of its pages takes memory like any other; in one of hugetlbfs it takes
 /// a page of a pool that may be empty, and then it is SIGBUS.
@@ -26,13 +28,22 @@ pub(super) fn is_import(region: &RawRegion) -> bool {
 /// `memfd_create` + `ftruncate` + seals + `mmap`.
 pub(super) fn allocate(bytes: u64) -> Result<RawRegion> {
     let context = || format!("a region of {bytes} bytes");
-    let fd = rustix::fs::memfd_create(c"warpipe-region", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-        .and_then(above_standard)
-        .map_err(|e| Error::os("memfd_create", context(), e))?;
+    let fd = rustix::fs::memfd_create(
+        c"warpipe-region",
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    )
+    .and_then(above_standard)
+    .map_err(|e| Error::os("memfd_create", context(), e))?;
     rustix::fs::ftruncate(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
-    rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
+    rustix::fs::fcntl_add_seals(&fd, SEALS)
+        .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
     let ptr = map(&fd, bytes, ProtFlags::READ | ProtFlags::WRITE)?;
-    Ok(RawRegion { ptr, bytes, handle: fd.into_raw_fd() as u64, stage: Stage::Mapped })
+    Ok(RawRegion {
+        ptr,
+        bytes,
+        handle: fd.into_raw_fd() as u64,
+        stage: Stage::Mapped,
+    })
 }
 
 /// A close-on-exec duplicate of the region's descriptor.
@@ -41,21 +52,34 @@ pub(super) fn allocate(bytes: u64) -> Result<RawRegion> {
 /// `region` came from [`allocate`] and is not released.
 pub(super) unsafe fn export(region: &RawRegion) -> Result<OwnedFd> {
     if is_import(region) {
-        return Err(Error::argument("region", "an imported region", "a region allocated here"));
+        return Err(Error::argument(
+            "region",
+            "an imported region",
+            "a region allocated here",
+        ));
     }
     // SAFETY: the handle of a live allocation is its open descriptor (see `allocate`), borrowed for this call.
     let fd = unsafe { BorrowedFd::borrow_raw(region.handle as i32) };
-    rustix::io::fcntl_dupfd_cloexec(fd, 3).map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
+    rustix::io::fcntl_dupfd_cloexec(fd, 3)
+        .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
 }
 
 /// Checks that `fd` is a sealed memfd of exactly `bytes`, and maps it.
 pub(super) fn import(fd: BorrowedFd<'_>, bytes: u64, access: Access) -> Result<RawRegion> {
-    check_sealed_memfd(fd, bytes).map_err(|found| Error::NotDeviceMemory { wanted: "a sealed memfd", found })?;
+    check_sealed_memfd(fd, bytes).map_err(|found| Error::NotDeviceMemory {
+        wanted: "a sealed memfd",
+        found,
+    })?;
     let protection = match access {
         Access::Read => ProtFlags::READ,
         Access::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
     };
-    Ok(RawRegion { ptr: map(&fd, bytes, protection)?, bytes, handle: IMPORTED, stage: Stage::Mapped })
+    Ok(RawRegion {
+        ptr: map(&fd, bytes, protection)?,
+        bytes,
+        handle: IMPORTED,
+        stage: Stage::Mapped,
+    })
 }
 
 /// Why `fd` is not a memfd of exactly `bytes` bytes whose size is sealed, if it is not.
@@ -68,17 +92,25 @@ pub(crate) fn check_sealed_memfd(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), S
 
 /// The same, with other seals that keep its size.
 pub(crate) fn check_memfd(fd: BorrowedFd<'_>, bytes: u64, wanted: SealFlags) -> Result<(), String> {
-    let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| "a file that cannot be sealed".to_string())?;
+    let seals =
+        rustix::fs::fcntl_get_seals(fd).map_err(|_| "a file that cannot be sealed".to_string())?;
     if !seals.contains(wanted) {
         return Err(format!("a memfd whose size is not sealed ({seals:?})"));
     }
-    let system = rustix::fs::fstatfs(fd).map_err(|e| format!("a descriptor that fstatfs refuses: {e}"))?;
+    let system =
+        rustix::fs::fstatfs(fd).map_err(|e| format!("a descriptor that fstatfs refuses: {e}"))?;
     if system.f_type != TMPFS_MAGIC {
-        return Err("a memfd of huge pages, which need not be there when they are touched".to_string());
+        return Err(
+            "a memfd of huge pages, which need not be there when they are touched".to_string(),
+        );
     }
-    let stat = rustix::fs::fstat(fd).map_err(|e| format!("a descriptor that fstat refuses: {e}"))?;
+    let stat =
+        rustix::fs::fstat(fd).map_err(|e| format!("a descriptor that fstat refuses: {e}"))?;
     if stat.st_size as u64 != bytes {
-        return Err(format!("a memfd of {} bytes instead of {bytes}", stat.st_size));
+        return Err(format!(
+            "a memfd of {} bytes instead of {bytes}",
+            stat.st_size
+        ));
     }
     Ok(())
 }
@@ -99,9 +131,24 @@ pub(super) unsafe fn release(region: RawRegion) -> Result<()> {
 }
 
 pub(super) fn map(fd: &impl std::os::fd::AsFd, bytes: u64, protection: ProtFlags) -> Result<u64> {
-    let context = || format!("a region of {bytes} bytes (descriptor {})", fd.as_fd().as_raw_fd());
-    let length = usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "less than the address space"))?;
+    let context = || {
+        format!(
+            "a region of {bytes} bytes (descriptor {})",
+            fd.as_fd().as_raw_fd()
+        )
+    };
+    let length = usize::try_from(bytes)
+        .map_err(|_| Error::argument("bytes", bytes, "less than the address space"))?;
     // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing; its length is sealed.
-    let ptr = unsafe { rustix::mm::mmap(std::ptr::null_mut(), length, protection, MapFlags::SHARED, fd, 0) };
+    let ptr = unsafe {
+        rustix::mm::mmap(
+            std::ptr::null_mut(),
+            length,
+            protection,
+            MapFlags::SHARED,
+            fd,
+            0,
+        )
+    };
     Ok(ptr.map_err(|e| Error::os("mmap", context(), e))? as u64)
 }

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use self::device_malloc::DeviceMalloc;
 use self::stream::{HostEvent, HostStream, Op};
 use super::{
-    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
-    RawStream, Rows, StreamOp, TimelineWord,
+    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent,
+    RawRegion, RawStream, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, LegacyFault, Result};
 use crate::fork::per_process::InheritedOnFork;
@@ -40,7 +40,10 @@ impl HostBackend {
     pub fn shared() -> Arc<dyn Backend> {
         // A device that was opened before a fork can be used in the child.
         static SHARED: InheritedOnFork<Option<Arc<HostBackend>>> = InheritedOnFork::new(None);
-        SHARED.lock().get_or_insert_with(|| Arc::new(HostBackend::new(false))).clone()
+        SHARED
+            .lock()
+            .get_or_insert_with(|| Arc::new(HostBackend::new(false)))
+            .clone()
     }
 
     /// Another one, for tests, with streams like those of a driver: 1,020 operations fit in a stream's queue; a call that
@@ -51,10 +54,20 @@ impl HostBackend {
 
     fn new(has_short_queues: bool) -> HostBackend {
         let system = rustix::system::sysinfo();
-        let id = DeviceId { kind: DeviceKind::Host, uuid: [0; 16] };
-        let memory_bytes = system.totalram.saturating_mul(u64::from(system.mem_unit.max(1)));
+        let id = DeviceId {
+            kind: DeviceKind::Host,
+            uuid: [0; 16],
+        };
+        let memory_bytes = system
+            .totalram
+            .saturating_mul(u64::from(system.mem_unit.max(1)));
         HostBackend {
-            info: DeviceInfo { id, ordinal: 0, name: "host".into(), memory_bytes },
+            info: DeviceInfo {
+                id,
+                ordinal: 0,
+                name: "host".into(),
+                memory_bytes,
+            },
             allocated: AtomicU64::new(0),
             imported: AtomicU64::new(0),
             malloc: DeviceMalloc::default(),
@@ -66,11 +79,18 @@ impl HostBackend {
     fn reserve(&self, bytes: u64) -> Result<()> {
         let limit = self.info.memory_bytes;
         let fits = |held: u64| held.checked_add(bytes).filter(|&total| total <= limit);
-        match self.allocated.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits) {
+        match self
+            .allocated
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
+        {
             Ok(_) => Ok(()),
             Err(held) => {
                 let detail = format!(" ({held} of {limit} in use)");
-                Err(Error::DeviceMemory { device: "host".into(), bytes, detail })
+                Err(Error::DeviceMemory {
+                    device: "host".into(),
+                    bytes,
+                    detail,
+                })
             }
         }
     }
@@ -82,7 +102,11 @@ impl HostBackend {
 /// `raw` came from `create_stream` of this backend and has not been destroyed.
 unsafe fn stream<'a>(raw: RawStream) -> Result<&'a HostStream> {
     if raw.0.is_null() {
-        return Err(Error::argument("stream", "null", "a stream of the host device (it has no default stream)"));
+        return Err(Error::argument(
+            "stream",
+            "null",
+            "a stream of the host device (it has no default stream)",
+        ));
     }
     // SAFETY: the caller promises a live handle, which is a pointer from `Arc::into_raw` (see `create_stream`).
     Ok(unsafe { &*raw.0.cast::<HostStream>() })
@@ -124,14 +148,24 @@ impl Backend for HostBackend {
         unsafe { memory::export(region) }
     }
 
-    fn import(&self, fd: BorrowedFd<'_>, bytes: u64, access: Access, _owner: DeviceId) -> Result<RawRegion> {
+    fn import(
+        &self,
+        fd: BorrowedFd<'_>,
+        bytes: u64,
+        access: Access,
+        _owner: DeviceId,
+    ) -> Result<RawRegion> {
         let region = memory::import(fd, bytes, access)?;
         self.imported.fetch_add(bytes, Ordering::Relaxed);
         Ok(region)
     }
 
     unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
-        let counter = if memory::is_import(region) { &self.imported } else { &self.allocated };
+        let counter = if memory::is_import(region) {
+            &self.imported
+        } else {
+            &self.allocated
+        };
         // SAFETY: the caller's promise: the region is ours, live, and no longer used.
         unsafe { memory::release(*region)? };
         counter.fetch_sub(region.bytes, Ordering::Relaxed);
@@ -147,7 +181,11 @@ impl Backend for HostBackend {
     }
 
     fn create_stream(&self) -> Result<RawStream> {
-        Ok(RawStream(Arc::into_raw(HostStream::start(self.has_short_queues)?).cast_mut().cast::<c_void>()))
+        Ok(RawStream(
+            Arc::into_raw(HostStream::start(self.has_short_queues)?)
+                .cast_mut()
+                .cast::<c_void>(),
+        ))
     }
 
     unsafe fn destroy_stream(&self, raw: RawStream) -> Result<()> {
@@ -162,7 +200,13 @@ impl Backend for HostBackend {
         unsafe { stream(raw)?.batch(ops) }
     }
 
-    unsafe fn copy(&self, raw: RawStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+    unsafe fn copy(
+        &self,
+        raw: RawStream,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()> {
         // SAFETY: the caller promises a live stream.
         unsafe { stream(raw)? }.push(Op::Copy { dst, src, bytes })
     }
@@ -192,11 +236,24 @@ impl Backend for HostBackend {
         unsafe { stream(raw)?.download(dst, src) }
     }
 
-    unsafe fn launch(&self, raw: RawStream, kernel: &Kernel, grid: u32, block: u32, args: &[u64]) -> Result<()> {
+    unsafe fn launch(
+        &self,
+        raw: RawStream,
+        kernel: &Kernel,
+        grid: u32,
+        block: u32,
+        args: &[u64],
+    ) -> Result<()> {
         let (twin, args): (_, Box<[u64]>) = (kernel.twin(), args.into());
         let work = move || {
             // SAFETY: whoever launched promised arguments that fit the kernel and memory that outlives it.
-            unsafe { twin(Launch { grid, block, args: &args }) }
+            unsafe {
+                twin(Launch {
+                    grid,
+                    block,
+                    args: &args,
+                })
+            }
         };
         // SAFETY: the caller promises a live stream.
         unsafe { stream(raw)? }.push(Op::Call(Box::new(work)))
@@ -221,7 +278,11 @@ impl Backend for HostBackend {
     }
 
     fn create_event(&self) -> Result<RawEvent> {
-        Ok(RawEvent(Arc::into_raw(Arc::new(HostEvent::default())).cast_mut().cast::<c_void>()))
+        Ok(RawEvent(
+            Arc::into_raw(Arc::new(HostEvent::default()))
+                .cast_mut()
+                .cast::<c_void>(),
+        ))
     }
 
     unsafe fn destroy_event(&self, raw: RawEvent) -> Result<()> {
@@ -255,13 +316,21 @@ impl Backend for HostBackend {
 
     fn create_ipc_event(&self) -> Result<RawEvent> {
         self.malloc.count_event()?;
-        Ok(RawEvent(Arc::into_raw(Arc::new(HostEvent::interprocess())).cast_mut().cast::<c_void>()))
+        Ok(RawEvent(
+            Arc::into_raw(Arc::new(HostEvent::interprocess()))
+                .cast_mut()
+                .cast::<c_void>(),
+        ))
     }
 
     unsafe fn export_event(&self, raw: RawEvent) -> Result<IpcBytes> {
         // SAFETY: the caller promises a live handle.
         if !unsafe { event(raw) }.is_interprocess {
-            return Err(Error::argument("event", "an event of this process alone", "one of create_ipc_event"));
+            return Err(Error::argument(
+                "event",
+                "an event of this process alone",
+                "one of create_ipc_event",
+            ));
         }
         device_malloc::export_event(raw.0.addr() as u64)
     }

@@ -36,8 +36,15 @@ const PARK_MAX: Duration = Duration::from_millis(100);
 /// One queued operation.
 pub(super) enum Op {
     Call(Box<dyn FnOnce() + Send>),
-    Copy { dst: DevicePtr, src: DevicePtr, bytes: u64 },
-    Zero { dst: DevicePtr, bytes: u64 },
+    Copy {
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+    },
+    Zero {
+        dst: DevicePtr,
+        bytes: u64,
+    },
     Memory(StreamOp),
     Record(Arc<HostEvent>, u64),
     Await(Arc<HostEvent>, u64),
@@ -55,7 +62,10 @@ pub(super) struct HostEvent {
 impl HostEvent {
     /// One that other processes may open.
     pub(super) fn interprocess() -> HostEvent {
-        HostEvent { is_interprocess: true, ..HostEvent::default() }
+        HostEvent {
+            is_interprocess: true,
+            ..HostEvent::default()
+        }
     }
 
     pub(super) fn next_turn(&self) -> u64 {
@@ -92,7 +102,9 @@ pub(super) struct HostStream {
 
 impl fmt::Debug for HostStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostStream").field("queued", &self.lock().ops.len()).finish()
+        f.debug_struct("HostStream")
+            .field("queued", &self.lock().ops.len())
+            .finish()
     }
 }
 
@@ -101,7 +113,12 @@ impl HostStream {
     pub(super) fn start(is_like_a_drivers: bool) -> Result<Arc<HostStream>> {
         let (unfinished, queue, changed) = (AtomicUsize::new(0), Mutex::default(), Condvar::new());
         let calls = is_like_a_drivers.then(Mutex::default);
-        let stream = Arc::new(HostStream { unfinished, queue, changed, calls });
+        let stream = Arc::new(HostStream {
+            unfinished,
+            queue,
+            changed,
+            calls,
+        });
         let worker = stream.clone();
         std::thread::Builder::new()
             .name("warpipe-stream".into())
@@ -132,7 +149,9 @@ impl HostStream {
     }
 
     fn calls(&self) -> Option<MutexGuard<'_, ()>> {
-        self.calls.as_ref().map(|calls| calls.lock().unwrap_or_else(PoisonError::into_inner))
+        self.calls
+            .as_ref()
+            .map(|calls| calls.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn push(&self, op: Op) -> Result<()> {
@@ -142,13 +161,22 @@ impl HostStream {
     /// Enqueues all of `count` operations, or none.
     fn push_all(&self, count: usize, ops: impl Iterator<Item = Op>) -> Result<()> {
         let calls = self.calls();
-        let (max, limit) = if calls.is_some() { (LAUNCH_QUEUE, LAUNCH_TIMEOUT) } else { (QUEUE_MAX, ROOM_TIMEOUT) };
+        let (max, limit) = if calls.is_some() {
+            (LAUNCH_QUEUE, LAUNCH_TIMEOUT)
+        } else {
+            (QUEUE_MAX, ROOM_TIMEOUT)
+        };
         let queue = self.lock();
         let full = |queue: &mut StreamQueue| queue.ops.len() + count.min(max) > max;
-        let (mut queue, waited) =
-            self.changed.wait_timeout_while(queue, limit, full).unwrap_or_else(PoisonError::into_inner);
+        let (mut queue, waited) = self
+            .changed
+            .wait_timeout_while(queue, limit, full)
+            .unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
-            return Err(Error::Timeout { what: "room in the stream's queue".into(), waited: limit });
+            return Err(Error::Timeout {
+                what: "room in the stream's queue".into(),
+                waited: limit,
+            });
         }
         queue.ops.extend(ops);
         self.unfinished.fetch_add(count, Ordering::Relaxed);
@@ -163,7 +191,10 @@ impl HostStream {
     #[inline]
     pub(super) unsafe fn batch(&self, ops: &[StreamOp]) -> Result<()> {
         // SAFETY: the caller's promise for every word.
-        let done = ops.iter().take_while(|&&op| self.is_idle() && unsafe { try_now_or_soon(op) }).count();
+        let done = ops
+            .iter()
+            .take_while(|&&op| self.is_idle() && unsafe { try_now_or_soon(op) })
+            .count();
         let rest = &ops[done..];
         if rest.is_empty() {
             return Ok(());
@@ -201,7 +232,10 @@ impl HostStream {
             self.push(Op::Call(Box::new(move || {
                 let _ = done.send(());
             })))?;
-            let stuck = |_| Error::Timeout { what: "the stream's earlier work".into(), waited: ROOM_TIMEOUT };
+            let stuck = |_| Error::Timeout {
+                what: "the stream's earlier work".into(),
+                waited: ROOM_TIMEOUT,
+            };
             wait.recv_timeout(ROOM_TIMEOUT).map_err(stuck)?;
         }
         // SAFETY: the caller's promise for `src`.
@@ -216,7 +250,10 @@ impl HostStream {
                 if queue.closed {
                     return;
                 }
-                queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                queue = self
+                    .changed
+                    .wait(queue)
+                    .unwrap_or_else(PoisonError::into_inner);
             }
             let op = queue.ops.pop_front();
             drop(queue);
@@ -253,13 +290,21 @@ unsafe fn word<'a>(address: DevicePtr) -> &'a TimelineWord {
 #[inline]
 unsafe fn try_now(op: StreamOp) -> bool {
     match op {
-        StreamOp::Signal { word: address, value } => {
+        StreamOp::Signal {
+            word: address,
+            value,
+        } => {
             // SAFETY: the caller's promise.
             unsafe { word(address) }.store(value);
             true
         }
-        // SAFETY: the caller's promise.
-        StreamOp::Wait { word: address, value } => unsafe { word(address) }.reached(value),
+        StreamOp::Wait {
+            word: address,
+            value,
+        } => {
+            // SAFETY: the caller's promise.
+            unsafe { word(address) }.reached(value)
+        }
     }
 }
 
@@ -286,17 +331,27 @@ unsafe fn try_now_or_soon(op: StreamOp) -> bool {
 unsafe fn execute(op: Op) {
     match op {
         // A panic in a user's function must not take the stream down with it; the work after it still runs.
-        Op::Call(function) => drop(std::panic::catch_unwind(std::panic::AssertUnwindSafe(function))),
+        Op::Call(function) => drop(std::panic::catch_unwind(std::panic::AssertUnwindSafe(
+            function,
+        ))),
         Op::Copy { dst, src, bytes } => {
             // SAFETY: the caller's promise for both ranges.
-            unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, bytes as usize) }
+            unsafe {
+                std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, bytes as usize)
+            }
         }
         // SAFETY: the caller's promise for the range.
-        Op::Zero { dst, bytes } => unsafe { std::ptr::write_bytes(dst as *mut u8, 0, bytes as usize) },
+        Op::Zero { dst, bytes } => unsafe {
+            std::ptr::write_bytes(dst as *mut u8, 0, bytes as usize)
+        },
         Op::Memory(op) => {
             // SAFETY: the caller's promise for the word.
             while !unsafe { try_now(op) } {
-                if let StreamOp::Wait { word: address, value } = op {
+                if let StreamOp::Wait {
+                    word: address,
+                    value,
+                } = op
+                {
                     // SAFETY: as above.
                     unsafe { word(address) }.park(value, PARK_MAX);
                 }
@@ -324,9 +379,13 @@ mod tests {
             let event = Arc::new(HostEvent::default());
             let turn = event.next_turn();
             let (go, wait) = mpsc::channel::<()>();
-            stream.push(Op::Call(Box::new(move || assert!(wait.recv().is_err())))).unwrap();
+            stream
+                .push(Op::Call(Box::new(move || assert!(wait.recv().is_err()))))
+                .unwrap();
             stream.push(Op::Record(event.clone(), turn)).unwrap();
-            waiters.iter().for_each(|waiter| waiter.push(Op::Await(event.clone(), turn)).unwrap());
+            waiters
+                .iter()
+                .for_each(|waiter| waiter.push(Op::Await(event.clone(), turn)).unwrap());
             (0..50).for_each(|_| std::thread::yield_now());
             drop(go);
             while !event.is_done(turn) {

@@ -49,19 +49,30 @@ impl FullQueue {
 
     /// From now on, calls for `stream` wait.
     pub(crate) fn hold(&self, stream: &Stream) {
-        *self.lock() = FullQueueState { held: Held::Of(stream.raw().0.addr()), ..FullQueueState::default() };
+        *self.lock() = FullQueueState {
+            held: Held::Of(stream.raw().0.addr()),
+            ..FullQueueState::default()
+        };
     }
 
     /// From now on, calls wait that make a stream wait for a word.
     pub(crate) fn hold_waits(&self) {
-        *self.lock() = FullQueueState { held: Held::Waits, ..FullQueueState::default() };
+        *self.lock() = FullQueueState {
+            held: Held::Waits,
+            ..FullQueueState::default()
+        };
     }
 
     /// Waits until a call does.
     pub(crate) fn wait_until_held_up(&self) {
         let is_free = |state: &mut FullQueueState| state.waiting == 0;
-        let waited = self.changed.wait_timeout_while(self.lock(), PATIENCE, is_free);
-        assert!(!waited.unwrap_or_else(PoisonError::into_inner).1.timed_out(), "no call comes");
+        let waited = self
+            .changed
+            .wait_timeout_while(self.lock(), PATIENCE, is_free);
+        assert!(
+            !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out(),
+            "no call comes"
+        );
     }
 
     /// Lets them go on.
@@ -102,6 +113,13 @@ impl Hook for FullQueue {
         state.waiting -= 1;
         let fails = waited.timed_out() || state.fails;
         state.fails &= state.waiting > 0;
-        if fails { Err(Error::Injected { method: "batch", call: 1 }) } else { Ok(ops.to_vec()) }
+        if fails {
+            Err(Error::Injected {
+                method: "batch",
+                call: 1,
+            })
+        } else {
+            Ok(ops.to_vec())
+        }
     }
 }

@@ -31,7 +31,10 @@ impl Author {
     pub(crate) fn seen(pid: i32) -> Author {
         static NAMESPACE: PerProcess<OnceLock<u64>> = PerProcess::new();
         let read = || rustix::fs::stat("/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
-        Author { pid, namespace: *NAMESPACE.get().get_or_init(read) }
+        Author {
+            pid,
+            namespace: *NAMESPACE.get().get_or_init(read),
+        }
     }
 
     /// Its number, if that counts here.
@@ -45,11 +48,22 @@ impl Author {
     }
 
     pub(super) fn parse(text: &[u8]) -> Option<Author> {
-        let text = std::str::from_utf8(text).ok().filter(|text| text.len() <= LOCK_BYTES_MAX)?;
-        let mut numbers = text.strip_prefix(LOCK_MARK)?.trim_end().split(' ').filter(|number| !number.is_empty());
+        let text = std::str::from_utf8(text)
+            .ok()
+            .filter(|text| text.len() <= LOCK_BYTES_MAX)?;
+        let mut numbers = text
+            .strip_prefix(LOCK_MARK)?
+            .trim_end()
+            .split(' ')
+            .filter(|number| !number.is_empty());
         let pid = numbers.next()?.parse().ok().filter(|&pid| pid > 0)?;
-        let namespace = numbers.next().map_or(Some(0), |number| number.parse().ok())?;
-        numbers.next().is_none().then_some(Author { pid, namespace })
+        let namespace = numbers
+            .next()
+            .map_or(Some(0), |number| number.parse().ok())?;
+        numbers
+            .next()
+            .is_none()
+            .then_some(Author { pid, namespace })
     }
 }
 
@@ -59,24 +73,58 @@ mod tests {
 
     #[test]
     fn a_line_says_who_wrote_it_and_nothing_else_is_one() {
-        let most = Author { pid: i32::MAX, namespace: u64::from(u32::MAX) };
-        for author in [Author::own(), most, Author { pid: 1, namespace: 0 }] {
-            assert!(author.line().len() <= LOCK_BYTES_MAX && author.line().len() == most.line().len());
+        let most = Author {
+            pid: i32::MAX,
+            namespace: u64::from(u32::MAX),
+        };
+        for author in [
+            Author::own(),
+            most,
+            Author {
+                pid: 1,
+                namespace: 0,
+            },
+        ] {
+            assert!(
+                author.line().len() <= LOCK_BYTES_MAX && author.line().len() == most.line().len()
+            );
             assert_eq!(Author::parse(author.line().as_bytes()), Some(author));
         }
-        assert_eq!(Author::parse(b"warpipe 7\n"), Some(Author { pid: 7, namespace: 0 }));
-        for text in
-            ["", "warpipe ", "warpipe 0 1\n", "warpipe -1 1\n", "warpipe 1 x\n", "warpipe 1 2 3\n", "other 1 2\n"]
-        {
+        assert_eq!(
+            Author::parse(b"warpipe 7\n"),
+            Some(Author {
+                pid: 7,
+                namespace: 0
+            })
+        );
+        for text in [
+            "",
+            "warpipe ",
+            "warpipe 0 1\n",
+            "warpipe -1 1\n",
+            "warpipe 1 x\n",
+            "warpipe 1 2 3\n",
+            "other 1 2\n",
+        ] {
             assert_eq!(Author::parse(text.as_bytes()), None, "{text:?}");
         }
-        assert_eq!(Author::parse(format!("{}{:30}", Author::own().line(), "").as_bytes()), None);
+        assert_eq!(
+            Author::parse(format!("{}{:30}", Author::own().line(), "").as_bytes()),
+            None
+        );
     }
 
     #[test]
     fn a_number_of_another_namespace_is_nobody_here() {
         let own = Author::own();
         assert_eq!(own.pid_here(), Some(own.pid));
-        assert_eq!(Author { namespace: own.namespace + 1, ..own }.pid_here(), None);
+        assert_eq!(
+            Author {
+                namespace: own.namespace + 1,
+                ..own
+            }
+            .pid_here(),
+            None
+        );
     }
 }

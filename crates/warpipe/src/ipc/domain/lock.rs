@@ -81,8 +81,13 @@ impl Domain {
         for _ in 0..CLAIM_TRIES {
             if let Some(lock) = self.try_lock(name, &file)? {
                 let had_author = read_author(&lock).is_some();
-                let written = write_author(&lock).map_err(|e| Error::os("pwrite", self.shown(&file), e));
-                let mut locked = Locked { fd: Some(lock), domain: self.clone(), name: name.clone() };
+                let written =
+                    write_author(&lock).map_err(|e| Error::os("pwrite", self.shown(&file), e));
+                let mut locked = Locked {
+                    fd: Some(lock),
+                    domain: self.clone(),
+                    name: name.clone(),
+                };
                 // Also when it is not ours after all: without its lock nobody would remove what a dead owner left.
                 let cleared = self.clear(name);
                 if cleared.is_err() && had_author {
@@ -93,14 +98,20 @@ impl Domain {
                 return Ok(locked);
             }
         }
-        Err(Error::NameTaken { name: name.to_string(), holder: Holder { pid: None } })
+        Err(Error::NameTaken {
+            name: name.to_string(),
+            holder: Holder { pid: None },
+        })
     }
 
     /// One try; `None` when the file was removed between opening and locking it.
     fn try_lock(&self, name: &EndpointName, file: &str) -> Result<Option<CloseOnForkFd>> {
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let flags =
+            OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let mode = Mode::from_raw_mode(LOCK_MODE);
-        let lock = match CloseOnForkFd::open(|| rustix::fs::openat(&self.inner.directory, file, flags, mode)) {
+        let lock = match CloseOnForkFd::open(|| {
+            rustix::fs::openat(&self.inner.directory, file, flags, mode)
+        }) {
             Ok(fd) => fd,
             Err(Errno::LOOP) => return Err(self.foreign(file, "a symlink")),
             Err(Errno::ISDIR) => return Err(self.foreign(file, "a directory")),
@@ -115,13 +126,22 @@ impl Domain {
             if !self.leads_to(file, &stat) {
                 return Ok(None);
             }
-            return Err(Error::NameTaken { name: name.to_string(), holder: self.holder_by(&lock, name) });
+            return Err(Error::NameTaken {
+                name: name.to_string(),
+                holder: self.holder_by(&lock, name),
+            });
         }
         let (start, mut backoff) = (Instant::now(), Backoff::default());
         while !self.try_byte(&lock, CLEARING, file)? {
             if start.elapsed() >= CLEAR_TIMEOUT {
-                let what = format!("another process to remove what a dead owner of {:?} left", name.as_str());
-                return Err(Error::Timeout { what, waited: CLEAR_TIMEOUT });
+                let what = format!(
+                    "another process to remove what a dead owner of {:?} left",
+                    name.as_str()
+                );
+                return Err(Error::Timeout {
+                    what,
+                    waited: CLEAR_TIMEOUT,
+                });
             }
             backoff.pause();
         }
@@ -143,7 +163,9 @@ impl Domain {
             Err(error) if is_own_want(error) => return Cleared::Held,
             Err(_) => return Cleared::Nothing,
         };
-        let Ok(stat) = rustix::fs::fstat(&lock) else { return Cleared::Nothing };
+        let Ok(stat) = rustix::fs::fstat(&lock) else {
+            return Cleared::Nothing;
+        };
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Cleared::Nothing;
         }
@@ -192,22 +214,31 @@ impl Domain {
             .is_ok_and(|now| (now.st_dev, now.st_ino) == (stat.st_dev, stat.st_ino))
     }
 
-    pub(super) fn open_lock(&self, name: &EndpointName, access: OFlags) -> std::result::Result<CloseOnForkFd, Errno> {
+    pub(super) fn open_lock(
+        &self,
+        name: &EndpointName,
+        access: OFlags,
+    ) -> std::result::Result<CloseOnForkFd, Errno> {
         let flags = access | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let file = name.file("", ".lock");
-        CloseOnForkFd::open(|| rustix::fs::openat(&self.inner.directory, file, flags, Mode::empty()))
+        CloseOnForkFd::open(|| {
+            rustix::fs::openat(&self.inner.directory, file, flags, Mode::empty())
+        })
     }
 
     /// Removes a dead owner's sockets. [`CLEARING`] is held, and [`OWNER`] by nobody else: no living owner can be there.
     fn clear(&self, name: &EndpointName) -> Result<()> {
         for file in [name.file("", ".sock"), name.file(".", ".new")] {
-            let kind = match rustix::fs::statat(&self.inner.directory, &file, AtFlags::SYMLINK_NOFOLLOW) {
-                Err(_) => continue,
-                Ok(stat) => FileType::from_raw_mode(stat.st_mode),
-            };
+            let kind =
+                match rustix::fs::statat(&self.inner.directory, &file, AtFlags::SYMLINK_NOFOLLOW) {
+                    Err(_) => continue,
+                    Ok(stat) => FileType::from_raw_mode(stat.st_mode),
+                };
             match kind {
                 FileType::Socket if self.is_dead(&file)? => self.unlink(&file),
-                FileType::Socket => return Err(self.foreign(&file, "a live socket of another program")),
+                FileType::Socket => {
+                    return Err(self.foreign(&file, "a live socket of another program"));
+                }
                 FileType::Fifo => return Err(self.foreign(&file, "a FIFO")),
                 FileType::Symlink => return Err(self.foreign(&file, "a symlink")),
                 FileType::Directory => return Err(self.foreign(&file, "a directory")),
@@ -228,7 +259,9 @@ impl Domain {
         loop {
             match self.dial(file) {
                 Err(Errno::CONNREFUSED) => return Ok(true),
-                Err(error) if is_own_want(error) => return Err(Error::os("connect", self.shown(file), error)),
+                Err(error) if is_own_want(error) => {
+                    return Err(Error::os("connect", self.shown(file), error));
+                }
                 // It answers, or is of another type, or its backlog is full.
                 _ if start.elapsed() > LIVE_AFTER => return Ok(false),
                 _ => backoff.pause(),
@@ -239,7 +272,10 @@ impl Domain {
 
 /// Whether a call failed for want of something of this process.
 fn is_own_want(error: Errno) -> bool {
-    matches!(error, Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS)
+    matches!(
+        error,
+        Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS
+    )
 }
 
 /// Whether somebody has the name. Asked, not tried: a lock taken for a look could cost an owner that comes its name.
@@ -273,7 +309,10 @@ mod tests {
     #[test]
     fn who_comes_while_a_dead_owners_files_are_removed_waits_and_has_the_name_then() {
         let folder = std::env::temp_dir().join(format!("warpipe-clearing-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("a").unwrap(),
+        );
         for removes in [false, true] {
             std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
             let lock = domain.open_lock(&name, OFlags::RDWR).unwrap();
@@ -285,7 +324,11 @@ mod tests {
                     assert!(start.elapsed() < CLEAR_TIMEOUT);
                     std::thread::yield_now();
                 }
-                assert_eq!(domain.clear_up(&name), Cleared::Held, "no other cleaner begins");
+                assert_eq!(
+                    domain.clear_up(&name),
+                    Cleared::Held,
+                    "no other cleaner begins"
+                );
                 if removes {
                     std::fs::remove_file(folder.join("a.lock")).unwrap();
                 }
@@ -303,14 +346,20 @@ mod tests {
     #[test]
     fn a_close_removes_no_file_of_a_successor() {
         let folder = std::env::temp_dir().join(format!("warpipe-successor-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("a").unwrap(),
+        );
         let remove = |file: &str| std::fs::remove_file(folder.join(file)).unwrap();
         let first = domain.claim(&name, false).unwrap();
         ["a.sock", "a.lock"].into_iter().for_each(remove);
         let second = domain.claim(&name, false).unwrap();
         drop(first);
         domain.connect(&name, Duration::ZERO).unwrap();
-        assert!(matches!(domain.claim(&name, false), Err(Error::NameTaken { .. })));
+        assert!(matches!(
+            domain.claim(&name, false),
+            Err(Error::NameTaken { .. })
+        ));
         // Its socket alone is another one's.
         remove("a.sock");
         let socket = std::os::unix::net::UnixListener::bind(folder.join("a.sock")).unwrap();
@@ -328,8 +377,12 @@ mod tests {
 
     #[test]
     fn a_claim_that_fails_removes_no_lock_of_a_successor() {
-        let folder = std::env::temp_dir().join(format!("warpipe-failed-claim-{}", std::process::id()));
-        let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-failed-claim-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("a").unwrap(),
+        );
         let failing = domain.lock(&name).unwrap();
         std::fs::remove_file(folder.join("a.lock")).unwrap();
         let second = domain.claim(&name, false).unwrap();
@@ -341,44 +394,71 @@ mod tests {
 
     #[test]
     fn a_lock_file_that_cannot_be_written_does_not_stay() {
-        crate::hostile::alone(module_path!(), "a_lock_file_that_cannot_be_written_does_not_stay", || {
-            let folder = std::env::temp_dir().join(format!("warpipe-unwritten-{}", std::process::id()));
-            let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
-            // SAFETY: no handler is installed; the limit is this process's, which ends with this test.
-            unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
-            let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize);
-            let none = rustix::process::Rlimit { current: Some(0), ..limit };
-            rustix::process::setrlimit(rustix::process::Resource::Fsize, none).unwrap();
-            let claimed = domain.claim(&name, false).map(drop);
-            rustix::process::setrlimit(rustix::process::Resource::Fsize, limit).unwrap();
-            assert!(matches!(claimed, Err(Error::Os { call: "pwrite", .. })), "{claimed:?}");
-            assert!(domain.endpoints().unwrap().is_empty());
-            std::fs::remove_dir(folder).unwrap();
-        });
+        crate::hostile::alone(
+            module_path!(),
+            "a_lock_file_that_cannot_be_written_does_not_stay",
+            || {
+                let folder =
+                    std::env::temp_dir().join(format!("warpipe-unwritten-{}", std::process::id()));
+                let (domain, name) = (
+                    Domain::at(&folder).unwrap(),
+                    EndpointName::new("a").unwrap(),
+                );
+                // SAFETY: no handler is installed; the limit is this process's, which ends with this test.
+                unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+                let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize);
+                let none = rustix::process::Rlimit {
+                    current: Some(0),
+                    ..limit
+                };
+                rustix::process::setrlimit(rustix::process::Resource::Fsize, none).unwrap();
+                let claimed = domain.claim(&name, false).map(drop);
+                rustix::process::setrlimit(rustix::process::Resource::Fsize, limit).unwrap();
+                assert!(
+                    matches!(claimed, Err(Error::Os { call: "pwrite", .. })),
+                    "{claimed:?}"
+                );
+                assert!(domain.endpoints().unwrap().is_empty());
+                std::fs::remove_dir(folder).unwrap();
+            },
+        );
     }
 
     #[test]
     fn a_claim_that_lacks_a_descriptor_says_so_and_what_a_dead_owner_left_can_still_be_removed() {
         let test = "a_claim_that_lacks_a_descriptor_says_so_and_what_a_dead_owner_left_can_still_be_removed";
         crate::hostile::alone(module_path!(), test, || {
-            let folder = std::env::temp_dir().join(format!("warpipe-lacking-{}", std::process::id()));
-            let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+            let folder =
+                std::env::temp_dir().join(format!("warpipe-lacking-{}", std::process::id()));
+            let (domain, name) = (
+                Domain::at(&folder).unwrap(),
+                EndpointName::new("a").unwrap(),
+            );
             std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
             drop(std::os::unix::net::UnixListener::bind(folder.join("a.sock")).unwrap());
             let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
             // One more can be made: the lock's.
             let free = rustix::io::fcntl_dupfd_cloexec(&domain.inner.directory, 3).unwrap();
-            let last = rustix::process::Rlimit { current: Some(free.as_raw_fd() as u64 + 1), ..limit };
+            let last = rustix::process::Rlimit {
+                current: Some(free.as_raw_fd() as u64 + 1),
+                ..limit
+            };
             drop(free);
             rustix::process::setrlimit(rustix::process::Resource::Nofile, last).unwrap();
             let claimed = domain.claim(&name, false).map(drop);
             let is_over = domain.forget(&name);
-            let none = rustix::process::Rlimit { current: Some(0), ..limit };
+            let none = rustix::process::Rlimit {
+                current: Some(0),
+                ..limit
+            };
             rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
             let is_over_at_once = domain.forget(&name);
             rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
             assert!(!is_over && !is_over_at_once, "nobody would try again");
-            assert!(matches!(claimed, Err(Error::DescriptorLimit { .. })), "{claimed:?}");
+            assert!(
+                matches!(claimed, Err(Error::DescriptorLimit { .. })),
+                "{claimed:?}"
+            );
             assert_eq!(domain.clean().unwrap(), [name]);
             assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
             std::fs::remove_dir(folder).unwrap();

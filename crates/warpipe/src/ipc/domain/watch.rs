@@ -16,7 +16,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use rustix::fs::inotify::{self, WatchFlags};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType};
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+};
 
 use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
@@ -29,7 +31,10 @@ use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
 #[derive(Debug)]
 pub(crate) struct Arrivals {
     doorbell: Arc<LocalDoorbell>,
-    #[cfg_attr(not(test), expect(dead_code, reason = "held, not used: it rings the bell"))]
+    #[cfg_attr(
+        not(test),
+        expect(dead_code, reason = "held, not used: it rings the bell")
+    )]
     watch: Arc<DirectoryWatch>,
 }
 
@@ -69,16 +74,25 @@ impl Inotify {
         }
     }
 
-    fn make(directory: &Path, wanted: WatchFlags) -> std::result::Result<Inotify, (&'static str, Errno)> {
+    fn make(
+        directory: &Path,
+        wanted: WatchFlags,
+    ) -> std::result::Result<Inotify, (&'static str, Errno)> {
         #[cfg(test)]
         if tests::IS_REFUSED.load(std::sync::atomic::Ordering::SeqCst) {
             return Err(("inotify_init", Errno::MFILE));
         }
         let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
-        let instance = CloseOnForkFd::open(|| inotify::init(flags)).map_err(|error| ("inotify_init", error))?;
+        let instance = CloseOnForkFd::open(|| inotify::init(flags))
+            .map_err(|error| ("inotify_init", error))?;
         let copy = put_in_flight(&instance).ok();
-        let inotify = Inotify { instance: Some(instance), copy, owner_process: OwnerProcess::current() };
-        inotify::add_watch(&inotify, directory, wanted).map_err(|error| ("inotify_add_watch", error))?;
+        let inotify = Inotify {
+            instance: Some(instance),
+            copy,
+            owner_process: OwnerProcess::current(),
+        };
+        inotify::add_watch(&inotify, directory, wanted)
+            .map_err(|error| ("inotify_add_watch", error))?;
         Ok(inotify)
     }
 
@@ -91,13 +105,18 @@ impl Inotify {
 
 impl AsFd for Inotify {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.instance.as_ref().expect("present until dropped").as_fd()
+        self.instance
+            .as_ref()
+            .expect("present until dropped")
+            .as_fd()
     }
 }
 
 impl Drop for Inotify {
     fn drop(&mut self) {
-        let both = [self.instance.take(), self.copy.take()].into_iter().flatten();
+        let both = [self.instance.take(), self.copy.take()]
+            .into_iter()
+            .flatten();
         if self.owner_process.is_current() {
             both.for_each(close_later);
         }
@@ -108,14 +127,20 @@ impl Drop for Inotify {
 fn put_in_flight(fd: &CloseOnForkFd) -> std::result::Result<CloseOnForkFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let section = fork::NoForkSection::enter();
-    let (socket, sender) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let (socket, sender) =
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     let (socket, sender) = (section.adopt(socket)?, section.adopt(sender)?);
     drop(section);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut rights = SendAncillaryBuffer::new(&mut space);
     let fds = [fd.as_fd()];
     rights.push(SendAncillaryMessage::ScmRights(&fds));
-    rustix::net::sendmsg(&sender, &[IoSlice::new(&[0])], &mut rights, SendFlags::NOSIGNAL)?;
+    rustix::net::sendmsg(
+        &sender,
+        &[IoSlice::new(&[0])],
+        &mut rights,
+        SendFlags::NOSIGNAL,
+    )?;
     Ok(socket)
 }
 
@@ -151,10 +176,20 @@ impl DirectoryWatch {
             return Ok(known);
         }
         let inotify = Inotify::new(path, WatchFlags::MOVED_TO);
-        let inotify = inotify.map_err(|(call, error)| Error::os(call, "watching the domain", error))?;
-        let (watch, listeners, owner_process) = (Mutex::new(None), Mutex::default(), OwnerProcess::current());
-        let made = Arc::new(DirectoryWatch { watch, inotify, listeners, owner_process });
-        let (reactor, me) = (Reactor::of_process()?, Arc::downgrade(&made) as Weak<dyn EventSource>);
+        let inotify =
+            inotify.map_err(|(call, error)| Error::os(call, "watching the domain", error))?;
+        let (watch, listeners, owner_process) =
+            (Mutex::new(None), Mutex::default(), OwnerProcess::current());
+        let made = Arc::new(DirectoryWatch {
+            watch,
+            inotify,
+            listeners,
+            owner_process,
+        });
+        let (reactor, me) = (
+            Reactor::of_process()?,
+            Arc::downgrade(&made) as Weak<dyn EventSource>,
+        );
         match &made.inotify {
             Some(inotify) => {
                 let watch = reactor.register(inotify.as_fd(), &me, 0)?;
@@ -177,7 +212,11 @@ impl Drop for DirectoryWatch {
     fn drop(&mut self) {
         if !self.owner_process.is_current() {
             // The parent's reactor is not to be asked: a thread that is not here may have had its lock.
-            let watch = self.watch.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+            let watch = self
+                .watch
+                .get_mut()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take();
             std::mem::forget(watch);
         }
     }
@@ -202,8 +241,16 @@ impl EventSource for DirectoryWatch {
 
 impl DirectoryWatch {
     fn ring(&self) {
-        let mut listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
-        listeners.retain(|doorbell| doorbell.upgrade().inspect(|doorbell| doorbell.ring()).is_some());
+        let mut listeners = self
+            .listeners
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        listeners.retain(|doorbell| {
+            doorbell
+                .upgrade()
+                .inspect(|doorbell| doorbell.ring())
+                .is_some()
+        });
     }
 }
 
@@ -211,7 +258,10 @@ impl DirectoryWatch {
 pub(super) fn arrivals(identity: Identity, path: &Path) -> Result<Arrivals> {
     let doorbell = Arc::new(LocalDoorbell::new()?);
     let watch = DirectoryWatch::of_process(identity, path)?;
-    let mut listeners = watch.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut listeners = watch
+        .listeners
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
     listeners.retain(|doorbell| doorbell.strong_count() > 0);
     listeners.push(Arc::downgrade(&doorbell));
     drop(listeners);
@@ -235,41 +285,68 @@ mod tests {
 
     #[test]
     fn without_an_instance_a_directory_is_looked_at_with_each_tick() {
-        alone(module_path!(), "without_an_instance_a_directory_is_looked_at_with_each_tick", || {
-            let folder = std::env::temp_dir().join(format!("warpipe-no-instance-{}", std::process::id()));
-            IS_REFUSED.store(true, Ordering::SeqCst);
-            let domain = Domain::at(&folder).unwrap();
-            let arrivals = domain.arrivals().unwrap();
-            for _ in 0..2 {
-                assert!(wait_readable(arrivals.as_fd(), Duration::from_secs(60)));
-                arrivals.drain();
-            }
-            let ticket = crate::Ticket::to(&domain, "memory").unwrap();
-            let path = folder.join("ticket");
-            std::thread::scope(|scope| {
-                let reading = scope.spawn(|| crate::Ticket::read_file_timeout(&path, Duration::from_secs(60)));
-                ticket.write_file(&path).unwrap();
-                assert_eq!(reading.join().unwrap().unwrap(), ticket);
-            });
-            std::fs::remove_dir_all(folder).unwrap();
-        });
+        alone(
+            module_path!(),
+            "without_an_instance_a_directory_is_looked_at_with_each_tick",
+            || {
+                let folder = std::env::temp_dir()
+                    .join(format!("warpipe-no-instance-{}", std::process::id()));
+                IS_REFUSED.store(true, Ordering::SeqCst);
+                let domain = Domain::at(&folder).unwrap();
+                let arrivals = domain.arrivals().unwrap();
+                for _ in 0..2 {
+                    assert!(wait_readable(arrivals.as_fd(), Duration::from_secs(60)));
+                    arrivals.drain();
+                }
+                let ticket = crate::Ticket::to(&domain, "memory").unwrap();
+                let path = folder.join("ticket");
+                std::thread::scope(|scope| {
+                    let reading = scope
+                        .spawn(|| crate::Ticket::read_file_timeout(&path, Duration::from_secs(60)));
+                    ticket.write_file(&path).unwrap();
+                    assert_eq!(reading.join().unwrap().unwrap(), ticket);
+                });
+                std::fs::remove_dir_all(folder).unwrap();
+            },
+        );
     }
 
     #[test]
     fn all_who_wait_for_a_directory_share_one_instance_which_lies_in_flight_and_each_is_told() {
-        let folder = std::env::temp_dir().join(format!("warpipe-domain-watch-{}", std::process::id()));
-        let all: Vec<Arrivals> = (0..3).map(|_| Domain::at(&folder).unwrap().arrivals().unwrap()).collect();
-        assert!(all.iter().all(|arrivals| Arc::ptr_eq(&arrivals.watch, &all[0].watch)));
-        if let Some(copy) = all[0].watch.inotify.as_ref().and_then(|inotify| inotify.copy.as_ref()) {
-            let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", copy.as_fd().as_raw_fd())).unwrap();
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-domain-watch-{}", std::process::id()));
+        let all: Vec<Arrivals> = (0..3)
+            .map(|_| Domain::at(&folder).unwrap().arrivals().unwrap())
+            .collect();
+        assert!(
+            all.iter()
+                .all(|arrivals| Arc::ptr_eq(&arrivals.watch, &all[0].watch))
+        );
+        if let Some(copy) = all[0]
+            .watch
+            .inotify
+            .as_ref()
+            .and_then(|inotify| inotify.copy.as_ref())
+        {
+            let info =
+                std::fs::read_to_string(format!("/proc/self/fdinfo/{}", copy.as_fd().as_raw_fd()))
+                    .unwrap();
             // Linux 5.9.
-            assert!(info.contains("scm_fds:\t1") || info.contains("scm_fds: 1") || !info.contains("scm_fds"), "{info}");
+            assert!(
+                info.contains("scm_fds:\t1")
+                    || info.contains("scm_fds: 1")
+                    || !info.contains("scm_fds"),
+                "{info}"
+            );
         }
         for name in ["one", "two"] {
             std::fs::write(folder.join(".new"), name).unwrap();
             std::fs::rename(folder.join(".new"), folder.join(name)).unwrap();
             for arrivals in &all {
-                assert!(wait_readable(arrivals.as_fd(), Duration::from_secs(20)), "{name}");
+                assert!(
+                    wait_readable(arrivals.as_fd(), Duration::from_secs(20)),
+                    "{name}"
+                );
                 arrivals.drain();
             }
         }
@@ -286,7 +363,8 @@ mod tests {
 
     #[test]
     fn a_child_forked_while_another_thread_looks_up_a_directory_waits_for_it_on_its_own() {
-        let folder = std::env::temp_dir().join(format!("warpipe-domain-fork-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-domain-fork-{}", std::process::id()));
         let domain = Domain::at(&folder).unwrap();
         let _ours = domain.arrivals().unwrap();
         let waits = || {

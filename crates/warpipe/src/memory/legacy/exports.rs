@@ -25,7 +25,11 @@ pub(super) fn remember(handle: &LegacyHandle, base: DevicePtr) -> Result<()> {
     let mut exports = exports();
     let key = (handle.owner, base);
     if exports.len() >= EXPORTS_MAX && !exports.contains_key(&key) {
-        return Err(Error::argument("exported allocations", exports.len() + 1, format!("at most {EXPORTS_MAX}")));
+        return Err(Error::argument(
+            "exported allocations",
+            exports.len() + 1,
+            format!("at most {EXPORTS_MAX}"),
+        ));
     }
     exports.insert(key, (handle.allocation, handle.raw));
     Ok(())
@@ -38,11 +42,21 @@ pub(super) fn find(handle: &LegacyHandle, device: &Device) -> Result<DevicePtr> 
     }
     let mut exports = exports();
     let wanted = (handle.allocation, handle.raw);
-    let known = exports.iter().find(|((owner, _), known)| *owner == handle.owner && **known == wanted);
-    let stale = |reason: &str| Error::legacy(LegacyFault::Stale { pid: handle.pid(), reason: reason.into() });
-    let Some((&(_, base), _)) = known else { return Err(stale("it is not exported by this process")) };
+    let known = exports
+        .iter()
+        .find(|((owner, _), known)| *owner == handle.owner && **known == wanted);
+    let stale = |reason: &str| {
+        Error::legacy(LegacyFault::Stale {
+            pid: handle.pid(),
+            reason: reason.into(),
+        })
+    };
+    let Some((&(_, base), _)) = known else {
+        return Err(stale("it is not exported by this process"));
+    };
     let found = device.backend().locate(base)?;
-    if (found.kind, found.base, found.allocation) != (PointerKind::Device, base, handle.allocation) {
+    if (found.kind, found.base, found.allocation) != (PointerKind::Device, base, handle.allocation)
+    {
         exports.remove(&(handle.owner, base));
         return Err(stale("it was freed here"));
     }

@@ -123,12 +123,21 @@ impl LegacyMemory {
     /// [`Error::Driver`].
     pub fn close(mut self, timeout: Duration) -> Result<()> {
         self.owner_process.check()?;
-        let Some(hold) = self.hold.take() else { return Ok(()) };
-        let (start, mut fence, mut backoff) = (Instant::now(), self.streams.fence_busy(), Backoff::default());
+        let Some(hold) = self.hold.take() else {
+            return Ok(());
+        };
+        let (start, mut fence, mut backoff) = (
+            Instant::now(),
+            self.streams.fence_busy(),
+            Backoff::default(),
+        );
         while !fence.is_reached() {
             if start.elapsed() >= timeout {
                 hold.close_after(move || fence.is_reached());
-                return Err(Error::Timeout { what: "the work on legacy memory".into(), waited: timeout });
+                return Err(Error::Timeout {
+                    what: "the work on legacy memory".into(),
+                    waited: timeout,
+                });
             }
             backoff.pause();
         }
@@ -146,7 +155,11 @@ impl Drop for LegacyMemory {
         let mut fence = self.streams.fence_busy();
         let is_quiet = fence.is_reached();
         // Only what calls the driver, or has to wait, is left to other threads.
-        if let Some(hold) = if is_quiet { hold.split_off() } else { Some(hold) } {
+        if let Some(hold) = if is_quiet {
+            hold.split_off()
+        } else {
+            Some(hold)
+        } {
             hold.close_after(move || fence.is_reached());
         }
     }
@@ -154,13 +167,30 @@ impl Drop for LegacyMemory {
 
 /// Opens what a handle of another process names, or holds once more what is open.
 pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<LegacyMemory> {
-    let LegacyHandle { origin, owner, allocation, raw, .. } = *handle;
-    let key = LegacyImportKey { reader: device.info().id, owner, origin, allocation, raw };
+    let LegacyHandle {
+        origin,
+        owner,
+        allocation,
+        raw,
+        ..
+    } = *handle;
+    let key = LegacyImportKey {
+        reader: device.info().id,
+        owner,
+        origin,
+        allocation,
+        raw,
+    };
     loop {
         let import = find(&key, device)?;
         // An import that is over has left the table before its lock was let go, so the next look finds another.
         if let Some((hold, base)) = ImportHold::take(import, handle.allocation_bytes)? {
-            return Ok(LegacyMemory::new(device, base + handle.offset, handle.bytes, Some(hold)));
+            return Ok(LegacyMemory::new(
+                device,
+                base + handle.offset,
+                handle.bytes,
+                Some(hold),
+            ));
         }
     }
 }
@@ -173,9 +203,20 @@ fn find(key: &LegacyImportKey, device: &Device) -> Result<Arc<Import>> {
     let reactor = Reactor::of_process()?;
     let mut imports = table();
     if imports.len() >= IMPORTS_MAX && !imports.contains_key(key) {
-        return Err(Error::argument("open allocations", imports.len() + 1, format!("at most {IMPORTS_MAX}")));
+        return Err(Error::argument(
+            "open allocations",
+            imports.len() + 1,
+            format!("at most {IMPORTS_MAX}"),
+        ));
     }
-    let new = || Arc::new(Import { key: *key, device: device.clone(), reactor, mapping: Mutex::default() });
+    let new = || {
+        Arc::new(Import {
+            key: *key,
+            device: device.clone(),
+            reactor,
+            mapping: Mutex::default(),
+        })
+    };
     Ok(imports.entry(*key).or_insert_with(new).clone())
 }
 
@@ -188,7 +229,10 @@ impl Import {
     fn end(self: &Arc<Self>, mapping: &mut ImportState) {
         mapping.is_over = true;
         let mut imports = table();
-        if imports.get(&self.key).is_some_and(|known| Arc::ptr_eq(known, self)) {
+        if imports
+            .get(&self.key)
+            .is_some_and(|known| Arc::ptr_eq(known, self))
+        {
             imports.remove(&self.key);
         }
     }
@@ -217,18 +261,31 @@ impl ImportHold {
             // A handle that says something else of what is open is not to reach beyond it.
             Some(_) if mapping.bytes != bytes => {
                 let allocation = mapping.bytes;
-                return Err(Error::legacy(LegacyFault::Range { offset: 0, bytes, allocation }));
+                return Err(Error::legacy(LegacyFault::Range {
+                    offset: 0,
+                    bytes,
+                    allocation,
+                }));
             }
             Some(base) => base,
             None => {
-                let opened = import.device.backend().open_legacy(&import.key.raw, bytes, import.key.owner);
+                let opened =
+                    import
+                        .device
+                        .backend()
+                        .open_legacy(&import.key.raw, bytes, import.key.owner);
                 opened.inspect_err(|_| import.end(&mut mapping))?
             }
         };
         (mapping.base, mapping.bytes) = (Some(base), bytes);
         mapping.holds += 1;
         drop(mapping);
-        Ok(Some((ImportHold { import: Some(import) }, base)))
+        Ok(Some((
+            ImportHold {
+                import: Some(import),
+            },
+            base,
+        )))
     }
 
     /// Gives it up, unless it is the last one: that is handed back.
@@ -240,12 +297,16 @@ impl ImportHold {
             return None;
         }
         drop(mapping);
-        Some(ImportHold { import: Some(import) })
+        Some(ImportHold {
+            import: Some(import),
+        })
     }
 
     /// Gives it up once `is_quiet`, on a thread that may be held up by the driver.
     fn close_after(self, mut is_quiet: impl FnMut() -> bool + Send + 'static) {
-        let Some(reactor) = self.import.as_ref().map(|import| import.reactor.clone()) else { return };
+        let Some(reactor) = self.import.as_ref().map(|import| import.reactor.clone()) else {
+            return;
+        };
         reactor.drop_after(move || {
             // The closure owns the hold, which is given up when the closure is dropped: after the proof.
             let _held = &self;
@@ -259,7 +320,9 @@ impl ImportHold {
     }
 
     fn give_up(&mut self) -> Result<()> {
-        let Some(import) = self.import.take() else { return Ok(()) };
+        let Some(import) = self.import.take() else {
+            return Ok(());
+        };
         let mut mapping = import.lock();
         mapping.holds -= 1;
         if mapping.holds > 0 {

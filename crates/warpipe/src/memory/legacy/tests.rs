@@ -11,7 +11,10 @@ struct Plain(Device, DevicePtr);
 
 impl Plain {
     fn new(device: &Device, bytes: u64) -> Plain {
-        Plain(device.clone(), device.backend().allocate_plain(bytes).unwrap())
+        Plain(
+            device.clone(),
+            device.backend().allocate_plain(bytes).unwrap(),
+        )
     }
 
     fn export(&self, offset: u64, bytes: u64) -> Result<LegacyHandle> {
@@ -56,16 +59,34 @@ fn forged(handle: &LegacyHandle, change: impl FnOnce(&mut [u8])) -> Vec<u8> {
 #[test]
 fn a_handle_goes_through_bytes_text_and_serde_unchanged() {
     let (plain, handle) = sample();
-    assert_eq!(LegacyHandle::from_bytes(&handle.to_bytes()).unwrap(), handle);
-    assert_eq!(format!("{handle}\n").parse::<LegacyHandle>().unwrap(), handle);
+    assert_eq!(
+        LegacyHandle::from_bytes(&handle.to_bytes()).unwrap(),
+        handle
+    );
+    assert_eq!(
+        format!("{handle}\n").parse::<LegacyHandle>().unwrap(),
+        handle
+    );
     let binary = postcard::to_stdvec(&handle).unwrap();
-    assert_eq!(postcard::from_bytes::<LegacyHandle>(&binary).unwrap(), handle);
+    assert_eq!(
+        postcard::from_bytes::<LegacyHandle>(&binary).unwrap(),
+        handle
+    );
     let human = serde::de::value::StrDeserializer::<serde::de::value::Error>::new(Box::leak(
         handle.to_string().into_boxed_str(),
     ));
-    assert_eq!(<LegacyHandle as serde::Deserialize>::deserialize(human).unwrap(), handle);
-    assert_eq!((handle.offset(), handle.bytes(), handle.allocation_bytes()), (64, 256, 4096));
-    assert_eq!((handle.pid(), handle.device()), (std::process::id() as i32, Device::host().info().id));
+    assert_eq!(
+        <LegacyHandle as serde::Deserialize>::deserialize(human).unwrap(),
+        handle
+    );
+    assert_eq!(
+        (handle.offset(), handle.bytes(), handle.allocation_bytes()),
+        (64, 256, 4096)
+    );
+    assert_eq!(
+        (handle.pid(), handle.device()),
+        (std::process::id() as i32, Device::host().info().id)
+    );
     drop(plain);
 }
 
@@ -74,7 +95,10 @@ fn every_cut_and_every_flipped_bit_is_refused_by_name() {
     let (_plain, handle) = sample();
     let bytes = handle.to_bytes();
     for length in 0..bytes.len() {
-        let wanted = LegacyFault::Length { found: length, wanted: LegacyHandle::BYTES };
+        let wanted = LegacyFault::Length {
+            found: length,
+            wanted: LegacyHandle::BYTES,
+        };
         assert_eq!(fault(LegacyHandle::from_bytes(&bytes[..length])), wanted);
     }
     for bit in 0..8 * bytes.len() {
@@ -86,7 +110,14 @@ fn every_cut_and_every_flipped_bit_is_refused_by_name() {
     for end in 0..text.len() {
         fault(text[..end].parse::<LegacyHandle>());
     }
-    for garbage in ["", "warpipe-legacy:", "hello", &text.replace('0', "x"), &format!("{text}00"), &"ä".repeat(170)] {
+    for garbage in [
+        "",
+        "warpipe-legacy:",
+        "hello",
+        &text.replace('0', "x"),
+        &format!("{text}00"),
+        &"ä".repeat(170),
+    ] {
         fault(garbage.parse::<LegacyHandle>());
     }
 }
@@ -95,17 +126,33 @@ fn every_cut_and_every_flipped_bit_is_refused_by_name() {
 fn a_handle_that_was_forged_is_refused_for_what_is_wrong_with_it() {
     let (_plain, handle) = sample();
     let version = forged(&handle, |bytes| bytes[8] = 9);
-    assert_eq!(fault(LegacyHandle::from_bytes(&version)), LegacyFault::Version { theirs: 9, ours: VERSION });
+    assert_eq!(
+        fault(LegacyHandle::from_bytes(&version)),
+        LegacyFault::Version {
+            theirs: 9,
+            ours: VERSION
+        }
+    );
     let kind = forged(&handle, |bytes| bytes[10] = 7);
-    assert_eq!(fault(LegacyHandle::from_bytes(&kind)), LegacyFault::Garbled("it names no kind of device"));
+    assert_eq!(
+        fault(LegacyHandle::from_bytes(&kind)),
+        LegacyFault::Garbled("it names no kind of device")
+    );
     let pid = forged(&handle, |bytes| bytes[12..16].fill(0xff));
-    assert_eq!(fault(LegacyHandle::from_bytes(&pid)), LegacyFault::Garbled("it names no process"));
+    assert_eq!(
+        fault(LegacyHandle::from_bytes(&pid)),
+        LegacyFault::Garbled("it names no process")
+    );
     for (offset, bytes) in [(0, 4097), (4096, 1), (u64::MAX, 2), (0, 0), (1, u64::MAX)] {
         let range = forged(&handle, |place| {
             place[72..80].copy_from_slice(&offset.to_le_bytes());
             place[80..88].copy_from_slice(&bytes.to_le_bytes());
         });
-        let wanted = LegacyFault::Range { offset, bytes, allocation: 4096 };
+        let wanted = LegacyFault::Range {
+            offset,
+            bytes,
+            allocation: 4096,
+        };
         assert_eq!(fault(LegacyHandle::from_bytes(&range)), wanted);
     }
 }
@@ -113,11 +160,23 @@ fn a_handle_that_was_forged_is_refused_for_what_is_wrong_with_it() {
 #[test]
 fn a_handle_of_another_machine_or_backend_is_refused_by_name() {
     let (_plain, handle) = sample();
-    let origin = ProcessOrigin { host: handle.origin.host ^ 1, ..handle.origin };
-    assert_eq!(fault(LegacyHandle { origin, ..handle }.open(&Device::host())), LegacyFault::ForeignHost);
-    let owner = DeviceId { kind: DeviceKind::Cuda, uuid: [7; 16] };
+    let origin = ProcessOrigin {
+        host: handle.origin.host ^ 1,
+        ..handle.origin
+    };
+    assert_eq!(
+        fault(LegacyHandle { origin, ..handle }.open(&Device::host())),
+        LegacyFault::ForeignHost
+    );
+    let owner = DeviceId {
+        kind: DeviceKind::Cuda,
+        uuid: [7; 16],
+    };
     match fault(LegacyHandle { owner, ..handle }.open(&Device::host())) {
-        LegacyFault::Device { owner: told, device } => assert_eq!((told, device.as_str()), (owner.to_string(), "host")),
+        LegacyFault::Device {
+            owner: told,
+            device,
+        } => assert_eq!((told, device.as_str()), (owner.to_string(), "host")),
         other => panic!("{other}"),
     }
 }
@@ -128,11 +187,18 @@ fn a_handle_of_this_process_opens_without_the_driver_at_the_exporters_address() 
     let device = Device::from_backend(counting.clone());
     let (plain, handle) = sample();
     let (first, second) = (handle.open(&device).unwrap(), handle.open(&device).unwrap());
-    assert_eq!((first.ptr(), second.ptr(), first.bytes()), (plain.1 + 64, plain.1 + 64, 256));
+    assert_eq!(
+        (first.ptr(), second.ptr(), first.bytes()),
+        (plain.1 + 64, plain.1 + 64, 256)
+    );
     drop(first);
     second.close(std::time::Duration::ZERO).unwrap();
     let calls = counting.hook().calls();
-    assert_eq!((calls.get("open_legacy"), calls.get("close_legacy")), (None, None), "{calls:?}");
+    assert_eq!(
+        (calls.get("open_legacy"), calls.get("close_legacy")),
+        (None, None),
+        "{calls:?}"
+    );
 }
 
 #[test]
@@ -141,12 +207,22 @@ fn memory_that_this_process_has_freed_is_stale_also_when_its_address_is_used_aga
     let (plain, handle) = sample();
     let address = plain.1;
     drop(plain);
-    assert!(matches!(fault(handle.open(&device)), LegacyFault::Stale { .. }));
+    assert!(matches!(
+        fault(handle.open(&device)),
+        LegacyFault::Stale { .. }
+    ));
     // The system mostly gives the same address again; what matters is that the handle stays stale when it does.
     let again = Plain::new(&device, 4096);
     let other = again.export(64, 256).unwrap();
-    assert!(matches!(fault(handle.open(&device)), LegacyFault::Stale { .. }));
-    assert_eq!(other.open(&device).unwrap().ptr(), again.1 + 64, "the address was {address:#x} before");
+    assert!(matches!(
+        fault(handle.open(&device)),
+        LegacyFault::Stale { .. }
+    ));
+    assert_eq!(
+        other.open(&device).unwrap().ptr(),
+        again.1 + 64,
+        "the address was {address:#x} before"
+    );
 }
 
 fn refused_kind(device: &Device, ptr: DevicePtr) -> PointerKind {
@@ -163,8 +239,14 @@ fn refused_kind(device: &Device, ptr: DevicePtr) -> PointerKind {
 fn memory_that_no_handle_can_name_is_refused_by_its_kind() {
     let device = Device::host();
     assert_eq!(refused_kind(&device, 0), PointerKind::Null);
-    assert_eq!(refused_kind(&device, std::ptr::from_ref(&device) as u64), PointerKind::Host);
-    let mut region = device.backend().allocate(device.backend().granularity()).unwrap();
+    assert_eq!(
+        refused_kind(&device, std::ptr::from_ref(&device) as u64),
+        PointerKind::Host
+    );
+    let mut region = device
+        .backend()
+        .allocate(device.backend().granularity())
+        .unwrap();
     assert_eq!(refused_kind(&device, region.ptr + 8), PointerKind::Vmm);
     // SAFETY: allocated above, released once, and no stream used it.
     unsafe { device.backend().release(&mut region) }.unwrap();
@@ -175,7 +257,11 @@ fn memory_that_no_handle_can_name_is_refused_by_its_kind() {
 fn a_range_that_leaves_its_allocation_is_refused() {
     let plain = Plain::new(&Device::host(), 1000);
     for (offset, bytes) in [(0, 1001), (999, 2), (0, 0), (8, u64::MAX)] {
-        let wanted = LegacyFault::Range { offset, bytes, allocation: 1000 };
+        let wanted = LegacyFault::Range {
+            offset,
+            bytes,
+            allocation: 1000,
+        };
         assert_eq!(fault(plain.export(offset, bytes)), wanted);
     }
     assert_eq!(plain.export(999, 1).unwrap().offset(), 999);
@@ -183,12 +269,18 @@ fn a_range_that_leaves_its_allocation_is_refused() {
 
 #[test]
 fn an_error_of_the_driver_while_exporting_is_passed_on() {
-    let failing = Wrapped::new(Device::host().backend().clone(), crate::backend::testing::Failing::default());
+    let failing = Wrapped::new(
+        Device::host().backend().clone(),
+        crate::backend::testing::Failing::default(),
+    );
     let device = Device::from_backend(failing.clone() as Arc<dyn Backend>);
     let plain = Plain::new(&device, 64);
     for method in ["locate", "export_legacy"] {
         failing.hook().aim(method, 1);
-        assert!(matches!(plain.export(0, 8), Err(Error::Injected { .. })), "{method}");
+        assert!(
+            matches!(plain.export(0, 8), Err(Error::Injected { .. })),
+            "{method}"
+        );
     }
     plain.export(0, 8).unwrap();
 }

@@ -15,14 +15,20 @@ const PREFIX: &str = "warpipe-legacy:";
 impl fmt::Display for LegacyHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(PREFIX)?;
-        self.to_bytes().iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        self.to_bytes()
+            .iter()
+            .try_for_each(|byte| write!(f, "{byte:02x}"))
     }
 }
 
 impl fmt::Debug for LegacyHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (bytes, offset, pid) = (self.bytes(), self.offset(), self.pid());
-        write!(f, "LegacyHandle({bytes} bytes from {offset} on, of process {pid} on {})", self.device())
+        write!(
+            f,
+            "LegacyHandle({bytes} bytes from {offset} on, of process {pid} on {})",
+            self.device()
+        )
     }
 }
 
@@ -32,14 +38,22 @@ impl FromStr for LegacyHandle {
     fn from_str(text: &str) -> Result<LegacyHandle, Error> {
         let garbled = |reason| Error::legacy(LegacyFault::Garbled(reason));
         let digits = text.trim_ascii().strip_prefix(PREFIX);
-        let digits = digits.ok_or_else(|| garbled("its text does not begin with warpipe-legacy:"))?.as_bytes();
+        let digits = digits
+            .ok_or_else(|| garbled("its text does not begin with warpipe-legacy:"))?
+            .as_bytes();
         if digits.len() != 2 * LegacyHandle::BYTES {
-            return Err(Error::legacy(LegacyFault::Length { found: digits.len() / 2, wanted: LegacyHandle::BYTES }));
+            return Err(Error::legacy(LegacyFault::Length {
+                found: digits.len() / 2,
+                wanted: LegacyHandle::BYTES,
+            }));
         }
         let mut bytes = [0; LegacyHandle::BYTES];
         for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-            let value = digit(pair[0]).zip(digit(pair[1])).map(|(high, low)| high << 4 | low);
-            *byte = value.ok_or_else(|| garbled("its text has something else than hexadecimal digits"))?;
+            let value = digit(pair[0])
+                .zip(digit(pair[1]))
+                .map(|(high, low)| high << 4 | low);
+            *byte = value
+                .ok_or_else(|| garbled("its text has something else than hexadecimal digits"))?;
         }
         LegacyHandle::from_bytes(&bytes)
     }

@@ -54,7 +54,8 @@ impl SampleMut {
     /// A hold on the memory behind this slot: it stays mapped in this process while the hold lives, also when the
     /// sample is sent and the publisher is gone. It gives no right to write: that ends with the loan.
     pub fn hold(&self) -> SlotHold {
-        self.core.hold(self.slot.expect("a loan has its slot until it is consumed"))
+        self.core
+            .hold(self.slot.expect("a loan has its slot until it is consumed"))
     }
 
     /// Tells, at any time later, whether the slot is free again: nobody is going to read it, and the streams of all who
@@ -74,7 +75,8 @@ impl SampleMut {
     /// # Ok::<(), warpipe::Error>(())
     /// ```
     pub fn returned(&self) -> SlotReturn {
-        self.core.watch_slot(self.slot.expect("a loan has its slot until it is consumed"))
+        self.core
+            .watch_slot(self.slot.expect("a loan has its slot until it is consumed"))
     }
 
     /// Sets up to 256 bytes that travel with the sample.
@@ -131,24 +133,40 @@ impl SampleMut {
     #[inline]
     fn send_within(mut self, stream: &Stream, limit: Option<Duration>) -> Result<u64, SendError> {
         let gathered = self.gather(stream);
-        let slot = self.slot.take().expect("a loan has its slot until it is consumed");
-        let sent = gathered.and_then(|()| self.core.send(slot, &self.layout, &self.metadata, stream, limit));
+        let slot = self
+            .slot
+            .take()
+            .expect("a loan has its slot until it is consumed");
+        let sent = gathered.and_then(|()| {
+            self.core
+                .send(slot, &self.layout, &self.metadata, stream, limit)
+        });
         sent.map_err(|unsent| self.unsent(slot, unsent, stream))
     }
 
     /// Puts `stream` behind the other streams that were given work on the loan.
     #[inline]
     pub(in crate::pubsub) fn gather(&self, stream: &Stream) -> Result<(), SendFailure> {
-        stream.check_of(&self.core.device).map_err(SendFailure::BeforePublish)?;
-        let others = self.behind.iter().chain(&self.earlier).filter(|other| !other.is_same(stream));
-        others.into_iter().try_for_each(|other| stream.wait_for(other)).map_err(SendFailure::BeforePublish)
+        stream
+            .check_of(&self.core.device)
+            .map_err(SendFailure::BeforePublish)?;
+        let others = self
+            .behind
+            .iter()
+            .chain(&self.earlier)
+            .filter(|other| !other.is_same(stream));
+        others
+            .into_iter()
+            .try_for_each(|other| stream.wait_for(other))
+            .map_err(SendFailure::BeforePublish)
     }
 
     /// Dropped from here on, it returns behind the work on `stream`, which may be writing it: who gives a loan and a
     /// stream to a call that fails has no other chance to say so.
     pub(crate) fn stay_behind(&mut self, stream: &Stream) {
         let is_known = |known: &Stream| known.is_same(stream);
-        if self.behind.as_ref().is_some_and(is_known) || stream.check_of(&self.core.device).is_err() {
+        if self.behind.as_ref().is_some_and(is_known) || stream.check_of(&self.core.device).is_err()
+        {
             return;
         }
         self.core.record_use(stream);
@@ -156,14 +174,25 @@ impl SampleMut {
         self.earlier.extend(self.behind.replace(stream.clone()));
     }
 
-    pub(in crate::pubsub) fn unsent(mut self, slot: SlotId, unsent: SendFailure, stream: &Stream) -> SendError {
+    pub(in crate::pubsub) fn unsent(
+        mut self,
+        slot: SlotId,
+        unsent: SendFailure,
+        stream: &Stream,
+    ) -> SendError {
         match unsent {
             SendFailure::BeforePublish(error) => {
                 self.slot = Some(slot);
                 self.stay_behind(stream);
-                SendError { error, sample: Some(Box::new(self)) }
+                SendError {
+                    error,
+                    sample: Some(Box::new(self)),
+                }
             }
-            SendFailure::AfterPublish(error) => SendError { error, sample: None },
+            SendFailure::AfterPublish(error) => SendError {
+                error,
+                sample: None,
+            },
         }
     }
 
@@ -180,7 +209,9 @@ impl SampleMut {
     }
 
     fn give_back(&mut self) -> Result<()> {
-        let Some(slot) = self.slot.take() else { return Ok(()) };
+        let Some(slot) = self.slot.take() else {
+            return Ok(());
+        };
         self.earlier.extend(self.behind.take());
         self.core.return_slot(slot, &self.earlier)
     }
@@ -204,7 +235,11 @@ impl SlotReturn {
         self.owner_process.check()?;
         let pid = std::process::id() as i32;
         let core = self.core.upgrade();
-        let core = core.ok_or_else(|| Error::PublisherGone { name: String::new(), pid, graceful: true })?;
+        let core = core.ok_or_else(|| Error::PublisherGone {
+            name: String::new(),
+            pid,
+            graceful: true,
+        })?;
         Ok(core.is_back(self.slot, self.serial))
     }
 }
@@ -220,13 +255,17 @@ pub struct SlotHold {
 
 impl fmt::Debug for SlotHold {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SlotHold").field("region", &self.region).finish_non_exhaustive()
+        f.debug_struct("SlotHold")
+            .field("region", &self.region)
+            .finish_non_exhaustive()
     }
 }
 
 impl Drop for SlotHold {
     fn drop(&mut self) {
-        let Some(region) = self.region.take() else { return };
+        let Some(region) = self.region.take() else {
+            return;
+        };
         if !self.owner_process.is_current() {
             // A forked child: the parent's mapping is not ours to give up.
             return std::mem::forget(region);
@@ -254,7 +293,10 @@ impl Drop for SampleMut {
 
 impl fmt::Debug for SampleMut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SampleMut").field("layout", &self.layout).field("publisher", &self.core.name).finish()
+        f.debug_struct("SampleMut")
+            .field("layout", &self.layout)
+            .field("publisher", &self.core.name)
+            .finish()
     }
 }
 
@@ -263,7 +305,11 @@ pub(super) fn check_length(layout: &Layout, bytes: &[u8]) -> Result<()> {
         return Ok(());
     }
     let allowed = format!("exactly {}", layout.bytes());
-    Err(Error::argument("bytes", format!("{} bytes", bytes.len()), allowed))
+    Err(Error::argument(
+        "bytes",
+        format!("{} bytes", bytes.len()),
+        allowed,
+    ))
 }
 
 /// A send that did not happen, and the loan, to try again with.

@@ -27,13 +27,21 @@ impl PublisherCore {
     }
 
     pub(super) fn listen(&self) -> Result<()> {
-        let watch = self.reactor.register(self.claim.listener.as_fd(), &self.me, LISTENER)?;
-        *self.listener_registration.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+        let watch = self
+            .reactor
+            .register(self.claim.listener.as_fd(), &self.me, LISTENER)?;
+        *self
+            .listener_registration
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(watch);
         Ok(())
     }
 
     fn listen_again(&self) {
-        if self.is_listener_paused.swap(false, Ordering::Relaxed) && !self.lock().closed && self.listen().is_err() {
+        if self.is_listener_paused.swap(false, Ordering::Relaxed)
+            && !self.lock().closed
+            && self.listen().is_err()
+        {
             self.is_listener_paused.store(true, Ordering::Relaxed);
         }
     }
@@ -44,46 +52,73 @@ impl PublisherCore {
             Ok(peer) => peer,
             Err(error) => return refuse(&socket, false, error),
         };
-        if let Err((denied, reason)) =
-            self.claim.listener.screen(socket.as_fd(), &peer, || self.options.admits(peer.uid, peer.gid))
-        {
+        if let Err((denied, reason)) = self.claim.listener.screen(socket.as_fd(), &peer, || {
+            self.options.admits(peer.uid, peer.gid)
+        }) {
             return refuse(&socket, denied, reason);
         }
-        let mut pending_handshakes = self.pending_handshakes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pending_handshakes = self
+            .pending_handshakes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         if pending_handshakes.len() >= HANDSHAKES_MAX {
             // Evicts the oldest connection without a message, so idle peers cannot exhaust the limit.
-            let crowd = pending_handshakes.iter().map(|(id, handshake)| (*id, handshake.peer.uid));
+            let crowd = pending_handshakes
+                .iter()
+                .map(|(id, handshake)| (*id, handshake.peer.uid));
             eviction_candidate(crowd)
                 .and_then(|id| pending_handshakes.remove(&id))
                 .into_iter()
                 .for_each(|evicted| refuse(&evicted.socket, false, TOO_MANY_HANDSHAKES));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        match self.reactor.register(socket.as_fd(), &self.me, tag(id, SOCKET)) {
-            Ok(watch) => drop(
-                pending_handshakes
-                    .insert(id, PendingHandshake { watch, clock: Uptime::default(), peer, socket, quota_permit: None }),
-            ),
+        match self
+            .reactor
+            .register(socket.as_fd(), &self.me, tag(id, SOCKET))
+        {
+            Ok(watch) => drop(pending_handshakes.insert(
+                id,
+                PendingHandshake {
+                    watch,
+                    clock: Uptime::default(),
+                    peer,
+                    socket,
+                    quota_permit: None,
+                },
+            )),
             Err(error) => refuse(&socket, false, error),
         }
     }
 
     /// A pending handshake's socket is readable.
     fn on_handshake(&self, id: u64) -> Next {
-        let mut pending_handshakes = self.pending_handshakes.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(handshake) = pending_handshakes.get(&id) else { return Next::Stop };
+        let mut pending_handshakes = self
+            .pending_handshakes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let Some(handshake) = pending_handshakes.get(&id) else {
+            return Next::Stop;
+        };
         let received = message::receive(handshake.socket.as_fd(), &self.name);
         if matches!(received, Ok(Received::Nothing)) {
             return Next::Keep;
         }
-        let Some(mut handshake) = pending_handshakes.remove(&id) else { return Next::Stop };
+        let Some(mut handshake) = pending_handshakes.remove(&id) else {
+            return Next::Stop;
+        };
         drop(pending_handshakes);
         match received {
-            Ok(Received::Message(Message::Hello { device, generation, kind }, mut fds))
-                if kind == self.options.kind =>
-            {
+            Ok(Received::Message(
+                Message::Hello {
+                    device,
+                    generation,
+                    kind,
+                },
+                mut fds,
+            )) if kind == self.options.kind => {
                 crate::os::let_descriptors_in(handshake.socket.as_fd(), false);
-                let adopted = message::take_lifeline(&mut fds).and_then(|lifeline| handshake.peer.adopt(lifeline));
+                let adopted = message::take_lifeline(&mut fds)
+                    .and_then(|lifeline| handshake.peer.adopt(lifeline));
                 if let Err(fault) = adopted {
                     refuse(&handshake.socket, false, fault);
                     return Next::Stop;
@@ -91,17 +126,25 @@ impl PublisherCore {
                 match self.quota.take(&handshake.peer, &handshake.socket) {
                     Ok(quota_permit) => handshake.quota_permit = Some(quota_permit),
                     Err((limit, max)) => {
-                        let _ = message::send(handshake.socket.as_fd(), &Message::Full { limit, max }, &[]);
+                        let _ = message::send(
+                            handshake.socket.as_fd(),
+                            &Message::Full { limit, max },
+                            &[],
+                        );
                         return Next::Stop;
                     }
                 }
                 self.attach_soon(id, handshake, device, generation);
             }
             Ok(Received::Message(Message::Hello { .. } | Message::OpenSession { .. }, _)) => {
-                let message = Message::OtherKind { found: self.options.kind };
+                let message = Message::OtherKind {
+                    found: self.options.kind,
+                };
                 let _ = message::send(handshake.socket.as_fd(), &message, &[]);
             }
-            Ok(Received::Message(other, _)) => refuse(&handshake.socket, false, other.unexpected("Hello")),
+            Ok(Received::Message(other, _)) => {
+                refuse(&handshake.socket, false, other.unexpected("Hello"))
+            }
             Ok(_) => {}
             Err(Error::Handshake { fault, .. }) => refuse(&handshake.socket, false, fault),
             Err(error) => refuse(&handshake.socket, false, error),
@@ -110,7 +153,13 @@ impl PublisherCore {
     }
 
     /// Leaves the making of a link to the control thread: registering memory is the driver's and may take its time.
-    fn attach_soon(&self, id: u64, handshake: PendingHandshake, device: DeviceId, generation: [u8; 16]) {
+    fn attach_soon(
+        &self,
+        id: u64,
+        handshake: PendingHandshake,
+        device: DeviceId,
+        generation: [u8; 16],
+    ) {
         let core = self.this.clone();
         let attach = move || {
             if let Some(core) = core.upgrade() {
@@ -123,14 +172,29 @@ impl PublisherCore {
     /// Makes the link and sends it.
     fn attach(&self, id: u64, handshake: PendingHandshake, device: DeviceId, generation: [u8; 16]) {
         let own = self.device.info().id;
-        let PendingHandshake { watch, peer, socket, quota_permit, .. } = handshake;
+        let PendingHandshake {
+            watch,
+            peer,
+            socket,
+            quota_permit,
+            ..
+        } = handshake;
         drop(watch);
         if !share_memory(own, device) {
-            let fault = HandshakeFault::Device { publisher: own.to_string(), subscriber: device.to_string() };
+            let fault = HandshakeFault::Device {
+                publisher: own.to_string(),
+                subscriber: device.to_string(),
+            };
             return refuse(&socket, false, fault);
         }
         let (policy, pid) = (self.options.policy_for(&peer), peer.pid);
-        let parts = match LinkParts::new(&self.device, self.options.depth, self.generation, peer, socket.clone()) {
+        let parts = match LinkParts::new(
+            &self.device,
+            self.options.depth,
+            self.generation,
+            peer,
+            socket.clone(),
+        ) {
             Ok(parts) => parts.with_quota_permit(quota_permit),
             Err(error) => return refuse(&socket, false, error),
         };
@@ -143,8 +207,12 @@ impl PublisherCore {
             lossless: policy.is_lossless(),
             regions: state.arena.chunks().len() as u32,
         };
-        let completions = self.completions.as_ref().map(|fd| (self.fence_words.bytes(), fd.as_fd()));
-        let mut link = match parts.welcome(id, policy, &welcome, completions, state.arena.chunks()) {
+        let completions = self
+            .completions
+            .as_ref()
+            .map(|fd| (self.fence_words.bytes(), fd.as_fd()));
+        let mut link = match parts.welcome(id, policy, &welcome, completions, state.arena.chunks())
+        {
             Ok(link) if !state.closed => link,
             Ok(link) => return self.reactor.defer_drop(Box::new(link)),
             Err((remains, error)) => {
@@ -156,9 +224,11 @@ impl PublisherCore {
         };
         let watch = |fd, kind| self.reactor.register(fd, &self.me, tag(id, kind));
         let sign = |sign, kind| link.peer.watch(sign, &self.me, tag(id, kind));
-        if let (Ok(socket), Ok(suspect), Ok(proven)) =
-            (watch(link.socket(), SOCKET), sign(DeathEvidence::Suspect, SUSPECT), sign(DeathEvidence::Proven, PROVEN))
-        {
+        if let (Ok(socket), Ok(suspect), Ok(proven)) = (
+            watch(link.socket(), SOCKET),
+            sign(DeathEvidence::Suspect, SUSPECT),
+            sign(DeathEvidence::Proven, PROVEN),
+        ) {
             link.registrations.extend([socket, suspect, proven]);
             link.generation = generation;
             state.links.push(link);
@@ -170,11 +240,17 @@ impl PublisherCore {
     /// A link's socket speaks.
     fn on_socket<'a>(&'a self, mut state: MutexGuard<'a, PublisherState>, id: u64) -> Next {
         for _ in 0..MESSAGES_AT_ONCE {
-            let Some(link) = state.find(id) else { return Next::Stop };
+            let Some(link) = state.find(id) else {
+                return Next::Stop;
+            };
             match message::receive(link.socket(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::Message(Message::Attached, _)) if link.phase == LinkPhase::Attaching => {
-                    let Some((segment, fd)) = link.take_segment() else { return Next::Stop };
+                Ok(Received::Message(Message::Attached, _))
+                    if link.phase == LinkPhase::Attaching =>
+                {
+                    let Some((segment, fd)) = link.take_segment() else {
+                        return Next::Stop;
+                    };
                     // Without the lock, which every sender takes: the driver may need a moment.
                     drop(state);
                     let registered = segment.register(fd.as_fd());
@@ -210,9 +286,16 @@ impl PublisherCore {
         id: u64,
         registered: Result<(), OpenError>,
     ) -> MutexGuard<'a, PublisherState> {
-        let Some(link) = state.find(id).filter(|link| link.phase == LinkPhase::Attaching) else { return state };
+        let Some(link) = state
+            .find(id)
+            .filter(|link| link.phase == LinkPhase::Attaching)
+        else {
+            return state;
+        };
         match registered {
-            Ok(()) if message::send(link.socket(), &Message::Attached, &[]).is_err() => link.leave(None),
+            Ok(()) if message::send(link.socket(), &Message::Attached, &[]).is_err() => {
+                link.leave(None)
+            }
             Ok(()) if self.options.history == 0 => link.phase = LinkPhase::Live,
             Ok(()) => {
                 link.phase = LinkPhase::Joining;
@@ -239,7 +322,10 @@ impl PublisherCore {
     /// The socket has closed: a leaver is done with it, anybody else is suspect from now on.
     fn on_end(&self, state: &mut PublisherState, id: u64) {
         if let Some(link) = state.find(id)
-            && matches!(link.phase, LinkPhase::Attaching | LinkPhase::Joining | LinkPhase::Live)
+            && matches!(
+                link.phase,
+                LinkPhase::Attaching | LinkPhase::Joining | LinkPhase::Live
+            )
         {
             link.leave(None);
             link.phase = LinkPhase::Suspect;
@@ -264,12 +350,16 @@ impl PublisherCore {
     /// Forgets the leavers that have released everything.
     fn reap_links(&self, state: &mut PublisherState) {
         self.reclaim(state, true);
-        let is_done =
-            |o: &mut SubscriberLink| matches!(o.phase, LinkPhase::Leaving | LinkPhase::Suspect) && o.holds_nothing();
+        let is_done = |o: &mut SubscriberLink| {
+            matches!(o.phase, LinkPhase::Leaving | LinkPhase::Suspect) && o.holds_nothing()
+        };
         let done: Vec<SubscriberLink> = state.links.extract_if(.., is_done).collect();
         for link in done {
             if self.options.observer.is_some() {
-                state.disconnects.untaken.extend(link.untaken.iter().map(|&position| (link.id, position)));
+                state
+                    .disconnects
+                    .untaken
+                    .extend(link.untaken.iter().map(|&position| (link.id, position)));
                 state.disconnects.generations.push(link.generation);
                 self.ring();
             }
@@ -285,8 +375,13 @@ impl PublisherCore {
         state.due.retain(|due| !Arc::ptr_eq(&due.segment, &segment));
         drop(link);
         let mut past = self.past_signals();
-        self.reactor
-            .drop_after(move || if Arc::strong_count(&segment) > 1 { DropReadiness::Held } else { past().into() });
+        self.reactor.drop_after(move || {
+            if Arc::strong_count(&segment) > 1 {
+                DropReadiness::Held
+            } else {
+                past().into()
+            }
+        });
     }
 
     /// Frees what a dead subscriber held once this process's streams are past it, whatever it left in its words.
@@ -317,11 +412,15 @@ impl PublisherCore {
     }
 
     fn evict_stalled(&self, state: &mut PublisherState) {
-        let Some(limit) = self.options.evict_after else { return };
+        let Some(limit) = self.options.evict_after else {
+            return;
+        };
         for link in state.links.iter_mut().filter(|link| link.is_live()) {
             let silence = link.silence();
             if silence > limit {
-                link.leave(Some(CloseReason::Evicted(format!("no sign of life for {silence:.1?}"))));
+                link.leave(Some(CloseReason::Evicted(format!(
+                    "no sign of life for {silence:.1?}"
+                ))));
                 self.ring();
             }
         }
@@ -366,9 +465,12 @@ impl EventSource for PublisherCore {
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|_, handshake| !late(&handshake.clock));
         let mut state = self.lock();
-        let is_late = |link: &mut SubscriberLink| link.phase == LinkPhase::Attaching && late(&link.clock);
+        let is_late =
+            |link: &mut SubscriberLink| link.phase == LinkPhase::Attaching && late(&link.clock);
         let given_up: Vec<SubscriberLink> = state.links.extract_if(.., is_late).collect();
-        given_up.into_iter().for_each(|link| self.drop_link(&mut state, link));
+        given_up
+            .into_iter()
+            .for_each(|link| self.drop_link(&mut state, link));
         for link in &state.links {
             link.write_heartbeat(now_ns);
             link.check_heartbeat();
@@ -382,5 +484,12 @@ impl EventSource for PublisherCore {
 }
 
 fn refuse(socket: &PeerSocket, denied: bool, reason: impl ToString) {
-    let _ = message::send(socket.as_fd(), &Message::Refused { denied, text: message::text(reason) }, &[]);
+    let _ = message::send(
+        socket.as_fd(),
+        &Message::Refused {
+            denied,
+            text: message::text(reason),
+        },
+        &[],
+    );
 }

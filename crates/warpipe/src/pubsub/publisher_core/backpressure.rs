@@ -19,7 +19,11 @@ impl PublisherCore {
     }
 
     /// `limit` replaces the timeout of the subscribers' policies, and that of the turn.
-    pub(super) fn make_room_within(&self, to: Recipients, limit: Option<Duration>) -> Result<SendTurn<'_>> {
+    pub(super) fn make_room_within(
+        &self,
+        to: Recipients,
+        limit: Option<Duration>,
+    ) -> Result<SendTurn<'_>> {
         self.owner_process.check()?;
         let mut clock = Stopwatch::default();
         let mut backoff = Backoff::spinning(POLLS);
@@ -31,14 +35,24 @@ impl PublisherCore {
                 continue;
             }
             if state.closed {
-                return Err(Error::PublisherGone { name: self.name.clone(), pid: own_pid(), graceful: true });
+                return Err(Error::PublisherGone {
+                    name: self.name.clone(),
+                    pid: own_pid(),
+                    graceful: true,
+                });
             }
             to.check(&self.name, &mut state)?;
             // Whether there is room does not depend on what has been reclaimed.
-            let Some(full) = state.first_full(to) else { return Ok(SendTurn::begin(self, state)) };
+            let Some(full) = state.first_full(to) else {
+                return Ok(SendTurn::begin(self, state));
+            };
             let subscriber = format!("process {}", full.peer.pid);
             let Policy::Block { timeout } = full.policy else {
-                return Err(Error::Full { name: self.name.clone(), subscriber, depth: self.options.depth });
+                return Err(Error::Full {
+                    name: self.name.clone(),
+                    subscriber,
+                    depth: self.options.depth,
+                });
             };
             let timeout = limit.unwrap_or(timeout);
             let left = timeout.saturating_sub(clock.elapsed());
@@ -48,7 +62,10 @@ impl PublisherCore {
                     "room at subscriber {subscriber} of {:?} (it has not released the {depth} samples of its depth)",
                     self.name
                 );
-                return Err(Error::Timeout { what, waited: timeout });
+                return Err(Error::Timeout {
+                    what,
+                    waited: timeout,
+                });
             }
             state = self.wait_for_release(state, left, &mut backoff, |link| to.await_it(link));
         }
@@ -71,16 +88,22 @@ impl PublisherCore {
             return self.lock();
         }
         let before = state.freed_count();
-        state.links.iter().filter(|link| concerns(link)).for_each(|link| link.set_asleep(true));
+        state
+            .links
+            .iter()
+            .filter(|link| concerns(link))
+            .for_each(|link| link.set_asleep(true));
         // Whatever was released before the flags went up did not ring.
         self.reclaim(&mut state, true);
         if state.freed_count() == before {
             // A device that completes a release cannot ring: while one is due, look again soon.
             let completion_wait = || state.links.iter().filter(|link| concerns(link));
-            let device_owes = !state.arena.is_quiet() || completion_wait().any(SubscriberLink::device_owes);
+            let device_owes =
+                !state.arena.is_quiet() || completion_wait().any(SubscriberLink::device_owes);
             let slice = if device_owes { pause } else { WAIT_SLICE }.min(left);
-            let peer_doorbells: Vec<Arc<PeerDoorbell>> =
-                completion_wait().map(|link| link.peer_doorbell.clone()).collect();
+            let peer_doorbells: Vec<Arc<PeerDoorbell>> = completion_wait()
+                .map(|link| link.peer_doorbell.clone())
+                .collect();
             drop(state);
             self.sleep(&peer_doorbells, slice);
             state = self.lock();
@@ -97,13 +120,19 @@ impl PublisherCore {
             .map(|peer_doorbell| &**peer_doorbell)
             .filter(|peer_doorbell| !peer_doorbell.is_closed())
             .collect();
-        let mut polls: Vec<_> = open.iter().map(|peer_doorbell| PollFd::new(*peer_doorbell, PollFlags::IN)).collect();
+        let mut polls: Vec<_> = open
+            .iter()
+            .map(|peer_doorbell| PollFd::new(*peer_doorbell, PollFlags::IN))
+            .collect();
         polls.push(PollFd::new(&self.doorbell, PollFlags::IN));
         if rustix::event::poll(&mut polls, Some(&message::timespec(limit))).is_err() {
             return;
         }
         let rang = |poll: &PollFd<'_>| !poll.revents().is_empty();
-        open.iter().zip(&polls).filter(|(_, poll)| rang(poll)).for_each(|(peer_doorbell, _)| peer_doorbell.drain());
+        open.iter()
+            .zip(&polls)
+            .filter(|(_, poll)| rang(poll))
+            .for_each(|(peer_doorbell, _)| peer_doorbell.drain());
         if polls.last().is_some_and(rang) {
             self.doorbell.drain();
         }

@@ -27,15 +27,32 @@ impl PublisherCore {
     /// Gives those who wait for it the history; from then on they get what is sent. Not while somebody sends: the sample that
     /// is on its way is part of it.
     pub(super) fn replay(&self, state: &mut PublisherState) {
-        let PublisherState { arena, links, history, joiners, due, .. } = &mut *state;
+        let PublisherState {
+            arena,
+            links,
+            history,
+            joiners,
+            due,
+            ..
+        } = &mut *state;
         for id in joiners.drain(..) {
-            let is_it = |link: &&mut SubscriberLink| link.id == id && link.phase == LinkPhase::Joining;
-            let Some(link) = links.iter_mut().find(is_it) else { continue };
+            let is_it =
+                |link: &&mut SubscriberLink| link.id == id && link.phase == LinkPhase::Joining;
+            let Some(link) = links.iter_mut().find(is_it) else {
+                continue;
+            };
             link.phase = LinkPhase::Live;
-            for HistoryEntry { slot, description, is_lost } in history.iter() {
+            for HistoryEntry {
+                slot,
+                description,
+                is_lost,
+            } in history.iter()
+            {
                 let (slot, is_lost) = (*slot, *is_lost);
                 // The history is no longer than an empty ring.
-                let Some(position) = link.place(|_| {}) else { break };
+                let Some(position) = link.place(|_| {}) else {
+                    break;
+                };
                 let (fence, segment) = (arena.fence_of(slot), link.ring.segment().clone());
                 if is_lost {
                     // It keeps its place, or a subscriber that must see every number would miss one.
@@ -44,18 +61,37 @@ impl PublisherCore {
                 if is_lost || self.fence_words.word(slot as usize).reached(fence) {
                     segment.entry(position).ready.store(position);
                 } else {
-                    due.push(PendingReplay { segment, position, slot, fence });
+                    due.push(PendingReplay {
+                        segment,
+                        position,
+                        slot,
+                        fence,
+                    });
                 }
                 arena.hold(slot);
                 // A late joiner's own word follows the slot's: should this process be killed in between, the slot's counts.
-                let completion = Some(Completion { word: slot, value: fence }).filter(|_| !is_lost);
-                link.publish(position, slot, &Description { completion, ..description.clone() });
+                let completion = Some(Completion {
+                    word: slot,
+                    value: fence,
+                })
+                .filter(|_| !is_lost);
+                link.publish(
+                    position,
+                    slot,
+                    &Description {
+                        completion,
+                        ..description.clone()
+                    },
+                );
             }
             link.wake_sleeper();
         }
         if !state.due.is_empty() && !std::mem::replace(&mut state.is_polling_replays, true) {
             let core = self.this.clone();
-            self.reactor.drop_after(move || core.upgrade().is_none_or(|core| core.poll_replays(&mut core.lock())));
+            self.reactor.drop_after(move || {
+                core.upgrade()
+                    .is_none_or(|core| core.poll_replays(&mut core.lock()))
+            });
         }
     }
 

@@ -17,7 +17,9 @@ impl PublisherCore {
     ) -> Result<u64, SendFailure> {
         let _range = nvtx::range(nvtx::SEND);
         self.admit(stream)?;
-        let mut turn = self.make_room_within(Recipients::All, limit).map_err(SendFailure::BeforePublish)?;
+        let mut turn = self
+            .make_room_within(Recipients::All, limit)
+            .map_err(SendFailure::BeforePublish)?;
         let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, Recipients::All)?;
         turn.arena.release(slot);
         Ok(sequence)
@@ -26,9 +28,14 @@ impl PublisherCore {
     /// Takes note of a stream, and refuses one that must not be given work. First the one, which may ask other streams.
     #[inline]
     pub(super) fn admit(&self, stream: &Stream) -> Result<(), SendFailure> {
-        self.owner_process.check().and_then(|()| stream.check_of(&self.device)).map_err(SendFailure::BeforePublish)?;
+        self.owner_process
+            .check()
+            .and_then(|()| stream.check_of(&self.device))
+            .map_err(SendFailure::BeforePublish)?;
         self.record_use(stream);
-        stream.check_not_capturing().map_err(SendFailure::BeforePublish)
+        stream
+            .check_not_capturing()
+            .map_err(SendFailure::BeforePublish)
     }
 
     /// Tells the recipients of what lies in `slot`, and enqueues on `stream` what completes it. The caller's hold on the
@@ -47,7 +54,8 @@ impl PublisherCore {
         let ops = std::mem::take(&mut turn.ops);
         // SAFETY: the words lie in link segments and the fence words, which are let go only when this turn is over and this
         // stream, noted by the caller, is proven to be past them (`close`, `drop_link`).
-        let enqueue = |turn: &mut SendTurn<'_>| turn.unlocked(|| unsafe { stream.batch_at_once(&ops) });
+        let enqueue =
+            |turn: &mut SendTurn<'_>| turn.unlocked(|| unsafe { stream.batch_at_once(&ops) });
         // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
         // another core enqueues its wait and its kernels meanwhile.
         let early = self.signals_first(turn).then(|| enqueue(turn));
@@ -59,11 +67,15 @@ impl PublisherCore {
         } else if turn.arena.is_sole(slot) {
             // Every recipient has left since the signals were made: no reader's word says when the stream is past the slot.
             turn.arena.hold(slot);
-            self.once_past(std::slice::from_ref(stream), move |core| core.lock().arena.release(slot));
+            self.once_past(std::slice::from_ref(stream), move |core| {
+                core.lock().arena.release(slot)
+            });
         }
         // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
         turn.wake_sleepers();
-        enqueued.map(|()| sequence).map_err(SendFailure::AfterPublish)
+        enqueued
+            .map(|()| sequence)
+            .map_err(SendFailure::AfterPublish)
     }
 
     /// Whether the signals must, or should, be enqueued before the entries are out.
@@ -86,12 +98,21 @@ impl PublisherCore {
         if self.sends_again() || state.places.is_empty() || state.is_any_foreign {
             let value = self.next_fence();
             state.arena.fence(slot, value);
-            state.ops.push(StreamOp::Signal { word: self.fence_words.device_word(slot as usize), value });
+            state.ops.push(StreamOp::Signal {
+                word: self.fence_words.device_word(slot as usize),
+                value,
+            });
         }
     }
 
     /// Writes the entries of one sample at the places that [`prepare`](Self::prepare) found.
-    fn tell(&self, state: &mut PublisherState, slot: SlotId, layout: &Layout, metadata: &Metadata) -> u64 {
+    fn tell(
+        &self,
+        state: &mut PublisherState,
+        slot: SlotId,
+        layout: &Layout,
+        metadata: &Metadata,
+    ) -> u64 {
         let sequence = state.next_sequence;
         state.next_sequence += 1;
         let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
@@ -104,7 +125,13 @@ impl PublisherCore {
             metadata: metadata.clone(),
             completion: None,
         };
-        let PublisherState { arena, links, places, is_any_asleep, .. } = state;
+        let PublisherState {
+            arena,
+            links,
+            places,
+            is_any_asleep,
+            ..
+        } = state;
         for place in places.iter_mut() {
             match place.find(links) {
                 Some(link) if link.is_live() => {
@@ -128,16 +155,29 @@ impl PublisherCore {
     /// lost. Their streams go on, and its slot is free, only when `stream` is past the work that fills the slot, which
     /// was enqueued before and still runs.
     fn mark_lost(&self, state: &mut PublisherState, slot: SlotId, stream: &Stream) {
-        let PublisherState { arena, links, places, history, .. } = state;
+        let PublisherState {
+            arena,
+            links,
+            places,
+            history,
+            ..
+        } = state;
         let words: Vec<(Arc<Segment>, u64)> = places
             .iter()
             .filter_map(|place| Some((place.find(links)?.ring.segment().clone(), place.position)))
             .collect();
-        words.iter().for_each(|(segment, position)| ring::give_up(segment, *position));
-        history.iter_mut().filter(|kept| kept.slot == slot).for_each(|kept| kept.is_lost = true);
+        words
+            .iter()
+            .for_each(|(segment, position)| ring::give_up(segment, *position));
+        history
+            .iter_mut()
+            .filter(|kept| kept.slot == slot)
+            .for_each(|kept| kept.is_lost = true);
         let fence = arena.fence_of(slot);
         self.once_past(std::slice::from_ref(stream), move |core| {
-            words.iter().for_each(|(segment, position)| segment.entry(*position).ready.store(*position));
+            words
+                .iter()
+                .for_each(|(segment, position)| segment.entry(*position).ready.store(*position));
             if fence != 0 {
                 core.fence_words.word(slot as usize).store(fence);
             }

@@ -37,11 +37,13 @@ impl SendTurns {
     }
 
     fn begin(&self) {
-        self.begun.store(self.begun.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        self.begun
+            .store(self.begun.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
     fn end(&self) {
-        self.over.store(self.over.load(Ordering::Relaxed) + 1, Ordering::Release);
+        self.over
+            .store(self.over.load(Ordering::Relaxed) + 1, Ordering::Release);
     }
 
     /// Whether it is over, with all before it.
@@ -58,11 +60,17 @@ pub(super) struct SendTurn<'a> {
 
 impl<'a> SendTurn<'a> {
     /// Takes the turn, which nobody has.
-    pub(super) fn begin(core: &'a PublisherCore, mut state: MutexGuard<'a, PublisherState>) -> SendTurn<'a> {
+    pub(super) fn begin(
+        core: &'a PublisherCore,
+        mut state: MutexGuard<'a, PublisherState>,
+    ) -> SendTurn<'a> {
         debug_assert!(!state.is_sending);
         state.is_sending = true;
         core.turns.begin();
-        SendTurn { core, state: Some(state) }
+        SendTurn {
+            core,
+            state: Some(state),
+        }
     }
 
     /// Makes a call of the driver without the lock. Links may leave and end meanwhile; places and history stay.
@@ -123,7 +131,12 @@ pub(super) struct SendTurnWait {
 
 impl SendTurnWait {
     pub(super) fn within(limit: Option<Duration>) -> SendTurnWait {
-        SendTurnWait { limit, turn: 0, clock: Stopwatch::default(), backoff: Backoff::spinning(TURN_LOOKS) }
+        SendTurnWait {
+            limit,
+            turn: 0,
+            clock: Stopwatch::default(),
+            backoff: Backoff::spinning(TURN_LOOKS),
+        }
     }
 }
 
@@ -137,7 +150,10 @@ impl PublisherCore {
     ) -> Result<MutexGuard<'a, PublisherState>> {
         let turn = self.turns.last();
         if wait.limit.is_none() && wait.turn != turn {
-            *wait = SendTurnWait { turn, ..SendTurnWait::within(None) };
+            *wait = SendTurnWait {
+                turn,
+                ..SendTurnWait::within(None)
+            };
         }
         if wait.backoff.step().is_zero() {
             drop(state);
@@ -147,8 +163,14 @@ impl PublisherCore {
         let limit = wait.limit.unwrap_or(TURN_TIMEOUT);
         let left = limit.max(MOMENT).saturating_sub(wait.clock.elapsed());
         if left.is_zero() {
-            let what = format!("another thread's send of {:?}, which the driver holds up", self.name);
-            return Err(Error::Timeout { what, waited: limit });
+            let what = format!(
+                "another thread's send of {:?}, which the driver holds up",
+                self.name
+            );
+            return Err(Error::Timeout {
+                what,
+                waited: limit,
+            });
         }
         state.awaiting_turn += 1;
         let waited = self.turn_is_over.wait_timeout(state, left);

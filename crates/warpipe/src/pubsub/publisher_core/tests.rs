@@ -26,10 +26,16 @@ struct Stage {
 
 impl Stage {
     fn new(title: &str) -> Stage {
-        let folder = std::env::temp_dir().join(format!("warpipe-core-{title}-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-core-{title}-{}", std::process::id()));
         let wrapped = Wrapped::new(Device::host().backend().clone(), Holding::default());
         let device = Device::from_backend(wrapped.clone());
-        Stage { domain: Domain::at(&folder).unwrap(), folder, wrapped, device }
+        Stage {
+            domain: Domain::at(&folder).unwrap(),
+            folder,
+            wrapped,
+            device,
+        }
     }
 
     fn hook(&self) -> &Holding {
@@ -37,7 +43,9 @@ impl Stage {
     }
 
     fn builder(&self) -> PublisherBuilder {
-        Publisher::builder("a").domain(&self.domain).device(&self.device)
+        Publisher::builder("a")
+            .domain(&self.domain)
+            .device(&self.device)
     }
 
     fn publisher(&self) -> Publisher {
@@ -46,7 +54,11 @@ impl Stage {
 
     /// One whose own calls nothing holds up.
     fn subscriber(&self) -> Subscriber {
-        Subscriber::builder("a").domain(&self.domain).device(&Device::host()).build().unwrap()
+        Subscriber::builder("a")
+            .domain(&self.domain)
+            .device(&Device::host())
+            .build()
+            .unwrap()
     }
 
     fn stream(&self) -> Stream {
@@ -76,7 +88,11 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
 fn a_send_waits_for_another_threads_as_long_as_it_is_told_to_and_gives_the_loan_back_unharmed() {
     let stage = Stage::new("turn");
     let (publisher, mut subscriber) = (stage.publisher(), stage.subscriber());
-    let (first, second, receiving) = (stage.stream(), stage.stream(), Device::host().stream().unwrap());
+    let (first, second, receiving) = (
+        stage.stream(),
+        stage.stream(),
+        Device::host().stream().unwrap(),
+    );
     let mut other = publisher.loan(&layout()).unwrap();
     other.write(&second, &[2; 8]).unwrap();
     stage.hook().hold("batch");
@@ -88,7 +104,10 @@ fn a_send_waits_for_another_threads_as_long_as_it_is_told_to_and_gives_the_loan_
             let room = other.wait_for_room(timeout).unwrap_err();
             assert!(matches!(room, Error::Timeout { .. }), "{room}");
             let unsent = other.send_timeout(&second, timeout).unwrap_err();
-            assert!(matches!(unsent.error, Error::Timeout { waited, .. } if waited == timeout), "{unsent}");
+            assert!(
+                matches!(unsent.error, Error::Timeout { waited, .. } if waited == timeout),
+                "{unsent}"
+            );
             *unsent.sample.unwrap()
         });
         stage.hook().unblock();
@@ -99,7 +118,10 @@ fn a_send_waits_for_another_threads_as_long_as_it_is_told_to_and_gives_the_loan_
     assert_eq!(other.send_timeout(&second, LONG).unwrap(), 2);
     for sequence in [1, 2] {
         let sample = subscriber.receive(&receiving).unwrap();
-        assert_eq!((sample.sequence(), sample.to_vec(LONG).unwrap()), (sequence, vec![sequence as u8; 8]));
+        assert_eq!(
+            (sample.sequence(), sample.to_vec(LONG).unwrap()),
+            (sequence, vec![sequence as u8; 8])
+        );
         sample.finish(LONG).unwrap();
     }
 }
@@ -122,10 +144,17 @@ fn late_joiners_of_a_history_that_is_not_complete_are_let_in_and_get_it_without_
     drop(stage.subscriber());
     let mut subscribers = [stage.subscriber(), stage.subscriber()];
     let is_alive = |one: &&SubscriberInfo| one.state == PeerState::Alive;
-    eventually("who has left is seen to leave", || publisher.subscribers().iter().filter(is_alive).count() == 2);
-    let samples = subscribers.each_mut().map(|late| [1, 2, 3, 4].map(|_| late.receive(&receiving).unwrap()));
+    eventually("who has left is seen to leave", || {
+        publisher.subscribers().iter().filter(is_alive).count() == 2
+    });
+    let samples = subscribers
+        .each_mut()
+        .map(|late| [1, 2, 3, 4].map(|_| late.receive(&receiving).unwrap()));
     for [first, rest @ ..] in &samples {
-        assert!(first.is_complete().unwrap() && rest.iter().all(|sample| !sample.is_complete().unwrap()));
+        assert!(
+            first.is_complete().unwrap()
+                && rest.iter().all(|sample| !sample.is_complete().unwrap())
+        );
     }
     let [go, go_on] = gates;
     drop(go);
@@ -135,14 +164,24 @@ fn late_joiners_of_a_history_that_is_not_complete_are_let_in_and_get_it_without_
     }
     drop(go_on);
     for (value, sample) in samples.into_iter().flat_map(|samples| (1..=4).zip(samples)) {
-        assert_eq!((sample.sequence(), sample.to_vec(LONG).unwrap()), (value.into(), vec![value; 8]));
+        assert_eq!(
+            (sample.sequence(), sample.to_vec(LONG).unwrap()),
+            (value.into(), vec![value; 8])
+        );
         sample.finish(LONG).unwrap();
     }
     eventually("and is forgotten", || publisher.subscribers().len() == 2);
     stage.hook().unblock();
     publisher.send_bytes(&sending, &[5; 8]).unwrap();
     for subscriber in &mut subscribers {
-        assert_eq!(subscriber.receive(&receiving).unwrap().to_vec(LONG).unwrap(), [5; 8]);
+        assert_eq!(
+            subscriber
+                .receive(&receiving)
+                .unwrap()
+                .to_vec(LONG)
+                .unwrap(),
+            [5; 8]
+        );
     }
 }
 
@@ -165,13 +204,20 @@ fn a_publisher_that_is_dropped_completes_what_late_joiners_have_of_its_history()
 #[test]
 fn a_newcomer_is_not_given_up_because_this_process_stood_still() {
     let stage = Stage::new("frozen");
-    let builder = Publisher::builder("a").domain(&stage.domain).device(&stage.device);
+    let builder = Publisher::builder("a")
+        .domain(&stage.domain)
+        .device(&stage.device);
     let publisher = builder.handshake_timeout(LONG).build().unwrap();
-    let newcomer = stage.domain.connect(&EndpointName::new("a").unwrap(), LONG).unwrap();
+    let newcomer = stage
+        .domain
+        .connect(&EndpointName::new("a").unwrap(), LONG)
+        .unwrap();
     let pending_handshakes = || publisher.core.pending_handshakes.lock().unwrap();
     eventually("it is let in", || !pending_handshakes().is_empty());
     // The other end stood still, too, and says who it is when both go on.
-    pending_handshakes().values().for_each(|handshake| handshake.clock.freeze(2 * LONG));
+    pending_handshakes()
+        .values()
+        .for_each(|handshake| handshake.clock.freeze(2 * LONG));
     publisher.core.on_tick(0);
     assert_eq!(pending_handshakes().len(), 1);
     drop(newcomer);

@@ -38,9 +38,10 @@ impl Recipients {
     #[inline]
     pub(super) fn check(self, name: &str, state: &mut PublisherState) -> Result<()> {
         match self {
-            Recipients::One(id) if !state.is_live(id) => {
-                Err(Error::LinkClosed { name: name.to_string(), reason: "the one it was meant for has gone".into() })
-            }
+            Recipients::One(id) if !state.is_live(id) => Err(Error::LinkClosed {
+                name: name.to_string(),
+                reason: "the one it was meant for has gone".into(),
+            }),
             _ => Ok(()),
         }
     }
@@ -75,7 +76,10 @@ pub(crate) struct SubscriberChanges {
 
 impl SubscriberChanges {
     pub(crate) fn new() -> Result<SubscriberChanges> {
-        Ok(SubscriberChanges { doorbell: LocalDoorbell::new()?, has_news: AtomicBool::new(true) })
+        Ok(SubscriberChanges {
+            doorbell: LocalDoorbell::new()?,
+            has_news: AtomicBool::new(true),
+        })
     }
 
     pub(crate) fn tell(&self) {
@@ -125,21 +129,33 @@ impl PublisherCore {
     /// Wakes who waits for a change, and tells the observer.
     pub(super) fn ring(&self) {
         self.doorbell.ring();
-        self.options.observer.iter().for_each(|observer| observer.tell());
+        self.options
+            .observer
+            .iter()
+            .for_each(|observer| observer.tell());
     }
 
     /// The subscribers that can be chosen.
     pub(in crate::pubsub) fn linked_subscribers(&self) -> Vec<LinkedSubscriber> {
         let state = self.lock();
         let live = state.links.iter().filter(|link| link.is_live());
-        live.map(|o| LinkedSubscriber { id: o.id, pid: o.peer.pid, process: o.peer.id, generation: o.generation })
-            .collect()
+        live.map(|o| LinkedSubscriber {
+            id: o.id,
+            pid: o.peer.pid,
+            process: o.peer.id,
+            generation: o.generation,
+        })
+        .collect()
     }
 
     /// The number of the live subscriber in that process.
     pub(in crate::pubsub) fn subscriber_of(&self, process: ProcessId) -> Option<u64> {
         let state = self.lock();
-        state.links.iter().find(|link| link.is_live() && link.peer.id == process).map(|link| link.id)
+        state
+            .links
+            .iter()
+            .find(|link| link.is_live() && link.peer.id == process)
+            .map(|link| link.id)
     }
 
     /// Whether the subscriber still gets samples.
@@ -159,7 +175,9 @@ impl PublisherCore {
     ) -> Result<u64, SendFailure> {
         self.admit(stream)?;
         let to = Recipients::One(to);
-        let mut turn = self.make_room_within(to, limit).map_err(SendFailure::BeforePublish)?;
+        let mut turn = self
+            .make_room_within(to, limit)
+            .map_err(SendFailure::BeforePublish)?;
         let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
         turn.arena.release(slot);
         Ok(sequence)
@@ -176,16 +194,40 @@ impl PublisherCore {
         to: Option<u64>,
     ) -> Result<(RetainedSlot, Option<u64>), SendFailure> {
         self.admit(stream)?;
-        let mut turn = self.make_room(Recipients::Nobody).map_err(SendFailure::BeforePublish)?;
-        let to = to.filter(|&id| turn.has_room(id)).map_or(Recipients::Nobody, Recipients::One);
+        let mut turn = self
+            .make_room(Recipients::Nobody)
+            .map_err(SendFailure::BeforePublish)?;
+        let to = to
+            .filter(|&id| turn.has_room(id))
+            .map_or(Recipients::Nobody, Recipients::One);
         self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
         // One that has left meanwhile was told nothing.
-        let position = turn.places.first().filter(|place| place.is_published).map(|place| place.position);
-        let core = self.this.upgrade().ok_or(SendFailure::BeforePublish(Error::Forked))?;
-        Ok((RetainedSlot { core, slot, layout: *layout }, position))
+        let position = turn
+            .places
+            .first()
+            .filter(|place| place.is_published)
+            .map(|place| place.position);
+        let core = self
+            .this
+            .upgrade()
+            .ok_or(SendFailure::BeforePublish(Error::Forked))?;
+        Ok((
+            RetainedSlot {
+                core,
+                slot,
+                layout: *layout,
+            },
+            position,
+        ))
     }
 
-    fn forward(&self, slot: SlotId, layout: &Layout, metadata: &Metadata, to: u64) -> Result<Option<u64>> {
+    fn forward(
+        &self,
+        slot: SlotId,
+        layout: &Layout,
+        metadata: &Metadata,
+        to: u64,
+    ) -> Result<Option<u64>> {
         self.owner_process.check()?;
         let mut turn = self.take_send_turn()?;
         self.reclaim(&mut turn, false);
@@ -193,14 +235,25 @@ impl PublisherCore {
             return Ok(None);
         }
         let PublisherState { arena, links, .. } = &mut *turn;
-        let Some(link) = links.iter_mut().find(|link| link.id == to) else { return Ok(None) };
-        let Some(position) = link.place(|_| {}) else { return Ok(None) };
+        let Some(link) = links.iter_mut().find(|link| link.id == to) else {
+            return Ok(None);
+        };
+        let Some(position) = link.place(|_| {}) else {
+            return Ok(None);
+        };
         let fence = arena.fence_of(slot);
         let word = link.ring.segment().clone();
         self.ready_behind(&mut turn, slot, fence, &word, position)?;
         let sequence = turn.next_sequence;
-        let PublisherState { arena, links, next_sequence, .. } = &mut *turn;
-        let Some(link) = links.iter_mut().find(|link| link.id == to) else { return Ok(None) };
+        let PublisherState {
+            arena,
+            links,
+            next_sequence,
+            ..
+        } = &mut *turn;
+        let Some(link) = links.iter_mut().find(|link| link.id == to) else {
+            return Ok(None);
+        };
         if !link.is_live() {
             link.ring.forgo(position);
             return Ok(None);
@@ -237,8 +290,14 @@ impl PublisherCore {
         if self.fence_words.word(index).reached(fence) {
             segment.entry(position).ready.store(position);
         } else if let Some(stream) = &self.forward_stream {
-            let wait = StreamOp::Wait { word: self.fence_words.device_word(index), value: fence };
-            let signal = StreamOp::Signal { word: segment.ready_word(position), value: position };
+            let wait = StreamOp::Wait {
+                word: self.fence_words.device_word(index),
+                value: fence,
+            };
+            let signal = StreamOp::Signal {
+                word: segment.ready_word(position),
+                value: position,
+            };
             // SAFETY: the fence words and the link's segment outlive their operations (see `send`).
             turn.unlocked(|| unsafe { stream.batch(&[wait, signal]) })?;
         }
@@ -261,8 +320,14 @@ impl PublisherCore {
         let mut disconnects = std::mem::take(&mut state.disconnects);
         for link in &mut state.links {
             let id = link.id;
-            disconnects.generations.extend(all.then_some(link.generation));
-            disconnects.untaken.extend(std::mem::take(&mut link.untaken).into_iter().map(|position| (id, position)));
+            disconnects
+                .generations
+                .extend(all.then_some(link.generation));
+            disconnects.untaken.extend(
+                std::mem::take(&mut link.untaken)
+                    .into_iter()
+                    .map(|position| (id, position)),
+            );
         }
         disconnects
     }
@@ -270,6 +335,7 @@ impl PublisherCore {
 
 impl PublisherState {
     fn has_room(&mut self, id: u64) -> bool {
-        self.find(id).is_some_and(|link| link.is_live() && link.ring.space() != RingSpace::Full)
+        self.find(id)
+            .is_some_and(|link| link.is_live() && link.ring.space() != RingSpace::Full)
     }
 }

@@ -71,14 +71,32 @@ impl ConnectOptions {
         let reactor = Reactor::of_process()?;
         let peer = Peer::of(socket.as_fd(), self.name.as_str())?;
         if peer.uid != self.domain.owner() {
-            let detail = format!("uid {} listens in a domain of uid {}", peer.uid, self.domain.owner());
-            return Err(Error::AccessDenied { name: self.name.to_string(), detail });
+            let detail = format!(
+                "uid {} listens in a domain of uid {}",
+                peer.uid,
+                self.domain.owner()
+            );
+            return Err(Error::AccessDenied {
+                name: self.name.to_string(),
+                detail,
+            });
         }
         let SubscriberIdentity { kind, generation } = self.identity;
         let (name, device, timeout) = (&self.name, &self.device, self.timeout);
         let clock = Uptime::default();
-        let handshake = Handshake { socket: &socket, name: name.as_str(), kind, clock, timeout, is_cancelled };
-        handshake.hello(&Message::Hello { generation, device: device.info().id, kind })?;
+        let handshake = Handshake {
+            socket: &socket,
+            name: name.as_str(),
+            kind,
+            clock,
+            timeout,
+            is_cancelled,
+        };
+        handshake.hello(&Message::Hello {
+            generation,
+            device: device.info().id,
+            kind,
+        })?;
         let mut welcome = handshake.welcome(device, &peer)?;
         match handshake.settle(device, &mut welcome) {
             Ok(regions) => {
@@ -116,7 +134,10 @@ struct Handshake<'a> {
 
 impl Handshake<'_> {
     pub(super) fn fault(&self, fault: HandshakeFault) -> Error {
-        Error::Handshake { name: self.name.to_string(), fault }
+        Error::Handshake {
+            name: self.name.to_string(),
+            fault,
+        }
     }
 
     /// What is left of the time in which this process runs.
@@ -126,14 +147,24 @@ impl Handshake<'_> {
 
     pub(super) fn hello(&self, message: &Message) -> Result<()> {
         let said = message::send_first(self.socket.as_fd(), message, self.left());
-        said.map_err(|error| Error::os("sendmsg", format!("the handshake with {:?}", self.name), error))
+        said.map_err(|error| {
+            Error::os(
+                "sendmsg",
+                format!("the handshake with {:?}", self.name),
+                error,
+            )
+        })
     }
 
     fn say(&self, message: &Message) -> Result<()> {
         message::send(self.socket.as_fd(), message, &[]).or_else(|error| match error {
             // The refusal that explains it may be waiting to be read.
             rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => Ok(()),
-            other => Err(Error::os("sendmsg", format!("the handshake with {:?}", self.name), other)),
+            other => Err(Error::os(
+                "sendmsg",
+                format!("the handshake with {:?}", self.name),
+                other,
+            )),
         })
     }
 
@@ -141,11 +172,18 @@ impl Handshake<'_> {
         loop {
             match message::receive(self.socket.as_fd(), self.name)? {
                 Received::Message(Message::Refused { denied: true, text }, _) => {
-                    return Err(Error::AccessDenied { name: self.name.to_string(), detail: text });
+                    return Err(Error::AccessDenied {
+                        name: self.name.to_string(),
+                        detail: text,
+                    });
                 }
                 Received::Message(Message::OtherKind { found }, _) => {
                     let (name, found) = (self.name.to_string(), found.to_string());
-                    return Err(Error::OtherKind { name, wanted: self.kind, found });
+                    return Err(Error::OtherKind {
+                        name,
+                        wanted: self.kind,
+                        found,
+                    });
                 }
                 Received::Message(Message::Full { limit, max }, _) => {
                     return Err(self.fault(HandshakeFault::Full { limit, max }));
@@ -172,7 +210,11 @@ impl Handshake<'_> {
     }
 
     /// Maps what was announced and waits to be sent samples.
-    pub(super) fn settle(&self, device: &Device, welcome: &mut Welcome) -> Result<Vec<Arc<Region>>> {
+    pub(super) fn settle(
+        &self,
+        device: &Device,
+        welcome: &mut Welcome,
+    ) -> Result<Vec<Arc<Region>>> {
         let mut regions = self.regions(device, welcome)?;
         self.say(&Message::Attached)?;
         self.admission(device, welcome, &mut regions)?;
@@ -181,29 +223,58 @@ impl Handshake<'_> {
 
     pub(super) fn welcome(&self, device: &Device, peer: &Peer) -> Result<Welcome> {
         let (message, mut fds) = self.receive()?;
-        let Message::Welcome { generation, device: owner, depth, access, lossless, regions } = message else {
+        let Message::Welcome {
+            generation,
+            device: owner,
+            depth,
+            access,
+            lossless,
+            regions,
+        } = message
+        else {
             return Err(self.fault(message.unexpected("Welcome")));
         };
         let reader = device.info().id;
         if owner.kind != reader.kind {
-            let fault = HandshakeFault::Device { publisher: owner.to_string(), subscriber: reader.to_string() };
+            let fault = HandshakeFault::Device {
+                publisher: owner.to_string(),
+                subscriber: reader.to_string(),
+            };
             return Err(self.fault(fault));
         }
         let lifeline = message::take_lifeline(&mut fds).map_err(|fault| self.fault(fault))?;
         peer.adopt(lifeline).map_err(|fault| self.fault(fault))?;
         let Ok([memory, peer_doorbell]) = <[PeerFd; 2]>::try_from(fds) else {
-            return Err(self.fault(HandshakeFault::Descriptors { found: 0, wanted: 2 }));
+            return Err(self.fault(HandshakeFault::Descriptors {
+                found: 0,
+                wanted: 2,
+            }));
         };
-        let segment = Segment::open(device, memory.as_fd(), depth, generation).map_err(|error| match error {
-            OpenError::Fault(fault) => self.fault(fault),
-            OpenError::Local(error) => error,
-        })?;
+        let segment = Segment::open(device, memory.as_fd(), depth, generation).map_err(
+            |error| match error {
+                OpenError::Fault(fault) => self.fault(fault),
+                OpenError::Local(error) => error,
+            },
+        )?;
         memory.approve();
-        let peer_doorbell = PeerDoorbell::adopt(peer_doorbell).map_err(|fault| self.fault(fault))?;
-        Ok(Welcome { segment, peer_doorbell, owner, access, lossless, regions, completions: None })
+        let peer_doorbell =
+            PeerDoorbell::adopt(peer_doorbell).map_err(|fault| self.fault(fault))?;
+        Ok(Welcome {
+            segment,
+            peer_doorbell,
+            owner,
+            access,
+            lossless,
+            regions,
+            completions: None,
+        })
     }
 
-    pub(super) fn regions(&self, device: &Device, welcome: &mut Welcome) -> Result<Vec<Arc<Region>>> {
+    pub(super) fn regions(
+        &self,
+        device: &Device,
+        welcome: &mut Welcome,
+    ) -> Result<Vec<Arc<Region>>> {
         let mut regions = Vec::new();
         while regions.len() < welcome.regions as usize {
             let (message, fds) = self.receive()?;
@@ -241,11 +312,22 @@ impl Handshake<'_> {
         match message {
             Message::Region { id, bytes } => {
                 let (access, owner) = (welcome.access, welcome.owner);
-                regions.push(import(device, (id, bytes), regions.len(), &fds, access, owner, self.name)?);
+                regions.push(import(
+                    device,
+                    (id, bytes),
+                    regions.len(),
+                    &fds,
+                    access,
+                    owner,
+                    self.name,
+                )?);
             }
             Message::Completions { bytes } if welcome.completions.is_none() => {
                 let Some(fd) = fds.pop() else {
-                    return Err(self.fault(HandshakeFault::Descriptors { found: 0, wanted: 1 }));
+                    return Err(self.fault(HandshakeFault::Descriptors {
+                        found: 0,
+                        wanted: 1,
+                    }));
                 };
                 welcome.completions = Some(FenceWords::read(fd, bytes, self.name)?);
             }
@@ -265,16 +347,30 @@ pub(super) fn import(
     owner: DeviceId,
     name: &str,
 ) -> Result<Arc<Region>> {
-    let wrong =
-        |field, found: String, allowed: String| Error::Protocol { name: name.to_string(), field, found, allowed };
+    let wrong = |field, found: String, allowed: String| Error::Protocol {
+        name: name.to_string(),
+        field,
+        found,
+        allowed,
+    };
     if id as usize != due || due >= REGIONS_MAX {
-        return Err(wrong("region number", id.to_string(), format!("{due}, below {REGIONS_MAX}")));
+        return Err(wrong(
+            "region number",
+            id.to_string(),
+            format!("{due}, below {REGIONS_MAX}"),
+        ));
     }
     let unit = device.backend().granularity();
     if bytes == 0 || !bytes.is_multiple_of(unit) || bytes > i64::MAX as u64 {
-        return Err(wrong("region length", format!("{bytes} bytes"), format!("a multiple of {unit}")));
+        return Err(wrong(
+            "region length",
+            format!("{bytes} bytes"),
+            format!("a multiple of {unit}"),
+        ));
     }
-    let [fd] = fds else { return Err(wrong("descriptors", fds.len().to_string(), "1".into())) };
+    let [fd] = fds else {
+        return Err(wrong("descriptors", fds.len().to_string(), "1".into()));
+    };
     let region = Region::import(device, fd.as_fd(), bytes, access, owner)?;
     fd.approve();
     Ok(Arc::new(region))

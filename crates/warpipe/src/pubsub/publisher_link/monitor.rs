@@ -73,7 +73,11 @@ impl Completions {
     /// Whether the data at a position is complete, as far as is known here.
     fn say(&self, index: usize, position: u64) -> bool {
         let [of, word, value] = &self.of[index];
-        of.load(SeqCst) == position && self.fence_words.word(word.load(SeqCst) as usize).reached(value.load(SeqCst))
+        of.load(SeqCst) == position
+            && self
+                .fence_words
+                .word(word.load(SeqCst) as usize)
+                .reached(value.load(SeqCst))
     }
 }
 
@@ -93,8 +97,10 @@ impl PublisherMonitor {
             dead: AtomicBool::new(false),
             held: words().collect(),
             lost: words().collect(),
-            completions: completions
-                .map(|fence_words| Completions { fence_words, of: words().map(|_| Default::default()).collect() }),
+            completions: completions.map(|fence_words| Completions {
+                fence_words,
+                of: words().map(|_| Default::default()).collect(),
+            }),
         }
     }
 
@@ -104,8 +110,15 @@ impl PublisherMonitor {
 
     /// Takes note of the publisher's own word for a sample of the history, before that is [held](Self::hold). Whether
     /// there is such a word.
-    pub(super) fn note_completion(&self, index: usize, position: u64, completion: Completion) -> bool {
-        let Some(Completions { fence_words, of }) = &self.completions else { return false };
+    pub(super) fn note_completion(
+        &self,
+        index: usize,
+        position: u64,
+        completion: Completion,
+    ) -> bool {
+        let Some(Completions { fence_words, of }) = &self.completions else {
+            return false;
+        };
         let is_there = (completion.word as usize) < fence_words.words();
         if is_there {
             let [at, word, value] = &of[index];
@@ -123,7 +136,12 @@ impl PublisherMonitor {
 
     /// Moves away from `Open`, once.
     pub(super) fn set_link_state(&self, link_state: LinkState) {
-        let _ = self.link_state.compare_exchange(LinkState::Open as u8, link_state as u8, SeqCst, SeqCst);
+        let _ = self.link_state.compare_exchange(
+            LinkState::Open as u8,
+            link_state as u8,
+            SeqCst,
+            SeqCst,
+        );
         self.doorbell.ring();
     }
 
@@ -152,7 +170,11 @@ impl PublisherMonitor {
     pub(super) fn release_wait(&self, index: usize, position: u64) {
         let entry = self.segment.entry(position);
         if !entry.ready.reached(position) {
-            if !self.completions.as_ref().is_some_and(|completions| completions.say(index, position)) {
+            if !self
+                .completions
+                .as_ref()
+                .is_some_and(|completions| completions.say(index, position))
+            {
                 self.lost[index].fetch_max(position, SeqCst);
             }
             entry.ready.bring_up(position);
@@ -183,7 +205,9 @@ impl EventSource for PublisherMonitor {
                 has_heard = link.read_final_messages();
                 // Should it be the last holder by now: to drop it calls the driver.
                 let reactor = link.reactor.clone();
-                Arc::into_inner(link).into_iter().for_each(|last| reactor.defer_drop(Box::new(last)));
+                Arc::into_inner(link)
+                    .into_iter()
+                    .for_each(|last| reactor.defer_drop(Box::new(last)));
             }
             self.rescue();
             // What is left unread is heard with a later tick, and its end told then: see `PublisherLink`.
@@ -209,29 +233,55 @@ mod tests {
         let segment = Arc::new(Segment::create(&device, DEPTH, [7; 16]).unwrap().0);
         let (fence_words, fd) = FenceWords::published(&device, 4).unwrap();
         let copy = FenceWords::read(fd.into(), fence_words.bytes(), "test").unwrap();
-        (PublisherMonitor::new(&segment, &Arc::new(LocalDoorbell::new().unwrap()), Some(copy)), fence_words)
+        (
+            PublisherMonitor::new(
+                &segment,
+                &Arc::new(LocalDoorbell::new().unwrap()),
+                Some(copy),
+            ),
+            fence_words,
+        )
     }
 
     #[test]
-    fn a_rescue_believes_the_publishers_own_word_of_a_sample_that_it_could_not_tell_a_late_joiner_of() {
+    fn a_rescue_believes_the_publishers_own_word_of_a_sample_that_it_could_not_tell_a_late_joiner_of()
+     {
         let (monitor, fence_words) = monitor();
         for position in [1, 2] {
             let index = monitor.segment.index(position) as usize;
-            assert!(monitor.note_completion(index, position, Completion { word: position as u32, value: 9 }));
+            assert!(monitor.note_completion(
+                index,
+                position,
+                Completion {
+                    word: position as u32,
+                    value: 9
+                }
+            ));
             assert!(!monitor.hold(index, position));
         }
         fence_words.word(1).store(9);
         fence_words.word(2).store(8);
         monitor.rescue();
         for (position, is_lost) in [(1, false), (2, true)] {
-            assert_eq!(monitor.has_lost(monitor.segment.index(position) as usize, position), is_lost);
+            assert_eq!(
+                monitor.has_lost(monitor.segment.index(position) as usize, position),
+                is_lost
+            );
             assert!(monitor.segment.entry(position).ready.reached(position));
         }
-        assert!(!monitor.note_completion(0, 2, Completion { word: u32::MAX, value: 1 }));
+        assert!(!monitor.note_completion(
+            0,
+            2,
+            Completion {
+                word: u32::MAX,
+                value: 1
+            }
+        ));
     }
 
     #[test]
-    fn a_rescue_takes_no_word_back_of_a_publisher_that_has_used_an_entry_again_before_it_was_free() {
+    fn a_rescue_takes_no_word_back_of_a_publisher_that_has_used_an_entry_again_before_it_was_free()
+    {
         let (monitor, _) = monitor();
         let (first, second) = (2, 2 + u64::from(DEPTH));
         let index = monitor.segment.index(first) as usize;
@@ -242,6 +292,9 @@ mod tests {
         // The publisher's device writes on, and somebody else comes to the first once more.
         monitor.segment.entry(first).ready.store(0);
         monitor.release_wait(index, first);
-        assert!(monitor.has_lost(index, second), "what was noted of the second stays");
+        assert!(
+            monitor.has_lost(index, second),
+            "what was noted of the second stays"
+        );
     }
 }

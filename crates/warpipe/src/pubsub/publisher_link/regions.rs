@@ -67,7 +67,11 @@ impl PublisherLink {
         // Each one waiting holds a descriptor of ours: a publisher that announces without end must not take them all.
         if self.announced.count.fetch_add(1, SeqCst) >= MAPPING_MAX {
             let found = "more announcements than can be queued".to_string();
-            let violation = Violation { field: "regions", found, allowed: format!("at most {MAPPING_MAX}") };
+            let violation = Violation {
+                field: "regions",
+                found,
+                allowed: format!("at most {MAPPING_MAX}"),
+            };
             return self.fail(self.violation(violation));
         }
         lock(&self.announced.waiting).push_back(AnnouncedRegion { id, bytes, fds });
@@ -76,14 +80,19 @@ impl PublisherLink {
 
     fn map_on_control_thread(&self) {
         let link = self.me.clone();
-        self.reactor
-            .run_on_control_thread(Box::new(move || link.upgrade().into_iter().for_each(|link| link.map_waiting())));
+        self.reactor.run_on_control_thread(Box::new(move || {
+            link.upgrade()
+                .into_iter()
+                .for_each(|link| link.map_waiting())
+        }));
     }
 
     /// Maps what waits, up to what this process has no room for.
     fn map_waiting(&self) {
         loop {
-            let Some(next) = lock(&self.announced.waiting).pop_front() else { return };
+            let Some(next) = lock(&self.announced.waiting).pop_front() else {
+                return;
+            };
             match self.map_region(&next) {
                 _ if self.link_state() == LinkState::Failed => {}
                 Ok(()) => {}
@@ -115,13 +124,23 @@ impl PublisherLink {
 
     /// What this process lacked when it last could not take a region that was announced; told once each time.
     pub(in crate::pubsub) fn want(&self) -> Option<Error> {
-        lock(&self.announced.want).take().filter(|_| self.is_mapping())
+        lock(&self.announced.want)
+            .take()
+            .filter(|_| self.is_mapping())
     }
 
     fn map_region(&self, announced: &AnnouncedRegion) -> Result<()> {
         let &AnnouncedRegion { id, bytes, ref fds } = announced;
         let mut regions = self.regions();
-        let region = import(&self.device, (id, bytes), regions.len(), fds, self.access, self.owner, &self.name)?;
+        let region = import(
+            &self.device,
+            (id, bytes),
+            regions.len(),
+            fds,
+            self.access,
+            self.owner,
+            &self.name,
+        )?;
         regions.push(region);
         Ok(())
     }

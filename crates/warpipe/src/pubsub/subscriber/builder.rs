@@ -102,8 +102,14 @@ impl SubscriberBuilder {
     /// device says. Nothing is left behind.
     pub fn build(self) -> Result<Subscriber> {
         let name = EndpointName::new(&self.name)?;
-        let domain = self.domain.clone().map_or_else(Domain::from_environment, Ok)?;
-        let device = self.device.clone().unwrap_or_else(|| Device::preferred().device);
+        let domain = self
+            .domain
+            .clone()
+            .map_or_else(Domain::from_environment, Ok)?;
+        let device = self
+            .device
+            .clone()
+            .unwrap_or_else(|| Device::preferred().device);
         Subscriber::new(self, name, domain, device)
     }
 }

@@ -15,7 +15,9 @@ pub(crate) struct RawSample {
 
 impl RawSample {
     fn taken(&self) -> &TakenSample {
-        self.taken.as_ref().expect("present until it becomes a sample")
+        self.taken
+            .as_ref()
+            .expect("present until it becomes a sample")
     }
 
     pub(crate) fn metadata(&self) -> &[u8] {
@@ -31,13 +33,26 @@ impl RawSample {
 
     /// To wait for the data without it.
     pub(crate) fn completion_wait(&self) -> CompletionWait {
-        CompletionWait { link: self.link.clone(), position: self.taken().0 }
+        CompletionWait {
+            link: self.link.clone(),
+            position: self.taken().0,
+        }
     }
 
     /// The sample, once [`is_complete`](Self::is_complete) has said so: then `stream` has nothing to wait for.
     pub(crate) fn into_sample(mut self, stream: &Stream) -> Sample {
-        let (position, address, description) = self.taken.take().expect("present until it becomes a sample");
-        Sample::new(self.link.clone(), address, position, description, stream, None)
+        let (position, address, description) = self
+            .taken
+            .take()
+            .expect("present until it becomes a sample");
+        Sample::new(
+            self.link.clone(),
+            address,
+            position,
+            description,
+            stream,
+            None,
+        )
     }
 }
 
@@ -71,7 +86,9 @@ impl Subscriber {
     /// The next sample, if there is one, without a stream. The error at the end is the same as from `receive`.
     pub(crate) fn take_raw_sample(&mut self) -> Result<Option<RawSample>> {
         let Some(attached) = &mut self.attached else {
-            return Err(Error::NoPublisher { name: self.name.to_string() });
+            return Err(Error::NoPublisher {
+                name: self.name.to_string(),
+            });
         };
         // Before the ring, as in `Attached::poll`.
         let link_state = attached.link.link_state();
@@ -81,7 +98,10 @@ impl Subscriber {
         match attached.next() {
             Ok(Some(taken)) => {
                 attached.link.keep(taken.0);
-                Ok(Some(RawSample { link: attached.link.clone(), taken: Some(taken) }))
+                Ok(Some(RawSample {
+                    link: attached.link.clone(),
+                    taken: Some(taken),
+                }))
             }
             Ok(None) if link_state == LinkState::Open || attached.is_region_due() => {
                 attached.wait_for_region().map(|_| None)
@@ -94,7 +114,9 @@ impl Subscriber {
     /// Whether [`take_raw_sample`](Self::take_raw_sample) is worth a call; cheap.
     #[inline]
     pub(crate) fn may_have_news(&self) -> bool {
-        self.attached.as_ref().is_none_or(|at| at.ring.may_have_news() || at.link.link_state() != LinkState::Open)
+        self.attached
+            .as_ref()
+            .is_none_or(|at| at.ring.may_have_news() || at.link.link_state() != LinkState::Open)
     }
 
     /// Whether the publisher is asked to ring in [`descriptor`](Self::descriptor) with each sample.
@@ -123,14 +145,18 @@ impl Subscriber {
 
     /// Whether the publisher is proven dead.
     pub(crate) fn is_publisher_dead(&self) -> bool {
-        self.attached.as_ref().is_none_or(|attached| attached.link.is_dead())
+        self.attached
+            .as_ref()
+            .is_none_or(|attached| attached.link.is_dead())
     }
 
     /// Closes the link because of what the publisher sent.
     pub(crate) fn fail(&self, violation: Violation) -> Error {
         match &self.attached {
             Some(attached) => attached.fail(violation),
-            None => Error::NoPublisher { name: self.name.to_string() },
+            None => Error::NoPublisher {
+                name: self.name.to_string(),
+            },
         }
     }
 
@@ -138,7 +164,10 @@ impl Subscriber {
     pub(crate) fn load(&self) -> (usize, usize) {
         self.attached.as_ref().map_or((0, 0), |attached| {
             // Each sample keeps the link; so does this end itself.
-            (attached.link.segment().depth() as usize, Arc::strong_count(&attached.link).saturating_sub(1))
+            (
+                attached.link.segment().depth() as usize,
+                Arc::strong_count(&attached.link).saturating_sub(1),
+            )
         })
     }
 }
@@ -156,9 +185,21 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("warpipe-arrival-{}", std::process::id()));
         let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
         let stream = device.stream().unwrap();
-        let publisher = Publisher::builder("grows").domain(&domain).device(&device).build().unwrap();
-        let mut subscriber = Subscriber::builder("grows").domain(&domain).device(&device).build().unwrap();
-        publisher.loan(&Layout::bytes_only(8).unwrap()).unwrap().send(&stream).unwrap();
+        let publisher = Publisher::builder("grows")
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap();
+        let mut subscriber = Subscriber::builder("grows")
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap();
+        publisher
+            .loan(&Layout::bytes_only(8).unwrap())
+            .unwrap()
+            .send(&stream)
+            .unwrap();
         drop(publisher);
         let attached = subscriber.attached.as_mut().unwrap();
         let start = Instant::now();

@@ -28,7 +28,10 @@ struct AttemptResult {
 
 impl ReconnectAttempt {
     /// Rings the subscriber's doorbell when there is a result.
-    pub(super) fn start(connect_options: ConnectOptions, socket: PeerSocket) -> Result<ReconnectAttempt> {
+    pub(super) fn start(
+        connect_options: ConnectOptions,
+        socket: PeerSocket,
+    ) -> Result<ReconnectAttempt> {
         let shared = Arc::new(AttemptResult::default());
         let (told, name) = (shared.clone(), connect_options.name.clone());
         let run = move || {
@@ -36,17 +39,31 @@ impl ReconnectAttempt {
             told.end(result);
             connect_options.doorbell.ring();
         };
-        let spawned = std::thread::Builder::new().name("warpipe-attach".into()).spawn(run);
+        let spawned = std::thread::Builder::new()
+            .name("warpipe-attach".into())
+            .spawn(run);
         spawned.map_err(|e| Error::os("clone", "the thread warpipe-attach", e))?;
-        Ok(ReconnectAttempt { owner_process: OwnerProcess::current(), name, shared })
+        Ok(ReconnectAttempt {
+            owner_process: OwnerProcess::current(),
+            name,
+            shared,
+        })
     }
 
     /// How it ended; told once.
     pub(super) fn result(&self) -> Option<Result<Arc<PublisherLink>>> {
         let is_finished = Arc::strong_count(&self.shared) == 1;
-        let result = self.shared.result.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let result = self
+            .shared
+            .result
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         // A panic has ended it: another attempt is due.
-        let none = || Error::Handshake { name: self.name.to_string(), fault: HandshakeFault::Closed };
+        let none = || Error::Handshake {
+            name: self.name.to_string(),
+            fault: HandshakeFault::Closed,
+        };
         result.or_else(|| is_finished.then(|| Err(none())))
     }
 }
@@ -88,11 +105,16 @@ mod tests {
 
     #[test]
     fn a_forked_child_that_drops_an_attempt_of_its_parents_leaves_its_own_threads_alone() {
-        let test = "a_forked_child_that_drops_an_attempt_of_its_parents_leaves_its_own_threads_alone";
+        let test =
+            "a_forked_child_that_drops_an_attempt_of_its_parents_leaves_its_own_threads_alone";
         alone(module_path!(), test, || {
             const LONG: Duration = Duration::from_secs(60);
-            let folder = std::env::temp_dir().join(format!("warpipe-attempt-{}", std::process::id()));
-            let (domain, name) = (Domain::at(&folder).unwrap(), EndpointName::new("a").unwrap());
+            let folder =
+                std::env::temp_dir().join(format!("warpipe-attempt-{}", std::process::id()));
+            let (domain, name) = (
+                Domain::at(&folder).unwrap(),
+                EndpointName::new("a").unwrap(),
+            );
             // Nobody is let in.
             let claim = domain.claim(&name, false).unwrap();
             let connect_options = ConnectOptions {
@@ -102,14 +124,22 @@ mod tests {
                 doorbell: Arc::new(LocalDoorbell::new().unwrap()),
                 timeout: LONG,
                 orphan_timeout: LONG,
-                identity: SubscriberIdentity { kind: Kind::Publisher, generation: [7; 16] },
+                identity: SubscriberIdentity {
+                    kind: Kind::Publisher,
+                    generation: [7; 16],
+                },
             };
-            let socket = domain.connect_now(&name).unwrap().expect("the backlog has room");
+            let socket = domain
+                .connect_now(&name)
+                .unwrap()
+                .expect("the backlog has room");
             let mut attempt = Some(ReconnectAttempt::start(connect_options, socket).unwrap());
             in_a_forked_child(|| {
                 // The C library gives them the stacks of threads that are not here.
                 let all = Arc::new(std::sync::Barrier::new(17));
-                let wait = |all: Arc<std::sync::Barrier>| std::thread::spawn(move || all.wait().is_leader());
+                let wait = |all: Arc<std::sync::Barrier>| {
+                    std::thread::spawn(move || all.wait().is_leader())
+                };
                 let threads: Vec<_> = (0..16).map(|_| wait(all.clone())).collect();
                 drop(attempt.take());
                 all.wait();

@@ -20,19 +20,30 @@ struct Place {
 
 impl Place {
     fn new(title: &str) -> Place {
-        let folder = std::env::temp_dir().join(format!("warpipe-follow-{title}-{}", std::process::id()));
-        Place { domain: Domain::at(&folder).unwrap(), folder, device: Device::host() }
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-follow-{title}-{}", std::process::id()));
+        Place {
+            domain: Domain::at(&folder).unwrap(),
+            folder,
+            device: Device::host(),
+        }
     }
 
     /// One that has its memory already: the announcement of a region rings, too.
     fn publisher(&self) -> Publisher {
-        let publisher = Publisher::builder("camera").domain(&self.domain).device(&self.device).build().unwrap();
+        let publisher = Publisher::builder("camera")
+            .domain(&self.domain)
+            .device(&self.device)
+            .build()
+            .unwrap();
         drop(publisher.loan(&Layout::bytes_only(8).unwrap()).unwrap());
         publisher
     }
 
     fn subscriber(&self) -> Subscriber {
-        let builder = Subscriber::builder("camera").domain(&self.domain).device(&self.device);
+        let builder = Subscriber::builder("camera")
+            .domain(&self.domain)
+            .device(&self.device);
         builder.reconnect(true).timeout(LONG).build().unwrap()
     }
 }
@@ -50,7 +61,10 @@ fn receive_polled(subscriber: &mut Subscriber, stream: &Stream) -> Sample {
         if let Some(sample) = subscriber.try_receive(stream).unwrap() {
             return sample;
         }
-        assert!(start.elapsed() < LONG && wait_readable(subscriber.readable.as_fd(), LONG), "nobody rings");
+        assert!(
+            start.elapsed() < LONG && wait_readable(subscriber.readable.as_fd(), LONG),
+            "nobody rings"
+        );
     }
 }
 
@@ -60,11 +74,17 @@ fn a_subscriber_that_sleeps_is_woken_by_the_first_sample_of_its_next_publisher()
     let place = Place::new("sleeping");
     let stream = place.device.stream().unwrap();
     let mut publisher = Some(place.publisher());
-    let (mut subscriber, receiving, (tell, told)) = (place.subscriber(), stream.clone(), std::sync::mpsc::channel());
+    let (mut subscriber, receiving, (tell, told)) = (
+        place.subscriber(),
+        stream.clone(),
+        std::sync::mpsc::channel(),
+    );
     // Longer than the test waits: a receive looks once more when its time is up.
     std::thread::spawn(move || {
         for _ in 0..ROUNDS {
-            let sample = subscriber.receive_timeout(&receiving, Duration::from_secs(3600)).unwrap();
+            let sample = subscriber
+                .receive_timeout(&receiving, Duration::from_secs(3600))
+                .unwrap();
             tell.send(sample.to_vec(LONG).unwrap()).unwrap();
         }
     });
@@ -106,7 +126,9 @@ struct Silent {
 impl Silent {
     fn at(place: &Place, backlog: i32) -> Silent {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let listener =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                .unwrap();
         let path = place.domain.path().join("camera.sock");
         rustix::net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
         rustix::net::listen(&listener, backlog).unwrap();
@@ -117,8 +139,11 @@ impl Silent {
     fn crowd(&self) -> Vec<OwnedFd> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let dial = || {
-            let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-            rustix::net::connect(&socket, &SocketAddrUnix::new(&self.path).unwrap()).map(|()| socket)
+            let socket =
+                rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                    .unwrap();
+            rustix::net::connect(&socket, &SocketAddrUnix::new(&self.path).unwrap())
+                .map(|()| socket)
         };
         std::iter::from_fn(|| dial().ok()).collect()
     }
@@ -136,7 +161,8 @@ impl Silent {
 fn returns<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (tell, told) = std::sync::mpsc::channel();
     std::thread::spawn(move || tell.send(work()));
-    told.recv_timeout(3 * LONG).expect("it waits for a publisher that stands still")
+    told.recv_timeout(3 * LONG)
+        .expect("it waits for a publisher that stands still")
 }
 
 #[test]
@@ -144,8 +170,15 @@ fn a_publisher_that_stands_still_holds_up_no_receive_beyond_its_timeout() {
     let place = Place::new("standing");
     let stream = place.device.stream().unwrap();
     let first = place.publisher();
-    let builder = Subscriber::builder("camera").domain(&place.domain).device(&place.device).reconnect(true);
-    let mut subscriber = builder.timeout(LONG).handshake_timeout(Duration::from_secs(3600)).build().unwrap();
+    let builder = Subscriber::builder("camera")
+        .domain(&place.domain)
+        .device(&place.device)
+        .reconnect(true);
+    let mut subscriber = builder
+        .timeout(LONG)
+        .handshake_timeout(Duration::from_secs(3600))
+        .build()
+        .unwrap();
     drop(first);
     let silent = Silent::at(&place, 8);
     let receiving = stream.clone();
@@ -176,8 +209,14 @@ fn a_subscriber_that_is_dropped_hangs_up_on_a_publisher_that_has_not_answered() 
     let place = Place::new("hanging-up");
     let stream = place.device.stream().unwrap();
     let first = place.publisher();
-    let builder = Subscriber::builder("camera").domain(&place.domain).device(&place.device).reconnect(true);
-    let mut subscriber = builder.handshake_timeout(Duration::from_secs(3600)).build().unwrap();
+    let builder = Subscriber::builder("camera")
+        .domain(&place.domain)
+        .device(&place.device)
+        .reconnect(true);
+    let mut subscriber = builder
+        .handshake_timeout(Duration::from_secs(3600))
+        .build()
+        .unwrap();
     drop(first);
     let silent = Silent::at(&place, 8);
     let caller = returns(move || {
@@ -191,7 +230,9 @@ fn a_subscriber_that_is_dropped_hangs_up_on_a_publisher_that_has_not_answered() 
     // Behind its greeting comes the end.
     let mut packet = [0; 1024];
     let start = Instant::now();
-    while rustix::net::recv(&caller, &mut packet, RecvFlags::DONTWAIT).map_or(true, |(bytes, _)| bytes > 0) {
+    while rustix::net::recv(&caller, &mut packet, RecvFlags::DONTWAIT)
+        .map_or(true, |(bytes, _)| bytes > 0)
+    {
         assert!(start.elapsed() < 3 * LONG, "it holds on");
         wait_readable(caller.as_fd(), Duration::from_millis(1));
     }
@@ -203,10 +244,18 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
     let stream = place.device.stream().unwrap();
     let first = place.publisher();
     let brief = || {
-        let builder = Subscriber::builder("camera").domain(&place.domain).device(&place.device);
-        builder.timeout(LONG).handshake_timeout(Duration::from_millis(1))
+        let builder = Subscriber::builder("camera")
+            .domain(&place.domain)
+            .device(&place.device);
+        builder
+            .timeout(LONG)
+            .handshake_timeout(Duration::from_millis(1))
     };
-    let mut subscriber = brief().handshake_timeout(LONG).reconnect(true).build().unwrap();
+    let mut subscriber = brief()
+        .handshake_timeout(LONG)
+        .reconnect(true)
+        .build()
+        .unwrap();
     subscriber.options.handshake_timeout = Duration::from_millis(1);
     drop(first);
     let silent = Silent::at(&place, 1);
@@ -217,7 +266,15 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
         assert!(subscriber.try_receive(&stream).unwrap().is_none());
     }
     let newcomer = brief().build();
-    let fault = |error| matches!(error, Error::Handshake { fault: crate::HandshakeFault::Silent(_), .. });
+    let fault = |error| {
+        matches!(
+            error,
+            Error::Handshake {
+                fault: crate::HandshakeFault::Silent(_),
+                ..
+            }
+        )
+    };
     assert!(newcomer.is_err_and(fault), "nobody is taken in");
     drop(crowd);
     silent.leave();
@@ -240,12 +297,23 @@ fn a_subscriber_that_follows_a_name_attaches_again_after_it_has_closed_its_link(
     let own = Error::os("recvmsg", "a link", rustix::io::Errno::MFILE);
     subscriber.attached.as_ref().unwrap().link.fail(own);
     let told = subscriber.try_receive(&stream);
-    assert!(matches!(told, Err(Error::DescriptorLimit { .. })), "{told:?}");
+    assert!(
+        matches!(told, Err(Error::DescriptorLimit { .. })),
+        "{told:?}"
+    );
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| subscriber.receive(&stream).unwrap());
-        let is_back = || publisher.subscribers().iter().any(|one| one.state == PeerState::Alive);
+        let is_back = || {
+            publisher
+                .subscribers()
+                .iter()
+                .any(|one| one.state == PeerState::Alive)
+        };
         let start = Instant::now();
-        while !is_back() || publisher.send_bytes(&stream, b"hello").is_err() || !receiving.is_finished() {
+        while !is_back()
+            || publisher.send_bytes(&stream, b"hello").is_err()
+            || !receiving.is_finished()
+        {
             assert!(start.elapsed() < 3 * LONG, "it has not come back");
             std::thread::park_timeout(Duration::from_millis(1));
         }
@@ -261,27 +329,47 @@ fn a_receipt_says_that_its_sample_was_lost_however_late_it_is_asked() {
     let place = Place::new("receipts");
     let failing = Wrapped::new(place.device.backend().clone(), Failing::default());
     let refusing = Device::from_backend(failing.clone());
-    let publisher = Publisher::builder("camera").domain(&place.domain).device(&refusing).depth(1).build().unwrap();
-    let builder = Subscriber::builder("camera").domain(&place.domain).device(&place.device);
+    let publisher = Publisher::builder("camera")
+        .domain(&place.domain)
+        .device(&refusing)
+        .depth(1)
+        .build()
+        .unwrap();
+    let builder = Subscriber::builder("camera")
+        .domain(&place.domain)
+        .device(&place.device);
     let mut subscriber = builder.timeout(LONG).build().unwrap();
     let (sending, receiving) = (refusing.stream().unwrap(), place.device.stream().unwrap());
     let mut send = |is_refused: bool| {
         if is_refused {
             failing.hook().aim("batch", 1);
         }
-        assert_eq!(publisher.send_bytes(&sending, b"sample").is_err(), is_refused);
+        assert_eq!(
+            publisher.send_bytes(&sending, b"sample").is_err(),
+            is_refused
+        );
         subscriber.receive(&receiving).unwrap().release().unwrap()
     };
-    let refused = [false, true, true, false, true, true, true, false, false, true];
+    let refused = [
+        false, true, true, false, true, true, true, false, false, true,
+    ];
     let receipts = refused.map(&mut send);
     for (receipt, is_lost) in receipts.iter().zip(refused) {
         let verdict = receipt.wait(LONG);
-        assert_eq!(matches!(verdict, Err(Error::SampleLost { .. })), is_lost, "{verdict:?}");
+        assert_eq!(
+            matches!(verdict, Err(Error::SampleLost { .. })),
+            is_lost,
+            "{verdict:?}"
+        );
     }
     // So late that nobody knows it any more.
     (0..32).for_each(|_| drop(send(false)));
     drop(send(true));
-    assert!(receipts.iter().all(|receipt| matches!(receipt.check(), Err(Error::SampleLost { .. }))));
+    assert!(
+        receipts
+            .iter()
+            .all(|receipt| matches!(receipt.check(), Err(Error::SampleLost { .. })))
+    );
 }
 
 #[test]
@@ -297,7 +385,10 @@ fn a_polled_subscriber_tries_a_name_again_that_closed_on_it() {
     std::thread::scope(|scope| {
         let polling = scope.spawn(|| receive_polled(&mut subscriber, &stream));
         for _ in 0..3 {
-            assert!(wait_readable(silent.listener.as_fd(), LONG), "it does not come again");
+            assert!(
+                wait_readable(silent.listener.as_fd(), LONG),
+                "it does not come again"
+            );
             drop(silent.accept().unwrap());
         }
         silent.leave();

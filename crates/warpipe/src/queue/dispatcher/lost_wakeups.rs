@@ -59,7 +59,10 @@ fn a_wait_for_room_ends_when_an_outcome_is_taken_or_a_job_is_called_off() {
         std::thread::yield_now();
     }
     assert!(job.call_off().unwrap());
-    assert!(woken.recv_timeout(SOON).is_ok(), "it sleeps although there is room");
+    assert!(
+        woken.recv_timeout(SOON).is_ok(),
+        "it sleeps although there is room"
+    );
 }
 
 #[test]
@@ -93,7 +96,10 @@ fn a_waiting_job_schedules_a_dispatch() {
     assert_eq!(table.waiting(), 1);
     table.sleeps_idle = true;
     dispatcher.schedule_dispatch(&mut table);
-    assert!(has_rung(dispatcher), "nobody looks whether there is room now");
+    assert!(
+        has_rung(dispatcher),
+        "nobody looks whether there is room now"
+    );
     // Whom it woke was another thread, and the queue's own still sleeps.
     dispatcher.observer.doorbell.drain();
     dispatcher.schedule_dispatch(&mut table);
@@ -107,18 +113,37 @@ fn a_worker_that_left_before_it_got_a_session_gets_none() {
     let fixture = QueueFixture::new("phantom");
     let queue = fixture.queue();
     let name = results_name("jobs", [7; 16]).unwrap();
-    let answers = Publisher::builder(name.as_str()).domain(&fixture.domain).device(&fixture.device).build().unwrap();
-    let subscriber =
-        Subscriber::builder(name.as_str()).domain(&fixture.domain).device(&fixture.device).build().unwrap();
+    let answers = Publisher::builder(name.as_str())
+        .domain(&fixture.domain)
+        .device(&fixture.device)
+        .build()
+        .unwrap();
+    let subscriber = Subscriber::builder(name.as_str())
+        .domain(&fixture.domain)
+        .device(&fixture.device)
+        .build()
+        .unwrap();
     let (pid, process) = (std::process::id() as i32, ProcessId::own());
-    queue.dispatcher.pending_workers.add(LinkedSubscriber { id: 99, pid, process, generation: [7; 16] }, subscriber);
+    queue.dispatcher.pending_workers.add(
+        LinkedSubscriber {
+            id: 99,
+            pid,
+            process,
+            generation: [7; 16],
+        },
+        subscriber,
+    );
     queue.dispatcher.observer.tell();
     let start = Instant::now();
     while !queue.dispatcher.pending_workers.is_empty() {
         let _ = queue.state().unwrap();
         assert!(start.elapsed() < SOON);
     }
-    assert_eq!(queue.state().unwrap().workers, [], "nobody would ever say that it is gone");
+    assert_eq!(
+        queue.state().unwrap().workers,
+        [],
+        "nobody would ever say that it is gone"
+    );
     drop(answers);
 }
 
@@ -154,15 +179,29 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
     let fixture = QueueFixture::new("off");
     let queue = fixture.queue();
     for _ in 0..100 {
-        assert!(queue.submit_bytes(b"work", &fixture.stream).unwrap().call_off().unwrap());
+        assert!(
+            queue
+                .submit_bytes(b"work", &fixture.stream)
+                .unwrap()
+                .call_off()
+                .unwrap()
+        );
     }
-    assert_eq!(queue.state().unwrap().waiting, 0, "jobs wait that nobody wants");
+    assert_eq!(
+        queue.state().unwrap().waiting,
+        0,
+        "jobs wait that nobody wants"
+    );
     let left = queue.dispatcher.lock().waiting.len();
     assert!(left <= 32, "{left} numbers of jobs that nobody wants");
     let mut worker = one_worker(&fixture, &queue);
     for _ in 0..100 {
         let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
-        worker.lease(&fixture.stream).unwrap().complete(&fixture.stream).unwrap();
+        worker
+            .lease(&fixture.stream)
+            .unwrap()
+            .complete(&fixture.stream)
+            .unwrap();
         queue.drain(SOON).unwrap();
         assert!(job.call_off().unwrap());
     }
@@ -183,7 +222,13 @@ fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_c
     lease.complete(&slow).unwrap();
     drop(worker);
     let start = Instant::now();
-    while queue.dispatcher.lock().sessions.iter().all(|session| session.end.is_none()) {
+    while queue
+        .dispatcher
+        .lock()
+        .sessions
+        .iter()
+        .all(|session| session.end.is_none())
+    {
         let _ = queue.state().unwrap();
         assert!(start.elapsed() < SOON);
     }
@@ -208,7 +253,11 @@ fn a_job_that_found_all_slots_held_is_delivered_once_results_are_released() {
     let mut held = Vec::new();
     for _ in 0..63 {
         let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
-        worker.lease(&fixture.stream).unwrap().complete(&fixture.stream).unwrap();
+        worker
+            .lease(&fixture.stream)
+            .unwrap()
+            .complete(&fixture.stream)
+            .unwrap();
         held.push(job.wait(&fixture.stream, SOON).unwrap());
     }
     // The oldest gets the last place, and the next one none.

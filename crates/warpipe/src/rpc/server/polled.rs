@@ -25,9 +25,13 @@ pub(in crate::rpc) struct ScanTimer {
 impl ScanTimer {
     pub(super) fn new() -> Result<ScanTimer> {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-        let timer = CloseOnForkFd::open(|| rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags));
+        let timer =
+            CloseOnForkFd::open(|| rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags));
         let timer = timer.map_err(|e| Error::os("timerfd_create", "a server", e))?;
-        Ok(ScanTimer { timer, is_on: AtomicBool::new(false) })
+        Ok(ScanTimer {
+            timer,
+            is_on: AtomicBool::new(false),
+        })
     }
 
     pub(super) fn is_on(&self) -> bool {
@@ -37,7 +41,10 @@ impl ScanTimer {
     fn start(&self) {
         if !self.is_on.swap(true, Ordering::Relaxed) {
             let every = timespec(SCAN_INTERVAL);
-            let each = Itimerspec { it_interval: every, it_value: every };
+            let each = Itimerspec {
+                it_interval: every,
+                it_value: every,
+            };
             // Of a descriptor and times of ours, which it cannot refuse.
             let _ = rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &each);
         }
@@ -46,7 +53,10 @@ impl ScanTimer {
     #[cfg(test)]
     pub(in crate::rpc) fn stop(&self) {
         let never = timespec(Duration::ZERO);
-        let each = Itimerspec { it_interval: never, it_value: never };
+        let each = Itimerspec {
+            it_interval: never,
+            it_value: never,
+        };
         rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &each).unwrap();
     }
 
@@ -119,7 +129,9 @@ impl Server {
     /// Whether the clients are asked to ring. Those of a server that is polled always are.
     pub(super) fn set_asleep(&self, asleep: bool) {
         if asleep || !self.scan_timer.is_on() {
-            self.clients.iter().for_each(|link| link.worker.set_asleep(asleep));
+            self.clients
+                .iter()
+                .for_each(|link| link.worker.set_asleep(asleep));
         }
     }
 

@@ -8,7 +8,9 @@ impl Reactor {
     /// Listens to a watch no more, until the next tick.
     pub(super) fn pause_until_tick(&self, id: u64) {
         let mut state = self.lock();
-        let Some(entry) = state.registrations.get(&id) else { return };
+        let Some(entry) = state.registrations.get(&id) else {
+            return;
+        };
         if let Some(fd) = entry.fd {
             // Not only masked: an end is told of whatever is asked for.
             let _ = epoll::delete(&self.epoll, watched(fd));
@@ -25,7 +27,11 @@ impl Reactor {
         let fence_polls = std::mem::take(&mut state.paused);
         let (mut still, mut triggered) = (Vec::new(), Vec::new());
         for id in fence_polls {
-            match state.registrations.get(&id).map(|entry| (entry.fd, entry.events)) {
+            match state
+                .registrations
+                .get(&id)
+                .map(|entry| (entry.fd, entry.events))
+            {
                 Some((Some(fd), events)) if !self.listen_again_to(id, fd, events) => still.push(id),
                 Some((None, _)) => triggered.push(id),
                 _ => {}
@@ -39,7 +45,12 @@ impl Reactor {
     /// False if the kernel has no memory for it just now.
     fn listen_again_to(&self, id: u64, fd: RawFd, events: epoll::EventFlags) -> bool {
         use rustix::io::Errno;
-        let added = epoll::add(&self.epoll, watched(fd), epoll::EventData::new_u64(id), events);
+        let added = epoll::add(
+            &self.epoll,
+            watched(fd),
+            epoll::EventData::new_u64(id),
+            events,
+        );
         matches!(added, Ok(()) | Err(Errno::EXIST))
     }
 }
@@ -81,8 +92,17 @@ mod tests {
 
     fn calls_of(runs_on_control_thread: bool, has_descriptor: bool) -> Vec<u32> {
         let reactor = Reactor::start(OVERDUE_AFTER).unwrap();
-        let (doorbell, ticks, calls) = (LocalDoorbell::new().unwrap(), AtomicU32::new(0), Mutex::default());
-        let short = Arc::new(Short { doorbell, runs_on_control_thread, ticks, calls });
+        let (doorbell, ticks, calls) = (
+            LocalDoorbell::new().unwrap(),
+            AtomicU32::new(0),
+            Mutex::default(),
+        );
+        let short = Arc::new(Short {
+            doorbell,
+            runs_on_control_thread,
+            ticks,
+            calls,
+        });
         let me: Weak<dyn EventSource> = Arc::downgrade(&short) as Weak<dyn EventSource>;
         reactor.register_ticks(me.clone());
         let watch = if has_descriptor {
@@ -97,7 +117,11 @@ mod tests {
         let start = Instant::now();
         let (mut told, mut count) = (0, 0);
         while count < 4 {
-            assert!(start.elapsed() < Duration::from_secs(60), "{:?}", short.calls.lock().unwrap());
+            assert!(
+                start.elapsed() < Duration::from_secs(60),
+                "{:?}",
+                short.calls.lock().unwrap()
+            );
             std::thread::yield_now();
             count = short.calls.lock().unwrap().len();
             if count == 3 && told == 0 {
@@ -113,9 +137,14 @@ mod tests {
 
     #[test]
     fn what_there_is_no_room_for_is_looked_at_once_with_each_tick() {
-        for (runs_on_control_thread, has_descriptor) in [(false, true), (true, true), (false, false), (true, false)] {
+        for (runs_on_control_thread, has_descriptor) in
+            [(false, true), (true, true), (false, false), (true, false)]
+        {
             let calls = calls_of(runs_on_control_thread, has_descriptor);
-            assert!(calls[0] < calls[1] && calls[1] < calls[2], "{runs_on_control_thread} {has_descriptor} {calls:?}");
+            assert!(
+                calls[0] < calls[1] && calls[1] < calls[2],
+                "{runs_on_control_thread} {has_descriptor} {calls:?}"
+            );
         }
     }
 }

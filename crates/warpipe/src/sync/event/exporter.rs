@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
-use super::layout::{EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, PAGE_BYTES, PAGES_MAX};
+use super::layout::{
+    EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, PAGE_BYTES, PAGES_MAX,
+};
 use super::{EventInner, LatestRecording as _, Recording};
 use crate::backend::IPC_EVENTS_MAX;
 use crate::clock::now_ns;
@@ -18,11 +20,13 @@ use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Process};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, Disconnected, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
-    ServerCore, decode,
+    AccessPolicy, Address, ClientInfo, Disconnected, IpcServer, Kind, OutgoingReply, Rejection,
+    RequestHandler, ServerCore, decode,
 };
 use crate::runtime::fence::{Fence, StreamSet};
-use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor, Registration, new_generation};
+use crate::runtime::reactor::{
+    DropReadiness, EventSource, Next, Reactor, Registration, new_generation,
+};
 use crate::shm::counter::SharedCounter;
 use crate::shm::page::UnsealedPage;
 use crate::shm::signaler::Signaler;
@@ -39,11 +43,26 @@ pub(super) enum EventRequest {
     /// A lane to record on; answered with a [`LaneReply`].
     Lane { index: u32, serial: u64 },
     /// One opening less; its lane, if it had one, is nobody's.
-    Close { index: u32, serial: u64, lane: Option<u8> },
+    Close {
+        index: u32,
+        serial: u64,
+        lane: Option<u8>,
+    },
     /// A recording that others are to know of; answered with nothing when they do.
-    Recorded { index: u32, serial: u64, lane: u8, count: u64, now_ns: u64 },
+    Recorded {
+        index: u32,
+        serial: u64,
+        lane: u8,
+        count: u64,
+        now_ns: u64,
+    },
     /// A lane that was granted too late to be used; the opening stays.
-    Return { index: u32, serial: u64, lane: u8, grant: u64 },
+    Return {
+        index: u32,
+        serial: u64,
+        lane: u8,
+        grant: u64,
+    },
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -141,17 +160,28 @@ impl EventSource for RecorderDeathHandler {
 }
 
 impl RecorderWatch {
-    fn of(server_core: &ServerCore, event_table: &Weak<EventTable>, client: u64) -> Result<RecorderWatch, Rejection> {
-        let process = server_core.process_of(client).ok_or_else(|| Rejection("it is there no more".into()))?;
+    fn of(
+        server_core: &ServerCore,
+        event_table: &Weak<EventTable>,
+        client: u64,
+    ) -> Result<RecorderWatch, Rejection> {
+        let process = server_core
+            .process_of(client)
+            .ok_or_else(|| Rejection("it is there no more".into()))?;
         let death_handler = Arc::new(RecorderDeathHandler {
             event_table: event_table.clone(),
             client,
             is_over: AtomicBool::new(false),
         });
-        let watched: Weak<dyn EventSource> = Arc::downgrade(&death_handler) as Weak<dyn EventSource>;
+        let watched: Weak<dyn EventSource> =
+            Arc::downgrade(&death_handler) as Weak<dyn EventSource>;
         let watch = process.watch(DeathEvidence::Orphaned(ORPHAN_TIMEOUT), &watched, 0)?;
         server_core.reactor().register_ticks(watched);
-        Ok(RecorderWatch { _watch: watch, _process: process, _death_handler: death_handler })
+        Ok(RecorderWatch {
+            _watch: watch,
+            _process: process,
+            _death_handler: death_handler,
+        })
     }
 }
 
@@ -195,7 +225,8 @@ impl EventExporter {
     /// The exporter of this process for a domain and a device; made if there is none.
     pub(super) fn of(domain: &Domain, device: &Device) -> Result<Arc<EventExporter>> {
         let matches = |exporter: &Arc<EventExporter>| {
-            exporter.domain.path() == domain.path() && Arc::ptr_eq(exporter.device.backend(), device.backend())
+            exporter.domain.path() == domain.path()
+                && Arc::ptr_eq(exporter.device.backend(), device.backend())
         };
         if let Some(exporter) = exporters().into_iter().find(matches) {
             return Ok(exporter);
@@ -207,11 +238,16 @@ impl EventExporter {
 
     /// The exporter of this process that a handle names.
     pub(super) fn named(endpoint: &str, generation: [u8; 16]) -> Option<Arc<EventExporter>> {
-        exporters().into_iter().find(|exporter| exporter.generation == generation && exporter.name.as_str() == endpoint)
+        exporters().into_iter().find(|exporter| {
+            exporter.generation == generation && exporter.name.as_str() == endpoint
+        })
     }
 
     fn open(domain: &Domain, device: &Device) -> Result<EventExporter> {
-        let tag: String = new_generation()[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        let tag: String = new_generation()[..8]
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
         let name = EndpointName::new(&format!("events/{tag}"))?;
         let reactor = Reactor::of_process()?;
         let event_table = Arc::new_cyclic(|weak_self: &Weak<EventTable>| EventTable {
@@ -221,7 +257,11 @@ impl EventExporter {
             reactor: reactor.clone(),
             weak_self: weak_self.clone(),
         });
-        let at = Address { domain, name: &name, kind: Kind::Events };
+        let at = Address {
+            domain,
+            name: &name,
+            kind: Kind::Events,
+        };
         let server = IpcServer::open(&at, AccessPolicy::default(), event_table.clone())?;
         Ok(EventExporter {
             owner_process: OwnerProcess::current(),
@@ -244,7 +284,9 @@ impl EventExporter {
         let mut state = self.event_table.lock();
         while state.free.is_empty() && state.is_full() {
             if state.pages.len() == PAGES_MAX {
-                return Err(Error::EventLimit { limit: IPC_EVENTS_MAX });
+                return Err(Error::EventLimit {
+                    limit: IPC_EVENTS_MAX,
+                });
             }
             drop(state);
             let page = EventPage::create(&self.device)?;
@@ -263,26 +305,41 @@ impl EventExporter {
         let slot = &mut state.slots[index as usize];
         slot.phase = SlotPhase::Live(Weak::new());
         slot.event_words.forget_latest(slot.serial);
-        Ok(NewEvent { index, serial: slot.serial, event_words: slot.event_words.clone(), raiser: slot.raiser.clone() })
+        Ok(NewEvent {
+            index,
+            serial: slot.serial,
+            event_words: slot.event_words.clone(),
+            raiser: slot.raiser.clone(),
+        })
     }
 
     /// Says what the maker has recorded.
     pub(super) fn recorded(&self, index: u32, recording: Recording, now_ns: u64) {
-        self.event_table.lock().publish(index, recording, now_ns, None);
+        self.event_table
+            .lock()
+            .publish(index, recording, now_ns, None);
     }
 
     /// How often others have an event open.
     #[cfg(test)]
     pub(super) fn openings(&self, index: u32) -> u32 {
-        self.event_table.lock().slots[index as usize].importers.values().sum()
+        self.event_table.lock().slots[index as usize]
+            .importers
+            .values()
+            .sum()
     }
 
     /// The last recording of an event by anybody.
     pub(super) fn latest(&self, index: u32) -> Option<(u64, Recording)> {
         let state = self.event_table.lock();
         let slot = &state.slots[index as usize];
-        let importers = slot.importers.keys().filter_map(|&importer| state.recorded_by(slot, index, importer));
-        importers.fold(slot.event_words.latest(), |latest, importer| latest.max_by_time(Some(importer)))
+        let importers = slot
+            .importers
+            .keys()
+            .filter_map(|&importer| state.recorded_by(slot, index, importer));
+        importers.fold(slot.event_words.latest(), |latest, importer| {
+            latest.max_by_time(Some(importer))
+        })
     }
 
     /// The lane of an importer that records, or what is left of it.
@@ -291,18 +348,26 @@ impl EventExporter {
         let slot = &state.slots[index as usize];
         slot.lanes[lane]
             .and_then(|importer| state.event_words_of(index, importer))
-            .map_or_else(|| slot.event_words.lane(lane), |event_words| event_words.lane(lane))
+            .map_or_else(
+                || slot.event_words.lane(lane),
+                |event_words| event_words.lane(lane),
+            )
     }
 
     /// Whom a handle of this event leads to within this process.
     pub(super) fn set_live(&self, index: u32, inner: &Arc<EventInner>) {
-        self.event_table.lock().slots[index as usize].phase = SlotPhase::Live(Arc::downgrade(inner));
+        self.event_table.lock().slots[index as usize].phase =
+            SlotPhase::Live(Arc::downgrade(inner));
     }
 
     /// The event itself, for who opens it in its maker's process.
     pub(super) fn find(&self, index: u32, serial: u64) -> Option<Arc<EventInner>> {
         match self.event_table.lock().slots.get(index as usize) {
-            Some(EventSlot { phase: SlotPhase::Live(inner), serial: found, .. }) if *found == serial => inner.upgrade(),
+            Some(EventSlot {
+                phase: SlotPhase::Live(inner),
+                serial: found,
+                ..
+            }) if *found == serial => inner.upgrade(),
             _ => None,
         }
     }
@@ -347,10 +412,16 @@ impl Drop for EventExporter {
             if !is_fence_passed(&mut fence, &streams) {
                 return DropReadiness::Busy;
             }
-            (0..state.slots.len()).filter(|&index| state.slots[index].is_shared).for_each(|index| state.end_all(index));
+            (0..state.slots.len())
+                .filter(|&index| state.slots[index].is_shared)
+                .for_each(|index| state.end_all(index));
             state.slots.clear();
             let mut all = state.pages.iter().chain(state.shared.values());
-            if all.all(EventPage::is_last) { DropReadiness::Ready } else { DropReadiness::Held }
+            if all.all(EventPage::is_last) {
+                DropReadiness::Ready
+            } else {
+                DropReadiness::Held
+            }
         });
     }
 }
@@ -391,27 +462,36 @@ impl ExporterState {
 
     /// An event's place in the page that an importer shares with us.
     fn event_words_of(&self, index: u32, importer: u64) -> Option<EventWords> {
-        self.shared.get(&(importer, index / EVENTS_PER_PAGE as u32)).map(|event_page| event_page.event_words(index))
+        self.shared
+            .get(&(importer, index / EVENTS_PER_PAGE as u32))
+            .map(|event_page| event_page.event_words(index))
     }
 
     /// The places of all who have an event open.
     fn all_event_words(&self, index: u32) -> impl Iterator<Item = (u64, EventWords)> + '_ {
         let importers = self.slots[index as usize].importers.keys();
-        importers.filter_map(move |&importer| Some((importer, self.event_words_of(index, importer)?)))
+        importers
+            .filter_map(move |&importer| Some((importer, self.event_words_of(index, importer)?)))
     }
 
     /// What an importer says that it has recorded, if it may.
     fn recorded_by(&self, slot: &EventSlot, index: u32, importer: u64) -> Option<(u64, Recording)> {
         // No time of a peer's is ahead of ours.
-        let recorded =
-            self.event_words_of(index, importer)?.importer_latest().map(|(at_ns, last)| (at_ns.min(now_ns()), last));
+        let recorded = self
+            .event_words_of(index, importer)?
+            .importer_latest()
+            .map(|(at_ns, last)| (at_ns.min(now_ns()), last));
         recorded.filter(|(_, recording)| slot.lanes[recording.lane] == Some(importer))
     }
 
     /// Writes down a recording for ourselves and all importers but the one that made it.
     fn publish(&self, index: u32, recording: Recording, now_ns: u64, but: Option<u64>) {
-        self.slots[index as usize].event_words.set_latest(now_ns, recording);
-        let others = self.all_event_words(index).filter(|(importer, _)| Some(*importer) != but);
+        self.slots[index as usize]
+            .event_words
+            .set_latest(now_ns, recording);
+        let others = self
+            .all_event_words(index)
+            .filter(|(importer, _)| Some(*importer) != but);
         others.for_each(|(_, event_words)| event_words.set_latest(now_ns, recording));
     }
 
@@ -448,9 +528,19 @@ impl ExporterState {
     fn end_lane(&self, index: u32, number: usize) {
         let slot = &self.slots[index as usize];
         let holder = slot.lanes[number].and_then(|importer| self.event_words_of(index, importer));
-        let (mirror, holders) = (slot.event_words.lane(number), holder.map(|event_words| event_words.lane(number)));
-        let value = holders.as_ref().map_or(0, SharedCounter::value).max(mirror.value());
-        for lane in self.all_event_words(index).map(|(_, event_words)| event_words.lane(number)).chain([mirror]) {
+        let (mirror, holders) = (
+            slot.event_words.lane(number),
+            holder.map(|event_words| event_words.lane(number)),
+        );
+        let value = holders
+            .as_ref()
+            .map_or(0, SharedCounter::value)
+            .max(mirror.value());
+        for lane in self
+            .all_event_words(index)
+            .map(|(_, event_words)| event_words.lane(number))
+            .chain([mirror])
+        {
             holders.iter().for_each(|holder| lane.copy_pid(holder));
             lane.end_at(value);
         }
@@ -503,7 +593,10 @@ impl ExporterState {
     /// The lane that is to be signalled for it is returned then.
     fn open(&mut self, client: u64, index: u32, serial: u64) -> Option<Option<NewListener>> {
         let event_words = self.event_words_of(index, client)?;
-        let slot = self.slots.get_mut(index as usize).filter(|slot| slot.is_live_with(serial))?;
+        let slot = self
+            .slots
+            .get_mut(index as usize)
+            .filter(|slot| slot.is_live_with(serial))?;
         slot.is_shared = true;
         let count = slot.importers.entry(client).or_default();
         *count += 1;
@@ -518,19 +611,34 @@ impl ExporterState {
         }
         let (raiser, own) = (slot.raiser.clone(), slot.event_words.clone());
         let many = slot.importers.len() > 1;
-        self.all_event_words(index).for_each(|(_, event_words)| event_words.set_other_importers(many));
+        self.all_event_words(index)
+            .for_each(|(_, event_words)| event_words.set_other_importers(many));
         // After that: whoever has not seen it has recorded before, which is passed on here.
         let known: Vec<_> = {
             let slot = &self.slots[index as usize];
-            slot.importers.keys().filter_map(|&importer| self.recorded_by(slot, index, importer)).collect()
+            slot.importers
+                .keys()
+                .filter_map(|&importer| self.recorded_by(slot, index, importer))
+                .collect()
         };
-        let latest = known.into_iter().fold(own.latest(), |latest, importer| latest.max_by_time(Some(importer)));
-        latest.into_iter().for_each(|(now_ns, recording)| event_words.set_latest(now_ns, recording));
+        let latest = known.into_iter().fold(own.latest(), |latest, importer| {
+            latest.max_by_time(Some(importer))
+        });
+        latest
+            .into_iter()
+            .for_each(|(now_ns, recording)| event_words.set_latest(now_ns, recording));
         for number in 1..LANES_PER_EVENT {
             let (mirror, lane) = (own.lane(number), event_words.lane(number));
-            if mirror.has_ended() { lane.end_at(mirror.value()) } else { lane.bring_up(mirror.value()) }
+            if mirror.has_ended() {
+                lane.end_at(mirror.value())
+            } else {
+                lane.bring_up(mirror.value())
+            }
         }
-        Some(Some(NewListener { raiser, lane: event_words.lane(0) }))
+        Some(Some(NewListener {
+            raiser,
+            lane: event_words.lane(0),
+        }))
     }
 
     fn lane(
@@ -541,15 +649,22 @@ impl ExporterState {
         index: u32,
         serial: u64,
     ) -> Result<LaneReply, Rejection> {
-        let known = |slot: &&EventSlot| slot.is_live_with(serial) && slot.importers.contains_key(&client);
-        let Some((slot, event_words)) =
-            self.slots.get(index as usize).filter(known).zip(self.event_words_of(index, client))
+        let known =
+            |slot: &&EventSlot| slot.is_live_with(serial) && slot.importers.contains_key(&client);
+        let Some((slot, event_words)) = self
+            .slots
+            .get(index as usize)
+            .filter(known)
+            .zip(self.event_words_of(index, client))
         else {
             return Ok(LaneReply::Dropped);
         };
         let is_sound = |lane: SharedCounter| !lane.has_ended() && lane.value() <= FROM_MAX;
-        let is_free = |lane: &usize| slot.lanes[*lane].is_none() && is_sound(slot.event_words.lane(*lane));
-        let Some(number) = (1..LANES_PER_EVENT).find(is_free) else { return Ok(LaneReply::Full) };
+        let is_free =
+            |lane: &usize| slot.lanes[*lane].is_none() && is_sound(slot.event_words.lane(*lane));
+        let Some(number) = (1..LANES_PER_EVENT).find(is_free) else {
+            return Ok(LaneReply::Full);
+        };
         let from = slot.event_words.lane(number).value();
         event_words.lane(number).bring_up(from);
         if let Entry::Vacant(vacant) = self.recorders.entry(client) {
@@ -559,13 +674,22 @@ impl ExporterState {
         slot.granted += 1;
         slot.lanes[number] = Some(client);
         slot.grants[number] = slot.granted;
-        Ok(LaneReply::Granted { lane: number as u8, from, grant: slot.granted })
+        Ok(LaneReply::Granted {
+            lane: number as u8,
+            from,
+            grant: slot.granted,
+        })
     }
 
     /// An importer has not used a lane. One that has been granted anew since then stays.
     fn return_lane(&mut self, client: u64, (index, serial): (u32, u64), lane: usize, grant: u64) {
-        let slot = self.slots.get(index as usize).filter(|slot| slot.serial == serial);
-        if slot.is_some_and(|slot| slot.lanes.get(lane) == Some(&Some(client)) && slot.grants[lane] == grant) {
+        let slot = self
+            .slots
+            .get(index as usize)
+            .filter(|slot| slot.serial == serial);
+        if slot.is_some_and(|slot| {
+            slot.lanes.get(lane) == Some(&Some(client)) && slot.grants[lane] == grant
+        }) {
             self.take_over_lane(client, index, lane);
         }
     }
@@ -575,14 +699,19 @@ impl ExporterState {
         let slot = &self.slots[index as usize];
         let recorded = self.recorded_by(slot, index, client);
         self.forward(index);
-        if let Some((now_ns, recording)) = recorded.filter(|(_, recording)| recording.lane == number) {
+        if let Some((now_ns, recording)) =
+            recorded.filter(|(_, recording)| recording.lane == number)
+        {
             self.publish(index, recording, now_ns, None);
         }
         // Who leaves has come to all that it recorded, or lied: nobody waits for that for ever.
         let reached = self.slots[index as usize].event_words.lane(number).value();
-        let is_short = recorded.is_some_and(|(_, last)| last.lane == number && last.count > reached);
+        let is_short =
+            recorded.is_some_and(|(_, last)| last.lane == number && last.count > reached);
         if is_short
-            || self.event_words_of(index, client).is_some_and(|event_words| event_words.lane(number).value() > FROM_MAX)
+            || self
+                .event_words_of(index, client)
+                .is_some_and(|event_words| event_words.lane(number).value() > FROM_MAX)
         {
             self.end_lane(index, number);
         }
@@ -590,12 +719,24 @@ impl ExporterState {
     }
 
     /// One opening less. Returns who signals an event that the importer has open no more.
-    fn close(&mut self, client: u64, index: u32, serial: u64, lane: Option<u8>) -> Option<Arc<Signaler>> {
-        let slot = self.slots.get_mut(index as usize).filter(|slot| slot.serial == serial)?;
+    fn close(
+        &mut self,
+        client: u64,
+        index: u32,
+        serial: u64,
+        lane: Option<u8>,
+    ) -> Option<Arc<Signaler>> {
+        let slot = self
+            .slots
+            .get_mut(index as usize)
+            .filter(|slot| slot.serial == serial)?;
         let count = slot.importers.get_mut(&client)?;
         *count -= 1;
         let is_last = *count == 0;
-        if let Some(number) = lane.map(usize::from).filter(|&lane| slot.lanes.get(lane) == Some(&Some(client))) {
+        if let Some(number) = lane
+            .map(usize::from)
+            .filter(|&lane| slot.lanes.get(lane) == Some(&Some(client)))
+        {
             self.take_over_lane(client, index, number);
         }
         let raiser = is_last.then(|| self.remove_importer(client, index));
@@ -612,13 +753,18 @@ impl ExporterState {
         let slot = &mut self.slots[index as usize];
         slot.importers.remove(&client);
         let (raiser, many) = (slot.raiser.clone(), slot.importers.len() > 1);
-        self.all_event_words(index).for_each(|(_, event_words)| event_words.set_other_importers(many));
+        self.all_event_words(index)
+            .for_each(|(_, event_words)| event_words.set_other_importers(many));
         raiser
     }
 
     /// A visitor is there no more. What a dead one's device had yet to record never comes. Returns who signals to it, and
     /// what was shared with it.
-    fn gone(&mut self, client: u64, disconnected: Disconnected) -> (Vec<Arc<Signaler>>, Vec<EventPage>) {
+    fn gone(
+        &mut self,
+        client: u64,
+        disconnected: Disconnected,
+    ) -> (Vec<Arc<Signaler>>, Vec<EventPage>) {
         if disconnected == Disconnected::ProcessDied {
             self.end_lanes_of(client);
         }
@@ -633,7 +779,10 @@ impl ExporterState {
         self.drafts.retain(|(importer, _), _| *importer != client);
         (
             raisers,
-            self.shared.extract_if(|(importer, _), _| *importer == client).map(|(_, event_page)| event_page).collect(),
+            self.shared
+                .extract_if(|(importer, _), _| *importer == client)
+                .map(|(_, event_page)| event_page)
+                .collect(),
         )
     }
 
@@ -661,7 +810,12 @@ impl EventTable {
         Ok(answer)
     }
 
-    fn confirm(&self, server_core: &ServerCore, client: &ClientInfo, number: u32) -> Result<OutgoingReply, Rejection> {
+    fn confirm(
+        &self,
+        server_core: &ServerCore,
+        client: &ClientInfo,
+        number: u32,
+    ) -> Result<OutgoingReply, Rejection> {
         let draft = self.lock().drafts.remove(&(client.id, number));
         let draft = draft.ok_or_else(|| Rejection("it was offered no such page".into()))?;
         let event_page = EventPage::confirm(&self.device, draft, server_core.name())?;
@@ -669,7 +823,12 @@ impl EventTable {
         Ok(OutgoingReply::default())
     }
 
-    fn open(&self, client: &ClientInfo, index: u32, serial: u64) -> Result<OutgoingReply, Rejection> {
+    fn open(
+        &self,
+        client: &ClientInfo,
+        index: u32,
+        serial: u64,
+    ) -> Result<OutgoingReply, Rejection> {
         let mut state = self.lock();
         let opened = state.open(client.id, index, serial);
         if let Some(Some(NewListener { raiser, lane })) = &opened
@@ -677,17 +836,27 @@ impl EventTable {
         {
             state.lagging.push(raiser.clone());
             let event_table = self.weak_self.clone();
-            self.reactor
-                .drop_after(move || event_table.upgrade().is_none_or(|event_table| event_table.lock().catch_up()));
+            self.reactor.drop_after(move || {
+                event_table
+                    .upgrade()
+                    .is_none_or(|event_table| event_table.lock().catch_up())
+            });
         }
         self.forward(&mut state, index);
         OutgoingReply::new(&opened.is_some(), vec![])
     }
 
-    fn recorded(&self, client: &ClientInfo, (index, serial): (u32, u64), recording: Recording, at_ns: u64) {
+    fn recorded(
+        &self,
+        client: &ClientInfo,
+        (index, serial): (u32, u64),
+        recording: Recording,
+        at_ns: u64,
+    ) {
         let mut state = self.lock();
-        let holds =
-            |slot: &&EventSlot| slot.serial == serial && slot.lanes.get(recording.lane) == Some(&Some(client.id));
+        let holds = |slot: &&EventSlot| {
+            slot.serial == serial && slot.lanes.get(recording.lane) == Some(&Some(client.id))
+        };
         if state.slots.get(index as usize).filter(holds).is_some() {
             state.publish(index, recording, at_ns.min(now_ns()), Some(client.id));
             self.forward(&mut state, index);
@@ -696,13 +865,20 @@ impl EventTable {
 
     /// Passes on what importers have recorded, and goes on with it until nothing is due.
     fn forward(&self, state: &mut ExporterState, index: u32) {
-        if state.slots.get(index as usize).is_none_or(|slot| slot.is_forwarding) || state.forward(index) {
+        if state
+            .slots
+            .get(index as usize)
+            .is_none_or(|slot| slot.is_forwarding)
+            || state.forward(index)
+        {
             return;
         }
         state.slots[index as usize].is_forwarding = true;
         let event_table = self.weak_self.clone();
         self.reactor.drop_after(move || {
-            let Some(event_table) = event_table.upgrade() else { return true };
+            let Some(event_table) = event_table.upgrade() else {
+                return true;
+            };
             let mut state = event_table.lock();
             let is_over = state.slots.get(index as usize).is_none() || state.forward(index);
             if let Some(slot) = state.slots.get_mut(index as usize).filter(|_| is_over) {
@@ -712,13 +888,24 @@ impl EventTable {
         });
     }
 
-    fn stop_signaling(&self, client: &ClientInfo, raisers: impl IntoIterator<Item = Arc<Signaler>>) {
-        raisers.into_iter().for_each(|raiser| drop(raiser.remove(client.id)));
+    fn stop_signaling(
+        &self,
+        client: &ClientInfo,
+        raisers: impl IntoIterator<Item = Arc<Signaler>>,
+    ) {
+        raisers
+            .into_iter()
+            .for_each(|raiser| drop(raiser.remove(client.id)));
     }
 }
 
 impl RequestHandler for EventTable {
-    fn on_connect(&self, _: &ServerCore, _: &ClientInfo, _: &[u8]) -> Result<OutgoingReply, Rejection> {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
         Ok(OutgoingReply::default())
     }
 
@@ -732,27 +919,57 @@ impl RequestHandler for EventTable {
             EventRequest::Page(number) => self.offer(client, number),
             EventRequest::Sealed(number) => self.confirm(server_core, client, number),
             EventRequest::Open { index, serial } => self.open(client, index, serial),
-            EventRequest::Lane { index, serial } => {
-                OutgoingReply::new(&self.lock().lane(&self.weak_self, server_core, client.id, index, serial)?, vec![])
-            }
-            EventRequest::Close { index, serial, lane } => {
+            EventRequest::Lane { index, serial } => OutgoingReply::new(
+                &self
+                    .lock()
+                    .lane(&self.weak_self, server_core, client.id, index, serial)?,
+                vec![],
+            ),
+            EventRequest::Close {
+                index,
+                serial,
+                lane,
+            } => {
                 let raiser = self.lock().close(client.id, index, serial, lane);
                 self.stop_signaling(client, raiser);
                 Ok(OutgoingReply::default())
             }
-            EventRequest::Recorded { index, serial, lane, count, now_ns } => {
-                self.recorded(client, (index, serial), Recording { lane: lane.into(), count }, now_ns);
+            EventRequest::Recorded {
+                index,
+                serial,
+                lane,
+                count,
+                now_ns,
+            } => {
+                self.recorded(
+                    client,
+                    (index, serial),
+                    Recording {
+                        lane: lane.into(),
+                        count,
+                    },
+                    now_ns,
+                );
                 Ok(OutgoingReply::default())
             }
-            EventRequest::Return { index, serial, lane, grant } => {
-                self.lock().return_lane(client.id, (index, serial), lane.into(), grant);
+            EventRequest::Return {
+                index,
+                serial,
+                lane,
+                grant,
+            } => {
+                self.lock()
+                    .return_lane(client.id, (index, serial), lane.into(), grant);
                 Ok(OutgoingReply::default())
             }
         }
     }
 
     fn holds_anything(&self, client: &ClientInfo) -> bool {
-        self.lock().slots.iter().any(|slot| slot.importers.contains_key(&client.id))
+        self.lock()
+            .slots
+            .iter()
+            .any(|slot| slot.importers.contains_key(&client.id))
     }
 
     fn on_disconnect(&self, _: &ServerCore, client: &ClientInfo, disconnected: Disconnected) {
@@ -775,8 +992,10 @@ impl RequestHandler for EventTable {
     fn on_server_tick(&self, _: &ServerCore, _: u64) {
         let mut state = self.lock();
         state.catch_up();
-        (0..state.slots.len()).filter(|&index| state.slots[index].is_forwarding).for_each(|index| {
-            state.forward(index as u32);
-        });
+        (0..state.slots.len())
+            .filter(|&index| state.slots[index].is_forwarding)
+            .for_each(|index| {
+                state.forward(index as u32);
+            });
     }
 }

@@ -78,7 +78,10 @@ impl EventHandle {
         }
         let theirs = u16::from_le_bytes([head[4], head[5]]);
         if theirs != VERSION {
-            return Err(fault(EventHandleFault::Version { theirs, ours: VERSION }));
+            return Err(fault(EventHandleFault::Version {
+                theirs,
+                ours: VERSION,
+            }));
         }
         if head[6..] != origin::hash(body).to_le_bytes() {
             return Err(garbled("its checksum is wrong"));
@@ -124,7 +127,9 @@ pub enum EventHandleFault {
     #[error("its maker has dropped the event; ask for a handle of a new one")]
     Dropped,
     /// It names an event of another kind of device.
-    #[error("it names an event of {owner}, and {device} cannot share that; open it with a device of the same kind")]
+    #[error(
+        "it names an event of {owner}, and {device} cannot share that; open it with a device of the same kind"
+    )]
     Device {
         /// The maker's device.
         owner: String,
@@ -148,7 +153,9 @@ pub(super) fn fault(fault: EventHandleFault) -> Error {
 impl fmt::Display for EventHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(PREFIX)?;
-        self.to_bytes().iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        self.to_bytes()
+            .iter()
+            .try_for_each(|byte| write!(f, "{byte:02x}"))
     }
 }
 
@@ -157,14 +164,19 @@ impl FromStr for EventHandle {
 
     fn from_str(text: &str) -> Result<EventHandle> {
         let garbled = |what| fault(EventHandleFault::Garbled(what));
-        let digits = text.strip_prefix(PREFIX).ok_or_else(|| garbled("it does not begin as a handle does"))?.as_bytes();
+        let digits = text
+            .strip_prefix(PREFIX)
+            .ok_or_else(|| garbled("it does not begin as a handle does"))?
+            .as_bytes();
         if digits.len() > 2 * BYTES_MAX || !digits.len().is_multiple_of(2) {
             return Err(garbled("it has no such length"));
         }
         let value = |digit: u8| char::from(digit).to_digit(16).map(|value| value as u8);
         let byte = |pair: &[u8]| Some(value(pair[0])? << 4 | value(pair[1])?);
         let bytes: Option<Vec<u8>> = digits.chunks_exact(2).map(byte).collect();
-        EventHandle::from_bytes(&bytes.ok_or_else(|| garbled("it has digits that are not hexadecimal"))?)
+        EventHandle::from_bytes(
+            &bytes.ok_or_else(|| garbled("it has digits that are not hexadecimal"))?,
+        )
     }
 }
 
@@ -189,7 +201,13 @@ pub(crate) mod forged {
     use crate::backend::DeviceKind;
 
     pub(crate) fn handle(body: &[u8]) -> Vec<u8> {
-        [&MAGIC[..], &VERSION.to_le_bytes(), &origin::hash(body).to_le_bytes(), body].concat()
+        [
+            &MAGIC[..],
+            &VERSION.to_le_bytes(),
+            &origin::hash(body).to_le_bytes(),
+            body,
+        ]
+        .concat()
     }
 
     /// What whole handles say: one of CUDA, and one of the host.
@@ -200,7 +218,10 @@ pub(crate) mod forged {
             generation: [7; 16],
             index: 300,
             serial: 2,
-            device: DeviceId { kind, uuid: [3; 16] },
+            device: DeviceId {
+                kind,
+                uuid: [3; 16],
+            },
             ipc,
         };
         let cuda = body(DeviceKind::Cuda, Some(([1; 32], [2; 32])));
@@ -233,7 +254,10 @@ mod tests {
         assert_eq!(handle.to_string().parse::<EventHandle>().unwrap(), handle);
         assert_eq!(EventHandle::from_bytes(&handle.to_bytes()).unwrap(), handle);
         let packed = postcard::to_stdvec(&handle).unwrap();
-        assert_eq!(postcard::from_bytes::<EventHandle>(&packed).unwrap(), handle);
+        assert_eq!(
+            postcard::from_bytes::<EventHandle>(&packed).unwrap(),
+            handle
+        );
         assert_eq!(handle.ipc_bytes().unwrap()[63], 63);
     }
 
@@ -241,16 +265,32 @@ mod tests {
     fn a_handle_cut_anywhere_or_changed_anywhere_is_refused() {
         let (text, bytes) = (handle().to_string(), handle().to_bytes());
         for cut in 0..text.len() {
-            assert!(matches!(text[..cut].parse::<EventHandle>(), Err(Error::EventHandle { .. })), "cut at {cut}");
+            assert!(
+                matches!(
+                    text[..cut].parse::<EventHandle>(),
+                    Err(Error::EventHandle { .. })
+                ),
+                "cut at {cut}"
+            );
         }
         for at in 0..bytes.len() {
             for bit in 0..8 {
                 let mut changed = bytes.clone();
                 changed[at] ^= 1 << bit;
-                assert!(EventHandle::from_bytes(&changed).is_err(), "byte {at}, bit {bit}");
+                assert!(
+                    EventHandle::from_bytes(&changed).is_err(),
+                    "byte {at}, bit {bit}"
+                );
             }
         }
-        for garbage in ["", "warpipe-event:", "warpipe-event:zz", "warpipe-event:0", "hello", &format!("{text}00")] {
+        for garbage in [
+            "",
+            "warpipe-event:",
+            "warpipe-event:zz",
+            "warpipe-event:0",
+            "hello",
+            &format!("{text}00"),
+        ] {
             assert!(garbage.parse::<EventHandle>().is_err(), "{garbage}");
         }
     }

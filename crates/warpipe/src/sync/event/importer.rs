@@ -15,7 +15,9 @@ use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode};
+use crate::ipc::{
+    Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode,
+};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
 use crate::shm::signaler::Signaler;
@@ -54,7 +56,11 @@ static IMPORTERS: PerProcess<Mutex<Vec<Weak<EventImporter>>>> = PerProcess::new(
 
 impl EventImporter {
     /// The visit at the process that a handle names; begun if there is none.
-    pub(super) fn for_body(body: &HandleBody, domain: &Domain, device: &Device) -> Result<Arc<EventImporter>> {
+    pub(super) fn for_body(
+        body: &HandleBody,
+        domain: &Domain,
+        device: &Device,
+    ) -> Result<Arc<EventImporter>> {
         if let Some(importer) = EventImporter::known(body, device) {
             return Ok(importer);
         }
@@ -63,9 +69,17 @@ impl EventImporter {
         Ok(importer)
     }
 
-    pub(super) fn visit(body: &HandleBody, domain: &Domain, device: &Device) -> Result<Arc<EventImporter>> {
+    pub(super) fn visit(
+        body: &HandleBody,
+        domain: &Domain,
+        device: &Device,
+    ) -> Result<Arc<EventImporter>> {
         let name = EndpointName::new(&body.endpoint)?;
-        let at = Address { domain, name: &name, kind: Kind::Events };
+        let at = Address {
+            domain,
+            name: &name,
+            kind: Kind::Events,
+        };
         let (session, _) = ClientSession::attach(&at, Some(device.info().id), &[], Duration::ZERO)?;
         if session.generation() != body.generation {
             return Err(fault(EventHandleFault::Dropped));
@@ -77,7 +91,11 @@ impl EventImporter {
         let importer = Arc::new(EventImporter {
             owner_process: OwnerProcess::current(),
             session: Some(session),
-            body: HandleBody { ipc: None, domain: domain.path().to_path_buf(), ..body.clone() },
+            body: HandleBody {
+                ipc: None,
+                domain: domain.path().to_path_buf(),
+                ..body.clone()
+            },
             open_events,
             pages: Mutex::default(),
             streams: Arc::default(),
@@ -130,7 +148,10 @@ impl EventImporter {
         if open.is_dead.load(SeqCst) {
             event_words.lanes().for_each(|lane| lane.end());
         }
-        Ok(OpenedEvent { event_words, open_id })
+        Ok(OpenedEvent {
+            event_words,
+            open_id,
+        })
     }
 
     /// A lane to record on.
@@ -140,7 +161,9 @@ impl EventImporter {
                 if (1..LANES_PER_EVENT).contains(&usize::from(lane)) && from <= FROM_MAX =>
             {
                 let lane = usize::from(lane);
-                let raiser = self.page(index as usize / EVENTS_PER_PAGE)?.raiser(index, lane, from);
+                let raiser = self
+                    .page(index as usize / EVENTS_PER_PAGE)?
+                    .raiser(index, lane, from);
                 Ok((lane, Arc::new(raiser)))
             }
             LaneReply::Granted { lane, from, .. } => Err(Error::Protocol {
@@ -154,16 +177,31 @@ impl EventImporter {
                     "event {index} has been recorded by {} openings of other processes; make another event",
                     LANES_PER_EVENT - 1
                 );
-                Err(Error::Refused { name: self.name().to_string(), text })
+                Err(Error::Refused {
+                    name: self.name().to_string(),
+                    text,
+                })
             }
             LaneReply::Dropped => Err(self.dropped()),
         }
     }
 
     /// Has the maker tell the event's other users of what we have recorded.
-    pub(super) fn send_recording(&self, index: u32, serial: u64, recording: Recording, now_ns: u64) -> Result<()> {
+    pub(super) fn send_recording(
+        &self,
+        index: u32,
+        serial: u64,
+        recording: Recording,
+        now_ns: u64,
+    ) -> Result<()> {
         let Recording { lane, count } = recording;
-        self.ask::<()>(&EventRequest::Recorded { index, serial, lane: lane as u8, count, now_ns })
+        self.ask::<()>(&EventRequest::Recorded {
+            index,
+            serial,
+            lane: lane as u8,
+            count,
+            now_ns,
+        })
     }
 
     fn page(&self, number: usize) -> Result<EventPage> {
@@ -171,10 +209,15 @@ impl EventImporter {
         if let Some(Some(event_page)) = pages.get(number) {
             return Ok(event_page.clone());
         }
-        let incoming = self.session().request(&encode(&EventRequest::Page(number as u32))?, REPLY_TIMEOUT)?;
+        let incoming = self
+            .session()
+            .request(&encode(&EventRequest::Page(number as u32))?, REPLY_TIMEOUT)?;
         let (PageReply, [fd]) = incoming.open::<PageReply, 1>(self.name())?;
         let event_page = EventPage::share(&self.device, fd, self.name())?;
-        if let Err(error) = self.session().request(&encode(&EventRequest::Sealed(number as u32))?, REPLY_TIMEOUT) {
+        if let Err(error) = self.session().request(
+            &encode(&EventRequest::Sealed(number as u32))?,
+            REPLY_TIMEOUT,
+        ) {
             // Not dropped here: to unregister memory, a driver may wait for a stream that waits for a peer.
             self.reactor.defer_drop(Box::new(event_page));
             return Err(error);
@@ -187,9 +230,21 @@ impl EventImporter {
     }
 
     /// The last of an event that was opened. What its streams still do with it keeps it open.
-    pub(super) fn close(self: &Arc<Self>, open_id: u64, index: u32, serial: u64, lane: Option<usize>) {
+    pub(super) fn close(
+        self: &Arc<Self>,
+        open_id: u64,
+        index: u32,
+        serial: u64,
+        lane: Option<usize>,
+    ) {
         let lane = lane.map(|lane| lane as u8);
-        let Ok(close) = encode(&EventRequest::Close { index, serial, lane }) else { return };
+        let Ok(close) = encode(&EventRequest::Close {
+            index,
+            serial,
+            lane,
+        }) else {
+            return;
+        };
         let (importer, mut fence) = (self.clone(), None);
         self.reactor.drop_after(move || {
             if !is_fence_passed(&mut fence, &importer.streams) {
@@ -199,7 +254,10 @@ impl EventImporter {
                 // Its maker does not read its socket.
                 return DropReadiness::Held;
             }
-            importer.open_events.lock().retain(|(known, _)| *known != open_id);
+            importer
+                .open_events
+                .lock()
+                .retain(|(known, _)| *known != open_id);
             DropReadiness::Ready
         });
     }
@@ -208,10 +266,11 @@ impl EventImporter {
     fn post_deferred(self: &Arc<Self>, ask: &EventRequest) {
         let Ok(body) = encode(ask) else { return };
         let importer = self.clone();
-        self.reactor.drop_after(move || match importer.session().post(&body) {
-            Err(Error::Timeout { .. }) => DropReadiness::Held,
-            _ => DropReadiness::Ready,
-        });
+        self.reactor
+            .drop_after(move || match importer.session().post(&body) {
+                Err(Error::Timeout { .. }) => DropReadiness::Held,
+                _ => DropReadiness::Ready,
+            });
     }
 
     /// Asks, and does not wait for the answer.
@@ -225,7 +284,11 @@ impl EventImporter {
 
     /// What names one of its events.
     pub(super) fn body(&self, index: u32, serial: u64) -> HandleBody {
-        HandleBody { index, serial, ..self.body.clone() }
+        HandleBody {
+            index,
+            serial,
+            ..self.body.clone()
+        }
     }
 
     pub(super) fn name(&self) -> &str {
@@ -257,7 +320,12 @@ impl EventImporter {
             return self.owner_gone();
         }
         let (name, pid) = (self.name().to_string(), self.session().pid());
-        Error::OwnerGone { kind: Kind::Events, name, pid, graceful: true }
+        Error::OwnerGone {
+            kind: Kind::Events,
+            name,
+            pid,
+            graceful: true,
+        }
     }
 }
 
@@ -270,7 +338,11 @@ impl Drop for EventImporter {
         // Every event of it has been closed, each behind its streams' work.
         drop(self.session.take());
         self.reactor.drop_after(move || {
-            if pages.iter().flatten().all(EventPage::is_last) { DropReadiness::Ready } else { DropReadiness::Held }
+            if pages.iter().flatten().all(EventPage::is_last) {
+                DropReadiness::Ready
+            } else {
+                DropReadiness::Held
+            }
         });
     }
 }
@@ -287,9 +359,18 @@ fn undo_request(question: &[u8], incoming: &IncomingReply) -> Option<EventReques
     match decode(question, of).ok()? {
         EventRequest::Open { index, serial } => decode(&incoming.body, of)
             .is_ok_and(|opened: bool| opened)
-            .then_some(EventRequest::Close { index, serial, lane: None }),
+            .then_some(EventRequest::Close {
+                index,
+                serial,
+                lane: None,
+            }),
         EventRequest::Lane { index, serial } => match decode(&incoming.body, of).ok()? {
-            LaneReply::Granted { lane, grant, .. } => Some(EventRequest::Return { index, serial, lane, grant }),
+            LaneReply::Granted { lane, grant, .. } => Some(EventRequest::Return {
+                index,
+                serial,
+                lane,
+                grant,
+            }),
             LaneReply::Full | LaneReply::Dropped => None,
         },
         _ => None,
@@ -318,7 +399,10 @@ impl SessionObserver for OpenEvents {
     fn on_proven_dead(&self) {
         self.is_over.store(true, SeqCst);
         self.is_dead.store(true, SeqCst);
-        self.lock().iter().flat_map(|(_, event_words)| event_words.lanes()).for_each(|lane| lane.end());
+        self.lock()
+            .iter()
+            .flat_map(|(_, event_words)| event_words.lanes())
+            .for_each(|lane| lane.end());
     }
 }
 
@@ -330,8 +414,12 @@ impl EventSource for OpenEvents {
     /// What a device still wrote after the end stands below it.
     fn on_tick(&self, _: u64) {
         let open = self.lock();
-        let lanes = open.iter().flat_map(|(_, event_words)| (0..LANES_PER_EVENT).map(|lane| event_words.lane(lane)));
-        lanes.filter(|lane| lane.has_ended()).for_each(|lane| lane.end());
+        let lanes = open
+            .iter()
+            .flat_map(|(_, event_words)| (0..LANES_PER_EVENT).map(|lane| event_words.lane(lane)));
+        lanes
+            .filter(|lane| lane.has_ended())
+            .for_each(|lane| lane.end());
     }
 }
 
@@ -342,7 +430,10 @@ mod tests {
     #[test]
     fn signals_of_a_dead_exporters_device_after_its_events_end_block_no_stream() {
         let device = Device::host();
-        let (exporters, importers) = (EventPage::create(&device).unwrap(), EventPage::create(&device).unwrap());
+        let (exporters, importers) = (
+            EventPage::create(&device).unwrap(),
+            EventPage::create(&device).unwrap(),
+        );
         let (event_words, streams) = (importers.event_words(7), StreamSet::default());
         let (stream, late) = (device.stream().unwrap(), device.stream().unwrap());
         let open = OpenEvents::default();

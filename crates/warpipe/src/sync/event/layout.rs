@@ -58,10 +58,15 @@ struct EventHead {
     _reserved: [AtomicU64; 3],
 }
 
-const _: () = assert!(size_of::<EventHead>() == LANES_AT && EVENT_BYTES == 320 && PAGE_BYTES == 81_920);
-const _: () = assert!(std::mem::offset_of!(EventHead, serial) == 8 && std::mem::offset_of!(EventHead, latest_ns) == 16);
+const _: () =
+    assert!(size_of::<EventHead>() == LANES_AT && EVENT_BYTES == 320 && PAGE_BYTES == 81_920);
 const _: () = assert!(
-    std::mem::offset_of!(EventHead, importer_latest) == 24 && std::mem::offset_of!(EventHead, importer_latest_ns) == 32
+    std::mem::offset_of!(EventHead, serial) == 8
+        && std::mem::offset_of!(EventHead, latest_ns) == 16
+);
+const _: () = assert!(
+    std::mem::offset_of!(EventHead, importer_latest) == 24
+        && std::mem::offset_of!(EventHead, importer_latest_ns) == 32
 );
 
 // SAFETY: atomics alone.
@@ -78,31 +83,48 @@ pub(super) struct EventPage {
 impl EventPage {
     /// The maker's own.
     pub(super) fn create(device: &Device) -> Result<EventPage> {
-        Ok(EventPage { page: Arc::new(SharedPage::private(device, PAGE_BYTES)?), own: None })
+        Ok(EventPage {
+            page: Arc::new(SharedPage::private(device, PAGE_BYTES)?),
+            own: None,
+        })
     }
 
     /// The maker's end of a page that an importer has sealed.
     pub(super) fn confirm(device: &Device, draft: UnsealedPage, name: &str) -> Result<EventPage> {
-        Ok(EventPage { page: Arc::new(draft.confirm(device, name)?), own: None })
+        Ok(EventPage {
+            page: Arc::new(draft.confirm(device, name)?),
+            own: None,
+        })
     }
 
     /// An importer's end of a page that its maker has made for it: seals it.
     pub(super) fn share(device: &Device, fd: PeerFd, name: &str) -> Result<EventPage> {
         let draft = UnsealedPage::open(fd, PAGE_BYTES, name)?;
         let own = Some(Arc::new(SharedPage::private(device, PAGE_BYTES)?));
-        Ok(EventPage { page: Arc::new(draft.close(device, name)?), own })
+        Ok(EventPage {
+            page: Arc::new(draft.close(device, name)?),
+            own,
+        })
     }
 
     /// Whether nobody else here holds it.
     pub(super) fn is_last(&self) -> bool {
-        Arc::strong_count(&self.page) == 1 && self.own.as_ref().is_none_or(|own| Arc::strong_count(own) == 1)
+        Arc::strong_count(&self.page) == 1
+            && self
+                .own
+                .as_ref()
+                .is_none_or(|own| Arc::strong_count(own) == 1)
     }
 
     /// Ends every lane that has ended, once more: what a device wrote after the end stands below it.
     pub(super) fn end_again(&self) {
-        let lanes = (0..EVENTS_PER_PAGE).flat_map(|at| (0..LANES_PER_EVENT).map(move |lane| (at, lane)));
+        let lanes =
+            (0..EVENTS_PER_PAGE).flat_map(|at| (0..LANES_PER_EVENT).map(move |lane| (at, lane)));
         for (at, lane) in lanes {
-            let lane = SharedCounter::new(&self.page, at * EVENT_BYTES + LANES_AT + lane * COUNTER_BYTES);
+            let lane = SharedCounter::new(
+                &self.page,
+                at * EVENT_BYTES + LANES_AT + lane * COUNTER_BYTES,
+            );
             if lane.has_ended() {
                 lane.end();
             }
@@ -110,7 +132,10 @@ impl EventPage {
     }
 
     pub(super) fn event_words(&self, index: u32) -> EventWords {
-        EventWords { page: self.page.clone(), at: index as usize % EVENTS_PER_PAGE }
+        EventWords {
+            page: self.page.clone(),
+            at: index as usize % EVENTS_PER_PAGE,
+        }
     }
 
     /// Who records on a lane that stands at `from`.
@@ -119,7 +144,14 @@ impl EventPage {
         match &self.own {
             None => Signaler::new(event_words.lane(lane), from),
             Some(own) => {
-                let raiser = Signaler::new(EventWords { page: own.clone(), at: event_words.at }.lane(lane), from);
+                let raiser = Signaler::new(
+                    EventWords {
+                        page: own.clone(),
+                        at: event_words.at,
+                    }
+                    .lane(lane),
+                    from,
+                );
                 raiser.add(0, &event_words.lane(lane));
                 raiser
             }
@@ -140,7 +172,10 @@ impl EventWords {
     }
 
     pub(super) fn lane(&self, lane: usize) -> SharedCounter {
-        SharedCounter::new(&self.page, self.at * EVENT_BYTES + LANES_AT + lane * COUNTER_BYTES)
+        SharedCounter::new(
+            &self.page,
+            self.at * EVENT_BYTES + LANES_AT + lane * COUNTER_BYTES,
+        )
     }
 
     pub(super) fn lanes(&self) -> impl Iterator<Item = SharedCounter> + '_ {
@@ -154,7 +189,10 @@ impl EventWords {
 
     /// What the page's importer has recorded last.
     pub(super) fn importer_latest(&self) -> Option<(u64, Recording)> {
-        read_recording(&self.head().importer_latest_ns, &self.head().importer_latest)
+        read_recording(
+            &self.head().importer_latest_ns,
+            &self.head().importer_latest,
+        )
     }
 
     /// As the maker, unless something later stands there.
@@ -167,7 +205,9 @@ impl EventWords {
 
     /// As the importer.
     pub(super) fn set_importer_latest(&self, now_ns: u64, recording: Recording) {
-        self.head().importer_latest.store(recording_word(recording), SeqCst);
+        self.head()
+            .importer_latest
+            .store(recording_word(recording), SeqCst);
         self.head().importer_latest_ns.fetch_max(now_ns, SeqCst);
     }
 
@@ -186,13 +226,23 @@ impl EventWords {
     }
 
     pub(super) fn set_other_importers(&self, has_other_importers: bool) {
-        self.head().has_other_importers.store(has_other_importers.into(), SeqCst);
+        self.head()
+            .has_other_importers
+            .store(has_other_importers.into(), SeqCst);
     }
 
     /// Makes it an event that nobody has recorded.
     pub(super) fn forget_latest(&self, serial: u64) {
-        let EventHead { latest, latest_ns, importer_latest, importer_latest_ns, .. } = self.head();
-        [latest, latest_ns, importer_latest, importer_latest_ns].iter().for_each(|field| field.store(0, SeqCst));
+        let EventHead {
+            latest,
+            latest_ns,
+            importer_latest,
+            importer_latest_ns,
+            ..
+        } = self.head();
+        [latest, latest_ns, importer_latest, importer_latest_ns]
+            .iter()
+            .for_each(|field| field.store(0, SeqCst));
         self.set_other_importers(false);
         self.head().serial.store(serial as u32, SeqCst);
     }
@@ -221,11 +271,23 @@ mod tests {
         for raw in [0, 1, u64::MAX, 1 << 56, 8 << 56 | 1, 7 << 56 | 5] {
             event_words.head().latest.store(raw, SeqCst);
             let latest = event_words.latest();
-            assert_eq!(latest.is_some(), raw == 1 || raw == 7 << 56 | 5, "{raw:#x}: {latest:?}");
+            assert_eq!(
+                latest.is_some(),
+                raw == 1 || raw == 7 << 56 | 5,
+                "{raw:#x}: {latest:?}"
+            );
         }
         event_words.set_latest(5, Recording { lane: 3, count: 9 });
         event_words.set_latest(4, Recording { lane: 2, count: 9 });
-        assert_eq!(event_words.latest(), Some((5, Recording { lane: 3, count: 9 })), "the later one stays");
-        assert_eq!(event_page.event_words(254).latest(), None, "the neighbour is untouched");
+        assert_eq!(
+            event_words.latest(),
+            Some((5, Recording { lane: 3, count: 9 })),
+            "the later one stays"
+        );
+        assert_eq!(
+            event_page.event_words(254).latest(),
+            None,
+            "the neighbour is untouched"
+        );
     }
 }

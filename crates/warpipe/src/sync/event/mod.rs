@@ -41,7 +41,11 @@ use crate::shm::counter::{SharedCounter, WaitStatus};
 use crate::shm::signaler::Signaler;
 use crate::stream::Stream;
 
-crate::ipc::messages!(exporter::EventRequest, exporter::LaneReply, exporter::PageReply);
+crate::ipc::messages!(
+    exporter::EventRequest,
+    exporter::LaneReply,
+    exporter::PageReply
+);
 
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use handle::forged;
@@ -125,9 +129,16 @@ impl Event {
     /// [`Error::EventLimit`] when the process has 4096; [`Error::Domain`], or what the device or the system says.
     pub fn create(domain: &Domain, device: &Device) -> Result<Event> {
         let raw = device.backend().create_ipc_event()?;
-        match EventExporter::of(domain, device).and_then(|exporter| Ok((exporter.take()?, exporter))) {
+        match EventExporter::of(domain, device)
+            .and_then(|exporter| Ok((exporter.take()?, exporter)))
+        {
             Ok((new_event, exporter)) => {
-                let NewEvent { index, serial, event_words, raiser } = new_event;
+                let NewEvent {
+                    index,
+                    serial,
+                    event_words,
+                    raiser,
+                } = new_event;
                 let inner = Arc::new(EventInner {
                     device: device.clone(),
                     owner_process: OwnerProcess::current(),
@@ -157,20 +168,46 @@ impl Event {
     /// [`Error::Forked`]; [`Error::Argument`] for a domain whose path is no text; [`Error::Driver`].
     pub fn handle(&self) -> Result<EventHandle> {
         self.inner.owner_process.check()?;
-        let EventInner { device, raw, index, serial, role, .. } = &*self.inner;
+        let EventInner {
+            device,
+            raw,
+            index,
+            serial,
+            role,
+            ..
+        } = &*self.inner;
         let body = match role {
             EventRole::Exporter(exporter) => {
                 // Who opens it may be in another directory.
-                let domain = std::path::absolute(exporter.domain.path())
-                    .map_err(|e| Error::os("getcwd", format!("the domain {}", exporter.domain.path().display()), e))?;
+                let domain = std::path::absolute(exporter.domain.path()).map_err(|e| {
+                    Error::os(
+                        "getcwd",
+                        format!("the domain {}", exporter.domain.path().display()),
+                        e,
+                    )
+                })?;
                 if domain.to_str().is_none() {
-                    return Err(Error::argument("domain", domain.display(), "a path in UTF-8"));
+                    return Err(Error::argument(
+                        "domain",
+                        domain.display(),
+                        "a path in UTF-8",
+                    ));
                 }
                 // SAFETY: made by `create_ipc_event`, and live as long as self.
-                let ipc = raw.map(|raw| unsafe { device.backend().export_event(raw) }).transpose()?;
+                let ipc = raw
+                    .map(|raw| unsafe { device.backend().export_event(raw) })
+                    .transpose()?;
                 let (endpoint, device) = (exporter.name.to_string(), device.info().id);
                 let (generation, ipc) = (exporter.generation, ipc.as_ref().map(halves));
-                HandleBody { domain, endpoint, generation, index: *index, serial: *serial, device, ipc }
+                HandleBody {
+                    domain,
+                    endpoint,
+                    generation,
+                    index: *index,
+                    serial: *serial,
+                    device,
+                    ipc,
+                }
             }
             EventRole::Importer(importer, _) => importer.body(*index, *serial),
         };
@@ -197,25 +234,42 @@ impl Event {
         Event::open_with(handle, || Ok(domain.clone()), device)
     }
 
-    fn open_with(handle: &EventHandle, domain: impl FnOnce() -> Result<Domain>, device: &Device) -> Result<Event> {
+    fn open_with(
+        handle: &EventHandle,
+        domain: impl FnOnce() -> Result<Domain>,
+        device: &Device,
+    ) -> Result<Event> {
         let body = &handle.body;
         if body.device.kind != device.info().id.kind {
             let (owner, device) = (body.device.to_string(), device.info().id.to_string());
             return Err(fault(EventHandleFault::Device { owner, device }));
         }
         if let Some(exporter) = EventExporter::named(&body.endpoint, body.generation) {
-            let inner = exporter.find(body.index, body.serial).ok_or_else(|| fault(EventHandleFault::Dropped))?;
+            let inner = exporter
+                .find(body.index, body.serial)
+                .ok_or_else(|| fault(EventHandleFault::Dropped))?;
             return Ok(Event { inner });
         }
         let importer = EventImporter::for_body(body, &domain()?, device)?;
         Event::of_importer(importer, handle, device)
     }
 
-    fn of_importer(importer: Arc<EventImporter>, handle: &EventHandle, device: &Device) -> Result<Event> {
+    fn of_importer(
+        importer: Arc<EventImporter>,
+        handle: &EventHandle,
+        device: &Device,
+    ) -> Result<Event> {
         let body = &handle.body;
-        let raw = handle.ipc_bytes().map(|bytes| device.backend().open_event(&bytes)).transpose();
+        let raw = handle
+            .ipc_bytes()
+            .map(|bytes| device.backend().open_event(&bytes))
+            .transpose();
         // A driver cannot open what a dying process made, and says only that it cannot.
-        let raw = raw.map_err(|error| importer.owner_gone_within(MAKER_DEATH_WAIT).unwrap_or(error))?;
+        let raw = raw.map_err(|error| {
+            importer
+                .owner_gone_within(MAKER_DEATH_WAIT)
+                .unwrap_or(error)
+        })?;
         match importer.open(body.index, body.serial) {
             Ok(opened) => {
                 let inner = EventInner {
@@ -229,7 +283,9 @@ impl Event {
                     recording: TimedLock::default(),
                     role: EventRole::Importer(importer, opened.open_id),
                 };
-                Ok(Event { inner: Arc::new(inner) })
+                Ok(Event {
+                    inner: Arc::new(inner),
+                })
             }
             Err(error) => {
                 // SAFETY: opened above, and nobody has seen it.
@@ -273,7 +329,9 @@ impl Event {
     pub fn try_record(&self, stream: &Stream) -> Result<Option<Recording>> {
         self.inner.owner_process.check()?;
         stream.check_usable(&self.inner.device)?;
-        let Ok(turn) = self.inner.recording.lock(Duration::ZERO, String::new) else { return Ok(None) };
+        let Ok(turn) = self.inner.recording.lock(Duration::ZERO, String::new) else {
+            return Ok(None);
+        };
         self.record_in(&turn, stream).map(Some)
     }
 
@@ -297,7 +355,10 @@ impl Event {
     /// As for [`record`](Self::record).
     pub fn prepare(&self) -> Result<()> {
         self.inner.owner_process.check()?;
-        let turn = self.inner.recording.lock(LOCK_TIMEOUT, || "recording".into())?;
+        let turn = self
+            .inner
+            .recording
+            .lock(LOCK_TIMEOUT, || "recording".into())?;
         self.inner.lane_in(&turn).map(drop)
     }
 
@@ -381,11 +442,16 @@ impl Event {
         if self.check(recording)? {
             return Ok(());
         }
-        self.inner.lane(recording.lane).wait_host(&self.inner.device, recording.count, timeout)?;
+        self.inner
+            .lane(recording.lane)
+            .wait_host(&self.inner.device, recording.count, timeout)?;
         if self.check(recording)? {
             return Ok(());
         }
-        Err(Error::Timeout { what: format!("the work recorded by event {}", self.label()), waited: timeout })
+        Err(Error::Timeout {
+            what: format!("the work recorded by event {}", self.label()),
+            waited: timeout,
+        })
     }
 
     /// Whether this recording is complete: true, or false if it may still be.
@@ -395,12 +461,19 @@ impl Event {
     pub fn check(&self, recording: Recording) -> Result<bool> {
         self.inner.owner_process.check()?;
         // Of the maker, what it has seen before counts, whatever the recorder's page says now.
-        if self.inner.event_words.lane(recording.lane).wait_status(recording.count) == WaitStatus::Reached {
+        if self
+            .inner
+            .event_words
+            .lane(recording.lane)
+            .wait_status(recording.count)
+            == WaitStatus::Reached
+        {
             return Ok(true);
         }
         let lane = self.inner.lane(recording.lane);
         let mut wait_status = lane.wait_status(recording.count);
-        if let (WaitStatus::Pending, EventRole::Importer(importer, _)) = (wait_status, &self.inner.role)
+        if let (WaitStatus::Pending, EventRole::Importer(importer, _)) =
+            (wait_status, &self.inner.role)
             && importer.is_dead()
         {
             lane.end();
@@ -409,13 +482,18 @@ impl Event {
         match wait_status {
             WaitStatus::Reached => Ok(true),
             WaitStatus::Pending => Ok(false),
-            WaitStatus::Never => Err(Error::EventLost { event: self.label(), pid: lane.pid() }),
+            WaitStatus::Never => Err(Error::EventLost {
+                event: self.label(),
+                pid: lane.pid(),
+            }),
         }
     }
 
     fn latest(&self) -> Result<Recording> {
         self.inner.owner_process.check()?;
-        self.inner.latest().ok_or_else(|| Error::EventNotRecorded { event: self.label() })
+        self.inner.latest().ok_or_else(|| Error::EventNotRecorded {
+            event: self.label(),
+        })
     }
 
     fn label(&self) -> String {
@@ -438,7 +516,10 @@ impl EventInner {
     fn latest(&self) -> Option<Recording> {
         let latest = match &self.role {
             EventRole::Exporter(exporter) => exporter.latest(self.index),
-            EventRole::Importer(..) => self.event_words.latest().max_by_time(self.event_words.importer_latest()),
+            EventRole::Importer(..) => self
+                .event_words
+                .latest()
+                .max_by_time(self.event_words.importer_latest()),
         };
         latest.map(|(_, recording)| recording)
     }
@@ -463,7 +544,9 @@ impl EventInner {
         match &self.role {
             EventRole::Importer(importer, _) => importer.lane(self.index, self.serial),
             // A maker has its own from the beginning.
-            EventRole::Exporter(_) => Err(Error::EventNotRecorded { event: self.index.to_string() }),
+            EventRole::Exporter(_) => Err(Error::EventNotRecorded {
+                event: self.index.to_string(),
+            }),
         }
     }
 }
@@ -490,7 +573,12 @@ impl Drop for EventInner {
         match &self.role {
             EventRole::Exporter(exporter) => exporter.release(self.index),
             EventRole::Importer(importer, open_id) => {
-                importer.close(*open_id, self.index, self.serial, lane.map(|(lane, _)| lane));
+                importer.close(
+                    *open_id,
+                    self.index,
+                    self.serial,
+                    lane.map(|(lane, _)| lane),
+                );
             }
         }
     }

@@ -16,8 +16,12 @@ struct Stage {
 
 impl Stage {
     fn new(title: &str) -> Stage {
-        let folder = std::env::temp_dir().join(format!("warpipe-event-{title}-{}", std::process::id()));
-        Stage { domain: Domain::at(folder).unwrap(), device: Device::host() }
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-event-{title}-{}", std::process::id()));
+        Stage {
+            domain: Domain::at(folder).unwrap(),
+            device: Device::host(),
+        }
     }
 
     fn create(&self) -> Event {
@@ -53,9 +57,15 @@ impl Drop for Stage {
 fn an_event_that_was_never_recorded_is_an_error_and_not_complete() {
     let stage = Stage::new("never");
     let (event, stream) = (stage.create(), stage.device.stream().unwrap());
-    assert!(matches!(event.wait(&stream), Err(Error::EventNotRecorded { .. })));
+    assert!(matches!(
+        event.wait(&stream),
+        Err(Error::EventNotRecorded { .. })
+    ));
     assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })));
-    assert!(matches!(event.synchronize(WAIT), Err(Error::EventNotRecorded { .. })));
+    assert!(matches!(
+        event.synchronize(WAIT),
+        Err(Error::EventNotRecorded { .. })
+    ));
 }
 
 #[test]
@@ -70,7 +80,10 @@ fn a_stream_waits_for_the_last_recording() {
     let recording = event.record(&writing).unwrap();
     assert_eq!(event.wait(&reading).unwrap(), recording);
     assert!(!event.query().unwrap() && !reading.is_idle().unwrap());
-    assert!(matches!(event.synchronize(Duration::from_millis(1)), Err(Error::Timeout { .. })));
+    assert!(matches!(
+        event.synchronize(Duration::from_millis(1)),
+        Err(Error::Timeout { .. })
+    ));
     drop(go);
     reading.synchronize(WAIT).unwrap();
     assert!(event.check(recording).unwrap());
@@ -87,10 +100,27 @@ fn an_event_opened_in_its_own_process_is_the_event_itself_until_it_is_dropped() 
     let next = stage.create();
     drop((event, other));
     let dropped = Event::open(&handle, &stage.device).unwrap_err();
-    assert!(matches!(dropped, Error::EventHandle { fault: EventHandleFault::Dropped }), "{dropped}");
+    assert!(
+        matches!(
+            dropped,
+            Error::EventHandle {
+                fault: EventHandleFault::Dropped
+            }
+        ),
+        "{dropped}"
+    );
     drop(next);
     let gone = Event::open(&handle, &stage.device).unwrap_err();
-    assert!(matches!(gone, Error::NoOwner { was_there: false, .. }), "{gone}");
+    assert!(
+        matches!(
+            gone,
+            Error::NoOwner {
+                was_there: false,
+                ..
+            }
+        ),
+        "{gone}"
+    );
 }
 
 #[test]
@@ -108,7 +138,10 @@ fn a_reused_slot_holds_an_event_that_was_never_recorded() {
     assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })));
     let quick = stage.device.stream().unwrap();
     let recording = event.record(&quick).unwrap();
-    assert!(!event.check(recording).unwrap(), "the count of the first is still to be reached");
+    assert!(
+        !event.check(recording).unwrap(),
+        "the count of the first is still to be reached"
+    );
     drop(go);
     event.synchronize(WAIT).unwrap();
     drop(keep);
@@ -121,12 +154,26 @@ fn an_event_of_another_kind_of_device_or_of_nobody_is_not_opened() {
     let mut handle = event.handle().unwrap();
     handle.body.device.kind = crate::backend::DeviceKind::Cuda;
     let other = Event::open(&handle, &stage.device).unwrap_err();
-    assert!(matches!(other, Error::EventHandle { fault: EventHandleFault::Device { .. } }), "{other}");
+    assert!(
+        matches!(
+            other,
+            Error::EventHandle {
+                fault: EventHandleFault::Device { .. }
+            }
+        ),
+        "{other}"
+    );
     let mut handle = event.handle().unwrap();
     handle.body.domain = stage.domain.path().join("nowhere");
     handle.body.generation[0] ^= 1;
-    assert!(matches!(Event::open(&handle, &stage.device), Err(Error::Domain { .. })));
-    assert!(!handle.body.domain.exists(), "a handle makes no directories");
+    assert!(matches!(
+        Event::open(&handle, &stage.device),
+        Err(Error::Domain { .. })
+    ));
+    assert!(
+        !handle.body.domain.exists(),
+        "a handle makes no directories"
+    );
 }
 
 #[test]
@@ -150,12 +197,20 @@ fn a_recording_by_any_process_is_waited_for_by_all_others() {
         let recording = users[recorder].record(&writing).unwrap();
         let streams: Vec<Stream> = users.iter().map(|_| stage.stream()).collect();
         for (user, stream) in users.iter().zip(&streams) {
-            assert_eq!(user.wait(stream).unwrap(), recording, "it is the last one for all of them");
+            assert_eq!(
+                user.wait(stream).unwrap(),
+                recording,
+                "it is the last one for all of them"
+            );
             assert!(!stream.is_idle().unwrap() && !user.query().unwrap());
         }
         drop(go);
-        streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
-        users.iter().for_each(|user| user.synchronize(WAIT).unwrap());
+        streams
+            .iter()
+            .for_each(|stream| stream.synchronize(WAIT).unwrap());
+        users
+            .iter()
+            .for_each(|user| user.synchronize(WAIT).unwrap());
     }
 }
 
@@ -166,10 +221,17 @@ fn no_page_of_an_event_can_be_removed_and_no_importer_has_anothers() {
     let opened_by_others = [stage.opened(&event), stage.opened(&event)];
     // This process holds both ends of each page: all mappings and descriptors that there are.
     let pages = opened_by_others.each_ref().map(|opened| {
-        let word = opened.inner.event_words.page().at::<std::sync::atomic::AtomicU64>(0);
+        let word = opened
+            .inner
+            .event_words
+            .page()
+            .at::<std::sync::atomic::AtomicU64>(0);
         crate::hostile::holes::removes_page_of(word)
     });
-    assert!(pages[0].0 != pages[1].0 && !pages[0].1 && !pages[1].1, "{pages:?}");
+    assert!(
+        pages[0].0 != pages[1].0 && !pages[0].1 && !pages[1].1,
+        "{pages:?}"
+    );
 }
 
 #[test]
@@ -183,7 +245,10 @@ fn an_importer_that_scribbles_deceives_itself_alone() {
         let recording = event.record(&writing).unwrap();
         let page = wrong.inner.event_words.page();
         (0..page.bytes() / 8).for_each(|word| page.at::<AtomicU64>(8 * word).store(value, SeqCst));
-        assert_eq!((honest.wait(&reading).unwrap(), event.inner.latest()), (recording, Some(recording)));
+        assert_eq!(
+            (honest.wait(&reading).unwrap(), event.inner.latest()),
+            (recording, Some(recording))
+        );
         assert!(!reading.is_idle().unwrap());
         drop(go);
         reading.synchronize(WAIT).unwrap();
@@ -223,16 +288,28 @@ fn no_wait_lasts_for_ever_for_an_importer_that_lied_and_left() {
     let event = stage.create();
     let (liar, honest) = (stage.opened(&event), stage.opened(&event));
     let last = liar.record(&stage.stream()).unwrap();
-    let lie = Recording { count: last.count + 5, ..last };
+    let lie = Recording {
+        count: last.count + 5,
+        ..last
+    };
     liar.inner.event_words.set_importer_latest(now_ns(), lie);
-    let EventRole::Importer(importer, _) = &liar.inner.role else { panic!("a guest") };
-    importer.send_recording(liar.inner.index, liar.inner.serial, lie, now_ns()).unwrap();
+    let EventRole::Importer(importer, _) = &liar.inner.role else {
+        panic!("a guest")
+    };
+    importer
+        .send_recording(liar.inner.index, liar.inner.serial, lie, now_ns())
+        .unwrap();
     let streams = [stage.stream(), stage.stream()];
     assert_eq!(event.wait(&streams[0]).unwrap(), lie);
     assert_eq!(honest.wait(&streams[1]).unwrap(), lie);
-    assert!(streams.iter().all(|stream| !stream.is_idle().unwrap()), "while it is there it may still come");
+    assert!(
+        streams.iter().all(|stream| !stream.is_idle().unwrap()),
+        "while it is there it may still come"
+    );
     drop(liar);
-    streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+    streams
+        .iter()
+        .for_each(|stream| stream.synchronize(WAIT).unwrap());
     for user in [&event, &honest] {
         assert!(matches!(user.check(lie), Err(Error::EventLost { .. })));
         assert!(user.check(last).unwrap());
@@ -246,10 +323,15 @@ fn a_slot_that_importers_have_used_holds_a_new_event_for_them() {
     for round in 0..3 {
         let event = stage.create();
         let (opened, other) = (stage.opened(&event), stage.opened(&event));
-        assert!(matches!(opened.query(), Err(Error::EventNotRecorded { .. })), "round {round}");
+        assert!(
+            matches!(opened.query(), Err(Error::EventNotRecorded { .. })),
+            "round {round}"
+        );
         event.record(&stage.stream()).unwrap();
         opened.record(&stage.stream()).unwrap();
-        [&event, &opened, &other].iter().for_each(|user| user.synchronize(WAIT).unwrap());
+        [&event, &opened, &other]
+            .iter()
+            .for_each(|user| user.synchronize(WAIT).unwrap());
         drop((event, opened, other));
     }
     drop(keep);
@@ -266,15 +348,24 @@ fn a_handle_that_the_driver_cannot_open_because_its_maker_goes_is_told_as_that()
     let open = || {
         backend.hook().aim("open_event", 1);
         let importer = EventImporter::visit(&handle.body, &stage.domain, &device).unwrap();
-        Event::of_importer(importer, &handle, &device).map(drop).unwrap_err()
+        Event::of_importer(importer, &handle, &device)
+            .map(drop)
+            .unwrap_err()
     };
     let refused = open();
-    assert!(matches!(refused, Error::Injected { .. }), "its maker lives: {refused}");
+    assert!(
+        matches!(refused, Error::Injected { .. }),
+        "its maker lives: {refused}"
+    );
     let refused = std::thread::scope(|scope| {
         backend.hook().aim("open_event", 1);
         let importer = EventImporter::visit(&handle.body, &stage.domain, &device).unwrap();
         // The driver has forgotten what the maker made, and its socket is open still.
-        let opening = scope.spawn(|| Event::of_importer(importer, &handle, &device).map(drop).unwrap_err());
+        let opening = scope.spawn(|| {
+            Event::of_importer(importer, &handle, &device)
+                .map(drop)
+                .unwrap_err()
+        });
         drop(event);
         opening.join().unwrap()
     });
@@ -282,7 +373,8 @@ fn a_handle_that_the_driver_cannot_open_because_its_maker_goes_is_told_as_that()
 }
 
 #[test]
-fn while_the_driver_holds_up_a_recording_importers_come_and_go_and_another_thread_is_told_so_in_time() {
+fn while_the_driver_holds_up_a_recording_importers_come_and_go_and_another_thread_is_told_so_in_time()
+ {
     let wrapped = Wrapped::new(Device::host().backend().clone(), Holding::default());
     let (opened_by_others, mut stage) = (Stage::new("held"), Stage::new("held"));
     stage.device = Device::from_backend(wrapped.clone());
@@ -294,14 +386,19 @@ fn while_the_driver_holds_up_a_recording_importers_come_and_go_and_another_threa
     std::thread::scope(|scope| {
         let held_up = scope.spawn(|| event.record(&writing));
         wrapped.hook().wait_for(1);
-        let late = event.record_within(&other, Duration::from_millis(10)).unwrap_err();
+        let late = event
+            .record_within(&other, Duration::from_millis(10))
+            .unwrap_err();
         assert!(matches!(late, Error::Timeout { .. }), "{late}");
         assert_eq!(event.try_record(&other).unwrap(), None);
         assert!(!event.wait_for_turn(Duration::ZERO).unwrap());
         drop(leaver);
         let opened = opened_by_others.opened(&event);
         assert!(
-            matches!(opened_by_others.opened(&early).query(), Err(Error::EventNotRecorded { .. })),
+            matches!(
+                opened_by_others.opened(&early).query(),
+                Err(Error::EventNotRecorded { .. })
+            ),
             "the desk goes on"
         );
         let first = opened.wait(&reading).unwrap();
@@ -312,7 +409,10 @@ fn while_the_driver_holds_up_a_recording_importers_come_and_go_and_another_threa
         assert!(event.wait_for_turn(Duration::ZERO).unwrap());
         assert_eq!(opened.wait(&reading).unwrap(), second);
         reading.synchronize(WAIT).unwrap();
-        assert!(opened.check(second).unwrap(), "a guest that came meanwhile gets it, too");
+        assert!(
+            opened.check(second).unwrap(),
+            "a guest that came meanwhile gets it, too"
+        );
     });
 }
 
@@ -321,7 +421,8 @@ fn lanes_and_openings_granted_too_late_are_returned() {
     let stage = Stage::new("given-back");
     let (event, stream) = (stage.create(), stage.stream());
     let opened = stage.opened(&event);
-    let (EventRole::Importer(importer, _), EventRole::Exporter(exporter)) = (&opened.inner.role, &event.inner.role)
+    let (EventRole::Importer(importer, _), EventRole::Exporter(exporter)) =
+        (&opened.inner.role, &event.inner.role)
     else {
         unreachable!()
     };
@@ -332,11 +433,18 @@ fn lanes_and_openings_granted_too_late_are_returned() {
     }
     let start = std::time::Instant::now();
     while let Err(error) = opened.record(&stream) {
-        assert!(matches!(error, Error::Refused { .. }) && start.elapsed() < 3 * WAIT, "{error}");
+        assert!(
+            matches!(error, Error::Refused { .. }) && start.elapsed() < 3 * WAIT,
+            "{error}"
+        );
         std::thread::yield_now();
     }
     while exporter.openings(index) > 1 {
-        assert!(start.elapsed() < 3 * WAIT, "{} openings", exporter.openings(index));
+        assert!(
+            start.elapsed() < 3 * WAIT,
+            "{} openings",
+            exporter.openings(index)
+        );
         std::thread::yield_now();
     }
     event.synchronize(WAIT).unwrap();
@@ -350,7 +458,10 @@ fn an_opened_event_asks_its_maker_once_before_it_is_recorded() {
     assert!(event.is_prepared() && !opened.is_prepared());
     opened.prepare().unwrap();
     assert!(opened.is_prepared());
-    assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })), "nothing is recorded yet");
+    assert!(
+        matches!(event.query(), Err(Error::EventNotRecorded { .. })),
+        "nothing is recorded yet"
+    );
     let recording = opened.try_record(&stream).unwrap().unwrap();
     stream.synchronize(WAIT).unwrap();
     assert!(event.check(recording).unwrap());

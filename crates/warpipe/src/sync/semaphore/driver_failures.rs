@@ -22,7 +22,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 fn in_time<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
     let (told, done) = mpsc::channel();
     std::thread::spawn(move || told.send(call()));
-    done.recv_timeout(PATIENCE).expect("it waits for another thread")
+    done.recv_timeout(PATIENCE)
+        .expect("it waits for another thread")
 }
 
 fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -45,8 +46,13 @@ fn a_permit_whose_release_the_driver_refuses_is_handed_on_once_the_work_is_done(
         let (stage, (hook, device)) = (Stage::new(&format!("refused-{permits}")), failing());
         let (creator, member) = stage.both(&device, permits);
         let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
-        let (written, seen) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(u64::MAX)));
-        let others: Vec<Permit> = (1..permits).map(|_| creator.acquire_host(PATIENCE).unwrap()).collect();
+        let (written, seen) = (
+            Arc::new(AtomicU64::new(0)),
+            Arc::new(AtomicU64::new(u64::MAX)),
+        );
+        let others: Vec<Permit> = (1..permits)
+            .map(|_| creator.acquire_host(PATIENCE).unwrap())
+            .collect();
         let permit = creator.acquire(&first, PATIENCE).unwrap();
         let (go, wait) = mpsc::channel::<()>();
         let data = written.clone();
@@ -62,12 +68,18 @@ fn a_permit_whose_release_the_driver_refuses_is_handed_on_once_the_work_is_done(
         hook.hook().aim("batch", 1);
         let refused = permit.release(&first).unwrap_err();
         assert!(matches!(refused, Error::Injected { .. }), "{refused}");
-        assert_eq!((creator.available(), creator.waiting()), (0, 1), "the work is not done");
+        assert_eq!(
+            (creator.available(), creator.waiting()),
+            (0, 1),
+            "the work is not done"
+        );
         assert!(member.try_acquire_host().unwrap().is_none());
         drop(go);
         let permit = waiter.join().unwrap();
         let into = seen.clone();
-        second.call(move || into.store(written.load(SeqCst), SeqCst)).unwrap();
+        second
+            .call(move || into.store(written.load(SeqCst), SeqCst))
+            .unwrap();
         permit.release(&second).unwrap();
         second.synchronize(PATIENCE).unwrap();
         assert_eq!(seen.load(SeqCst), 1);
@@ -88,7 +100,10 @@ fn sections_follow_each_other_also_where_the_driver_refuses_releases() {
     let streams: Vec<Stream> = (0..3).map(|_| device.stream().unwrap()).collect();
     let count = Arc::new(AtomicU64::new(0));
     for round in 0..ROUNDS {
-        let (who, stream) = (if round % 2 == 0 { &creator } else { &member }, &streams[round as usize % 3]);
+        let (who, stream) = (
+            if round % 2 == 0 { &creator } else { &member },
+            &streams[round as usize % 3],
+        );
         let permit = who.acquire(stream, PATIENCE).unwrap();
         let count = count.clone();
         stream
@@ -119,9 +134,18 @@ fn connecting_to_a_member_waits_for_another_thread_that_does_no_longer_than_its_
     let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
     let (go, wait) = mpsc::channel::<()>();
     first.call(move || assert!(wait.recv().is_err())).unwrap();
-    creator.acquire(&first, PATIENCE).unwrap().release(&first).unwrap();
+    creator
+        .acquire(&first, PATIENCE)
+        .unwrap()
+        .release(&first)
+        .unwrap();
     // As a thread does whose member does not answer.
-    let connecting = member.local.signals().connecting.lock(PATIENCE, String::new).unwrap();
+    let connecting = member
+        .local
+        .signals()
+        .connecting
+        .lock(PATIENCE, String::new)
+        .unwrap();
     let (who, on) = (member.clone(), second.clone());
     let late = in_time(move || who.acquire(&on, SHORT).unwrap_err());
     assert!(matches!(late, Error::Timeout { .. }), "{late}");
@@ -157,22 +181,32 @@ fn a_release_that_is_held_up_holds_up_no_reactor_and_no_other_thread() {
     assert!(!release.is_finished(), "nothing holds it up");
     hook.hook().unblock();
     release.join().unwrap().unwrap();
-    [stuck, other].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+    [stuck, other]
+        .iter()
+        .for_each(|stream| stream.synchronize(PATIENCE).unwrap());
 }
 
 #[test]
 fn a_members_death_ends_the_waits_for_it_whatever_it_promised() {
-    for (round, nonsense) in [VALUE_MAX, VALUE_MAX + 1, 1 << 63, u64::MAX].into_iter().enumerate() {
+    for (round, nonsense) in [VALUE_MAX, VALUE_MAX + 1, 1 << 63, u64::MAX]
+        .into_iter()
+        .enumerate()
+    {
         let (stage, device) = (Stage::new(&format!("nonsense-{round}")), Device::host());
         let (creator, member) = stage.both(&device, 1);
         let (streams, go) = chain(&[&creator, &member], &device);
         let pages = member.local.signals().shared_with(CREATOR);
-        pages.iter().for_each(|page| page.at::<AtomicU64>(signals::promised_at(1, 0)).store(nonsense, SeqCst));
+        pages.iter().for_each(|page| {
+            page.at::<AtomicU64>(signals::promised_at(1, 0))
+                .store(nonsense, SeqCst)
+        });
         let late = device.stream().unwrap();
         drop(member.acquire(&late, PATIENCE).unwrap());
         member.local.monitor().handle_death(CREATOR);
         late.synchronize(PATIENCE).unwrap();
         drop(go);
-        streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+        streams
+            .iter()
+            .for_each(|stream| stream.synchronize(PATIENCE).unwrap());
     }
 }

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use super::SPINS;
 use super::member_monitor::MemberMonitor;
-use super::page::{CREATOR, IN_FLIGHT_MAX, RECHECK_INTERVAL, SemaphorePage, WaitProgress, WaitSlot};
+use super::page::{
+    CREATOR, IN_FLIGHT_MAX, RECHECK_INTERVAL, SemaphorePage, WaitProgress, WaitSlot,
+};
 use super::server::{MemberPresence, PageOffer, SemaphoreRequest, SemaphoreServer};
 use super::signals::MemberSignals;
 use crate::backend::StreamOp;
@@ -33,8 +35,13 @@ pub(super) fn drop_deferred(remains: impl Send + 'static, why: Error) -> Error {
 /// How this process belongs to it.
 #[derive(Debug)]
 pub(super) enum SemaphoreRole {
-    Creator { server: IpcServer, semaphore_server: Arc<SemaphoreServer> },
-    Member { session: ClientSession },
+    Creator {
+        server: IpcServer,
+        semaphore_server: Arc<SemaphoreServer>,
+    },
+    Member {
+        session: ClientSession,
+    },
 }
 
 /// What a process's handles and permits share.
@@ -95,7 +102,9 @@ impl LocalSemaphore {
     pub(super) fn check_open(&self) -> Result<()> {
         self.owner_process.check()?;
         match &self.role {
-            Some(SemaphoreRole::Member { session }) if self.monitor.is_over() => Err(session.owner_gone()),
+            Some(SemaphoreRole::Member { session }) if self.monitor.is_over() => {
+                Err(session.owner_gone())
+            }
             _ => Ok(()),
         }
     }
@@ -111,7 +120,10 @@ impl LocalSemaphore {
     }
 
     pub(super) fn timeout_error(&self, waited: Duration) -> Error {
-        Error::Timeout { what: format!("a permit of {:?}", self.name), waited }
+        Error::Timeout {
+            what: format!("a permit of {:?}", self.name),
+            waited,
+        }
     }
 
     /// Waits at a place in the line until it is served, the time is over, or it is called off.
@@ -124,7 +136,11 @@ impl LocalSemaphore {
     ) -> Result<(u32, u64)> {
         let is_called_off = || called_off.is_some_and(|off| off.load(Relaxed));
         // Behind others the turn is far off, and a CPU that spins is one that a holder may need.
-        let mut backoff = Backoff::spinning(if self.shared_page.is_first_in_line() { SPINS } else { 0 });
+        let mut backoff = Backoff::spinning(if self.shared_page.is_first_in_line() {
+            SPINS
+        } else {
+            0
+        });
         // A permit may have become free while nobody was to be seen.
         self.shared_page.match_waiters(self.member);
         loop {
@@ -144,7 +160,8 @@ impl LocalSemaphore {
                 }
                 WaitProgress::Waiting if backoff.step().is_zero() => std::hint::spin_loop(),
                 WaitProgress::Waiting => {
-                    self.shared_page.sleep(slot, left.min(RECHECK_INTERVAL), || self.is_over());
+                    self.shared_page
+                        .sleep(slot, left.min(RECHECK_INTERVAL), || self.is_over());
                     self.shared_page.match_waiters(self.member);
                 }
             }
@@ -161,17 +178,28 @@ impl LocalSemaphore {
     }
 
     pub(super) fn has_room_for_work(&self, permit: u32) -> bool {
-        self.shared_page.word(permit).reached(self.shared_page.due(permit).wrapping_sub(IN_FLIGHT_MAX - 1))
+        self.shared_page
+            .word(permit)
+            .reached(self.shared_page.due(permit).wrapping_sub(IN_FLIGHT_MAX - 1))
     }
 
-    pub(super) fn await_word(&self, permit: u32, value: u64, timeout: Duration, clock: &mut Stopwatch) -> Result<()> {
+    pub(super) fn await_word(
+        &self,
+        permit: u32,
+        value: u64,
+        timeout: Duration,
+        clock: &mut Stopwatch,
+    ) -> Result<()> {
         let word = self.shared_page.word(permit);
         let left = timeout.saturating_sub(clock.elapsed());
         if word.reached(value) || self.device.backend().wait_word(word, value, left)? {
             return Ok(());
         }
         let what = format!("the device work of the last holder of {:?}", self.name);
-        Err(Error::Timeout { what, waited: timeout })
+        Err(Error::Timeout {
+            what,
+            waited: timeout,
+        })
     }
 
     /// Makes sure that streams of this process can wait for everybody who is to signal this permit, and that it hears of
@@ -181,9 +209,17 @@ impl LocalSemaphore {
         for (_, member) in self.shared_page.in_flight(permit) {
             if !self.is_connected_to(member) {
                 let left = timeout.saturating_sub(start.elapsed());
-                let _one = self.signals.connecting.lock(left, String::new).map_err(|_| self.no_answer(timeout))?;
+                let _one = self
+                    .signals
+                    .connecting
+                    .lock(left, String::new)
+                    .map_err(|_| self.no_answer(timeout))?;
                 if !self.is_connected_to(member) {
-                    self.connect(member, Instant::now(), timeout.saturating_sub(start.elapsed()).min(REPLY_TIMEOUT))?;
+                    self.connect(
+                        member,
+                        Instant::now(),
+                        timeout.saturating_sub(start.elapsed()).min(REPLY_TIMEOUT),
+                    )?;
                 }
             }
         }
@@ -193,13 +229,21 @@ impl LocalSemaphore {
     /// Keeps this process from getting to know anybody.
     #[cfg(test)]
     pub(super) fn block_connecting(&self) -> impl Drop {
-        self.signals.connecting.lock(REPLY_TIMEOUT, String::new).unwrap()
+        self.signals
+            .connecting
+            .lock(REPLY_TIMEOUT, String::new)
+            .unwrap()
     }
 
     /// Whether streams of this process can wait for all that are to signal this permit.
     pub(super) fn is_connected_to_signallers(&self, permit: u32) -> bool {
-        self.shared_page.word(permit).reached(self.shared_page.due(permit))
-            || self.shared_page.in_flight(permit).all(|(_, member)| self.is_connected_to(member))
+        self.shared_page
+            .word(permit)
+            .reached(self.shared_page.due(permit))
+            || self
+                .shared_page
+                .in_flight(permit)
+                .all(|(_, member)| self.is_connected_to(member))
     }
 
     /// Begins to get to know them on a thread of its own, one at a time: they may stand still.
@@ -207,7 +251,12 @@ impl LocalSemaphore {
     /// # Errors
     /// Why the last one could not: told once.
     pub(super) fn connect_in_background(self: &Arc<Self>, permit: u32) -> Result<()> {
-        if let Some(error) = self.connecting.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(error) = self
+            .connecting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
+        {
             return Err(error);
         }
         if self.is_connecting.swap(true, SeqCst) {
@@ -217,18 +266,34 @@ impl LocalSemaphore {
         let connect = move || {
             match local.connect_signallers(permit, REPLY_TIMEOUT) {
                 Ok(()) | Err(Error::Timeout { .. }) => {}
-                Err(error) => *local.connecting.lock().unwrap_or_else(PoisonError::into_inner) = Some(error),
+                Err(error) => {
+                    *local
+                        .connecting
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner) = Some(error)
+                }
             }
             local.is_connecting.store(false, SeqCst);
         };
-        std::thread::Builder::new().name("warpipe-connect".into()).spawn(connect).map(drop).map_err(|error| {
-            self.is_connecting.store(false, SeqCst);
-            Error::Os { call: "clone", context: "a thread that gets to know members".into(), source: error }
-        })
+        std::thread::Builder::new()
+            .name("warpipe-connect".into())
+            .spawn(connect)
+            .map(drop)
+            .map_err(|error| {
+                self.is_connecting.store(false, SeqCst);
+                Error::Os {
+                    call: "clone",
+                    context: "a thread that gets to know members".into(),
+                    source: error,
+                }
+            })
     }
 
     fn no_answer(&self, waited: Duration) -> Error {
-        let what = format!("another thread that gets to know a member of {:?}", self.name);
+        let what = format!(
+            "another thread that gets to know a member of {:?}",
+            self.name
+        );
         Error::Timeout { what, waited }
     }
 
@@ -246,9 +311,15 @@ impl LocalSemaphore {
         };
         let draft = self.signals.map(page)?;
         match &self.role {
-            Some(SemaphoreRole::Creator { server, semaphore_server }) => {
+            Some(SemaphoreRole::Creator {
+                server,
+                semaphore_server,
+            }) => {
                 let forwarded = semaphore_server.forward(server.server_core(), CREATOR, member);
-                forwarded.map_err(|Rejection(text)| Error::Refused { name: self.name.clone(), text })?;
+                forwarded.map_err(|Rejection(text)| Error::Refused {
+                    name: self.name.clone(),
+                    text,
+                })?;
             }
             Some(SemaphoreRole::Member { session }) => {
                 drop(session.request(&encode(&SemaphoreRequest::Mapped { member })?, left())?)
@@ -257,19 +328,28 @@ impl LocalSemaphore {
         }
         self.signals.connect(member, draft, left())?;
         // Before the watch: who is dead by now is found so at once, and what we share with it is lifted.
-        process.map_or(Ok(()), |process| self.monitor.watch_member(member, process, &self.name))
+        process.map_or(Ok(()), |process| {
+            self.monitor.watch_member(member, process, &self.name)
+        })
     }
 
     /// A page to share with a member, from the creator. None if the member is here no more.
     fn offer(&self, member: u32, timeout: Duration) -> Result<Option<PageOffer<PeerFd>>> {
         match &self.role {
-            Some(SemaphoreRole::Creator { server, semaphore_server }) => {
+            Some(SemaphoreRole::Creator {
+                server,
+                semaphore_server,
+            }) => {
                 let offer = semaphore_server.offer(server.server_core(), CREATOR, member)?;
                 let process = |process: [CloseOnForkFd; 3]| process.map(PeerFd::from);
-                Ok(offer.map(|offer| PageOffer { page: offer.page.into(), process: offer.process.map(process) }))
+                Ok(offer.map(|offer| PageOffer {
+                    page: offer.page.into(),
+                    process: offer.process.map(process),
+                }))
             }
             Some(SemaphoreRole::Member { session }) => {
-                let incoming = session.request(&encode(&SemaphoreRequest::Page { member })?, timeout)?;
+                let incoming =
+                    session.request(&encode(&SemaphoreRequest::Page { member })?, timeout)?;
                 let MemberPresence(is_here) = decode(&incoming.body, &self.name)?;
                 let mut fds = incoming.fds.into_iter();
                 let page = fds.next();
@@ -283,7 +363,9 @@ impl LocalSemaphore {
                         allowed: "a page, a pidfd and a lifeline".into(),
                     });
                 }
-                Ok(page.filter(|_| is_here).map(|page| PageOffer { page, process }))
+                Ok(page
+                    .filter(|_| is_here)
+                    .map(|page| PageOffer { page, process }))
             }
             None => Err(Error::Forked),
         }
@@ -296,7 +378,10 @@ impl LocalSemaphore {
 
     /// What a stream that is given the permit waits for.
     fn waits(&self, permit: u32) -> Vec<StreamOp> {
-        self.signals.waits(permit, self.shared_page.in_flight(permit).map(|(_, member)| member))
+        self.signals.waits(
+            permit,
+            self.shared_page.in_flight(permit).map(|(_, member)| member),
+        )
     }
 
     /// Makes the stream wait for the permit's earlier holders.
@@ -315,7 +400,11 @@ impl LocalSemaphore {
     /// holders unless it `is_behind` it already. An error: nothing is promised, and the stream has been given nothing. The
     /// permit is not to be handed on before that stream's work is done.
     pub(super) fn release(&self, permit: u32, stream: &Stream, is_behind: bool) -> Result<()> {
-        let mut before = if is_behind { Vec::new() } else { self.waits(permit) };
+        let mut before = if is_behind {
+            Vec::new()
+        } else {
+            self.waits(permit)
+        };
         let word = self.word_address(permit)?;
         let value = self.shared_page.promise(permit, self.member);
         // For the CPUs that look at the permit: no stream waits for this word.
@@ -346,12 +435,23 @@ impl Drop for LocalSemaphore {
     fn drop(&mut self) {
         let mut role = self.role.take();
         if !self.owner_process.is_current() {
-            return std::mem::forget((role, self.shared_page.clone(), self.signals.clone(), self.monitor.clone()));
+            return std::mem::forget((
+                role,
+                self.shared_page.clone(),
+                self.signals.clone(),
+                self.monitor.clone(),
+            ));
         }
-        let (shared_page, signals, monitor) = (self.shared_page.clone(), self.signals.clone(), self.monitor.clone());
+        let (shared_page, signals, monitor) = (
+            self.shared_page.clone(),
+            self.signals.clone(),
+            self.monitor.clone(),
+        );
         let (streams, mut fence) = (signals.streams().clone(), None);
         // A creator whose streams wait for members must still see them die; else the name is free at once.
-        if matches!(role, Some(SemaphoreRole::Creator { .. })) && fence.insert(streams.fence_busy()).is_reached() {
+        if matches!(role, Some(SemaphoreRole::Creator { .. }))
+            && fence.insert(streams.fence_busy()).is_reached()
+        {
             drop(role.take());
         }
         // Others wait for the name, and for the goodbye.
@@ -367,7 +467,11 @@ impl Drop for LocalSemaphore {
             let is_last = Arc::strong_count(monitor) == 1
                 && Arc::strong_count(shared_page) == 2
                 && Arc::strong_count(signals) == 2;
-            if is_last { DropReadiness::Ready } else { DropReadiness::Held }
+            if is_last {
+                DropReadiness::Ready
+            } else {
+                DropReadiness::Held
+            }
         });
     }
 }

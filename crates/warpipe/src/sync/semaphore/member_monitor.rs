@@ -39,12 +39,18 @@ pub(super) struct MemberMonitor {
 
 impl std::fmt::Debug for MemberMonitor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MemberMonitor").field("member", &self.member).finish_non_exhaustive()
+        f.debug_struct("MemberMonitor")
+            .field("member", &self.member)
+            .finish_non_exhaustive()
     }
 }
 
 impl MemberMonitor {
-    pub(super) fn new(shared_page: Arc<SemaphorePage>, signals: Arc<MemberSignals>, member: u32) -> Arc<MemberMonitor> {
+    pub(super) fn new(
+        shared_page: Arc<SemaphorePage>,
+        signals: Arc<MemberSignals>,
+        member: u32,
+    ) -> Arc<MemberMonitor> {
         Arc::new_cyclic(|weak_self: &Weak<MemberMonitor>| MemberMonitor {
             owner_process: OwnerProcess::current(),
             shared_page,
@@ -79,7 +85,11 @@ impl MemberMonitor {
             found: fault.to_string(),
             allowed: "a pidfd and a lifeline".into(),
         })?;
-        let watch = process.watch(DeathEvidence::Orphaned(ORPHAN_TIMEOUT), &self.watched(), member.into())?;
+        let watch = process.watch(
+            DeathEvidence::Orphaned(ORPHAN_TIMEOUT),
+            &self.watched(),
+            member.into(),
+        )?;
         let forgotten = self.watched_members().insert(member, (watch, process));
         drop(forgotten);
         Ok(())
@@ -94,7 +104,9 @@ impl MemberMonitor {
     }
 
     fn watched_members(&self) -> MutexGuard<'_, BTreeMap<u32, (Registration, Arc<Process>)>> {
-        self.watched_members.lock().unwrap_or_else(PoisonError::into_inner)
+        self.watched_members
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn dead(&self) -> MutexGuard<'_, BTreeSet<u32>> {
@@ -112,7 +124,9 @@ impl MemberMonitor {
         let name = self.signals.name();
         match (decode(&incoming.body, name), incoming.fds.pop()) {
             // Who asked times out if it fails.
-            (Ok(SemaphoreNotice::Serve { member }), Some(page)) => drop(self.signals.add_listener(member, page)),
+            (Ok(SemaphoreNotice::Serve { member }), Some(page)) => {
+                drop(self.signals.add_listener(member, page))
+            }
             (Ok(SemaphoreNotice::Gone { member }), None) => self.remove_member(member),
             _ => {}
         }
@@ -121,7 +135,8 @@ impl MemberMonitor {
     fn complete_dead_signals(&self) {
         let mut dead = self.dead();
         if !dead.is_empty() {
-            self.shared_page.complete_dead_signals(|member| dead.contains(&member));
+            self.shared_page
+                .complete_dead_signals(|member| dead.contains(&member));
             // The creator's death concerns whatever is promised by then, and it promises nothing afterwards.
             dead.retain(|&member| self.shared_page.owes_signal(member));
         }
@@ -140,16 +155,20 @@ impl SessionObserver for MemberMonitor {
 
     /// On the reactor's thread: what follows calls the driver.
     fn on_notification(&self, incoming: IncomingReply) {
-        let Some(monitor) = self.weak_self.upgrade() else { return };
+        let Some(monitor) = self.weak_self.upgrade() else {
+            return;
+        };
         // More than an honest creator sends are dropped.
         if self.notices.fetch_add(1, SeqCst) >= NOTICES_MAX {
             self.notices.fetch_sub(1, SeqCst);
             return;
         }
-        self.signals.reactor().run_on_control_thread(Box::new(move || {
-            monitor.on_notice(incoming);
-            monitor.notices.fetch_sub(1, SeqCst);
-        }));
+        self.signals
+            .reactor()
+            .run_on_control_thread(Box::new(move || {
+                monitor.on_notice(incoming);
+                monitor.notices.fetch_sub(1, SeqCst);
+            }));
     }
 }
 

@@ -106,7 +106,11 @@ impl Semaphore {
     /// [`Error::Driver`], [`Error::Os`].
     pub fn create(domain: &Domain, name: &str, device: &Device, permits: u32) -> Result<Semaphore> {
         if !(1..=PERMITS_MAX).contains(&permits) {
-            return Err(Error::argument("permits", permits, format!("1 to {PERMITS_MAX}")));
+            return Err(Error::argument(
+                "permits",
+                permits,
+                format!("1 to {PERMITS_MAX}"),
+            ));
         }
         let name = EndpointName::new(name)?;
         let reactor = Reactor::of_process()?;
@@ -115,17 +119,43 @@ impl Semaphore {
         let shared_page = Arc::new(SemaphorePage::new(page, permits));
         let monitor = MemberMonitor::new(shared_page.clone(), signals.clone(), CREATOR);
         let kind = device.info().id.kind;
-        let semaphore_server =
-            Arc::new(SemaphoreServer::new(shared_page.clone(), fd, kind, signals.clone(), monitor.clone()));
-        let at = Address { domain, name: &name, kind: Kind::Semaphore };
+        let semaphore_server = Arc::new(SemaphoreServer::new(
+            shared_page.clone(),
+            fd,
+            kind,
+            signals.clone(),
+            monitor.clone(),
+        ));
+        let at = Address {
+            domain,
+            name: &name,
+            kind: Kind::Semaphore,
+        };
         // Not dropped here on an error: to unregister memory, a driver may wait for a stream that waits for a peer.
         let server = match IpcServer::open(&at, AccessPolicy::default(), semaphore_server.clone()) {
             Ok(server) => server,
-            Err(error) => return Err(drop_deferred((shared_page, signals, monitor, semaphore_server), error)),
+            Err(error) => {
+                return Err(drop_deferred(
+                    (shared_page, signals, monitor, semaphore_server),
+                    error,
+                ));
+            }
         };
         reactor.register_ticks(monitor.watched());
-        let role = SemaphoreRole::Creator { server, semaphore_server };
-        Ok(Semaphore { local: Arc::new(LocalSemaphore::new(shared_page, device, CREATOR, signals, monitor, role)) })
+        let role = SemaphoreRole::Creator {
+            server,
+            semaphore_server,
+        };
+        Ok(Semaphore {
+            local: Arc::new(LocalSemaphore::new(
+                shared_page,
+                device,
+                CREATOR,
+                signals,
+                monitor,
+                role,
+            )),
+        })
     }
 
     /// Opens the one of this name.
@@ -141,11 +171,21 @@ impl Semaphore {
     ///
     /// # Errors
     /// As for [`open`](Self::open).
-    pub fn open_timeout(domain: &Domain, name: &str, device: &Device, wait: Duration) -> Result<Semaphore> {
+    pub fn open_timeout(
+        domain: &Domain,
+        name: &str,
+        device: &Device,
+        wait: Duration,
+    ) -> Result<Semaphore> {
         let name = EndpointName::new(name)?;
-        let at = Address { domain, name: &name, kind: Kind::Semaphore };
+        let at = Address {
+            domain,
+            name: &name,
+            kind: Kind::Semaphore,
+        };
         let (session, incoming) = ClientSession::attach(&at, Some(device.info().id), &[], wait)?;
-        let (SemaphoreWelcome { member, permits }, [fd]) = incoming.open::<SemaphoreWelcome, 1>(name.as_str())?;
+        let (SemaphoreWelcome { member, permits }, [fd]) =
+            incoming.open::<SemaphoreWelcome, 1>(name.as_str())?;
         if !(1..=PERMITS_MAX).contains(&permits) || member == 0 || member == CREATOR {
             return Err(Error::Protocol {
                 name: name.to_string(),
@@ -170,7 +210,9 @@ impl Semaphore {
         );
         listening?;
         reactor.register_ticks(monitor.watched());
-        Ok(Semaphore { local: Arc::new(local) })
+        Ok(Semaphore {
+            local: Arc::new(local),
+        })
     }
 
     /// Its name.
@@ -237,10 +279,13 @@ impl Semaphore {
     pub fn try_acquire(&self, stream: &Stream) -> Result<Option<Permit>> {
         self.local.check_stream(stream)?;
         let local = &self.local;
-        let may = |permit| local.has_room_for_work(permit) && local.is_connected_to_signallers(permit);
+        let may =
+            |permit| local.has_room_for_work(permit) && local.is_connected_to_signallers(permit);
         let known = self.try_take_of(may)?;
         // Else any: those who are to signal it are to be got to know.
-        let Some(permit) = known.map_or_else(|| self.try_take(), |permit| Ok(Some(permit)))? else { return Ok(None) };
+        let Some(permit) = known.map_or_else(|| self.try_take(), |permit| Ok(Some(permit)))? else {
+            return Ok(None);
+        };
         if !self.local.has_room_for_work(permit.index) {
             return Ok(None);
         }
@@ -250,7 +295,8 @@ impl Semaphore {
             drop(permit);
             return self.local.connect_in_background(index).map(|()| None);
         }
-        self.join(permit, stream, REPLY_TIMEOUT, &mut Stopwatch::default()).map(Some)
+        self.join(permit, stream, REPLY_TIMEOUT, &mut Stopwatch::default())
+            .map(Some)
     }
 
     /// Waits up to `timeout` for a permit *and* for the device work of its last holder, on the CPU.
@@ -268,8 +314,14 @@ impl Semaphore {
     /// # Errors
     /// [`Error::OwnerGone`], [`Error::Forked`].
     pub fn try_acquire_host(&self) -> Result<Option<Permit>> {
-        let Some(permit) = self.try_take()? else { return Ok(None) };
-        let is_done = self.local.shared_page.word(permit.index).reached(self.local.shared_page.due(permit.index));
+        let Some(permit) = self.try_take()? else {
+            return Ok(None);
+        };
+        let is_done = self
+            .local
+            .shared_page
+            .word(permit.index)
+            .reached(self.local.shared_page.due(permit.index));
         Ok(is_done.then_some(permit))
     }
 
@@ -291,10 +343,21 @@ impl Semaphore {
     }
 
     fn permit(&self, index: u32, passed: u64) -> Permit {
-        Permit { local: self.local.clone(), index, stream: None, passed, is_open: true }
+        Permit {
+            local: self.local.clone(),
+            index,
+            stream: None,
+            passed,
+            is_open: true,
+        }
     }
 
-    fn take(&self, timeout: Duration, clock: &mut Stopwatch, called_off: Option<&AtomicBool>) -> Result<Permit> {
+    fn take(
+        &self,
+        timeout: Duration,
+        clock: &mut Stopwatch,
+        called_off: Option<&AtomicBool>,
+    ) -> Result<Permit> {
         if let Some(permit) = self.try_take()? {
             return Ok(permit);
         }
@@ -325,7 +388,13 @@ impl Semaphore {
     }
 
     /// Makes the stream wait for what is under way. An error drops the permit, which hands it on.
-    fn join(&self, mut permit: Permit, stream: &Stream, timeout: Duration, clock: &mut Stopwatch) -> Result<Permit> {
+    fn join(
+        &self,
+        mut permit: Permit,
+        stream: &Stream,
+        timeout: Duration,
+        clock: &mut Stopwatch,
+    ) -> Result<Permit> {
         let (local, index) = (&self.local, permit.index);
         let due = local.shared_page.due(index);
         if !local.shared_page.word(index).reached(due) {
@@ -404,14 +473,20 @@ impl Permit {
     fn hand_on(&mut self) {
         if std::mem::replace(&mut self.is_open, false) && self.local.owner_process.is_current() {
             self.local.hint.store(self.index, Relaxed);
-            self.local.shared_page.hand_on(self.index, self.local.member);
+            self.local
+                .shared_page
+                .hand_on(self.index, self.local.member);
         }
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        if let Some(stream) = self.stream.take().filter(|_| self.is_open && self.local.owner_process.is_current()) {
+        if let Some(stream) = self
+            .stream
+            .take()
+            .filter(|_| self.is_open && self.local.owner_process.is_current())
+        {
             // Whatever fails has been dealt with; nobody is here to be told.
             self.stream = Some(stream.clone());
             let _ = self.release_behind(&stream);

@@ -66,8 +66,10 @@ const WORD: usize = 16;
 const SIGNALLERS: usize = 32;
 
 const _: () = assert!(SIGNALLERS + IN_FLIGHT_MAX as usize * size_of::<u32>() == PERMIT_BYTES);
-const _: () = assert!(WORD.is_multiple_of(align_of::<TimelineWord>()) && PERMIT.is_multiple_of(PERMIT_BYTES));
-const _: () = assert!(BITS + WAIT_SLOTS as usize / 8 <= PAGE_BYTES && PERMITS_MAX - 1 == STATE_PERMIT as u32);
+const _: () =
+    assert!(WORD.is_multiple_of(align_of::<TimelineWord>()) && PERMIT.is_multiple_of(PERMIT_BYTES));
+const _: () =
+    assert!(BITS + WAIT_SLOTS as usize / 8 <= PAGE_BYTES && PERMITS_MAX - 1 == STATE_PERMIT as u32);
 
 /// Phases of a wait slot, the low bits of its state.
 const FREE: u64 = 0;
@@ -80,7 +82,10 @@ const STATE_COUNT: u64 = 0xf_ffff;
 
 /// A wait slot's state in one word, so that it changes in one step.
 fn state(member: u32, phase: u64, permit: u32, count: u64) -> u64 {
-    u64::from(member) << 32 | (count & STATE_COUNT) << 12 | (u64::from(permit) & STATE_PERMIT) << 2 | phase
+    u64::from(member) << 32
+        | (count & STATE_COUNT) << 12
+        | (u64::from(permit) & STATE_PERMIT) << 2
+        | phase
 }
 
 fn phase_of(state: u64) -> u64 {
@@ -148,7 +153,8 @@ impl SemaphorePage {
     /// Writes one value everywhere.
     #[cfg(test)]
     pub(super) fn scribble(&self, value: u64) {
-        (0..self.page.bytes() / 8).for_each(|index| self.page.at::<AtomicU64>(8 * index).store(value, SeqCst));
+        (0..self.page.bytes() / 8)
+            .for_each(|index| self.page.at::<AtomicU64>(8 * index).store(value, SeqCst));
     }
 
     fn bits(&self, group: u32) -> &AtomicU64 {
@@ -157,7 +163,8 @@ impl SemaphorePage {
 
     fn in_slot<T: crate::shm::page::AtomicsOnly>(&self, slot: u32, field: usize) -> &T {
         assert!(slot < WAIT_SLOTS);
-        self.page.at(WAIT_SLOTS_AT + slot as usize * WAIT_SLOT_BYTES + field)
+        self.page
+            .at(WAIT_SLOTS_AT + slot as usize * WAIT_SLOT_BYTES + field)
     }
 
     fn slot_state(&self, slot: u32) -> &AtomicU64 {
@@ -190,7 +197,9 @@ impl SemaphorePage {
 
     /// The value that the permit's word has when all its earlier holders' work is done.
     pub(super) fn due(&self, permit: u32) -> u64 {
-        self.page.at::<AtomicU64>(self.in_permit(permit, PROMISED)).load(Acquire)
+        self.page
+            .at::<AtomicU64>(self.in_permit(permit, PROMISED))
+            .load(Acquire)
     }
 
     /// Says that `me`, who has the permit, will signal the value returned. To be called before the signal is enqueued,
@@ -199,7 +208,9 @@ impl SemaphorePage {
     pub(super) fn promise(&self, permit: u32, me: u32) -> u64 {
         let value = self.due(permit).wrapping_add(1);
         self.signaller(permit, value).store(me, SeqCst);
-        self.page.at::<AtomicU64>(self.in_permit(permit, PROMISED)).store(value, SeqCst);
+        self.page
+            .at::<AtomicU64>(self.in_permit(permit, PROMISED))
+            .store(value, SeqCst);
         value
     }
 
@@ -207,13 +218,19 @@ impl SemaphorePage {
     /// that is stored for it.
     pub(super) fn take_back(&self, permit: u32) {
         let value = self.due(permit).wrapping_sub(1);
-        self.page.at::<AtomicU64>(self.in_permit(permit, PROMISED)).store(value, SeqCst);
+        self.page
+            .at::<AtomicU64>(self.in_permit(permit, PROMISED))
+            .store(value, SeqCst);
     }
 
     /// Who is to signal what the permit's word has not reached yet, from the oldest on.
     pub(super) fn in_flight(&self, permit: u32) -> impl Iterator<Item = (u64, u32)> + '_ {
         let (reached, due) = (self.word(permit).load(), self.due(permit));
-        let count = if due.wrapping_sub(reached) as i64 > 0 { due.wrapping_sub(reached).min(IN_FLIGHT_MAX) } else { 0 };
+        let count = if due.wrapping_sub(reached) as i64 > 0 {
+            due.wrapping_sub(reached).min(IN_FLIGHT_MAX)
+        } else {
+            0
+        };
         let values = (0..count).map(move |back| due.wrapping_sub(count - 1 - back));
         values.map(move |value| (value, self.signaller(permit, value).load(SeqCst)))
     }
@@ -225,17 +242,24 @@ impl SemaphorePage {
 
     /// Whether at most one is in line.
     pub(super) fn is_first_in_line(&self) -> bool {
-        (0..WAIT_SLOTS / 64).map(|group| self.bits(group).load(SeqCst).count_ones()).sum::<u32>() <= 1
+        (0..WAIT_SLOTS / 64)
+            .map(|group| self.bits(group).load(SeqCst).count_ones())
+            .sum::<u32>()
+            <= 1
     }
 
     /// How many wait, for people.
     pub(super) fn waiting(&self) -> u32 {
-        self.visible_slots().filter(|&slot| phase_of(self.slot_state(slot).load(Relaxed)) == WAITING).count() as u32
+        self.visible_slots()
+            .filter(|&slot| phase_of(self.slot_state(slot).load(Relaxed)) == WAITING)
+            .count() as u32
     }
 
     /// How many are free, for people.
     pub(super) fn available(&self) -> u32 {
-        (0..self.permits).filter(|&permit| self.owner(permit).load(Relaxed) == 0).count() as u32
+        (0..self.permits)
+            .filter(|&permit| self.owner(permit).load(Relaxed) == 0)
+            .count() as u32
     }
 
     fn visible_slots(&self) -> impl Iterator<Item = u32> + '_ {
@@ -256,11 +280,18 @@ impl SemaphorePage {
     }
 
     /// The same among those that `may` be taken.
-    pub(super) fn take_free_of(&self, me: u32, first: u32, may: impl Fn(u32) -> bool) -> Option<u32> {
+    pub(super) fn take_free_of(
+        &self,
+        me: u32,
+        first: u32,
+        may: impl Fn(u32) -> bool,
+    ) -> Option<u32> {
         let all = || (0..self.permits).map(|step| (first % self.permits + step) % self.permits);
         let in_turn = || all().filter(|&permit| may(permit));
         let is_done = |&permit: &u32| self.word(permit).reached(self.due(permit));
-        let idle = in_turn().filter(is_done).find(|&permit| self.take(permit, me));
+        let idle = in_turn()
+            .filter(is_done)
+            .find(|&permit| self.take(permit, me));
         idle.or_else(|| in_turn().find(|&permit| self.take(permit, me)))
     }
 
@@ -273,9 +304,18 @@ impl SemaphorePage {
     fn oldest(&self) -> Option<(u32, u64)> {
         let waiting = |slot| {
             let state = self.slot_state(slot).load(SeqCst);
-            (phase_of(state) == WAITING).then(|| (self.in_slot::<AtomicU64>(slot, TICKET).load(SeqCst), slot, state))
+            (phase_of(state) == WAITING).then(|| {
+                (
+                    self.in_slot::<AtomicU64>(slot, TICKET).load(SeqCst),
+                    slot,
+                    state,
+                )
+            })
         };
-        self.visible_slots().filter_map(waiting).min().map(|(_, slot, state)| (slot, state))
+        self.visible_slots()
+            .filter_map(waiting)
+            .min()
+            .map(|(_, slot, state)| (slot, state))
     }
 
     /// Passes a permit that `me` has to the oldest waiter, or frees it.
@@ -302,7 +342,10 @@ impl SemaphorePage {
     fn grant(&self, permit: u32, slot: u32, seen: u64) -> bool {
         let handed = self.page.at::<AtomicU64>(HANDED);
         let granted = state(member_of(seen), GRANTED, permit, handed.load(SeqCst));
-        let is_ours = self.slot_state(slot).compare_exchange(seen, granted, SeqCst, SeqCst).is_ok();
+        let is_ours = self
+            .slot_state(slot)
+            .compare_exchange(seen, granted, SeqCst, SeqCst)
+            .is_ok();
         if is_ours {
             handed.fetch_add(1, SeqCst);
             self.ring(slot);
@@ -316,7 +359,9 @@ impl SemaphorePage {
             if self.oldest().is_none() {
                 return;
             }
-            let Some(permit) = self.take_free(me, 0) else { return };
+            let Some(permit) = self.take_free(me, 0) else {
+                return;
+            };
             self.hand_on(permit, me);
         }
     }
@@ -325,15 +370,23 @@ impl SemaphorePage {
     pub(super) fn begin_wait(&self, me: u32) -> Option<WaitSlot> {
         let claim = |&slot: &u32| {
             let word = self.slot_state(slot);
-            word.load(SeqCst) == FREE && word.compare_exchange(FREE, state(me, CLAIMED, 0, 0), SeqCst, SeqCst).is_ok()
+            word.load(SeqCst) == FREE
+                && word
+                    .compare_exchange(FREE, state(me, CLAIMED, 0, 0), SeqCst, SeqCst)
+                    .is_ok()
         };
         let index = (0..WAIT_SLOTS).find(claim)?;
         let ticket = self.page.at::<AtomicU64>(TICKETS).fetch_add(1, SeqCst);
-        self.in_slot::<AtomicU64>(index, TICKET).store(ticket, SeqCst);
-        self.slot_state(index).store(state(me, WAITING, 0, 0), SeqCst);
+        self.in_slot::<AtomicU64>(index, TICKET)
+            .store(ticket, SeqCst);
+        self.slot_state(index)
+            .store(state(me, WAITING, 0, 0), SeqCst);
         // Seen from here on.
         self.bits(index / 64).fetch_or(1 << (index % 64), SeqCst);
-        Some(WaitSlot { index, handed: self.page.at::<AtomicU64>(HANDED).load(SeqCst) })
+        Some(WaitSlot {
+            index,
+            handed: self.page.at::<AtomicU64>(HANDED).load(SeqCst),
+        })
     }
 
     /// What has become of the wait. A permit that was granted has been taken over, and the wait slot is given up.
@@ -346,7 +399,10 @@ impl SemaphorePage {
                 let permit = permit_of(seen);
                 self.owner(permit).store(me.into(), SeqCst);
                 self.free_slot(slot.index);
-                WaitProgress::Granted { permit, passed: (seen >> 12).wrapping_sub(slot.handed) & STATE_COUNT }
+                WaitProgress::Granted {
+                    permit,
+                    passed: (seen >> 12).wrapping_sub(slot.handed) & STATE_COUNT,
+                }
             }
             _ => {
                 self.free_slot(slot.index);
@@ -358,7 +414,11 @@ impl SemaphorePage {
     /// Ends the wait, unless it has been granted meanwhile.
     pub(super) fn cancel_wait(&self, slot: WaitSlot, me: u32) -> WaitProgress {
         let (waiting, claimed) = (state(me, WAITING, 0, 0), state(me, CLAIMED, 0, 0));
-        if self.slot_state(slot.index).compare_exchange(waiting, claimed, SeqCst, SeqCst).is_err() {
+        if self
+            .slot_state(slot.index)
+            .compare_exchange(waiting, claimed, SeqCst, SeqCst)
+            .is_err()
+        {
             return self.check_wait(slot, me);
         }
         self.free_slot(slot.index);
@@ -402,7 +462,11 @@ impl SemaphorePage {
             let ours = state(CREATOR, CLAIMED, 0, 0);
             let is_dead = phase_of(seen) != FREE && !is_present(member_of(seen));
             // It fails if the wait has just been granted: the next sweep, or this one's second look, takes that back.
-            let is_taken = |seen| self.slot_state(slot).compare_exchange(seen, ours, SeqCst, SeqCst).is_ok();
+            let is_taken = |seen| {
+                self.slot_state(slot)
+                    .compare_exchange(seen, ours, SeqCst, SeqCst)
+                    .is_ok()
+            };
             if is_dead && is_taken(seen) {
                 self.reclaim_slot(slot, seen);
             } else if is_dead {
@@ -418,7 +482,10 @@ impl SemaphorePage {
             // Granted by the dead one before it died, and not taken over yet: it is the waiter's.
             if is_ownerless
                 && !self.is_granted(permit)
-                && self.owner(permit).compare_exchange(owner, CREATOR.into(), SeqCst, SeqCst).is_ok()
+                && self
+                    .owner(permit)
+                    .compare_exchange(owner, CREATOR.into(), SeqCst, SeqCst)
+                    .is_ok()
             {
                 self.hand_on(permit, CREATOR);
             }
@@ -452,7 +519,9 @@ impl SemaphorePage {
     pub(super) fn complete_dead_signals(&self, is_dead: impl Fn(u32) -> bool) {
         for permit in 0..self.permits {
             let word = self.word(permit);
-            let owed = self.in_flight(permit).take_while(|&(_, member)| is_dead(member));
+            let owed = self
+                .in_flight(permit)
+                .take_while(|&(_, member)| is_dead(member));
             // From exactly the value before: survivors and the creator may do this side by side, and what is further
             // behind than honest members let it fall has lost its beginning.
             owed.for_each(|(value, _)| word.advance(value.wrapping_sub(1), value));
@@ -469,6 +538,9 @@ impl SemaphorePage {
 
     /// Whether `member` is to signal something.
     pub(super) fn owes_signal(&self, member: u32) -> bool {
-        (0..self.permits).any(|permit| self.in_flight(permit).any(|(_, signaller)| signaller == member))
+        (0..self.permits).any(|permit| {
+            self.in_flight(permit)
+                .any(|(_, signaller)| signaller == member)
+        })
     }
 }

@@ -11,7 +11,9 @@ use super::signals::MemberSignals;
 use crate::backend::DeviceKind;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
-use crate::ipc::{ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode};
+use crate::ipc::{
+    ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
+};
 use crate::shm::seal;
 
 /// What comes with the admission, beside the page's descriptor.
@@ -103,31 +105,53 @@ impl SemaphoreServer {
             CREATOR => None,
             _ => {
                 let members = self.members();
-                let process = if members.contains(&member) { server_core.process_of(member.into()) } else { None };
+                let process = if members.contains(&member) {
+                    server_core.process_of(member.into())
+                } else {
+                    None
+                };
                 let Some(process) = process else {
                     self.sweep(&members);
                     return Ok(None);
                 };
-                Some(process.relay().map_err(|e| Error::os("fcntl(F_DUPFD)", "a member's lifeline", e))?)
+                Some(
+                    process
+                        .relay()
+                        .map_err(|e| Error::os("fcntl(F_DUPFD)", "a member's lifeline", e))?,
+                )
             }
         };
-        let page = seal::memfd(c"warpipe-words", super::signals::bytes_for(self.shared_page.permits()) as u64)?;
-        let copy =
-            CloseOnForkFd::duplicate(&page).map_err(|e| Error::os("fcntl(F_DUPFD)", "a page of two members", e))?;
+        let page = seal::memfd(
+            c"warpipe-words",
+            super::signals::bytes_for(self.shared_page.permits()) as u64,
+        )?;
+        let copy = CloseOnForkFd::duplicate(&page)
+            .map_err(|e| Error::os("fcntl(F_DUPFD)", "a page of two members", e))?;
         self.offers().insert(asker, (member, copy));
         Ok(Some(PageOffer { page, process }))
     }
 
     /// The asker has mapped its page: the other one can have it, too.
-    pub(super) fn forward(&self, server_core: &ServerCore, asker: u32, member: u32) -> Result<(), Rejection> {
+    pub(super) fn forward(
+        &self,
+        server_core: &ServerCore,
+        asker: u32,
+        member: u32,
+    ) -> Result<(), Rejection> {
         let offered = self.offers().remove(&asker).filter(|(of, _)| *of == member);
         let (_, page) = offered.ok_or_else(|| Rejection("it was offered no such page".into()))?;
         if member == CREATOR {
             return Ok(self.signals.add_listener(asker, page.into())?);
         }
-        let is_told =
-            server_core.tell(member.into(), OutgoingReply::new(&SemaphoreNotice::Serve { member: asker }, vec![page])?);
-        if is_told { Ok(()) } else { Err(Rejection(format!("member {member} does not answer"))) }
+        let is_told = server_core.tell(
+            member.into(),
+            OutgoingReply::new(&SemaphoreNotice::Serve { member: asker }, vec![page])?,
+        );
+        if is_told {
+            Ok(())
+        } else {
+            Err(Rejection(format!("member {member} does not answer")))
+        }
     }
 
     fn members(&self) -> MutexGuard<'_, BTreeSet<u32>> {
@@ -135,22 +159,40 @@ impl SemaphoreServer {
     }
 
     fn sweep(&self, members: &BTreeSet<u32>) {
-        self.shared_page.sweep(|member| member == CREATOR || members.contains(&member));
+        self.shared_page
+            .sweep(|member| member == CREATOR || members.contains(&member));
     }
 }
 
 impl RequestHandler for SemaphoreServer {
-    fn on_connect(&self, _desk: &ServerCore, client: &ClientInfo, _body: &[u8]) -> Result<OutgoingReply, Rejection> {
+    fn on_connect(
+        &self,
+        _desk: &ServerCore,
+        client: &ClientInfo,
+        _body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
         if client.device.map(|device| device.kind) != Some(self.device) {
-            let text = format!("it is for {:?} devices; open it on a device of that kind", self.device);
+            let text = format!(
+                "it is for {:?} devices; open it on a device of that kind",
+                self.device
+            );
             return Err(Rejection(text));
         }
-        let member = u32::try_from(client.id).ok().filter(|&member| member < CREATOR);
-        let member =
-            member.ok_or_else(|| Rejection("it has had all the members it can count; create it anew".into()))?;
-        let page =
-            CloseOnForkFd::duplicate(&self.page).map_err(|e| Error::os("fcntl(F_DUPFD)", "the semaphore's page", e))?;
-        let answer = OutgoingReply::new(&SemaphoreWelcome { member, permits: self.shared_page.permits() }, vec![page])?;
+        let member = u32::try_from(client.id)
+            .ok()
+            .filter(|&member| member < CREATOR);
+        let member = member.ok_or_else(|| {
+            Rejection("it has had all the members it can count; create it anew".into())
+        })?;
+        let page = CloseOnForkFd::duplicate(&self.page)
+            .map_err(|e| Error::os("fcntl(F_DUPFD)", "the semaphore's page", e))?;
+        let answer = OutgoingReply::new(
+            &SemaphoreWelcome {
+                member,
+                permits: self.shared_page.permits(),
+            },
+            vec![page],
+        )?;
         self.members().insert(member);
         Ok(answer)
     }
@@ -167,8 +209,9 @@ impl RequestHandler for SemaphoreServer {
                 let offer = self.offer(server_core, asker, member)?;
                 let is_here = MemberPresence(offer.is_some());
                 let fds = offer.into_iter();
-                let fds =
-                    fds.flat_map(|PageOffer { page, process }| [page].into_iter().chain(process.into_iter().flatten()));
+                let fds = fds.flat_map(|PageOffer { page, process }| {
+                    [page].into_iter().chain(process.into_iter().flatten())
+                });
                 OutgoingReply::new(&is_here, fds.collect())
             }
             SemaphoreRequest::Mapped { member } => {
@@ -197,7 +240,9 @@ impl RequestHandler for SemaphoreServer {
         self.sweep(&members);
         let others: Vec<u32> = members.iter().copied().collect();
         drop(members);
-        let Ok(member) = u32::try_from(client.id) else { return };
+        let Ok(member) = u32::try_from(client.id) else {
+            return;
+        };
         self.offers().remove(&member);
         self.monitor.remove_member(member);
         for other in others {

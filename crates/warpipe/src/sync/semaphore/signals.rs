@@ -109,9 +109,12 @@ impl MemberSignals {
         device: &Device,
         reactor: &Arc<Reactor>,
     ) -> Result<Arc<MemberSignals>> {
-        let own = Arc::new(SharedPage::private(device, permits as usize * COUNTER_BYTES)?);
-        let raisers =
-            (0..permits as usize).map(|permit| Signaler::new(SharedCounter::new(&own, permit * COUNTER_BYTES), 0));
+        let own = Arc::new(SharedPage::private(
+            device,
+            permits as usize * COUNTER_BYTES,
+        )?);
+        let raisers = (0..permits as usize)
+            .map(|permit| Signaler::new(SharedCounter::new(&own, permit * COUNTER_BYTES), 0));
         Ok(Arc::new(MemberSignals {
             member,
             name: name.to_string(),
@@ -144,7 +147,9 @@ impl MemberSignals {
     }
 
     fn listeners(&self) -> MutexGuard<'_, Vec<(u32, PairPage)>> {
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
+        self.listeners
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn heard(&self) -> MutexGuard<'_, BTreeMap<u32, HeardMember>> {
@@ -162,7 +167,11 @@ impl MemberSignals {
     }
 
     /// What a stream that is given `permit` must wait for: all that `signallers` have promised so far.
-    pub(super) fn waits(&self, permit: u32, signallers: impl Iterator<Item = u32>) -> Vec<StreamOp> {
+    pub(super) fn waits(
+        &self,
+        permit: u32,
+        signallers: impl Iterator<Item = u32>,
+    ) -> Vec<StreamOp> {
         let mut waits: Vec<StreamOp> = Vec::new();
         for signaller in signallers {
             let wait = if signaller == self.member {
@@ -191,27 +200,46 @@ impl MemberSignals {
     }
 
     /// Waits until `member` has sealed the page and signals there.
-    pub(super) fn connect(&self, member: u32, draft: UnsealedPage, timeout: Duration) -> Result<()> {
+    pub(super) fn connect(
+        &self,
+        member: u32,
+        draft: UnsealedPage,
+        timeout: Duration,
+    ) -> Result<()> {
         let (mut clock, mut backoff) = (Stopwatch::default(), Backoff::default());
         let mut wait = |is_done: &dyn Fn() -> bool| {
             while !is_done() {
                 if clock.elapsed() >= timeout {
                     let what = format!("member {member} of {:?} to share its signals", self.name);
-                    return Err(Error::Timeout { what, waited: timeout });
+                    return Err(Error::Timeout {
+                        what,
+                        waited: timeout,
+                    });
                 }
                 backoff.pause();
             }
             Ok(())
         };
         wait(&|| draft.is_closed())?;
-        let pair_page = PairPage { page: Arc::new(draft.confirm(&self.device, &self.name)?), permits: self.permits() };
+        let pair_page = PairPage {
+            page: Arc::new(draft.confirm(&self.device, &self.name)?),
+            permits: self.permits(),
+        };
         let served = wait(&|| pair_page.is_served().load(SeqCst) == 1);
         if let Err(error) = served {
             self.drop_page_deferred(pair_page);
             return Err(error);
         }
-        let earlier = self.heard().insert(member, HeardMember { pair_page, is_dead: false });
-        earlier.into_iter().for_each(|heard| self.drop_page_deferred(heard.pair_page));
+        let earlier = self.heard().insert(
+            member,
+            HeardMember {
+                pair_page,
+                is_dead: false,
+            },
+        );
+        earlier
+            .into_iter()
+            .for_each(|heard| self.drop_page_deferred(heard.pair_page));
         Ok(())
     }
 
@@ -219,10 +247,17 @@ impl MemberSignals {
     pub(super) fn add_listener(self: &Arc<Self>, member: u32, fd: PeerFd) -> Result<()> {
         self.remove_listener(member);
         if self.listeners().len() >= LISTENERS_MAX {
-            return Err(Error::argument("listener", member, format!("one of {LISTENERS_MAX}")));
+            return Err(Error::argument(
+                "listener",
+                member,
+                format!("one of {LISTENERS_MAX}"),
+            ));
         }
         let draft = UnsealedPage::open(fd, bytes_for(self.permits()), &self.name)?;
-        let pair_page = PairPage { page: Arc::new(draft.close(&self.device, &self.name)?), permits: self.permits() };
+        let pair_page = PairPage {
+            page: Arc::new(draft.close(&self.device, &self.name)?),
+            permits: self.permits(),
+        };
         self.listeners().push((member, pair_page.clone()));
         let mut has_all = true;
         for (permit, raiser) in (0..).zip(&self.raisers) {
@@ -241,17 +276,27 @@ impl MemberSignals {
     /// Signals to a member no more.
     fn remove_listener(&self, member: u32) {
         let mut listeners = self.listeners();
-        let Some(index) = listeners.iter().position(|(listener, _)| *listener == member) else { return };
+        let Some(index) = listeners
+            .iter()
+            .position(|(listener, _)| *listener == member)
+        else {
+            return;
+        };
         let (_, pair_page) = listeners.swap_remove(index);
         drop(listeners);
-        self.raisers.iter().for_each(|raiser| drop(raiser.remove(member.into())));
+        self.raisers
+            .iter()
+            .for_each(|raiser| drop(raiser.remove(member.into())));
         self.drop_page_deferred(pair_page);
     }
 
     /// On the reactor's thread, which no driver holds up: CPU stores alone. What a dead member's device has written after
     /// its page was lifted stands below.
     pub(super) fn tick(&self) {
-        self.heard().values().filter(|heard| heard.is_dead).for_each(|heard| heard.pair_page.end_waits());
+        self.heard()
+            .values()
+            .filter(|heard| heard.is_dead)
+            .for_each(|heard| heard.pair_page.end_waits());
         if self.has_lagging_listener.swap(false, SeqCst) && !self.catch_up() {
             self.has_lagging_listener.store(true, SeqCst);
         }
@@ -259,7 +304,11 @@ impl MemberSignals {
 
     /// Whether listeners have every count that our streams have come to.
     pub(super) fn catch_up(&self) -> bool {
-        self.raisers.iter().filter(|raiser| !raiser.catch_up()).count() == 0
+        self.raisers
+            .iter()
+            .filter(|raiser| !raiser.catch_up())
+            .count()
+            == 0
     }
 
     /// The member is proven dead, or has left behind all of its signals: streams that wait for it go on. CPU stores
@@ -276,7 +325,9 @@ impl MemberSignals {
         self.end_waits(member);
         self.remove_listener(member);
         let heard = self.heard().remove(&member);
-        heard.into_iter().for_each(|heard| self.drop_page_deferred(heard.pair_page));
+        heard
+            .into_iter()
+            .for_each(|heard| self.drop_page_deferred(heard.pair_page));
     }
 
     /// Lets a page go behind what streams were given for it.
@@ -286,7 +337,10 @@ impl MemberSignals {
             if Arc::strong_count(&pair_page.page) > 1 {
                 return DropReadiness::Held;
             }
-            fence.get_or_insert_with(|| streams.fence()).is_reached().into()
+            fence
+                .get_or_insert_with(|| streams.fence())
+                .is_reached()
+                .into()
         });
     }
 
@@ -294,8 +348,16 @@ impl MemberSignals {
     #[cfg(test)]
     pub(super) fn shared_with(&self, member: u32) -> Vec<Arc<SharedPage>> {
         let listeners = self.listeners();
-        let served =
-            listeners.iter().filter(|(listener, _)| *listener == member).map(|(_, pair_page)| pair_page.page.clone());
-        served.chain(self.heard().get(&member).map(|heard| heard.pair_page.page.clone())).collect()
+        let served = listeners
+            .iter()
+            .filter(|(listener, _)| *listener == member)
+            .map(|(_, pair_page)| pair_page.page.clone());
+        served
+            .chain(
+                self.heard()
+                    .get(&member)
+                    .map(|heard| heard.pair_page.page.clone()),
+            )
+            .collect()
     }
 }

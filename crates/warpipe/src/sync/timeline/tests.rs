@@ -14,8 +14,12 @@ struct Stage {
 
 impl Stage {
     fn new(title: &str) -> Stage {
-        let folder = std::env::temp_dir().join(format!("warpipe-timeline-{title}-{}", std::process::id()));
-        Stage { domain: Domain::at(folder).unwrap(), device: Device::host() }
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-timeline-{title}-{}", std::process::id()));
+        Stage {
+            domain: Domain::at(folder).unwrap(),
+            device: Device::host(),
+        }
     }
 
     fn create(&self) -> Timeline {
@@ -58,7 +62,10 @@ fn a_stream_waits_until_the_owners_stream_has_come_to_its_signal() {
     importer.wait_host(3, WAIT).unwrap();
     // The owner's own word is the last that its stream writes.
     slow.synchronize(WAIT).unwrap();
-    assert_eq!((importer.value(), owner.value(), importer.check(3).unwrap()), (3, 3, true));
+    assert_eq!(
+        (importer.value(), owner.value(), importer.check(3).unwrap()),
+        (3, 3, true)
+    );
 }
 
 #[test]
@@ -68,10 +75,19 @@ fn a_value_that_does_not_grow_is_refused_and_changes_nothing() {
     owner.signal(&stream, 5).unwrap();
     for value in [0, 4, 5] {
         let signalled = owner.signal(&stream, value);
-        assert!(matches!(signalled, Err(Error::Backwards { last: 5, .. })), "{signalled:?}");
-        assert!(matches!(owner.signal_now(value), Err(Error::Backwards { .. })));
+        assert!(
+            matches!(signalled, Err(Error::Backwards { last: 5, .. })),
+            "{signalled:?}"
+        );
+        assert!(matches!(
+            owner.signal_now(value),
+            Err(Error::Backwards { .. })
+        ));
     }
-    assert!(matches!(owner.signal(&stream, Timeline::VALUE_MAX + 1), Err(Error::Argument { .. })));
+    assert!(matches!(
+        owner.signal(&stream, Timeline::VALUE_MAX + 1),
+        Err(Error::Argument { .. })
+    ));
     stream.synchronize(WAIT).unwrap();
     assert_eq!(owner.value(), 5);
     owner.signal_now(Timeline::VALUE_MAX).unwrap();
@@ -84,8 +100,14 @@ fn only_the_owner_signals() {
     let (_owner, importer) = (stage.create(), stage.open());
     let pid = std::process::id() as i32;
     let refused = importer.signal(&stage.stream(), 1).unwrap_err();
-    assert!(matches!(&refused, Error::NotOwner { pid: told, .. } if *told == pid), "{refused}");
-    assert!(matches!(importer.signal_now(1), Err(Error::NotOwner { .. })));
+    assert!(
+        matches!(&refused, Error::NotOwner { pid: told, .. } if *told == pid),
+        "{refused}"
+    );
+    assert!(matches!(
+        importer.signal_now(1),
+        Err(Error::NotOwner { .. })
+    ));
     assert!(!importer.is_owner());
 }
 
@@ -96,7 +118,18 @@ fn the_cpu_cannot_overtake_a_stream() {
     let (slow, go) = stage.held();
     owner.signal(&slow, 3).unwrap();
     let pending = owner.signal_now(4).unwrap_err();
-    assert!(matches!(pending, Error::SignalPending { value: 4, last: 3, reached: 0, .. }), "{pending}");
+    assert!(
+        matches!(
+            pending,
+            Error::SignalPending {
+                value: 4,
+                last: 3,
+                reached: 0,
+                ..
+            }
+        ),
+        "{pending}"
+    );
     drop(go);
     owner.wait_host(3, WAIT).unwrap();
     slow.synchronize(WAIT).unwrap();
@@ -108,10 +141,16 @@ fn the_cpu_cannot_overtake_a_stream() {
 fn an_owner_waits_only_for_what_was_signalled() {
     let stage = Stage::new("own-wait");
     let (owner, stream) = (stage.create(), stage.stream());
-    assert!(matches!(owner.wait(&stream, 1), Err(Error::Argument { .. })));
+    assert!(matches!(
+        owner.wait(&stream, 1),
+        Err(Error::Argument { .. })
+    ));
     owner.signal_now(1).unwrap();
     owner.wait(&stream, 1).unwrap();
-    assert!(matches!(owner.wait_host(2, Duration::from_millis(1)), Err(Error::Timeout { .. })));
+    assert!(matches!(
+        owner.wait_host(2, Duration::from_millis(1)),
+        Err(Error::Timeout { .. })
+    ));
 }
 
 #[test]
@@ -129,11 +168,30 @@ fn an_owner_that_closes_signals_what_it_promised_and_lets_the_others_go() {
     assert!(importer.check(3).unwrap());
     late.synchronize(WAIT).unwrap();
     let gone = importer.check(4).unwrap_err();
-    assert!(matches!(gone, Error::OwnerGone { kind: Kind::Timeline, graceful: true, .. }), "{gone}");
-    assert!(matches!(importer.wait(&late, 4), Err(Error::OwnerGone { .. })));
-    assert!(matches!(importer.wait_host(4, WAIT), Err(Error::OwnerGone { .. })));
+    assert!(
+        matches!(
+            gone,
+            Error::OwnerGone {
+                kind: Kind::Timeline,
+                graceful: true,
+                ..
+            }
+        ),
+        "{gone}"
+    );
+    assert!(matches!(
+        importer.wait(&late, 4),
+        Err(Error::OwnerGone { .. })
+    ));
+    assert!(matches!(
+        importer.wait_host(4, WAIT),
+        Err(Error::OwnerGone { .. })
+    ));
     assert_eq!(importer.value(), 3);
-    assert!(matches!(Timeline::open(&stage.domain, "steps", &stage.device), Err(Error::NoOwner { .. })));
+    assert!(matches!(
+        Timeline::open(&stage.domain, "steps", &stage.device),
+        Err(Error::NoOwner { .. })
+    ));
 }
 
 #[test]
@@ -151,9 +209,19 @@ fn an_importer_that_leaves_early_leaves_its_stream_waiting_for_the_right_value()
 fn a_wait_for_a_timeline_finds_one_that_is_created_later() {
     let stage = Stage::new("later");
     let absent = Timeline::open(&stage.domain, "steps", &stage.device).unwrap_err();
-    assert!(matches!(absent, Error::NoOwner { kind: Kind::Timeline, .. }), "{absent}");
+    assert!(
+        matches!(
+            absent,
+            Error::NoOwner {
+                kind: Kind::Timeline,
+                ..
+            }
+        ),
+        "{absent}"
+    );
     std::thread::scope(|scope| {
-        let importer = scope.spawn(|| Timeline::open_timeout(&stage.domain, "steps", &stage.device, WAIT).unwrap());
+        let importer = scope
+            .spawn(|| Timeline::open_timeout(&stage.domain, "steps", &stage.device, WAIT).unwrap());
         let owner = stage.create();
         owner.signal_now(7).unwrap();
         importer.join().unwrap().wait_host(7, WAIT).unwrap();
@@ -171,13 +239,20 @@ fn handles_go_between_threads() {
 fn an_importer_that_scribbles_harms_neither_the_owner_nor_the_other_importers() {
     let stage = Stage::new("scribble");
     let (owner, importer, honest) = (stage.create(), stage.open(), stage.open());
-    let word = || importer.lane.page().at::<crate::backend::TimelineWord>(LANE_OFFSET);
+    let word = || {
+        importer
+            .lane
+            .page()
+            .at::<crate::backend::TimelineWord>(LANE_OFFSET)
+    };
     let streams = [stage.stream(), stage.stream()];
     for value in 1..=20 {
         owner.signal(&streams[value as usize % 2], value).unwrap();
         word().store(if value % 3 == 0 { u64::MAX } else { 0 });
     }
-    streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+    streams
+        .iter()
+        .for_each(|stream| stream.synchronize(WAIT).unwrap());
     owner.signal_now(21).unwrap();
     word().store(3);
     let (waiting, other) = (stage.stream(), stage.stream());
@@ -189,7 +264,10 @@ fn an_importer_that_scribbles_harms_neither_the_owner_nor_the_other_importers() 
     assert!(!honest.check(22).unwrap());
     drop(owner);
     waiting.synchronize(WAIT).unwrap();
-    assert!(importer.check(21).unwrap(), "the owner's own word counts in the end");
+    assert!(
+        importer.check(21).unwrap(),
+        "the owner's own word counts in the end"
+    );
     assert!(matches!(importer.check(22), Err(Error::OwnerGone { .. })));
 }
 
@@ -198,15 +276,26 @@ fn no_page_of_a_timeline_can_be_removed_and_no_importer_has_anothers() {
     let stage = Stage::new("holes");
     let (owner, importers) = (stage.create(), [stage.open(), stage.open()]);
     let streams = [stage.stream(), stage.stream()];
-    importers.iter().zip(&streams).for_each(|(importer, stream)| importer.wait(stream, 1).unwrap());
+    importers
+        .iter()
+        .zip(&streams)
+        .for_each(|(importer, stream)| importer.wait(stream, 1).unwrap());
     // This process holds both ends of each page: all mappings and descriptors that there are.
     let pages = importers.each_ref().map(|importer| {
-        let word = importer.lane.page().at::<crate::backend::TimelineWord>(LANE_OFFSET);
+        let word = importer
+            .lane
+            .page()
+            .at::<crate::backend::TimelineWord>(LANE_OFFSET);
         crate::hostile::holes::removes_page_of(word)
     });
-    assert!(pages[0].0 != pages[1].0 && !pages[0].1 && !pages[1].1, "{pages:?}");
+    assert!(
+        pages[0].0 != pages[1].0 && !pages[0].1 && !pages[1].1,
+        "{pages:?}"
+    );
     owner.signal_now(1).unwrap();
-    streams.iter().for_each(|stream| stream.synchronize(WAIT).unwrap());
+    streams
+        .iter()
+        .for_each(|stream| stream.synchronize(WAIT).unwrap());
 }
 
 #[test]
@@ -215,10 +304,14 @@ fn importers_agree_on_the_last_value_of_an_owner_that_died_between_their_copies(
     let (owner, importers) = (stage.create(), [stage.open(), stage.open()]);
     owner.signal_now(3).unwrap();
     // Its stream had come to 4, and to the first importer alone.
-    let TimelineRole::Owner { raiser, .. } = &owner.role else { panic!("the owner") };
+    let TimelineRole::Owner { raiser, .. } = &owner.role else {
+        panic!("the owner")
+    };
     raiser.reach_in_part(4, 1);
     for importer in &importers {
-        let TimelineRole::Importer { death_handler, .. } = &importer.role else { panic!("a guest") };
+        let TimelineRole::Importer { death_handler, .. } = &importer.role else {
+            panic!("a guest")
+        };
         death_handler.on_proven_dead();
         assert_eq!((importer.value(), importer.check(4).unwrap()), (4, true));
         assert!(importer.check(5).is_err());
@@ -230,16 +323,37 @@ fn an_importer_that_does_not_seal_its_page_gets_no_signals() {
     let stage = Stage::new("unsealed");
     let (owner, honest) = (stage.create(), stage.open());
     let name = EndpointName::new("steps").unwrap();
-    let at = Address { domain: &stage.domain, name: &name, kind: Kind::Timeline };
-    let (session, incoming) = ClientSession::attach(&at, Some(stage.device.info().id), &[], Duration::ZERO).unwrap();
+    let at = Address {
+        domain: &stage.domain,
+        name: &name,
+        kind: Kind::Timeline,
+    };
+    let (session, incoming) =
+        ClientSession::attach(&at, Some(stage.device.info().id), &[], Duration::ZERO).unwrap();
     let (TimelineGrant { bytes }, [fd, _]) = incoming.open::<TimelineGrant, 2>("steps").unwrap();
     let draft = UnsealedPage::open(fd, bytes as usize, "steps").unwrap();
-    let lane = SharedCounter::new(&Arc::new(SharedPage::private(&stage.device, COUNTER_BYTES).unwrap()), LANE_OFFSET);
+    let lane = SharedCounter::new(
+        &Arc::new(SharedPage::private(&stage.device, COUNTER_BYTES).unwrap()),
+        LANE_OFFSET,
+    );
     let published = lane.clone();
-    session.observe(Arc::new(OwnerDeathHandler { lane, published, is_over: AtomicBool::new(false) })).unwrap();
-    let refused = session.request(&encode(&PageSealed).unwrap(), WAIT).unwrap_err();
-    assert!(matches!(&refused, Error::Refused { text, .. } if text.contains("holes")), "{refused}");
-    let again = session.request(&encode(&PageSealed).unwrap(), WAIT).unwrap_err();
+    session
+        .observe(Arc::new(OwnerDeathHandler {
+            lane,
+            published,
+            is_over: AtomicBool::new(false),
+        }))
+        .unwrap();
+    let refused = session
+        .request(&encode(&PageSealed).unwrap(), WAIT)
+        .unwrap_err();
+    assert!(
+        matches!(&refused, Error::Refused { text, .. } if text.contains("holes")),
+        "{refused}"
+    );
+    let again = session
+        .request(&encode(&PageSealed).unwrap(), WAIT)
+        .unwrap_err();
     assert!(matches!(again, Error::Refused { .. }), "{again}");
     drop(draft);
     owner.signal_now(1).unwrap();
