@@ -329,10 +329,10 @@ pub fn import(found: &Bound<'_, PyAny>) -> PyResult<Imported> {
     if rank > 0 && tensor.shape.is_null() {
         return Err(refuse("its shape is null".into()).into());
     }
-    // SAFETY: not null, and by the protocol as long as `ndim`, which was checked.
     let lengths: Vec<i64> = if rank == 0 {
         Vec::new()
     } else {
+        // SAFETY: not null, and by the protocol as long as `ndim`, which was checked.
         unsafe { read(tensor.shape, rank) }
     };
     let shape: Option<Vec<u64>> = lengths

@@ -194,10 +194,8 @@ fn fork_children(before: &BTreeMap<i32, String>, folder: &Path) -> BTreeMap<Stri
                     .lines()
                     .for_each(|kind| *found.entry(kind.to_string()).or_default() += 1);
                 // SAFETY: reaps our own child, which has closed its pipe and ends.
-                assert_eq!(
-                    unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) },
-                    child
-                );
+                let answer = unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+                assert_eq!(answer, child);
             }
         }
     }

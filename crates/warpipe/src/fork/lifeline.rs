@@ -360,10 +360,8 @@ mod tests {
             assert_eq!(SOCKET.number(), Some(number), "prompt as before");
             assert_ne!(identity(number), shared, "the child lets go of another one");
             // SAFETY: reaps our own child.
-            assert_eq!(
-                unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) },
-                child
-            );
+            let answer = unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+            assert_eq!(answer, child);
             assert!(!has_ended(&lifeline.end) && !has_ended(&lifeline.alarm));
             assert!(Arc::ptr_eq(&lifeline, &Lifeline::of_process().unwrap()));
             assert_eq!(in_flight(), before);

@@ -29,10 +29,8 @@ pub(super) fn as_user<T: Send>(uid: u32, work: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let user = scope.spawn(|| {
             // SAFETY: a plain system call that changes this thread alone, which ends soon.
-            assert_eq!(
-                unsafe { libc::syscall(libc::SYS_setresuid, uid, uid, uid) },
-                0
-            );
+            let answer = unsafe { libc::syscall(libc::SYS_setresuid, uid, uid, uid) };
+            assert_eq!(answer, 0);
             work()
         });
         user.join().unwrap()

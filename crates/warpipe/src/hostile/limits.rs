@@ -586,10 +586,8 @@ fn a_reactor_that_finds_no_thread_leaves_nothing_and_can_be_started_later() {
                 return println!("skipped: the limit is of users who are not root");
             }
             // SAFETY: plain system calls; this process has one test and no other thread that minds.
-            assert_eq!(
-                unsafe { [libc::setgid(LIMITED), libc::setuid(LIMITED)] },
-                [0, 0]
-            );
+            let answer = unsafe { [libc::setgid(LIMITED), libc::setuid(LIMITED)] };
+            assert_eq!(answer, [0, 0]);
             let (before, mut failures) = ((threads(), settled_descriptors()), 0);
             for spare in 0..10 {
                 set_soft(Resource::Nproc, Some((before.0 + spare) as u64));

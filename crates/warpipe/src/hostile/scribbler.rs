@@ -37,9 +37,8 @@ impl Words {
         }
         .unwrap();
         // SAFETY: the mapping is `bytes` long, page-aligned and never unmapped; atomics allow any concurrent access.
-        Words {
-            words: unsafe { std::slice::from_raw_parts(base.cast::<AtomicU64>(), bytes / 8) },
-        }
+        let words = unsafe { std::slice::from_raw_parts(base.cast::<AtomicU64>(), bytes / 8) };
+        Words { words }
     }
 
     fn entries(&self) -> usize {

@@ -329,10 +329,8 @@ fn a_process_forks_while_many_files_cannot_be_closed() {
             assert_delivers(&publisher, &mut good, b"and so is its parent");
             silent.abort();
             // SAFETY: waits for a child of this process.
-            assert_eq!(
-                unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) },
-                child
-            );
+            let answer = unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+            assert_eq!(answer, child);
             eventually("what hung is closed", || pending_closes() == 0);
             drop(file);
         },

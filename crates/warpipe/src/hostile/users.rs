@@ -199,10 +199,8 @@ fn another_users_living_endpoint_is_not_shown_as_stale() {
     let test = "another_users_living_endpoint_is_not_shown_as_stale";
     if role().as_deref() == Some("stranger") {
         // SAFETY: plain system calls; this process has one test and no other thread that minds.
-        assert_eq!(
-            unsafe { [libc::setgid(NOBODY), libc::setuid(NOBODY)] },
-            [0, 0]
-        );
+        let answer = unsafe { [libc::setgid(NOBODY), libc::setuid(NOBODY)] };
+        assert_eq!(answer, [0, 0]);
         let domain = Domain::of_user(std::env::var("WARPIPE_HOSTILE_PATH").unwrap(), 0).unwrap();
         let holders = domain
             .endpoints()
@@ -313,10 +311,8 @@ fn a_user_with_too_many_descriptors_in_flight_is_told_of_the_limit() {
     let test = "a_user_with_too_many_descriptors_in_flight_is_told_of_the_limit";
     if role().as_deref() == Some("stranger") {
         // SAFETY: plain system calls; this process has one test and no other thread that minds.
-        assert_eq!(
-            unsafe { [libc::setgid(STRANGER), libc::setuid(STRANGER)] },
-            [0, 0]
-        );
+        let answer = unsafe { [libc::setgid(STRANGER), libc::setuid(STRANGER)] };
+        assert_eq!(answer, [0, 0]);
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
         let builder = crate::Publisher::builder("a")
             .domain(&domain)
