@@ -93,7 +93,7 @@ fn unwinder(workspace: &Workspace, tools: &Path) -> Outcome<PathBuf> {
 fn try_ends(workspace: &Workspace, wheel: &Path) -> Outcome<()> {
     let environment = tested(workspace)?;
     install(workspace, &environment, wheel)?;
-    let ends = ["exit", "ending", "faces_after_fork"].map(|name| format!("tests/test_{name}.py"));
+    let ends = ["exit", "interpreter_exit", "fork"].map(|name| format!("tests/test_{name}.py"));
     let counts = counted(
         workspace,
         pytest(&environment)
