@@ -1,4 +1,5 @@
-//! Memory as arrays of other frameworks: DLPack, the CUDA array interface, NumPy's, and conveniences for each.
+//! Memory as arrays of other frameworks: DLPack, the CUDA array interface, NumPy's, and
+//! conveniences for each.
 
 use pyo3::exceptions::{PyAttributeError, PyValueError};
 use pyo3::prelude::*;
@@ -79,7 +80,8 @@ fn ready_for(
     Ok(memory.admit(py, &Consumer::foreign(py, &memory.device, raw)?)?)
 }
 
-/// NumPy's array interface (version 3). For memory of the host; waits there until the data is complete.
+/// NumPy's array interface (version 3). For memory of the host; waits there until the data is
+/// complete.
 pub fn array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyDict>> {
     if is_cuda(&memory.device) {
         return Err(PyAttributeError::new_err(
@@ -97,7 +99,8 @@ pub fn array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<
     interface(py, memory, &typestr)
 }
 
-/// The CUDA array interface (version 3): the consumer's stream is to wait for the one that it names.
+/// The CUDA array interface (version 3): the consumer's stream is to wait for the one that it
+/// names.
 pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyDict>> {
     if !is_cuda(&memory.device) {
         return Err(PyAttributeError::new_err(
@@ -205,8 +208,8 @@ pub fn numpy<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny
         .call_method1("view", (element,))
 }
 
-/// For `np.asarray`: a NumPy array of this element type, if one is asked for. `copy` is NumPy's: True for a copy, False for
-/// none, None for one where it must be.
+/// For `np.asarray`: a NumPy array of this element type, if one is asked for. `copy` is NumPy's:
+/// True for a copy, False for none, None for one where it must be.
 pub fn numpy_as<'py>(
     py: Python<'py>,
     memory: &Memory,
@@ -273,8 +276,8 @@ pub fn cupy<'py>(slf: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     slf.py().import("cupy")?.call_method1("from_dlpack", (slf,))
 }
 
-/// A JAX array. On a GPU it is a copy unless `copy` is False: JAX gives foreign memory back before its own stream is
-/// done with it.
+/// A JAX array. On a GPU it is a copy unless `copy` is False: JAX gives foreign memory back before
+/// its own stream is done with it.
 pub fn jax<'py>(
     slf: &Bound<'py, PyAny>,
     memory: &Memory,

@@ -1,4 +1,4 @@
-//! Who asks a service, as Python holds it.
+//! `Client` and `Pending`: requests to a service.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -19,16 +19,18 @@ use crate::loan::Loan;
 use crate::queue::QueueState;
 use crate::wait::{SLICE, Timeout, in_slices, late, optional};
 
-/// Asks the servers of a service: ``call``, or ``request`` for a reply to be had later, or awaited.
+/// Sends requests to the servers of a service: ``call`` waits for the reply, ``request`` returns a
+/// ``Pending``.
 ///
-/// ``service``: as a publisher's name, at most 40 bytes. ``device``: whose memory the requests lie in (default: the first
-/// GPU, else the host). ``timeout``: seconds within which a reply is to come (None: whenever). ``max_attempts``: how many
-/// servers may die of a request, or fail, before it is dead-lettered. ``prefetch``: requests that one server may hold.
-/// ``lease_timeout``: seconds that a server may hold requests without answering any; then they go to others. ``limit``: the
-/// most requests without a reply. ``memory_limit``: bytes of device memory for requests. ``loan_timeout``: seconds to wait
-/// for memory that is in use.
+/// ``service``: as a publisher's name, at most 40 bytes. ``device``: the device of the requests'
+/// memory (default: the first GPU, else the host). ``timeout``: seconds within which a reply must
+/// come (None: no limit). ``max_attempts``: how many servers may fail or die on a request before it
+/// is dead-lettered. ``prefetch``: requests that one server may hold. ``lease_timeout``: seconds
+/// that a server may hold requests without answering any; then they go to other servers. ``limit``:
+/// the most requests without a reply. ``memory_limit``: bytes of device memory for requests.
+/// ``loan_timeout``: seconds to wait for memory that is in use.
 ///
-/// Any number of threads may use it. There need not be any server yet.
+/// Any number of threads may use it. A server need not exist yet.
 ///
 /// Raises ``InvalidNameError``, ``DomainError``, ``ArgumentError``, ``DeviceError``.
 #[pyclass(frozen, module = "warpipe", weakref)]
@@ -106,14 +108,14 @@ impl Client {
         self.endpoint.device()
     }
 
-    /// Whether it has been closed.
+    /// Whether the client is closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         Ok(self.endpoint.is_closed()?)
     }
 
-    /// Sends a request and waits for the reply, which is to come within ``timeout`` seconds (default: the client's; None:
-    /// whenever): see ``request``.
+    /// Sends a request and waits for the reply, which must come within ``timeout`` seconds
+    /// (default: the client's; None: no limit): see ``request``.
     ///
     /// Raises as ``request`` and ``Pending.result``.
     #[pyo3(signature = (tensor, *, metadata = None, stream = None, timeout = Timeout::Usual),
@@ -130,12 +132,14 @@ impl Client {
             .result(py)
     }
 
-    /// Sends a request, of which the reply is to come within ``timeout`` seconds (default: the client's; None: whenever); no
-    /// server begins with it later. A tensor is copied, as ``Publisher.send`` does; a ``loan`` of this client is taken as it
-    /// is. ``metadata``: a dict (as JSON) or bytes, at most 200 bytes, for the server.
+    /// Sends a request. Its reply must come within ``timeout`` seconds (default: the client's;
+    /// None: no limit); no server begins with it later. A tensor is copied, as ``Publisher.send``
+    /// does; a ``loan`` of this client is sent without a copy. ``metadata``: a dict (as JSON) or
+    /// bytes, at most 200 bytes, for the server.
     ///
-    /// Raises ``QueueFullError``; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
-    /// ``MetadataError``; ``MemoryLimitError``, ``ClosedError``, ``DriverError``.
+    /// Raises ``QueueFullError``; ``NotATensorError``, ``DTypeError``, ``LayoutError``,
+    /// ``WrongDeviceError``, ``MetadataError``; ``MemoryLimitError``, ``ClosedError``,
+    /// ``DriverError``.
     #[pyo3(signature = (tensor, *, metadata = None, stream = None, timeout = Timeout::Usual),
         text_signature = "($self, tensor, *, metadata=None, stream=None, timeout=...)")]
     fn request(
@@ -166,10 +170,11 @@ impl Client {
         })
     }
 
-    /// Lends memory for a request, to be filled in place and given to ``call`` or ``request``: no copy.
+    /// Lends memory for a request, to be filled in place and given to ``call`` or ``request``: no
+    /// copy.
     ///
-    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``, ``DeviceMemoryError``,
-    /// ``ClosedError``.
+    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
+    /// ``DeviceMemoryError``, ``ClosedError``.
     #[pyo3(signature = (shape, dtype, *, metadata = None))]
     fn loan(
         &self,
@@ -182,7 +187,7 @@ impl Client {
             .loan(py, &dtype::layout(shape, dtype)?, metadata)
     }
 
-    /// Waits until there are ``count`` servers, at most ``timeout`` seconds (None: as long as it takes).
+    /// Waits until there are ``count`` servers, at most ``timeout`` seconds (None: no limit).
     ///
     /// Raises ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
@@ -190,7 +195,7 @@ impl Client {
         self.endpoint.wait_for(py, "server", count, timeout)
     }
 
-    /// How its requests fare just now; the workers are the servers.
+    /// The state of the requests now. Its workers are the servers.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -198,7 +203,8 @@ impl Client {
         Ok(py.detach(|| QueueState::of(&self.endpoint))?)
     }
 
-    /// Ends it: whoever waits for a reply is told. Replies that were received stay. Closing twice is no error.
+    /// Closes the client. Waits for replies end with an error. Received replies stay valid. Closing
+    /// twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.endpoint.close(py)
     }
@@ -223,14 +229,14 @@ impl Drop for Client {
     }
 }
 
-/// A request without a reply yet: ``pending.result()``, or ``await pending`` in asyncio. Dropped, or cancelled, the request is
-/// called off. The reply is given once, to whoever asks first.
+/// A request without a reply yet: ``pending.result()``, or ``await pending`` in asyncio. Dropping
+/// or cancelling it cancels the request. The first call that asks takes the reply.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Pending {
     endpoint: Arc<JobEndpoint>,
     job: u64,
-    /// `None` once it is called off.
+    /// `None` once the request is cancelled.
     inner: Mutex<Option<Arc<DropDetached<warpipe::Pending>>>>,
     waits: Waits,
 }
@@ -264,17 +270,17 @@ impl Pending {
         self.job
     }
 
-    /// By when the reply is wanted, in nanoseconds of ``time.monotonic_ns()``.
+    /// The deadline of the reply, in nanoseconds of ``time.monotonic_ns()``.
     #[getter]
     fn deadline_ns(&self) -> PyResult<u64> {
         Ok(self.inner()?.deadline_ns())
     }
 
-    /// Waits for the reply until the deadline. Its data is complete.
+    /// Waits for the reply until the deadline. The reply's data is complete.
     ///
-    /// Raises ``DeadlinePassedError`` (a TimeoutError); ``RejectedError`` by a server; ``DeadLetteredError`` when all attempts
-    /// failed; ``NoSuchJobError`` when the reply was taken before, or the request called off; ``QueueClosedError`` when the
-    /// client was closed.
+    /// Raises ``DeadlinePassedError`` (a TimeoutError); ``RejectedError`` by a server;
+    /// ``DeadLetteredError`` when all attempts failed; ``NoSuchJobError`` when the reply was taken
+    /// before, or the request cancelled; ``QueueClosedError`` when the client was closed.
     pub fn result(&self, py: Python<'_>) -> PyResult<Py<job::Result>> {
         let reply = in_slices(py, None, |slice| self.look(slice))?;
         self.endpoint
@@ -283,20 +289,20 @@ impl Pending {
 
     /// Whether ``result()`` would return, or raise, at once.
     ///
-    /// Raises ``NoSuchJobError`` when it was called off, ``QueueClosedError``.
+    /// Raises ``NoSuchJobError`` when the request was cancelled, ``QueueClosedError``.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
         let inner = self.inner()?;
         Ok(py.detach(|| inner.is_done()).map_err(Fault::from)?)
     }
 
-    /// Calls the request off. Doing it twice is no error.
+    /// Cancels the request. Cancelling twice is no error.
     fn cancel(&self, py: Python<'_>) -> PyResult<()> {
         let inner = self.slot()?.take();
         py.detach(|| drop(inner));
         Ok(())
     }
 
-    /// The reply if it is there, else None.
+    /// The reply if it has come, else None.
     fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<job::Result>>> {
         let found = py.detach(|| self.look(Duration::ZERO))?;
         found.map(|found| self.endpoint.give(py, found)).transpose()
@@ -315,7 +321,7 @@ impl Pending {
         job::outcome_of(slf.as_any())
     }
 
-    /// A step of the task that this was made: see ``asyncio.create_task``.
+    /// One step of the asyncio task that wraps this object: see ``asyncio.create_task``.
     #[pyo3(signature = (value, /))]
     fn send<'py>(slf: &Bound<'py, Self>, value: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         slf.get()
@@ -323,7 +329,7 @@ impl Pending {
             .step(slf.as_any(), "send", &PyTuple::new(slf.py(), [value])?)
     }
 
-    /// Ends a step of that task with an error, as its cancellation does.
+    /// Ends a step of that task with an error, as a cancellation does.
     #[pyo3(signature = (*error), text_signature = "($self, *error)")]
     fn throw<'py>(
         slf: &Bound<'py, Self>,
@@ -332,7 +338,7 @@ impl Pending {
         slf.get().waits.step(slf.as_any(), "throw", error)
     }
 
-    /// Ends the wait of the task that this was made; what is waited for stays as it is.
+    /// Ends the wait of that task; the request itself stays pending.
     fn close<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.get()
             .waits

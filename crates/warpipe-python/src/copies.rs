@@ -1,5 +1,6 @@
-//! Copies of foreign tensors into slots, and what keeps those tensors until they are done.
-//! **This module is marked for unsafe**: it enqueues copies from addresses that others name.
+//! Copies of foreign tensors into slots. Each tensor is kept alive until its copy is done.
+//! **This module is marked for unsafe**: it enqueues copies from addresses that other frameworks
+//! state.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,24 +18,26 @@ use crate::slot::Slot;
 use crate::source::{Source, SourceLocation, SourceOwner};
 use crate::wait::{in_slices, late, none_if_late};
 
-/// Foreign tensors whose copies may be on their way at once; who sends more waits.
+/// The most foreign tensors under copy at once; a further send waits.
 const COPIES_MAX: usize = 256;
 
-/// A publisher's copies that streams may still be doing.
+/// A publisher's copies that streams may not have finished.
 #[derive(Debug, Default)]
 pub struct Copies {
     open: Arc<AtomicUsize>,
 }
 
-/// What is filled: memory of ours that nobody else writes meanwhile, and that stays until the copy is done.
+/// The target of a copy: memory of this package that nothing else writes meanwhile, and that stays
+/// until the copy is done.
 pub trait Target: Send {
-    /// Its first byte's address.
+    /// The address of the first byte.
     fn lowest(&self) -> u64;
-    /// Its length.
+    /// The length in bytes.
     fn bytes(&self) -> u64;
-    /// Whether it can be reached at these addresses alone: then what does not lie there is not it.
+    /// Whether the target is reachable at these addresses only. Then a source elsewhere cannot
+    /// overlap it.
     fn is_private(&self) -> bool;
-    /// Enqueues a copy of bytes of the host, as many as it is long.
+    /// Enqueues a copy of `bytes` host bytes.
     fn write(&mut self, stream: &warpipe::Stream, bytes: &[u8]) -> Outcome<()>;
 }
 
@@ -73,16 +76,18 @@ impl Copying {
         }
     }
 
-    /// The copy is done. Called in the stream's order, where neither the interpreter nor the driver may be asked, and to
-    /// let go of a tensor may need both: that is left to the interpreter's main thread, or to whoever sends next.
+    /// The copy is done. Runs in the stream's order, where neither the interpreter nor the driver
+    /// may be called. Dropping a tensor may need both, so the interpreter's main thread or the next
+    /// send drops it.
     fn done(mut self) {
         let keep = self.keep.take();
         DONE.lock()
             .unwrap_or_else(PoisonError::into_inner)
             .extend(keep);
         if !interpreter_exit::has_begun() {
-            // SAFETY: may be called without the interpreter, while there is one; `sweep_later` takes any argument. If too
-            // much is pending, that will sweep, or the next copy.
+            // SAFETY: may be called without the interpreter, while there is one; `sweep_later`
+            // takes any argument. If too many calls are pending, one of those sweeps, or the next
+            // copy does.
             unsafe { ffi::Py_AddPendingCall(Some(sweep_later), std::ptr::null_mut()) };
         }
     }
@@ -90,21 +95,22 @@ impl Copying {
 
 impl Drop for Copying {
     fn drop(&mut self) {
-        // A stream that never told of its end may read it for ever.
+        // A stream that never reported its end may read the tensor for ever.
         std::mem::forget(self.keep.take());
         self.open.fetch_sub(1, Ordering::Release);
     }
 }
 
-/// What has been copied and waits to be let go.
+/// Tensors that have been copied and wait to be dropped.
 static DONE: Mutex<Vec<SourceOwner>> = Mutex::new(Vec::new());
 
-/// Lets go of what has been copied. What is dropped may be anybody's, and runs without the lock.
+/// Drops copied tensors. Their destructors may be foreign code, so they run without the lock.
 fn sweep(_: Python<'_>) {
     let done = match DONE.try_lock() {
         Ok(mut done) => std::mem::take(&mut *done),
         Err(TryLockError::Poisoned(done)) => std::mem::take(&mut *done.into_inner()),
-        // Somebody adds to it, and asks again; or this is a forked child, whose parent did.
+        // Another thread holds the lock to add a tensor and sweeps again; or this is a forked child
+        // whose parent held it.
         Err(TryLockError::WouldBlock) => return,
     };
     drop(done);
@@ -118,10 +124,12 @@ extern "C" fn sweep_later(_: *mut c_void) -> c_int {
 }
 
 impl Copies {
-    /// Enqueues the copy of `source`, which is as long, into `into`, on `own` if it comes from the host. Returns the
-    /// stream that does it. Waits, at most `patience`, only if too many are on their way.
+    /// Enqueues the copy of `source` into `into`, which has the same length; on `own` if the source
+    /// is on the host. Returns the stream of the copy. Waits, at most `patience`, only if too many
+    /// copies are pending.
     ///
-    /// A source that lies in the target is read before that is written, by way of other memory.
+    /// If the source overlaps the target, it is read before the target is written, through other
+    /// memory.
     pub fn fill(
         &self,
         py: Python<'_>,
@@ -160,15 +168,15 @@ impl Copies {
         };
         let target = reader.follow(py)?.clone();
         if bytes > 0 {
-            // Before the copy: a wait that is interrupted leaves nothing behind that writes the target.
+            // Before the copy: an interrupted wait leaves nothing behind that writes the target.
             self.wait_for_room(py, &target, patience)?;
-            // Dropped with the interpreter, whatever happens without it.
+            // Dropped with the interpreter, in every case.
             let mut keep = Some(keep);
             py.detach(|| {
                 copy(&target, to, bytes, &from, meets).and_then(|()| self.keep(&target, &mut keep))
             })?;
         }
-        // The tensor's owner may write it again behind its own stream.
+        // The tensor's owner may write it again after this on its own stream.
         reader.lead(py)?;
         Ok(target)
     }
@@ -182,7 +190,7 @@ impl Copies {
         Ok(stream.call(move || copying.done())?)
     }
 
-    /// Waits, at most `patience`, if too many copies are on their way.
+    /// Waits, at most `patience`, if too many copies are pending.
     fn wait_for_room(
         &self,
         py: Python<'_>,
@@ -199,8 +207,8 @@ impl Copies {
         Ok(())
     }
 
-    /// Waits, at most `patience`, until all are done. What is not done by then is kept until it is: its owner must not use
-    /// the memory again while a stream reads it.
+    /// Waits, at most `patience`, until all copies are done. A tensor whose copy is not done by
+    /// then is kept until it is: its owner must not reuse the memory while a stream reads it.
     pub fn settle(&self, py: Python<'_>, patience: Option<Duration>) -> PyResult<()> {
         let waited = in_slices(py, patience, |slice| {
             let is_done = self.open.load(Ordering::Acquire) == 0;
@@ -221,8 +229,8 @@ enum CopySource {
     Rows(Box<Scattered>),
 }
 
-/// Copies rows of the host into a whole target: in place where that is memory of the host that no work is due on, else by
-/// way of a buffer.
+/// Copies host rows into a whole target: directly if the target is host memory without pending
+/// work, else through a buffer.
 fn gather(
     rows: &Scattered,
     into: &mut impl Target,
@@ -230,15 +238,17 @@ fn gather(
     meets: bool,
 ) -> Outcome<()> {
     if into.is_private() && !meets && !is_cuda(own.device()) && own.is_idle()? {
-        // SAFETY: the source's extent was checked and its owner keeps it for this call; the target is this caller's alone,
-        // as long (callers compare the layouts), and on the host, where `own`, behind all that may write it, is done.
+        // SAFETY: the source's extent was checked and its owner keeps it for this call; the target
+        // is this caller's alone, as long (callers compare the layouts), and on the host, where
+        // `own`, behind all that may write it, is done.
         return unsafe { rows.copy_to(into.lowest()) };
     }
     // SAFETY: as above.
     into.write(own, &unsafe { rows.to_vec() }?)
 }
 
-/// Enqueues the copy of a whole target: of one that the source lies in by way of memory of its own.
+/// Enqueues the copy of a whole target. If the source overlaps the target, the copy goes through
+/// memory of its own.
 fn copy(
     stream: &warpipe::Stream,
     to: u64,
@@ -250,21 +260,23 @@ fn copy(
         return enqueue(stream, to, bytes, from);
     }
     if matches!(*from, CopySource::Whole(lowest) if lowest == to) {
-        // Each byte is there already.
+        // Source and target are the same bytes.
         return Ok(());
     }
-    // An error for a stream that is being captured, which would use this memory again whenever the graph is launched.
+    // An error for a stream that is being captured, which would use this memory again whenever the
+    // graph is launched.
     stream.is_idle()?;
     let between = warpipe::Memory::allocate(stream.device(), bytes)?;
-    // It is not unmapped before the stream is past both copies.
+    // The memory is not unmapped before the stream is past both copies.
     between.used_on(stream);
     enqueue(stream, between.ptr(), bytes, from)?;
     enqueue(stream, to, bytes, &CopySource::Whole(between.ptr()))
 }
 
 fn enqueue(stream: &warpipe::Stream, to: u64, bytes: u64, from: &CopySource) -> Outcome<()> {
-    // SAFETY: the target is this caller's alone; the source names as many bytes (callers compare the layouts), is apart
-    // from it, and is kept until the stream has done the copy (`keep`), or its owner orders its reuse behind this stream.
+    // SAFETY: the target is this caller's alone; the source names as many bytes (callers compare
+    // the layouts), is apart from it, and is kept until the stream has done the copy (`keep`), or
+    // its owner orders its reuse behind this stream.
     unsafe {
         match from {
             CopySource::Whole(lowest) => Ok(stream.copy(to, *lowest, bytes)?),

@@ -1,9 +1,10 @@
-//! Calls of the library, and what it drops, without the interpreter.
+//! Library calls and drops that run without the interpreter.
 //! **This module is marked for unsafe**: it asks the interpreter whether this thread has it.
 //!
-//! A full launch queue holds up every call that gives its stream work, or asks it, for as long as that stream waits; and
-//! what it waits for may be another thread of this program. So nothing that may call the driver is called with the
-//! interpreter. Methods let go of it (`py.detach`); what an object drops is dropped by [`detached`], or kept [`DropDetached`].
+//! A full launch queue blocks every call that gives its stream work, or queries it, for as long as
+//! that stream waits; and the stream may wait for another thread of this program. So no call that
+//! may enter the driver holds the interpreter. Methods release it (`py.detach`); [`detached`] and
+//! [`DropDetached`] release it for drops.
 
 use std::ffi::c_int;
 use std::ops::{Deref, DerefMut};
@@ -12,34 +13,34 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 
 unsafe extern "C" {
-    /// Of every CPython, though not of its limited interface.
+    /// In every CPython, but not in its limited interface.
     safe fn PyGILState_Check() -> c_int;
 }
 
-/// Runs `work` without the interpreter, whether this thread has it or not: what another framework's deleter drops comes on
-/// any thread.
+/// Runs `work` without the interpreter, whether this thread holds it or not: another framework's
+/// deleter may run on any thread.
 pub fn detached<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     if PyGILState_Check() == 0 {
         return work();
     }
     let mut work = Some(work);
     let done = Python::try_attach(|py| work.take().map(|work| py.detach(work))).flatten();
-    // Nobody has an interpreter that is not there any more.
+    // A finalized interpreter is held by no thread.
     done.or_else(|| work.map(|work| work()))
         .expect("done once, here or there")
 }
 
-/// Something of the library's that is dropped without the interpreter.
+/// A value of the library that is dropped without the interpreter.
 #[derive(Debug)]
 pub struct DropDetached<T: Send>(Option<T>);
 
 impl<T: Send> DropDetached<T> {
-    /// Keeps it so.
+    /// Wraps the value.
     pub fn new(inner: T) -> DropDetached<T> {
         DropDetached(Some(inner))
     }
 
-    /// Takes it out.
+    /// Takes the value out.
     pub fn into_inner(mut self) -> T {
         self.0.take().expect("present until dropped")
     }
@@ -67,7 +68,7 @@ impl<T: Send> Drop for DropDetached<T> {
     }
 }
 
-/// A stream of our own: the last who has it destroys it.
+/// A stream of this package: the last reference destroys it.
 #[derive(Debug, Clone)]
 pub struct OwnStream(Arc<DropDetached<warpipe::Stream>>);
 
@@ -80,7 +81,7 @@ impl OwnStream {
         Ok(OwnStream::of(made))
     }
 
-    /// One that was made.
+    /// Wraps an existing one.
     pub fn of(stream: warpipe::Stream) -> OwnStream {
         OwnStream(Arc::new(DropDetached::new(stream)))
     }

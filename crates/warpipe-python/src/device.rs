@@ -1,4 +1,4 @@
-//! Devices, and what may be given where one is asked for.
+//! Devices, and the arguments that name one.
 
 use pyo3::prelude::*;
 use pyo3::types::PyString;
@@ -10,10 +10,11 @@ use crate::thread_exit;
 
 /// A device and the backend that drives it: a GPU (``cuDeviceGet``), or the host.
 ///
-/// ``Device()`` is the first GPU if there is one, else the host; ``Device("host")``, ``Device("cuda:1")`` ask for one.
-/// ``why`` says in words why it was taken. Everything that takes a device also takes these strings.
+/// ``Device()`` is the first GPU if there is one, else the host; ``Device("host")``,
+/// ``Device("cuda:1")`` ask for one. ``why`` says in words why it was taken. Everything that takes
+/// a device also takes these strings.
 ///
-/// Raises ``DeviceError`` when it is not there.
+/// Raises ``DeviceError`` when there is no such device.
 #[pyclass(frozen, module = "warpipe", eq, hash)]
 #[derive(Debug, Clone)]
 pub struct Device {
@@ -34,7 +35,7 @@ impl std::hash::Hash for Device {
 }
 
 impl Device {
-    /// One that is known already.
+    /// Wraps a device that is known already.
     pub fn of(inner: &warpipe::Device) -> Device {
         Device {
             inner: inner.clone(),
@@ -42,7 +43,7 @@ impl Device {
         }
     }
 
-    /// What an argument names: nothing, a device, `"host"`, `"cuda"` or `"cuda:1"`.
+    /// The device of an argument: none, a device, `"host"`, `"cuda"` or `"cuda:1"`.
     pub fn from_argument(found: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
         thread_exit::prepare_exit();
         let Some(found) = found else {
@@ -147,7 +148,7 @@ impl Device {
         self.inner.info().ordinal
     }
 
-    /// For people: the GPU's product name, or ``host``.
+    /// For display: the GPU's product name, or ``host``.
     #[getter]
     fn name(&self) -> &str {
         &self.inner.info().name
@@ -165,13 +166,14 @@ impl Device {
         self.inner.info().memory_bytes
     }
 
-    /// Bytes of memory that this process holds through warpipe: allocated and imported, not yet released.
+    /// Bytes of memory that this process holds through warpipe: allocated and imported, not yet
+    /// released.
     #[getter]
     fn bytes_held(&self) -> u64 {
         self.inner.backend().bytes_held()
     }
 
-    /// Why this device was taken, in words.
+    /// Why this device was chosen, in words.
     #[getter]
     fn why(&self) -> &str {
         &self.why

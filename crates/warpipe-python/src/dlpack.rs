@@ -1,7 +1,8 @@
-//! The structures of DLPack 1.x, made for arrays of ours and read from those of others. **This module is marked for
-//! unsafe**: it hands out and takes in structures by their address.
+//! The structures of DLPack 1.x, made for arrays of ours and read from those of others. **This
+//! module is marked for unsafe**: it hands out and takes in structures by their address.
 //!
-//! Source: the DLPack specification and the array API standard. What comes in is copied once, checked, and the copy used.
+//! Source: the DLPack specification and the array API standard. What comes in is copied once,
+//! checked, and the copy used.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -111,7 +112,8 @@ pub fn is_versioned(max_version: Option<(u32, u32)>) -> bool {
     max_version.is_some_and(|(major, _)| major >= VERSION.0)
 }
 
-/// A capsule that holds `memory`, and the stay of its array there, until its consumer calls the deleter, or nobody has taken it.
+/// A capsule that holds `memory`, and the stay of its array there, until its consumer calls the
+/// deleter, or nobody has taken it.
 pub fn export(
     py: Python<'_>,
     memory: &Memory,
@@ -187,7 +189,8 @@ pub fn export(
             dl_tensor,
         };
         let managed = Box::into_raw(Box::new(managed));
-        // SAFETY: the tensor was made above and is the capsule's, or, if there is none, deleted here.
+        // SAFETY: the tensor was made above and is the capsule's, or, if there is none, deleted
+        // here.
         unsafe {
             capsule(py, managed.cast(), VERSIONED, drop_versioned)
                 .inspect_err(|_| delete_versioned(managed))
@@ -213,7 +216,8 @@ unsafe fn capsule(
     name: &'static CStr,
     destructor: unsafe extern "C" fn(*mut ffi::PyObject),
 ) -> PyResult<Py<PyAny>> {
-    // SAFETY: the pointer is not null, the name static; the result is a new reference or null with an exception set.
+    // SAFETY: the pointer is not null, the name static; the result is a new reference or null with
+    // an exception set.
     unsafe {
         let made = ffi::PyCapsule_New(pointer, name.as_ptr(), Some(destructor));
         Bound::from_owned_ptr_or_err(py, made).map(Bound::unbind)
@@ -240,7 +244,8 @@ unsafe extern "C" fn delete_versioned(managed: *mut DLManagedTensorVersioned) {
 
 /// The end of a capsule: one that was consumed has another name by then.
 unsafe extern "C" fn drop_legacy(capsule: *mut ffi::PyObject) {
-    // SAFETY: Python calls this with a live capsule; under this name it still holds what `export` put there.
+    // SAFETY: Python calls this with a live capsule; under this name it still holds what `export`
+    // put there.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, LEGACY.as_ptr()) == 1 {
             delete_legacy(ffi::PyCapsule_GetPointer(capsule, LEGACY.as_ptr()).cast());
@@ -258,7 +263,8 @@ unsafe extern "C" fn drop_versioned(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// Somebody else's tensor: what it says of itself, checked, and the right to it until this is dropped.
+/// Somebody else's tensor: what it says of itself, checked, and the right to it until this is
+/// dropped.
 #[derive(Debug)]
 pub struct Imported {
     pub device: (i32, i32),
@@ -278,14 +284,16 @@ enum Right {
     Versioned(NonNull<DLManagedTensorVersioned>),
 }
 
-// SAFETY: DLPack lets any thread call the deleter, which is all that is done with these pointers once they are here.
+// SAFETY: DLPack lets any thread call the deleter, which is all that is done with these pointers
+// once they are here.
 unsafe impl Send for Right {}
 // SAFETY: nothing is read through a shared reference.
 unsafe impl Sync for Right {}
 
 impl Drop for Right {
     fn drop(&mut self) {
-        // SAFETY: taken from a capsule in `import`, which renamed it: the tensor is ours, and this is the one call.
+        // SAFETY: taken from a capsule in `import`, which renamed it: the tensor is ours, and this
+        // is the one call.
         unsafe {
             match self {
                 Right::Legacy(managed) => {
@@ -364,16 +372,16 @@ pub fn import(found: &Bound<'_, PyAny>) -> PyResult<Imported> {
     })
 }
 
-/// A copy of the tensor, and the right to it: the capsule is marked as used. Of several threads that have one capsule, in
-/// an interpreter without a lock of its own, one gets it.
+/// A copy of the tensor, and the right to it: the capsule is marked as used. Of several threads
+/// that have one capsule, in an interpreter without a lock of its own, one gets it.
 fn take(found: &Bound<'_, PyAny>) -> PyResult<(DLTensor, Right)> {
     with_critical_section(found, || take_alone(found))
 }
 
 fn take_alone(found: &Bound<'_, PyAny>) -> PyResult<(DLTensor, Right)> {
     let (py, object) = (found.py(), found.as_ptr());
-    // SAFETY: `object` is a live object; a capsule of this name holds what the protocol says, until it is renamed, after
-    // which its destructor leaves it alone and it is ours to delete.
+    // SAFETY: `object` is a live object; a capsule of this name holds what the protocol says, until
+    // it is renamed, after which its destructor leaves it alone and it is ours to delete.
     unsafe {
         if ffi::PyCapsule_IsValid(object, VERSIONED.as_ptr()) == 1 {
             let pointer = ffi::PyCapsule_GetPointer(object, VERSIONED.as_ptr())
@@ -381,7 +389,8 @@ fn take_alone(found: &Bound<'_, PyAny>) -> PyResult<(DLTensor, Right)> {
             let managed = NonNull::new(pointer).ok_or_else(|| PyErr::fetch(py))?;
             let version = (*managed.as_ptr()).version;
             if version.major != VERSION.0 {
-                // Of another major version only the first three fields are known: it stays with its capsule.
+                // Of another major version only the first three fields are known: it stays with its
+                // capsule.
                 let said = format!(
                     "it speaks DLPack {}.{}, this is 1.x",
                     version.major, version.minor
@@ -423,7 +432,8 @@ unsafe fn read(from: *const i64, count: usize) -> Vec<i64> {
         .collect()
 }
 
-/// The strides of a tensor without gaps; those that no address can reach wrap, and the layout refuses them.
+/// The strides of a tensor without gaps; those that no address can reach wrap, and the layout
+/// refuses them.
 pub fn row_major(shape: &[u64]) -> Vec<i64> {
     let mut strides = vec![0; shape.len()];
     let mut step = 1i64;

@@ -9,10 +9,10 @@ use crate::thread_exit;
 
 /// The directory in which endpoint names live.
 ///
-/// ``Domain()`` is that of the environment: ``$WARPIPE_DOMAIN``, else ``$XDG_RUNTIME_DIR/warpipe``, else
-/// ``/run/user/UID/warpipe``, else ``/tmp/warpipe-UID``. ``Domain(path)`` is made with mode 0700 if it is not there.
-/// With ``owner`` (a user id) it is another user's, whose names are trusted. Everything that takes a domain also takes
-/// a path.
+/// ``Domain()`` is that of the environment: ``$WARPIPE_DOMAIN``, else ``$XDG_RUNTIME_DIR/warpipe``,
+/// else ``/run/user/UID/warpipe``, else ``/tmp/warpipe-UID``. ``Domain(path)`` creates a missing
+/// directory with mode 0700. With ``owner`` (a user id) the directory belongs to that user, and its
+/// names are trusted. Everything that takes a domain also takes a path.
 ///
 /// Raises ``DomainError`` for a directory that cannot be trusted or used.
 #[pyclass(frozen, module = "warpipe")]
@@ -22,7 +22,7 @@ pub struct Domain {
 }
 
 impl Domain {
-    /// What an argument names: nothing, a domain, a path.
+    /// The domain of an argument: none, a domain, a path.
     pub fn from_argument(found: Option<&Bound<'_, PyAny>>) -> PyResult<warpipe::Domain> {
         thread_exit::prepare_exit();
         let made = match found {
@@ -62,8 +62,8 @@ impl Domain {
         self.inner.path().to_owned()
     }
 
-    /// Every endpoint, sorted by name: ``[(name, alive, pid), ...]``. ``alive`` is False for what a dead process left;
-    /// ``pid`` is None where it could not be learnt.
+    /// Every endpoint, sorted by name: ``[(name, alive, pid), ...]``. ``alive`` is False for files
+    /// of a dead process; ``pid`` is None where it could not be determined.
     fn endpoints(&self, py: Python<'_>) -> PyResult<Vec<(String, bool, Option<i32>)>> {
         let found = py.detach(|| self.inner.endpoints()).map_err(Fault::from)?;
         let row = |endpoint: warpipe::Endpoint| {
@@ -73,7 +73,7 @@ impl Domain {
         Ok(found.into_iter().map(row).collect())
     }
 
-    /// Removes what dead endpoints left, and nothing else. Returns their names.
+    /// Removes the files of dead endpoints, and nothing else. Returns their names.
     fn clean(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         let cleaned = py.detach(|| self.inner.clean()).map_err(Fault::from)?;
         Ok(cleaned.iter().map(ToString::to_string).collect())

@@ -10,13 +10,15 @@ use warpipe::tensor::RANK_MAX;
 use crate::errors::Fault;
 use crate::stream::imported;
 
-/// More objects than this are not remembered: the table starts anew.
+/// The most objects remembered: beyond it the table starts anew.
 const KNOWN_MAX: usize = 32;
 
-/// Classes and element types by the object, which is held: its address is not another's. Few, so they are looked through.
+/// Element types by their object. The table holds the object, so its address is not reused. It is
+/// small, so a lookup scans it.
 static KNOWN: Mutex<Vec<(Py<PyAny>, DType)>> = Mutex::new(Vec::new());
 
-/// What an argument names: `"float32"`, `"f4"`, `np.float32`, `np.dtype("f4")`, `torch.float32`, `ml_dtypes.bfloat16`, `float`.
+/// What an argument names: `"float32"`, `"f4"`, `np.float32`, `np.dtype("f4")`, `torch.float32`,
+/// `ml_dtypes.bfloat16`, `float`.
 pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<DType> {
     if found.is_instance_of::<PyString>() {
         return named(found);
@@ -31,7 +33,8 @@ pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<DType> {
     Ok(dtype)
 }
 
-/// Nobody waits for the table: a forked child may find it held for ever, and it only saves time.
+/// Never blocks on the table: a forked child may find its lock held for ever, and the table only
+/// saves time.
 fn known(found: &Bound<'_, PyAny>) -> Option<DType> {
     let table = KNOWN.try_lock().ok()?;
     table
@@ -51,12 +54,12 @@ fn remember(found: &Bound<'_, PyAny>, dtype: DType) {
     };
     table.push((found.clone().unbind(), dtype));
     drop(table);
-    // Without the lock: the end of an object may run Python.
+    // Without the lock: dropping an object may run Python code.
     drop(before);
 }
 
-/// Whether it is nothing but an element type. Anything else that has one, such as an array, is neither held nor trusted to
-/// keep it.
+/// Whether the object is an element type and nothing else. Anything else that has one, such as an
+/// array, is neither held nor assumed to keep it.
 fn is_constant(found: &Bound<'_, PyAny>) -> PyResult<bool> {
     if found.is_instance_of::<PyType>() {
         return Ok(true);
@@ -192,7 +195,8 @@ fn name_of(found: &Bound<'_, PyAny>) -> PyResult<String> {
     }
 }
 
-/// The type of an array interface's `typestr`; `name` is the element type's own where the string cannot say it.
+/// The type of an array interface's `typestr`; `name` is the element type's own where the string
+/// cannot say it.
 pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyResult<DType> {
     let unknown = |next: &str| Fault::dtype(format!("{typestr:?}"), next);
     let malformed = || unknown("is no type string of the array interface");
@@ -224,7 +228,8 @@ pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyR
     }
     let bits = u8::try_from(bytes.saturating_mul(8)).ok();
     let known = bits.and_then(|bits| DType::from_dlpack(code, bits));
-    // What NumPy has from elsewhere is a structure to the letters, or a float of one byte.
+    // NumPy's array interface describes a type from another package as a structure, or as a float
+    // of one byte.
     if let Some(known) = known {
         return Ok(known);
     }
@@ -242,7 +247,7 @@ pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyR
     })?)
 }
 
-/// The array interface's `typestr`; `None` for what it has no letter for.
+/// The array interface's `typestr`; `None` for a type that it has no letter for.
 pub fn typestr(dtype: DType) -> Option<String> {
     let kind = match dtype.code() {
         0 => 'i',
@@ -261,7 +266,7 @@ pub fn shape(found: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     if found.is_instance_of::<PyInt>() {
         return Ok(vec![dimension(found)?]);
     }
-    // Both can be iterated, and mean no lengths.
+    // Strings and bytes can be iterated, but are no lengths.
     if found.is_instance_of::<PyString>() || found.is_instance_of::<PyBytes>() {
         return Err(Fault::layout(format!(
             "a shape of {}; give a tuple of lengths",
@@ -271,7 +276,7 @@ pub fn shape(found: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     }
     let lengths = match found.try_iter() {
         Ok(lengths) => lengths,
-        // A number of another kind, NumPy's for example.
+        // An integer of another kind, NumPy's for example.
         Err(error) => {
             return found
                 .extract::<i64>()

@@ -6,7 +6,7 @@ use warpipe::Error;
 
 use crate::thread_exit;
 
-/// What goes wrong on this side of the seam: the library's errors, Python's, and this package's own.
+/// An error of the binding: the library's, Python's, or this package's own.
 #[derive(Debug)]
 pub enum Fault {
     /// The library's.
@@ -15,11 +15,11 @@ pub enum Fault {
     Own(&'static str, String),
 }
 
-/// What calls return that run without the interpreter.
+/// The result of calls that run without the interpreter.
 pub type Outcome<T> = Result<T, Fault>;
 
 impl Fault {
-    /// An endpoint that is used after `close`; `name` is empty for what has none.
+    /// An endpoint is used after `close`; `name` is empty if it has none.
     pub fn closed(what: &str, name: &str) -> Fault {
         let whose = if name.is_empty() {
             String::new()
@@ -32,7 +32,7 @@ impl Fault {
         )
     }
 
-    /// Memory that is used after it was given back.
+    /// Memory is used after its release.
     pub fn released(what: &str) -> Fault {
         let next = "use it before `release`, `finish`, `send` or the end of its `with` block, or keep an array made of it";
         Fault::Own("ReleasedError", format!("{what} is no longer held; {next}"))
@@ -50,12 +50,12 @@ impl Fault {
         )
     }
 
-    /// An element type that cannot be.
+    /// An invalid element type.
     pub fn dtype(found: impl std::fmt::Display, next: &str) -> Fault {
         Fault::Own("DTypeError", format!("element type {found} {next}"))
     }
 
-    /// A layout that cannot be.
+    /// An invalid layout.
     pub fn layout(reason: impl std::fmt::Display) -> Fault {
         Fault::Own(
             "LayoutError",
@@ -91,7 +91,7 @@ impl From<Fault> for PyErr {
     }
 }
 
-/// A message of the library's, its next step in Python's words.
+/// A message of the library, with its next step in Python's terms.
 pub fn in_python(said: &str) -> String {
     let words = [
         ("`wait_for_publisher`", "`wait=`"),
@@ -100,7 +100,7 @@ pub fn in_python(said: &str) -> String {
         ("turn `reconnect` on", "pass `reconnect=True`"),
         ("Device::host()", "device=\"host\""),
         ("`Lease::output`", "`lease.output`"),
-        // A command of Rust's that pip does not install.
+        // The message names a command that the Python package does not install.
         (
             "see `warpipe doctor` and the peer's state",
             "look at the peer's state",
@@ -111,7 +111,8 @@ pub fn in_python(said: &str) -> String {
     })
 }
 
-/// The exception's class, by the variant. Variants that this package does not know yet are plain `Error`s.
+/// The exception's class, by the variant. Variants that this package does not know yet are plain
+/// `Error`s.
 fn class_of(error: &Error) -> &'static str {
     match error {
         Error::NoDriver { .. } => "NoDriverError",
@@ -176,7 +177,7 @@ fn class_of(error: &Error) -> &'static str {
     }
 }
 
-/// What a program can act on, by the names that the Rust variants use.
+/// Attributes of the exception, by the field names of the Rust variants.
 fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
     match error {
         Error::Driver {
@@ -242,7 +243,7 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
     }
 }
 
-/// The same, of what is not the channel's.
+/// As [`fill`], of errors outside the channel.
 fn fill_primitives(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
     match error {
         Error::NoOwner {

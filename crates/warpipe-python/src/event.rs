@@ -1,4 +1,4 @@
-//! Interprocess events and their handles as Python holds them.
+//! Interprocess events and their handles.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyTuple, PyType};
@@ -10,10 +10,11 @@ use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
 use crate::wait::{asking, in_slices, in_turn, late, none_if_late, optional};
 
-/// An interprocess event (``cuEventCreate`` with ``CU_EVENT_INTERPROCESS``) that tells never recorded, and lost with its
-/// recorder, from complete.
+/// An interprocess event (``cuEventCreate`` with ``CU_EVENT_INTERPROCESS``). It distinguishes never
+/// recorded, and lost with its recorder, from complete.
 ///
-/// ``Event.create()`` makes one; its ``handle()`` opens it in other processes, which may record it, too.
+/// ``Event.create()`` makes one; its ``handle()`` opens it in other processes, which may record it,
+/// too.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Event {
@@ -21,7 +22,7 @@ pub struct Event {
     device: warpipe::Device,
 }
 
-/// One recording of an event, for ``Event.check``: what a stream waited for.
+/// One recording of an event, for ``Event.check``.
 #[pyclass(frozen, module = "warpipe", eq, hash)]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Recording {
@@ -37,7 +38,7 @@ impl Recording {
 
 /// Names an event to other processes. It goes as text (``str(handle)``), as bytes, or pickled.
 ///
-/// ``EventHandle(text_or_bytes)`` raises ``EventHandleError`` for what is none.
+/// ``EventHandle(text_or_bytes)`` raises ``EventHandleError`` if the argument is no handle.
 #[pyclass(frozen, module = "warpipe", eq)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventHandle {
@@ -78,7 +79,8 @@ impl EventHandle {
         PyBytes::new(py, &self.inner.to_bytes())
     }
 
-    /// The 64 bytes of ``cuIpcGetEventHandle``, for who opens the event without this library; None on the host.
+    /// The 64 bytes of ``cuIpcGetEventHandle``, to open the event without this library; None on the
+    /// host.
     #[getter]
     fn ipc_bytes<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.inner.ipc_bytes().map(|bytes| PyBytes::new(py, &bytes))
@@ -144,11 +146,11 @@ impl Event {
         Ok(Event::of(made.map_err(Fault::from)?))
     }
 
-    /// Opens an event by its handle (an ``EventHandle``, its text, or its bytes), also in the process that made it.
-    /// ``domain`` is for where the maker's domain lies at another path.
+    /// Opens an event by its handle (an ``EventHandle``, its text, or its bytes), also in the
+    /// process that made it. ``domain`` is for where the maker's domain lies at another path.
     ///
-    /// Raises ``EventHandleError``, ``NoOwnerError``, ``OwnerGoneError``, ``TimeoutError``, ``DomainError``,
-    /// ``ConnectionError``, ``DeviceError``.
+    /// Raises ``EventHandleError``, ``NoOwnerError``, ``OwnerGoneError``, ``TimeoutError``,
+    /// ``DomainError``, ``ConnectionError``, ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (handle, *, device = None, domain = None))]
     fn open(
@@ -171,7 +173,7 @@ impl Event {
         Ok(Event::of(opened))
     }
 
-    /// What names it to other processes.
+    /// The handle that names the event to other processes.
     ///
     /// Raises ``ClosedError``, ``DriverError``.
     fn handle(&self, py: Python<'_>) -> PyResult<EventHandle> {
@@ -186,8 +188,8 @@ impl Event {
         Device::of(&self.device)
     }
 
-    /// CUDA's own event, for calls that take one, or None. What waits for it waits as CUDA does: not at all for an event
-    /// that was never recorded, or whose recorder died.
+    /// CUDA's own event, for calls that take one, or None. A wait for it has CUDA's semantics: it
+    /// does not wait for an event that was never recorded, or that a dead process recorded.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -195,11 +197,12 @@ impl Event {
         Ok(self.handle.get()?.raw().map(|raw| raw.0 as usize))
     }
 
-    /// Records the work on ``stream`` so far (``cuEventRecord``), and returns at once. The last recording is what others
-    /// wait for. The first one of an opened event asks its maker, which may take a moment.
+    /// Records the work on ``stream`` so far (``cuEventRecord``), and returns at once. The last
+    /// recording is what others wait for. The first one of an opened event asks its maker, which
+    /// may take a moment.
     ///
-    /// Raises ``OwnerGoneError``, ``RefusedError`` when seven others record it, ``TimeoutError`` after 10 s behind another
-    /// thread's recording, ``ClosedError``, ``DriverError``.
+    /// Raises ``OwnerGoneError``, ``RefusedError`` when seven others record it, ``TimeoutError``
+    /// after 10 s behind another thread's recording, ``ClosedError``, ``DriverError``.
     fn record(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
         let (event, consumer) = (
             self.handle.get()?,
@@ -215,8 +218,9 @@ impl Event {
         Ok(Recording { inner })
     }
 
-    /// Has ``stream`` wait for the last recording (``cuStreamWaitEvent``), and returns at once, with what it waits for. What
-    /// the stream did afterwards counts when ``check`` says so.
+    /// Has ``stream`` wait for the last recording (``cuStreamWaitEvent``), and returns that
+    /// recording at once. Work of the stream after the wait is valid once ``check`` returns True
+    /// for the recording.
     ///
     /// Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``, ``DriverError``.
     fn wait(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
@@ -238,13 +242,14 @@ impl Event {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.query()?))?)
     }
 
-    /// Waits on the CPU until the last recording is complete, at most ``timeout`` seconds (None: as long as it takes).
+    /// Waits on the CPU until the last recording is complete, at most ``timeout`` seconds (None: no
+    /// limit).
     ///
     /// Raises ``TimeoutError``, ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
-        // Asked for anew in each slice, so that one that is closed meanwhile ends the wait.
+        // Looked up anew in each slice, so that closing the event ends the wait.
         let done = in_slices(py, timeout, |slice| {
             none_if_late(self.handle.get()?.synchronize(slice))
         })?;
@@ -253,18 +258,18 @@ impl Event {
 
     /// Whether this recording is complete; False if it may still be.
     ///
-    /// Raises ``EventLostError``: it is not, and never will be. ``ClosedError``.
+    /// Raises ``EventLostError`` if it never will be; ``ClosedError``.
     fn check(&self, py: Python<'_>, recording: &Recording) -> PyResult<bool> {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.check(recording.inner)?))?)
     }
 
-    /// Whether it has been closed here.
+    /// Whether the event is closed in this process.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         Ok(self.handle.is_closed()?)
     }
 
-    /// Lets go of it. Closing twice is no error.
+    /// Closes the event in this process. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.handle.close(py)
     }

@@ -1,12 +1,13 @@
-//! One value, one thread at a time, without waiting for a lock that another thread sleeps under.
+//! A value for one thread at a time, without a lock that another thread sleeps under.
 //!
-//! A subscriber belongs to one thread at a time, and its waits last. Who waits here does so with a limit, without the
-//! interpreter, and can be interrupted; who closes does not have to wait for a receiver.
+//! A subscriber belongs to one thread at a time, and its waits are long. A thread that waits here
+//! has a limit, does not hold the interpreter, and can be interrupted. Closing does not wait for a
+//! receive in progress.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The value, in turns.
+/// A value that one thread at a time may use.
 #[derive(Debug)]
 pub struct Exclusive<T> {
     state: Mutex<ExclusiveState<T>>,
@@ -15,9 +16,9 @@ pub struct Exclusive<T> {
 
 #[derive(Debug)]
 struct ExclusiveState<T> {
-    /// `None` while somebody has it.
+    /// `None` while a thread has the value.
     value: Option<T>,
-    /// Somebody has it.
+    /// A thread has the value.
     is_borrowed: bool,
     closed: bool,
     waiting: u32,
@@ -28,7 +29,7 @@ struct ExclusiveState<T> {
 pub struct Closed;
 
 impl<T> Exclusive<T> {
-    /// Everybody's.
+    /// State shared by all threads.
     pub fn new(value: T) -> Exclusive<T> {
         Exclusive {
             state: Mutex::new(ExclusiveState {
@@ -45,7 +46,8 @@ impl<T> Exclusive<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `work` on the value when it is this thread's turn; `None` if that does not come within `limit`.
+    /// Runs `work` on the value when no other thread has it; `None` if that does not happen within
+    /// `limit`.
     pub fn with<R>(
         &self,
         limit: Duration,
@@ -85,12 +87,12 @@ impl<T> Exclusive<T> {
         drop(state);
         self.returned.notify_one();
         if others {
-            // Or this thread, in its loop, would have it again before the one that was woken runs.
+            // Otherwise this thread, in a loop, would take it again before the woken thread runs.
             std::thread::yield_now();
         }
     }
 
-    /// Ends it: at once if nobody has it, else when it is put back.
+    /// Ends it: at once if no thread has it, else when it is put back.
     pub fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
@@ -100,7 +102,7 @@ impl<T> Exclusive<T> {
         drop(value);
     }
 
-    /// Whether it has ended, and nobody has it any more.
+    /// Whether it has ended, and no thread has it any more.
     pub fn is_over(&self) -> bool {
         let state = self.lock();
         state.closed && !state.is_borrowed

@@ -1,4 +1,4 @@
-//! A received sample as Python holds it.
+//! `Sample`: a received tensor.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,15 +14,17 @@ use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
 use crate::wait::{Timeout, in_slices, late, none_if_late};
 
-/// A received tensor in its publisher's memory, lent until it is released. It is read where it lies.
+/// A received tensor in its publisher's memory, lent until it is released, and read in place.
 ///
-/// Take an array of it: ``torch()``, ``cupy()``, ``jax()``, ``numpy()``, or any consumer of DLPack or
-/// ``__cuda_array_interface__``. The consumer's stream waits on the GPU until the data is complete; no CPU does. (On the
-/// host there is no stream: there the array is made once the data is complete.)
+/// Make an array of it: ``torch()``, ``cupy()``, ``jax()``, ``numpy()``, or any consumer of DLPack
+/// or ``__cuda_array_interface__``. The consumer's stream waits on the GPU until the data is
+/// complete; no CPU does. (The host has no streams: there the array is made once the data is
+/// complete.)
 ///
-/// The memory stays lent while this object, or any array made of it, lives, and goes back behind the work that the
-/// streams of those arrays had been given by then. ``release()``, ``finish()`` and the end of a ``with`` block give up
-/// this object's part. It is read only: NumPy knows that, PyTorch does not and faults on a write.
+/// The memory stays lent while this object, or any array made of it, lives. It goes back after the
+/// work that the streams of those arrays have been given by then. ``release()``, ``finish()`` and
+/// the end of a ``with`` block give up this object's part. The memory is read only: NumPy knows
+/// that; PyTorch does not, and faults on a write.
 #[pyclass(frozen, subclass, extends = Tensor, module = "warpipe", name = "Sample")]
 #[derive(Debug)]
 pub struct Frame {
@@ -36,13 +38,13 @@ pub struct Frame {
     patience: Option<Duration>,
 }
 
-/// What lies between a frame and the one before, when that is not simply the next: another publisher.
+/// The gap between two frames when the second comes from another publisher.
 #[pyclass(frozen, module = "warpipe", get_all)]
 #[derive(Debug, Clone)]
 pub struct Discontinuity {
     /// The process id that published before.
     pub previous_pid: i32,
-    /// Whether it said goodbye, or died.
+    /// Whether the previous publisher closed gracefully, or died.
     pub graceful: bool,
 }
 
@@ -57,8 +59,8 @@ impl Discontinuity {
 }
 
 impl Frame {
-    /// Takes a sample over. `patience` is how long the CPU waits for its data. A tensor that was sent where it lies is
-    /// opened.
+    /// Wraps a sample. `patience` is how long the CPU waits for its data. A tensor that was sent in
+    /// place is opened.
     pub fn new(
         sample: warpipe::Sample,
         device: &warpipe::Device,
@@ -87,7 +89,7 @@ impl Frame {
         ))
     }
 
-    /// With other metadata than what the channel knows.
+    /// Replaces the metadata that the channel delivered.
     pub fn with_metadata(
         sample: warpipe::Sample,
         metadata: Vec<u8>,
@@ -128,7 +130,7 @@ impl Frame {
         }
     }
 
-    /// It, with what it has in common with others.
+    /// The object together with its base class.
     pub fn whole(self) -> PyClassInitializer<Frame> {
         Tensor::of(&self.owner).add_subclass(self)
     }
@@ -163,13 +165,15 @@ impl Frame {
         self.in_place
     }
 
-    /// Its number among its publisher's frames, from 1. A gap is what this subscriber did not get.
+    /// Its number among its publisher's frames, from 1. A gap counts frames that this subscriber
+    /// did not get.
     #[getter]
     fn sequence(&self) -> u64 {
         self.sequence
     }
 
-    /// When it was sent, in nanoseconds of ``time.monotonic_ns()``. The sender's word.
+    /// When it was sent, in nanoseconds of ``time.monotonic_ns()``. Untrusted: the sender states
+    /// it.
     #[getter]
     fn sent_at_ns(&self) -> u64 {
         self.sent_at_ns
@@ -181,7 +185,7 @@ impl Frame {
         self.received_at_ns
     }
 
-    /// The dict that travelled with it (as JSON); empty if there was none.
+    /// The dict that was sent with it (as JSON); empty if there was none.
     ///
     /// Raises ``MetadataError`` for bytes that are no JSON object: see ``metadata_bytes``.
     #[getter]
@@ -189,7 +193,7 @@ impl Frame {
         crate::metadata::decode(py, &self.metadata)
     }
 
-    /// The bytes that travelled with it, at most 256.
+    /// The bytes that were sent with it, at most 256.
     #[getter]
     fn metadata_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.metadata)
@@ -201,8 +205,8 @@ impl Frame {
         self.discontinuity.clone()
     }
 
-    /// Waits on the CPU until the data is complete, at most ``timeout`` seconds (default: the subscriber's; None: as long
-    /// as it takes). Work on a GPU needs no such wait: its stream does it.
+    /// Waits on the CPU until the data is complete, at most ``timeout`` seconds (default: the
+    /// subscriber's; None: no limit). GPU work needs no such wait: its stream waits.
     ///
     /// Raises ``SampleLostError`` when the sender died first, ``TimeoutError``, ``ReleasedError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
@@ -210,8 +214,8 @@ impl Frame {
         self.lent()?.wait(py, timeout.or(self.patience))
     }
 
-    /// Releases the frame, waits on the CPU until its data was complete, and says whether the sender lived until then.
-    /// What was computed from a lost frame is to be discarded.
+    /// Releases the frame, waits on the CPU until its data was complete, and verifies that the
+    /// sender lived until then. Results computed from a lost frame are to be discarded.
     ///
     /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
@@ -226,13 +230,14 @@ impl Frame {
                     late(format!("the data of sample {}", self.sequence), timeout)
                 })?)
             }
-            // Arrays of it go on; the slot follows the last of them.
+            // Arrays of it stay valid; the slot is released after the last of them.
             Err(shared) => shared.wait(py, timeout),
         }
     }
 
-    /// Gives up this object's part of the memory, which goes back when no array made of it is left. With ``stream``, not
-    /// before the work enqueued there so far is done. Releasing twice is no error.
+    /// Gives up this object's part of the memory, which goes back when no array made of it is left.
+    /// With ``stream``, not before the work enqueued there so far is done. Releasing twice is no
+    /// error.
     ///
     /// Raises ``ArgumentError`` for a stream of another device.
     #[pyo3(signature = (stream = None))]
@@ -248,9 +253,9 @@ impl Frame {
         Ok(())
     }
 
-    /// A JAX array: in place on the host, a copy on a GPU, because JAX gives memory of others back before it is done
-    /// with it. With ``copy=False`` it is in place there, too: call ``block_until_ready()`` on what was computed from it
-    /// before letting it go.
+    /// A JAX array: in place on the host, a copy on a GPU, because JAX releases foreign memory
+    /// before its own work on it is done. With ``copy=False`` it is in place there, too: call
+    /// ``block_until_ready()`` on every result computed from it before releasing it.
     ///
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
     #[pyo3(signature = (*, copy = None))]
@@ -258,7 +263,8 @@ impl Frame {
         array::jax(slf.as_any(), &slf.get().owner.memory()?, copy)
     }
 
-    /// The elements as bytes in row-major order, as ``numpy().tobytes()`` gives them, copied once the data is complete.
+    /// The elements as bytes in row-major order, as ``numpy().tobytes()`` gives them, copied once
+    /// the data is complete.
     ///
     /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {

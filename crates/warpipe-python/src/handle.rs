@@ -1,4 +1,4 @@
-//! What Python may close before it lets go of it.
+//! Handles that Python may close before it drops them.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::{self, Closable};
 use crate::process::Home;
 
-/// One of the library's handles, until it is closed. Who is using it meanwhile keeps it so long.
+/// A handle of the library, until it is closed. A call in progress keeps it alive.
 #[derive(Debug)]
 pub struct CloseableHandle<T: Send> {
     home: Home,
@@ -19,7 +19,7 @@ pub struct CloseableHandle<T: Send> {
 }
 
 impl<T: Send> CloseableHandle<T> {
-    /// An open one. `what` and `name` are for the error of who comes too late.
+    /// Wraps an open handle. `what` and `name` are for the error after `close`.
     pub fn unlisted(what: &'static str, name: impl Into<String>, inner: T) -> CloseableHandle<T> {
         CloseableHandle {
             home: Home::here(),
@@ -39,7 +39,7 @@ impl<T: Send> CloseableHandle<T> {
         handle
     }
 
-    /// What is behind it.
+    /// The library's handle.
     pub fn get(&self) -> Outcome<Arc<DropDetached<T>>> {
         self.home.check()?;
         self.inner
@@ -47,7 +47,7 @@ impl<T: Send> CloseableHandle<T> {
             .ok_or_else(|| Fault::closed(self.what, &self.name))
     }
 
-    /// What it is called.
+    /// Its name.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -58,14 +58,14 @@ impl<T: Send> CloseableHandle<T> {
         Ok(self.inner.get().is_none())
     }
 
-    /// Lets go of it without its end, which would wait for what does not come.
+    /// Drops it without its graceful end, which would wait for an event that does not come.
     pub fn abandon(&self) -> Outcome<()> {
         self.home.check()?;
         std::mem::forget(self.inner.take());
         Ok(())
     }
 
-    /// Closes it, without the interpreter: what is dropped may have to wait a moment.
+    /// Closes it, without the interpreter: the drop may have to wait a moment.
     pub fn close(&self, py: Python<'_>) -> PyResult<()>
     where
         T: Sync,

@@ -1,11 +1,13 @@
-//! Tensors that are sent where they lie: a small sample carries a legacy handle and the layout, and the tensor is kept
-//! until that sample's slot is free. **This module is marked for unsafe**: it exports memory that others own.
+//! Tensors that are sent in place: a small sample carries a legacy handle and the layout, and the
+//! tensor is kept until that sample's slot is free. **This module is marked for unsafe**: it
+//! exports memory that other allocators own.
 //!
 //! # The carrier
 //!
-//! The slot is empty; everything is in the metadata, which is there before any device has done anything: the magic bytes,
-//! a version, the element type's code and bits, the rank with the top bit for strides, the shape, the strides and the
-//! offset (variable length, 7 bits a byte), the handle, and what the user sent along. It is the sender's word.
+//! The slot is empty; everything is in the metadata, which is complete before any device work: the
+//! magic bytes, a version, the element type's code and bits, the rank with the top bit for strides,
+//! the shape, the strides and the offset (variable length, 7 bits a byte), the handle, and the
+//! user's metadata. It is untrusted: the sender states it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -26,16 +28,16 @@ const MAGIC: [u8; 5] = *b"\xf5WPIP";
 const VERSION: u8 = 1;
 const STRIDED: u8 = 0x80;
 
-/// The most allocations that a subscriber keeps open for the next sample that lies in one of them.
+/// The most allocations that a subscriber keeps open for later samples.
 const OPEN_MAX: usize = 8;
 
-/// Whether a tensor is to be sent where it lies.
+/// Whether a tensor is to be sent in place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ZeroCopy {
     No,
-    /// If that is possible; else it is copied, and a warning says why.
+    /// If possible; else it is copied, and a warning says why.
     Try,
-    /// Or it is an error.
+    /// It must be possible; else it is an error.
     Require,
 }
 
@@ -65,7 +67,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for ZeroCopy {
     }
 }
 
-/// Tensors that were sent where they lie, each until nobody reads it any more.
+/// Tensors that were sent in place, each until no subscriber reads it.
 #[derive(Debug, Default)]
 pub struct InPlace {
     list: Mutex<Vec<Sent>>,
@@ -90,21 +92,22 @@ impl InPlace {
         });
     }
 
-    /// Lets go of what has come back. Returns how many have not.
+    /// Drops tensors whose carriers are free again. Returns how many are not.
     pub fn sweep(&self) -> usize {
         let mut list = self.lock();
-        // What cannot be known is kept.
+        // A tensor whose state is unknown is kept.
         let is_back = |sent: &mut Sent| sent.returned.is_back().unwrap_or(false);
         let done: Vec<Sent> = list.extract_if(.., is_back).collect();
         let left = list.len();
         drop(list);
-        // Without the lock: what is dropped here may be anybody's.
+        // Without the lock: a destructor here may be foreign code.
         drop(done);
         left
     }
 
-    /// Waits, at most `patience`, until all are back; before the publisher goes, who alone can tell. What is not back by
-    /// then is kept until the process ends: somebody may be reading it.
+    /// Waits, at most `patience`, until all tensors are free. Runs before the publisher is dropped,
+    /// because only the publisher knows which are. A tensor that is not free by then is kept until
+    /// the process ends: a subscriber may be reading it.
     pub fn settle(&self, py: Python<'_>, patience: Option<Duration>) -> PyResult<()> {
         let waited = in_slices(py, patience, |slice| {
             let is_done = self.sweep() == 0;
@@ -129,7 +132,7 @@ impl Drop for InPlace {
     }
 }
 
-/// The metadata of a carrier; the reason if the tensor cannot be sent where it lies.
+/// The metadata of a carrier, or the reason why the tensor cannot be sent in place.
 pub fn carrier(device: &warpipe::Device, source: &Source, metadata: &[u8]) -> Outcome<Vec<u8>> {
     let refuse = |reason: String| {
         Fault::Own(
@@ -146,7 +149,8 @@ pub fn carrier(device: &warpipe::Device, source: &Source, metadata: &[u8]) -> Ou
     if source.layout.bytes() == 0 {
         return Err(refuse("it is empty".into()));
     }
-    // SAFETY: the tensor is kept until the carrier's slot is free (`InPlace`), which is behind all who read it.
+    // SAFETY: the tensor is kept until the carrier's slot is free (`InPlace`), and the slot is free
+    // after all its readers.
     let handle = unsafe { LegacyHandle::export(device, *address, source.layout.bytes()) }?;
     let mut bytes = describe(&source.layout);
     bytes.extend(handle.to_bytes());
@@ -207,7 +211,7 @@ fn get(bytes: &mut &[u8]) -> Option<u64> {
     None
 }
 
-/// What a carrier names.
+/// The tensor that a carrier names.
 #[derive(Debug)]
 pub struct Named {
     pub layout: Layout,
@@ -215,7 +219,7 @@ pub struct Named {
     pub metadata: Vec<u8>,
 }
 
-/// Reads a sample's metadata; nothing for an ordinary one.
+/// Parses a sample's metadata; `None` for an ordinary sample.
 pub fn read(metadata: &[u8]) -> Outcome<Option<Named>> {
     let Some(rest) = metadata.strip_prefix(&MAGIC) else {
         return Ok(None);
@@ -268,15 +272,16 @@ pub fn read(metadata: &[u8]) -> Outcome<Option<Named>> {
     }))
 }
 
-/// What a subscriber has open of its publisher's allocators: the last few allocations stay open, because the next sample
-/// mostly lies in one of them, and to open one takes the driver a while.
+/// The allocations that a subscriber has open of its publisher. The last few stay open, because the
+/// next sample mostly lies in one of them and the driver takes long to open one.
 #[derive(Debug, Default)]
 pub struct Openings {
     list: Mutex<Vec<(LegacyHandle, LegacyMemory)>>,
 }
 
 impl Openings {
-    /// Opens what a handle names. The library maps each allocation once, however often it is opened.
+    /// Opens the allocation of a handle. The library maps each allocation once, however often it is
+    /// opened.
     pub fn open(&self, handle: &LegacyHandle, device: &warpipe::Device) -> Outcome<LegacyMemory> {
         let opened = handle.open(device)?;
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
@@ -298,7 +303,7 @@ impl Openings {
         Ok(opened)
     }
 
-    /// Closes what is only kept for the next sample.
+    /// Closes the allocations that are only kept for later samples.
     pub fn clear(&self) {
         let list = std::mem::take(&mut *self.list.lock().unwrap_or_else(PoisonError::into_inner));
         drop(list);

@@ -1,4 +1,4 @@
-//! What subscribers, workers and servers have in common: they give things out, to one thread at a time.
+//! Common to subscribers, workers and servers: endpoints from which one thread at a time receives.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,32 +13,33 @@ use crate::interpreter_exit::{self, Endpoint};
 use crate::process::Home;
 use crate::wait::{Timeout, hand_over, in_slices, late, none_if_late};
 
-/// One of the library's endpoints, `T`, that give things out, until it is closed. Python gets each as an `R`.
+/// An endpoint `T` of the library that receives, until it is closed. Python gets each item as an
+/// `R`.
 #[derive(Debug)]
 pub struct Inbox<T: Send, R: Send> {
     home: Home,
     what: &'static str,
     pub name: String,
-    /// How long a wait lasts, where nobody says.
+    /// The default limit of a wait.
     pub timeout: Option<Duration>,
     calls: Calls<T, R>,
     source: Arc<Source<T, R>>,
 }
 
-/// What is done in another way for each endpoint.
+/// The operations that differ between endpoints.
 #[derive(Debug, Clone, Copy)]
 pub struct Calls<T, R> {
     /// Makes its descriptor readable.
     pub ring: fn(&T),
-    /// Takes back what was never given to anybody.
+    /// Takes back an item that was never returned to Python.
     pub take_back: fn(Python<'_>, VecDeque<Py<R>>),
 }
 
-/// The endpoint, and what is given out before it is asked.
+/// The endpoint, and items that are returned before it is asked.
 #[derive(Debug)]
 struct Source<T, R> {
     exclusive: Exclusive<T>,
-    /// Taken by waits that were interrupted: the next to be given out. `None` once it is closed.
+    /// Items of interrupted waits: the next to be returned. `None` once it is closed.
     unused: Mutex<Option<VecDeque<Py<R>>>>,
     take_back: fn(Python<'_>, VecDeque<Py<R>>),
 }
@@ -48,7 +49,7 @@ impl<T, R> Source<T, R> {
         self.unused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes it the next one to be given out; if nobody will ask any more, it is taken back.
+    /// Makes it the next item to be returned. If the inbox is closed, the item is taken back.
     fn put_back(&self, py: Python<'_>, made: Py<R>) {
         let mut unused = self.unused();
         match &mut *unused {
@@ -75,14 +76,14 @@ impl<T: Send, R: Send> Endpoint for Source<T, R> {
     }
 }
 
-/// What a look finds.
+/// The result of one look.
 enum Found<V, R> {
     New(V),
     Unused(Py<R>),
 }
 
 impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
-    /// An open one. `what` and `name` are for the error of who comes too late.
+    /// Wraps an open endpoint. `what` and `name` are for the error after `close`.
     pub fn new(
         what: &'static str,
         name: &str,
@@ -107,7 +108,8 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
         }
     }
 
-    /// Runs `work` when it is our turn; nothing if that does not come within `limit`.
+    /// Runs `work` when no other thread has the endpoint; `None` if that does not happen within
+    /// `limit`.
     fn within<A>(&self, limit: Duration, work: impl FnOnce(&mut T) -> A) -> Outcome<Option<A>> {
         self.home.check()?;
         self.source
@@ -116,7 +118,7 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
             .map_err(|Closed| Fault::closed(self.what, &self.name))
     }
 
-    /// Asks for something that is there at once, as soon as it is our turn.
+    /// Asks for an item that is there at once, as soon as no other thread has the endpoint.
     pub fn ask<A: Send>(
         &self,
         py: Python<'_>,
@@ -126,8 +128,8 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
         Ok(said.ok_or_else(|| late("its turn".into(), None))?)
     }
 
-    /// Waits for the next `thing`: `take` does so no longer than it is told, and `make` is it for Python. A wait that is
-    /// interrupted has taken nothing.
+    /// Waits for the next `thing`: `take` waits no longer than its argument, and `make` converts
+    /// the item for Python. An interrupted wait has taken nothing.
     pub fn next<V: Send>(
         &self,
         py: Python<'_>,
@@ -152,7 +154,7 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
         )
     }
 
-    /// The next one if there is one.
+    /// The next item if there is one.
     pub fn try_next<V: Send>(
         &self,
         py: Python<'_>,
@@ -188,13 +190,13 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
         };
         hand_over(py, made, |made| {
             self.source.put_back(py, made);
-            // Whoever sleeps on the descriptor; not that of an endpoint that another thread waits in, which looks within a
-            // slice.
+            // Wakes pollers of the descriptor. A thread that waits in this endpoint needs no
+            // wake-up: it looks within a slice.
             let _ = py.detach(|| self.within(Duration::ZERO, |inner| (self.calls.ring)(inner)));
         })
     }
 
-    /// How many seconds a wait lasts that is asked for with this timeout.
+    /// How many seconds a wait with this timeout lasts.
     pub fn limit(&self, timeout: Timeout) -> Option<f64> {
         timeout
             .or(self.timeout)
@@ -207,7 +209,7 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
         Ok(self.source.exclusive.is_closed())
     }
 
-    /// Closes it, without the interpreter: what is dropped may have to wait a moment.
+    /// Closes it, without the interpreter: the drop may have to wait a moment.
     pub fn close(&self, py: Python<'_>) -> Outcome<()> {
         self.home.check()?;
         self.source.end(py);

@@ -1,8 +1,9 @@
-//! What the end of a program closes, and the callbacks that it waits for.
+//! The end of the program: it closes open endpoints and waits for callbacks.
 //! **This module is marked for unsafe**: it asks for the interpreter's number.
 //!
-//! Once the program ends (`atexit`), what is open says goodbye, no callback begins any more, and those that have begun are
-//! waited for. Threads that are elsewhere in a call go on until they want the interpreter: see `thread_exit`.
+//! Once the program ends (`atexit`), open endpoints close gracefully, no callback begins any more,
+//! and running callbacks are waited for. Threads elsewhere in a call go on until they want the
+//! interpreter: see `thread_exit`.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -23,7 +24,8 @@ use crate::wait::{SLICE, in_slices};
 /// How long the end of the program waits for callbacks.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The process in the upper half, how many are inside in the lower: of a parent's threads none goes on in a child.
+/// The upper half is the process, the lower half the number of callbacks that run. A forked child
+/// has none of its parent's threads, so it counts from zero.
 static RUNNING_CALLBACKS: AtomicU64 = AtomicU64::new(0);
 /// The process that ends; 0 for none.
 static EXITING: AtomicU32 = AtomicU32::new(0);
@@ -64,23 +66,23 @@ fn is_callback_running() -> bool {
     process_of(running) == std::process::id() && running as u32 > 0
 }
 
-/// Whether the program has begun to end: nothing new is asked of the interpreter.
+/// Whether the program has begun to end: no new call enters the interpreter.
 pub fn has_begun() -> bool {
     EXITING.load(Ordering::SeqCst) == std::process::id()
 }
 
-/// Whether a callback runs that does not come back any more.
+/// Whether a callback runs that will not return any more.
 pub fn is_callback_stuck() -> bool {
     has_begun() && is_callback_running()
 }
 
-/// A Python function that a thread of the library's calls. Its owner shows it to the interpreter's garbage collector, which
-/// may take it away: the library's thread keeps this, and not the function.
+/// A Python function that a thread of the library calls. Its owner shows it to the garbage
+/// collector, which may clear it. So the library's thread holds this object and not the function.
 #[derive(Debug)]
 pub struct Callback(Mutex<Option<Py<PyAny>>>);
 
 impl Callback {
-    /// Of a function.
+    /// Wraps a function.
     pub fn new(function: Py<PyAny>) -> Arc<Callback> {
         Arc::new(Callback(Mutex::new(Some(function))))
     }
@@ -107,16 +109,16 @@ impl Callback {
         self.function().is_some()
     }
 
-    /// Calls it, unless the program ends. What it raises goes to ``sys.unraisablehook``.
+    /// Calls it, unless the program ends. An exception goes to ``sys.unraisablehook``.
     pub fn call<T: for<'py> IntoPyObject<'py> + Send>(&self, argument: T) {
-        // Counted before the look: who ends the program looks in the other order.
+        // Counted before the check: the end of the program checks in the other order.
         let _running = RunningCallback::start();
         if has_begun() {
             return;
         }
         thread_exit::prepare_exit();
         let _ = Python::try_attach(|py| {
-            // Held for the call: the owner may go meanwhile.
+            // Held for the call: the owner may be dropped meanwhile.
             let Some(callback) = self
                 .function()
                 .as_ref()
@@ -138,16 +140,16 @@ impl Callback {
     }
 }
 
-/// Something that others are told of when this process ends well.
+/// An endpoint whose peers learn of a graceful end of this process.
 pub trait Endpoint: Send + Sync {
-    /// Closes it as its own `close` does, without a wait for others.
+    /// Closes it as its own `close` does, without a wait for other threads.
     fn end(&self, py: Python<'_>);
 
     /// Whether no thread uses it any more.
     fn is_over(&self) -> bool;
 }
 
-/// Something of the library's until it is closed. Who is using it meanwhile keeps it so long.
+/// A value of the library until it is closed. A call in progress keeps it alive.
 #[derive(Debug)]
 pub struct Closable<T: Send>(Mutex<ClosableState<T>>);
 
@@ -159,7 +161,7 @@ struct ClosableState<T: Send> {
 }
 
 impl<T: Send> Closable<T> {
-    /// An open one.
+    /// Wraps an open value.
     pub fn new(inner: T) -> Closable<T> {
         let open = Arc::new(DropDetached::new(inner));
         Closable(Mutex::new(ClosableState {
@@ -172,12 +174,12 @@ impl<T: Send> Closable<T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// It, while it is open.
+    /// The value, while it is open.
     pub fn get(&self) -> Option<Arc<DropDetached<T>>> {
         self.state().open.clone()
     }
 
-    /// Closes it; to be dropped without the interpreter, as that may take a moment.
+    /// Closes it. Drop the result without the interpreter, as that may take a moment.
     pub fn take(&self) -> Option<Arc<DropDetached<T>>> {
         self.state().open.take()
     }
@@ -194,20 +196,21 @@ impl<T: Send + Sync> Endpoint for Closable<T> {
     }
 }
 
-/// An endpoint, and the process that opened it: a forked child has its parent's, too, and must not touch their locks.
+/// An endpoint, and the process that opened it. A forked child inherits its parent's endpoints and
+/// must not touch their locks.
 type Listed = (Home, Weak<dyn Endpoint>);
 
-/// What is open in this process.
+/// The endpoints that are open in this process.
 static OPEN: Mutex<Vec<Listed>> = Mutex::new(Vec::new());
-/// The process whose ``atexit`` calls ``_end``.
+/// The process that has registered ``_end`` with ``atexit``.
 static PREPARED: AtomicU32 = AtomicU32::new(0);
-/// The child of ``multiprocessing`` whose finalizers call ``_end``.
+/// The child of ``multiprocessing`` that has registered ``_end`` as a finalizer.
 static FINALIZED: AtomicU32 = AtomicU32::new(0);
 
-/// Has an endpoint closed when the program ends, whoever still holds it then.
+/// Has an endpoint closed when the program ends, even if it is still referenced then.
 pub fn close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) {
     let own = std::process::id();
-    // Without them the endpoint ends as its holder does.
+    // Without them the endpoint ends when its last reference is dropped.
     if PREPARED.swap(own, Ordering::SeqCst) != own {
         let _ = Python::attach(register_exit);
     }
@@ -215,7 +218,8 @@ pub fn close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) {
         let _ = Python::attach(register_finalizer);
     }
     let endpoint: Weak<dyn Endpoint> = Arc::downgrade(endpoint) as Weak<dyn Endpoint>;
-    // Nobody waits for the list, which a forked child may find held for ever; what is not in it ends as its holder does.
+    // Never blocks on the list: a forked child may find it locked for ever. An endpoint that is not
+    // in it ends when its last reference is dropped.
     if let Ok(mut open) = OPEN.try_lock() {
         if open.len() == open.capacity() {
             open.retain(|(home, known)| home.is_here() && known.strong_count() > 0);
@@ -228,15 +232,16 @@ fn end_function(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     py.import("warpipe._warpipe")?.getattr("_end")
 }
 
-/// ``atexit`` runs what is registered in the process that ends.
+/// ``atexit`` runs in the process that ends.
 fn register_exit(py: Python<'_>) -> PyResult<()> {
     let (atexit, end) = (py.import("atexit")?, end_function(py)?);
     atexit.call_method1("unregister", (&end,))?;
     atexit.call_method1("register", (&end,)).map(drop)
 }
 
-/// A child of ``multiprocessing`` may end without ``atexit``, and runs finalizers of its own. It becomes such a child, and
-/// forgets what was registered before, only after it has imported its parent's program: see [`prepare`].
+/// A child of ``multiprocessing`` may end without ``atexit``, and runs finalizers of its own. It
+/// becomes such a child, and forgets earlier registrations, only after it has imported its parent's
+/// program: see [`prepare`].
 fn register_finalizer(py: Python<'_>) -> PyResult<()> {
     let Some(process) = imported(py, "multiprocessing.process")? else {
         return Ok(());
@@ -246,7 +251,7 @@ fn register_finalizer(py: Python<'_>) -> PyResult<()> {
     }
     FINALIZED.store(std::process::id(), Ordering::SeqCst);
     let options = PyDict::new(py);
-    // After whatever else ends there.
+    // After everything else that ends there.
     options.set_item("exitpriority", -1000)?;
     let finalize = py.import("multiprocessing.util")?.getattr("Finalize")?;
     finalize
@@ -254,8 +259,8 @@ fn register_finalizer(py: Python<'_>) -> PyResult<()> {
         .map(drop)
 }
 
-/// What ``multiprocessing`` calls in a new child before its work: what the program opened while it was imported is to be
-/// closed, too.
+/// ``multiprocessing`` calls this in a new child before its work: endpoints that the program opened
+/// while it was imported are to be closed, too.
 #[pyfunction]
 fn _begin(py: Python<'_>, _end: &Bound<'_, PyAny>) -> PyResult<()> {
     let is_ours = |(home, known): &Listed| home.is_here() && known.strong_count() > 0;
@@ -267,7 +272,8 @@ fn _begin(py: Python<'_>, _end: &Bound<'_, PyAny>) -> PyResult<()> {
     }
 }
 
-/// Closes what is open, and waits a moment for threads that are using it: they come out of their waits once a slice.
+/// Closes all open endpoints, and waits a moment for threads that use them: each leaves its wait
+/// within a slice.
 fn close_all(py: Python<'_>) {
     let mut open = OPEN
         .try_lock()
@@ -286,7 +292,7 @@ fn close_all(py: Python<'_>) {
     });
 }
 
-/// What ``atexit`` calls: closes what is open, and waits for callbacks that run.
+/// ``atexit`` calls this: closes all open endpoints, and waits for running callbacks.
 #[pyfunction]
 fn _end(py: Python<'_>) -> PyResult<()> {
     EXITING.store(std::process::id(), Ordering::SeqCst);
@@ -301,8 +307,8 @@ fn _end(py: Python<'_>) -> PyResult<()> {
     in_slices(py, Some(PATIENCE), look).map(drop)
 }
 
-/// Prepares for the end of the interpreter that imports the package, which must be the main one: streams, watchers and
-/// what they keep are the process's.
+/// Prepares for the end of the interpreter that imports the package. It must be the main
+/// interpreter: streams, reactors and what they hold belong to the process.
 pub fn prepare(module: &Bound<'_, PyModule>) -> PyResult<()> {
     // SAFETY: this thread has the interpreter that it asks about.
     if unsafe { ffi::PyInterpreterState_GetID(ffi::PyInterpreterState_Get()) } != 0 {

@@ -1,4 +1,4 @@
-//! What a submitter holds of a job: its handle, its result, and the results of all.
+//! Jobs on the submitter's side: `JobHandle`, `JobResult`, and the results of a queue.
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,9 +16,10 @@ use crate::frame::Frame;
 use crate::job_endpoint::JobEndpoint;
 use crate::wait::{in_slices, late, none_if_late, seconds};
 
-/// A job that was submitted: its result comes with ``handle.result()``, or with ``await handle`` in asyncio.
+/// A submitted job: its result comes with ``handle.result()``, or with ``await handle`` in asyncio.
 ///
-/// The outcome is given once, to whoever asks first. A handle that is dropped leaves its job's to ``Queue.results()``.
+/// The first call that asks takes the outcome. If the handle is dropped before, ``Queue.results()``
+/// gives the outcome.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct JobHandle {
@@ -27,8 +28,8 @@ pub struct JobHandle {
     waits: Waits,
 }
 
-/// The coroutines with which tasks wait for one outcome, so that what is awaited can be a task, too: a handle is a coroutine
-/// to ``asyncio.create_task``.
+/// The coroutines in which tasks wait for one outcome. They let a handle be a task, too: it is a
+/// coroutine to ``asyncio.create_task``.
 #[derive(Debug, Default)]
 pub struct Waits(Mutex<Option<Py<PyDict>>>);
 
@@ -41,7 +42,7 @@ impl Waits {
             .clone()
     }
 
-    /// Passes a step of the running task's on: `how` is ``"send"``, ``"throw"`` or ``"close"``.
+    /// Forwards one step of the running task: `how` is ``"send"``, ``"throw"`` or ``"close"``.
     pub fn step<'py>(
         &self,
         awaited: &Bound<'py, PyAny>,
@@ -53,7 +54,7 @@ impl Waits {
             .call_method1("step", (self.table(py), awaited, how, arguments))
     }
 
-    /// For the garbage collector: a coroutine holds what it waits for.
+    /// For the garbage collector: a coroutine references the handle that it waits for.
     pub fn traverse(&self, visit: &PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
         self.0
             .try_lock()
@@ -67,7 +68,7 @@ impl Waits {
 }
 
 impl JobHandle {
-    /// Of a job of this queue.
+    /// Wraps a job of this queue.
     pub fn new(endpoint: &Arc<JobEndpoint>, inner: warpipe::JobHandle) -> JobHandle {
         JobHandle {
             endpoint: endpoint.clone(),
@@ -90,10 +91,11 @@ impl JobHandle {
         self.inner.id()
     }
 
-    /// Waits for the result, at most ``timeout`` seconds (None: as long as it takes). Its data is complete.
+    /// Waits for the result, at most ``timeout`` seconds (None: no limit). Its data is complete.
     ///
-    /// Raises ``TimeoutError``, after which it can be asked again; ``DeadLetteredError`` when all attempts failed,
-    /// ``RejectedError``; ``NoSuchJobError`` when the outcome was taken before, ``QueueClosedError``.
+    /// Raises ``TimeoutError``, after which ``result`` may be called again; ``DeadLetteredError``
+    /// when all attempts failed, ``RejectedError``; ``NoSuchJobError`` when the outcome was taken
+    /// before, ``QueueClosedError``.
     #[pyo3(signature = (timeout = None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<Result>> {
         let timeout = timeout
@@ -121,8 +123,8 @@ impl JobHandle {
         Ok(py.detach(|| self.inner.is_done()).map_err(Fault::from)?)
     }
 
-    /// Calls the job off: nobody new gets it, and the answer of who has it is discarded. False if its outcome was taken
-    /// before.
+    /// Cancels the job: no further worker gets it, and an answer of its present worker is
+    /// discarded. False if its outcome was taken before.
     ///
     /// Raises ``QueueClosedError``.
     fn cancel(&self, py: Python<'_>) -> PyResult<bool> {
@@ -130,13 +132,13 @@ impl JobHandle {
         Ok(py.detach(|| self.inner.call_off()).map_err(Fault::from)?)
     }
 
-    /// The result if it is there, else None.
+    /// The result if it has come, else None.
     fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<Result>>> {
         let found = py.detach(|| self.look(Duration::ZERO))?;
         found.map(|found| self.endpoint.give(py, found)).transpose()
     }
 
-    /// What an event loop sleeps on, and the number of the queue that it is of.
+    /// The descriptor that an event loop polls, and the number of its queue.
     fn _watch(&self, py: Python<'_>) -> PyResult<Watch> {
         Watch::of(py, &self.endpoint)
     }
@@ -150,7 +152,7 @@ impl JobHandle {
         outcome_of(slf.as_any())
     }
 
-    /// A step of the task that this was made: see ``asyncio.create_task``.
+    /// One step of the asyncio task that wraps this handle: see ``asyncio.create_task``.
     #[pyo3(signature = (value, /))]
     fn send<'py>(slf: &Bound<'py, Self>, value: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         slf.get()
@@ -158,7 +160,7 @@ impl JobHandle {
             .step(slf.as_any(), "send", &PyTuple::new(slf.py(), [value])?)
     }
 
-    /// Ends a step of that task with an error, as its cancellation does.
+    /// Ends a step of that task with an error, as a cancellation does.
     #[pyo3(signature = (*error), text_signature = "($self, *error)")]
     fn throw<'py>(
         slf: &Bound<'py, Self>,
@@ -167,7 +169,7 @@ impl JobHandle {
         slf.get().waits.step(slf.as_any(), "throw", error)
     }
 
-    /// Ends the wait of the task that this was made; what is waited for stays as it is.
+    /// Ends the wait of that task; the job itself goes on.
     fn close<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.get()
             .waits
@@ -199,7 +201,7 @@ pub fn outcome_of<'py>(awaited: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny
         .call_method0("__await__")
 }
 
-/// What an event loop sleeps on for a queue.
+/// The descriptor of a queue for event loops.
 #[pyclass(frozen, module = "warpipe", name = "_Watch")]
 #[derive(Debug)]
 pub struct Watch {
@@ -232,8 +234,9 @@ impl Watch {
     }
 }
 
-/// A job's result, or a service's reply: a tensor in its worker's memory, complete, and lent as any ``Sample`` is. It
-/// outlives its worker. What a worker completed without an array has no bytes.
+/// A job's result, or a service's reply: a tensor in its worker's memory, complete, and lent as any
+/// ``Sample`` is. It outlives its worker. A job completed without an array has a result of no
+/// bytes.
 #[pyclass(frozen, extends = Frame, module = "warpipe", name = "JobResult")]
 #[derive(Debug)]
 pub struct Result {
@@ -243,7 +246,7 @@ pub struct Result {
 }
 
 impl Result {
-    /// Takes a result over.
+    /// Wraps a result.
     pub fn new(
         py: Python<'_>,
         result: warpipe::JobResult,
@@ -274,7 +277,7 @@ impl Result {
         self.attempt
     }
 
-    /// The process that did it.
+    /// The process id of its worker.
     #[getter]
     fn worker_pid(&self) -> i32 {
         self.worker_pid
@@ -299,11 +302,11 @@ impl Result {
 pub struct Results {
     endpoint: Arc<JobEndpoint>,
     timeout: Option<Duration>,
-    /// Until the queue is shut; else until there is no job left.
+    /// With `true` the end is the queue's shutdown, else the moment when no job is left.
     follow: bool,
 }
 
-/// What one look finds.
+/// The result of one look.
 enum Found {
     Result(warpipe::JobResult),
     QueueOrClient,
@@ -320,7 +323,7 @@ impl Results {
     }
 
     fn look(&self, slice: Duration) -> Outcome<Option<Found>> {
-        // Asked first: what is submitted before it is shut is seen below.
+        // Asked first: a job submitted before the shutdown is seen below.
         let may_end = !self.follow || self.endpoint.is_shut();
         let end = self.endpoint.end()?;
         let queue = end.queue();
@@ -370,7 +373,7 @@ impl Results {
             .call_method1("next_result", (slf,))
     }
 
-    /// The result if it is there, None if it is not, and False at the end.
+    /// The result if it has come, None if it has not, and False at the end.
     fn _poll(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         match py.detach(|| self.look(Duration::ZERO))? {
             Some(Found::Result(result)) => Ok(self.endpoint.give(py, result)?.into_any()),

@@ -1,5 +1,5 @@
-//! What a queue or a client shares with its handles: the library's end, the stream for what comes in, and how tensors of
-//! others become jobs.
+//! Common to queues, clients and their handles: the library's endpoint, the stream for results, and
+//! the conversion of foreign tensors to jobs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,15 +21,15 @@ use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::wait::{hand_over, in_slices, late, none_if_late, once, optional};
 
-/// Told apart for ever, so that an event loop's table of them cannot mistake one for another.
+/// Numbers are never reused, so an event loop's table cannot confuse two endpoints.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 
-/// The library's end.
+/// The library's endpoint.
 #[derive(Debug)]
 pub enum QueueOrClient {
     /// A queue's.
     Queue(warpipe::Queue),
-    /// A client's, which has a queue of its own.
+    /// A client's, which contains a queue.
     Client(warpipe::Client),
 }
 
@@ -57,7 +57,7 @@ impl QueueOrClient {
         }
     }
 
-    /// How it fares.
+    /// Its state.
     pub fn state(&self) -> Result<warpipe::QueueState, Error> {
         match self {
             QueueOrClient::Queue(queue) => queue.state(),
@@ -87,7 +87,7 @@ impl QueueOrClient {
     }
 }
 
-/// Where jobs are handed in and results come back.
+/// Submits jobs and receives results.
 #[derive(Debug)]
 pub struct JobEndpoint {
     home: Home,
@@ -97,14 +97,14 @@ pub struct JobEndpoint {
     pub stream: OwnStream,
     pub number: u64,
     is_shut: AtomicBool,
-    /// How long room and memory are waited for.
+    /// How long to wait for room and memory.
     patience: Option<Duration>,
     copies: Arc<Copies>,
     end: Arc<Closable<QueueOrClient>>,
 }
 
 impl JobEndpoint {
-    /// Around an end.
+    /// Wraps an endpoint.
     pub fn open(
         py: Python<'_>,
         kind: &'static str,
@@ -129,7 +129,8 @@ impl JobEndpoint {
         }))
     }
 
-    /// The end while it is open. Ask anew for each slice of a wait: then closing ends the wait.
+    /// The endpoint while it is open. Look it up anew for each slice of a wait: then closing ends
+    /// the wait.
     pub fn end(&self) -> Outcome<Arc<DropDetached<QueueOrClient>>> {
         self.home.check()?;
         self.end.get().ok_or_else(|| {
@@ -151,17 +152,17 @@ impl JobEndpoint {
         Ok(self.end.get().is_none())
     }
 
-    /// From now on results may come to an end.
+    /// Marks the endpoint as shut: `results()` may end from now on.
     pub fn shut(&self) {
         self.is_shut.store(true, Ordering::Release);
     }
 
-    /// Whether nothing more is submitted.
+    /// Whether the endpoint is shut: no job is submitted any more.
     pub fn is_shut(&self) -> bool {
         self.is_shut.load(Ordering::Acquire)
     }
 
-    /// Waits until there are `count` workers, or servers: `what` they are called.
+    /// Waits until there are `count` workers, or servers: `what` is their name in the error.
     pub fn wait_for(
         &self,
         py: Python<'_>,
@@ -190,7 +191,7 @@ impl JobEndpoint {
         }?)
     }
 
-    /// Ends it. Returns at once for one that has ended.
+    /// Closes it. Returns at once if it is closed already.
     pub fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.home.check()?;
         let end = self.end.take();
@@ -198,7 +199,7 @@ impl JobEndpoint {
         self.copies.settle(py, self.patience)
     }
 
-    /// Lets go of it where nobody is to be told how that went.
+    /// Closes it and ignores the error: no caller is left to get it.
     pub fn abandon(&self) {
         if self.home.is_here() {
             let end = self.end.take();
@@ -240,7 +241,8 @@ impl JobEndpoint {
         )
     }
 
-    /// An input, and the stream behind which it is filled: a tensor is copied, a loan of this queue's is taken.
+    /// An input, and the stream after whose work it is complete: a tensor is copied, a loan of this
+    /// queue is taken.
     pub fn input(
         &self,
         py: Python<'_>,
@@ -275,8 +277,8 @@ impl JobEndpoint {
         Ok((slot, filled_on))
     }
 
-    /// Hands an input in with `enter`, which does not wait, once there is room; `patience` is how long that may take. An
-    /// interrupted wait has handed in nothing.
+    /// Submits an input with `enter`, which does not wait, once there is room; `patience` is how
+    /// long that may take. An interrupted wait has submitted nothing.
     pub fn submit<T: Send>(
         &self,
         py: Python<'_>,
@@ -294,7 +296,7 @@ impl JobEndpoint {
             .into());
         };
         let (mut loan, mut full) = (Some(loan.into_inner()), None);
-        // Another error of the wait is the next step's own, too.
+        // Any other error of the wait is also the next step's, which reports it.
         let wait_for_room = |slice| {
             let waited = self.end().map(|end| end.wait_for_room(slice));
             !matches!(
@@ -323,7 +325,7 @@ impl JobEndpoint {
             }
         });
         if let Some(unused) = loan {
-            // What fills it may still be on its way there.
+            // Work that fills the input may still be pending.
             let _ = py.detach(|| unused.discard(&stream));
         }
         let late = || match full {
@@ -341,10 +343,10 @@ impl JobEndpoint {
         Ok(entered?.ok_or_else(late)?)
     }
 
-    /// Gives a result to Python. One that an interrupted wait took is there for the next.
+    /// Returns a result to Python. The result of an interrupted wait is there for the next call.
     pub fn give(&self, py: Python<'_>, result: JobResult) -> PyResult<Py<crate::job::Result>> {
         let result = hand_over(py, result, |result| {
-            // A queue that was closed meanwhile has no next.
+            // A queue that was closed meanwhile has no next call.
             let _ = py.detach(|| self.end().map(|end| end.put_back(result)));
         })?;
         crate::job::Result::new(py, result, &self.device)

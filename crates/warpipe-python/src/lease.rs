@@ -1,4 +1,4 @@
-//! A job as its worker holds it: the input, what is owed for it, and memory for the result.
+//! A job on the worker's side: the input, the answer, and memory for the result.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,26 +22,27 @@ use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::wait::{late, once};
 
-/// How long it may take to give a job back that nobody was given here.
+/// The limit for giving a job back that was never returned to Python.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the leases of one worker have in common.
+/// State shared by the leases of one worker.
 #[derive(Debug, Clone)]
 pub struct LeaseContext {
     pub device: warpipe::Device,
-    /// For what comes without a stream of its own.
+    /// The stream for results without a stream of their own.
     pub stream: OwnStream,
     pub copies: Arc<Copies>,
-    /// How long an answer, or memory for one, may take.
+    /// The limit for an answer, or for memory for one.
     pub patience: Option<Duration>,
 }
 
-/// A job to be answered, once: ``complete``, ``fail``, ``give_back`` or ``reject``. Its input is an array, lent as any
-/// ``Sample`` is, and given back with the answer; arrays made of it keep it longer.
+/// A job to be answered once: ``complete``, ``fail``, ``give_back`` or ``reject``. Its input is an
+/// array, lent as any ``Sample`` is, and given back with the answer; arrays made of it keep it
+/// longer.
 ///
-/// As ``with lease:`` an exception in the block fails it with that reason, and goes on; one that ends the program
-/// (``KeyboardInterrupt``, ``SystemExit``) gives the job back, which costs no attempt. A lease that is left, or dropped,
-/// without an answer has failed.
+/// In ``with lease:`` an exception in the block fails the job with that reason, and propagates; an
+/// exception that ends the program (``KeyboardInterrupt``, ``SystemExit``) gives the job back,
+/// which costs no attempt. A lease that is left, or dropped, without an answer has failed.
 #[pyclass(frozen, subclass, extends = Frame, module = "warpipe")]
 #[derive(Debug)]
 pub struct Lease {
@@ -82,7 +83,7 @@ impl LeaseAnswer {
         }
     }
 
-    /// What was not said leaves its output behind the work that fills it.
+    /// An answer that was not sent drops its output after the work that fills it.
     fn discard_output(self, py: Python<'_>) {
         if let LeaseAnswer::Complete(Some(output), stream) = self {
             let _ = py.detach(|| output.discard(&stream));
@@ -91,7 +92,7 @@ impl LeaseAnswer {
 }
 
 impl Lease {
-    /// Takes a lease over.
+    /// Wraps a lease.
     pub fn parts(lease: warpipe::Lease, context: &LeaseContext) -> PyClassInitializer<Lease> {
         let metadata = lease.metadata().to_vec();
         let (job, attempt, deadline_ns) = (lease.job(), lease.attempt(), lease.deadline_ns());
@@ -109,11 +110,13 @@ impl Lease {
         frame.whole().add_subclass(lease)
     }
 
-    /// Gives back what was leased and never given to anybody. No signal ends that: an attempt would have failed.
+    /// Gives back a lease that was never returned to Python. No signal interrupts this: an attempt
+    /// would have failed.
     pub fn return_all<L: pyo3::PyClass>(py: Python<'_>, unused: VecDeque<Py<L>>) {
         for lease in unused {
             if let Ok(lease) = lease.bind(py).as_any().cast::<Lease>() {
-                // What cannot be given back counts as failed when it is dropped: nobody is here to be told.
+                // A lease that cannot be given back counts as failed when it is dropped: no caller
+                // is left to get the error.
                 let _ = lease.get().return_unused(py);
                 let _ = lease.as_super().get().release(py, None);
             }
@@ -146,7 +149,8 @@ impl Lease {
         })
     }
 
-    /// For who does not have the interpreter: it is locked while memory for an output is taken, which may last.
+    /// Call without the interpreter: the lock is held while memory for an output is taken, which
+    /// may last.
     fn duty(&self) -> Outcome<MutexGuard<'_, Option<DropDetached<Duty>>>> {
         self.home.check()?;
         Ok(self.duty.lock().unwrap_or_else(PoisonError::into_inner))
@@ -187,7 +191,8 @@ impl Lease {
         Ok(slot)
     }
 
-    /// What is to be the result, and the stream behind which it is: nothing, a loan of `output`'s, or a copy.
+    /// The result, and the stream after whose work it is complete: nothing, a loan of `output`, or
+    /// a copy.
     fn result(
         slf: &Bound<'_, Lease>,
         tensor: Option<&Bound<'_, PyAny>>,
@@ -251,7 +256,7 @@ impl Lease {
         }
     }
 
-    /// Says it, in slices, and lets go of the input.
+    /// Sends the answer, in slices, and releases the input.
     fn answer(slf: &Bound<'_, Lease>, mut word: LeaseAnswer) -> PyResult<()> {
         let (py, lease) = (slf.py(), slf.get());
         let duty = py.detach(|| Outcome::Ok(lease.duty()?.take().map(DropDetached::into_inner)))?;
@@ -290,7 +295,7 @@ impl Lease {
                 }
             }
         });
-        // Unsaid, it can be said again, or something else.
+        // An answer that was not sent can be sent again, or replaced by another.
         let duty = owed.into_inner().unwrap_or_else(PoisonError::into_inner);
         let has_answer = duty.is_none();
         py.detach(|| {
@@ -325,23 +330,25 @@ impl Lease {
         self.attempt
     }
 
-    /// By when the answer is wanted, in nanoseconds of ``time.monotonic_ns()``; None if that was not said.
+    /// The deadline of the answer, in nanoseconds of ``time.monotonic_ns()``; None if there is
+    /// none.
     #[getter]
     fn deadline_ns(&self) -> Option<u64> {
         self.deadline_ns
     }
 
-    /// Whether it has been answered.
+    /// Whether the job has been answered.
     #[getter]
     fn is_answered(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.has_answer(py)?)
     }
 
-    /// Lends memory for the result, to be filled in place: see ``Output``. As ``with lease.output(shape, dtype) as out:`` the
-    /// job is completed with it at the end of the block; without ``with``, by ``lease.complete(out)``.
+    /// Lends memory for the result, to be filled in place: see ``Output``. In ``with
+    /// lease.output(shape, dtype) as out:`` the end of the block completes the job with it; without
+    /// ``with``, ``lease.complete(out)`` does.
     ///
-    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``, ``DeviceMemoryError``,
-    /// ``ReleasedError``.
+    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
+    /// ``DeviceMemoryError``, ``ReleasedError``.
     #[pyo3(signature = (shape, dtype, *, metadata = None))]
     fn output(
         slf: &Bound<'_, Lease>,
@@ -373,12 +380,14 @@ impl Lease {
         )
     }
 
-    /// The job is done: with a tensor, which is copied as ``Publisher.send`` does; with an ``output`` of this lease, as it is; or
-    /// without any. It counts once the work on the tensor's stream is done; no CPU waits for that. ``metadata``: a dict or
-    /// bytes, at most 200 bytes, for the submitter.
+    /// Completes the job: with a tensor, which is copied as ``Publisher.send`` does; with an
+    /// ``output`` of this lease, without a copy; or without any. The result is complete once the
+    /// work on the tensor's stream is done; no CPU waits for that. ``metadata``: a dict or bytes,
+    /// at most 200 bytes, for the submitter.
     ///
-    /// Raises ``ReleasedError`` when it was answered before; ``QueueGoneError``; ``TimeoutError`` when the owner holds too
-    /// many earlier results; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``MetadataError``,
+    /// Raises ``ReleasedError`` when the job was answered before; ``QueueGoneError``;
+    /// ``TimeoutError`` when the owner holds too many earlier results; ``NotATensorError``,
+    /// ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``MetadataError``,
     /// ``MemoryLimitError``, ``DriverError``.
     #[pyo3(signature = (tensor = None, *, metadata = None, stream = None),
         text_signature = "($self, tensor=None, *, metadata=None, stream=None)")]
@@ -396,15 +405,17 @@ impl Lease {
         Lease::answer(slf, word)
     }
 
-    /// This attempt has failed; another worker tries again, as often as the queue allows. Of the reason, 200 bytes.
+    /// Fails this attempt; another worker tries again, as often as the queue allows. The reason is
+    /// cut to 200 bytes.
     ///
-    /// Raises ``ReleasedError`` when it was answered before, ``QueueGoneError``, ``TimeoutError``.
+    /// Raises ``ReleasedError`` when the job was answered before, ``QueueGoneError``,
+    /// ``TimeoutError``.
     #[pyo3(text_signature = "($self, reason)")]
     fn fail(slf: &Bound<'_, Lease>, reason: String) -> PyResult<()> {
         Lease::answer(slf, LeaseAnswer::Fail(reason))
     }
 
-    /// Somebody else is to do it, and it costs no attempt: for a worker that leaves.
+    /// Gives the job to another worker, which costs no attempt: for a worker that leaves.
     ///
     /// Raises as ``fail``.
     #[pyo3(text_signature = "($self)")]
@@ -412,7 +423,8 @@ impl Lease {
         Lease::answer(slf, LeaseAnswer::GiveBack)
     }
 
-    /// Nobody is to do it: the submitter gets ``RejectedError``. Of the reason, 200 bytes.
+    /// Rejects the job, so that no worker tries it again: the submitter gets ``RejectedError``. The
+    /// reason is cut to 200 bytes.
     ///
     /// Raises as ``fail``.
     #[pyo3(text_signature = "($self, reason)")]
@@ -460,14 +472,15 @@ impl Lease {
     }
 }
 
-/// Memory on loan for a job's result, a place of this attempt's own: see ``Lease.output``.
+/// Memory on loan for a job's result, of this attempt only: see ``Lease.output``.
 ///
-/// As ``with lease.output(shape, dtype) as out:`` the job is completed with it at the end of the block; if the block raises
-/// it goes back, and the job is still to be answered. Fill it as any ``Loan``.
+/// In ``with lease.output(shape, dtype) as out:`` the end of the block completes the job with it;
+/// if the block raises, the memory goes back, and the job is still to be answered. Fill it as any
+/// ``Loan``.
 #[pyclass(frozen, extends = Loan, module = "warpipe")]
 #[derive(Debug)]
 pub struct Output {
-    /// Which knows nothing of its outputs: no cycle.
+    /// The lease holds no reference to its outputs, so there is no cycle.
     lease: Py<Lease>,
 }
 

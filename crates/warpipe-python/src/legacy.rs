@@ -1,4 +1,5 @@
-//! Legacy handles as Python holds them. **This module is marked for unsafe**: it exports memory that others own.
+//! Legacy CUDA IPC handles. **This module is marked for unsafe**: it exports memory that other
+//! allocators own.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyType};
@@ -10,12 +11,13 @@ use crate::memory_owner::OwnedMemory;
 use crate::source::{SourceLocation as Found, Wanted};
 use crate::view::View;
 
-/// ``cuIpcGetMemHandle``: names a tensor that another allocator made with ``cudaMalloc``, PyTorch's for example, for another
-/// process of the same machine and user. It goes as text (``str(handle)``), as bytes, or pickled.
+/// ``cuIpcGetMemHandle``: names a tensor in memory of ``cudaMalloc``, for example PyTorch's, for
+/// another process of the same machine and user. It is sent as text (``str(handle)``), as bytes, or
+/// pickled.
 ///
-/// A channel's ``send`` is the better way where the memory may be chosen: a handle orders no work, dies with its exporter,
-/// and opens the *whole* allocation for reading and writing. ``LegacyHandle(text_or_bytes)`` raises ``LegacyHandleError``
-/// for what is none.
+/// Use a channel's ``send`` where the memory may be chosen: a handle orders no work, dies with its
+/// exporter, and opens the *whole* allocation for reading and writing.
+/// ``LegacyHandle(text_or_bytes)`` raises ``LegacyHandleError`` if the argument is no handle.
 #[pyclass(frozen, module = "warpipe", eq, hash)]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct LegacyHandle {
@@ -46,11 +48,13 @@ impl LegacyHandle {
         })
     }
 
-    /// A handle for the memory of a tensor without gaps (anything with ``__dlpack__`` or an array interface). The tensor
-    /// must stay, and not be written by who does not agree with the reader, for as long as another process uses it.
+    /// A handle for the memory of a tensor without gaps (anything with ``__dlpack__`` or an array
+    /// interface). The tensor must stay alive as long as another process uses it, and writes to it
+    /// must be agreed with the reader.
     ///
-    /// Raises ``NotExportableError`` for what is no memory of ``cudaMalloc`` (host, pinned, managed, pooled, PyTorch's
-    /// ``expandable_segments``), ``WrongDeviceError``, ``LayoutError``, ``DriverError``.
+    /// Raises ``NotExportableError`` for memory that is not of ``cudaMalloc`` (host, pinned,
+    /// managed, pooled, PyTorch's ``expandable_segments``), ``WrongDeviceError``, ``LayoutError``,
+    /// ``DriverError``.
     #[staticmethod]
     #[pyo3(signature = (tensor, *, device = None))]
     fn export(
@@ -74,7 +78,8 @@ impl LegacyHandle {
             )
             .into());
         };
-        // SAFETY: the caller's promise, as the text above says; the address is looked up and not trusted.
+        // SAFETY: the caller's promise, as the text above says; the address is looked up and not
+        // trusted.
         let exported = py.detach(|| unsafe {
             warpipe::LegacyHandle::export(&device, address, source.layout.bytes())
         });
@@ -83,8 +88,8 @@ impl LegacyHandle {
         })
     }
 
-    /// ``cuIpcOpenMemHandle``: maps the memory here. What is open already, or was exported by this very process, is the
-    /// same address.
+    /// ``cuIpcOpenMemHandle``: maps the memory here. An allocation that is open already, or that
+    /// this process exported, has the same address again.
     ///
     /// Raises ``ExporterGoneError``, ``LegacyHandleError``, ``PeerAccessError``, ``DeviceError``.
     #[pyo3(signature = (*, device = None))]
@@ -109,13 +114,13 @@ impl LegacyHandle {
         self.inner.bytes()
     }
 
-    /// Where the range begins, in bytes from its allocation's first.
+    /// The offset of the range in its allocation, in bytes.
     #[getter]
     fn offset(&self) -> u64 {
         self.inner.offset()
     }
 
-    /// The length of the allocation: all of it is open to whoever opens the handle.
+    /// The length of the allocation. A process that opens the handle can access all of it.
     #[getter]
     fn allocation_nbytes(&self) -> u64 {
         self.inner.allocation_bytes()
@@ -161,8 +166,9 @@ impl LegacyHandle {
     }
 }
 
-/// An open range of another process's memory: what ``LegacyHandle.open`` gives, a ``View`` of its bytes. It stays mapped
-/// until the last one of its allocation, and every array of it, has gone, and their streams are past their work.
+/// An open range of another process's memory, as ``LegacyHandle.open`` gives it: a ``View`` of its
+/// bytes. It stays mapped until the last one of its allocation, and every array of it, is dropped,
+/// and their streams are past their work.
 #[pyclass(frozen, extends = View, module = "warpipe")]
 #[derive(Debug)]
 pub struct LegacyMemory;

@@ -1,35 +1,38 @@
-//! The native half of the Python package `warpipe`: the same concepts and names as the Rust library, in Python's manner.
+//! The native half of the Python package `warpipe`: the Rust library's concepts and names, in
+//! Python's conventions.
 //!
-//! | room | what is in it |
+//! | module | contents |
 //! | --- | --- |
-//! | `device`, `domain`, `stream` | where memory lies, where names live, the order of work and who uses what |
-//! | `publisher`, `loan`, `subscriber`, `frame` | the channel; `loan` is its `SampleMut`, `frame` its `Sample` with what Python adds |
-//! | `tensor` | what frames, loans and views have in common: a tensor in memory that is held, as an array of any framework |
-//! | `view`, `owner` | memory of any other kind as a tensor, and when that goes back |
-//! | `wrappers`, `ticket`, `pool`, `legacy` | whose memory it is, and the names under which others open it |
-//! | `timeline`, `event`, `semaphore` | what streams of one process tell streams of others |
-//! | `members` | who is in a domain |
-//! | `handle` | handles that Python may close, and the wait for their owners |
-//! | `outgoing`, `slot` | a publisher's loan, and what is behind every loan |
-//! | `queue`, `job`, `worker`, `lease` | jobs: who submits, what becomes of them, who does them |
-//! | `inbox` | what subscribers, workers and servers have in common |
-//! | `client`, `server`, `endpoint` | services; `endpoint` is what a queue and a client have in common |
-//! | `memory` | what arrays are made of, and when it goes back |
-//! | `array`, `dlpack`, `torch` | memory of ours as arrays of others |
-//! | `in_place` | tensors of others that are sent where they lie |
-//! | `source`, `rows`, `copies`, `dtype`, `metadata` | tensors of others, to be sent |
-//! | `errors`, `wait`, `exclusive`, `process` | exceptions; waits that Ctrl-C ends; threads; forks |
-//! | `detached` | calls and ends that may be held up, without the interpreter |
-//! | `ending`, `parked` | what the end of Python closes, and threads that it meets |
+//! | `device`, `domain`, `stream` | devices, the directory of names, the order of work |
+//! | `publisher`, `outgoing`, `subscriber`, `frame` | the channel |
+//! | `loan`, `slot` | memory on loan: `SampleMut`, queue inputs, outputs |
+//! | `tensor` | common to frames, loans and views: held memory as an array of any framework |
+//! | `view`, `memory_owner` | other memory as a tensor, and its release |
+//! | `shared_memory`, `ticket`, `pool`, `legacy` | owners of memory, and its names |
+//! | `timeline`, `event`, `semaphore` | synchronisation between streams of processes |
+//! | `members` | the members of a domain |
+//! | `handle` | handles that Python may close, and waits for their owners |
+//! | `queue`, `job`, `worker`, `lease` | jobs |
+//! | `inbox` | common to subscribers, workers and servers |
+//! | `client`, `server`, `job_endpoint` | services; `job_endpoint` is common to queues and clients
+//! |
+//! | `memory` | the memory behind arrays, and its release |
+//! | `array`, `dlpack`, `torch` | this package's memory as other frameworks' arrays |
+//! | `in_place` | other frameworks' tensors, sent where they lie |
+//! | `source`, `rows`, `copies`, `dtype`, `metadata` | other frameworks' tensors, to be sent |
+//! | `errors`, `wait`, `exclusive`, `process` | exceptions, interruptible waits, threads, forks |
+//! | `detached` | driver calls and drops that may block, without the interpreter |
+//! | `interpreter_exit`, `thread_exit` | the end of the interpreter |
 //! | `testing` | private switches of the tests |
 //!
-//! An object asks which process it is in before it touches a lock (`process`). No wait holds the interpreter. What is
-//! dropped by another framework's deleter is dropped without the interpreter, on any thread (`memory`). The classes keep
-//! no Python objects, except tensors that are being copied, the streams of others that memory waits for, the callbacks
-//! of a watch of members, and what an interrupted wait took, so there are no cycles to collect.
+//! An object checks its process before it touches a lock (`process`). No wait holds the
+//! interpreter. Memory that another framework's deleter drops is dropped without the interpreter,
+//! on any thread (`memory`). The classes hold no Python objects except tensors under copy, foreign
+//! streams that memory waits for, callbacks of `Members`, and results of interrupted waits. So
+//! there are no cycles to collect.
 //!
-//! A new piece of the library becomes a module here, a line in `register`, its classes in `python/warpipe/__init__.py` and
-//! `_warpipe.pyi`.
+//! A new part of the library becomes a module here, a line in `register`, and its classes in
+//! `python/warpipe/__init__.py` and `_warpipe.pyi`.
 #![deny(missing_docs)]
 
 mod array;
@@ -82,7 +85,7 @@ mod worker;
 
 use pyo3::prelude::*;
 
-/// The native half of ``warpipe``. Import that.
+/// The native half of ``warpipe``. Import ``warpipe`` instead.
 #[pymodule(gil_used = false)]
 fn _warpipe(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;

@@ -1,4 +1,4 @@
-//! A slot on loan as Python holds it.
+//! `Loan`: memory on loan, to be filled.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -17,19 +17,21 @@ use crate::source::Wanted;
 use crate::stream::{Consumer, imported};
 use crate::tensor::{Holding, Tensor};
 
-/// Memory on loan that nobody reads yet, to be filled in place: see ``SampleMut``, ``Queue.loan`` and ``Output``.
+/// Memory on loan that has no reader yet, to be filled in place: see ``SampleMut``, ``Queue.loan``
+/// and ``Output``.
 ///
-/// Fill it through any array made of it (``torch()``, ``cupy()``, ``numpy()`` on the host, DLPack), with
-/// ``out[...] = values``, or with ``out.copy_from(tensor)``. It is handed on behind the work of all streams that arrays of
-/// it were made on. Its contents are whatever was there. Do not write once it is handed on. What is not handed on by the
-/// end of a ``with`` block goes back.
+/// Fill it through any array made of it (``torch()``, ``cupy()``, ``numpy()`` on the host, DLPack),
+/// with ``out[...] = values``, or with ``out.copy_from(tensor)``. It is handed on after the work of
+/// all streams that arrays of it were made on. Its initial contents are undefined. Do not write
+/// once it is handed on. If it is not handed on by the end of a ``with`` block, it goes back.
 #[pyclass(frozen, subclass, extends = Tensor, module = "warpipe", name = "Loan")]
 #[derive(Debug)]
 pub struct Loan {
     owner: Arc<Holding>,
-    /// `None` once it is handed on or discarded, and while it is filled: a lock is not held while the interpreter is let go.
+    /// `None` once it is handed on or discarded, and while it is filled: no lock is held while the
+    /// interpreter is released.
     open: Mutex<Option<Open>>,
-    /// The publisher's, for what no array was made of.
+    /// The publisher's stream, if no array was made.
     stream: OwnStream,
     copies: Arc<Copies>,
     block: Option<Duration>,
@@ -42,7 +44,7 @@ struct Open {
 }
 
 impl Loan {
-    /// Takes a loan over.
+    /// Wraps a loan.
     pub fn new(
         slot: Slot,
         device: &warpipe::Device,
@@ -83,7 +85,7 @@ impl Loan {
         self.owner.memory()
     }
 
-    /// Its slot for good, and a stream behind all that fills it.
+    /// Takes the slot out, with a stream that is after all work that fills it.
     pub fn take_out(
         &self,
         py: Python<'_>,
@@ -101,7 +103,7 @@ impl Loan {
         Ok(!self.owner.is_released()?)
     }
 
-    /// How long it may take to be handed on.
+    /// The limit for handing it on.
     pub fn patience(&self) -> Option<Duration> {
         self.block
     }
@@ -115,7 +117,7 @@ impl Loan {
         self.open()?.take().ok_or_else(|| self.owner.released())
     }
 
-    /// Behind all that fills it.
+    /// A stream after all work that fills it.
     fn behind(
         &self,
         py: Python<'_>,
@@ -138,7 +140,7 @@ impl Loan {
             .transpose()
     }
 
-    /// An array of whatever framework is at hand, for `out[...] = values`.
+    /// An array of an imported framework, for `out[...] = values`.
     fn array<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
         let (py, loan) = (slf.py(), slf.get());
         if !is_cuda(&loan.owner.device) {
@@ -158,7 +160,7 @@ impl Loan {
     }
 }
 
-/// Who can write memory of a GPU: what the program has imported.
+/// The imported framework that can write GPU memory.
 fn framework(py: Python<'_>) -> PyResult<Option<&'static str>> {
     for name in ["torch", "cupy"] {
         if imported(py, name)?.is_some() {
@@ -185,9 +187,10 @@ impl Drop for Loan {
         };
         if self.owner.check().is_ok() {
             detached(|| match lease.consumers.join(&self.stream) {
-                // If it cannot be enqueued, the slot is back all the same.
+                // If it cannot be enqueued, the slot goes back all the same.
                 Ok(stream) => drop(slot.discard(&stream)),
-                // The device does not say when it is done: the slot must not be used again.
+                // The device does not report when the work is done: the slot must not be used
+                // again.
                 Err(_) => std::mem::forget(slot),
             });
         }
@@ -196,19 +199,19 @@ impl Drop for Loan {
 
 #[pymethods]
 impl Loan {
-    /// Sets what travels with it: a dict (as JSON), or bytes; at most 256 bytes beside a frame, 200 beside a job.
+    /// Sets the metadata: a dict (as JSON), or bytes; at most 256 bytes for a frame, 200 for a job.
     ///
     /// Raises ``MetadataError``, ``ReleasedError``.
     fn set_metadata(&self, metadata: &Bound<'_, PyAny>) -> PyResult<()> {
-        // Taken out meanwhile: the interpreter runs in between.
+        // May have been taken meanwhile: the interpreter runs in between.
         let mut open = self.take()?;
         let set = open.slot.set_metadata(Some(metadata));
         *self.open()? = Some(open);
         set
     }
 
-    /// Gives the slot back unused, behind the work of all streams that arrays of it were made on, and of ``stream``.
-    /// Discarding twice, or what was handed on, is no error.
+    /// Gives the slot back unused, after the work of all streams that arrays of it were made on,
+    /// and of ``stream``. Discarding twice, or after it was handed on, is no error.
     ///
     /// Raises ``DriverError``.
     #[pyo3(signature = (stream = None))]
@@ -239,7 +242,7 @@ impl Loan {
             let said = format!("{:?} does not fit {:?}", source.layout, self.owner.layout);
             return Err(Fault::layout(said).into());
         }
-        // Taken out meanwhile: a lock is not held while the interpreter is let go.
+        // May have been taken meanwhile: no lock is held while the interpreter is released.
         let mut open = self.take()?;
         let filled = self
             .copies
@@ -258,7 +261,7 @@ impl Loan {
     ) -> PyResult<()> {
         let (py, loan) = (slf.py(), slf.get());
         if is_cuda(&loan.owner.device) && is_everything(key)? && framework(py)?.is_none() {
-            // The values are the host's, and no kernel is at hand that could spread them on the GPU.
+            // The values are on the host, and no imported framework can broadcast them on the GPU.
             return loan.copy_from(py, &array::full(py, &loan.owner.layout, value)?);
         }
         Loan::array(slf)?.set_item(key, value)

@@ -1,4 +1,4 @@
-//! Who is in a domain, as Python holds it.
+//! Members of a domain, and the monitor that follows them.
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,9 +15,10 @@ use crate::interpreter_exit::{self, Callback};
 use crate::publisher::word_of;
 use crate::wait::{asking, hand_over, in_slices, optional};
 
-/// This process as a member of a domain: seen by whoever watches it, until it is closed or dropped.
+/// This process as a member of a domain, visible to its monitors until it is closed or dropped.
 ///
-/// ``Member.join(name)``: ``name`` is 1 to 72 bytes, as an endpoint's; ``role`` says what the process does, in up to 64 bytes.
+/// ``Member.join(name)``: ``name`` is 1 to 72 bytes, as an endpoint's; ``role`` says what the
+/// process does, in up to 64 bytes.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Member {
@@ -30,7 +31,8 @@ pub struct Member {
 impl Member {
     /// Joins the domain under a name.
     ///
-    /// Raises ``NameTakenError``, ``InvalidNameError``, ``ArgumentError``, ``ForeignFileError``, ``DomainError``.
+    /// Raises ``NameTakenError``, ``InvalidNameError``, ``ArgumentError``, ``ForeignFileError``,
+    /// ``DomainError``.
     #[staticmethod]
     #[pyo3(signature = (name, role = "", *, domain = None))]
     fn join(
@@ -51,13 +53,13 @@ impl Member {
         })
     }
 
-    /// What it joined as.
+    /// The name that it joined under.
     #[getter]
     fn name(&self) -> &str {
         self.handle.name()
     }
 
-    /// What it says that it does.
+    /// The role that it states.
     #[getter]
     fn role(&self) -> &str {
         &self.role
@@ -98,23 +100,24 @@ impl Member {
 #[pyclass(frozen, module = "warpipe", get_all)]
 #[derive(Debug, Clone)]
 pub struct MemberInfo {
-    /// What it joined as.
+    /// The name that it joined under.
     pub name: String,
-    /// What it says that it does; empty while it has not answered yet.
+    /// The role that it states; empty until it has answered.
     pub role: String,
-    /// Its process id as the kernel tells it; 0 where this PID namespace does not have it.
+    /// Its process id as the kernel reports it; 0 if this PID namespace does not have it.
     pub pid: i32,
-    /// Its user.
+    /// Its user id.
     pub uid: u32,
     /// ``"alive"``, ``"stalled"``, ``"suspect"``; in a change also ``"leaving"`` and ``"dead"``.
     pub state: &'static str,
     /// Seconds since its last heartbeat.
     pub silent_for: f64,
-    /// When it joined, in nanoseconds of ``time.monotonic_ns()``. Its own word.
+    /// When it joined, in nanoseconds of ``time.monotonic_ns()``. Untrusted: the member states it.
     pub since_ns: u64,
-    /// Its incarnation: another one each time that somebody joins under the name.
+    /// Its incarnation: every join under the name has another one.
     pub generation: Vec<u8>,
-    /// The endpoints that its process holds in the domain; of one that died, those that it left and that were removed.
+    /// The endpoints that its process holds in the domain; for a dead member, those that were left
+    /// and removed.
     pub endpoints: Vec<String>,
 }
 
@@ -148,13 +151,13 @@ impl MemberInfo {
     }
 }
 
-/// What became of a member.
+/// A change of a member.
 #[pyclass(frozen, module = "warpipe", get_all)]
 #[derive(Debug, Clone)]
 pub struct Change {
     /// ``"joined"``, ``"stalled"``, ``"recovered"``, ``"left"`` or ``"died"``.
     pub what: &'static str,
-    /// Whose.
+    /// The member.
     pub member: MemberInfo,
 }
 
@@ -182,15 +185,15 @@ impl Change {
     }
 }
 
-/// Who is in a domain, followed until this is closed: ``for change in Members.watch():``, ``async for``, or with
-/// callbacks.
+/// The members of a domain, followed until this is closed: ``for change in Members.watch():``,
+/// ``async for``, or with callbacks.
 ///
-/// A watch is no member: nobody sees it.
+/// A watch is no member, and invisible to members.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Members {
     handle: CloseableHandle<warpipe::Members>,
-    /// What is called with changes and for deaths, to be seen by the garbage collector.
+    /// Callbacks for changes and deaths, visible to the garbage collector.
     callbacks: Mutex<Vec<Arc<Callback>>>,
 }
 
@@ -203,7 +206,7 @@ impl Members {
 
     fn end(&self, py: Python<'_>) -> PyResult<()> {
         if interpreter_exit::is_callback_stuck() {
-            // Its thread would be waited for in vain.
+            // A stuck callback blocks the thread that the close would wait for.
             return Ok(self.handle.abandon()?);
         }
         self.handle.close(py)
@@ -219,9 +222,10 @@ impl Drop for Members {
 
 #[pymethods]
 impl Members {
-    /// Begins to watch, and waits until who is there has answered. ``on`` is called with each ``Change``, one after the
-    /// other, on a thread of its own; without it the changes are to be taken, by ``changes`` or by iteration. Those who
-    /// are there come first, as ``"joined"``. ``clean``: remove the endpoints that dead members leave in the domain.
+    /// Begins to watch, and waits until all present members have answered. ``on`` is called with
+    /// each ``Change``, in order, on a thread of its own; without it ``changes`` or iteration gives
+    /// the changes. Present members come first, as ``"joined"``. ``clean``: remove the endpoints
+    /// that dead members leave in the domain.
     ///
     /// Raises ``DomainError``, ``SystemCallError``.
     #[staticmethod]
@@ -248,7 +252,7 @@ impl Members {
         })
     }
 
-    /// Everybody who is there now, sorted by name, with the endpoints that each one's process holds.
+    /// All present members, sorted by name, with the endpoints of each one's process.
     ///
     /// Raises ``SystemCallError``, ``ClosedError``.
     fn list(&self, py: Python<'_>) -> PyResult<Vec<MemberInfo>> {
@@ -257,26 +261,29 @@ impl Members {
         Ok(list.iter().map(MemberInfo::of).collect())
     }
 
-    /// The next change, waited for at most ``timeout`` seconds (None: as long as it takes); None when there was none.
+    /// The next change, waited for at most ``timeout`` seconds (None: no limit); None if there was
+    /// none.
     ///
-    /// Raises ``ArgumentError`` if this watch has a callback, which gets the changes; ``ClosedError``.
+    /// Raises ``ArgumentError`` if this watch has a callback, which gets the changes;
+    /// ``ClosedError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn changes(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Change>> {
         let timeout = optional(timeout, "timeout")?;
-        // Asked for anew in each slice, so that a watch that is closed meanwhile ends the wait.
+        // Looked up anew in each slice, so that closing the watch ends the wait.
         let found = in_slices(py, timeout, |slice| {
             Ok(self.handle.get()?.changes(slice)?)
         })?;
         let put_back = |found: Option<warpipe::Change>| {
             if let (Some(change), Ok(members)) = (found, self.handle.get()) {
-                // A watch of a parent's has no next.
+                // A watch that a forked child inherits has no next change.
                 let _ = py.detach(|| members.put_back(change));
             }
         };
         Ok(hand_over(py, found, put_back)?.as_ref().map(Change::of))
     }
 
-    /// Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it loses none.
+    /// Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it
+    /// loses no change.
     ///
     /// Raises as ``changes``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
@@ -290,8 +297,8 @@ impl Members {
             .call_method1("change_within", (slf, timeout))
     }
 
-    /// Calls ``cleanup`` with the ``MemberInfo`` of a member of this name when it has died (not when it leaves), once: of the
-    /// one that is there, or the next that dies.
+    /// Calls ``cleanup`` once with the ``MemberInfo`` of a member of this name when it has died
+    /// (not when it leaves): the present member, or the next that dies.
     ///
     /// Raises ``InvalidNameError``, ``ArgumentError`` beyond 4096 at a time, ``ClosedError``.
     fn on_death_of(&self, py: Python<'_>, name: &str, cleanup: Py<PyAny>) -> PyResult<()> {
@@ -307,7 +314,7 @@ impl Members {
         Ok(())
     }
 
-    /// How many changes were left out because more than 4096 had not been heard.
+    /// How many changes were dropped because more than 4096 were pending.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -315,7 +322,7 @@ impl Members {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.merged()))?)
     }
 
-    /// How many names of members could not be followed when the directory was last looked at.
+    /// How many members' names could not be followed at the last scan of the directory.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -323,7 +330,7 @@ impl Members {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.overlooked()))?)
     }
 
-    /// A descriptor that is readable while ``changes`` has something. Only to be polled.
+    /// A descriptor that is readable while ``changes`` has a change. Only poll it.
     ///
     /// Raises ``ClosedError``.
     fn fileno(&self) -> PyResult<i32> {
@@ -342,7 +349,7 @@ impl Members {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        // Whoever holds the lock has the interpreter, too, and the collector comes again.
+        // The holder of the lock has the interpreter, too, so the collector comes again.
         let Ok(callbacks) = self.callbacks.try_lock() else {
             return Ok(());
         };
@@ -360,7 +367,7 @@ impl Members {
         slf
     }
 
-    /// The next change, however long that takes; the iteration ends when the watch is closed.
+    /// The next change, without a limit; the iteration ends when the watch is closed.
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Change>> {
         match self.changes(py, None) {
             Err(_) if self.closed()? => Err(PyStopIteration::new_err(())),

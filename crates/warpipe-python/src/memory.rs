@@ -1,5 +1,6 @@
-//! Memory that arrays are made of: a received sample's, a loan's, what else the library has, or a copy on the host, and
-//! who uses it. **This module is marked for unsafe**: it copies from memory by address.
+//! The memory behind arrays, and the streams that use it: a received sample, a loan, other memory
+//! of the library, or a copy on the host. **This module is marked for unsafe**: it copies from
+//! memory by address.
 
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -19,40 +20,43 @@ use crate::stream::{Consumer, Consumers};
 use crate::testing;
 use crate::wait::{in_slices, late, none_if_late};
 
-/// A tensor in memory, and what keeps that there. Cheap to clone; all clones are one hold.
+/// A tensor in memory, and the owner that keeps the memory. Cheap to clone; all clones are one
+/// hold.
 #[derive(Debug, Clone)]
 pub struct Memory {
     pub layout: Layout,
-    /// Of the element with all indices 0.
+    /// The address of the element with all indices 0.
     pub address: DevicePtr,
-    /// Of the first byte of `layout.bytes()`.
+    /// The address of the first byte of `layout.bytes()`.
     pub lowest: DevicePtr,
     pub device: warpipe::Device,
     pub read_only: bool,
     pub hold: MemoryHolder,
 }
 
-/// What keeps memory there.
+/// The owner of the memory.
 #[derive(Debug, Clone)]
 pub enum MemoryHolder {
     /// A received sample.
     Sample(Arc<SampleHolder>),
     /// A loan of a publisher of this process.
     Loan(Arc<LoanHolder>),
-    /// Memory of another kind than a channel's.
+    /// Other memory of the library.
     Owned(Arc<MemoryOwner>),
-    /// A copy of our own.
+    /// A copy owned by this package.
     Copy(Arc<CopiedBytes>),
 }
 
-/// Bytes that arrays write: reached by address alone, since what Rust holds a reference to must not change under it.
+/// Bytes that arrays write. They are accessed by address only, because memory behind a Rust
+/// reference must not change.
 #[derive(Debug)]
 pub struct CopiedBytes {
     /// Of a boxed slice.
     bytes: NonNull<[u8]>,
 }
 
-// SAFETY: the memory is this value's own; who writes it through an array orders that as for any array.
+// SAFETY: the memory is this value's own; a program that writes it through an array orders that as
+// for any array.
 unsafe impl Send for CopiedBytes {}
 // SAFETY: as above.
 unsafe impl Sync for CopiedBytes {}
@@ -69,7 +73,7 @@ impl CopiedBytes {
         self.bytes.as_ptr().expose_provenance() as DevicePtr
     }
 
-    /// As they are now.
+    /// The present contents.
     fn to_vec(&self) -> Vec<u8> {
         let mut copy = Vec::with_capacity(self.bytes.len());
         // SAFETY: so many bytes are there until drop, and the copy has room for them.
@@ -84,7 +88,7 @@ impl CopiedBytes {
         copy
     }
 
-    /// As an object of Python's.
+    /// As a Python object.
     pub fn to_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         PyBytes::new_with(py, self.bytes.len(), |bytes| {
             // SAFETY: as long as what is there, and apart from it.
@@ -107,8 +111,8 @@ impl Drop for CopiedBytes {
     }
 }
 
-/// A received sample: released behind all who used it, when the last array made of it has gone. That may be on any
-/// thread, and without the interpreter.
+/// A received sample, released after all its users when the last array of it is dropped. That may
+/// be on any thread, and without the interpreter.
 #[derive(Debug)]
 pub struct SampleHolder {
     home: Home,
@@ -117,18 +121,19 @@ pub struct SampleHolder {
     consumers: Consumers,
     /// How long the CPU waits for its data.
     patience: Option<Duration>,
-    /// Where the tensor is, if it is not in the slot. Dropped last: it is unmapped behind all who used it.
+    /// The allocation of the tensor, if it is not in the slot. Dropped last: it is unmapped after
+    /// all users.
     legacy_view: Option<LegacyView>,
 }
 
-/// A tensor that its sender sent where it lies.
+/// A tensor that was sent in place.
 #[derive(Debug)]
 pub struct LegacyView {
     pub layout: Layout,
     pub memory: LegacyMemory,
 }
 
-/// A loan's memory: mapped as long as any array made of it lives, whatever becomes of the loan.
+/// A loan's memory: mapped as long as any array of it lives, even after the loan has ended.
 #[derive(Debug)]
 pub struct LoanHolder {
     pub consumers: Consumers,
@@ -136,7 +141,7 @@ pub struct LoanHolder {
 }
 
 impl LoanHolder {
-    /// Of a loan that nobody uses yet.
+    /// Wraps a loan that has no user yet.
     pub fn new(hold: SlotHold) -> LoanHolder {
         LoanHolder {
             consumers: Consumers::default(),
@@ -146,7 +151,7 @@ impl LoanHolder {
 }
 
 impl SampleHolder {
-    /// Takes it over.
+    /// Wraps a sample.
     pub fn new(
         sample: Sample,
         legacy_view: Option<LegacyView>,
@@ -166,16 +171,16 @@ impl SampleHolder {
         self.sample.as_ref().expect("present until dropped")
     }
 
-    /// Notes a user of the memory, without making it wait for the data.
+    /// Records a user of the memory, without making it wait for the data.
     pub fn note(&self, py: Python<'_>, consumer: &Consumer) {
         py.detach(|| self.used_by(consumer.linked()));
         self.consumers.note(consumer);
     }
 
-    /// Tells what is mapped beside the channel.
+    /// Records the user with the memory that is mapped beside the channel.
     fn used_by(&self, stream: &warpipe::Stream) {
         if let Some(LegacyView { memory, .. }) = &self.legacy_view {
-            // Only a forked child is refused, which uses nothing.
+            // Only a forked child is refused, and it uses nothing.
             let _ = memory.used_by(stream);
         }
     }
@@ -183,21 +188,23 @@ impl SampleHolder {
     /// The elements' bytes, complete already.
     fn to_bytes(&self) -> Outcome<Vec<u8>> {
         match &self.legacy_view {
-            // SAFETY: mapped while `memory` is, and as long as its layout, which was checked when it was opened.
+            // SAFETY: mapped while `memory` is, and as long as its layout, which was checked when
+            // it was opened.
             Some(LegacyView { layout, memory }) => unsafe {
                 download(memory.device(), memory.ptr(), layout.bytes())
             },
-            // There is nothing to wait for.
+            // The data is complete already.
             None => Ok(self.sample().to_vec(crate::wait::SLICE)?),
         }
     }
 
-    /// A stream that is behind the work of all who use it so far.
+    /// A stream that is after the work of all users so far.
     pub fn behind(&self, py: Python<'_>) -> Outcome<warpipe::Stream> {
         py.detach(|| self.consumers.join(self.sample().stream()))
     }
 
-    /// Makes `consumer` wait, on the device, until the data is complete. For who does not have the interpreter.
+    /// Makes `consumer` wait, on the device, until the data is complete. Call without the
+    /// interpreter.
     fn fence(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
         self.used_by(consumer.linked());
@@ -219,7 +226,7 @@ impl SampleHolder {
         Ok(done.ok_or_else(|| late(format!("the data of sample {}", sample.sequence()), timeout))?)
     }
 
-    /// Gives the sample back behind all who used it. For who does not have the interpreter.
+    /// Releases the sample after all its users. Call without the interpreter.
     pub fn release(mut self) -> Outcome<Receipt> {
         self.home.check()?;
         let sample = self.sample.take().expect("present until dropped");
@@ -232,13 +239,14 @@ impl SampleHolder {
 impl SampleHolder {
     fn let_go(&mut self, sample: Sample) {
         match self.consumers.join(sample.stream()) {
-            // A release that fails closes the link; nobody is left to be told here.
+            // A release that fails closes the link; no caller is left to get the error.
             Ok(stream) => {
                 self.used_by(&stream);
                 drop(sample.release_on(&stream));
                 drop(self.legacy_view.take());
             }
-            // The device does not say when the users are done: the slot must not be written again.
+            // The device does not report when the users are done: the slot must not be written
+            // again.
             Err(_) => std::mem::forget((sample, self.legacy_view.take())),
         }
     }
@@ -250,7 +258,7 @@ impl Drop for SampleHolder {
             return;
         };
         if !self.home.is_here() {
-            // The library keeps the parent's link out of the child's hands.
+            // The library keeps the parent's link away from the child.
             return drop(sample);
         }
         detached(|| self.let_go(sample));
@@ -258,7 +266,7 @@ impl Drop for SampleHolder {
 }
 
 impl MemoryHolder {
-    /// Who is asked before it is let go.
+    /// The users that are asked before it is released.
     fn consumers(&self) -> Option<&Consumers> {
         match self {
             MemoryHolder::Sample(lent) => Some(&lent.consumers),
@@ -269,7 +277,8 @@ impl MemoryHolder {
     }
 }
 
-/// An array on a stream that may end when the array has gone: until then the stream's work is put before the memory's end.
+/// An array on a stream that may end when the array is dropped: before that the memory's release is
+/// ordered after the stream's work.
 #[derive(Debug)]
 pub struct ConsumerStay {
     home: Home,
@@ -299,7 +308,7 @@ impl Drop for ConsumerStay {
 }
 
 impl Memory {
-    /// Of a received sample.
+    /// Wraps a received sample.
     pub fn of_sample(lent: &Arc<SampleHolder>, device: &warpipe::Device) -> Memory {
         let (layout, lowest) = match &lent.legacy_view {
             Some(LegacyView { layout, memory }) => (*layout, memory.ptr()),
@@ -320,8 +329,8 @@ impl Memory {
         }
     }
 
-    /// Makes it ready for an array on a stream of its device. The stream may end once the array has gone, which the result
-    /// tells.
+    /// Prepares it for an array on a stream of its device. The stream may end once the array is
+    /// dropped; dropping the result reports that.
     pub fn admit(&self, py: Python<'_>, consumer: &Consumer) -> Outcome<Option<ConsumerStay>> {
         match &self.hold {
             MemoryHolder::Sample(lent) => py.detach(|| lent.fence(consumer))?,
@@ -329,7 +338,7 @@ impl Memory {
             MemoryHolder::Owned(owner) => py.detach(|| owner.fence(consumer))?,
             MemoryHolder::Copy(_) => return Ok(None),
         }
-        // Also if the device could not be told of the wait: then nothing was enqueued, and nobody gets an array.
+        // Also if the device refused the wait: then nothing was enqueued, and no array is made.
         if consumer.may_end() {
             return Ok(Some(ConsumerStay::of(&self.hold, consumer)));
         }
@@ -339,7 +348,7 @@ impl Memory {
         Ok(None)
     }
 
-    /// Makes it ready for the CPU, which waits where it must.
+    /// Prepares it for the CPU, which waits if necessary.
     pub fn settle(&self, py: Python<'_>) -> PyResult<()> {
         match &self.hold {
             MemoryHolder::Sample(lent) if !testing::waits_are_skipped() => {
@@ -357,7 +366,8 @@ impl Memory {
             return Ok(copied);
         }
         let scattered = Scattered::new(copied.layout, copied.lowest)?;
-        // SAFETY: a copy's bytes stay as long as its hold, and its layout was checked against their length.
+        // SAFETY: a copy's bytes stay as long as its hold, and its layout was checked against their
+        // length.
         let bytes = CopiedBytes::new(py.detach(|| unsafe { scattered.to_vec() })?);
         let (layout, lowest) = (scattered.packed(), bytes.address());
         Ok(Memory {
@@ -377,7 +387,8 @@ impl Memory {
             MemoryHolder::Sample(lent) => py.detach(|| lent.to_bytes())?,
             MemoryHolder::Owned(_) => {
                 let (device, lowest, bytes) = (&self.device, self.lowest, self.layout.bytes());
-                // SAFETY: the hold keeps the memory mapped, and the layout was checked against its length.
+                // SAFETY: the hold keeps the memory mapped, and the layout was checked against its
+                // length.
                 py.detach(|| unsafe { download(device, lowest, bytes) })?
             }
             MemoryHolder::Loan(_) => {

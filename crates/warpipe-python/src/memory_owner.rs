@@ -1,4 +1,4 @@
-//! Memory of the library's that Python holds, and who uses it.
+//! Memory of the library that Python holds, and the streams that use it.
 //! **This module is marked for unsafe**: it copies from and to such memory by address.
 
 use std::sync::{LazyLock, OnceLock};
@@ -15,21 +15,21 @@ use crate::rows::room_for;
 use crate::stream::{Consumer, Consumers};
 use crate::wait::{in_slices, late, none_if_late};
 
-/// How long the CPU waits for the streams that use memory, where nobody says.
+/// The default limit of the CPU's wait for the streams that use memory.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Foreign tensors that streams copy into memory of any holder.
+/// Foreign tensors that streams copy into memory of any owner.
 pub static COPIES: LazyLock<Copies> = LazyLock::new(Copies::default);
 
-/// What is held.
+/// The kinds of memory.
 #[derive(Debug)]
 pub enum OwnedMemory {
     Own(warpipe::Memory),
     Shared(warpipe::SharedMemory),
     Legacy(warpipe::LegacyMemory),
     Block(warpipe::Buffer),
-    SampleHolder(warpipe::LentBuffer),
-    /// What no descriptor names: of the tests.
+    Lent(warpipe::LentBuffer),
+    /// Memory without a descriptor, for tests.
     Malloc(DeviceMalloc),
 }
 
@@ -51,7 +51,7 @@ impl DeviceMalloc {
         })
     }
 
-    /// Its first byte's address.
+    /// The address of the first byte.
     pub fn ptr(&self) -> DevicePtr {
         self.ptr
     }
@@ -59,45 +59,46 @@ impl DeviceMalloc {
 
 impl Drop for DeviceMalloc {
     fn drop(&mut self) {
-        // SAFETY: allocated above, freed once; whoever holds it has waited for the streams that used it.
+        // SAFETY: allocated above, freed once; the owner of this value has waited for the streams
+        // that used it.
         let _ = unsafe { self.device.backend().free_plain(self.ptr) };
     }
 }
 
-/// Memory that is let go behind all who used it, when the last array made of it has gone. That may be on any thread, and
-/// without the interpreter.
+/// Memory that is released after all its users when the last array of it is dropped. That may be on
+/// any thread, and without the interpreter.
 #[derive(Debug)]
 pub struct MemoryOwner {
     home: Home,
     device: warpipe::Device,
     consumers: Consumers,
-    /// For copies that come without a stream; made by the first.
+    /// The stream of copies without a stream of their own; the first such copy makes it.
     own: OnceLock<OwnStream>,
     /// `None` only while dropping.
     memory: Option<OwnedMemory>,
 }
 
 impl OwnedMemory {
-    /// Its first byte's address.
+    /// The address of the first byte.
     pub fn ptr(&self) -> DevicePtr {
         match self {
             OwnedMemory::Own(inner) => inner.ptr(),
             OwnedMemory::Shared(inner) => inner.ptr(),
             OwnedMemory::Legacy(inner) => inner.ptr(),
             OwnedMemory::Block(block) => block.ptr(),
-            OwnedMemory::SampleHolder(block) => block.ptr(),
+            OwnedMemory::Lent(block) => block.ptr(),
             OwnedMemory::Malloc(malloc) => malloc.ptr,
         }
     }
 
-    /// Its length.
+    /// The length in bytes.
     pub fn bytes(&self) -> u64 {
         match self {
             OwnedMemory::Own(inner) => inner.bytes(),
             OwnedMemory::Shared(inner) => inner.bytes(),
             OwnedMemory::Legacy(inner) => inner.bytes(),
             OwnedMemory::Block(block) => block.bytes(),
-            OwnedMemory::SampleHolder(block) => block.bytes(),
+            OwnedMemory::Lent(block) => block.bytes(),
             OwnedMemory::Malloc(malloc) => malloc.bytes,
         }
     }
@@ -109,7 +110,7 @@ impl OwnedMemory {
             OwnedMemory::Shared(inner) => inner.device(),
             OwnedMemory::Legacy(inner) => inner.device(),
             OwnedMemory::Block(block) => block.device(),
-            OwnedMemory::SampleHolder(block) => block.device(),
+            OwnedMemory::Lent(block) => block.device(),
             OwnedMemory::Malloc(malloc) => &malloc.device,
         }
     }
@@ -118,7 +119,7 @@ impl OwnedMemory {
     pub fn is_read_only(&self) -> bool {
         match self {
             OwnedMemory::Shared(inner) => inner.access() == Access::Read,
-            OwnedMemory::SampleHolder(block) => block.access() == Access::Read,
+            OwnedMemory::Lent(block) => block.access() == Access::Read,
             _ => false,
         }
     }
@@ -129,18 +130,19 @@ impl OwnedMemory {
             OwnedMemory::Shared(inner) => inner.used_on(stream),
             OwnedMemory::Legacy(inner) => inner.used_by(stream)?,
             OwnedMemory::Block(block) => block.used_on(stream),
-            OwnedMemory::SampleHolder(block) => block.used_on(stream),
+            OwnedMemory::Lent(block) => block.used_on(stream),
             OwnedMemory::Malloc(_) => {}
         }
         Ok(())
     }
 
-    /// Lets it go behind `stream`, which is behind all who used it.
+    /// Releases it after `stream`, which is after all users.
     fn release_on(self, stream: &warpipe::Stream) {
-        // A stream that cannot be told of a block has lost its context, and all memory with it.
+        // A stream that a block cannot be ordered after has lost its context, and all memory with
+        // it.
         match self {
             OwnedMemory::Block(block) => drop(block.free(stream)),
-            OwnedMemory::SampleHolder(block) => drop(block.free(stream)),
+            OwnedMemory::Lent(block) => drop(block.free(stream)),
             OwnedMemory::Malloc(malloc) => {
                 if stream.synchronize(DEFAULT_TIMEOUT).is_err() {
                     std::mem::forget(malloc);
@@ -156,7 +158,7 @@ impl OwnedMemory {
 }
 
 impl MemoryOwner {
-    /// Takes it over.
+    /// Wraps memory.
     pub fn new(memory: OwnedMemory) -> MemoryOwner {
         let (device, own, consumers) = (
             memory.device().clone(),
@@ -172,12 +174,12 @@ impl MemoryOwner {
         }
     }
 
-    /// What it is.
+    /// The memory.
     pub fn memory(&self) -> &OwnedMemory {
         self.memory.as_ref().expect("present until dropped")
     }
 
-    /// A stream for copies of ours, behind all who used the memory so far. For who does not have the interpreter.
+    /// A stream for this package's copies, after all users so far. Call without the interpreter.
     pub fn stream(&self) -> Outcome<&warpipe::Stream> {
         self.home.check()?;
         let own = match self.own.get() {
@@ -193,7 +195,8 @@ impl MemoryOwner {
         Ok(own)
     }
 
-    /// The stream that copies of ours may still be on; none if they are done. For who does not have the interpreter.
+    /// The stream that this package's copies may still be on; none if they are done. Call without
+    /// the interpreter.
     pub fn copying(&self) -> Outcome<Option<&warpipe::Stream>> {
         let Some(own) = self.own.get() else {
             return Ok(None);
@@ -201,20 +204,20 @@ impl MemoryOwner {
         Ok(if own.is_idle()? { None } else { Some(own) })
     }
 
-    /// Lets `consumer` use the memory: it is behind copies of ours, and from now on the memory is not let go before it is
-    /// past its work. Its stream lasts until then.
+    /// Lets `consumer` use the memory: orders it after this package's copies, and the memory's
+    /// release after its work. Its stream lasts until then.
     pub fn admit(&self, py: Python<'_>, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
         self.consumers.note(consumer);
         py.detach(|| self.fence(consumer))
     }
 
-    /// Who is asked before it is let go.
+    /// The users that are asked before it is released.
     pub fn consumers(&self) -> &Consumers {
         &self.consumers
     }
 
-    /// Puts `consumer` behind copies of ours. For who does not have the interpreter.
+    /// Orders `consumer` after this package's copies. Call without the interpreter.
     pub fn fence(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
         self.memory().used_on(consumer.linked())?;
@@ -228,7 +231,7 @@ impl MemoryOwner {
         Ok(())
     }
 
-    /// Waits on the CPU until all who used it are done with what they were given so far.
+    /// Waits on the CPU until all users are done with the work that they were given so far.
     pub fn settle(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
         self.home.check()?;
         let followed = py.detach(|| self.consumers.followed())?;
@@ -237,7 +240,7 @@ impl MemoryOwner {
             .try_for_each(|stream| await_stream(py, stream, timeout))
     }
 
-    /// [`settle`](Self::settle), where nobody says how long.
+    /// [`settle`](Self::settle) with the default limit.
     pub fn settle_soon(&self, py: Python<'_>) -> PyResult<()> {
         self.settle(py, Some(DEFAULT_TIMEOUT))
     }
@@ -249,7 +252,8 @@ impl Drop for MemoryOwner {
             return;
         };
         if !self.home.is_here() {
-            // The library keeps the parent's memory out of the child's hands; a test's is the parent's to free.
+            // The library keeps the parent's memory away from the child; a test's allocation is the
+            // parent's to free.
             return if let OwnedMemory::Malloc(_) = memory {
                 std::mem::forget(memory)
             } else {
@@ -259,13 +263,13 @@ impl Drop for MemoryOwner {
         detached(|| match self.consumers.joined() {
             Ok(None) => drop(memory),
             Ok(Some(stream)) => memory.release_on(&stream),
-            // The device does not say when the users are done: the memory must stay.
+            // The device does not report when the users are done: the memory must stay.
             Err(_) => std::mem::forget(memory),
         });
     }
 }
 
-/// Waits on the CPU until a copy of ours is done, and what it is behind.
+/// Waits on the CPU until a copy of this package, and all work before it, is done.
 pub fn await_copy(py: Python<'_>, stream: &warpipe::Stream) -> PyResult<()> {
     await_stream(py, stream, Some(DEFAULT_TIMEOUT))
 }
@@ -279,7 +283,7 @@ fn await_stream(
     Ok(done.ok_or_else(|| late("the end of the work on this memory".into(), timeout))?)
 }
 
-/// A range of memory that is written now.
+/// A range of memory that is the target of a write.
 #[derive(Debug, Clone, Copy)]
 pub struct Range<'a> {
     device: &'a warpipe::Device,
@@ -289,8 +293,8 @@ pub struct Range<'a> {
 
 impl<'a> Range<'a> {
     /// # Safety
-    /// `bytes` bytes from `lowest` on are memory of `device` that may be written, and stay until all streams that are
-    /// given copies to them are past those.
+    /// `bytes` bytes from `lowest` on are memory of `device` that may be written, and stay until
+    /// all streams that are given copies to them are past those.
     pub unsafe fn new(device: &'a warpipe::Device, lowest: DevicePtr, bytes: u64) -> Range<'a> {
         Range {
             device,
@@ -310,7 +314,7 @@ impl Target for Range<'_> {
     }
 
     fn is_private(&self) -> bool {
-        // Who has the same memory by a ticket has it at other addresses.
+        // Another mapping of the same memory, opened by a ticket, has other addresses.
         false
     }
 
@@ -325,7 +329,8 @@ impl Target for Range<'_> {
         if bytes.is_empty() {
             return Ok(());
         }
-        // SAFETY: the range is writable and as long, and stays until the stream is past the copy (`Range::new`).
+        // SAFETY: the range is writable and as long, and stays until the stream is past the copy
+        // (`Range::new`).
         Ok(unsafe {
             self.device
                 .backend()
@@ -334,7 +339,7 @@ impl Target for Range<'_> {
     }
 }
 
-/// A copy on the host of memory that nobody writes any more.
+/// A copy on the host of memory that has no writer any more.
 ///
 /// # Safety
 /// `bytes` bytes from `lowest` on are memory of `device` that can be read during the call.
@@ -346,7 +351,7 @@ pub unsafe fn download(
     let mut copy = room_for(bytes)?;
     copy.resize(bytes as usize, 0);
     if bytes > 0 {
-        // Not a stream of the user's: that may be stuck behind something else, and this must not be.
+        // Not a stream of the user: its work may be blocked, and this copy must not be.
         let stream = device.stream()?;
         // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
         unsafe { device.backend().download(stream.raw(), &mut copy, lowest)? };

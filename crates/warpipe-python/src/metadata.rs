@@ -1,4 +1,4 @@
-//! The small dict that travels with a tensor: a JSON object of at most 256 bytes, readable from every language.
+//! The metadata of a tensor: a JSON object of at most 256 bytes, readable from every language.
 
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -6,10 +6,10 @@ use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors::Fault;
 
-/// The most bytes there may be beside a frame.
+/// The most bytes of metadata of a frame.
 pub const BYTES_MAX: usize = 256;
 
-/// The most bytes beside a job or its result: the queue's own take a part.
+/// The most bytes of metadata of a job or its result: the queue's own metadata takes a part.
 pub const JOB_BYTES_MAX: usize = 200;
 
 /// A dict as JSON, or bytes as they are; `limit` bytes at most.
@@ -47,12 +47,12 @@ fn dump(found: &Bound<'_, PyAny>) -> PyResult<String> {
     let text = py
         .import("json")?
         .call_method("dumps", (found,), Some(&options));
-    // A text of half a character is no text to others.
+    // A lone surrogate has no UTF-8 encoding.
     text.and_then(|text| text.extract())
         .map_err(|error| refusal(py, error))
 }
 
-/// Why there is no JSON of it; what ends the program goes on.
+/// The error for a dict that is no JSON; an exception that ends the program propagates.
 fn refusal(py: Python<'_>, error: PyErr) -> PyErr {
     if !error.is_instance_of::<PyException>(py) {
         return error;
@@ -65,7 +65,7 @@ fn refusal(py: Python<'_>, error: PyErr) -> PyErr {
     .into()
 }
 
-/// The dict that the bytes stand for. They are the sender's word.
+/// The dict of the bytes, which are untrusted: the sender states them.
 pub fn decode<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyDict>> {
     if bytes.is_empty() {
         return Ok(PyDict::new(py));

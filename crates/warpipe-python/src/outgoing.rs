@@ -1,4 +1,4 @@
-//! A publisher's loan, and how it goes out.
+//! A publisher's loan, and its dispatch.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -12,12 +12,13 @@ use crate::loan::Loan;
 use crate::slot::Slot;
 use crate::wait::{SLICE, once};
 
-/// How long another thread's send is waited for where the policy waits for nothing, as the library's own send does.
+/// How long another thread's send is waited for where the policy does not wait, as the library's
+/// own send does.
 pub const HELD_UP: Duration = Duration::from_secs(10);
 
-/// Hands the sample over behind `stream`'s work. It waits in slices, `patience` at most (None: as long as it takes), for
-/// room where the policy blocks, and for another thread's send that the driver holds up. Ctrl-C ends the wait: then nothing
-/// was sent.
+/// Sends the sample after `stream`'s work. It waits in slices, `patience` at most (None: no limit),
+/// for room where the policy blocks, and for another thread's send that the driver blocks. Ctrl-C
+/// ends the wait: then nothing was sent.
 pub fn dispatch(
     py: Python<'_>,
     slot: Slot,
@@ -32,7 +33,7 @@ pub fn dispatch(
     };
     let (sample, mut full) = (Mutex::new(Some(sample)), None);
     let unsent = || sample.lock().unwrap_or_else(PoisonError::into_inner);
-    // Another error of the wait is the send's own, too.
+    // Any other error of the wait is also the send's, which reports it.
     let wait_for_room = |slice| {
         let waited = unsent().as_ref().map(|sample| sample.wait_for_room(slice));
         !matches!(waited, Some(Err(Error::Timeout { .. })))
@@ -57,7 +58,7 @@ pub fn dispatch(
             }) => {
                 *sample = back.map(|back| *back);
                 Err(match error {
-                    // Its own publisher, which was closed here.
+                    // The loan's own publisher, which was closed here.
                     Error::PublisherGone { name, .. } => Fault::closed("publisher", &name),
                     error => error.into(),
                 })
@@ -65,7 +66,7 @@ pub fn dispatch(
         }
     });
     if let Some(unsent) = sample.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        // What fills it may still be on its way there.
+        // Work that fills the slot may still be pending.
         let _ = py.detach(|| unsent.discard(stream));
     }
     sent?.ok_or_else(|| match full {
@@ -82,16 +83,16 @@ pub fn dispatch(
     })
 }
 
-/// A slot on loan: memory of the publisher's device that nobody reads yet, to be filled in place.
+/// A slot on loan: memory of the publisher's device that has no reader yet, to be filled in place.
 ///
-/// As ``with publisher.loan(shape, dtype) as out:`` it is sent at the end of the block, or discarded if the block raises.
-/// Fill it as any ``Loan``.
+/// In ``with publisher.loan(shape, dtype) as out:`` the end of the block sends it, or discards it
+/// if the block raises. Fill it as any ``Loan``.
 #[pyclass(frozen, extends = Loan, module = "warpipe", name = "SampleMut")]
 #[derive(Debug)]
 pub struct Outgoing {}
 
 impl Outgoing {
-    /// Of a loan of a publisher.
+    /// Wraps a loan of a publisher.
     pub fn new(py: Python<'_>, loan: PyClassInitializer<Loan>) -> PyResult<Py<Outgoing>> {
         Py::new(py, loan.add_subclass(Outgoing {}))
     }
@@ -99,11 +100,12 @@ impl Outgoing {
 
 #[pymethods]
 impl Outgoing {
-    /// Hands it to every subscriber, behind the work of all streams that arrays of it were made on, and of ``stream``.
-    /// Returns its sequence number, from 1. Does not wait for the device. If it raises, the loan is gone.
+    /// Sends it to every subscriber, after the work of all streams that arrays of it were made on,
+    /// and of ``stream``. Returns its sequence number, from 1. Does not wait for the device. If it
+    /// raises, the loan is gone.
     ///
-    /// Raises ``TimeoutError`` or ``FullError`` by the publisher's policy, ``ClosedError``, ``ReleasedError``,
-    /// ``DriverError``.
+    /// Raises ``TimeoutError`` or ``FullError`` by the publisher's policy, ``ClosedError``,
+    /// ``ReleasedError``, ``DriverError``.
     #[pyo3(signature = (stream = None), text_signature = "($self, stream=None)")]
     fn send(slf: &Bound<'_, Outgoing>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
         let (py, loan) = (slf.py(), slf.as_super().get());

@@ -1,4 +1,4 @@
-//! Pools and their blocks as Python holds them.
+//! Pools and their blocks.
 
 use std::time::Duration;
 
@@ -16,11 +16,12 @@ use crate::ticket::Ticket;
 use crate::view::View;
 use crate::wait::{asking, attach, in_slices_that_ask, late, optional};
 
-/// Memory that is handed out in blocks, to this process and to others.
+/// Memory that is lent in blocks, to this process and to others.
 ///
-/// ``Pool.create(name)`` makes one, of at most ``memory_limit`` bytes of device memory, taken as needed; ``reserve`` bytes
-/// at once. Peers open blocks by ticket (``Buffer.lend``, ``LentBuffer.open``), or allocate themselves (``PoolClient``). A
-/// block is used again when its owner and all its borrowers have let it go and their streams are past it.
+/// ``Pool.create(name)`` makes one, of at most ``memory_limit`` bytes of device memory, allocated
+/// as needed; ``reserve`` bytes at once. Peers open blocks by ticket (``Buffer.lend``,
+/// ``LentBuffer.open``), or allocate themselves (``PoolClient``). A block is reused when its owner
+/// and all its borrowers have released it and their streams are past it.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Pool {
@@ -28,29 +29,29 @@ pub struct Pool {
     device: warpipe::Device,
 }
 
-/// What a pool has. What the owner and a peer both have counts in both.
+/// The state of a pool. A block that both the owner and a peer hold counts in both.
 #[pyclass(frozen, module = "warpipe", get_all)]
 #[derive(Debug, Clone)]
 pub struct PoolStats {
-    /// Regions taken of the device.
+    /// Regions allocated on the device.
     pub regions: usize,
     /// Their bytes.
     pub total_nbytes: u64,
-    /// The most bytes that they may come to.
+    /// The limit of their bytes.
     pub limit_nbytes: u64,
-    /// In the owner's blocks.
+    /// Bytes in the owner's blocks.
     pub in_use_nbytes: u64,
-    /// In blocks that peers have.
+    /// Bytes in blocks that peers hold.
     pub lent_nbytes: u64,
-    /// In blocks that nobody has, and that a stream is not past yet.
+    /// Bytes in released blocks that a stream is not past yet.
     pub waiting_nbytes: u64,
-    /// The most that was not free at once.
+    /// The most bytes that were not free at once.
     pub high_water_nbytes: u64,
     /// Blocks handed out so far.
     pub allocations: u64,
     /// How many of them had to wait for others.
     pub waits: u64,
-    /// Peers that are here, or hold something still.
+    /// Peers that are connected, or still hold a block.
     pub peers: usize,
 }
 
@@ -96,7 +97,8 @@ fn allocate<T: Send>(
 impl Pool {
     /// Makes a pool and takes its name.
     ///
-    /// Raises ``InvalidNameError``, ``NameTakenError``, ``DomainError``, ``MemoryLimitError``, ``DeviceError``.
+    /// Raises ``InvalidNameError``, ``NameTakenError``, ``DomainError``, ``MemoryLimitError``,
+    /// ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (name, *, domain = None, device = None, memory_limit = 4 << 30, reserve = 0, peers_max = 256,
         allow_uids = Vec::new(), allow_gids = Vec::new()),
@@ -148,10 +150,11 @@ impl Pool {
         Device::of(&self.device)
     }
 
-    /// A block of ``nbytes`` bytes that nobody uses any more, waiting up to ``timeout`` seconds (None: as long as it takes)
-    /// for others to let go.
+    /// A free block of ``nbytes`` bytes, waiting up to ``timeout`` seconds (None: no limit) for
+    /// releases.
     ///
-    /// Raises ``MemoryLimitError``, ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes, ``ClosedError``, ``DriverError``.
+    /// Raises ``MemoryLimitError``, ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes,
+    /// ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
     fn allocate<'py>(
         &self,
@@ -169,7 +172,7 @@ impl Pool {
         )
     }
 
-    /// What it has now.
+    /// The present state.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -189,13 +192,14 @@ impl Pool {
         })
     }
 
-    /// Whether it has been closed.
+    /// Whether the pool is closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         Ok(self.handle.is_closed()?)
     }
 
-    /// Gives the name up; blocks that somebody has stay good until they are let go. Closing twice is no error.
+    /// Releases the name; held blocks stay valid until they are released. Closing twice is no
+    /// error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.handle.close(py)
     }
@@ -214,16 +218,18 @@ impl Pool {
     }
 }
 
-/// A block of a pool of this process: a ``View`` of its bytes. Released or dropped, it is let go: used again when the streams
-/// of its arrays are past it, and the peers that it was lent to have let it go, too.
+/// A block of a pool of this process: a ``View`` of its bytes. Once it is released or dropped, the
+/// pool reuses it when the streams of its arrays are past it, and all borrowing peers have released
+/// it, too.
 #[pyclass(frozen, extends = View, module = "warpipe")]
 #[derive(Debug)]
 pub struct Buffer;
 
 #[pymethods]
 impl Buffer {
-    /// A ticket with which peers may open this block (``LentBuffer.open``), for writing only if ``writable``, as long as it
-    /// is not let go here; who has it open by then keeps it.
+    /// A ticket with which peers may open this block (``LentBuffer.open``), for writing only if
+    /// ``writable``. The ticket is valid until the block is released here; peers that have opened
+    /// it by then keep it.
     ///
     /// Raises ``OwnerGoneError`` when the pool is closed, ``ReleasedError``.
     #[pyo3(signature = (*, writable = false))]
@@ -245,7 +251,7 @@ impl Buffer {
     }
 }
 
-/// A visit to a pool of another process: ``PoolClient.open(name)``.
+/// A connection to a pool of another process: ``PoolClient.open(name)``.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct PoolClient {
@@ -254,9 +260,11 @@ pub struct PoolClient {
 
 #[pymethods]
 impl PoolClient {
-    /// Comes to the pool of this name, waiting up to ``wait`` seconds (None: as long as it takes) for it to be there.
+    /// Connects to the pool of this name, waiting up to ``wait`` seconds (None: no limit) until it
+    /// exists.
     ///
-    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``, ``InvalidNameError``.
+    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
+    /// ``InvalidNameError``.
     #[staticmethod]
     #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
         text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
@@ -294,7 +302,7 @@ impl PoolClient {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.owner_pid()))?)
     }
 
-    /// Whether the owner has closed the pool, or has died. Blocks of it stay good.
+    /// Whether the owner has closed the pool, or has died. Its blocks stay valid.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -302,11 +310,11 @@ impl PoolClient {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.is_owner_gone()))?)
     }
 
-    /// A block of ``nbytes`` bytes of the owner's memory, for reading and writing, waiting up to ``timeout`` seconds (None:
-    /// as long as it takes) for others to let go.
+    /// A block of ``nbytes`` bytes of the owner's memory, for reading and writing, waiting up to
+    /// ``timeout`` seconds (None: no limit) for releases.
     ///
-    /// Raises ``MemoryLimitError``, ``OwnerGoneError``, ``RefusedError``, ``ArgumentError``, ``ClosedError``,
-    /// ``DeviceError``.
+    /// Raises ``MemoryLimitError``, ``OwnerGoneError``, ``RefusedError``, ``ArgumentError``,
+    /// ``ClosedError``, ``DeviceError``.
     #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
     fn allocate<'py>(
         &self,
@@ -325,13 +333,13 @@ impl PoolClient {
         LentBuffer::make(py, block)
     }
 
-    /// Whether it has been closed.
+    /// Whether the connection is closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         Ok(self.handle.is_closed()?)
     }
 
-    /// Ends the visit; blocks stay good. Closing twice is no error.
+    /// Closes the connection; blocks stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.handle.close(py)
     }
@@ -350,8 +358,9 @@ impl PoolClient {
     }
 }
 
-/// A block of another process's pool: a ``View`` of its bytes. Released or dropped, it is let go: the owner hands it out
-/// again when the streams of its arrays are past it. It stays good when its owner closes the pool, or dies.
+/// A block of another process's pool: a ``View`` of its bytes. Once it is released or dropped, the
+/// owner reuses it when the streams of its arrays are past it. It stays valid when its owner closes
+/// the pool, or dies.
 #[pyclass(frozen, extends = View, module = "warpipe")]
 #[derive(Debug)]
 pub struct LentBuffer {
@@ -363,18 +372,17 @@ impl LentBuffer {
         let name = block.name().to_owned();
         Bound::new(
             py,
-            View::of("the block", OwnedMemory::SampleHolder(block))?
-                .add_subclass(LentBuffer { name }),
+            View::of("the block", OwnedMemory::Lent(block))?.add_subclass(LentBuffer { name }),
         )
     }
 }
 
 #[pymethods]
 impl LentBuffer {
-    /// Opens what ``Buffer.lend`` gave a ticket for.
+    /// Opens the block of a ticket of ``Buffer.lend``.
     ///
-    /// Raises ``TicketExpiredError``, ``TicketError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
-    /// ``OwnerGoneError``, ``TimeoutError``, ``DeviceError``.
+    /// Raises ``TicketExpiredError``, ``TicketError``, ``OtherKindError``, ``AccessDeniedError``,
+    /// ``RefusedError``, ``OwnerGoneError``, ``TimeoutError``, ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (ticket, *, device = None))]
     fn open<'py>(

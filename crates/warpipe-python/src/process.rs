@@ -1,22 +1,23 @@
-//! Which process an object belongs to: asked before any lock is touched, which a forked child may find held for ever.
+//! The process of an object, checked before any lock is touched: a forked child may find a lock
+//! held for ever.
 
 use warpipe::Error;
 
 use crate::errors::Outcome;
 use crate::thread_exit;
 
-/// The process that something was made in.
+/// The process that an object was made in.
 #[derive(Debug, Clone, Copy)]
 pub struct Home(u32);
 
 impl Home {
-    /// This one.
+    /// The current process.
     pub fn here() -> Home {
         thread_exit::prepare_exit();
         Home(std::process::id())
     }
 
-    /// Whether this still is the process.
+    /// Whether this is still the process.
     pub fn is_here(self) -> bool {
         self.0 == std::process::id()
     }

@@ -1,4 +1,4 @@
-//! The publisher as Python holds it.
+//! `Publisher`.
 
 use std::ffi::CString;
 use std::sync::Arc;
@@ -25,43 +25,49 @@ use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
 
-/// Hands tensors in device memory to any number of subscribers.
+/// Publishes tensors in device memory to any number of subscribers.
 ///
-/// ``name``: 1 to 80 bytes of ``a-z A-Z 0-9 _ - .`` in parts joined by ``/``. ``device``: whose memory the tensors lie in
-/// (default: the first GPU, else the host). ``depth``: how many frames each subscriber may have been given and not
-/// released, 1 to 4096. ``policy``: what happens when a subscriber has that many: ``"block"`` (``send`` waits ``timeout``
-/// seconds, None: as long as it takes), ``"drop_oldest"``, ``"drop_newest"``, ``"fail"``. A ``send`` of another thread that
-/// the driver holds up is waited for as long, with the other policies at least 10 s. ``history``: how many of the last
-/// frames a late subscriber gets first. ``memory_limit``: bytes of device memory, taken as needed. ``loan_timeout``: seconds
-/// to wait for memory that is in use. ``evict_after``: seconds of silence after which a subscriber loses its link.
+/// ``name``: 1 to 80 bytes of ``a-z A-Z 0-9 _ - .`` in parts joined by ``/``. ``device``: the
+/// device of the tensors' memory (default: the first GPU, else the host). ``depth``: how many
+/// frames each subscriber may hold unreleased, 1 to 4096. ``policy``: the reaction to a subscriber
+/// that holds that many: ``"block"`` (``send`` waits ``timeout`` seconds, None: no limit),
+/// ``"drop_oldest"``, ``"drop_newest"``, ``"fail"``. A ``send`` of another thread that the driver
+/// blocks is waited for as long, with the other policies at least 10 s. ``history``: how many of
+/// the last frames a late subscriber gets first. ``memory_limit``: bytes of device memory,
+/// allocated as needed. ``loan_timeout``: seconds to wait for memory that is in use.
+/// ``evict_after``: seconds of silence after which a subscriber loses its link.
 /// ``subscribers_max``: the most at once; ``subscribers_per_user_max`` of each other user, and
-/// ``subscribers_per_process_max`` of each other process. ``allow_uids``, ``allow_gids``: who is admitted beside this user.
+/// ``subscribers_per_process_max`` of each other process. ``allow_uids``, ``allow_gids``: users and
+/// groups that are admitted beside this user.
 ///
-/// Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it says goodbye to subscribers.
+/// Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it
+/// closes gracefully.
 ///
-/// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``, ``ArgumentError``,
-/// ``DeviceError``.
+/// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``,
+/// ``ArgumentError``, ``DeviceError``.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Publisher {
     home: Home,
     name: String,
     device: warpipe::Device,
-    /// Tensors that were sent where they lie. Dropped before the publisher, who alone can tell which are back.
+    /// Tensors that were sent in place. Dropped before the publisher: only the publisher knows
+    /// which are free again.
     in_place: InPlace,
     inner: Arc<Closable<warpipe::Publisher>>,
-    /// For what comes without a stream of its own.
+    /// The stream for tensors without a stream of their own.
     stream: OwnStream,
     opened: Opened,
-    /// How long `send` waits for room.
+    /// The limit of `send`'s wait for room.
     block: Option<Duration>,
-    /// How long it waits in all: with a policy that does not wait for room, for another thread's send.
+    /// The limit of the whole wait: with a policy that does not wait for room, for another thread's
+    /// send.
     patience: Option<Duration>,
     loan_timeout: Option<Duration>,
     copies: Arc<Copies>,
 }
 
-/// What it was opened with.
+/// The options that it was opened with.
 #[derive(Debug)]
 struct Opened {
     policy: &'static str,
@@ -81,7 +87,7 @@ pub struct SubscriberInfo {
     pub state: &'static str,
     /// Seconds since its last sign of life.
     pub silent_for: f64,
-    /// Frames that it was given and has not released.
+    /// Frames that it has received and not released.
     pub in_flight: u32,
     /// Frames that it did not get because of the policy.
     pub dropped: u64,
@@ -103,7 +109,7 @@ impl SubscriberInfo {
     }
 }
 
-/// The state of a peer, in a word.
+/// The name of a peer's state.
 pub fn word_of(state: PeerState) -> &'static str {
     match state {
         PeerState::Alive => "alive",
@@ -118,7 +124,7 @@ pub fn word_of(state: PeerState) -> &'static str {
 /// A policy, and its name.
 fn policy(name: &str) -> Outcome<(&'static str, Policy)> {
     Ok(match name {
-        // It is `dispatch` that waits, and sees signals meanwhile.
+        // `dispatch` waits, and sees signals meanwhile.
         "block" => (
             "block",
             Policy::Block {
@@ -136,7 +142,7 @@ fn policy(name: &str) -> Outcome<(&'static str, Policy)> {
 }
 
 impl Publisher {
-    /// The library's, until it is closed.
+    /// The library's publisher, until it is closed.
     pub fn inner(&self) -> Outcome<Arc<DropDetached<warpipe::Publisher>>> {
         self.home.check()?;
         self.inner
@@ -144,7 +150,7 @@ impl Publisher {
             .ok_or_else(|| Fault::closed("publisher", &self.name))
     }
 
-    /// A slot for `layout`, waiting for one as long as the loan's timeout says.
+    /// A slot for `layout`, waiting for one up to the loan's timeout.
     fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<Slot> {
         py.detach(|| self.in_place.sweep());
         let sample = slot::borrow(py, self.loan_timeout, || Ok(self.inner()?.loan(layout)?))?;
@@ -153,7 +159,7 @@ impl Publisher {
 }
 
 impl Publisher {
-    /// Sends the tensor's name, and keeps the tensor.
+    /// Sends the tensor's handle, and keeps the tensor.
     fn send_in_place(
         &self,
         py: Python<'_>,
@@ -172,13 +178,13 @@ impl Publisher {
             (_, Some(stream)) => stream.follow(py)?.clone(),
             (_, None) => (*self.stream).clone(),
         };
-        // Also if it does not go out: then its slot is back at once.
+        // Also if the send fails: then its slot is free at once.
         self.in_place.keep(source, sample.returned());
         dispatch(py, Slot::Sample(sample), &behind, self.patience)
     }
 }
 
-/// Says why a tensor is copied that should not be.
+/// Warns why a tensor is copied in spite of `zero_copy`.
 fn warn_of_copy(py: Python<'_>, why: PyErr) -> PyResult<()> {
     let category = py.import("warpipe._errors")?.getattr("CopyWarning")?;
     let said = format!("zero_copy: the tensor is copied: {}", why.value(py));
@@ -281,7 +287,8 @@ impl Publisher {
         Device::of(&self.device)
     }
 
-    /// What happens when a subscriber has ``depth`` frames: ``"block"``, ``"drop_oldest"``, ``"drop_newest"`` or ``"fail"``.
+    /// The reaction to a subscriber that holds ``depth`` frames: ``"block"``, ``"drop_oldest"``,
+    /// ``"drop_newest"`` or ``"fail"``.
     #[getter]
     fn policy(&self) -> &'static str {
         self.opened.policy
@@ -299,37 +306,42 @@ impl Publisher {
         self.opened.history
     }
 
-    /// How many seconds ``send`` waits for room; None for as long as it takes.
+    /// How many seconds ``send`` waits for room; None for no limit.
     #[getter]
     fn timeout(&self) -> Option<f64> {
         self.block.map(|block| block.as_secs_f64())
     }
 
-    /// Whether it has been closed.
+    /// Whether the publisher is closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         self.home.check()?;
         Ok(self.inner.get().is_none())
     }
 
-    /// Copies a tensor into a slot and hands it to every subscriber. Returns its sequence number, from 1.
+    /// Copies a tensor into a slot and sends it to every subscriber. Returns its sequence number,
+    /// from 1.
     ///
-    /// ``tensor`` is anything with ``__dlpack__``, ``__array_interface__`` or ``__cuda_array_interface__`` (PyTorch, CuPy,
-    /// JAX, NumPy, Numba, ...), or bytes. On a GPU it is copied on ``stream``, by default the current stream of its
-    /// framework, and may be changed behind that; no CPU waits. On the host it may be changed at once. A tensor whose
-    /// elements fill its memory keeps its strides; one with gaps is gathered, on its own device.
+    /// ``tensor`` is anything with ``__dlpack__``, ``__array_interface__`` or
+    /// ``__cuda_array_interface__`` (PyTorch, CuPy, JAX, NumPy, Numba, ...), or bytes. On a GPU it
+    /// is copied on ``stream``, by default the current stream of its framework, and may be changed
+    /// in that stream's order; no CPU waits. On the host it may be changed at once. A tensor
+    /// without gaps keeps its strides; one with gaps is gathered, on its own device.
     ///
     /// ``metadata``: a dict (as JSON) or bytes, at most 256 bytes.
     ///
-    /// ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor where it lies, by a legacy handle, and
-    /// it is kept until all of them have released it: see ``in_place``. Do not write it before. It must lie in memory of
-    /// ``cudaMalloc``, as PyTorch's caching allocator's does; of host, pooled or ``expandable_segments`` memory it is copied,
-    /// with a ``CopyWarning`` that says why, or is an error if ``zero_copy="require"``. Its metadata has some 80 bytes. The
-    /// whole allocation around it is open to subscribers: it must not go back to the driver while they are there.
+    /// ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor in place, by
+    /// a legacy handle, and it is kept until all of them have released it: see ``in_place``. Do not
+    /// write it before. It must lie in memory of ``cudaMalloc``, as PyTorch's caching allocator's
+    /// does; a tensor in host, pooled or ``expandable_segments`` memory is copied, with a
+    /// ``CopyWarning`` that says why, or is an error with ``zero_copy="require"``. Its metadata has
+    /// some 80 bytes. The whole allocation around it is accessible to subscribers: it must not go
+    /// back to the driver while they exist.
     ///
-    /// Raises ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``MetadataError``;
-    /// ``NotExportableError``, ``ExportError`` with ``"require"``; ``TimeoutError`` or ``FullError`` by the policy;
-    /// ``MemoryLimitError``, ``ClosedError``, ``DriverError``.
+    /// Raises ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
+    /// ``MetadataError``; ``NotExportableError``, ``ExportError`` with ``"require"``;
+    /// ``TimeoutError`` or ``FullError`` by the policy; ``MemoryLimitError``, ``ClosedError``,
+    /// ``DriverError``.
     #[pyo3(signature = (tensor, *, metadata = None, stream = None, zero_copy = ZeroCopy::No),
         text_signature = "($self, tensor, *, metadata=None, stream=None, zero_copy=False)")]
     fn send(
@@ -374,11 +386,12 @@ impl Publisher {
         dispatch(py, slot, &filled_on, self.patience)
     }
 
-    /// Lends a slot for a tensor of this shape and element type, to be filled in place: see ``SampleMut``. ``dtype`` is a name
-    /// (``"float32"``, ``"bfloat16"``, ...) or a dtype of NumPy, ml_dtypes, PyTorch or JAX.
+    /// Lends a slot for a tensor of this shape and element type, to be filled in place: see
+    /// ``SampleMut``. ``dtype`` is a name (``"float32"``, ``"bfloat16"``, ...) or a dtype of NumPy,
+    /// ml_dtypes, PyTorch or JAX.
     ///
-    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``, ``DeviceMemoryError``,
-    /// ``ClosedError``.
+    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
+    /// ``DeviceMemoryError``, ``ClosedError``.
     #[pyo3(signature = (shape, dtype, *, metadata = None))]
     fn loan(
         &self,
@@ -404,8 +417,8 @@ impl Publisher {
         )
     }
 
-    /// How many tensors that were sent with ``zero_copy`` are still kept, because somebody may be reading them. Asking lets go
-    /// of those that have come back; so does every ``send``.
+    /// How many tensors that were sent with ``zero_copy`` are still kept, because a subscriber may
+    /// be reading them. This call and every ``send`` drop those that are free again.
     ///
     /// Raises ``ForkedError``.
     #[getter]
@@ -414,7 +427,7 @@ impl Publisher {
         Ok(py.detach(|| self.in_place.sweep()))
     }
 
-    /// Who is subscribed, and how each of them fares.
+    /// All subscribers, and their states.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -431,7 +444,8 @@ impl Publisher {
         Ok(found.into_iter().map(row).collect())
     }
 
-    /// Waits until ``count`` subscribers are attached, at most ``timeout`` seconds (None: as long as it takes).
+    /// Waits until ``count`` subscribers are attached, at most ``timeout`` seconds (None: no
+    /// limit).
     ///
     /// Raises ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
@@ -448,7 +462,7 @@ impl Publisher {
         Ok(come.ok_or_else(|| late(format!("subscriber {count} of {:?}", self.name), timeout))?)
     }
 
-    /// Device memory taken so far and its limit, in bytes.
+    /// Device memory allocated so far and its limit, in bytes.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -456,13 +470,14 @@ impl Publisher {
         Ok(py.detach(|| Outcome::Ok(self.inner()?.memory_in_use()))?)
     }
 
-    /// Gives the name up and says goodbye. What was sent can still be received. Closing twice is no error.
-    ///
-    /// Tensors that were sent with ``zero_copy`` are waited for, as long as ``send`` waits for room; those that somebody still
+    /// Releases the name and closes gracefully. Sent frames can still be received. Closing twice is
+    /// no error.
+    /// Waits, as long as ``send`` waits for room, for tensors that were sent with ``zero_copy``;
+    /// those that are still read after that are kept until this process ends.
     /// reads after that are kept until this process ends.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.home.check()?;
-        // Before it goes: nobody else can tell.
+        // Before the publisher is dropped: only the publisher knows.
         self.in_place.settle(py, self.block)?;
         let inner = self.inner.take();
         py.detach(|| drop(inner));

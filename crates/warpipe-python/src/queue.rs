@@ -1,4 +1,4 @@
-//! A queue as its owner holds it.
+//! `Queue`: jobs on the owner's side.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,20 +16,23 @@ use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
 use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
 
-/// Hands jobs to workers, each to one, and gets each one's result once, whoever dies: see ``Worker``.
+/// Gives each job to one worker, and gets each job's result once, even if processes die: see
+/// ``Worker``.
 ///
-/// ``name``: as a publisher's, at most 56 bytes. ``device``: whose memory the inputs lie in (default: the first GPU, else
-/// the host). ``prefetch``: jobs that one worker may hold at once, 1 to 256. ``max_attempts``: how often a job is tried
-/// before it is dead-lettered. ``lease_timeout``: seconds that a worker may hold jobs without answering any; then they go to
-/// others (None: wait for its death). ``order``: of ``results()``, ``"submission"`` or ``"completion"`` (also
-/// ``"completed"``). ``limit``: the most jobs whose outcome was not taken. ``submit_timeout``: seconds to wait for room, and
-/// for memory (None: as long as it takes). ``memory_limit``: bytes of device memory for inputs.
+/// ``name``: as a publisher's, at most 56 bytes. ``device``: the device of the inputs' memory
+/// (default: the first GPU, else the host). ``prefetch``: jobs that one worker may hold at once, 1
+/// to 256. ``max_attempts``: how often a job is tried before it is dead-lettered.
+/// ``lease_timeout``: seconds that a worker may hold jobs without answering any; then they go to
+/// other workers (None: wait for its death). ``order``: of ``results()``, ``"submission"`` or
+/// ``"completion"`` (also ``"completed"``). ``limit``: the most jobs without a taken outcome.
+/// ``submit_timeout``: seconds to wait for room, and for memory (None: no limit). ``memory_limit``:
+/// bytes of device memory for inputs.
 ///
-/// Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it ends it: what is not done then
-/// is not done.
+/// Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it
+/// closes it: unfinished jobs are discarded.
 ///
-/// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``, ``ArgumentError``,
-/// ``DeviceError``.
+/// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``,
+/// ``ArgumentError``, ``DeviceError``.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Queue {
@@ -37,17 +40,17 @@ pub struct Queue {
     submit_timeout: Option<Duration>,
 }
 
-/// How a queue, or a client's requests, fare: see ``Queue.state``.
+/// The state of a queue, or of a client's requests: see ``Queue.state``.
 #[pyclass(frozen, module = "warpipe", get_all)]
 #[derive(Debug, Clone)]
 pub struct QueueState {
-    /// Process ids of the workers, or servers, that can be given jobs.
+    /// Process ids of the workers, or servers, that can get jobs.
     pub workers: Vec<i32>,
-    /// Jobs that nobody has leased.
+    /// Jobs that no worker has leased.
     pub waiting: usize,
     /// Jobs that workers hold.
     pub leased: usize,
-    /// Jobs that are done or dead-lettered, and whose outcome was not taken.
+    /// Jobs that are done or dead-lettered, with an outcome that was not taken.
     pub finished: usize,
 }
 
@@ -138,7 +141,7 @@ impl Queue {
             .lease_timeout(optional(lease_timeout, "lease_timeout")?)
             .order(self::order(order)?)
             .limit(limit)
-            // In slices, in between which signals are seen.
+            // In slices, with a look at the signals in between.
             .submit_timeout(submit_timeout.unwrap_or(SLICE).min(SLICE))
             .memory_limit(memory_limit)
             .workers_max(workers_max)
@@ -172,21 +175,21 @@ impl Queue {
         self.endpoint.device()
     }
 
-    /// Whether it has been closed.
+    /// Whether the queue is closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         Ok(self.endpoint.is_closed()?)
     }
 
-    /// Hands in a job: copies a tensor into the queue's memory, as ``Publisher.send`` does, or takes a ``loan`` of this queue
-    /// as it is. Waits for room, at most ``timeout`` seconds (default: the queue's; None: as long as it takes), and neither
-    /// for a worker nor for the device.
+    /// Submits a job: copies a tensor into the queue's memory, as ``Publisher.send`` does, or takes
+    /// a ``loan`` of this queue without a copy. Waits for room, at most ``timeout`` seconds
+    /// (default: the queue's; None: no limit), and neither for a worker nor for the device.
     ///
     /// ``metadata``: a dict (as JSON) or bytes, at most 200 bytes, for the worker.
     ///
-    /// Raises ``QueueFullError``; ``TimeoutError`` if the driver holds up another thread's ``submit``; ``NotATensorError``,
-    /// ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``MetadataError``; ``MemoryLimitError``, ``QueueClosedError``,
-    /// ``DriverError``.
+    /// Raises ``QueueFullError``; ``TimeoutError`` if the driver blocks another thread's
+    /// ``submit``; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
+    /// ``MetadataError``; ``MemoryLimitError``, ``QueueClosedError``, ``DriverError``.
     #[pyo3(signature = (tensor, *, metadata = None, stream = None, timeout = Timeout::Usual),
         text_signature = "($self, tensor, *, metadata=None, stream=None, timeout=...)")]
     fn submit(
@@ -209,8 +212,8 @@ impl Queue {
 
     /// Lends memory for a job's input, to be filled in place and given to ``submit``: no copy.
     ///
-    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``, ``DeviceMemoryError``,
-    /// ``ClosedError``.
+    /// Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
+    /// ``DeviceMemoryError``, ``ClosedError``.
     #[pyo3(signature = (shape, dtype, *, metadata = None))]
     fn loan(
         &self,
@@ -223,10 +226,11 @@ impl Queue {
             .loan(py, &dtype::layout(shape, dtype)?, metadata)
     }
 
-    /// Iterates, with ``for`` or ``async for``, over the results that no handle has taken, in the queue's ``order``. It ends
-    /// when there is no job left; with ``follow``, only once ``shutdown`` was called, too, so that another thread may go on
-    /// submitting. Each is waited for at most ``timeout`` seconds (None: as long as it takes). A job that was dead-lettered or
-    /// rejected raises in its place; the same iterator can go on with the others.
+    /// Iterates, with ``for`` or ``async for``, over the results that no handle has taken, in the
+    /// queue's ``order``. It ends when there is no job left; with ``follow``, only once
+    /// ``shutdown`` was called, too, so that another thread may go on submitting. Each is waited
+    /// for at most ``timeout`` seconds (None: no limit). A job that was dead-lettered or rejected
+    /// raises in its place; the same iterator can go on with the others.
     ///
     /// Raises ``DeadLetteredError``, ``RejectedError``, ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (timeout = None, *, follow = false))]
@@ -238,8 +242,8 @@ impl Queue {
         ))
     }
 
-    /// Waits until every job is done or dead-lettered, at most ``timeout`` seconds (None: as long as it takes). Their outcomes stay
-    /// to be taken.
+    /// Waits until every job is done or dead-lettered, at most ``timeout`` seconds (None: no
+    /// limit). The outcomes can still be taken.
     ///
     /// Raises ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (timeout = None))]
@@ -256,9 +260,10 @@ impl Queue {
         })?)
     }
 
-    /// Takes no more jobs, and waits as ``drain``. Outcomes can be taken until the queue is closed.
+    /// Accepts no more jobs, and waits as ``drain``. Outcomes can be taken until the queue is
+    /// closed.
     ///
-    /// Raises ``TimeoutError`` (it is shut all the same), ``ClosedError``.
+    /// Raises ``TimeoutError`` (the queue is shut all the same), ``ClosedError``.
     #[pyo3(signature = (timeout = None))]
     fn shutdown(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let shut =
@@ -271,7 +276,7 @@ impl Queue {
         }
     }
 
-    /// Waits until there are ``count`` workers, at most ``timeout`` seconds (None: as long as it takes).
+    /// Waits until there are ``count`` workers, at most ``timeout`` seconds (None: no limit).
     ///
     /// Raises ``TimeoutError``, ``ClosedError``.
     #[pyo3(signature = (count = 1, timeout = Some(10.0)), text_signature = "($self, count=1, timeout=10.0)")]
@@ -279,7 +284,7 @@ impl Queue {
         self.endpoint.wait_for(py, "worker", count, timeout)
     }
 
-    /// How it fares just now.
+    /// The present state.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -287,7 +292,7 @@ impl Queue {
         Ok(py.detach(|| QueueState::of(&self.endpoint))?)
     }
 
-    /// Device memory taken for inputs so far and its limit, in bytes.
+    /// Device memory allocated for inputs so far and its limit, in bytes.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -295,7 +300,8 @@ impl Queue {
         Ok(py.detach(|| Outcome::Ok(self.endpoint.end()?.queue().memory_in_use()))?)
     }
 
-    /// Ends it: workers are told, and whoever waits for a job. Results that were received stay. Closing twice is no error.
+    /// Closes the queue: workers are notified, and waits for jobs end with an error. Received
+    /// results stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.endpoint.close(py)
     }

@@ -1,15 +1,15 @@
-//! Tensors with gaps, or in another order, whose elements are sent in row-major order.
-//! **This module is marked for unsafe**: it reads memory that others name.
+//! Tensors with gaps, or in another order. Their elements are sent in row-major order.
+//! **This module is marked for unsafe**: it reads memory that other frameworks name.
 
 use warpipe::Layout;
 use warpipe::backend::{DevicePtr, Rows};
 
 use crate::errors::{Fault, Outcome};
 
-/// A tensor as it lies, on the host or on a GPU.
+/// A tensor in its present memory, on the host or on a GPU.
 #[derive(Debug)]
 pub struct Scattered {
-    /// Its first byte.
+    /// The address of the first byte.
     lowest: DevicePtr,
     layout: Layout,
     /// The same elements in row-major order.
@@ -17,7 +17,7 @@ pub struct Scattered {
 }
 
 impl Scattered {
-    /// Of a layout in bytes that begin at `lowest`.
+    /// A layout of bytes that begin at `lowest`.
     pub fn new(layout: Layout, lowest: DevicePtr) -> Outcome<Scattered> {
         Ok(Scattered {
             lowest,
@@ -26,12 +26,12 @@ impl Scattered {
         })
     }
 
-    /// As it is sent.
+    /// The layout that is sent.
     pub fn packed(&self) -> Layout {
         self.packed
     }
 
-    /// From its first byte to its last, the gaps included.
+    /// The bytes from its first to its last, gaps included.
     pub fn extent(&self) -> (DevicePtr, u64) {
         (self.lowest, self.layout.bytes())
     }
@@ -48,7 +48,8 @@ impl Scattered {
     /// Copies all elements to `to`, on the CPU.
     ///
     /// # Safety
-    /// The tensor is on the host and readable; `to` is writable for as many bytes, and apart from it.
+    /// The tensor is on the host and readable; `to` is writable for as many bytes, and apart from
+    /// it.
     pub unsafe fn copy_to(&self, to: DevicePtr) -> Outcome<()> {
         let rows = Rows::between(to, &self.packed, self.lowest, &self.layout)?;
         // SAFETY: the caller's promise; every row lies in its tensor, as layouts are checked to.

@@ -1,4 +1,4 @@
-//! Semaphores and their permits as Python holds them.
+//! Semaphores and their permits.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -15,14 +15,15 @@ use crate::process::Home;
 use crate::stream::Consumer;
 use crate::wait::{attach, legacy_view, optional};
 
-/// As long as it takes, in words that a clock knows.
+/// A practically endless wait that a clock can still represent.
 const VERY_LONG: Duration = Duration::from_secs(1 << 32);
 
-/// So many at once, between processes, on streams and on the CPU.
+/// A limit of concurrent holders, across processes, on streams and on the CPU.
 ///
-/// ``Semaphore.create(name, permits)`` makes one, ``Semaphore.open(name)`` opens it anywhere. ``with sem.acquire(stream):``
-/// holds a permit for the work that the block gives to ``stream``: the next holder's stream waits for that work on the
-/// device. Who has waited longest comes first. A holder's permit comes back when it dies.
+/// ``Semaphore.create(name, permits)`` makes one, ``Semaphore.open(name)`` opens it in any process.
+/// ``with sem.acquire(stream):`` holds a permit for the work that the block gives to ``stream``:
+/// the next holder's stream waits for that work on the device. Permits are granted in order of
+/// arrival. A holder's permit comes back when it dies.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Semaphore {
@@ -30,15 +31,17 @@ pub struct Semaphore {
     device: warpipe::Device,
 }
 
-/// The right to be inside, as ``Semaphore.acquire`` gives it: released at the end of a ``with`` block, or when it is dropped.
+/// A held permit, as ``Semaphore.acquire`` gives it: released at the end of a ``with`` block, or
+/// when it is dropped.
 ///
-/// It is given back behind the work of the stream that it was acquired on, or at once if it was acquired on the CPU.
+/// It is released after the work of the stream that it was acquired on, or at once if it was
+/// acquired on the CPU.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Permit {
     home: Home,
     device: warpipe::Device,
-    /// What it was acquired on; none for the CPU.
+    /// The stream that it was acquired on; none for the CPU.
     consumer: Option<Consumer>,
     passed: u64,
     /// `None` once it is released.
@@ -97,8 +100,9 @@ fn take_now(
     Ok(taken.map_err(Fault::from)?)
 }
 
-/// Waits on a thread of its own, which keeps its place in the line while this one looks at signals, and whether the
-/// semaphore is closed meanwhile. Then the thread gives its place up; a permit that has come by then is handed on.
+/// Waits on a separate thread, which keeps its place in the queue while this thread checks for
+/// signals and for the semaphore's close. At the end that thread leaves the queue; a permit that
+/// has come by then is passed on.
 fn line_up(
     py: Python<'_>,
     handle: &CloseableHandle<warpipe::Semaphore>,
@@ -115,9 +119,10 @@ fn line_up(
 
 #[pymethods]
 impl Semaphore {
-    /// Makes one of ``permits`` permits (1 to 1024), all free, and takes its name.
+    /// Makes a semaphore of ``permits`` permits (1 to 1024), all free, and takes its name.
     ///
-    /// Raises ``ArgumentError``, ``InvalidNameError``, ``NameTakenError``, ``DomainError``, ``DeviceError``.
+    /// Raises ``ArgumentError``, ``InvalidNameError``, ``NameTakenError``, ``DomainError``,
+    /// ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (name, permits = 1, *, domain = None, device = None))]
     fn create(
@@ -135,9 +140,11 @@ impl Semaphore {
         Ok(Semaphore::new(made.map_err(Fault::from)?, device))
     }
 
-    /// Opens the one of this name, waiting up to ``wait`` seconds (None: as long as it takes) for it to be made.
+    /// Opens the semaphore of this name, waiting up to ``wait`` seconds (None: no limit) until it
+    /// exists.
     ///
-    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``, ``DeviceError``.
+    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
+    /// ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
         text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
@@ -165,7 +172,7 @@ impl Semaphore {
         self.handle.name()
     }
 
-    /// The device whose streams take permits.
+    /// The device of the streams that take permits.
     #[getter]
     fn device(&self) -> Device {
         Device::of(&self.device)
@@ -179,7 +186,7 @@ impl Semaphore {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.permits()))?)
     }
 
-    /// How many are free at this moment, for people.
+    /// How many are free at this moment, for display only.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -187,7 +194,7 @@ impl Semaphore {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.available()))?)
     }
 
-    /// How many wait at this moment, for people.
+    /// How many wait at this moment, for display only.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -195,8 +202,8 @@ impl Semaphore {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.waiting()))?)
     }
 
-    /// Waits up to ``timeout`` seconds (None: as long as it takes) for a permit. With ``stream``, that stream waits on the
-    /// device for the last holder's work; without, the CPU does.
+    /// Waits up to ``timeout`` seconds (None: no limit) for a permit. With ``stream``, that stream
+    /// waits on the device for the last holder's work; without, the CPU does.
     ///
     /// Raises ``TimeoutError``, ``OwnerGoneError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (stream = None, timeout = Some(10.0)), text_signature = "($self, stream=None, timeout=10.0)")]
@@ -216,7 +223,7 @@ impl Semaphore {
         self.permit(py, permit, consumer)
     }
 
-    /// Takes a permit if one is free and nobody waits for it, else gives None.
+    /// Takes a permit if one is free and none waits for it, else gives None.
     ///
     /// Raises as ``acquire``, without the timeout.
     #[pyo3(signature = (stream = None))]
@@ -231,13 +238,14 @@ impl Semaphore {
             .transpose()
     }
 
-    /// Whether it has been closed here.
+    /// Whether the semaphore is closed in this process.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         Ok(self.handle.is_closed()?)
     }
 
-    /// Lets go of it; its maker ends it, once its permits are back here. Closing twice is no error.
+    /// Closes the semaphore in this process; its creator ends it, once its permits are back here.
+    /// Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.handle.close(py)
     }
@@ -262,13 +270,15 @@ impl Permit {
         Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Gives it back behind the consumer's work; of the CPU at once. For who does not have the interpreter.
+    /// Releases it after the consumer's work; a permit of the CPU at once. Call without the
+    /// interpreter.
     fn give_back(
         permit: DropDetached<warpipe::Permit>,
         consumer: Option<&Consumer>,
     ) -> Outcome<()> {
         match consumer {
-            // If the stream cannot be followed, the permit is dropped, which gives it back behind the linked one.
+            // If the stream cannot be followed, the permit is dropped, which releases it after the
+            // linked one.
             Some(consumer) => Ok(permit.into_inner().release(consumer.followed()?)?),
             None => {
                 permit.into_inner().release_now();
@@ -286,7 +296,7 @@ impl Drop for Permit {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         if let Some(permit) = inner.filter(|_| self.home.is_here()) {
-            // Nobody is here to be told.
+            // No caller is left to get the error.
             let _ = detached(|| Permit::give_back(permit, self.consumer.as_ref()));
         }
     }
@@ -294,20 +304,20 @@ impl Drop for Permit {
 
 #[pymethods]
 impl Permit {
-    /// How many permits went to others while this one was waited for.
+    /// How many permits went to others during the wait for this one.
     #[getter]
     fn passed(&self) -> u64 {
         self.passed
     }
 
-    /// Whether it has been given back.
+    /// Whether it has been released.
     #[getter]
     fn released(&self) -> PyResult<bool> {
         Ok(self.lock()?.is_none())
     }
 
-    /// Gives it back behind the work on ``stream`` so far, by default that it was acquired on, and returns at once.
-    /// Releasing twice is no error.
+    /// Releases it after the work on ``stream`` so far, by default the stream that it was acquired
+    /// on, and returns at once. Releasing twice is no error.
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
     #[pyo3(signature = (stream = None))]
@@ -322,7 +332,8 @@ impl Permit {
         Ok(py.detach(|| Permit::give_back(permit, consumer))?)
     }
 
-    /// Gives it back now: the next holder waits for nothing of this one's device work. Releasing twice is no error.
+    /// Releases it now: the next holder does not wait for this holder's device work. Releasing
+    /// twice is no error.
     fn release_now(&self, py: Python<'_>) -> PyResult<()> {
         let permit = self.lock()?.take();
         py.detach(|| permit.map(|permit| permit.into_inner().release_now()));

@@ -1,4 +1,4 @@
-//! Who answers for a service, as Python holds it.
+//! `Server` and `Request`: replies to the requests of a service.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -16,18 +16,20 @@ use crate::lease::{Lease, LeaseContext};
 use crate::stream::stream_of;
 use crate::wait::{SLICE, Timeout, optional, seconds};
 
-/// Answers the requests of all clients of a service, together with the others that do: ``for request in
-/// Server("embed"):``, ``accept()``, or ``async for``. Clients are found as they come.
+/// Answers the requests of all clients of a service, together with its other servers: ``for request
+/// in Server("embed"):``, ``accept()``, or ``async for``. It finds new clients by itself.
 ///
-/// ``device``: what it works with, in whose memory the replies lie (default: the first GPU, else the host). ``timeout``:
-/// seconds to wait for a request (default: None, as long as it takes). ``answer_timeout``: seconds that a reply may wait for
-/// the client to release earlier ones, and for memory. ``memory_limit``: bytes of device memory for the replies to one
-/// client. ``handshake_timeout``: seconds that a client may take to let it in. ``clients_max``: the most clients at once.
-/// ``stream``: the stream to accept on; by default one of its own, and every array made of a request orders its own stream
-/// behind the data.
+/// ``device``: the device it works with, and of the replies' memory (default: the first GPU, else
+/// the host). ``timeout``: seconds to wait for a request (default: None, no limit).
+/// ``answer_timeout``: seconds that a reply may wait for the client to release earlier ones, and
+/// for memory. ``memory_limit``: bytes of device memory for the replies to one client.
+/// ``handshake_timeout``: the limit of a client's handshake in seconds. ``clients_max``: the most
+/// clients at once. ``stream``: the stream to accept on; by default one of its own, and every array
+/// made of a request orders its own stream after the data.
 ///
-/// One thread at a time accepts; others wait for their turn. Requests may go anywhere. ``close()``, or the end of a
-/// ``with`` block: what it was sent and has not accepted goes to other servers.
+/// One thread at a time accepts; other threads wait. Requests may be used on any thread.
+/// ``close()``, or the end of a ``with`` block: requests that it has not accepted go to other
+/// servers.
 ///
 /// Raises ``InvalidNameError``, ``DomainError``, ``DeviceError``.
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Server", weakref)]
@@ -128,19 +130,19 @@ impl Server {
         Device::of(&self.context.device)
     }
 
-    /// Whether it has been closed.
+    /// Whether the server is closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         Ok(self.inbox.is_closed()?)
     }
 
-    /// How many seconds a wait lasts that is asked for with this timeout; None for as long as it takes.
+    /// The default limit of a wait, in seconds; None for no limit.
     #[pyo3(text_signature = "($self, timeout)")]
     fn _limit(&self, timeout: Timeout) -> Option<f64> {
         self.inbox.limit(timeout)
     }
 
-    /// How many clients it is attached to. It attaches to new ones while it waits for requests.
+    /// How many clients it is attached to. It attaches to new clients while it waits for requests.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -148,8 +150,9 @@ impl Server {
         self.inbox.ask(py, |server| server.clients())
     }
 
-    /// Waits for the next request of any client, at most ``timeout`` seconds (default: the server's; None: as long as it
-    /// takes); they take turns. A request whose deadline has passed is not given out.
+    /// Waits for the next request of any client, at most ``timeout`` seconds (default: the
+    /// server's; None: no limit); clients take turns. A request after its deadline is not
+    /// delivered.
     ///
     /// Raises ``TimeoutError``, ``SystemCallError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
@@ -166,15 +169,16 @@ impl Server {
             .try_next(py, take, |request| self.request(py, request))
     }
 
-    /// A descriptor that is readable when ``try_accept`` is worth a call (an epoll descriptor, which nests), and once a
-    /// second. Accept until it gives None before waiting on it.
+    /// A descriptor that is readable when ``try_accept`` is worth a call (an epoll descriptor,
+    /// which nests), and once a second. Accept until it gives None before waiting on it.
     ///
     /// Raises ``ClosedError``.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
         self.inbox.ask(py, |server| server.as_raw_fd())
     }
 
-    /// Takes no more requests. Those that were accepted can still be answered. Closing twice is no error.
+    /// Accepts no more requests. Accepted requests can still be answered. Closing twice is no
+    /// error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.inbox.close(py)?;
         self.context.copies.settle(py, self.context.patience)
@@ -203,8 +207,8 @@ impl Server {
     }
 }
 
-/// A request to be answered, once: ``reply``, ``reject``, or ``fail`` so that another server tries. It is a ``Lease`` of its
-/// client's, and an array as that is.
+/// A request to be answered, once: ``reply``, ``reject``, or ``fail`` so that another server tries.
+/// It is a ``Lease`` of its client, and an array like any lease.
 #[pyclass(frozen, extends = Lease, module = "warpipe")]
 #[derive(Debug)]
 pub struct Request {
@@ -213,13 +217,13 @@ pub struct Request {
 
 #[pymethods]
 impl Request {
-    /// The process that asks.
+    /// The client's process id.
     #[getter]
     fn client_pid(&self) -> i32 {
         self.client_pid
     }
 
-    /// Replies: ``complete`` by another name.
+    /// Replies: the same as ``complete``.
     ///
     /// Raises as ``complete``; ``QueueGoneError`` when the client has gone.
     #[pyo3(signature = (tensor = None, *, metadata = None, stream = None),

@@ -1,5 +1,5 @@
-//! Memory that others may be given, by a descriptor or a ticket. **This module is marked for unsafe**: it borrows
-//! descriptors that others own.
+//! Memory that other processes open by a descriptor or a ticket. **This module is marked for
+//! unsafe**: it borrows the caller's descriptors.
 
 use std::os::fd::{BorrowedFd, IntoRawFd};
 
@@ -15,7 +15,7 @@ use crate::memory_owner::OwnedMemory;
 use crate::ticket::{MemoryInfo, Ticket};
 use crate::view::View;
 
-/// What may be done with memory, in Rust's words.
+/// The access to memory, in the library's type.
 fn access(writable: bool) -> Access {
     if writable {
         Access::ReadWrite
@@ -24,12 +24,13 @@ fn access(writable: bool) -> Access {
     }
 }
 
-/// An allocation that can be given to other processes (``cuMemCreate`` with an exportable handle; a sealed memfd on the
-/// host). Zeroed at first.
+/// An allocation that can be given to other processes (``cuMemCreate`` with an exportable handle; a
+/// sealed memfd on the host). Zeroed at first.
 ///
-/// ``Memory.allocate(nbytes)`` makes one. It is a ``View`` of its bytes: ``memory.view(shape, dtype)`` is a tensor of it.
-/// ``publish(name)`` gives a ticket for others; ``export_fd()`` the bare descriptor, for who has a socket of their own. The
-/// memory lives as long as anybody has it open, whatever becomes of its maker.
+/// ``Memory.allocate(nbytes)`` makes one. It is a ``View`` of its bytes: ``memory.view(shape,
+/// dtype)`` is a tensor of it. ``publish(name)`` gives a ticket for other processes;
+/// ``export_fd()`` the bare descriptor, to be sent over a socket of the program's own. The memory
+/// lives as long as any process has it open, even after its maker's death.
 #[pyclass(frozen, extends = View, module = "warpipe")]
 #[derive(Debug)]
 pub struct Memory;
@@ -52,7 +53,8 @@ impl Memory {
 
 #[pymethods]
 impl Memory {
-    /// Allocates ``nbytes`` bytes, rounded up to the device's unit (2 MiB on CUDA as a rule, a page on the host).
+    /// Allocates ``nbytes`` bytes, rounded up to the device's unit (2 MiB on CUDA as a rule, a page
+    /// on the host).
     ///
     /// Raises ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes, ``DeviceError``.
     #[staticmethod]
@@ -69,10 +71,11 @@ impl Memory {
         Memory::make(py, memory)
     }
 
-    /// Publishes it under a name, for this user and those of ``allow_uids`` and ``allow_gids``; others may write it only if
-    /// ``writable``.
+    /// Publishes it under a name, for this user and those of ``allow_uids`` and ``allow_gids``;
+    /// other processes may write it only if ``writable``.
     ///
-    /// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``, ``ReleasedError``.
+    /// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``,
+    /// ``ReleasedError``.
     #[pyo3(signature = (name, *, domain = None, writable = false, allow_uids = Vec::new(), allow_gids = Vec::new()),
         text_signature = "($self, name, *, domain=None, writable=False, allow_uids=(), allow_gids=())")]
     fn publish(
@@ -98,8 +101,8 @@ impl Memory {
         })
     }
 
-    /// A descriptor of it, close-on-exec, which is the caller's to close. Whoever gets it can map all of the memory, for
-    /// reading or writing.
+    /// A descriptor of it, close-on-exec; the caller closes it. A process that gets it can map all
+    /// of the memory, for reading and writing.
     ///
     /// Raises ``DescriptorLimitError``, ``ReleasedError``, ``DriverError``.
     fn export_fd(slf: &Bound<'_, Memory>) -> PyResult<i32> {
@@ -111,7 +114,7 @@ impl Memory {
             .into_raw_fd())
     }
 
-    /// What must be known of the descriptor: to be sent along.
+    /// The size and device of the memory, to be sent with the descriptor.
     ///
     /// Raises ``ReleasedError``.
     #[getter]
@@ -121,8 +124,8 @@ impl Memory {
     }
 }
 
-/// Memory under a name, as ``Memory.publish`` gives it. Closed or dropped, it gives the name up: nobody else can open it,
-/// and who has it open keeps it.
+/// Memory under a name, as ``Memory.publish`` gives it. Closing or dropping it releases the name:
+/// no further process can open the memory, and processes that have it open keep it.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Published {
@@ -137,7 +140,7 @@ impl Published {
         self.handle.name()
     }
 
-    /// The memory, held once more.
+    /// The memory, with one more reference.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -145,7 +148,7 @@ impl Published {
         Memory::make(py, self.handle.get()?.memory().clone())
     }
 
-    /// A text that names ``nbytes`` bytes (None: all that there are) from byte ``offset`` on.
+    /// A text that names ``nbytes`` bytes (None: up to the end) from byte ``offset`` on.
     ///
     /// Raises ``RangeError``, ``ClosedError``.
     #[pyo3(signature = (offset = 0, nbytes = None))]
@@ -160,13 +163,13 @@ impl Published {
         })
     }
 
-    /// Whether it has been closed.
+    /// Whether it is closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         Ok(self.handle.is_closed()?)
     }
 
-    /// Gives the name up. Closing twice is no error.
+    /// Releases the name. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.handle.close(py)
     }
@@ -185,8 +188,8 @@ impl Published {
     }
 }
 
-/// Another process's memory, or a range of it, mapped here: what ``Ticket.open`` gives. It stays valid when its owner closes
-/// it or dies.
+/// Another process's memory, or a range of it, mapped here, as ``Ticket.open`` gives it. It stays
+/// valid when its owner closes it or dies.
 #[pyclass(frozen, extends = View, module = "warpipe")]
 #[derive(Debug)]
 pub struct SharedMemory;
@@ -199,7 +202,7 @@ impl SharedMemory {
         }
     }
 
-    /// Over what was opened.
+    /// Wraps opened memory.
     pub fn make(
         py: Python<'_>,
         memory: warpipe::SharedMemory,
@@ -213,10 +216,11 @@ impl SharedMemory {
 
 #[pymethods]
 impl SharedMemory {
-    /// Maps memory by a descriptor that came over the user's own socket, and the ``Memory.info`` that came along. The
-    /// descriptor may be closed afterwards. What it is, and its size, is checked.
+    /// Maps memory by a descriptor that was received over the program's own socket, and its
+    /// ``Memory.info``. The descriptor may be closed afterwards. Its kind and size are checked.
     ///
-    /// Raises ``NotDeviceMemoryError``, ``PeerAccessError``, ``RangeError``, ``ArgumentError``, ``DeviceError``.
+    /// Raises ``NotDeviceMemoryError``, ``PeerAccessError``, ``RangeError``, ``ArgumentError``,
+    /// ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (fd, info, *, device = None, writable = false))]
     fn import_fd<'py>(
@@ -236,7 +240,7 @@ impl SharedMemory {
         SharedMemory::make(py, imported.map_err(Fault::from)?)
     }
 
-    /// Part of it, which keeps all of it mapped.
+    /// Part of it; the part keeps all of it mapped.
     ///
     /// Raises ``RangeError``, ``ReleasedError``.
     #[pyo3(signature = (offset, nbytes = None))]
@@ -272,6 +276,7 @@ impl SharedMemory {
 
 /// Runs `work` with a descriptor of the caller's.
 fn borrowed<R>(fd: i32, work: impl FnOnce(BorrowedFd<'_>) -> R) -> R {
-    // SAFETY: not -1, as the caller has seen; one that is not open is refused by the system call that meets it.
+    // SAFETY: not -1, as the caller has checked; the system call refuses a descriptor that is not
+    // open.
     work(unsafe { BorrowedFd::borrow_raw(fd) })
 }

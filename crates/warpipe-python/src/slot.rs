@@ -11,7 +11,7 @@ use crate::errors::{Fault, Outcome};
 use crate::metadata;
 use crate::wait::{in_slices, late};
 
-/// Whose it is.
+/// The owner of the slot.
 #[derive(Debug)]
 pub enum Slot {
     /// A publisher's, to be sent.
@@ -28,7 +28,7 @@ impl Slot {
         }
     }
 
-    /// Of the element with all indices 0.
+    /// The address of the element with all indices 0.
     pub fn ptr(&self) -> DevicePtr {
         match self {
             Slot::Sample(sample) => sample.ptr(),
@@ -36,7 +36,7 @@ impl Slot {
         }
     }
 
-    /// Of the first byte.
+    /// The address of the first byte.
     pub fn slot_ptr(&self) -> DevicePtr {
         match self {
             Slot::Sample(sample) => sample.slot_ptr(),
@@ -51,7 +51,7 @@ impl Slot {
         }
     }
 
-    /// Sets what travels with it, from a dict or bytes.
+    /// Sets the metadata, from a dict or bytes.
     pub fn set_metadata(&mut self, found: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let set = match self {
             Slot::Sample(sample) => {
@@ -72,7 +72,7 @@ impl Slot {
         }?)
     }
 
-    /// Gives it back unused, behind the stream's work. For who does not have the interpreter.
+    /// Gives it back unused, after the stream's work. Call without the interpreter.
     pub fn discard(self, stream: &Stream) -> Outcome<()> {
         Ok(match self {
             Slot::Sample(sample) => sample.into_inner().discard(stream),
@@ -81,7 +81,7 @@ impl Slot {
     }
 }
 
-/// Repeats `lend`, which waits a slice at most, until there is memory or `patience` is over.
+/// Repeats `lend`, which waits at most a slice, until there is memory or `patience` is over.
 pub fn borrow<T: Send>(
     py: Python<'_>,
     patience: Option<Duration>,

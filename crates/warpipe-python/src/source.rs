@@ -1,16 +1,17 @@
-//! What is sent: any object that speaks DLPack or an array interface, found where it lies and checked.
+//! Tensors to be sent: finds and checks the memory of any object with DLPack or an array interface.
 //! **This module is marked for unsafe**: it reads memory that such an object names.
 
-use pyo3::exceptions::{PyIndexError, PyOverflowError, PyTypeError, PyUnicodeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyDict, PyTuple, PyType};
+use pyo3::types::{PyByteArray, PyBytes, PyDict, PyType};
+use warpipe::Layout;
 use warpipe::backend::{PointerKind, cuda};
-use warpipe::{DType, Layout};
 
+mod description;
+
+use self::description::{ArrayDescription, interface};
 use crate::device::is_cuda;
 use crate::dlpack::{self, Imported};
-use crate::dtype;
-use crate::errors::{Fault, Outcome};
+use crate::errors::Fault;
 use crate::rows::Scattered;
 use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
 
@@ -21,7 +22,7 @@ pub struct Source {
     pub place: SourceLocation,
 }
 
-/// Where its bytes are: `layout.bytes()` of them.
+/// The location of its `layout.bytes()` bytes.
 #[derive(Debug)]
 pub enum SourceLocation {
     /// In memory of the host, from this address on.
@@ -29,62 +30,46 @@ pub enum SourceLocation {
         u64,
         #[allow(dead_code, reason = "held, not used")] SourceOwner,
     ),
-    /// In a buffer of our own.
+    /// In a buffer of this package.
     Bytes(Vec<u8>),
-    /// In memory of the host, with gaps or in another order than is sent.
+    /// In memory of the host, with gaps or not in the order that is sent.
     Rows(
         Box<Scattered>,
         #[allow(dead_code, reason = "held, not used")] SourceOwner,
     ),
     /// On the publisher's GPU from this address on, to be read on this stream.
     Device(u64, Consumer, SourceOwner),
-    /// On the publisher's GPU, with gaps or in another order than is sent, to be read on this stream.
+    /// On the publisher's GPU, with gaps or not in the order that is sent, to be read on this
+    /// stream.
     DeviceRows(Box<Scattered>, Consumer, SourceOwner),
 }
 
-/// What keeps a foreign tensor where it is.
+/// The owner that keeps a foreign tensor's memory.
 #[derive(Debug)]
 pub enum SourceOwner {
-    /// The right that came with a capsule.
+    /// An imported capsule.
     Capsule(#[allow(dead_code, reason = "held, not used")] Box<Imported>),
     /// The object itself.
     Object(#[allow(dead_code, reason = "held, not used")] Py<PyAny>),
-    /// Its owner orders our stream behind its own work and its reuse of the memory behind ours.
+    /// None is needed: the owner orders the reading stream after its own work, and its reuse of the
+    /// memory after the reading stream.
     Nothing,
 }
 
-/// For whom a tensor is looked for.
+/// The requirements of a search for a tensor.
 #[derive(Debug, Clone, Copy)]
 pub struct Wanted<'a> {
-    /// Where the publisher's memory lies.
+    /// The publisher's device.
     pub device: &'a warpipe::Device,
-    /// The stream to read it on, if that was said.
+    /// The stream to read it on, if the caller named one.
     pub stream: Option<&'a Consumer>,
-    /// The publisher's.
+    /// The publisher's stream.
     pub own: &'a warpipe::Stream,
-    /// Row-major and without gaps, whatever it is where it lies.
+    /// The result must be row-major and without gaps.
     pub packed: bool,
-    /// Kept by us, whatever its owner promises: others read it where it lies, also backwards.
+    /// The tensor is read in place, also if it runs backwards: it is always kept, even if its owner
+    /// orders its reuse.
     pub lasting: bool,
-}
-
-/// Shape, strides and address as an object states them.
-struct ArrayDescription {
-    dtype: DType,
-    shape: Vec<u64>,
-    /// In elements.
-    strides: Vec<i64>,
-    address: u64,
-}
-
-/// How a tensor's elements lie in memory.
-struct ByteExtent {
-    /// From the element with all indices 0 down to the lowest byte.
-    below: u64,
-    /// From the lowest byte to one past the highest.
-    bytes: u64,
-    /// It has gaps, runs backwards, or is not in the order that is wanted.
-    must_gather: bool,
 }
 
 impl Wanted<'_> {
@@ -123,7 +108,7 @@ impl Wanted<'_> {
         Err(no_tensor(found)?.into())
     }
 
-    /// By way of NumPy, which knows element types that the protocols of some do not.
+    /// Converts through NumPy, which knows element types that some objects' own protocols lack.
     fn of_numpy(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
         let array = found
             .py()
@@ -291,9 +276,9 @@ impl Source {
             SourceLocation::Bytes(bytes) => Some(bytes),
             SourceLocation::Host(..) if self.layout.bytes() == 0 => Some(&[]),
             SourceLocation::Host(address, _) => {
-                // SAFETY: the object says that its tensor lies there, the extent was worked out from the same shape and
-                // strides, and `SourceOwner` holds it. That nobody writes it during the call is the caller's part, as with every
-                // array library.
+                // SAFETY: the object says that its tensor lies there, the extent was worked out
+                // from the same shape and strides, and `SourceOwner` holds it. That nobody writes
+                // it during the call is the caller's part, as with every array library.
                 Some(unsafe {
                     std::slice::from_raw_parts(*address as *const u8, self.layout.bytes() as usize)
                 })
@@ -303,176 +288,6 @@ impl Source {
             | SourceLocation::DeviceRows(..) => None,
         }
     }
-}
-
-impl ArrayDescription {
-    fn new(dtype: DType, shape: Vec<u64>, mut strides: Vec<i64>, address: u64) -> ArrayDescription {
-        // Where no step is ever taken, any stride is right, and one is as good as another.
-        let is_empty = shape.contains(&0);
-        for ((stride, plain), &length) in strides
-            .iter_mut()
-            .zip(dlpack::row_major(&shape))
-            .zip(&shape)
-        {
-            if is_empty || length == 1 {
-                *stride = plain;
-            }
-        }
-        ArrayDescription {
-            dtype,
-            shape,
-            strides,
-            address,
-        }
-    }
-
-    fn of_import(tensor: &Imported) -> ArrayDescription {
-        ArrayDescription::new(
-            tensor.dtype,
-            tensor.shape.clone(),
-            tensor.strides.clone(),
-            tensor.address,
-        )
-    }
-
-    /// Reads `__array_interface__` or `__cuda_array_interface__`, versions 2 and 3.
-    fn of_interface(
-        owner: &Bound<'_, PyAny>,
-        interface: &Bound<'_, PyDict>,
-    ) -> PyResult<ArrayDescription> {
-        let missing = |key: &str| Fault::layout(format!("its array interface has no {key}"));
-        let get = |key: &str| {
-            interface
-                .get_item(key)
-                .map(|found| found.filter(|value| !value.is_none()))
-        };
-        if get("mask")?.is_some() {
-            return Err(Fault::layout("it is masked; fill it first").into());
-        }
-        let typestr = get("typestr")?.ok_or_else(|| missing("typestr"))?;
-        let typestr: String = array_description("typestr", &typestr, typestr.extract())?;
-        let named = || {
-            owner
-                .getattr("dtype")
-                .and_then(|dtype| dtype.getattr("name"))
-                .and_then(|name| name.extract())
-                .ok()
-        };
-        let dtype = dtype::from_typestr(&typestr, named)?;
-        let shape = get("shape")?.ok_or_else(|| missing("shape"))?;
-        let shape = array_description("shape", &shape, dtype::shape(&shape))?;
-        let data = get("data")?.ok_or_else(|| missing("data"))?;
-        let Ok(data) = data.cast::<PyTuple>() else {
-            return Err(Fault::layout(
-                "its array interface gives a buffer and no address; send numpy.asarray(it)",
-            )
-            .into());
-        };
-        let address = data.get_item(0).and_then(|address| address.extract());
-        let address: Option<u64> = array_description("data", data, address)?;
-        let strides = match get("strides")? {
-            None => dlpack::row_major(&shape),
-            Some(strides) => {
-                array_description("strides", &strides, in_elements(&strides, &shape, dtype))?
-            }
-        };
-        if strides.len() != shape.len() {
-            return Err(Fault::layout(format!(
-                "{} dimensions but {} strides",
-                shape.len(),
-                strides.len()
-            ))
-            .into());
-        }
-        let address = address.unwrap_or(0);
-        if address == 0 && !shape.contains(&0) {
-            return Err(Fault::layout("its data is null").into());
-        }
-        Ok(ArrayDescription::new(dtype, shape, strides, address))
-    }
-
-    fn extent(&self, wanted: Wanted<'_>) -> Outcome<ByteExtent> {
-        if self.shape.contains(&0) {
-            return Ok(ByteExtent {
-                below: 0,
-                bytes: 0,
-                must_gather: false,
-            });
-        }
-        let too_far = || Fault::layout("it reaches further than an address can");
-        let width = i128::from(self.dtype.bytes());
-        let (mut low, mut high, mut elements) = (0i128, width, 1i128);
-        for (&length, &stride) in self.shape.iter().zip(&self.strides) {
-            let reach = (i128::from(length - 1) * i128::from(stride)).checked_mul(width);
-            let reach = reach
-                .filter(|reach| reach.unsigned_abs() < 1 << 62)
-                .ok_or_else(too_far)?;
-            if reach < 0 {
-                low += reach
-            } else {
-                high += reach
-            }
-            elements = elements
-                .checked_mul(i128::from(length))
-                .filter(|&n| n < 1 << 62)
-                .ok_or_else(too_far)?;
-        }
-        // A subscriber's DLPack has no negative strides: PyTorch ends the process that imports one.
-        let is_reversed = !wanted.lasting
-            && self
-                .shape
-                .iter()
-                .zip(&self.strides)
-                .any(|(&length, &stride)| length > 1 && stride < 0);
-        let is_turned = wanted.packed && self.strides != dlpack::row_major(&self.shape);
-        let below = u64::try_from(-low).map_err(|_| too_far())?;
-        let bytes = u64::try_from(high - low)
-            .ok()
-            .filter(|&bytes| bytes < 1 << 62)
-            .ok_or_else(too_far)?;
-        let lowest = self.address.checked_sub(below).ok_or_else(too_far)?;
-        lowest.checked_add(bytes).ok_or_else(too_far)?;
-        Ok(ByteExtent {
-            below,
-            bytes,
-            must_gather: i128::from(bytes) > elements * width || is_reversed || is_turned,
-        })
-    }
-
-    /// The layout of the tensor in a slot that begins with its lowest byte, the address of that, and whether it is to be
-    /// gathered.
-    fn lie(&self, wanted: Wanted<'_>) -> Outcome<(Layout, u64, bool)> {
-        let extent = self.extent(wanted)?;
-        let layout = Layout::strided(self.dtype, &self.shape, &self.strides, extent.below)?;
-        if layout.bytes() != extent.bytes {
-            return Err(Fault::layout(format!(
-                "{} bytes, or {}",
-                layout.bytes(),
-                extent.bytes
-            )));
-        }
-        Ok((
-            layout,
-            self.address.wrapping_sub(extent.below),
-            extent.must_gather,
-        ))
-    }
-}
-
-/// What an interface says under a key, as it was read; a value that is none of its kind is said to be that.
-fn array_description<T>(key: &str, value: &Bound<'_, PyAny>, read: PyResult<T>) -> PyResult<T> {
-    let py = value.py();
-    read.map_err(|error| {
-        let wrong = error.is_instance_of::<PyTypeError>(py)
-            || error.is_instance_of::<PyOverflowError>(py)
-            || error.is_instance_of::<PyIndexError>(py)
-            || error.is_instance_of::<PyUnicodeError>(py);
-        if wrong {
-            Fault::layout(format!("its array interface gives {value} as {key}")).into()
-        } else {
-            error
-        }
-    })
 }
 
 fn no_tensor(found: &Bound<'_, PyAny>) -> PyResult<Fault> {
@@ -487,7 +302,7 @@ fn no_tensor(found: &Bound<'_, PyAny>) -> PyResult<Fault> {
     Ok(Fault::Own("NotATensorError", format!("{said}; {next}")))
 }
 
-/// Whether some of an array's elements are not to be seen. NumPy's array interface does not say that.
+/// Whether some of an array's elements are masked. NumPy's array interface does not report that.
 fn is_masked(found: &Bound<'_, PyAny>) -> PyResult<bool> {
     let Some(masks) = imported(found.py(), "numpy.ma")? else {
         return Ok(false);
@@ -498,33 +313,7 @@ fn is_masked(found: &Bound<'_, PyAny>) -> PyResult<bool> {
     masks.call_method1("is_masked", (found,))?.is_truthy()
 }
 
-fn in_elements(strides: &Bound<'_, PyAny>, shape: &[u64], dtype: DType) -> PyResult<Vec<i64>> {
-    let width = dtype.bytes() as i64;
-    let bytes: Vec<i64> = strides.extract()?;
-    // Where no step is taken, a stride may be anything.
-    let is_stepped = |(stride, &length): (&i64, &u64)| stride % width != 0 && length > 1;
-    let whole = shape.contains(&0) || !bytes.iter().zip(shape).any(is_stepped);
-    if !whole {
-        return Err(Fault::layout(format!(
-            "strides of {bytes:?} bytes and elements of {width}; copy it first"
-        ))
-        .into());
-    }
-    Ok(bytes.iter().map(|stride| stride / width).collect())
-}
-
-/// The dict of an array interface, if the object has that.
-fn interface<'py>(found: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyDict>>> {
-    match found.getattr(name) {
-        Ok(interface) => Ok(interface.cast_into::<PyDict>().ok()),
-        Err(error) if error.is_instance_of::<pyo3::exceptions::PyAttributeError>(found.py()) => {
-            Ok(None)
-        }
-        Err(error) => Err(error),
-    }
-}
-
-/// The tensor's capsule, of the newest version that its owner speaks.
+/// The tensor's capsule, of the newest version that its owner supports.
 fn capsule<'py>(found: &Bound<'py, PyAny>, stream: Option<usize>) -> PyResult<Bound<'py, PyAny>> {
     let py = found.py();
     let options = PyDict::new(py);
@@ -541,8 +330,9 @@ fn capsule<'py>(found: &Bound<'py, PyAny>, stream: Option<usize>) -> PyResult<Bo
     }
 }
 
-/// The stream to read a GPU's tensor on, and whether it is its framework's current one: what was asked for, else that,
-/// else the publisher's own, which the tensor's owner makes wait for its work.
+/// The stream to read a GPU's tensor on, and whether it is its framework's current one: the named
+/// stream, else the framework's current one, else the publisher's own. The tensor's owner makes the
+/// publisher's stream wait for its work.
 fn reader(
     found: &Bound<'_, PyAny>,
     device: &warpipe::Device,
@@ -570,8 +360,8 @@ fn reader(
     })
 }
 
-/// Refuses a tensor that an array interface, which names no device, places on another GPU than `device`: a kernel there does
-/// not reach it.
+/// Refuses a tensor that an array interface, which names no device, places on another GPU than
+/// `device`: a kernel there does not reach it.
 fn check_owner(
     py: Python<'_>,
     array_description: &ArrayDescription,
@@ -585,7 +375,7 @@ fn check_owner(
         .map_err(Fault::from)?;
     match found.kind {
         PointerKind::Device | PointerKind::Pool if found.owner != device.info().id => {
-            // By its number, if it has one here. It is not opened for that.
+            // Its ordinal, if this process has one. The device is not opened for that.
             let is_owner = |&ordinal: &u32| {
                 cuda::device_uuid(ordinal).is_ok_and(|uuid| uuid == found.owner.uuid)
             };
@@ -629,7 +419,7 @@ fn legacy_view(place: &str, device: &warpipe::Device) -> PyErr {
     .into()
 }
 
-/// A device in DLPack's words, for people.
+/// A DLPack device, for messages.
 fn location_of(found: (i32, i32)) -> String {
     match found {
         (dlpack::CPU, _) => "the host".to_owned(),

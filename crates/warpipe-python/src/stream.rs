@@ -1,5 +1,6 @@
-//! Streams: the library's own, those of other frameworks, and who of them reads or writes a piece of memory.
-//! **This module is marked for unsafe**: it borrows streams that others own.
+//! Streams: the library's own, those of other frameworks, and the set of streams that use a piece
+//! of memory.
+//! **This module is marked for unsafe**: it borrows streams that other frameworks own.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -19,13 +20,14 @@ use crate::wait::{in_slices, late, none_if_late, seconds};
 /// More streams than this are not remembered: the table starts anew.
 const KNOWN_MAX: usize = 256;
 
-/// A stream of a device: the order of its work (``cuStreamCreate``, non-blocking; a thread on the host).
+/// A stream of a device: the order of its work (``cuStreamCreate``, non-blocking; a thread on the
+/// host).
 ///
-/// ``Stream()`` belongs to the first GPU, else the host. Everything that takes a stream takes one of these, a raw
-/// ``CUstream`` as an int (0 or 1: the legacy default stream, 2: the per-thread one), anything with
-/// ``__cuda_stream__``, and the streams of PyTorch, CuPy and Numba; on the host only one of these. Of an object we keep a
-/// reference while its work is waited for; a stream that is given as an int has to last until what was made on it is let
-/// go.
+/// ``Stream()`` belongs to the first GPU, else the host. Everything that takes a stream takes one
+/// of these, a raw ``CUstream`` as an int (0 or 1: the legacy default stream, 2: the per-thread
+/// one), anything with ``__cuda_stream__``, and the streams of PyTorch, CuPy and Numba; on the host
+/// only one of these. A stream object is referenced while its work is waited for; a stream that is
+/// given as an int has to last until everything made on it is dropped.
 ///
 /// Raises ``DeviceError``.
 #[pyclass(frozen, module = "warpipe")]
@@ -36,7 +38,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// The stream, in the process that made it: nobody works for it in another.
+    /// The stream, in the process that made it: in another process no thread serves it.
     pub fn inner(&self) -> Outcome<&OwnStream> {
         self.home.check()?;
         Ok(&self.inner)
@@ -75,7 +77,8 @@ impl Stream {
         Ok(py.detach(|| inner.is_idle()).map_err(Fault::from)?)
     }
 
-    /// Waits on the CPU until all work enqueued so far is done, at most ``timeout`` seconds (None: as long as it takes).
+    /// Waits on the CPU until all work enqueued so far is done, at most ``timeout`` seconds (None:
+    /// no limit).
     ///
     /// Raises ``TimeoutError``, ``DriverError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
@@ -89,7 +92,8 @@ impl Stream {
         Ok(done.ok_or_else(|| late("the end of the stream's work".into(), timeout))?)
     }
 
-    /// Holds this stream until the work enqueued on ``other`` so far is done (``cuStreamWaitEvent``). No CPU waits.
+    /// Makes this stream wait until the work enqueued on ``other`` so far is done
+    /// (``cuStreamWaitEvent``). No CPU waits.
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
     fn wait_for(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -117,23 +121,24 @@ impl Stream {
     }
 }
 
-/// A stream that uses memory of ours.
+/// A stream that uses memory of this package.
 ///
-/// We are told of foreign streams by their number alone, and nobody promises that one lives longer than the array that
-/// was made on it, while a link has to ask its streams when it ends. So a link is given streams of our own, a *relay* for
-/// each foreign one, in the same order of work; the foreign one is touched only when an array is made or let go, or while
-/// we hold the object that owns it. The legacy default stream and those of PyTorch's pool are never destroyed and need
-/// none.
+/// A foreign stream is known by its number only, and nothing guarantees that it outlives the array
+/// that was made on it, while a link has to query its streams when it ends. So a link is given
+/// streams of this package, a *relay* for each foreign one, in the same order of work; the foreign
+/// stream is used only when an array is made or dropped, or while the object that owns it is
+/// referenced here. The legacy default stream and those of PyTorch's pool are never destroyed and
+/// need no relay.
 #[derive(Debug, Clone)]
 pub struct Consumer {
     pub stream: OwnStream,
     relay: Option<OwnStream>,
-    /// What destroys the stream when it goes: not before this has gone.
+    /// The owner of the stream, which destroys it when dropped: referenced until this is dropped.
     owner: Option<Arc<Py<PyAny>>>,
 }
 
 impl Consumer {
-    /// A stream of our own.
+    /// A stream of this package.
     pub fn own(stream: &warpipe::Stream) -> Consumer {
         Consumer::of(&OwnStream::of(stream.clone()))
     }
@@ -146,7 +151,7 @@ impl Consumer {
         }
     }
 
-    /// What an argument names, see [`Stream`].
+    /// The stream of an argument, see [`Stream`].
     pub fn from_argument(
         py: Python<'_>,
         device: &warpipe::Device,
@@ -183,8 +188,9 @@ impl Consumer {
         }
     }
 
-    /// A GPU's stream by its number, in the words of DLPack: 0 and 1 are the legacy default stream, 2 the per-thread one.
-    /// Of CuPy's current one, which CuPy destroys with the object, the object is kept.
+    /// A GPU's stream by its number, as DLPack defines it: 0 and 1 are the legacy default stream, 2
+    /// the per-thread one. If it is CuPy's current stream, the object is kept, because CuPy
+    /// destroys the stream with it.
     pub fn foreign(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<Consumer> {
         let consumer = Consumer::numbered(py, device, raw)?;
         if consumer.relay.is_some()
@@ -203,17 +209,18 @@ impl Consumer {
         self
     }
 
-    /// Whether the stream may end before what is told of it.
+    /// Whether the stream may end before its users are dropped.
     pub fn may_end(&self) -> bool {
         self.relay.is_some() && self.owner.is_none()
     }
 
     fn numbered(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<Consumer> {
-        // The per-thread stream is another one for each thread, and memory is let go on any of them. The legacy one is in
-        // order with all of those, before and after.
+        // The per-thread stream is another one for each thread, and memory is dropped on any
+        // thread. The legacy stream is ordered with all of those, before and after.
         let raw = if raw <= 2 { 0 } else { raw };
         let ordinal = device.info().ordinal;
-        // What was lasting once is so for ever; whoever else has that stream now has it from PyTorch.
+        // A permanent stream stays permanent; a later owner of the same number has it from PyTorch,
+        // too.
         if let Some(known) = known(&(ordinal, raw, true)) {
             return Ok(known);
         }
@@ -222,8 +229,9 @@ impl Consumer {
         if let Some(known) = known(&key) {
             return Ok(known);
         }
-        // SAFETY: without a relay the stream is never destroyed; with one it is used only while an array that was made on
-        // it is made, or let go, which the protocols ask to be within the stream's life.
+        // SAFETY: without a relay the stream is never destroyed; with one it is used only while an
+        // array that was made on it is made or dropped, which the protocols require to be within
+        // the stream's life.
         let stream =
             OwnStream::of(unsafe { warpipe::Stream::borrow_raw(device, raw as *mut c_void) });
         let relay = if lasting {
@@ -243,15 +251,15 @@ impl Consumer {
         } else {
             HashMap::new()
         };
-        // Another thread may have been faster: both then have the same.
+        // Another thread may have been faster: both then have the same stream.
         let ours = known.entry(key).or_insert_with(|| consumer.clone()).clone();
         drop(table);
-        // Without the lock, like all whose end may be held up.
+        // Without the lock, as any drop that may block.
         drop((forgotten, consumer));
         Ok(ours)
     }
 
-    /// The number that DLPack knows the stream by.
+    /// The stream's number in DLPack.
     pub fn number(&self) -> usize {
         match self.stream.raw().0 as usize {
             0 => 1,
@@ -264,7 +272,7 @@ impl Consumer {
         self.relay.as_ref().unwrap_or(&self.stream)
     }
 
-    /// Puts the linked stream behind what the consumer has enqueued so far.
+    /// Orders the linked stream after all work that the consumer has enqueued so far.
     pub fn follow(&self, py: Python<'_>) -> Outcome<&warpipe::Stream> {
         if self.relay.is_none() {
             Ok(self.linked())
@@ -273,7 +281,7 @@ impl Consumer {
         }
     }
 
-    /// Puts the consumer behind what the linked stream has been given so far.
+    /// Orders the consumer after all work of the linked stream so far.
     pub fn lead(&self, py: Python<'_>) -> Outcome<()> {
         if self.relay.is_none() {
             Ok(())
@@ -282,7 +290,7 @@ impl Consumer {
         }
     }
 
-    /// [`follow`](Self::follow), for who does not have the interpreter.
+    /// [`follow`](Self::follow). Call without the interpreter.
     pub fn followed(&self) -> Outcome<&warpipe::Stream> {
         if let Some(relay) = &self.relay {
             relay.wait_for(&self.stream)?;
@@ -290,7 +298,7 @@ impl Consumer {
         Ok(self.linked())
     }
 
-    /// [`lead`](Self::lead), for who does not have the interpreter.
+    /// [`lead`](Self::lead). Call without the interpreter.
     pub fn led(&self) -> Outcome<()> {
         if self.relay.is_some() {
             self.stream.wait_for(self.linked())?;
@@ -329,12 +337,14 @@ fn known(key: &(u32, usize, bool)) -> Option<Consumer> {
 #[derive(Debug, Clone)]
 struct User {
     consumer: Consumer,
-    /// Held by who asks a stream that may end, so that it does not end meanwhile: taken without the interpreter alone.
+    /// Held while a stream that may end is queried, so that it does not end meanwhile. Taken only
+    /// without the interpreter.
     asked: Arc<Mutex<()>>,
-    /// Arrays that were made on it and are not let go yet. When the last goes, the relay is put behind the stream, which
-    /// is not touched after that.
+    /// Arrays that were made on it and are not dropped yet. When the last is dropped, the relay is
+    /// ordered after the stream, which is not used after that.
     arrays: usize,
-    /// Whether it was named without an array whose end we see: then it lasts until the memory is let go.
+    /// Whether it was named without an array that reports its end: then it lasts until the memory
+    /// is released.
     is_named: bool,
 }
 
@@ -343,13 +353,14 @@ impl User {
         self.consumer.stream.raw() == consumer.stream.raw()
     }
 
-    /// Whether its stream is there.
+    /// Whether its stream still exists.
     fn is_there(&self) -> bool {
         self.is_named || self.arrays > 0 || !self.consumer.may_end()
     }
 }
 
-/// All streams that use one piece of memory. What asks them is called without the interpreter.
+/// All streams that use one piece of memory. The methods that query them are called without the
+/// interpreter.
 #[derive(Debug, Default)]
 pub struct Consumers {
     list: Mutex<Vec<User>>,
@@ -360,12 +371,12 @@ impl Consumers {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Remembers one, whose stream lasts until the memory is let go.
+    /// Records a consumer. Its stream lasts until the memory is released.
     pub fn note(&self, consumer: &Consumer) {
         self.with(consumer, |user| user.is_named = true);
     }
 
-    /// Remembers one that makes an array, whose end is told (`leave`).
+    /// Records a consumer that makes an array; `leave` reports the array's end.
     pub fn enter(&self, consumer: &Consumer) {
         self.with(consumer, |user| user.arrays += 1);
     }
@@ -373,7 +384,7 @@ impl Consumers {
     fn with(&self, consumer: &Consumer, change: impl FnOnce(&mut User)) {
         let mut list = self.lock();
         let known = list.iter_mut().find(|user| user.is(consumer));
-        // Dropped without the lock: the last reference to a stream of another framework's may go.
+        // Dropped without the lock: the last reference to a stream of another framework may go.
         let mut before = None;
         match known {
             Some(user) => {
@@ -400,14 +411,14 @@ impl Consumers {
         drop(before);
     }
 
-    /// An array that was made on its stream is let go.
+    /// An array that was made on its stream is dropped.
     pub fn leave(&self, consumer: &Consumer) {
         let Some(user) = self.find(consumer).filter(|user| user.arrays > 0) else {
             return;
         };
-        // After this call the stream may end: nobody else is asking it then.
+        // After this call the stream may end: no thread is querying it then.
         let _asking = user.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        // A stream that cannot be followed is asked again in the end, and then the memory stays.
+        // A stream that cannot be followed is queried again at the end, and then the memory stays.
         if user.consumer.followed().is_ok()
             && let Some(user) = self.lock().iter_mut().find(|user| user.is(consumer))
         {
@@ -419,7 +430,7 @@ impl Consumers {
         self.lock().iter().find(|user| user.is(consumer)).cloned()
     }
 
-    /// A stream for each, behind what that has enqueued so far.
+    /// A stream for each, after all work that it has enqueued so far.
     pub fn followed(&self) -> Outcome<Vec<warpipe::Stream>> {
         let users = self.lock().clone();
         users
@@ -428,7 +439,7 @@ impl Consumers {
             .collect()
     }
 
-    /// A stream of our library's that is behind all that one of them has enqueued so far.
+    /// A stream of the library that is after all work that the consumer has enqueued so far.
     fn follow(&self, consumer: &Consumer, asked: &Mutex<()>) -> Outcome<warpipe::Stream> {
         if !consumer.may_end() {
             return consumer.followed().cloned();
@@ -440,7 +451,7 @@ impl Consumers {
         Ok(consumer.linked().clone())
     }
 
-    /// A stream that is behind all that they have enqueued so far; none if there are none of them.
+    /// A stream that is after all their work so far; none if there are no consumers.
     pub fn joined(&self) -> Outcome<Option<warpipe::Stream>> {
         let mut followed = self.followed()?.into_iter();
         let Some(joined) = followed.next() else {
@@ -452,13 +463,13 @@ impl Consumers {
         Ok(Some(joined))
     }
 
-    /// A stream that is behind all that they have enqueued so far: `otherwise` if there are none.
+    /// A stream that is after all their work so far: `otherwise` if there are no consumers.
     pub fn join(&self, otherwise: &warpipe::Stream) -> Outcome<warpipe::Stream> {
         Ok(self.joined()?.unwrap_or_else(|| otherwise.clone()))
     }
 }
 
-/// The number behind a stream of another framework; `None` for what is no stream.
+/// The number of another framework's stream; `None` if the object is no stream.
 fn raw_of(found: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
     if found.is_instance_of::<PyInt>() {
         return Ok(Some(found.extract()?));
@@ -472,7 +483,7 @@ fn raw_of(found: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
         .extract()?;
         return Ok(Some(raw));
     }
-    // PyTorch, CuPy, Numba (a ctypes pointer, whose null is None).
+    // PyTorch, CuPy, Numba (a ctypes pointer: null is None).
     for name in ["cuda_stream", "ptr"] {
         if let Ok(raw) = found.getattr(name) {
             return Ok(Some(raw.extract()?));
@@ -487,7 +498,7 @@ fn raw_of(found: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
     }
 }
 
-/// A module, if somebody has imported it.
+/// A module, if the program has imported it.
 pub fn imported<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
     static MODULES: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
     let modules = MODULES.get_or_try_init(py, || -> PyResult<_> {
@@ -503,7 +514,7 @@ pub fn imported<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, 
         .filter(|found| !found.is_none()))
 }
 
-/// PyTorch's current stream, if it is there and uses the GPU.
+/// PyTorch's current stream, if PyTorch is imported and uses the GPU.
 pub fn torch_stream(py: Python<'_>, device: &warpipe::Device) -> PyResult<Option<usize>> {
     if !is_cuda(device) {
         return Ok(None);
@@ -513,14 +524,14 @@ pub fn torch_stream(py: Python<'_>, device: &warpipe::Device) -> PyResult<Option
     })
 }
 
-/// Whether a stream is PyTorch's current one and lasts as long as that.
+/// Whether a stream is PyTorch's current one and permanent.
 fn torch_owns(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<bool> {
     torch::found(py)?.map_or(Ok(false), |torch| {
         torch.owns(py, device.info().ordinal, raw)
     })
 }
 
-/// CuPy's current stream, if it is there.
+/// CuPy's current stream, if CuPy is imported.
 pub fn cupy_stream(py: Python<'_>, device: &warpipe::Device) -> PyResult<Option<usize>> {
     cupy_current(py, device)?
         .map(|stream| stream.getattr("ptr")?.extract())
@@ -540,7 +551,8 @@ fn cupy_current<'py>(
     cuda.call_method0("get_current_stream").map(Some)
 }
 
-/// Everybody's current streams, and the legacy default one: what may use memory whose user does not say.
+/// All frameworks' current streams, and the legacy default one: the possible users of memory if no
+/// stream is named.
 pub fn likely(py: Python<'_>, device: &warpipe::Device) -> PyResult<Vec<Consumer>> {
     let named = [torch_stream(py, device)?, cupy_stream(py, device)?, Some(0)];
     named

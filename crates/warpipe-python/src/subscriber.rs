@@ -1,4 +1,4 @@
-//! The subscriber as Python holds it.
+//! `Subscriber`.
 
 use std::os::fd::AsRawFd;
 use std::time::Duration;
@@ -17,28 +17,31 @@ use crate::publisher::word_of;
 use crate::stream::stream_of;
 use crate::wait::{SLICE, Timeout, attach, optional, seconds};
 
-/// How long a receive waits where nobody says.
+/// The default limit of a receive.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Receives the tensors of one publisher: ``for frame in Subscriber("camera/front"):``, ``receive()``, or ``async for``.
+/// Receives the tensors of one publisher: ``for frame in Subscriber("camera/front"):``,
+/// ``receive()``, or ``async for``.
 ///
-/// ``device``: what it reads with (default: the first GPU, else the host). ``wait``: seconds to wait for somebody to publish
-/// the name, None for as long as it takes (default: not at all). ``reconnect``: follow the next publisher of the name when
-/// this one goes. ``timeout``: seconds that a receive, or each step of an iteration, waits (None: as long as it takes; by
-/// default 10 for a receive, and an iteration as long as it takes). ``spin``: seconds that it polls
-/// before it sleeps (default: up to 20 us, where that pays). ``orphan_timeout``: seconds after which streams go on that
-/// wait for a dead publisher, where a child that it forked keeps its device work running; what they waited for is lost.
-/// ``stream``: the stream to receive on; by default one of its own, and every array made of a frame
-/// orders its own stream behind the data.
+/// ``device``: the device it reads with (default: the first GPU, else the host). ``wait``: seconds
+/// to wait for a publisher of the name, None for no limit (default: not at all). ``reconnect``:
+/// follow the next publisher of the name when this one ends. ``timeout``: seconds that a receive,
+/// or each step of an iteration, waits (None: no limit; by default 10 for a receive, and no limit
+/// for an iteration). ``spin``: seconds that it polls before it sleeps (default: up to 20 us, where
+/// that pays). ``orphan_timeout``: seconds after which streams that wait for a dead publisher go
+/// on, where a child that it forked keeps its device work running; the samples that they waited for
+/// are lost. ``stream``: the stream to receive on; by default one of its own, and every array made
+/// of a frame orders its own stream after the data.
 ///
-/// One thread at a time receives; others wait for their turn. Frames may go anywhere.
+/// One thread at a time receives; other threads wait. Frames may be used on any thread.
 ///
-/// Raises ``NoPublisherError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``, ``PeerAccessError``, ``DeviceError``.
+/// Raises ``NoPublisherError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
+/// ``PeerAccessError``, ``DeviceError``.
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Subscriber", weakref)]
 #[derive(Debug)]
 pub struct Subscriber {
     inbox: Inbox<warpipe::Subscriber, Frame>,
-    /// How long an iteration waits for each.
+    /// The limit of each step of an iteration.
     iteration: Option<Duration>,
     device: warpipe::Device,
     stream: OwnStream,
@@ -108,7 +111,7 @@ impl Subscriber {
                 .wait_for_publisher((!slice.is_zero()).then_some(slice))
                 .build()
         })?;
-        // A frame that was never given to anybody goes back as any other.
+        // A frame that was never returned to Python is released as any other.
         let calls = Calls {
             ring: warpipe::Subscriber::ring,
             take_back: |_, frames| drop(frames),
@@ -123,7 +126,7 @@ impl Subscriber {
         })
     }
 
-    /// The name it listens to.
+    /// The name it subscribes to.
     #[getter]
     fn name(&self) -> &str {
         &self.inbox.name
@@ -135,26 +138,26 @@ impl Subscriber {
         Device::of(&self.device)
     }
 
-    /// Whether it has been closed.
+    /// Whether the subscriber is closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         Ok(self.inbox.is_closed()?)
     }
 
-    /// How many seconds a wait lasts that is asked for with this timeout; None for as long as it takes.
+    /// The default limit of a wait, in seconds; None for no limit.
     #[pyo3(text_signature = "($self, timeout)")]
     fn _limit(&self, timeout: Timeout) -> Option<f64> {
         self.inbox.limit(timeout)
     }
 
-    /// How many seconds each step of an iteration lasts at most; None for as long as it takes.
+    /// How many seconds each step of an iteration lasts at most; None for no limit.
     #[getter]
     fn _iteration(&self) -> Option<f64> {
         self.iteration.map(|timeout| timeout.as_secs_f64())
     }
 
-    /// How its publisher fares: ``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"``, ``"dead"``; None while there is
-    /// none.
+    /// The state of its publisher: ``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"``,
+    /// ``"dead"``; None without a publisher.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -163,7 +166,7 @@ impl Subscriber {
             .ask(py, |subscriber| subscriber.publisher_state().map(word_of))
     }
 
-    /// The publisher's process id; None while there is none.
+    /// The publisher's process id; None without a publisher.
     ///
     /// Raises ``ClosedError``.
     #[getter]
@@ -179,10 +182,13 @@ impl Subscriber {
         self.inbox.ask(py, |subscriber| subscriber.dropped())
     }
 
-    /// Waits for the next frame, at most ``timeout`` seconds (default: the subscriber's; None: as long as it takes).
+    /// Waits for the next frame, at most ``timeout`` seconds (default: the subscriber's; None: no
+    /// limit).
     ///
-    /// Raises ``TimeoutError``; ``PublisherGoneError`` once everything that it completed has been received (not with
-    /// ``reconnect``); for a tensor that was sent where it lies ``ExporterGoneError``, ``LegacyHandleError``; ``EvictedError``, ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
+    /// Raises ``TimeoutError``; ``PublisherGoneError`` once all its completed frames have been
+    /// received (not with ``reconnect``); for a tensor that was sent in place
+    /// ``ExporterGoneError``, ``LegacyHandleError``; ``EvictedError``, ``ProtocolError``,
+    /// ``LinkClosedError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Frame>> {
         self.next_within(py, timeout.or(self.inbox.timeout))
@@ -197,15 +203,15 @@ impl Subscriber {
             .try_next(py, take, |sample| self.frame(py, sample))
     }
 
-    /// A descriptor that is readable when ``try_receive`` is worth a call (an epoll descriptor, which nests). Receive until
-    /// it gives None before waiting on it.
+    /// A descriptor that is readable when ``try_receive`` is worth a call (an epoll descriptor,
+    /// which nests). Receive until it gives None before waiting on it.
     ///
     /// Raises ``ClosedError``.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
         self.inbox.ask(py, |subscriber| subscriber.as_raw_fd())
     }
 
-    /// Gives the link up. Frames that were received stay valid. Closing twice is no error.
+    /// Closes the link. Received frames stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.inbox.close(py)?;
         py.detach(|| self.openings.clear());
@@ -216,7 +222,7 @@ impl Subscriber {
         slf
     }
 
-    /// The next frame; the iteration ends when the publisher says goodbye.
+    /// The next frame; the iteration ends when the publisher closes gracefully.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Frame>> {
         self.next_within(py, self.iteration)
             .map_err(end_if_graceful)
@@ -236,7 +242,7 @@ impl Subscriber {
     }
 }
 
-/// The end of an iteration, if the other side said goodbye.
+/// The end of an iteration, if the peer closed gracefully.
 pub fn end_if_graceful(error: PyErr) -> PyErr {
     let graceful = Python::attach(|py| {
         let said = error

@@ -1,5 +1,4 @@
-//! What samples, loans and views have in common: a tensor in memory that is held, and itself as an array of every
-//! framework.
+//! Common to samples, loans and views: a tensor in held memory, as an array of any framework.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -14,11 +13,11 @@ use crate::errors::{Fault, Outcome};
 use crate::memory::{Memory, MemoryHolder};
 use crate::process::Home;
 
-/// A tensor's memory, until it is let go.
+/// A tensor's memory, until it is released.
 #[derive(Debug)]
 pub struct Holding {
     home: Home,
-    /// For the error of who comes too late.
+    /// For the error of a use after the release.
     what: &'static str,
     number: Option<u64>,
     pub device: warpipe::Device,
@@ -29,14 +28,15 @@ pub struct Holding {
 
 #[derive(Debug)]
 struct State {
-    /// `None` once it is let go.
+    /// `None` once it is released.
     memory: Option<Memory>,
-    /// Some array interface was asked for: whoever uses it holds this object, so the memory stays as long as that.
+    /// Some array interface was used. Its user references this object, so the memory stays as long
+    /// as this object.
     pinned: Option<Memory>,
 }
 
 impl Holding {
-    /// Of the `number`th of its kind, if they are counted.
+    /// For the `number`th of its kind, if they are counted.
     pub fn new(what: &'static str, number: Option<u64>, memory: Memory) -> Arc<Holding> {
         Arc::new(Holding {
             home: Home::here(),
@@ -63,11 +63,11 @@ impl Holding {
         memory.ok_or_else(|| self.released())
     }
 
-    /// The memory for one who will hold the object in its place.
+    /// The memory, for a user that references this object instead of a hold.
     fn pinned(&self) -> Outcome<Memory> {
         let memory = self.memory()?;
         let before = self.state()?.pinned.replace(memory.clone());
-        // Without the lock, like all that may have to be let go.
+        // Without the lock, as any value that may have to be dropped.
         drop(before);
         Ok(memory)
     }
@@ -77,7 +77,7 @@ impl Holding {
         Ok(self.state()?.memory.take())
     }
 
-    /// Whether it has been let go.
+    /// Whether it is released.
     pub fn is_released(&self) -> Outcome<bool> {
         Ok(self.state()?.memory.is_none())
     }
@@ -87,7 +87,7 @@ impl Holding {
         self.home.check()
     }
 
-    /// The error of who comes too late.
+    /// The error of a use after the release.
     pub fn released(&self) -> Fault {
         match self.number {
             Some(number) => Fault::released(&format!("{} {number}", self.what)),
@@ -95,7 +95,7 @@ impl Holding {
         }
     }
 
-    /// What it is called in errors.
+    /// Its name in errors.
     pub fn what(&self) -> &'static str {
         self.what
     }
@@ -105,7 +105,7 @@ impl Holding {
         format!("{:?}, {}", self.layout, self.device)
     }
 
-    /// The elements as bytes in row-major order, copied, once nobody writes them any more.
+    /// The elements as bytes in row-major order, copied once no work writes them any more.
     pub fn bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         match &self.memory()?.packed(py)?.hold {
             MemoryHolder::Copy(bytes) => bytes.to_python(py),
@@ -114,11 +114,11 @@ impl Holding {
     }
 }
 
-/// A tensor in memory that warpipe holds: what ``Sample``, ``Loan`` and ``View`` are.
+/// A tensor in memory that warpipe holds: the base of ``Sample``, ``Loan`` and ``View``.
 ///
-/// It is an array of any framework, where it lies: ``torch()``, ``cupy()``, ``numpy()``, or any consumer of DLPack,
-/// ``__cuda_array_interface__`` or, on the host, ``__array_interface__``. The memory stays while this object, or any array
-/// made of it, lives.
+/// It is an array of any framework, in place: ``torch()``, ``cupy()``, ``numpy()``, or any consumer
+/// of DLPack, ``__cuda_array_interface__`` or, on the host, ``__array_interface__``. The memory
+/// stays while this object, or any array made of it, lives.
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Tensor", weakref)]
 #[derive(Debug)]
 pub struct Tensor {
@@ -126,7 +126,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// The base of whatever holds it.
+    /// The base object of a holder.
     pub fn of(owner: &Arc<Holding>) -> PyClassInitializer<Tensor> {
         PyClassInitializer::from(Tensor {
             owner: owner.clone(),
@@ -166,7 +166,7 @@ impl Tensor {
         self.owner.layout.elements()
     }
 
-    /// What the elements take, in bytes.
+    /// The size of the elements, in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.owner
@@ -189,41 +189,45 @@ impl Tensor {
         Ok(self.owner.memory()?.address)
     }
 
-    /// Whether it has been given up: released, handed on or discarded, or its ``with`` block has ended.
+    /// Whether it is released: by a call, handed on or discarded, or by the end of its ``with``
+    /// block.
     #[getter]
     fn released(&self) -> PyResult<bool> {
         Ok(self.owner.is_released()?)
     }
 
-    /// A NumPy array: in place for memory of the host, and read only where that is; of a GPU's memory a copy, except of a
-    /// loan, which is there to be written. Waits for the data, and for the streams that were given work on it. Element types
-    /// that NumPy lacks are those of ml_dtypes.
+    /// A NumPy array: in place for host memory, and read only where the memory is; a copy of GPU
+    /// memory, except for a loan, which is to be written. Waits for the data, and for the streams
+    /// that were given work on it. Element types that NumPy lacks are those of ml_dtypes.
     ///
-    /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DTypeError``, ``ExportError``.
+    /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DTypeError``,
+    /// ``ExportError``.
     fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         array::numpy(py, &self.owner.memory()?)
     }
 
-    /// A PyTorch tensor in place; PyTorch's current stream waits for the data. What it is given from then on comes before
-    /// the memory is handed on, or goes back.
+    /// A PyTorch tensor in place; PyTorch's current stream waits for the data. Work that this
+    /// stream is given from then on comes before the memory is handed on, or goes back.
     ///
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
     fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         crate::torch::tensor(py, &self.owner.memory()?)
     }
 
-    /// A CuPy array in place; CuPy's current stream waits for the data. What it is given from then on comes before the
-    /// memory is handed on, or goes back.
+    /// A CuPy array in place; CuPy's current stream waits for the data. Work that this stream is
+    /// given from then on comes before the memory is handed on, or goes back.
     ///
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
     fn cupy<'py>(slf: &Bound<'py, Tensor>) -> PyResult<Bound<'py, PyAny>> {
         array::cupy(slf.as_any())
     }
 
-    /// DLPack: a capsule of this memory; see the array API standard. ``stream`` (1, 2, a CUstream; None is 1; -1: none)
-    /// waits for the data. ``dl_device=(1, 0)`` or ``copy=True`` gives a copy on the host.
+    /// DLPack: a capsule of this memory; see the array API standard. ``stream`` (1, 2, a CUstream;
+    /// None is 1; -1: none) waits for the data. ``dl_device=(1, 0)`` or ``copy=True`` gives a copy
+    /// on the host.
     ///
-    /// Raises ``ExportError`` (a BufferError) for what cannot be, ``SampleLostError``, ``ReleasedError``.
+    /// Raises ``ExportError`` (a BufferError) for an unsupported request, ``SampleLostError``,
+    /// ``ReleasedError``.
     #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
     fn __dlpack__<'py>(
         &self,
@@ -250,13 +254,14 @@ impl Tensor {
         dlpack::device_of(&self.owner.device)
     }
 
-    /// NumPy's array interface, on the host only; waits for the data. Who uses it keeps this object.
+    /// NumPy's array interface, on the host only; waits for the data. The array references this
+    /// object.
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         array::array_interface(py, &self.owner.pinned()?)
     }
 
-    /// The CUDA array interface, version 3, on a GPU only. Who uses it keeps this object.
+    /// The CUDA array interface, version 3, on a GPU only. The array references this object.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         array::cuda_array_interface(py, &self.owner.pinned()?)

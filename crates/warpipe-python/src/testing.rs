@@ -1,5 +1,5 @@
-//! What the tests and the benchmark of this package need and nobody else should use. **This module is marked for unsafe**: it launches
-//! kernels on memory that the caller names.
+//! Private to the tests and the benchmark of this package. **This module is marked for unsafe**: it
+//! launches kernels on memory that the caller names.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,18 +21,21 @@ use crate::wait::seconds;
 
 static SKIPPED: AtomicBool = AtomicBool::new(false);
 
-/// Whether arrays are handed out without waiting for their data, which is wrong, so that a test can show it.
+/// Whether arrays are handed out without waiting for their data. That is wrong, and lets a test
+/// show it.
 pub fn waits_are_skipped() -> bool {
     SKIPPED.load(Ordering::Relaxed)
 }
 
-/// Hands out arrays without waiting for their data, or no longer does: the negative control of the tests of waits.
+/// Hands out arrays without waiting for their data, or no longer does: the negative control of the
+/// tests of waits.
 #[pyfunction]
 fn _skip_waits(skip: bool) {
     SKIPPED.store(skip, Ordering::Relaxed);
 }
 
-/// Enqueues on ``stream`` a kernel that waits ``delay`` seconds and then fills the loan with the pattern of ``seed``.
+/// Enqueues on ``stream`` a kernel that waits ``delay`` seconds and then fills the loan with the
+/// pattern of ``seed``.
 #[pyfunction]
 fn _slow_fill(
     py: Python<'_>,
@@ -44,7 +47,8 @@ fn _slow_fill(
     let memory = loan.get().memory()?;
     let delay = seconds(delay, "delay")?;
     let (stream, words) = (stream.get().inner()?, memory.layout.bytes() / 8);
-    // SAFETY: the words lie in the loan, which is this caller's to write until it is sent behind this stream.
+    // SAFETY: the words lie in the loan, which is this caller's to write until it is sent behind
+    // this stream.
     let filled = py.detach(|| unsafe {
         warpipe_kernels::slow_fill(stream, memory.lowest, words, seed, delay)
     });
@@ -82,11 +86,12 @@ fn _preload(py: Python<'_>, stream: &Bound<'_, Stream>) -> PyResult<()> {
         .map_err(Fault::from)?)
 }
 
-/// The kernel of the benchmark and of tests, on one stream: float32 ``i`` of a target becomes that of a source plus
-/// ``addend``. Made once, so that a launch from Python costs little more than the driver's own.
+/// The kernel of the benchmark and of tests, on one stream: float32 ``i`` of a target becomes that
+/// of a source plus ``addend``. Made once, so that a launch from Python costs little more than the
+/// driver's own.
 ///
-/// The stream is a ``Stream`` of the device, or any that ``Stream`` says may be given for one; one that is given by its
-/// number has to outlive this. The kernels are loaded here.
+/// The stream is a ``Stream`` of the device, or any argument that ``Stream`` documents as one; a
+/// stream that is given by its number has to outlive this. The kernels are loaded here.
 ///
 /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
 #[pyclass(frozen, module = "warpipe", name = "_Adder")]
@@ -118,8 +123,9 @@ impl Adder {
         })
     }
 
-    /// Enqueues it (``cuLaunchKernel``). Both addresses are of ``count`` float32 that the device reaches and that stay
-    /// until the kernel is done; they are equal, or the two ranges are apart. Nothing of that is looked at.
+    /// Enqueues it (``cuLaunchKernel``). Both addresses are of ``count`` float32 that the device
+    /// reaches and that stay until the kernel is done; they are equal, or the two ranges do not
+    /// overlap. None of that is checked.
     ///
     /// Raises ``DriverError``.
     #[pyo3(signature = (source, target, /))]
@@ -138,7 +144,8 @@ impl Adder {
     }
 }
 
-/// Memory of ``nbytes`` bytes as another allocator makes it (``cuMemAlloc``), which no descriptor names.
+/// Memory of ``nbytes`` bytes as another allocator makes it (``cuMemAlloc``), which no descriptor
+/// names.
 #[pyfunction]
 fn _allocate_plain(nbytes: u64, device: &Bound<'_, PyAny>) -> PyResult<Py<View>> {
     let on = Device::from_argument(Some(device))?.inner;
@@ -151,8 +158,8 @@ fn _allocate_plain(nbytes: u64, device: &Bound<'_, PyAny>) -> PyResult<Py<View>>
     )
 }
 
-/// Fills the launch queue of ``stream`` on a thread of its own, until it is dropped: a call that gives the stream more work,
-/// or asks it, is then held up as long as the stream waits.
+/// Fills the launch queue of ``stream`` on a thread of its own, until it is dropped: a call that
+/// gives the stream more work, or queries it, then blocks as long as the stream waits.
 #[pyclass(frozen, module = "warpipe", name = "_Filler")]
 #[derive(Debug)]
 struct Filler {
@@ -181,7 +188,8 @@ impl Filler {
                 value: 1,
             }];
             let write = || {
-                // SAFETY: the stream is live while this thread holds it, and the word until the stream is idle.
+                // SAFETY: the stream is live while this thread holds it, and the word until the
+                // stream is idle.
                 unsafe { stream.device().backend().batch(stream.raw(), &writes) }
             };
             while !ended.load(Ordering::Relaxed) && write().is_ok() {
@@ -201,13 +209,13 @@ impl Filler {
         })
     }
 
-    /// The thread that does it.
+    /// The thread that fills the queue.
     #[getter]
     fn thread(&self) -> i32 {
         self.thread
     }
 
-    /// How much it has given the stream.
+    /// How much work it has given the stream.
     #[getter]
     fn given(&self) -> u64 {
         self.given.load(Ordering::Relaxed)

@@ -1,14 +1,16 @@
-//! Threads that the end of the interpreter would unwind. **This module is marked for unsafe**: it registers what the C
-//! library calls when a thread ends.
+//! Threads that the end of the interpreter would unwind. **This module is marked for unsafe**: it
+//! registers a routine that the C library calls when a thread ends.
 //!
-//! A thread that wants the interpreter back while that ends is ended by it; before CPython 3.14 by `pthread_exit`, which
-//! unwinds its stack. Rust's frames must not be unwound so: what they hold would be dropped without the interpreter, and
-//! whoever catches that unwinding ends the process. Any call of Python's may come to that, and it is the interpreter that
-//! decides; so a thread that has called us once is stopped before its first frame is left, as CPython does it from 3.14 on.
+//! At its end the interpreter ends each thread that wants it back; before CPython 3.14 by
+//! `pthread_exit`, which unwinds the thread's stack. Rust's frames must not be unwound that way:
+//! their values would be dropped without the interpreter, and code that catches that unwinding ends
+//! the process. Any call into Python may lead there, and the interpreter decides. So a thread that
+//! has called this package once is stopped before its first frame is left, as CPython does it from
+//! 3.14 on.
 //!
-//! `pthread_exit` calls the routine of a `_pthread_cleanup_push` when it comes to the frame that its buffer lies in. A
-//! buffer that lies in no frame is met at once (glibc: the `FRAME_LEFT` of `nptl/unwind.c`; musl calls all and unwinds
-//! nothing).
+//! `pthread_exit` calls the routine of a `_pthread_cleanup_push` when it comes to the frame of its
+//! buffer. A buffer in no frame is met at once (glibc: the `FRAME_LEFT` of `nptl/unwind.c`; musl
+//! calls all and unwinds nothing).
 
 use std::cell::OnceCell;
 use std::ffi::{c_int, c_void};
@@ -36,7 +38,8 @@ struct Registered(*mut Buffer);
 impl Registered {
     fn new() -> Registered {
         let buffer = Box::into_raw(Box::<Buffer>::default());
-        // SAFETY: the buffer stays where it is until this thread, whose list it enters, takes it out.
+        // SAFETY: the buffer stays where it is until this thread, which enters it in its own list,
+        // takes it out.
         unsafe { _pthread_cleanup_push(buffer, stop_at_the_end, std::ptr::null_mut()) };
         Registered(buffer)
     }
@@ -44,7 +47,8 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        // SAFETY: the thread ends, and no frame of it is left that may have entered another buffer; then nobody has this one.
+        // SAFETY: the thread ends, and no frame of it is left that may have entered another buffer;
+        // then no list has this one.
         unsafe {
             _pthread_cleanup_pop(self.0, 0);
             drop(Box::from_raw(self.0));
@@ -56,9 +60,10 @@ thread_local! {
     static REGISTERED: OnceCell<Registered> = const { OnceCell::new() };
 }
 
-/// To be called by each thread before it calls Python from here. Costs a look, but for the first time.
+/// Each thread calls this before it calls Python from here. After the first call it costs one
+/// check.
 pub fn prepare_exit() {
-    // A thread that is past its own end calls nobody.
+    // A thread that is past its own end makes no calls.
     let _ = REGISTERED.try_with(|registered| registered.get_or_init(Registered::new).0);
 }
 

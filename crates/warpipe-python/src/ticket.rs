@@ -1,4 +1,4 @@
-//! Tickets, and what must be known of a descriptor of memory.
+//! Tickets, and the description of a memory descriptor.
 
 use std::path::PathBuf;
 
@@ -12,11 +12,12 @@ use crate::errors::Fault;
 use crate::shared_memory::SharedMemory;
 use crate::wait::{attach, in_slices, late, none_if_late, optional};
 
-/// Names memory of a process on this machine: a text that goes through a file, a pipe, an environment variable, or pickled.
-/// It is no secret and gives no right: the owner looks who comes.
+/// Names memory of a process on this machine: a text that can be sent through a file, a pipe, an
+/// environment variable, or pickled. It is no secret and grants no access: the owner checks each
+/// process that opens it.
 ///
-/// ``Ticket(text)`` raises ``TicketError`` for what is none. ``Ticket.to(name)`` names whatever will be published under a
-/// name.
+/// ``Ticket(text)`` raises ``TicketError`` if the text is no ticket. ``Ticket.to(name)`` names the
+/// memory that is or will be published under a name.
 #[pyclass(frozen, module = "warpipe", eq, hash)]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Ticket {
@@ -24,7 +25,7 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// What an argument names: a ticket, or its text.
+    /// The ticket of an argument: a ticket, or its text.
     pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<warpipe::Ticket> {
         if let Ok(ticket) = found.cast::<Ticket>() {
             return Ok(ticket.get().inner.clone());
@@ -48,7 +49,7 @@ impl Ticket {
         })
     }
 
-    /// A ticket for whatever memory will be published under ``name``, now or later.
+    /// A ticket for the memory published under ``name``, now or later.
     ///
     /// Raises ``InvalidNameError``, ``DomainError``.
     #[staticmethod]
@@ -60,7 +61,8 @@ impl Ticket {
         })
     }
 
-    /// Reads a ticket from a file, waiting up to ``wait`` seconds (None: as long as it takes) for that to be there.
+    /// Reads a ticket from a file, waiting up to ``wait`` seconds (None: no limit) until the file
+    /// exists.
     ///
     /// Raises ``SystemCallError``, ``TimeoutError``, ``TicketError``.
     #[staticmethod]
@@ -100,29 +102,29 @@ impl Ticket {
         self.inner.name()
     }
 
-    /// What is kept there: ``"memory"`` or ``"pool"``.
+    /// The kind of the endpoint: ``"memory"`` or ``"pool"``.
     #[getter]
     fn kind(&self) -> String {
         self.inner.kind().to_string()
     }
 
-    /// The device that the memory is on (its ``Device.uuid``), or None if that was not known.
+    /// The device that the memory is on (its ``Device.uuid``), or None if unknown.
     #[getter]
     fn device(&self) -> Option<String> {
         self.inner.device().map(|device| device.to_string())
     }
 
-    /// Its length, or None if that was not known.
+    /// Its length, or None if unknown.
     #[getter]
     fn nbytes(&self) -> Option<u64> {
         self.inner.bytes()
     }
 
-    /// Fetches the memory from its owner and maps it, waiting up to ``wait`` seconds (None: as long as it takes) for an
-    /// owner that has not published yet. A pool's ticket is for ``LentBuffer.open``.
+    /// Fetches the memory from its owner and maps it, waiting up to ``wait`` seconds (None: no
+    /// limit) for an owner that has not published yet. A pool's ticket is for ``LentBuffer.open``.
     ///
-    /// Raises ``NoOwnerError``, ``TicketExpiredError``, ``TicketError``, ``OtherKindError``, ``AccessDeniedError``,
-    /// ``RangeError``, ``PeerAccessError``, ``DeviceError``.
+    /// Raises ``NoOwnerError``, ``TicketExpiredError``, ``TicketError``, ``OtherKindError``,
+    /// ``AccessDeniedError``, ``RangeError``, ``PeerAccessError``, ``DeviceError``.
     #[pyo3(signature = (*, device = None, wait = Some(0.0)), text_signature = "($self, *, device=None, wait=0.0)")]
     fn open<'py>(
         &self,
@@ -152,20 +154,20 @@ impl Ticket {
     }
 }
 
-/// What must be known of a descriptor of memory to import it: to be sent along with it, pickled for example.
+/// The description that an import of a memory descriptor needs: sent with it, pickled for example.
 #[pyclass(frozen, module = "warpipe", eq, get_all)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// The bytes that were allocated for.
+    /// The bytes that were requested.
     pub nbytes: u64,
-    /// The whole allocation: what the driver maps.
+    /// The whole allocation, as the driver maps it.
     pub mapped_nbytes: u64,
     /// The device that it lies on: its ``Device.uuid``.
     pub device: String,
 }
 
 impl MemoryInfo {
-    /// The library's in Python's words.
+    /// Converts from the library's type.
     pub fn of(info: warpipe::MemoryInfo) -> MemoryInfo {
         MemoryInfo {
             nbytes: info.bytes,
@@ -174,7 +176,7 @@ impl MemoryInfo {
         }
     }
 
-    /// And back.
+    /// Converts to the library's type.
     pub fn inner(&self) -> PyResult<warpipe::MemoryInfo> {
         let wrong = || Fault::argument("device", format!("{:?}", self.device), "a Device's uuid");
         let device = device_id(&self.device).ok_or_else(wrong)?;
@@ -186,7 +188,7 @@ impl MemoryInfo {
     }
 }
 
-/// The identity that a text stands for.
+/// The identity that a text denotes.
 fn device_id(text: &str) -> Option<DeviceId> {
     if text == "host" {
         return Some(warpipe::Device::host().info().id);

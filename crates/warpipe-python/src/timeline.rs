@@ -1,4 +1,4 @@
-//! Timelines as Python holds them.
+//! Timelines.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -10,11 +10,12 @@ use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
 use crate::wait::{attach, in_slices, in_turn, late, none_if_late, optional};
 
-/// A named number that only grows: one process's streams signal it, others' wait for it (``cuStreamWriteValue64``,
-/// ``cuStreamWaitValue64``), and no CPU waits on the way.
+/// A named number that only grows: one process's streams signal it, other processes' streams wait
+/// for it (``cuStreamWriteValue64``, ``cuStreamWaitValue64``), without a CPU wait.
 ///
-/// ``Timeline.create(name)`` makes one at 0, ``Timeline.open(name)`` opens it in any process. When its owner dies, streams
-/// that wait for a value that will never come are let go, and ``check`` says so: ask it before a result counts.
+/// ``Timeline.create(name)`` makes one at 0, ``Timeline.open(name)`` opens it in any process. When
+/// its owner dies, streams that wait for a value that will never come are released, and ``check``
+/// raises: call it before a result is used.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Timeline {
@@ -59,9 +60,10 @@ impl Timeline {
         Ok(Timeline::new(made.map_err(Fault::from)?))
     }
 
-    /// Opens a timeline, waiting up to ``wait`` seconds (None: as long as it takes) for it to be made.
+    /// Opens a timeline, waiting up to ``wait`` seconds (None: no limit) until it exists.
     ///
-    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``, ``DeviceError``.
+    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``,
+    /// ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
         text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
@@ -88,7 +90,7 @@ impl Timeline {
         self.handle.name()
     }
 
-    /// The device whose streams signal and wait.
+    /// The device of the streams that signal and wait.
     #[getter]
     fn device(&self) -> Device {
         Device::of(&self.device)
@@ -100,7 +102,7 @@ impl Timeline {
         self.is_owner
     }
 
-    /// Whether it has been closed here.
+    /// Whether the timeline is closed in this process.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         Ok(self.handle.is_closed()?)
@@ -114,10 +116,12 @@ impl Timeline {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.value()))?)
     }
 
-    /// Signals ``value`` behind the work on ``stream`` so far, and returns at once; without a stream now, from the CPU.
+    /// Signals ``value`` after the work on ``stream`` so far, and returns at once; without a stream
+    /// now, from the CPU.
     ///
-    /// Raises ``NotOwnerError``, ``BackwardsError``, ``SignalPendingError`` (from the CPU, while a stream has yet to signal),
-    /// ``ArgumentError``, ``TimeoutError`` after 10 s behind another thread's signal, ``ClosedError``, ``DriverError``.
+    /// Raises ``NotOwnerError``, ``BackwardsError``, ``SignalPendingError`` (from the CPU, while a
+    /// stream has yet to signal), ``ArgumentError``, ``TimeoutError`` after 10 s behind another
+    /// thread's signal, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (value, stream = None))]
     fn signal(
         &self,
@@ -136,10 +140,12 @@ impl Timeline {
         })
     }
 
-    /// Has ``stream`` wait for ``value``, and returns at once; without a stream the CPU waits, at most ``timeout`` seconds
-    /// (None: as long as it takes). What a stream did behind its wait counts when ``check`` says so.
+    /// Has ``stream`` wait for ``value``, and returns at once; without a stream the CPU waits, at
+    /// most ``timeout`` seconds (None: no limit). Work of a stream after its wait is valid once
+    /// ``check`` returns True.
     ///
-    /// Raises ``OwnerGoneError``, ``TimeoutError``, ``ArgumentError``, ``ClosedError``, ``DriverError``.
+    /// Raises ``OwnerGoneError``, ``TimeoutError``, ``ArgumentError``, ``ClosedError``,
+    /// ``DriverError``.
     #[pyo3(signature = (value, stream = None, *, timeout = Some(10.0)),
         text_signature = "($self, value, stream=None, *, timeout=10.0)")]
     fn wait(
@@ -157,7 +163,7 @@ impl Timeline {
             return Ok(consumer.lead(py)?);
         }
         drop(timeline);
-        // Asked for anew in each slice, so that one that is closed meanwhile ends the wait.
+        // Looked up anew in each slice, so that closing the timeline ends the wait.
         let come = in_slices(py, timeout, |slice| {
             none_if_late(self.handle.get()?.wait_host(value, slice))
         })?;
@@ -171,12 +177,13 @@ impl Timeline {
 
     /// Whether ``value`` has been reached; False if it may still be.
     ///
-    /// Raises ``OwnerGoneError``: it has not been and never will be. ``ClosedError``.
+    /// Raises ``OwnerGoneError`` if it never will be; ``ClosedError``.
     fn check(&self, py: Python<'_>, value: u64) -> PyResult<bool> {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.check(value)?))?)
     }
 
-    /// Lets go of it; the owner also gives the name up. Closing twice is no error.
+    /// Closes the timeline in this process; the owner also releases the name. Closing twice is no
+    /// error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.handle.close(py)
     }

@@ -1,8 +1,8 @@
-//! PyTorch where a hand-over meets it: its current stream, and its import of capsules.
+//! PyTorch's current stream, and its import of capsules.
 //!
-//! Both are asked for at every hand-over, and half of what PyTorch takes for them is Python of its own. Below that lie
-//! `torch._C._cuda_getCurrentRawStream` and `torch._C._from_dlpack`, which are private: they are used where they are
-//! there and do as expected, else what is public is.
+//! Every hand-over uses both, and half of PyTorch's time for them is its own Python code. Below
+//! that code lie `torch._C._cuda_getCurrentRawStream` and `torch._C._from_dlpack`, which are
+//! private: they are used where they exist and behave as expected, else the public functions are.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -24,15 +24,15 @@ pub struct Torch {
     raw_stream: Option<Py<PyAny>>,
     /// Makes a tensor of a bare capsule.
     of_capsule: Py<PyAny>,
-    /// Whether `torch.from_dlpack` asks for capsules that have a version. Known once it has been seen to ask.
+    /// Whether `torch.from_dlpack` asks for capsules that have a version. Known once it has asked.
     versioned: OnceLock<bool>,
-    /// The process in which its part for GPUs has been started. That does not end but with a fork.
+    /// The process in which CUDA is initialised in PyTorch. Only a fork ends that.
     started: OnceLock<Home>,
 }
 
 static FOUND: Mutex<Option<Arc<Torch>>> = Mutex::new(None);
 
-/// What is imported as `torch`, if that is.
+/// The imported `torch`, if any.
 pub fn found(py: Python<'_>) -> PyResult<Option<Arc<Torch>>> {
     imported(py, "torch")?
         .map(|module| Torch::of(&module))
@@ -41,7 +41,8 @@ pub fn found(py: Python<'_>) -> PyResult<Option<Arc<Torch>>> {
 
 impl Torch {
     fn of(module: &Bound<'_, PyAny>) -> PyResult<Arc<Torch>> {
-        // Nobody waits for the lock: a forked child may find it held for ever, and what it keeps only saves time.
+        // Never blocks on the lock: a forked child may find it held for ever, and the cache only
+        // saves time.
         let known = FOUND.try_lock().ok().and_then(|known| known.clone());
         if let Some(known) = known.filter(|known| known.module.is(module)) {
             return Ok(known);
@@ -67,8 +68,8 @@ impl Torch {
             versioned: OnceLock::new(),
             started: OnceLock::new(),
         });
-        // Not while another thread is in the middle of importing it. What was there is dropped without the lock: that may
-        // run Python.
+        // Not while another thread is in the middle of importing it. The old value is dropped
+        // without the lock: its drop may run Python code.
         let before = if complete {
             FOUND
                 .try_lock()
@@ -81,7 +82,8 @@ impl Torch {
         Ok(torch)
     }
 
-    /// Its part for GPUs, if that is there and at work in this process. To ask it for a stream would start it.
+    /// `torch.cuda`, if it is initialised in this process. A query for a stream would initialise
+    /// it.
     fn at_work<'py>(&self, py: Python<'py>) -> PyResult<Option<&Bound<'py, PyAny>>> {
         let Some(cuda) = self.cuda.as_ref().map(|cuda| cuda.bind(py)) else {
             return Ok(None);
@@ -96,7 +98,8 @@ impl Torch {
         Ok(Some(cuda))
     }
 
-    /// Its current stream on a GPU, 0 for the legacy default one; `None` if it does not use GPUs here.
+    /// Its current stream on a GPU, 0 for the legacy default one; `None` if it does not use GPUs
+    /// here.
     pub fn current_stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<Option<usize>> {
         let Some(cuda) = self.at_work(py)? else {
             return Ok(None);
@@ -113,8 +116,9 @@ impl Torch {
         ))
     }
 
-    /// Whether its current stream is this one and of its pool, whose streams are never destroyed. One that it was given
-    /// (`torch.cuda.ExternalStream`) has its own number for an identity, and its owner may destroy it.
+    /// Whether its current stream is this one and from its pool, whose streams are never destroyed.
+    /// An external stream (`torch.cuda.ExternalStream`) has its own number as its identity, and its
+    /// owner may destroy it.
     pub fn owns(&self, py: Python<'_>, ordinal: u32, stream: usize) -> PyResult<bool> {
         let Some(cuda) = self.at_work(py)? else {
             return Ok(false);
@@ -123,14 +127,14 @@ impl Torch {
         if current.getattr("cuda_stream")?.extract::<usize>()? != stream {
             return Ok(false);
         }
-        // An old one does not tell; a stream that may not last is the safe guess.
+        // An old version does not report it; a stream that may end is the safe assumption.
         let Ok(identity) = current.getattr("stream_id") else {
             return Ok(false);
         };
         Ok(identity.extract::<i64>()? != stream as i64)
     }
 
-    /// As `torch.from_dlpack`, on an object that notes how it is asked.
+    /// As `torch.from_dlpack`, on an object that records the requests.
     fn ask<'py>(&self, py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
         let asked = Bound::new(
             py,
@@ -149,7 +153,8 @@ impl Torch {
         Ok(tensor)
     }
 
-    /// As `torch.from_dlpack`, in fewer steps. `None` where that has to be asked itself.
+    /// As `torch.from_dlpack`, in fewer steps. `None` where `torch.from_dlpack` itself has to be
+    /// called.
     fn import<'py>(&self, py: Python<'py>, memory: &Memory) -> PyResult<Option<Bound<'py, PyAny>>> {
         let Some(&versioned) = self.versioned.get() else {
             return Ok(None);
@@ -164,7 +169,8 @@ impl Torch {
             None
         };
         let capsule = dlpack::export(py, memory, stay, versioned, false)?;
-        // What it refuses is refused in the public function's words, or taken by that if this one has changed.
+        // A refusal is reported by the public function, which may also accept the capsule if this
+        // one has changed.
         Ok(self.of_capsule.bind(py).call1((capsule,)).ok())
     }
 }
@@ -181,7 +187,7 @@ pub fn tensor<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAn
     }
 }
 
-/// Memory of ours that notes which capsules are asked of it.
+/// Memory of this package that records which capsules are requested.
 #[pyclass(frozen, module = "warpipe")]
 #[derive(Debug)]
 struct Asked {

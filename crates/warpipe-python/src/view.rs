@@ -1,4 +1,4 @@
-//! Memory as a tensor: what all wrappers that hold memory can do.
+//! `View`: memory as a tensor, the base of all objects that own memory.
 //! **This module is marked for unsafe**: it writes memory by address.
 
 use std::sync::Arc;
@@ -17,13 +17,14 @@ use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
 use crate::wait::optional;
 
-/// A tensor in memory that is held: what ``view(shape, dtype)`` gives, and what ``Memory``, ``SharedMemory``, ``Buffer``,
-/// ``LentBuffer`` and ``LegacyMemory`` are, as bytes.
+/// A tensor in held memory, as ``view(shape, dtype)`` gives it. ``Memory``, ``SharedMemory``,
+/// ``Buffer``, ``LentBuffer`` and ``LegacyMemory`` are views of their bytes.
 ///
-/// It is an array of any framework: ``torch()``, ``cupy()``, ``jax()``, ``numpy()`` (a copy, of a GPU's memory), or any
-/// consumer of DLPack or ``__cuda_array_interface__``; ``copy_from(tensor)`` takes any in. The memory stays while this
-/// object, a view, or an array made of them lives, and is let go behind the work that the streams of those arrays have been
-/// given by then. Who writes when is for its users to order, with a ``Timeline`` for example.
+/// It is an array of any framework: ``torch()``, ``cupy()``, ``jax()``, ``numpy()`` (a copy of GPU
+/// memory), or any consumer of DLPack or ``__cuda_array_interface__``; ``copy_from(tensor)`` copies
+/// any tensor in. The memory stays while this object, a view, or an array of them lives, and is
+/// released after the work that the streams of those arrays have been given by then. Its users
+/// order their writes, with a ``Timeline`` for example.
 #[pyclass(frozen, subclass, extends = Tensor, module = "warpipe")]
 #[derive(Debug)]
 pub struct View {
@@ -59,7 +60,7 @@ impl View {
         self.tensor.memory()
     }
 
-    /// What is held.
+    /// The held memory.
     pub fn owner(&self) -> Outcome<Arc<MemoryOwner>> {
         match self.memory()?.hold {
             MemoryHolder::Owned(owner) => Ok(owner),
@@ -92,13 +93,14 @@ impl View {
 
 #[pymethods]
 impl View {
-    /// Whether it was given for reading only.
+    /// Whether it is read only.
     #[getter]
     fn read_only(&self) -> bool {
         self.tensor.read_only
     }
 
-    /// The same memory as a tensor of this shape and element type, row-major, from byte ``offset`` on.
+    /// The same memory as a tensor of this shape and element type, row-major, from byte ``offset``
+    /// on.
     ///
     /// Raises ``RangeError``, ``LayoutError``, ``DTypeError``, ``ReleasedError``.
     #[pyo3(signature = (shape, dtype, offset = 0))]
@@ -145,14 +147,15 @@ impl View {
         )
     }
 
-    /// Copies a tensor of the same shape and element type in, on ``stream``, by default the current stream of the tensor's
-    /// framework. It may be changed behind that; of the host's at once. What comes from the host without a stream is there
-    /// when this returns. A tensor that lies in this memory is read before that is written; a GPU takes as much memory again
-    /// for it, for a moment.
+    /// Copies a tensor of the same shape and element type in, on ``stream``, by default the current
+    /// stream of the tensor's framework. The tensor may be changed in that stream's order; a host
+    /// tensor at once. A copy from the host without a stream is complete when this returns. A
+    /// tensor that overlaps this memory is read before the memory is written; a GPU allocates as
+    /// much memory again for that, for a moment.
     ///
-    /// Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``, ``ArgumentError`` for memory that
-    /// was given for reading, ``ReleasedError``, ``DriverError``, ``TimeoutError`` if the work that it is behind takes over
-    /// 10 s; it is done all the same then.
+    /// Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``,
+    /// ``ArgumentError`` for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError``
+    /// if the work before it takes over 10 s; the copy is still done then.
     #[pyo3(signature = (tensor, stream = None))]
     fn copy_from(
         &self,
@@ -185,7 +188,8 @@ impl View {
         }
         owner.admit(py, &Consumer::own(&own))?;
         let is_to_be_awaited = consumer.is_none() && source.is_of_host();
-        // SAFETY: the view's range, which the hold keeps until the streams that it is told of are past the copy.
+        // SAFETY: the view's range. The hold keeps it until the streams that it has recorded are
+        // past the copy.
         let mut range = unsafe {
             Range::new(
                 &self.tensor.device,
@@ -201,11 +205,12 @@ impl View {
         Ok(consumer.map_or(Ok(()), |consumer| consumer.lead(py))?)
     }
 
-    /// Copies bytes of the host to byte ``offset`` (``cuMemcpyHtoDAsync``), in the order of ``stream``; they may be changed
-    /// at once. Without a stream they are there when this returns.
+    /// Copies host bytes to byte ``offset`` (``cuMemcpyHtoDAsync``), in the order of ``stream``;
+    /// they may be changed at once. Without a stream the copy is complete when this returns.
     ///
-    /// Raises ``RangeError``, ``ArgumentError`` for memory that was given for reading, ``ReleasedError``, ``DriverError``,
-    /// ``TimeoutError`` if the work that it is behind takes over 10 s; it is done all the same then.
+    /// Raises ``RangeError``, ``ArgumentError`` for read-only memory, ``ReleasedError``,
+    /// ``DriverError``, ``TimeoutError`` if the work before it takes over 10 s; the copy is still
+    /// done then.
     #[pyo3(signature = (data, offset = 0, stream = None))]
     fn write(
         &self,
@@ -234,7 +239,8 @@ impl View {
             None => py.detach(|| owner.stream().cloned())?,
         };
         owner.admit(py, &Consumer::own(&own))?;
-        // SAFETY: inside of the view's range, which the hold keeps until the stream that it was told of is past the copy.
+        // SAFETY: inside of the view's range. The hold keeps it until the stream that it has
+        // recorded is past the copy.
         let mut range = unsafe { Range::new(&self.tensor.device, memory.lowest + offset, length) };
         py.detach(|| range.write(&own, bytes))?;
         match consumer {
@@ -243,8 +249,8 @@ impl View {
         }
     }
 
-    /// Says that ``stream`` is given work on this memory, which no array tells: it is not let go before that is done. To be
-    /// called before the work is enqueued.
+    /// Records work on this memory on ``stream``, beside that of arrays: the memory is not released
+    /// before the work is done. Call it before the work is enqueued.
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``ReleasedError``.
     fn used_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -254,8 +260,8 @@ impl View {
         )?)
     }
 
-    /// Waits on the CPU until the streams that were given work on this memory are past it, at most ``timeout`` seconds
-    /// (None: as long as it takes).
+    /// Waits on the CPU until the streams that were given work on this memory are past it, at most
+    /// ``timeout`` seconds (None: no limit).
     ///
     /// Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
@@ -263,8 +269,9 @@ impl View {
         self.owner()?.settle(py, optional(timeout, "timeout")?)
     }
 
-    /// Gives up this object's part of the memory, which is let go when no view or array of it is left. With ``stream``, not
-    /// before the work enqueued there so far is done. Releasing twice is no error.
+    /// Gives up this object's part of the memory, which is released when no view or array of it is
+    /// left. With ``stream``, not before the work enqueued there so far is done. Releasing twice is
+    /// no error.
     ///
     /// Raises ``ArgumentError`` for a stream of another device.
     #[pyo3(signature = (stream = None))]
@@ -280,7 +287,8 @@ impl View {
         Ok(())
     }
 
-    /// A JAX array: in place on the host, a copy on a GPU unless ``copy`` is False, as ``Sample.jax``.
+    /// A JAX array: in place on the host, a copy on a GPU unless ``copy`` is False, as
+    /// ``Sample.jax``.
     ///
     /// Raises ``ReleasedError``, ``ImportError``.
     #[pyo3(signature = (*, copy = None))]
@@ -288,7 +296,8 @@ impl View {
         array::jax(slf.as_any(), &slf.get().memory()?, copy)
     }
 
-    /// The elements as bytes in row-major order, copied, once the streams that were given work on them are past it.
+    /// The elements as bytes in row-major order, copied, once the streams that were given work on
+    /// them are past it.
     ///
     /// Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {

@@ -1,4 +1,4 @@
-//! Waits that Ctrl-C ends: in slices, without the interpreter, a look at the signals in between.
+//! Waits that Ctrl-C ends: slices without the interpreter, with a check for signals in between.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -15,7 +15,7 @@ use crate::errors::{Fault, Outcome};
 /// How long a signal may go unseen.
 pub const SLICE: Duration = Duration::from_millis(50);
 
-/// A timeout as an argument: seconds, `None` for as long as it takes, `...` for the endpoint's own.
+/// A timeout argument: seconds, `None` for no limit, `...` for the endpoint's own.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Timeout {
     /// The endpoint's own.
@@ -27,7 +27,7 @@ pub enum Timeout {
 }
 
 impl Timeout {
-    /// The wait itself, with `usual` for the endpoint's own. `None` is for ever.
+    /// The wait itself, with `usual` for the endpoint's own. `None` is no limit.
     pub fn or(self, usual: Option<Duration>) -> Option<Duration> {
         match self {
             Timeout::Usual => usual,
@@ -54,7 +54,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Timeout {
 /// `value` seconds as a duration.
 pub fn seconds(value: f64, argument: &str) -> PyResult<Duration> {
     let allowed = "a number of seconds from 0, or None to wait as long as it takes";
-    // As Python writes it: not three hundred digits of one that is far too large.
+    // As Python formats it: not three hundred digits of a value that is far too large.
     Duration::try_from_secs_f64(value)
         .map_err(|_| Fault::argument(argument, format!("{value:?}"), allowed).into())
 }
@@ -64,8 +64,8 @@ pub fn optional(value: Option<f64>, argument: &str) -> PyResult<Option<Duration>
     value.map(|value| seconds(value, argument)).transpose()
 }
 
-/// Repeats `look`, which waits no longer than it is told, until it gives something or `timeout` has passed; then
-/// `None`. The interpreter is free meanwhile, and signals are seen.
+/// Repeats `look`, which waits no longer than its argument, until it gives something or `timeout`
+/// has passed; then `None`. The interpreter is released meanwhile, and signals are handled.
 pub fn in_slices<T: Send>(
     py: Python<'_>,
     timeout: Option<Duration>,
@@ -84,8 +84,9 @@ pub fn in_slices<T: Send>(
     }
 }
 
-/// [`in_slices`], for looks that may have to wait longer, for another process's answer, and ask meanwhile, while no lock is
-/// held, whether they are called off. What such a look gives all the same is dropped.
+/// [`in_slices`], for looks that may wait longer, for another process's answer. Such a look checks
+/// meanwhile, while no lock is held, whether it is cancelled. A result after the cancellation is
+/// dropped.
 pub fn in_slices_that_ask<T: Send>(
     py: Python<'_>,
     timeout: Option<Duration>,
@@ -114,17 +115,17 @@ pub fn in_slices_that_ask<T: Send>(
     }
 }
 
-/// How long a thread waits for another one of its process that the driver holds up.
+/// The limit of a wait for another thread of this process that the driver blocks.
 const HELD_UP: Duration = Duration::from_secs(10);
 
-/// [`once`], for a step that only another thread's call holds up: `what` it is called.
+/// [`once`], for a step that only another thread's call can block: `what` is its name in errors.
 pub fn in_turn<T: Send>(
     py: Python<'_>,
     what: &str,
     wait_for_turn: impl Fn(Duration) -> Outcome<bool> + Send + Sync,
     step: impl FnMut() -> Outcome<Option<T>> + Send,
 ) -> PyResult<T> {
-    // What goes wrong with the wait, the step says.
+    // An error of the wait is also the step's, which reports it.
     let done = once(
         py,
         Some(HELD_UP),
@@ -139,10 +140,10 @@ pub fn in_turn<T: Send>(
     })?)
 }
 
-/// The last step of a wait that takes something: a signal that arrived meanwhile is seen before the caller has `found`,
-/// and if its handler raises, `put_back` makes it the next one to be taken.
+/// The last step of a wait that takes something: a signal that arrived meanwhile is handled before
+/// the caller has `found`, and if its handler raises, `put_back` makes it the next one to be taken.
 ///
-/// The interpreter looks at signals again once the caller has it, as after any call.
+/// The interpreter checks signals again once the caller has it, as after any call.
 pub fn hand_over<T>(py: Python<'_>, found: T, put_back: impl FnOnce(T)) -> PyResult<T> {
     match py.check_signals() {
         Ok(()) => Ok(found),
@@ -153,9 +154,10 @@ pub fn hand_over<T>(py: Python<'_>, found: T, put_back: impl FnOnce(T)) -> PyRes
     }
 }
 
-/// Repeats a step that cannot be undone until it is done or `timeout` has passed; then `None`. `wait_for_room` waits, no
-/// longer than it is told, until the step need not wait, and says whether that is so; `step` does not wait. Signals are
-/// seen before each step and never after the one that succeeds: an interrupted wait has done nothing.
+/// Repeats a step that cannot be undone until it is done or `timeout` has passed; then `None`.
+/// `wait_for_room` waits, no longer than its argument, until the step need not wait, and returns
+/// whether that is so; `step` does not wait. Signals are handled before each step and never after
+/// the one that succeeds: an interrupted wait has done nothing.
 pub fn once<T: Send>(
     py: Python<'_>,
     timeout: Option<Duration>,
@@ -176,12 +178,12 @@ pub fn once<T: Send>(
     }
 }
 
-/// Told to a call that goes on elsewhere when nobody waits for it any more.
+/// Cancels a call on another thread that no caller waits for any more.
 #[derive(Debug)]
 pub struct CallOff(Arc<AtomicBool>);
 
 impl CallOff {
-    /// For calls of the library's that look at it themselves.
+    /// The flag, for library calls that check it themselves.
     pub fn flag(&self) -> &AtomicBool {
         &self.0
     }
@@ -197,8 +199,9 @@ impl Drop for CallOff {
     }
 }
 
-/// Has `call` made on a thread of its own, which may wait for another process for long, while this one looks at signals, and
-/// whether it `goes_on`. A wait that ends before leaves the call to end by itself: what it gives then is dropped there.
+/// Runs `call`, which may wait for another process for long, on a thread of its own, while this
+/// thread checks for signals and whether it `goes_on`. A wait that ends before leaves the call to
+/// end by itself; its result is dropped there.
 pub fn legacy_view<T: Send + 'static>(
     py: Python<'_>,
     thread: &str,
@@ -231,7 +234,7 @@ pub fn legacy_view<T: Send + 'static>(
         .ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
 }
 
-/// A call of the library's that asks another process, and waits for its answer however long that takes.
+/// A library call that waits for another process's answer without a limit of its own.
 pub fn asking<T: Send + 'static>(
     py: Python<'_>,
     call: impl FnOnce() -> Result<T, Error> + Send + 'static,
@@ -239,8 +242,8 @@ pub fn asking<T: Send + 'static>(
     legacy_view(py, "warpipe-asks", || Ok(()), |_| Ok(call()?))
 }
 
-/// Opens what another process keeps, waiting up to `wait` (None: as long as it takes) for that to be there. `open` waits no
-/// longer for that than it is told.
+/// Opens another process's endpoint, waiting up to `wait` (None: no limit) until it exists. `open`
+/// waits no longer than its argument.
 pub fn attach<T: Send + 'static>(
     py: Python<'_>,
     wait: Option<Duration>,
@@ -264,7 +267,7 @@ pub fn attach<T: Send + 'static>(
     )
 }
 
-/// A call's own timeout as nothing found yet.
+/// Converts a call's own timeout to `None`.
 pub fn none_if_late<T>(result: Result<T, Error>) -> Outcome<Option<T>> {
     match result {
         Ok(found) => Ok(Some(found)),

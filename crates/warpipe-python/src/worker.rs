@@ -1,4 +1,4 @@
-//! A worker as Python holds it.
+//! `Worker`: takes jobs of a queue.
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
@@ -16,18 +16,22 @@ use crate::stream::stream_of;
 use crate::subscriber::end_if_graceful;
 use crate::wait::{SLICE, Timeout, attach, optional, seconds};
 
-/// Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or ``async for``.
+/// Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or
+/// ``async for``.
 ///
-/// ``device``: what it works with, in whose memory the results lie (default: the first GPU, else the host). ``wait``:
-/// seconds to wait for the queue to be there, None for as long as it takes (default: not at all). ``timeout``: seconds to
-/// wait for a job (default: None, as long as it takes). ``answer_timeout``: seconds that an answer may wait for the owner to
-/// release earlier results, and for memory. ``memory_limit``: bytes of device memory for results. ``stream``: the stream to
-/// lease on; by default one of its own, and every array made of a lease orders its own stream behind the data.
+/// ``device``: the device it works with, and of the results' memory (default: the first GPU, else
+/// the host). ``wait``: seconds to wait until the queue exists, None for no limit (default: not at
+/// all). ``timeout``: seconds to wait for a job (default: None, no limit). ``answer_timeout``:
+/// seconds that an answer may wait for the owner to release earlier results, and for memory.
+/// ``memory_limit``: bytes of device memory for results. ``stream``: the stream to lease on; by
+/// default one of its own, and every array made of a lease orders its own stream after the data.
 ///
-/// One thread at a time leases; others wait for their turn. Leases may go anywhere. ``close()``, or the end of a ``with``
-/// block: jobs that it was given and has not leased go to others; those that are leased can still be answered.
+/// One thread at a time leases; other threads wait. Leases may be used on any thread. ``close()``,
+/// or the end of a ``with`` block: jobs that it has not leased go to other workers; leased jobs can
+/// still be answered.
 ///
-/// Raises ``NoPublisherError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``, ``PeerAccessError``, ``DeviceError``.
+/// Raises ``NoPublisherError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
+/// ``PeerAccessError``, ``DeviceError``.
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Worker", weakref)]
 #[derive(Debug)]
 pub struct Worker {
@@ -79,7 +83,7 @@ impl Worker {
         let builder = warpipe::Worker::builder(queue)
             .domain(&domain)
             .device(&device)
-            // In slices, in between which signals are seen.
+            // In slices, with a look at the signals in between.
             .timeout(patience.unwrap_or(SLICE).min(SLICE))
             .memory_limit(memory_limit)
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
@@ -117,7 +121,7 @@ impl Worker {
         &self.inbox.name
     }
 
-    /// The process that owns the queue.
+    /// The process id of the queue's owner.
     #[getter]
     fn queue_pid(&self) -> i32 {
         self.queue_pid
@@ -129,21 +133,22 @@ impl Worker {
         Device::of(&self.context.device)
     }
 
-    /// Whether it has been closed.
+    /// Whether the worker is closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
         Ok(self.inbox.is_closed()?)
     }
 
-    /// How many seconds a wait lasts that is asked for with this timeout; None for as long as it takes.
+    /// The default limit of a wait, in seconds; None for no limit.
     #[pyo3(text_signature = "($self, timeout)")]
     fn _limit(&self, timeout: Timeout) -> Option<f64> {
         self.inbox.limit(timeout)
     }
 
-    /// Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: as long as it takes).
+    /// Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: no limit).
     ///
-    /// Raises ``TimeoutError``; ``QueueGoneError``; ``ProtocolError``, ``ClosedError``, ``DriverError``.
+    /// Raises ``TimeoutError``; ``QueueGoneError``; ``ProtocolError``, ``ClosedError``,
+    /// ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn lease(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Lease>> {
         self.next_within(py, timeout.or(self.inbox.timeout))
@@ -159,8 +164,8 @@ impl Worker {
         })
     }
 
-    /// A descriptor that is readable when ``try_lease`` is worth a call (an epoll descriptor, which nests). Lease until it
-    /// gives None before waiting on it.
+    /// A descriptor that is readable when ``try_lease`` is worth a call (an epoll descriptor, which
+    /// nests). Lease until it gives None before waiting on it.
     ///
     /// Raises ``ClosedError``.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
@@ -177,7 +182,7 @@ impl Worker {
         slf
     }
 
-    /// The next job; the iteration ends when the queue says goodbye.
+    /// The next job; the iteration ends when the queue closes gracefully.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Lease>> {
         self.next_within(py, self.inbox.timeout)
             .map_err(end_if_graceful)

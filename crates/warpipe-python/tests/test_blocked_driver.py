@@ -76,7 +76,8 @@ def given_up(name):
     del globals()[name]
 """
 
-# What is prepared while the stream is idle, the call, and what is prepared once it waits and can take more.
+# What is prepared while the stream is idle, the call, and what is prepared once it waits and can
+# take more.
 ROWS = {
     "Stream.is_idle": ("", "stream.is_idle()"),
     "Stream.wait_for": ("", "stream.wait_for(other)"),
@@ -176,7 +177,8 @@ begun.wait()
 before = ticks[0]
 while ticks[0] < before + 100:
     time.sleep(0.001)
-# Not `held`, which some rows have: to drop their publisher may take a call that the full queue holds up, too.
+# Not `held`, which some rows have: to drop their publisher may take a call that the full queue
+# holds up, too.
 was_held_up = not ended.is_set()
 owner.signal(1)
 assert ended.wait(60), "the call does not return"
@@ -207,8 +209,8 @@ def test_a_call_that_a_full_launch_queue_holds_up_lets_other_threads_go_on(place
     print(done.stdout)
 
 
-# What a full launch queue holds up, on another thread; a call of the same endpoint that waits for that; and whether the call
-# has done anything.
+# What a full launch queue holds up, on another thread; a call of the same endpoint that waits for
+# that; and whether the call has done anything.
 BEHIND = {
     "Publisher.send": (
         "publisher, subscriber = warpipe.Publisher('a', timeout=patience, **both), warpipe.Subscriber('a', **both);"

@@ -106,7 +106,8 @@ def test_drop_oldest_keeps_the_newest_and_counts_what_is_lost(open_publisher, op
     publisher, subscriber = open_publisher(policy="drop_oldest", depth=2), open_subscriber()
     stream = warpipe.Stream(device)
     for number in range(5):
-        # Filled on this stream alone: a copy from the host would be on the publisher's, and so would be the sample's word.
+        # Filled on this stream alone: a copy from the host would be on the publisher's, and so
+        # would be the sample's word.
         loan = publisher.loan(1, "uint64")
         _warpipe._slow_fill(loan, stream, number, 0.0)
         loan.send(stream)

@@ -229,8 +229,8 @@ def test_a_stream_of_cupys_may_end_before_what_was_made_on_it(link, device):
         # CuPy's current stream now is another one, which is in no order with the first.
         frame.wait()
         assert float(array.sum()) == 3 << 16
-        # Its stream has gone, unless we keep it; the slot is given back behind it all the same. An array made by the
-        # interface holds the frame itself.
+        # Its stream has gone, unless we keep it; the slot is given back behind it all the same. An
+        # array made by the interface holds the frame itself.
         del array, frame
         gc.collect()
         until(lambda: publisher.subscribers[0].in_flight == 0, "the release")

@@ -126,7 +126,8 @@ def test_what_cannot_be_shared_is_copied_with_the_reason_or_refused(link, tensor
             publisher.send(what, metadata=metadata, zero_copy=True)
         with subscriber.receive() as frame:
             assert not frame.in_place and frame.metadata == (metadata or {})
-            # The tensor's object is kept while it is copied, and the test takes the memory away from under it.
+            # The tensor's object is kept while it is copied, and the test takes the memory away
+            # from under it.
             frame.wait()
         with pytest.raises(BufferError, match=reason):
             publisher.send(what, metadata=metadata, zero_copy="require")

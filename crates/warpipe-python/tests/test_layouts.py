@@ -87,7 +87,8 @@ def test_what_a_subscriber_gets_has_no_negative_strides(link):
     assert all(stride >= 0 for stride in frame.strides)
 
 
-# Of another thread, within one copy: one that held the interpreter would let go of it a few times, for a step each.
+# Of another thread, within one copy: one that held the interpreter would let go of it a few times,
+# for a step each.
 STEPS = 200
 
 

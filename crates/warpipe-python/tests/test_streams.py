@@ -60,7 +60,8 @@ def consumers(device):
 
         def prepare_torch(wanted):
             on_gpu = wanted_on_gpu[id(wanted)] = torch.from_numpy(wanted.view(np.int64)).cuda()
-            # The first launch of a kernel waits for all streams, which would be a wait that the consumer lacks.
+            # The first launch of a kernel waits for all streams, which would be a wait that the
+            # consumer lacks.
             assert (on_gpu == on_gpu).all().item()
 
         by_torch.prepare = prepare_torch

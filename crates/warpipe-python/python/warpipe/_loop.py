@@ -15,7 +15,8 @@ from typing import Protocol, TypeVar
 
 from ._errors import TimeoutError
 
-# A look without having been woken: a publisher that comes back may not ring, nor does an endpoint that is closed here.
+# A look without having been woken: a publisher that comes back may not ring, nor does an endpoint
+# that is closed here.
 LOOK_SECONDS = 0.1
 
 _Found = TypeVar("_Found")
@@ -52,7 +53,8 @@ class _Hub:
     def __init__(self, key: tuple[int, Hashable], loop: asyncio.AbstractEventLoop, doorbell: Doorbell) -> None:
         self._key, self._loop, self._doorbell = key, loop, doorbell
         self._waiting: set[asyncio.Future[None]] = set()
-        # One of its own: the endpoint may be closed meanwhile, and then its number is the next one's.
+        # One of its own: the endpoint may be closed meanwhile, and then its number is the next
+        # one's.
         self._descriptor = os.dup(doorbell.fileno())
         loop.add_reader(self._descriptor, self._ring)
 
@@ -105,7 +107,8 @@ class _Hub:
             self._descriptor = -1
 
 
-# A hub holds its loop and what it is of, so their identities stay their own. A loop that is given up takes its hubs along.
+# A hub holds its loop and what it is of, so their identities stay their own. A loop that is given
+# up takes its hubs along.
 _hubs: weakref.WeakValueDictionary[tuple[int, Hashable], _Hub] = weakref.WeakValueDictionary()
 
 

@@ -15,7 +15,8 @@ from .ours import SPIN_SECONDS
 WARM_UP = 50
 LIMIT_SECONDS = 30.0
 
-# In the order in which they are made, the kernels in between. `dlpack` is an export alone; its capsule is dropped unused.
+# In the order in which they are made, the kernels in between. `dlpack` is an export alone; its
+# capsule is dropped unused.
 BEFORE = ("loan", "array of the loan")
 BEHIND = ("send", "receive", "dlpack", "array of the sample", "release")
 

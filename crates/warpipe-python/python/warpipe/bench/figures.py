@@ -9,7 +9,8 @@ from .arrays import DIRECT, NUMPY, PYTORCH
 from .pair import Outcome
 from .rust import Rust
 
-# torch.multiprocessing over warpipe: at least this. Time-sliced contexts cost both two switches a round trip.
+# torch.multiprocessing over warpipe: at least this. Time-sliced contexts cost both two switches a
+# round trip.
 RATIO_WANTED = 10.0
 RATIO_WANTED_TIME_SLICED = 1.25
 # Microseconds that Python may add to the Rust library's round trip.

@@ -46,7 +46,8 @@ def cases(source: warpipe.Memory, nbytes: int) -> dict[str, Lying]:
     for row in ROWS:
         count = nbytes // row
         found[f"rows of {row} B, in two dimensions"] = Lying(source, (count, row), (2 * row, 1))
-        # As long rows as far apart, in 16 parts with a row more between them, so that no two dimensions are one.
+        # As long rows as far apart, in 16 parts with a row more between them, so that no two
+        # dimensions are one.
         part = count // 16 - 2
         if part > 1:
             plane = (part + 1) * 2 * row

@@ -17,7 +17,8 @@ from typing import Any, Iterator, Literal
 from .arrays import HEAD, Arrays, Missing, arrays_of
 from .contest import Contestant, Side, check, elements
 
-# PyTorch's tensors are ordered by at most 1000 events of one storage's sending; a run stays below that.
+# PyTorch's tensors are ordered by at most 1000 events of one storage's sending; a run stays below
+# that.
 TRIPS_MAX = 1000
 
 # Seconds a process may take to import a framework, make a context and load its kernels.
@@ -255,7 +256,8 @@ def _told(control: Connection) -> Iterator[None]:
     with contextlib.suppress(EOFError, OSError):
         if last:
             control.send(last)
-        # Until the other has ended, too: this process's memory stays as long as somebody may look at it.
+        # Until the other has ended, too: this process's memory stays as long as somebody may look
+        # at it.
         control.recv()
 
 
@@ -264,7 +266,8 @@ class _Leader:
 
     def __init__(self, player: Contestant, arrays: Arrays) -> None:
         self.player, self.arrays = player, arrays
-        # The head of the last tensor received. Nobody else keeps it: a contestant may lend a few only.
+        # The head of the last tensor received. Nobody else keeps it: a contestant may lend a few
+        # only.
         self.theirs: Any = arrays.zeros(HEAD)
         self.awaited_ns: list[int] = []
 
