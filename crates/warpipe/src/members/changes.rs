@@ -1,4 +1,5 @@
-//! What is told and not yet heard: bounded, and nobody who is told of here, or who does not listen, holds up the watch.
+//! The queue of changes that are not yet taken. It is bounded, and neither a hostile member nor a
+//! slow listener holds up the watch.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,16 +10,17 @@ use super::{Change, MEMBERS_MAX, MemberInfo};
 use crate::error::Result;
 use crate::runtime::doorbell::LocalDoorbell;
 
-/// Changes that wait. More than twice the members: whatever can be merged has been merged before this is not enough.
+/// The most changes that wait. This is more than twice the members: merging always brings the queue
+/// below it.
 const CHANGES_MAX: usize = 4 * MEMBERS_MAX;
 
-/// What is called with each change.
+/// Called with each change.
 pub(super) type Callback = Box<dyn FnMut(&Change) + Send>;
 
-/// What is called once a member has died.
+/// Called once a member has died.
 pub(super) type Cleanup = Box<dyn FnOnce(&MemberInfo) + Send>;
 
-/// Changes on their way to who takes them.
+/// Changes on their way to the caller or the callbacks.
 pub(super) struct ChangeQueue {
     state: Mutex<ChangeQueueState>,
     changed: Condvar,
@@ -50,13 +52,13 @@ impl ChangeQueue {
         self.changed.notify_all();
     }
 
-    /// Leaves a clean-up to the thread of the callbacks.
+    /// Queues a clean-up for the callback thread.
     pub(super) fn push_cleanup(&self, cleanup: Cleanup, of: MemberInfo) {
         self.lock().cleanups.push_back((cleanup, of));
         self.changed.notify_all();
     }
 
-    /// The next change, once there is one; `None` when `timeout` has run out or the watch has ended.
+    /// The next change; `None` when `timeout` has passed or the watch has ended.
     pub(super) fn take(&self, timeout: Duration) -> Option<Change> {
         let start = Instant::now();
         let mut state = self.lock();
@@ -79,7 +81,7 @@ impl ChangeQueue {
         }
     }
 
-    /// Puts back a change that was taken and not used: the next one to be taken.
+    /// Puts back a taken change, to be taken next.
     pub(super) fn put_back(&self, change: Change) {
         let mut state = self.lock();
         if state.is_closed {
@@ -94,7 +96,7 @@ impl ChangeQueue {
         self.lock().merged
     }
 
-    /// Nothing more will come, and what waits is not told.
+    /// Ends the queue: changes that wait are dropped.
     pub(super) fn close(&self) {
         let mut state = self.lock();
         state.is_closed = true;
@@ -107,8 +109,8 @@ impl ChangeQueue {
         drop(dropped);
     }
 
-    /// Calls whoever is to be called, until the queue is closed. A panic of theirs ends their call and nothing else (the
-    /// panic hook has shown it).
+    /// Runs callbacks and clean-ups until the queue is closed. A panic in one ends that call alone
+    /// (the panic hook has shown it).
     pub(super) fn serve(self: Arc<Self>, mut callbacks: Vec<Callback>) {
         while let Some(task) = self.next_task(!callbacks.is_empty()) {
             match task {
@@ -124,7 +126,7 @@ impl ChangeQueue {
         }
     }
 
-    /// Clean-ups come before changes: who hears of a death finds them done.
+    /// Clean-ups come before changes: they are done when a death is reported.
     fn next_task(&self, has_callbacks: bool) -> Option<CallbackTask> {
         let mut state = self.lock();
         loop {
@@ -159,7 +161,7 @@ impl ChangeQueueState {
         if self.changes.len() >= most {
             let before = self.changes.len();
             self.merge();
-            // Only members that lie about their incarnations come this far.
+            // Only members that lie about their incarnations reach this limit.
             while self.changes.len() >= most {
                 self.changes.pop_front();
             }
@@ -168,8 +170,9 @@ impl ChangeQueueState {
         self.changes.push_back(change);
     }
 
-    /// Leaves out what nobody needs to hear any more: that a heartbeat stood still and went on, and who has come and gone
-    /// meanwhile. What is left is at most one change for each member that is there, and one for each that was heard of.
+    /// Drops changes that later ones cancel: a heartbeat that stalled and recovered, and members
+    /// that joined and left meanwhile. At most one change remains for each member that is present,
+    /// and one for each member that was reported.
     fn merge(&mut self) {
         self.changes.retain(|change| !change.is_of_heartbeat());
         let generations = |which: fn(&Change) -> bool| -> std::collections::HashSet<[u8; 16]> {

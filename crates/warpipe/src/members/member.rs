@@ -1,4 +1,4 @@
-//! The member's side: a name, an answer, a heartbeat.
+//! The member's side: its name, its answers, its heartbeat.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -15,7 +15,7 @@ use crate::ipc::{
 };
 use crate::shm::page::{PAGE_BYTES, SharedPage};
 
-/// This process as a member of a domain; dropped, it leaves.
+/// This process as a member of a domain. The drop leaves the domain.
 #[derive(Debug)]
 pub struct Member {
     server: IpcServer,
@@ -24,23 +24,27 @@ pub struct Member {
 }
 
 impl Member {
-    /// Takes the endpoint `members/NAME` (`bind(2)` under an `fcntl(2)` lock) and answers whoever watches the domain, until
-    /// it is dropped. A process may be several members.
+    /// Takes the endpoint `members/NAME` (`bind(2)` under an `fcntl(2)` lock) and answers each
+    /// watch of the domain, until it is dropped. A process may be several members.
     ///
-    /// `name` is 1 to 72 bytes, as an [`EndpointName`](crate::EndpointName); `role` says what the process does, to people
-    /// and to programs: up to [`ROLE_BYTES_MAX`](super::ROLE_BYTES_MAX) bytes, or empty.
+    /// `name` is 1 to 72 bytes, as an [`EndpointName`](crate::EndpointName). `role` tells people
+    /// and programs the purpose of the process: up to [`ROLE_BYTES_MAX`](super::ROLE_BYTES_MAX)
+    /// bytes, or empty.
     ///
     /// # Errors
-    /// [`Error::NameTaken`](crate::Error::NameTaken) while a living process has the name (a dead one's is free at once);
-    /// [`Error::Name`](crate::Error::Name), [`Error::Argument`](crate::Error::Argument) for a role that cannot be;
-    /// [`Error::ForeignFile`](crate::Error::ForeignFile) where something else has its place.
+    /// [`Error::NameTaken`](crate::Error::NameTaken) while a living process has the name (a dead
+    /// one's is free at once); [`Error::Name`](crate::Error::Name),
+    /// [`Error::Argument`](crate::Error::Argument) for an invalid role;
+    /// [`Error::ForeignFile`](crate::Error::ForeignFile) where a file of another kind has its
+    /// place.
     ///
     /// ```
     /// # use warpipe::{Domain, Error, Member};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-join-{}", std::process::id()));
     /// # let domain = Domain::at(&folder)?;
     /// let trainer = Member::join(&domain, "trainer/0", "trainer")?;
-    /// assert!(matches!(Member::join(&domain, "trainer/0", "impostor"), Err(Error::NameTaken { .. })));
+    /// let second = Member::join(&domain, "trainer/0", "impostor");
+    /// assert!(matches!(second, Err(Error::NameTaken { .. })));
     /// # drop(trainer); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), Error>(())
     /// ```
@@ -72,12 +76,12 @@ impl Member {
         })
     }
 
-    /// What it joined as.
+    /// The name that it joined under.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What it says that it does.
+    /// The role that it declares.
     pub fn role(&self) -> &str {
         &self.heartbeat.introduction.role
     }
@@ -88,7 +92,7 @@ impl Member {
     }
 }
 
-/// What is behind the name.
+/// Serves the name: introduction and heartbeat page.
 #[derive(Debug)]
 struct HeartbeatSource {
     page: SharedPage,

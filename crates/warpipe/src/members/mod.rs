@@ -1,12 +1,14 @@
-//! Who is in a domain, and what becomes of them: lifelines for deaths, a shared word for heartbeats.
+//! The members of a domain and their fates: lifelines prove deaths, a shared word carries
+//! heartbeats.
 //!
-//! A [`Member`] holds the endpoint `members/NAME` and writes a heartbeat, every 200 ms, into a page that it hands to
-//! whoever asks. [`Members`] follows the domain's directory (`inotify(7)`), visits each member, and tells of every
-//! [`Change`]. There is no registrar whose death would matter: each watch sees for itself.
+//! A [`Member`] holds the endpoint `members/NAME` and writes a heartbeat, every 200 ms, into a page
+//! that it shares with each watch. [`Members`] follows the domain's directory (`inotify(7)`),
+//! connects to each member, and reports every [`Change`]. There is no central registrar: each watch
+//! observes the members itself.
 //!
-//! Two different things are told. *Stalled* is what a heartbeat says, and it is for people: a stopped, hung or starved
-//! process may go on the next moment, so nothing may be taken from it. *Died* is what the kernel says: the process's
-//! lifeline has ended, its devices do nothing more for it.
+//! Two states differ. *Stalled* comes from the heartbeat and is for people: a stopped, hung or
+//! starved process may continue at any moment, so no resource may be reclaimed from it. *Died*
+//! comes from the kernel: the process's lifeline has ended, and its devices do no more work for it.
 //!
 //! ```
 //! use std::time::Duration;
@@ -17,7 +19,8 @@
 //! let member = Member::join(&domain, "worker-1", "worker")?;
 //!
 //! let joined = members.changes(Duration::from_secs(10))?;
-//! assert!(matches!(joined, Some(Change::Joined(who)) if who.name == "worker-1" && who.role == "worker"));
+//! let Some(Change::Joined(joined)) = joined else { panic!("{joined:?}") };
+//! assert_eq!((&*joined.name, &*joined.role), ("worker-1", "worker"));
 //! assert_eq!(members.list()?.len(), 1);
 //!
 //! drop(member);
@@ -28,11 +31,11 @@
 //!
 //! # What comes back when a member dies
 //!
-//! * Its names: a watch removes the sockets and lock files that the dead process left anywhere in the domain (see
-//!   [`MembersBuilder::clean`]), so that a successor finds them free.
-//! * What was registered for it with [`Members::on_death_of`].
-//! * Its samples, memory, permits and jobs come back without this module: who shares them with the dead process sees the
-//!   same proof, and takes them back then.
+//! * Its names: a watch removes the sockets and lock files that the dead process left anywhere in
+//!   the domain (see [`MembersBuilder::clean`]), so that a successor can take them.
+//! * The clean-ups that are registered for it with [`Members::on_death_of`].
+//! * Its samples, memory, permits and jobs come back without this module: each process that shares
+//!   them sees the same proof, and reclaims them then.
 
 mod changes;
 mod member;
@@ -54,72 +57,78 @@ use crate::ipc::domain::{Author, EndpointName};
 
 crate::ipc::messages!(Introduction);
 
-/// The most members that one watch follows; further names wait until there is room.
+/// The most members that one watch follows. Further names wait until there is room.
 pub const MEMBERS_MAX: usize = 1024;
 
-/// The longest role.
+/// The longest role, in bytes.
 pub const ROLE_BYTES_MAX: usize = 64;
 
-/// Where members' names live.
+/// The directory of members' names.
 const FOLDER: &str = "members/";
 
-/// The word, in a member's page, that it writes the time into.
+/// The offset of the heartbeat word in a member's page: the member writes the time there.
 const HEARTBEAT: usize = 0;
 
-/// What a member answers to a watch, with the descriptor of its page.
+/// A member's answer to a watch. The descriptor of its page goes with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Introduction {
     role: String,
-    /// As it knows itself, and writes itself into its lock files.
+    /// Its process as it sees itself, and as it writes itself into its lock files.
     author: Author,
     since_ns: u64,
     page_bytes: u32,
 }
 
-/// A member, as a watch knows it.
+/// A member as a watch sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemberInfo {
-    /// What it joined as; its endpoint is `members/NAME`.
+    /// The name that it joined under. Its endpoint is `members/NAME`.
     pub name: String,
-    /// What it says that it does. Empty while it has not answered yet: it was stopped before this watch began.
+    /// The role that it declares. Empty while it has not answered yet: it was stopped before this
+    /// watch began.
     pub role: String,
-    /// Its process id as this process sees it, asked of the kernel; 0 where this PID namespace does not have it.
+    /// Its process id as this process sees it, from the kernel; 0 if this PID namespace does not
+    /// contain it.
     pub pid: i32,
-    /// Its user, asked of the kernel.
+    /// Its user id, from the kernel.
     pub uid: u32,
-    /// [`Alive`](PeerState::Alive), [`Stalled`](PeerState::Stalled) or [`Suspect`](PeerState::Suspect) in a list; in a
-    /// change also [`Leaving`](PeerState::Leaving) (it has left) and [`Dead`](PeerState::Dead).
+    /// [`Alive`](PeerState::Alive), [`Stalled`](PeerState::Stalled) or
+    /// [`Suspect`](PeerState::Suspect) in a list; in a change also [`Leaving`](PeerState::Leaving)
+    /// (it has left) and [`Dead`](PeerState::Dead).
     pub state: PeerState,
-    /// How long its heartbeat has been silent.
+    /// The time since its last heartbeat.
     pub silent_for: Duration,
-    /// When it joined, as it says, in nanoseconds of [`clock::now_ns`](crate::clock::now_ns). 0 before it has answered.
+    /// The time at which it joined, by its own account, in nanoseconds of
+    /// [`clock::now_ns`](crate::clock::now_ns). 0 before it has answered.
     pub since_ns: u64,
-    /// This incarnation: another one each time that somebody joins under the name. Zeros before it has answered.
+    /// This incarnation: each join under the name has another one. Zeros before it has answered.
     pub generation: [u8; 16],
-    /// The endpoints that its process holds in the domain. In [`Change::Died`] those that it left and that this watch
-    /// removed; in other changes none.
+    /// The endpoints that its process holds in the domain. In [`Change::Died`], the endpoints that
+    /// it left and that this watch removed; empty in other changes.
     pub endpoints: Vec<EndpointName>,
 }
 
-/// What became of a member. [`Joined`](Change::Joined) and its end are told once for each incarnation.
+/// A change of a member's state. [`Joined`](Change::Joined) and the member's end are reported once
+/// for each incarnation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Change {
-    /// It is there.
+    /// It has joined.
     Joined(MemberInfo),
-    /// Its heartbeat has stood still for a second in which the watch itself ran. It may be back the next moment.
+    /// Its heartbeat has stalled for a second in which the watch itself ran. It may recover at any
+    /// moment.
     Stalled(MemberInfo),
-    /// Its heartbeat is back.
+    /// Its heartbeat has recovered.
     Recovered(MemberInfo),
-    /// It has said goodbye. Its process may live on.
+    /// It has closed gracefully. Its process may be alive.
     Left(MemberInfo),
-    /// Its process is proven dead, and what it left in the domain is removed.
+    /// Its process is proven dead, and its files in the domain are removed.
     Died(MemberInfo),
 }
 
 impl Change {
-    /// Whose.
+    /// The member that changed.
     pub fn member(&self) -> &MemberInfo {
         match self {
             Change::Joined(member)
@@ -144,7 +153,7 @@ fn endpoint(name: &str) -> Result<EndpointName> {
     EndpointName::new(&format!("{FOLDER}{name}"))
 }
 
-/// The member's name in an endpoint's, if that is one.
+/// The member's name in an endpoint's name, if the endpoint is a member's.
 fn member_name(endpoint: &EndpointName) -> Option<&str> {
     endpoint.as_str().strip_prefix(FOLDER)
 }
@@ -163,7 +172,7 @@ fn check_role(role: &str) -> Result<()> {
 }
 
 impl Introduction {
-    /// What a peer sent, once it is seen to be what a member may say.
+    /// Checks that a peer's introduction is one that a member may send.
     fn check(self, name: &str) -> Result<Introduction> {
         let wrong = |field, found: String, allowed: String| {
             Err(Error::Protocol {

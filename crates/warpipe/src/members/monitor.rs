@@ -1,5 +1,5 @@
-//! The thread that follows a domain: who comes is visited, who goes is told of, and nobody who stays silent is waited
-//! for.
+//! The thread that follows a domain: it connects to new members, reports changes, and waits for no
+//! silent peer.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -19,10 +19,11 @@ use crate::ipc::{Address, Kind, PendingSession, SessionObserver};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::{STALLED_AFTER, TICK};
 
-/// How often the directory is looked at even though it told nothing: for who was too busy, or too many, before.
+/// How often the directory is read without a notification, for members that were busy or over the
+/// limit before.
 const RESCAN_INTERVAL: Duration = Duration::from_secs(2);
 
-/// What a watch's threads and its owner share.
+/// The state that a watch's threads and its owner share.
 pub(super) struct WatchShared {
     pub(super) domain: Domain,
     pub(super) table: Mutex<MemberTable>,
@@ -35,7 +36,7 @@ pub(super) struct WatchShared {
     cleans: bool,
 }
 
-/// What the library's reactor saw of a member.
+/// An event on a member's session, seen by the library's reactor.
 enum SessionEvent {
     Ended { graceful: bool },
     Dead,
@@ -65,13 +66,15 @@ impl WatchShared {
         self.doorbell.ring();
     }
 
-    /// Waits until everybody who was there at the beginning has answered, or had time to.
+    /// Waits until each member that was present at the start has answered, or its time to answer
+    /// has passed.
     pub(super) fn wait_until_settled(&self) {
         let settled = self
             .is_settled
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        // Bounded by the monitor: this limit is for a machine on which it does not run at all.
+        // The monitor bounds this wait. The limit covers a machine on which the monitor does not
+        // run at all.
         let limit = 10 * STALLED_AFTER;
         drop(
             self.settled
@@ -94,7 +97,7 @@ impl WatchShared {
     }
 }
 
-/// What one member's visit hears, on the library's reactor thread: it leaves a note and goes.
+/// Receives the events of one member's session on the library's reactor thread, and queues them.
 struct SessionListener {
     id: u64,
     shared: Weak<WatchShared>,
@@ -171,12 +174,13 @@ impl DirectoryMonitor {
                 self.next_scan = Instant::now();
             }
         }
-        // Goodbyes are said here, and not by whoever drops the watch last.
+        // The sessions close here, not on the thread that drops the watch last.
         let table = std::mem::take(&mut *self.shared.table());
         drop(table);
     }
 
-    /// Sleeps until something speaks, or the next tick; whether the directory did.
+    /// Sleeps until a descriptor is readable, or the next tick. Returns whether the directory has
+    /// changed.
     fn sleep(&self) -> bool {
         let doorbell = &self.shared.doorbell;
         let mut descriptors = vec![
@@ -196,7 +200,7 @@ impl DirectoryMonitor {
         } else {
             until_scan.min(until_tick)
         };
-        // Failing, it can only have been interrupted.
+        // A failed poll can only have been interrupted.
         let _ = rustix::event::poll(&mut descriptors, Some(&timespec(limit)));
         doorbell.drain();
         !descriptors[1].revents().is_empty()
@@ -214,8 +218,8 @@ impl DirectoryMonitor {
             match event {
                 SessionEvent::Ended { graceful } => {
                     let change = self.shared.table().ended(id, graceful);
-                    // It may be there still, and another connection do. Not at once: one that grants and closes again and
-                    // again is not to set our pace.
+                    // The member may still be there and accept another connection. The delay keeps
+                    // a peer that accepts and closes in a loop from setting the pace.
                     self.next_scan = self.next_scan.min(Instant::now() + TICK);
                     self.shared
                         .push_changes(change.map(|(change, _entry)| change));
@@ -225,14 +229,15 @@ impl DirectoryMonitor {
         }
     }
 
-    /// Clears up after a proven death, then tells of it.
+    /// Cleans up after a proven death, then reports it.
     fn handle_death(&mut self, id: u64) {
         let Some(mut death) = self.shared.table().died(id) else {
             return;
         };
         drop(death.removed);
         if self.shared.cleans {
-            // What cannot be removed now (a domain of another user's) is what `Domain::clean` is for.
+            // `Domain::clean` removes the files that cannot be removed now, in a domain of another
+            // user.
             death.member.endpoints = self
                 .shared
                 .domain
@@ -247,7 +252,7 @@ impl DirectoryMonitor {
         self.shared.push_changes([Change::Died(death.member)]);
     }
 
-    /// Calls on everybody in the directory who is not known.
+    /// Connects to every unknown name in the directory.
     fn scan_directory(&mut self) {
         self.next_scan = Instant::now() + RESCAN_INTERVAL;
         let Ok(names) = self.shared.domain.names() else {
@@ -289,7 +294,8 @@ impl DirectoryMonitor {
         self.calls.insert(name, call);
     }
 
-    /// Removes what a member left that died before this watch knew it. (After one that is known its own death does.)
+    /// Removes the files of a member that died before this watch knew it. (For a known member,
+    /// `handle_death` does that.)
     fn clear(&self, name: &EndpointName) {
         let domain = &self.shared.domain;
         if !self.shared.cleans || self.shared.table().knows(name) || domain.holder(name).is_some() {
@@ -300,7 +306,7 @@ impl DirectoryMonitor {
         }
     }
 
-    /// Lets in who has answered.
+    /// Admits the members that have answered.
     fn finish_handshakes(&mut self) {
         let heard: Vec<_> = self
             .calls
@@ -318,7 +324,8 @@ impl DirectoryMonitor {
             });
             match admitted {
                 Ok(entry) => self.admit(entry),
-                // No member: another kind, a stranger, or one that went before it answered. The next look knows more.
+                // Not a member: another kind, an unknown listener, or a process that ended before
+                // it answered. The next scan tries again.
                 Err(_) => self.shared.table().overlooked += 1,
             }
         }
@@ -330,7 +337,8 @@ impl DirectoryMonitor {
             id: self.next_id,
             shared: Arc::downgrade(&self.shared),
         });
-        // Before it can be heard that it has ended, it is told of.
+        // The table stays locked until the entry is in it, so the end of the session cannot come
+        // first.
         let mut table = self.shared.table();
         if entry.session().observe(listener).is_err() {
             table.overlooked += 1;

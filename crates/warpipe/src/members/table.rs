@@ -1,4 +1,4 @@
-//! Who is there, as far as a watch knows.
+//! The table of members that a watch knows.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::AtomicU64;
@@ -23,7 +23,7 @@ pub(super) struct MemberEntry {
     pulse: PeerHeartbeat,
     is_stalled: bool,
     is_suspect: bool,
-    /// Dropped last: it says goodbye, and hears no more.
+    /// Dropped last: it closes the session.
     session: ClientSession,
 }
 
@@ -34,32 +34,32 @@ pub(super) struct UnresponsiveMember {
     pub(super) since: Instant,
 }
 
-/// What a proven death leaves to be done.
+/// The work that a proven death leaves.
 pub(super) struct MemberDeath {
     pub(super) member: MemberInfo,
     pub(super) author: Author,
     pub(super) cleanups: Vec<Cleanup>,
-    /// To be dropped where no lock is held.
+    /// Drop it while no lock is held.
     pub(super) removed: MemberEntry,
 }
 
-/// All of them.
+/// All members and unanswered names of a watch.
 #[derive(Default)]
 pub(super) struct MemberTable {
-    /// By a number of this watch's own, counted up.
+    /// By a number that this watch counts up.
     entries: BTreeMap<u64, MemberEntry>,
     pub(super) unresponsive: HashMap<EndpointName, UnresponsiveMember>,
     cleanups: HashMap<String, Vec<Cleanup>>,
     cleanups_count: usize,
-    /// Names under `members/` that the last look could make nothing of.
+    /// Names under `members/` that the last scan could not follow.
     pub(super) overlooked: usize,
 }
 
-/// Clean-ups registered with one watch.
+/// The most clean-ups that are registered with one watch.
 const CLEANUPS_MAX: usize = 4096;
 
 impl MemberEntry {
-    /// What a member brought when it was visited.
+    /// Opens the entry from a member's reply.
     pub(super) fn open(
         name: EndpointName,
         session: ClientSession,
@@ -108,24 +108,25 @@ impl MemberEntry {
 }
 
 impl MemberTable {
-    /// Members and those on the way to be.
+    /// Members and names that have not answered yet.
     pub(super) fn len(&self) -> usize {
         self.entries.len() + self.unresponsive.len()
     }
 
-    /// Whether a member of this name is here, and no suspect.
+    /// Whether a member of this name is present and not suspect.
     pub(super) fn has(&self, name: &EndpointName) -> bool {
         self.entries
             .values()
             .any(|entry| entry.name == *name && !entry.is_suspect)
     }
 
-    /// Whether a member of this name is here, or was until its connection was lost.
+    /// Whether a member of this name is present, or was until its connection was lost.
     pub(super) fn knows(&self, name: &EndpointName) -> bool {
         self.entries.values().any(|entry| entry.name == *name)
     }
 
-    /// Takes in who has answered. One whose connection was lost, and who is the same still, is back without a word.
+    /// Adds a member that has answered. A member whose connection was lost, and whose incarnation
+    /// is the same, returns without a change.
     pub(super) fn admit(&mut self, id: u64, mut entry: MemberEntry) -> Option<Change> {
         let is_same = |other: &MemberEntry| {
             other.name == entry.name
@@ -148,7 +149,8 @@ impl MemberTable {
         told
     }
 
-    /// A member's socket has closed. After a goodbye it is gone; else the proof of its death is waited for.
+    /// A member's socket has closed. After a graceful close the member is gone; else it stays until
+    /// its death is proven.
     pub(super) fn ended(&mut self, id: u64, graceful: bool) -> Option<(Change, MemberEntry)> {
         if !graceful {
             self.entries.get_mut(&id)?.is_suspect = true;
@@ -171,7 +173,7 @@ impl MemberTable {
         })
     }
 
-    /// Refreshes the heartbeat of every member. To be called with each tick.
+    /// Refreshes the heartbeat of every member. Call it with each tick.
     pub(super) fn refresh_heartbeats(&mut self) -> Vec<Change> {
         let mut changes = Vec::new();
         for entry in self.entries.values_mut().filter(|entry| !entry.is_suspect) {
@@ -207,8 +209,8 @@ impl MemberTable {
         Ok(())
     }
 
-    /// Everybody, sorted by name, with what each is found by in lock files. Who has not answered for as
-    /// long as a heartbeat may stand still counts as stalled.
+    /// All members, sorted by name, each with its author for the lock files. A name that has not
+    /// answered for as long as a heartbeat may stand still counts as stalled.
     pub(super) fn list(&self) -> Vec<(MemberInfo, Option<Author>)> {
         let known = self.entries.values().map(|entry| {
             let author = entry.introduction.author;
@@ -241,8 +243,8 @@ impl UnresponsiveMember {
     }
 }
 
-/// Adds what each of them holds in the domain; who has not answered is listed only if the name's lock says that a
-/// process of ours has it, and is no stranger that listens there.
+/// Adds the endpoints that each member holds in the domain. A name that has not answered is listed
+/// only if a process holds the name's lock.
 pub(super) fn with_endpoints(
     list: Vec<(MemberInfo, Option<Author>)>,
     domain: &Domain,
@@ -255,7 +257,8 @@ pub(super) fn with_endpoints(
                 .map(|(_, author)| *author)
         };
         let author = author.or_else(of_name)?;
-        // Of another user's endpoint it is known who listens there alone, by the number that it has here.
+        // Of another user's endpoint only the listener is known, by its process id in this
+        // namespace.
         let here = Some(Author::seen(member.pid)).filter(|here| here.pid > 0);
         let is_its = |holder: Author| holder == author || Some(holder) == here;
         member.endpoints = held

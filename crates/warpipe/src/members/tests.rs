@@ -1,4 +1,4 @@
-//! Members that are not what they seem, played by this process.
+//! Members that misbehave, played by this process.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::AtomicU64;
@@ -14,7 +14,7 @@ use crate::shm::page::{PAGE_BYTES, SharedPage};
 
 const WAIT: Duration = Duration::from_secs(10);
 
-/// Listens under a member's name and answers as it likes.
+/// Listens under a member's name and answers at will.
 struct Impostor {
     domain: Domain,
     listener: OwnedFd,
@@ -56,7 +56,7 @@ impl Impostor {
         }
     }
 
-    /// Accepts a watch and grants it what it came for.
+    /// Accepts a watch and grants it its request.
     fn grant(&self, introduction: &Introduction, generation: [u8; 16]) -> OwnedFd {
         assert!(
             message::wait_readable(self.listener.as_fd(), WAIT),
@@ -96,14 +96,15 @@ fn a_member_whose_socket_closes_while_its_process_lives_is_suspect_and_not_told_
         let members = watching.join().unwrap();
         assert_eq!(joined(&members).name, "impostor");
         drop(socket);
-        // It is called on again, and is the same: nothing is told but that its heartbeat, which never beat, stands still.
+        // The watch connects again, and the incarnation is the same: the only change is that its
+        // heartbeat, which never beat, stalls.
         let socket = impostor.grant(&impostor.introduction(), [7; 16]);
         assert!(matches!(
             members.changes(WAIT).unwrap(),
             Some(Change::Stalled(_))
         ));
         drop(socket);
-        // As another one it has joined; the first is still suspect, for its process lives.
+        // Another incarnation joins; the first is still suspect, for its process is alive.
         let socket = impostor.grant(&impostor.introduction(), [8; 16]);
         assert_eq!(joined(&members).generation, [8; 16]);
         let states: Vec<PeerState> = members.states();

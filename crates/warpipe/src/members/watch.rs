@@ -1,4 +1,4 @@
-//! The watch's owner's side.
+//! The public handle of a watch and its builder.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -13,9 +13,10 @@ use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::Domain;
 
-/// Who is in a domain, followed until this is dropped.
+/// The members of a domain, followed until this is dropped.
 ///
-/// Costs two threads and, for each member, a socket, a pidfd and a page. A watch is no member: nobody sees it.
+/// Costs two threads and, for each member, a socket, a pidfd and a page. A watch is not a member:
+/// no other watch sees it.
 pub struct Members {
     owner_process: OwnerProcess,
     shared: Arc<WatchShared>,
@@ -23,7 +24,7 @@ pub struct Members {
     calls_back: bool,
 }
 
-/// How to watch; from [`Members::builder`].
+/// Settings of a watch; from [`Members::builder`].
 pub struct MembersBuilder {
     domain: Domain,
     callbacks: Vec<Callback>,
@@ -47,21 +48,23 @@ impl std::fmt::Debug for MembersBuilder {
 }
 
 impl MembersBuilder {
-    /// Calls `callback` with each change, one after the other, on a thread of this watch's own. It may take its time and
-    /// may panic (see [`Members::merged`] for what happens while it is slow). May be said several times.
+    /// Calls `callback` with each change, one after the other, on a thread of this watch. The
+    /// callback may be slow (see [`Members::merged`]) and may panic. Each call adds one callback.
     pub fn on(mut self, callback: impl FnMut(&Change) + Send + 'static) -> MembersBuilder {
         self.callbacks.push(Box::new(callback));
         self
     }
 
-    /// Whether to remove the endpoints that dead members leave anywhere in the domain. Default: yes. A file goes only
-    /// under its lock, so no living process loses one, whoever else cleans.
+    /// Whether to remove the endpoints that dead members leave anywhere in the domain. Default:
+    /// yes. A file is removed only under its lock, so no living process loses one, also when
+    /// several watches clean.
     pub fn clean(mut self, yes: bool) -> MembersBuilder {
         self.cleans = yes;
         self
     }
 
-    /// Begins to watch (`inotify_init(2)`), and waits until who is there has answered: at most a second, for who does not.
+    /// Starts to watch (`inotify_init(2)`). Waits until the present members have answered, at most
+    /// a second for those that do not.
     ///
     /// # Errors
     /// [`Error::Os`], [`Error::DescriptorLimit`] when there is no watch, thread or descriptor left.
@@ -85,7 +88,7 @@ impl MembersBuilder {
 }
 
 impl Members {
-    /// Watches a domain; changes are to be taken with [`changes`](Self::changes).
+    /// Watches a domain. [`changes`](Self::changes) returns the changes.
     ///
     /// # Errors
     /// As [`MembersBuilder::start`].
@@ -93,7 +96,7 @@ impl Members {
         Members::builder(domain).start()
     }
 
-    /// A watch with callbacks, or without the clean-up.
+    /// A builder for a watch with callbacks, or without the clean-up.
     ///
     /// ```
     /// use std::sync::mpsc::channel;
@@ -102,7 +105,9 @@ impl Members {
     /// # let folder = std::env::temp_dir().join(format!("warpipe-on-{}", std::process::id()));
     /// # let domain = Domain::at(&folder)?;
     /// let (sender, told) = channel();
-    /// let members = Members::builder(&domain).on(move |change| drop(sender.send(change.clone()))).start()?;
+    /// let members = Members::builder(&domain)
+    ///     .on(move |change| drop(sender.send(change.clone())))
+    ///     .start()?;
     /// let member = Member::join(&domain, "sampler", "")?;
     /// assert!(matches!(told.recv_timeout(Duration::from_secs(10)), Ok(Change::Joined(_))));
     /// # drop((member, members)); std::fs::remove_dir_all(folder).ok();
@@ -116,11 +121,12 @@ impl Members {
         }
     }
 
-    /// Everybody who is there now, sorted by name, with the endpoints that each one's process holds.
+    /// All present members, sorted by name, with the endpoints that each member's process holds.
     ///
-    /// A process that has a member's name and does not answer (it was stopped before this watch began) is listed as
-    /// [`Stalled`](crate::PeerState::Stalled), with an empty role; a stranger that listens there is not listed. While a
-    /// dead member's proof is awaited and its successor is there already, the name is listed twice.
+    /// A process that has a member's name and does not answer (it was stopped before this watch
+    /// began) is listed as [`Stalled`](crate::PeerState::Stalled), with an empty role. A listener
+    /// under the name that does not hold its lock is not listed. The name is listed twice while a
+    /// dead member's proof is awaited and its successor is present already.
     ///
     /// # Errors
     /// [`Error::Os`] when the directory cannot be read; [`Error::Forked`].
@@ -130,8 +136,8 @@ impl Members {
         with_endpoints(list, &self.shared.domain)
     }
 
-    /// The next change, waited for at most `timeout`; `None` when there was none. Those who were there when the watch began
-    /// come first, as [`Joined`](Change::Joined).
+    /// The next change, waited for at most `timeout`; `None` if there was none. The members that
+    /// were present when the watch began come first, as [`Joined`](Change::Joined).
     ///
     /// # Errors
     /// [`Error::Argument`] if this watch has callbacks, which get the changes; [`Error::Forked`].
@@ -147,8 +153,8 @@ impl Members {
         Ok(self.shared.queue.take(timeout))
     }
 
-    /// Puts back a change that [`changes`](Self::changes) gave and that was not used, so that it is the next one: for a
-    /// caller that was interrupted.
+    /// Puts back a change from [`changes`](Self::changes), so that it is the next one: for a caller
+    /// that was interrupted.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -158,11 +164,13 @@ impl Members {
         Ok(())
     }
 
-    /// Calls `cleanup` once when a member of this name has died (not when it leaves), on the thread of the callbacks, after
-    /// its endpoints are removed: the one that is there, or the next that dies. Dropping the watch drops it uncalled.
+    /// Calls `cleanup` once, when a member of this name has died (not when it leaves): the present
+    /// one, or the next that dies. The call runs on the callback thread, after the member's
+    /// endpoints are removed. The drop of the watch drops it uncalled.
     ///
     /// # Errors
-    /// [`Error::Name`] for no name of a member; [`Error::Argument`] beyond 4096 at a time; [`Error::Forked`].
+    /// [`Error::Name`] for a name that no member can have; [`Error::Argument`] beyond 4096 at a
+    /// time; [`Error::Forked`].
     pub fn on_death_of(
         &self,
         name: &str,
@@ -173,7 +181,7 @@ impl Members {
         self.shared.table().register(name, Box::new(cleanup))
     }
 
-    /// Of everybody, also of who holds no lock in the domain.
+    /// The states of all members, also of those that hold no lock in the domain.
     #[cfg(test)]
     pub(super) fn states(&self) -> Vec<crate::ipc::PeerState> {
         self.shared
@@ -184,40 +192,41 @@ impl Members {
             .collect()
     }
 
-    /// How many changes were left out because more than 4096 had not been heard: first [`Stalled`](Change::Stalled) and
-    /// [`Recovered`](Change::Recovered), then members that have come and gone meanwhile. What [`list`](Self::list) says is
-    /// right nevertheless, and clean-ups are done.
+    /// How many changes were dropped because more than 4096 waited: first
+    /// [`Stalled`](Change::Stalled) and [`Recovered`](Change::Recovered), then members that joined
+    /// and left meanwhile. [`list`](Self::list) stays right, and clean-ups still run.
     pub fn merged(&self) -> u64 {
         self.shared.queue.merged()
     }
 
-    /// How many names under `members/` could not be followed when the directory was last looked at: they answer as
-    /// something else, or as nothing known, or [`MEMBERS_MAX`](super::MEMBERS_MAX) are followed already, or this process has
-    /// no descriptor left.
+    /// How many names under `members/` the last scan could not follow: they answer as another kind
+    /// or in an unknown way, or [`MEMBERS_MAX`](super::MEMBERS_MAX) are followed already, or this
+    /// process has no descriptor left.
     pub fn overlooked(&self) -> usize {
         self.shared.table().overlooked
     }
 }
 
 impl AsFd for Members {
-    /// A descriptor that is readable while [`changes`](Members::changes) has something (an eventfd; only to be polled).
+    /// A descriptor that is readable while [`changes`](Members::changes) has a change (an eventfd;
+    /// only for polling).
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.shared.queue.doorbell.as_fd()
     }
 }
 
 impl Drop for Members {
-    /// Ends the watch. A callback that runs at this moment is not waited for.
+    /// Ends the watch. Does not wait for a callback that is running.
     fn drop(&mut self) {
         if !self.owner_process.is_current() {
-            // A forked child: the threads are not here, and nothing of it is ours to close.
+            // A forked child: the threads exist only in the parent, and the state belongs to it.
             std::mem::forget(self.shared.clone());
             std::mem::forget(self.monitor.take());
             return;
         }
         self.shared.close();
         self.shared.queue.close();
-        // Bounded: the monitor waits for nobody but, for a moment, an endpoint that it is clearing.
+        // Bounded: the monitor waits only, for a moment, for an endpoint that it is clearing.
         drop(self.monitor.take().map(JoinHandle::join));
     }
 }

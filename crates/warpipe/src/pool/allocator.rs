@@ -1,5 +1,5 @@
-//! What all handles of one pool share: its memory and who has which block. **This module is marked for unsafe**: it
-//! enqueues work on blocks by address.
+//! The state that all handles of one pool share: its memory and the users of each block. **This
+//! module is marked for unsafe**: it enqueues work on blocks by address.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
@@ -23,10 +23,11 @@ use crate::shm::fence_words::FenceWords;
 use crate::shm::page::SharedPage;
 use crate::stream::{Backoff, Stream};
 
-/// How long the clearing of a block may take: memory is written at terabytes a second, other processes' turns included.
+/// The limit for clearing a block. Memory is written at terabytes a second; the limit allows for
+/// other processes' time slices.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A pool's shared part.
+/// The part of a pool that its handles and its server share.
 pub(super) struct PoolAllocator {
     pub(super) owner_process: OwnerProcess,
     pub(super) name: EndpointName,
@@ -34,14 +35,14 @@ pub(super) struct PoolAllocator {
     pub(super) device: Device,
     pub(super) uid: u32,
     pub(super) me: Weak<PoolAllocator>,
-    /// Set when the name is held.
+    /// Set when the endpoint's name is taken.
     pub(super) generation: OnceLock<Incarnation>,
-    /// Clears blocks that go to another user.
+    /// The stream that clears blocks before they pass to another user.
     scrubber: Stream,
     memory: DropAfterFence<PoolMemory>,
 }
 
-/// What goes when this process's streams are past it.
+/// The memory that is dropped when this process's streams are past it.
 struct PoolMemory {
     state: Mutex<PoolState>,
     board: FenceWords,
@@ -54,17 +55,17 @@ pub(super) struct PoolState {
     pub(super) borrowers: HashMap<u64, Borrower>,
     pub(super) counts: PoolCounts,
     pub(super) is_closed: bool,
-    /// By region.
+    /// One entry for each region.
     last_writers: Vec<LastWriters>,
     fences: u64,
     next_lend: u64,
 }
 
-/// What came of asking for a block.
+/// The result of a request for a block.
 pub(super) enum AllocOutcome {
     Block {
         slot: SlotId,
-        /// The value of the board's word at which the block has been cleared.
+        /// The value of the fence word at which the block is cleared.
         cleared_at: Option<u64>,
     },
     Full {
@@ -126,7 +127,7 @@ impl PoolAllocator {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The lock, unless somebody has it, who may be in a call of the driver.
+    /// Locks the state, unless another thread holds the lock, possibly during a driver call.
     pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, PoolState>> {
         match self.memory.state.try_lock() {
             Ok(state) => Some(state),
@@ -144,7 +145,8 @@ impl PoolAllocator {
         self.memory.reactor()
     }
 
-    /// A block for this process: a free one, a new region, or what comes back within `timeout`.
+    /// Allocates a block for this process: a free one, one in a new region, or one that is released
+    /// within `timeout`.
     pub(super) fn allocate(&self, bytes: u64, timeout: Duration) -> Result<SlotId> {
         self.owner_process.check()?;
         check_bytes(bytes)?;
@@ -171,7 +173,8 @@ impl PoolAllocator {
             if !std::mem::replace(&mut has_waited, true) {
                 self.lock().counts.waits += 1;
             }
-            // A device, or a peer's, that completes a release cannot wake anybody: looking is all there is.
+            // A device or a peer's device that completes a release cannot wake a thread, so this
+            // polls.
             backoff.pause();
         }
     }
@@ -194,13 +197,13 @@ impl PoolAllocator {
         })
     }
 
-    /// Takes a block for the user `uid`, if there is one, or room for a new region.
+    /// Takes a free block for the user `uid`, or makes a new region for it.
     pub(super) fn take(&self, bytes: u64, uid: u32, block: BlockUsers) -> Result<AllocOutcome> {
         let mut state = self.lock();
         loop {
             self.reclaim(&mut state);
             if let Some(slot) = state.arena.take(bytes) {
-                // From here on it is this caller's, whoever has the lock.
+                // From here on the block belongs to this caller, also while the lock is free.
                 state.blocks.insert(slot, block);
                 let cleared_at = self.clear_for(state, slot, uid)?;
                 return Ok(AllocOutcome::Block { slot, cleared_at });
@@ -211,7 +214,7 @@ impl PoolAllocator {
                     limit: state.arena.limit(),
                 });
             };
-            // Without the lock: a driver may take its time.
+            // Without the lock: the driver call may take long.
             drop(state);
             let made = growth.make(&self.device);
             state = self.lock();
@@ -223,7 +226,7 @@ impl PoolAllocator {
         }
     }
 
-    /// A first region that holds `bytes`.
+    /// Makes a first region that holds `bytes`.
     pub(super) fn reserve(&self, bytes: u64) -> Result<()> {
         let slot = match self.take(bytes, self.uid, BlockUsers::owned())? {
             AllocOutcome::Block { slot, .. } => slot,
@@ -241,8 +244,9 @@ impl PoolAllocator {
         Ok(())
     }
 
-    /// Enqueues the clearing of a block in which somebody but `uid` has left something. It is not free, whoever has it,
-    /// before that is done. Gives up the lock before the driver is called: a full launch queue may hold that up.
+    /// Enqueues the clearing of a block if a user other than `uid` has had it. The block does not
+    /// become free before the clearing is done. Releases the lock before it calls the driver: a
+    /// full launch queue may block the call.
     fn clear_for<'a>(
         &'a self,
         mut state: MutexGuard<'a, PoolState>,
@@ -258,7 +262,8 @@ impl PoolAllocator {
             let cleared = self.clear(address, range.end - range.start, slot, value);
             state = self.lock();
             if let Err(error) = cleared {
-                // The block is lost with the device: what of it is still to be cleared is not known.
+                // The device has failed. How much of the block is cleared is unknown, so the block
+                // stays unusable.
                 state.blocks.insert(slot, BlockUsers::owned());
                 return Err(error);
             }
@@ -276,8 +281,8 @@ impl PoolAllocator {
             word: self.memory.board.device_word(slot as usize),
             value,
         };
-        // SAFETY: the stream is live; the block is nobody's yet and lies in a region that goes, as the board does, only
-        // when this stream, noted above, is past it.
+        // SAFETY: the stream is live. No user has the block yet. The block lies in a region that is
+        // dropped, as the fence words are, only when this stream, recorded above, is past it.
         unsafe {
             self.device
                 .backend()
@@ -286,7 +291,8 @@ impl PoolAllocator {
         }
     }
 
-    /// Has the clearing stream store `value` at `offset` of a peer's page, behind what it clears. To be called without the lock.
+    /// Has the clearing stream store `value` at `offset` of a peer's page, behind the clearing.
+    /// Call it without the lock.
     pub(super) fn signal_cleared(
         &self,
         page: &SharedPage,
@@ -297,16 +303,17 @@ impl PoolAllocator {
             return Ok(());
         };
         self.streams().record_use(&self.scrubber);
-        // SAFETY: a peer's page is let go only behind the proof of the streams noted (`PoolAllocator::drop_page_deferred`).
+        // SAFETY: a peer's page is dropped only behind a fence on the recorded streams
+        // (`PoolAllocator::drop_page_deferred`).
         unsafe { self.scrubber.batch(&[StreamOp::Signal { word, value }]) }
     }
 
-    /// The owner lets a block go.
+    /// Releases the owner's use of a block.
     pub(super) fn release(&self, slot: SlotId) {
         self.lock().release_owner(slot);
     }
 
-    /// The owner lets a block go behind the work of `stream`.
+    /// Releases the owner's use of a block behind the work of `stream`.
     pub(super) fn release_behind(&self, slot: SlotId, stream: &Stream) -> Result<()> {
         self.streams().record_use(stream);
         let value = self.lock().next_fence();
@@ -314,9 +321,9 @@ impl PoolAllocator {
             word: self.memory.board.device_word(slot as usize),
             value,
         };
-        // Without the lock, which the control thread takes: a full launch queue may hold this up. The slot is the owner's until
-        // it is let go below.
-        // SAFETY: the board goes only when this stream, noted above, is past its signals.
+        // Without the lock, which the control thread takes: a full launch queue may block this
+        // call. The slot stays the owner's until it is released below. SAFETY: the fence words are
+        // dropped only when this stream, recorded above, is past its signals.
         unsafe { stream.batch(&[signal])? };
         let mut state = self.lock();
         state.arena.fence(slot, value);
@@ -324,7 +331,7 @@ impl PoolAllocator {
         Ok(())
     }
 
-    /// Lends a block: the ticket is good as long as its owner has it.
+    /// Lends a block. The ticket is valid as long as the owner has the block.
     pub(super) fn lend(&self, slot: SlotId, bytes: u64, access: Access) -> Result<Ticket> {
         self.owner_process.check()?;
         let mut state = self.lock();
@@ -358,7 +365,7 @@ impl PoolAllocator {
         self.lock().address(slot)
     }
 
-    /// Takes back every block that nobody uses any more, and forgets the peers that have left with nothing.
+    /// Takes back every block without users, and removes peers that have closed and have no block.
     pub(super) fn reclaim(&self, state: &mut PoolState) {
         state.collect_released();
         let done: Vec<u64> = state
@@ -375,7 +382,7 @@ impl PoolAllocator {
             .collect(|slot, value| self.memory.board.word(slot as usize).reached(value));
     }
 
-    /// Lets a peer's page go behind the proof of this process's streams.
+    /// Drops a peer's page behind a fence on this process's streams.
     pub(super) fn drop_page_deferred(&self, page: Arc<SharedPage>) {
         page.drop_after_streams(self.streams().clone(), self.reactor());
     }
@@ -395,7 +402,7 @@ impl PoolState {
         )
     }
 
-    /// A value that no word of the board has reached: words only grow.
+    /// A value that no fence word has reached: the words only grow.
     fn next_fence(&mut self) -> u64 {
         self.fences += 1;
         self.fences
@@ -422,7 +429,8 @@ impl PoolState {
         })
     }
 
-    /// Another user has a block, too: what it leaves there is for neither the next.
+    /// Records that a second user has the block: its contents are foreign to every user from now
+    /// on.
     pub(super) fn set_several_writers(&mut self, slot: SlotId) {
         let (region, range) = self.range_of(slot);
         self.last_writers[region].set(range, LastWriter::Several);

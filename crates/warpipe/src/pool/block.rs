@@ -1,4 +1,4 @@
-//! Who has which block.
+//! Allocated blocks, their users, and the peers that borrow them.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::ipc::peer::{DeathEvidence, Process};
 use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
 
-/// A block that somebody has.
+/// The users of an allocated block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BlockUsers {
     is_owned: bool,
@@ -17,7 +17,7 @@ pub(super) struct BlockUsers {
 }
 
 impl BlockUsers {
-    /// The owner's own.
+    /// A block that the owner has allocated.
     pub(super) fn owned() -> BlockUsers {
         BlockUsers {
             is_owned: true,
@@ -25,7 +25,7 @@ impl BlockUsers {
         }
     }
 
-    /// One that a peer has allocated.
+    /// A block that a peer has allocated.
     pub(super) fn borrowed() -> BlockUsers {
         BlockUsers {
             is_owned: false,
@@ -42,7 +42,7 @@ pub(super) struct LentBlock {
     pub(super) access: Access,
 }
 
-/// What is counted.
+/// Counters for [`Pool::stats`](super::Pool::stats).
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct PoolCounts {
     pub(super) allocations: u64,
@@ -50,7 +50,7 @@ pub(super) struct PoolCounts {
     pub(super) high_water: u64,
 }
 
-/// A peer, and what it has.
+/// A peer and the blocks that it has.
 #[derive(Debug)]
 pub(super) struct Borrower {
     pub(super) page: Arc<SharedPage>,
@@ -58,13 +58,14 @@ pub(super) struct Borrower {
     unused: Vec<u32>,
     next_pair: u32,
     values: u64,
-    /// Tells of its death also when it has said goodbye, which one that lies may do with blocks of ours.
+    /// The proof of the peer's death. It is awaited also after a graceful close: a lying peer may
+    /// still use blocks after it.
     process: Arc<Process>,
-    /// It has said goodbye.
+    /// The peer has closed gracefully.
     pub(super) is_leaving: bool,
 }
 
-/// A block that a peer has, and how it says that it has let it go.
+/// A block that a peer has, with the pair of words by which the peer releases it.
 #[derive(Debug, Clone, Copy)]
 struct OpenGrant {
     slot: SlotId,
@@ -86,7 +87,7 @@ impl Borrower {
         }
     }
 
-    /// Whether it has left and is proven dead: nobody else is told of that any more.
+    /// Whether the peer has closed and is proven dead: the server reports neither any more.
     pub(super) fn has_left_and_died(&self) -> bool {
         self.is_leaving && self.process.shows(DeathEvidence::Proven)
     }
@@ -96,7 +97,8 @@ impl Borrower {
         self.process = process;
     }
 
-    /// A pair of words that has nothing to say yet, and the value that it will come to. None if all are in use.
+    /// Opens a pair of words that is not in use. Returns the pair and the value that marks it
+    /// released, or `None` if all pairs are in use.
     pub(super) fn open(&mut self, slot: SlotId) -> Option<(u32, u64)> {
         let pair = match self.unused.pop() {
             Some(pair) => pair,
@@ -106,7 +108,7 @@ impl Borrower {
             }
             None => return None,
         };
-        // Counted for all pairs at once: no word has come to it before.
+        // One counter serves all pairs, so no word has held this value before.
         self.values += 1;
         self.open.push(OpenGrant {
             slot,
@@ -116,7 +118,8 @@ impl Borrower {
         Some((pair, self.values))
     }
 
-    /// Undoes [`open`](Self::open): the peer does not hear of it. False if the pair has been released meanwhile.
+    /// Undoes [`open`](Self::open) before the peer learns of the grant. False if the pair has been
+    /// released meanwhile.
     pub(super) fn close(&mut self, pair: u32) -> bool {
         let before = self.open.len();
         self.open.retain(|open| open.pair != pair);
@@ -133,19 +136,19 @@ impl Borrower {
         !self.open.is_empty()
     }
 
-    /// Whether it has left, with nothing.
+    /// Whether the peer has closed and has no block.
     pub(super) fn is_done(&self) -> bool {
         self.is_leaving && self.open.is_empty()
     }
 
-    /// All that it has, whatever its words say.
+    /// All blocks that the peer has, whatever its words say.
     pub(super) fn into_slots(self) -> (Arc<SharedPage>, Vec<SlotId>) {
         (self.page, self.open.iter().map(|open| open.slot).collect())
     }
 
     fn take_released(&mut self) -> Vec<SlotId> {
         let page = &self.page;
-        // Exactly the value: what an honest peer leaves, and a scribbler hardly ever.
+        // Exactly the value: an honest peer stores it, and random writes hardly ever do.
         let is_released = |open: &mut OpenGrant| {
             page.at::<TimelineWord>(released_at(open.pair))
                 .is(open.value)
@@ -157,7 +160,7 @@ impl Borrower {
 }
 
 impl PoolState {
-    /// A peer has the block, too.
+    /// Counts one more borrower of the block.
     pub(super) fn borrow(&mut self, slot: SlotId) {
         if let Some(block) = self.blocks.get_mut(&slot) {
             block.borrows += 1;
@@ -166,7 +169,7 @@ impl PoolState {
         self.update_high_water();
     }
 
-    /// Takes back what peers have let go.
+    /// Takes back the blocks that peers have released.
     pub(super) fn collect_released(&mut self) {
         let released: Vec<SlotId> = self
             .borrowers
@@ -205,7 +208,7 @@ impl PoolState {
         self.arena.release(slot);
     }
 
-    /// Bytes that are not free: held by anybody, or behind a stream that is not done.
+    /// Bytes that are not free: a user has them, or a stream has not completed its work on them.
     pub(super) fn used(&self) -> u64 {
         self.blocks
             .keys()
@@ -214,7 +217,7 @@ impl PoolState {
             + self.arena.waiting_bytes()
     }
 
-    /// Bytes that the owner has, and that peers have; what both have counts in both.
+    /// Bytes of the owner's blocks, and of the peers'. A block that both have counts in both.
     pub(super) fn held(&self) -> (u64, u64) {
         let bytes = |is_so: fn(&BlockUsers) -> bool| {
             let slots = self.blocks.iter().filter(|(_, block)| is_so(block));

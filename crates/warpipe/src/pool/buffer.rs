@@ -1,5 +1,5 @@
-//! The owner's side: the pool and its blocks. **This module is marked for unsafe**: it copies to and from blocks by
-//! address.
+//! The owner's side: the pool and its blocks. **This module is marked for unsafe**: it copies to
+//! and from blocks by address.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::memory::ticket::Ticket;
 use crate::runtime::fence::StreamSet;
 use crate::stream::Stream;
 
-/// How a pool is to be. See [`Pool::builder`].
+/// Settings of a pool. See [`Pool::builder`].
 #[derive(Debug, Clone)]
 pub struct PoolBuilder {
     name: String,
@@ -29,46 +29,47 @@ pub struct PoolBuilder {
 }
 
 impl PoolBuilder {
-    /// The domain in which its name lies; the environment's by default.
+    /// The domain of its name; the environment's by default.
     pub fn domain(mut self, domain: &Domain) -> Self {
         self.domain = Some(domain.clone());
         self
     }
 
-    /// The device whose memory it hands out; [`Device::preferred`] by default.
+    /// The device of its memory; [`Device::preferred`] by default.
     pub fn device(mut self, device: &Device) -> Self {
         self.device = Some(device.clone());
         self
     }
 
-    /// The most device memory that it takes, in bytes: 4 GiB by default. It is taken as needed, in regions that double,
-    /// and kept until the pool ends.
+    /// The most device memory that the pool allocates, in bytes: 4 GiB by default. It grows as
+    /// needed, in regions that double, and keeps them until the pool ends.
     pub fn memory_limit(mut self, bytes: u64) -> Self {
         self.memory_limit = bytes;
         self
     }
 
-    /// Take this much, in bytes, at once; nothing by default.
+    /// Allocates this many bytes at once; nothing by default.
     pub fn reserve(mut self, bytes: u64) -> Self {
         self.reserve = bytes;
         self
     }
 
-    /// How long [`Pool::allocate`] waits for memory that is in use: 0 by default.
+    /// The time that [`Pool::allocate`] waits for memory that is in use: 0 by default.
     pub fn wait(mut self, timeout: Duration) -> Self {
         self.wait = timeout;
         self
     }
 
-    /// Admit these users beside the own one. The domain directory must let them in, too. A block that passes from one
-    /// user to another is cleared first; but who has had a block has mapped its whole region, and a mapping cannot be
-    /// taken back: users who must not read each other get a pool each.
+    /// Admits these users beside the owner's. The domain directory must admit them, too. A block
+    /// that passes from one user to another is cleared first. A user of a block has mapped its
+    /// whole region, and a mapping cannot be revoked: users that must not read each other's data
+    /// need a pool each.
     pub fn allow_uids(mut self, uids: &[u32]) -> Self {
         self.access_policy.uids.extend(uids);
         self
     }
 
-    /// Admit processes whose effective group is one of these.
+    /// Admits processes with one of these effective groups.
     pub fn allow_gids(mut self, gids: &[u32]) -> Self {
         self.access_policy.gids.extend(gids);
         self
@@ -80,11 +81,12 @@ impl PoolBuilder {
         self
     }
 
-    /// Takes the name.
+    /// Takes the name and opens the pool.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`]; [`Error::MemoryLimit`] for a
-    /// reserve above the limit; [`Error::DeviceMemory`], [`Error::Driver`].
+    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`];
+    /// [`Error::MemoryLimit`] for a reserve above the limit; [`Error::DeviceMemory`],
+    /// [`Error::Driver`].
     pub fn build(self) -> Result<Pool> {
         let name = EndpointName::new(&self.name)?;
         if self.reserve > self.memory_limit {
@@ -113,7 +115,7 @@ impl PoolBuilder {
         let _ = allocator.generation.set(server.server_core().generation());
         Ok(Pool {
             inner: Arc::new(PoolInner {
-                _keeper: server,
+                _server: server,
                 allocator,
                 wait: self.wait,
             }),
@@ -121,17 +123,18 @@ impl PoolBuilder {
     }
 }
 
-/// Memory that is handed out in blocks, to this process and to others. Cheap to clone: all clones are one.
+/// Memory that is handed out in blocks, to this process and to others. Cheap to clone: all clones
+/// are one pool. The drop of its last clone releases its name, and peers get no more memory. Blocks
+/// in use stay valid until they are released.
 ///
-/// With its last clone it gives its name up, and peers get no more of it; blocks that somebody has stay good until they
-/// are let go.
 ///
 /// ```
 /// use std::time::Duration;
 /// use warpipe::{Device, Domain, LentBuffer, Pool, backend::Access};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-pool-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-/// let pool = Pool::builder("scratch").domain(&domain).device(&device).memory_limit(64 << 20).build()?;
+/// let builder = Pool::builder("scratch").domain(&domain).device(&device);
+/// let pool = builder.memory_limit(64 << 20).build()?;
 /// let stream = device.stream()?;
 /// let buffer = pool.allocate(1 << 20)?;
 /// buffer.write(&stream, 0, b"for a peer")?;
@@ -152,8 +155,8 @@ pub struct Pool {
 
 #[derive(Debug)]
 struct PoolInner {
-    /// Dropped first: nobody comes any more.
-    _keeper: IpcServer,
+    /// Dropped first, so that no peer connects any more.
+    _server: IpcServer,
     allocator: Arc<PoolAllocator>,
     wait: Duration,
 }
@@ -166,33 +169,34 @@ impl Drop for PoolInner {
     }
 }
 
-/// What a pool has, as [`Pool::stats`] shows it. What the owner and a peer both have counts in both.
+/// The state of a pool, from [`Pool::stats`]. A block that the owner and a peer both have counts in
+/// both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolStats {
-    /// Regions taken of the device.
+    /// Regions allocated on the device.
     pub regions: usize,
-    /// Their bytes.
+    /// Bytes of these regions.
     pub total_bytes: u64,
-    /// The most bytes that they may come to.
+    /// The limit for these bytes.
     pub limit_bytes: u64,
-    /// In the owner's blocks.
+    /// Bytes in the owner's blocks.
     pub in_use_bytes: u64,
-    /// In blocks that peers have.
+    /// Bytes in peers' blocks.
     pub lent_bytes: u64,
-    /// In blocks that nobody has, and that a stream is not past yet.
+    /// Bytes in released blocks that a stream has not completed its work on.
     pub waiting_bytes: u64,
-    /// The most that was not free at once.
+    /// The most bytes that were not free at one time.
     pub high_water_bytes: u64,
     /// Blocks handed out so far.
     pub allocations: u64,
-    /// How many of them had to wait for others.
+    /// Allocations that had to wait for others.
     pub waits: u64,
-    /// Peers that are here, or hold something still.
+    /// Peers that are connected, or still have blocks.
     pub peers: usize,
 }
 
 impl Pool {
-    /// A pool of `name`, to be built.
+    /// A builder for a pool of this name.
     pub fn builder(name: &str) -> PoolBuilder {
         PoolBuilder {
             name: name.to_string(),
@@ -205,27 +209,29 @@ impl Pool {
         }
     }
 
-    /// Its name.
+    /// The pool's name.
     pub fn name(&self) -> &str {
         self.inner.allocator.name.as_str()
     }
 
-    /// Its device.
+    /// The pool's device.
     pub fn device(&self) -> &Device {
         &self.inner.allocator.device
     }
 
-    /// A block of `bytes` bytes, aligned to 512, that nobody uses any more: of what is free, else of a new region
+    /// Allocates `bytes` bytes, aligned to 512: from free blocks, else from a new region
     /// (`cuMemCreate`). Its contents are what this user left there, or zeros.
     ///
     /// # Errors
-    /// [`Error::MemoryLimit`] when what is in use leaves no room ([`PoolBuilder::wait`]); [`Error::DeviceMemory`] when
-    /// the device has none; [`Error::Argument`] for 0 bytes; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::MemoryLimit`] when the blocks in use leave no room ([`PoolBuilder::wait`]);
+    /// [`Error::DeviceMemory`] when the device has none; [`Error::Argument`] for 0 bytes;
+    /// [`Error::Driver`]; [`Error::Forked`].
     pub fn allocate(&self, bytes: u64) -> Result<Buffer> {
         self.allocate_timeout(bytes, self.inner.wait)
     }
 
-    /// [`allocate`](Self::allocate), waiting at most `timeout` for others to let go.
+    /// Like [`allocate`](Self::allocate), but waits at most `timeout` for other blocks to be
+    /// released.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
@@ -248,7 +254,7 @@ impl Pool {
         &self.inner.allocator
     }
 
-    /// What it has now. In a forked child all is 0.
+    /// The pool's present state. All zeros in a forked child.
     pub fn stats(&self) -> PoolStats {
         let allocator = &self.inner.allocator;
         let mut stats = PoolStats {
@@ -279,9 +285,10 @@ impl Pool {
     }
 }
 
-/// A block of a pool of this process. Dropped, it is let go: used again when the streams that were named are past it, and
-/// the peers that it was lent to have let it go, too. A stream that is not past it within a minute is taken for hung, and
-/// the block stays with it; [`free`](Buffer::free) waits for as long as it takes.
+/// A block of a pool of this process. The drop releases it: it is reused when the recorded streams
+/// are past it, and all borrowers have released it, too. A stream that is not past it within a
+/// minute counts as hung, and the block is not reused; [`free`](Buffer::free) waits as long as it
+/// takes.
 #[derive(Debug)]
 pub struct Buffer {
     allocator: Arc<PoolAllocator>,
@@ -293,33 +300,35 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Its device address.
+    /// The block's device address.
     pub fn ptr(&self) -> DevicePtr {
         self.ptr
     }
 
-    /// Its length in bytes, as it was asked for.
+    /// The requested length in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Its device.
+    /// The block's device.
     pub fn device(&self) -> &Device {
         &self.allocator.device
     }
 
-    /// Says that `stream` is given work on this block. To be called before the work is enqueued: the block is not handed
-    /// out again before the stream has done it.
+    /// Records that `stream` gets work on this block. Call it before the work is enqueued: the
+    /// block is not reused before the stream has completed it.
     pub fn used_on(&self, stream: &Stream) {
         self.streams.record_use(stream);
         self.allocator.streams().record_use(stream);
     }
 
-    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
+    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be
+    /// reused at once.
     ///
     /// # Errors
-    /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`];
-    /// [`Error::Timeout`] when too much is on its way behind streams that stand still.
+    /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`];
+    /// [`Error::Forked`]; [`Error::Timeout`] when too many bytes are queued behind streams that
+    /// make no progress.
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(
             self.allocator.name.as_str(),
@@ -333,16 +342,17 @@ impl Buffer {
             return Ok(());
         }
         self.used_on(stream);
-        // SAFETY: the stream is live; the range lies in this block, which is nobody else's to be handed, and stays mapped,
-        // until this stream, noted above, is past the copy.
+        // SAFETY: the stream is live. The range lies in this block. The block is not handed to
+        // another user, and stays mapped, until this stream, recorded above, is past the copy.
         unsafe { stream.upload(self.ptr + offset, bytes) }
     }
 
-    /// Waits for the streams that were named, at most `timeout`, and copies all of it to host memory
+    /// Waits for the recorded streams, at most `timeout`, and copies the whole block to host memory
     /// (`cuMemcpyDtoHAsync`).
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no memory left;
+    /// [`Error::Driver`]; [`Error::Forked`].
     pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
         self.allocator.owner_process.check()?;
         wait_for(&self.streams, timeout)?;
@@ -350,8 +360,9 @@ impl Buffer {
         unsafe { copy_out(&self.allocator.device, self.ptr, self.bytes) }
     }
 
-    /// A ticket with which peers may open this block ([`LentBuffer::open`](crate::LentBuffer::open)), as long as it is
-    /// not let go here; who has it open by then keeps it.
+    /// A ticket with which peers may open this block
+    /// ([`LentBuffer::open`](crate::LentBuffer::open)), until it is released here. A peer that has
+    /// opened it by then keeps it.
     ///
     /// # Errors
     /// [`Error::OwnerGone`] when the pool is closed; [`Error::Os`]; [`Error::Forked`].
@@ -359,12 +370,12 @@ impl Buffer {
         self.allocator.lend(self.slot, self.bytes, access)
     }
 
-    /// Lets the block go behind the work enqueued on `stream` so far, and on the other streams that were named
-    /// (`cuStreamWriteValue64`). Does not wait: the block is handed out again when that work is done.
+    /// Releases the block behind the work enqueued on `stream` so far, and on the other recorded
+    /// streams (`cuStreamWriteValue64`). Does not wait: the block is reused when that work is done.
     ///
     /// # Errors
-    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is let go as if it were
-    /// dropped; [`Error::Forked`].
+    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is
+    /// released as if it were dropped; [`Error::Forked`].
     pub fn free(mut self, stream: &Stream) -> Result<()> {
         self.allocator.owner_process.check()?;
         stream.check_of(&self.allocator.device)?;
@@ -382,7 +393,7 @@ impl Drop for Buffer {
             return;
         }
         if !self.allocator.owner_process.is_current() {
-            // A forked child: the parent's blocks are not ours to give up.
+            // A forked child: the blocks belong to the parent.
             return std::mem::forget(self.allocator.clone());
         }
         self.allocator

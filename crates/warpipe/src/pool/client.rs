@@ -1,300 +1,29 @@
-//! A peer's side: what it has of another process's pool. **This module is marked for unsafe**: it copies to and from
-//! blocks, and enqueues stores of words, by address.
+//! A peer's handles: a pool of another process, and a block of it. **This module is marked for
+//! unsafe**: it copies to and from blocks by address.
 
-use std::collections::HashMap;
-use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 use super::allocator::check_bytes;
-use super::{
-    AllocReply, AllocRequest, BlockGrant, Hello, HelloReply, PAGE_BYTES, PAIRS_MAX, cleared_at,
-    released_at,
-};
-use crate::backend::{Access, DeviceId, DevicePtr, StreamOp, TimelineWord};
+use super::session::{BlockGuard, PoolSession, SESSIONS, wrong};
+use super::{AllocReply, AllocRequest, Hello};
+use crate::backend::{Access, DevicePtr};
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Expiry, Result};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{
-    Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode,
-};
+use crate::ipc::{Address, ClientSession, Kind, encode};
 use crate::memory::mapped_region::{ImportKey, MappedRegion, check_range, wait_for};
-use crate::memory::region::Region;
 use crate::memory::ticket::Ticket;
-use crate::memory::weak_cache::WeakCache;
-use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
+#[cfg(test)]
 use crate::shm::page::SharedPage;
-use crate::stream::{Backoff, Stream};
+use crate::stream::Stream;
 
-/// How long a peer that waits for memory leaves between its questions.
+/// The pause between two requests of a peer that waits for memory.
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 
-/// How long the owner may take to clear a block.
-const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// The pools that this process visits, so that all their blocks share one page and one mapping of each region.
-static SESSIONS: WeakCache<ImportKey, PoolSession> = WeakCache::new();
-
-/// A visit at a pool.
-#[derive(Debug)]
-struct PoolSession {
-    device: Device,
-    owner: DeviceId,
-    /// What was mapped of it, by number and whether it may be written.
-    regions: Mutex<HashMap<(u32, bool), Arc<MappedRegion>>>,
-    /// It says goodbye when this process's streams have let everything go.
-    visit: DropAfterFence<SessionParts>,
-}
-
-#[derive(Debug)]
-struct SessionParts {
-    words: Arc<SharedPage>,
-    session: ClientSession,
-}
-
-/// Lets go the blocks that come when who asked for them has given up.
-struct StaleGrantHandler(Arc<SharedPage>);
-
-impl SessionObserver for StaleGrantHandler {
-    /// On the reactor's thread: a CPU store alone. Nothing has been enqueued on such a block.
-    fn on_stale_reply(&self, _: &[u8], incoming: IncomingReply) {
-        if let Ok(AllocReply::Block(BlockGrant { pair, value, .. })) =
-            decode(&incoming.body, "a pool")
-            && pair < PAIRS_MAX
-        {
-            self.0.at::<TimelineWord>(released_at(pair)).store(value);
-        }
-    }
-}
-
-impl PoolSession {
-    /// Takes in what the admission brought. `None` if this is another run of the pool than was wanted.
-    fn of(
-        session: ClientSession,
-        incoming: IncomingReply,
-        device: &Device,
-    ) -> Result<Option<PoolSession>> {
-        let name = session.name().to_string();
-        let HelloReply::Welcome { owner, page_bytes } = decode(&incoming.body, &name)? else {
-            return Ok(None);
-        };
-        if page_bytes != PAGE_BYTES as u64 {
-            return Err(wrong(
-                &name,
-                "page",
-                format!("{page_bytes} bytes"),
-                format!("{PAGE_BYTES} bytes"),
-            ));
-        }
-        let (_, [fd]) = incoming.open::<HelloReply, 1>(&name)?;
-        let words = Arc::new(SharedPage::open(Some(device), fd, PAGE_BYTES, &name)?);
-        session.observe(Arc::new(StaleGrantHandler(words.clone())))?;
-        let parts = SessionParts { words, session };
-        let visit = DropAfterFence::new(Arc::default(), parts)?;
-        Ok(Some(PoolSession {
-            device: device.clone(),
-            owner,
-            regions: Mutex::default(),
-            visit,
-        }))
-    }
-
-    /// Whether its owner can still be asked.
-    fn is_connected(&self) -> bool {
-        !self.visit.session.is_over()
-    }
-
-    fn name(&self) -> &str {
-        self.visit.session.name()
-    }
-
-    /// Asks for a block; what is told instead is for the caller.
-    fn ask(
-        self: &Arc<PoolSession>,
-        request: AllocRequest,
-        is_called_off: &dyn Fn() -> bool,
-    ) -> Result<std::result::Result<LentBuffer, AllocReply>> {
-        self.visit.owner_process().check()?;
-        let incoming =
-            self.visit
-                .session
-                .ask_unless(&encode(&request)?, REPLY_TIMEOUT, is_called_off)?;
-        match decode(&incoming.body, self.name())? {
-            AllocReply::Block(grant) => self.open_grant(grant, incoming).map(Ok),
-            other => Ok(Err(other)),
-        }
-    }
-
-    /// Checks a block and maps its region, if it is not mapped yet.
-    fn open_grant(
-        self: &Arc<PoolSession>,
-        grant: BlockGrant,
-        incoming: IncomingReply,
-    ) -> Result<LentBuffer> {
-        let BlockGrant {
-            pair,
-            value,
-            offset,
-            bytes,
-            mapped,
-            ..
-        } = grant;
-        if pair >= PAIRS_MAX {
-            return Err(wrong(
-                self.name(),
-                "pair",
-                pair.to_string(),
-                format!("below {PAIRS_MAX}"),
-            ));
-        }
-        // From here on the owner is told that the block is let go, whatever becomes of it.
-        let guard = BlockGuard {
-            pool_session: self.clone(),
-            pair,
-            value,
-            is_released: false,
-        };
-        check_range(self.name(), offset, bytes, mapped)?;
-        let mapping = self.region(&grant, &incoming)?;
-        if grant.is_being_cleared {
-            self.wait_until_clear(pair, value)?;
-        }
-        Ok(LentBuffer {
-            guard,
-            mapping,
-            streams: Arc::default(),
-            access: grant.access,
-            offset,
-            bytes,
-        })
-    }
-
-    fn region(&self, grant: &BlockGrant, incoming: &IncomingReply) -> Result<Arc<MappedRegion>> {
-        let BlockGrant {
-            region,
-            mapped,
-            access,
-            ..
-        } = *grant;
-        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (region, access == Access::ReadWrite);
-        if let Some(known) = regions.get(&key) {
-            if known.bytes != mapped {
-                return Err(wrong(
-                    self.name(),
-                    "region",
-                    format!("{mapped} bytes"),
-                    format!("{} bytes", known.bytes),
-                ));
-            }
-            return Ok(known.clone());
-        }
-        let [fd] = &incoming.fds[..] else {
-            return Err(wrong(
-                self.name(),
-                "descriptors",
-                incoming.fds.len().to_string(),
-                "1".into(),
-            ));
-        };
-        let imported = Region::import(&self.device, fd.as_fd(), mapped, access, self.owner)?;
-        fd.approve();
-        let mapping = Arc::new(MappedRegion::of(
-            imported,
-            &self.device,
-            self.owner,
-            access,
-            mapped,
-        )?);
-        regions.insert(key, mapping.clone());
-        Ok(mapping)
-    }
-
-    fn wait_until_clear(&self, pair: u32, value: u64) -> Result<()> {
-        let word: &TimelineWord = self.visit.words.at(cleared_at(pair));
-        let (start, mut backoff) = (Instant::now(), Backoff::default());
-        while !word.reached(value) {
-            if self.visit.session.is_over() {
-                return Err(self.visit.session.owner_gone());
-            }
-            if start.elapsed() > CLEAR_TIMEOUT {
-                return Err(Error::Timeout {
-                    what: "the clearing of a block".into(),
-                    waited: CLEAR_TIMEOUT,
-                });
-            }
-            backoff.pause();
-        }
-        Ok(())
-    }
-
-    fn too_many(&self) -> Error {
-        let allowed = format!("up to {PAIRS_MAX} of {:?}; let some go", self.name());
-        Error::argument(
-            "blocks",
-            format!("{} in one process", PAIRS_MAX + 1),
-            allowed,
-        )
-    }
-}
-
-fn wrong(name: &str, field: &'static str, found: String, allowed: String) -> Error {
-    Error::Protocol {
-        name: name.to_string(),
-        field,
-        found,
-        allowed,
-    }
-}
-
-/// A block that the owner counts as ours, until its word has come to the value. Dropped, it is released by the CPU.
-#[derive(Debug)]
-struct BlockGuard {
-    pool_session: Arc<PoolSession>,
-    pair: u32,
-    value: u64,
-    is_released: bool,
-}
-
-impl BlockGuard {
-    /// Has `stream` release it.
-    fn release_behind(&mut self, stream: &Stream) -> Result<()> {
-        let visit = &self.pool_session.visit;
-        visit.streams().record_use(stream);
-        let Some(word) = visit.words.device_ptr(released_at(self.pair)) else {
-            return Ok(());
-        };
-        // SAFETY: the page goes only when this stream, noted above, is past its stores.
-        unsafe {
-            stream.batch(&[StreamOp::Signal {
-                word,
-                value: self.value,
-            }])?
-        };
-        self.is_released = true;
-        Ok(())
-    }
-}
-
-impl Drop for BlockGuard {
-    fn drop(&mut self) {
-        if !self.pool_session.visit.owner_process().is_current() {
-            // A forked child: the parent's blocks are not ours to give up.
-            return std::mem::forget(self.pool_session.clone());
-        }
-        if !std::mem::replace(&mut self.is_released, true) {
-            self.pool_session
-                .visit
-                .words
-                .at::<TimelineWord>(released_at(self.pair))
-                .store(self.value);
-        }
-    }
-}
-
-/// A peer of a pool that allocates of its owner's memory.
+/// A peer of a pool that allocates from the owner's memory.
 ///
 /// ```
 /// use std::time::Duration;
@@ -317,16 +46,17 @@ pub struct PoolClient {
 }
 
 impl PoolClient {
-    /// Comes to the pool of this name, to use its memory on `device`.
+    /// Connects to the pool of this name, to use its memory on `device`.
     ///
     /// # Errors
-    /// [`Error::NoOwner`] when nobody keeps it, or its owner has died (`was_there`); [`Error::OtherKind`],
-    /// [`Error::AccessDenied`], [`Error::Refused`] (also for a device that cannot reach its memory); [`Error::Name`].
+    /// [`Error::NoOwner`] when no process serves it, or its owner has died (`was_there`);
+    /// [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Refused`] (also for a device that
+    /// cannot reach its memory); [`Error::Name`].
     pub fn open(domain: &Domain, name: &str, device: &Device) -> Result<PoolClient> {
         PoolClient::open_timeout(domain, name, device, Duration::ZERO)
     }
 
-    /// [`open`](Self::open), but waits up to `timeout` for the pool to be there.
+    /// Like [`open`](Self::open), but waits up to `timeout` for the pool to be created.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -346,7 +76,7 @@ impl PoolClient {
         let (session, incoming) =
             ClientSession::attach(&at, Some(device.info().id), &hello, timeout)?;
         let key = ImportKey::new(session.uid(), session.generation(), 0, device);
-        // One visit for all: should there be one already, this one ends here.
+        // All handles share one session. If one exists already, this one ends here.
         let pool_session = SESSIONS.get_or(&key, PoolSession::is_connected, || {
             match PoolSession::of(session, incoming, device)? {
                 Some(pool_session) => Ok(Arc::new(pool_session)),
@@ -368,36 +98,39 @@ impl PoolClient {
 
     #[cfg(test)]
     pub(super) fn words(&self) -> &SharedPage {
-        &self.pool_session.visit.words
+        &self.pool_session.shared.words
     }
 
     #[cfg(test)]
     pub(super) fn session(&self) -> &ClientSession {
-        &self.pool_session.visit.session
+        &self.pool_session.shared.session
     }
 
     /// The owner's process.
     pub fn owner_pid(&self) -> i32 {
-        self.pool_session.visit.session.pid()
+        self.pool_session.shared.session.pid()
     }
 
-    /// Whether the owner has closed the pool, or has died. Blocks of it stay good.
+    /// Whether the owner has closed the pool, or has died. Its blocks stay valid.
     pub fn is_owner_gone(&self) -> bool {
-        self.pool_session.visit.session.is_over()
+        self.pool_session.shared.session.is_over()
     }
 
-    /// A block of `bytes` bytes of the owner's memory, for reading and writing, cleared if another user had it. It is the
-    /// owner's again when it is let go here, or this process has died.
+    /// Allocates `bytes` bytes of the owner's memory, for reading and writing. The block is cleared
+    /// if another user had it. The block returns to the owner when it is released here, or when
+    /// this process has died.
     ///
     /// # Errors
-    /// [`Error::MemoryLimit`] when what is in use leaves no room; [`Error::OwnerGone`]; [`Error::Refused`];
-    /// [`Error::Argument`] for 0 bytes, or beyond 1024 blocks at once; [`Error::Timeout`], [`Error::DescriptorLimit`],
-    /// [`Error::DeviceMemory`], [`Error::PeerAccess`], [`Error::Driver`].
+    /// [`Error::MemoryLimit`] when the blocks in use leave no room; [`Error::OwnerGone`];
+    /// [`Error::Refused`]; [`Error::Argument`] for 0 bytes, or beyond 1024 blocks at once;
+    /// [`Error::Timeout`], [`Error::DescriptorLimit`], [`Error::DeviceMemory`],
+    /// [`Error::PeerAccess`], [`Error::Driver`].
     pub fn allocate(&self, bytes: u64) -> Result<LentBuffer> {
         self.allocate_timeout(bytes, Duration::ZERO)
     }
 
-    /// [`allocate`](Self::allocate), waiting at most `timeout` for others to let go.
+    /// Like [`allocate`](Self::allocate), but waits at most `timeout` for other blocks to be
+    /// released.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
@@ -405,8 +138,9 @@ impl PoolClient {
         self.allocate_unless(bytes, timeout, &|| false)
     }
 
-    /// [`allocate_timeout`](Self::allocate_timeout), for a caller that may give up while the owner does not answer:
-    /// `is_called_off` is asked then, each 50 ms, and ends it with [`Error::Timeout`]. A block that comes later goes back.
+    /// Like [`allocate_timeout`](Self::allocate_timeout), for a caller that may give up while the
+    /// owner does not answer. It calls `is_called_off` every 50 ms, and ends with
+    /// [`Error::Timeout`] once that returns true. A block that arrives later is released.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
@@ -434,7 +168,8 @@ impl PoolClient {
                             limit,
                         });
                     }
-                    // The owner cannot know when a device will have let a block go: to ask again is all there is.
+                    // The owner cannot know when a device will release a block, so the peer repeats
+                    // its request.
                     std::thread::park_timeout(left.min(RETRY_INTERVAL));
                 }
                 Err(_) => return Err(self.pool_session.too_many()),
@@ -443,27 +178,28 @@ impl PoolClient {
     }
 }
 
-/// A block of another process's pool. Dropped, it is let go: the owner hands it out again when the streams that were named
-/// are past it. It stays good when its owner closes the pool, or dies.
+/// A block of another process's pool. The drop releases it: the owner reuses it when the recorded
+/// streams are past it. It stays valid when its owner closes the pool, or dies.
 #[derive(Debug)]
 pub struct LentBuffer {
-    guard: BlockGuard,
-    mapping: Arc<MappedRegion>,
-    streams: Arc<StreamSet>,
-    access: Access,
-    offset: u64,
-    bytes: u64,
+    pub(super) guard: BlockGuard,
+    pub(super) mapping: Arc<MappedRegion>,
+    pub(super) streams: Arc<StreamSet>,
+    pub(super) access: Access,
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
 }
 
 impl LentBuffer {
-    /// Opens what [`Buffer::lend`](crate::Buffer::lend) gave a ticket for. Its region is mapped once in a process
-    /// (`cuMemImportFromShareableHandle`), whatever the number of blocks.
+    /// Opens a ticket from [`Buffer::lend`](crate::Buffer::lend). Its region is mapped once in a
+    /// process (`cuMemImportFromShareableHandle`), whatever the number of blocks.
     ///
     /// # Errors
-    /// [`Error::TicketExpired`]: the owner has let the block go, or is gone. [`Error::OtherKind`] for another ticket than
-    /// a pool's, [`Error::Ticket`] for one of another machine. [`Error::AccessDenied`], [`Error::Refused`],
-    /// [`Error::OwnerGone`], [`Error::Timeout`]; [`Error::Argument`] beyond 1024 blocks at once;
-    /// [`Error::DescriptorLimit`], [`Error::PeerAccess`], [`Error::DeviceMemory`], [`Error::Driver`].
+    /// [`Error::TicketExpired`]: the owner has released the block, or is gone. [`Error::OtherKind`]
+    /// for a ticket that is not a pool's, [`Error::Ticket`] for one of another machine.
+    /// [`Error::AccessDenied`], [`Error::Refused`], [`Error::OwnerGone`], [`Error::Timeout`];
+    /// [`Error::Argument`] beyond 1024 blocks at once; [`Error::DescriptorLimit`],
+    /// [`Error::PeerAccess`], [`Error::DeviceMemory`], [`Error::Driver`].
     pub fn open(ticket: &Ticket, device: &Device) -> Result<LentBuffer> {
         ticket.check(Kind::Pool, device)?;
         let Some(incarnation) = ticket.incarnation() else {
@@ -494,22 +230,22 @@ impl LentBuffer {
         }
     }
 
-    /// Its device address in this process.
+    /// The block's device address in this process.
     pub fn ptr(&self) -> DevicePtr {
         self.mapping.ptr() + self.offset
     }
 
-    /// Its length in bytes.
+    /// The block's length in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// What its owner lets this process do with it.
+    /// The access that the owner grants this process.
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// The device that it is mapped on.
+    /// The device on which the block is mapped.
     pub fn device(&self) -> &Device {
         self.mapping.device()
     }
@@ -519,19 +255,20 @@ impl LentBuffer {
         self.guard.pool_session.name()
     }
 
-    /// Says that `stream` is given work on this block. To be called before the work is enqueued: the block is neither
-    /// handed out again nor unmapped before the stream has done it.
+    /// Records that `stream` gets work on this block. Call it before the work is enqueued: the
+    /// block is neither reused nor unmapped before the stream has completed it.
     pub fn used_on(&self, stream: &Stream) {
         self.streams.record_use(stream);
         self.mapping.record_use(stream);
     }
 
-    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
+    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be
+    /// reused at once.
     ///
     /// # Errors
-    /// [`Error::Range`]; [`Error::Argument`] for a block that was lent for reading, or a stream of another device;
-    /// [`Error::Timeout`] when too much is on its way behind streams that stand still; [`Error::Driver`];
-    /// [`Error::Forked`].
+    /// [`Error::Range`]; [`Error::Argument`] for a block that was lent for reading, or a stream of
+    /// another device; [`Error::Timeout`] when too many bytes are queued behind streams that make
+    /// no progress; [`Error::Driver`]; [`Error::Forked`].
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(self.name(), offset, bytes.len() as u64, self.bytes)?;
         if self.access == Access::Read {
@@ -545,22 +282,24 @@ impl LentBuffer {
         self.mapping.write(stream, self.offset + offset, bytes)
     }
 
-    /// Waits for the streams that were named, at most `timeout`, and copies all of it to host memory
+    /// Waits for the recorded streams, at most `timeout`, and copies the whole block to host memory
     /// (`cuMemcpyDtoHAsync`).
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no memory left;
+    /// [`Error::Driver`]; [`Error::Forked`].
     pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
         wait_for(&self.streams, timeout)?;
         self.mapping.read(self.offset, self.bytes)
     }
 
-    /// Lets the block go behind the work enqueued on `stream` so far, and on the other streams that were named
-    /// (`cuStreamWriteValue64`). Does not wait: the owner hands it out again when that work is done.
+    /// Releases the block behind the work enqueued on `stream` so far, and on the other recorded
+    /// streams (`cuStreamWriteValue64`). Does not wait: the owner reuses the block when that work
+    /// is done.
     ///
     /// # Errors
-    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is let go as if it were
-    /// dropped; [`Error::Forked`].
+    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is
+    /// released as if it were dropped; [`Error::Forked`].
     pub fn free(mut self, stream: &Stream) -> Result<()> {
         self.mapping.check_owner_process()?;
         stream.check_of(self.device())?;
@@ -572,12 +311,12 @@ impl LentBuffer {
 
 impl Drop for LentBuffer {
     fn drop(&mut self) {
-        if self.guard.is_released || !self.guard.pool_session.visit.owner_process().is_current() {
+        if self.guard.is_released || !self.guard.pool_session.shared.owner_process().is_current() {
             return;
         }
         let mut fence = self.streams.fence_busy();
         if fence.is_reached() {
-            // The claim releases it.
+            // The guard releases the block.
             return;
         }
         let BlockGuard {
@@ -592,7 +331,7 @@ impl Drop for LentBuffer {
             value: *value,
             is_released: false,
         };
-        pool_session.visit.reactor().drop_after(move || {
+        pool_session.shared.reactor().drop_after(move || {
             let _released_when_dropped = &guard;
             fence.is_reached()
         });

@@ -1,9 +1,9 @@
-//! Which user had which bytes of a region last.
+//! The user that last had each byte range of a region.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Who had some bytes.
+/// The last user of some bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LastWriter {
     /// One user.
@@ -12,21 +12,21 @@ pub(super) enum LastWriter {
     Several,
 }
 
-/// The marks of a region; what has none is as the driver gave it: zeros.
+/// The last writers of a region. A range without an entry is as the driver gave it: zeros.
 #[derive(Debug, Default)]
 pub(super) struct LastWriters {
-    /// By first byte: the end, and who. They do not overlap.
+    /// By first byte: the end and the writer. The ranges do not overlap.
     ranges: BTreeMap<u64, (u64, LastWriter)>,
 }
 
 impl LastWriters {
-    /// Whether anybody but `uid` has left something in `range`.
+    /// Whether a user other than `uid` has had any byte of `range`.
     pub(super) fn are_foreign_to(&self, uid: u32, range: &Range<u64>) -> bool {
         self.overlapping(range)
             .any(|(_, (_, writer))| writer != LastWriter::User(uid))
     }
 
-    /// From now on, `writer` has had `range`.
+    /// Records `writer` as the last user of `range`.
     pub(super) fn set(&mut self, range: Range<u64>, writer: LastWriter) {
         let overlapping: Vec<_> = self.overlapping(&range).collect();
         for (start, (end, old)) in overlapping {

@@ -1,13 +1,14 @@
-//! A pool: memory of one process, handed out in blocks to itself and to its peers.
+//! A pool: memory of one process, handed out in blocks to this process and to its peers.
 //!
-//! The owner allocates ([`Pool`], [`Buffer`]) and lends blocks by ticket; a peer opens a ticket ([`LentBuffer`]) or
-//! allocates of the owner's memory itself ([`PoolClient`]). Each peer shares one page of words with the owner, in pairs:
-//! its stream (or its CPU) stores into the first when it has let a block go, the owner's into the second when a block has
-//! been cleared for it. No message is due to give a block back, and none can be lost.
+//! The owner allocates ([`Pool`], [`Buffer`]) and lends blocks by ticket. A peer opens a ticket
+//! ([`LentBuffer`]) or allocates from the owner's memory ([`PoolClient`]). Each peer shares one
+//! page of words with the owner, in pairs. The peer's stream or CPU stores into the first word to
+//! release a block; the owner's stream stores into the second when a block has been cleared for it.
+//! A release needs no message, so none can be lost.
 //!
-//! A block is free when its owner and all its borrowers have let it go and the work that they put before that is done:
-//! the owner's by a word on a board of its own, a borrower's by its word, a dead one's by the proof of its death and of
-//! our own streams. What a peer writes into its page decides about nothing but the blocks that it has itself.
+//! A block is free when all its users have released it and their earlier work is done. The owner's
+//! fence words, a borrower's word, or a dead borrower's proof of death with a fence on the owner's
+//! streams show that. A peer's page affects only its own blocks.
 
 mod allocator;
 mod block;
@@ -15,6 +16,7 @@ mod buffer;
 mod client;
 mod last_writers;
 mod server;
+mod session;
 #[cfg(test)]
 mod tests;
 
@@ -30,59 +32,59 @@ crate::ipc::messages!(AllocReply, Hello, HelloReply, AllocRequest);
 /// The most blocks that one peer may have at once.
 const PAIRS_MAX: u32 = 1024;
 
-/// A pair of words: released, by the borrower; cleared, by the owner.
+/// A pair of words: the borrower writes "released", the owner writes "cleared".
 const PAIR_BYTES: usize = 2 * size_of::<TimelineWord>();
 
-/// A peer's page.
+/// The length of a peer's page.
 const PAGE_BYTES: usize = PAIRS_MAX as usize * PAIR_BYTES;
 
-/// Where a pair's first word lies in the page: the borrower's.
+/// The offset of a pair's first word, which the borrower writes.
 fn released_at(pair: u32) -> usize {
     pair as usize * PAIR_BYTES
 }
 
-/// Where its second word lies: the owner's.
+/// The offset of a pair's second word, which the owner writes.
 fn cleared_at(pair: u32) -> usize {
     released_at(pair) + size_of::<TimelineWord>()
 }
 
-/// A peer's first words.
+/// A peer's first message.
 #[derive(Debug, Serialize, Deserialize)]
 struct Hello {
     incarnation: Option<Incarnation>,
 }
 
-/// The owner's answer; with a welcome goes the page.
+/// The owner's answer to it. The page's descriptor goes with a `Welcome`.
 #[derive(Debug, Serialize, Deserialize)]
 enum HelloReply {
     Welcome { owner: DeviceId, page_bytes: u64 },
     Expired,
 }
 
-/// What a peer asks for.
+/// A peer's request.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 enum AllocRequest {
     /// The block that was lent under this number.
     Lent(u64),
-    /// A block of its own.
+    /// A new block for the peer.
     Block { bytes: u64 },
 }
 
-/// The owner's answer; with a block goes its region.
+/// The owner's answer. The region's descriptor goes with a block.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 enum AllocReply {
     Block(BlockGrant),
-    /// Taken back, or never lent.
+    /// The owner has released the block, or never lent it.
     Returned,
     Full {
         used: u64,
         limit: u64,
     },
-    /// This peer has as many blocks as it may.
+    /// The peer has the most blocks that it may have.
     TooMany,
 }
 
-/// Where a block is, and by which words it is given back.
+/// The place of a block, and the words that release it.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct BlockGrant {
     region: u32,
@@ -91,8 +93,8 @@ struct BlockGrant {
     bytes: u64,
     access: Access,
     pair: u32,
-    /// What both words of the pair come to.
+    /// The value that both words of the pair reach.
     value: u64,
-    /// It may be used when the second word has come to its value.
+    /// If set, the block may be used once the second word has reached `value`.
     is_being_cleared: bool,
 }

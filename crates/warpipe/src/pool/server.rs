@@ -1,4 +1,5 @@
-//! The owner's side of its peers: who is here, what they get, and what comes back when they end.
+//! The owner's side of its peers: sessions, grants, and the return of blocks when a peer closes or
+//! dies.
 
 use std::sync::Arc;
 
@@ -13,10 +14,10 @@ use crate::ipc::{
 use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
 
-/// A block that a peer has, and has not been told of.
+/// A block that is granted to a peer and not sent yet.
 struct PendingGrant {
     answer: OutgoingReply,
-    /// The peer's, with the pair of words that is the block's.
+    /// The peer's page, which holds the block's pair of words.
     page: Arc<SharedPage>,
     pair: u32,
     value: u64,
@@ -75,7 +76,8 @@ impl RequestHandler for PoolAllocator {
     fn on_disconnect(&self, _: &ServerCore, client: &ClientInfo, disconnected: Disconnected) {
         let mut state = self.lock();
         match disconnected {
-            // What its device was given may still run: its words say when it has let go, and it says goodbye behind them.
+            // The peer's device work may still run. Its words report each release, and the peer
+            // closes behind them.
             Disconnected::Closed => {
                 state
                     .borrowers
@@ -95,8 +97,8 @@ impl RequestHandler for PoolAllocator {
         }
     }
 
-    /// On the reactor's thread: who has the lock may be in a call of the driver that waits for a stream which the reactor
-    /// is to let go. The next tick comes.
+    /// Runs on the reactor's thread, so it does not wait: the lock's holder may be in a driver call
+    /// that waits for a stream which only the reactor can release. The next tick tries again.
     fn on_server_tick(&self, _: &ServerCore, _: u64) {
         if let Some(mut state) = self.try_lock() {
             self.reclaim(&mut state);
@@ -124,7 +126,7 @@ impl PoolAllocator {
             return OutgoingReply::new(&AllocReply::Returned, vec![]);
         };
         self.reclaim(&mut state);
-        // A refusal, or no room for it, has changed nothing.
+        // A rejection, or no room for the block, has changed nothing.
         let Some(pending) = self.grant_block(&mut state, client, slot, bytes, access, false)?
         else {
             return OutgoingReply::new(&AllocReply::TooMany, vec![]);
@@ -178,7 +180,7 @@ impl PoolAllocator {
         if is_being_cleared && let Err(error) = self.signal_cleared(&page, cleared_at(pair), value)
         {
             let mut state = self.lock();
-            // Should it have ended meanwhile, what it had comes back by that.
+            // If the peer's session has ended meanwhile, that has taken care of its blocks.
             if state
                 .borrowers
                 .get_mut(&client.id)
@@ -191,8 +193,8 @@ impl PoolAllocator {
         Ok(answer)
     }
 
-    /// Gives a peer a block, by a pair of words of its own; none if it has all of them in use, or is gone. Where there is
-    /// none, and on an error, nothing has changed.
+    /// Grants a block to a peer, with a pair of words of its own. `None` if all its pairs are in
+    /// use, or the peer is gone. On `None` and on an error nothing has changed.
     fn grant_block(
         &self,
         state: &mut PoolState,
@@ -235,7 +237,8 @@ impl PoolAllocator {
         }))
     }
 
-    /// Frees what a dead peer had once this process's streams are past it, whatever it left in its words.
+    /// Frees a dead peer's blocks once this process's streams are past them, whatever its words
+    /// say.
     fn free_deferred(&self, borrower: Borrower) {
         let (page, slots) = borrower.into_slots();
         self.drop_page_deferred(page);

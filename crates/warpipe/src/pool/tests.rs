@@ -1,4 +1,5 @@
-//! A pool and its peers in one process; what needs another one is in the conformance suite.
+//! A pool and its peers in one process. The conformance suite has the tests that need another
+//! process.
 
 use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
@@ -129,7 +130,7 @@ fn a_block_is_not_handed_out_before_the_stream_that_frees_it_is_past_it() {
         block
             .free(if is_freed_on_it { &stream } else { &idle })
             .unwrap();
-        // The control: freed on another stream, it is out at once.
+        // The control: freed on another stream, the block is free at once.
         assert_eq!(is_limit(stage.pool.allocate(1)), is_freed_on_it);
         assert_eq!(
             stage.pool.stats().waiting_bytes,
@@ -158,7 +159,7 @@ fn every_stream_that_was_named_is_waited_for() {
         drop(go);
         drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
     }
-    // Two ran out of time; whether the two others had to wait is the machine's affair.
+    // Two waits time out. Whether the two others wait depends on the machine.
     assert!((2..=4).contains(&stage.pool.stats().waits));
 }
 
@@ -207,7 +208,7 @@ fn a_borrowers_stream_is_waited_for_too() {
                 lent.used_on(&stream);
                 drop(lent);
             }
-            // The control: a stream that was not named is not known.
+            // The control: a stream that was not recorded is not waited for.
             _ => drop(lent),
         }
         let early = stage.pool.allocate_timeout(1, Duration::from_millis(30));
@@ -343,7 +344,7 @@ fn a_client_waits_for_what_others_let_go_and_has_a_limit_of_blocks() {
     drop(client);
     assert!(
         eventually(|| stage.pool.stats().peers == 0),
-        "who has left with nothing is forgotten"
+        "a peer that has closed without a block is removed"
     );
 }
 
@@ -382,7 +383,7 @@ fn a_block_that_passes_to_another_user_is_cleared_and_else_it_is_not() {
     );
 }
 
-/// Sees whether a pool's lock is free while the device is given work.
+/// Records whether a pool's lock is held during device calls.
 #[derive(Debug, Default)]
 struct Unlocked {
     allocator: OnceLock<Weak<PoolAllocator>>,
@@ -399,7 +400,8 @@ impl Hook for Unlocked {
             .filter(|_| ["zero", "batch"].contains(&method))
         {
             self.calls.fetch_add(1, Relaxed);
-            // Another thread may have it for a moment, this one until the call returns.
+            // Another thread may hold the lock for a moment; this thread would hold it until the
+            // call returns.
             self.is_held
                 .fetch_or(!eventually(|| allocator.try_lock().is_some()), Relaxed);
         }
@@ -424,7 +426,7 @@ fn a_pools_lock_is_free_while_the_device_is_told_to_clear_a_block() {
     let lent = client.allocate(2 * MIB).unwrap();
     assert_eq!(lent.to_vec(WAIT).unwrap()[..8], [0; 8]);
     let hook = wrapped.hook();
-    // The zeros, their end for the owner, and for the peer.
+    // The zeros, their completion for the owner, and for the peer.
     assert_eq!(
         (hook.calls.load(Relaxed), hook.is_held.load(Relaxed)),
         (3, false)
@@ -484,7 +486,7 @@ fn garbage_in_a_peers_page_frees_nothing() {
     drop(own);
 }
 
-/// Told of every tick.
+/// Reports every tick.
 struct Clock(Mutex<mpsc::Sender<()>>);
 
 impl EventSource for Clock {
@@ -505,7 +507,7 @@ fn the_reactor_does_not_wait_for_who_is_in_a_call_of_the_driver_with_a_pools_loc
     let (tell, told) = mpsc::channel();
     let clock: Arc<dyn EventSource> = Arc::new(Clock(Mutex::new(tell)));
     allocator.reactor().register_ticks(Arc::downgrade(&clock));
-    // The second one comes when the pool has had its tick in between.
+    // The second tick comes after the pool had its tick in between.
     (0..2).for_each(|_| told.recv_timeout(WAIT).expect("the reactor goes on"));
     drop(held);
 }
@@ -547,7 +549,7 @@ fn a_block_of_a_peer_that_closed_gracefully_comes_back_at_its_death() {
     };
     let (alive, writer) = rustix::pipe::pipe().unwrap();
     goodbye(Process::of_pipe(alive));
-    // Ticks pass, and it lives.
+    // Ticks pass while the process is alive.
     assert!(is_limit(
         stage.pool.allocate_timeout(1, Duration::from_millis(500))
     ));
