@@ -1,4 +1,5 @@
-//! Writes every target's seeds and committed inputs as files, for a fuzzer to begin with: `seeds FOLDER`.
+//! Writes every target's seeds and committed inputs as files, for a fuzzer to begin with: `seeds
+//! FOLDER`.
 
 use std::path::Path;
 use std::{env, fs, io};

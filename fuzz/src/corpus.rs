@@ -1,5 +1,5 @@
-//! The committed inputs: a file for each target, an input in hexadecimal digits on each line. A line that begins with `#`
-//! says why the next one is there.
+//! The committed inputs: a file for each target, an input in hexadecimal digits on each line. A
+//! line that begins with `#` says why the next one is there.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,9 @@
-//! Every parser of what comes from outside, by name: the library's, and the command line's of files.
+//! Every parser of what comes from outside, by name: the library's, and the command line's of
+//! files.
 //!
-//! The library's targets are in `crates/warpipe/src/fuzzing.rs`. A new one goes there or into [`targets`], and gets a program
-//! in `fuzz_targets/`, a `[[bin]]`, and its name in `tests/corpus.rs`, which says so if one is missing.
+//! The library's targets are in `crates/warpipe/src/fuzzing.rs`. A new one goes there or into
+//! [`targets`], and gets a program in `fuzz_targets/`, a `[[bin]]`, and its name in
+//! `tests/corpus.rs`, which says so if one is missing.
 
 use std::io::Cursor;
 

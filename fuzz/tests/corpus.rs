@@ -1,4 +1,5 @@
-//! Replays the corpus, and a bounded number of changes of it that are the same every time. No nightly, no fuzzer.
+//! Replays the corpus, and a bounded number of changes of it that are the same every time. No
+//! nightly, no fuzzer.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;

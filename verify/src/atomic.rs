@@ -1,15 +1,18 @@
-//! What the library's lock-free parts use in place of the machine's atomics. In one of three ways, which each thread
-//! chooses with [`set`]:
+//! What the library's lock-free parts use in place of the machine's atomics. In one of three ways,
+//! which each thread chooses with [`set`]:
 //!
 //! * plain: the machine's; for Miri and for what has one thread.
-//! * in loom: the word in memory is the number of one of loom's atomics, 0 for one that nobody has used and whose value is
-//!   0. So it is as large as the machine's, and memory of zeros is memory of words. Loom wants a word to be made before
-//!   threads are: [`touch`](AtomicU64::touch) what two of them use.
-//! * in steps: the word holds its value, and each operation on it is a step of [`steps`](crate::steps).
+//! * in loom: the word in memory is the number of one of loom's atomics, 0 for one that nobody has
+//!   used and whose value is 0. So it is as large as the machine's, and memory of zeros is memory
+//!   of words. Loom wants a word to be made before threads are: [`touch`](AtomicU64::touch) what
+//!   two of them use.
+//! * in steps: the word holds its value, and each operation on it is a step of
+//!   [`steps`](crate::steps).
 //!
-//! Loom knows `SeqCst` as a fence alone, so an operation of that ordering is one behind such a fence, or before one
-//! ([`Fences`]): the two ways in which compilers make it where there is none. Each orders more than is promised, on one
-//! side; what holds by the one alone is noticed with the other.
+//! Loom knows `SeqCst` as a fence alone, so an operation of that ordering is one behind such a
+//! fence, or before one ([`Fences`]): the two ways in which compilers make it where there is none.
+//! Each orders more than is promised, on one side; what holds by the one alone is noticed with the
+//! other.
 
 use std::cell::Cell;
 use std::fmt;

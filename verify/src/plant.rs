@@ -1,5 +1,5 @@
-//! Planted faults: one operation of the library's own source, found by its text, is weakened while a model runs. A model
-//! that does not notice is worth nothing.
+//! Planted faults: one operation of the library's own source, found by its text, is weakened while
+//! a model runs. A model that does not notice is worth nothing.
 
 use std::cell::RefCell;
 use std::panic::Location;
@@ -79,7 +79,8 @@ fn hush() {
 }
 
 impl Plant {
-    /// Plants it for this thread. None if the library has no such line any more: then the plant is to be written anew.
+    /// Plants it for this thread. None if the library has no such line any more: then the plant is
+    /// to be written anew.
     pub fn sow(self) -> Option<Uproot> {
         let path = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("../crates/warpipe/src")

@@ -1,13 +1,16 @@
-//! Every order of the steps of a few processes, with any of them killed at any step: breadth first, each state once.
+//! Every order of the steps of a few processes, with any of them killed at any step: breadth first,
+//! each state once.
 //!
-//! A process is a row of *phases*: functions over the library's own code that get a number and return the next one. What a
-//! phase has done so far is the list of what its operations on shared words returned, so a state is small: the words, and
-//! for each process its phase and that list. To make one more step, the phase is run from its beginning with what its
-//! operations returned, makes the next one in earnest, and is unwound. Words that nobody ever writes make no steps; which
+//! A process is a row of *phases*: functions over the library's own code that get a number and
+//! return the next one. What a phase has done so far is the list of what its operations on shared
+//! words returned, so a state is small: the words, and for each process its phase and that list. To
+//! make one more step, the phase is run from its beginning with what its operations returned, makes
+//! the next one in earnest, and is unwound. Words that nobody ever writes make no steps; which
 //! these are is found by searching again until no more are found.
 //!
-//! What is shown: [`Model::is_wrong`] holds in no state, and from every state one can be reached in which all who live are
-//! done: nobody hangs, and nothing is lost on the way. Memory is sequentially consistent here; loom has what is weaker.
+//! What is shown: [`Model::is_wrong`] holds in no state, and from every state one can be reached in
+//! which all who live are done: nobody hangs, and nothing is lost on the way. Memory is
+//! sequentially consistent here; loom has what is weaker.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -175,7 +178,8 @@ pub(crate) fn change(address: usize, bytes: usize, operation: impl FnOnce() -> u
     step(operation)
 }
 
-/// A sleep as long as something is so, or until the time is up, which it is when nobody can do anything else.
+/// A sleep as long as something is so, or until the time is up, which it is when nobody can do
+/// anything else.
 pub fn wait(is_so: impl FnOnce() -> bool) {
     step(|| {
         if is_so() && !RUN.with_borrow(|run| run.time_is_up) {
@@ -235,7 +239,8 @@ pub struct Found {
     pub steps: usize,
 }
 
-/// Searches all states. `make` makes a model with fresh words, the same each time but for where they lie.
+/// Searches all states. `make` makes a model with fresh words, the same each time but for where
+/// they lie.
 ///
 /// # Errors
 /// What is wrong, and the way there.
@@ -339,7 +344,8 @@ impl<'a, M: Model> Search<'a, M> {
                 }
             }
         }
-        // Time passes when nobody can do anything else: the limits of sleeps are far longer than any step.
+        // Time passes when nobody can do anything else: the limits of sleeps are far longer than
+        // any step.
         if !can_go_on {
             for (index, phase, returned) in sleepers {
                 if let Some(next) = self.make_step(number, state, index, phase, &returned, true)? {

@@ -1,4 +1,5 @@
-//! Histories by chance: against the library's own arena and a pool's books, and with faults that they must notice.
+//! Histories by chance: against the library's own arena and a pool's books, and with faults that
+//! they must notice.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -9,8 +10,8 @@ use warpipe_verify::histories::{Draw, arena, entry, pool};
 use warpipe_verify::plant::Effect::Says;
 use warpipe_verify::plant::{Op, Plant};
 
-/// Histories that are tried of each kind; `VERIFY_HISTORIES` of the environment says another number, and then they are
-/// others each time.
+/// Histories that are tried of each kind; `VERIFY_HISTORIES` of the environment says another
+/// number, and then they are others each time.
 const HISTORIES: u32 = if cfg!(miri) { 4 } else { 10_000 };
 const LENGTH_MAX: usize = 120;
 

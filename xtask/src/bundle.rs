@@ -16,7 +16,8 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("warpipe-cli", "warpipe"),
     ("warpipe-conformance", "conformance"),
 ];
-/// The package whose examples are carried along: its test program `examples` runs them, and finds them in `examples/`.
+/// The package whose examples are carried along: its test program `examples` runs them, and finds
+/// them in `examples/`.
 const EXAMPLES_PACKAGE: &str = "warpipe";
 /// What is written beside them.
 const SCRIPTS: &[(&str, &str, u32)] = &[
@@ -166,7 +167,8 @@ fn executable(message: &serde_json::Value) -> Option<PathBuf> {
     message["executable"].as_str().map(PathBuf::from)
 }
 
-/// Where the program `name` was built, if this message is of it; a library of the same name has no executable.
+/// Where the program `name` was built, if this message is of it; a library of the same name has no
+/// executable.
 fn program(message: &serde_json::Value, name: &str) -> Option<PathBuf> {
     (!is_test(message) && message["target"]["name"] == name).then(|| executable(message))?
 }

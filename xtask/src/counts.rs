@@ -41,8 +41,9 @@ impl Counts {
         skipped: 0,
     };
 
-    /// The counts of a program from its lines and its exit. A program that failed has at least one failed check,
-    /// and one that says no counts where it should has failed, whatever its exit code says.
+    /// The counts of a program from its lines and its exit. A program that failed has at least one
+    /// failed check, and one that says no counts where it should has failed, whatever its exit code
+    /// says.
     pub fn of(dialect: Dialect, lines: &[String], success: bool) -> Counts {
         let told = match dialect {
             Dialect::ExitCode => success.then_some(Counts::ONE_PASSED),
@@ -122,7 +123,8 @@ fn bare(line: &str) -> Option<Counts> {
     read_list(line, ',')
 }
 
-/// Reads `2 passed, 1 failed, ...`. A word that nobody knows counts as failed: better a false alarm than a miss.
+/// Reads `2 passed, 1 failed, ...`. A word that nobody knows counts as failed: better a false alarm
+/// than a miss.
 fn read_list(list: &str, separator: char) -> Option<Counts> {
     let mut counts = Counts::default();
     for part in list

@@ -1,4 +1,5 @@
-//! The methods of `cargo xtask verify` that need a nightly toolchain. Where it is not there they are skipped, and say why.
+//! The methods of `cargo xtask verify` that need a nightly toolchain. Where it is not there they
+//! are skipped, and say why.
 
 use std::fs;
 use std::path::Path;
@@ -54,7 +55,8 @@ fn skipped(reason: &str) -> Outcome<Counts> {
     })
 }
 
-/// Fuzzes each parser of `fuzz/` for its share of `time`, from its seeds and from what earlier runs found.
+/// Fuzzes each parser of `fuzz/` for its share of `time`, from its seeds and from what earlier runs
+/// found.
 pub fn fuzz(workspace: &Workspace, time: Option<Duration>) -> Outcome<Counts> {
     if !has(&["rustc", "--version"]) {
         return skipped(&format!("no nightly toolchain; {INSTALL}"));
@@ -109,7 +111,8 @@ const UNITS: &[&str] = &[
     "backend::pointer::tests::a_line",
 ];
 
-/// Runs under Miri: histories of arena, pool and entries, the Python package's DLPack structures, and [`UNITS`].
+/// Runs under Miri: histories of arena, pool and entries, the Python package's DLPack structures,
+/// and [`UNITS`].
 pub fn miri(workspace: &Workspace) -> Outcome<Counts> {
     if !has(&["cargo", "miri", "--version"]) {
         return skipped(&format!("no nightly toolchain with Miri; {INSTALL}"));
@@ -131,7 +134,8 @@ pub fn miri(workspace: &Workspace) -> Outcome<Counts> {
     Ok(counts)
 }
 
-/// Runs the conformance cases on the host under ThreadSanitizer, with the standard library compiled for it, too.
+/// Runs the conformance cases on the host under ThreadSanitizer, with the standard library compiled
+/// for it, too.
 pub fn tsan(workspace: &Workspace) -> Outcome<Counts> {
     if !has(&["cargo", "--version"]) || !has_library_source() {
         return skipped(&format!(

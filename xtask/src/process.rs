@@ -14,7 +14,8 @@ use crate::Outcome;
 
 /// Lines kept of one program: enough for the results of some thousand test programs.
 const LINES_MAX: usize = 20_000;
-/// How long output may go on after the program's end, if a process that it left behind holds the pipe.
+/// How long output may go on after the program's end, if a process that it left behind holds the
+/// pipe.
 const DRAIN: Duration = Duration::from_secs(5);
 
 /// A program to run.
@@ -54,14 +55,16 @@ impl Task {
         self
     }
 
-    /// Runs in `folder`, killed with all its process group after `limit`. Its output is shown as it comes.
+    /// Runs in `folder`, killed with all its process group after `limit`. Its output is shown as it
+    /// comes.
     pub fn run(self, folder: &Path, limit: Duration) -> Outcome<Finished> {
         let name = self.program.to_string_lossy().into_owned();
         let failed = |error: std::io::Error| {
             format!("{name} did not start under coreutils' `timeout`: {error}")
         };
         let (reader, writer) = std::io::pipe().map_err(failed)?;
-        // `timeout` rather than a kill of our own: it ends the whole process group, test programs included.
+        // `timeout` rather than a kill of our own: it ends the whole process group, test programs
+        // included.
         let mut command = Command::new("timeout");
         command
             .arg("--kill-after=10")

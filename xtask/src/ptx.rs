@@ -1,4 +1,5 @@
-//! The committed PTX: made by NVRTC from the CUDA source beside it, never stale, and of system scope.
+//! The committed PTX: made by NVRTC from the CUDA source beside it, never stale, and of system
+//! scope.
 //!
 //! NVRTC comes as a Python wheel of a fixed version, so that every machine makes the same bytes.
 
@@ -32,7 +33,8 @@ pub fn rewrite(workspace: &Workspace) -> Outcome<()> {
     Ok(())
 }
 
-/// Fails when a CUDA source under `crates/` has no PTX beside it, or one that NVRTC would not make of it today.
+/// Fails when a CUDA source under `crates/` has no PTX beside it, or one that NVRTC would not make
+/// of it today.
 pub fn check_fresh(workspace: &Workspace) -> Outcome<()> {
     let mut stale = Vec::new();
     for (source, fresh) in compile_all(workspace)? {
@@ -56,7 +58,8 @@ pub fn check_fresh(workspace: &Workspace) -> Outcome<()> {
     ))
 }
 
-/// Fails on an atomic of less than system scope in any PTX under `crates/`: another process would not see it whole.
+/// Fails on an atomic of less than system scope in any PTX under `crates/`: another process would
+/// not see it whole.
 pub fn check_scope(workspace: &Workspace) -> Outcome<()> {
     let mut narrow = Vec::new();
     for path in workspace.sources("ptx")? {

@@ -1,5 +1,5 @@
-//! `cargo xtask wheel`, and the Python package's tests: maturin, the compiler it links with, and what the tests use come
-//! into virtual environments under `target/`.
+//! `cargo xtask wheel`, and the Python package's tests: maturin, the compiler it links with, and
+//! what the tests use come into virtual environments under `target/`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,8 @@ const CRATE: &str = "crates/warpipe-python";
 
 /// What builds the package for this machine.
 const BUILDERS: &[&str] = &["maturin==1.16.0"];
-/// What builds the wheel for others: Zig binds to the C library of `manylinux2014` (glibc 2.17), whatever this machine's.
+/// What builds the wheel for others: Zig binds to the C library of `manylinux2014` (glibc 2.17),
+/// whatever this machine's.
 const WHEEL_BUILDERS: &[&str] = &["maturin==1.16.0", "ziglang==0.17.0"];
 const PLATFORM: &str = "manylinux2014";
 const ZIG_TARGET: &str = "x86_64-linux-gnu.2.17";
@@ -44,7 +45,8 @@ const INSTALL_LIMIT: Duration = Duration::from_secs(900);
 const BUILD_LIMIT: Duration = Duration::from_secs(3600);
 const TEST_LIMIT: Duration = Duration::from_secs(1800);
 
-/// Builds the wheel that is given away, in `target/wheels/`, and sees that a program with it ends well. Returns its path.
+/// Builds the wheel that is given away, in `target/wheels/`, and sees that a program with it ends
+/// well. Returns its path.
 pub fn wheel(workspace: &Workspace) -> Outcome<PathBuf> {
     let folder = workspace.target.join("wheels");
     let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
@@ -56,8 +58,9 @@ pub fn wheel(workspace: &Workspace) -> Outcome<PathBuf> {
     Ok(wheel)
 }
 
-/// The system's unwinder to link with. Zig would put one of its own into the library; but a thread that the interpreter's
-/// end unwinds (`pthread_exit`) is unwound by the system's, and two that meet in one stack crash.
+/// The system's unwinder to link with. Zig would put one of its own into the library; but a thread
+/// that the interpreter's end unwinds (`pthread_exit`) is unwound by the system's, and two that
+/// meet in one stack crash.
 fn unwinder(workspace: &Workspace, tools: &Path) -> Outcome<PathBuf> {
     let (source, folder) = (
         workspace.root.join("xtask/wheel"),
@@ -109,7 +112,8 @@ fn try_ends(workspace: &Workspace, wheel: &Path) -> Outcome<()> {
     Ok(())
 }
 
-/// Builds the package as it stands, without optimisation, installs it in an environment and runs its tests there.
+/// Builds the package as it stands, without optimisation, installs it in an environment and runs
+/// its tests there.
 pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     let (tools, folder) = (
         environment(workspace, "python-build", BUILDERS, &[])?,
@@ -132,8 +136,8 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     )
 }
 
-/// Runs the tests again on the fake driver in `folder`, after [`tests`]: without the files that ask nothing of a
-/// device, and without the benchmark, which needs PyTorch there.
+/// Runs the tests again on the fake driver in `folder`, after [`tests`]: without the files that ask
+/// nothing of a device, and without the benchmark, which needs PyTorch there.
 pub fn tests_on_fake_driver(workspace: &Workspace, folder: &Path) -> Outcome<Counts> {
     let environment = tested(workspace)?;
     let left_out =
@@ -230,7 +234,8 @@ pub fn carry(workspace: &Workspace, folder: &Path) -> Outcome<()> {
     Ok(())
 }
 
-/// Runs the maturin of `tools` with `options`, and `last` for the compiler, and leaves one wheel in `folder`.
+/// Runs the maturin of `tools` with `options`, and `last` for the compiler, and leaves one wheel in
+/// `folder`.
 fn build(
     workspace: &Workspace,
     tools: &Path,

@@ -173,7 +173,8 @@ impl Suite<'_> {
         }
     }
 
-    /// The Python package's tests on the host, and what a GPU needs no framework for over the fake driver.
+    /// The Python package's tests on the host, and what a GPU needs no framework for over the fake
+    /// driver.
     fn python(&mut self) {
         self.step("tests of the Python package", python::tests);
         self.step("the same, cuda over the fake driver", |workspace| {
@@ -275,7 +276,8 @@ pub fn place_fake_driver(target: &Path) -> Outcome<std::path::PathBuf> {
     fs::create_dir_all(&folder)
         .map_err(|error| format!("{} not made: {error}", folder.display()))?;
     let placed = folder.join("libcuda.so.1");
-    // A new file, not new bytes in the old one, which a program that is still running may have mapped.
+    // A new file, not new bytes in the old one, which a program that is still running may have
+    // mapped.
     let _ = fs::remove_file(&placed);
     let next = "see whether the build above made it (`cargo build -p fake-cuda`)";
     fs::copy(&built, &placed)

@@ -1,5 +1,5 @@
-//! `cargo xtask verify`: the methods that find what tests cannot, and a bounded part of them for `cargo xtask test`. What
-//! each is for says `docs/design/verification.md`.
+//! `cargo xtask verify`: the methods that find what tests cannot, and a bounded part of them for
+//! `cargo xtask test`. What each is for says `docs/design/verification.md`.
 
 use std::time::{Duration, Instant};
 

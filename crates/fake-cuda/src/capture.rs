@@ -1,13 +1,16 @@
-//! Stream capture: what a capturing stream is given is recorded, and what must not happen meanwhile invalidates it.
+//! Stream capture: what a capturing stream is given is recorded, and what must not happen meanwhile
+//! invalidates it.
 //!
-//! As measured on an H100, driver 580.159: stream writes, waits, batches, copies and launches on a capturing stream are
-//! recorded and succeed. While a capture in global mode is under way, `cuStreamQuery`, `cuEventQuery`,
-//! `cuMemHostRegister` and `cuMemHostUnregister` on any other thread fail *and invalidate the capture*, unless that
-//! thread's mode is relaxed (`cuThreadExchangeStreamCaptureMode`). Asking for the state of the capturing stream itself,
-//! or of an event that was recorded in it, does so in every mode.
+//! As measured on an H100, driver 580.159: stream writes, waits, batches, copies and launches on a
+//! capturing stream are recorded and succeed. While a capture in global mode is under way,
+//! `cuStreamQuery`, `cuEventQuery`, `cuMemHostRegister` and `cuMemHostUnregister` on any other
+//! thread fail *and invalidate the capture*, unless that thread's mode is relaxed
+//! (`cuThreadExchangeStreamCaptureMode`). Asking for the state of the capturing stream itself, or
+//! of an event that was recorded in it, does so in every mode.
 //!
-//! A graph is the recorded work in the order of its recording, which is one of its valid orders. Streams join a capture
-//! by waiting for an event of it. Dependencies of several streams that were not joined again are not looked at.
+//! A graph is the recorded work in the order of its recording, which is one of its valid orders.
+//! Streams join a capture by waiting for an event of it. Dependencies of several streams that were
+//! not joined again are not looked at.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -94,7 +97,8 @@ fn active() -> Vec<Arc<Capture>> {
     list.iter().filter_map(Weak::upgrade).collect()
 }
 
-/// To be asked by every call that is unsafe while a stream captures: fails, and ends the captures that forbid it.
+/// To be asked by every call that is unsafe while a stream captures: fails, and ends the captures
+/// that forbid it.
 pub fn check_unsafe_call() -> Outcome {
     let mode = MODE.get();
     let forbidding: Vec<_> = active()

@@ -1,5 +1,5 @@
-//! Control by the process that uses the fake driver: its calls are counted, made to hang, or made to
-//! fail, by function.
+//! Control by the process that uses the fake driver: its calls are counted, made to hang, or made
+//! to fail, by function.
 //!
 //! Who wants that finds the functions below by `dlsym` in the library that is loaded already. They
 //! are no driver's. The table is the process's; a thread can be [exempt](fakeCudaExempt), so that

@@ -9,7 +9,8 @@ use crate::config::{self, DEVICES_MAX};
 use crate::status::*;
 use crate::{event, host, memory, stream};
 
-/// How often each device's primary context is retained. A context's handle is the address of its count.
+/// How often each device's primary context is retained. A context's handle is the address of its
+/// count.
 static RETAINED: [AtomicU32; DEVICES_MAX] = [const { AtomicU32::new(0) }; DEVICES_MAX];
 
 /// Whether each primary context has been made, and not been reset since.
@@ -185,8 +186,9 @@ extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> c_int {
     })
 }
 
-/// Ends everything that the context has: its streams with their work, its events, its registrations, its mappings. Those who
-/// retained it still have to release it; the next who retains it makes it anew, with the same handle.
+/// Ends everything that the context has: its streams with their work, its events, its
+/// registrations, its mappings. Those who retained it still have to release it; the next who
+/// retains it makes it anew, with the same handle.
 #[unsafe(no_mangle)]
 extern "C" fn cuDevicePrimaryCtxReset_v2(device: c_int) -> c_int {
     answer("cuDevicePrimaryCtxReset_v2", Needs::Init, || {

@@ -1,5 +1,5 @@
-//! The driver's end: from a handler of `exit` on, it is there for the exiting thread alone, and for that one only to
-//! say that it is gone.
+//! The driver's end: from a handler of `exit` on, it is there for the exiting thread alone, and for
+//! that one only to say that it is gone.
 
 use std::io::Write;
 use std::sync::Once;
@@ -22,7 +22,8 @@ pub fn expect() -> Outcome {
     static REFUSED: AtomicBool = AtomicBool::new(false);
     EXPECTED.call_once(|| {
         HOME.store(std::process::id(), Ordering::SeqCst);
-        // SAFETY: the handler takes nothing and returns; `exit` and `dlclose` run it before this library is unloaded.
+        // SAFETY: the handler takes nothing and returns; `exit` and `dlclose` run it before this
+        // library is unloaded.
         let code = unsafe { libc::atexit(end) };
         REFUSED.store(code != 0, Ordering::SeqCst);
     });

@@ -184,7 +184,8 @@ extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, _flags:
     answer("cuStreamWaitEvent", Needs::Context, || {
         let (event, stream) = (find(event)?, stream::find_for_work(stream)?);
         match (event.capture(), stream.capture()) {
-            // The stream joins the event's capture, whose work is one sequence: it is behind the event already.
+            // The stream joins the event's capture, whose work is one sequence: it is behind the
+            // event already.
             (Some(of_event), None) => stream.begin(&of_event),
             (Some(of_event), Some(of_stream)) if Arc::ptr_eq(&of_event, &of_stream) => Ok(()),
             (_, Some(capture)) => {

@@ -34,8 +34,9 @@ impl Gather {
         &self.axes[..(self.rank as usize).min(self.axes.len())]
     }
 
-    /// Looks at what the kernel will read and write when it is launched: a GPU would fault later, which a test could not
-    /// tell apart. A thread of a GPU also faults on an address that its unit does not divide.
+    /// Looks at what the kernel will read and write when it is launched: a GPU would fault later,
+    /// which a test could not tell apart. A thread of a GPU also faults on an address that its unit
+    /// does not divide.
     pub fn check(&self, device: usize) -> Outcome {
         if !matches!(self.width, 1 | 2 | 4 | 8 | 16) {
             return Err(INVALID_VALUE);
@@ -137,8 +138,8 @@ impl Boxes {
         (0..self.depth * self.height).map(move |index| side.device + row(index) as u64)
     }
 
-    /// Whether one side is linear memory that the copy may use. Its device is nobody's concern: the driver copies between
-    /// all of them.
+    /// Whether one side is linear memory that the copy may use. Its device is nobody's concern: the
+    /// driver copies between all of them.
     fn is_sound(&self, side: Side, write: bool) -> bool {
         const UNIFIED: u32 = 4;
         const PITCH_MAX: usize = i32::MAX as usize;
@@ -172,7 +173,8 @@ unsafe extern "C" fn cuMemcpy3DAsync_v2(
         }
         let copy_all = move || {
             for (to, from) in boxes.rows(boxes.to).zip(boxes.rows(boxes.from)) {
-                // SAFETY: looked at when enqueued; that it is mapped until now is the program's duty.
+                // SAFETY: looked at when enqueued; that it is mapped until now is the program's
+                // duty.
                 unsafe { copy(to, from, boxes.width) };
             }
         };

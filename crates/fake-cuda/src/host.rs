@@ -59,12 +59,14 @@ extern "C" fn cuMemHostRegister_v2(pointer: *mut c_void, bytes: usize, flags: u3
 /// Held by calls that allocate or register memory while they run.
 static ALLOCATION: Mutex<()> = Mutex::new(());
 
-/// The turn of a call that allocates or registers memory. It comes when no [`cuMemHostUnregister`] is under way.
+/// The turn of a call that allocates or registers memory. It comes when no [`cuMemHostUnregister`]
+/// is under way.
 pub fn allocation() -> MutexGuard<'static, ()> {
     ALLOCATION.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits for all streams of the process, and has everything that allocates wait for it, as measured on an H200.
+/// Waits for all streams of the process, and has everything that allocates wait for it, as measured
+/// on an H200.
 #[unsafe(no_mangle)]
 extern "C" fn cuMemHostUnregister(pointer: *mut c_void) -> c_int {
     answer("cuMemHostUnregister", Needs::Context, || {

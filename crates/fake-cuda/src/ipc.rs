@@ -1,7 +1,8 @@
 //! Memory of `cuMemAlloc` and its kin, and the driver's older IPC: handles of memory and of events.
 //!
-//! A memory handle says where the allocation's memfd stands: process, descriptor, inode. It is opened by way of
-//! `/proc/PID/fd`, so that it opens for the same user alone and dies with its process.
+//! A memory handle says where the allocation's memfd stands: process, descriptor, inode. It is
+//! opened by way of `/proc/PID/fd`, so that it opens for the same user alone and dies with its
+//! process.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -75,8 +76,8 @@ pub fn is_block(address: u64, bytes: usize) -> bool {
     with(|blocks| blocks.at(address, bytes).is_some())
 }
 
-/// Whether a kernel of the device reaches what lies there, if it is such an allocation: its device's own, one that was
-/// opened (which enables peers), and managed memory.
+/// Whether a kernel of the device reaches what lies there, if it is such an allocation: its
+/// device's own, one that was opened (which enables peers), and managed memory.
 pub fn is_reached(device: usize, address: u64) -> bool {
     let reaches =
         |block: &Block| block.device == device || block.opened > 0 || block.kind == Kind::Managed;
@@ -143,8 +144,8 @@ fn map(fd: &OwnedFd, bytes: usize) -> Outcome<usize> {
         .map_err(|_| OPERATING_SYSTEM)
 }
 
-/// The addresses stay the device's, as a driver's do: the next mapping of somebody else's, a thread's stack perhaps, is
-/// not where memory of the device was.
+/// The addresses stay the device's, as a driver's do: the next mapping of somebody else's, a
+/// thread's stack perhaps, is not where memory of the device was.
 fn unmap(base: usize, bytes: usize) -> Outcome {
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
     let (start, bytes) = (ptr::with_exposed_provenance_mut(base), pages(bytes)?);

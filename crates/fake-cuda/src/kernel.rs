@@ -1,4 +1,5 @@
-//! Modules and launches: a kernel's name and parameters come from the PTX, its work from the CPU twin of that name.
+//! Modules and launches: a kernel's name and parameters come from the PTX, its work from the CPU
+//! twin of that name.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -130,7 +131,8 @@ fn keep(entries: Vec<Entry>) -> *mut c_void {
 }
 
 /// # Safety
-/// The arrays have `count` entries, and an error log buffer among them has the size that stands beside it.
+/// The arrays have `count` entries, and an error log buffer among them has the size that stands
+/// beside it.
 unsafe fn write_log(count: usize, options: *mut u32, values: *mut *mut c_void, words: &CStr) {
     const LOG: u32 = 5;
     const LOG_BYTES: u32 = 6;
@@ -308,7 +310,8 @@ unsafe extern "C" fn cuLaunchKernel(
     })
 }
 
-/// Looks at the words when the kernel is launched: a GPU would fault later, which a test could not tell apart.
+/// Looks at the words when the kernel is launched: a GPU would fault later, which a test could not
+/// tell apart.
 fn check(list: &Signals) -> Outcome {
     let words = &list.signals[..usize::try_from(list.count).unwrap_or(64).min(64)];
     let sound = words

@@ -90,8 +90,8 @@ pub fn usable(address: u64, bytes: usize, write: bool) -> bool {
     is_device(address, bytes, write) || host::is_registered(address, bytes)
 }
 
-/// Whether a kernel of the device may use these bytes: its own, those of another one that it has been given, registered
-/// host memory.
+/// Whether a kernel of the device may use these bytes: its own, those of another one that it has
+/// been given, registered host memory.
 pub fn reached_by(device: usize, address: u64, bytes: usize, write: bool) -> bool {
     usable(address, bytes, write)
         && ipc::is_reached(device, address)
@@ -282,7 +282,8 @@ unsafe extern "C" fn cuMemImportFromShareableHandle(
         if kind != 1 {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: the caller holds the descriptor open during this call, or it is none and every use fails.
+        // SAFETY: the caller holds the descriptor open during this call, or it is none and every
+        // use fails.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         // SAFETY: the caller's out pointer.
         unsafe { give(handle, hold(open(fd)?)) }
@@ -371,7 +372,8 @@ extern "C" fn cuMemAddressFree(address: u64, bytes: usize) -> c_int {
     })
 }
 
-/// The range's memory was mapped by this library, whose provenance is exposed by the mapping itself.
+/// The range's memory was mapped by this library, whose provenance is exposed by the mapping
+/// itself.
 fn place(address: u64) -> *mut c_void {
     ptr::with_exposed_provenance_mut(address as usize)
 }
@@ -484,7 +486,8 @@ pub fn device_at(address: u64) -> Option<usize> {
     })
 }
 
-/// Not the driver's: what this process holds, for tests of roll-back. Bytes created, handles, ranges, mappings.
+/// Not the driver's: what this process holds, for tests of roll-back. Bytes created, handles,
+/// ranges, mappings.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn fakeCudaCensus(out: *mut [u64; 4]) -> c_int {
     answer("fakeCudaCensus", Needs::Nothing, || {

@@ -77,7 +77,8 @@ pub enum Needs {
 
 static INITIALISED: AtomicBool = AtomicBool::new(false);
 
-/// Runs one function of the driver: its asked-for failure, its needs, its body, and no panic into C.
+/// Runs one function of the driver: its asked-for failure, its needs, its body, and no panic into
+/// C.
 pub fn answer(name: &'static str, needs: Needs, body: impl FnOnce() -> Outcome) -> c_int {
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         ending::check(name)?;
@@ -114,7 +115,8 @@ pub unsafe fn give<T>(out: *mut T, value: T) -> Outcome {
     Ok(())
 }
 
-/// Files that stay open as long as the process, or a child that it forked, has them: the driver's are known by their names.
+/// Files that stay open as long as the process, or a child that it forked, has them: the driver's
+/// are known by their names.
 fn open_files() {
     static FILES: OnceLock<Vec<OwnedFd>> = OnceLock::new();
     let open = |name| rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).ok();

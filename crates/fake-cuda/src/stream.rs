@@ -12,11 +12,13 @@ use crate::status::*;
 use crate::work::{self, Work};
 use crate::{device, host, memory};
 
-/// The code of the first work that failed: every call that looks at streams returns it from then on.
+/// The code of the first work that failed: every call that looks at streams returns it from then
+/// on.
 static FAULT: AtomicI32 = AtomicI32::new(0);
 
-/// Pieces of work that fit in a stream's launch queue behind the one that is being done, as measured on an H200. A call that
-/// finds no room waits in the driver, and so does every other call for that stream.
+/// Pieces of work that fit in a stream's launch queue behind the one that is being done, as
+/// measured on an H200. A call that finds no room waits in the driver, and so does every other call
+/// for that stream.
 const LAUNCH_QUEUE: usize = 1_020;
 
 pub struct Stream {
@@ -24,7 +26,8 @@ pub struct Stream {
     calls: Mutex<()>,
     /// The fixed number of its device.
     pub device: usize,
-    /// Whether it is ordered with the legacy default stream (made without `CU_STREAM_NON_BLOCKING`).
+    /// Whether it is ordered with the legacy default stream (made without
+    /// `CU_STREAM_NON_BLOCKING`).
     pub is_blocking: bool,
     capture: Mutex<Option<Arc<Capture>>>,
     queue: Mutex<Queue>,
@@ -142,11 +145,13 @@ impl Stream {
     fn work(&self) {
         work::set_device(self.device);
         while let Some(work) = self.next() {
-            // Whoever is told, and asks whether the stream is idle, finds the count without it: as on a GPU.
+            // Whoever is told, and asks whether the stream is idle, finds the count without it: as
+            // on a GPU.
             let telling = matches!(work, Work::Record { .. } | Work::Tell(_));
             let telling =
                 telling.then(|| self.queue.lock().unwrap_or_else(PoisonError::into_inner));
-            // SAFETY: that memory outlives the work enqueued on it is the program's duty, as on a GPU.
+            // SAFETY: that memory outlives the work enqueued on it is the program's duty, as on a
+            // GPU.
             let ran = catch_unwind(AssertUnwindSafe(|| unsafe { work.run() }));
             if ran.is_err() {
                 FAULT.store(LAUNCH_FAILED.0, Ordering::Release);
@@ -223,8 +228,8 @@ pub fn is_legacy(handle: *mut c_void) -> bool {
     handle.addr() < 2
 }
 
-/// [`find`], for a call that gives the stream work: the legacy default stream takes none while a stream that is ordered
-/// with it captures.
+/// [`find`], for a call that gives the stream work: the legacy default stream takes none while a
+/// stream that is ordered with it captures.
 pub fn find_for_work(handle: *mut c_void) -> Outcome<Arc<Stream>> {
     let stream = find(handle)?;
     match capture::of_blocking_streams(stream.device).filter(|_| is_legacy(handle)) {
@@ -236,7 +241,8 @@ pub fn find_for_work(handle: *mut c_void) -> Outcome<Arc<Stream>> {
     }
 }
 
-/// The stream of a handle, if it is one of the current context. Null, 1 and 2 are its default stream.
+/// The stream of a handle, if it is one of the current context. Null, 1 and 2 are its default
+/// stream.
 pub fn find(handle: *mut c_void) -> Outcome<Arc<Stream>> {
     let device = device::current()?;
     with(|streams| {
@@ -425,8 +431,9 @@ extern "C" fn cuMemsetD8Async(dst: u64, value: u8, bytes: usize, stream: *mut c_
     })
 }
 
-/// Pageable memory is read before the call returns, and not before the stream has done its earlier work: the driver may
-/// wait for that, so the fake driver does. Registered memory is read when the stream gets there.
+/// Pageable memory is read before the call returns, and not before the stream has done its earlier
+/// work: the driver may wait for that, so the fake driver does. Registered memory is read when the
+/// stream gets there.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     dst: u64,
@@ -453,7 +460,8 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     })
 }
 
-/// Pageable memory is written before the call returns, registered memory when the stream gets there.
+/// Pageable memory is written before the call returns, registered memory when the stream gets
+/// there.
 #[unsafe(no_mangle)]
 extern "C" fn cuMemcpyDtoHAsync_v2(
     dst: *mut c_void,

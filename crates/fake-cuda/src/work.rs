@@ -79,7 +79,8 @@ impl Work {
             // SAFETY: as above.
             Work::Wait { word, value } => unsafe { wait(word, value) },
             Work::Copy { dst, src, bytes } => {
-                // SAFETY: the caller's promise; copies that overlap are the program's fault, as on a GPU.
+                // SAFETY: the caller's promise; copies that overlap are the program's fault, as on
+                // a GPU.
                 unsafe { ptr::copy(place(src).cast_const(), place(dst), bytes) }
             }
             // SAFETY: the caller's promise on `dst`.
@@ -130,7 +131,8 @@ unsafe fn wait(word: u64, value: u64) {
         rounds = rounds.saturating_add(1);
         match rounds {
             0..SPINS => std::hint::spin_loop(),
-            // The word's writer is another process or a CPU, neither of which wakes a GPU: only looking helps.
+            // The word's writer is another process or a CPU, neither of which wakes a GPU: only
+            // looking helps.
             _ => std::thread::sleep(SLEEP_MAX),
         }
     }

@@ -1,7 +1,7 @@
-//! A fake profiler for tests: named by `NVTX_INJECTION64_PATH`, it puts its functions into the tables of NVTX 3
-//! as profilers do; under the name `libnvToolsExt.so.1` it is a toolkit's library. What it is told it appends to the
-//! file that `FAKE_NVTX_LOG` names, in lines `thread push NAME` and `thread pop`. With `FAKE_NVTX_REFUSE` it
-//! refuses to start.
+//! A fake profiler for tests: named by `NVTX_INJECTION64_PATH`, it puts its functions into the
+//! tables of NVTX 3 as profilers do; under the name `libnvToolsExt.so.1` it is a toolkit's library.
+//! What it is told it appends to the file that `FAKE_NVTX_LOG` names, in lines `thread push NAME`
+//! and `thread pop`. With `FAKE_NVTX_REFUSE` it refuses to start.
 //!
 //! **This module is marked for unsafe**: it is called over the C interface of NVTX.
 
@@ -34,7 +34,8 @@ const CORE2: c_uint = 5;
 const RANGE_PUSH_A: usize = 9;
 const RANGE_POP: usize = 11;
 
-/// What a profiler does when it is loaded: looks at the version, and at each table's size before it writes.
+/// What a profiler does when it is loaded: looks at the version, and at each table's size before it
+/// writes.
 ///
 /// # Safety
 /// `export_table` is as in NVTX 3.
@@ -80,7 +81,8 @@ pub unsafe extern "C" fn InitializeInjectionNvtx2(
         return 0;
     };
     for (place, function) in functions {
-        // SAFETY: the table has 16 entries, and each but the first is the address of a place for a function.
+        // SAFETY: the table has 16 entries, and each but the first is the address of a place for a
+        // function.
         unsafe { core.add(place).read().write(function) };
     }
     1

@@ -1,5 +1,5 @@
-//! What a profiler sees of a publisher and a subscriber, a queue and its worker, each case in a process of its own: the profiler and the
-//! environment belong to a process.
+//! What a profiler sees of a publisher and a subscriber, a queue and its worker, each case in a
+//! process of its own: the profiler and the environment belong to a process.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -89,7 +89,8 @@ fn built_library() -> PathBuf {
         .expect("libfake_nvtx.so beside the test")
 }
 
-/// The threads' ranges in the order of their beginnings, each with those that it lies in: `outer/inner`.
+/// The threads' ranges in the order of their beginnings, each with those that it lies in:
+/// `outer/inner`.
 fn names(threads: &HashMap<String, Vec<String>>) -> Vec<String> {
     let mut names = Vec::new();
     for words in threads.values() {

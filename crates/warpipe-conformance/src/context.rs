@@ -117,7 +117,8 @@ impl Context {
         }
     }
 
-    /// Surroundings with a domain of their own, and peers in it: for parts of a case that shall not see each other.
+    /// Surroundings with a domain of their own, and peers in it: for parts of a case that shall not
+    /// see each other.
     ///
     /// # Errors
     /// Those of making the domain.
@@ -130,8 +131,8 @@ impl Context {
         Context::open(self.settings.clone(), &folder, 0)
     }
 
-    /// Makes everything that stays for the process's life, so that a guard sees only what a case does: the watcher,
-    /// the driver's first export, its first launch.
+    /// Makes everything that stays for the process's life, so that a guard sees only what a case
+    /// does: the watcher, the driver's first export, its first launch.
     ///
     /// # Errors
     /// Those of a first hand-over.
@@ -235,8 +236,9 @@ impl Context {
         Peer::start(&self.settings, self.folder(), ordinal)
     }
 
-    /// A further process that is going to be killed. One of three forks a child within 30 ms, if it lives so long; the
-    /// child lives up to 200 ms longer than it, and every second one holds all that its parent held.
+    /// A further process that is going to be killed. One of three forks a child within 30 ms, if it
+    /// lives so long; the child lives up to 200 ms longer than it, and every second one holds all
+    /// that its parent held.
     ///
     /// # Errors
     /// It does not start.
@@ -322,8 +324,8 @@ impl Context {
             .unwrap_or_else(|| self.rounds(short, long_host, long_cuda))
     }
 
-    /// How long a storm's survivor waits for what is to come before it asks again: either shorter than any wait inside the
-    /// library, or longer, at random.
+    /// How long a storm's survivor waits for what is to come before it asks again: either shorter
+    /// than any wait inside the library, or longer, at random.
     pub fn wait(&self, rng: &mut Rng) -> Duration {
         let long = self.settings.patience.map_or(PATIENCE, Duration::from_secs);
         if rng.once_in(2) {

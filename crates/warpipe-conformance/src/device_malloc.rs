@@ -1,5 +1,5 @@
-//! Memory as another allocator makes it, and legacy handles to it. **This module is marked for unsafe**: it exports
-//! addresses and launches kernels on them.
+//! Memory as another allocator makes it, and legacy handles to it. **This module is marked for
+//! unsafe**: it exports addresses and launches kernels on them.
 
 use std::time::Duration;
 
@@ -46,15 +46,16 @@ impl DeviceMalloc {
     /// # Errors
     /// Those of [`LegacyHandle::export`].
     pub fn export(&self) -> warpipe::Result<LegacyHandle> {
-        // SAFETY: the memory lives as long as self; every case that frees it while it is open says so and reads no
-        // more.
+        // SAFETY: the memory lives as long as self; every case that frees it while it is open says
+        // so and reads no more.
         unsafe { LegacyHandle::export(&self.device, self.ptr + OFFSET, 8 * self.words) }
     }
 }
 
 impl Drop for DeviceMalloc {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new`, freed here only; whoever enqueued work on it has waited for that.
+        // SAFETY: allocated in `new`, freed here only; whoever enqueued work on it has waited for
+        // that.
         let _ = unsafe { self.device.backend().free_plain(self.ptr) };
     }
 }
@@ -75,7 +76,8 @@ pub fn export(device: &Device, ptr: DevicePtr) -> warpipe::Result<LegacyHandle> 
 pub fn check(memory: &LegacyMemory, seed: u64, error_counters: &mut ErrorCounters) -> Result<()> {
     let stream = memory.device().stream()?;
     memory.used_by(&stream)?;
-    // SAFETY: the range stays mapped until the stream is past its work (`used_by`), and it is waited for.
+    // SAFETY: the range stays mapped until the stream is past its work (`used_by`), and it is
+    // waited for.
     let check = unsafe { error_counters.check(&stream, memory.ptr(), memory.bytes() / 8, seed)? };
     stream.synchronize(PATIENCE)?;
     let wrong = error_counters.wrong_words(check);
@@ -104,8 +106,8 @@ pub fn freed(device: &Device) -> Result<DevicePtr> {
     Ok(plain.ptr)
 }
 
-/// Memory by a function of the driver that the backend does not call (`cuMemAllocManaged`, `cuMemAllocAsync`), for as
-/// long as `try_it` runs.
+/// Memory by a function of the driver that the backend does not call (`cuMemAllocManaged`,
+/// `cuMemAllocAsync`), for as long as `try_it` runs.
 ///
 /// # Errors
 /// The driver lacks a function, or refuses; what `try_it` says.

@@ -1,5 +1,5 @@
-//! Shared memory and blocks, filled and checked as a whole. **This module is marked for unsafe**: it launches kernels on
-//! addresses.
+//! Shared memory and blocks, filled and checked as a whole. **This module is marked for unsafe**:
+//! it launches kernels on addresses.
 
 use std::time::Duration;
 
@@ -40,8 +40,8 @@ macro_rules! device_words {
 
 device_words!(Memory, SharedMemory, Buffer, LentBuffer);
 
-/// Enqueues the writing of the pattern of `seed`, late by `slow`. `is_named` is false for the negative control: the place
-/// does not learn of the stream.
+/// Enqueues the writing of the pattern of `seed`, late by `slow`. `is_named` is false for the
+/// negative control: the place does not learn of the stream.
 ///
 /// # Errors
 /// Those of a launch.
@@ -55,8 +55,9 @@ pub fn fill(
     if is_named {
         place.used_on(stream);
     }
-    // SAFETY: the words lie in the place, which stays mapped until its stream is past them; where the stream is not named,
-    // the case keeps the region mapped otherwise and lets the writers meet, which is what it tries.
+    // SAFETY: the words lie in the place, which stays mapped until its stream is past them; where
+    // the stream is not named, the case keeps the region mapped otherwise and lets the writers
+    // meet, which is what it tries.
     unsafe { fill_words(stream, place.ptr(), place.words(), seed, slow)? };
     Ok(())
 }
@@ -72,7 +73,8 @@ pub fn check(
     seed: u64,
 ) -> Result<Check> {
     place.used_on(stream);
-    // SAFETY: the words lie in the place, which stays mapped until the stream, named above, is past the check.
+    // SAFETY: the words lie in the place, which stays mapped until the stream, named above, is past
+    // the check.
     Ok(unsafe { error_counters.check(stream, place.ptr(), place.words(), seed)? })
 }
 

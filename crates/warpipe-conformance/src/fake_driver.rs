@@ -52,8 +52,8 @@ impl FakeDriver {
 
     fn tell<T>(&self, control: &str, name: &str) -> Result<T> {
         let name = CString::new(name)?;
-        // SAFETY: the fake driver has these functions, which take a terminated text; `T` is what the
-        // caller knows that they answer: a status, or a count.
+        // SAFETY: the fake driver has these functions, which take a terminated text; `T` is what
+        // the caller knows that they answer: a status, or a count.
         Ok(unsafe { self.library.get::<OfName<T>>(control)?(name.as_ptr()) })
     }
 
@@ -105,7 +105,8 @@ impl FakeDriver {
     pub fn fail(&self, function: &str, call: u64, status: i32) -> Result<()> {
         type Fail = unsafe extern "C" fn(*const c_char, u64, c_int) -> c_int;
         let name = CString::new(function)?;
-        // SAFETY: the fake driver's function of this name has this signature; the text is terminated.
+        // SAFETY: the fake driver's function of this name has this signature; the text is
+        // terminated.
         let code =
             unsafe { self.library.get::<Fail>("fakeCudaFail")?(name.as_ptr(), call, status) };
         ensure!(code == 0, "it fails {function}");
@@ -136,8 +137,8 @@ impl FakeDriver {
             calls: u64,
             argument: *mut c_void,
         ) {
-            // SAFETY: the fake driver's text of that length, and the map below, which nobody else uses
-            // meanwhile.
+            // SAFETY: the fake driver's text of that length, and the map below, which nobody else
+            // uses meanwhile.
             let (name, map) = unsafe {
                 (
                     std::slice::from_raw_parts(name.cast(), length),
@@ -147,8 +148,8 @@ impl FakeDriver {
             map.insert(String::from_utf8_lossy(name).into_owned(), calls);
         }
         let mut map: BTreeMap<String, u64> = BTreeMap::new();
-        // SAFETY: the fake driver's function of this name has this signature, and `each` takes what it
-        // is given here.
+        // SAFETY: the fake driver's function of this name has this signature, and `each` takes what
+        // it is given here.
         unsafe {
             let calls = self
                 .library

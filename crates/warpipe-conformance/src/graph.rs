@@ -1,5 +1,5 @@
-//! Stream capture, by the driver's own functions, which the backend does not call. **This module is marked for unsafe**:
-//! it calls the driver.
+//! Stream capture, by the driver's own functions, which the backend does not call. **This module is
+//! marked for unsafe**: it calls the driver.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
@@ -40,7 +40,8 @@ pub struct Graph<'a> {
 
 macro_rules! call {
     ($graphs:expr, $name:ident($($argument:expr),*): $($type:ty),*) => {{
-        // SAFETY: the driver's function of this name has this signature, and every place that it writes to lives.
+        // SAFETY: the driver's function of this name has this signature, and every place that it
+        // writes to lives.
         let code = unsafe {
             let function = $graphs.library.get::<unsafe extern "C" fn($($type),*) -> c_int>(stringify!($name))?;
             function($($argument),*)
@@ -98,7 +99,8 @@ impl Graphs {
     pub fn blocking_stream(&self, device: &Device) -> Result<Stream> {
         let mut stream: Handle = ptr::null_mut();
         call!(self, cuStreamCreate(&mut stream, 0): *mut Handle, c_uint);
-        // SAFETY: made above; it is never destroyed, so it outlives everything in the case's process.
+        // SAFETY: made above; it is never destroyed, so it outlives everything in the case's
+        // process.
         Ok(unsafe { Stream::borrow_raw(device, stream) })
     }
 

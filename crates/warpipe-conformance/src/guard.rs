@@ -1,8 +1,8 @@
 //! Sees that nothing is left behind: descriptors, files, mappings, threads, device memory.
 //!
-//! A guard is a count of what is there; later it is counted again, until nothing is more than before or time is up. (What a
-//! dead peer held comes back on *proven* death, and memory that a stream may still write a little later, so the
-//! counts may take a moment.)
+//! A guard is a count of what is there; later it is counted again, until nothing is more than
+//! before or time is up. (What a dead peer held comes back on *proven* death, and memory that a
+//! stream may still write a little later, so the counts may take a moment.)
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -72,8 +72,8 @@ impl Guard {
     }
 }
 
-/// A guard around a publisher whose memory may grow while the dead and the stopped still hold some, up to twice its
-/// limit.
+/// A guard around a publisher whose memory may grow while the dead and the stopped still hold some,
+/// up to twice its limit.
 #[derive(Debug)]
 pub struct PublisherGuard<'a> {
     publisher: &'a Publisher,
@@ -94,7 +94,8 @@ impl<'a> PublisherGuard<'a> {
         }
     }
 
-    /// Waits until nothing counts more than before, or counts anew where the publisher has grown meanwhile.
+    /// Waits until nothing counts more than before, or counts anew where the publisher has grown
+    /// meanwhile.
     ///
     /// # Errors
     /// As [`Guard::settles`]; memory of more than twice the limit.
@@ -168,8 +169,8 @@ fn threads_of(device: &Device) -> u64 {
     }
 }
 
-/// The threads and the open device files by name, for a report: where one more is left at the end of a case, its name
-/// says whether it is the library's (`warpipe-...`) or a driver's.
+/// The threads and the open device files by name, for a report: where one more is left at the end
+/// of a case, its name says whether it is the library's (`warpipe-...`) or a driver's.
 pub fn by_name() -> BTreeMap<String, u64> {
     let mut counts = BTreeMap::new();
     for name in thread_names() {

@@ -1,12 +1,15 @@
-//! What every backend of warpipe must do, as cases that run the same on the host, over the CUDA driver's test
-//! double and on a GPU.
+//! What every backend of warpipe must do, as cases that run the same on the host, over the CUDA
+//! driver's test double and on a GPU.
 //!
-//! * [`cases`] are the behaviours, one function each; read them to learn how the library is used, and what it
-//!   promises when processes die.
-//! * [`context`] is what a case is given: a device, a domain of its own, peers, chance, a place for figures.
-//! * [`peer`] is a further real process of the same program, which publishes or subscribes as it is told.
+//! * [`cases`] are the behaviours, one function each; read them to learn how the library is used,
+//!   and what it promises when processes die.
+//! * [`context`] is what a case is given: a device, a domain of its own, peers, chance, a place for
+//!   figures.
+//! * [`peer`] is a further real process of the same program, which publishes or subscribes as it is
+//!   told.
 //! * [`payload`] fills and checks tensors by kernels; [`words`] are what lies below a channel;
-//!   [`shared`] is memory that nothing orders but what a case tries; [`guard`] sees that nothing is left behind.
+//!   [`shared`] is memory that nothing orders but what a case tries; [`guard`] sees that nothing is
+//!   left behind.
 //! * [`fake_driver`] has calls of the fake driver hang or fail.
 //! * [`graph`] captures a stream's work, as CUDA graphs do.
 //! * [`workload`] is the work of each primitive, with an oracle in every step.

@@ -1,4 +1,5 @@
-//! `conformance`: tries every behaviour that a backend of warpipe must have, each in processes of its own.
+//! `conformance`: tries every behaviour that a backend of warpipe must have, each in processes of
+//! its own.
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -1,7 +1,8 @@
-//! What the tensors hold: a pattern that one kernel writes and another checks, on the device, in any process.
-//! **This module is marked for unsafe**: it launches kernels on addresses.
+//! What the tensors hold: a pattern that one kernel writes and another checks, on the device, in
+//! any process. **This module is marked for unsafe**: it launches kernels on addresses.
 //!
-//! A sample's metadata says what its words must be ([`PayloadMark`]), so that whoever receives it can check it alone.
+//! A sample's metadata says what its words must be ([`PayloadMark`]), so that whoever receives it
+//! can check it alone.
 
 use std::time::Duration;
 
@@ -12,15 +13,17 @@ use warpipe_kernels as kernels;
 
 use crate::PATIENCE;
 
-/// What a sample's words are: `count` words of the pattern of `seed`, from the slot's first byte on.
+/// What a sample's words are: `count` words of the pattern of `seed`, from the slot's first byte
+/// on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PayloadMark {
     /// The pattern's seed.
     pub seed: u64,
     /// How many words.
     pub count: u64,
-    /// Where one more word lies, in bytes from the slot's first, that is the first word of the next seed's pattern;
-    /// 0 for none. So the far end of a tensor is checked that is too large to be filled.
+    /// Where one more word lies, in bytes from the slot's first, that is the first word of the next
+    /// seed's pattern; 0 for none. So the far end of a tensor is checked that is too large to be
+    /// filled.
     pub tail: u64,
 }
 
@@ -104,8 +107,8 @@ impl Payload {
             "a case fills no more than it loaned"
         );
         sample.set_metadata(&self.mark.to_bytes())?;
-        // SAFETY: the slot is this loan's alone and as long as both need (checked above); slots are aligned, and the
-        // engine keeps them until the stream has passed these kernels.
+        // SAFETY: the slot is this loan's alone and as long as both need (checked above); slots are
+        // aligned, and the engine keeps them until the stream has passed these kernels.
         unsafe {
             if count > 0 {
                 fill_words(stream, sample.slot_ptr(), count, seed, self.slow)?;
@@ -138,7 +141,8 @@ pub fn fill_input(
 ) -> warpipe::Result<Loan> {
     let count = loan.layout().bytes() / 8;
     loan.set_metadata(&seed.to_le_bytes())?;
-    // SAFETY: the slot is this loan's alone and that long; the engine keeps it until the stream has passed the kernel.
+    // SAFETY: the slot is this loan's alone and that long; the engine keeps it until the stream has
+    // passed the kernel.
     unsafe { fill_words(stream, loan.slot_ptr(), count, seed, slow)? };
     Ok(loan)
 }
@@ -163,8 +167,8 @@ pub fn work(lease: &Lease, slow: Duration) -> warpipe::Result<Loan> {
         kernels::spin(stream, slow)?;
     }
     output.write(stream, &[0; 8])?;
-    // SAFETY: the input is that long and lent until it is released behind this kernel, as is the output, which is one
-    // word and this lease's alone.
+    // SAFETY: the input is that long and lent until it is released behind this kernel, as is the
+    // output, which is one word and this lease's alone.
     unsafe {
         kernels::checksum(
             stream,
@@ -187,7 +191,8 @@ pub fn result_of(count: u64, seed: u64) -> Vec<u8> {
 /// Enqueues `fill`, or `slow_fill` where it shall be late.
 ///
 /// # Safety
-/// `words` names `count` words that are writable, and written by nothing else, until the kernel is done.
+/// `words` names `count` words that are writable, and written by nothing else, until the kernel is
+/// done.
 pub unsafe fn fill_words(
     stream: &Stream,
     words: DevicePtr,
@@ -214,7 +219,8 @@ pub struct ErrorCounters {
     next: usize,
 }
 
-// SAFETY: the page is written by device work and read by `wrong_words`, both atomically, from any thread.
+// SAFETY: the page is written by device work and read by `wrong_words`, both atomically, from any
+// thread.
 unsafe impl Send for ErrorCounters {}
 
 /// A check that was enqueued.
@@ -261,7 +267,8 @@ impl ErrorCounters {
     }
 
     fn counter(&self, index: usize) -> &std::sync::atomic::AtomicU64 {
-        // SAFETY: the index is below COUNTERS, the memory is zeroed, aligned and lives as long as self.
+        // SAFETY: the index is below COUNTERS, the memory is zeroed, aligned and lives as long as
+        // self.
         unsafe { &*self.page.cast::<std::sync::atomic::AtomicU64>().add(index) }
     }
 
@@ -291,8 +298,8 @@ impl ErrorCounters {
         Ok(Check(index))
     }
 
-    /// Enqueues the check of a sample by its [`PayloadMark`], behind the wait for its data. A sample without a mark has
-    /// none.
+    /// Enqueues the check of a sample by its [`PayloadMark`], behind the wait for its data. A
+    /// sample without a mark has none.
     ///
     /// # Errors
     /// A mark that claims more than the tensor has, or those of a launch.
@@ -300,7 +307,8 @@ impl ErrorCounters {
         self.check_sample_on(sample, &sample.stream().clone())
     }
 
-    /// [`check_sample`](Self::check_sample) on another stream, which the sample is to be released behind.
+    /// [`check_sample`](Self::check_sample) on another stream, which the sample is to be released
+    /// behind.
     ///
     /// # Errors
     /// As there.
@@ -315,8 +323,8 @@ impl ErrorCounters {
             end <= sample.layout().bytes(),
             "a mark of more words than the tensor has"
         );
-        // SAFETY: the words lie in the sample's slot, which stays mapped until its release behind these checks is done;
-        // the counter is ours and only added to.
+        // SAFETY: the words lie in the sample's slot, which stays mapped until its release behind
+        // these checks is done; the counter is ours and only added to.
         unsafe {
             let check = self.check(stream, sample.slot_ptr(), count, seed)?;
             if tail > 0 {
@@ -344,7 +352,8 @@ impl ErrorCounters {
         seed: u64,
         _hold: &SlotHold,
     ) -> warpipe::Result<Check> {
-        // SAFETY: the hold keeps the slot's memory mapped, and the case keeps the hold until the stream is synchronised.
+        // SAFETY: the hold keeps the slot's memory mapped, and the case keeps the hold until the
+        // stream is synchronised.
         unsafe { self.check(stream, words, count, seed) }
     }
 
@@ -357,7 +366,8 @@ impl ErrorCounters {
     /// Checks a sample, releases it, and says how many of its words were wrong.
     ///
     /// # Errors
-    /// [`warpipe::Error::SampleLost`] and the others of [`Sample::finish`]; those of [`check_sample`](Self::check_sample).
+    /// [`warpipe::Error::SampleLost`] and the others of [`Sample::finish`]; those of
+    /// [`check_sample`](Self::check_sample).
     pub fn finish(&mut self, sample: Sample) -> Result<u64> {
         let stream = sample.stream().clone();
         let check = self
@@ -371,10 +381,11 @@ impl ErrorCounters {
 
 impl Drop for ErrorCounters {
     fn drop(&mut self) {
-        // SAFETY: registered in `new`, once; every user synchronises the streams of its checks before it ends, and
-        // a case that failed ends its process instead of reusing the memory.
+        // SAFETY: registered in `new`, once; every user synchronises the streams of its checks
+        // before it ends, and a case that failed ends its process instead of reusing the memory.
         unsafe {
-            // Beside a stream that stands still on purpose it stays, rather than wait for that stream.
+            // Beside a stream that stands still on purpose it stays, rather than wait for that
+            // stream.
             let backend = self.device.backend();
             if !backend.unregister_would_block(self.page) && backend.unregister(self.page).is_ok() {
                 std::alloc::dealloc(self.page, ErrorCounters::PAGE);

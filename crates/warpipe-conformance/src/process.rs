@@ -68,8 +68,8 @@ pub fn group_members(leader: Pid) -> Vec<i32> {
     numbers.filter(of_group).collect()
 }
 
-/// Looks at `is_so` until it is true; false when `timeout` ran out first. For what cannot wake anybody: the state
-/// of another process, of /proc, of a device.
+/// Looks at `is_so` until it is true; false when `timeout` ran out first. For what cannot wake
+/// anybody: the state of another process, of /proc, of a device.
 pub fn eventually(timeout: Duration, mut is_so: impl FnMut() -> bool) -> bool {
     let deadline = Instant::now() + timeout;
     loop {

@@ -96,7 +96,8 @@ impl Report {
     }
 }
 
-/// The version that the kernel's module or the driver's library tells: `/proc/driver/nvidia/version`.
+/// The version that the kernel's module or the driver's library tells:
+/// `/proc/driver/nvidia/version`.
 pub fn driver_version() -> Option<String> {
     let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
     let line = text.lines().find(|line| line.starts_with("NVRM"))?;

@@ -143,7 +143,8 @@ fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<CaseResult
     } else {
         case.limit
     };
-    // A kill takes some hundred milliseconds; on a GPU, where a context is made each time, some seconds.
+    // A kill takes some hundred milliseconds; on a GPU, where a context is made each time, some
+    // seconds.
     let limit = settings
         .kills
         .map_or(limit, |kills| limit.max(KILL_LIMIT * (kills + 60)));
@@ -178,7 +179,8 @@ fn wait(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
     }
 }
 
-/// Kills whatever is left of the case's process group. Returns how many processes that were, beside the case.
+/// Kills whatever is left of the case's process group. Returns how many processes that were, beside
+/// the case.
 fn end_group(child: &mut Child) -> Result<usize> {
     let leader = process::pid(child.id())?;
     let strays = process::group_members(leader).len();
@@ -195,7 +197,8 @@ fn explain(status: ExitStatus) -> String {
     }
 }
 
-/// The case's own process: runs it, sees that nothing is left behind, and writes what it found to `result`.
+/// The case's own process: runs it, sees that nothing is left behind, and writes what it found to
+/// `result`.
 ///
 /// # Errors
 /// The result cannot be written.

@@ -1,5 +1,5 @@
-//! Memory that two processes write and check with kernels, ordered by nothing but what a case tries.
-//! **This module is marked for unsafe**: it maps memory and hands its addresses to kernels.
+//! Memory that two processes write and check with kernels, ordered by nothing but what a case
+//! tries. **This module is marked for unsafe**: it maps memory and hands its addresses to kernels.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -76,8 +76,8 @@ impl Shared {
             )
         };
         let base = base.context("mapping shared memory")?.cast::<u8>();
-        // SAFETY: page-aligned mapped memory that stays until `drop` has unregistered it. On an error the process is
-        // about to end and the mapping with it.
+        // SAFETY: page-aligned mapped memory that stays until `drop` has unregistered it. On an
+        // error the process is about to end and the mapping with it.
         let address = unsafe { device.backend().register(base, Shared::BYTES)? };
         Ok(Shared {
             device: device.clone(),
@@ -91,8 +91,9 @@ impl Shared {
     /// # Errors
     /// Those of a launch.
     pub fn write(&self, stream: &Stream, seed: u64, slow: Duration) -> Result<()> {
-        // SAFETY: the words stay mapped until the stream has passed: every user synchronises it before this is
-        // dropped, or ends its process. That nothing else writes them meanwhile is what the cases try.
+        // SAFETY: the words stay mapped until the stream has passed: every user synchronises it
+        // before this is dropped, or ends its process. That nothing else writes them meanwhile is
+        // what the cases try.
         unsafe { fill_words(stream, self.address, Shared::WORDS, seed, slow)? };
         Ok(())
     }
@@ -129,7 +130,8 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // SAFETY: registered and mapped once in `map`; see `write` for why no stream uses it any more.
+        // SAFETY: registered and mapped once in `map`; see `write` for why no stream uses it any
+        // more.
         unsafe {
             if self.device.backend().unregister(self.base).is_ok() {
                 let _ = rustix::mm::munmap(self.base.cast(), Shared::BYTES);

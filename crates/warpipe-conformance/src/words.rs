@@ -38,8 +38,8 @@ impl Words {
             )
         };
         let base = base.context("mapping the words")?.cast::<u8>();
-        // SAFETY: page-aligned mapped memory that stays until `drop` has unregistered it. On an error the process is
-        // about to end and the mapping with it.
+        // SAFETY: page-aligned mapped memory that stays until `drop` has unregistered it. On an
+        // error the process is about to end and the mapping with it.
         let address = unsafe { device.backend().register(base, Words::BYTES)? };
         Ok(Words {
             device: device.clone(),
@@ -48,8 +48,8 @@ impl Words {
         })
     }
 
-    /// Enqueues `rounds` turns of a game of ping-pong: this side's streams signal one word and wait for the other.
-    /// Who begins signals first, the other one waits first.
+    /// Enqueues `rounds` turns of a game of ping-pong: this side's streams signal one word and wait
+    /// for the other. Who begins signals first, the other one waits first.
     ///
     /// # Errors
     /// Those of the device.
@@ -72,8 +72,8 @@ impl Words {
             } else {
                 [wait, signal]
             };
-            // SAFETY: the stream is live, and the words stay registered until it has passed: every player
-            // synchronises his stream before the words are dropped, or ends his process.
+            // SAFETY: the stream is live, and the words stay registered until it has passed: every
+            // player synchronises his stream before the words are dropped, or ends his process.
             unsafe { self.device.backend().batch(stream.raw(), &ops)? };
         }
         Ok(())
@@ -88,7 +88,8 @@ impl Words {
 
 impl Drop for Words {
     fn drop(&mut self) {
-        // SAFETY: registered and mapped once in `map`; see `play` for why no stream uses them any more.
+        // SAFETY: registered and mapped once in `map`; see `play` for why no stream uses them any
+        // more.
         unsafe {
             if self.device.backend().unregister(self.base).is_ok() {
                 let _ = rustix::mm::munmap(self.base.cast(), Words::BYTES);

@@ -1,9 +1,10 @@
-//! The kernels that warpipe's demos, tests and benchmarks launch, each as PTX for a GPU and as a CPU twin.
+//! The kernels that warpipe's demos, tests and benchmarks launch, each as PTX for a GPU and as a
+//! CPU twin.
 //!
-//! * `kernels.cu` is the source, `kernels.ptx` what NVRTC 12.0 made of it for `compute_70`: it runs on any driver
-//!   from R525 on, and no toolkit is needed to build or use this crate.
-//! * The functions of this module launch one kernel each, with a grid that suits its size. Sizes are in elements:
-//!   a *word* is a `u64`, aligned to 8 bytes; a *float* is an `f32`, aligned to 4.
+//! * `kernels.cu` is the source, `kernels.ptx` what NVRTC 12.0 made of it for `compute_70`: it runs
+//!   on any driver from R525 on, and no toolkit is needed to build or use this crate.
+//! * The functions of this module launch one kernel each, with a grid that suits its size. Sizes
+//!   are in elements: a *word* is a `u64`, aligned to 8 bytes; a *float* is an `f32`, aligned to 4.
 //! * [`ALL`] lists the kernels, for those who look one up by name.
 //! * [`render`] draws triangles, with kernels of a module of its own.
 //! * [`pattern`] and [`checksum_of`] say on the CPU what the kernels write and sum.
@@ -32,7 +33,8 @@ use std::time::Duration;
 use warpipe::backend::DevicePtr;
 use warpipe::{Device, Kernel, Result, Stream};
 
-/// The longest that [`spin`], [`slow_fill`] and [`pass_on`] wait; what is asked for beyond it is cut.
+/// The longest that [`spin`], [`slow_fill`] and [`pass_on`] wait; what is asked for beyond it is
+/// cut.
 pub const WAIT_MAX: Duration = Duration::from_secs(10);
 
 const TEXT: &str = concat!(include_str!("kernels.ptx"), "\0");
@@ -85,10 +87,12 @@ pub static ALL: &[Kernel] = &[
 const BLOCK: u32 = 256;
 /// Elements a thread should have before a launch takes one more block.
 const PER_THREAD: u64 = 4;
-/// Blocks that fill the largest GPU in use: an H200 has 132 multiprocessors and keeps 8 blocks of 256 threads on each.
+/// Blocks that fill the largest GPU in use: an H200 has 132 multiprocessors and keeps 8 blocks of
+/// 256 threads on each.
 const GRID_MAX: u32 = 132 * 8;
 
-/// Blocks for `count` elements: one for few, and never more than run at once, since the kernels stride.
+/// Blocks for `count` elements: one for few, and never more than run at once, since the kernels
+/// stride.
 fn grid_for(count: u64) -> u32 {
     let blocks = count
         .div_ceil(u64::from(BLOCK) * PER_THREAD)
@@ -96,8 +100,8 @@ fn grid_for(count: u64) -> u32 {
     u32::try_from(blocks).unwrap_or(GRID_MAX)
 }
 
-/// Loads the kernels onto `device` now (`cuModuleLoadData`), so that no later launch loads them behind a stream
-/// that waits.
+/// Loads the kernels onto `device` now (`cuModuleLoadData`), so that no later launch loads them
+/// behind a stream that waits.
 ///
 /// # Errors
 /// [`warpipe::Error::Driver`].
@@ -112,23 +116,25 @@ pub fn preload(device: &Device) -> Result<()> {
 /// [`warpipe::Error::Driver`].
 ///
 /// # Safety
-/// `words` names `count` words that are writable, and written by nothing else, until the kernel is done.
+/// `words` names `count` words that are writable, and written by nothing else, until the kernel is
+/// done.
 pub unsafe fn fill(stream: &Stream, words: DevicePtr, count: u64, seed: u64) -> Result<()> {
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
     unsafe { stream.launch(&FILL, grid_for(count), BLOCK, &[words, count, seed]) }
 }
 
-/// `cuLaunchKernel` of `check`: adds to the word `errors` how many words differ from [`pattern`]`(seed, i)`.
+/// `cuLaunchKernel` of `check`: adds to the word `errors` how many words differ from
+/// [`pattern`]`(seed, i)`.
 ///
-/// The addition is atomic for the whole system, so the counter may lie in registered host memory or a peer's
-/// region. It is not set to zero first.
+/// The addition is atomic for the whole system, so the counter may lie in registered host memory or
+/// a peer's region. It is not set to zero first.
 ///
 /// # Errors
 /// [`warpipe::Error::Driver`].
 ///
 /// # Safety
-/// Until the kernel is done, `words` names `count` readable words and `errors` one word that is writable and
-/// written only atomically.
+/// Until the kernel is done, `words` names `count` readable words and `errors` one word that is
+/// writable and written only atomically.
 pub unsafe fn check(
     stream: &Stream,
     words: DevicePtr,
@@ -155,8 +161,8 @@ pub unsafe fn check(
 /// [`warpipe::Error::Driver`].
 ///
 /// # Safety
-/// Until the kernel is done, `words` names `count` readable words and `sum` one word that is writable and
-/// written only atomically.
+/// Until the kernel is done, `words` names `count` readable words and `sum` one word that is
+/// writable and written only atomically.
 pub unsafe fn checksum(
     stream: &Stream,
     words: DevicePtr,
@@ -167,14 +173,15 @@ pub unsafe fn checksum(
     unsafe { stream.launch(&CHECKSUM, grid_for(count), BLOCK, &[words, count, sum]) }
 }
 
-/// `cuLaunchKernel` of `scale`: float `i` of `out` becomes `factor` times float `i` of `input`, rounded to nearest.
+/// `cuLaunchKernel` of `scale`: float `i` of `out` becomes `factor` times float `i` of `input`,
+/// rounded to nearest.
 ///
 /// # Errors
 /// [`warpipe::Error::Driver`].
 ///
 /// # Safety
-/// Until the kernel is done, `input` names `count` readable floats and `out` as many that are writable and written
-/// by nothing else; the two are the same range or do not overlap.
+/// Until the kernel is done, `input` names `count` readable floats and `out` as many that are
+/// writable and written by nothing else; the two are the same range or do not overlap.
 pub unsafe fn scale(
     stream: &Stream,
     out: DevicePtr,
@@ -193,7 +200,8 @@ pub unsafe fn scale(
     }
 }
 
-/// `cuLaunchKernel` of `add`: float `i` of `out` becomes float `i` of `input` plus `addend`, rounded to nearest.
+/// `cuLaunchKernel` of `add`: float `i` of `out` becomes float `i` of `input` plus `addend`,
+/// rounded to nearest.
 ///
 /// # Errors
 /// [`warpipe::Error::Driver`].
@@ -218,8 +226,8 @@ pub unsafe fn add(
     }
 }
 
-/// `cuLaunchKernel` of `square_root`: float `i` of `out` becomes the root of float `i` of `input`, rounded to
-/// nearest (PTX `sqrt.rn`), so that a CPU gives the same bits.
+/// `cuLaunchKernel` of `square_root`: float `i` of `out` becomes the root of float `i` of `input`,
+/// rounded to nearest (PTX `sqrt.rn`), so that a CPU gives the same bits.
 ///
 /// # Errors
 /// [`warpipe::Error::Driver`].
@@ -245,8 +253,8 @@ pub fn spin(stream: &Stream, duration: Duration) -> Result<()> {
     unsafe { stream.launch(&SPIN, 1, 32, &[nanoseconds(duration)]) }
 }
 
-/// `cuLaunchKernel` of `slow_fill`: waits for about `delay`, at most [`WAIT_MAX`], and then does what [`fill()`]
-/// does, so that a reader who does not wait finds wrong words.
+/// `cuLaunchKernel` of `slow_fill`: waits for about `delay`, at most [`WAIT_MAX`], and then does
+/// what [`fill()`] does, so that a reader who does not wait finds wrong words.
 ///
 /// # Errors
 /// [`warpipe::Error::Driver`].
@@ -271,14 +279,16 @@ pub unsafe fn slow_fill(
 /// [`warpipe::Error::Driver`].
 ///
 /// # Safety
-/// `words` names `count` words that are writable, and used by nothing else, until the kernel is done.
+/// `words` names `count` words that are writable, and used by nothing else, until the kernel is
+/// done.
 pub unsafe fn touch(stream: &Stream, words: DevicePtr, count: u64) -> Result<()> {
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
     unsafe { stream.launch(&TOUCH, grid_for(count), BLOCK, &[words, count]) }
 }
 
-/// `cuLaunchKernel` of `pass_on`: spins until the word `flag` is at least `due`, at most for `limit` (at most
-/// [`WAIT_MAX`]), and then stores `next` there. One whose time is up stores nothing.
+/// `cuLaunchKernel` of `pass_on`: spins until the word `flag` is at least `due`, at most for
+/// `limit` (at most [`WAIT_MAX`]), and then stores `next` there. One whose time is up stores
+/// nothing.
 ///
 /// This is how two processes take turns by kernels alone: what a semaphore is measured against.
 ///
@@ -313,17 +323,19 @@ pub struct Layer {
     pub relu: bool,
 }
 
-/// `cuLaunchKernel` of `dense`: each of `rows` rows of `input` goes through `layer`, and comes out as a row of `out`.
+/// `cuLaunchKernel` of `dense`: each of `rows` rows of `input` goes through `layer`, and comes out
+/// as a row of `out`.
 ///
-/// An output is its bias and then, input by input, the product added with one rounding (PTX `fma.rn`), so that a CPU
-/// gives the same bits.
+/// An output is its bias and then, input by input, the product added with one rounding (PTX
+/// `fma.rn`), so that a CPU gives the same bits.
 ///
 /// # Errors
 /// [`warpipe::Error::Driver`].
 ///
 /// # Safety
-/// Until the kernel is done, `input` names `rows * layer.inputs` readable floats, the layer's addresses as many as it
-/// says, and `out` names `rows * layer.outputs` floats that are writable, used by nothing else, and apart from the rest.
+/// Until the kernel is done, `input` names `rows * layer.inputs` readable floats, the layer's
+/// addresses as many as it says, and `out` names `rows * layer.outputs` floats that are writable,
+/// used by nothing else, and apart from the rest.
 pub unsafe fn dense(
     stream: &Stream,
     out: DevicePtr,

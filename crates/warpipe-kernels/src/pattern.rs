@@ -1,12 +1,14 @@
 //! The pattern that `fill` writes and `check` compares with, and the sum that `checksum` builds.
 //!
-//! Both stand on one 64-bit bijection, the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
-//! pseudorandom number generators", 2014):
+//! Both stand on one 64-bit bijection, the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast
+//! splittable pseudorandom number generators", 2014):
 //!
-//! * Within one seed the words differ from each other for every pair of indices, so a misplaced word is wrong.
-//!   The halves of a word depend on all of its index and seed, so a torn one is wrong (but for one in 2^32).
-//! * Changing a single word always changes the sum, since its term is a bijection of it; the term depends on the
-//!   index too, so exchanging two words changes the sum (but for one in 2^64), while the order of adding does not.
+//! * Within one seed the words differ from each other for every pair of indices, so a misplaced
+//!   word is wrong. The halves of a word depend on all of its index and seed, so a torn one is
+//!   wrong (but for one in 2^32).
+//! * Changing a single word always changes the sum, since its term is a bijection of it; the term
+//!   depends on the index too, so exchanging two words changes the sum (but for one in 2^64), while
+//!   the order of adding does not.
 //!
 //! `kernels.cu` says the same for the GPU.
 
@@ -50,7 +52,8 @@ pub const fn pattern(seed: u64, index: u64) -> u64 {
     word(base(seed), index)
 }
 
-/// The sum that `checksum` adds for `words`: independent of the order of adding, dependent on each word's place.
+/// The sum that `checksum` adds for `words`: independent of the order of adding, dependent on each
+/// word's place.
 ///
 /// ```
 /// use warpipe_kernels::checksum_of;

@@ -1,14 +1,17 @@
 //! Drawing triangles: a vertex kernel, a visibility buffer with depth, a fragment kernel.
 //!
-//! [`draw`] enqueues four kernels. A vertex is turned and projected; each triangle that faces the camera leaves its
-//! depth and number in every pixel that it covers, and the nearest stays (one atomic minimum, so that the order of
-//! the triangles does not matter); each pixel then finds its triangle, and from that its colour and light. Colours
-//! run evenly between the corners, light is one for a triangle.
+//! [`draw`] enqueues four kernels. A vertex is turned and projected; each triangle that faces the
+//! camera leaves its depth and number in every pixel that it covers, and the nearest stays (one
+//! atomic minimum, so that the order of the triangles does not matter); each pixel then finds its
+//! triangle, and from that its colour and light. Colours run evenly between the corners, light is
+//! one for a triangle.
 //!
-//! The camera stands at (0, 0, 4) and looks at the origin, of which it sees one unit above and one below. Triangles whose corners run counter-clockwise face it; what is nearer than one unit,
-//! or names no vertex, is not drawn.
+//! The camera stands at (0, 0, 4) and looks at the origin, of which it sees one unit above and one
+//! below. Triangles whose corners run counter-clockwise face it; what is nearer than one unit, or
+//! names no vertex, is not drawn.
 //!
-//! `render.cu` is the source, `render.ptx` what NVRTC 12.0 made of it; the twins give the same bits.
+//! `render.cu` is the source, `render.ptx` what NVRTC 12.0 made of it; the twins give the same
+//! bits.
 
 mod twins;
 
@@ -73,7 +76,8 @@ pub const fn workspace_bytes(vertices: u64, width: u64, height: u64) -> u64 {
     vertices * VERTEX_BYTES + width * height * 8
 }
 
-/// `cuModuleLoadData` of the drawing kernels, so that no later launch loads them behind a stream that waits.
+/// `cuModuleLoadData` of the drawing kernels, so that no later launch loads them behind a stream
+/// that waits.
 ///
 /// # Errors
 /// [`warpipe::Error::Driver`].
@@ -88,8 +92,9 @@ pub fn preload(device: &Device) -> Result<()> {
 /// [`warpipe::Error::Driver`].
 ///
 /// # Safety
-/// Until the kernels are done, the mesh's addresses name as many readable elements as it says, aligned to 4 bytes,
-/// and the canvas's name memory that is writable, of the stated size, and used by nothing else.
+/// Until the kernels are done, the mesh's addresses name as many readable elements as it says,
+/// aligned to 4 bytes, and the canvas's name memory that is writable, of the stated size, and used
+/// by nothing else.
 pub unsafe fn draw(stream: &Stream, mesh: &Mesh, canvas: &Canvas) -> Result<()> {
     let Mesh {
         rotation,
@@ -114,8 +119,8 @@ pub unsafe fn draw(stream: &Stream, mesh: &Mesh, canvas: &Canvas) -> Result<()> 
         visibility, width, height, screen, vertices, indices, triangles,
     ];
     let paint = [pixels, visibility, width, height, screen, vertices, indices];
-    // SAFETY: each kernel's own arguments; the memory is the caller's promise, and the workspace is split as
-    // `workspace_bytes` adds it up.
+    // SAFETY: each kernel's own arguments; the memory is the caller's promise, and the workspace is
+    // split as `workspace_bytes` adds it up.
     unsafe {
         stream.launch(&VERTICES, grid_for(vertices), BLOCK, &turn)?;
         stream.launch(&CLEAR, grid_for(all), BLOCK, &[visibility, all])?;

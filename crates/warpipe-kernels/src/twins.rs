@@ -1,7 +1,8 @@
 //! The CPU twins: each does the work of its kernel's whole grid, and gives the same bits.
 //!
-//! They work on raw pointers, one element at a time, because the memory may be shared with other processes (and a
-//! test may well read it too early on purpose), so that no reference to it would be sound.
+//! They work on raw pointers, one element at a time, because the memory may be shared with other
+//! processes (and a test may well read it too early on purpose), so that no reference to it would
+//! be sound.
 
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,8 +14,9 @@ use warpipe::kernel::Launch;
 use crate::WAIT_MAX;
 use crate::pattern::{base, term, word};
 
-/// The arguments, exactly as many as the kernel takes. Another number is a mistake of the launching code, which the
-/// twins' safety contract excludes; stopping is better than reading what is not there.
+/// The arguments, exactly as many as the kernel takes. Another number is a mistake of the launching
+/// code, which the twins' safety contract excludes; stopping is better than reading what is not
+/// there.
 pub(crate) fn arguments<const N: usize>(launch: &Launch<'_>) -> [u64; N] {
     match launch.args.try_into() {
         Ok(arguments) => arguments,
@@ -121,11 +123,12 @@ pub(crate) unsafe fn square_root(launch: Launch<'_>) {
 }
 
 /// # Safety
-/// `input` names `count` readable floats, `out` as many writable ones; they are the same range or do not overlap.
+/// `input` names `count` readable floats, `out` as many writable ones; they are the same range or
+/// do not overlap.
 unsafe fn map_floats(out: u64, input: u64, count: u64, function: impl Fn(f32) -> f32) {
     let start: *const f32 = with_exposed_provenance(input as usize);
-    // SAFETY: the caller vouches for both ranges, and `write` stays below `count`; where the ranges are the same,
-    // each element is read before it is written.
+    // SAFETY: the caller vouches for both ranges, and `write` stays below `count`; where the ranges
+    // are the same, each element is read before it is written.
     unsafe {
         write(out, count, |index| {
             function(start.add(index as usize).read())
@@ -167,8 +170,8 @@ pub(crate) unsafe fn touch(launch: Launch<'_>) {
 /// As for the kernel `pass_on`: the arguments are its own, and the memory they name is valid.
 pub(crate) unsafe fn pass_on(launch: Launch<'_>) {
     let [flag, due, next, nanoseconds] = arguments(&launch);
-    // SAFETY: `flag` names one word that is used only atomically, as the caller promises; the reference lives for this
-    // call only.
+    // SAFETY: `flag` names one word that is used only atomically, as the caller promises; the
+    // reference lives for this call only.
     let flag = unsafe { AtomicU64::from_ptr(with_exposed_provenance_mut(flag as usize)) };
     let (start, limit) = (
         Instant::now(),
@@ -192,10 +195,12 @@ pub(crate) unsafe fn dense(launch: Launch<'_>) {
         [input, weights, bias].map(|at| with_exposed_provenance::<f32>(at as usize));
     let output_at = |index: u64| {
         let (row, column) = (index / outputs, index % outputs);
-        // SAFETY: the column is below `outputs`, of which `bias` names as many, as the caller promises.
+        // SAFETY: the column is below `outputs`, of which `bias` names as many, as the caller
+        // promises.
         let bias = unsafe { bias.add(column as usize).read() };
         let sum = (0..inputs).fold(bias, |sum, k| {
-            // SAFETY: the row is below `rows` and `k` below `inputs`, for whose products the caller vouches.
+            // SAFETY: the row is below `rows` and `k` below `inputs`, for whose products the caller
+            // vouches.
             let (value, weight) = unsafe {
                 (
                     input.add((row * inputs + k) as usize).read(),
@@ -444,7 +449,8 @@ mod tests {
 
     #[test]
     fn dense_rounds_once_for_each_input() {
-        // The product of two floats is exact in double precision; here the sum with the bias is, too.
+        // The product of two floats is exact in double precision; here the sum with the bias is,
+        // too.
         let (above, below) = (1.0 + f32::EPSILON, 1.0 - f32::EPSILON);
         let (mut input, mut weights, mut bias, mut out) = ([above], [below], [-1f32], [0f32]);
         let places = [

@@ -1,5 +1,6 @@
-//! An arena with streams that write late. A slot is taken, its taker's stream is given writes to it and behind them the
-//! signal of its fence; others hold it meanwhile. It may be taken again when all have let go and the fence is reached.
+//! An arena with streams that write late. A slot is taken, its taker's stream is given writes to it
+//! and behind them the signal of its fence; others hold it meanwhile. It may be taken again when
+//! all have let go and the fence is reached.
 
 use std::collections::VecDeque;
 

@@ -1,5 +1,5 @@
-//! Entries of a ring: what a sender describes comes out as it went in, and words by chance come out as a layout inside its
-//! slot or are refused.
+//! Entries of a ring: what a sender describes comes out as it went in, and words by chance come out
+//! as a layout inside its slot or are refused.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -82,7 +82,8 @@ impl Play {
             .copy
             .check(REGION_BYTES)
             .map_err(|wrong| format!("{wrong:?} of {told:?}"))?;
-        // The stride of a dimension of one means nothing, and is not told where the rest has no gaps.
+        // The stride of a dimension of one means nothing, and is not told where the rest has no
+        // gaps.
         let plain = |layout: &Layout| {
             (
                 layout.dtype(),

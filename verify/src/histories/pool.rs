@@ -1,17 +1,21 @@
-//! A pool whose peers, owner and clearing stream have devices that work late, each in its own order. A block is used by what was
-//! enqueued while somebody had it; it may be lent again when all of that is done, and shows nobody another user's bytes.
+//! A pool whose peers, owner and clearing stream have devices that work late, each in its own
+//! order. A block is used by what was enqueued while somebody had it; it may be lent again when all
+//! of that is done, and shows nobody another user's bytes.
 //!
-//! The books are the library's ([`PoolState`], [`Borrower`], [`Arena`], [`LastWriters`]); what binds them together stands here as
-//! `pool/allocator.rs` and `pool/server.rs` have it.
+//! The books are the library's ([`PoolState`], [`Borrower`], [`Arena`], [`LastWriters`]); what
+//! binds them together stands here as `pool/allocator.rs` and `pool/server.rs` have it.
+
+#[path = "pool/owner.rs"]
+mod owner;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::allocator::PoolState;
-use super::block::{BlockUsers, Borrower, LentBlock};
+use super::block::{BlockUsers, Borrower};
 use super::last_writers::{LastWriter, LastWriters};
 use super::{PAGE_BYTES, cleared_at, released_at};
-use crate::backend::{Access, TimelineWord};
+use crate::backend::TimelineWord;
 use crate::device::Device;
 use crate::histories::Draw;
 use crate::histories::memory::{Memory, Place};
@@ -411,7 +415,8 @@ impl Play {
         }
     }
 
-    /// The process gives a block back: its device is to write the word behind all that it was given.
+    /// The process gives a block back: its device is to write the word behind all that it was
+    /// given.
     fn give_back(&mut self, peer: usize, which: usize) {
         let Some(peer) = self.alive(peer) else { return };
         let held: Vec<usize> = (0..peer.hands.len())
@@ -427,7 +432,8 @@ impl Play {
         }
     }
 
-    /// A peer's device makes its next step, also when its process is dead; it waits for what is being cleared.
+    /// A peer's device makes its next step, also when its process is dead; it waits for what is
+    /// being cleared.
     fn run(&mut self, index: usize) -> Result<(), String> {
         let Some(peer) = &mut self.peers[index] else {
             return Ok(());
@@ -530,126 +536,6 @@ impl Play {
         if let Some(borrower) = self.state.borrowers.remove(&number) {
             self.pending.extend(borrower.into_slots().1);
         }
-    }
-
-    /// As `PoolAllocator::allocate`: the owner waits until it is clear.
-    fn own(&mut self, bytes: u64) -> Result<Option<Lent>, String> {
-        let Some((lent, cleared_at)) = self.take(bytes, OWNER, BlockUsers::owned())? else {
-            return Ok(None);
-        };
-        if cleared_at.is_some() {
-            while !self.scrubber.is_empty() {
-                self.work(false)?;
-            }
-        }
-        if let Some(other) = self
-            .memory
-            .foreign(lent.place, |tag| tag == 0 || tag == OWNER)
-        {
-            return Err(format!("the owner sees what user {other} left in {lent:?}"));
-        }
-        self.owned.push(lent);
-        self.stream.push_back(Work::Use(lent));
-        Ok(Some(lent))
-    }
-
-    fn lend(&mut self, which: usize) {
-        if let Some(&Lent { slot, place, .. }) = self.owned.get(which % self.owned.len().max(1)) {
-            let lend = LentBlock {
-                slot,
-                bytes: place.bytes,
-                access: Access,
-            };
-            self.state.lent_blocks.insert(slot.into(), lend);
-        }
-    }
-
-    fn use_own(&mut self, which: usize) {
-        if let Some(&lent) = self.owned.get(which % self.owned.len().max(1)) {
-            self.stream.push_back(Work::Use(lent));
-        }
-    }
-
-    /// As `PoolAllocator::release_behind`.
-    fn let_go(&mut self, which: usize) {
-        if self.owned.is_empty() {
-            return;
-        }
-        let Lent { slot, .. } = self.owned.swap_remove(which % self.owned.len());
-        self.fences += 1;
-        self.stream.push_back(Work::Signal {
-            slot,
-            value: self.fences,
-        });
-        if self.fault != Fault::ForgetsFence {
-            self.state.arena.fence(slot, self.fences);
-        }
-        self.state.release_owner(slot);
-    }
-
-    /// The owner's stream, or the clearing stream, makes its next step.
-    fn work(&mut self, is_stream: bool) -> Result<(), String> {
-        let queue = if is_stream {
-            &mut self.stream
-        } else {
-            &mut self.scrubber
-        };
-        match queue.pop_front() {
-            // Others may have had what the owner had.
-            Some(Work::Use(lent)) => self.touch(lent, OWNER, true)?,
-            Some(Work::Zero(lent)) => {
-                self.memory.fill(lent.place, 0);
-            }
-            Some(Work::Signal { slot, value }) => self.words[slot as usize].store(value),
-            Some(Work::Cleared {
-                peer,
-                number,
-                pair,
-                value,
-            }) => {
-                if let Some(peer) = self.peers[peer]
-                    .as_ref()
-                    .filter(|peer| peer.number == number)
-                {
-                    peer.page.at::<TimelineWord>(cleared_at(pair)).store(value);
-                }
-            }
-            None => {}
-        }
-        Ok(())
-    }
-
-    /// As `PoolAllocator::tick`, and what waits for the owner's streams.
-    fn tick(&mut self) {
-        self.reclaim();
-        let gone = self
-            .state
-            .borrowers
-            .iter()
-            .filter(|(_, borrower)| borrower.has_left_and_died());
-        let gone: Vec<u64> = gone.map(|(&number, _)| number).collect();
-        gone.into_iter()
-            .for_each(|number| self.free_deferred(number));
-        if self.stream.is_empty() && self.scrubber.is_empty() {
-            std::mem::take(&mut self.pending)
-                .into_iter()
-                .for_each(|slot| self.state.release_borrower(slot));
-        }
-        for peer in &mut self.peers {
-            peer.take_if(|peer| peer.is_leaving && !peer.is_dead && peer.device.is_empty());
-        }
-    }
-
-    /// As `PoolAllocator::reclaim`.
-    fn reclaim(&mut self) {
-        self.state.collect_released();
-        self.state
-            .borrowers
-            .retain(|_, borrower| !borrower.is_done());
-        let words = &self.words;
-        self.state
-            .arena
-            .collect(|slot, value| words[slot as usize].reached(value));
     }
 
     fn check(&self) -> Result<(), String> {

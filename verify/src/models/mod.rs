@@ -1,8 +1,9 @@
-//! Models for loom: two or three threads that run the library's own code, in every order and with every value that weak
-//! memory allows, within a bound on how often a thread is put aside.
+//! Models for loom: two or three threads that run the library's own code, in every order and with
+//! every value that weak memory allows, within a bound on how often a thread is put aside.
 //!
-//! Who only reads is begun as a thread, and who writes is the model's first: loom finds that a load could have come behind
-//! a later change only where the changing thread has not itself looked in between.
+//! Who only reads is begun as a thread, and who writes is the model's first: loom finds that a load
+//! could have come behind a later change only where the changing thread has not itself looked in
+//! between.
 
 pub mod counter;
 pub mod ring;
@@ -20,7 +21,8 @@ use crate::atomic::{self, Fences, Way};
 pub use crate::pubsub::publisher_link::model as rescue;
 pub use crate::semaphore::model as room;
 
-/// A model, and how often threads may be put aside in it: `VERIFY_DEEPER` of the environment comes on top.
+/// A model, and how often threads may be put aside in it: `VERIFY_DEEPER` of the environment comes
+/// on top.
 #[derive(Clone, Copy)]
 pub struct Model {
     pub name: &'static str,

@@ -80,7 +80,8 @@ fn let_go() {
     thread.join().expect("the reactor");
 }
 
-/// The proof comes behind all that the publisher did; `is_complete` says whether that was all of it.
+/// The proof comes behind all that the publisher did; `is_complete` says whether that was all of
+/// it.
 fn whole(is_complete: bool) {
     let segment = Arc::new(Segment::new(1).touched());
     let monitor = monitor(&segment);

@@ -93,8 +93,8 @@ fn sender() {
     thread.join().expect("the receiver");
 }
 
-/// A receiver whose loop polls, as in `Subscriber::try_receive`: it is asleep whenever no call runs, and then its new
-/// sender's ring is there.
+/// A receiver whose loop polls, as in `Subscriber::try_receive`: it is asleep whenever no call
+/// runs, and then its new sender's ring is there.
 fn newcomer(tells: bool) {
     let segment = Arc::new(Segment::new(1).touched());
     let (mut ring, socket) = (SenderRing::new(segment.clone()), Socket::new());

@@ -1,4 +1,5 @@
-//! Stands for the links between a queue and its workers: answers come one after the other, their data later.
+//! Stands for the links between a queue and its workers: answers come one after the other, their
+//! data later.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;

@@ -1,4 +1,5 @@
-//! Stands for a queue's dispatcher: what looks after the job table, as `queue/dispatcher.rs` has it, and the links to its workers.
+//! Stands for a queue's dispatcher: what looks after the job table, as `queue/dispatcher.rs` has
+//! it, and the links to its workers.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;

@@ -10,7 +10,8 @@ pub(crate) const PAGE_BYTES: usize = 4096;
 /// What may lie in shared memory.
 ///
 /// # Safety
-/// Every bit pattern is valid, every field is an atomic (or an array of such), and nothing is dropped.
+/// Every bit pattern is valid, every field is an atomic (or an array of such), and nothing is
+/// dropped.
 pub(crate) unsafe trait AtomicsOnly {}
 
 // SAFETY: atomics alone.
@@ -57,7 +58,8 @@ impl SharedPage {
 
     pub(crate) fn at<T: AtomicsOnly>(&self, offset: usize) -> &T {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.bytes);
-        // SAFETY: inside the allocation and aligned; of atomics for which every bit pattern is valid (`AtomicsOnly`).
+        // SAFETY: inside the allocation and aligned; of atomics for which every bit pattern is
+        // valid (`AtomicsOnly`).
         unsafe { &*self.base.add(offset).cast::<T>() }
     }
 

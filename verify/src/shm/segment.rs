@@ -5,7 +5,8 @@ use crate::backend::TimelineWord;
 
 pub(crate) const META_BYTES_MAX: usize = 256;
 
-/// The words of an entry that are made before threads are: those of a description of a row of bytes.
+/// The words of an entry that are made before threads are: those of a description of a row of
+/// bytes.
 const WORDS_USED: usize = 6;
 
 #[derive(Debug, Default)]

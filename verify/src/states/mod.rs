@@ -1,4 +1,5 @@
-//! Models for [`steps`](crate::steps), and others whose steps are larger, each over the library's own code.
+//! Models for [`steps`](crate::steps), and others whose steps are larger, each over the library's
+//! own code.
 
 // Where they see what they check.
 pub use crate::pool::states as pool;

@@ -1,9 +1,10 @@
-//! A pool's grants: peers take blocks, give them back by words that their devices write *later*, say goodbye, die, and are
-//! proven dead, in any order. The books are the library's ([`PoolState`], [`Borrower`], [`Arena`], [`LastWriters`]); what binds them
-//! together stands here as `pool/allocator.rs` and `pool/server.rs` have it.
+//! A pool's grants: peers take blocks, give them back by words that their devices write *later*,
+//! say goodbye, die, and are proven dead, in any order. The books are the library's ([`PoolState`],
+//! [`Borrower`], [`Arena`], [`LastWriters`]); what binds them together stands here as
+//! `pool/allocator.rs` and `pool/server.rs` have it.
 //!
-//! What is shown: a block is nobody's before whoever had it is past it. A dead peer's device may write until its death is
-//! proven; a peer that lies spoils its own blocks alone.
+//! What is shown: a block is nobody's before whoever had it is past it. A dead peer's device may
+//! write until its death is proven; a peer that lies spoils its own blocks alone.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};

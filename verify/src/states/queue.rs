@@ -1,8 +1,10 @@
-//! A queue's table: jobs are given out, taken, answered, failed, called off and left undone by workers that leave, or are
-//! killed at any step, also while a job is on its way to them. The job table, the sessions and the giving are the library's.
+//! A queue's table: jobs are given out, taken, answered, failed, called off and left undone by
+//! workers that leave, or are killed at any step, also while a job is on its way to them. The job
+//! table, the sessions and the giving are the library's.
 //!
-//! What is shown: each job has one outcome; a job that is open waits or is leased, once; what a worker had not taken
-//! costs no attempt; and when all that lived are gone, one worker can do everything that is left.
+//! What is shown: each job has one outcome; a job that is open waits or is leased, once; what a
+//! worker had not taken costs no attempt; and when all that lived are gone, one worker can do
+//! everything that is left.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashSet, VecDeque};

@@ -1,5 +1,5 @@
-//! The semaphore: members take permits, give them back behind work of their devices, and are killed at any step of it; the
-//! creator sweeps behind them. All on the library's [`SemaphorePage`].
+//! The semaphore: members take permits, give them back behind work of their devices, and are killed
+//! at any step of it; the creator sweeps behind them. All on the library's [`SemaphorePage`].
 
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -8,8 +8,8 @@ use crate::atomic::AtomicU64;
 use crate::shm::page::SharedPage;
 use crate::steps::{self, DONE, Model, World};
 
-/// What a member does next, in the highest byte of its phase; below it the permit or the place, below that the value that
-/// it owes, or the hand-overs that it has seen.
+/// What a member does next, in the highest byte of its phase; below it the permit or the place,
+/// below that the value that it owes, or the hand-overs that it has seen.
 const TRIES: u64 = 0;
 const BEGINS_WAIT: u64 = 1;
 const SERVES: u64 = 2;
@@ -77,7 +77,8 @@ impl Semaphore {
         }
     }
 
-    /// A holder that is handing its permit on to one that waits, while a third one tries to take one.
+    /// A holder that is handing its permit on to one that waits, while a third one tries to take
+    /// one.
     pub fn handing_on() -> Semaphore {
         let mut semaphore = Semaphore::new(
             &[Patience::Waits, Patience::Waits, Patience::Tries],

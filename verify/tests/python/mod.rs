@@ -1,4 +1,5 @@
-//! Stands for PyO3 and for the package around `dlpack.rs`: one thread's objects, which are capsules alone.
+//! Stands for PyO3 and for the package around `dlpack.rs`: one thread's objects, which are capsules
+//! alone.
 
 pub mod ffi;
 

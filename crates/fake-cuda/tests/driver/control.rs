@@ -59,8 +59,8 @@ impl Control {
             calls: u64,
             argument: *mut c_void,
         ) {
-            // SAFETY: the fake driver's text of that length, and the vector below, which nobody else
-            // uses meanwhile.
+            // SAFETY: the fake driver's text of that length, and the vector below, which nobody
+            // else uses meanwhile.
             let (name, list) = unsafe {
                 (
                     std::slice::from_raw_parts(name.cast(), length),

@@ -1,4 +1,5 @@
-//! The end of a process that has something open still, over the fake driver, which aborts for whoever calls it too late.
+//! The end of a process that has something open still, over the fake driver, which aborts for
+//! whoever calls it too late.
 
 use std::process::exit;
 use std::sync::mpsc::{Sender, channel};
@@ -11,7 +12,8 @@ use warpipe::{Device, Domain, Error, Memory, Publisher, Stream, Subscriber};
 
 use super::cases::{MIB, driver_library, gpu, words};
 
-/// What a destructor ends the process with that was answered as it should be; not by chance, and by nothing else here.
+/// What a destructor ends the process with that was answered as it should be; not by chance, and by
+/// nothing else here.
 pub const ANSWERED: i32 = 77;
 /// `CUDA_ERROR_DEINITIALIZED`.
 const DEINITIALIZED: i32 = 4;
@@ -41,7 +43,8 @@ fn stuck_stream(device: &Device) -> Stream {
     stream
 }
 
-/// Memory let go under a stream that may use it for ever: the control thread asks for its event again and again.
+/// Memory let go under a stream that may use it for ever: the control thread asks for its event
+/// again and again.
 fn retire_memory(device: &Device, stream: &Stream) {
     let memory = Memory::allocate(device, MIB).unwrap();
     memory.write(stream, 0, b"never written").unwrap();

@@ -1,10 +1,12 @@
-//! Copies of elements: what goes by the driver's copy of a box, what by the kernel, and what each reaches.
+//! Copies of elements: what goes by the driver's copy of a box, what by the kernel, and what each
+//! reaches.
 
 use warpipe::{DType, Device, Error, Layout, Stream};
 
 use super::cases::{PATIENCE, download, gpu, release};
 
-/// 600 bytes of each of 6 rows, of which every second is left out, in 2 planes: for the driver, and turned for the kernel.
+/// 600 bytes of each of 6 rows, of which every second is left out, in 2 planes: for the driver, and
+/// turned for the kernel.
 const SHAPE: [u64; 3] = [2, 3, 600];
 const CROP: [i64; 3] = [4 << 10, 1 << 10, 1];
 

@@ -29,7 +29,8 @@ fn plain(device: &Device) -> u64 {
 }
 
 fn export(device: &Device, ptr: u64, bytes: u64) -> Result<LegacyHandle, Error> {
-    // SAFETY: what is exported here is freed when nobody opens it any more, or to see what becomes of that.
+    // SAFETY: what is exported here is freed when nobody opens it any more, or to see what becomes
+    // of that.
     unsafe { LegacyHandle::export(device, ptr, bytes) }
 }
 
@@ -43,7 +44,8 @@ fn assert_whole(device: &Device, memory: &LegacyMemory) {
     assert_eq!(found, pattern()[OFFSET as usize..]);
 }
 
-/// The other process: exports memory, then frees it when it is told so, and lives until its orders end.
+/// The other process: exports memory, then frees it when it is told so, and lives until its orders
+/// end.
 pub fn exporter() {
     let device = gpu();
     let ptr = plain(&device);
@@ -216,7 +218,8 @@ pub fn legacy_own() {
 fn allocate_by(function: &str, last: u64) -> u64 {
     let library = driver_library();
     let mut ptr = 0;
-    // SAFETY: both functions of that kind take a place for the address, a length, and a word: flags or a stream.
+    // SAFETY: both functions of that kind take a place for the address, a length, and a word: flags
+    // or a stream.
     unsafe {
         let allocate = library
             .get::<unsafe extern "C" fn(*mut u64, usize, u64) -> i32>(function.as_bytes())

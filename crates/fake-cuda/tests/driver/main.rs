@@ -1,12 +1,14 @@
-//! The CUDA backend over the fake driver, each case in a process of its own: the driver's library, the environment
-//! and the contexts belong to a process.
+//! The CUDA backend over the fake driver, each case in a process of its own: the driver's library,
+//! the environment and the contexts belong to a process.
 
 mod cases;
 mod control;
 mod exit;
+mod failures;
 mod gather;
 mod legacy;
 mod process;
+mod transfers;
 
 use process::FakeDriver;
 

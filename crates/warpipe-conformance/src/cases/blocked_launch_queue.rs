@@ -1,8 +1,8 @@
 //! What goes on while a call of the driver is held up by a full launch queue.
 //!
-//! A stream that waits for a peer takes about a thousand further operations; the call that gives it one more blocks in
-//! the driver, and so does every other call for that stream. The library's own threads must not follow it there: they
-//! are the ones that let the stream go when that peer dies.
+//! A stream that waits for a peer takes about a thousand further operations; the call that gives it
+//! one more blocks in the driver, and so does every other call for that stream. The library's own
+//! threads must not follow it there: they are the ones that let the stream go when that peer dies.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -169,8 +169,8 @@ fn visitors(context: &Context) -> Result<()> {
     mortal.subscribe("downstream")?;
     leaver.subscribe("downstream")?;
     held.settle()?;
-    // Newcomers first: when a link has ended, the driver unregisters its segment only behind every stream of the context,
-    // and registers nothing meanwhile.
+    // Newcomers first: when a link has ended, the driver unregisters its segment only behind every
+    // stream of the context, and registers nothing meanwhile.
     late.subscribe("downstream")?;
     let other = context.publisher("other").build()?;
     late.subscribe("other")?;

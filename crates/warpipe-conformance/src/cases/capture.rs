@@ -1,6 +1,6 @@
-//! Streams that are being captured into a graph: the capture is not harmed, and nothing is recorded, lost or let go.
-//! **This module is marked for unsafe**: it names a device address to a publisher that is to refuse it, and the default
-//! stream.
+//! Streams that are being captured into a graph: the capture is not harmed, and nothing is
+//! recorded, lost or let go. **This module is marked for unsafe**: it names a device address to a
+//! publisher that is to refuse it, and the default stream.
 
 use std::fmt::Debug;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -48,8 +48,9 @@ pub(super) const CASES: &[Case] = &[
 
 const WORDS: u64 = 4096;
 
-/// Captures a kernel on a stream of its own while `meanwhile` runs on another thread, ends the capture, and sees that the
-/// graph is whole. The caller keeps the tally: to unregister its memory, the driver waits for every stream of the context.
+/// Captures a kernel on a stream of its own while `meanwhile` runs on another thread, ends the
+/// capture, and sees that the graph is whole. The caller keeps the tally: to unregister its memory,
+/// the driver waits for every stream of the context.
 fn while_capturing(
     context: &Context,
     error_counters: &mut ErrorCounters,
@@ -295,7 +296,8 @@ fn jobs(context: &Context) -> Result<()> {
     input.release()?;
     first.wait(&stream, PATIENCE)?.finish()?;
     let second = queue.submit(*loan, &stream)?;
-    // The worker's stream captures when it drops its lease: that is an answer, too, and the job goes round once more.
+    // The worker's stream captures when it drops its lease: that is an answer, too, and the job
+    // goes round once more.
     let lease = worker.lease(&stream)?;
     graphs.begin(&stream, Mode::Global)?;
     drop(lease);

@@ -1,4 +1,5 @@
-//! Those who use a sample or a loan beside the stream it came with: frameworks with streams of their own.
+//! Those who use a sample or a loan beside the stream it came with: frameworks with streams of
+//! their own.
 
 use std::time::Duration;
 
@@ -34,8 +35,9 @@ pub(super) const CASES: &[Case] = &[
 const WORDS: u64 = 512;
 const SLOW: Duration = Duration::from_millis(400);
 
-/// No time is relied on: nobody begins to write before the careless one has read. Nor does any stream of this process
-/// wait by then: those of one context share hardware queues, and the careless one might stand behind the wait.
+/// No time is relied on: nobody begins to write before the careless one has read. Nor does any
+/// stream of this process wait by then: those of one context share hardware queues, and the
+/// careless one might stand behind the wait.
 fn second_stream(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of("second"))?;

@@ -121,7 +121,8 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
     peer.ask(&Order::Send(
         Batch::of(3, WORDS, 3).slow(Duration::from_secs(5)),
     ))?;
-    // Two ready, one taken before the death that will never be complete, two that nobody has taken by then.
+    // Two ready, one taken before the death that will never be complete, two that nobody has taken
+    // by then.
     for sequence in 1..=2 {
         ensure!(
             error_counters.finish(subscriber.receive(&stream)?)? == 0,
@@ -151,8 +152,8 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
         .context("the reader's stream goes on")
 }
 
-/// A publisher with two streams: one of them stands still when it is killed. Nobody has taken anything before its death
-/// is proven.
+/// A publisher with two streams: one of them stands still when it is killed. Nobody has taken
+/// anything before its death is proven.
 fn behind_a_lost_one(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
@@ -220,7 +221,8 @@ fn history_survives(context: &Context) -> Result<()> {
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 2)))?;
     // Whether it has told the late joiners by now or not.
     peer.kill()?;
-    // One that a stream waited for when its publisher was killed, and one that nobody had taken by then.
+    // One that a stream waited for when its publisher was killed, and one that nobody had taken by
+    // then.
     ensure!(
         error_counters.finish(held)? == 0,
         "what was complete is whole"
@@ -369,7 +371,8 @@ fn publisher_killed_in_the_handshake(context: &Context) -> Result<()> {
     for round in 0..6 {
         let mut publisher = context.peer()?;
         publisher.publish(PublisherPlan::of("door"))?;
-        // Stopped, it answers nobody: the subscriber is in the middle of its handshake when the signal comes.
+        // Stopped, it answers nobody: the subscriber is in the middle of its handshake when the
+        // signal comes.
         if round % 2 == 0 {
             publisher.stop()?;
         }

@@ -54,8 +54,8 @@ const WORDS: u64 = 1024;
 /// Longer than anything here takes.
 const LONG: Duration = Duration::from_secs(10);
 
-/// A TCP socket with `SO_LINGER` and data that nobody reads: its last `close` returns when the other
-/// end is dropped.
+/// A TCP socket with `SO_LINGER` and data that nobody reads: its last `close` returns when the
+/// other end is dropped.
 struct Lingering {
     socket: OwnedFd,
     reader: TcpStream,
@@ -288,7 +288,8 @@ fn lingering(context: &Context) -> Result<()> {
     went_on
 }
 
-/// A FUSE file system whose server does not answer. Its end is that of the descriptor of `/dev/fuse`.
+/// A FUSE file system whose server does not answer. Its end is that of the descriptor of
+/// `/dev/fuse`.
 struct Mounted {
     device: Option<File>,
     path: PathBuf,

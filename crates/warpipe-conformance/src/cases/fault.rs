@@ -1,7 +1,7 @@
 //! What happens when the device refuses: every call of every method that a step uses, failed once.
 //!
-//! Methods that only give back (`release`, `unregister`, `destroy_...`) are left out: one that is failed before it
-//! does anything has given nothing back, and no roll-back can change that.
+//! Methods that only give back (`release`, `unregister`, `destroy_...`) are left out: one that is
+//! failed before it does anything has given nothing back, and no roll-back can change that.
 
 use std::sync::Arc;
 
@@ -173,7 +173,8 @@ impl<'a> Flow<'a> {
         Ok(())
     }
 
-    /// Fills the loan and, of what was received, checks the words: the user's work between the steps.
+    /// Fills the loan and, of what was received, checks the words: the user's work between the
+    /// steps.
     fn work(&mut self, seed: u64) -> Result<()> {
         if let Some(loan) = &mut self.loan {
             Payload::of(WORDS, seed).fill(loan, &self.sides[0].stream)?;
@@ -206,8 +207,8 @@ impl<'a> Flow<'a> {
 }
 
 impl Flow<'_> {
-    /// A new region comes when it comes, and when it cannot be mapped the link is over; that is told by the next
-    /// receive. A new link, and its history, is the way on.
+    /// A new region comes when it comes, and when it cannot be mapped the link is over; that is
+    /// told by the next receive. A new link, and its history, is the way on.
     fn subscribe_again(&mut self, step: Step, error: anyhow::Error) -> Result<()> {
         ensure!(
             step == Step::Receive && is_injected(&error) && error.to_string().contains("import"),
@@ -217,7 +218,8 @@ impl Flow<'_> {
         self.take(Step::Receive)
     }
 
-    /// A sample whose completion the device refused is lost, and its subscriber is told so; the next one is not.
+    /// A sample whose completion the device refused is lost, and its subscriber is told so; the
+    /// next one is not.
     fn send_another(&mut self) -> Result<()> {
         let lost = self
             .subscriber
@@ -241,8 +243,8 @@ fn is_injected(error: &anyhow::Error) -> bool {
     }
 }
 
-/// Fails each call of each method that `step` makes on either side, each time on a fresh channel; then takes the step
-/// again and sees that everything works.
+/// Fails each call of each method that `step` makes on either side, each time on a fresh channel;
+/// then takes the step again and sees that everything works.
 fn refuse(context: &Context, step: Step) -> Result<()> {
     let at = STEPS
         .iter()

@@ -49,8 +49,8 @@ const WORDS: u64 = 256;
 
 /// Forks, lets the child work, and returns the number that it ends with.
 pub(super) fn in_a_child(work: impl FnOnce() -> u8) -> Result<u8> {
-    // SAFETY: glibc keeps its allocator usable in the child of a process with threads; the child uses it, and
-    // handles that only look at the fork's count, and ends by `_exit`.
+    // SAFETY: glibc keeps its allocator usable in the child of a process with threads; the child
+    // uses it, and handles that only look at the fork's count, and ends by `_exit`.
     match unsafe { libc::fork() } {
         -1 => Err(std::io::Error::last_os_error()).context("fork"),
         0 => {
@@ -137,8 +137,8 @@ fn handles_refuse(context: &Context) -> Result<()> {
     Ok(())
 }
 
-/// In the child: tries everything and drops everything. The number, from 1, of the first operation that was not
-/// refused; 0 if all were.
+/// In the child: tries everything and drops everything. The number, from 1, of the first operation
+/// that was not refused; 0 if all were.
 fn first_accepted(
     publisher: Publisher,
     mut subscriber: Subscriber,

@@ -1,5 +1,5 @@
-//! Copies between tensors that lie differently: crops, turned and reversed ones, repeated ones, and back.
-//! **This module is marked for unsafe**: it names the tensors by address.
+//! Copies between tensors that lie differently: crops, turned and reversed ones, repeated ones, and
+//! back. **This module is marked for unsafe**: it names the tensors by address.
 
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -32,7 +32,8 @@ pub(super) const CASES: &[Case] = &[
 const ROOM: u64 = 4 << 20;
 const DTYPES: [DType; 5] = [DType::U8, DType::F16, DType::F32, DType::C64, DType::C128];
 
-/// Up to 8 dimensions of a few thousand elements; sometimes with rows that are long enough for the driver's own copy.
+/// Up to 8 dimensions of a few thousand elements; sometimes with rows that are long enough for the
+/// driver's own copy.
 fn shape(rng: &mut Rng) -> Vec<u64> {
     let mut left = 4096;
     let mut shape: Vec<u64> = (0..rng.below(9))
@@ -58,7 +59,8 @@ fn shape(rng: &mut Rng) -> Vec<u64> {
     shape
 }
 
-/// A layout of this shape: dimensions in any order, with gaps, reversed, and, of a source, repeated.
+/// A layout of this shape: dimensions in any order, with gaps, reversed, and, of a source,
+/// repeated.
 fn layout(rng: &mut Rng, dtype: DType, shape: &[u64], may_repeat: bool) -> Result<Layout> {
     let mut order: Vec<usize> = (0..shape.len()).rev().collect();
     if rng.once_in(2) {

@@ -1,5 +1,5 @@
-//! Peers that remove pages of what they share, and then die: a device keeps the pages that it registered, so a store of
-//! the CPU would release no stream any more.
+//! Peers that remove pages of what they share, and then die: a device keeps the pages that it
+//! registered, so a store of the CPU would release no stream any more.
 
 use std::time::Duration;
 

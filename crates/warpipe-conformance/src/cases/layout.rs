@@ -192,7 +192,8 @@ fn copies_in(context: &Context) -> Result<()> {
     publisher.send_slice(&stream, &layout, &bytes)?;
     let mut source = publisher.loan(&layout)?;
     source.write(&stream, &bytes)?;
-    // SAFETY: the source is a loan that lives until the stream has done the copy: the copy is received below.
+    // SAFETY: the source is a loan that lives until the stream has done the copy: the copy is
+    // received below.
     unsafe { publisher.send_device(&stream, &layout, source.slot_ptr())? };
     for _ in 0..3 {
         let sample = subscriber.receive(&stream)?;

@@ -331,7 +331,8 @@ fn used_by_stream(context: &Context) -> Result<()> {
     let is_closed = || counting.hook().calls().contains_key("close_legacy");
     while !stream.is_idle()? {
         let closed = is_closed();
-        // Asked after the look at the count: what is closed under a stream that is busy still was closed too early.
+        // Asked after the look at the count: what is closed under a stream that is busy still was
+        // closed too early.
         ensure!(
             !closed || stream.is_idle()?,
             "closed under a stream that writes it"

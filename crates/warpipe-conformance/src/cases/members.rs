@@ -78,7 +78,8 @@ fn expect(members: &Members, kind: &str, name: &str) -> Result<MemberInfo> {
     Ok(change.member().clone())
 }
 
-/// As [`expect`], with a heart that may stand still and go on before, on a machine that has much to do.
+/// As [`expect`], with a heart that may stand still and go on before, on a machine that has much to
+/// do.
 fn expect_end(members: &Members, kind: &str, name: &str) -> Result<MemberInfo> {
     loop {
         let change = next(members)?;
@@ -103,7 +104,8 @@ fn kind_of(change: &Change) -> &'static str {
     }
 }
 
-/// A watch tells of a further member only after all that came before: with it, nothing more is told of the others.
+/// A watch tells of a further member only after all that came before: with it, nothing more is told
+/// of the others.
 fn nothing_more(members: &Members, context: &Context) -> Result<()> {
     let last = Member::join(&context.domain, "last", "")?;
     expect_end(members, "joined", "last")?;
@@ -314,7 +316,8 @@ fn clean_ups(context: &Context) -> Result<()> {
     Ok(())
 }
 
-/// Hears as many changes as are due, which must be these, in any order. (Hearts may stand still and go on.)
+/// Hears as many changes as are due, which must be these, in any order. (Hearts may stand still and
+/// go on.)
 fn hear(told: &Receiver<Change>, due: &[&str]) -> Result<()> {
     let mut found = Vec::new();
     while found.len() < due.len() {

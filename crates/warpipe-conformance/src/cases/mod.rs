@@ -56,10 +56,11 @@ pub struct Case {
     pub limit: Duration,
     /// How long it may take in the long mode.
     pub limit_long: Duration,
-    /// It faults a GPU, or kills a process that uses it: under MPS that is the end of every other client.
+    /// It faults a GPU, or kills a process that uses it: under MPS that is the end of every other
+    /// client.
     pub ends_clients: bool,
-    /// A stream of its own process stands still behind work that no other stream of that process may wait for, so they
-    /// must not share hardware queues.
+    /// A stream of its own process stands still behind work that no other stream of that process
+    /// may wait for, so they must not share hardware queues.
     pub needs_queues: bool,
 }
 
@@ -85,7 +86,8 @@ impl Case {
         }
     }
 
-    /// With 8 hardware queues, the driver's own number where no MPS daemon runs. An MPS client has fewer.
+    /// With 8 hardware queues, the driver's own number where no MPS daemon runs. An MPS client has
+    /// fewer.
     pub const fn needs_queues(self) -> Case {
         Case {
             needs_queues: true,

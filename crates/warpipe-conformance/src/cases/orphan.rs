@@ -1,4 +1,5 @@
-//! Processes whose device work, or whose files, outlive them: with a forked child that holds everything, and by `exec`.
+//! Processes whose device work, or whose files, outlive them: with a forked child that holds
+//! everything, and by `exec`.
 
 use std::time::{Duration, Instant};
 
@@ -70,7 +71,8 @@ const LONG: Duration = Duration::from_secs(10);
 /// In which a block or slot that is out of use would be seen to come back, if it did.
 const LOOK: Duration = Duration::from_millis(1500);
 
-/// A child of a peer that was forked behind the library's back: it holds all that its parent held. Killed at the end.
+/// A child of a peer that was forked behind the library's back: it holds all that its parent held.
+/// Killed at the end.
 struct Orphan(Pid);
 
 impl Orphan {
@@ -89,7 +91,8 @@ impl Drop for Orphan {
     }
 }
 
-/// A peer that publishes `name`, has sent one whole sample, and whose device is at work on the next one.
+/// A peer that publishes `name`, has sent one whole sample, and whose device is at work on the next
+/// one.
 fn publisher_at_work(context: &Context, name: &str) -> Result<Peer> {
     let mut peer = context.peer()?;
     peer.publish(PublisherPlan::of(name))?;
@@ -232,8 +235,8 @@ enum End {
     Exec,
 }
 
-/// A borrower ends while its device writes a block of a pool. The block is used again, and nothing is stored in it any
-/// more.
+/// A borrower ends while its device writes a block of a pool. The block is used again, and nothing
+/// is stored in it any more.
 fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
     const BYTES: u64 = 2 << 20;
     let builder = Pool::builder("pool")

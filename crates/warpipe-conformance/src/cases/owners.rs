@@ -74,8 +74,8 @@ fn pause(rng: &mut Rng, most_us: u64) {
     std::thread::park_timeout(Duration::from_micros(rng.below(most_us)));
 }
 
-/// Kills of a long storm after which it is seen that nothing is left. That takes 0.1 s, in which the threads that close
-/// descriptors end; a leak stays until the next look.
+/// Kills of a long storm after which it is seen that nothing is left. That takes 0.1 s, in which
+/// the threads that close descriptors end; a leak stays until the next look.
 const LOOK_EVERY: u32 = 10;
 
 /// One kill after the other, after which nothing may be left.

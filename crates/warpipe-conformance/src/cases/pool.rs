@@ -172,7 +172,8 @@ fn lent(context: &Context) -> Result<()> {
     Ok(())
 }
 
-/// How long a stream is busy where its work must still be running when something else has been done.
+/// How long a stream is busy where its work must still be running when something else has been
+/// done.
 const LONG: Duration = Duration::from_secs(3);
 
 fn owner_busy(context: &Context) -> Result<()> {

@@ -1,4 +1,5 @@
-//! A stream that waits for another process holds up nothing else: neither allocations nor newcomers.
+//! A stream that waits for another process holds up nothing else: neither allocations nor
+//! newcomers.
 
 use std::sync::mpsc;
 

@@ -1,13 +1,12 @@
-//! What a queue does with jobs when workers come, go, fail, hang and die.
+//! Queues: delivery, results, failures, timeouts and the death of workers.
+
+mod deaths;
+mod order;
 
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::backend::DeviceKind;
-use warpipe::backend::testing::{Delaying, Wrapped};
-use warpipe::{
-    Device, Error, JobHandle, JobResult, Order as ResultOrder, Queue, QueueState, Stream,
-};
+use warpipe::{Error, JobHandle, JobResult, Order as ResultOrder, Queue, QueueState, Stream};
 
 use super::Case;
 use crate::PATIENCE;
@@ -15,7 +14,6 @@ use crate::context::Context;
 use crate::payload::{fill_input, input_layout, result_of, work};
 use crate::peer::{Answer, Batch, Order, Peer, Reply, Task};
 use crate::process::eventually;
-use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -28,27 +26,27 @@ pub(super) const CASES: &[Case] = &[
     ),
     Case::new(
         "a job whose worker is killed is done by another one, as its second attempt",
-        killed_holder,
+        deaths::killed_holder,
     )
     .ends_clients(),
     Case::new(
         "a job that was given and not leased when its worker was killed costs no attempt",
-        killed_before_leasing,
+        deaths::killed_before_leasing,
     )
     .ends_clients(),
     Case::new(
         "a result that was ready when its worker was killed counts, and stays readable",
-        result_survives,
+        deaths::result_survives,
     )
     .ends_clients(),
     Case::new(
         "a result that was not ready when its worker was killed is computed again",
-        unready_result_is_lost,
+        deaths::unready_result_is_lost,
     )
     .ends_clients(),
     Case::new(
         "a job that kills its workers is dead-lettered with all reasons, and the next one is done",
-        dead_lettered,
+        deaths::dead_lettered,
     )
     .ends_clients(),
     Case::new(
@@ -70,7 +68,7 @@ pub(super) const CASES: &[Case] = &[
     ),
     Case::new(
         "a worker whose queue's owner is killed is told",
-        killed_owner,
+        deaths::killed_owner,
     )
     .ends_clients(),
     Case::new(
@@ -80,11 +78,11 @@ pub(super) const CASES: &[Case] = &[
     .ends_clients(),
     Case::new(
         "a job that waits for a worker is ordered behind the work that fills it",
-        redispatch_is_ordered,
+        order::redispatch_is_ordered,
     ),
     Case::new(
         "a result is ordered behind the work that computes it",
-        result_is_ordered,
+        order::result_is_ordered,
     ),
     Case::new(
         "a plain subscriber of a queue is turned away, and no job is lost to it",
@@ -92,7 +90,7 @@ pub(super) const CASES: &[Case] = &[
     ),
     Case::new(
         "jobs survive a storm of kills, and each result comes once",
-        storm,
+        deaths::storm,
     )
     .ends_clients()
     .long(900),
@@ -228,159 +226,6 @@ fn as_completed(context: &Context) -> Result<()> {
     expect(&queue.next_result(&stream, PATIENCE)?, 0, 1)
 }
 
-fn killed_holder(context: &Context) -> Result<()> {
-    context.warm_up()?;
-    let guard = context.guard();
-    let stream = context.stream()?;
-    let queue = context.queue("jobs").build()?;
-    for round in 0..3 {
-        let mut victim = worker(context, "jobs")?;
-        queue.wait_for_workers(1, PATIENCE)?;
-        let job = submit(&queue, &stream, round, Duration::ZERO)?;
-        ensure!(
-            victim.lease(Task::Lease)? == (job.id(), 1),
-            "the first attempt"
-        );
-        victim.kill()?;
-        let mut heir = worker(context, "jobs")?;
-        ensure!(
-            heir.lease(Task::Lease)? == (job.id(), 2),
-            "the second attempt"
-        );
-        heir.task(complete())?;
-        let result = wait(&job, &stream, round, 2)?;
-        ensure!(result.worker_pid() == heir.id() as i32, "the heir did it");
-        drop(result);
-        heir.dismiss()?;
-        ensure!(
-            eventually(PATIENCE, || queue
-                .state()
-                .is_ok_and(|state| state.workers.is_empty())),
-            "nobody is left"
-        );
-    }
-    drop(queue);
-    stream.synchronize(PATIENCE)?;
-    drop(stream);
-    guard.settles()
-}
-
-fn killed_before_leasing(context: &Context) -> Result<()> {
-    let stream = context.stream()?;
-    let queue = context.queue("jobs").prefetch(4).build()?;
-    let mut victim = worker(context, "jobs")?;
-    queue.wait_for_workers(1, PATIENCE)?;
-    let jobs = (0..3)
-        .map(|seed| submit(&queue, &stream, seed, Duration::ZERO))
-        .collect::<Result<Vec<_>>>()?;
-    ensure!(queue.state()?.leased == 3, "the only worker has them all");
-    ensure!(
-        victim.lease(Task::Lease)?.0 == 1,
-        "it begins with the first"
-    );
-    victim.kill()?;
-    let mut heir = worker(context, "jobs")?;
-    for _ in 0..3 {
-        heir.lease(Task::Lease)?;
-        heir.task(complete())?;
-    }
-    for ((job, seed), attempt) in jobs.iter().zip(0..).zip([2, 1, 1]) {
-        drop(wait(job, &stream, seed, attempt)?);
-    }
-    heir.dismiss()
-}
-
-fn result_survives(context: &Context) -> Result<()> {
-    let stream = context.stream()?;
-    let queue = context.queue("jobs").build()?;
-    let mut victim = worker(context, "jobs")?;
-    queue.wait_for_workers(1, PATIENCE)?;
-    let jobs = (0..2)
-        .map(|seed| submit(&queue, &stream, seed, Duration::ZERO))
-        .collect::<Result<Vec<_>>>()?;
-    for _ in 0..2 {
-        victim.lease(Task::Lease)?;
-        victim.task(complete())?;
-    }
-    victim.task(Task::Synchronize)?;
-    let before = wait(&jobs[0], &stream, 0, 1)?;
-    victim.kill()?;
-    ensure!(
-        eventually(PATIENCE, || queue
-            .state()
-            .is_ok_and(|state| state.workers.is_empty())),
-        "the dead are forgotten"
-    );
-    let after = wait(&jobs[1], &stream, 1, 1)?;
-    expect(&before, 0, 1)?;
-    expect(&after, 1, 1)
-}
-
-fn unready_result_is_lost(context: &Context) -> Result<()> {
-    let stream = context.stream()?;
-    let queue = context.queue("jobs").build()?;
-    let mut victim = worker(context, "jobs")?;
-    queue.wait_for_workers(1, PATIENCE)?;
-    let job = submit(&queue, &stream, 5, Duration::ZERO)?;
-    victim.lease(Task::Lease)?;
-    victim.task(Task::Answer(Reply::Complete {
-        slow_us: SLOW.as_micros() as u64,
-    }))?;
-    ensure!(
-        matches!(
-            job.wait(&stream, Duration::ZERO),
-            Err(Error::Timeout { .. })
-        ),
-        "it is not done yet"
-    );
-    victim.kill()?;
-    let mut heir = worker(context, "jobs")?;
-    ensure!(heir.lease(Task::Lease)?.1 == 2, "it is done again");
-    heir.task(complete())?;
-    wait(&job, &stream, 5, 2).map(drop)
-}
-
-fn dead_lettered(context: &Context) -> Result<()> {
-    let stream = context.stream()?;
-    let queue = context.queue("jobs").max_attempts(2).build()?;
-    let job = submit(&queue, &stream, 1, Duration::ZERO)?;
-    let mut victims = Vec::new();
-    for attempt in 1..=2 {
-        let mut victim = worker(context, "jobs")?;
-        ensure!(
-            victim.lease(Task::Lease)? == (job.id(), attempt),
-            "attempt {attempt}"
-        );
-        victim.kill()?;
-        victims.push(victim.id().to_string());
-    }
-    match job.wait(&stream, PATIENCE) {
-        Err(Error::DeadLettered { reasons, .. }) => {
-            ensure!(reasons.len() == 2, "a reason for each attempt: {reasons:?}");
-            ensure!(
-                reasons
-                    .iter()
-                    .zip(&victims)
-                    .all(|(reason, pid)| reason.contains(pid)),
-                "who died: {reasons:?}"
-            );
-        }
-        other => bail!("a job that killed its workers gave {other:?}"),
-    }
-    ensure!(
-        matches!(
-            job.wait(&stream, Duration::ZERO),
-            Err(Error::NoSuchJob { .. })
-        ),
-        "it is told once"
-    );
-    let mut heir = worker(context, "jobs")?;
-    let next = submit(&queue, &stream, 2, Duration::ZERO)?;
-    heir.lease(Task::Lease)?;
-    heir.task(complete())?;
-    wait(&next, &stream, 2, 1).map(drop)
-}
-
 fn answers(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let queue = context.queue("jobs").max_attempts(3).build()?;
@@ -508,8 +353,8 @@ fn lease_timeout(context: &Context) -> Result<()> {
 /// The most that are tried as heirs of a job, one after the other.
 const HEIRS: u32 = 20;
 
-/// Has another one do the job of who was late with it, and returns its result and which attempt that was. An heir may
-/// itself be late on a busy machine; then the next one is.
+/// Has another one do the job of who was late with it, and returns its result and which attempt
+/// that was. An heir may itself be late on a busy machine; then the next one is.
 fn inherit(
     context: &Context,
     queue: &Queue,
@@ -625,51 +470,6 @@ fn drain_and_shutdown(context: &Context) -> Result<()> {
     peer.dismiss()
 }
 
-fn killed_owner(context: &Context) -> Result<()> {
-    context.warm_up()?;
-    let mut owner = context.peer()?;
-    owner.task(Task::Submit {
-        queue: "jobs".into(),
-        batch: Batch::of(2, WORDS, 1),
-    })?;
-    let guard = context.guard();
-    let stream = context.stream()?;
-    let mut worker = context.worker("jobs").build()?;
-    let held = worker.lease(&stream)?;
-    ensure!(
-        held.to_vec(PATIENCE)?.len() as u64 == 8 * WORDS,
-        "its input is there"
-    );
-    owner.kill()?;
-    // Another job may have been on its way.
-    let end = loop {
-        match worker.lease(&stream) {
-            Ok(lease) => drop(lease),
-            Err(error) => break error,
-        }
-    };
-    ensure!(
-        matches!(end, Error::QueueGone { .. }),
-        "a worker of a dead queue is told {end:?}"
-    );
-    let input = held.to_vec(PATIENCE)?;
-    ensure!(
-        input[..8] == warpipe_kernels::pattern(1, 0).to_le_bytes(),
-        "the input outlives its owner"
-    );
-    // Whether its death is seen on this link by now or not: an answer to the dead harms nobody.
-    let answered = held.complete(&stream);
-    ensure!(
-        matches!(answered, Ok(()) | Err(Error::QueueGone { .. })),
-        "an answer to the dead gave {answered:?}"
-    );
-    drop(worker);
-    stream.synchronize(PATIENCE)?;
-    drop(stream);
-    guard.settles()?;
-    Ok(())
-}
-
 fn untold_result(context: &Context) -> Result<()> {
     context.warm_up()?;
     let guard = context.guard();
@@ -703,92 +503,6 @@ fn untold_result(context: &Context) -> Result<()> {
     guard.settles()
 }
 
-/// What comes of a job that was filled late, when the owner's and the worker's devices are these.
-fn late_fill(context: &Context, owner: &Device, worker: &Device) -> Result<bool> {
-    let (out, back) = (owner.stream()?, worker.stream()?);
-    let queue = context.queue("late").device(owner).build()?;
-    let input = fill_input(
-        queue.loan(&input_layout(WORDS)?)?,
-        3,
-        Duration::from_millis(300),
-        &out,
-    )?;
-    let job = queue.submit(input, &out)?;
-    let mut worker = context.worker("late").device(worker).build()?;
-    let lease = worker.lease(&back)?;
-    let output = work(&lease, Duration::ZERO)?;
-    lease.complete_with(output, &back)?;
-    let result = job.wait(&out, PATIENCE)?;
-    let is_right = result.to_vec()? == result_of(WORDS, 3);
-    drop((result, worker, queue));
-    out.synchronize(PATIENCE)?;
-    back.synchronize(PATIENCE)?;
-    Ok(is_right)
-}
-
-fn without_waits(context: &Context) -> Device {
-    let hook = Delaying {
-        signal_late: Duration::ZERO,
-        waits: false,
-    };
-    Device::from_backend(Wrapped::new(context.device.backend().clone(), hook))
-}
-
-fn redispatch_is_ordered(context: &Context) -> Result<()> {
-    ensure!(
-        late_fill(context, &context.device, &context.device)?,
-        "the job waits for its input"
-    );
-    // The same without the wait of whoever gives it out later: what a test of ordering is worth. Where streams are
-    // threads: those of one GPU context share hardware queues, which may order the work by themselves.
-    if context.device.info().id.kind != DeviceKind::Host {
-        return Ok(());
-    }
-    let is_right = late_fill(context, &without_waits(context), &context.device)?;
-    ensure!(
-        !is_right,
-        "without its wait the queue gives out what is not filled, and this case sees it"
-    );
-    Ok(())
-}
-
-fn result_is_ordered(context: &Context) -> Result<()> {
-    let hook = Delaying {
-        signal_late: Duration::from_millis(100),
-        waits: true,
-    };
-    let late = Device::from_backend(Wrapped::new(context.device.backend().clone(), hook));
-    ensure!(
-        late_fill(context, &late, &late)?,
-        "late signals are waited for on both ways"
-    );
-    // A worker that does not wait for its input computes from what is not there.
-    let (owner, blind) = (&context.device, without_waits(context));
-    let (out, back) = (owner.stream()?, blind.stream()?);
-    let queue = context.queue("blind").device(owner).build()?;
-    let mut worker = context.worker("blind").device(&blind).build()?;
-    queue.wait_for_workers(1, PATIENCE)?;
-    let input = fill_input(
-        queue.loan(&input_layout(WORDS)?)?,
-        3,
-        Duration::from_millis(300),
-        &out,
-    )?;
-    let job = queue.submit(input, &out)?;
-    let lease = worker.lease(&back)?;
-    let output = work(&lease, Duration::ZERO)?;
-    lease.complete_with(output, &back)?;
-    let result = job.wait(&out, PATIENCE)?;
-    ensure!(
-        result.to_vec()? != result_of(WORDS, 3),
-        "without its wait the worker is early, and this case sees it"
-    );
-    drop((result, worker, queue));
-    out.synchronize(PATIENCE)?;
-    back.synchronize(PATIENCE)?;
-    Ok(())
-}
-
 fn plain_subscriber(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let queue = context.queue("jobs").build()?;
@@ -803,64 +517,4 @@ fn plain_subscriber(context: &Context) -> Result<()> {
     peer.task(complete())?;
     drop(wait(&job, &stream, 1, 1)?);
     peer.dismiss()
-}
-
-fn storm(context: &Context) -> Result<()> {
-    context.warm_up()?;
-    let guard = context.guard();
-    let stream = context.stream()?;
-    let queue = context
-        .queue("jobs")
-        .max_attempts(1000)
-        .order(ResultOrder::Completion)
-        .build()?;
-    let mut rng = context.rng();
-    let spawn = |rng: &mut Rng| -> Result<Peer> {
-        let mut peer = context.mortal(rng)?;
-        peer.task(Task::Attach("jobs".into()))?;
-        peer.tell(&Order::Task(Task::Work { slow_us: 1000 }))?;
-        Ok(peer)
-    };
-    let mut workers = (0..3)
-        .map(|_| spawn(&mut rng))
-        .collect::<Result<Vec<_>>>()?;
-    let kills = context.kills(6, 150, 60);
-    let (mut submitted, mut seen) = (0u64, std::collections::BTreeSet::new());
-    for _ in 0..kills {
-        for _ in 0..10 {
-            submit(&queue, &stream, submitted, Duration::ZERO)?;
-            submitted += 1;
-        }
-        let victim = rng.below(workers.len() as u64) as usize;
-        std::thread::park_timeout(Duration::from_micros(rng.below(4000)));
-        workers.swap_remove(victim).kill()?;
-        workers.push(spawn(&mut rng)?);
-        while let Ok(result) = queue.next_result(&stream, Duration::ZERO) {
-            ensure!(
-                result.to_vec()? == result_of(WORDS, result.job() - 1),
-                "the result of job {}",
-                result.job()
-            );
-            ensure!(seen.insert(result.job()), "job {} came twice", result.job());
-        }
-    }
-    while seen.len() < submitted as usize {
-        let result = queue.next_result(&stream, PATIENCE)?;
-        ensure!(
-            result.to_vec()? == result_of(WORDS, result.job() - 1),
-            "the result of job {}",
-            result.job()
-        );
-        ensure!(seen.insert(result.job()), "job {} came twice", result.job());
-    }
-    context.figure("jobs", submitted);
-    drop(queue);
-    for mut peer in workers {
-        leased_lines(&mut peer)?;
-        peer.dismiss()?;
-    }
-    context.figure_storm(kills)?;
-    stream.synchronize(PATIENCE)?;
-    drop(stream);
-    guard.settles()
 }

@@ -90,7 +90,8 @@ fn reset(context: &Context) -> Result<()> {
         "{wrong} wrong words in a sample after the reset"
     );
     drop((subscriber, publisher));
-    // The memory of before stays: the publisher's, the subscriber's mapping of it, and that of its own.
+    // The memory of before stays: the publisher's, the subscriber's mapping of it, and that of its
+    // own.
     let is_over = || warpipe::process_stats().dropping == 0 && warpipe::process_stats().kept == 3;
     ensure!(
         eventually(PATIENCE, is_over),

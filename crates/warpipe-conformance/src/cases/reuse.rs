@@ -1,4 +1,5 @@
-//! When a slot may be lent again: never before the work that was enqueued on it is done, whatever failed meanwhile.
+//! When a slot may be lent again: never before the work that was enqueued on it is done, whatever
+//! failed meanwhile.
 
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -34,7 +35,8 @@ pub(super) const CASES: &[Case] = &[
 const WORDS: u64 = (512 << 10) / 8;
 const SLOTS: usize = 4;
 
-/// A publisher of four slots that does not wait for one, and a stream that stands still until the gate is opened.
+/// A publisher of four slots that does not wait for one, and a stream that stands still until the
+/// gate is opened.
 struct Tight {
     failing: Arc<Wrapped<Failing>>,
     publisher: Publisher,
@@ -85,7 +87,8 @@ impl Tight {
         }
     }
 
-    /// One slot stays in use until the gate is opened, and samples in the others are not written by what it lets go.
+    /// One slot stays in use until the gate is opened, and samples in the others are not written by
+    /// what it lets go.
     fn check(self, context: &Context) -> Result<()> {
         let subscriber = context.subscriber("tight").build()?;
         self.check_with(context, subscriber)
@@ -151,8 +154,8 @@ fn failed_copy(context: &Context) -> Result<()> {
         eventually(PATIENCE, || tight.publisher.subscribers()[0].in_flight == 0),
         "it has released the sample"
     );
-    // It stays: behind a function that stands still, which the library does not see, the driver unregisters no segment of a
-    // link that has ended, and registers nothing else meanwhile.
+    // It stays: behind a function that stands still, which the library does not see, the driver
+    // unregisters no segment of a link that has ended, and registers nothing else meanwhile.
     tight.check_with(context, full)
 }
 

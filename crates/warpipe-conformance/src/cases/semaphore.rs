@@ -161,7 +161,8 @@ fn contention(context: &Context) -> Result<()> {
         for peer in &mut crowd {
             most = most.max(number(peer.answer()??)?);
         }
-        // Before one at most all others, and those whom somebody who looked a moment earlier did not see it behind.
+        // Before one at most all others, and those whom somebody who looked a moment earlier did
+        // not see it behind.
         ensure!(
             most <= 2 * CROWD as u64,
             "{most} permits went to others while one waited"
@@ -315,7 +316,8 @@ fn killed_after_release(context: &Context) -> Result<()> {
                 slow_us: FOR_EVER.as_micros() as u64,
             },
         )?;
-        // The creator's stream behind it, alone and with that of another process, which could let both go.
+        // The creator's stream behind it, alone and with that of another process, which could let
+        // both go.
         semaphore.acquire(&stream, PATIENCE)?.release(&stream)?;
         if round % 2 == 1 {
             ask(&mut witness, SemaphoreOrder::BeSlow { slow_us: 0 })?;

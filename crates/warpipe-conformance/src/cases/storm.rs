@@ -111,8 +111,8 @@ fn drain(
     }
 }
 
-/// Receives and checks from one incarnation after the other, each wait as long as it takes. Tells of each once the next
-/// one's first sample has come, and ends with the `last`.
+/// Receives and checks from one incarnation after the other, each wait as long as it takes. Tells
+/// of each once the next one's first sample has come, and ends with the `last`.
 fn follow(
     mut subscriber: Subscriber,
     stream: &Stream,
@@ -169,7 +169,8 @@ fn ready_in(lines: impl IntoIterator<Item = String>) -> Result<u64> {
         .map(|numbers| numbers.into_iter().max().unwrap_or(0))
 }
 
-/// Lets it stream, and kills it once it has told that `least` samples are ready. Returns the last that it told of.
+/// Lets it stream, and kills it once it has told that `least` samples are ready. Returns the last
+/// that it told of.
 fn stream_and_strike(peer: &mut Peer, rng: &mut Rng, least: u64) -> Result<u64> {
     start_stream(peer, rng)?;
     let mut ready = 0;
@@ -273,7 +274,8 @@ fn reconnecting(context: &Context) -> Result<()> {
     tell(context, kills, &toll)
 }
 
-/// No wait of the subscriber ends by itself within the case: whatever nobody rings for does not come.
+/// No wait of the subscriber ends by itself within the case: whatever nobody rings for does not
+/// come.
 fn sleeping(context: &Context) -> Result<()> {
     let mut rng = context.rng();
     let mut toll = Toll::default();
@@ -310,8 +312,9 @@ fn sleeping(context: &Context) -> Result<()> {
     tell(context, kills, &toll)
 }
 
-/// A publisher that has sent one sample, mostly before its subscriber has come, and keeps still then: its memory is
-/// announced with the handshake, so that nothing but the sample can ring. Returned once it has its subscriber.
+/// A publisher that has sent one sample, mostly before its subscriber has come, and keeps still
+/// then: its memory is announced with the handshake, so that nothing but the sample can ring.
+/// Returned once it has its subscriber.
 fn speaker(context: &Context, rng: &mut Rng) -> Result<Peer> {
     context.orphans_end()?;
     let mut peer = context.mortal(rng)?;

@@ -1,5 +1,6 @@
-//! What is asked of the streams that users bring: which are refused, and what must not wait for them.
-//! **This module is marked for unsafe**: it names a device address to a publisher that is to refuse it.
+//! What is asked of the streams that users bring: which are refused, and what must not wait for
+//! them. **This module is marked for unsafe**: it names a device address to a publisher that is to
+//! refuse it.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -62,7 +63,8 @@ fn channels(context: &Context) -> Result<()> {
     let mut loan = publisher.loan(&layout)?;
     refused("write", loan.write(&foreign, b"lost"))?;
     loan.write(&stream, b"kept")?;
-    // SAFETY: the source is this loan's own slot, as long as the layout; it is not read, since the stream is refused.
+    // SAFETY: the source is this loan's own slot, as long as the layout; it is not read, since the
+    // stream is refused.
     refused("send_device", unsafe {
         publisher.send_device(&foreign, &layout, loan.slot_ptr())
     })?;

@@ -38,14 +38,16 @@ pub fn act(settings: Settings, folder: &Path, ordinal: u32) -> Result<()> {
     Ok(())
 }
 
-/// Writes a line in one piece. A case that is gone reads nothing any more; its peer is about to be killed.
+/// Writes a line in one piece. A case that is gone reads nothing any more; its peer is about to be
+/// killed.
 pub(super) fn say(line: &str) {
     let _ = std::io::stdout()
         .lock()
         .write_all(format!("{line}\n").as_bytes());
 }
 
-/// Fields are dropped in this order: samples and loans before the ends of the channel, streams after them.
+/// Fields are dropped in this order: samples and loans before the ends of the channel, streams
+/// after them.
 struct Actor {
     held: Vec<(Sample, Option<Check>, Item)>,
     loans: Vec<SampleMut>,
@@ -334,8 +336,8 @@ impl Actor {
         let sample = self.subscriber(subscriber)?.receive(&stream)?;
         let words = sample.layout().bytes() / 8;
         ensure!(words > 0, "a sample of at least a word");
-        // SAFETY: none is claimed: the mapping is read-only, and that this faults is what is tried. The process has
-        // no other use.
+        // SAFETY: none is claimed: the mapping is read-only, and that this faults is what is tried.
+        // The process has no other use.
         unsafe {
             crate::payload::fill_words(&stream, sample.slot_ptr(), words, 0, Duration::ZERO)?
         };
@@ -438,8 +440,8 @@ pub(crate) fn describe_layout(layout: &warpipe::Layout) -> String {
     )
 }
 
-/// Releases a sample behind its check and writes down how both ended. A lost sample is the item's fault and no
-/// failure of ours; what the check saw of it does not count.
+/// Releases a sample behind its check and writes down how both ended. A lost sample is the item's
+/// fault and no failure of ours; what the check saw of it does not count.
 fn conclude(
     error_counters: &mut ErrorCounters,
     sample: Sample,

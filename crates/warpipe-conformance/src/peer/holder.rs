@@ -1,4 +1,5 @@
-//! What a peer does with memory and pools. **This module is marked for unsafe**: it changes its user.
+//! What a peer does with memory and pools. **This module is marked for unsafe**: it changes its
+//! user.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -22,8 +23,8 @@ use crate::context::Context;
 use crate::device_words::{fill, wrong_words};
 use crate::payload::ErrorCounters;
 
-/// What a peer is told to do with memory. Things are known by their number, in the order in which they came, each kind
-/// counted for itself.
+/// What a peer is told to do with memory. Things are known by their number, in the order in which
+/// they came, each kind counted for itself.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum HolderOrder {
     /// Allocate, fill with a pattern, and publish. Answers with a ticket.
@@ -217,7 +218,8 @@ impl Holder {
                 return Ok(Answer::Text(ticket.to_string()));
             }
             HolderOrder::Borrow(ticket) => {
-                // It stays, and with it what is mapped: a negative control writes what it has let go.
+                // It stays, and with it what is mapped: a negative control writes what it has let
+                // go.
                 if !self
                     .clients
                     .iter()

@@ -1,7 +1,8 @@
 //! A further process of this program, which publishes or subscribes as a case tells it.
 //!
-//! Orders go down its standard input, answers come up its standard output, one line each; what it says on standard
-//! error joins the case's own words. Every wait for it has a limit, and it is killed when its handle is dropped.
+//! Orders go down its standard input, answers come up its standard output, one line each; what it
+//! says on standard error joins the case's own words. Every wait for it has a limit, and it is
+//! killed when its handle is dropped.
 
 mod actor;
 mod holder;
@@ -262,7 +263,8 @@ impl Peer {
         self.ask(&Order::Task(task))
     }
 
-    /// Lets it lease one job, or accept one request, and hold it. Returns its number and the attempt.
+    /// Lets it lease one job, or accept one request, and hold it. Returns its number and the
+    /// attempt.
     ///
     /// # Errors
     /// As [`ask`](Self::ask).

@@ -137,7 +137,8 @@ impl Batch {
     }
 }
 
-/// What a peer is told to do at a queue or a service. The result of every job is the checksum of its input's words.
+/// What a peer is told to do at a queue or a service. The result of every job is the checksum of
+/// its input's words.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Task {
     /// Attach to a queue as a worker.
@@ -152,7 +153,8 @@ pub enum Task {
     Answer(Reply),
     /// Wait until everything enqueued is done.
     Synchronize,
-    /// Lease and complete until the queue ends. Writes a line `leased JOB ATTEMPT` for each; answers with how many.
+    /// Lease and complete until the queue ends. Writes a line `leased JOB ATTEMPT` for each;
+    /// answers with how many.
     Work {
         /// How long each one's kernel takes.
         slow_us: u64,
@@ -175,7 +177,8 @@ pub enum Task {
         /// The jobs.
         batch: Batch,
     },
-    /// Be a client, make calls one after the other, and check the replies. Answers with how many were right.
+    /// Be a client, make calls one after the other, and check the replies. Answers with how many
+    /// were right.
     Call {
         /// The service's name.
         service: String,
@@ -215,7 +218,8 @@ pub enum Order {
     Loan(Batch),
     /// Loan, fill and send. Answers with the last sequence number, at once.
     Send(Batch),
-    /// Loan, fill and send, behind a function that keeps the sending stream until [`Order::OpenGate`].
+    /// Loan, fill and send, behind a function that keeps the sending stream until
+    /// [`Order::OpenGate`].
     SendBehindGate(Batch),
     /// Let the sending stream go on.
     OpenGate,
@@ -223,9 +227,11 @@ pub enum Order {
     SendAndWait(Batch),
     /// The same on a stream of its own, whatever the sending stream waits for.
     SendAside(Batch),
-    /// Send until killed, or until the orders end. Writes a line `ready N` whenever the data of sample N is complete.
+    /// Send until killed, or until the orders end. Writes a line `ready N` whenever the data of
+    /// sample N is complete.
     Stream(Batch),
-    /// Receive and check so many samples. Answers with the items; held ones are checked when they are released.
+    /// Receive and check so many samples. Answers with the items; held ones are checked when they
+    /// are released.
     Receive {
         /// Which subscriber.
         subscriber: usize,
@@ -234,12 +240,14 @@ pub enum Order {
         /// Do not release them yet.
         hold: bool,
     },
-    /// Receive and check until the publisher ends. Answers with the items and then the end, as an item with a fault.
+    /// Receive and check until the publisher ends. Answers with the items and then the end, as an
+    /// item with a fault.
     ReceiveAll {
         /// Which subscriber.
         subscriber: usize,
     },
-    /// Receive until killed, holding this many samples at a time. Writes a line `got N WRONG` for each one checked.
+    /// Receive until killed, holding this many samples at a time. Writes a line `got N WRONG` for
+    /// each one checked.
     Consume {
         /// Which subscriber.
         subscriber: usize,
@@ -272,7 +280,8 @@ pub enum Order {
         /// How many turns.
         rounds: u64,
     },
-    /// Allocate memory as another allocator does, with words of this pattern. Answers with a handle's text.
+    /// Allocate memory as another allocator does, with words of this pattern. Answers with a
+    /// handle's text.
     ExportLegacy {
         /// How many words.
         words: u64,
@@ -311,10 +320,11 @@ pub enum Order {
     Hung(super::HungOrder),
     /// Fork a child that only lives on. Answers with its process id.
     Fork,
-    /// The same by a bare `clone`, of which no library learns: the child holds all that its parent holds.
+    /// The same by a bare `clone`, of which no library learns: the child holds all that its parent
+    /// holds.
     ForkUnseen,
-    /// Fork a child later, on a thread of its own, that lives until its parent has ended and so long afterwards. It
-    /// writes one byte into the context's file of orphans.
+    /// Fork a child later, on a thread of its own, that lives until its parent has ended and so
+    /// long afterwards. It writes one byte into the context's file of orphans.
     Orphan {
         /// When, in microseconds from now.
         in_us: u64,

@@ -43,13 +43,14 @@ pub(super) fn start(error_counters: &Path, in_us: u64, after_ms: u64, unseen: bo
     Ok(())
 }
 
-/// Forks a child that only lives: until it is killed, or for so long after its parent; `unseen` by the handlers of
-/// `pthread_atfork`.
+/// Forks a child that only lives: until it is killed, or for so long after its parent; `unseen` by
+/// the handlers of `pthread_atfork`.
 pub(super) fn fork_and_live(unseen: bool, after: Option<After>) -> Result<i32> {
     // SAFETY: it returns a number, and cannot fail.
     let parent = unsafe { libc::getpid() };
     let child = if unseen {
-        // SAFETY: a fork, without a stack of its own; the child calls only async-signal-safe functions.
+        // SAFETY: a fork, without a stack of its own; the child calls only async-signal-safe
+        // functions.
         unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32 }
     } else {
         // SAFETY: as above.
@@ -65,8 +66,8 @@ pub(super) fn fork_and_live(unseen: bool, after: Option<After>) -> Result<i32> {
 /// Calls the system itself. A sanitizer puts functions of its own before those of libc; they take
 /// locks, and in a child that no library saw fork another thread's lock is never let go.
 fn live(parent: i32, after: Option<After>) -> ! {
-    // SAFETY: closing the standard streams lets the case see that its peer has ended; what is written
-    // is one byte of the program's text.
+    // SAFETY: closing the standard streams lets the case see that its peer has ended; what is
+    // written is one byte of the program's text.
     unsafe {
         libc::syscall(libc::SYS_close, 0);
         libc::syscall(libc::SYS_close, 1);

@@ -54,21 +54,24 @@ pub enum SemaphoreOrder {
     HoldUp,
     /// Release what is held.
     Release,
-    /// Go in and out, on the CPU, and count. Answers with the most hand-overs to others that one wait had.
+    /// Go in and out, on the CPU, and count. Answers with the most hand-overs to others that one
+    /// wait had.
     Compete {
         /// The board's file.
         board: String,
         /// How often.
         rounds: u64,
     },
-    /// Go in and out until killed, in a semaphore of one permit, and see that nobody else who lives is inside.
+    /// Go in and out until killed, in a semaphore of one permit, and see that nobody else who lives
+    /// is inside.
     CompeteUntilKilled {
         /// The board's file.
         board: String,
         /// Where this peer says that it is inside.
         slot: usize,
     },
-    /// Check the board's data and write the next, each time on the stream under a permit. Does not wait for it.
+    /// Check the board's data and write the next, each time on the stream under a permit. Does not
+    /// wait for it.
     Turns {
         /// The board's file.
         board: String,
@@ -100,8 +103,8 @@ impl Board {
     pub const SLOTS: usize = 64;
     const SLOT: usize = 8;
 
-    /// Makes it, zeroed, and says where others find it for as long as it is kept: a memfd, because a driver registers no
-    /// file of a disk.
+    /// Makes it, zeroed, and says where others find it for as long as it is kept: a memfd, because
+    /// a driver registers no file of a disk.
     ///
     /// # Errors
     /// Those of the system, or of registering.
@@ -141,8 +144,8 @@ impl Board {
             )
         };
         let base = base.context("mapping the board")?.cast::<u8>();
-        // SAFETY: page-aligned mapped memory that stays until `drop` has unregistered it. On an error the process is
-        // about to end and the mapping with it.
+        // SAFETY: page-aligned mapped memory that stays until `drop` has unregistered it. On an
+        // error the process is about to end and the mapping with it.
         let address = unsafe { device.backend().register(base, Board::BYTES)? };
         Ok(Board {
             device: device.clone(),
@@ -214,8 +217,8 @@ fn is_alive(pid: u64) -> bool {
 
 impl Drop for Board {
     fn drop(&mut self) {
-        // SAFETY: registered and mapped once in `open`; who enqueued work on the data synchronises its stream before it
-        // drops the board, or ends its process.
+        // SAFETY: registered and mapped once in `open`; who enqueued work on the data synchronises
+        // its stream before it drops the board, or ends its process.
         unsafe {
             if self.device.backend().unregister(self.base).is_ok() {
                 let _ = rustix::mm::munmap(self.base.cast(), Board::BYTES);
@@ -399,8 +402,8 @@ impl Post {
         for _ in 0..count {
             let permit = self.semaphore.acquire(&self.stream, PATIENCE)?;
             let turn = board.turn().load(SeqCst);
-            // SAFETY: the board's data stays mapped and registered until the stream has been waited for (`wrong`), or
-            // the process ends; who has the permit is alone on it.
+            // SAFETY: the board's data stays mapped and registered until the stream has been waited
+            // for (`wrong`), or the process ends; who has the permit is alone on it.
             unsafe {
                 if turn > 0 {
                     self.checks.push(self.error_counters.check(

@@ -1,4 +1,5 @@
-//! What a peer does with timelines and events. **This module is marked for unsafe**: a hostile peer removes pages.
+//! What a peer does with timelines and events. **This module is marked for unsafe**: a hostile peer
+//! removes pages.
 
 use std::time::Duration;
 
@@ -61,14 +62,15 @@ pub enum SignalOrder {
     Query,
     /// Wait until the stream is done.
     Synchronize,
-    /// Remove every page of what is shared with others, through all mappings that there are (`MADV_REMOVE`). Answers with
-    /// how many pages could be removed.
+    /// Remove every page of what is shared with others, through all mappings that there are
+    /// (`MADV_REMOVE`). Answers with how many pages could be removed.
     RemovePages,
     /// Drop timelines and events; the stream and what it waits for stay.
     Close,
 }
 
-/// Fields are dropped in this order: what streams wait for before the memory that their kernels touch.
+/// Fields are dropped in this order: what streams wait for before the memory that their kernels
+/// touch.
 pub(super) struct Signals {
     timeline: Option<Timeline>,
     events: Vec<Event>,
@@ -171,7 +173,8 @@ pub(super) fn hold(stream: &Stream) -> warpipe::Result<()> {
     stream.call(|| std::thread::sleep(100 * PATIENCE))
 }
 
-/// The pages of segments and shared words that this process can take away from under those who share them.
+/// The pages of segments and shared words that this process can take away from under those who
+/// share them.
 fn remove_pages() -> Result<u64> {
     const PAGE: usize = 4096;
     let maps = std::fs::read_to_string("/proc/self/maps")?;
@@ -192,8 +195,8 @@ fn remove_pages() -> Result<u64> {
         );
         for page in (start..end).step_by(PAGE) {
             let page = std::ptr::with_exposed_provenance_mut(page);
-            // SAFETY: a shared mapping of words that the library reads as atomics alone; a page that is removed reads as
-            // zeros from then on.
+            // SAFETY: a shared mapping of words that the library reads as atomics alone; a page
+            // that is removed reads as zeros from then on.
             let result =
                 unsafe { rustix::mm::madvise(page, PAGE, rustix::mm::Advice::LinuxRemove) };
             removed += u64::from(result.is_ok());

@@ -28,8 +28,8 @@ pub struct Site {
     pub context: Arc<Context>,
     /// The first part of its endpoints' names.
     pub name: String,
-    /// The fake driver from whose harm the workload's own kernels and checks are to be kept, if they
-    /// are.
+    /// The fake driver from whose harm the workload's own kernels and checks are to be kept, if
+    /// they are.
     pub fake_driver: Option<Arc<FakeDriver>>,
     /// How long anything may take before it counts as hung.
     pub patience: Duration,

@@ -68,7 +68,8 @@ fn fixed(value: f32) -> i32 {
 }
 
 /// # Safety
-/// As for the kernel `render_vertices`: the arguments are its own, and the memory they name is valid.
+/// As for the kernel `render_vertices`: the arguments are its own, and the memory they name is
+/// valid.
 pub(super) unsafe fn vertices(launch: Launch<'_>) {
     let [out, rotation, positions, colours, count, width, height] = arguments(&launch);
     let half = [width, height].map(|side| (side * SUBPIXELS as u64 / 2) as f32);
@@ -144,7 +145,8 @@ fn edge(a: &Vertex, b: &Vertex, x: i64, y: i64) -> i64 {
 
 impl Scene {
     /// # Safety
-    /// There are `count` vertices, and three indices for this triangle, as the kernel's caller promises.
+    /// There are `count` vertices, and three indices for this triangle, as the kernel's caller
+    /// promises.
     unsafe fn triangle(self, number: u64) -> Option<Triangle> {
         let mut corner = [Vertex::default(); 3];
         for (corner, place) in corner.iter_mut().zip(3 * number..) {
@@ -229,7 +231,8 @@ impl Triangle {
 }
 
 /// # Safety
-/// As for the kernel `render_triangles`: the arguments are its own, and the memory they name is valid.
+/// As for the kernel `render_triangles`: the arguments are its own, and the memory they name is
+/// valid.
 pub(super) unsafe fn triangles(launch: Launch<'_>) {
     let [
         visibility,
@@ -261,7 +264,8 @@ pub(super) unsafe fn triangles(launch: Launch<'_>) {
                     row as u64 * width + column as u64,
                     (depth as u64) << 32 | number,
                 );
-                // SAFETY: the ranges end at the width and the height, and nothing else uses the words.
+                // SAFETY: the ranges end at the width and the height, and nothing else uses the
+                // words.
                 unsafe { write(visibility, place, read::<u64>(visibility, place).min(word)) };
             }
         }
@@ -269,7 +273,8 @@ pub(super) unsafe fn triangles(launch: Launch<'_>) {
 }
 
 /// # Safety
-/// As for the kernel `render_fragments`: the arguments are its own, and the memory they name is valid.
+/// As for the kernel `render_fragments`: the arguments are its own, and the memory they name is
+/// valid.
 pub(super) unsafe fn fragments(launch: Launch<'_>) {
     let [pixels, visibility, width, height, vertices, count, indices] = arguments(&launch);
     let scene = Scene {

@@ -1,0 +1,100 @@
+//! The order of a job's input and result after the device work that writes them.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use warpipe::Device;
+use warpipe::backend::DeviceKind;
+use warpipe::backend::testing::{Delaying, Wrapped};
+
+use super::WORDS;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::payload::{fill_input, input_layout, result_of, work};
+
+/// What comes of a job that was filled late, when the owner's and the worker's devices are these.
+fn late_fill(context: &Context, owner: &Device, worker: &Device) -> Result<bool> {
+    let (out, back) = (owner.stream()?, worker.stream()?);
+    let queue = context.queue("late").device(owner).build()?;
+    let input = fill_input(
+        queue.loan(&input_layout(WORDS)?)?,
+        3,
+        Duration::from_millis(300),
+        &out,
+    )?;
+    let job = queue.submit(input, &out)?;
+    let mut worker = context.worker("late").device(worker).build()?;
+    let lease = worker.lease(&back)?;
+    let output = work(&lease, Duration::ZERO)?;
+    lease.complete_with(output, &back)?;
+    let result = job.wait(&out, PATIENCE)?;
+    let is_right = result.to_vec()? == result_of(WORDS, 3);
+    drop((result, worker, queue));
+    out.synchronize(PATIENCE)?;
+    back.synchronize(PATIENCE)?;
+    Ok(is_right)
+}
+
+fn without_waits(context: &Context) -> Device {
+    let hook = Delaying {
+        signal_late: Duration::ZERO,
+        waits: false,
+    };
+    Device::from_backend(Wrapped::new(context.device.backend().clone(), hook))
+}
+
+pub(super) fn redispatch_is_ordered(context: &Context) -> Result<()> {
+    ensure!(
+        late_fill(context, &context.device, &context.device)?,
+        "the job waits for its input"
+    );
+    // The same without the wait of whoever gives it out later: what a test of ordering is worth.
+    // Where streams are threads: those of one GPU context share hardware queues, which may order
+    // the work by themselves.
+    if context.device.info().id.kind != DeviceKind::Host {
+        return Ok(());
+    }
+    let is_right = late_fill(context, &without_waits(context), &context.device)?;
+    ensure!(
+        !is_right,
+        "without its wait the queue gives out what is not filled, and this case sees it"
+    );
+    Ok(())
+}
+
+pub(super) fn result_is_ordered(context: &Context) -> Result<()> {
+    let hook = Delaying {
+        signal_late: Duration::from_millis(100),
+        waits: true,
+    };
+    let late = Device::from_backend(Wrapped::new(context.device.backend().clone(), hook));
+    ensure!(
+        late_fill(context, &late, &late)?,
+        "late signals are waited for on both ways"
+    );
+    // A worker that does not wait for its input computes from what is not there.
+    let (owner, blind) = (&context.device, without_waits(context));
+    let (out, back) = (owner.stream()?, blind.stream()?);
+    let queue = context.queue("blind").device(owner).build()?;
+    let mut worker = context.worker("blind").device(&blind).build()?;
+    queue.wait_for_workers(1, PATIENCE)?;
+    let input = fill_input(
+        queue.loan(&input_layout(WORDS)?)?,
+        3,
+        Duration::from_millis(300),
+        &out,
+    )?;
+    let job = queue.submit(input, &out)?;
+    let lease = worker.lease(&back)?;
+    let output = work(&lease, Duration::ZERO)?;
+    lease.complete_with(output, &back)?;
+    let result = job.wait(&out, PATIENCE)?;
+    ensure!(
+        result.to_vec()? != result_of(WORDS, 3),
+        "without its wait the worker is early, and this case sees it"
+    );
+    drop((result, worker, queue));
+    out.synchronize(PATIENCE)?;
+    back.synchronize(PATIENCE)?;
+    Ok(())
+}
