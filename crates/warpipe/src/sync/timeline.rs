@@ -1,36 +1,37 @@
-//! A number that only grows, and that streams of several processes signal and wait for.
+//! A number that only grows, which streams of several processes signal and wait for.
 //!
-//! One process owns a timeline and signals it; any other opens it by name and has its streams wait. The owner shares a
-//! [page](crate::shm::page) with each importer, and with nobody else: its streams signal a [lane](crate::shm::counter)
-//! in every one of them, behind which stands a lane in the owner's own memory.
+//! One process owns a timeline and signals it; other processes open it by name, and their streams
+//! wait. The owner shares a [page](crate::shm::page) with each importer alone. Its streams signal a
+//! [lane](crate::shm::counter) in each of these pages, and one in the owner's own memory.
 //!
-//! **Who can do what to whom.** An importer can write the page that it shares with the owner, and so deceive itself. It
-//! cannot write or see the others' pages, cannot hold up the owner's streams, and cannot remove a page under a stream:
-//! the page is sealed against that before anybody registers it.
+//! **Trust.** An importer can write the page that it shares with the owner, and so mislead only
+//! itself. It can neither write nor see the other importers' pages, cannot block the owner's
+//! streams, and cannot remove a page under a stream: the page is sealed against that before either
+//! side registers it.
 //!
-//! The owner's end: at its proven death each importer's reactor writes down the last value and raises the word in its own
-//! page above all others, with CPU stores alone. An owner that closes does the same itself when its streams have
-//! signalled what they were given.
+//! The owner's end: at its proven death each importer's reactor records the last value and raises
+//! the word in its own page above all others, with CPU stores alone. An owner that closes does the
+//! same after its streams have completed their signals.
 
+mod server;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use self::server::TimelineServer;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IncomingReply, IpcServer, Kind,
-    OutgoingReply, REPLY_TIMEOUT, Rejection, RequestHandler, ServerCore, SessionObserver, decode,
-    encode,
+    AccessPolicy, Address, ClientSession, IncomingReply, IpcServer, Kind, REPLY_TIMEOUT,
+    SessionObserver, encode,
 };
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor};
@@ -39,16 +40,17 @@ use crate::shm::page::{SharedPage, UnsealedPage};
 use crate::shm::signaler::Signaler;
 use crate::stream::Stream;
 
-/// Where the lane lies in the page.
+/// The lane's offset in the page.
 const LANE_OFFSET: usize = 0;
 
-/// What an owner says of the page that it shares with an importer.
+/// The owner's description of the page that it shares with an importer.
 #[derive(Debug, Serialize, Deserialize)]
 struct TimelineGrant {
     bytes: u64,
 }
 
-/// What an importer says, once: it has mapped and sealed that page. The answer comes when the page has the value so far.
+/// The importer's one message: it has mapped and sealed that page. The answer comes when the page
+/// has the current value.
 #[derive(Debug, Serialize, Deserialize)]
 struct PageSealed;
 
@@ -68,7 +70,7 @@ crate::ipc::messages!(TimelineGrant, PageSealed);
 ///
 /// let (writing, reading) = (device.stream()?, device.stream()?);
 /// owner.signal(&writing, 1)?; // behind the work that is on `writing` so far
-/// frames.wait(&reading, 1)?; // what is enqueued on `reading` from here on comes after it; the CPU does not wait
+/// frames.wait(&reading, 1)?; // orders later work on `reading` behind it; the CPU does not wait
 /// reading.synchronize(Duration::from_secs(1))?;
 /// assert!(frames.check(1)?); // an error if the owner died, and the stream was let go without it
 /// # drop((owner, frames)); std::fs::remove_dir_all(folder).ok();
@@ -79,11 +81,11 @@ pub struct Timeline {
     device: Device,
     owner_process: OwnerProcess,
     reactor: Arc<Reactor>,
-    /// The owner's own, or the copy of it that an importer shares with the owner.
+    /// The owner's own lane, or the copy that an importer shares with the owner.
     lane: SharedCounter,
-    /// Those that signal it.
+    /// The streams that signal it.
     signalling: Arc<StreamSet>,
-    /// Those that wait for it.
+    /// The streams that wait for it.
     waiting: Arc<StreamSet>,
     role: TimelineRole,
 }
@@ -91,7 +93,7 @@ pub struct Timeline {
 enum TimelineRole {
     Owner {
         server: Option<IpcServer>,
-        raiser: Arc<Signaler>,
+        signaler: Arc<Signaler>,
     },
     Importer {
         session: Option<ClientSession>,
@@ -104,12 +106,13 @@ impl Timeline {
     /// The largest value that can be signalled or waited for, 2^63 - 2.
     pub const VALUE_MAX: u64 = VALUE_MAX;
 
-    /// Makes a timeline at 0 and takes its name (`cuMemHostRegister`). Up to 256 others may open it, of the same user;
-    /// each costs a page of shared memory, and for each signal one store more by the device.
+    /// Creates a timeline at 0 and takes its name (`cuMemHostRegister`). Up to 256 processes of the
+    /// same user may open it; each costs a page of shared memory, and one more device store for
+    /// each signal.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`], or what the device or the
-    /// system says. Nothing is left behind.
+    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`], or an
+    /// error of the device or the system. An error leaves nothing behind.
     pub fn create(domain: &Domain, name: &str, device: &Device) -> Result<Timeline> {
         let name = EndpointName::new(name)?;
         let reactor = Reactor::of_process()?;
@@ -118,14 +121,14 @@ impl Timeline {
             LANE_OFFSET,
         );
         let (published, fd) = SharedPage::publish(Some(device), COUNTER_BYTES)?;
-        let raiser = Arc::new(
+        let signaler = Arc::new(
             Signaler::new(lane.clone(), 0)
                 .publishing(SharedCounter::new(&Arc::new(published), LANE_OFFSET)),
         );
         let signalling = Arc::new(StreamSet::default());
         let timeline_server = TimelineServer {
             device: device.clone(),
-            raiser: raiser.clone(),
+            signaler: signaler.clone(),
             signalling: signalling.clone(),
             drafts: Mutex::default(),
             published: fd,
@@ -138,7 +141,7 @@ impl Timeline {
         let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(timeline_server))?;
         let role = TimelineRole::Owner {
             server: Some(server),
-            raiser,
+            signaler,
         };
         Ok(Timeline::assemble(
             name.to_string(),
@@ -150,16 +153,16 @@ impl Timeline {
         ))
     }
 
-    /// Opens a timeline that is there, in any process, this one among them.
+    /// Opens an existing timeline of any process, including this one.
     ///
     /// # Errors
-    /// [`Error::NoOwner`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`], [`Error::Protocol`],
-    /// or what the device or the system says.
+    /// [`Error::NoOwner`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
+    /// [`Error::Protocol`], or an error of the device or the system.
     pub fn open(domain: &Domain, name: &str, device: &Device) -> Result<Timeline> {
         Timeline::open_timeout(domain, name, device, Duration::ZERO)
     }
 
-    /// Opens a timeline, and waits up to `timeout` for it to be made.
+    /// Opens a timeline, and waits up to `timeout` for its creation.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
@@ -187,7 +190,8 @@ impl Timeline {
             .observe(death_handler.clone())
             .and_then(|()| session.request(&encode(&PageSealed)?, REPLY_TIMEOUT));
         if let Err(error) = settled {
-            // Not dropped here: to unregister memory, a driver may wait for a stream that waits for a peer.
+            // Not dropped here: a driver that unregisters memory may wait for a stream that waits
+            // for a peer.
             reactor.defer_drop(Box::new((session, death_handler, lane)));
             return Err(error);
         }
@@ -242,19 +246,21 @@ impl Timeline {
         matches!(self.role, TimelineRole::Owner { .. })
     }
 
-    /// Signals `value` behind the stream's work so far (`cuStreamWriteValue64`), and returns at once. On several
-    /// streams the values are reached in the order of the calls: a stream waits, on the device, for the one before.
+    /// Signals `value` behind the stream's work so far (`cuStreamWriteValue64`), and returns at
+    /// once. On several streams the values are reached in the order of the calls: each stream waits
+    /// on the device for the previous one.
     ///
     /// # Errors
-    /// [`Error::NotOwner`]; [`Error::Backwards`] unless it is above the last value; [`Error::Argument`] above
-    /// [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device; [`Error::Capturing`] for one that is being
-    /// captured; [`Error::Timeout`] after 10 s in which the driver holds up another thread's signal (its stream's launch
-    /// queue is full); [`Error::Driver`].
+    /// [`Error::NotOwner`]; [`Error::Backwards`] unless it is above the last value;
+    /// [`Error::Argument`] above [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device;
+    /// [`Error::Capturing`] for a stream that is being captured; [`Error::Timeout`] after 10 s in
+    /// which the driver blocks another thread's signal (its stream's launch queue is full);
+    /// [`Error::Driver`].
     pub fn signal(&self, stream: &Stream, value: u64) -> Result<()> {
         self.owner_process.check()?;
-        let raiser = self.raiser()?;
+        let signaler = self.signaler()?;
         stream.check_usable(&self.device)?;
-        raiser
+        signaler
             .raise(stream, &self.signalling, |last| {
                 self.check_above(value, last)
             })
@@ -264,68 +270,75 @@ impl Timeline {
     /// Signals `value` now, from the CPU.
     ///
     /// # Errors
-    /// As for [`signal`](Self::signal), and [`Error::SignalPending`] while a stream has yet to signal an earlier value.
+    /// As for [`signal`](Self::signal), and [`Error::SignalPending`] while a stream has yet to
+    /// signal an earlier value.
     pub fn signal_now(&self, value: u64) -> Result<()> {
         self.owner_process.check()?;
-        self.raiser()?
+        self.signaler()?
             .raise_now(|last, reached| self.above_reached(value, last, reached))
     }
 
-    /// [`signal`](Self::signal), or without a stream [`signal_now`](Self::signal_now), unless another thread's signal is
-    /// under way: then false, and nothing was done. See [`wait_for_turn`](Self::wait_for_turn).
+    /// Like [`signal`](Self::signal), or without a stream [`signal_now`](Self::signal_now), unless
+    /// another thread's signal is in progress: then it does nothing and returns false. See
+    /// [`wait_for_turn`](Self::wait_for_turn).
     ///
     /// # Errors
-    /// As for these, without the timeout.
+    /// As for these two, without the timeout.
     pub fn try_signal(&self, stream: Option<&Stream>, value: u64) -> Result<bool> {
         self.owner_process.check()?;
-        let raiser = self.raiser()?;
+        let signaler = self.signaler()?;
         let raised = match stream {
             Some(stream) => {
                 stream.check_usable(&self.device)?;
-                raiser
+                signaler
                     .try_raise(stream, &self.signalling, |last| {
                         self.check_above(value, last)
                     })?
                     .map(drop)
             }
             None => {
-                raiser.try_raise_now(|last, reached| self.above_reached(value, last, reached))?
+                signaler.try_raise_now(|last, reached| self.above_reached(value, last, reached))?
             }
         };
         Ok(raised.is_some())
     }
 
-    /// Waits until no other thread's signal is under way, at most `timeout`, and says whether that is so.
+    /// Waits at most `timeout` until no other thread's signal is in progress, and returns whether
+    /// that is so.
     ///
     /// # Errors
     /// [`Error::NotOwner`], [`Error::Forked`].
     pub fn wait_for_turn(&self, timeout: Duration) -> Result<bool> {
         self.owner_process.check()?;
-        Ok(self.raiser()?.wait_for_turn(timeout))
+        Ok(self.signaler()?.wait_for_turn(timeout))
     }
 
-    /// Has `stream` wait for `value` (`cuStreamWaitValue64`), and returns at once. What the stream did afterwards
-    /// counts when [`check`](Self::check) says so: a stream whose owner died is let go, too.
+    /// Has `stream` wait for `value` (`cuStreamWaitValue64`), and returns at once. The stream's
+    /// later work is valid only if [`check`](Self::check) returns true: a stream whose owner died
+    /// is released, too.
     ///
-    /// The owner's own streams can wait for what has been signalled, or given to a stream to be signalled. On one
-    /// GPU, a wait that stands before its own signal in the same process could hold that signal up.
+    /// The owner's own streams can wait for values that were signalled, or enqueued to be
+    /// signalled. On one GPU, a wait enqueued before its own signal in the same process could block
+    /// that signal.
     ///
     /// # Errors
-    /// [`Error::OwnerGone`] at once, if the owner is gone and left the value unreached; [`Error::Argument`] above
-    /// [`VALUE_MAX`](Self::VALUE_MAX), of an owner above its last value, or for a stream of another device;
-    /// [`Error::Capturing`] for one that is being captured; [`Error::Driver`].
+    /// [`Error::OwnerGone`] at once, if the owner is gone and did not reach the value;
+    /// [`Error::Argument`] above [`VALUE_MAX`](Self::VALUE_MAX), for an owner above its last value,
+    /// or for a stream of another device; [`Error::Capturing`] for a stream that is being captured;
+    /// [`Error::Driver`].
     pub fn wait(&self, stream: &Stream, value: u64) -> Result<()> {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;
-        let limit = if let TimelineRole::Owner { raiser, .. } = &self.role {
-            raiser.last()
+        let limit = if let TimelineRole::Owner { signaler, .. } = &self.role {
+            signaler.last()
         } else {
             VALUE_MAX
         };
         if value > limit {
             return Err(Error::argument("value", value, format!("up to {limit}")));
         }
-        // Work that is launched after the CPU has seen the value is behind it without a wait on the device.
+        // Work that is launched after the CPU has seen the value follows it without a wait on the
+        // device.
         if self.check(value)? {
             return Ok(());
         }
@@ -335,7 +348,8 @@ impl Timeline {
     /// Waits on the CPU until `value` is reached.
     ///
     /// # Errors
-    /// [`Error::OwnerGone`], [`Error::Timeout`], [`Error::Argument`] above [`VALUE_MAX`](Self::VALUE_MAX).
+    /// [`Error::OwnerGone`], [`Error::Timeout`], [`Error::Argument`] above
+    /// [`VALUE_MAX`](Self::VALUE_MAX).
     pub fn wait_host(&self, value: u64, timeout: Duration) -> Result<()> {
         self.owner_process.check()?;
         if value > VALUE_MAX {
@@ -361,7 +375,7 @@ impl Timeline {
     /// Whether `value` has been reached: true, or false if it may still be.
     ///
     /// # Errors
-    /// [`Error::OwnerGone`]: it has not been, and never will be. What a stream did behind its wait does not count.
+    /// [`Error::OwnerGone`]: it never will be. The stream's work behind its wait is not valid.
     pub fn check(&self, value: u64) -> Result<bool> {
         self.owner_process.check()?;
         match self.wait_status(value) {
@@ -371,7 +385,7 @@ impl Timeline {
         }
     }
 
-    /// The value now; the last one, when the owner is gone.
+    /// The value now, or the last one if the owner is gone.
     pub fn value(&self) -> u64 {
         self.lane.value()
     }
@@ -389,16 +403,16 @@ impl Timeline {
             && death_handler.is_over.load(SeqCst)
             && session.is_dead()
         {
-            // Before the reactor has come to it, perhaps.
+            // The reactor may not have ended the lane yet.
             death_handler.end();
             return self.lane.wait_status(value);
         }
         wait_status
     }
 
-    fn raiser(&self) -> Result<&Signaler> {
+    fn signaler(&self) -> Result<&Signaler> {
         match &self.role {
-            TimelineRole::Owner { raiser, .. } => Ok(raiser),
+            TimelineRole::Owner { signaler, .. } => Ok(signaler),
             TimelineRole::Importer { pid, .. } => Err(Error::NotOwner {
                 name: self.name.clone(),
                 pid: *pid,
@@ -466,9 +480,9 @@ impl fmt::Debug for Timeline {
 impl Drop for Timeline {
     fn drop(&mut self) {
         if !self.owner_process.is_current() {
-            // What the parent has is not ours to end, and its memory may be used by it.
-            if let TimelineRole::Owner { server, raiser } = &mut self.role {
-                std::mem::forget((server.take(), raiser.clone()));
+            // A forked child: the server and the memory belong to the parent.
+            if let TimelineRole::Owner { server, signaler } = &mut self.role {
+                std::mem::forget((server.take(), signaler.clone()));
             }
             if let TimelineRole::Importer { session, .. } = &mut self.role {
                 std::mem::forget(session.take());
@@ -477,9 +491,9 @@ impl Drop for Timeline {
         }
         let (signalling, waiting) = (self.signalling.clone(), self.waiting.clone());
         match &mut self.role {
-            TimelineRole::Owner { server, raiser } => {
+            TimelineRole::Owner { server, signaler } => {
                 drop(server.take());
-                close_owner(&self.reactor, raiser.clone(), signalling, waiting);
+                close_owner(&self.reactor, signaler.clone(), signalling, waiting);
             }
             TimelineRole::Importer { session, .. } => {
                 close_importer(&self.reactor, self.lane.clone(), session.take(), waiting)
@@ -488,26 +502,27 @@ impl Drop for Timeline {
     }
 }
 
-/// An owner's end: first what its streams have yet to signal, then the word of its end, then the memory.
+/// An owner's end: first its streams complete their signals, then the lanes end, then the memory is
+/// released.
 fn close_owner(
     reactor: &Reactor,
-    raiser: Arc<Signaler>,
+    signaler: Arc<Signaler>,
     signalling: Arc<StreamSet>,
     waiting: Arc<StreamSet>,
 ) {
     let (mut signalled, mut waited, mut has_ended) = (None, None, false);
     reactor.drop_after(move || {
-        let is_caught_up = raiser.catch_up();
+        let is_caught_up = signaler.catch_up();
         if !is_fence_passed(&mut signalled, &signalling) || !is_caught_up {
             return DropReadiness::Busy;
         }
         if !std::mem::replace(&mut has_ended, true) {
-            raiser.end();
+            signaler.end();
         }
         if !is_fence_passed(&mut waited, &waiting) {
             return DropReadiness::Busy;
         }
-        if Arc::strong_count(&raiser) > 1 {
+        if Arc::strong_count(&signaler) > 1 {
             DropReadiness::Held
         } else {
             DropReadiness::Ready
@@ -515,7 +530,8 @@ fn close_owner(
     });
 }
 
-/// An importer's end. The visit goes on for as long as a stream of ours may wait: its reactor is what lets it go.
+/// An importer's end. The session stays open as long as a stream of this process may wait: its
+/// reactor releases the stream.
 fn close_importer(
     reactor: &Reactor,
     lane: SharedCounter,
@@ -540,8 +556,8 @@ fn is_fence_passed(fence: &mut Option<Fence>, streams: &StreamSet) -> bool {
     fence.get_or_insert_with(|| streams.fence()).is_reached()
 }
 
-/// Maps the page that the owner made for this process alone, and seals it, so that no other process maps it; and the one
-/// that the owner publishes.
+/// Maps the page that the owner created for this process alone, and seals it, so that no other
+/// process maps it; and the owner's published page.
 fn map_pages(incoming: IncomingReply, device: &Device, name: &str) -> Result<[SharedCounter; 2]> {
     let (grant, [fd, published]) = incoming.open::<TimelineGrant, 2>(name)?;
     let bytes = usize::try_from(grant.bytes).unwrap_or(usize::MAX);
@@ -550,106 +566,7 @@ fn map_pages(incoming: IncomingReply, device: &Device, name: &str) -> Result<[Sh
     Ok([own, published].map(|page| SharedCounter::new(&Arc::new(page), LANE_OFFSET)))
 }
 
-/// Gives a page of its own to each importer.
-struct TimelineServer {
-    device: Device,
-    raiser: Arc<Signaler>,
-    signalling: Arc<StreamSet>,
-    published: CloseOnForkFd,
-    /// Pages that their importers have not sealed.
-    drafts: Mutex<HashMap<u64, UnsealedPage>>,
-}
-
-impl TimelineServer {
-    fn drafts(&self) -> MutexGuard<'_, HashMap<u64, UnsealedPage>> {
-        self.drafts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Signals an importer no more, and lets its page go behind what was enqueued for it. Should the importer live, its streams
-    /// are let go.
-    fn remove_importer(&self, server_core: &ServerCore, client: &ClientInfo) {
-        self.drafts().remove(&client.id);
-        let Some(copy) = self.raiser.remove(client.id) else {
-            return;
-        };
-        let (raiser, streams, mut fence) = (self.raiser.clone(), self.signalling.clone(), None);
-        server_core.reactor().drop_after(move || {
-            // Before the proof: a signal that is on its way to a stream holds it.
-            if Arc::strong_count(copy.page()) > 1 {
-                return DropReadiness::Held;
-            }
-            if !is_fence_passed(&mut fence, &streams) {
-                return DropReadiness::Busy;
-            }
-            copy.end_at(raiser.own().value());
-            DropReadiness::Ready
-        });
-    }
-}
-
-impl RequestHandler for TimelineServer {
-    fn on_connect(
-        &self,
-        _: &ServerCore,
-        client: &ClientInfo,
-        _: &[u8],
-    ) -> Result<OutgoingReply, Rejection> {
-        let draft = UnsealedPage::create(COUNTER_BYTES)?;
-        let fds = vec![
-            draft.descriptor()?,
-            CloseOnForkFd::duplicate(&self.published)?,
-        ];
-        let answer = OutgoingReply::new(
-            &TimelineGrant {
-                bytes: draft.bytes() as u64,
-            },
-            fds,
-        )?;
-        self.drafts().insert(client.id, draft);
-        Ok(answer)
-    }
-
-    fn on_request(
-        &self,
-        server_core: &ServerCore,
-        client: &ClientInfo,
-        body: &[u8],
-    ) -> Result<OutgoingReply, Rejection> {
-        let PageSealed = decode(body, server_core.name())?;
-        let draft = self
-            .drafts()
-            .remove(&client.id)
-            .ok_or_else(|| Rejection("it has its page".into()))?;
-        let copy = SharedCounter::new(
-            &Arc::new(draft.confirm(&self.device, server_core.name())?),
-            LANE_OFFSET,
-        );
-        if !self.raiser.add(client.id, &copy) {
-            let raiser = self.raiser.clone();
-            server_core.reactor().drop_after(move || raiser.catch_up());
-        }
-        Ok(OutgoingReply::default())
-    }
-
-    fn on_suspect(&self, server_core: &ServerCore, client: &ClientInfo) {
-        self.remove_importer(server_core, client);
-    }
-
-    fn holds_anything(&self, _: &ClientInfo) -> bool {
-        false
-    }
-
-    fn on_disconnect(&self, server_core: &ServerCore, client: &ClientInfo, _: Disconnected) {
-        self.remove_importer(server_core, client);
-    }
-
-    /// On the reactor's thread, which no driver holds up: CPU stores alone.
-    fn on_server_tick(&self, _: &ServerCore, _: u64) {
-        self.raiser.catch_up();
-    }
-}
-
-/// Sees the owner's end. On the reactor's thread: CPU stores alone.
+/// Handles the owner's end. Runs on the reactor's thread: CPU stores alone.
 struct OwnerDeathHandler {
     lane: SharedCounter,
     published: SharedCounter,
@@ -657,8 +574,8 @@ struct OwnerDeathHandler {
 }
 
 impl OwnerDeathHandler {
-    /// The owner is proven dead. Its streams may have come to the importers one after the other: what it published last
-    /// counts for all of them.
+    /// The owner is proven dead. Its streams may have reached the importers one after the other:
+    /// the last published value counts for all of them.
     fn end(&self) {
         self.lane.end_at(self.published.value());
     }

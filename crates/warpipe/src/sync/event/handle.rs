@@ -1,4 +1,4 @@
-//! An event's handle: text, or bytes, by which another process finds it.
+//! An event's handle: text, or bytes, that names the event to other processes.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,10 +11,10 @@ use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::origin;
 
-/// What a handle's text begins with.
+/// The prefix of a handle's text.
 const PREFIX: &str = "warpipe-event:";
 
-/// What its bytes begin with.
+/// The first bytes of a handle.
 const MAGIC: [u8; 4] = *b"WPEV";
 
 const VERSION: u16 = 1;
@@ -22,13 +22,15 @@ const VERSION: u16 = 1;
 /// Magic, version, checksum.
 const HEAD_BYTES: usize = 4 + 2 + 8;
 
-/// No handle is longer: a path of 4096 bytes and what goes with it.
+/// The longest handle: a path of 4096 bytes and the other fields.
 const BYTES_MAX: usize = 8192;
 
-/// Names an event to other processes: its domain, its maker's endpoint, its number there, and on CUDA the 64 bytes of
-/// `cuIpcGetEventHandle`. It is a name and no right: whoever opens it must be let into the domain.
+/// Names an event to other processes: its domain, its exporter's endpoint, its number there, and on
+/// CUDA the 64 bytes of `cuIpcGetEventHandle`. It is a name and grants no access: the domain must
+/// admit the importer.
 ///
-/// As text it is `warpipe-event:` and hexadecimal digits. Both forms bear a checksum against accidents.
+/// As text it is `warpipe-event:` and hexadecimal digits. Both forms have a checksum against
+/// accidental changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct EventHandle {
@@ -39,12 +41,12 @@ pub struct EventHandle {
 pub(super) struct HandleBody {
     /// The domain's directory.
     pub(super) domain: PathBuf,
-    /// The maker's endpoint.
+    /// The exporter's endpoint.
     pub(super) endpoint: String,
-    /// Its incarnation.
+    /// The endpoint's incarnation.
     pub(super) generation: [u8; 16],
     pub(super) index: u32,
-    /// Which of the events that have lain there.
+    /// The serial number of the event among those that have used this slot.
     pub(super) serial: u64,
     pub(super) device: DeviceId,
     /// The two halves of the `CUipcEventHandle`.
@@ -52,9 +54,9 @@ pub(super) struct HandleBody {
 }
 
 impl EventHandle {
-    /// As bytes, of no fixed length.
+    /// The handle as bytes, of variable length.
     pub fn to_bytes(&self) -> Vec<u8> {
-        // Strings and numbers always have a form; a path that is no text was refused at export.
+        // Strings and numbers can always be serialized; the export refused a path that is not text.
         let body = postcard::to_stdvec(&self.body).unwrap_or_default();
         let mut bytes = MAGIC.to_vec();
         bytes.extend(VERSION.to_le_bytes());
@@ -63,7 +65,7 @@ impl EventHandle {
         bytes
     }
 
-    /// Takes bytes of [`to_bytes`](Self::to_bytes), once they have been seen to be whole.
+    /// Parses and checks bytes of [`to_bytes`](Self::to_bytes).
     ///
     /// # Errors
     /// [`Error::EventHandle`].
@@ -92,8 +94,8 @@ impl EventHandle {
         }
     }
 
-    /// The 64 bytes of `cuIpcGetEventHandle`, for who opens the event without this library. What they open guards
-    /// against none of CUDA's traps.
+    /// The 64 bytes of `cuIpcGetEventHandle`, for an importer without this library. An event opened
+    /// by them has CUDA's hazards.
     pub fn ipc_bytes(&self) -> Option<IpcBytes> {
         let (first, second) = self.body.ipc?;
         let mut bytes = [0; 64];
@@ -102,38 +104,39 @@ impl EventHandle {
         Some(bytes)
     }
 
-    /// Its domain, which must be there and this user's. It is not made if it is missing: a handle is somebody's word.
+    /// The handle's domain, which must exist and belong to this user. It is not created if it is
+    /// missing, since the handle is untrusted.
     pub(super) fn domain(&self) -> Result<Domain> {
         Domain::of_user(&self.body.domain, rustix::process::geteuid().as_raw())
     }
 }
 
-/// What is wrong with an event handle.
+/// The reason why an event handle is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EventHandleFault {
-    /// The text or the bytes are no handle at all, or were cut or changed on their way.
+    /// The text or the bytes are not a handle, or were cut or changed.
     #[error("it is garbled ({0}); pass it on whole, as it was exported")]
     Garbled(&'static str),
-    /// Another version's handle.
+    /// A handle of another version.
     #[error("it is of version {theirs}, this is {ours}; run one version of warpipe on both sides")]
     Version {
         /// The handle's version.
         theirs: u16,
-        /// Ours.
+        /// This library's version.
         ours: u16,
     },
-    /// The event is there no more; its maker may live.
+    /// The event was dropped; its exporter may be alive.
     #[error("its maker has dropped the event; ask for a handle of a new one")]
     Dropped,
-    /// It names an event of another kind of device.
+    /// The handle names an event of another kind of device.
     #[error(
         "it names an event of {owner}, and {device} cannot share that; open it with a device of the same kind"
     )]
     Device {
-        /// The maker's device.
+        /// The exporter's device.
         owner: String,
-        /// The device that was to open it.
+        /// The device on which it was opened.
         device: String,
     },
 }
@@ -194,7 +197,7 @@ impl From<EventHandle> for String {
     }
 }
 
-/// For [`fuzzing`](crate::fuzzing): bytes whose checksum is right, whatever they say.
+/// For [`fuzzing`](crate::fuzzing): bytes with a valid checksum and any contents.
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod forged {
     use super::*;
@@ -210,7 +213,7 @@ pub(crate) mod forged {
         .concat()
     }
 
-    /// What whole handles say: one of CUDA, and one of the host.
+    /// The bodies of valid handles: one of CUDA, and one of the host.
     pub(crate) fn bodies() -> Vec<Vec<u8>> {
         let body = |kind, ipc| HandleBody {
             domain: "/run/user/7/warpipe".into(),

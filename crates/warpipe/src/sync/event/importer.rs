@@ -1,4 +1,4 @@
-//! The importer's side: the events of one other process that this one has opened.
+//! The importer's side: events of one other process that this process has opened.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -7,7 +7,8 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 
 use super::Recording;
-use super::exporter::{EventRequest, LaneReply, PageReply, is_fence_passed};
+use super::event_table::{EventRequest, LaneReply, PageReply};
+use super::exporter::is_fence_passed;
 use super::handle::{EventHandleFault, HandleBody, fault};
 use super::layout::{EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, PAGES_MAX};
 use crate::device::Device;
@@ -22,11 +23,12 @@ use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
 use crate::shm::signaler::Signaler;
 
-/// A visit at another process's events, shared by all that this process has opened of them.
+/// The session with another process's events, shared by all events that this process has opened
+/// there.
 pub(super) struct EventImporter {
     owner_process: OwnerProcess,
     session: Option<ClientSession>,
-    /// What every handle from there says.
+    /// The part that all handles from that exporter have in common.
     body: HandleBody,
     open_events: Arc<OpenEvents>,
     pages: Mutex<Vec<Option<EventPage>>>,
@@ -35,7 +37,7 @@ pub(super) struct EventImporter {
     reactor: Arc<Reactor>,
 }
 
-/// What the reactor looks at, which lets waiting streams go.
+/// The open events that the reactor checks; it releases waiting streams at the exporter's death.
 #[derive(Default)]
 struct OpenEvents {
     opened: Mutex<Vec<(u64, EventWords)>>,
@@ -48,14 +50,14 @@ struct OpenEvents {
 /// An event that was opened.
 pub(super) struct OpenedEvent {
     pub(super) event_words: EventWords,
-    /// In the table of open events.
+    /// The key in the table of open events.
     pub(super) open_id: u64,
 }
 
 static IMPORTERS: PerProcess<Mutex<Vec<Weak<EventImporter>>>> = PerProcess::new();
 
 impl EventImporter {
-    /// The visit at the process that a handle names; begun if there is none.
+    /// The session with the process that a handle names; opened if there is none.
     pub(super) fn for_body(
         body: &HandleBody,
         domain: &Domain,
@@ -64,12 +66,12 @@ impl EventImporter {
         if let Some(importer) = EventImporter::known(body, device) {
             return Ok(importer);
         }
-        let importer = EventImporter::visit(body, domain, device)?;
+        let importer = EventImporter::connect(body, domain, device)?;
         IMPORTERS.lock().push(Arc::downgrade(&importer));
         Ok(importer)
     }
 
-    pub(super) fn visit(
+    pub(super) fn connect(
         body: &HandleBody,
         domain: &Domain,
         device: &Device,
@@ -127,14 +129,15 @@ impl EventImporter {
         Ok(incoming.open::<T, 0>(self.session().name())?.0)
     }
 
-    /// Opens an event: from here on its place is not used for another.
+    /// Opens an event: from here on its slot is not reused.
     pub(super) fn open(&self, index: u32, serial: u64) -> Result<OpenedEvent> {
         if index as usize >= EVENTS_PER_PAGE * PAGES_MAX {
             return Err(fault(EventHandleFault::Dropped));
         }
-        // The page first: its maker tells us there of the event from the moment that we have it open.
+        // The page comes first: the exporter reports the event there from the moment of the
+        // opening.
         let event_page = match self.page(index as usize / EVENTS_PER_PAGE) {
-            // There is no such page, so no such event.
+            // A page that does not exist has no such event.
             Err(Error::Refused { .. }) => return Err(fault(EventHandleFault::Dropped)),
             event_page => event_page?,
         };
@@ -144,7 +147,7 @@ impl EventImporter {
         let (event_words, open) = (event_page.event_words(index), &self.open_events);
         let open_id = open.next_id.fetch_add(1, SeqCst);
         open.lock().push((open_id, event_words.clone()));
-        // First in the table, then the look: `on_proven_dead` does it the other way round.
+        // Insert first, then check: `on_proven_dead` does these in the opposite order.
         if open.is_dead.load(SeqCst) {
             event_words.lanes().for_each(|lane| lane.end());
         }
@@ -154,17 +157,17 @@ impl EventImporter {
         })
     }
 
-    /// A lane to record on.
+    /// Requests a lane for recording.
     pub(super) fn lane(&self, index: u32, serial: u64) -> Result<(usize, Arc<Signaler>)> {
         match self.ask::<LaneReply>(&EventRequest::Lane { index, serial })? {
             LaneReply::Granted { lane, from, .. }
                 if (1..LANES_PER_EVENT).contains(&usize::from(lane)) && from <= FROM_MAX =>
             {
                 let lane = usize::from(lane);
-                let raiser = self
+                let signaler = self
                     .page(index as usize / EVENTS_PER_PAGE)?
-                    .raiser(index, lane, from);
-                Ok((lane, Arc::new(raiser)))
+                    .signaler(index, lane, from);
+                Ok((lane, Arc::new(signaler)))
             }
             LaneReply::Granted { lane, from, .. } => Err(Error::Protocol {
                 name: self.name().to_string(),
@@ -186,7 +189,7 @@ impl EventImporter {
         }
     }
 
-    /// Has the maker tell the event's other users of what we have recorded.
+    /// Has the exporter forward this importer's recording to the event's other users.
     pub(super) fn send_recording(
         &self,
         index: u32,
@@ -218,7 +221,8 @@ impl EventImporter {
             &encode(&EventRequest::Sealed(number as u32))?,
             REPLY_TIMEOUT,
         ) {
-            // Not dropped here: to unregister memory, a driver may wait for a stream that waits for a peer.
+            // Not dropped here: a driver that unregisters memory may wait for a stream that waits
+            // for a peer.
             self.reactor.defer_drop(Box::new(event_page));
             return Err(error);
         }
@@ -229,7 +233,7 @@ impl EventImporter {
         Ok(event_page)
     }
 
-    /// The last of an event that was opened. What its streams still do with it keeps it open.
+    /// Closes an opened event. Pending work of its streams keeps it open.
     pub(super) fn close(
         self: &Arc<Self>,
         open_id: u64,
@@ -251,7 +255,7 @@ impl EventImporter {
                 return DropReadiness::Busy;
             }
             if let Err(Error::Timeout { .. }) = importer.session().post(&close) {
-                // Its maker does not read its socket.
+                // The exporter does not read its socket.
                 return DropReadiness::Held;
             }
             importer
@@ -262,7 +266,7 @@ impl EventImporter {
         });
     }
 
-    /// Tells the maker something without waiting for it, as soon as it reads its socket.
+    /// Sends a request to the exporter as soon as its socket has room, without waiting.
     fn post_deferred(self: &Arc<Self>, ask: &EventRequest) {
         let Ok(body) = encode(ask) else { return };
         let importer = self.clone();
@@ -273,7 +277,7 @@ impl EventImporter {
             });
     }
 
-    /// Asks, and does not wait for the answer.
+    /// Sends a request and does not wait for the answer.
     #[cfg(test)]
     pub(super) fn ask_and_give_up(&self, ask: &EventRequest) {
         let question = encode(ask).unwrap();
@@ -282,7 +286,7 @@ impl EventImporter {
         }
     }
 
-    /// What names one of its events.
+    /// The handle's contents for one of the exporter's events.
     pub(super) fn body(&self, index: u32, serial: u64) -> HandleBody {
         HandleBody {
             index,
@@ -295,17 +299,17 @@ impl EventImporter {
         self.session().name()
     }
 
-    /// Whether the maker is there no more.
+    /// Whether the exporter is gone.
     pub(super) fn is_over(&self) -> bool {
         self.open_events.is_over.load(SeqCst)
     }
 
-    /// Whether it is proven dead.
+    /// Whether the exporter is proven dead.
     pub(super) fn is_dead(&self) -> bool {
         self.open_events.is_dead.load(SeqCst) || self.is_over() && self.session().is_dead()
     }
 
-    /// The error of a maker that is there no more, or is not within `limit`.
+    /// The error for an exporter that is gone, or ends within `limit`.
     pub(super) fn owner_gone_within(&self, limit: Duration) -> Option<Error> {
         self.session().ends_within(limit).then(|| self.owner_gone())
     }
@@ -314,7 +318,7 @@ impl EventImporter {
         self.session().owner_gone()
     }
 
-    /// The error of who records an event whose maker has dropped it.
+    /// The error of a recording on an event that its exporter has dropped.
     pub(super) fn dropped(&self) -> Error {
         if self.is_over() {
             return self.owner_gone();
@@ -335,7 +339,7 @@ impl Drop for EventImporter {
         if !self.owner_process.is_current() {
             return std::mem::forget((self.session.take(), pages, self.open_events.clone()));
         }
-        // Every event of it has been closed, each behind its streams' work.
+        // Every event of this session has been closed, each behind its streams' work.
         drop(self.session.take());
         self.reactor.drop_after(move || {
             if pages.iter().flatten().all(EventPage::is_last) {
@@ -353,7 +357,7 @@ impl OpenEvents {
     }
 }
 
-/// What gives back what a question has brought too late.
+/// The request that undoes a grant which arrives too late.
 fn undo_request(question: &[u8], incoming: &IncomingReply) -> Option<EventRequest> {
     let of = "events";
     match decode(question, of).ok()? {
@@ -379,7 +383,7 @@ fn undo_request(question: &[u8], incoming: &IncomingReply) -> Option<EventReques
 
 impl SessionObserver for OpenEvents {
     fn on_stale_reply(&self, question: &[u8], incoming: IncomingReply) {
-        // A visit that ends gives everything back.
+        // The end of the session returns everything.
         let importer = self.importer.get().and_then(Weak::upgrade);
         if let Some((importer, back)) = importer.zip(undo_request(question, &incoming)) {
             importer.post_deferred(&back);
@@ -394,8 +398,8 @@ impl SessionObserver for OpenEvents {
         self.on_proven_dead();
     }
 
-    /// An event ends with its maker: also what a third process has yet to record on it, of whose death nobody would
-    /// tell us any more.
+    /// An event ends with its exporter. This includes recordings of third processes: their deaths
+    /// would go unreported from now on.
     fn on_proven_dead(&self) {
         self.is_over.store(true, SeqCst);
         self.is_dead.store(true, SeqCst);
@@ -411,7 +415,7 @@ impl EventSource for OpenEvents {
         Next::Stop
     }
 
-    /// What a device still wrote after the end stands below it.
+    /// Ends the lanes again: a device may have written lower values after the end.
     fn on_tick(&self, _: u64) {
         let open = self.lock();
         let lanes = open
@@ -438,10 +442,10 @@ mod tests {
         let (stream, late) = (device.stream().unwrap(), device.stream().unwrap());
         let open = OpenEvents::default();
         open.lock().push((0, event_words.clone()));
-        let maker = exporters.raiser(7, 0, 0);
+        let maker = exporters.signaler(7, 0, 0);
         assert!(maker.add(1, &event_words.lane(0)));
         open.on_proven_dead();
-        // The word is set back, below what others wait for.
+        // The word is set back, below the value that other streams wait for.
         maker.raise(&late, &streams, |last| Ok(last + 1)).unwrap();
         late.synchronize(REPLY_TIMEOUT).unwrap();
         event_words.lane(0).wait(&stream, 2, &streams).unwrap();

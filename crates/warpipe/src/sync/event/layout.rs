@@ -1,4 +1,4 @@
-//! The bytes of events that processes share: pages of 256, each with its last recording and eight lanes.
+//! The layout of shared events: pages of 256, each event with its last recording and eight lanes.
 //! **This module is marked for unsafe**: it lays out shared memory.
 
 use std::sync::Arc;
@@ -14,13 +14,14 @@ use crate::shm::counter::{COUNTER_BYTES, SharedCounter};
 use crate::shm::page::{AtomicsOnly, SharedPage, UnsealedPage};
 use crate::shm::signaler::Signaler;
 
-/// Who may record one event: its maker (lane 0), and seven openings of it.
+/// The recorders of one event: its exporter (lane 0), and seven of its openings.
 pub(super) const LANES_PER_EVENT: usize = 8;
 
 /// Events in a page.
 pub(super) const EVENTS_PER_PAGE: usize = 256;
 
-/// Pages of one keeper: for all events that a process may have, and as many dropped ones that importers still have open.
+/// The most pages of one exporter: for all events that a process may have, and as many dropped ones
+/// that importers still have open.
 pub(super) const PAGES_MAX: usize = 2 * IPC_EVENTS_MAX as usize / EVENTS_PER_PAGE;
 
 /// A page's length.
@@ -29,30 +30,31 @@ pub(super) const PAGE_BYTES: usize = EVENTS_PER_PAGE * EVENT_BYTES;
 /// The length of an event in its page.
 const EVENT_BYTES: usize = LANES_AT + LANES_PER_EVENT * COUNTER_BYTES;
 
-/// Where an event's lanes begin.
+/// The offset of an event's lanes.
 const LANES_AT: usize = 64;
 
-/// How many bits of a recording count; the others name its lane.
+/// The bits of a recording's count; the others hold its lane.
 const COUNT_BITS: u32 = 56;
 
-/// The largest count from which somebody may go on: nobody records an event 2^55 times, so above it a lane was
-/// scribbled on.
+/// The largest count that a new recorder continues from: no process records an event 2^55 times, so
+/// a larger count is corrupt.
 pub(super) const FROM_MAX: u64 = 1 << (COUNT_BITS - 1);
 
-/// What stands before an event's lanes. A recording is written before the time that it was made at, so whoever reads the
-/// time first and the recording then finds one that is at least as late.
+/// The words before an event's lanes. A recording is written before its time, so a reader that
+/// loads the time first and then the recording gets one that is at least as late.
 #[repr(C, align(64))]
 #[derive(Debug)]
 struct EventHead {
-    /// By the maker: the last recording of all but this page's importer; its lane in the upper 8 bits, its count in the
-    /// others. 0 for none.
+    /// Written by the exporter: the last recording of all but this page's importer; its lane in the
+    /// upper 8 bits, its count in the others. 0 for none.
     latest: AtomicU64,
-    /// How many events have lain here before, for people.
+    /// The serial number of the event in this slot, for diagnostics.
     serial: AtomicU32,
-    /// By the maker: 1 while a third process has the event open, and must be told of recordings.
+    /// Written by the exporter: 1 while a third process has the event open and needs the
+    /// recordings.
     has_other_importers: AtomicU32,
     latest_ns: AtomicU64,
-    /// By the importer: its own last recording.
+    /// Written by the importer: its own last recording.
     importer_latest: AtomicU64,
     importer_latest_ns: AtomicU64,
     _reserved: [AtomicU64; 3],
@@ -69,19 +71,20 @@ const _: () = assert!(
         && std::mem::offset_of!(EventHead, importer_latest_ns) == 32
 );
 
-// SAFETY: atomics alone.
+// SAFETY: it has only atomics.
 unsafe impl AtomicsOnly for EventHead {}
 
-/// A page of events: the maker's own, or one that an importer shares with it.
+/// A page of events: the exporter's own, or one that an importer shares with it.
 #[derive(Debug, Clone)]
 pub(super) struct EventPage {
     page: Arc<SharedPage>,
-    /// Of an importer's process alone, laid out alike: the lanes that it raises itself. The maker's page is its own.
+    /// A page of the importer's process alone, with the same layout: the lanes that it signals
+    /// itself. The exporter's page is its own.
     own: Option<Arc<SharedPage>>,
 }
 
 impl EventPage {
-    /// The maker's own.
+    /// Creates the exporter's own page.
     pub(super) fn create(device: &Device) -> Result<EventPage> {
         Ok(EventPage {
             page: Arc::new(SharedPage::private(device, PAGE_BYTES)?),
@@ -89,7 +92,7 @@ impl EventPage {
         })
     }
 
-    /// The maker's end of a page that an importer has sealed.
+    /// Opens the exporter's end of a page that an importer has sealed.
     pub(super) fn confirm(device: &Device, draft: UnsealedPage, name: &str) -> Result<EventPage> {
         Ok(EventPage {
             page: Arc::new(draft.confirm(device, name)?),
@@ -97,7 +100,7 @@ impl EventPage {
         })
     }
 
-    /// An importer's end of a page that its maker has made for it: seals it.
+    /// Opens and seals an importer's end of a page that its exporter has created for it.
     pub(super) fn share(device: &Device, fd: PeerFd, name: &str) -> Result<EventPage> {
         let draft = UnsealedPage::open(fd, PAGE_BYTES, name)?;
         let own = Some(Arc::new(SharedPage::private(device, PAGE_BYTES)?));
@@ -107,7 +110,7 @@ impl EventPage {
         })
     }
 
-    /// Whether nobody else here holds it.
+    /// Whether this is the last use of the page in this process.
     pub(super) fn is_last(&self) -> bool {
         Arc::strong_count(&self.page) == 1
             && self
@@ -116,7 +119,7 @@ impl EventPage {
                 .is_none_or(|own| Arc::strong_count(own) == 1)
     }
 
-    /// Ends every lane that has ended, once more: what a device wrote after the end stands below it.
+    /// Ends every ended lane once more: a device may have written a lower value after the end.
     pub(super) fn end_again(&self) {
         let lanes =
             (0..EVENTS_PER_PAGE).flat_map(|at| (0..LANES_PER_EVENT).map(move |lane| (at, lane)));
@@ -138,13 +141,13 @@ impl EventPage {
         }
     }
 
-    /// Who records on a lane that stands at `from`.
-    pub(super) fn raiser(&self, index: u32, lane: usize, from: u64) -> Signaler {
+    /// The signaler of a lane whose count is `from`.
+    pub(super) fn signaler(&self, index: u32, lane: usize, from: u64) -> Signaler {
         let event_words = self.event_words(index);
         match &self.own {
             None => Signaler::new(event_words.lane(lane), from),
             Some(own) => {
-                let raiser = Signaler::new(
+                let signaler = Signaler::new(
                     EventWords {
                         page: own.clone(),
                         at: event_words.at,
@@ -152,14 +155,14 @@ impl EventPage {
                     .lane(lane),
                     from,
                 );
-                raiser.add(0, &event_words.lane(lane));
-                raiser
+                signaler.add(0, &event_words.lane(lane));
+                signaler
             }
         }
     }
 }
 
-/// One event's place in its page.
+/// One event's words in its page.
 #[derive(Debug, Clone)]
 pub(super) struct EventWords {
     page: Arc<SharedPage>,
@@ -182,12 +185,12 @@ impl EventWords {
         (0..LANES_PER_EVENT).map(|lane| self.lane(lane))
     }
 
-    /// What the maker says was recorded last, and when.
+    /// The last recording that the exporter reports, with its time.
     pub(super) fn latest(&self) -> Option<(u64, Recording)> {
         read_recording(&self.head().latest_ns, &self.head().latest)
     }
 
-    /// What the page's importer has recorded last.
+    /// The last recording of the page's importer.
     pub(super) fn importer_latest(&self) -> Option<(u64, Recording)> {
         read_recording(
             &self.head().importer_latest_ns,
@@ -195,7 +198,7 @@ impl EventWords {
         )
     }
 
-    /// As the maker, unless something later stands there.
+    /// Writes a recording as the exporter, unless a later one is there.
     pub(super) fn set_latest(&self, now_ns: u64, recording: Recording) {
         if now_ns >= self.head().latest_ns.load(SeqCst) {
             self.head().latest.store(recording_word(recording), SeqCst);
@@ -203,7 +206,7 @@ impl EventWords {
         }
     }
 
-    /// As the importer.
+    /// Writes a recording as the importer.
     pub(super) fn set_importer_latest(&self, now_ns: u64, recording: Recording) {
         self.head()
             .importer_latest
@@ -216,7 +219,7 @@ impl EventWords {
         &self.page
     }
 
-    /// Whether the event of this serial number is what lies here.
+    /// Whether the slot holds the event with this serial number.
     pub(super) fn is_of(&self, serial: u64) -> bool {
         self.head().serial.load(SeqCst) == serial as u32
     }
@@ -231,7 +234,7 @@ impl EventWords {
             .store(has_other_importers.into(), SeqCst);
     }
 
-    /// Makes it an event that nobody has recorded.
+    /// Resets the slot to an event that was never recorded.
     pub(super) fn forget_latest(&self, serial: u64) {
         let EventHead {
             latest,
@@ -248,7 +251,7 @@ impl EventWords {
     }
 }
 
-/// A recording, if there is one, and if it can be one.
+/// Reads a recording; `None` if there is none or its words are invalid.
 fn read_recording(time: &AtomicU64, packed: &AtomicU64) -> Option<(u64, Recording)> {
     let time = time.load(SeqCst);
     let raw = packed.load(SeqCst);

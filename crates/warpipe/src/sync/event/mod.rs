@@ -1,22 +1,29 @@
-//! Events between processes, as CUDA has them, without the two traps that CUDA's have.
-//! **This module is marked for unsafe**: it hands events to the device.
+//! Events between processes, as CUDA has them, without two hazards of CUDA's. **This module is
+//! marked for unsafe**: it passes events to the device.
 //!
-//! CUDA's own interprocess events count as complete when they were never recorded, and when the process that recorded
-//! them dies before its work is done. Here each event has, beside the one of CUDA, a place in a page: the last recording,
-//! and a [lane](crate::shm::counter) for each who records. Streams wait for the lane.
+//! CUDA's own interprocess events count as complete when they were never recorded, and when the
+//! recording process dies before its work is done. Here each event has, beside CUDA's event, an
+//! entry in a page: the last recording, and a [lane](crate::shm::counter) for each recorder.
+//! Streams wait for the lane.
 //!
-//! A process that makes events in a domain keeps one endpoint there for all of them ([`exporter`]), and a process that
-//! opens any of them visits it once ([`importer`]); 256 events lie in one page. The maker has pages of its own, and shares
-//! one with each importer and with nobody else: its streams record in all of them, an importer's in the one that the two share.
-//! What one importer records reaches another by the maker's CPU.
+//! A process that creates events in a domain has one endpoint there for all of them ([`exporter`]),
+//! and a process that opens them has one session with it ([`importer`]); a page has 256 events. The
+//! exporter has pages of its own, and shares one page with each importer alone: its streams record
+//! in all of them, an importer's streams in the shared one. The exporter's CPU forwards an
+//! importer's recording to other importers.
 //!
-//! **Who can do what to whom.** An importer can write the pages that it shares with the maker. So it can lie about its own
-//! recordings, and deceive itself. It reaches nobody else's streams, and cannot remove a page under one.
+//! **Trust.** An importer can write the pages that it shares with the exporter. It can lie about
+//! its own recordings and so mislead only itself. It does not reach other processes' streams, and
+//! cannot remove a page under them.
 
+mod event_slots;
+mod event_table;
 mod exporter;
 mod handle;
 mod importer;
 mod layout;
+mod recorder_watch;
+mod recording;
 #[cfg(test)]
 mod tests;
 
@@ -29,6 +36,8 @@ pub use self::handle::{EventHandle, EventHandleFault};
 use self::handle::{HandleBody, fault, halves};
 use self::importer::EventImporter;
 use self::layout::EventWords;
+use self::recording::LatestRecording as _;
+pub use self::recording::Recording;
 use crate::backend::RawEvent;
 use crate::clock::now_ns;
 use crate::device::Device;
@@ -42,18 +51,19 @@ use crate::shm::signaler::Signaler;
 use crate::stream::Stream;
 
 crate::ipc::messages!(
-    exporter::EventRequest,
-    exporter::LaneReply,
-    exporter::PageReply
+    event_table::EventRequest,
+    event_table::LaneReply,
+    event_table::PageReply
 );
 
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use handle::forged;
 
-/// How long a process may be dying before its socket closes: 205 ms were seen under MPS.
+/// The time that a dying process may take to close its socket: 205 ms were measured under MPS.
 const MAKER_DEATH_WAIT: Duration = Duration::from_millis(500);
 
-/// An event of this or another process (`cuEventCreate` with `CU_EVENT_INTERPROCESS`). Cheap to clone.
+/// An event of this or another process (`cuEventCreate` with `CU_EVENT_INTERPROCESS`). Cheap to
+/// clone.
 ///
 /// ```
 /// use std::time::Duration;
@@ -68,9 +78,9 @@ const MAKER_DEATH_WAIT: Duration = Duration::from_millis(500);
 /// let (writing, reading) = (device.stream()?, device.stream()?);
 /// assert!(other.wait(&reading).is_err()); // never recorded: there is nothing to wait for
 /// event.record(&writing)?; // behind the work that is on `writing` so far; `other` may record, too
-/// let recording = other.wait(&reading)?; // what is enqueued on `reading` from here on comes after it
+/// let recording = other.wait(&reading)?; // orders later work on `reading` behind it
 /// reading.synchronize(Duration::from_secs(1))?;
-/// assert!(other.check(recording)?); // an error if the recorder died, and the stream was let go without it
+/// assert!(other.check(recording)?); // an error if the recorder died before its work was done
 /// # drop((event, other)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
 /// ```
@@ -79,39 +89,17 @@ pub struct Event {
     inner: Arc<EventInner>,
 }
 
-/// Of two recordings the later one.
-trait LatestRecording: Sized {
-    fn max_by_time(self, other: Self) -> Self;
-}
-
-impl LatestRecording for Option<(u64, Recording)> {
-    fn max_by_time(self, other: Self) -> Self {
-        match (self, other) {
-            (Some((ours, _)), Some((theirs, _))) if theirs > ours => other,
-            (None, _) => other,
-            _ => self,
-        }
-    }
-}
-
-/// One recording of an event: what a stream waited for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Recording {
-    lane: usize,
-    count: u64,
-}
-
 struct EventInner {
     device: Device,
     owner_process: OwnerProcess,
-    /// CUDA's own, for others; ours waits for the lane.
+    /// CUDA's own event, for callers outside this library; this library waits for the lane.
     raw: Option<RawEvent>,
     index: u32,
     serial: u64,
     event_words: EventWords,
-    /// Where this handle records: of an importer, from its first time on.
+    /// The lane on which this handle records; an importer has it from its first recording on.
     lane: OnceLock<(usize, Arc<Signaler>)>,
-    /// Held by who records.
+    /// Locked while a thread records.
     recording: TimedLock,
     role: EventRole,
 }
@@ -122,11 +110,13 @@ enum EventRole {
 }
 
 impl Event {
-    /// Makes an event in `domain` (`cuEventCreate` with `CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING`). The first
-    /// of a process takes a name there, `events/` and 16 hexadecimal digits, which the last one gives up.
+    /// Creates an event in `domain` (`cuEventCreate` with `CU_EVENT_INTERPROCESS |
+    /// CU_EVENT_DISABLE_TIMING`). The first event of a process takes a name there, `events/` and 16
+    /// hexadecimal digits; the drop of the last one releases it.
     ///
     /// # Errors
-    /// [`Error::EventLimit`] when the process has 4096; [`Error::Domain`], or what the device or the system says.
+    /// [`Error::EventLimit`] when the process has 4096; [`Error::Domain`], or an error of the
+    /// device or the system.
     pub fn create(domain: &Domain, device: &Device) -> Result<Event> {
         let raw = device.backend().create_ipc_event()?;
         match EventExporter::of(domain, device)
@@ -137,7 +127,7 @@ impl Event {
                     index,
                     serial,
                     event_words,
-                    raiser,
+                    signaler,
                 } = new_event;
                 let inner = Arc::new(EventInner {
                     device: device.clone(),
@@ -146,7 +136,7 @@ impl Event {
                     index,
                     serial,
                     event_words,
-                    lane: OnceLock::from((0, raiser)),
+                    lane: OnceLock::from((0, signaler)),
                     recording: TimedLock::default(),
                     role: EventRole::Exporter(exporter.clone()),
                 });
@@ -154,18 +144,19 @@ impl Event {
                 Ok(Event { inner })
             }
             Err(error) => {
-                // SAFETY: made above, and nobody has seen it.
+                // SAFETY: created above, and no other code has seen it.
                 let _ = unsafe { device.backend().destroy_event(raw) };
                 Err(error)
             }
         }
     }
 
-    /// What names it to other processes (`cuIpcGetEventHandle`). Of an event that was opened, the same as its maker's,
-    /// without CUDA's own 64 bytes.
+    /// The handle that names the event to other processes (`cuIpcGetEventHandle`). An opened event
+    /// returns the exporter's handle without CUDA's own 64 bytes.
     ///
     /// # Errors
-    /// [`Error::Forked`]; [`Error::Argument`] for a domain whose path is no text; [`Error::Driver`].
+    /// [`Error::Forked`]; [`Error::Argument`] for a domain whose path is not text;
+    /// [`Error::Driver`].
     pub fn handle(&self) -> Result<EventHandle> {
         self.inner.owner_process.check()?;
         let EventInner {
@@ -178,7 +169,7 @@ impl Event {
         } = &*self.inner;
         let body = match role {
             EventRole::Exporter(exporter) => {
-                // Who opens it may be in another directory.
+                // The importer may run in another directory.
                 let domain = std::path::absolute(exporter.domain.path()).map_err(|e| {
                     Error::os(
                         "getcwd",
@@ -193,7 +184,7 @@ impl Event {
                         "a path in UTF-8",
                     ));
                 }
-                // SAFETY: made by `create_ipc_event`, and live as long as self.
+                // SAFETY: created by `create_ipc_event`, and live as long as self.
                 let ipc = raw
                     .map(|raw| unsafe { device.backend().export_event(raw) })
                     .transpose()?;
@@ -214,19 +205,21 @@ impl Event {
         Ok(EventHandle { body })
     }
 
-    /// Opens an event by its handle (`cuIpcOpenEventHandle`), also in the process that made it. The handle may come
-    /// from anywhere: it is checked, and opens nothing outside a domain of this user.
+    /// Opens an event by its handle (`cuIpcOpenEventHandle`), also in the process that created it.
+    /// The handle may come from any source: it is checked, and opens nothing outside a domain of
+    /// this user.
     ///
     /// # Errors
-    /// [`Error::EventHandle`]; [`Error::NoOwner`] when its maker is gone, or [`Error::OwnerGone`] when it goes
-    /// meanwhile; [`Error::Timeout`] when it does not answer; [`Error::Domain`], [`Error::AccessDenied`],
-    /// [`Error::Handshake`], [`Error::Protocol`], [`Error::LegacyHandle`], or what the device or the system says.
+    /// [`Error::EventHandle`]; [`Error::NoOwner`] when its exporter is gone, or
+    /// [`Error::OwnerGone`] when it ends meanwhile; [`Error::Timeout`] when it does not answer;
+    /// [`Error::Domain`], [`Error::AccessDenied`], [`Error::Handshake`], [`Error::Protocol`],
+    /// [`Error::LegacyHandle`], or an error of the device or the system.
     pub fn open(handle: &EventHandle, device: &Device) -> Result<Event> {
         let domain = || handle.domain();
         Event::open_with(handle, domain, device)
     }
 
-    /// The same, where the maker's domain lies at another path here, as in a container.
+    /// Like [`open`](Self::open), for a domain that has another path here, as in a container.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
@@ -264,7 +257,8 @@ impl Event {
             .ipc_bytes()
             .map(|bytes| device.backend().open_event(&bytes))
             .transpose();
-        // A driver cannot open what a dying process made, and says only that it cannot.
+        // A driver cannot open an event of a dying process, and its error does not give that
+        // reason.
         let raw = raw.map_err(|error| {
             importer
                 .owner_gone_within(MAKER_DEATH_WAIT)
@@ -288,41 +282,44 @@ impl Event {
                 })
             }
             Err(error) => {
-                // SAFETY: opened above, and nobody has seen it.
+                // SAFETY: opened above, and no other code has seen it.
                 raw.map(|raw| unsafe { device.backend().destroy_event(raw) });
                 Err(error)
             }
         }
     }
 
-    /// CUDA's own event (`CUevent`), for calls that take one. Recorded along with what its maker records; a recording by
-    /// another process is none of it. What waits for it waits as CUDA does: not at all for an event that was never
-    /// recorded, or whose maker died. None of an event that was opened without its 64 bytes.
+    /// CUDA's own event (`CUevent`), for calls that take one. The exporter's recordings record it,
+    /// too; an importer's do not. A wait for it has CUDA's semantics: it does not wait for an event
+    /// that was never recorded, or whose exporter died. `None` for an event that was opened without
+    /// its 64 bytes.
     pub fn raw(&self) -> Option<RawEvent> {
         self.inner.raw
     }
 
-    /// The device it was made or opened with.
+    /// The device with which the event was created or opened.
     pub fn device(&self) -> &Device {
         &self.inner.device
     }
 
-    /// Records the stream's work so far (`cuEventRecord`), and returns at once. Who made the event may, and who opened
-    /// it; the last recording is what others wait for. Recordings by one handle on several streams are reached in
-    /// the order of the calls. The first one of an opened event asks its maker for a lane, which may take a moment; while
-    /// a third process has the event open, each recording of one that was opened waits for its maker to tell that one.
+    /// Records the stream's work so far (`cuEventRecord`), and returns at once. The exporter and
+    /// its importers may record; waits are for the last recording. Recordings by one handle on
+    /// several streams are reached in the order of the calls. The first recording of an opened
+    /// event requests a lane from its exporter, which may take a moment. While a third process has
+    /// the event open, each recording of an opened event waits until the exporter has forwarded it.
     ///
     /// # Errors
-    /// [`Error::OwnerGone`] when its maker has died or dropped it; [`Error::Refused`] when seven others record it;
-    /// [`Error::Argument`] for a stream of another device; [`Error::Capturing`] for one that is being captured;
-    /// [`Error::Timeout`] after 10 s in which another thread's recording is held up, by the driver (its stream's launch
-    /// queue is full) or by the maker; [`Error::Driver`].
+    /// [`Error::OwnerGone`] when its exporter has died or dropped it; [`Error::Refused`] when seven
+    /// others record it; [`Error::Argument`] for a stream of another device; [`Error::Capturing`]
+    /// for a stream that is being captured; [`Error::Timeout`] after 10 s in which another thread's
+    /// recording is blocked, by the driver (its stream's launch queue is full) or by the exporter;
+    /// [`Error::Driver`].
     pub fn record(&self, stream: &Stream) -> Result<Recording> {
         self.record_within(stream, LOCK_TIMEOUT)
     }
 
-    /// [`record`](Self::record), unless another thread's recording is under way: then `None`, and nothing was done. See
-    /// [`wait_for_turn`](Self::wait_for_turn).
+    /// Like [`record`](Self::record), unless another thread's recording is in progress: then it
+    /// does nothing and returns `None`. See [`wait_for_turn`](Self::wait_for_turn).
     ///
     /// # Errors
     /// As for [`record`](Self::record).
@@ -335,7 +332,8 @@ impl Event {
         self.record_in(&turn, stream).map(Some)
     }
 
-    /// Waits until no other thread's recording is under way, at most `timeout`, and says whether that is so.
+    /// Waits at most `timeout` until no other thread's recording is in progress, and returns
+    /// whether that is so.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -344,12 +342,14 @@ impl Event {
         Ok(self.inner.recording.lock(timeout, String::new).is_ok())
     }
 
-    /// Whether [`record`](Self::record) has its maker's word already, and need not ask: see [`prepare`](Self::prepare).
+    /// Whether [`record`](Self::record) already has a lane and need not request one: see
+    /// [`prepare`](Self::prepare).
     pub fn is_prepared(&self) -> bool {
         self.inner.lane.get().is_some()
     }
 
-    /// Asks its maker for what the first recording of an opened event asks for, and waits for the answer.
+    /// Requests the lane that the first recording of an opened event needs, and waits for the
+    /// answer.
     ///
     /// # Errors
     /// As for [`record`](Self::record).
@@ -362,7 +362,7 @@ impl Event {
         self.inner.lane_in(&turn).map(drop)
     }
 
-    /// [`record`](Self::record), with another limit for the wait for a thread that records.
+    /// Like [`record`](Self::record), with another limit for the wait for a recording thread.
     fn record_within(&self, stream: &Stream, limit: Duration) -> Result<Recording> {
         self.inner.owner_process.check()?;
         stream.check_usable(&self.inner.device)?;
@@ -370,28 +370,30 @@ impl Event {
         self.record_in(&turn, stream)
     }
 
-    /// CUDA's own event and the lane are recorded in one order.
+    /// The turn keeps the recordings of CUDA's own event and of the lane in one order.
     fn record_in(&self, turn: &TimedGuard<'_>, stream: &Stream) -> Result<Recording> {
         let inner = &*self.inner;
-        let (lane, raiser) = inner.lane_in(turn)?;
+        let (lane, signaler) = inner.lane_in(turn)?;
         if let EventRole::Importer(importer, _) = &inner.role
             && (importer.is_over() || inner.event_words.lane(*lane).has_ended())
         {
             return Err(importer.dropped());
         }
-        // An importer leaves CUDA's own alone: what a driver does with one that a dead process recorded last, or that its
-        // maker has destroyed, is not said, and a stream that got stuck in it could not be let go.
+        // An importer does not touch CUDA's own event. CUDA does not specify the behaviour of an
+        // event that a dead process recorded last, or that its exporter has destroyed, and a stream
+        // stuck in it could not be released.
         if let (Some(raw), EventRole::Exporter(_)) = (inner.raw, &inner.role) {
-            // SAFETY: both are live.
+            // SAFETY: both handles are live.
             unsafe { stream.backend().record_event(raw, stream.raw())? };
         }
-        let count = raiser.raise(stream, inner.streams(), |last| Ok(last + 1))?;
+        let count = signaler.raise(stream, inner.streams(), |last| Ok(last + 1))?;
         let (recording, now_ns) = (Recording { lane: *lane, count }, now_ns());
         match &inner.role {
             EventRole::Exporter(exporter) => exporter.recorded(inner.index, recording, now_ns),
             EventRole::Importer(importer, _) => {
                 inner.event_words.set_importer_latest(now_ns, recording);
-                // After that store: a third process that opens the event meanwhile is told of it by the maker.
+                // After that store: a third process that opens the event meanwhile learns of the
+                // recording from the exporter.
                 if inner.event_words.has_other_importers() {
                     importer.send_recording(inner.index, inner.serial, recording, now_ns)?;
                 }
@@ -400,17 +402,18 @@ impl Event {
         Ok(recording)
     }
 
-    /// Has `stream` wait for the last recording (`cuStreamWaitEvent`), and returns at once, with what it waits for.
-    /// What the stream did afterwards counts when [`check`](Self::check) says so.
+    /// Has `stream` wait for the last recording (`cuStreamWaitEvent`), and returns that recording
+    /// at once. The stream's later work is valid only if [`check`](Self::check) returns true.
     ///
     /// # Errors
-    /// [`Error::EventNotRecorded`]; [`Error::EventLost`] when the recorder is gone and its work was not done;
-    /// [`Error::Argument`] for a stream of another device; [`Error::Capturing`] for one that is being captured;
-    /// [`Error::Driver`].
+    /// [`Error::EventNotRecorded`]; [`Error::EventLost`] when the recorder is gone and its work was
+    /// not done; [`Error::Argument`] for a stream of another device; [`Error::Capturing`] for a
+    /// stream that is being captured; [`Error::Driver`].
     pub fn wait(&self, stream: &Stream) -> Result<Recording> {
         stream.check_usable(&self.inner.device)?;
         let recording = self.latest()?;
-        // Work that is launched after the CPU has seen it complete is behind it without a wait on the device.
+        // Work that is launched after the CPU has seen the recording complete follows it without a
+        // wait on the device.
         if self.check(recording)? {
             return Ok(recording);
         }
@@ -419,7 +422,8 @@ impl Event {
         if let EventRole::Importer(importer, _) = &self.inner.role
             && importer.is_dead()
         {
-            // The reactor may have come by before the wait, and a third process after it.
+            // The reactor may have ended the lane before the wait, and a third process may have
+            // written after it.
             lane.end();
         }
         Ok(recording)
@@ -454,13 +458,14 @@ impl Event {
         })
     }
 
-    /// Whether this recording is complete: true, or false if it may still be.
+    /// Whether this recording is complete: true, or false if it may still complete.
     ///
     /// # Errors
-    /// [`Error::EventLost`]: it is not, and never will be. What a stream did behind its wait does not count.
+    /// [`Error::EventLost`]: it never will be. The stream's work behind its wait is not valid.
     pub fn check(&self, recording: Recording) -> Result<bool> {
         self.inner.owner_process.check()?;
-        // Of the maker, what it has seen before counts, whatever the recorder's page says now.
+        // For the exporter, a recording that it has seen complete counts, whatever the recorder's
+        // page says now.
         if self
             .inner
             .event_words
@@ -505,7 +510,7 @@ impl Event {
 }
 
 impl EventInner {
-    /// The lane that a recording is to be waited for on.
+    /// The lane on which a recording is waited for.
     fn lane(&self, lane: usize) -> SharedCounter {
         match &self.role {
             EventRole::Exporter(exporter) if lane != 0 => exporter.lane(self.index, lane),
@@ -531,7 +536,7 @@ impl EventInner {
         }
     }
 
-    /// What its recordings are told in: asked for once.
+    /// The lane of this handle's recordings, requested once.
     fn lane_in(&self, _turn: &TimedGuard<'_>) -> Result<&(usize, Arc<Signaler>)> {
         if let Some(lane) = self.lane.get() {
             return Ok(lane);
@@ -543,7 +548,7 @@ impl EventInner {
     fn request_lane(&self) -> Result<(usize, Arc<Signaler>)> {
         match &self.role {
             EventRole::Importer(importer, _) => importer.lane(self.index, self.serial),
-            // A maker has its own from the beginning.
+            // An exporter has its own lane from the beginning.
             EventRole::Exporter(_) => Err(Error::EventNotRecorded {
                 event: self.index.to_string(),
             }),
@@ -566,7 +571,8 @@ impl Drop for EventInner {
             return;
         }
         if let Some(raw) = self.raw {
-            // SAFETY: ours, destroyed here only; what was recorded of it is the device's own.
+            // SAFETY: created or opened by this handle and destroyed only here; the device keeps
+            // the recordings.
             let _ = unsafe { self.device.backend().destroy_event(raw) };
         }
         let lane = self.lane.take();

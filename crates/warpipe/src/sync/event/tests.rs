@@ -1,8 +1,8 @@
-//! Events within one process; other processes' are the conformance suite's.
+//! Events within one process. The conformance suite covers other processes.
 
 use std::sync::mpsc::channel;
 
-use super::exporter::EventRequest;
+use super::event_table::EventRequest;
 use super::layout::LANES_PER_EVENT;
 use super::*;
 use crate::backend::testing::{Holding, Wrapped};
@@ -28,10 +28,10 @@ impl Stage {
         Event::create(&self.domain, &self.device).unwrap()
     }
 
-    /// An importer of its own, as another process is one.
+    /// An importer of its own, like that of another process.
     fn opened(&self, event: &Event) -> Event {
         let handle = event.handle().unwrap();
-        let importer = EventImporter::visit(&handle.body, &self.domain, &self.device).unwrap();
+        let importer = EventImporter::connect(&handle.body, &self.domain, &self.device).unwrap();
         Event::of_importer(importer, &handle, &self.device).unwrap()
     }
 
@@ -39,7 +39,7 @@ impl Stage {
         self.device.stream().unwrap()
     }
 
-    /// A stream that does nothing until the sender is dropped.
+    /// A stream that is blocked until the sender is dropped.
     fn held(&self) -> (Stream, std::sync::mpsc::Sender<()>) {
         let ((go, held), stream) = (channel::<()>(), self.stream());
         stream.call(move || assert!(held.recv().is_err())).unwrap();
@@ -219,7 +219,7 @@ fn no_page_of_an_event_can_be_removed_and_no_importer_has_anothers() {
     let stage = Stage::new("holes");
     let event = stage.create();
     let opened_by_others = [stage.opened(&event), stage.opened(&event)];
-    // This process holds both ends of each page: all mappings and descriptors that there are.
+    // This process holds both ends of each page: all mappings and descriptors that exist.
     let pages = opened_by_others.each_ref().map(|opened| {
         let word = opened
             .inner
@@ -253,7 +253,7 @@ fn an_importer_that_scribbles_deceives_itself_alone() {
         drop(go);
         reading.synchronize(WAIT).unwrap();
         assert!(honest.check(recording).unwrap());
-        // The maker's own word is the last that its stream writes.
+        // The stream writes the exporter's own word last.
         writing.synchronize(WAIT).unwrap();
         assert!(event.check(recording).unwrap());
     }
@@ -269,7 +269,8 @@ fn an_importer_that_comes_late_waits_for_what_was_recorded_before() {
     let (late, reading) = (stage.opened(&event), stage.stream());
     late.wait(&reading).unwrap();
     let (opened_by_others, go_on) = stage.held();
-    // No third process has it open when this is recorded: the one that comes is told by the maker.
+    // No third process has the event open during this recording: the exporter reports it to the one
+    // that opens it later.
     drop(late);
     let recording = first.record(&opened_by_others).unwrap();
     let (later, waiting) = (stage.opened(&event), stage.stream());
@@ -347,7 +348,7 @@ fn a_handle_that_the_driver_cannot_open_because_its_maker_goes_is_told_as_that()
     let handle = event.handle().unwrap();
     let open = || {
         backend.hook().aim("open_event", 1);
-        let importer = EventImporter::visit(&handle.body, &stage.domain, &device).unwrap();
+        let importer = EventImporter::connect(&handle.body, &stage.domain, &device).unwrap();
         Event::of_importer(importer, &handle, &device)
             .map(drop)
             .unwrap_err()
@@ -359,8 +360,8 @@ fn a_handle_that_the_driver_cannot_open_because_its_maker_goes_is_told_as_that()
     );
     let refused = std::thread::scope(|scope| {
         backend.hook().aim("open_event", 1);
-        let importer = EventImporter::visit(&handle.body, &stage.domain, &device).unwrap();
-        // The driver has forgotten what the maker made, and its socket is open still.
+        let importer = EventImporter::connect(&handle.body, &stage.domain, &device).unwrap();
+        // The driver no longer knows the exporter's event, and the socket is still open.
         let opening = scope.spawn(|| {
             Event::of_importer(importer, &handle, &device)
                 .map(drop)
@@ -373,8 +374,7 @@ fn a_handle_that_the_driver_cannot_open_because_its_maker_goes_is_told_as_that()
 }
 
 #[test]
-fn while_the_driver_holds_up_a_recording_importers_come_and_go_and_another_thread_is_told_so_in_time()
- {
+fn a_recording_that_the_driver_blocks_delays_no_importer_and_times_another_thread_out() {
     let wrapped = Wrapped::new(Device::host().backend().clone(), Holding::default());
     let (opened_by_others, mut stage) = (Stage::new("held"), Stage::new("held"));
     stage.device = Device::from_backend(wrapped.clone());
@@ -399,7 +399,7 @@ fn while_the_driver_holds_up_a_recording_importers_come_and_go_and_another_threa
                 opened_by_others.opened(&early).query(),
                 Err(Error::EventNotRecorded { .. })
             ),
-            "the desk goes on"
+            "the server goes on"
         );
         let first = opened.wait(&reading).unwrap();
         reading.synchronize(WAIT).unwrap();

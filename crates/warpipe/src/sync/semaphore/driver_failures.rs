@@ -1,4 +1,5 @@
-//! When the driver refuses a call or holds it up, when a member does not answer, and when it lies about its own word.
+//! A driver that refuses or blocks a call, a member that does not answer, and a member that lies in
+//! its own word.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
@@ -12,13 +13,13 @@ use crate::backend::testing::{Failing, FullQueue, Wrapped};
 use crate::runtime::reactor::EventSource;
 use crate::shm::counter::VALUE_MAX;
 
-/// How long a bounded call waits that is to time out.
+/// The timeout of a call that is meant to time out.
 const SHORT: Duration = Duration::from_millis(50);
 
-/// What has not come within this does not.
+/// A result that has not come within this time never comes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What `call` on another thread gives, which must come back.
+/// The result of `call` on another thread, which must return.
 fn in_time<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
     let (told, done) = mpsc::channel();
     std::thread::spawn(move || told.send(call()));
@@ -34,7 +35,7 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// A device that fails where it is told to.
+/// A device that fails at the chosen call.
 fn failing() -> (Arc<Wrapped<Failing>>, Device) {
     let wrapped = Wrapped::new(Device::host().backend().clone(), Failing::default());
     (wrapped.clone(), Device::from_backend(wrapped))
@@ -117,7 +118,7 @@ fn sections_follow_each_other_also_where_the_driver_refuses_releases() {
             hook.hook().aim("batch", 1);
             assert!(permit.release(stream).is_err());
         } else {
-            // By another stream in turn, which is behind this one.
+            // By a different stream each round, which is behind this one.
             let other = &streams[(round / 4) as usize % 3];
             other.wait_for(stream).unwrap();
             permit.release(other).unwrap();
@@ -167,14 +168,15 @@ fn a_release_that_is_held_up_holds_up_no_reactor_and_no_other_thread() {
     let on = stuck.clone();
     let release = std::thread::spawn(move || permit.release(&on));
     hook.hook().wait_until_held_up();
-    // What only a wrong member does: the permit goes to others although nobody has released it.
+    // Only a wrong member does this: the permit goes to others although its holder has not released
+    // it.
     creator.local.shared_page.hand_on(0, CREATOR);
     let (who, on) = (member.clone(), other.clone());
     let permit = in_time(move || who.acquire(&on, PATIENCE).unwrap());
     let monitor = member.local.monitor().clone();
     in_time(move || monitor.on_tick(0));
     in_time(move || permit.release_now());
-    // Another member gets a page to share with the one that is held up.
+    // Another member gets a page to share with the blocked one.
     let third = Semaphore::open(&stage.domain, "turns", &device).unwrap();
     let (who, on) = (third.clone(), other.clone());
     in_time(move || who.acquire(&on, PATIENCE).unwrap()).release_now();

@@ -1,4 +1,4 @@
-//! Creators that do not do what a creator does.
+//! Creators that break the protocol.
 
 use std::os::fd::OwnedFd;
 
@@ -14,7 +14,7 @@ use crate::ipc::peer::Process;
 use crate::ipc::{ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore};
 use crate::runtime::closer::PeerFd;
 
-/// Lets anybody in, with this.
+/// Admits every client, with this reply.
 struct Wrong {
     body: Vec<u8>,
     page_bytes: usize,
@@ -160,7 +160,7 @@ fn descriptors_that_are_no_pidfd_or_no_lifeline_are_not_taken_for_a_members_deat
     let monitor = MemberMonitor::new(shared_page.clone(), signals, 1);
     shared_page.take_free(2, 0).unwrap();
     shared_page.promise(0, 2);
-    // Always readable.
+    // A descriptor that is always readable.
     let (readable, writer) = rustix::pipe::pipe().unwrap();
     drop(writer);
     let memfd = rustix::fs::memfd_create(c"no-pidfd", MemfdFlags::CLOEXEC).unwrap();
@@ -180,7 +180,7 @@ fn descriptors_that_are_no_pidfd_or_no_lifeline_are_not_taken_for_a_members_deat
         fds(&own, &own),
         fds(&own, &open),
     ] {
-        // In a process that this one has links to, what is known of it counts.
+        // In a process to which this one has links, the known state counts.
         let error = Process::relayed(wrong).map(|_| ()).unwrap_err();
         assert!(
             matches!(error, crate::HandshakeFault::Lifeline(_)),

@@ -1,5 +1,5 @@
-//! What one process's handles and permits of a semaphore share. **This module is marked for unsafe**: it hands the words
-//! that streams wait for to the device.
+//! The state that one process's handles and permits of a semaphore share. **This module is marked
+//! for unsafe**: it passes words for streams to the device.
 
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU32};
@@ -24,7 +24,7 @@ use crate::runtime::fence::Fence;
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::stream::{Backoff, Stream};
 
-/// Leaves what could not be put together to the reaper.
+/// Leaves a half-built semaphore to the reaper.
 pub(super) fn drop_deferred(remains: impl Send + 'static, why: Error) -> Error {
     if let Ok(reactor) = Reactor::of_process() {
         reactor.defer_drop(Box::new(remains));
@@ -32,7 +32,7 @@ pub(super) fn drop_deferred(remains: impl Send + 'static, why: Error) -> Error {
     why
 }
 
-/// How this process belongs to it.
+/// The role of this process for the semaphore.
 #[derive(Debug)]
 pub(super) enum SemaphoreRole {
     Creator {
@@ -44,7 +44,7 @@ pub(super) enum SemaphoreRole {
     },
 }
 
-/// What a process's handles and permits share.
+/// The state that a process's handles and permits share.
 #[derive(Debug)]
 pub(super) struct LocalSemaphore {
     pub(super) shared_page: Arc<SemaphorePage>,
@@ -52,12 +52,13 @@ pub(super) struct LocalSemaphore {
     device: Device,
     pub(super) name: String,
     pub(super) member: u32,
-    /// The permit given back last: most likely free, and in this CPU's cache.
+    /// The permit released last: most likely free, and in this CPU's cache.
     pub(super) hint: AtomicU32,
     signals: Arc<MemberSignals>,
     monitor: Arc<MemberMonitor>,
     reactor: Arc<Reactor>,
-    /// A thread gets to know members for those that only try; why the last one failed.
+    /// A background thread is connecting to members for callers that do not wait; the last failure
+    /// is kept.
     is_connecting: AtomicBool,
     connecting: Mutex<Option<Error>>,
     /// `None` only while dropping.
@@ -113,8 +114,8 @@ impl LocalSemaphore {
         self.monitor.is_over()
     }
 
-    /// The page is registered with this device's backend, and its addresses mean nothing to another; nor may its words go
-    /// into a graph.
+    /// The page is registered with this device's backend, and its addresses are invalid for another
+    /// one. Its words may not go into a graph.
     pub(super) fn check_stream(&self, stream: &Stream) -> Result<()> {
         stream.check_usable(&self.device)
     }
@@ -126,7 +127,8 @@ impl LocalSemaphore {
         }
     }
 
-    /// Waits at a place in the line until it is served, the time is over, or it is called off.
+    /// Waits in a wait slot until a permit is granted, the timeout has passed, or the wait is
+    /// cancelled.
     pub(super) fn wait_at(
         &self,
         slot: WaitSlot,
@@ -135,13 +137,13 @@ impl LocalSemaphore {
         called_off: Option<&AtomicBool>,
     ) -> Result<(u32, u64)> {
         let is_called_off = || called_off.is_some_and(|off| off.load(Relaxed));
-        // Behind others the turn is far off, and a CPU that spins is one that a holder may need.
+        // Behind other waiters the grant is far off, and a holder may need the CPU that would spin.
         let mut backoff = Backoff::spinning(if self.shared_page.is_first_in_line() {
             SPINS
         } else {
             0
         });
-        // A permit may have become free while nobody was to be seen.
+        // A permit may have become free while no waiter was visible.
         self.shared_page.match_waiters(self.member);
         loop {
             let left = timeout.saturating_sub(clock.elapsed());
@@ -202,8 +204,9 @@ impl LocalSemaphore {
         })
     }
 
-    /// Makes sure that streams of this process can wait for everybody who is to signal this permit, and that it hears of
-    /// their deaths. The first time with each of them takes a few messages.
+    /// Makes sure that this process's streams can wait for all members that are to signal this
+    /// permit, and that it learns of their deaths. The first time with each member takes a few
+    /// messages.
     pub(super) fn connect_signallers(&self, permit: u32, timeout: Duration) -> Result<()> {
         let start = Instant::now();
         for (_, member) in self.shared_page.in_flight(permit) {
@@ -226,7 +229,7 @@ impl LocalSemaphore {
         Ok(())
     }
 
-    /// Keeps this process from getting to know anybody.
+    /// Keeps this process from connecting to members.
     #[cfg(test)]
     pub(super) fn block_connecting(&self) -> impl Drop {
         self.signals
@@ -235,7 +238,7 @@ impl LocalSemaphore {
             .unwrap()
     }
 
-    /// Whether streams of this process can wait for all that are to signal this permit.
+    /// Whether this process's streams can wait for all members that are to signal this permit.
     pub(super) fn is_connected_to_signallers(&self, permit: u32) -> bool {
         self.shared_page
             .word(permit)
@@ -246,10 +249,10 @@ impl LocalSemaphore {
                 .all(|(_, member)| self.is_connected_to(member))
     }
 
-    /// Begins to get to know them on a thread of its own, one at a time: they may stand still.
+    /// Starts to connect to them on a thread of its own, one at a time: they may be stopped.
     ///
     /// # Errors
-    /// Why the last one could not: told once.
+    /// Why the last member could not be connected: reported once.
     pub(super) fn connect_in_background(self: &Arc<Self>, permit: u32) -> Result<()> {
         if let Some(error) = self
             .connecting
@@ -301,11 +304,12 @@ impl LocalSemaphore {
         self.monitor.watches(member) && self.signals.is_connected(member)
     }
 
-    /// Gets to know a member, within `timeout` of `start`.
+    /// Connects to a member, within `timeout` of `start`.
     fn connect(&self, member: u32, start: Instant, timeout: Duration) -> Result<()> {
         let left = || timeout.saturating_sub(start.elapsed());
         let Some(PageOffer { page, process }) = self.offer(member, left())? else {
-            // What it owes behind the work of the living must come due even if the creator dies now.
+            // A dead member's promises behind the work of living ones must be completed even if the
+            // creator dies now.
             self.monitor.handle_death(member);
             return Ok(());
         };
@@ -327,13 +331,14 @@ impl LocalSemaphore {
             None => return Err(Error::Forked),
         }
         self.signals.connect(member, draft, left())?;
-        // Before the watch: who is dead by now is found so at once, and what we share with it is lifted.
+        // Before the watch: a member that is dead by now is found dead at once, and its shared
+        // words are ended.
         process.map_or(Ok(()), |process| {
             self.monitor.watch_member(member, process, &self.name)
         })
     }
 
-    /// A page to share with a member, from the creator. None if the member is here no more.
+    /// Requests a page to share with a member from the creator. `None` if the member is gone.
     fn offer(&self, member: u32, timeout: Duration) -> Result<Option<PageOffer<PeerFd>>> {
         match &self.role {
             Some(SemaphoreRole::Creator {
@@ -376,7 +381,7 @@ impl LocalSemaphore {
         self.shared_page.device_word(permit).ok_or_else(missing)
     }
 
-    /// What a stream that is given the permit waits for.
+    /// The waits of a stream that gets the permit.
     fn waits(&self, permit: u32) -> Vec<StreamOp> {
         self.signals.waits(
             permit,
@@ -391,14 +396,15 @@ impl LocalSemaphore {
             return Ok(());
         }
         self.signals.streams().record_use(stream);
-        // SAFETY: the words lie in pages of this process and one other (or of this one alone), which are let go only
-        // when this stream, noted above, is proven to be past them.
+        // SAFETY: the words lie in pages of this process and one other (or of this one alone),
+        // which are dropped only when this stream, recorded above, is proven to be past them.
         unsafe { stream.batch(&waits) }
     }
 
-    /// Promises a release of the permit behind the stream's work, and has the stream signal it, behind that of earlier
-    /// holders unless it `is_behind` it already. An error: nothing is promised, and the stream has been given nothing. The
-    /// permit is not to be handed on before that stream's work is done.
+    /// Promises a release of the permit behind the stream's work, and has the stream signal it,
+    /// behind that of earlier holders unless it `is_behind` it already. On an error there is no
+    /// promise, and the stream has no new work. The permit may be handed on only behind that
+    /// stream's work.
     pub(super) fn release(&self, permit: u32, stream: &Stream, is_behind: bool) -> Result<()> {
         let mut before = if is_behind {
             Vec::new()
@@ -407,7 +413,7 @@ impl LocalSemaphore {
         };
         let word = self.word_address(permit)?;
         let value = self.shared_page.promise(permit, self.member);
-        // For the CPUs that look at the permit: no stream waits for this word.
+        // For the CPUs that read the permit: no stream waits for this word.
         before.push(StreamOp::Signal { word, value });
         let released = self.signals.release(permit, stream, &before);
         if released.is_err() {
@@ -416,11 +422,11 @@ impl LocalSemaphore {
         released
     }
 
-    /// Hands a permit on once `stream`, which gives no signal, is past what it was given so far: it is being captured, or
-    /// the driver refuses.
+    /// Hands a permit on once `stream`, which gives no signal, has completed its work so far: the
+    /// stream is being captured, or the driver refuses the signal.
     pub(super) fn hand_on_deferred(self: &Arc<Self>, permit: u32, stream: &Stream) {
         let (local, mut fence) = (self.clone(), Fence::behind(stream));
-        // However long that takes.
+        // This has no time limit.
         self.reactor.drop_after(move || {
             let is_past = fence.is_reached();
             if is_past {
@@ -448,22 +454,24 @@ impl Drop for LocalSemaphore {
             self.monitor.clone(),
         );
         let (streams, mut fence) = (signals.streams().clone(), None);
-        // A creator whose streams wait for members must still see them die; else the name is free at once.
+        // A creator whose streams wait for members must still see them die; otherwise the name is
+        // free at once.
         if matches!(role, Some(SemaphoreRole::Creator { .. }))
             && fence.insert(streams.fence_busy()).is_reached()
         {
             drop(role.take());
         }
-        // Others wait for the name, and for the goodbye.
+        // Other processes wait for the name, and for the close.
         self.reactor.drop_after(move || {
             let (shared_page, signals, monitor) = (&shared_page, &signals, &monitor);
             if !fence.get_or_insert_with(|| streams.fence()).is_reached() || !signals.catch_up() {
                 return DropReadiness::Busy;
             }
-            // Only now a goodbye: whoever has said it owes no signal any more. And only now the page: never on this
-            // thread, since to unregister memory, a driver may wait for a stream that waits for a peer.
+            // The close comes only now: a member that has closed owes no signal. The page is
+            // dropped only now, and never on this thread: a driver that unregisters memory may wait
+            // for a stream that waits for a peer.
             drop(role.take());
-            // The member monitor has one of each.
+            // The member monitor holds one reference to each.
             let is_last = Arc::strong_count(monitor) == 1
                 && Arc::strong_count(shared_page) == 2
                 && Arc::strong_count(signals) == 2;

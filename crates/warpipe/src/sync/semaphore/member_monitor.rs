@@ -1,8 +1,9 @@
-//! What a member does by itself when others die: the creator may be among them.
+//! A member's reaction to deaths of other members, without the creator, which may be dead, too.
 //!
-//! A stream of ours may wait for what another member's device has not signalled yet, on a [page](super::signals) of the
-//! two of us: nobody else could let it go. So before a stream of ours is made to wait, we have asked the creator for
-//! pidfd and lifeline of everybody it waits for, and watch these ourselves.
+//! A stream of this process may wait for a signal of another member's device, on a
+//! [page](super::signals) of the two: only this process could release it. So before such a wait,
+//! this process requests pidfd and lifeline of each awaited member from the creator, and watches
+//! them itself.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
@@ -18,20 +19,20 @@ use crate::ipc::{IncomingReply, SessionObserver, decode};
 use crate::runtime::closer::PeerFd;
 use crate::runtime::reactor::{EventSource, Next, Registration};
 
-/// What the creator has told us and the control thread has not come to: two for each member that there can be.
+/// The most notifications that the control thread has not handled: two for each possible member.
 const NOTICES_MAX: usize = 512;
 
-/// Watches the creator and those whose signals our streams wait for.
+/// Watches the creator and the members whose signals this process's streams wait for.
 pub(super) struct MemberMonitor {
     owner_process: OwnerProcess,
     shared_page: Arc<SemaphorePage>,
     signals: Arc<MemberSignals>,
     weak_self: Weak<MemberMonitor>,
     member: u32,
-    /// The creator is there no more.
+    /// The creator is gone.
     is_over: AtomicBool,
     notices: AtomicUsize,
-    /// Proven dead, and perhaps owing something behind the work of the living.
+    /// Members that are proven dead, and may owe values behind the work of living ones.
     dead: Mutex<BTreeSet<u32>>,
     /// By member.
     watched_members: Mutex<BTreeMap<u32, (Registration, Arc<Process>)>>,
@@ -72,12 +73,12 @@ impl MemberMonitor {
         self.weak_self.clone()
     }
 
-    /// Whether this process will hear of the member's death.
+    /// Whether this process will learn of the member's death.
     pub(super) fn watches(&self, member: u32) -> bool {
         member == self.member || member == CREATOR || self.watched_members().contains_key(&member)
     }
 
-    /// Begins to watch a member. At once [`EventSource::on_ready`] if it is dead already.
+    /// Starts to watch a member. Calls [`EventSource::on_ready`] at once if it is dead already.
     pub(super) fn watch_member(&self, member: u32, process: [PeerFd; 3], name: &str) -> Result<()> {
         let process = Process::relayed(process).map_err(|fault| Error::Protocol {
             name: name.to_string(),
@@ -95,7 +96,8 @@ impl MemberMonitor {
         Ok(())
     }
 
-    /// The member is here no more: what it owes is stored, and nothing of it kept. Not on the reactor's thread.
+    /// The member is gone: its owed values are stored, and its state is removed. Not on the
+    /// reactor's thread.
     pub(super) fn remove_member(&self, member: u32) {
         let forgotten = self.watched_members().remove(&member);
         drop(forgotten);
@@ -123,7 +125,7 @@ impl MemberMonitor {
     fn on_notice(&self, mut incoming: IncomingReply) {
         let name = self.signals.name();
         match (decode(&incoming.body, name), incoming.fds.pop()) {
-            // Who asked times out if it fails.
+            // On a failure the requester times out.
             (Ok(SemaphoreNotice::Serve { member }), Some(page)) => {
                 drop(self.signals.add_listener(member, page))
             }
@@ -137,7 +139,7 @@ impl MemberMonitor {
         if !dead.is_empty() {
             self.shared_page
                 .complete_dead_signals(|member| dead.contains(&member));
-            // The creator's death concerns whatever is promised by then, and it promises nothing afterwards.
+            // The creator's death covers its promises up to then: it makes none afterwards.
             dead.retain(|&member| self.shared_page.owes_signal(member));
         }
     }
@@ -153,12 +155,12 @@ impl SessionObserver for MemberMonitor {
         self.handle_death(CREATOR);
     }
 
-    /// On the reactor's thread: what follows calls the driver.
+    /// On the reactor's thread; the handling calls the driver, so it is deferred.
     fn on_notification(&self, incoming: IncomingReply) {
         let Some(monitor) = self.weak_self.upgrade() else {
             return;
         };
-        // More than an honest creator sends are dropped.
+        // An honest creator sends fewer; the rest are dropped.
         if self.notices.fetch_add(1, SeqCst) >= NOTICES_MAX {
             self.notices.fetch_sub(1, SeqCst);
             return;

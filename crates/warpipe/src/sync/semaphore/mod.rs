@@ -1,13 +1,15 @@
-//! A semaphore between processes: at most so many at once, on streams and on the CPU.
+//! A semaphore between processes, on streams and on the CPU.
 //!
-//! [`Semaphore::acquire`] gives a [`Permit`] to the CPU and makes the *stream* wait for the device work of the permit's
-//! last holder; [`Permit::release`] returns at once and takes effect behind the stream's work. Nobody's CPU waits for
-//! a device. Uncontended, both are a few atomics on shared words, without a system call.
+//! [`Semaphore::acquire`] gives a [`Permit`] to the CPU and makes the *stream* wait for the device
+//! work of the permit's last holder; [`Permit::release`] returns at once and takes effect behind
+//! the stream's work. No CPU waits for a device. Uncontended, both are a few atomics on shared
+//! words, without a system call.
 //!
 //! The words lie in one page that every member maps for writing (`page.rs`, and byte by byte
-//! `docs/design/semaphore-page.md`): members trust each other with the *count*. What a wrong member can do to it stands
-//! at the head of `page.rs`; it cannot make another one panic, read elsewhere, or wait beyond its timeout. No stream waits
-//! for a word of that page: each pair of members that needs one has a page of its own (`signals.rs`).
+//! `docs/design/semaphore-page.md`): members trust each other with the *count*. The head of
+//! `page.rs` says how a wrong member can corrupt it; it cannot make another member panic, read
+//! elsewhere, or wait beyond its timeout. No stream waits for a word of that page: each pair of
+//! members that needs one has its own page (`signals.rs`).
 
 #[cfg(test)]
 mod driver_failures;
@@ -16,6 +18,8 @@ mod hostile;
 mod local;
 mod member_monitor;
 mod page;
+#[cfg(test)]
+mod page_tests;
 mod server;
 mod signals;
 #[cfg(test)]
@@ -47,19 +51,20 @@ crate::ipc::messages!(
     server::SemaphoreWelcome
 );
 
-/// The guide's examples are tests, too.
+/// The guide's examples run as tests.
 #[cfg(doctest)]
 #[doc = include_str!("../../../../../docs/guide/semaphore.md")]
 struct Guide;
 
-/// How often a waiter that is first in line looks before it sleeps.
+/// The checks of the first waiter in line before it sleeps.
 const SPINS: u32 = 2_000;
 
-/// So many may hold a permit at once, in any number of processes on one machine.
+/// A limited number of permits, held in any number of processes on one machine.
 ///
-/// Whoever [creates](Semaphore::create) it keeps it under a name; others [open](Semaphore::open) it. It is closed when
-/// this handle, its clones and its permits are dropped, and the streams they were used on are past their work (at once,
-/// if they are idle). May be used from any number of threads.
+/// The process that [creates](Semaphore::create) it serves it under a name; other processes
+/// [open](Semaphore::open) it. It is closed when this handle, its clones and its permits are
+/// dropped, and their streams have completed their work (at once, if they are idle). Any number of
+/// threads may use it.
 ///
 /// ```
 /// use std::time::Duration;
@@ -71,7 +76,8 @@ const SPINS: u32 = 2_000;
 /// let same = Semaphore::open(&domain, "turns", &device)?; // any other
 ///
 /// let stream = device.stream()?;
-/// let permit = same.acquire(&stream, Duration::from_secs(1))?; // the stream waits for the last holder's work
+/// // The stream waits for the last holder's work.
+/// let permit = same.acquire(&stream, Duration::from_secs(1))?;
 /// // ... enqueue work on `stream` ...
 /// permit.release(&stream)?; // at once; the next holder's stream waits for that work
 /// # drop((turns, same)); std::fs::remove_dir_all(folder).ok();
@@ -80,30 +86,34 @@ const SPINS: u32 = 2_000;
 ///
 /// # Who comes first
 ///
-/// While anybody waits, permits go to whoever has waited longest, and nobody overtakes. That holds for 256 waiting
-/// threads on the machine; further ones wait for a place among them, in no order.
+/// While threads wait, permits go to the one that has waited longest, and no other overtakes it.
+/// That holds for 256 waiting threads on the machine; further threads wait for a wait slot, in no
+/// order.
 ///
 /// # When somebody dies
 ///
-/// * A holder: its permit comes back when its death is proven (its lifeline), after everything it could still do. The
-///   next holder goes on; what the dead one had half done is for the user to see to.
-/// * A holder after its release, before its device work was done: the streams behind it go on at its proven death.
-/// * A waiter: its place is cleared at its proven death, and what was handed to it is handed on.
-/// * The creator: whoever waits gets [`Error::OwnerGone`], and so does who comes later; permits that are held stay
-///   valid and can be released; streams go on as above, let go by each process itself.
+/// * A holder: its permit comes back when its death is proven (its lifeline), after its last
+///   possible access. The next holder continues; the user must deal with the dead holder's
+///   unfinished work.
+/// * A holder after its release, before its device work was done: the streams behind it go on at
+///   its proven death.
+/// * A waiter: its wait slot is freed at its proven death, and a permit granted to it is handed on.
+/// * The creator: present and later waits end with [`Error::OwnerGone`]. Permits that are held stay
+///   valid and can be released. Streams continue as above; each process releases its own.
 #[derive(Debug, Clone)]
 pub struct Semaphore {
     local: Arc<LocalSemaphore>,
 }
 
 impl Semaphore {
-    /// Makes one of `permits` permits (1 to 1024), all free, and keeps it under `name`.
+    /// Creates a semaphore of `permits` permits (1 to 1024), all free, and serves it under `name`.
     ///
-    /// A sealed memfd of 24 to 84 KiB, registered with `device` (`cuMemHostRegister`), and a socket in the domain.
+    /// It costs a sealed memfd of 24 to 84 KiB, registered with `device` (`cuMemHostRegister`), and
+    /// a socket in the domain.
     ///
     /// # Errors
-    /// [`Error::Argument`] for the number, [`Error::Name`], [`Error::NameTaken`] and the others of a domain,
-    /// [`Error::Driver`], [`Error::Os`].
+    /// [`Error::Argument`] for the number, [`Error::Name`], [`Error::NameTaken`] and the others of
+    /// a domain, [`Error::Driver`], [`Error::Os`].
     pub fn create(domain: &Domain, name: &str, device: &Device, permits: u32) -> Result<Semaphore> {
         if !(1..=PERMITS_MAX).contains(&permits) {
             return Err(Error::argument(
@@ -131,7 +141,8 @@ impl Semaphore {
             name: &name,
             kind: Kind::Semaphore,
         };
-        // Not dropped here on an error: to unregister memory, a driver may wait for a stream that waits for a peer.
+        // Not dropped here on an error: a driver that unregisters memory may wait for a stream that
+        // waits for a peer.
         let server = match IpcServer::open(&at, AccessPolicy::default(), semaphore_server.clone()) {
             Ok(server) => server,
             Err(error) => {
@@ -158,16 +169,17 @@ impl Semaphore {
         })
     }
 
-    /// Opens the one of this name.
+    /// Opens the semaphore of this name.
     ///
     /// # Errors
-    /// [`Error::NoOwner`], [`Error::OtherKind`], [`Error::AccessDenied`]; [`Error::Refused`], also when it is for another
-    /// kind of device; [`Error::Protocol`] for a creator that is broken; [`Error::Driver`], [`Error::Os`].
+    /// [`Error::NoOwner`], [`Error::OtherKind`], [`Error::AccessDenied`]; [`Error::Refused`], also
+    /// when it is for another kind of device; [`Error::Protocol`] for a creator that is broken;
+    /// [`Error::Driver`], [`Error::Os`].
     pub fn open(domain: &Domain, name: &str, device: &Device) -> Result<Semaphore> {
         Semaphore::open_timeout(domain, name, device, Duration::ZERO)
     }
 
-    /// The same, and waits up to `wait` for it to be there.
+    /// Like [`open`](Self::open), but waits up to `wait` for its creation.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
@@ -215,35 +227,38 @@ impl Semaphore {
         })
     }
 
-    /// Its name.
+    /// The semaphore's name.
     pub fn name(&self) -> &str {
         &self.local.name
     }
 
-    /// How many permits there are.
+    /// The number of permits.
     pub fn permits(&self) -> u32 {
         self.local.shared_page.permits()
     }
 
-    /// How many are free at this moment, for people: it may be otherwise by the time this returns.
+    /// The number of free permits at this moment, for diagnostics: it may have changed when this
+    /// returns.
     pub fn available(&self) -> u32 {
         self.local.shared_page.available()
     }
 
-    /// How many wait at this moment, for people.
+    /// The number of waiting threads at this moment, for diagnostics.
     pub fn waiting(&self) -> u32 {
         self.local.shared_page.waiting()
     }
 
-    /// Waits up to `timeout` for a permit, and makes `stream` wait (`cuStreamWaitValue64`) for the device work of its
-    /// last holder, unless that is done. The CPU does not wait for that work.
+    /// Waits up to `timeout` for a permit, and makes `stream` wait (`cuStreamWaitValue64`) for the
+    /// device work of its last holder, unless that is done. The CPU does not wait for that work.
     ///
-    /// At most 8 holders' works of one permit may be under way on devices; beyond that the CPU waits for the oldest. The
-    /// first time that a stream of this member is to wait for another member's, the two are given a page to share: that
-    /// takes a few messages, and the other one's process must answer.
+    /// At most 8 holders' work of one permit may be in progress on devices; beyond that the CPU
+    /// waits for the oldest. The first time that a stream of this member waits for another
+    /// member's, the two get a page to share: that takes a few messages, and the other process must
+    /// answer.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::OwnerGone`]; [`Error::Driver`], and the permit is free again. [`Error::Forked`].
+    /// [`Error::Timeout`]; [`Error::OwnerGone`]; [`Error::Driver`], and the permit is free again.
+    /// [`Error::Forked`].
     pub fn acquire(&self, stream: &Stream, timeout: Duration) -> Result<Permit> {
         self.local.check_stream(stream)?;
         let mut clock = Stopwatch::default();
@@ -251,11 +266,12 @@ impl Semaphore {
         self.join(permit, stream, timeout, &mut clock)
     }
 
-    /// As [`acquire`](Self::acquire), or [`acquire_host`](Self::acquire_host) without a stream, for who may be called away:
-    /// once `called_off` is set, the place in the line is given up within a tenth of a second.
+    /// Like [`acquire`](Self::acquire), or [`acquire_host`](Self::acquire_host) without a stream,
+    /// for a caller that may cancel: once `called_off` is set, the wait ends within a tenth of a
+    /// second.
     ///
     /// # Errors
-    /// As for [`acquire`](Self::acquire); [`Error::Timeout`] also when it is called off.
+    /// As for [`acquire`](Self::acquire); [`Error::Timeout`] also when it is cancelled.
     pub fn acquire_unless(
         &self,
         stream: Option<&Stream>,
@@ -271,18 +287,20 @@ impl Semaphore {
         }
     }
 
-    /// Takes a permit if one is free and nobody waits for it. Waits for no other process: until this one knows all whose
-    /// work on a permit is under way, which takes a few messages the first time, that permit counts as taken.
+    /// Takes a permit if one is free and no thread waits for it. Waits for no other process: a
+    /// permit counts as taken until this process is connected to all members with work in progress
+    /// on it, which takes a few messages the first time.
     ///
     /// # Errors
-    /// As for [`acquire`](Self::acquire), without the timeout: a permit that has too much work under way is none.
+    /// As for [`acquire`](Self::acquire), without the timeout: a permit with too much work in
+    /// progress counts as taken.
     pub fn try_acquire(&self, stream: &Stream) -> Result<Option<Permit>> {
         self.local.check_stream(stream)?;
         let local = &self.local;
         let may =
             |permit| local.has_room_for_work(permit) && local.is_connected_to_signallers(permit);
         let known = self.try_take_of(may)?;
-        // Else any: those who are to signal it are to be got to know.
+        // Otherwise any permit: this process then connects to its signallers.
         let Some(permit) = known.map_or_else(|| self.try_take(), |permit| Ok(Some(permit)))? else {
             return Ok(None);
         };
@@ -291,7 +309,7 @@ impl Semaphore {
         }
         if !self.local.is_connected_to_signallers(permit.index) {
             let index = permit.index;
-            // Handed on first: others may know them.
+            // Handed on first: other members may be connected to them.
             drop(permit);
             return self.local.connect_in_background(index).map(|()| None);
         }
@@ -309,7 +327,8 @@ impl Semaphore {
         self.settle(permit, timeout, &mut clock)
     }
 
-    /// Takes a permit if one is free, nobody waits for it, and the device work of its last holder is done.
+    /// Takes a permit if one is free, no thread waits for it, and the device work of its last
+    /// holder is done.
     ///
     /// # Errors
     /// [`Error::OwnerGone`], [`Error::Forked`].
@@ -329,7 +348,7 @@ impl Semaphore {
         self.try_take_of(|_| true)
     }
 
-    /// The same among those that `may` be taken.
+    /// Like [`try_take`](Self::try_take), among the permits that `may` accepts.
     fn try_take_of(&self, may: impl Fn(u32) -> bool) -> Result<Option<Permit>> {
         let local = &self.local;
         local.check_open()?;
@@ -377,7 +396,7 @@ impl Semaphore {
         Ok(self.permit(index, passed))
     }
 
-    /// Waits for what is under way. An error drops the permit, which hands it on.
+    /// Waits for work in progress. An error drops the permit, which hands it on.
     fn settle(&self, permit: Permit, timeout: Duration, clock: &mut Stopwatch) -> Result<Permit> {
         let (local, due) = (&self.local, self.local.shared_page.due(permit.index));
         if !local.shared_page.word(permit.index).reached(due) {
@@ -387,7 +406,7 @@ impl Semaphore {
         Ok(permit)
     }
 
-    /// Makes the stream wait for what is under way. An error drops the permit, which hands it on.
+    /// Makes the stream wait for work in progress. An error drops the permit, which hands it on.
     fn join(
         &self,
         mut permit: Permit,
@@ -407,8 +426,8 @@ impl Semaphore {
     }
 }
 
-/// The right to be inside. Dropped, it is released: behind the work of the stream it was acquired on, or at once if it
-/// was acquired on the CPU.
+/// A permit. The drop releases it: behind the work of the stream it was acquired on, or at once if
+/// it was acquired on the CPU.
 #[derive(Debug)]
 #[must_use = "a permit that is dropped is released"]
 pub struct Permit {
@@ -420,28 +439,31 @@ pub struct Permit {
 }
 
 impl Permit {
-    /// Gives it back behind everything `stream` has been given so far (`cuStreamWriteValue64`), and returns at once: the
-    /// next holder gets it now, and its stream waits for that work.
+    /// Releases the permit behind the stream's work so far (`cuStreamWriteValue64`), and returns at
+    /// once: the next holder gets it now, and its stream waits for that work.
     ///
-    /// `stream` may be another one than it was acquired on. Work on further streams is the caller's to order before it.
+    /// `stream` may be another one than it was acquired on. The caller orders work on further
+    /// streams before it.
     ///
     /// # Errors
-    /// [`Error::Driver`]: the driver does not signal behind this stream. The next holder gets the permit when the stream's
-    /// work so far is known to be done; if the driver does not say so either, when this process ends.
-    /// [`Error::Argument`] for a stream of another device, [`Error::Capturing`] for one that is being captured: it is
-    /// released behind the stream it was acquired on, as if it were dropped.
+    /// [`Error::Driver`]: the driver does not signal behind this stream. The next holder gets the
+    /// permit when the stream's work so far is known to be done; if the driver does not report that
+    /// either, when this process ends. [`Error::Argument`] for a stream of another device,
+    /// [`Error::Capturing`] for a stream that is being captured: the permit is released behind the
+    /// stream it was acquired on, as if it were dropped.
     pub fn release(mut self, stream: &Stream) -> Result<()> {
         self.local.check_stream(stream)?;
         self.release_behind(stream)
     }
 
-    /// Gives it back now. The next holder waits for nothing of this one's device work (but still for that of those
-    /// before it).
+    /// Releases the permit now. The next holder does not wait for this holder's device work (but
+    /// still for that of earlier holders).
     pub fn release_now(mut self) {
         self.hand_on();
     }
 
-    /// How many permits were handed to others while this one was waited for: at most about as many as waited before.
+    /// The permits that were granted to others while this one was waited for: at most about as many
+    /// as waited before.
     pub fn passed(&self) -> u64 {
         self.passed
     }
@@ -457,11 +479,12 @@ impl Permit {
         let before = local.shared_page.due(index);
         let is_behind = self.stream.as_ref().is_some_and(|own| own.is_same(stream))
             || local.shared_page.word(index).reached(before);
-        // Another stream than it was acquired on is not behind the last holder's work yet, and its signal would be early.
+        // A stream other than the acquiring one is not behind the last holder's work yet, and its
+        // signal would be early.
         match local.release(index, stream, is_behind) {
             Ok(()) => self.hand_on(),
             Err(error) => {
-                // No stream would wait for this one's work.
+                // No stream would wait for this holder's work.
                 self.is_open = false;
                 local.hand_on_deferred(index, stream);
                 return Err(error);
@@ -487,7 +510,7 @@ impl Drop for Permit {
             .take()
             .filter(|_| self.is_open && self.local.owner_process.is_current())
         {
-            // Whatever fails has been dealt with; nobody is here to be told.
+            // Every failure has been handled, and a drop cannot report one.
             self.stream = Some(stream.clone());
             let _ = self.release_behind(&stream);
         }

@@ -1,23 +1,25 @@
-//! The shared words of a semaphore, and what is done with them. `docs/design/semaphore-page.md` draws them byte by byte.
+//! The shared words of a semaphore, and the operations on them. `docs/design/semaphore-page.md`
+//! draws them byte by byte.
 //!
-//! **Who has a permit.** Its owner word says it: 0 is free, everything else a member's number. With one exception: a
-//! *wait slot* (where somebody waits) in phase [`GRANTED`] names the permit that has been handed to it, and from the
-//! compare-and-swap that wrote this on, the permit is the waiter's, whatever its owner word says until the waiter has
-//! put its own number there. So a permit changes hands by one compare-and-swap, and wherever a process dies the permit
-//! is free, or is a dead member's, and [`SemaphorePage::sweep`] knows which.
+//! **Ownership.** A permit's owner word is 0 if it is free, else a member's number. There is one
+//! exception: a *wait slot* in phase [`GRANTED`] names the permit that is granted to it. From that
+//! compare-and-swap on, the permit is the waiter's, whatever its owner word says, until the waiter
+//! has stored its own number. So one compare-and-swap hands a permit over. Wherever a process dies,
+//! the permit is free or a dead member's, and [`SemaphorePage::sweep`] tells these apart.
 //!
-//! **Nobody is forgotten.** Who gives back looks for a waiter, stores 0, and looks again; who waits makes itself seen and
-//! then looks for a free permit. All of these are `SeqCst`, so one of the two sees the other. Who sees both a free permit
-//! and a waiter brings them together ([`SemaphorePage::match_waiters`]), whoever it is. A waiter that was not woken (its giver died
-//! between the hand-over and the wake-up) looks by itself every [`RECHECK_INTERVAL`].
+//! **No lost waiter.** A release looks for a waiter, stores 0, and looks again; a waiter becomes
+//! visible and then looks for a free permit. All of these are `SeqCst`, so one of the two sees the
+//! other. A member that sees both a free permit and a waiter matches them
+//! ([`SemaphorePage::match_waiters`]). A waiter that was not woken (its granter died between the
+//! grant and the wake-up) checks by itself every [`RECHECK_INTERVAL`].
 //!
-//! **Nobody overtakes.** While anybody waits, free permits go to the oldest ticket alone.
+//! **Order.** While members wait, free permits go to the oldest ticket alone.
 //!
-//! **What a wrong member can do.** All members can write all of this, and remove pages of it. One that does so wrongly
-//! can take permits it has not got, give away those of others, make permits unusable, turn the order round, and let
-//! streams start early. It cannot make a stream wait that would not otherwise (those wait on [pages of
-//! two](super::signals)), nor make anybody read outside the page, panic, or loop: numbers are compared or checked and never used to address
-//! unchecked, and every loop here has a bound.
+//! **A wrong member.** All members can write all of this page, and remove pages of it. A wrong
+//! member can take or give away permits that it does not have, make permits unusable, change the
+//! order, and start streams early. It cannot make another stream wait (those waits are on [pages of
+//! two](super::signals)), nor make another member read outside the page, panic, or loop: numbers
+//! are compared or checked before they are used as addresses, and every loop has a bound.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::time::Duration;
@@ -29,21 +31,21 @@ use crate::shm::page::{PAGE_BYTES, SharedPage};
 /// The most permits.
 pub(super) const PERMITS_MAX: u32 = 1024;
 
-/// The most who can wait in order.
+/// The most threads that can wait in order.
 pub(super) const WAIT_SLOTS: u32 = 256;
 
-/// The most works of one permit that may be under way on devices: its holders' streams wait for each other, and for
-/// each it is remembered who is to signal it.
+/// The most pieces of work of one permit that may be in progress on devices. Its holders' streams
+/// wait for each other, and each one's signaller is recorded.
 pub(super) const IN_FLIGHT_MAX: u64 = 8;
 
-/// The creator's number. Visitors are counted from 1.
+/// The creator's number. Other members are counted from 1.
 pub(super) const CREATOR: u32 = u32::MAX;
 
-/// How long a waiter sleeps at most between looks.
+/// The longest sleep of a waiter between two checks.
 pub(super) const RECHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Attempts to bring a permit and a waiter together before it is left to the next who looks. Each fails only because
-/// somebody else has just succeeded; an honest crowd does not come near.
+/// Attempts to match a permit and a waiter before the next caller takes over. Each attempt fails
+/// only because another member has just succeeded; honest members do not come near the limit.
 const ATTEMPTS: u32 = 512;
 
 const TICKETS: usize = 0;
@@ -54,12 +56,12 @@ const WAIT_SLOT_BYTES: usize = 64;
 const PERMIT: usize = WAIT_SLOTS_AT + WAIT_SLOTS as usize * WAIT_SLOT_BYTES;
 const PERMIT_BYTES: usize = 64;
 
-/// Inside a wait slot.
+/// Offsets in a wait slot.
 const STATE: usize = 0;
 const TICKET: usize = 8;
 const BELL: usize = 16;
 
-/// Inside a permit.
+/// Offsets in a permit.
 const OWNER: usize = 0;
 const PROMISED: usize = 8;
 const WORD: usize = 16;
@@ -100,29 +102,29 @@ fn permit_of(state: u64) -> u32 {
     (state >> 2 & STATE_PERMIT) as u32
 }
 
-/// Bytes of the page for so many permits.
+/// Bytes of the page for this many permits.
 pub(super) fn bytes_for(permits: u32) -> usize {
     (PERMIT + permits as usize * PERMIT_BYTES).next_multiple_of(PAGE_BYTES)
 }
 
-/// A wait slot that is this member's.
+/// A wait slot that this member has.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WaitSlot {
     pub(super) index: u32,
-    /// Hand-overs there had been when it began to wait.
+    /// The number of grants at the start of the wait.
     pub(super) handed: u64,
 }
 
-/// What has become of a waiter.
+/// The progress of a wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WaitProgress {
     Waiting,
-    /// It has this permit, after so many had gone to others.
+    /// The waiter has this permit; `passed` permits went to others meanwhile.
     Granted {
         permit: u32,
         passed: u64,
     },
-    /// Its wait slot is not its own any more, which no honest member does.
+    /// The wait slot is not the waiter's any more, which no honest member causes.
     Lost,
 }
 
@@ -135,7 +137,7 @@ pub(super) struct SemaphorePage {
 
 impl SemaphorePage {
     /// # Panics
-    /// If the page is not as long as so many permits need.
+    /// If the page does not have the length for this many permits.
     pub(super) fn new(page: SharedPage, permits: u32) -> SemaphorePage {
         assert!((1..=PERMITS_MAX).contains(&permits) && page.bytes() >= bytes_for(permits));
         SemaphorePage { page, permits }
@@ -180,7 +182,7 @@ impl SemaphorePage {
         self.page.at(self.in_permit(permit, OWNER))
     }
 
-    /// The word that the permit's devices order themselves by.
+    /// The word by which devices order the permit's work.
     pub(super) fn word(&self, permit: u32) -> &TimelineWord {
         self.page.at(self.in_permit(permit, WORD))
     }
@@ -195,16 +197,16 @@ impl SemaphorePage {
         self.page.at(self.in_permit(permit, SIGNALLERS + at))
     }
 
-    /// The value that the permit's word has when all its earlier holders' work is done.
+    /// The value of the permit's word when all its earlier holders' work is done.
     pub(super) fn due(&self, permit: u32) -> u64 {
         self.page
             .at::<AtomicU64>(self.in_permit(permit, PROMISED))
             .load(Acquire)
     }
 
-    /// Says that `me`, who has the permit, will signal the value returned. To be called before the signal is enqueued,
-    /// and while the word is at most [`IN_FLIGHT_MAX`] behind it. One store makes it so: who dies before it has
-    /// promised nothing.
+    /// Promises that `me`, which has the permit, will signal the returned value. Call it before the
+    /// signal is enqueued, and while the word is at most [`IN_FLIGHT_MAX`] behind. One store makes
+    /// the promise: a member that dies before it has promised nothing.
     pub(super) fn promise(&self, permit: u32, me: u32) -> u64 {
         let value = self.due(permit).wrapping_add(1);
         self.signaller(permit, value).store(me, SeqCst);
@@ -214,8 +216,8 @@ impl SemaphorePage {
         value
     }
 
-    /// Takes back the last promise, by who has the permit still: no stream signals it. Who dies before that leaves a promise
-    /// that is stored for it.
+    /// Takes back the last promise. The caller still has the permit and no stream signals it. A
+    /// member that dies before this leaves a promise that is completed for it.
     pub(super) fn take_back(&self, permit: u32) {
         let value = self.due(permit).wrapping_sub(1);
         self.page
@@ -223,7 +225,7 @@ impl SemaphorePage {
             .store(value, SeqCst);
     }
 
-    /// Who is to signal what the permit's word has not reached yet, from the oldest on.
+    /// The signallers of the values that the permit's word has not reached yet, oldest first.
     pub(super) fn in_flight(&self, permit: u32) -> impl Iterator<Item = (u64, u32)> + '_ {
         let (reached, due) = (self.word(permit).load(), self.due(permit));
         let count = if due.wrapping_sub(reached) as i64 > 0 {
@@ -235,12 +237,12 @@ impl SemaphorePage {
         values.map(move |value| (value, self.signaller(permit, value).load(SeqCst)))
     }
 
-    /// Whether anybody waits, or is just about to leave.
+    /// Whether any member waits, or is about to leave.
     pub(super) fn has_waiters(&self) -> bool {
         (0..WAIT_SLOTS / 64).any(|group| self.bits(group).load(SeqCst) != 0)
     }
 
-    /// Whether at most one is in line.
+    /// Whether at most one member waits.
     pub(super) fn is_first_in_line(&self) -> bool {
         (0..WAIT_SLOTS / 64)
             .map(|group| self.bits(group).load(SeqCst).count_ones())
@@ -248,14 +250,14 @@ impl SemaphorePage {
             <= 1
     }
 
-    /// How many wait, for people.
+    /// The number of waiters, for diagnostics.
     pub(super) fn waiting(&self) -> u32 {
         self.visible_slots()
             .filter(|&slot| phase_of(self.slot_state(slot).load(Relaxed)) == WAITING)
             .count() as u32
     }
 
-    /// How many are free, for people.
+    /// The number of free permits, for diagnostics.
     pub(super) fn available(&self) -> u32 {
         (0..self.permits)
             .filter(|&permit| self.owner(permit).load(Relaxed) == 0)
@@ -273,13 +275,13 @@ impl SemaphorePage {
         })
     }
 
-    /// Takes a free permit, whether anybody waits or not; looked for from `first` on. One whose devices are done comes
-    /// before one that would make a stream wait.
+    /// Takes a free permit, searched from `first` on, whether or not members wait. A permit whose
+    /// device work is done comes before one that would make a stream wait.
     pub(super) fn take_free(&self, me: u32, first: u32) -> Option<u32> {
         self.take_free_of(me, first, |_| true)
     }
 
-    /// The same among those that `may` be taken.
+    /// Like [`take_free`](Self::take_free), among the permits that `may` accepts.
     pub(super) fn take_free_of(
         &self,
         me: u32,
@@ -300,7 +302,7 @@ impl SemaphorePage {
         owner.load(SeqCst) == 0 && owner.compare_exchange(0, me.into(), SeqCst, SeqCst).is_ok()
     }
 
-    /// The one who has waited longest.
+    /// The oldest waiter.
     fn oldest(&self) -> Option<(u32, u64)> {
         let waiting = |slot| {
             let state = self.slot_state(slot).load(SeqCst);
@@ -318,7 +320,7 @@ impl SemaphorePage {
             .map(|(_, slot, state)| (slot, state))
     }
 
-    /// Passes a permit that `me` has to the oldest waiter, or frees it.
+    /// Grants a permit that `me` has to the oldest waiter, or frees it.
     pub(super) fn hand_on(&self, permit: u32, me: u32) {
         for _ in 0..ATTEMPTS {
             match self.oldest() {
@@ -329,7 +331,8 @@ impl SemaphorePage {
                 }
                 None => {
                     self.owner(permit).store(0, SeqCst);
-                    // Who has begun to wait since we looked may have looked before this store.
+                    // A member that began to wait since the check may have looked before this
+                    // store.
                     if self.oldest().is_none() || !self.take(permit, me) {
                         return;
                     }
@@ -353,7 +356,7 @@ impl SemaphorePage {
         is_ours
     }
 
-    /// Brings free permits and waiters together, whoever left them apart.
+    /// Matches free permits and waiters.
     pub(super) fn match_waiters(&self, me: u32) {
         for _ in 0..ATTEMPTS {
             if self.oldest().is_none() {
@@ -366,7 +369,7 @@ impl SemaphorePage {
         }
     }
 
-    /// Begins to wait; `None` if all wait slots are taken.
+    /// Starts a wait; `None` if all wait slots are taken.
     pub(super) fn begin_wait(&self, me: u32) -> Option<WaitSlot> {
         let claim = |&slot: &u32| {
             let word = self.slot_state(slot);
@@ -381,7 +384,7 @@ impl SemaphorePage {
             .store(ticket, SeqCst);
         self.slot_state(index)
             .store(state(me, WAITING, 0, 0), SeqCst);
-        // Seen from here on.
+        // Visible from here on.
         self.bits(index / 64).fetch_or(1 << (index % 64), SeqCst);
         Some(WaitSlot {
             index,
@@ -389,7 +392,7 @@ impl SemaphorePage {
         })
     }
 
-    /// What has become of the wait. A permit that was granted has been taken over, and the wait slot is given up.
+    /// The progress of the wait. A granted permit is taken over, and the wait slot is freed.
     pub(super) fn check_wait(&self, slot: WaitSlot, me: u32) -> WaitProgress {
         let seen = self.slot_state(slot.index).load(SeqCst);
         match phase_of(seen) {
@@ -411,7 +414,7 @@ impl SemaphorePage {
         }
     }
 
-    /// Ends the wait, unless it has been granted meanwhile.
+    /// Ends the wait, unless a permit has been granted meanwhile.
     pub(super) fn cancel_wait(&self, slot: WaitSlot, me: u32) -> WaitProgress {
         let (waiting, claimed) = (state(me, WAITING, 0, 0), state(me, CLAIMED, 0, 0));
         if self
@@ -425,7 +428,7 @@ impl SemaphorePage {
         WaitProgress::Waiting
     }
 
-    /// First unseen, then free: a wait slot that is seen is never free.
+    /// Hides the slot, then frees it: a visible wait slot is never free.
     fn free_slot(&self, slot: u32) {
         self.bits(slot / 64).fetch_and(!(1 << (slot % 64)), SeqCst);
         self.slot_state(slot).store(FREE, SeqCst);
@@ -437,15 +440,15 @@ impl SemaphorePage {
         atomic::wake(bell);
     }
 
-    /// Wakes all who wait for `me`, so that they look at what this process knows.
+    /// Wakes all threads that wait for `me`, so that they check this process's state.
     pub(super) fn wake_member(&self, me: u32) {
         self.visible_slots()
             .filter(|&slot| member_of(self.slot_state(slot).load(SeqCst)) == me)
             .for_each(|p| self.ring(p));
     }
 
-    /// Sleeps until the wait slot is rung, or `limit` has passed. `is_due` is asked after the bell has been looked at, so
-    /// no ring is missed.
+    /// Sleeps until the wait slot is woken, or `limit` has passed. `is_due` is called after the
+    /// wake word has been read, so no wake-up is lost.
     pub(super) fn sleep(&self, slot: WaitSlot, limit: Duration, is_due: impl FnOnce() -> bool) {
         let bell = self.in_slot::<AtomicU32>(slot.index, BELL);
         let seen = bell.load(SeqCst);
@@ -455,13 +458,15 @@ impl SemaphorePage {
         atomic::wait(bell, seen, limit);
     }
 
-    /// Takes back what belongs to nobody who is here. By the creator alone, and by one thread of it at a time.
+    /// Takes back permits and wait slots of absent members. Only the creator calls it, on one
+    /// thread at a time.
     pub(super) fn sweep(&self, is_present: impl Fn(u32) -> bool) {
         for slot in 0..WAIT_SLOTS {
             let seen = self.slot_state(slot).load(SeqCst);
             let ours = state(CREATOR, CLAIMED, 0, 0);
             let is_dead = phase_of(seen) != FREE && !is_present(member_of(seen));
-            // It fails if the wait has just been granted: the next sweep, or this one's second look, takes that back.
+            // It fails if the wait has just been granted: the next sweep, or this one's second
+            // pass, takes that back.
             let is_taken = |seen| {
                 self.slot_state(slot)
                     .compare_exchange(seen, ours, SeqCst, SeqCst)
@@ -479,7 +484,8 @@ impl SemaphorePage {
         for permit in 0..self.permits {
             let owner = self.owner(permit).load(SeqCst);
             let is_ownerless = owner != 0 && !u32::try_from(owner).is_ok_and(&is_present);
-            // Granted by the dead one before it died, and not taken over yet: it is the waiter's.
+            // A dead member granted it before its death, and the waiter has not taken it over yet:
+            // it is the waiter's.
             if is_ownerless
                 && !self.is_granted(permit)
                 && self
@@ -494,7 +500,8 @@ impl SemaphorePage {
         self.match_waiters(CREATOR);
     }
 
-    /// Gives up a dead waiter's wait slot, which is the creator's by now, and passes on what it had been granted.
+    /// Frees a dead waiter's wait slot, which the creator holds by now, and hands on its granted
+    /// permit.
     fn reclaim_slot(&self, slot: u32, seen: u64) {
         let permit = permit_of(seen);
         let is_granted = phase_of(seen) == GRANTED && permit < self.permits;
@@ -513,22 +520,22 @@ impl SemaphorePage {
             .any(|seen| phase_of(seen) == GRANTED && permit_of(seen) == permit)
     }
 
-    /// Stores what the dead owe: each value whose signaller is dead, once the one before it has been reached. Values of
-    /// the living are theirs to signal, and hold up what comes behind them: this is to be called again while anybody
-    /// dead owes anything.
+    /// Stores the values that dead members owe, each once the previous value has been reached.
+    /// Living members signal their own values and hold up later ones, so this is called again while
+    /// a dead member owes a value.
     pub(super) fn complete_dead_signals(&self, is_dead: impl Fn(u32) -> bool) {
         for permit in 0..self.permits {
             let word = self.word(permit);
             let owed = self
                 .in_flight(permit)
                 .take_while(|&(_, member)| is_dead(member));
-            // From exactly the value before: survivors and the creator may do this side by side, and what is further
-            // behind than honest members let it fall has lost its beginning.
+            // Only from exactly the previous value: survivors and the creator may do this at the
+            // same time. A word that is further behind than honest members allow is corrupt.
             owed.for_each(|(value, _)| word.advance(value.wrapping_sub(1), value));
         }
     }
 
-    /// Whether `member` has a permit or a wait slot, or is to signal something.
+    /// Whether `member` has a permit or a wait slot, or owes a signal.
     pub(super) fn holds(&self, member: u32) -> bool {
         let waits = |state: u64| phase_of(state) != FREE && member_of(state) == member;
         (0..WAIT_SLOTS).any(|slot| waits(self.slot_state(slot).load(SeqCst)))
@@ -536,7 +543,7 @@ impl SemaphorePage {
             || self.owes_signal(member)
     }
 
-    /// Whether `member` is to signal something.
+    /// Whether `member` owes a signal.
     pub(super) fn owes_signal(&self, member: u32) -> bool {
         (0..self.permits).any(|permit| {
             self.in_flight(permit)

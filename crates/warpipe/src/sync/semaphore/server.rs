@@ -1,4 +1,4 @@
-//! The creator's side: lets members in, and takes back what the dead leave behind.
+//! The creator's side: admits members, and takes back the permits of dead ones.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,58 +16,60 @@ use crate::ipc::{
 };
 use crate::shm::seal;
 
-/// What comes with the admission, beside the page's descriptor.
+/// The body of the admission, beside the page's descriptor.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SemaphoreWelcome {
-    /// The visitor's number.
+    /// The new member's number.
     pub(super) member: u32,
     pub(super) permits: u32,
 }
 
-/// What a member asks about another one, whose device its own streams are about to wait for.
+/// A member's request about another member, for whose device its own streams are about to wait.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum SemaphoreRequest {
-    /// A page to share with it, and its process; answered with [`MemberPresence`].
+    /// Requests a page to share with it, and its process; answered with [`MemberPresence`].
     Page { member: u32 },
-    /// That page is mapped here, and can be given to the other one, too. Answered with nothing.
+    /// The requester has mapped that page, so the other member may get it. Answered with an empty
+    /// reply.
     Mapped { member: u32 },
 }
 
-/// Whether the member is here: then a page comes with the answer, and pidfd and lifeline of it unless it is
-/// the creator. If it is not, it
-/// owes nothing any more.
+/// Whether the member is present. If so, a page comes with the answer, and also its pidfd and
+/// lifeline unless it is the creator. An absent member owes no signal.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct MemberPresence(pub(super) bool);
 
-/// What the creator tells a member that has not asked.
+/// A notification of the creator to a member.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum SemaphoreNotice {
-    /// This member's streams are to wait for yours: map and seal the page that comes with it, and signal there.
+    /// This member's streams are to wait for yours: map and seal the attached page, and signal
+    /// there.
     Serve { member: u32 },
-    /// This member is here no more.
+    /// This member is gone.
     Gone { member: u32 },
 }
 
-/// A page for two members, and what tells of the other one's death.
+/// A page for two members, and the descriptors that prove the other member's death.
 pub(super) struct PageOffer<F> {
     pub(super) page: F,
-    /// Its pidfd and lifeline; none of the creator's.
+    /// Its pidfd and lifeline; `None` for the creator.
     pub(super) process: Option<[F; 3]>,
 }
 
-/// Whose semaphore it is.
+/// The creator's semaphore.
 #[derive(Debug)]
 pub(super) struct SemaphoreServer {
     shared_page: Arc<SemaphorePage>,
     page: CloseOnForkFd,
     device: DeviceKind,
-    /// Members that have been let in and are not gone. The lock also keeps sweeps apart; nothing of the driver is
-    /// called under it.
+    /// Members that have been admitted and are not gone. The lock also serializes sweeps; no driver
+    /// call is made under it.
     members: Mutex<BTreeSet<u32>>,
-    /// The creator's own.
+    /// The creator's own signals.
     signals: Arc<MemberSignals>,
     monitor: Arc<MemberMonitor>,
-    /// By who asked: pages that it has not mapped yet, and whose signals they are for. One for each.
+    /// By requester: a page that it has not mapped yet, and the member whose signals it is for. One
+    /// for each requester.
     offers: Mutex<HashMap<u32, (u32, CloseOnForkFd)>>,
 }
 
@@ -94,7 +96,8 @@ impl SemaphoreServer {
         self.offers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a page for `asker`, whose streams are to wait for those of `member`. None if that is not here.
+    /// Creates a page for `asker`, whose streams are to wait for those of `member`. `None` if
+    /// `member` is absent.
     pub(super) fn offer(
         &self,
         server_core: &ServerCore,
@@ -131,7 +134,7 @@ impl SemaphoreServer {
         Ok(Some(PageOffer { page, process }))
     }
 
-    /// The asker has mapped its page: the other one can have it, too.
+    /// The requester has mapped its page: the other member may get it now.
     pub(super) fn forward(
         &self,
         server_core: &ServerCore,
@@ -167,7 +170,7 @@ impl SemaphoreServer {
 impl RequestHandler for SemaphoreServer {
     fn on_connect(
         &self,
-        _desk: &ServerCore,
+        _server_core: &ServerCore,
         client: &ClientInfo,
         _body: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
@@ -221,20 +224,26 @@ impl RequestHandler for SemaphoreServer {
         }
     }
 
-    /// Its permits stay with it: what its device does under them may still go on.
-    fn on_orphaned(&self, _desk: &ServerCore, client: &ClientInfo) {
+    /// Its permits stay with it: its device work under them may continue.
+    fn on_orphaned(&self, _server_core: &ServerCore, client: &ClientInfo) {
         if let Ok(member) = u32::try_from(client.id) {
             self.monitor.handle_death(member);
         }
     }
 
-    /// What its page says, which the process may go on to use only if it breaks the rules.
+    /// The shared page tells. A process that goes on to use its permits breaks the rules.
     fn holds_anything(&self, client: &ClientInfo) -> bool {
         u32::try_from(client.id).is_ok_and(|member| self.shared_page.holds(member))
     }
 
-    fn on_disconnect(&self, server_core: &ServerCore, client: &ClientInfo, _ending: Disconnected) {
-        // After a goodbye, too: a member says it only when its devices have signalled all that it promised.
+    fn on_disconnect(
+        &self,
+        server_core: &ServerCore,
+        client: &ClientInfo,
+        _disconnected: Disconnected,
+    ) {
+        // Also after a graceful close: a member closes only when its devices have completed its
+        // promised signals.
         let mut members = self.members();
         members.retain(|&member| u64::from(member) != client.id);
         self.sweep(&members);
@@ -246,15 +255,15 @@ impl RequestHandler for SemaphoreServer {
         self.offers().remove(&member);
         self.monitor.remove_member(member);
         for other in others {
-            // One that does not read what it is sent keeps a page that says nothing any more.
+            // A member that does not read its messages keeps a page that has no use any more.
             let _ = OutgoingReply::new(&SemaphoreNotice::Gone { member }, vec![])
                 .map(|notice| server_core.tell(other.into(), notice));
         }
     }
 
-    /// On the reactor's thread: atomics and wake-ups alone. What a dead member owes behind a living one's work comes
-    /// due without anybody dying once more.
-    fn on_server_tick(&self, _desk: &ServerCore, _now_ns: u64) {
+    /// Runs on the reactor's thread: atomics and wake-ups alone. A dead member's values behind a
+    /// living member's work are completed here, without another death.
+    fn on_server_tick(&self, _server_core: &ServerCore, _now_ns: u64) {
         self.sweep(&self.members());
     }
 }

@@ -1,15 +1,18 @@
-//! The words that members' streams wait for: each pair of members that needs one has a page of its own.
+//! The words that members' streams wait for: each pair of members that needs one has its own page.
 //!
-//! The semaphore's own page is everybody's: any member can write it, and remove pages of it under a device. So no
-//! stream waits there. A member that releases a permit behind a stream counts that release, for this permit, in
-//! memory of its own ([`Signaler`]), and its stream signals the count there and to every *listener*: a member whose
-//! streams have had to wait for it. The two share a page that nobody else has, and that is sealed against removal.
+//! Any member can write the semaphore's own page, and remove pages of it under a device. So no
+//! stream waits there. A member that releases a permit behind a stream counts that release, for
+//! this permit, in its own memory ([`Signaler`]). Its stream signals the count there and to every
+//! *listener*: a member whose streams have had to wait for it. The two members share a page that no
+//! other process has, and that is sealed against removal.
 //!
-//! A stream that is given a permit waits for all that its last signallers have *promised*: a promise is stored in the
-//! listener's page by the CPU of who makes it, before the permit is handed on. Nothing that a third member writes
-//! anywhere comes into it, except who the signallers are: then a stream may go on too early, but never hangs.
+//! A stream that gets a permit waits for all releases that its last signallers have *promised*: the
+//! signaller's CPU stores a promise in the listener's page before the permit is handed on. A third
+//! member can change only the list of signallers: then a stream may continue too early, but never
+//! hangs.
 //!
-//! When a member is proven dead, each of its listeners lifts all words that they share above every count.
+//! When a member is proven dead, each of its listeners raises all words that they share above every
+//! count.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::SeqCst;
@@ -30,23 +33,23 @@ use crate::shm::page::{SharedPage, UnsealedPage};
 use crate::shm::signaler::Signaler;
 use crate::stream::{Backoff, Stream};
 
-/// The most members that listen to one: the creator and all others.
+/// The most listeners of one member: the creator and all others.
 const LISTENERS_MAX: usize = 257;
 
-/// Where the counts begin in a page.
+/// The offset of the counts in a page.
 const LANES: usize = 64;
 
-/// Bytes of a page of two members, for so many permits.
+/// Bytes of a pair's page, for this many permits.
 pub(super) fn bytes_for(permits: u32) -> usize {
     (LANES + permits as usize * (COUNTER_BYTES + 8)).next_multiple_of(crate::shm::page::PAGE_BYTES)
 }
 
-/// Where a page for so many permits says what has been promised of one.
+/// The offset of a permit's promise in a page for this many permits.
 pub(super) fn promised_at(permits: u32, permit: u32) -> usize {
     LANES + permits as usize * COUNTER_BYTES + permit as usize * 8
 }
 
-/// A page of a signaller and a listener.
+/// The page of a signaller and a listener.
 #[derive(Debug, Clone)]
 struct PairPage {
     page: Arc<SharedPage>,
@@ -59,13 +62,13 @@ impl PairPage {
         self.page.at(0)
     }
 
-    /// The signaller's releases of a permit that its streams have come to.
+    /// The signaller's releases of a permit that its streams have reached.
     fn lane(&self, permit: u32) -> SharedCounter {
         debug_assert!(permit < self.permits);
         SharedCounter::new(&self.page, LANES + permit as usize * COUNTER_BYTES)
     }
 
-    /// Those that it has given to a stream.
+    /// The signaller's releases of a permit that are enqueued.
     fn promised(&self, permit: u32) -> &AtomicU64 {
         self.page.at(promised_at(self.permits, permit))
     }
@@ -75,14 +78,14 @@ impl PairPage {
     }
 }
 
-/// A member whose signals our streams wait for.
+/// A member whose signals this process's streams wait for.
 #[derive(Debug)]
 struct HeardMember {
     pair_page: PairPage,
     is_dead: bool,
 }
 
-/// One member's part.
+/// One member's signals and listeners.
 #[derive(Debug)]
 pub(super) struct MemberSignals {
     member: u32,
@@ -90,14 +93,14 @@ pub(super) struct MemberSignals {
     device: Device,
     streams: Arc<StreamSet>,
     reactor: Arc<Reactor>,
-    /// For each permit, our releases of it.
-    raisers: Vec<Signaler>,
+    /// This member's releases, for each permit.
+    signalers: Vec<Signaler>,
     listeners: Mutex<Vec<(u32, PairPage)>>,
-    /// No call of the driver is made under it: the reactor takes it.
+    /// No driver call is made under this lock: the reactor takes it.
     heard: Mutex<BTreeMap<u32, HeardMember>>,
-    /// Some listener lacks counts that were given out before it came.
+    /// A listener lacks counts from before it was added.
     has_lagging_listener: AtomicBool,
-    /// One thread at a time gets to know another member.
+    /// One thread at a time connects to another member.
     pub(super) connecting: TimedLock,
 }
 
@@ -113,7 +116,7 @@ impl MemberSignals {
             device,
             permits as usize * COUNTER_BYTES,
         )?);
-        let raisers = (0..permits as usize)
+        let signalers = (0..permits as usize)
             .map(|permit| Signaler::new(SharedCounter::new(&own, permit * COUNTER_BYTES), 0));
         Ok(Arc::new(MemberSignals {
             member,
@@ -121,7 +124,7 @@ impl MemberSignals {
             device: device.clone(),
             streams: Arc::default(),
             reactor: reactor.clone(),
-            raisers: raisers.collect(),
+            signalers: signalers.collect(),
             listeners: Mutex::default(),
             heard: Mutex::default(),
             has_lagging_listener: AtomicBool::new(false),
@@ -129,7 +132,7 @@ impl MemberSignals {
         }))
     }
 
-    /// The streams that were given anything to do with the semaphore.
+    /// The streams that have work for the semaphore.
     pub(super) fn streams(&self) -> &Arc<StreamSet> {
         &self.streams
     }
@@ -143,7 +146,7 @@ impl MemberSignals {
     }
 
     fn permits(&self) -> u32 {
-        self.raisers.len() as u32
+        self.signalers.len() as u32
     }
 
     fn listeners(&self) -> MutexGuard<'_, Vec<(u32, PairPage)>> {
@@ -156,17 +159,19 @@ impl MemberSignals {
         self.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Signals a release of `permit` behind the stream's work, after `before`. The permit is not handed on yet.
+    /// Signals a release of `permit` behind the stream's work, after `before`. The permit is not
+    /// handed on here.
     pub(super) fn release(&self, permit: u32, stream: &Stream, before: &[StreamOp]) -> Result<()> {
-        let raiser = &self.raisers[permit as usize];
-        let count = raiser.raise_behind(stream, &self.streams, before, |last| Ok(last + 1))?;
+        let signaler = &self.signalers[permit as usize];
+        let count = signaler.raise_behind(stream, &self.streams, before, |last| Ok(last + 1))?;
         for (_, pair_page) in self.listeners().iter() {
             pair_page.promised(permit).fetch_max(count, SeqCst);
         }
         Ok(())
     }
 
-    /// What a stream that is given `permit` must wait for: all that `signallers` have promised so far.
+    /// The waits for a stream that gets `permit`: all releases that `signallers` have promised so
+    /// far.
     pub(super) fn waits(
         &self,
         permit: u32,
@@ -175,11 +180,12 @@ impl MemberSignals {
         let mut waits: Vec<StreamOp> = Vec::new();
         for signaller in signallers {
             let wait = if signaller == self.member {
-                let raiser = &self.raisers[permit as usize];
-                raiser.own().wait_op(raiser.last())
+                let signaler = &self.signalers[permit as usize];
+                signaler.own().wait_op(signaler.last())
             } else {
                 self.heard().get(&signaller).and_then(|heard| {
-                    // What no lane comes to, not even by its end, is nonsense.
+                    // No lane reaches a larger value, not even by its end: such a promise is
+                    // garbage.
                     let promised = heard.pair_page.promised(permit).load(SeqCst).min(VALUE_MAX);
                     heard.pair_page.lane(permit).wait_op(promised)
                 })
@@ -189,12 +195,12 @@ impl MemberSignals {
         waits
     }
 
-    /// Whether streams of ours can wait for the member's.
+    /// Whether this process's streams can wait for the member's.
     pub(super) fn is_connected(&self, member: u32) -> bool {
         member == self.member || self.heard().contains_key(&member)
     }
 
-    /// Maps the page that is to be ours and another member's.
+    /// Maps the page that this member and another share.
     pub(super) fn map(&self, fd: PeerFd) -> Result<UnsealedPage> {
         UnsealedPage::open(fd, bytes_for(self.permits()), &self.name)
     }
@@ -243,7 +249,8 @@ impl MemberSignals {
         Ok(())
     }
 
-    /// Begins to signal to a member, on a page that it has mapped. On the control thread: calls the driver.
+    /// Starts to signal to a member, on a page that it has mapped. Runs on the control thread: it
+    /// calls the driver.
     pub(super) fn add_listener(self: &Arc<Self>, member: u32, fd: PeerFd) -> Result<()> {
         self.remove_listener(member);
         if self.listeners().len() >= LISTENERS_MAX {
@@ -260,9 +267,11 @@ impl MemberSignals {
         };
         self.listeners().push((member, pair_page.clone()));
         let mut has_all = true;
-        for (permit, raiser) in (0..).zip(&self.raisers) {
-            has_all &= raiser.add(member.into(), &pair_page.lane(permit));
-            pair_page.promised(permit).fetch_max(raiser.last(), SeqCst);
+        for (permit, signaler) in (0..).zip(&self.signalers) {
+            has_all &= signaler.add(member.into(), &pair_page.lane(permit));
+            pair_page
+                .promised(permit)
+                .fetch_max(signaler.last(), SeqCst);
         }
         pair_page.is_served().store(1, SeqCst);
         if !has_all {
@@ -273,7 +282,7 @@ impl MemberSignals {
         Ok(())
     }
 
-    /// Signals to a member no more.
+    /// Stops the signals to a member.
     fn remove_listener(&self, member: u32) {
         let mut listeners = self.listeners();
         let Some(index) = listeners
@@ -284,14 +293,14 @@ impl MemberSignals {
         };
         let (_, pair_page) = listeners.swap_remove(index);
         drop(listeners);
-        self.raisers
+        self.signalers
             .iter()
-            .for_each(|raiser| drop(raiser.remove(member.into())));
+            .for_each(|signaler| drop(signaler.remove(member.into())));
         self.drop_page_deferred(pair_page);
     }
 
-    /// On the reactor's thread, which no driver holds up: CPU stores alone. What a dead member's device has written after
-    /// its page was lifted stands below.
+    /// Runs on the reactor's thread, which no driver call blocks: CPU stores alone. A dead member's
+    /// device may have written a lower value after its page was raised.
     pub(super) fn tick(&self) {
         self.heard()
             .values()
@@ -302,17 +311,17 @@ impl MemberSignals {
         }
     }
 
-    /// Whether listeners have every count that our streams have come to.
+    /// Whether listeners have every count that this process's streams have reached.
     pub(super) fn catch_up(&self) -> bool {
-        self.raisers
+        self.signalers
             .iter()
-            .filter(|raiser| !raiser.catch_up())
+            .filter(|signaler| !signaler.catch_up())
             .count()
             == 0
     }
 
-    /// The member is proven dead, or has left behind all of its signals: streams that wait for it go on. CPU stores
-    /// alone.
+    /// The member is proven dead, or has completed all its signals: streams that wait for it are
+    /// released. CPU stores alone.
     pub(super) fn end_waits(&self, member: u32) {
         if let Some(heard) = self.heard().get_mut(&member) {
             heard.is_dead = true;
@@ -320,7 +329,7 @@ impl MemberSignals {
         }
     }
 
-    /// The member is there no more, in either role.
+    /// Removes a member in both roles.
     pub(super) fn remove_member(&self, member: u32) {
         self.end_waits(member);
         self.remove_listener(member);
@@ -330,7 +339,7 @@ impl MemberSignals {
             .for_each(|heard| self.drop_page_deferred(heard.pair_page));
     }
 
-    /// Lets a page go behind what streams were given for it.
+    /// Drops a page behind the enqueued work of its streams.
     fn drop_page_deferred(&self, pair_page: PairPage) {
         let (streams, mut fence) = (self.streams.clone(), None);
         self.reactor.drop_after(move || {
@@ -344,7 +353,7 @@ impl MemberSignals {
         });
     }
 
-    /// For tests: the first word shared with `member`, whichever role it has.
+    /// For tests: the pages shared with `member`, in either role.
     #[cfg(test)]
     pub(super) fn shared_with(&self, member: u32) -> Vec<Arc<SharedPage>> {
         let listeners = self.listeners();

@@ -1,4 +1,4 @@
-//! Owner and importers in one process; other processes' deaths are the conformance suite's.
+//! Owner and importers in one process. The conformance suite covers deaths of other processes.
 
 use std::sync::mpsc::{Sender, channel};
 
@@ -34,7 +34,7 @@ impl Stage {
         self.device.stream().unwrap()
     }
 
-    /// A stream that does nothing until the sender is dropped.
+    /// A stream that is blocked until the sender is dropped.
     fn held(&self) -> (Stream, Sender<()>) {
         let (go, held) = channel::<()>();
         let stream = self.stream();
@@ -60,7 +60,7 @@ fn a_stream_waits_until_the_owners_stream_has_come_to_its_signal() {
     drop(go);
     reading.synchronize(WAIT).unwrap();
     importer.wait_host(3, WAIT).unwrap();
-    // The owner's own word is the last that its stream writes.
+    // The stream writes the owner's own word last.
     slow.synchronize(WAIT).unwrap();
     assert_eq!(
         (importer.value(), owner.value(), importer.check(3).unwrap()),
@@ -280,7 +280,7 @@ fn no_page_of_a_timeline_can_be_removed_and_no_importer_has_anothers() {
         .iter()
         .zip(&streams)
         .for_each(|(importer, stream)| importer.wait(stream, 1).unwrap());
-    // This process holds both ends of each page: all mappings and descriptors that there are.
+    // This process holds both ends of each page: all mappings and descriptors that exist.
     let pages = importers.each_ref().map(|importer| {
         let word = importer
             .lane
@@ -303,11 +303,11 @@ fn importers_agree_on_the_last_value_of_an_owner_that_died_between_their_copies(
     let stage = Stage::new("agree");
     let (owner, importers) = (stage.create(), [stage.open(), stage.open()]);
     owner.signal_now(3).unwrap();
-    // Its stream had come to 4, and to the first importer alone.
-    let TimelineRole::Owner { raiser, .. } = &owner.role else {
+    // Its stream has signalled 4, and to the first importer alone.
+    let TimelineRole::Owner { signaler, .. } = &owner.role else {
         panic!("the owner")
     };
-    raiser.reach_in_part(4, 1);
+    signaler.reach_in_part(4, 1);
     for importer in &importers {
         let TimelineRole::Importer { death_handler, .. } = &importer.role else {
             panic!("a guest")

@@ -1,0 +1,23 @@
+//! A recording of an event: its lane and its count there.
+
+/// Selects the later of two recordings.
+pub(super) trait LatestRecording: Sized {
+    fn max_by_time(self, other: Self) -> Self;
+}
+
+impl LatestRecording for Option<(u64, Recording)> {
+    fn max_by_time(self, other: Self) -> Self {
+        match (self, other) {
+            (Some((ours, _)), Some((theirs, _))) if theirs > ours => other,
+            (None, _) => other,
+            _ => self,
+        }
+    }
+}
+
+/// One recording of an event, for which a stream can wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Recording {
+    pub(super) lane: usize,
+    pub(super) count: u64,
+}
