@@ -1,16 +1,15 @@
 //! The library's descriptors across `fork`. **This module is marked for unsafe**: it hooks `fork`.
 //!
-//! A forked child inherits every descriptor and mapping but not the reactor's threads, and its parent's
-//! descriptors are *the same open files*: a child that keeps a listening socket keeps a dead parent's name
-//! taken, one that keeps a link's socket hides its parent's death. So the child's side of `fork` closes what
-//! is registered here, and every handle made before it answers [`Error::Forked`]. The child may open new ones
-//! (on the host backend; CUDA does not survive a fork).
+//! A forked child inherits every descriptor and mapping but not the reactor's threads. The
+//! inherited descriptors are *the same open files*: a child that keeps a listening socket keeps a
+//! dead parent's name taken, and one that keeps a link's socket hides its parent's death. So the
+//! child's side of `fork` closes every descriptor registered here, and every handle made before
+//! returns [`Error::Forked`]. The child may open new ones (on the host backend; CUDA does not
+//! survive a fork).
 //!
-//! A descriptor is made and registered within one [`NoForkSection`], which `fork` waits for: no child gets a descriptor
-//! between the two. Nothing in a section waits for anybody.
-//!
-//! Two things are inherited with a purpose, and the child releases them in this order: the CUDA driver's files
-//! ([`driver_files`]), then the [`lifeline`], which tells peers that nobody holds those files any more.
+//! A descriptor is made and registered within one [`NoForkSection`], which `fork` waits for and
+//! which never waits itself. The CUDA driver's files ([`driver_files`]) and the [`lifeline`] are
+//! inherited on purpose; the child releases them in this order.
 
 pub(crate) mod driver_files;
 mod fd_table;
@@ -28,7 +27,7 @@ use self::fd_table::{CLOSING, FileId, OPEN};
 pub(crate) use self::gate::{NoForkSection, excluded};
 use crate::error::{Error, Result};
 
-/// What a system call says.
+/// The result of a system call.
 type FdResult<T> = std::result::Result<T, Errno>;
 
 /// How many forks lie between this process and the one that first used the library.
@@ -73,7 +72,7 @@ pub(crate) struct CloseOnForkFd {
 }
 
 impl CloseOnForkFd {
-    /// Makes a descriptor and registers it. `make` is one system call that waits for nobody.
+    /// Makes a descriptor and registers it. `make` is one system call that does not wait.
     pub(crate) fn open(make: impl FnOnce() -> FdResult<OwnedFd>) -> FdResult<CloseOnForkFd> {
         let section = NoForkSection::enter();
         section.adopt(make()?)
@@ -84,12 +83,14 @@ impl CloseOnForkFd {
         CloseOnForkFd::open(|| rustix::io::fcntl_dupfd_cloexec(fd, 3))
     }
 
-    /// Registers what others have made, the driver for one. A fork before this call gives the child a copy.
+    /// Registers a descriptor made elsewhere, by the driver for one. A fork before this call gives
+    /// the child a copy.
     pub(crate) fn new(fd: OwnedFd) -> FdResult<CloseOnForkFd> {
         CloseOnForkFd::open(|| Ok(fd))
     }
 
-    /// For who closes it elsewhere: a child that is forked from here on keeps its copy.
+    /// Gives the descriptor to code that closes it elsewhere. A child that is forked from here on
+    /// keeps its copy.
     pub(crate) fn release(mut self) -> OwnedFd {
         let _section = NoForkSection::enter();
         let fd = self.fd.take().expect("present until dropped");
@@ -108,14 +109,15 @@ impl Drop for CloseOnForkFd {
     fn drop(&mut self) {
         let Some(fd) = self.fd.take() else { return };
         if !self.owner_process.is_current() {
-            // The child's copy was closed at the fork; the number may be somebody else's by now.
+            // The child's copy was closed at the fork; another file may have the number by now.
             std::mem::forget(fd);
             return;
         }
         let section = NoForkSection::enter();
-        // A registered number that is closed already could be somebody else's, which a child of a fork in between would
-        // close. So the file is named instead of the number. What has no name of its own (an eventfd, an epoll set)
-        // closes without waiting; a socket may take as long as the descriptors in its queue do.
+        // If a closed number stayed registered, another file could get it, and the child of a fork
+        // in between would close that file. So the entry names the file instead of the number. A
+        // file without an identity of its own (an eventfd, an epoll set) closes without waiting;
+        // closing a socket may take as long as closing the descriptors in its queue does.
         let named = identity(fd.as_fd());
         let entry = named.and_then(|file| CLOSING.put(fd.as_raw_fd(), file));
         OPEN.clear(fd.as_raw_fd());
@@ -125,31 +127,35 @@ impl Drop for CloseOnForkFd {
         drop(section);
         drop(fd);
         if let Some(entry) = entry {
-            // The kernel copies a parent's descriptors before its memory: a fork that is under way must find the entry.
+            // The kernel copies a parent's descriptors before its memory: a fork that is under way
+            // must find the entry.
             let _section = NoForkSection::enter();
             CLOSING.take(entry);
         }
     }
 }
 
-/// Which file it is, without asking a file system; `None` for an anonymous inode, which all of its kind share.
+/// The file's identity, without a call to a file system; `None` for an anonymous inode, which all
+/// files of its kind share.
 pub(crate) fn identity(fd: BorrowedFd<'_>) -> Option<FileId> {
     fd_table::identity(fd.as_raw_fd())
 }
 
 fn install() {
-    // Done when the library is loaded: no child finds another thread here.
+    // Done when the library is loaded, so that no child finds another thread in `call_once`.
     static INSTALL: Once = Once::new();
     INSTALL.call_once(|| {
-        // An allocator may register handlers with its first allocation (jemalloc does), which take its locks before a
-        // fork. Those of the last to register come first: were that the allocator, `before_fork` would wait for sections
-        // that wait for its locks. So it has allocated before we register.
+        // An allocator may register handlers with its first allocation (jemalloc does), which take
+        // its locks before a fork. `fork` calls the handlers registered last first. If the
+        // allocator registered after this library, `before_fork` would wait for sections that wait
+        // for the allocator's locks. So the allocator allocates here, before this library
+        // registers.
         drop(std::hint::black_box(Box::new(
             GENERATION.load(Ordering::Relaxed),
         )));
         gate::begin_in_this_process();
-        // SAFETY: the three handlers are async-signal-safe: atomics, sleeps, and system calls. They stay
-        // valid because this library is never unloaded while its handles exist.
+        // SAFETY: the three handlers are async-signal-safe: atomics, sleeps, and system calls. They
+        // stay valid because this library is never unloaded while its handles exist.
         let code = unsafe {
             libc::pthread_atfork(
                 Some(before_fork),
@@ -173,7 +179,8 @@ extern "C" fn after_in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     CLOSING.close_all();
     OPEN.close_all();
-    // The other way round the lifeline would end while the driver's files still keep the parent's device work going.
+    // In the other order the lifeline would end while the driver's files still keep the parent's
+    // device work running.
     if driver_files::release() {
         lifeline::release_in_child();
     } else {

@@ -1,13 +1,13 @@
-//! How a process serves something under a name to others, and how they come to share it: what timelines, events,
-//! pools, semaphores, members and tickets have in common.
+//! Sessions between processes over Unix sockets, shared by timelines, events, pools, semaphores,
+//! members and tickets.
 //!
-//! A [`IpcServer`] holds an endpoint of the domain and answers; a [`ClientSession`] connects to it, is admitted with a first
-//! answer (bytes and descriptors: the shared words, a region), and may ask for more. Each learns of the other's
-//! end: at once when it says goodbye, as *suspect* when its socket closes, as *proven* when its lifeline says so. Bytes
-//! are postcard of the face's own types, at most [`BODY_BYTES_MAX`]; nothing in them is trusted before it is checked.
-//!
-//! It is not a way for data: messages go through the control thread's and the reactor's threads, at a few dozen
-//! microseconds each. What must be fast goes through the shared [words](crate::shm::page).
+//! An [`IpcServer`] owns an endpoint of the domain and answers requests. A [`ClientSession`]
+//! connects to it and is admitted with a first reply: bytes and descriptors (the shared words, a
+//! region). Each side learns of the other's end: at once on a graceful close, as *suspect* when the
+//! socket closes, as *proven* when the lifeline ends. Bodies are postcard of the endpoint's own
+//! types, at most [`BODY_BYTES_MAX`], and untrusted until checked. A message costs a few dozen
+//! microseconds of the control thread's and the reactor's time. Fast paths use the shared
+//! [words](crate::shm::page).
 
 pub(crate) mod domain;
 pub(crate) mod limits;
@@ -36,7 +36,8 @@ use crate::ipc::limits::PeerLimits;
 use crate::ipc::peer::is_admitted;
 use crate::runtime::closer::PeerFd;
 
-/// Tries bytes as each of a face's messages, for `fuzzing`: what is one means the same encoded once more.
+/// Decodes bytes as each message of an endpoint type, for `fuzzing`. A decoded message must survive
+/// another encoding.
 macro_rules! messages {
     ($($message:ty),* $(,)?) => {
         #[cfg(any(test, feature = "testing"))]
@@ -55,20 +56,20 @@ pub(crate) use messages;
 /// The longest body of a message.
 pub(crate) const BODY_BYTES_MAX: usize = 768;
 
-/// The most descriptors that go with one answer.
+/// The most descriptors in one reply.
 pub(crate) const FDS_MAX: usize = 4;
 
-/// The serial number of an answer to no question: see [`ServerCore::tell`].
+/// The serial number of a reply to no request: see [`ServerCore::tell`].
 const NOTIFICATION: u64 = 0;
 
-/// How long a handshake or an answer may take where the caller does not say.
+/// How long a handshake or a reply may take unless the caller gives a limit.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What is kept under a name.
+/// The kind of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Kind {
-    /// Memory, or what tickets name.
+    /// Memory, or an endpoint named by tickets.
     Memory,
     /// A timeline.
     Timeline,
@@ -104,7 +105,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Who may come besides the server's own user, and how many.
+/// Which users may connect besides the server's own, and how many connections they may have.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct AccessPolicy {
     pub(crate) uids: Vec<u32>,
@@ -122,26 +123,27 @@ impl AccessPolicy {
     }
 }
 
-/// A client, as its server sees it. What is here was asked of the kernel, but for `device` and `generation`.
+/// A client, as its server sees it. The kernel reports everything but `device`.
 #[derive(Debug, Clone)]
 pub(crate) struct ClientInfo {
     /// Counted from 1 for each server, never used again.
     pub(crate) id: u64,
     pub(crate) uid: u32,
-    /// Says the client.
+    /// As the client states it.
     pub(crate) device: Option<DeviceId>,
 }
 
 /// How a session ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Disconnected {
-    /// It said goodbye; the process may live on, and what its device was given may still run.
+    /// The client closed gracefully, or held nothing when its socket closed. Its process may live
+    /// on, and its device work may still run.
     Closed,
-    /// Proven by its lifeline: nothing of that process touches memory any more.
+    /// Proven by the client's lifeline: that process touches memory no more.
     ProcessDied,
 }
 
-/// What a server gives.
+/// A reply that a server sends.
 #[derive(Debug, Default)]
 pub(crate) struct OutgoingReply {
     pub(crate) body: Vec<u8>,
@@ -160,7 +162,8 @@ impl OutgoingReply {
     }
 }
 
-/// Why a server does not give it: a text for people. What programs must tell apart goes into an answer.
+/// Why a server refuses a request: a text for people. A result that programs must distinguish goes
+/// into a reply.
 #[derive(Debug)]
 pub(crate) struct Rejection(pub(crate) String);
 
@@ -170,7 +173,7 @@ impl<E: std::error::Error> From<E> for Rejection {
     }
 }
 
-/// What a client got.
+/// A reply that a client has received.
 #[derive(Debug)]
 pub(crate) struct IncomingReply {
     pub(crate) body: Vec<u8>,
@@ -178,7 +181,7 @@ pub(crate) struct IncomingReply {
 }
 
 impl IncomingReply {
-    /// Its body, if it is a whole `T`, and its descriptors, if there are `N`.
+    /// Decodes the body, which must be a whole `T`, and takes the descriptors, which must be `N`.
     pub(crate) fn open<T: DeserializeOwned, const N: usize>(
         self,
         name: &str,
@@ -194,10 +197,13 @@ impl IncomingReply {
     }
 }
 
-/// What a face does for its clients. All calls but [`on_server_tick`](RequestHandler::on_server_tick) come from the control thread, one at a time for each server, and
-/// with no lock of the server held; they may call the driver, and must not wait for a process.
+/// The endpoint-specific part of a server. All calls but
+/// [`on_server_tick`](RequestHandler::on_server_tick) come from the control thread (see
+/// [`runs_on_reactor`](RequestHandler::runs_on_reactor)), one at a time for each server, and with
+/// no lock of the server held. They may call the driver, and must not wait for another process.
 pub(crate) trait RequestHandler: Send + Sync {
-    /// Somebody comes. What is answered goes with the admission. Nothing is to be remembered of who is refused.
+    /// A client connects. The reply goes with the admission. A handler must remember nothing of a
+    /// client that it rejects.
     fn on_connect(
         &self,
         server_core: &ServerCore,
@@ -205,7 +211,7 @@ pub(crate) trait RequestHandler: Send + Sync {
         body: &[u8],
     ) -> Result<OutgoingReply, Rejection>;
 
-    /// A client asks.
+    /// A client sends a request.
     fn on_request(
         &self,
         server_core: &ServerCore,
@@ -213,19 +219,22 @@ pub(crate) trait RequestHandler: Send + Sync {
         body: &[u8],
     ) -> Result<OutgoingReply, Rejection>;
 
-    /// A client's socket has closed without a goodbye; it is presumed dead, and may still touch what it has.
+    /// A client's socket has closed without a graceful close. The client is presumed dead, and may
+    /// still touch its memory.
     fn on_suspect(&self, _server_core: &ServerCore, _client: &ClientInfo) {}
 
-    /// A client's process has exited, and a child that it forked may keep its device work running: streams that wait for
-    /// it are to be rescued, and what its device may touch is not to be used again before it is [disconnected](RequestHandler::on_disconnect). Also
-    /// called when that is at once.
+    /// A client's process has exited, and a child that it forked may keep its device work running.
+    /// Streams that wait for the client are to be rescued. Memory that its device may touch must
+    /// not be reused before [`on_disconnect`](RequestHandler::on_disconnect). Also called when the
+    /// proof of death follows at once.
     fn on_orphaned(&self, _server_core: &ServerCore, _client: &ClientInfo) {}
 
-    /// Whether a client whose socket has closed without a goodbye may still use something that it was given, so that it
-    /// counts, and is kept, until its process is proven dead. If not, it has left.
+    /// Whether a client whose socket has closed without a graceful close may still use something
+    /// that the server gave it. If so, the client counts and is kept until its process is proven
+    /// dead. If not, it is disconnected.
     fn holds_anything(&self, client: &ClientInfo) -> bool;
 
-    /// A session is over: called once for each who was admitted, unless the server ends first.
+    /// A session is over. Called once for each admitted client, unless the server ends first.
     fn on_disconnect(
         &self,
         server_core: &ServerCore,
@@ -233,39 +242,43 @@ pub(crate) trait RequestHandler: Send + Sync {
         disconnected: Disconnected,
     );
 
-    /// Every 200 ms, on the reactor's thread, and at the same time as the other calls: nothing here may call the driver, or
-    /// wait for a lock that is held across such a call.
+    /// Called every 200 ms on the reactor's thread, at the same time as the other calls. It must
+    /// not call the driver, nor wait for a lock that is held across such a call.
     fn on_server_tick(&self, _server_core: &ServerCore, _now_ns: u64) {}
 
-    /// Whether the reactor's thread may make these calls itself, which saves the way to the control thread's: only for who
-    /// never calls the driver and takes no lock.
+    /// Whether the reactor's thread may make these calls itself, which saves the switch to the
+    /// control thread. Only for a handler that never calls the driver and takes no lock.
     fn runs_on_reactor(&self) -> bool {
         false
     }
 }
 
-/// What a client hears without asking. All calls come from the reactor's thread: nothing here may call the driver, or
-/// take a lock that is held across such a call.
+/// Receives a session's notifications and its end. All calls come from the reactor's thread: they
+/// must not call the driver, nor take a lock that is held across such a call.
 pub(crate) trait SessionObserver: Send + Sync {
-    /// The server's socket has closed: `graceful` after a goodbye. It does no more; its device may.
+    /// The server's socket has closed; `graceful` after a graceful close. The server does no more;
+    /// its device may.
     fn on_closed(&self, _graceful: bool) {}
 
-    /// The server is proven dead: nothing of that process writes any more, so whoever waits for it is to be let go. Comes
-    /// after [`on_orphaned`](SessionObserver::on_orphaned), for what was written in between.
+    /// The server is proven dead: that process writes no more, so whatever waits for it is to be
+    /// released. Comes after [`on_orphaned`](SessionObserver::on_orphaned), for words that were
+    /// written in between.
     fn on_proven_dead(&self) {}
 
-    /// The server's process has exited, and a child that it forked may keep its device work running: who waits for it is
-    /// to be let go, and nothing else. Also called when it is proven dead, before that is told.
+    /// The server's process has exited, and a child that it forked may keep its device work
+    /// running. Whatever waits for the server is to be released, and nothing else. Also called
+    /// before [`on_proven_dead`](SessionObserver::on_proven_dead).
     fn on_orphaned(&self) {}
 
-    /// An answer came to a question that its caller has given up. What it gives is counted as ours all the same.
+    /// A reply came to a request whose caller has given up. Its contents count as received all the
+    /// same.
     fn on_stale_reply(&self, _request: &[u8], _incoming: IncomingReply) {}
 
-    /// The server says something that was not asked for.
+    /// The server has sent a notification.
     fn on_notification(&self, _incoming: IncomingReply) {}
 }
 
-/// Where to find a server, and as what.
+/// The name and kind of a server to connect to.
 #[derive(Debug, Clone)]
 pub(crate) struct Address<'a> {
     pub(crate) domain: &'a Domain,
@@ -273,7 +286,7 @@ pub(crate) struct Address<'a> {
     pub(crate) kind: Kind,
 }
 
-/// A face's message as bytes.
+/// Encodes a message as bytes.
 pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
     let bytes = postcard::to_stdvec(message)
         .map_err(|e| Error::argument("message", e, "what postcard can write"))?;
@@ -287,7 +300,7 @@ pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Bytes as a face's message, if they are one to the last byte.
+/// Decodes a message that takes up all bytes.
 pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8], name: &str) -> Result<T> {
     match postcard::take_from_bytes::<T>(bytes) {
         Ok((message, [])) => Ok(message),

@@ -1,4 +1,10 @@
-//! The server's side: who is here, and what they say.
+//! The server side of sessions: accepts connections, admits clients and answers their requests.
+//!
+//! A connection is handshaking, open, leaving or suspect. `on_disconnect` is called once for each
+//! admitted client, unless the server ends first. No call of the handler is made under the server's
+//! lock.
+
+mod accept;
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,26 +18,23 @@ use super::{
     AccessPolicy, Address, ClientInfo, Disconnected, FDS_MAX, Kind, NOTIFICATION, OutgoingReply,
     Rejection, RequestHandler,
 };
-use crate::error::{Error, HandshakeFault, Result};
+use crate::error::Result;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::NameClaim;
-use crate::ipc::limits::{ConnectionQuota, QuotaPermit, eviction_candidate};
+use crate::ipc::limits::{ConnectionQuota, QuotaPermit};
 use crate::ipc::message::{self, CloseReason, Message, Received};
-use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Peer, Process};
+use crate::ipc::peer::{Peer, Process};
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, new_generation};
 
-/// Connections that have not said what they come for.
-const HANDSHAKES_MAX: usize = 64;
-
-/// How long they may take, in time in which this process ran.
+/// How long a handshake may take, counted only while this process runs.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Connections accepted, and messages of one client answered, before others have their turn.
+/// Connections accepted, and messages of one client answered, before other sockets are served.
 const BATCH_MAX: usize = 16;
 
-/// How often the socket of one that does no more is read, [`BATCH_MAX`] messages each time.
+/// How many batches of [`BATCH_MAX`] messages are read from the socket of a suspect client.
 const FINAL_READS_MAX: usize = 16;
 
 const LISTENER: u64 = 0;
@@ -44,14 +47,15 @@ fn tag(id: u64, kind: u64) -> u64 {
     id << 2 | kind
 }
 
-/// Holds a name and what is kept under it; dropped, it says goodbye to all and gives the name up.
+/// Owns a name and answers its clients. Dropping it closes every session gracefully and releases
+/// the name.
 #[derive(Debug)]
 pub(crate) struct IpcServer {
     server_core: Arc<ServerCore>,
 }
 
 impl IpcServer {
-    /// Takes the name. `handler` is called from then on.
+    /// Claims the name. `handler` is called from then on.
     pub(crate) fn open(
         at: &Address<'_>,
         access_policy: AccessPolicy,
@@ -93,7 +97,7 @@ impl Drop for IpcServer {
         if self.server_core.owner_process.is_current() {
             self.server_core.close();
         } else {
-            // A forked child: nothing of it is ours to close.
+            // In a forked child nothing of the server is to be closed.
             std::mem::forget(self.server_core.clone());
         }
     }
@@ -101,28 +105,28 @@ impl Drop for IpcServer {
 
 /// One connection.
 struct Connection {
-    /// Declared first: they end before their descriptors are closed.
+    /// Declared first: the registrations end before their descriptors are closed.
     registrations: Vec<Registration>,
     socket: Arc<PeerSocket>,
     peer: Arc<Peer>,
     phase: ConnectionPhase,
-    /// From its first words on: held, not used.
+    /// Held from the `OpenSession` message on, and never read.
     quota_permit: Option<QuotaPermit>,
 }
 
 enum ConnectionPhase {
-    /// It has not said what it comes for.
+    /// The client has not sent `OpenSession`.
     Handshaking {
         clock: Uptime,
     },
     Open(ClientInfo),
-    /// It has said goodbye.
+    /// The client has closed gracefully.
     Leaving(ClientInfo),
-    /// Its socket has closed without one.
+    /// The client's socket has closed without a graceful close.
     Suspect(ClientInfo),
 }
 
-/// A server's shared part.
+/// The part of a server that it shares with the reactor and its handler's callers.
 pub(crate) struct ServerCore {
     owner_process: OwnerProcess,
     name: String,
@@ -136,7 +140,7 @@ pub(crate) struct ServerCore {
     quota: ConnectionQuota,
     next_id: AtomicU64,
     listener_registration: Mutex<Option<Registration>>,
-    /// Out of descriptors: the listener is not watched until the next tick.
+    /// This process is out of descriptors: the listener is not watched until the next tick.
     is_listener_paused: AtomicBool,
     is_closed: AtomicBool,
     claim: NameClaim,
@@ -156,7 +160,7 @@ impl ServerCore {
         &self.name
     }
 
-    /// This incarnation of the name.
+    /// The generation of this claim of the name.
     pub(crate) fn generation(&self) -> [u8; 16] {
         self.generation
     }
@@ -165,13 +169,13 @@ impl ServerCore {
         &self.reactor
     }
 
-    /// A client's process, for others to watch.
+    /// A client's process, for other modules to watch.
     pub(crate) fn process_of(&self, id: u64) -> Option<Arc<Process>> {
         self.lock().get(&id)?.peer.process().cloned()
     }
 
-    /// Tells a client something that it has not asked for, without waiting. False if it is not there, or does not read
-    /// what it is sent.
+    /// Sends a notification to a client, without waiting. False if the client is not connected, or
+    /// does not read its socket.
     pub(crate) fn tell(&self, id: u64, reply: OutgoingReply) -> bool {
         let socket = match self.lock().get(&id) {
             Some(Connection {
@@ -238,74 +242,6 @@ impl ServerCore {
         }
     }
 
-    fn accept(&self) -> Next {
-        use rustix::net::{SocketFlags, accept_with};
-        for _ in 0..BATCH_MAX {
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            match CloseOnForkFd::open(|| accept_with(&self.claim.listener, flags)) {
-                Ok(socket) => self.begin_handshake(PeerSocket::from(socket)),
-                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
-                Err(_) => {
-                    self.is_listener_paused.store(true, Ordering::Relaxed);
-                    return Next::Stop;
-                }
-            }
-        }
-        Next::Keep
-    }
-
-    /// Looks who is there before a byte is read.
-    fn begin_handshake(&self, socket: PeerSocket) {
-        let peer = match Peer::of(socket.as_fd(), &self.name) {
-            Ok(peer) => peer,
-            Err(error) => return refuse(socket.as_fd(), false, error),
-        };
-        if let Err((denied, reason)) = self.claim.listener.screen(socket.as_fd(), &peer, || {
-            self.access_policy.admits(peer.uid, peer.gid)
-        }) {
-            return refuse(socket.as_fd(), denied, reason);
-        }
-        let mut connections = self.lock();
-        let handshaking = connections.iter().filter(|(_, connection)| {
-            matches!(connection.phase, ConnectionPhase::Handshaking { .. })
-        });
-        let handshaking: Vec<(u64, u32)> = handshaking
-            .map(|(id, connection)| (*id, connection.peer.uid))
-            .collect();
-        if handshaking.len() >= HANDSHAKES_MAX {
-            // Evicts the oldest connection without a message, so idle peers cannot exhaust the limit.
-            let evicted = eviction_candidate(handshaking.into_iter())
-                .and_then(|oldest| connections.remove(&oldest));
-            evicted.into_iter().for_each(|evicted| {
-                refuse(
-                    evicted.socket.as_fd(),
-                    false,
-                    "too many connect and say nothing",
-                )
-            });
-        }
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let phase = ConnectionPhase::Handshaking {
-            clock: Uptime::default(),
-        };
-        let (socket, peer) = (Arc::new(socket), Arc::new(peer));
-        connections.insert(
-            id,
-            Connection {
-                registrations: Vec::new(),
-                socket,
-                peer,
-                phase,
-                quota_permit: None,
-            },
-        );
-        drop(connections);
-        // Mostly it has said by now what it comes for: to hear that from the reactor would cost two threads' turns.
-        if self.on_socket(id) == Next::Keep {
-            self.register_socket(id);
-        }
-    }
-
     fn register_socket(&self, id: u64) {
         let Some(socket) = self.socket_of(id) else {
             return;
@@ -315,7 +251,8 @@ impl ServerCore {
             .register(socket.as_fd(), &self.watched(), tag(id, SOCKET))
         {
             Ok(watch) => {
-                // If nobody is there any more it ends here, before the socket does.
+                // If the connection has been removed, the registration ends here, before the socket
+                // does.
                 if let Some(connection) = self.lock().get_mut(&id) {
                     connection.registrations.push(watch);
                 }
@@ -327,7 +264,7 @@ impl ServerCore {
         }
     }
 
-    /// A client's socket speaks.
+    /// Reads and handles the messages in a client's socket.
     fn on_socket(&self, id: u64) -> Next {
         for _ in 0..BATCH_MAX {
             let Some(socket) = self.socket_of(id) else {
@@ -351,7 +288,7 @@ impl ServerCore {
         Next::Keep
     }
 
-    /// An error ends the session.
+    /// Handles one message. An error ends the session.
     fn on_message(
         &self,
         id: u64,
@@ -407,116 +344,13 @@ impl ServerCore {
         }
     }
 
-    fn admit(
-        &self,
-        id: u64,
-        socket: &PeerSocket,
-        device: Option<crate::backend::DeviceId>,
-        kind: Kind,
-        body: &[u8],
-        lifeline: [PeerFd; 2],
-    ) -> Result<(), Rejection> {
-        if kind != self.kind {
-            return Err(self.is_other(socket, kind));
-        }
-        let Some(client) = self.adopt(id, device, lifeline)? else {
-            return Ok(());
-        };
-        let reply = self.handler.on_connect(self, &client, body)?;
-        // Present before it is told so: whatever happens from here, `on_disconnect` is due.
-        if !self.mark_open(id, &client) {
-            self.handler
-                .on_disconnect(self, &client, Disconnected::Closed);
-            return Ok(());
-        }
-        let fds = reply.fds.len().min(FDS_MAX) as u8;
-        let message = Message::SessionOpened {
-            generation: self.generation,
-            body: reply.body,
-            fds,
-        };
-        send_with(socket, &message, &reply.fds)
-            .map_err(|error| Rejection(Error::os("sendmsg", "the admission", error).to_string()))
-    }
-
-    /// Tells one who took this endpoint for another kind.
-    fn is_other(&self, socket: &PeerSocket, wanted: Kind) -> Rejection {
-        let _ = message::send(
-            socket.as_fd(),
-            &Message::OtherKind { found: self.kind },
-            &[],
-        );
-        Rejection(format!("it is a {}, not a {wanted}", self.kind))
-    }
-
-    /// False if it is there no more: it was evicted as an idle connection while it was being admitted.
-    fn mark_open(&self, id: u64, client: &ClientInfo) -> bool {
-        let mut connections = self.lock();
-        let Some(connection) = connections.get_mut(&id) else {
-            return false;
-        };
-        connection.phase = ConnectionPhase::Open(client.clone());
-        true
-    }
-
-    /// Watches for the death of who comes in.
-    fn adopt(
-        &self,
-        id: u64,
-        device: Option<crate::backend::DeviceId>,
-        lifeline: [PeerFd; 2],
-    ) -> Result<Option<ClientInfo>, Rejection> {
-        let Some(peer) = self
-            .lock()
-            .get(&id)
-            .map(|connection| connection.peer.clone())
-        else {
-            return Ok(None);
-        };
-        // Without the lock, which every tick takes: it looks at what the client sent.
-        peer.adopt(lifeline)?;
-        let mut connections = self.lock();
-        let Some(connection) = connections.get_mut(&id) else {
-            return Ok(None);
-        };
-        match self.quota.take(&connection.peer, &connection.socket) {
-            Ok(permit) => connection.quota_permit = Some(permit),
-            Err((limit, max)) => {
-                let full = HandshakeFault::Full { limit, max }.to_string();
-                let _ = message::send(
-                    connection.socket.as_fd(),
-                    &Message::Full { limit, max },
-                    &[],
-                );
-                return Err(Rejection(full));
-            }
-        }
-        let signs = [
-            (DeathEvidence::Suspect, SUSPECT),
-            (DeathEvidence::Orphaned(ORPHAN_TIMEOUT), ORPHANED),
-            (DeathEvidence::Proven, PROVEN),
-        ];
-        for (sign, kind) in signs {
-            connection.registrations.push(connection.peer.watch(
-                sign,
-                &self.watched(),
-                tag(id, kind),
-            )?);
-        }
-        Ok(Some(ClientInfo {
-            id,
-            uid: connection.peer.uid,
-            device,
-        }))
-    }
-
-    /// A client's socket is at its end, or is put to it.
+    /// Ends a connection: the client has closed its socket, or the server ends it.
     fn on_end(&self, id: u64) -> Next {
         let open = match self.lock().get(&id).map(|connection| &connection.phase) {
             Some(ConnectionPhase::Open(client)) => Some(client.clone()),
             _ => None,
         };
-        // Without the lock, which every tick takes: the answer takes a lock of the server's own.
+        // Without the lock, which every tick takes: the handler takes a lock of its own.
         let holds = open.is_some_and(|client| self.handler.holds_anything(&client));
         let mut connections = self.lock();
         let Some(mut connection) = connections.remove(&id) else {
@@ -548,7 +382,8 @@ impl ServerCore {
         Next::Stop
     }
 
-    /// It does no more, whenever its socket comes to its end: what it said before is in there.
+    /// The client's process does nothing more, even if its socket stays open. Messages that it sent
+    /// before are still in the socket.
     fn on_suspect(&self, id: u64) -> Next {
         if (0..FINAL_READS_MAX).all(|_| self.on_socket(id) == Next::Keep) {
             self.on_end(id);
@@ -556,7 +391,8 @@ impl ServerCore {
         Next::Stop
     }
 
-    /// It has exited, and its device work may go on for long: nobody's stream waits for it any more.
+    /// The client's process has exited, and its device work may run for long. The handler rescues
+    /// streams that wait for it.
     fn on_orphaned(&self, id: u64) -> Next {
         let client = match self.lock().get(&id).map(|connection| &connection.phase) {
             Some(
@@ -612,7 +448,10 @@ impl EventSource for ServerCore {
         if self.is_listener_paused.swap(false, Ordering::Relaxed) && self.listen().is_err() {
             self.is_listener_paused.store(true, Ordering::Relaxed);
         }
-        let is_late = |connection: &Connection| matches!(&connection.phase, ConnectionPhase::Handshaking { clock } if clock.ran() > HANDSHAKE_TIMEOUT);
+        let is_late = |connection: &Connection| match &connection.phase {
+            ConnectionPhase::Handshaking { clock } => clock.ran() > HANDSHAKE_TIMEOUT,
+            _ => false,
+        };
         self.lock().retain(|_, connection| !is_late(connection));
         self.quota.release_closed();
         self.claim.listener.look();
@@ -643,7 +482,7 @@ fn refuse(socket: BorrowedFd<'_>, denied: bool, reason: impl Into<Reason>) {
     );
 }
 
-/// Whatever can be told of why.
+/// The text of a refusal.
 struct Reason(String);
 
 impl From<&str> for Reason {
@@ -671,113 +510,4 @@ impl From<crate::Error> for Reason {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::sync::mpsc::{Sender, channel};
-
-    use super::*;
-    use crate::ipc::ClientSession;
-    use crate::ipc::domain::{Domain, EndpointName};
-
-    /// Takes so long to admit a client that it is evicted as an idle connection.
-    struct SlowHandler(Mutex<Sender<Disconnected>>);
-
-    impl RequestHandler for SlowHandler {
-        fn on_connect(
-            &self,
-            server_core: &ServerCore,
-            _: &ClientInfo,
-            _: &[u8],
-        ) -> Result<OutgoingReply, Rejection> {
-            // As a tick does.
-            server_core.lock().retain(|_, connection| {
-                !matches!(connection.phase, ConnectionPhase::Handshaking { .. })
-            });
-            Ok(OutgoingReply::default())
-        }
-
-        fn on_request(
-            &self,
-            _: &ServerCore,
-            _: &ClientInfo,
-            _: &[u8],
-        ) -> Result<OutgoingReply, Rejection> {
-            Ok(OutgoingReply::default())
-        }
-
-        fn holds_anything(&self, _: &ClientInfo) -> bool {
-            true
-        }
-
-        fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, disconnected: Disconnected) {
-            let _ = self.0.lock().unwrap().send(disconnected);
-        }
-    }
-
-    #[test]
-    fn one_who_has_not_spoken_is_not_given_up_because_this_process_stood_still() {
-        let folder =
-            std::env::temp_dir().join(format!("warpipe-server-frozen-{}", std::process::id()));
-        let (domain, name) = (
-            Domain::at(&folder).unwrap(),
-            EndpointName::new("kept").unwrap(),
-        );
-        let at = Address {
-            domain: &domain,
-            name: &name,
-            kind: Kind::Timeline,
-        };
-        let server = IpcServer::open(
-            &at,
-            AccessPolicy::default(),
-            Arc::new(SlowHandler(Mutex::new(channel().0))),
-        )
-        .unwrap();
-        let newcomer = domain.connect(&name, Duration::ZERO).unwrap();
-        let server_core = server.server_core();
-        let mut backoff = crate::stream::Backoff::default();
-        while server_core.lock().is_empty() {
-            backoff.pause();
-        }
-        for connection in server_core.lock().values() {
-            let ConnectionPhase::Handshaking { clock } = &connection.phase else {
-                panic!("it has said nothing")
-            };
-            clock.freeze(100 * HANDSHAKE_TIMEOUT);
-        }
-        // The other end stood still, too, and says what it comes for when both go on.
-        server_core.on_tick(0);
-        assert_eq!(server_core.lock().len(), 1);
-        drop((newcomer, server));
-        let _ = std::fs::remove_dir_all(folder);
-    }
-
-    #[test]
-    fn a_client_evicted_while_it_is_admitted_is_disconnected_and_not_forgotten() {
-        let folder =
-            std::env::temp_dir().join(format!("warpipe-server-mute-{}", std::process::id()));
-        let (domain, name) = (
-            Domain::at(&folder).unwrap(),
-            EndpointName::new("kept").unwrap(),
-        );
-        let at = Address {
-            domain: &domain,
-            name: &name,
-            kind: Kind::Timeline,
-        };
-        let (saw, seen) = channel();
-        let server = IpcServer::open(
-            &at,
-            AccessPolicy::default(),
-            Arc::new(SlowHandler(Mutex::new(saw))),
-        )
-        .unwrap();
-        let session = ClientSession::attach(&at, None, &[], Duration::ZERO);
-        assert!(session.is_err(), "its session is over before it began");
-        assert_eq!(
-            seen.recv_timeout(Duration::from_secs(10)),
-            Ok(Disconnected::Closed)
-        );
-        drop(server);
-        let _ = std::fs::remove_dir_all(folder);
-    }
-}
+mod tests;

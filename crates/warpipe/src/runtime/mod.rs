@@ -1,5 +1,5 @@
-//! What all endpoints of a process share: the [reactor] and the other threads of the library, [fences](fence) behind
-//! streams, and what is dropped once they are reached.
+//! Shared by all endpoints of a process: the [reactor] and the other threads of the library,
+//! [fences](fence) behind streams, and drops that wait for a fence.
 
 pub(crate) mod closer;
 pub(crate) mod doorbell;

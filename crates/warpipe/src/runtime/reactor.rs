@@ -1,29 +1,30 @@
 //! The library's threads, one of each in a process.
 //!
-//! * The *reactor* reads the sockets of subscriptions, sees deaths, rescues streams and keeps heartbeats. It calls
-//!   nothing of the driver that may block and takes no lock that is held across such a call: `cuMemHostUnregister` and
-//!   the first load of a module block behind any stream of the context that waits, a full launch queue behind its
-//!   own, and it is the reactor that lets such a stream go when its peer has died.
-//! * The *control thread* does what a publisher needs: it accepts connections, makes links, sees subscribers die. It also
-//!   maps regions. It gives no stream work and asks none that a full launch queue could hold up.
-//! * The *fence thread* asks whether memory that was let go is still in use. A full launch queue may hold it up: no link waits
-//!   for it.
-//! * The *reaper* gives that memory back to the driver, and may be held up by it.
-//!
-//! The reactor sleeps in `epoll_wait` until a descriptor speaks; while links exist it also ticks every [`TICK`],
-//! which is what a heartbeat costs. The others sleep until there is something to do.
+//! * The *reactor* reads subscriptions' sockets, detects deaths, rescues streams and keeps
+//!   heartbeats. It makes no driver call that may block (`cuMemHostUnregister`, the first load of a
+//!   module, work on a full launch queue) and takes no lock held across one: such a call may wait
+//!   for the very stream that the reactor must rescue. It sleeps in `epoll_wait` and ticks every
+//!   [`TICK`] while links exist.
+//! * The *control thread* accepts connections, makes links and maps regions. It gives streams no
+//!   work and makes no query that a full launch queue could hold up.
+//! * The *fence thread* polls whether released memory is still in use; a full launch queue may hold
+//!   it up.
+//! * The *reaper* returns that memory to the driver, which may hold it up.
 
+mod deferred;
 mod pause;
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
+pub(crate) use self::deferred::{Deferred, DropReadiness};
+use self::deferred::{DropCounts, FencedDrop};
 use crate::backend::unreclaimed;
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
@@ -32,18 +33,18 @@ use crate::fork::per_process::PerProcess;
 use crate::ipc::message::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
 
-/// How often heartbeats are written and looked at.
+/// How often heartbeats are written and checked.
 pub(crate) const TICK: Duration = Duration::from_millis(200);
 
-/// How often memory that waits for a device is looked at again.
+/// How often a drop that waits for a device is polled.
 const FENCE_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// What waits for longer than this is looked at with every [`TICK`] only. If it waits for a device, that device is
-/// taken for hung, and it is counted ([`Reactor::counts`]); it is never given up, since nothing but a proof says that
-/// nobody touches it any more.
+/// A drop that has waited for longer than this is polled at each [`TICK`] only. If it waits for a
+/// device, that device is presumed hung, and the drop is counted ([`Reactor::counts`]). It is never
+/// given up, since only a proof shows that the memory is no longer touched.
 const OVERDUE_AFTER: Duration = Duration::from_secs(60);
 
-/// A heartbeat older than this means *stalled*, to people.
+/// A heartbeat older than this is reported as *stalled*.
 pub(crate) const STALLED_AFTER: Duration = Duration::from_millis(900);
 
 /// Whether to go on watching a descriptor.
@@ -51,12 +52,13 @@ pub(crate) const STALLED_AFTER: Duration = Duration::from_millis(900);
 pub(crate) enum Next {
     Keep,
     Stop,
-    /// Not now: this process has no room for what there is to be read, which stays where it is. `on_ready` is called again
-    /// after the next [`TICK`].
+    /// This process has no room for the next message, which stays in the socket. `on_ready` is
+    /// called again after the next [`TICK`].
     RetryAtTick,
 }
 
-/// What the reactor watches. Called on its thread, and must not block there (see [`EventSource::runs_on_control_thread`]).
+/// A target of the reactor's events. Called on the reactor's thread, and must not block there (see
+/// [`EventSource::runs_on_control_thread`]).
 pub(crate) trait EventSource: Send + Sync {
     /// The descriptor that was registered with `tag` is readable or closed.
     fn on_ready(&self, tag: u64) -> Next;
@@ -64,8 +66,8 @@ pub(crate) trait EventSource: Send + Sync {
     /// [`TICK`] has passed.
     fn on_tick(&self, _now_ns: u64) {}
 
-    /// Whether the control thread is to call these, and not the reactor: for who takes locks that are held across calls
-    /// of the driver.
+    /// Whether the control thread makes these calls instead of the reactor: for a target that takes
+    /// locks that are held across driver calls.
     fn runs_on_control_thread(&self) -> bool {
         false
     }
@@ -74,7 +76,7 @@ pub(crate) trait EventSource: Send + Sync {
 struct RegistrationEntry {
     target: Weak<dyn EventSource>,
     tag: u64,
-    /// `None` for what [`Reactor::trigger`] alone tells of.
+    /// `None` if only [`Reactor::trigger`] causes events.
     fd: Option<RawFd>,
     events: epoll::EventFlags,
 }
@@ -85,88 +87,18 @@ struct ReactorState {
     ticked: Vec<Weak<dyn EventSource>>,
     /// Triggered, and not dispatched yet.
     triggered: Vec<u64>,
-    /// Those that answered [`Next::RetryAtTick`]: not listened to before the next tick.
+    /// The registrations that returned [`Next::RetryAtTick`]: not polled before the next tick.
     paused: Vec<u64>,
     fenced_drops: Vec<FencedDrop>,
-    /// Those that have waited for long: looked at with every tick.
+    /// Drops that have waited for long: polled at each tick.
     slow: Vec<FencedDrop>,
 }
 
-/// What a look at something that is to be dropped found.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum DropReadiness {
-    /// It is waited for that others give it up, here or in another process: that may take as long as they like.
-    Held,
-    /// Nobody else holds it. Work that was enqueued on it is not done.
-    Busy,
-    /// It may be dropped.
-    Ready,
-}
-
-impl From<bool> for DropReadiness {
-    /// Of what nobody else holds: whether its work is done.
-    fn from(is_quiet: bool) -> DropReadiness {
-        if is_quiet {
-            DropReadiness::Ready
-        } else {
-            DropReadiness::Busy
-        }
-    }
-}
-
-struct FencedDrop {
-    look: Box<dyn FnMut() -> DropReadiness + Send>,
-    /// What the last look found, and since when that is so.
-    readiness: DropReadiness,
-    since: Instant,
-    /// It is looked at with every tick only.
-    is_unhurried: bool,
-    /// It is counted as such.
-    is_overdue: bool,
-}
-
-impl FencedDrop {
-    fn look(&mut self, now: Instant) -> DropReadiness {
-        // A closure that panicked may not be called again, and what it owns may be in use: it is kept.
-        let readiness = catch_panic(|| (self.look)()).unwrap_or(DropReadiness::Held);
-        if readiness != self.readiness {
-            (self.readiness, self.since) = (readiness, now);
-        }
-        readiness
-    }
-
-    fn is_slow(&self, now: Instant, after: Duration) -> bool {
-        now.saturating_duration_since(self.since) > after
-    }
-}
-
-impl DropCounts {
-    fn set_overdue(&self, is_counted: &mut bool, is_overdue: bool) {
-        match (std::mem::replace(is_counted, is_overdue), is_overdue) {
-            (false, true) => self.overdue.fetch_add(1, Ordering::Relaxed),
-            (true, false) => self.overdue.fetch_sub(1, Ordering::Relaxed),
-            _ => return,
-        };
-    }
-}
-
-/// What the control thread does, in order. As many can wait as there are that may ask for one, each for one at a time: a
-/// watched descriptor ([`ONCE`]), a link's regions, a connection, the look at what is to be dropped. A count on top of
-/// those would refuse whoever comes next for what this process is late with.
+/// A task of the control thread, which runs them in order. The number of waiting tasks is bounded
+/// by the number of their sources, each with one task at a time: a watched descriptor ([`ONCE`]), a
+/// link's regions, a connection, the poll of deferred drops. A limit on top of those would refuse
+/// the next source for this process's own delay.
 pub(crate) type ControlTask = Box<dyn FnOnce() + Send>;
-
-/// What waits to be dropped. Counted beside the state, out of which the fence thread takes what it looks at.
-#[derive(Debug, Default)]
-struct DropCounts {
-    waiting: AtomicUsize,
-    overdue: AtomicUsize,
-}
-
-/// What the reaper drops: once each, what somebody had. So as many can wait for it as there may be of them, and each
-/// has a descriptor, mapped memory or a place in its maker's limits until it is dropped; a count would be one more limit
-/// that says nothing new. And there would be nothing to do at it: the caller must not drop (it may be the reactor), must
-/// not wait for the reaper, which a driver may hold up, and has nobody left to tell.
-pub(crate) type Deferred = Box<dyn Send>;
 
 /// The reactor of this process.
 pub(crate) struct Reactor {
@@ -174,11 +106,12 @@ pub(crate) struct Reactor {
     doorbell: LocalDoorbell,
     state: Mutex<ReactorState>,
     tasks: Sender<ControlTask>,
-    /// Sent for each round of looks at fenced drops.
+    /// Sent for each round of polls of fenced drops.
     fence_polls_tx: Sender<()>,
     /// The fence thread has been asked for a round, and has not begun.
     is_fence_poll_requested: AtomicBool,
-    /// The reaper has been asked to ask again for what a device did not take back, and is not done.
+    /// The reaper has been asked to retry reclaiming memory that a device did not take back, and is
+    /// not done.
     is_reclaim_requested: AtomicBool,
     overdue_after: Duration,
     counts: DropCounts,
@@ -192,7 +125,7 @@ impl std::fmt::Debug for Reactor {
     }
 }
 
-/// A descriptor being watched; dropping it ends that. Drop it before the descriptor.
+/// A watched descriptor. Dropping the registration ends the watch. Drop it before the descriptor.
 pub(crate) struct Registration {
     reactor: Arc<Reactor>,
     id: u64,
@@ -204,8 +137,9 @@ impl std::fmt::Debug for Registration {
     }
 }
 
-/// What is listened for on behalf of the control thread: one event, and then silence until it has been dealt with. Nothing less
-/// will do: a socket whose peer has closed is told of again and again even to who listens for nothing at all.
+/// The events of a control-thread registration: one event, and then none until it has been handled.
+/// Without `EPOLLONESHOT`, epoll would report a closed peer (`EPOLLHUP`) again and again, even with
+/// an empty interest mask.
 const ONCE: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ONESHOT);
 
 /// The reactor of this process.
@@ -237,15 +171,6 @@ impl Reactor {
         CURRENT.lock().clone()
     }
 
-    /// How much waits to be dropped, and how much of that for a device that has not done its work within
-    /// [`OVERDUE_AFTER`].
-    pub(crate) fn counts(&self) -> (usize, usize) {
-        (
-            self.counts.waiting.load(Ordering::Relaxed),
-            self.counts.overdue.load(Ordering::Relaxed),
-        )
-    }
-
     fn start(overdue_after: Duration) -> Result<Arc<Reactor>> {
         let epoll = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))
             .map_err(|e| Error::os("epoll_create1", "the reactor", e))?;
@@ -272,7 +197,7 @@ impl Reactor {
                 let _panicked = catch_panic(task);
             }
         })?;
-        // Of a reactor that comes to nothing the threads end with it.
+        // If a later step of the start fails, these threads end with the reactor.
         let this = Arc::downgrade(&reactor);
         start_thread("warpipe-fences", move || {
             for () in fence_polls {
@@ -290,10 +215,11 @@ impl Reactor {
         Ok(reactor)
     }
 
-    /// Leaves a task to the control thread. For who asks for one at a time, or counts those that wait (see [`ControlTask`]).
+    /// Queues a task for the control thread. For callers that queue one at a time, or limit their
+    /// number (see [`ControlTask`]).
     pub(crate) fn run_on_control_thread(&self, task: ControlTask) {
         if let Err(mpsc::SendError(task)) = self.tasks.send(task) {
-            // No control thread any more: better it stays than that it calls the driver here.
+            // The control thread has ended. A leak is better than a driver call here.
             std::mem::forget(task);
         }
     }
@@ -303,7 +229,7 @@ impl Reactor {
             .map_err(|e| Error::os("epoll_ctl", "a watched descriptor", e))
     }
 
-    /// Watches `fd` for `target` until the result is dropped or `on_ready` answers [`Next::Stop`].
+    /// Watches `fd` for `target` until the result is dropped or `on_ready` returns [`Next::Stop`].
     pub(crate) fn register(
         self: &Arc<Self>,
         fd: BorrowedFd<'_>,
@@ -321,7 +247,7 @@ impl Reactor {
         self.register_for(events, fd, target, tag)
     }
 
-    /// Watches `fd` for its end alone (`EPOLLHUP`), whatever there is to be read. For who is not attended.
+    /// Watches `fd` for its hang-up alone (`EPOLLHUP`), whatever there is to be read.
     pub(crate) fn register_hangup(
         self: &Arc<Self>,
         fd: BorrowedFd<'_>,
@@ -357,7 +283,8 @@ impl Reactor {
         })
     }
 
-    /// A watch without a descriptor: `target` is called with `tag` when somebody [triggers](Self::trigger) it.
+    /// A registration without a descriptor: `target` is called with `tag` when
+    /// [`trigger`](Self::trigger) is called.
     pub(crate) fn register_trigger(
         self: &Arc<Self>,
         target: &Weak<dyn EventSource>,
@@ -377,13 +304,13 @@ impl Reactor {
         }
     }
 
-    /// Has the target of that watch called, on its own thread, however much that has to do.
+    /// Calls the registration's target on the reactor's own thread soon, without waiting.
     pub(crate) fn trigger(&self, id: u64) {
         self.lock().triggered.push(id);
         self.doorbell.ring();
     }
 
-    /// Whether that watch is there still.
+    /// Whether the registration still exists.
     pub(crate) fn has(&self, id: u64) -> bool {
         self.lock().registrations.contains_key(&id)
     }
@@ -394,42 +321,6 @@ impl Reactor {
         self.doorbell.ring();
     }
 
-    /// Has the fence thread call `look` until it finds that everything is over, then drops it with all that it owns: memory
-    /// that a stream may still touch is let go only when this process has its own proof that it will not (see
-    /// [`fence`](crate::runtime::fence)). However long that takes.
-    pub(crate) fn drop_after<U: Into<DropReadiness>>(
-        &self,
-        look: impl FnMut() -> U + Send + 'static,
-    ) {
-        self.drop_after_as(false, look);
-    }
-
-    /// The same for what is looked at with every [`TICK`] only: nobody waits for it.
-    pub(crate) fn drop_after_unhurried<U: Into<DropReadiness>>(
-        &self,
-        look: impl FnMut() -> U + Send + 'static,
-    ) {
-        self.drop_after_as(true, look);
-    }
-
-    fn drop_after_as<U: Into<DropReadiness>>(
-        &self,
-        is_unhurried: bool,
-        mut look: impl FnMut() -> U + Send + 'static,
-    ) {
-        let (look, since) = (Box::new(move || look().into()), Instant::now());
-        self.counts.waiting.fetch_add(1, Ordering::Relaxed);
-        let fenced_drops = FencedDrop {
-            look,
-            readiness: DropReadiness::Held,
-            since,
-            is_unhurried,
-            is_overdue: false,
-        };
-        self.lock().fenced_drops.push(fenced_drops);
-        self.doorbell.ring();
-    }
-
     fn run(self: &Arc<Self>) {
         let mut events = Vec::with_capacity(64);
         let mut last_tick = Instant::now();
@@ -437,7 +328,7 @@ impl Reactor {
         loop {
             events.clear();
             let timeout = self.sleep_limit(last_tick, last_fence_poll).map(timespec);
-            // A failing epoll_wait can only be an interruption: the descriptor is ours and open.
+            // epoll_wait fails only when it is interrupted: the descriptor is ours and open.
             let _ = epoll::wait(
                 &self.epoll,
                 rustix::buffer::spare_capacity(&mut events),
@@ -461,10 +352,10 @@ impl Reactor {
         }
     }
 
-    /// How long to sleep at most.
+    /// The longest sleep until the next poll or tick; `None` if neither is due.
     fn sleep_limit(&self, last_tick: Instant, last_fence_poll: Instant) -> Option<Duration> {
         let state = self.lock();
-        // A fence thread that is late rings when it is done.
+        // A fence thread that is late rings the doorbell when it is done.
         if !state.fenced_drops.is_empty() && !self.is_fence_poll_requested.load(Ordering::Acquire) {
             return Some(FENCE_POLL_INTERVAL.saturating_sub(last_fence_poll.elapsed()));
         }
@@ -501,7 +392,8 @@ impl Reactor {
         self.drop_on_reaper(target);
     }
 
-    /// Leaves an event to the control thread. Until it has been dealt with, its descriptor is not listened to ([`ONCE`]).
+    /// Queues an event for the control thread. Until it has been handled, epoll does not report its
+    /// descriptor ([`ONCE`]).
     fn dispatch_on_control_thread(
         self: &Arc<Self>,
         id: u64,
@@ -516,7 +408,7 @@ impl Reactor {
         self.run_on_control_thread(Box::new(deal));
     }
 
-    /// Listens to a descriptor that has spoken [`ONCE`]; nothing happens if it is watched no longer.
+    /// Re-arms a descriptor after its [`ONCE`] event; does nothing if the registration has ended.
     fn listen_again(&self, id: u64) {
         let state = self.lock();
         if let Some(fd) = state.registrations.get(&id).and_then(|entry| entry.fd) {
@@ -536,44 +428,6 @@ impl Reactor {
         }
     }
 
-    /// Has the fence thread look at what waits for a device: to ask for it calls the driver. Once is enough, however late it is.
-    /// Whether it had to be asked.
-    fn request_fence_poll(&self) -> bool {
-        // It ends with the process only.
-        !self.is_fence_poll_requested.swap(true, Ordering::AcqRel)
-            && self.fence_polls_tx.send(()).is_ok()
-    }
-
-    fn poll_fences(&self) {
-        let mut waiting = std::mem::take(&mut self.lock().fenced_drops);
-        let (mut slow, mut index) = (Vec::new(), 0);
-        while index < waiting.len() {
-            let (one, now) = (&mut waiting[index], Instant::now());
-            let readiness = one.look(now);
-            let is_slow = one.is_slow(now, self.overdue_after);
-            self.counts.set_overdue(
-                &mut one.is_overdue,
-                is_slow && readiness == DropReadiness::Busy,
-            );
-            let is_slow = is_slow || one.is_unhurried;
-            if readiness == DropReadiness::Ready {
-                self.counts.waiting.fetch_sub(1, Ordering::Relaxed);
-                self.defer_drop(Box::new(waiting.swap_remove(index)));
-            } else if is_slow {
-                slow.push(waiting.swap_remove(index));
-            } else {
-                index += 1;
-            }
-        }
-        if !(waiting.is_empty() && slow.is_empty()) {
-            let mut state = self.lock();
-            state.fenced_drops.append(&mut waiting);
-            state.slow.append(&mut slow);
-            drop(state);
-            self.doorbell.ring();
-        }
-    }
-
     fn tick_all(self: &Arc<Self>) {
         let targets = {
             let mut state = self.lock();
@@ -587,47 +441,16 @@ impl Reactor {
         let now = now_ns();
         for target in targets.iter().filter_map(Weak::upgrade) {
             let _panicked = catch_panic(|| target.on_tick(now));
-            // Mostly it has other owners; to wake the control thread with every tick would cost more than the tick.
+            // The target mostly has other owners. To wake the reaper at each tick would cost more
+            // than the tick.
             if Arc::strong_count(&target) == 1 {
                 self.drop_on_reaper(target);
             }
         }
     }
 
-    /// Has the reaper ask for what a device did not take back. Once is enough, however late it is.
-    fn request_reclaim(self: &Arc<Self>) {
-        if unreclaimed::is_retry_due() && !self.is_reclaim_requested.swap(true, Ordering::AcqRel) {
-            self.defer_drop(Box::new(ReclaimTask(self.clone())));
-        }
-    }
-
-    /// Lets the reaper drop it: should it be the last owner by now, that calls the driver.
-    fn drop_on_reaper(&self, target: Arc<dyn EventSource>) {
-        if Arc::strong_count(&target) == 1 {
-            self.defer_drop(Box::new(target));
-        }
-    }
-
-    /// Leaves it to the reaper to drop something, however much he has to do: never on this thread.
-    pub(crate) fn defer_drop(&self, deferred: Deferred) {
-        if let Err(mpsc::SendError(deferred)) = self.deferred.send(deferred) {
-            // No reaper any more: better it stays than that it calls the driver here.
-            std::mem::forget(deferred);
-        }
-    }
-
     fn lock(&self) -> MutexGuard<'_, ReactorState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Dropped by the reaper, it asks for what a device did not take back.
-struct ReclaimTask(Arc<Reactor>);
-
-impl Drop for ReclaimTask {
-    fn drop(&mut self) {
-        unreclaimed::retry_all();
-        self.0.is_reclaim_requested.store(false, Ordering::Release);
     }
 }
 
@@ -643,15 +466,17 @@ impl Drop for Registration {
     }
 }
 
-/// Runs what is not the reactor's own (a policy is chosen by the user's code): its panic must not end the one thread
-/// that sees deaths. The panic hook has shown it.
+/// Runs code that is not the reactor's own (a policy is the user's code): its panic must not end
+/// the one thread that detects deaths. The panic hook has reported it.
 fn catch_panic<T>(work: impl FnOnce() -> T) -> Option<T> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).ok()
 }
 
-/// The descriptor of an [`RegistrationEntry`], for a caller that holds the lock of the [`ReactorState`] that it was found in.
+/// The descriptor of a [`RegistrationEntry`], for a caller that holds the lock of the
+/// [`ReactorState`] that contains it.
 fn watched<'a>(fd: RawFd) -> BorrowedFd<'a> {
-    // SAFETY: the descriptor is open: `Registration` is dropped before it, and the lock keeps that drop out.
+    // SAFETY: the descriptor is open: `Registration` is dropped before it, and the lock keeps that
+    // drop out.
     unsafe { BorrowedFd::borrow_raw(fd) }
 }
 
@@ -675,120 +500,4 @@ pub(crate) fn new_generation() -> [u8; 16] {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    struct DropRecorder(Arc<Mutex<Vec<Option<String>>>>);
-
-    impl Drop for DropRecorder {
-        fn drop(&mut self) {
-            self.0
-                .lock()
-                .unwrap()
-                .push(std::thread::current().name().map(str::to_string));
-        }
-    }
-
-    struct Stuck(mpsc::Receiver<()>);
-
-    impl Drop for Stuck {
-        fn drop(&mut self) {
-            let _ = self.0.recv();
-        }
-    }
-
-    #[test]
-    fn whoever_defers_a_drop_drops_nothing_however_long_the_reaper_is_held_up() {
-        const COUNT: usize = 10_000;
-        let reactor = Reactor::start(OVERDUE_AFTER).unwrap();
-        let (go, wait) = mpsc::channel();
-        let dropped = Arc::new(Mutex::new(Vec::new()));
-        reactor.defer_drop(Box::new(Stuck(wait)));
-        (0..COUNT).for_each(|_| reactor.defer_drop(Box::new(DropRecorder(dropped.clone()))));
-        assert!(dropped.lock().unwrap().is_empty());
-        drop(go);
-        let start = Instant::now();
-        while dropped.lock().unwrap().len() < COUNT {
-            assert!(start.elapsed() < Duration::from_secs(10));
-            std::thread::yield_now();
-        }
-        assert!(
-            dropped
-                .lock()
-                .unwrap()
-                .iter()
-                .all(|name| name.as_deref() == Some("warpipe-reaper"))
-        );
-    }
-
-    fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-        let start = Instant::now();
-        while !is_so() {
-            assert!(start.elapsed() < Duration::from_secs(10), "{what}");
-            std::thread::yield_now();
-        }
-    }
-
-    #[test]
-    fn a_fence_thread_that_is_late_is_asked_once_and_the_control_thread_goes_on() {
-        let reactor = Reactor::start(OVERDUE_AFTER).unwrap();
-        let ((go, wait), (stands, standing)) = (mpsc::channel::<()>(), mpsc::channel());
-        reactor.drop_after(move || {
-            stands.send(()).unwrap();
-            let _ = wait.recv();
-            DropReadiness::Ready
-        });
-        standing.recv_timeout(Duration::from_secs(10)).unwrap();
-        // A minute of it, as the reactor would ask.
-        let asked = (0..30_000).filter(|_| reactor.request_fence_poll()).count();
-        assert!(asked <= 1, "{asked} rounds wait for the fence thread");
-        let (tell, told) = mpsc::channel();
-        reactor.run_on_control_thread(Box::new(move || tell.send(()).unwrap()));
-        assert_eq!(told.recv_timeout(Duration::from_secs(10)), Ok(()));
-        drop(go);
-        eventually("it goes on", || reactor.counts() == (0, 0));
-    }
-
-    #[test]
-    fn a_child_forked_while_another_thread_starts_the_reactor_starts_its_own() {
-        let own = || {
-            Reactor::running().is_none()
-                && Reactor::of_process().is_ok()
-                && Reactor::running().is_some()
-        };
-        crate::hostile::while_locked(&CURRENT, || crate::hostile::in_a_forked_child(own));
-    }
-
-    #[test]
-    fn what_a_device_is_late_with_is_counted_and_dropped_when_it_is_done() {
-        let reactor = Reactor::start(Duration::ZERO).unwrap();
-        let (readiness, (tell, told)) = (
-            Arc::new(Mutex::new(DropReadiness::Held)),
-            mpsc::channel::<()>(),
-        );
-        let found = readiness.clone();
-        reactor.drop_after(move || {
-            let _owned = &tell;
-            *found.lock().unwrap()
-        });
-        // Longer than anything may take, and no device's fault.
-        eventually("it is looked at with the ticks", || {
-            !reactor.lock().slow.is_empty()
-        });
-        assert_eq!(reactor.counts(), (1, 0));
-        *readiness.lock().unwrap() = DropReadiness::Busy;
-        eventually("it is counted", || reactor.counts() == (1, 1));
-        assert_eq!(
-            told.try_recv(),
-            Err(mpsc::TryRecvError::Empty),
-            "it is kept"
-        );
-        *readiness.lock().unwrap() = DropReadiness::Ready;
-        assert_eq!(
-            told.recv_timeout(Duration::from_secs(10)),
-            Err(mpsc::RecvTimeoutError::Disconnected),
-            "dropped"
-        );
-        assert_eq!(reactor.counts(), (0, 0));
-    }
-}
+mod tests;

@@ -1,4 +1,4 @@
-//! Memory that several processes map: sealed memfds of atomics alone, and the words in them.
+//! Memory that several processes map: sealed memfds that hold only atomics, and the words in them.
 
 pub(crate) mod counter;
 pub(crate) mod fence_words;

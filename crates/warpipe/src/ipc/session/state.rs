@@ -1,0 +1,343 @@
+//! The state of an admitted session: its open requests, and the messages that the reactor's thread reads for them.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use crate::error::{Error, Result};
+use crate::fork::OwnerProcess;
+use crate::ipc::message::{self, Message, Received};
+use crate::ipc::peer::Peer;
+use crate::ipc::{IncomingReply, Kind, NOTIFICATION, SessionObserver};
+use crate::runtime::closer::PeerSocket;
+use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
+
+/// The most requests of one session that the server has not answered.
+pub(super) const REQUESTS_MAX: usize = 64;
+
+/// Messages read before the reactor serves other sockets.
+const BATCH_MAX: usize = 16;
+
+/// How many more batches of [`BATCH_MAX`] messages are read from a dead server's socket.
+const FINAL_READS_MAX: usize = 64;
+
+/// The longest sleep between two checks while a client waits for its server. A notification of the
+/// domain or of the server wakes the client earlier.
+pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(50);
+
+pub(super) const SOCKET: u64 = 0;
+pub(super) const PROVEN: u64 = 1;
+pub(super) const SUSPECT: u64 = 2;
+pub(super) const ORPHANED: u64 = 3;
+
+pub(super) struct SessionState {
+    /// Declared first: the registrations end before their descriptors are closed.
+    pub(super) registrations: Mutex<Vec<Registration>>,
+    pub(super) owner_process: OwnerProcess,
+    pub(super) name: String,
+    pub(super) kind: Kind,
+    pub(super) peer: Peer,
+    pub(super) generation: [u8; 16],
+    pub(super) socket: PeerSocket,
+    pub(super) observer: Mutex<Option<Arc<dyn SessionObserver>>>,
+    pub(super) is_graceful: AtomicBool,
+    /// Why the server has ended this session.
+    pub(super) rejection: OnceLock<String>,
+    pub(super) is_dead: AtomicBool,
+    pub(super) next_serial: AtomicU64,
+    pub(super) requests: Mutex<PendingRequests>,
+    pub(super) replied: Condvar,
+    pub(super) reactor: Arc<Reactor>,
+}
+
+#[derive(Default)]
+pub(super) struct PendingRequests {
+    /// By serial number.
+    pub(super) open: HashMap<u64, PendingRequest>,
+    /// No more replies will come.
+    pub(super) is_over: bool,
+}
+
+/// The state of one request.
+pub(super) enum PendingRequest {
+    Waiting,
+    Replied(Result<IncomingReply>),
+    /// The reply is still in the socket: this process has no room for its descriptors.
+    Unread(Error),
+    /// The caller has given up. The request counts until its reply comes, which goes to the
+    /// observer. Holds the request's body.
+    Abandoned(Vec<u8>),
+}
+
+/// How long a request waits for its reply.
+pub(super) struct Patience<'a> {
+    pub(super) start: Instant,
+    pub(super) timeout: Duration,
+    /// Called while no lock is held.
+    pub(super) is_cancelled: &'a dyn Fn() -> bool,
+}
+
+impl Patience<'_> {
+    fn left(&self) -> Duration {
+        self.timeout.saturating_sub(self.start.elapsed())
+    }
+}
+
+impl SessionState {
+    pub(super) fn lock(&self) -> MutexGuard<'_, PendingRequests> {
+        self.requests.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The error that says why this session is over.
+    pub(super) fn owner_gone(&self) -> Error {
+        if let Some(text) = self.rejection.get() {
+            return Error::Refused {
+                name: self.name.clone(),
+                text: text.clone(),
+            };
+        }
+        let graceful = self.is_graceful.load(SeqCst);
+        Error::OwnerGone {
+            kind: self.kind,
+            name: self.name.clone(),
+            pid: self.peer.pid,
+            graceful,
+        }
+    }
+
+    pub(super) fn send(&self, message: &Message) -> std::result::Result<(), Errno> {
+        message::send(self.socket.as_fd(), message, &[])
+    }
+
+    pub(super) fn unsent(&self, error: Errno) -> Error {
+        match error {
+            error if has_closed(error) => self.owner_gone(),
+            // The server does not read its socket: it is stopped, or hung.
+            Errno::AGAIN => Error::Timeout {
+                what: format!("{:?} to read its socket", self.name),
+                waited: Duration::ZERO,
+            },
+            other => Error::os("sendmsg", format!("a question to {:?}", self.name), other),
+        }
+    }
+
+    /// Adds a waiting request. While [`REQUESTS_MAX`] requests are open, waits for one to end.
+    pub(super) fn add_request(&self, serial: u64, patience: &Patience<'_>) -> Result<()> {
+        let (mut requests, mut is_over) = (self.lock(), false);
+        loop {
+            if requests.is_over {
+                return Err(self.owner_gone());
+            }
+            if requests.open.len() < REQUESTS_MAX {
+                requests.open.insert(serial, PendingRequest::Waiting);
+                return Ok(());
+            }
+            if is_over {
+                let what = format!(
+                    "an answer of {:?} to one of {REQUESTS_MAX} earlier questions",
+                    self.name
+                );
+                return Err(Error::Timeout {
+                    what,
+                    waited: patience.timeout,
+                });
+            }
+            (requests, is_over) = self.sleep(requests, patience);
+        }
+    }
+
+    /// Sleeps until a request changes state or [`RETRY_INTERVAL`] has passed. The result's second
+    /// part says whether the caller stops waiting.
+    fn sleep<'a>(
+        &'a self,
+        requests: MutexGuard<'a, PendingRequests>,
+        patience: &Patience<'_>,
+    ) -> (MutexGuard<'a, PendingRequests>, bool) {
+        let left = patience.left();
+        if left.is_zero() {
+            return (requests, true);
+        }
+        let (requests, waited) = self
+            .replied
+            .wait_timeout(requests, left.min(RETRY_INTERVAL))
+            .unwrap_or_else(PoisonError::into_inner);
+        if !waited.timed_out() {
+            return (requests, false);
+        }
+        drop(requests);
+        let is_over = patience.left().is_zero() || (patience.is_cancelled)();
+        (self.lock(), is_over)
+    }
+
+    pub(super) fn wait_for(
+        &self,
+        (serial, body): (u64, &[u8]),
+        patience: &Patience<'_>,
+    ) -> Result<IncomingReply> {
+        let (mut requests, mut is_over) = (self.lock(), false);
+        loop {
+            if let Some(PendingRequest::Replied(_)) = requests.open.get(&serial)
+                && let Some(PendingRequest::Replied(answer)) = requests.open.remove(&serial)
+            {
+                self.replied.notify_all();
+                return answer;
+            }
+            if let Some(pending @ PendingRequest::Unread(_)) = requests.open.get_mut(&serial)
+                && let PendingRequest::Unread(error) =
+                    std::mem::replace(pending, PendingRequest::Abandoned(body.to_vec()))
+            {
+                return Err(error);
+            }
+            if requests.is_over {
+                requests.open.remove(&serial);
+                return Err(self.owner_gone());
+            }
+            if is_over {
+                requests
+                    .open
+                    .insert(serial, PendingRequest::Abandoned(body.to_vec()));
+                let what = format!("an answer of {:?} (process {})", self.name, self.peer.pid);
+                return Err(Error::Timeout {
+                    what,
+                    waited: patience.timeout,
+                });
+            }
+            (requests, is_over) = self.sleep(requests, patience);
+        }
+    }
+
+    /// Takes a reply. A reply whose caller has given up goes to the observer.
+    pub(super) fn on_reply(&self, serial: u64, answer: Result<IncomingReply>) {
+        if serial == NOTIFICATION {
+            return answer
+                .into_iter()
+                .zip(self.observer())
+                .for_each(|(incoming, observer)| observer.on_notification(incoming));
+        }
+        let mut requests = self.lock();
+        let request = match requests.open.get_mut(&serial) {
+            Some(pending @ (PendingRequest::Waiting | PendingRequest::Unread(_))) => {
+                *pending = PendingRequest::Replied(answer);
+                return self.replied.notify_all();
+            }
+            Some(PendingRequest::Abandoned(request)) => std::mem::take(request),
+            // The request was a `post`, or it has been answered before.
+            Some(PendingRequest::Replied(_)) | None => return,
+        };
+        requests.open.remove(&serial);
+        drop(requests);
+        self.replied.notify_all();
+        if let (Ok(incoming), Some(observer)) = (answer, self.observer()) {
+            observer.on_stale_reply(&request, incoming);
+        }
+    }
+
+    /// Leaves the next reply in the socket until this process has room for it. The caller that
+    /// waits for the reply gets the error.
+    fn leave_unread(&self, error: Error) {
+        let Some(serial) = message::next_answer(self.socket.as_fd()) else {
+            return;
+        };
+        if let Some(pending @ PendingRequest::Waiting) = self.lock().open.get_mut(&serial) {
+            *pending = PendingRequest::Unread(error);
+            self.replied.notify_all();
+        }
+    }
+
+    pub(super) fn on_socket(&self) -> Next {
+        for _ in 0..BATCH_MAX {
+            match message::receive(self.socket.as_fd(), &self.name) {
+                Ok(Received::Nothing) => return Next::Keep,
+                Ok(Received::Message(Message::Reply { serial, body, .. }, fds)) => {
+                    self.on_reply(serial, Ok(IncomingReply { body, fds }));
+                }
+                Ok(Received::Message(Message::RequestFailed { serial, text }, _)) => {
+                    self.on_reply(
+                        serial,
+                        Err(Error::Refused {
+                            name: self.name.clone(),
+                            text,
+                        }),
+                    );
+                }
+                Ok(Received::Message(Message::Close(_), _)) => self.is_graceful.store(true, SeqCst),
+                Ok(Received::Message(Message::Refused { text, .. }, _)) => {
+                    let _ = self.rejection.set(text);
+                    self.on_closed();
+                    return Next::Stop;
+                }
+                // This process lacks room, which says nothing about the server.
+                Err(error) if message::is_short(&error) => {
+                    self.leave_unread(error);
+                    return Next::RetryAtTick;
+                }
+                // Any other message or error ends the session.
+                Ok(Received::Message(..) | Received::End) | Err(_) => {
+                    self.on_closed();
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    fn on_closed(&self) {
+        if std::mem::replace(&mut self.lock().is_over, true) {
+            return;
+        }
+        self.replied.notify_all();
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        let graceful = self.is_graceful.load(SeqCst);
+        self.observer()
+            .into_iter()
+            .for_each(|observer| observer.on_closed(graceful));
+    }
+
+    fn observer(&self) -> Option<Arc<dyn SessionObserver>> {
+        self.observer
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+}
+
+impl EventSource for SessionState {
+    fn on_ready(&self, tag: u64) -> Next {
+        match tag {
+            _ if !self.owner_process.is_current() => Next::Stop,
+            SUSPECT => {
+                // The server's last messages are still in the socket, its graceful close for one:
+                // at most a socket buffer full. The socket's end may never come, since another
+                // process may hold a copy of it.
+                let is_over = || self.on_socket() == Next::Stop || self.lock().is_over;
+                let _ = (0..FINAL_READS_MAX).any(|_| is_over());
+                self.on_closed();
+                Next::Stop
+            }
+            ORPHANED => {
+                self.on_ready(SUSPECT);
+                self.is_dead.store(true, SeqCst);
+                self.observer()
+                    .into_iter()
+                    .for_each(|observer| observer.on_orphaned());
+                Next::Stop
+            }
+            PROVEN => {
+                self.on_ready(ORPHANED);
+                self.observer()
+                    .into_iter()
+                    .for_each(|observer| observer.on_proven_dead());
+                Next::Stop
+            }
+            _ => self.on_socket(),
+        }
+    }
+}
+
+pub(super) fn has_closed(error: Errno) -> bool {
+    matches!(error, Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN)
+}

@@ -1,0 +1,223 @@
+use std::path::PathBuf;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use super::state::{PROVEN, Patience, PendingRequest, REQUESTS_MAX};
+use crate::error::Error;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::{
+    AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IncomingReply, IpcServer, Kind,
+    OutgoingReply, Rejection, RequestHandler, ServerCore, SessionObserver,
+};
+use crate::runtime::reactor::{EventSource, Next};
+
+struct SilentHandler;
+
+impl RequestHandler for SilentHandler {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> std::result::Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply::default())
+    }
+
+    fn on_request(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> std::result::Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply::default())
+    }
+
+    fn holds_anything(&self, _: &ClientInfo) -> bool {
+        true
+    }
+
+    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
+}
+
+/// A server in a domain of its own, and a session at it without an observer.
+fn connect(title: &str) -> (PathBuf, IpcServer, ClientSession) {
+    let file = format!("warpipe-session-{title}-{}", std::process::id());
+    let folder = std::env::temp_dir().join(file);
+    let domain = Domain::at(&folder).unwrap();
+    let name = EndpointName::new(title).unwrap();
+    let at = Address {
+        domain: &domain,
+        name: &name,
+        kind: Kind::Timeline,
+    };
+    let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
+    let (session, _) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
+    (folder, server, session)
+}
+
+#[test]
+fn a_request_to_a_server_that_has_just_closed_reports_a_graceful_close() {
+    // The session has no observer: this test reads the socket instead of the reactor, after the
+    // request.
+    let (folder, server, session) = connect("left");
+    drop(server);
+    let result = std::thread::scope(|scope| {
+        let request = scope.spawn(|| session.request(b"anybody?", Duration::from_secs(10)));
+        while session.inner.lock().open.is_empty() && !request.is_finished() {
+            std::thread::yield_now();
+        }
+        while session.inner.on_socket() == Next::Keep {
+            std::thread::yield_now();
+        }
+        request.join().unwrap()
+    });
+    assert!(
+        matches!(result, Err(Error::OwnerGone { graceful: true, .. })),
+        "{result:?}"
+    );
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
+fn owner_gone_waits_until_the_graceful_close_has_been_read() {
+    // This test reads the socket instead of the reactor, late.
+    let (folder, server, session) = connect("bye");
+    drop(server);
+    let result = std::thread::scope(|scope| {
+        let (started_tx, started) = channel();
+        let session = &session;
+        let request = scope.spawn(move || {
+            started_tx.send(()).unwrap();
+            session.owner_gone()
+        });
+        started.recv().unwrap();
+        while session.inner.on_socket() == Next::Keep {
+            std::thread::yield_now();
+        }
+        request.join().unwrap()
+    });
+    assert!(
+        matches!(result, Error::OwnerGone { graceful: true, .. }),
+        "{result:?}"
+    );
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
+fn a_dead_server_is_dead_although_another_process_holds_its_socket_open() {
+    let (folder, server, session) = connect("held");
+    let (inner, (tx, rx)) = (session.inner.clone(), channel());
+    // As the reactor does when the lifeline ends. The socket is open and silent.
+    std::thread::spawn(move || tx.send(inner.on_ready(PROVEN)));
+    assert_eq!(rx.recv_timeout(Duration::from_secs(10)), Ok(Next::Stop));
+    assert!(session.is_dead() && session.is_over());
+    drop((session, server));
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+struct IgnoresAll;
+
+impl SessionObserver for IgnoresAll {}
+
+#[test]
+fn a_request_beyond_the_limit_waits_until_another_one_is_answered() {
+    let (folder, server, session) = connect("many");
+    session.observe(Arc::new(IgnoresAll)).unwrap();
+    let others = (0..REQUESTS_MAX as u64).map(|other| u64::MAX - other);
+    session
+        .inner
+        .lock()
+        .open
+        .extend(others.map(|other| (other, PendingRequest::Waiting)));
+    let (timeout, start) = (Duration::from_millis(100), Instant::now());
+    let result = session.request(b"a place?", timeout).map(drop);
+    assert!(
+        matches!(result, Err(Error::Timeout { waited, .. }) if waited == timeout),
+        "{result:?}"
+    );
+    assert!(
+        start.elapsed() >= timeout,
+        "it waits until another request ends"
+    );
+    std::thread::scope(|scope| {
+        let request = scope.spawn(|| {
+            session
+                .request(b"a place?", Duration::from_secs(60))
+                .map(drop)
+        });
+        session.inner.on_reply(
+            u64::MAX,
+            Ok(IncomingReply {
+                body: Vec::new(),
+                fds: Vec::new(),
+            }),
+        );
+        let none = Patience {
+            start: Instant::now(),
+            timeout: Duration::ZERO,
+            is_cancelled: &|| false,
+        };
+        session.inner.wait_for((u64::MAX, &[]), &none).unwrap();
+        request.join().unwrap().unwrap();
+    });
+    drop((session, server));
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
+fn a_cancelled_request_ends_with_a_timeout_wherever_it_waits() {
+    // The session has no observer, so no reply is read.
+    let (folder, server, session) = connect("off");
+    // The callback may use the session, since nothing is locked.
+    let is_cancelled = || !session.inner.lock().is_over;
+    let result = session
+        .ask_unless(b"anybody?", Duration::MAX, &is_cancelled)
+        .map(drop);
+    assert!(matches!(result, Err(Error::Timeout { .. })), "{result:?}");
+    let others = (0..REQUESTS_MAX as u64).map(|other| u64::MAX - other);
+    session
+        .inner
+        .lock()
+        .open
+        .extend(others.map(|other| (other, PendingRequest::Waiting)));
+    let result = session
+        .ask_unless(b"a place?", Duration::MAX, &is_cancelled)
+        .map(drop);
+    assert!(matches!(result, Err(Error::Timeout { .. })), "{result:?}");
+    drop((session, server));
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+/// Records stale replies.
+struct RecordsStaleReplies(Mutex<Sender<Vec<u8>>>);
+
+impl SessionObserver for RecordsStaleReplies {
+    fn on_stale_reply(&self, request: &[u8], _: IncomingReply) {
+        self.0.lock().unwrap().send(request.to_vec()).unwrap();
+    }
+}
+
+#[test]
+fn a_stale_reply_comes_with_its_request_which_counts_until_then() {
+    // This test reads the socket instead of the reactor, after the timeout.
+    let (folder, server, session) = connect("late");
+    let (tx, rx) = channel();
+    *session.inner.observer.lock().unwrap() = Some(Arc::new(RecordsStaleReplies(Mutex::new(tx))));
+    let asked = session.request(b"in time?", Duration::ZERO).map(drop);
+    assert!(matches!(asked, Err(Error::Timeout { .. })), "{asked:?}");
+    assert_eq!(session.inner.lock().open.len(), 1);
+    let answer = loop {
+        assert_eq!(session.inner.on_socket(), Next::Keep);
+        match rx.try_recv() {
+            Ok(answer) => break answer,
+            Err(_) => std::thread::yield_now(),
+        }
+    };
+    assert_eq!(
+        (answer, session.inner.lock().open.len()),
+        (b"in time?".to_vec(), 0)
+    );
+    drop((session, server));
+    let _ = std::fs::remove_dir_all(folder);
+}

@@ -1,0 +1,111 @@
+use super::*;
+
+struct DropRecorder(Arc<Mutex<Vec<Option<String>>>>);
+
+impl Drop for DropRecorder {
+    fn drop(&mut self) {
+        self.0
+            .lock()
+            .unwrap()
+            .push(std::thread::current().name().map(str::to_string));
+    }
+}
+
+struct Stuck(mpsc::Receiver<()>);
+
+impl Drop for Stuck {
+    fn drop(&mut self) {
+        let _ = self.0.recv();
+    }
+}
+
+#[test]
+fn the_caller_of_defer_drop_drops_nothing_while_the_reaper_is_held_up() {
+    const COUNT: usize = 10_000;
+    let reactor = Reactor::start(OVERDUE_AFTER).unwrap();
+    let (go, wait) = mpsc::channel();
+    let dropped = Arc::new(Mutex::new(Vec::new()));
+    reactor.defer_drop(Box::new(Stuck(wait)));
+    (0..COUNT).for_each(|_| reactor.defer_drop(Box::new(DropRecorder(dropped.clone()))));
+    assert!(dropped.lock().unwrap().is_empty());
+    drop(go);
+    let start = Instant::now();
+    while dropped.lock().unwrap().len() < COUNT {
+        assert!(start.elapsed() < Duration::from_secs(10));
+        std::thread::yield_now();
+    }
+    assert!(
+        dropped
+            .lock()
+            .unwrap()
+            .iter()
+            .all(|name| name.as_deref() == Some("warpipe-reaper"))
+    );
+}
+
+fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < Duration::from_secs(10), "{what}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_fence_thread_that_is_late_is_asked_once_and_the_control_thread_goes_on() {
+    let reactor = Reactor::start(OVERDUE_AFTER).unwrap();
+    let ((go, wait), (stopped_tx, stopped)) = (mpsc::channel::<()>(), mpsc::channel());
+    reactor.drop_after(move || {
+        stopped_tx.send(()).unwrap();
+        let _ = wait.recv();
+        DropReadiness::Ready
+    });
+    stopped.recv_timeout(Duration::from_secs(10)).unwrap();
+    // As many requests as the reactor would send in a minute.
+    let asked = (0..30_000).filter(|_| reactor.request_fence_poll()).count();
+    assert!(asked <= 1, "{asked} rounds wait for the fence thread");
+    let (tx, rx) = mpsc::channel();
+    reactor.run_on_control_thread(Box::new(move || tx.send(()).unwrap()));
+    assert_eq!(rx.recv_timeout(Duration::from_secs(10)), Ok(()));
+    drop(go);
+    eventually("it goes on", || reactor.counts() == (0, 0));
+}
+
+#[test]
+fn a_child_forked_while_another_thread_starts_the_reactor_starts_its_own() {
+    let own = || {
+        Reactor::running().is_none()
+            && Reactor::of_process().is_ok()
+            && Reactor::running().is_some()
+    };
+    crate::hostile::while_locked(&CURRENT, || crate::hostile::in_a_forked_child(own));
+}
+
+#[test]
+fn a_drop_that_waits_for_a_late_device_is_counted_and_dropped_when_it_is_done() {
+    let reactor = Reactor::start(Duration::ZERO).unwrap();
+    let (readiness, (tx, rx)) = (
+        Arc::new(Mutex::new(DropReadiness::Held)),
+        mpsc::channel::<()>(),
+    );
+    let found = readiness.clone();
+    reactor.drop_after(move || {
+        let _owned = &tx;
+        *found.lock().unwrap()
+    });
+    // It has waited for longer than the limit, and no device is at fault.
+    eventually("it is looked at with the ticks", || {
+        !reactor.lock().slow.is_empty()
+    });
+    assert_eq!(reactor.counts(), (1, 0));
+    *readiness.lock().unwrap() = DropReadiness::Busy;
+    eventually("it is counted", || reactor.counts() == (1, 1));
+    assert_eq!(rx.try_recv(), Err(mpsc::TryRecvError::Empty), "it is kept");
+    *readiness.lock().unwrap() = DropReadiness::Ready;
+    assert_eq!(
+        rx.recv_timeout(Duration::from_secs(10)),
+        Err(mpsc::RecvTimeoutError::Disconnected),
+        "dropped"
+    );
+    assert_eq!(reactor.counts(), (0, 0));
+}
