@@ -1,13 +1,13 @@
-//! Names and who may have them: a domain is a directory, an endpoint is a socket in it.
+//! Names and their owners: a domain is a directory, an endpoint is a socket in it.
 //!
 //! Beside the socket `NAME.sock` lies `NAME.lock`, on which the living owner holds an OFD lock
-//! (`fcntl(F_OFD_SETLK)`). A lock dies with its owner's last descriptor, so a socket whose lock is free is the
-//! leaving of a dead process, and only that is ever removed. What is neither is somebody else's file and stays: a
-//! lock is ours if it says so (`warpipe PID NAMESPACE`), or is empty with the mode that only we give it; a socket is dead if
-//! the kernel refuses a connection to it.
+//! (`fcntl(F_OFD_SETLK)`). The lock ends with its owner's last descriptor, so a socket with a free
+//! lock was left by a dead process, and only such files are removed. Any other file stays: a lock
+//! is this library's if it says so (`warpipe PID NAMESPACE`), or is empty with the mode that only
+//! this library gives it; a socket is dead if the kernel refuses a connection to it.
 //!
-//! All paths are walked from the directory's own descriptor, which was opened and verified once
-//! (`O_DIRECTORY | O_NOFOLLOW`, owner, mode); nobody can swap the directory underneath.
+//! All paths are walked from the directory's own descriptor, opened and verified once (`O_DIRECTORY
+//! | O_NOFOLLOW`, owner, mode), so no other process can swap the directory underneath.
 
 mod author;
 mod lock;
@@ -32,7 +32,8 @@ use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::os;
 use crate::runtime::closer::{Listener, PeerSocket};
 
-/// The longest endpoint name: it, the longest suffix and a path through `/proc/self/fd` fill a `sun_path`.
+/// The longest endpoint name: with the longest suffix and a path through `/proc/self/fd` it fills a
+/// `sun_path`.
 pub const NAME_BYTES_MAX: usize = 80;
 
 /// Connections that may wait to be accepted.
@@ -43,8 +44,8 @@ const BACKLOG: i32 = 128;
 pub struct EndpointName(String);
 
 impl EndpointName {
-    /// Checks `name`: 1 to [`NAME_BYTES_MAX`] bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`; no part is
-    /// empty or starts with a dot.
+    /// Checks `name`: 1 to [`NAME_BYTES_MAX`] bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`;
+    /// no part is empty or starts with a dot.
     ///
     /// # Errors
     /// [`Error::Name`], with the rule that it breaks.
@@ -118,12 +119,13 @@ struct DomainInner {
     owner: u32,
 }
 
-/// What [`Domain::endpoints`] found.
+/// An endpoint that [`Domain::endpoints`] found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint {
-    /// Its name.
+    /// The endpoint's name.
     pub name: EndpointName,
-    /// Its living owner; `None` for what a dead process left. Of another user's endpoint, the process that listens there.
+    /// The living owner; `None` for an endpoint that a dead process left. For another user's
+    /// endpoint, the process that listens there.
     pub holder: Option<Holder>,
 }
 
@@ -149,7 +151,7 @@ impl Domain {
         }
     }
 
-    /// A domain of this user, made with mode 0700 if it is not there.
+    /// A domain of this user. Makes the directory with mode 0700 if it does not exist.
     ///
     /// # Errors
     /// [`Error::Domain`]: a symlink, no directory, another owner, writable by group or others.
@@ -157,7 +159,7 @@ impl Domain {
         Domain::owned_by(path.as_ref(), rustix::process::geteuid().as_raw(), true)
     }
 
-    /// A domain that another user owns and whose endpoints may admit this one. Trusts that user's names.
+    /// A domain of another user, with endpoints that may admit this one. Trusts that user's names.
     ///
     /// # Errors
     /// As for [`Domain::at`].
@@ -166,7 +168,8 @@ impl Domain {
     }
 
     fn owned_by(path: &Path, owner: u32, create: bool) -> Result<Domain> {
-        // Without a trailing `/` or `/.`, behind which the kernel would follow a symlink in spite of O_NOFOLLOW.
+        // Without a trailing `/` or `/.`, behind which the kernel would follow a symlink in spite
+        // of O_NOFOLLOW.
         let path: &Path = &path.components().collect::<PathBuf>();
         let fail = |reason: String| Error::Domain {
             path: path.to_owned(),
@@ -219,7 +222,7 @@ impl Domain {
         &self.inner.path
     }
 
-    /// Every endpoint in the domain, living or left by the dead, sorted by name.
+    /// Every endpoint in the domain, of living and of dead processes, sorted by name.
     ///
     /// # Errors
     /// [`Error::Os`] when the directory cannot be read.
@@ -234,7 +237,7 @@ impl Domain {
             .collect())
     }
 
-    /// Removes what dead endpoints left, and nothing else. Returns their names.
+    /// Removes the files of dead endpoints, and no other. Returns their names.
     ///
     /// # Errors
     /// [`Error::Os`] when the directory cannot be read.
@@ -244,21 +247,22 @@ impl Domain {
         Ok(names)
     }
 
-    /// Removes what one dead endpoint left. False while it is held: by the living, or for a moment by one who dies, whose
-    /// sockets may be seen to close before his lock is free.
+    /// Removes the files of one dead endpoint. False while its name is held: by a living process,
+    /// or for a moment by a dying one, whose sockets may close before its lock is free.
     pub(crate) fn forget(&self, name: &EndpointName) -> bool {
         self.clear_up(name) != Cleared::Held
     }
 
-    /// Removes what one dead process left; what it wrote into its lock files says what that is. One that lies, or
-    /// is another process by now, does no harm: as in [`clean`](Self::clean), nothing goes whose lock is held.
+    /// Removes the files of one dead process, by the author in its lock files. A false author, or a
+    /// number reused by now, does no harm: as in [`clean`](Self::clean), no file is removed while
+    /// its lock is held.
     pub(crate) fn clean_after(&self, author: Author) -> Result<Vec<EndpointName>> {
         let mut cleared = self.left_by(author)?;
         cleared.retain(|name| self.clear_name(name));
         Ok(cleared)
     }
 
-    /// The endpoints that a process has written itself into, and does not hold any more.
+    /// The endpoints whose lock files name this author, and which it does not hold any more.
     fn left_by(&self, author: Author) -> Result<Vec<EndpointName>> {
         let is_left = |name: &EndpointName| {
             let lock = self.open_lock(name, OFlags::RDONLY);
@@ -267,7 +271,7 @@ impl Domain {
         Ok(self.names()?.into_iter().filter(is_left).collect())
     }
 
-    /// Every name in the domain, sorted, whoever left or holds it.
+    /// Every name in the domain, sorted, whether its owner lives or not.
     pub(crate) fn names(&self) -> Result<Vec<EndpointName>> {
         let mut names: Vec<_> = self
             .files()?
@@ -279,12 +283,14 @@ impl Domain {
         Ok(names)
     }
 
-    /// Removes what a dead owner of `name` left; whether this call did. Nothing is removed that is held, or not ours.
+    /// Removes the files that a dead owner of `name` left, and returns whether this call did. Keeps
+    /// files that are held, or not this library's.
     pub(crate) fn clear_name(&self, name: &EndpointName) -> bool {
         self.clear_up(name) == Cleared::Removed
     }
 
-    /// The endpoints, living or not, whose name is `prefix` and one further part or piece of a part.
+    /// The endpoints, of living or dead processes, whose name is `prefix` and one further part or
+    /// piece of a part.
     pub(crate) fn names_after(&self, prefix: &str) -> Result<Vec<EndpointName>> {
         let names = self
             .files()?
@@ -310,7 +316,8 @@ impl Domain {
         Ok(files)
     }
 
-    /// Who holds a name, if anybody does. Where another user's lock file may not be read, its socket tells.
+    /// The holder of a name, if there is one. Where another user's lock file may not be read, its
+    /// socket shows the holder.
     pub(crate) fn holder(&self, name: &EndpointName) -> Option<Holder> {
         match self.open_lock(name, OFlags::RDONLY) {
             Ok(lock) => is_owned(&lock).then(|| self.holder_by(&lock, name)),
@@ -319,8 +326,8 @@ impl Domain {
         }
     }
 
-    /// Who holds a name, by its lock. Its number counts in its own PID namespace; of one of another the kernel says what it
-    /// is here.
+    /// The holder of a name, by its lock. The author's number counts in its own PID namespace; for
+    /// another namespace the kernel reports the number here.
     fn holder_by(&self, lock: &CloseOnForkFd, name: &EndpointName) -> Holder {
         match read_author(lock).map(Author::pid_here) {
             Some(None) => self.listener_of(name).unwrap_or(Holder { pid: None }),
@@ -328,8 +335,8 @@ impl Domain {
         }
     }
 
-    /// The names that somebody holds, and the process that has written itself into each. Of another user's it is the one
-    /// that listens.
+    /// The held names, with the author of each lock. For another user's name it is the process that
+    /// listens.
     pub(crate) fn held(&self) -> Result<Vec<(EndpointName, Author)>> {
         let author = |name: &EndpointName| match self.open_lock(name, OFlags::RDONLY) {
             Ok(lock) => read_author(&lock).filter(|_| is_owned(&lock)),
@@ -343,7 +350,8 @@ impl Domain {
             .collect())
     }
 
-    /// Who listens under a name. A socket that may not be connected to is not proven dead.
+    /// The process that listens under a name. A socket that may not be connected to is not proven
+    /// dead.
     fn listener_of(&self, name: &EndpointName) -> Option<Holder> {
         match self.dial(&name.file("", ".sock")) {
             Ok(socket) => {
@@ -359,12 +367,12 @@ impl Domain {
         }
     }
 
-    /// The process that wrote itself last into the lock file of `name`, whether it lives or not.
+    /// The last author of the lock file of `name`, whether it lives or not.
     pub(crate) fn last_holder(&self, name: &EndpointName) -> Option<Author> {
         read_author(&self.open_lock(name, OFlags::RDONLY).ok()?)
     }
 
-    /// Takes `name` for this process: its lock, and a listening socket under it.
+    /// Claims `name` for this process: its lock, and a listening socket under it.
     pub(crate) fn claim(&self, name: &EndpointName, open_to_others: bool) -> Result<NameClaim> {
         let lock = self.lock(name)?;
         let (listener, socket) = self.listen(name, if open_to_others { 0o666 } else { 0o600 })?;
@@ -379,7 +387,8 @@ impl Domain {
         })
     }
 
-    /// A listening socket under `name`, which appears there ready to be connected to, and its file.
+    /// Makes a listening socket under `name`, which appears there ready to be connected to. Returns
+    /// it and its file.
     fn listen(&self, name: &EndpointName, mode: u32) -> Result<(Listener, Stat)> {
         let (new, file) = (name.file(".", ".new"), name.file("", ".sock"));
         let failed = |call| move |e: Errno| Error::os(call, format!("endpoint {name}"), e);
@@ -404,15 +413,15 @@ impl Domain {
         Ok((socket, stat))
     }
 
-    /// Connects to the endpoint `name`; tries again while its backlog is full.
+    /// Connects to the endpoint `name`; retries while its backlog is full.
     pub(crate) fn connect(&self, name: &EndpointName, timeout: Duration) -> Result<PeerSocket> {
         self.connect_or(name, timeout, |_| Error::NoPublisher {
             name: name.to_string(),
         })
     }
 
-    /// As [`connect`](Self::connect), with an error of the caller's for a name that nobody holds, told whether a dead
-    /// process has left it behind.
+    /// As [`connect`](Self::connect), with the caller's error for a name without an owner. `absent`
+    /// receives whether a dead process left its socket behind.
     pub(crate) fn connect_or(
         &self,
         name: &EndpointName,
@@ -427,7 +436,7 @@ impl Domain {
                 Ok(socket) => return Ok(socket),
                 Err(Errno::AGAIN) if start.elapsed() < timeout => backoff.pause(),
                 Err(Errno::AGAIN) => {
-                    // Who listens takes nobody in: it is stopped, or hung.
+                    // The listener accepts no connection: it is stopped, or hung.
                     let fault = HandshakeFault::Silent(timeout);
                     return Err(Error::Handshake {
                         name: name.to_string(),
@@ -480,12 +489,12 @@ impl Domain {
         Ok(socket)
     }
 
-    /// The uid whose endpoints these are.
+    /// The uid that owns the domain.
     pub(crate) fn owner(&self) -> u32 {
         self.inner.owner
     }
 
-    /// Becomes readable when something new appears in the directory.
+    /// Becomes readable when a new file appears in the directory.
     pub(crate) fn arrivals(&self) -> Result<Arrivals> {
         let directory = &self.inner.directory;
         let stat = rustix::fs::fstat(directory)
@@ -515,7 +524,8 @@ impl Domain {
     }
 }
 
-/// A name held by this process: its lock, and the socket that listens under it. Dropping gives the name up.
+/// A name held by this process: its lock, and the socket that listens under it. Dropping the claim
+/// releases the name.
 #[derive(Debug)]
 pub(crate) struct NameClaim {
     pub(crate) listener: Listener,
@@ -529,9 +539,9 @@ pub(crate) struct NameClaim {
 }
 
 impl NameClaim {
-    /// Removes the endpoint's files, once: nobody new can connect, and the name is free.
+    /// Removes the endpoint's files, once. No new client can connect, and the name is free.
     pub(crate) fn withdraw(&self) {
-        // In a forked child they are still the parent's.
+        // In a forked child the files are still the parent's.
         if self.is_withdrawn.swap(true, Ordering::Relaxed) || !self.owner_process.is_current() {
             return;
         }

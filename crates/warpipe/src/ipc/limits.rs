@@ -1,5 +1,6 @@
-//! How many links others may have at once: in all, each user, each process. One user or process that takes all it can
-//! leaves room for the others, and cannot fill this user's descriptors in flight (`RLIMIT_NOFILE`, `unix(7)`).
+//! The most links that peers may have at once: in all, for each user, for each process. A user or
+//! process at its limit leaves room for the others, and cannot exhaust this user's descriptors in
+//! flight (`RLIMIT_NOFILE`, `unix(7)`).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -12,15 +13,15 @@ use crate::ipc::peer::{Peer, ProcessId};
 use crate::os::unread_by_peer;
 use crate::runtime::closer::PeerSocket;
 
-/// Which limit of an endpoint a newcomer has met.
+/// The limit of an endpoint that a new connection has reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum PeerLimit {
-    /// That of all peers.
+    /// The limit of all peers.
     All,
-    /// That of all processes of one user other than the endpoint's own.
+    /// The limit of all processes of one user other than the endpoint's own.
     User,
-    /// That of one process.
+    /// The limit of one process.
     Process,
 }
 
@@ -76,15 +77,16 @@ struct QuotaUse {
 /// A process: whether it is known by its number alone, and that number or its pidfd's inode.
 type ProcessKey = (bool, u64);
 
-/// What a link counts for.
+/// The user and process that a link counts for.
 #[derive(Debug, Clone, Copy)]
 struct QuotaKey {
     uid: u32,
     process: ProcessKey,
 }
 
-/// One link's place. What its peer has not read stays in the peer's queue when the link ends, with the descriptors, which
-/// count for this user: so the place is taken, however the link ended, until the peer has read or closed.
+/// The permit of one link. Messages that its peer has not read stay in the peer's queue when the
+/// link ends, with their descriptors, which count for this user. So the permit counts, however the
+/// link ended, until the peer has read them or closed.
 #[derive(Debug)]
 pub(crate) struct QuotaPermit {
     books: Arc<QuotaTable>,
@@ -100,15 +102,15 @@ impl ConnectionQuota {
         }
     }
 
-    /// A place for a link to `peer` over `socket`, or the limit that it has met, and what that is. Within this process and
-    /// user only the limits of others are none.
+    /// A permit for a link to `peer` over `socket`, or the limit that is reached, and its value.
+    /// Links of this user have no limit per user, and links within this process none per process.
     pub(crate) fn take(
         &self,
         peer: &Peer,
         socket: &Arc<PeerSocket>,
     ) -> Result<QuotaPermit, (PeerLimit, u32)> {
         self.release_closed();
-        // Those that this PID namespace does not see, on kernels before 6.9, count as one.
+        // Processes that this PID namespace does not see, on kernels before 6.9, count as one.
         let process = match peer.id {
             ProcessId::Inode(inode) => (false, inode),
             ProcessId::Number(pid) => (true, u64::from(pid.unsigned_abs())),
@@ -149,7 +151,7 @@ impl ConnectionQuota {
         })
     }
 
-    /// Gives back the places of those who have read or closed by now.
+    /// Releases the permits of links whose peers have read their queues or closed by now.
     pub(crate) fn release_closed(&self) {
         let mut unread = self
             .books
@@ -167,7 +169,7 @@ impl ConnectionQuota {
 
 impl Drop for QuotaPermit {
     fn drop(&mut self) {
-        // From here on nothing comes to what is unread.
+        // After the shutdown nothing is added to the unread queue.
         let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both);
         if unread_by_peer(self.socket.as_fd()) == 0 {
             return self.books.release(self.place);
@@ -193,8 +195,8 @@ impl QuotaTable {
     }
 }
 
-/// Who of a crowd that says nothing makes way for a newcomer: the oldest of the user who has most of them there. Numbers,
-/// which grow, and users.
+/// The idle connection to evict for a new one: the oldest of the user with the most idle
+/// connections. `crowd` is pairs of connection number, which grows, and user.
 pub(crate) fn eviction_candidate(crowd: impl Iterator<Item = (u64, u32)>) -> Option<u64> {
     let mut users: HashMap<u32, (usize, u64)> = HashMap::new();
     for (id, uid) in crowd {

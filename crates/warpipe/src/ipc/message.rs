@@ -1,8 +1,8 @@
-//! What goes over a link's socket: small postcard messages with descriptors, one per packet.
+//! The messages of a link's socket: small postcard messages with descriptors, one per packet.
 //!
-//! A packet is eight bytes of frame (magic, version, zero) and the message; `SOCK_SEQPACKET` keeps its borders.
-//! Nothing read here is trusted: lengths and counts of descriptors are exact or the packet is refused, and what came
-//! with it is closed where nobody waits for it.
+//! A packet is an eight-byte frame (magic, version, zero) and the message; `SOCK_SEQPACKET` keeps
+//! packet boundaries. Nothing read here is trusted: lengths and counts of descriptors are exact or
+//! the packet is refused. Descriptors of a refused packet are closed on a thread that may block.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -30,27 +30,29 @@ use crate::stream::Backoff;
 /// The longest packet, frame included.
 pub(crate) const PACKET_BYTES_MAX: usize = 1024;
 
-/// The most descriptors that are looked at in one packet; no message carries more than six.
+/// The most descriptors that are received with one packet. No message carries more than six.
 const DESCRIPTORS_MAX: usize = 8;
 
-/// Of these, the sender's lifeline, which comes last with each end's first message.
+/// The number of descriptors of the sender's lifeline, which come last with each end's first
+/// message.
 pub(crate) const LIFELINE: usize = 2;
 
 /// The longest text in a message.
 const TEXT_BYTES_MAX: usize = 256;
 
-/// Whether descriptors come with the first message of who connects. If so, a listener has to let them in before anybody
-/// has looked who that is; a connection lets none in once its first message has been read.
+/// Whether the first message of a connecting process brings descriptors. If so, a listener has to
+/// let descriptors in before the peer has been checked. A connection lets none in once its first
+/// message has been read.
 pub(crate) const FIRST_BRINGS_DESCRIPTORS: bool = true;
 
 const MAGIC: [u8; 4] = *b"WARP";
 const FRAME_BYTES: usize = 8;
 
-/// Everything that is ever said over a link's socket.
+/// Every message of a link's socket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
-    /// Subscriber, first: who I am, what device I read with, and what I take this endpoint for. Descriptors:
-    /// the lifeline.
+    /// Subscriber, first: its generation, its device, and the kind of endpoint that it expects.
+    /// Descriptors: the lifeline.
     Hello {
         generation: [u8; 16],
         device: DeviceId,
@@ -67,46 +69,52 @@ pub(crate) enum Message {
     },
     /// Publisher: one region of its memory, in order from 0. Descriptor: the memory.
     Region { id: u32, bytes: u64 },
-    /// Subscriber: everything is mapped, samples may come. Publisher, in answer: from now on they do.
+    /// Subscriber: everything is mapped, and samples may come. Publisher, in reply: samples come
+    /// from now on.
     Attached,
-    /// Either: I close. The publisher's last word, or the subscriber's wish for no more samples.
+    /// Either end closes. The publisher's last message, or the subscriber's request for no more
+    /// samples.
     Close(CloseReason),
-    /// Publisher, instead of `Welcome`. Server, instead of `SessionOpened`, or before it ends a session.
+    /// Publisher, instead of `Welcome`. Server, instead of `SessionOpened`, or before it ends a
+    /// session.
     Refused { denied: bool, text: String },
-    /// Client, first: what I come for. Descriptors: the lifeline.
+    /// Client, first: the kind of endpoint that it expects, and its request. Descriptors: the
+    /// lifeline.
     OpenSession {
         generation: [u8; 16],
         device: Option<DeviceId>,
         kind: Kind,
         body: Vec<u8>,
     },
-    /// Server: come in. Descriptors: as many as it says, and the lifeline.
+    /// Server: the client is admitted. Descriptors: `fds`, and the lifeline.
     SessionOpened {
         generation: [u8; 16],
         body: Vec<u8>,
         fds: u8,
     },
-    /// Server or publisher, instead of `SessionOpened` or `Welcome`: this endpoint is something else.
+    /// Server or publisher, instead of `SessionOpened` or `Welcome`: this endpoint is of another
+    /// kind.
     OtherKind { found: Kind },
-    /// Client: a question.
+    /// Client: a request.
     Request { serial: u64, body: Vec<u8> },
-    /// Server: its answer. Descriptors: as many as it says.
+    /// Server: the reply. Descriptors: `fds`.
     Reply { serial: u64, body: Vec<u8>, fds: u8 },
-    /// Server: no answer.
+    /// Server: the request was rejected.
     RequestFailed { serial: u64, text: String },
-    /// Publisher with a history, once, before the subscriber's `Attached`: the words that say which slots are filled.
-    /// Descriptor: their memory, to be read.
+    /// Publisher with a history, once, before the subscriber's `Attached`: the words that say which
+    /// slots are filled. Descriptor: their memory, read-only.
     Completions { bytes: u64 },
-    /// Publisher, instead of `Welcome`; server, instead of `SessionOpened`: it has as many links as it may.
+    /// Publisher, instead of `Welcome`; server, instead of `SessionOpened`: its limit of
+    /// connections is reached.
     Full { limit: PeerLimit, max: u32 },
 }
 
 /// Why an end closes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum CloseReason {
-    /// It is done.
+    /// The end has finished.
     Closed,
-    /// The subscriber stood still for too long.
+    /// The subscriber made no progress for too long.
     Evicted(String),
     /// The peer broke the protocol, or this end cannot go on.
     Failed(String),
@@ -132,7 +140,7 @@ impl Message {
         }
     }
 
-    /// How many descriptors go with it.
+    /// How many descriptors go with the message.
     pub(crate) fn descriptors(&self) -> usize {
         let own = match self {
             Message::Welcome { .. } => 2,
@@ -143,7 +151,7 @@ impl Message {
         if self.is_first() { own + LIFELINE } else { own }
     }
 
-    /// Whether the sender's lifeline comes with it, behind its own descriptors.
+    /// Whether the sender's lifeline comes with the message, behind the message's own descriptors.
     pub(crate) fn is_first(&self) -> bool {
         use Message::{Hello, OpenSession, SessionOpened, Welcome};
         matches!(
@@ -160,7 +168,7 @@ impl Message {
     }
 }
 
-/// Cuts a text to what a message may carry.
+/// Cuts a text to the longest that a message may carry.
 pub(crate) fn text(message: impl ToString) -> String {
     let mut text = message.to_string();
     let end = (0..=TEXT_BYTES_MAX.min(text.len()))
@@ -171,8 +179,8 @@ pub(crate) fn text(message: impl ToString) -> String {
     text
 }
 
-/// Sends one message without blocking, the first one with this process's lifeline. `EAGAIN` means that the peer does not
-/// read.
+/// Sends one message without blocking, the first one with this process's lifeline. `EAGAIN` means
+/// that the peer does not read.
 pub(crate) fn send(
     socket: BorrowedFd<'_>,
     message: &Message,
@@ -193,7 +201,8 @@ pub(crate) fn send(
     send_packet(socket, &packet, &fds)
 }
 
-/// Whether a failed send is this process's own fault, for want of memory or of descriptors in flight, and not the peer's.
+/// Whether a failed send is this process's own fault (no memory, or too many descriptors in flight)
+/// and not the peer's.
 pub(crate) fn is_own(error: Errno) -> bool {
     matches!(
         error,
@@ -201,9 +210,9 @@ pub(crate) fn is_own(error: Errno) -> bool {
     )
 }
 
-/// Sends the first message of a connection, whose listener may let no descriptors in before it has seen who that is (see
-/// [`Listener::set_wary`](crate::runtime::closer::Listener::set_wary)): then it is sent again until it has, or has said something, or
-/// `patience` is over.
+/// Sends the first message of a connection. The listener may let no descriptors in before it has
+/// checked the peer (see [`Listener::set_wary`](crate::runtime::closer::Listener::set_wary)). So
+/// the message is sent again until the listener lets it in, replies, or `patience` is over.
 pub(crate) fn send_first(
     socket: BorrowedFd<'_>,
     message: &Message,
@@ -218,7 +227,7 @@ pub(crate) fn send_first(
             {
                 backoff.pause()
             }
-            // The refusal that explains it may be waiting to be read.
+            // The refusal that explains the error may be waiting to be read.
             Err(Errno::PIPE | Errno::CONNRESET | Errno::PERM) => return Ok(()),
             other => return other,
         }
@@ -245,7 +254,7 @@ fn send_packet(
     rustix::net::sendmsg(socket, &[IoSlice::new(packet)], &mut ancillary, flags).map(drop)
 }
 
-/// What a socket had.
+/// The result of one receive.
 #[derive(Debug)]
 pub(crate) enum Received {
     /// Nothing yet.
@@ -256,15 +265,17 @@ pub(crate) enum Received {
     Message(Message, Vec<PeerFd>),
 }
 
-/// Receives one message without blocking, and without dropping a descriptor: that can take as long as the peer likes
-/// (see [`closer`](crate::runtime::closer)). So a packet is looked at first, and taken out of the queue only if it brought no
-/// descriptors, or once those that are due are ours. Whatever else it brought stays in the queue, which is not to be read
-/// again after an error, and goes with the [`PeerSocket`](crate::runtime::closer::PeerSocket). One thread at a time may read.
+/// Receives one message without blocking, and without dropping a descriptor, which can take as long
+/// as the peer likes (see [`closer`](crate::runtime::closer)). So a packet is peeked first. It is
+/// taken out of the queue only if it brought no descriptors, or once this process holds copies of
+/// the expected ones. Any other packet stays in the queue, which must not be read again after an
+/// error, and is closed with the [`PeerSocket`](crate::runtime::closer::PeerSocket). One thread at
+/// a time may read.
 ///
 /// # Errors
-/// [`Error::Handshake`] for anything that is not a whole message of this version with its exact descriptors;
-/// [`Error::DescriptorLimit`] when they came and this process had no room for them. That is not the peer's fault
-/// ([`is_short`]), and the packet lies there still: it can be read later.
+/// [`Error::Handshake`] for anything that is not a whole message of this version with its exact
+/// descriptors; [`Error::DescriptorLimit`] when this process had no room for the descriptors. That
+/// is not the peer's fault ([`is_short`]), and the packet stays in the queue: it can be read later.
 pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let mut packet = [0u8; PACKET_BYTES_MAX];
     let looked = past_reset(|| peek(socket, &mut packet));
@@ -292,19 +303,21 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let fds = match (brings_descriptors, wanted) {
         (false, 0) => Vec::new(),
         (false, _) => return Err(fault(HandshakeFault::Descriptors { found: 0, wanted })),
-        // How many there are is not known: to find out they would have to be taken in.
+        // Their number is unknown: to count them, this process would have to receive them.
         (true, 0) => return Err(fault(HandshakeFault::Descriptors { found: 1, wanted })),
         (true, _) => descriptors(socket, wanted, name)?,
     };
-    // What it brought is ours now, so nothing is closed by taking it out.
+    // This process holds copies of the packet's descriptors, so taking the packet out closes no
+    // file.
     past_reset(|| rustix::net::recv(socket, &mut packet, RecvFlags::DONTWAIT))
         .map_err(|error| Error::os("recv", format!("the link of {name:?}"), error))?;
     Ok(Received::Message(message, fds))
 }
 
-/// Whether an error of [`receive`] is this process's own: it has no descriptor or no memory for what came. What came is
-/// left unread then. Who watches the socket answers [`Next::RetryAtTick`](crate::runtime::reactor::Next::RetryAtTick), and reads it when there
-/// is room.
+/// Whether an error of [`receive`] is this process's own: it lacks a descriptor or memory for the
+/// packet, which stays unread. The socket's [`EventSource`](crate::runtime::reactor::EventSource)
+/// then returns [`Next::RetryAtTick`](crate::runtime::reactor::Next::RetryAtTick), and reads the
+/// packet when there is room.
 pub(crate) fn is_short(error: &Error) -> bool {
     match error {
         Error::DescriptorLimit { .. } => true,
@@ -315,7 +328,8 @@ pub(crate) fn is_short(error: &Error) -> bool {
     }
 }
 
-/// The question that the next packet answers, if it is an answer; it stays unread.
+/// The serial number of the request that the next packet answers, if it is a reply. The packet
+/// stays unread.
 pub(crate) fn next_answer(socket: BorrowedFd<'_>) -> Option<u64> {
     let mut packet = [0u8; PACKET_BYTES_MAX];
     let (bytes, _) = peek(socket, &mut packet).ok()?;
@@ -325,8 +339,9 @@ pub(crate) fn next_answer(socket: BorrowedFd<'_>) -> Option<u64> {
     }
 }
 
-/// Reads again if the peer has closed without having read everything of ours. The kernel tells that once, before whichever
-/// read comes next. What the peer said before (why it refuses, for example) is still there to be read.
+/// Reads again after `ECONNRESET`: the peer has closed without having read all of its queue. The
+/// kernel reports that once, to the next read. Messages that the peer sent before (why it refuses,
+/// for example) can still be read.
 fn past_reset<T>(mut read: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
     match read() {
         Err(Errno::CONNRESET) => read(),
@@ -337,7 +352,7 @@ fn past_reset<T>(mut read: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno>
 /// Copies of the descriptors that come with the next packet.
 fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<PeerFd>> {
     if wanted > DESCRIPTORS_MAX {
-        // It is not this process that lacks room for so many.
+        // No message carries so many: this process does not lack room.
         let fault = HandshakeFault::Descriptors {
             found: DESCRIPTORS_MAX,
             wanted,

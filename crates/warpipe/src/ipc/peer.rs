@@ -1,14 +1,13 @@
 //! The process at the other end, and the proof of its death.
 //!
-//! A peer's death has three signs, in the order of what they say ([`DeathEvidence`]). *Suspect*: the end of its socket (which
-//! each link sees itself), the end of its [alarm](crate::fork::lifeline), or its pidfd. It does no more, but its GPU
-//! may still be writing. *Proven*: the end of its lifeline; nothing of that process touches memory any more, and
-//! nothing will. A pidfd is no such proof: a forked child that holds the driver's files keeps the parent's device work
-//! going. *Over*: proven, or its lifeline is still open an orphan timeout after the process was seen to be suspect;
-//! streams that wait for it are rescued then, and memory waits on.
-//!
-//! A process has one [`Process`] here, however many links lead to it. One that has called `exec` since is another: its
-//! pidfd is the same, its lifeline is not.
+//! A death has three degrees of evidence ([`DeathEvidence`]). *Suspect*: the end of its socket
+//! (which each link sees itself) or of its [alarm](crate::fork::lifeline), or its pidfd. The
+//! process does no more, but its GPU may still write. *Proven*: the end of its lifeline; nothing of
+//! that process touches memory any more. A pidfd proves less: a forked child that holds the
+//! driver's files keeps the parent's device work running. *Orphaned*: proven, or suspect for an
+//! orphan timeout with its lifeline still open; streams that wait for it are rescued then, but
+//! memory waits on. A process has one [`Process`] here, however many links lead to it. After `exec`
+//! it is another one: the pidfd is the same, the lifeline is not.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
@@ -29,21 +28,22 @@ use crate::runtime::closer::PeerFd;
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
 
-/// How long a suspect process whose lifeline is open keeps the streams that wait for it waiting, where nobody says
-/// otherwise: in time in which this process ran, since it sees nothing of the other while both stand still.
+/// How long streams wait for a suspect process whose lifeline is open, unless the caller says
+/// otherwise. Counted while this process runs, since it observes nothing while it stands still.
 pub(crate) const ORPHAN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What tells one process from every other.
+/// Identifies a process.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum ProcessId {
     /// The inode of its pidfd (Linux 6.9): never used again, and the same in every PID namespace.
     Inode(u64),
-    /// Its number as this PID namespace sees it, on older kernels; 0 for a process that it does not see.
+    /// The number of the process in this PID namespace, on older kernels; 0 for a process that the
+    /// namespace does not see.
     Number(i32),
 }
 
 impl PartialEq for ProcessId {
-    /// A process that is not seen is nobody's equal.
+    /// A process that this PID namespace does not see equals no other.
     fn eq(&self, other: &ProcessId) -> bool {
         match (self, other) {
             (ProcessId::Inode(one), ProcessId::Inode(other)) => one == other,
@@ -62,7 +62,7 @@ impl ProcessId {
         }
         let pid = rustix::process::getpid();
         let number = pid.as_raw_nonzero().get();
-        // Without a descriptor it is this number for now, and asked again.
+        // Without a descriptor the number is used for now, and the next call tries again.
         let pidfd = CloseOnForkFd::open(|| rustix::process::pidfd_open(pid, PidfdFlags::empty()));
         pidfd.map_or(ProcessId::Number(number), |pidfd| {
             *OWN.get()
@@ -82,15 +82,15 @@ impl ProcessId {
     }
 }
 
-/// Whether a user and its group may come to an endpoint of this process: its own user's, or one on the lists. A user
-/// that this user namespace does not map is none of them, whatever its number.
+/// Whether a user and its group may connect to an endpoint of this process: its own user, or one on
+/// the lists. A user that this user namespace does not map is never admitted, whatever its number.
 pub(crate) fn is_admitted((uid, gid): (u32, u32), uids: &[u32], gids: &[u32]) -> bool {
     let is_own = uid == rustix::process::geteuid().as_raw();
     uid != os::UNMAPPED
         && (is_own || uids.contains(&uid) || gid != os::UNMAPPED && gids.contains(&gid))
 }
 
-/// Where a connected socket leads to.
+/// The process at the other end of a connected socket.
 #[derive(Debug)]
 pub(crate) struct Peer {
     /// As this PID namespace sees it; 0 when it does not.
@@ -98,19 +98,20 @@ pub(crate) struct Peer {
     pub(crate) uid: u32,
     pub(crate) gid: u32,
     pub(crate) id: ProcessId,
-    /// Until its lifeline has come.
+    /// Present until the peer's lifeline has come.
     pidfd: Mutex<Option<CloseOnForkFd>>,
     process: OnceLock<Arc<Process>>,
 }
 
 impl Peer {
-    /// Asks the kernel, not the peer: `SO_PEERCRED` and `SO_PEERPIDFD` (or `pidfd_open` before Linux 6.5).
+    /// Queries the kernel, not the peer: `SO_PEERCRED` and `SO_PEERPIDFD` (or `pidfd_open` before
+    /// Linux 6.5).
     pub(crate) fn of(socket: BorrowedFd<'_>, name: &str) -> Result<Peer> {
         let credentials = os::peer_credentials(socket)
             .map_err(|e| Error::os("getsockopt(SO_PEERCRED)", name.to_string(), e))?;
         let pidfd = CloseOnForkFd::open(|| os::peer_pidfd(socket)).or_else(|error| match error {
-            // Only where the kernel does not know the option: of a peer that is dead already the number may by now
-            // be somebody else's.
+            // Only where the kernel lacks the option: if the peer is dead already, another process
+            // may have its number by now.
             Errno::NOPROTOOPT => open_pidfd(credentials.pid),
             other => Err(other),
         });
@@ -133,7 +134,8 @@ impl Peer {
         })
     }
 
-    /// Takes the lifeline that came with the peer's first message: from here on its death is watched for.
+    /// Takes the lifeline that came with the peer's first message. From here on the peer's death is
+    /// watched for.
     pub(crate) fn adopt(&self, lifeline: [PeerFd; 2]) -> Result<(), HandshakeFault> {
         let pidfd = self
             .pidfd
@@ -156,7 +158,7 @@ impl Peer {
         self.process.get()
     }
 
-    /// Calls `target` with `tag` once, when the evidence is there; at once if it is already.
+    /// Calls `target` with `tag` once, when there is such evidence; at once if there is already.
     pub(crate) fn watch(
         &self,
         evidence: DeathEvidence,
@@ -169,7 +171,7 @@ impl Peer {
         process.watch(evidence, target, tag)
     }
 
-    /// Whether the evidence is there, asked of the kernel now.
+    /// Whether there is such evidence, as the kernel reports now.
     pub(crate) fn shows(&self, evidence: DeathEvidence) -> bool {
         self.process()
             .is_some_and(|process| process.shows(evidence))
@@ -179,32 +181,35 @@ impl Peer {
         self.shows(DeathEvidence::Proven)
     }
 
-    /// Whether it is this process.
+    /// Whether the peer is this process.
     pub(crate) fn is_own(&self) -> bool {
         self.id == ProcessId::own()
     }
 }
 
-/// The fallback: a process that dies and is replaced between the two calls would be mistaken, so the caller's
-/// socket must still be open afterwards; it is read from right after this.
+/// Falls back to the number. If a process dies and its number is reused between the two calls, this
+/// opens the wrong process. So the caller's socket must still be open afterwards; the caller reads
+/// from it right after this.
 fn open_pidfd(pid: i32) -> std::result::Result<CloseOnForkFd, Errno> {
     let pid = Pid::from_raw(pid).ok_or(Errno::SRCH)?;
     CloseOnForkFd::open(|| rustix::process::pidfd_open(pid, PidfdFlags::empty()))
 }
 
-/// What is known of a process's death.
+/// How much is known of a process's death.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum DeathEvidence {
-    /// It does no more, as far as can be seen; its GPU may. Told where the socket's end tells as well.
+    /// The process does no more, as far as the kernel shows; its GPU may. Reported where the
+    /// socket's end is reported as well.
     Suspect,
-    /// Streams that wait for it are to be rescued: proven, or it has been suspect, and perhaps an orphan's parent, for so
-    /// long. (One that calls `exec` and left an orphan never exits, as far as its pidfd tells.)
+    /// Streams that wait for the process are to be rescued: it is proven dead, or has been suspect
+    /// for this long with its lifeline open. (A process that calls `exec` and leaves an orphan
+    /// never exits, as far as its pidfd shows.)
     Orphaned(Duration),
-    /// Nothing of it touches memory any more.
+    /// Nothing of the process touches memory any more.
     Proven,
 }
 
-/// What the kernel says now.
+/// The state of the process's descriptors, as the kernel reports it now.
 #[derive(Debug, Clone, Copy)]
 struct KernelView {
     exited: bool,
@@ -213,8 +218,8 @@ struct KernelView {
 }
 
 impl KernelView {
-    /// The rule: memory follows the lifeline. A process that calls `exec` never shows a readable pidfd, and that of one
-    /// with a forked child is readable too early.
+    /// The rule: memory follows the lifeline. A process that calls `exec` never shows a readable
+    /// pidfd, and that of a process with a forked child is readable too early.
     fn is_proof(self) -> bool {
         self.end
     }
@@ -224,9 +229,9 @@ impl KernelView {
     }
 }
 
-/// A process that something here depends on.
+/// A process that something in this process depends on.
 pub(crate) struct Process {
-    /// Declared first: they end before their descriptors are closed.
+    /// Declared first: the registrations end before their descriptors are closed.
     registrations: Mutex<Vec<Registration>>,
     owner_process: OwnerProcess,
     reactor: Arc<Reactor>,
@@ -234,23 +239,23 @@ pub(crate) struct Process {
     pidfd: CloseOnForkFd,
     end: CloseOnForkFd,
     alarm: CloseOnForkFd,
-    /// [`SUSPECT`] and above: what has been seen, which only grows.
+    /// 0, [`SUSPECT`] or [`PROVEN`]: the evidence so far, which only grows.
     level: AtomicU8,
     state: Mutex<ProcessState>,
 }
 
 #[derive(Default)]
 struct ProcessState {
-    /// For how long it has been suspect, and its lifeline open, while this process ran.
+    /// How long the process has been suspect, with its lifeline open, while this process ran.
     orphaned: Option<Uptime>,
-    /// Who is to be told of what, by its number at the reactor.
+    /// The evidence that each registration at the reactor waits for.
     listeners: Vec<(DeathEvidence, u64)>,
 }
 
 const SUSPECT: u8 = 1;
 const PROVEN: u8 = 2;
 
-/// Those of this process that the kernel vouches for: whose lifeline came over a socket of theirs.
+/// The processes that the kernel vouches for: their lifelines came over their own sockets.
 static KNOWN: PerProcess<Mutex<Known>> = PerProcess::new();
 
 type Known = Vec<(ProcessId, Weak<Process>)>;
@@ -270,7 +275,7 @@ impl std::fmt::Debug for Process {
 }
 
 impl Process {
-    /// The process as it is known already; else by what it sent.
+    /// The [`Process`] that is known already, or a new one of these descriptors.
     fn known_or(
         id: ProcessId,
         pidfd: CloseOnForkFd,
@@ -285,8 +290,9 @@ impl Process {
         Ok(process)
     }
 
-    /// The process of that pidfd, as long as it has that lifeline: a program that called `exec` has the pidfd of the one
-    /// before, whose lifeline may be open still (in a child), and whose death is not its own.
+    /// The known process of that pidfd, if it has that lifeline. A program that called `exec` has
+    /// the pidfd of the program before, whose lifeline may still be open (in a child), and whose
+    /// death is another.
     fn known(id: ProcessId, end: &CloseOnForkFd) -> Option<Arc<Process>> {
         let found: Vec<Arc<Process>> = with_known(|known| {
             let same = known
@@ -294,7 +300,8 @@ impl Process {
                 .filter(|(other, _)| matches!(id, ProcessId::Inode(_)) && *other == id);
             same.filter_map(|(_, process)| process.upgrade()).collect()
         });
-        // The lifeline of a process whose socket has just spoken has not ended, but for one that was sent to deceive.
+        // A process that has just sent over its socket has an open lifeline, unless it sent a false
+        // one.
         let pipe = fork::identity(end.as_fd());
         let is_it = |process: &Arc<Process>| {
             fork::identity(process.end.as_fd()) == pipe && !process.shows(DeathEvidence::Suspect)
@@ -302,8 +309,8 @@ impl Process {
         found.into_iter().find(is_it).filter(|_| pipe.is_some())
     }
 
-    /// One that somebody else tells of: the descriptors of [`relay`](Self::relay). It is taken at his word for its
-    /// lifeline, so nobody else gets to know it.
+    /// A process that a third process describes with the descriptors of [`relay`](Self::relay). The
+    /// kernel does not vouch for its lifeline, so it is not added to the known processes.
     pub(crate) fn relayed(fds: [PeerFd; 3]) -> Result<Arc<Process>, HandshakeFault> {
         let [pidfd, end, alarm] = fds;
         check_pidfd(&pidfd).map_err(HandshakeFault::Lifeline)?;
@@ -312,7 +319,7 @@ impl Process {
         known.map_or_else(|| Process::new(pidfd, lifeline), Ok)
     }
 
-    /// One whose lifeline is that pipe.
+    /// A process with that pipe as its lifeline.
     #[cfg(test)]
     pub(crate) fn of_pipe(end: std::os::fd::OwnedFd) -> Arc<Process> {
         let pidfd =
@@ -321,14 +328,14 @@ impl Process {
         Process::of_parts([pidfd, end, alarm])
     }
 
-    /// One that these descriptors tell of.
+    /// A process with these descriptors.
     #[cfg(test)]
     pub(crate) fn of_parts([pidfd, end, alarm]: [std::os::fd::OwnedFd; 3]) -> Arc<Process> {
         let [pidfd, end, alarm] = [pidfd, end, alarm].map(|fd| CloseOnForkFd::new(fd).unwrap());
         Process::new(pidfd, [end, alarm]).unwrap()
     }
 
-    /// For a third process that is to see the same death.
+    /// The descriptors for a third process that is to see the same death.
     pub(crate) fn relay(&self) -> std::result::Result<[CloseOnForkFd; 3], Errno> {
         let [pidfd, end, alarm] =
             [&self.pidfd, &self.end, &self.alarm].map(CloseOnForkFd::duplicate);
@@ -372,7 +379,7 @@ impl Process {
         Ok(process)
     }
 
-    /// Calls `target` with `tag` once, when the evidence is there; at once if it is already.
+    /// Calls `target` with `tag` once, when there is such evidence; at once if there is already.
     pub(crate) fn watch(
         self: &Arc<Self>,
         evidence: DeathEvidence,
@@ -388,7 +395,7 @@ impl Process {
         Ok(watch)
     }
 
-    /// Whether the evidence is there, asked of the kernel now.
+    /// Whether there is such evidence, as the kernel reports now.
     pub(crate) fn shows(&self, evidence: DeathEvidence) -> bool {
         self.update();
         self.has(evidence, &self.lock())
@@ -438,7 +445,7 @@ impl Process {
         }
     }
 
-    /// Takes in what the kernel says, and tells those who wait for it.
+    /// Records what the kernel reports, and triggers the registrations that wait for it.
     fn update(&self) {
         if self.level.load(SeqCst) < PROVEN {
             let seen = self.seen();
@@ -449,11 +456,11 @@ impl Process {
             };
             let before = self.level.fetch_max(level, SeqCst);
             if before < SUSPECT && level == SUSPECT {
-                // Nothing but time tells that it is an orphan's parent.
+                // Only time shows that it has been orphaned.
                 self.reactor.register_ticks(self.me.clone());
             }
             if level == SUSPECT {
-                // Looked at with each tick, whether anybody waits for it or not.
+                // Measured at each tick, whether anything waits for it or not.
                 self.lock().orphaned.get_or_insert_default().ran();
             }
         }
@@ -477,7 +484,7 @@ impl EventSource for Process {
         }
         let before = self.level.load(SeqCst);
         self.update();
-        // Each of the three speaks for ever once it has spoken.
+        // Each of the three descriptors stays ready for ever once it is ready.
         if before == self.level.load(SeqCst) && before == 0 {
             Next::Keep
         } else {
@@ -492,7 +499,7 @@ impl EventSource for Process {
     }
 }
 
-/// How many of the processes with links to this one are suspect while somebody holds their lifeline.
+/// How many of the processes with links to this one are suspect while their lifeline is open.
 pub(crate) fn orphaned() -> usize {
     let all: Vec<Arc<Process>> = with_known(|known| {
         known
@@ -508,7 +515,7 @@ pub(crate) fn orphaned() -> usize {
         .count()
 }
 
-/// A lifeline that a peer sent, if that is what it is.
+/// Checks that a lifeline that a peer sent is one.
 fn pipes(lifeline: [PeerFd; 2]) -> Result<[CloseOnForkFd; 2], HandshakeFault> {
     lifeline
         .iter()
@@ -517,7 +524,7 @@ fn pipes(lifeline: [PeerFd; 2]) -> Result<[CloseOnForkFd; 2], HandshakeFault> {
     Ok(lifeline.map(PeerFd::accept))
 }
 
-/// Our own lifeline's pipes say where pipes live.
+/// This process's own lifeline shows which device pipes live on.
 fn check_pipe(fd: &PeerFd) -> Result<(), String> {
     let kind = os::kind_of(fd.as_fd()).map_err(|error| error.to_string())?;
     let own = Lifeline::of_process()
@@ -532,7 +539,7 @@ fn check_pipe(fd: &PeerFd) -> Result<(), String> {
     Ok(())
 }
 
-/// Anything else could be readable while the process lives.
+/// Any other descriptor could be readable while the process lives.
 fn check_pidfd(fd: &PeerFd) -> Result<(), String> {
     let path = format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd());
     let info = fork::excluded(|| std::fs::read_to_string(&path))

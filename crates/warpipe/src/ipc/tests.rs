@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use super::*;
 
-/// Answers with what it is asked, and tells what it sees.
+/// Replies with the request's body, and records each disconnect.
 struct Echo(Mutex<Sender<String>>);
 
 impl RequestHandler for Echo {
@@ -228,7 +228,7 @@ fn bodies_that_are_too_long_or_garbled_are_errors() {
     assert!(encode(&vec![0u8; 2 * BODY_BYTES_MAX]).is_err());
 }
 
-/// Opens what another kind of endpoint holds, as everything that can be opened by a name.
+/// Opens the endpoints of every kind as every kind that can be opened by a name.
 #[test]
 fn every_kind_of_endpoint_tells_those_who_take_it_for_another() {
     use crate::{

@@ -1,18 +1,22 @@
-//! Closes what may take long to close.
+//! Closes descriptors whose `close` may take long.
 //!
-//! `close` of a descriptor that a peer sent takes as long as the peer likes: a TCP socket with `SO_LINGER` and unsent
-//! data waits for its reader, a file on FUSE for its server. The same holds for a Unix socket in whose queue such a
-//! descriptor lies unread (the last `close` of the socket closes it), for a receive that has no room for it, and for
-//! none of the rest: neither `shutdown` nor a receive with `MSG_PEEK` drops a descriptor (seen on Linux 6.18). So:
+//! `close` of a descriptor that a peer sent takes as long as the peer likes: a TCP socket with
+//! `SO_LINGER` and unsent data waits for its reader, a file on FUSE for its server. The same holds
+//! for a Unix socket in whose queue such a descriptor lies unread (its last `close` closes it) and
+//! for a receive that has no room for it. Neither `shutdown` nor a receive with `MSG_PEEK` drops a
+//! descriptor (seen on Linux 6.18). So:
 //!
-//! * Linux 6.16 refuses descriptors at the sender, where the receiver's socket wants none ([`let_descriptors_in`](crate::os::let_descriptors_in)).
-//! * [`message::receive`](crate::ipc::message::receive) looks with `MSG_PEEK` first and consumes only what drops nothing.
-//! * A [`PeerSocket`] is closed here and now if nothing is unread in it, and nothing can come any more; else by a thread
-//!   of this module, which may hang. A [`PeerFd`] is closed by such a thread unless it was [approved](PeerFd::approve).
-//! * A forked child closes its copy only of what asks nobody at a `close` that is not the last one, as a file on FUSE does.
-//!
-//! Each user's descriptors wait in a queue, with up to [`QUEUE_THREADS_MAX`] threads that may hang at once: what one user sends
-//! delays nobody else's. Who has sent more than [`pending_max`] that do not come to an end is [refused](over_limit).
+//! * Linux 6.16 refuses descriptors at the sender if the receiver wants none
+//!   ([`let_descriptors_in`](crate::os::let_descriptors_in)).
+//!   [`message::receive`](crate::ipc::message::receive) peeks first and consumes only packets that
+//!   drop nothing.
+//! * A [`PeerSocket`] is closed at once if nothing is unread in it and nothing can come any more,
+//!   else by a thread of this module, which may hang. So is a [`PeerFd`] unless it was
+//!   [approved](PeerFd::approve). A forked child closes its copy only of files that return at once
+//!   from a `close` that is not the last one.
+//! * Each user's descriptors wait in a queue with up to [`QUEUE_THREADS_MAX`] threads. Users share
+//!   the queues of other users by uid. A user with [`pending_max`] pending descriptors in a stuck
+//!   queue is [refused](over_limit).
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -33,21 +37,25 @@ use crate::os;
 /// The most threads of one queue that may hang in `close`.
 pub(crate) const QUEUE_THREADS_MAX: usize = 4;
 
-/// Lanes: one for what is this library's own, one for peers of this user, the others for all other users.
+/// The number of queues: one for this library's own descriptors, one for peers of this user, the
+/// others for all other users.
 const QUEUES: usize = 16;
 const OWN_QUEUE: usize = 0;
 const USER_QUEUE: usize = 1;
 
-/// The most descriptors of peers of this user that may wait to be closed before newcomers are refused.
+/// The most descriptors of peers of this user that may wait to be closed before new connections are
+/// refused.
 const PENDING_MAX: usize = 256;
 
-/// The same of each other user.
+/// The same limit for each other user.
 pub(crate) const PENDING_OF_OTHERS_MAX: usize = 64;
 
-/// How long a queue closes nothing before it counts as stuck: many that wait for a moment are nothing.
+/// How long a queue closes nothing before it counts as stuck. Many descriptors that wait for a
+/// moment are harmless.
 const STUCK_AFTER: Duration = Duration::from_secs(1);
 
-/// How long a thread waits for more before it ends: long enough for the sockets of one peer, short beside a process.
+/// How long a thread waits for more work before it ends: long enough for the sockets of one peer,
+/// short beside a process's life.
 const IDLE_MAX: Duration = Duration::from_millis(100);
 
 /// The most packets that are read to empty a socket before it is left to a thread.
@@ -86,21 +94,22 @@ impl Drop for PeerSocket {
     }
 }
 
-/// A socket that listens. Whoever connects can send to it before anybody looks who that is, so it lets no descriptors in
-/// unless the first message brings some, and its connections inherit that.
+/// A listening socket. A client can send to it before its credentials are checked. So it lets no
+/// descriptors in unless the first message brings some, and its connections inherit that.
 #[derive(Debug)]
 pub(crate) struct Listener {
     /// `None` only while dropping.
     fd: Option<CloseOnForkFd>,
-    /// Where the kernel cannot keep them out, they may lie in connections that nobody has accepted.
+    /// Where the kernel cannot refuse descriptors, connections that are not accepted yet may hold
+    /// some.
     lets_descriptors_in: bool,
-    /// It lets none in, for the time being.
+    /// The listener lets no descriptors in for the time being.
     is_wary: AtomicBool,
     owner_process: OwnerProcess,
 }
 
 impl Listener {
-    /// Before it listens.
+    /// To be called before the socket listens.
     pub(crate) fn new(fd: CloseOnForkFd) -> Listener {
         let lets_descriptors_in =
             FIRST_BRINGS_DESCRIPTORS || !os::let_descriptors_in(fd.as_fd(), false);
@@ -112,8 +121,8 @@ impl Listener {
         }
     }
 
-    /// With each tick. While the descriptors of some user are [too many](over_limit), none come in (Linux 6.16) before it has
-    /// been [seen](Self::screen) whose they are.
+    /// Called at each tick. While some user has [too many](over_limit) pending descriptors, none
+    /// come in (Linux 6.16) before the peer has been [screened](Self::screen).
     pub(crate) fn look(&self) {
         self.set_wary(is_anybody_over_limit());
     }
@@ -124,7 +133,7 @@ impl Listener {
         }
     }
 
-    /// Lets in who connected, or says why not, and whether that is for ever.
+    /// Lets a new connection in, or returns the reason why not, and whether that is permanent.
     pub(crate) fn screen(
         &self,
         socket: BorrowedFd<'_>,
@@ -172,12 +181,12 @@ impl Drop for Listener {
     }
 }
 
-/// A descriptor that a peer sent. Whatever it is, to drop it does not block.
+/// A descriptor that a peer sent. Dropping it never blocks, whatever file it is.
 #[derive(Debug)]
 pub(crate) struct PeerFd {
     /// `None` only while dropping.
     fd: Option<FdToClose>,
-    /// Its sender's user, if that is known.
+    /// The sender's user, if it is known.
     uid: Option<u32>,
     is_approved: AtomicBool,
     owner_process: OwnerProcess,
@@ -185,9 +194,9 @@ pub(crate) struct PeerFd {
 
 #[derive(Debug)]
 enum FdToClose {
-    /// Of a kind that a forked child closes.
+    /// A file that a forked child closes.
     ClosedOnFork(CloseOnForkFd),
-    /// Of another one, for which a child would wait.
+    /// A file whose `close` could block a forked child, which keeps it.
     KeptOnFork(OwnedFd),
 }
 
@@ -203,7 +212,7 @@ impl From<CloseOnForkFd> for PeerFd {
 }
 
 impl PeerFd {
-    /// One that came in this section, from a peer of that user.
+    /// A descriptor that was received in this section, from a peer of that user.
     pub(crate) fn received(section: &NoForkSection, fd: OwnedFd, uid: Option<u32>) -> PeerFd {
         let held = match closes_at_once_elsewhere(fd.as_fd()) {
             true => FdToClose::ClosedOnFork(section.adopt_from_peer(fd)),
@@ -217,12 +226,13 @@ impl PeerFd {
         }
     }
 
-    /// It is of a kind whose `close` does not block (a memfd, a pidfd, memory of a device): it needs no thread for that.
+    /// Marks the descriptor as a file whose `close` does not block (a memfd, a pidfd, memory of a
+    /// device): it needs no thread for that.
     pub(crate) fn approve(&self) {
         self.is_approved.store(true, Relaxed);
     }
 
-    /// The same, to keep it.
+    /// As [`approve`](Self::approve), and takes the descriptor.
     pub(crate) fn accept(mut self) -> CloseOnForkFd {
         match self.fd.take().expect("present until dropped") {
             FdToClose::ClosedOnFork(fd) => fd,
@@ -246,7 +256,7 @@ impl Drop for PeerFd {
             Some(held) if self.owner_process.is_current() && !self.is_approved.load(Relaxed) => {
                 enqueue(self.uid, held)
             }
-            // It is the parent's.
+            // The descriptor is the parent's.
             Some(FdToClose::KeptOnFork(fd)) if !self.owner_process.is_current() => {
                 std::mem::forget(fd)
             }
@@ -255,7 +265,8 @@ impl Drop for PeerFd {
     }
 }
 
-/// Whether `close` of a copy that is not the last one returns at once. Asks no file system, and waits for nobody.
+/// Whether `close` of a copy that is not the last one returns at once. Queries no file system, and
+/// does not wait.
 fn closes_at_once_elsewhere(fd: BorrowedFd<'_>) -> bool {
     let Ok(kind) = os::kind_of(fd) else {
         return false;
@@ -269,8 +280,8 @@ fn closes_at_once_elsewhere(fd: BorrowedFd<'_>) -> bool {
     }
 }
 
-/// Ends the connection, so that the peer sees it at once. True if its `close` drops no descriptor: nothing is unread,
-/// and after `shutdown` nothing can be sent to it.
+/// Ends the connection, so that the peer sees the end at once. True if the socket's `close` drops
+/// no descriptor: nothing is unread, and after `shutdown` nothing can be sent to it.
 fn end(socket: BorrowedFd<'_>) -> bool {
     let _ = rustix::net::shutdown(socket, Shutdown::Both);
     for _ in 0..UNREAD_MAX {
@@ -286,12 +297,13 @@ fn end(socket: BorrowedFd<'_>) -> bool {
             Err(_) => return false,
         }
     }
-    // With this option whatever is in the queue has control data, which there is no room for; the end has none.
+    // With this option every packet in the queue has control data, for which this call has no room;
+    // the end of the stream has none.
     rustix::net::sockopt::set_socket_passcred(socket, true).is_ok()
         && matches!(peek(socket, &mut [0]), Ok((_, flags)) if !flags.contains(ReturnFlags::CTRUNC))
 }
 
-/// Looks at the next packet and leaves it where it is: its length as far as it fits, and its flags, with
+/// Peeks at the next packet: its length as far as it fits, and its flags, with
 /// [`ReturnFlags::CTRUNC`] if descriptors come with it.
 pub(crate) fn peek(
     socket: BorrowedFd<'_>,
@@ -309,7 +321,8 @@ pub(crate) fn peer_of(socket: BorrowedFd<'_>) -> Option<u32> {
     os::peer_uid(socket).ok()
 }
 
-/// Leaves it to a thread to close this, which a peer of that user has sent; `None` of what is this library's own.
+/// Queues a descriptor for a thread that closes it. `uid` is the user of the peer that sent it;
+/// `None` for this library's own descriptors.
 fn enqueue(uid: Option<u32>, fd: FdToClose) {
     let closer = Closer::of_process();
     let mut state = closer.lock();
@@ -324,7 +337,7 @@ fn enqueue(uid: Option<u32>, fd: FdToClose) {
     if it.waiting.len() <= it.idle {
         return closer.wanted[queue].notify_one();
     }
-    // Without a thread, for want of memory say, the next that is handed over tries again.
+    // If no thread can be started (no memory, for one), the next call tries again.
     if it.threads < QUEUE_THREADS_MAX {
         let runner = closer.clone();
         let spawned = std::thread::Builder::new()
@@ -334,7 +347,7 @@ fn enqueue(uid: Option<u32>, fd: FdToClose) {
     }
 }
 
-/// Leaves it to a thread to close what is this library's own and takes a while.
+/// Queues one of this library's own descriptors whose `close` takes a while.
 pub(crate) fn close_later(fd: CloseOnForkFd) {
     enqueue(None, FdToClose::ClosedOnFork(fd));
 }
@@ -359,12 +372,13 @@ fn pending_max(uid: u32) -> usize {
     }
 }
 
-/// How many of that user's descriptors cannot be closed, if these are too many for a newcomer of that user.
+/// How many of that user's descriptors cannot be closed, if they are too many for a new connection
+/// of that user.
 pub(crate) fn over_limit(uid: u32) -> Option<usize> {
     Closer::of_process().lock().over_limit(uid)
 }
 
-/// Whether there is such a user.
+/// Whether any user is over its limit.
 pub(crate) fn is_anybody_over_limit() -> bool {
     let closer = Closer::of_process();
     let state = closer.lock();
@@ -374,10 +388,11 @@ pub(crate) fn is_anybody_over_limit() -> bool {
         .any(|&uid| state.over_limit(uid).is_some())
 }
 
-/// Descriptors from peers whose `close` has not returned. A few for a moment are nothing; a number that stays is a peer
-/// that sends what takes long to close (a socket that lingers, a file on FUSE), and costs this process a descriptor
-/// each, and a thread for each of the first 4 of a user. From 64 of another user on (256 of this one), newcomers of that
-/// user are refused.
+/// The number of descriptors from peers whose `close` has not returned. A few for a moment are
+/// harmless. A number that stays means that a peer sends files that take long to close (a socket
+/// that lingers, a file on FUSE). Each costs this process a descriptor, and the first 4 of a user
+/// cost a thread each. From 64 of another user on (256 of this one), new connections of that user
+/// are refused.
 pub fn pending_closes() -> usize {
     let closer = Closer::of_process();
     let state = closer.lock();
@@ -397,7 +412,7 @@ struct Closer {
 #[derive(Default)]
 struct CloserState {
     queues: [CloseQueue; QUEUES],
-    /// Of each user.
+    /// The number of pending descriptors of each user.
     pending: HashMap<u32, usize>,
 }
 
@@ -405,11 +420,11 @@ struct CloserState {
 struct CloseQueue {
     waiting: VecDeque<(Option<u32>, FdToClose)>,
     threads: usize,
-    /// Those that wait for something to do.
+    /// The threads that wait for work.
     idle: usize,
-    /// Those that are in `close`.
+    /// The threads that are in `close`.
     closing: usize,
-    /// When it closed something last, or began to.
+    /// When the queue last closed a descriptor, or began to.
     progress_at: Option<Instant>,
 }
 
@@ -432,7 +447,8 @@ impl CloseQueue {
 }
 
 impl FdToClose {
-    /// Of a queue that is stuck. A child that is forked meanwhile may have the last copy of what hangs, and keeps it.
+    /// For a queue that is stuck: a child that is forked meanwhile may have the last copy of a
+    /// descriptor that hangs, and keeps it.
     fn keep_on_fork(self) -> FdToClose {
         match self {
             FdToClose::ClosedOnFork(fd) => FdToClose::KeptOnFork(fd.release()),
@@ -442,7 +458,7 @@ impl FdToClose {
 }
 
 impl Closer {
-    /// That of this process; a forked child has its own.
+    /// The closer of this process; a forked child has its own.
     fn of_process() -> Arc<Closer> {
         static CURRENT: PerProcess<Arc<Closer>> = PerProcess::new();
         CURRENT.get().clone()

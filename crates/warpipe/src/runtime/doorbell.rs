@@ -1,8 +1,9 @@
-//! The wake channel: how an end that sleeps is woken.
+//! The wake channel, which wakes a sleeping end.
 //!
-//! A connected pair of sockets and not an eventfd, for one reason: both ends of an eventfd share one open file,
-//! so a peer can clear its `O_NONBLOCK`, fill its counter, and the next wake-up of ours would block for ever.
-//! A socket takes `MSG_DONTWAIT` with each call, which no peer can take back.
+//! It is a connected pair of sockets and not an eventfd, for one reason: both ends of an eventfd
+//! share one open file, so a peer can clear its `O_NONBLOCK` and fill its counter, and this
+//! process's next wake-up would block for ever. A socket takes `MSG_DONTWAIT` with each call, which
+//! no peer can take back.
 
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
@@ -50,8 +51,8 @@ impl PeerDoorbell {
         Ok((PeerDoorbell::new(PeerSocket::from(ours)), theirs))
     }
 
-    /// The end that a peer sent, once it is seen to be a Unix socket. The socket is asked, not a file system: a file on
-    /// FUSE would answer `fstat` as late as it likes.
+    /// The end that a peer sent, once it is seen to be a Unix socket. The check queries the socket,
+    /// not a file system: a file on FUSE could delay `fstat` for as long as it likes.
     pub(crate) fn adopt(fd: PeerFd) -> Result<PeerDoorbell, HandshakeFault> {
         match (sockopt::socket_domain(&fd), sockopt::socket_type(&fd)) {
             (Ok(AddressFamily::UNIX), Ok(SocketType::SEQPACKET)) => {
@@ -64,7 +65,7 @@ impl PeerDoorbell {
         }
     }
 
-    /// Wakes the other end. A full channel wakes it as well; a closed one has nobody to wake.
+    /// Wakes the other end. A full channel wakes it as well; a closed one has no other end.
     pub(crate) fn ring(&self) {
         let _ = rustix::net::send(
             &self.socket,
@@ -73,8 +74,9 @@ impl PeerDoorbell {
         );
     }
 
-    /// Takes in the wake-ups so far. Bounded: a peer that rings without end does not keep us here. One that sends
-    /// descriptors is listened to no longer, since what drops them may block.
+    /// Consumes the wake-ups so far. Bounded: a peer that rings without end does not keep this
+    /// thread here. A peer that sends descriptors is ignored from then on, since dropping them may
+    /// block.
     pub(crate) fn drain(&self) {
         for _ in 0..64 {
             match peek(self.socket.as_fd(), &mut [0u8; 8]) {
@@ -85,8 +87,8 @@ impl PeerDoorbell {
         }
     }
 
-    /// Takes one packet in. The peer may have kept its copy of this end and taken away the packet that was looked at: so
-    /// there is room for what comes with the one after it.
+    /// Takes one packet in. The peer may have kept its copy of this end and taken away the packet
+    /// that was peeked. So there is room for the descriptors of the one after it.
     fn take_one(&self) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SCM_MAX_FD))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -118,7 +120,8 @@ impl PeerDoorbell {
         drop(unwanted);
     }
 
-    /// Whether the other end has closed: from then on the descriptor is readable for ever, and not to be slept on.
+    /// Whether the other end has closed. From then on the descriptor is readable for ever, and must
+    /// not be slept on.
     pub(crate) fn is_closed(&self) -> bool {
         self.is_closed.load(Relaxed)
     }

@@ -1,4 +1,5 @@
-//! What streams may still touch: let go only behind a proof of our own that they are past it.
+//! Values that streams may still touch: dropped only with this process's own proof that the streams
+//! are past them.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -8,7 +9,8 @@ use crate::fork::OwnerProcess;
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;
 
-/// A value tied to the streams that work on it. Dropped, it goes to the reaper once they are past what they were given.
+/// A value tied to the streams that work on it. When dropped, the value goes to the reaper once the
+/// streams are past the work that they were given.
 #[derive(Debug)]
 pub(crate) struct DropAfterFence<T: Send + 'static> {
     /// `None` only while dropping.
@@ -19,7 +21,7 @@ pub(crate) struct DropAfterFence<T: Send + 'static> {
 }
 
 impl<T: Send + 'static> DropAfterFence<T> {
-    /// Of `streams`, which others may note, too.
+    /// Ties `value` to `streams`, in which other owners may record uses, too.
     pub(crate) fn new(streams: Arc<StreamSet>, value: T) -> Result<DropAfterFence<T>> {
         Ok(DropAfterFence {
             value: Some(value),
@@ -29,7 +31,7 @@ impl<T: Send + 'static> DropAfterFence<T> {
         })
     }
 
-    /// The streams to note before they are given work on it.
+    /// The set in which a stream is recorded before it is given work on the value.
     pub(crate) fn streams(&self) -> &Arc<StreamSet> {
         &self.streams
     }
@@ -57,7 +59,7 @@ impl<T: Send + 'static> Drop for DropAfterFence<T> {
             return;
         };
         if !self.owner_process.is_current() {
-            // A forked child: nothing of it is ours to close.
+            // In a forked child the value is the parent's.
             return std::mem::forget(value);
         }
         let (streams, mut fence) = (self.streams.clone(), None);

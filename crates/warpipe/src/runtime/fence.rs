@@ -1,14 +1,15 @@
-//! This process's own proof that its streams are past what they were given.
+//! This process's own proof that its streams are past the work that they were given.
 //!
-//! The words of a link segment cannot be that proof: the peer maps them writable, and one that stores what it likes
-//! would have memory unmapped, or used again, under a stream that still has to touch it. An event of this
-//! process can: nobody else signals it. So who lets memory go records one behind each stream that ever worked on
-//! it, and waits for those. It costs nothing per sample.
+//! The words of a link segment cannot be that proof: the peer maps them writable, and a hostile
+//! peer could have memory unmapped or reused under a stream that still has to touch it. An event of
+//! this process can, since no other process signals it. So before memory is released, an event is
+//! recorded behind each stream that ever worked on it, and waited for. This costs nothing per
+//! sample.
 //!
 //! # What the driver's answers prove
 //!
-//! A stream or an event that could not be asked is *not* idle: memory that waits for it stays, and it is asked again. Each
-//! such answer is counted ([`unanswered`]).
+//! A stream or an event whose query fails is *not* idle: memory that waits for it stays, and the
+//! query is repeated. Each such answer is counted ([`unanswered`]).
 //!
 //! | answer of `cuStreamQuery`, `cuEventQuery` | what it means here |
 //! | --- | --- |
@@ -22,8 +23,9 @@
 //! | `NOT_INITIALIZED` in a forked child | unknown: the memory is the parent's |
 //! | anything else (an operating system's or MPS server's failure) | unknown |
 //!
-//! A capture that begins must not find its stream being asked: the driver would invalidate it. So where a stream is marked
-//! on a thread of the library ([`StreamSet::fence`]) it is not asked at all; an event of ours is.
+//! A stream must not be queried while a capture begins: the driver would invalidate the capture. So
+//! where a thread of the library fences a stream ([`StreamSet::fence`]) it never queries the
+//! stream, only its own event.
 
 use std::ptr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -35,12 +37,12 @@ use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
 use crate::stream::Stream;
 
-/// More streams than this are looked through for such as nobody can use any more.
+/// From this many streams on, the list is searched for streams that no other owner holds.
 const PRUNE_FROM: usize = 8;
 
 static UNANSWERED: PerProcess<AtomicU64> = PerProcess::new();
 
-/// How often a stream or an event of this process could not be asked how far it is.
+/// How often the query of a stream or an event of this process failed.
 pub(crate) fn unanswered() -> u64 {
     UNANSWERED.get().load(Relaxed)
 }
@@ -61,16 +63,16 @@ fn is_proof(answer: Result<bool>) -> bool {
 #[derive(Debug, Default)]
 pub(crate) struct StreamSet {
     list: Mutex<Vec<Stream>>,
-    /// What the stream noted last is known by, while it is in the list: mostly it is the next one's, too, and a
-    /// lock for each sample would be dearer than its signals.
+    /// The identity of the last recorded stream, while it is in the list. Mostly the next use is of
+    /// the same stream, and a lock for each sample would cost more than the sample's signals.
     last: AtomicPtr<()>,
 }
 
 impl StreamSet {
-    /// Remembers `stream`. To be called before its work is enqueued.
+    /// Records `stream`. Call it before the stream's work is enqueued.
     #[inline]
     pub(crate) fn record_use(&self, stream: &Stream) {
-        // Acquire: whoever is ordered behind this caller finds the stream in the list.
+        // Acquire: any thread that is ordered behind this caller finds the stream in the list.
         if !ptr::eq(self.last.load(Acquire), stream.identity()) {
             self.record_another(stream);
         }
@@ -85,7 +87,7 @@ impl StreamSet {
         }
         self.last.store(stream.identity().cast_mut(), Release);
         if is_new && list.len() > PRUNE_FROM {
-            // A stream that is the list's alone gets no new work, and an idle one has none left.
+            // A stream that only the list holds gets no new work, and an idle one has none left.
             let unused: Vec<Stream> = list
                 .iter()
                 .filter(|known| known.clones() == 1)
@@ -96,17 +98,20 @@ impl StreamSet {
         }
     }
 
-    /// Forgets those of `unused` that are done. Asked without the lock: a full launch queue holds a question up.
+    /// Forgets those of `unused` that are idle. They are queried without the lock, since a full
+    /// launch queue holds a query up.
     fn drop_idle(&self, mut unused: Vec<Stream>) {
         unused.retain(|stream| is_proof(stream.is_idle()));
         if unused.is_empty() {
             return;
         }
         let mut list = self.lock();
-        // Before any is forgotten: a new stream may come to lie where a forgotten one lay, and whoever holds it
-        // got it from the allocator after that, and so behind this store.
+        // Before any stream is forgotten: a new stream may be allocated at a forgotten one's
+        // address. Its owner got that address from the allocator after the forgotten one was freed,
+        // and so after this store.
         self.last.store(ptr::null_mut(), Relaxed);
-        // The list's clone, and the one here; should anybody have taken another meanwhile, it stays for the next time.
+        // The list's clone, and the one here. If a thread has taken another clone meanwhile, the
+        // stream stays for the next time.
         list.retain(|known| known.clones() > 2 || !unused.iter().any(|idle| idle.is_same(known)));
     }
 
@@ -114,12 +119,12 @@ impl StreamSet {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All of them now, for calls of the driver that are made without the lock.
+    /// All streams now, for driver calls that are made without the lock.
     fn all(&self) -> Vec<Stream> {
         self.lock().clone()
     }
 
-    /// Makes `stream` wait, on the device, for everything that the others have been given so far.
+    /// Makes `stream` wait, on the device, for all work that the others have been given so far.
     pub(crate) fn join(&self, stream: &Stream) -> Result<()> {
         stream.check_not_capturing()?;
         let busy = |other: &Stream| !other.is_same(stream) && !is_proof(other.is_idle());
@@ -129,15 +134,16 @@ impl StreamSet {
             .try_for_each(|other| wait_behind(stream, other))
     }
 
-    /// Records an event behind everything that the streams have been given so far. Asks no stream how far it is, so it
-    /// may be called at any time.
+    /// Records an event behind all work that the streams have been given so far. Queries no stream,
+    /// so it may be called at any time.
     pub(crate) fn fence(&self) -> Fence {
         Fence {
             points: self.all().iter().map(FencePoint::behind).collect(),
         }
     }
 
-    /// The same, without those streams that are idle: for a user's own thread, in a call about this memory.
+    /// As [`fence`](Self::fence), without the idle streams: for a user's own thread, in a call
+    /// about this memory.
     pub(crate) fn fence_busy(&self) -> Fence {
         Fence {
             points: self
@@ -150,7 +156,7 @@ impl StreamSet {
     }
 }
 
-/// Lets `stream` go on only behind what `other` has been given so far.
+/// Makes `stream` wait for all work that `other` has been given so far.
 fn wait_behind(stream: &Stream, other: &Stream) -> Result<()> {
     if other.device().info().id.kind != stream.device().info().id.kind {
         // An event of one driver is no event of another.
@@ -165,7 +171,8 @@ fn wait_behind(stream: &Stream, other: &Stream) -> Result<()> {
         ));
     }
     let event = record_behind(other)?;
-    // SAFETY: both handles are live. The event may be destroyed while it is waited for: the driver keeps it.
+    // SAFETY: both handles are live. The event may be destroyed while it is waited for: the driver
+    // keeps it.
     let held = unsafe { stream.backend().wait_event(stream.raw(), event) };
     destroy(other, event);
     held
@@ -174,13 +181,14 @@ fn wait_behind(stream: &Stream, other: &Stream) -> Result<()> {
 /// A new event behind the work of a stream that does not capture.
 fn record_behind(stream: &Stream) -> Result<RawEvent> {
     let backend = stream.backend();
-    // First: it is how a reset is found, after which the stream's handle is none.
+    // First: `create_event` detects a reset, after which the stream's handle is invalid.
     let event = backend.create_event()?;
     let recorded = stream.check_not_capturing().and_then(|()| {
         // SAFETY: both handles are live: the event was made above, and `stream` is borrowed.
         unsafe { backend.record_event(event, stream.raw()) }
     });
-    // If a capture began in between the event belongs to it, and whoever asked for the event would spoil the capture.
+    // If a capture began in between, the event belongs to the capture, and a query of the event
+    // would invalidate it.
     match recorded.and_then(|()| stream.check_not_capturing()) {
         Ok(()) => Ok(event),
         Err(error) => {
@@ -195,21 +203,22 @@ fn destroy(stream: &Stream, event: RawEvent) {
     let _ = unsafe { stream.backend().destroy_event(event) };
 }
 
-/// Events that are still due. Passed when all are complete.
+/// Events that are still due. The fence is reached when all are complete.
 #[derive(Debug)]
 pub(crate) struct Fence {
     points: Vec<FencePoint>,
 }
 
 impl Fence {
-    /// The proof that one stream is past what it has been given so far, whether or not it captures now.
+    /// The fence behind all work that one stream has been given so far, whether or not it captures
+    /// now.
     pub(crate) fn behind(stream: &Stream) -> Fence {
         Fence {
             points: vec![FencePoint::behind(stream)],
         }
     }
 
-    /// Whether the streams have done what they had been given when the mark was made.
+    /// Whether the streams have done the work that they had been given when the fence was made.
     pub(crate) fn is_reached(&mut self) -> bool {
         self.points.retain_mut(|point| !point.is_reached());
         self.points.is_empty()
@@ -220,7 +229,8 @@ impl Fence {
 #[derive(Debug)]
 struct FencePoint {
     stream: Stream,
-    /// `None` as long as it could not be recorded: then it is tried again, behind all that the stream has by then.
+    /// `None` until the event could be recorded. A retry records it behind all work that the stream
+    /// has by then.
     event: Option<RawEvent>,
 }
 
@@ -235,13 +245,14 @@ impl FencePoint {
     fn is_reached(&mut self) -> bool {
         let Some(event) = self.event else {
             self.event = record_behind(&self.stream).ok();
-            // Where there are no events to be had, the stream is asked; not in this turn if there is one now.
+            // If no event can be made, the stream is queried instead. An event made in this call is
+            // queried in the next one.
             return self.event.is_none() && is_proof(self.stream.is_idle());
         };
         // SAFETY: the event is live until drop.
         let answer = unsafe { self.stream.backend().query_event(event) };
         if matches!(answer, Err(Error::Capturing { .. })) {
-            // A capture came and went while it was recorded: it says nothing.
+            // A capture began and ended while the event was recorded: the event proves nothing.
             destroy(&self.stream, event);
             self.event = None;
         }
@@ -268,7 +279,7 @@ mod tests {
     use crate::backend::{DeviceId, DeviceKind, RawStream};
     use crate::device::Device;
 
-    /// A device that can be told not to answer, or to say of its streams that they capture.
+    /// A device whose queries fail, or whose streams capture, on demand.
     #[derive(Debug, Default)]
     struct UnanswerableStreams {
         is_mute: AtomicBool,
@@ -404,7 +415,8 @@ mod tests {
         );
         drop(go);
         joining.synchronize(Duration::from_secs(5)).unwrap();
-        // The work, not the stream's own count of it: that falls a moment after the event is complete.
+        // The work itself, not the stream's own count of it, which falls a moment after the event
+        // is complete.
         assert!(done.load(Relaxed));
     }
 

@@ -1,11 +1,11 @@
-//! A peer's heartbeat, as this process sees it: a word that the peer changes with each [`TICK`] of its own, and is looked
-//! at with each of ours.
+//! A peer's heartbeat, as this process sees it: a word that the peer changes at each [`TICK`] of
+//! its own, and that this process reads at each of its own.
 //!
-//! Silence is counted in ticks of ours that found the word unchanged, and not by a clock. While this process does not run
-//! (both were stopped, the machine slept), it cannot tell a peer that is silent from one that stands as still as itself.
-//! What the peer writes as the time may be anything; only that it changes counts.
-//!
-//! For the same reason other waits for a peer are measured in time in which this process ran ([`Uptime`]).
+//! Silence is counted in this process's ticks that found the word unchanged, not by a clock. While
+//! this process does not run (both were stopped, the machine slept), it cannot distinguish a silent
+//! peer from one that stands still like itself. The peer may write any value; only a change counts.
+//! For the same reason other waits for a peer are measured in time in which this process ran
+//! ([`Uptime`]).
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::runtime::reactor::{STALLED_AFTER, TICK};
 
-/// One peer's heartbeat. One thread looks; any may ask.
+/// One peer's heartbeat. One thread ticks; any thread may query.
 #[derive(Debug, Default)]
 pub(crate) struct PeerHeartbeat {
     beat: AtomicU64,
@@ -22,7 +22,7 @@ pub(crate) struct PeerHeartbeat {
 }
 
 impl PeerHeartbeat {
-    /// Begins with a peer that was heard of just now.
+    /// Starts with no silence.
     pub(crate) fn new(beat: u64) -> PeerHeartbeat {
         PeerHeartbeat {
             beat: AtomicU64::new(beat),
@@ -30,7 +30,7 @@ impl PeerHeartbeat {
         }
     }
 
-    /// A tick of ours finds this in the peer's word.
+    /// Takes in the peer's word at a tick of this process.
     pub(crate) fn tick(&self, beat: u64) {
         let missed = match self.beat.swap(beat, Relaxed) == beat {
             true => self.missed.load(Relaxed).saturating_add(1),
@@ -44,16 +44,18 @@ impl PeerHeartbeat {
         TICK * self.missed.load(Relaxed)
     }
 
-    /// Whether people are to be told that it is stalled.
+    /// Whether the peer is to be reported as stalled.
     pub(crate) fn is_stalled(&self) -> bool {
         self.silence() > STALLED_AFTER
     }
 }
 
-/// More than this between two looks at a clock is time in which this process did not run.
+/// If two readings of the clock are further apart than this, the rest is time in which this process
+/// did not run.
 const STEP: Duration = TICK.saturating_add(Duration::from_millis(50));
 
-/// A clock that goes while this process runs, for who looks at it with each [`TICK`] or more often.
+/// A clock that runs while this process runs, provided that it is read at each [`TICK`] or more
+/// often.
 #[derive(Debug)]
 pub(crate) struct Uptime(Mutex<(Instant, Duration)>);
 
@@ -64,7 +66,7 @@ impl Default for Uptime {
 }
 
 impl Uptime {
-    /// What has passed since it was made.
+    /// The time that has passed since the clock was made.
     pub(crate) fn ran(&self) -> Duration {
         self.look(Instant::now())
     }
@@ -79,7 +81,7 @@ impl Uptime {
         state.1
     }
 
-    /// As if this process had stood still for so long since the last look.
+    /// Simulates that this process stood still for `time` since the last reading.
     #[cfg(test)]
     pub(crate) fn freeze(&self, time: Duration) {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -124,7 +126,7 @@ mod tests {
         );
         peer_heartbeat.tick(7);
         assert!(peer_heartbeat.is_stalled());
-        // Another value than before, and be it a smaller one.
+        // Any other value than before counts, also a smaller one.
         peer_heartbeat.tick(3);
         assert_eq!(
             (peer_heartbeat.silence(), peer_heartbeat.is_stalled()),

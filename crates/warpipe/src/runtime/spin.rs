@@ -1,19 +1,21 @@
 //! How long a wait polls before it sleeps.
 //!
-//! To poll for some microseconds saves the price of a wake-up where the peer runs on another core. Where both share a core
-//! the peer cannot run while this end polls: there each poll is in vain, and what is waited for comes right after it. So
-//! polls are counted: after some that were in vain they are left out, and tried again now and then.
+//! Polling for some microseconds saves the cost of a wake-up if the peer runs on another core. If
+//! both share a core, the peer cannot run while this end polls: each poll is in vain, and the event
+//! comes right after it. So after some polls in vain, waits skip the poll, and try it again now and
+//! then.
 
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-/// The longest poll, where the user has not chosen.
+/// The longest poll, unless the user has chosen one.
 const LONGEST: Duration = Duration::from_micros(20);
 
-/// What comes so soon after a poll in vain would have come during it, had this thread not kept the core.
+/// An event that comes this soon after a poll in vain would have come during it, if this thread had
+/// not kept the core.
 const SOON: Duration = Duration::from_micros(200);
 
-/// Polls in vain before they are left out.
+/// Polls in vain before waits skip the poll.
 const PATIENCE: u32 = 4;
 
 /// Waits without a poll before one polls again.
@@ -22,7 +24,7 @@ const SKIPPED_MAX: u32 = 32;
 /// The polls of one endpoint's waits.
 #[derive(Debug)]
 pub(crate) struct Spin {
-    /// What the user has chosen.
+    /// The user's choice.
     fixed: Option<Duration>,
     /// Polls in vain that are still allowed.
     patience: AtomicU32,
@@ -30,7 +32,7 @@ pub(crate) struct Spin {
 }
 
 impl Spin {
-    /// With a length of the user's, or one that follows what pays.
+    /// With the user's length, or one that adapts to whether polls pay.
     pub(crate) fn new(fixed: Option<Duration>) -> Spin {
         Spin {
             fixed,
@@ -55,13 +57,13 @@ impl Spin {
         LONGEST
     }
 
-    /// After a poll of `limit` what was waited for has come.
+    /// Records when the event came, after a poll of `limit`.
     pub(crate) fn tell(&self, limit: Duration, came: Came) {
         let patience = self.patience.load(Relaxed);
         let patience = match came {
             _ if limit.is_zero() => return,
             Came::Polling { elapsed } if elapsed <= limit => (patience + 1).min(PATIENCE),
-            // This thread was put aside meanwhile: the peer may have had this very core.
+            // This thread was descheduled meanwhile: the peer may have run on this very core.
             Came::Polling { .. } => return,
             Came::Asleep { slept } if slept < SOON => patience.saturating_sub(1),
             Came::Asleep { .. } => return,
@@ -70,12 +72,12 @@ impl Spin {
     }
 }
 
-/// When what was waited for came.
+/// When the awaited event came.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Came {
-    /// During the poll, so long after it began.
+    /// During the poll, this long after its start.
     Polling { elapsed: Duration },
-    /// During a sleep after it, which lasted so long.
+    /// During the sleep after the poll, which lasted this long.
     Asleep { slept: Duration },
 }
 

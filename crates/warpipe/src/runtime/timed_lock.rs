@@ -1,12 +1,14 @@
-//! A lock for what is held across calls of the driver, which a full launch queue holds up for as long as a stream waits:
-//! whoever else wants it waits no longer than it says. No thread of the library takes one.
+//! A lock that is held across driver calls, which a full launch queue holds up for as long as a
+//! stream waits. Any other caller waits no longer than its own limit. No thread of the library
+//! takes such a lock.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-/// How long a thread waits for another one that the driver holds up, where its caller has not said.
+/// How long a thread waits for another one that the driver holds up, unless its caller gives a
+/// limit.
 pub(crate) const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// See the [module](self).
@@ -27,7 +29,7 @@ struct TimedLockState {
 pub(crate) struct TimedGuard<'a>(&'a TimedLock);
 
 impl TimedLock {
-    /// Takes it within `limit`. The error says that `what` is held up by another thread.
+    /// Takes the lock within `limit`. The error says that another thread's `what` is held up.
     pub(crate) fn lock(
         &self,
         limit: Duration,

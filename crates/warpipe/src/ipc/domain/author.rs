@@ -1,4 +1,4 @@
-//! The process that wrote a lock file, as it knows itself.
+//! The author of a lock file: the process that wrote it, as it knows itself.
 
 use std::sync::OnceLock;
 
@@ -6,18 +6,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::fork::per_process::PerProcess;
 
-/// What a lock file begins with; its author follows.
+/// The start of a lock file, before its author.
 const LOCK_MARK: &str = "warpipe ";
 
 /// The longest lock file: the mark, two numbers of at most 10 places, a blank, the end of the line.
 pub(super) const LOCK_BYTES_MAX: usize = 32;
 
-/// A process's number, and the PID namespace in which it counts. The number alone is another process elsewhere: each
-/// container's first is number 1.
+/// A process's number, and the PID namespace in which it counts. In another namespace the same
+/// number is another process: each container's first process has number 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Author {
     pub(crate) pid: i32,
-    /// The inode of `/proc/self/ns/pid`; 0 where that is not to be had.
+    /// The inode of `/proc/self/ns/pid`; 0 where it cannot be read.
     pub(crate) namespace: u64,
 }
 
@@ -27,7 +27,7 @@ impl Author {
         Author::seen(std::process::id() as i32)
     }
 
-    /// The process that has this number here.
+    /// The process with this number in this PID namespace.
     pub(crate) fn seen(pid: i32) -> Author {
         static NAMESPACE: PerProcess<OnceLock<u64>> = PerProcess::new();
         let read = || rustix::fs::stat("/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
@@ -37,12 +37,13 @@ impl Author {
         }
     }
 
-    /// Its number, if that counts here.
+    /// The process's number, if it counts in this PID namespace.
     pub(super) fn pid_here(self) -> Option<i32> {
         (self == Author::seen(self.pid)).then_some(self.pid)
     }
 
-    /// Always as long as before, so that no death leaves a mixture that is nobody's.
+    /// Every line has the same length, so a death in the middle of a write leaves no mixture of two
+    /// authors.
     pub(super) fn line(self) -> String {
         format!("{LOCK_MARK}{:<10} {:<10}\n", self.pid, self.namespace)
     }

@@ -1,15 +1,16 @@
-//! The lock of a name: who has it, and who may remove what a dead owner left.
+//! The lock of a name: its owner, and the removal of files that a dead owner left.
 //!
-//! `NAME.lock` has two bytes that are locked (`fcntl(F_OFD_SETLK)`), and a lock ends with its holder's last descriptor:
+//! `NAME.lock` has two bytes that are locked (`fcntl(F_OFD_SETLK)`), and a lock ends with its
+//! holder's last descriptor:
 //!
-//! * [`OWNER`] is locked by the owner for as long as it has the name. It is the only one whose lock means that a name
+//! * [`OWNER`] is locked by the owner as long as it has the name. Only this lock means that a name
 //!   is taken.
-//! * [`CLEARING`] is locked by whoever removes files. A cleaner takes it for a moment, and removes nothing while somebody
-//!   has the other one, which it never takes. A new owner takes its own byte first, so that no further cleaner begins,
-//!   and then waits for this one and keeps it.
+//! * [`CLEARING`] is locked by the process that removes files. A cleaner takes it for a moment,
+//!   never takes [`OWNER`], and removes nothing while [`OWNER`] is locked. A new owner takes
+//!   [`OWNER`] first, so no further cleaner begins, then waits for [`CLEARING`] and keeps it.
 //!
-//! So no cleaner costs an owner its name, and none removes the files of one that lives. A cleaner opens what is there and
-//! makes nothing.
+//! So no cleaner costs an owner its name or removes the files of a living one. A cleaner opens
+//! existing files and makes none.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -29,31 +30,32 @@ use crate::stream::Backoff;
 const OWNER: u8 = 0;
 const CLEARING: u8 = 1;
 
-/// Claims are retried when a dying owner or a cleaner removes the lock file under us; more often than this is no accident.
+/// Claims are retried when a dying owner or a cleaner removes the lock file under this process.
+/// More retries than this are no accident.
 const CLAIM_TRIES: u32 = 64;
 
-/// How long a cleaner is waited for, which may be stopped in the middle of it.
+/// How long a claim waits for a cleaner, which may be stopped while it holds the lock.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The mode of a lock file: who may read it could lock it.
+/// The mode of a lock file: any process that may read it could lock it.
 const LOCK_MODE: u32 = 0o600;
 
-/// A socket under a free lock that still answers after this is somebody else's.
+/// A socket under a free lock that still answers after this long belongs to another program.
 const LIVE_AFTER: Duration = Duration::from_millis(200);
 
-/// What became of an attempt to remove what a dead owner left.
+/// The result of an attempt to remove a dead owner's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cleared {
-    /// It is removed, by this call.
+    /// This call removed them.
     Removed,
-    /// Somebody has the name, or is removing it: the living, or for a moment one who dies. Or this process lacks a
-    /// descriptor or memory to find that out.
+    /// A process holds the name, or is removing it: a living one, or for a moment a dying one. Or
+    /// this process lacks a descriptor or memory to find that out.
     Held,
-    /// There is nothing that is proven to be a dead owner's.
+    /// No file is proven to be a dead owner's.
     Nothing,
 }
 
-/// The lock of a name, removed with its file unless it is kept.
+/// The lock of a name. Dropping it removes its file unless it is disarmed.
 pub(super) struct Locked {
     fd: Option<CloseOnForkFd>,
     domain: Domain,
@@ -75,7 +77,7 @@ impl Drop for Locked {
 }
 
 impl Domain {
-    /// Takes the lock of `name` for its next owner, and clears away what a dead one left.
+    /// Takes the lock of `name` for its next owner, and removes the files that a dead one left.
     pub(super) fn lock(&self, name: &EndpointName) -> Result<Locked> {
         let file = name.file("", ".lock");
         for _ in 0..CLAIM_TRIES {
@@ -88,10 +90,11 @@ impl Domain {
                     domain: self.clone(),
                     name: name.clone(),
                 };
-                // Also when it is not ours after all: without its lock nobody would remove what a dead owner left.
+                // Also when the claim fails in the end: without a lock file no cleaner would remove
+                // the files that a dead owner left.
                 let cleared = self.clear(name);
                 if cleared.is_err() && had_author {
-                    // For the same reason it stays.
+                    // For the same reason the lock file stays.
                     locked.fd = None;
                 }
                 cleared.and(written)?;
@@ -148,14 +151,14 @@ impl Domain {
         if !self.leads_to(file, &stat) {
             return Ok(None);
         }
-        // Only now, when nobody of ours can be about to write it.
+        // Only now, when no process of this library can be about to write it.
         if !is_our_lock(&lock, &stat) {
             return Err(self.foreign(file, "a file with somebody else's contents"));
         }
         Ok(Some(lock))
     }
 
-    /// Removes what a dead owner of `name` left, if that is there and proven.
+    /// Removes the files of a dead owner of `name`, if they exist and its death is proven.
     pub(super) fn clear_up(&self, name: &EndpointName) -> Cleared {
         let file = name.file("", ".lock");
         let lock = match self.open_lock(name, OFlags::RDWR) {
@@ -174,7 +177,8 @@ impl Domain {
             Ok(()) | Err(Errno::AGAIN | Errno::ACCESS) => return Cleared::Held,
             Err(_) => return Cleared::Nothing,
         }
-        // From here on an owner that comes waits for this lock to be given up, and then looks whether its file is there.
+        // From here on a new owner waits for this lock to be released, and then checks whether its
+        // file still exists.
         if !self.leads_to(&file, &stat) || !is_our_lock(&lock, &stat) {
             return Cleared::Nothing;
         }
@@ -189,7 +193,7 @@ impl Domain {
         }
     }
 
-    /// Locks one byte; false if somebody has it.
+    /// Locks one byte; false if another process has it.
     fn try_byte(&self, lock: &CloseOnForkFd, byte: u8, file: &str) -> Result<bool> {
         match ofd_write_lock(lock.as_fd(), byte) {
             Ok(()) => Ok(true),
@@ -198,11 +202,13 @@ impl Domain {
         }
     }
 
-    /// Removes a lock file whose two locks are held: nobody else can have the name while that leads to it. A process that
-    /// has opened it meanwhile sees that it is another file by now.
+    /// Removes a lock file whose two locks are held: no other process can have the name while the
+    /// name leads to this file. A process that has opened the file meanwhile sees that the name
+    /// leads to another file by now.
     pub(super) fn unlink_lock(&self, lock: &CloseOnForkFd, name: &EndpointName) {
         let file = name.file("", ".lock");
-        // It was removed, by hand or by a cleaner of old files, and the name may be another process's.
+        // The file may have been removed, by hand or by a cleaner of old files, and the name may be
+        // another process's.
         if rustix::fs::fstat(lock).is_ok_and(|stat| self.leads_to(&file, &stat)) {
             self.unlink(&file);
         }
@@ -226,7 +232,8 @@ impl Domain {
         })
     }
 
-    /// Removes a dead owner's sockets. [`CLEARING`] is held, and [`OWNER`] by nobody else: no living owner can be there.
+    /// Removes a dead owner's sockets. This process holds [`CLEARING`], and no other one holds
+    /// [`OWNER`]: no living owner can exist.
     fn clear(&self, name: &EndpointName) -> Result<()> {
         for file in [name.file("", ".sock"), name.file(".", ".new")] {
             let kind =
@@ -248,11 +255,11 @@ impl Domain {
         Ok(())
     }
 
-    /// Whether nobody listens on a socket. One that answers is asked again for a while: a child that its dead owner
-    /// had just forked holds it open until it calls `exec`.
+    /// Whether no process listens on a socket. A socket that answers is tried again for a while: a
+    /// child that its dead owner had just forked holds it open until it calls `exec`.
     ///
     /// # Errors
-    /// What this process lacks to ask.
+    /// This process lacks a descriptor or memory to find that out.
     fn is_dead(&self, file: &str) -> Result<bool> {
         let start = Instant::now();
         let mut backoff = Backoff::default();
@@ -262,7 +269,7 @@ impl Domain {
                 Err(error) if is_own_want(error) => {
                     return Err(Error::os("connect", self.shown(file), error));
                 }
-                // It answers, or is of another type, or its backlog is full.
+                // The socket answers, or is of another type, or its backlog is full.
                 _ if start.elapsed() > LIVE_AFTER => return Ok(false),
                 _ => backoff.pause(),
             }
@@ -270,7 +277,7 @@ impl Domain {
     }
 }
 
-/// Whether a call failed for want of something of this process.
+/// Whether a call failed because this process lacks a descriptor or memory.
 fn is_own_want(error: Errno) -> bool {
     matches!(
         error,
@@ -278,9 +285,10 @@ fn is_own_want(error: Errno) -> bool {
     )
 }
 
-/// Whether somebody has the name. Asked, not tried: a lock taken for a look could cost an owner that comes its name.
+/// Whether a process holds the name. Queried, not tried: a lock taken for a query could cost a new
+/// owner its name.
 pub(super) fn is_owned(lock: &CloseOnForkFd) -> bool {
-    // Where it cannot be asked nothing is proven.
+    // If the query fails, nothing is proven.
     ofd_is_locked(lock.as_fd(), OWNER).unwrap_or(true)
 }
 
@@ -294,7 +302,8 @@ pub(super) fn read_author(fd: &CloseOnForkFd) -> Option<Author> {
     Author::parse(&text[..length])
 }
 
-/// Whether a lock file says that it is ours, or is one that its maker did not live to write.
+/// Whether a lock file says that it is this library's, or is one that its maker did not live to
+/// write.
 fn is_our_lock(fd: &CloseOnForkFd, stat: &Stat) -> bool {
     let is_unwritten = stat.st_size == 0 && stat.st_mode & 0o7777 & !LOCK_MODE == 0;
     is_unwritten || read_author(fd).is_some()
@@ -360,14 +369,14 @@ mod tests {
             domain.claim(&name, false),
             Err(Error::NameTaken { .. })
         ));
-        // Its socket alone is another one's.
+        // The socket alone is another program's.
         remove("a.sock");
         let socket = std::os::unix::net::UnixListener::bind(folder.join("a.sock")).unwrap();
         drop(second);
         assert!(folder.join("a.sock").exists() && !folder.join("a.lock").exists());
         drop(socket);
         remove("a.sock");
-        // Its lock alone has been removed.
+        // The lock file alone has been removed.
         let third = domain.claim(&name, false).unwrap();
         remove("a.lock");
         drop(third);
@@ -404,7 +413,8 @@ mod tests {
                     Domain::at(&folder).unwrap(),
                     EndpointName::new("a").unwrap(),
                 );
-                // SAFETY: no handler is installed; the limit is this process's, which ends with this test.
+                // SAFETY: no handler is installed; the limit is this process's, which ends with
+                // this test.
                 unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
                 let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize);
                 let none = rustix::process::Rlimit {

@@ -1,11 +1,13 @@
-//! What appears in a directory, told to everybody in this process who waits for it: one inotify instance for a directory,
-//! however many wait.
+//! Notifies waiters of new files in a directory: one inotify instance for a directory, however many
+//! wait.
 //!
-//! To release an inotify instance takes the kernel tens of milliseconds (it waits for an RCU grace period). So that is done
-//! by the [closer's](crate::runtime::closer) threads, and for a process that ends behind its lifeline: a copy of the instance
-//! lies in flight in a socket of its own, as the lifeline's pipe does, so its release comes in a later pass of the dying
-//! task than that of the files, and behind that of the lifeline, whose socket has a lower number. Where this user may have
-//! no more descriptors in flight it is an ordinary descriptor, and the proof of this process's death comes later by that.
+//! The release of an inotify instance takes the kernel tens of milliseconds (it waits for an RCU
+//! grace period). So the [closer's](crate::runtime::closer) threads release it. In a process that
+//! ends, its release must come behind that of the lifeline: a copy of the instance lies in flight
+//! in a socket of its own, as the lifeline's pipe does, so it is released in a later pass of the
+//! dying task than the files, and after the lifeline, whose socket has a lower number. Where this
+//! user may have no more descriptors in flight, the instance is an ordinary descriptor, and the
+//! proof of this process's death comes later by that time.
 
 use std::collections::HashMap;
 use std::io::IoSlice;
@@ -27,7 +29,7 @@ use crate::runtime::closer::close_later;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
 
-/// Tells of what appears in a directory: readable from then on until it is [drained](Arrivals::drain).
+/// Reports new files in a directory: readable from then on until it is [drained](Arrivals::drain).
 #[derive(Debug)]
 pub(crate) struct Arrivals {
     doorbell: Arc<LocalDoorbell>,
@@ -39,7 +41,7 @@ pub(crate) struct Arrivals {
 }
 
 impl Arrivals {
-    /// Takes in what was told, so that the next arrival wakes again.
+    /// Consumes the notifications so far, so that the next arrival wakes again.
     pub(crate) fn drain(&self) {
         self.doorbell.drain();
     }
@@ -51,19 +53,20 @@ impl AsFd for Arrivals {
     }
 }
 
-/// An inotify instance. Dropped, it is released elsewhere.
+/// An inotify instance. When dropped, a closer's thread releases it.
 #[derive(Debug)]
 pub(crate) struct Inotify {
     /// `None` only while dropping.
     instance: Option<CloseOnForkFd>,
-    /// The socket in which a copy lies.
+    /// The socket in which a copy is in flight.
     copy: Option<CloseOnForkFd>,
     owner_process: OwnerProcess,
 }
 
 impl Inotify {
-    /// None where this user has as many instances (`fs.inotify.max_user_instances`) or watches (`max_user_watches`) as it may,
-    /// in all its processes together: then the directory is to be looked at again and again.
+    /// `None` where this user has reached its limit of instances (`fs.inotify.max_user_instances`)
+    /// or watches (`max_user_watches`), over all its processes. Then the directory has to be
+    /// polled.
     pub(crate) fn new(
         directory: &Path,
         wanted: WatchFlags,
@@ -96,7 +99,7 @@ impl Inotify {
         Ok(inotify)
     }
 
-    /// Takes in what it tells.
+    /// Consumes the pending events.
     pub(crate) fn drain(&self) {
         let mut events = [0u8; 4096];
         while matches!(rustix::io::read(self, &mut events), Ok(1..)) {}
@@ -123,7 +126,7 @@ impl Drop for Inotify {
     }
 }
 
-/// A socket with a copy of it in its queue.
+/// A socket with a copy of the descriptor in its queue.
 fn put_in_flight(fd: &CloseOnForkFd) -> std::result::Result<CloseOnForkFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let section = fork::NoForkSection::enter();
@@ -144,12 +147,12 @@ fn put_in_flight(fd: &CloseOnForkFd) -> std::result::Result<CloseOnForkFd, Errno
     Ok(socket)
 }
 
-/// A directory, and who waits for it.
+/// A directory, and the doorbells that wait for it.
 #[derive(Debug)]
 struct DirectoryWatch {
-    /// Declared first: it ends before its descriptor is closed.
+    /// Declared first: the registration ends before its descriptor is closed.
     watch: Mutex<Option<Registration>>,
-    /// Without one the listeners are told with every tick.
+    /// Without an instance the listeners are notified at each tick.
     inotify: Option<Inotify>,
     listeners: Mutex<Vec<Weak<LocalDoorbell>>>,
     owner_process: OwnerProcess,
@@ -158,7 +161,7 @@ struct DirectoryWatch {
 /// A directory, by its device and inode.
 pub(super) type Identity = (u64, u64);
 
-/// Those of this process.
+/// The watched directories of this process.
 static WATCHES: PerProcess<Mutex<Watches>> = PerProcess::new();
 
 type Watches = HashMap<Identity, Weak<DirectoryWatch>>;
@@ -197,7 +200,7 @@ impl DirectoryWatch {
             }
             None => reactor.register_ticks(me),
         }
-        // Another thread's may have been first.
+        // Another thread may have been first.
         Ok(with_watches(|watches| {
             let first = watches.get(&identity).and_then(Weak::upgrade);
             first.unwrap_or_else(|| {
@@ -211,7 +214,8 @@ impl DirectoryWatch {
 impl Drop for DirectoryWatch {
     fn drop(&mut self) {
         if !self.owner_process.is_current() {
-            // The parent's reactor is not to be asked: a thread that is not here may have had its lock.
+            // The parent's reactor must not be called: a thread that the child does not have may
+            // hold its lock.
             let watch = self
                 .watch
                 .get_mut()
@@ -254,7 +258,7 @@ impl DirectoryWatch {
     }
 }
 
-/// Tells of what appears from now on in the directory that is found under `path`.
+/// Reports files that appear from now on in the directory at `path`.
 pub(super) fn arrivals(identity: Identity, path: &Path) -> Result<Arrivals> {
     let doorbell = Arc::new(LocalDoorbell::new()?);
     let watch = DirectoryWatch::of_process(identity, path)?;
@@ -280,7 +284,7 @@ mod tests {
     use crate::ipc::domain::Domain;
     use crate::ipc::message::wait_readable;
 
-    /// As if this user had as many instances as it may.
+    /// Simulates a user that has reached its limit of instances.
     pub(super) static IS_REFUSED: AtomicBool = AtomicBool::new(false);
 
     #[test]
@@ -352,7 +356,7 @@ mod tests {
         }
         let watch = Arc::downgrade(&all[0].watch);
         drop(all);
-        // The reactor may have it for a moment.
+        // The reactor may hold it for a moment.
         let start = std::time::Instant::now();
         while watch.strong_count() > 0 {
             assert!(start.elapsed() < Duration::from_secs(20), "nobody keeps it");

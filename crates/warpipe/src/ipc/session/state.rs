@@ -1,4 +1,5 @@
-//! The state of an admitted session: its open requests, and the messages that the reactor's thread reads for them.
+//! The state of an admitted session: its open requests, and the messages that the reactor's thread
+//! reads for them.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;

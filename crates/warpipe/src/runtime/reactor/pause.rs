@@ -1,27 +1,28 @@
-//! Descriptors that are not listened to before the next tick, because this process has no room for what they bring.
+//! Descriptors that are not polled before the next tick, because this process has no room for their
+//! messages.
 //!
-//! A socket that is left unread stays readable: to listen on would have the reactor do nothing else.
+//! An unread socket stays readable: if epoll still reported it, the reactor would do nothing else.
 
 use super::*;
 
 impl Reactor {
-    /// Listens to a watch no more, until the next tick.
+    /// Stops polling a registration until the next tick.
     pub(super) fn pause_until_tick(&self, id: u64) {
         let mut state = self.lock();
         let Some(entry) = state.registrations.get(&id) else {
             return;
         };
         if let Some(fd) = entry.fd {
-            // Not only masked: an end is told of whatever is asked for.
+            // An empty interest mask is not enough: epoll reports EPOLLHUP even then.
             let _ = epoll::delete(&self.epoll, watched(fd));
         }
         state.paused.push(id);
         drop(state);
-        // The control thread may have come here: the reactor is to know that a tick is due.
+        // The control thread may have called this: the reactor has to learn that a tick is due.
         self.doorbell.ring();
     }
 
-    /// Listens again to all that were put off.
+    /// Polls all paused registrations again.
     pub(super) fn resume(&self) {
         let mut state = self.lock();
         let fence_polls = std::mem::take(&mut state.paused);
@@ -42,7 +43,7 @@ impl Reactor {
         triggered.into_iter().for_each(|id| self.trigger(id));
     }
 
-    /// False if the kernel has no memory for it just now.
+    /// False if the kernel has no memory for the registration now.
     fn listen_again_to(&self, id: u64, fd: RawFd, events: epoll::EventFlags) -> bool {
         use rustix::io::Errno;
         let added = epoll::add(
@@ -61,7 +62,7 @@ mod tests {
 
     use super::*;
 
-    /// Has no room for what its doorbell says until it has been asked three times.
+    /// Has no room for its doorbell's message until its third call.
     struct Short {
         doorbell: LocalDoorbell,
         runs_on_control_thread: bool,
@@ -126,7 +127,7 @@ mod tests {
             count = short.calls.lock().unwrap().len();
             if count == 3 && told == 0 {
                 told = 1;
-                // Once it has room, it is listened to as before.
+                // Once it has room, it is polled as before.
                 short.doorbell.ring();
                 (!has_descriptor).then(|| reactor.trigger(watch.id()));
             }
