@@ -1,5 +1,5 @@
-//! Stream capture: what a capturing stream is given is recorded, and what must not happen meanwhile
-//! invalidates it.
+//! Stream capture: work of a capturing stream is recorded, and calls that are illegal meanwhile
+//! invalidate the capture.
 //!
 //! As measured on an H100, driver 580.159: stream writes, waits, batches, copies and launches on a
 //! capturing stream are recorded and succeed. While a capture in global mode is under way,
@@ -10,7 +10,7 @@
 //!
 //! A graph is the recorded work in the order of its recording, which is one of its valid orders.
 //! Streams join a capture by waiting for an event of it. Dependencies of several streams that were
-//! not joined again are not looked at.
+//! not joined again are not checked.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -31,7 +31,7 @@ thread_local! {
     static MODE: Cell<c_uint> = const { Cell::new(GLOBAL) };
 }
 
-/// One capture, as its streams and events share it.
+/// One capture, shared by its streams and events.
 pub struct Capture {
     mode: c_uint,
     thread: ThreadId,
@@ -58,7 +58,7 @@ impl Capture {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes one piece of work into the graph.
+    /// Records one piece of work in the graph.
     pub fn record(&self, work: Work) -> Outcome {
         let mut state = self.state();
         if state.is_invalid {
@@ -97,8 +97,8 @@ fn active() -> Vec<Arc<Capture>> {
     list.iter().filter_map(Weak::upgrade).collect()
 }
 
-/// To be asked by every call that is unsafe while a stream captures: fails, and ends the captures
-/// that forbid it.
+/// Every call that is unsafe while a stream captures begins with this: it fails, and ends the
+/// captures that forbid it.
 pub fn check_unsafe_call() -> Outcome {
     let mode = MODE.get();
     let forbidding: Vec<_> = active()
@@ -113,7 +113,7 @@ pub fn check_unsafe_call() -> Outcome {
     }
 }
 
-/// The capture that stands in the way of the legacy default stream of `device`.
+/// The capture that blocks the legacy default stream of `device`.
 pub fn of_blocking_streams(device: usize) -> Option<Arc<Capture>> {
     active()
         .into_iter()
@@ -176,7 +176,7 @@ unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_uin
     answer("cuStreamIsCapturing", Needs::Context, || {
         let found = stream::find(stream)?;
         if stream::is_legacy(stream) && of_blocking_streams(found.device).is_some() {
-            // The capture is not harmed by the question.
+            // This query does not invalidate the capture.
             return Err(STREAM_CAPTURE_IMPLICIT);
         }
         let answer = found
@@ -204,7 +204,7 @@ unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) -> c_i
     })
 }
 
-/// Graphs, and what can be launched of them, by handle.
+/// Graphs and executable graphs, by handle.
 static GRAPHS: Mutex<Option<HashMap<usize, Arc<Vec<Work>>>>> = Mutex::new(None);
 
 fn graphs<T>(body: impl FnOnce(&mut HashMap<usize, Arc<Vec<Work>>>) -> T) -> T {

@@ -1,9 +1,9 @@
-//! What the environment asks of the fake driver.
+//! The configuration of the fake driver by environment variables.
 
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// The most GPUs that can be asked for.
+/// The largest number of GPUs.
 pub const DEVICES_MAX: usize = 8;
 
 pub struct Config {

@@ -1,9 +1,9 @@
 //! Control by the process that uses the fake driver: its calls are counted, made to hang, or made
 //! to fail, by function.
 //!
-//! Who wants that finds the functions below by `dlsym` in the library that is loaded already. They
-//! are no driver's. The table is the process's; a thread can be [exempt](fakeCudaExempt), so that
-//! a test's own calls are neither counted nor harmed.
+//! A test finds the functions below by `dlsym` in the loaded library. They are not part of CUDA's
+//! API. The table belongs to the process; a thread can be [exempt](fakeCudaExempt), so that a
+//! test's own calls are neither counted, held nor failed.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use crate::config;
 use crate::status::{INVALID_VALUE, Outcome, Status};
 
-/// What was asked of one function, and what came.
+/// The orders for one function, and its counts.
 #[derive(Default)]
 struct Function {
     calls: u64,
@@ -37,7 +37,7 @@ type Table = BTreeMap<String, Function>;
 
 static TABLE: Mutex<Option<Table>> = Mutex::new(None);
 static CHANGED: Condvar = Condvar::new();
-/// Whether anything was ever asked: without that a call costs nothing.
+/// Whether any order was ever given: without one a call costs nothing.
 static IS_ASKED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
@@ -70,7 +70,7 @@ fn from_environment() -> Table {
     table
 }
 
-/// What every function of the driver passes before it does anything.
+/// Every function of the driver begins with this.
 pub fn pass(name: &'static str) -> Outcome {
     let is_asked = IS_ASKED.load(Ordering::Acquire) || !config::get().failures.is_empty();
     if !is_asked || IS_EXEMPT.get() {
@@ -101,7 +101,7 @@ pub fn pass(name: &'static str) -> Outcome {
     Ok(())
 }
 
-/// Changes or asks what is noted of a function.
+/// Changes or queries the record of a function.
 ///
 /// # Safety
 /// `name` is null or a terminated text.
@@ -129,7 +129,7 @@ unsafe extern "C" fn fakeCudaBlock(name: *const c_char) -> c_int {
     code(unsafe { with(name, |function| function.is_blocked = true) })
 }
 
-/// Calls of the function that hang go on, and no more do.
+/// Releases the calls of the function that hang; later calls do not hang.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn fakeCudaRelease(name: *const c_char) -> c_int {
     // SAFETY: the caller's text.
@@ -161,7 +161,7 @@ unsafe extern "C" fn fakeCudaFailed(name: *const c_char) -> u64 {
     unsafe { with(name, |function| function.failed) }.unwrap_or(0)
 }
 
-/// Counts anew: all calls are at 0 and none is to fail. What hangs still hangs.
+/// Resets all counts to 0 and all orders to fail. Functions that hang still hang.
 #[unsafe(no_mangle)]
 extern "C" fn fakeCudaReset() {
     let mut table = lock();
@@ -172,7 +172,7 @@ extern "C" fn fakeCudaReset() {
     }
 }
 
-/// Whether this thread's calls pass without being counted or harmed. Returns what was so before.
+/// Whether this thread's calls are exempt from counts and orders. Returns the previous value.
 #[unsafe(no_mangle)]
 extern "C" fn fakeCudaExempt(is_exempt: c_int) -> c_int {
     IS_EXEMPT.replace(is_exempt != 0).into()

@@ -1,4 +1,4 @@
-//! Devices, and which context is current on which thread.
+//! Devices, and the current context of each thread.
 
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_void};
@@ -29,7 +29,7 @@ thread_local! {
     static STACK: RefCell<Vec<Option<usize>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The fixed number of the device whose context is current on this thread.
+/// The fixed number of the current device of this thread.
 pub fn current() -> Outcome<usize> {
     let device = STACK
         .with_borrow(|stack| stack.last().copied().flatten())
@@ -137,7 +137,7 @@ unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) -> c_
     })
 }
 
-/// Every ability that is asked for is there.
+/// Every attribute that is queried is supported.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetAttribute(
     value: *mut c_int,
@@ -186,9 +186,9 @@ extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> c_int {
     })
 }
 
-/// Ends everything that the context has: its streams with their work, its events, its
-/// registrations, its mappings. Those who retained it still have to release it; the next who
-/// retains it makes it anew, with the same handle.
+/// Destroys everything that the context has: its streams with their work, its events, its
+/// registrations, its mappings. Its holders still have to release it; the next retain makes it
+/// anew, with the same handle.
 #[unsafe(no_mangle)]
 extern "C" fn cuDevicePrimaryCtxReset_v2(device: c_int) -> c_int {
     answer("cuDevicePrimaryCtxReset_v2", Needs::Init, || {

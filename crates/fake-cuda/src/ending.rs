@@ -1,5 +1,5 @@
-//! The driver's end: from a handler of `exit` on, it is there for the exiting thread alone, and for
-//! that one only to say that it is gone.
+//! The driver's shutdown: from a handler of `exit` on, only the exiting thread may call it, and
+//! gets an error.
 
 use std::io::Write;
 use std::sync::Once;
@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use crate::status::*;
 
-/// As long as a teardown may take: time for whoever still polls the driver to do it once more.
+/// The duration of a teardown: long enough that a thread that still polls the driver does so once
+/// more.
 const TEARDOWN: Duration = Duration::from_millis(100);
 
 /// The process that initialised the driver: a forked child of it ends without a teardown.
@@ -41,7 +42,7 @@ extern "C" fn end() {
     }
 }
 
-/// Whether the driver can be called still.
+/// Whether the driver can still be called.
 pub fn check(call: &'static str) -> Outcome {
     match EXITING.load(Ordering::SeqCst) {
         0 => Ok(()),

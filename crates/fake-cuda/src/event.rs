@@ -80,7 +80,7 @@ fn with<T>(body: impl FnOnce(&mut HashMap<usize, Arc<Event>>) -> T) -> T {
     )
 }
 
-/// Ends all of them, whatever they wait for.
+/// Destroys all of them, even with waits pending.
 pub fn end_all() {
     let ended = with(std::mem::take);
     ended.values().for_each(|event| event.complete(u64::MAX));
@@ -90,7 +90,7 @@ fn find(event: *mut c_void) -> Outcome<Arc<Event>> {
     with(|events| events.get(&event.addr()).cloned()).ok_or(INVALID_HANDLE)
 }
 
-/// A new event; one for other processes, too, unless there are as many as there may be.
+/// A new event; it is interprocess if asked for and the driver's limit allows it.
 pub fn create(is_interprocess: bool) -> Outcome<*mut c_void> {
     let event = Arc::new(Event {
         is_interprocess,
@@ -151,7 +151,7 @@ extern "C" fn cuEventRecord(event: *mut c_void, stream: *mut c_void) -> c_int {
             .unwrap_or_else(PoisonError::into_inner)
             .clone_from(&capture);
         match capture {
-            // Of a captured event there is nothing to be done: it stands for a place in the graph.
+            // A captured event needs no work: it marks a place in the graph.
             Some(_) => Ok(()),
             None => {
                 let turn = event.record();
@@ -184,8 +184,8 @@ extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, _flags:
     answer("cuStreamWaitEvent", Needs::Context, || {
         let (event, stream) = (find(event)?, stream::find_for_work(stream)?);
         match (event.capture(), stream.capture()) {
-            // The stream joins the event's capture, whose work is one sequence: it is behind the
-            // event already.
+            // The stream joins the event's capture. A capture's work is one sequence, so the stream
+            // is after the event already.
             (Some(of_event), None) => stream.begin(&of_event),
             (Some(of_event), Some(of_stream)) if Arc::ptr_eq(&of_event, &of_stream) => Ok(()),
             (_, Some(capture)) => {

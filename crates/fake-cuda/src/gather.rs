@@ -1,4 +1,4 @@
-//! Copies of many rows: the driver's copy of a box, and the twin of the backend's own kernel.
+//! Copies of many rows: the driver's 3D copy, and the CPU twin of the backend's own kernel.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -34,9 +34,9 @@ impl Gather {
         &self.axes[..(self.rank as usize).min(self.axes.len())]
     }
 
-    /// Looks at what the kernel will read and write when it is launched: a GPU would fault later,
-    /// which a test could not tell apart. A thread of a GPU also faults on an address that its unit
-    /// does not divide.
+    /// Checks the memory that the kernel will read and write when it is launched: a GPU would fault
+    /// later, which a test could not distinguish. A thread of a GPU also faults on a misaligned
+    /// address.
     pub fn check(&self, device: usize) -> Outcome {
         if !matches!(self.width, 1 | 2 | 4 | 8 | 16) {
             return Err(INVALID_VALUE);
@@ -131,14 +131,14 @@ struct Boxes {
 }
 
 impl Boxes {
-    /// Where each row of one side begins.
+    /// The start of each row of one side.
     fn rows(&self, side: Side) -> impl Iterator<Item = u64> + use<> {
         let height = self.height;
         let row = move |index: usize| (index / height * side.height + index % height) * side.pitch;
         (0..self.depth * self.height).map(move |index| side.device + row(index) as u64)
     }
 
-    /// Whether one side is linear memory that the copy may use. Its device is nobody's concern: the
+    /// Whether one side is linear memory that the copy may use. Its device does not matter: the
     /// driver copies between all of them.
     fn is_sound(&self, side: Side, write: bool) -> bool {
         const UNIFIED: u32 = 4;

@@ -1,4 +1,4 @@
-//! Registered host memory, whose device address is its own.
+//! Registered host memory. Its device address equals its host address.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -14,7 +14,7 @@ fn with<T>(body: impl FnOnce(&mut BTreeMap<usize, usize>) -> T) -> T {
     body(&mut REGISTERED.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Ends all registrations.
+/// Removes all registrations.
 pub fn end_all() {
     with(BTreeMap::clear);
 }
@@ -59,14 +59,13 @@ extern "C" fn cuMemHostRegister_v2(pointer: *mut c_void, bytes: usize, flags: u3
 /// Held by calls that allocate or register memory while they run.
 static ALLOCATION: Mutex<()> = Mutex::new(());
 
-/// The turn of a call that allocates or registers memory. It comes when no [`cuMemHostUnregister`]
-/// is under way.
+/// A call that allocates or registers memory. It runs when no [`cuMemHostUnregister`] is under way.
 pub fn allocation() -> MutexGuard<'static, ()> {
     ALLOCATION.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits for all streams of the process, and has everything that allocates wait for it, as measured
-/// on an H200.
+/// Waits for all streams of the process, and blocks all allocations meanwhile, as measured on an
+/// H200.
 #[unsafe(no_mangle)]
 extern "C" fn cuMemHostUnregister(pointer: *mut c_void) -> c_int {
     answer("cuMemHostUnregister", Needs::Context, || {
@@ -95,7 +94,7 @@ unsafe extern "C" fn cuMemHostGetDevicePointer_v2(
     })
 }
 
-/// What is told of a pointer, for each attribute.
+/// The value of each pointer attribute.
 struct Attributes {
     memory_type: u32,
     is_managed: u32,

@@ -1,8 +1,7 @@
 //! Memory of `cuMemAlloc` and its kin, and the driver's older IPC: handles of memory and of events.
 //!
-//! A memory handle says where the allocation's memfd stands: process, descriptor, inode. It is
-//! opened by way of `/proc/PID/fd`, so that it opens for the same user alone and dies with its
-//! process.
+//! A memory handle names the allocation's memfd: process, descriptor, inode. It is opened through
+//! `/proc/PID/fd`, so only the same user can open it, and it dies with its process.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -17,7 +16,7 @@ use crate::memory::USED;
 use crate::status::*;
 use crate::{capture, config, device, host};
 
-/// Addresses are multiples of this; what is asked for may be anything.
+/// Addresses are multiples of this; lengths may be anything.
 const PAGE: usize = 4096;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -27,7 +26,7 @@ pub enum Kind {
     Managed,
 }
 
-/// What lies at an address.
+/// The block at an address.
 struct Block {
     kind: Kind,
     bytes: usize,
@@ -35,11 +34,11 @@ struct Block {
     device: usize,
     /// Counts up for the life of the process.
     number: u64,
-    /// None of what is opened: that is another process's.
+    /// `None` for opened memory, which another process owns.
     fd: Option<OwnedFd>,
     /// Device and inode of its memfd.
     file: [u64; 2],
-    /// How often it was opened; 0 for what is this process's own.
+    /// How often it was opened; 0 for this process's own.
     opened: u32,
 }
 
@@ -76,8 +75,8 @@ pub fn is_block(address: u64, bytes: usize) -> bool {
     with(|blocks| blocks.at(address, bytes).is_some())
 }
 
-/// Whether a kernel of the device reaches what lies there, if it is such an allocation: its
-/// device's own, one that was opened (which enables peers), and managed memory.
+/// Whether a kernel of the device reaches such an allocation: its device's own, opened memory
+/// (which enables peers), and managed memory.
 pub fn is_reached(device: usize, address: u64) -> bool {
     let reaches =
         |block: &Block| block.device == device || block.opened > 0 || block.kind == Kind::Managed;
@@ -88,7 +87,7 @@ pub fn is_reached(device: usize, address: u64) -> bool {
     })
 }
 
-/// What attributes are asked of a block.
+/// The attributes of a block.
 pub struct Facts {
     pub kind: Kind,
     pub number: u64,
@@ -144,8 +143,8 @@ fn map(fd: &OwnedFd, bytes: usize) -> Outcome<usize> {
         .map_err(|_| OPERATING_SYSTEM)
 }
 
-/// The addresses stay the device's, as a driver's do: the next mapping of somebody else's, a
-/// thread's stack perhaps, is not where memory of the device was.
+/// The addresses stay reserved for the device, as a driver's do: a later unrelated mapping, a
+/// thread's stack perhaps, never has an address that was device memory.
 fn unmap(base: usize, bytes: usize) -> Outcome {
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
     let (start, bytes) = (ptr::with_exposed_provenance_mut(base), pages(bytes)?);
@@ -304,7 +303,7 @@ impl Handle {
     }
 }
 
-/// When a process started; none if there is none, or only what is left for its parent.
+/// The start time of a process; none if it does not exist, or is a zombie.
 fn started(pid: i32) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = text.rsplit_once(") ")?.1.split(' ');
@@ -445,7 +444,7 @@ unsafe extern "C" fn cuIpcGetEventHandle(out: *mut Handle, event: *mut c_void) -
     })
 }
 
-/// What is opened is an event of this process that nobody has recorded: it is complete.
+/// An event of this process that was never recorded: it is complete.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuIpcOpenEventHandle(out: *mut *mut c_void, handle: Handle) -> c_int {
     answer("cuIpcOpenEventHandle", Needs::Context, || {

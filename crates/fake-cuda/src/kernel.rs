@@ -23,18 +23,18 @@ struct Entry {
     parameters: Vec<usize>,
 }
 
-/// What lies behind a `CUfunction`.
+/// The target of a `CUfunction`.
 struct Function {
     twin: Twin,
     parameters: usize,
 }
 
 enum Twin {
-    /// Of the kernels' crate: every parameter is 64 bits wide.
+    /// A kernel of `warpipe-kernels`: every parameter is 64 bits wide.
     Plain(HostTwin),
     /// The backend's own kernel that stores many words.
     Broadcast,
-    /// The backend's own kernel that copies between tensors that lie differently.
+    /// The backend's own kernel that copies between tensors of different layouts.
     Gather,
 }
 
@@ -63,7 +63,7 @@ fn entries(ptx: &str) -> Option<Vec<Entry>> {
     ptx.split(".entry").skip(1).map(entry).collect()
 }
 
-/// An entry from what follows the word: `NAME(PARAMETERS)`, or a name alone.
+/// An entry from the text after the keyword: `NAME(PARAMETERS)`, or a name alone.
 fn entry(text: &str) -> Option<Entry> {
     let text = text.trim_start();
     let end = text.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == '$'))?;
@@ -95,7 +95,7 @@ fn parameter_bytes(text: &str) -> Option<usize> {
     Some(bits / 8 * count)
 }
 
-/// Loads PTX; of the options only the buffer for the compiler's words is served.
+/// Loads PTX; the only supported option is the compiler's log buffer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleLoadDataEx(
     module: *mut *mut c_void,
@@ -201,7 +201,7 @@ unsafe extern "C" fn cuModuleGetFunction(
     })
 }
 
-/// What the fake driver can run in the entry's place.
+/// The CPU twin of an entry.
 fn twin(entry: &Entry) -> Outcome<Twin> {
     if entry.name == "warpipe_broadcast" && entry.parameters == [size_of::<Signals>()] {
         return Ok(Twin::Broadcast);
@@ -310,8 +310,8 @@ unsafe extern "C" fn cuLaunchKernel(
     })
 }
 
-/// Looks at the words when the kernel is launched: a GPU would fault later, which a test could not
-/// tell apart.
+/// Checks the words when the kernel is launched: a GPU would fault later, which a test could not
+/// distinguish.
 fn check(list: &Signals) -> Outcome {
     let words = &list.signals[..usize::try_from(list.count).unwrap_or(64).min(64)];
     let sound = words

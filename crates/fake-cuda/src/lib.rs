@@ -3,22 +3,23 @@
 //!
 //! * Device memory is a memfd; its device address is where it is mapped, its handle for sharing a
 //!   duplicate descriptor.
-//! * A stream is a thread: what is enqueued happens later, elsewhere.
+//! * A stream is a thread: enqueued work runs later, on that thread.
 //! * A kernel is its CPU twin, found by its name in the module's PTX.
-//! * A device can be reset: all that was made on it ends, and its context is made anew by who
-//!   retains it next.
-//! * A stream can be captured: its work becomes a graph, and what other threads must not do
-//!   meanwhile invalidates it.
+//! * A device can be reset: everything made on it is destroyed, and the next retain makes its
+//!   context anew.
+//! * A stream can be captured: its work becomes a graph, and calls on other threads that are
+//!   illegal meanwhile invalidate it.
 //! * A kernel reaches plain memory of its own device alone; a copy of the driver's reaches that of
 //!   all.
-//! * What the driver refuses is refused with the same code: a call without a current context, an
-//!   address nobody mapped, a handle that is not one, a size that is not the allocation's.
-//! * When the process ends, the driver ends first, and takes a moment. Whoever calls it then from
-//!   another thread than the one that ends the process ends it by `abort`, and the message names
-//!   the call; the driver's answer is a SIGSEGV.
+//! * Errors have the driver's codes: a call without a current context, an unmapped address, an
+//!   invalid handle, a size that is not the allocation's.
+//! * When the process ends, the driver shuts down first, and takes a moment. A later call from
+//!   another thread than the exiting one ends the process by `abort`, with the call's name in the
+//!   message; the real driver's result is a SIGSEGV.
 //!
-//! It is not the driver: a process has one fault state, not one for each context; the default
-//! stream does not wait for others; copies take no time. The environment sets it up, read once:
+//! Differences to the driver: a process has one fault state, not one for each context; the default
+//! stream does not wait for others; copies take no time. Environment variables configure it, read
+//! once:
 //!
 //! | variable | meaning |
 //! | --- | --- |
@@ -29,7 +30,7 @@
 //! | `FAKE_CUDA_FAIL` | `function:call:code,...`: that call of that function, from 1, returns that code |
 //! | `FAKE_CUDA_DELAY_US` | a stream waits this long before each word it writes |
 //!
-//! A program can also have any of its own calls hang, fail or be counted while it runs: see
+//! A program can also make any of its own calls hang, fail or be counted while it runs: see
 //! `control.rs`.
 
 mod capture;

@@ -28,7 +28,7 @@ struct Allocation {
     bytes: usize,
     /// The fixed number of its device.
     device: usize,
-    /// Whether it counts as this process's use: what is imported is another's.
+    /// Whether it counts as this process's use: imported memory belongs to another process.
     counted: bool,
 }
 
@@ -46,7 +46,7 @@ struct Range {
     mapped: Option<Arc<Allocation>>,
     writable: bool,
     readable: bool,
-    /// The device that was given access last.
+    /// The device that was last given access.
     reader: usize,
 }
 
@@ -65,7 +65,7 @@ fn with<T>(body: impl FnOnce(&mut Memory) -> T) -> T {
     body(memory.get_or_insert_default())
 }
 
-/// Ends a device's mappings and handles in this process. What others have imported stays theirs.
+/// Destroys a device's mappings and handles in this process. Other processes keep their imports.
 pub fn end_all(device: usize) {
     with(|memory| {
         memory
@@ -90,8 +90,8 @@ pub fn usable(address: u64, bytes: usize, write: bool) -> bool {
     is_device(address, bytes, write) || host::is_registered(address, bytes)
 }
 
-/// Whether a kernel of the device may use these bytes: its own, those of another one that it has
-/// been given, registered host memory.
+/// Whether a kernel of the device may use these bytes: its own, those of another device that it was
+/// given access to, registered host memory.
 pub fn reached_by(device: usize, address: u64, bytes: usize, write: bool) -> bool {
     usable(address, bytes, write)
         && ipc::is_reached(device, address)
@@ -129,7 +129,7 @@ pub fn is_device(address: u64, bytes: usize, write: bool) -> bool {
     })
 }
 
-/// `CUmemAllocationProp`, as far as it is looked at.
+/// The fields of `CUmemAllocationProp` that are checked.
 #[repr(C)]
 struct Properties {
     kind: u32,
@@ -349,7 +349,7 @@ unsafe extern "C" fn cuMemAddressReserve(
     })
 }
 
-/// A reserved range of exactly this place and length.
+/// A reserved range of exactly this address and length.
 fn exact(memory: &mut Memory, address: u64, bytes: usize) -> Outcome<&mut Range> {
     memory
         .ranges
@@ -372,8 +372,7 @@ extern "C" fn cuMemAddressFree(address: u64, bytes: usize) -> c_int {
     })
 }
 
-/// The range's memory was mapped by this library, whose provenance is exposed by the mapping
-/// itself.
+/// This library mapped the range's memory, and the mapping exposed its provenance.
 fn place(address: u64) -> *mut c_void {
     ptr::with_exposed_provenance_mut(address as usize)
 }
@@ -486,8 +485,8 @@ pub fn device_at(address: u64) -> Option<usize> {
     })
 }
 
-/// Not the driver's: what this process holds, for tests of roll-back. Bytes created, handles,
-/// ranges, mappings.
+/// Not a function of CUDA: the resources of this process, for tests of roll-back. Bytes created,
+/// handles, ranges, mappings.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn fakeCudaCensus(out: *mut [u64; 4]) -> c_int {
     answer("fakeCudaCensus", Needs::Nothing, || {

@@ -1,4 +1,4 @@
-//! Status codes, and the frame in which every function answers.
+//! Status codes, and the common frame of every function.
 
 use std::ffi::{c_char, c_int};
 use std::os::fd::OwnedFd;
@@ -64,7 +64,7 @@ codes! {
     UNKNOWN = 999, "unknown error";
 }
 
-/// What a function needs before it can do anything.
+/// The state that a function requires.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Needs {
     /// Nothing: `cuInit` itself.
@@ -77,8 +77,8 @@ pub enum Needs {
 
 static INITIALISED: AtomicBool = AtomicBool::new(false);
 
-/// Runs one function of the driver: its asked-for failure, its needs, its body, and no panic into
-/// C.
+/// Runs one function of the driver: its ordered failure, its requirements, its body. No panic
+/// crosses into C.
 pub fn answer(name: &'static str, needs: Needs, body: impl FnOnce() -> Outcome) -> c_int {
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         ending::check(name)?;
@@ -91,7 +91,7 @@ pub fn answer(name: &'static str, needs: Needs, body: impl FnOnce() -> Outcome) 
         }
         body()
     }));
-    // A call that was under way when the end came has lost the ground under it, too.
+    // A call that was under way at the shutdown has lost its resources, too.
     if let Err(status) = ending::check(name) {
         return status.0;
     }
@@ -115,8 +115,8 @@ pub unsafe fn give<T>(out: *mut T, value: T) -> Outcome {
     Ok(())
 }
 
-/// Files that stay open as long as the process, or a child that it forked, has them: the driver's
-/// are known by their names.
+/// Files that stay open as long as the process, or a forked child, has them. The driver's are known
+/// by their names.
 fn open_files() {
     static FILES: OnceLock<Vec<OwnedFd>> = OnceLock::new();
     let open = |name| rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).ok();

@@ -1,4 +1,4 @@
-//! Streams: threads that do later what is enqueued now.
+//! Streams: threads that run enqueued work later.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{c_int, c_void};
@@ -12,17 +12,16 @@ use crate::status::*;
 use crate::work::{self, Work};
 use crate::{device, host, memory};
 
-/// The code of the first work that failed: every call that looks at streams returns it from then
-/// on.
+/// The code of the first work that failed: every later call on streams returns it.
 static FAULT: AtomicI32 = AtomicI32::new(0);
 
-/// Pieces of work that fit in a stream's launch queue behind the one that is being done, as
-/// measured on an H200. A call that finds no room waits in the driver, and so does every other call
-/// for that stream.
+/// Pieces of work that fit in a stream's launch queue behind the running one, as measured on an
+/// H200. A call that finds no room blocks in the driver, and so does every other call for that
+/// stream.
 const LAUNCH_QUEUE: usize = 1_020;
 
 pub struct Stream {
-    /// Held by a call that gives the stream work, or asks it.
+    /// Held by a call that gives the stream work, or queries it.
     calls: Mutex<()>,
     /// The fixed number of its device.
     pub device: usize,
@@ -64,7 +63,7 @@ impl Stream {
         Ok(stream)
     }
 
-    /// The capture that it takes part in.
+    /// The stream's capture, if any.
     pub fn capture(&self) -> Option<Arc<Capture>> {
         let mut capture = self.capture.lock().unwrap_or_else(PoisonError::into_inner);
         if capture.as_ref().is_some_and(|capture| capture.is_over()) {
@@ -73,7 +72,7 @@ impl Stream {
         capture.clone()
     }
 
-    /// Makes it take part in a capture.
+    /// Makes the stream join a capture.
     pub fn begin(&self, capture: &Arc<Capture>) -> Outcome {
         if self.capture().is_some() {
             return Err(ILLEGAL_STATE);
@@ -145,8 +144,8 @@ impl Stream {
     fn work(&self) {
         work::set_device(self.device);
         while let Some(work) = self.next() {
-            // Whoever is told, and asks whether the stream is idle, finds the count without it: as
-            // on a GPU.
+            // A notified thread that queries the stream finds the count without this work, as on a
+            // GPU.
             let telling = matches!(work, Work::Record { .. } | Work::Tell(_));
             let telling =
                 telling.then(|| self.queue.lock().unwrap_or_else(PoisonError::into_inner));
@@ -182,7 +181,7 @@ pub fn check_fault() -> Outcome {
     }
 }
 
-/// Ends the streams of a device, and what they have not done: it is waited for what they are doing.
+/// Destroys the streams of a device with their pending work, and waits for their running work.
 pub fn end_all(device: usize) {
     let ended: Vec<_> = with(|streams| {
         streams
@@ -341,7 +340,7 @@ impl Operation {
 
 fn enqueue(stream: *mut c_void, operations: &[Operation]) -> Outcome {
     let stream = find_for_work(stream)?;
-    // All are looked at before one is enqueued: a batch is taken whole or not at all.
+    // All are checked before one is enqueued: a batch is taken whole or not at all.
     let work: Outcome<Vec<Work>> = operations
         .iter()
         .map(|operation| operation.work())
@@ -432,7 +431,7 @@ extern "C" fn cuMemsetD8Async(dst: u64, value: u8, bytes: usize, stream: *mut c_
 }
 
 /// Pageable memory is read before the call returns, and not before the stream has done its earlier
-/// work: the driver may wait for that, so the fake driver does. Registered memory is read when the
+/// work: the driver may block for that, so the fake driver does. Registered memory is read when the
 /// stream gets there.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpyHtoDAsync_v2(

@@ -1,4 +1,4 @@
-//! What a stream's thread does, one piece after another.
+//! The work of a stream's thread, one piece after another.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -15,7 +15,7 @@ const SPINS: u32 = 1_000;
 const SLEEP_MAX: Duration = Duration::from_micros(50);
 
 thread_local! {
-    /// The device of the stream that this thread is.
+    /// The device of the stream that runs on this thread.
     static DEVICE: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -44,7 +44,7 @@ pub enum Work {
         value: u8,
         bytes: usize,
     },
-    /// A copy from pageable memory, whose bytes were taken at the call.
+    /// A copy from pageable memory; the call has taken the bytes.
     Staged {
         dst: u64,
         bytes: Vec<u8>,
@@ -62,7 +62,7 @@ pub enum Work {
         event: Arc<Event>,
         turn: u64,
     },
-    /// Tells a caller who waits for everything before it.
+    /// Notifies a caller that waits for everything before it.
     Tell(std::sync::mpsc::Sender<()>),
 }
 
@@ -109,7 +109,7 @@ fn place(address: u64) -> *mut u8 {
     ptr::with_exposed_provenance_mut(address as usize)
 }
 
-/// Stores a word behind everything that this thread has done.
+/// Stores a word after everything that this thread has done.
 ///
 /// # Safety
 /// The word is mapped, writable and aligned.
@@ -131,8 +131,8 @@ unsafe fn wait(word: u64, value: u64) {
         rounds = rounds.saturating_add(1);
         match rounds {
             0..SPINS => std::hint::spin_loop(),
-            // The word's writer is another process or a CPU, neither of which wakes a GPU: only
-            // looking helps.
+            // Another process or a CPU writes the word, and neither wakes a GPU: only polling sees
+            // it.
             _ => std::thread::sleep(SLEEP_MAX),
         }
     }

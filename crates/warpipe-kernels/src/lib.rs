@@ -5,7 +5,7 @@
 //!   on any driver from R525 on, and no toolkit is needed to build or use this crate.
 //! * The functions of this module launch one kernel each, with a grid that suits its size. Sizes
 //!   are in elements: a *word* is a `u64`, aligned to 8 bytes; a *float* is an `f32`, aligned to 4.
-//! * [`ALL`] lists the kernels, for those who look one up by name.
+//! * [`ALL`] lists the kernels, for lookups by name.
 //! * [`render`] draws triangles, with kernels of a module of its own.
 //! * [`pattern`] and [`checksum_of`] say on the CPU what the kernels write and sum.
 //!
@@ -254,7 +254,7 @@ pub fn spin(stream: &Stream, duration: Duration) -> Result<()> {
 }
 
 /// `cuLaunchKernel` of `slow_fill`: waits for about `delay`, at most [`WAIT_MAX`], and then does
-/// what [`fill()`] does, so that a reader who does not wait finds wrong words.
+/// what [`fill()`] does, so that a reader that does not wait finds wrong words.
 ///
 /// # Errors
 /// [`warpipe::Error::Driver`].

@@ -1,4 +1,4 @@
-//! What the children do: the CUDA backend by its seam, with nothing but the fake driver below it.
+//! The cases, run in children: the CUDA backend through its trait, over the fake driver.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use super::transfers::*;
 
 pub const MIB: u64 = 1 << 20;
 pub const REGION_BYTES: u64 = 2 * MIB;
-/// Long enough for a machine that is busy with other things; nothing here takes a thousandth of it.
+/// Long enough for a busy machine; nothing here takes a thousandth of it.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
 macro_rules! cases {

@@ -1,5 +1,5 @@
-//! The end of a process that has something open still, over the fake driver, which aborts for
-//! whoever calls it too late.
+//! The end of a process with open resources, over the fake driver, which aborts on a call after its
+//! shutdown.
 
 use std::process::exit;
 use std::sync::mpsc::{Sender, channel};
@@ -12,12 +12,11 @@ use warpipe::{Device, Domain, Error, Memory, Publisher, Stream, Subscriber};
 
 use super::cases::{MIB, driver_library, gpu, words};
 
-/// What a destructor ends the process with that was answered as it should be; not by chance, and by
-/// nothing else here.
+/// The exit status of a destructor that got the right error. No other exit here has it.
 pub const ANSWERED: i32 = 77;
 /// `CUDA_ERROR_DEINITIALIZED`.
 const DEINITIALIZED: i32 = 4;
-/// Said before a process ends: a case that was never run ends as well.
+/// Printed before a process ends: a case that never ran also ends.
 pub const LAST_WORDS: &str = "exits with all of this open";
 const FOR_EVER: Duration = Duration::from_secs(3600);
 
@@ -26,7 +25,7 @@ fn end() -> ! {
     exit(0)
 }
 
-/// A stream that never comes to an end.
+/// A stream that never becomes idle.
 fn stuck_stream(device: &Device) -> Stream {
     let stream = device.stream().unwrap();
     // SAFETY: the stream is live, the word lies in a page that stays.
@@ -43,7 +42,7 @@ fn stuck_stream(device: &Device) -> Stream {
     stream
 }
 
-/// Memory let go under a stream that may use it for ever: the control thread asks for its event
+/// Memory dropped behind a stream that may use it for ever: the control thread polls its event
 /// again and again.
 fn retire_memory(device: &Device, stream: &Stream) {
     let memory = Memory::allocate(device, MIB).unwrap();
@@ -63,14 +62,14 @@ fn repeat(mut work: impl FnMut() + Send + 'static) {
     done.recv().unwrap();
 }
 
-/// Starts a thread for one call that does not return; it tells when it is about to make it.
+/// Starts a thread for one call that does not return; it reports just before the call.
 fn wait_in(call: impl FnOnce(Sender<()>) + Send + 'static) {
     let (told, there) = channel();
     thread::spawn(move || call(told));
     there.recv().unwrap();
 }
 
-/// Every way in which a thread may be with the driver, or about to.
+/// Every state in which a thread may be in the driver, or about to enter it.
 fn occupy(device: &Device) {
     let stream = stuck_stream(device);
     retire_memory(device, &stream);
@@ -83,7 +82,7 @@ fn occupy(device: &Device) {
     });
     let device = device.clone();
     wait_in(move |told| {
-        // Registered memory: the upload may return only when the stream has come there.
+        // Registered memory: the upload may return only when the stream has reached it.
         let page = words(&device).0;
         // SAFETY: the page stays.
         let bytes = unsafe { std::slice::from_raw_parts(page.as_ptr().cast::<u8>(), 8) };
@@ -110,7 +109,7 @@ fn open_endpoints(device: &Device) {
         .device(device)
         .build()
         .unwrap();
-    // It has what it needs of the folder, which the test leaves behind nowhere.
+    // The process needs the folder no longer, and the test leaves no folder behind.
     std::fs::remove_dir_all(folder).unwrap();
     let stream = device.stream().unwrap();
     repeat(move || {
@@ -119,7 +118,7 @@ fn open_endpoints(device: &Device) {
     });
 }
 
-/// None but the library's own threads.
+/// Only the library's own threads.
 pub fn exit_retired() {
     let device = gpu();
     retire_memory(&device, &stuck_stream(&device));
@@ -141,7 +140,7 @@ pub fn exit_in_callback() {
     panic!("{:?}", stream.synchronize(FOR_EVER));
 }
 
-/// As the library would do without its gate.
+/// The library's behaviour without its gate.
 pub fn exit_without_gate() {
     let _device = gpu();
     repeat(|| {

@@ -190,7 +190,7 @@ pub fn foreign_descriptors() {
     assert_eq!((backend.bytes_held(), census()), (REGION_BYTES, before));
 }
 
-/// Ends in a fault of the stream's thread; every way out of here is a failure of the test.
+/// Ends in a fault of the stream's thread; every return from here is a failure of the test.
 pub fn read_only() {
     let device = gpu();
     let backend = device.backend();

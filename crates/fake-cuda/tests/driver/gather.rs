@@ -1,4 +1,4 @@
-//! Copies of elements: what goes by the driver's copy of a box, what by the kernel, and what each
+//! Copies of elements: which use the driver's 3D copy, which the kernel, and the memory that each
 //! reaches.
 
 use warpipe::{DType, Device, Error, Layout, Stream};
@@ -12,11 +12,11 @@ const CROP: [i64; 3] = [4 << 10, 1 << 10, 1];
 
 fn copy(stream: &Stream, to: u64, from: u64, source: &Layout) -> Result<(), Error> {
     let into = Layout::contiguous(DType::U8, source.shape()).unwrap();
-    // SAFETY: whoever calls this gives memory that is long enough, stays, and is apart.
+    // SAFETY: the caller gives memory that is long enough, stays, and does not overlap.
     unsafe { stream.copy_elements(to, &into, from, source) }
 }
 
-/// A region whose bytes are told apart, room for a copy behind them, and a stream.
+/// A region of distinct bytes, room for a copy behind them, and a stream.
 fn filled(device: &Device) -> (warpipe::backend::RawRegion, u64, Stream) {
     let region = device.backend().allocate(2 << 20).unwrap();
     let stream = device.stream().unwrap();

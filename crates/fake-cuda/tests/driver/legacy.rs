@@ -44,8 +44,7 @@ fn assert_whole(device: &Device, memory: &LegacyMemory) {
     assert_eq!(found, pattern()[OFFSET as usize..]);
 }
 
-/// The other process: exports memory, then frees it when it is told so, and lives until its orders
-/// end.
+/// The other process: exports memory, frees it when ordered, and lives until its orders end.
 pub fn exporter() {
     let device = gpu();
     let ptr = plain(&device);
@@ -68,7 +67,7 @@ struct Exporter {
 }
 
 impl Exporter {
-    /// One that sees these GPUs.
+    /// One with these GPUs visible.
     fn start(visible: &str) -> Exporter {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command

@@ -1,5 +1,5 @@
 //! The CUDA backend over the fake driver, each case in a process of its own: the driver's library,
-//! the environment and the contexts belong to a process.
+//! the environment and the contexts are per process.
 
 mod cases;
 mod control;

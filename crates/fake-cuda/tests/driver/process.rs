@@ -1,4 +1,4 @@
-//! A process that finds the fake driver where the driver would be.
+//! A process that loads the fake driver in place of the driver.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Names the case to the child.
 pub const CASE: &str = "FAKE_CUDA_CASE";
-/// What makes a test program a child.
+/// The variable that makes a test program a child.
 pub const CHILD: [&str; 4] = ["--exact", "child", "--ignored", "--nocapture"];
 const LIBRARY: &str = "libcuda.so.1";
 
@@ -36,7 +36,7 @@ impl FakeDriver {
         self
     }
 
-    /// Strikes a function's name out of the library, so that a lookup does not find it.
+    /// Removes a function's name from the library, so that a lookup does not find it.
     pub fn without(self, function: &str) -> FakeDriver {
         let path = self.folder.join(LIBRARY);
         let mut bytes = std::fs::read(&path).unwrap();
@@ -76,7 +76,7 @@ impl FakeDriver {
         );
     }
 
-    /// Returns what it said.
+    /// Returns its output.
     pub fn dies_by(self, signal: i32, case: &str) -> String {
         let output = self.start(case);
         assert_eq!(
@@ -89,7 +89,7 @@ impl FakeDriver {
         errors(&output)
     }
 
-    /// For a case that ends the process itself. Returns what it said.
+    /// For a case that ends the process itself. Returns its output.
     pub fn ends_with(self, code: i32, case: &str) -> String {
         let output = self.start(case);
         assert_eq!(

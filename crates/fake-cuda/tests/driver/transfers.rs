@@ -32,7 +32,7 @@ pub fn upload() {
     );
 }
 
-/// A stream that stands still until the first word is at 1.
+/// A stream that waits until the first word is at 1.
 pub fn held_stream(device: &Device) -> (Stream, &'static [TimelineWord]) {
     let ((words, base), stream) = (words(device), device.stream().unwrap());
     batch(
@@ -81,7 +81,7 @@ pub fn upload_behind_a_wait() {
         download(&device, &stream, region.ptr, expected.len()) == expected,
         "other bytes came"
     );
-    // What was staged is free again, for copies of any length.
+    // The staging memory is free again, for copies of any length.
     for length in lengths {
         write(&device, &stream, region.ptr, &vec![7; length]).unwrap();
         assert!(download(&device, &stream, region.ptr, length) == vec![7; length]);
@@ -124,7 +124,7 @@ pub fn pageable_control() {
         );
     });
     begun.recv_timeout(PATIENCE).unwrap();
-    // Not for order: the longer this is, the likelier a copy that does not block is seen.
+    // Not for order: the longer this is, the likelier a test catches a copy that does not block.
     std::thread::sleep(Duration::from_millis(50));
     words[0].store(1);
     copy.join().unwrap();
@@ -140,7 +140,7 @@ pub fn upload_limit() {
     write(&device, &stream, region.ptr + 32 * MIB, &bytes).unwrap();
     let refused = write(&device, &stream, region.ptr, &[1]);
     assert!(matches!(refused, Err(Error::Timeout { .. })), "{refused:?}");
-    // Another stream's copies to the host go on.
+    // Copies of another stream to the host proceed.
     let other = device.stream().unwrap();
     assert_eq!(download(&device, &other, region.ptr + 64 * MIB - 1, 1), [0]);
     words[0].store(1);
