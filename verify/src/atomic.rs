@@ -1,18 +1,17 @@
-//! What the library's lock-free parts use in place of the machine's atomics. In one of three ways,
-//! which each thread chooses with [`set`]:
+//! Atomics for the library's lock-free parts in place of the machine's. Each thread chooses one of
+//! three kinds with [`set`]:
 //!
-//! * plain: the machine's; for Miri and for what has one thread.
-//! * in loom: the word in memory is the number of one of loom's atomics, 0 for one that nobody has
-//!   used and whose value is 0. So it is as large as the machine's, and memory of zeros is memory
-//!   of words. Loom wants a word to be made before threads are: [`touch`](AtomicU64::touch) what
-//!   two of them use.
+//! * plain: the machine's; for Miri and for single-threaded code.
+//! * in loom: the word in memory is the number of one of loom's atomics, 0 for an unused one with
+//!   the value 0. So it is as large as the machine's, and zeroed memory is memory of words. Loom
+//!   requires a word to be made before threads are: [`touch`](AtomicU64::touch) every word that two
+//!   of them use.
 //! * in steps: the word holds its value, and each operation on it is a step of
 //!   [`steps`](crate::steps).
 //!
-//! Loom knows `SeqCst` as a fence alone, so an operation of that ordering is one behind such a
-//! fence, or before one ([`Fences`]): the two ways in which compilers make it where there is none.
-//! Each orders more than is promised, on one side; what holds by the one alone is noticed with the
-//! other.
+//! Loom treats `SeqCst` as a fence only, so an operation of that ordering has such a fence before
+//! or after it ([`Fences`]): the two ways in which compilers implement it. Each orders more than is
+//! guaranteed, on one side; an algorithm that relies on the one fails with the other.
 
 use std::cell::Cell;
 use std::fmt;
@@ -69,7 +68,7 @@ enum Change {
 }
 
 impl Change {
-    /// What the word comes to; none if it stays.
+    /// The new value of the word; none if it stays.
     fn of(self, old: u64) -> Option<u64> {
         Some(match self {
             Change::Swap(new) => new,
@@ -94,7 +93,7 @@ mod in_loom {
 
     use super::{Change, FENCES, Fences};
 
-    /// What one execution of a model has made.
+    /// The atomics of one execution of a model.
     #[derive(Default)]
     struct Made {
         words: Vec<Rc<AtomicU64>>,
@@ -173,7 +172,7 @@ mod in_loom {
             .expect("a model runs")
     }
 
-    /// Without a limit: who is not woken hangs, and loom says so.
+    /// Without a limit: a sleeper that is not woken hangs, and loom reports it.
     pub fn wait(number: u64, seen: u32) {
         let futex = futex();
         let Ok(guard) = futex.0.lock() else { return };
@@ -425,7 +424,7 @@ atomics! {
     AtomicU64: u64 => AtomicU64, u64;
 }
 
-/// What can be slept on.
+/// An object to sleep on.
 pub trait Word {
     fn sleep(&self, seen: u32);
 }

@@ -1,4 +1,4 @@
-//! Stands for the seam to a device. The timeline word is the library's.
+//! Stand-in for the device trait. The timeline word is the library's.
 
 #[path = "../../crates/warpipe/src/backend/word.rs"]
 mod word;

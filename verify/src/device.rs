@@ -1,4 +1,4 @@
-//! Stands for a device of heap memory.
+//! Stand-in for a device, with heap memory.
 
 use std::time::Duration;
 

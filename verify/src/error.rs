@@ -1,4 +1,4 @@
-//! Stands for the library's errors: those that these sources make.
+//! Stand-in for the library's errors: those that these sources make.
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 

@@ -1,4 +1,4 @@
-//! Stands for what knows of forks: nobody forks current.
+//! Stand-in for the fork guard: no process forks here.
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OwnerProcess;

@@ -1,4 +1,4 @@
-//! Stands for what processes say to each other, and for what is known of their deaths.
+//! Stand-in for messages between processes, and for the detection of their deaths.
 
 pub(crate) mod message {
     pub(crate) fn text(message: impl ToString) -> String {

@@ -15,7 +15,7 @@ pub enum Op {
     /// A swap, a compare-and-swap, an addition and the like.
     Rmw,
     Fence,
-    /// The call that wakes who sleeps.
+    /// The call that wakes the sleeper.
     Wake,
 }
 
@@ -99,7 +99,7 @@ impl Plant {
     }
 }
 
-/// What becomes of an operation.
+/// The change of an operation.
 pub(crate) fn effect(at: &Location<'_>, op: Op) -> Option<Effect> {
     PLANTED.with_borrow(|planted| {
         let Planted { plant, lines } = planted.as_ref()?;

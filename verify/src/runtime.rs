@@ -1,4 +1,4 @@
-//! Stands for the threads of a process and for what is dropped behind streams.
+//! Stand-in for the threads of a process and for values dropped after streams.
 
 pub(crate) mod fence {
     use crate::stream::Stream;

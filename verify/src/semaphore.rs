@@ -1,4 +1,4 @@
-//! Stands for the semaphore: the shared words, and all that is done with them, are the library's.
+//! Stand-in for the semaphore: the shared words, and all operations on them, are the library's.
 
 #[path = "../../crates/warpipe/src/sync/semaphore/page.rs"]
 pub(crate) mod page;

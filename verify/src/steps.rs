@@ -2,15 +2,15 @@
 //! each state once.
 //!
 //! A process is a row of *phases*: functions over the library's own code that get a number and
-//! return the next one. What a phase has done so far is the list of what its operations on shared
-//! words returned, so a state is small: the words, and for each process its phase and that list. To
-//! make one more step, the phase is run from its beginning with what its operations returned, makes
-//! the next one in earnest, and is unwound. Words that nobody ever writes make no steps; which
-//! these are is found by searching again until no more are found.
+//! return the next one. The progress of a phase is the list of the results of its operations on
+//! shared words, so a state is small: the words, and for each process its phase and that list. For
+//! one more step, the phase is run from its beginning with the recorded results, executes the next
+//! operation, and is unwound. Words that are never written make no steps; they are found by
+//! repeated searches until no more are found.
 //!
-//! What is shown: [`Model::is_wrong`] holds in no state, and from every state one can be reached in
-//! which all who live are done: nobody hangs, and nothing is lost on the way. Memory is
-//! sequentially consistent here; loom has what is weaker.
+//! Shown: [`Model::is_wrong`] holds in no state, and from every state one can be reached in which
+//! all live processes are done: none hangs, and nothing is lost on the way. Memory is sequentially
+//! consistent here; loom covers weaker orders.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -22,7 +22,7 @@ use crate::atomic::{self, Way};
 /// The phase of a process that is done.
 pub const DONE: u64 = u64::MAX;
 
-/// What is searched.
+/// The model to search.
 pub trait Model {
     /// How many processes there are.
     fn processes(&self) -> usize;
@@ -38,11 +38,11 @@ pub trait Model {
     /// Whether a process may be killed.
     fn is_mortal(&self, process: usize) -> bool;
 
-    /// What is wrong with a state, if anything is.
+    /// The violation in a state, if any.
     fn is_wrong(&self, world: &World) -> Option<String>;
 }
 
-/// What a phase may ask that is no operation on a word.
+/// The queries of a phase that are no operation on a word.
 #[derive(Debug, Clone, Default)]
 pub struct World {
     /// Who has been killed.
@@ -61,16 +61,16 @@ enum Came {
     Asleep,
 }
 
-/// What unwinds a phase.
+/// The panic payload that unwinds a phase.
 enum Stop {
     Stepped,
     Asleep,
 }
 
-/// What runs on this thread.
+/// The process that runs on this thread.
 #[derive(Default)]
 struct Run {
-    /// What the operations of the phase returned.
+    /// The results of the phase's operations.
     returned: Vec<u64>,
     /// How many have been given back to it.
     replayed: usize,
@@ -86,7 +86,7 @@ struct Run {
 struct Place {
     address: usize,
     bytes: usize,
-    /// What it holds at the beginning.
+    /// Its initial value.
     first: u64,
 }
 
@@ -146,7 +146,7 @@ fn step(operation: impl FnOnce() -> u64) -> u64 {
 /// An operation that only reads.
 pub(crate) fn load(address: usize, operation: impl FnOnce() -> u64) -> u64 {
     let is_written = RUN.with_borrow(|run| run.words.known.contains(&address));
-    // What nobody writes is the same at every time.
+    // A word that is never written has the same value at every time.
     if is_written {
         step(operation)
     } else {
@@ -232,7 +232,7 @@ impl State {
     }
 }
 
-/// What a search came to.
+/// The result of a search.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Found {
     pub states: usize,
@@ -243,7 +243,7 @@ pub struct Found {
 /// they lie.
 ///
 /// # Errors
-/// What is wrong, and the way there.
+/// The violation, and the steps to it.
 pub fn search<M: Model>(
     make: impl Fn() -> M,
     deaths: usize,
@@ -271,7 +271,7 @@ struct Search<'a, M> {
     numbers: HashMap<State, u32>,
     /// From which state each was reached first, and by what.
     from: Vec<(u32, String)>,
-    /// Who can be reached from whom in one step, by who is reached.
+    /// The states that reach each state in one step.
     reached_from: Vec<Vec<u32>>,
     open: VecDeque<(u32, State)>,
     done: Vec<u32>,
@@ -429,7 +429,7 @@ impl<'a, M: Model> Search<'a, M> {
         self.from.push((from, how));
         self.reached_from.push(vec![from]);
         self.restore(&state.words);
-        // Looked at as by one who stands outside.
+        // Loads here make no step.
         atomic::set(Way::Plain);
         let wrong = self.model.is_wrong(&state.world());
         atomic::set(Way::Steps);
@@ -469,7 +469,7 @@ impl<'a, M: Model> Search<'a, M> {
             .collect()
     }
 
-    /// From every state there is a way to one in which all who live are done.
+    /// From every state there is a way to one in which all live processes are done.
     fn check_ends(&mut self) -> Result<(), String> {
         let mut can_end = vec![false; self.numbers.len()];
         let mut open = std::mem::take(&mut self.done);

@@ -1,4 +1,4 @@
-//! Stands for a stream: nothing is given to one here.
+//! Stand-in for a stream: it gets no work here.
 
 use crate::backend::StreamOp;
 use crate::error::Result;

@@ -1,6 +1,6 @@
-//! The Python package's DLPack structures, as they stand in `crates/warpipe-python/src`, with
-//! stand-ins for the interpreter's capsules: who deletes what, and what structures that lie come
-//! to. Under Miri every wrong address is found, and every leak.
+//! The Python package's DLPack structures, from `crates/warpipe-python/src`, with stand-ins for the
+//! interpreter's capsules: which side deletes a structure, and the handling of invalid structures.
+//! Miri finds every wrong address, and every leak.
 #![allow(clippy::all, reason = "the package's source is checked where it lives")]
 
 extern crate self as pyo3;
@@ -157,8 +157,8 @@ unsafe extern "C" fn count(managed: *mut Versioned) {
 
 unsafe extern "C" fn keep(_: *mut ffi::PyObject) {}
 
-/// What another framework's tensor comes to, changed by `change`, and how often it is deleted when
-/// all is over.
+/// The result of importing another framework's tensor, changed by `change`, and how often it is
+/// deleted when all is over.
 fn foreign(
     change: impl FnOnce(&mut Versioned),
 ) -> (Result<(Vec<u64>, Vec<i64>, u64), String>, u32) {

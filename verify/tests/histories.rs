@@ -1,5 +1,5 @@
-//! Histories by chance: against the library's own arena and a pool's books, and with faults that
-//! they must notice.
+//! Random histories: against the library's own arena and a pool's bookkeeping, and with faults that
+//! they must find.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

@@ -1,4 +1,4 @@
-//! The models, and the faults that each must notice.
+//! The models, and the faults that each must find.
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 

@@ -60,7 +60,7 @@ fn a_sweep_before_the_proof_doubles_a_permit() {
     caught(0, || Semaphore::new(&[Waits, Waits], 1, Sweeps::Early));
 }
 
-/// Of whom one may leave.
+/// One of them may leave.
 fn two() -> Semaphore {
     Semaphore::new(&[Waits, GivesUp], 1, Sweeps::Proven)
 }

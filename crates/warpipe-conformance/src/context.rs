@@ -1,4 +1,4 @@
-//! What a case is given.
+//! The arguments of a case.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::DirBuilderExt as _;
@@ -101,7 +101,7 @@ impl Context {
         })
     }
 
-    /// The same surroundings, for whoever keeps them. Its figures are its own.
+    /// The same context, with figures of its own, for a longer-lived owner.
     pub fn twin(&self) -> Context {
         let Context {
             settings,

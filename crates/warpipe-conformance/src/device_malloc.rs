@@ -1,5 +1,5 @@
-//! Memory as another allocator makes it, and legacy handles to it. **This module is marked for
-//! unsafe**: it exports addresses and launches kernels on them.
+//! Memory of another allocator, and legacy handles to it. **This module is marked for unsafe**: it
+//! exports addresses and launches kernels on them.
 
 use std::time::Duration;
 

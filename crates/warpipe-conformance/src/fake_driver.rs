@@ -33,7 +33,8 @@ impl FakeDriver {
     /// Finds it.
     ///
     /// # Errors
-    /// The case is skipped on the host and over a driver that cannot be told to fail.
+    /// The case is skipped on the host and over the real driver, which cannot be ordered
+    /// to fail.
     pub fn of(settings: &Settings) -> Result<FakeDriver> {
         let skip = || Skip("it needs the fake driver".into());
         if settings.backend == Backend::Host {

@@ -13,7 +13,7 @@ use crate::context::Context;
 
 type Handle = *mut c_void;
 
-/// What a capture keeps other threads from.
+/// The calls that a capture forbids to other threads.
 #[derive(Debug, Clone, Copy)]
 pub enum Mode {
     /// Unsafe calls of every thread: the default of CUDA's runtime and of PyTorch.

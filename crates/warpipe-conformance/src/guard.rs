@@ -1,8 +1,8 @@
-//! Sees that nothing is left behind: descriptors, files, mappings, threads, device memory.
+//! Checks that nothing is left behind: descriptors, files, mappings, threads, device memory.
 //!
-//! A guard is a count of what is there; later it is counted again, until nothing is more than
-//! before or time is up. (What a dead peer held comes back on *proven* death, and memory that a
-//! stream may still write a little later, so the counts may take a moment.)
+//! A guard counts resources; later it counts again, until no count is higher or time is up. (A dead
+//! peer's resources come back on *proven* death, and memory that a stream may still write a little
+//! later, so the counts may take a moment.)
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ impl Guard {
     /// Waits until nothing counts more than before.
     ///
     /// # Errors
-    /// What differs, when it still does after 10 s.
+    /// The differences, if there still are any after 10 s.
     pub fn settles(&self) -> Result<()> {
         let mut now = BTreeMap::new();
         let same = eventually(SETTLE, || {
@@ -72,8 +72,8 @@ impl Guard {
     }
 }
 
-/// A guard around a publisher whose memory may grow while the dead and the stopped still hold some,
-/// up to twice its limit.
+/// A guard around a publisher with memory that may grow while dead and stopped peers still hold
+/// some, up to twice its limit.
 #[derive(Debug)]
 pub struct PublisherGuard<'a> {
     publisher: &'a Publisher,

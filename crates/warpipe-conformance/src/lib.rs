@@ -1,20 +1,21 @@
-//! What every backend of warpipe must do, as cases that run the same on the host, over the CUDA
-//! driver's test double and on a GPU.
+//! The requirements for every backend of warpipe, as cases that run the same on the host, over the
+//! fake driver and on a GPU.
 //!
 //! * [`cases`] are the behaviours, one function each; read them to learn how the library is used,
-//!   and what it promises when processes die.
-//! * [`context`] is what a case is given: a device, a domain of its own, peers, chance, a place for
+//!   and what it guarantees when processes die.
+//! * [`context`] is a case's arguments: a device, a domain of its own, peers, random numbers,
 //!   figures.
-//! * [`peer`] is a further real process of the same program, which publishes or subscribes as it is
-//!   told.
+//! * [`peer`] is a further real process of the same program, which publishes or subscribes on
+//!   order.
 //! * [`payload`] fills and checks tensors by kernels; [`words`] are what lies below a channel;
 //!   [`shared`] is memory that nothing orders but what a case tries; [`guard`] sees that nothing is
 //!   left behind.
-//! * [`fake_driver`] has calls of the fake driver hang or fail.
+//! * [`fake_driver`] makes calls of the fake driver hang or fail.
 //! * [`graph`] captures a stream's work, as CUDA graphs do.
 //! * [`workload`] is the work of each primitive, with an oracle in every step.
-//! * [`plain`] is memory of another allocator, with legacy handles to it.
-//! * [`runner`] gives each case a process of its own and a time limit; [`report`] says how it went.
+//! * [`device_malloc`] is memory of another allocator, with legacy handles to it.
+//! * [`runner`] gives each case a process of its own and a time limit; [`report`] holds the
+//!   results.
 #![deny(missing_docs)]
 
 pub mod cases;

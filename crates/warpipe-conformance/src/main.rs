@@ -1,5 +1,5 @@
-//! `conformance`: tries every behaviour that a backend of warpipe must have, each in processes of
-//! its own.
+//! `conformance`: runs every required behaviour of a backend of warpipe, each in processes of its
+//! own.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -36,7 +36,7 @@ struct Arguments {
     /// Write a report, as JSON.
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
-    /// Only the cases whose names contain this.
+    /// Only the cases with this text in their names.
     #[arg(long, value_name = "SUBSTRING")]
     only: Option<String>,
     /// Of these, each N-th alone, from the K-th on: for several GPUs beside each other.

@@ -1,8 +1,8 @@
-//! What the tensors hold: a pattern that one kernel writes and another checks, on the device, in
+//! The contents of tensors: a pattern that one kernel writes and another checks, on the device, in
 //! any process. **This module is marked for unsafe**: it launches kernels on addresses.
 //!
-//! A sample's metadata says what its words must be ([`PayloadMark`]), so that whoever receives it
-//! can check it alone.
+//! A sample's metadata describes its words ([`PayloadMark`]), so that every receiver can check it
+//! alone.
 
 use std::time::Duration;
 
@@ -13,8 +13,7 @@ use warpipe_kernels as kernels;
 
 use crate::PATIENCE;
 
-/// What a sample's words are: `count` words of the pattern of `seed`, from the slot's first byte
-/// on.
+/// The words of a sample: `count` words of the pattern of `seed`, from the slot's first byte on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PayloadMark {
     /// The pattern's seed.
@@ -155,7 +154,8 @@ pub fn input_layout(count: u64) -> warpipe::Result<Layout> {
     Layout::contiguous(DType::U64, &[count])
 }
 
-/// What every job is: the checksum of its input's words, by a kernel that takes at least `slow`.
+/// The work of every job: the checksum of its input's words, by a kernel that takes at least
+/// `slow`.
 ///
 /// # Errors
 /// Those of a loan or a launch.
@@ -180,7 +180,7 @@ pub fn work(lease: &Lease, slow: Duration) -> warpipe::Result<Loan> {
     Ok(output)
 }
 
-/// What comes of [`work`] on [`fill_input`].
+/// The result of [`work`] on [`fill_input`].
 pub fn result_of(count: u64, seed: u64) -> Vec<u8> {
     let words: Vec<u64> = (0..count)
         .map(|index| kernels::pattern(seed, index))

@@ -1,4 +1,4 @@
-//! Processes: how they are told apart, stopped, killed, and waited for.
+//! Processes: identity, stops, kills, and waits for their ends.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};

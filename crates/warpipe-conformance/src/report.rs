@@ -1,4 +1,4 @@
-//! How a run went, for people and for programs.
+//! The results of a run, for display and as JSON.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ pub enum Outcome {
     Skipped,
 }
 
-/// What a case's process leaves for the runner.
+/// The result that a case's process leaves for the runner.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct CaseResult {
     /// How it ended.
@@ -29,7 +29,7 @@ pub struct CaseResult {
 }
 
 impl CaseResult {
-    /// A failure that the case's process could not tell of itself.
+    /// A failure that the case's process could not report itself.
     pub fn failed(reason: String) -> CaseResult {
         CaseResult {
             outcome: Outcome::Failed,
@@ -71,7 +71,7 @@ pub struct Report {
     pub driver: Option<String>,
     /// When the run began, UTC, ISO 8601.
     pub date: String,
-    /// What decided all chance.
+    /// The seed of all random numbers.
     pub seed: u64,
     /// Whether it was the long mode.
     pub long: bool,

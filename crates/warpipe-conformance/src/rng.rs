@@ -1,4 +1,4 @@
-//! Chance that can be repeated: the same seed gives the same run.
+//! Repeatable random numbers: the same seed gives the same run.
 
 /// A generator of SplitMix64 (Steele, Lea and Flood, 2014).
 #[derive(Debug, Clone)]

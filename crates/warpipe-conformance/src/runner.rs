@@ -257,7 +257,7 @@ fn guarded(case: &Case, context: &Context) -> Result<()> {
             );
         }
     }
-    // A killed publisher's socket and lock stay until somebody looks after them; this is how.
+    // A killed publisher's socket and lock stay until a process cleans the domain.
     context.domain.clean()?;
     guard.settles()
 }

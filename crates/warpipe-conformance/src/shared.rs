@@ -1,5 +1,5 @@
-//! Memory that two processes write and check with kernels, ordered by nothing but what a case
-//! tries. **This module is marked for unsafe**: it maps memory and hands its addresses to kernels.
+//! Memory that two processes write and check with kernels, ordered by the primitive under test
+//! only. **This module is marked for unsafe**: it maps memory and hands its addresses to kernels.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};

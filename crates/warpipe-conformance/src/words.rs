@@ -17,7 +17,7 @@ pub struct Words {
 }
 
 impl Words {
-    /// What is mapped of the file, in bytes.
+    /// The mapped length of the file, in bytes.
     pub const BYTES: usize = 4096;
 
     /// Maps a file of [`Words::BYTES`] bytes and registers it with the device.
@@ -49,7 +49,7 @@ impl Words {
     }
 
     /// Enqueues `rounds` turns of a game of ping-pong: this side's streams signal one word and wait
-    /// for the other. Who begins signals first, the other one waits first.
+    /// for the other. With `begins` this side begins with a signal, else with a wait.
     ///
     /// # Errors
     /// Those of the device.

@@ -1,6 +1,6 @@
-//! An arena with streams that write late. A slot is taken, its taker's stream is given writes to it
-//! and behind them the signal of its fence; others hold it meanwhile. It may be taken again when
-//! all have let go and the fence is reached.
+//! An arena with streams that write late. A slot is taken, its holder's stream is given writes to
+//! it and after them the signal of its fence; others hold it meanwhile. It may be taken again when
+//! all have released it and the fence is reached.
 
 use std::collections::VecDeque;
 
@@ -14,7 +14,7 @@ use crate::memory::arena::{Arena, SlotId};
 const STREAMS: usize = 2;
 const LIMIT: u64 = 6 << 20;
 
-/// What the owner does wrongly.
+/// The planted fault of the owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     None,
@@ -26,7 +26,7 @@ pub enum Fault {
     SignalsEarly,
 }
 
-/// A slot in somebody's hands.
+/// A held slot.
 #[derive(Debug)]
 struct Taken {
     id: SlotId,
@@ -72,7 +72,8 @@ impl Play {
     }
 
     /// # Errors
-    /// What is wrong then.
+
+    /// The violation, if any.
     pub fn act(&mut self, (kind, which, size): Draw) -> Result<(), String> {
         let which = usize::from(which);
         match kind % 7 {
@@ -238,7 +239,7 @@ impl Play {
     /// All let go and all streams run to their end: each region is one free range again.
     ///
     /// # Errors
-    /// What is not.
+    /// The violation, if any.
     pub fn finish(&mut self) -> Result<(), String> {
         while !self.taken.is_empty() {
             self.let_go(0)?;

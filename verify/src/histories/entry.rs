@@ -1,5 +1,5 @@
-//! Entries of a ring: what a sender describes comes out as it went in, and words by chance come out
-//! as a layout inside its slot or are refused.
+//! Entries of a ring: an encoded description decodes to the same, and random words decode to a
+//! layout inside the slot or are refused.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -27,7 +27,7 @@ impl Default for Play {
 
 impl Play {
     /// # Errors
-    /// What is wrong then.
+    /// The violation, if any.
     pub fn act(&mut self, draw: Draw) -> Result<(), String> {
         let (kind, which, by) = draw;
         if kind % 2 == 0 {

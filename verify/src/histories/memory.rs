@@ -1,4 +1,4 @@
-//! Memory that knows, for each unit, whose bytes it holds: what a late write spoils is seen.
+//! Memory that records the writer of each unit, so that damage by a late write is seen.
 
 use std::ops::Range;
 
@@ -39,7 +39,7 @@ impl Memory {
         self.0[place.region as usize][place.units()].fill(tag);
     }
 
-    /// What is there and is none of `allowed`.
+    /// A tag that is present and not `allowed`.
     pub fn foreign(&self, place: Place, allowed: impl Fn(u64) -> bool) -> Option<u64> {
         self.0[place.region as usize][place.units()]
             .iter()

@@ -1,6 +1,6 @@
-//! Long histories by chance: blocks of every length are taken, lent, written late and given back,
-//! and after each act it is looked whether a block was lent again before its last writer was past
-//! it. Found ones are made short by proptest.
+//! Long random histories: blocks of every length are taken, lent, written late and given back, and
+//! after each act a check finds blocks that were lent again before their last writer was past them.
+//! proptest shrinks the histories that it finds.
 
 pub mod arena;
 pub mod entry;

@@ -1,9 +1,9 @@
-//! A pool whose peers, owner and clearing stream have devices that work late, each in its own
-//! order. A block is used by what was enqueued while somebody had it; it may be lent again when all
-//! of that is done, and shows nobody another user's bytes.
+//! A pool with peers, owner and clearing stream whose devices work late, each in its own order.
+//! Work enqueued while a process holds a block uses the block; the block may be lent again when all
+//! of that is done, and never shows another user's bytes.
 //!
-//! The books are the library's ([`PoolState`], [`Borrower`], [`Arena`], [`LastWriters`]); what
-//! binds them together stands here as `pool/allocator.rs` and `pool/server.rs` have it.
+//! The bookkeeping is the library's ([`PoolState`], [`Borrower`], [`Arena`], [`LastWriters`]); the
+//! code between them repeats `pool/allocator.rs` and `pool/server.rs`.
 
 #[path = "pool/owner.rs"]
 mod owner;
@@ -29,7 +29,7 @@ const OWNER: u64 = 1;
 /// Each peer's.
 const USERS: [u64; 3] = [2, 3, OWNER];
 
-/// What the owner does wrongly.
+/// The planted fault of the owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     None,
@@ -37,7 +37,7 @@ pub enum Fault {
     ForgetsFence,
     /// It frees what a peer had when its process dies.
     FreesAtDeath,
-    /// ... when it says goodbye, whatever its words say.
+    /// ... when it closes gracefully, whatever its words say.
     FreesAtGoodbye,
     /// A peer that opens a block is not counted.
     ForgetsBorrowers,
@@ -68,14 +68,14 @@ struct Hand {
     is_given_back: bool,
 }
 
-/// What a peer's device has to do.
+/// Pending work of a peer's device.
 #[derive(Debug, Clone, Copy)]
 enum Job {
     Use(Hand),
     Release { pair: u32, value: u64 },
 }
 
-/// What the owner's device has to do, on a stream or on the clearing stream.
+/// Pending work of the owner's device, on a stream or on the clearing stream.
 #[derive(Debug, Clone, Copy)]
 enum Work {
     Use(Lent),
@@ -113,7 +113,7 @@ pub struct Play {
     owned: Vec<Lent>,
     stream: VecDeque<Work>,
     scrubber: VecDeque<Work>,
-    /// What the proof of deaths frees, once the owner's streams are past it.
+    /// Slots freed by the proof of a death, once the owner's streams are past it.
     pending: Vec<SlotId>,
     fences: u64,
     numbers: u64,
@@ -148,7 +148,8 @@ impl Play {
     }
 
     /// # Errors
-    /// What is wrong then.
+
+    /// The violation, if any.
     pub fn act(&mut self, (kind, which, size): Draw) -> Result<(), String> {
         let (peer, which) = (
             usize::from(which) % USERS.len(),

@@ -1,4 +1,4 @@
-//! Stands for memory: the arena is the library's.
+//! Stand-in for memory: the arena is the library's.
 
 #[path = "../../../crates/warpipe/src/memory/arena.rs"]
 pub(crate) mod arena;

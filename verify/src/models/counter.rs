@@ -1,4 +1,4 @@
-//! The page of words: a counter's last value, whoever writes it down and whoever asks.
+//! The page of words: a counter's last value under concurrent writers and readers.
 
 use std::sync::Arc;
 

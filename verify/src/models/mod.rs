@@ -1,8 +1,8 @@
 //! Models for loom: two or three threads that run the library's own code, in every order and with
-//! every value that weak memory allows, within a bound on how often a thread is put aside.
+//! every value that weak memory allows, within a bound on preemptions.
 //!
-//! Who only reads is begun as a thread, and who writes is the model's first: loom finds that a load
-//! could have come behind a later change only where the changing thread has not itself looked in
+//! Readers run on spawned threads, and the writer on the model's first thread: loom finds that a
+//! load could have come after a later change only if the changing thread has not itself loaded in
 //! between.
 
 pub mod counter;
@@ -33,7 +33,7 @@ pub struct Model {
 /// Runs a model to its end, with both kinds of fences. How many executions there were.
 ///
 /// # Errors
-/// What went wrong in one of them.
+/// The failure of one of them.
 pub fn check(model: Model) -> Result<u64, String> {
     Ok(check_with(model, Fences::Before)? + check_with(model, Fences::Behind)?)
 }
@@ -68,7 +68,7 @@ fn check_with(model: Model, fences: Fences) -> Result<u64, String> {
     }
 }
 
-/// What an end sleeps on: a socket. Rung once or often, it wakes once.
+/// A socket that an end sleeps on. Rung once or often, it wakes once.
 #[derive(Clone)]
 struct Socket(Arc<(Mutex<bool>, Condvar)>);
 

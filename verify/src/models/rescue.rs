@@ -1,4 +1,4 @@
-//! The rescue: a publisher is proven dead while its sample is being handed out.
+//! The rescue: a publisher is proven dead while its sample is being sent.
 
 use std::sync::Arc;
 use std::sync::Weak;

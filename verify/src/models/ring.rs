@@ -1,4 +1,4 @@
-//! The ring of a link: whose a sample is, and that its words are of one piece.
+//! The ring of a link: the owner of each sample, and that an entry's words are never torn.
 
 use std::sync::Arc;
 
@@ -68,7 +68,7 @@ impl Sender {
         }
     }
 
-    /// Publishes the next sample, whose data is complete at once, if there is room.
+    /// Publishes the next sample, with complete data, if there is room.
     fn send(&mut self) {
         if let RingSpace::At(position) = self.ring.space() {
             self.sequence += 1;

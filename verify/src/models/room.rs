@@ -1,4 +1,4 @@
-//! The semaphore's page of counters: nobody who waits is forgotten, and no permit is doubled.
+//! The semaphore's page of counters: no waiter is forgotten, and no permit is doubled.
 
 use std::sync::Arc;
 

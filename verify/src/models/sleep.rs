@@ -1,4 +1,5 @@
-//! How either end falls asleep and is woken. Sleeps have no limit here: who is not woken hangs.
+//! The sleep and wake-up of both ends. Sleeps have no limit here: a sleeper that is not woken
+//! hangs.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Acquire;

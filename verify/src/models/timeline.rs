@@ -1,4 +1,4 @@
-//! The timeline word: who parks on it goes on, and it is never taken back.
+//! The timeline word: parked threads go on, and the word never goes back.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Stands for a pool's shared part: the books alone.
+//! Stand-in for a pool's shared part: the bookkeeping only.
 
 use std::collections::HashMap;
 

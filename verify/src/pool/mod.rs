@@ -1,4 +1,5 @@
-//! Stands for a pool: who has which block, and which user had which bytes, are the library's.
+//! Stand-in for a pool: the holder of each block, and the user that had its bytes, are the
+//! library's.
 
 pub(crate) mod allocator;
 #[path = "../../../crates/warpipe/src/pool/block.rs"]

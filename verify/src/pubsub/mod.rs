@@ -1,4 +1,4 @@
-//! Stands for the channel: the watch over a publisher's life is the library's.
+//! Stand-in for the channel: the monitor of a publisher's life is the library's.
 
 #[path = "../../../crates/warpipe/src/pubsub/entry.rs"]
 pub(crate) mod entry;

@@ -1,4 +1,4 @@
-//! Stands for a link's receiving end, as far as the watch over its publisher's life knows it.
+//! Stand-in for a link's receiving end, as far as the monitor of its publisher uses it.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Stands for the links between a queue and its workers: answers come one after the other, their
+//! Stand-in for the links between a queue and its workers: answers come one after the other, their
 //! data later.
 
 use std::cell::RefCell;
@@ -11,7 +11,7 @@ use crate::queue::dispatcher::Sample;
 
 pub(crate) use crate::queue::dispatcher::SendError;
 
-/// What becomes of an answer's data.
+/// The outcome of an answer's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Data {
     UnderWay,
@@ -23,7 +23,7 @@ pub(crate) enum Data {
 #[derive(Debug, Default)]
 pub(crate) struct Line {
     pub(crate) answers: VecDeque<(Vec<u8>, Rc<RefCell<Data>>)>,
-    /// It came to its end; whether by a goodbye.
+    /// It ended; the flag says whether gracefully.
     pub(crate) end: Option<bool>,
     pub(crate) is_proven_dead: bool,
 }

@@ -1,5 +1,5 @@
-//! Stands for a queue's dispatcher: what looks after the job table, as `queue/dispatcher.rs` has
-//! it, and the links to its workers.
+//! Stand-in for a queue's dispatcher: the upkeep of the job table, as in `queue/dispatcher.rs`, and
+//! the links to its workers.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;

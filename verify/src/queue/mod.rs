@@ -1,5 +1,5 @@
-//! Stands for a queue: its job table, its sessions, how jobs are given out and what is written
-//! beside them are the library's.
+//! Stand-in for a queue: its job table, its sessions, the dispatch of jobs and their metadata are
+//! the library's.
 
 #[path = "../../../crates/warpipe/src/queue/delivery.rs"]
 pub(crate) mod delivery;

@@ -1,4 +1,4 @@
-//! Stands for shared memory: the counters are the library's.
+//! Stand-in for shared memory: the counters are the library's.
 
 #[path = "../../../crates/warpipe/src/shm/counter.rs"]
 pub(crate) mod counter;

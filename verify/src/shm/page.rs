@@ -1,4 +1,4 @@
-//! Stands for a page of shared words: zeros on the heap.
+//! Stand-in for a page of shared words: zeros on the heap.
 
 use std::alloc::Layout;
 

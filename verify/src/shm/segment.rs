@@ -1,4 +1,4 @@
-//! Stands for the link segment: the same words on the heap.
+//! Stand-in for the link segment: the same words on the heap.
 
 use crate::atomic::{AtomicU32, AtomicU64};
 use crate::backend::TimelineWord;

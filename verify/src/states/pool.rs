@@ -1,10 +1,10 @@
 //! A pool's grants: peers take blocks, give them back by words that their devices write *later*,
-//! say goodbye, die, and are proven dead, in any order. The books are the library's ([`PoolState`],
-//! [`Borrower`], [`Arena`], [`LastWriters`]); what binds them together stands here as
-//! `pool/allocator.rs` and `pool/server.rs` have it.
+//! close gracefully, die, and are proven dead, in any order. The bookkeeping is the library's
+//! ([`PoolState`], [`Borrower`], [`Arena`], [`LastWriters`]); the code between them repeats
+//! `pool/allocator.rs` and `pool/server.rs`.
 //!
-//! What is shown: a block is nobody's before whoever had it is past it. A dead peer's device may
-//! write until its death is proven; a peer that lies spoils its own blocks alone.
+//! Shown: a block is free only after its holder is past it. A dead peer's device may write until
+//! its death is proven; a lying peer damages only its own blocks.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,7 +23,7 @@ use crate::shm::page::SharedPage;
 /// The owner's user; peer `n` is of user `n`.
 const OWNER: u32 = 0;
 
-/// What happens next.
+/// The next act.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Act {
     /// A peer comes, under a new number.
@@ -36,7 +36,7 @@ pub enum Act {
     GiveBack(u8),
     /// Its device writes the oldest word that is due.
     Land(u8),
-    /// It says goodbye, having given everything back.
+    /// It closes gracefully, having given everything back.
     Leave(u8),
     /// Its process dies. Its device does not yet.
     Die(u8),
@@ -50,19 +50,19 @@ pub enum Act {
     LetGo,
     /// Streams of the owner's are past what they were given.
     Pass,
-    /// What the clearing stream was to clear is cleared.
+    /// The clearing stream has cleared its blocks.
     Clear,
     /// The reactor looks.
     Tick,
 }
 
-/// What the owner does wrongly.
+/// The planted fault of the owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     None,
     /// It frees what a peer had when its process dies.
     FreesAtDeath,
-    /// ... when it says goodbye, whatever its words say.
+    /// ... when it closes gracefully, whatever its words say.
     FreesAtGoodbye,
     /// A peer that opens a block is not counted.
     ForgetsBorrowers,
@@ -74,7 +74,7 @@ pub enum Fault {
     NotesOneUser,
 }
 
-/// One block in somebody's hands.
+/// One held block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Hand {
     place: (u32, u64),
@@ -104,7 +104,7 @@ pub struct Play {
     processes: HashMap<u64, Arc<Process>>,
     next_number: u64,
     lent: Option<SlotId>,
-    /// What the proof of deaths has freed, behind the owner's streams.
+    /// Slots freed by the proof of a death, after the owner's streams.
     pending: Vec<Vec<SlotId>>,
     fences: u64,
     cleared: u64,
@@ -174,7 +174,7 @@ impl Play {
     /// Makes it happen.
     ///
     /// # Errors
-    /// What is wrong then.
+    /// The violation, if any.
     pub fn act(&mut self, act: Act) -> Result<(), String> {
         match act {
             Act::Come(peer) => self.come(peer.into()),
@@ -461,7 +461,7 @@ impl Play {
         self.state.arena.collect(|_, value| value <= cleared);
     }
 
-    /// What holds at every time.
+    /// The invariant of every state.
     fn check(&self) -> Result<(), String> {
         let mut places = HashSet::new();
         for &slot in self.state.blocks.keys() {
@@ -559,7 +559,7 @@ fn sound(play: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
 /// Plays every row of acts up to a length, each state once. How many states there were.
 ///
 /// # Errors
-/// What goes wrong, and the acts before it.
+/// The violation, and the acts before it.
 pub fn search(peers: u8, length: usize, fault: Fault) -> Result<usize, String> {
     let acts = Play::acts(peers);
     let (mut seen, mut open) = (HashSet::new(), VecDeque::from([Vec::new()]));

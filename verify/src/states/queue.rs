@@ -1,10 +1,10 @@
-//! A queue's table: jobs are given out, taken, answered, failed, called off and left undone by
+//! A queue's table: jobs are dispatched, taken, answered, failed, cancelled and left undone by
 //! workers that leave, or are killed at any step, also while a job is on its way to them. The job
-//! table, the sessions and the giving are the library's.
+//! table, the sessions and the dispatch are the library's.
 //!
-//! What is shown: each job has one outcome; a job that is open waits or is leased, once; what a
-//! worker had not taken costs no attempt; and when all that lived are gone, one worker can do
-//! everything that is left.
+//! Shown: each job has one outcome; an open job waits or is leased, once; a job that its worker had
+//! not taken costs no attempt; and when all workers are gone, one new worker can do everything that
+//! is left.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashSet, VecDeque};
@@ -30,7 +30,7 @@ const MEMBERS_MAX: u64 = 3;
 const DEPTH: usize = 2;
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What happens next.
+/// The next act.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Act {
     /// A worker comes.
@@ -45,7 +45,7 @@ pub enum Act {
     Return(u8),
     /// Its device has completed the oldest data.
     Complete(u8),
-    /// It says goodbye.
+    /// It closes gracefully.
     Leave(u8),
     /// It is killed.
     Die(u8),
@@ -65,7 +65,7 @@ pub enum Act {
 /// An act, and whether it happens while the job of the act before is on its way.
 pub type Step = (bool, Act);
 
-/// What the owner does wrongly.
+/// The planted fault of the owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     None,
@@ -113,7 +113,7 @@ impl Worker {
     }
 }
 
-/// What is true of a job.
+/// The state of a job.
 #[derive(Debug, Clone, Default)]
 struct Truth {
     /// Times that a worker had it in its hands.
@@ -275,7 +275,7 @@ impl World {
         }
     }
 
-    /// What a worker leaves in its ring stays known when another comes to its place.
+    /// Entries that a worker leaves in its ring stay known when another takes its place.
     fn take_disconnects_of(&mut self, index: usize) {
         if let Some(id) = self.workers[index].as_ref().map(|worker| worker.id) {
             self.expel(id);
@@ -372,7 +372,7 @@ impl Dispatcher {
         }
     }
 
-    /// What holds at every time.
+    /// The invariant of every state.
     fn check(&self) -> Result<(), String> {
         let (table, world) = (self.lock_table(), self.world());
         if let Some(wrong) = &world.wrong {
@@ -501,7 +501,7 @@ pub fn steps() -> Vec<Step> {
 /// Plays a row of steps.
 ///
 /// # Errors
-/// What is wrong then.
+/// The violation, if any.
 fn play(row: &[Step], order: Order, fault: Fault) -> Result<Arc<Dispatcher>, String> {
     NOW.set(Duration::ZERO);
     let rules = QueueRules {
@@ -540,7 +540,7 @@ fn sound<T>(play: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
 /// Plays every row of steps up to a length, each state once. How many states there were.
 ///
 /// # Errors
-/// What goes wrong, and the steps before it.
+/// The violation, and the steps before it.
 pub fn search(length: usize, is_in_order: bool, fault: Fault) -> Result<usize, String> {
     let order = if is_in_order {
         Order::Submission

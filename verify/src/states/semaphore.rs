@@ -1,5 +1,5 @@
-//! The semaphore: members take permits, give them back behind work of their devices, and are killed
-//! at any step of it; the creator sweeps behind them. All on the library's [`SemaphorePage`].
+//! The semaphore: members take permits, give them back after work of their devices, and are killed
+//! at any step; the creator sweeps after them. All on the library's [`SemaphorePage`].
 
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -8,8 +8,8 @@ use crate::atomic::AtomicU64;
 use crate::shm::page::SharedPage;
 use crate::steps::{self, DONE, Model, World};
 
-/// What a member does next, in the highest byte of its phase; below it the permit or the place,
-/// below that the value that it owes, or the hand-overs that it has seen.
+/// A member's next step, in the highest byte of its phase; below it the permit or the place, below
+/// that the value that it owes, or the hand-overs that it has seen.
 const TRIES: u64 = 0;
 const BEGINS_WAIT: u64 = 1;
 const SERVES: u64 = 2;
@@ -44,11 +44,11 @@ pub struct Semaphore {
 /// When the creator sweeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sweeps {
-    /// Behind each death.
+    /// After each death.
     Proven,
-    /// Behind no death: as if nobody watched.
+    /// After no death, as if there were no monitor.
     Never,
-    /// Before it: as if whoever says nothing were dead.
+    /// Before the death, as if a silent member were dead.
     Early,
 }
 
@@ -140,7 +140,7 @@ impl Semaphore {
                 self.holding[me as usize].store(0, SeqCst);
                 phase(PROMISES, at, 0)
             }
-            // Its stream waits for whose work comes before.
+            // Its stream waits for the work of the previous holder.
             PROMISES => phase(HANDS_ON, at, room.promise(at, me)),
             HANDS_ON => {
                 room.hand_on(at, me);
@@ -164,7 +164,7 @@ impl Semaphore {
         }
     }
 
-    /// Its phase says who has been swept away.
+    /// Its phase records the members that have been swept.
     fn creator(&self, swept: u64, world: &World) -> u64 {
         let bits = |is: &dyn Fn(usize) -> bool| {
             (1..=self.members.len())
@@ -189,7 +189,7 @@ impl Semaphore {
             return DONE;
         }
         if !is_news && done != all {
-            // A tick, when nobody can do anything else.
+            // A tick, when no process can make a step.
             steps::wait(|| {
                 bits(&|member| world.phases[member] == DONE || world.dead[member]) == done
             });

@@ -77,7 +77,7 @@ pub unsafe fn PyCapsule_SetName(object: *mut PyObject, name: *const c_char) -> c
 /// The last reference goes.
 ///
 /// # Safety
-/// `object` is a capsule of [`PyCapsule_New`], and nobody has it any more.
+/// `object` is a capsule of [`PyCapsule_New`], and no other reference to it is left.
 pub unsafe fn end(object: *mut PyObject) {
     // SAFETY: the caller's promise; the destructor gets it while it lives.
     unsafe {

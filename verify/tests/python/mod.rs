@@ -1,5 +1,5 @@
-//! Stands for PyO3 and for the package around `dlpack.rs`: one thread's objects, which are capsules
-//! alone.
+//! Stand-in for PyO3 and for the package around `dlpack.rs`: one thread's objects, all of them
+//! capsules.
 
 pub mod ffi;
 

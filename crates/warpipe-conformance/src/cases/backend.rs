@@ -1,4 +1,4 @@
-//! What stands below the channel: memory, words, order; and what happens when the device refuses.
+//! The layer below the channel: memory, words, order; and failed device calls.
 
 use std::collections::BTreeMap;
 use std::os::fd::AsRawFd;

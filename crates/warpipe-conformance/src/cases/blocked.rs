@@ -1,5 +1,5 @@
-//! No thread that others rely on follows a call into the driver: while any function of it hangs, in
-//! every thread that calls it, streams are rescued, heartbeats come and newcomers are let in.
+//! No thread that others rely on blocks in a driver call: while any function of it hangs, in every
+//! thread that calls it, streams are rescued, heartbeats come and new peers are admitted.
 
 use std::sync::Mutex;
 use std::sync::PoisonError;

@@ -1,8 +1,8 @@
-//! What goes on while a call of the driver is held up by a full launch queue.
+//! The process goes on while a full launch queue blocks a call of the driver.
 //!
 //! A stream that waits for a peer takes about a thousand further operations; the call that gives it
 //! one more blocks in the driver, and so does every other call for that stream. The library's own
-//! threads must not follow it there: they are the ones that let the stream go when that peer dies.
+//! threads must not block there: they release the stream when that peer dies.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -39,12 +39,12 @@ const WORDS: u64 = 64;
 /// More operations than any driver queues behind one that waits.
 const SENDS: u64 = 8_000;
 
-/// A stream that waits for another process's sample, and a thread whose sends it holds up.
+/// A stream that waits for another process's sample, and a thread with sends that it blocks.
 struct HeldUp {
     upstream: Peer,
     waiting: Sample,
     _subscriber: Subscriber,
-    /// Has used the stream, too: whoever lets its memory go asks that stream.
+    /// Has used the stream, too: dropping its memory queries that stream.
     aside: Option<Subscriber>,
     stream: Stream,
     publisher: Arc<Publisher>,

@@ -1,4 +1,4 @@
-//! How often the driver is called.
+//! The number of driver calls.
 
 use std::collections::BTreeMap;
 

@@ -1,6 +1,6 @@
-//! Streams that are being captured into a graph: the capture is not harmed, and nothing is
-//! recorded, lost or let go. **This module is marked for unsafe**: it names a device address to a
-//! publisher that is to refuse it, and the default stream.
+//! Streams under capture into a graph: the capture stays valid, and nothing is recorded, lost or
+//! released. **This module is marked for unsafe**: it names a device address to a publisher that is
+//! to refuse it, and the default stream.
 
 use std::fmt::Debug;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -132,7 +132,7 @@ fn busy_streams(context: &Context) -> Result<()> {
         }
         let held = backend.bytes_held();
         drop(memory);
-        // It is let go after the busy one, and is asked about after it.
+        // It is dropped after the busy one, and is polled after it.
         drop(idle);
         let is_back = eventually(PATIENCE, || backend.bytes_held() < held);
         ensure!(is_back, "memory that no stream works on did not come back");

@@ -1,4 +1,4 @@
-//! What a channel does while everybody lives.
+//! Channels without deaths.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;

@@ -1,5 +1,4 @@
-//! Those who use a sample or a loan beside the stream it came with: frameworks with streams of
-//! their own.
+//! Further users of a sample or a loan beside its own stream: frameworks with streams of their own.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What a channel does when somebody is killed, at points that were chosen.
+//! Channels after kills at chosen points.
 
 use std::time::{Duration, Instant};
 
@@ -48,7 +48,7 @@ pub(super) const CASES: &[Case] = &[
 
 const WORDS: u64 = 1024;
 
-/// The end of a channel whose publisher was killed.
+/// The end of a channel after its publisher was killed.
 fn expect_death(received: warpipe::Result<Sample>, pid: u32) -> Result<()> {
     match received {
         Err(Error::PublisherGone {
@@ -121,8 +121,8 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
     peer.ask(&Order::Send(
         Batch::of(3, WORDS, 3).slow(Duration::from_secs(5)),
     ))?;
-    // Two ready, one taken before the death that will never be complete, two that nobody has taken
-    // by then.
+    // Two ready, one taken before the death that will never be complete, two that were not taken by
+    // then.
     for sequence in 1..=2 {
         ensure!(
             error_counters.finish(subscriber.receive(&stream)?)? == 0,
@@ -219,9 +219,9 @@ fn history_survives(context: &Context) -> Result<()> {
     let held = early.receive(&stream)?;
     peer.ask(&Order::OpenGate)?;
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 2)))?;
-    // Whether it has told the late joiners by now or not.
+    // Whether it has notified the late joiners by now or not.
     peer.kill()?;
-    // One that a stream waited for when its publisher was killed, and one that nobody had taken by
+    // One that a stream waited for when its publisher was killed, and one that was not taken by
     // then.
     ensure!(
         error_counters.finish(held)? == 0,
@@ -371,7 +371,7 @@ fn publisher_killed_in_the_handshake(context: &Context) -> Result<()> {
     for round in 0..6 {
         let mut publisher = context.peer()?;
         publisher.publish(PublisherPlan::of("door"))?;
-        // Stopped, it answers nobody: the subscriber is in the middle of its handshake when the
+        // Stopped, it does not answer: the subscriber is in the middle of its handshake when the
         // signal comes.
         if round % 2 == 0 {
             publisher.stop()?;

@@ -1,5 +1,5 @@
-//! Descriptors that a peer sends to do harm: some whose `close` does not return, some that no
-//! device knows. **This module is marked for unsafe**: it mounts a file system.
+//! Descriptors that a hostile peer sends: some block in `close`, some are unknown to every device.
+//! **This module is marked for unsafe**: it mounts a file system.
 
 use std::fs::File;
 use std::io::{IoSlice, Write as _};
@@ -54,8 +54,8 @@ const WORDS: u64 = 1024;
 /// Longer than anything here takes.
 const LONG: Duration = Duration::from_secs(10);
 
-/// A TCP socket with `SO_LINGER` and data that nobody reads: its last `close` returns when the
-/// other end is dropped.
+/// A TCP socket with `SO_LINGER` and unread data: its last `close` returns when the other end is
+/// dropped.
 struct Lingering {
     socket: OwnedFd,
     reader: TcpStream,
@@ -110,8 +110,8 @@ fn address(context: &Context, name: &str) -> Result<SocketAddrUnix> {
     )?)
 }
 
-/// What was thrown, and what of it came through: a kernel may refuse it, and the other end may have
-/// closed.
+/// The descriptors that were sent, and those that arrived: a kernel may refuse one, and the other
+/// end may have closed.
 #[derive(Default)]
 struct Counts {
     due: u64,
@@ -164,7 +164,7 @@ fn send(socket: &OwnedFd, fd: BorrowedFd<'_>) -> Result<(), Errno> {
     .map(drop)
 }
 
-/// What goes on whatever is thrown at this process: everything that others need of it.
+/// Work that must go on whatever this process is sent: everything that its peers need of it.
 struct Scene {
     victim: Peer,
     newcomer: Peer,
@@ -190,7 +190,7 @@ impl Scene {
         })
     }
 
-    /// A rescue, a heartbeat, and somebody new at a publisher and at a timeline of this process.
+    /// A rescue, a heartbeat, and a new peer of a publisher and of a timeline of this process.
     fn goes_on(
         mut self,
         context: &Context,
@@ -288,7 +288,7 @@ fn lingering(context: &Context) -> Result<()> {
     went_on
 }
 
-/// A FUSE file system whose server does not answer. Its end is that of the descriptor of
+/// A FUSE file system with a server that does not answer. It ends with the descriptor of
 /// `/dev/fuse`.
 struct Mounted {
     device: Option<File>,
@@ -315,7 +315,7 @@ impl Mounted {
         }
     }
 
-    /// A descriptor that was located and not opened: nobody answers an `open`.
+    /// A descriptor that was located and not opened: no server answers an `open`.
     fn locate(&self) -> Result<OwnedFd> {
         Ok(rustix::fs::openat(
             CWD,

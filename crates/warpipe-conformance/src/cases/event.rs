@@ -1,4 +1,4 @@
-//! Events between processes: order, and the two traps of CUDA's own.
+//! Events between processes: order, and two pitfalls of CUDA's own events.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -242,7 +242,7 @@ fn killed_guest(context: &Context) -> Result<()> {
     witness.dismiss()
 }
 
-/// Holds up whoever allocates, as a driver may, while it is shut.
+/// Blocks allocations, as a driver may, while it is shut.
 #[derive(Debug, Default)]
 struct Gate {
     is_shut: Mutex<bool>,
@@ -329,7 +329,7 @@ fn untouched_raw(context: &Context) -> Result<()> {
     event.record(&stream)?;
     ensure!(recorded() == 0, "a guest recorded CUDA's own event");
     event.synchronize(PATIENCE)?;
-    // It lives until the count is taken: whoever lets something go records events, too.
+    // It lives until the count is taken: dropping values records events, too.
     let own = Event::create(&context.domain, &device)?;
     own.record(&stream)?;
     ensure!(recorded() == 1, "a maker records CUDA's own event along");
@@ -343,7 +343,7 @@ fn killed_anywhere(context: &Context) -> Result<()> {
     let kills = context.kills(10, 200, 100);
     for round in 0..kills {
         let (mut peer, mut witness) = (context.mortal(&mut rng)?, context.peer()?);
-        // Whose event it is decides who lets the others go: its maker, or everybody himself.
+        // The event's creator decides what releases the waiters: the creator's process or each waiter.
         let own = if round % 2 == 0 {
             Some(Event::create(&context.domain, &context.device)?)
         } else {

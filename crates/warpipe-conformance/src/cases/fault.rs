@@ -1,7 +1,7 @@
-//! What happens when the device refuses: every call of every method that a step uses, failed once.
+//! Failed device calls: every call of every method that a step uses, failed once.
 //!
-//! Methods that only give back (`release`, `unregister`, `destroy_...`) are left out: one that is
-//! failed before it does anything has given nothing back, and no roll-back can change that.
+//! Methods that only release (`release`, `unregister`, `destroy_...`) are left out: one that is
+//! failed before it does anything has released nothing, and no roll-back can change that.
 
 use std::sync::Arc;
 
@@ -83,7 +83,7 @@ const STEPS: &[Step] = &[
     Step::Release,
 ];
 
-/// The device of one side, which fails when it is told to.
+/// The device of one side, which fails on order.
 struct Side {
     hook: Arc<Wrapped<Failing>>,
     device: Device,
@@ -218,8 +218,8 @@ impl Flow<'_> {
         self.take(Step::Receive)
     }
 
-    /// A sample whose completion the device refused is lost, and its subscriber is told so; the
-    /// next one is not.
+    /// A sample is lost if the device refused its completion, and its subscriber is notified; the
+    /// next one is not lost.
     fn send_another(&mut self) -> Result<()> {
         let lost = self
             .subscriber

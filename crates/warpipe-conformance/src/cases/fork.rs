@@ -1,4 +1,4 @@
-//! What a fork does to the handles of a process. **This module is marked for unsafe**: it forks.
+//! Handles of a process after a fork. **This module is marked for unsafe**: it forks.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Copies between tensors that lie differently: crops, turned and reversed ones, repeated ones, and
+//! Copies between tensors of different layouts: crops, transposed, reversed and repeated ones, and
 //! back. **This module is marked for unsafe**: it names the tensors by address.
 
 use std::sync::mpsc::channel;

@@ -1,4 +1,4 @@
-//! What those who close tell the others, however soon their process ends.
+//! Graceful closes reach the peers, however soon the process ends after them.
 
 use anyhow::{Context as _, Result, bail};
 use warpipe::{Error, Stream, Timeline};

@@ -1,4 +1,4 @@
-//! Memory that goes to other processes by ticket, or as a bare descriptor.
+//! Memory that is sent to other processes by ticket, or as a bare descriptor.
 
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;

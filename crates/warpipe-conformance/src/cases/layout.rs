@@ -1,4 +1,4 @@
-//! What a sample can be: every type, every layout, every size, and its metadata.
+//! Samples of every type, every layout, every size, and their metadata.
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{DType, Error, Layout};

@@ -1,4 +1,4 @@
-//! Who is in a domain, and what is told of them.
+//! Members of a domain, and the reports about them.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, channel};
@@ -104,8 +104,8 @@ fn kind_of(change: &Change) -> &'static str {
     }
 }
 
-/// A watch tells of a further member only after all that came before: with it, nothing more is told
-/// of the others.
+/// A watch reports a further member only after all that came before: with it, no more reports about
+/// the others come.
 fn nothing_more(members: &Members, context: &Context) -> Result<()> {
     let last = Member::join(&context.domain, "last", "")?;
     expect_end(members, "joined", "last")?;

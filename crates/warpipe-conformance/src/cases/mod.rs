@@ -1,4 +1,4 @@
-//! The behaviours, by what they are about.
+//! The cases, by subject.
 
 mod backend;
 mod blocked;

@@ -1,4 +1,4 @@
-//! Random channels against simple truths.
+//! Random channels against a simple model.
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::{Error, Policy};

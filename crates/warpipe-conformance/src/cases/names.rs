@@ -1,4 +1,4 @@
-//! Who has a name, and who has it next.
+//! Owners of names, and their successors.
 
 use anyhow::{Result, bail, ensure};
 use warpipe::Error;
@@ -135,7 +135,7 @@ fn reconnect(context: &Context, graceful: bool) -> Result<()> {
     let mut subscriber = None;
     for incarnation in 0..4 {
         let mut peer = context.peer()?;
-        // With history, since nobody reconnects before he looks.
+        // With history, because no subscriber reconnects before it looks.
         peer.publish(PublisherPlan {
             history: Some(3),
             ..PublisherPlan::of("phoenix")

@@ -91,7 +91,7 @@ impl Drop for Orphan {
     }
 }
 
-/// A peer that publishes `name`, has sent one whole sample, and whose device is at work on the next
+/// A peer that publishes `name`, has sent one whole sample, and has its device at work on the next
 /// one.
 fn publisher_at_work(context: &Context, name: &str) -> Result<Peer> {
     let mut peer = context.peer()?;

@@ -1,4 +1,4 @@
-//! What happens when a subscriber's ring is full.
+//! Policies for a full ring of a subscriber.
 
 use std::time::Duration;
 

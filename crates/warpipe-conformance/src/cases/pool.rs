@@ -1,4 +1,5 @@
-//! A pool: blocks that are lent to other processes, taken by them, and come back, whoever dies.
+//! A pool: blocks that are lent to other processes, allocated by them, and come back, whichever
+//! process dies.
 
 use std::time::Duration;
 

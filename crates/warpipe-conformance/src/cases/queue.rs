@@ -353,8 +353,8 @@ fn lease_timeout(context: &Context) -> Result<()> {
 /// The most that are tried as heirs of a job, one after the other.
 const HEIRS: u32 = 20;
 
-/// Has another one do the job of who was late with it, and returns its result and which attempt
-/// that was. An heir may itself be late on a busy machine; then the next one is.
+/// Has another worker do the job of the late one, and returns its result and the attempt. An heir
+/// may itself be late on a busy machine; then the next one is.
 fn inherit(
     context: &Context,
     queue: &Queue,
@@ -371,7 +371,7 @@ fn inherit(
         heir.task(complete())?;
         let pid = heir.id() as i32;
         heir.dismiss()?;
-        // It has left, and the job is done or somebody else's to do.
+        // It has left, and the job is done or another worker's to do.
         let is_over = |state: QueueState| {
             !state.workers.contains(&pid) && state.waiting + state.finished == 1
         };

@@ -1,8 +1,7 @@
-//! What each primitive does when the driver refuses one call, once: any call of any function, with
-//! any code.
+//! Each primitive after the driver refuses one call, once: any call of any function, with any code.
 //!
-//! The call answers with a typed error, or the library tries again; and what comes next is whole,
-//! comes once, and leaves nothing behind.
+//! The call returns a typed error, or the library tries again; later work is complete, comes once,
+//! and leaves nothing behind.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -69,7 +68,7 @@ impl fmt::Display for Cell {
     }
 }
 
-/// What became of the cells.
+/// The outcomes of the cells.
 #[derive(Debug, Default)]
 struct Sum {
     refusals: u64,
@@ -258,7 +257,7 @@ fn refuse(
         sum.refusals += 1;
         fake_driver.reset()?;
     }
-    // What was refused may be told only by the next call.
+    // Only the next call may report the refusal.
     let mut well = 0;
     while well < 2 {
         let is_refused =

@@ -1,4 +1,4 @@
-//! A device that somebody resets while it is in use (`cudaDeviceReset`).
+//! A device that is reset while it is in use (`cudaDeviceReset`).
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -41,7 +41,7 @@ fn reset(context: &Context) -> Result<()> {
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
     fill(&memory, &stream, 2, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
-    // A stream whose wait is never over, for a word that stays.
+    // A stream with a wait that never ends, for a word that stays.
     let file = rustix::fs::memfd_create("words", MemfdFlags::CLOEXEC)?;
     rustix::fs::ftruncate(&file, Words::BYTES as u64)?;
     let (words, waiting) = (Words::map(&context.device, &file)?, context.stream()?);

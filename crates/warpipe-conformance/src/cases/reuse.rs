@@ -1,5 +1,5 @@
-//! When a slot may be lent again: never before the work that was enqueued on it is done, whatever
-//! failed meanwhile.
+//! Slots may be lent again only after the work enqueued on them is done, whatever call failed
+//! meanwhile.
 
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -87,8 +87,8 @@ impl Tight {
         }
     }
 
-    /// One slot stays in use until the gate is opened, and samples in the others are not written by
-    /// what it lets go.
+    /// One slot stays in use until the gate is opened, and dropping it writes no samples in the
+    /// others.
     fn check(self, context: &Context) -> Result<()> {
         let subscriber = context.subscriber("tight").build()?;
         self.check_with(context, subscriber)

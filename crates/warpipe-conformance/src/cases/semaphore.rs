@@ -1,4 +1,4 @@
-//! What a semaphore does between processes, and when they die.
+//! Semaphores between processes, and after deaths.
 
 use std::path::PathBuf;
 use std::sync::atomic::Ordering::SeqCst;
@@ -69,7 +69,7 @@ const NAME: &str = "turns";
 /// Processes in a crowd.
 const CROWD: usize = 16;
 
-/// The longest kernel there is: nobody waits for its end, its process is killed.
+/// The longest kernel there is: no wait for its end, its process is killed.
 const FOR_EVER: Duration = Duration::from_secs(10);
 
 fn create(context: &Context, permits: u32) -> Result<Semaphore> {
@@ -120,7 +120,7 @@ fn text(path: &std::path::Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// All permits are free again, and nobody is left in line.
+/// All permits are free again, and no waiter is left.
 fn is_restored(semaphore: &Semaphore) -> Result<()> {
     let is_so = || semaphore.available() == semaphore.permits() && semaphore.waiting() == 0;
     let restored = eventually(PATIENCE, is_so);

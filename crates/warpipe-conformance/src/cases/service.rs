@@ -1,4 +1,4 @@
-//! What a service does for its clients when servers come, go and die.
+//! Services for clients while servers come, go and die.
 
 use std::time::Duration;
 

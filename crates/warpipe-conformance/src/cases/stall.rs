@@ -1,4 +1,4 @@
-//! What a channel does when somebody stands still without dying.
+//! Channels with a peer that is stopped and not dead.
 
 use std::time::Duration;
 

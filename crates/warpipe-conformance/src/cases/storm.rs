@@ -30,7 +30,7 @@ pub(super) const CASES: &[Case] = &[
 
 const WORDS: u64 = 2048;
 
-/// What survivors saw, over all kills.
+/// The survivors' observations, over all kills.
 #[derive(Debug, Default)]
 struct Toll {
     received: u64,
@@ -41,7 +41,7 @@ struct Toll {
 const SHORT: Duration = Duration::from_millis(20);
 const LONG: Duration = Duration::from_secs(3600);
 
-/// What one incarnation sent, as its survivor sees it.
+/// The samples of one incarnation, as its survivor sees them.
 #[derive(Debug, Default)]
 struct Seen {
     /// The highest sequence number that was whole.
@@ -101,7 +101,7 @@ fn drain(
             Err(Error::PublisherGone {
                 graceful: false, ..
             }) => return Ok(seen),
-            // With `reconnect` the end is told by there being no publisher any more.
+            // With `reconnect` the end shows as the absence of a publisher.
             Err(Error::Timeout { .. }) if subscriber.publisher_state().is_none() => {
                 return Ok(seen);
             }
@@ -169,8 +169,8 @@ fn ready_in(lines: impl IntoIterator<Item = String>) -> Result<u64> {
         .map(|numbers| numbers.into_iter().max().unwrap_or(0))
 }
 
-/// Lets it stream, and kills it once it has told that `least` samples are ready. Returns the last
-/// that it told of.
+/// Lets it stream, and kills it once it has reported that `least` samples are ready. Returns the
+/// last that it reported.
 fn stream_and_strike(peer: &mut Peer, rng: &mut Rng, least: u64) -> Result<u64> {
     start_stream(peer, rng)?;
     let mut ready = 0;
@@ -274,14 +274,13 @@ fn reconnecting(context: &Context) -> Result<()> {
     tell(context, kills, &toll)
 }
 
-/// No wait of the subscriber ends by itself within the case: whatever nobody rings for does not
-/// come.
+/// No wait of the subscriber ends by itself within the case: without a wake-up it never returns.
 fn sleeping(context: &Context) -> Result<()> {
     let mut rng = context.rng();
     let mut toll = Toll::default();
     let mut peer = speaker(context, &mut rng)?;
     let subscriber = context.subscriber("storm").reconnect(true).build()?;
-    // Only then has it been told of the history.
+    // Only then has it received the history.
     peer.ask(&Order::AwaitSubscribers(1))?;
     let (stream, error_counters, dice) = (
         context.stream()?,

@@ -1,6 +1,5 @@
-//! What is asked of the streams that users bring: which are refused, and what must not wait for
-//! them. **This module is marked for unsafe**: it names a device address to a publisher that is to
-//! refuse it.
+//! Streams of the user: which are refused, and which calls must not wait for them. **This module is
+//! marked for unsafe**: it names a device address to a publisher that is to refuse it.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -173,7 +172,7 @@ fn words_and_memory(context: &Context) -> Result<()> {
     Ok(())
 }
 
-/// The CPU must get through all of it before the stream goes on: there is nobody else to let it go.
+/// The CPU must get through all of it before the stream goes on: nothing else releases it.
 fn written_behind(context: &Context) -> Result<()> {
     let (stream, device) = (context.stream()?, &context.device);
     let steps = Timeline::create(&context.domain, "steps", device)?;
@@ -186,7 +185,7 @@ fn written_behind(context: &Context) -> Result<()> {
     }
     let publisher = context.publisher("frames").build()?;
     let mut subscriber = context.subscriber("frames").build()?;
-    // Whatever is made on a first use is made before the stream stands still.
+    // Everything made on a first use is made before the stream blocks.
     publisher.send_bytes(&stream, &bytes[..8])?;
     subscriber.receive(&stream)?.finish(PATIENCE)?;
 

@@ -304,7 +304,8 @@ fn wait_after_death(context: &Context) -> Result<()> {
     let (timeline, stream) = (open(context, &context.device)?, context.stream()?);
     victim.signals(SignalOrder::SignalNow(2))?;
     victim.kill()?;
-    // Whoever is told first knows the last value, and no wait is enqueued that nothing would end.
+    // The first notified process knows the last value, and no wait is enqueued that nothing would
+    // end.
     gone(
         timeline.wait_host(3, PATIENCE).map(|()| true),
         victim.id(),

@@ -414,7 +414,7 @@ impl Actor {
     }
 }
 
-/// What can be said of a sample before its data is complete.
+/// The checks of a sample that are possible before its data is complete.
 fn describe(sample: &Sample) -> Item {
     let mark = crate::payload::PayloadMark::of(sample.metadata());
     Item {

@@ -1,5 +1,4 @@
-//! What a peer does with memory and pools. **This module is marked for unsafe**: it changes its
-//! user.
+//! A peer's orders for memory and pools. **This module is marked for unsafe**: it changes its user.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -218,8 +217,8 @@ impl Holder {
                 return Ok(Answer::Text(ticket.to_string()));
             }
             HolderOrder::Borrow(ticket) => {
-                // It stays, and with it what is mapped: a negative control writes what it has let
-                // go.
+                // It stays, and with it its mapping: a negative control writes memory that it has
+                // released.
                 if !self
                     .clients
                     .iter()

@@ -20,7 +20,7 @@ use crate::fake_driver::FakeDriver;
 use crate::process::eventually;
 use crate::workload::{KINDS, Site, Workload};
 
-/// What such a peer is told.
+/// The orders of such a peer.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum HungOrder {
     /// Do the work of every primitive once. Answers with the functions of the driver that were
@@ -51,7 +51,7 @@ pub enum HungOrder {
     Release,
 }
 
-/// What a stream that waits holds on to.
+/// The resources of a waiting stream.
 struct Waiting {
     _sample: Sample,
     _permit: Permit,

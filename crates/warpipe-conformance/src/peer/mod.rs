@@ -1,8 +1,8 @@
-//! A further process of this program, which publishes or subscribes as a case tells it.
+//! A further process of this program, which publishes or subscribes on a case's orders.
 //!
-//! Orders go down its standard input, answers come up its standard output, one line each; what it
-//! says on standard error joins the case's own words. Every wait for it has a limit, and it is
-//! killed when its handle is dropped.
+//! Orders go to its standard input, answers come from its standard output, one line each; its
+//! standard error joins the case's own. Every wait for it has a limit, and it is killed when its
+//! handle is dropped.
 
 mod actor;
 mod holder;
@@ -141,7 +141,7 @@ impl Peer {
         }
     }
 
-    /// The answer to an order that was told.
+    /// The answer to an order.
     ///
     /// # Errors
     /// None came in time, or the peer died of it.

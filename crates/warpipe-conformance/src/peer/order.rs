@@ -1,4 +1,4 @@
-//! What a peer can be told, and what it answers: one line of JSON each.
+//! A peer's orders and answers: one line of JSON each.
 
 use std::time::Duration;
 
@@ -137,8 +137,8 @@ impl Batch {
     }
 }
 
-/// What a peer is told to do at a queue or a service. The result of every job is the checksum of
-/// its input's words.
+/// A peer's orders at a queue or a service. The result of every job is the checksum of its input's
+/// words.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Task {
     /// Attach to a queue as a worker.
@@ -205,7 +205,7 @@ pub enum Reply {
     Drop,
 }
 
-/// What a peer is told.
+/// A peer's orders.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Order {
     /// Publish. Answers [`Answer::Done`].
@@ -261,7 +261,7 @@ pub enum Order {
     },
     /// Check and release what is held, in random order. Answers with the items.
     Release,
-    /// How many samples this subscriber was told that it did not get.
+    /// How many samples this subscriber was notified to have missed.
     Dropped {
         /// Which subscriber.
         subscriber: usize,
@@ -273,7 +273,8 @@ pub enum Order {
     },
     /// Connect to an endpoint's socket and say nothing.
     ConnectOnly(String),
-    /// Map the words in this file and play so many turns of ping-pong, as the one who waits first.
+    /// Map the words in this file and play so many turns of ping-pong, as the side that waits
+    /// first.
     PlayWords {
         /// The file, as this process can open it.
         path: String,
@@ -343,7 +344,7 @@ pub enum Order {
     Settle,
 }
 
-/// What a peer answers.
+/// A peer's answers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Answer {
     /// It is done.
@@ -378,7 +379,7 @@ pub struct Item {
     pub metadata: u64,
     /// Wrong words that the check kernel saw; `None` while it is held.
     pub wrong: Option<u64>,
-    /// The previous publisher's pid, and whether it said goodbye.
+    /// The previous publisher's pid, and whether it closed gracefully.
     pub discontinuity: Option<(i32, bool)>,
     /// A checksum of all its bytes, read by the CPU.
     pub digest: Option<u64>,

@@ -64,7 +64,7 @@ pub(super) fn fork_and_live(unseen: bool, after: Option<After>) -> Result<i32> {
 }
 
 /// Calls the system itself. A sanitizer puts functions of its own before those of libc; they take
-/// locks, and in a child that no library saw fork another thread's lock is never let go.
+/// locks, and in a child of a fork that no library saw another thread's lock is never released.
 fn live(parent: i32, after: Option<After>) -> ! {
     // SAFETY: closing the standard streams lets the case see that its peer has ended; what is
     // written is one byte of the program's text.

@@ -1,5 +1,5 @@
-//! What a peer does with a semaphore, and the memory in which all who do so count each other.
-//! **This module is marked for unsafe**: it maps memory and hands its addresses to streams.
+//! A peer's orders for semaphores, and the memory in which all holders count each other. **This
+//! module is marked for unsafe**: it maps memory and hands its addresses to streams.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::context::Context;
 use crate::payload::{Check, ErrorCounters, fill_words};
 use crate::shared::Shared;
 
-/// What a peer is told to do with a semaphore.
+/// A peer's orders for a semaphore.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum SemaphoreOrder {
     /// Make one. Answers [`Answer::Done`].
@@ -62,7 +62,7 @@ pub enum SemaphoreOrder {
         /// How often.
         rounds: u64,
     },
-    /// Go in and out until killed, in a semaphore of one permit, and see that nobody else who lives
+    /// Go in and out until killed, in a semaphore of one permit, and see that no other live process
     /// is inside.
     CompeteUntilKilled {
         /// The board's file.
@@ -171,7 +171,7 @@ impl Board {
         self.counter(1)
     }
 
-    /// How often somebody has been inside.
+    /// How often a process has been inside.
     pub fn visits(&self) -> &AtomicU64 {
         self.counter(2)
     }
@@ -313,7 +313,7 @@ impl Contender {
     }
 }
 
-/// The same device, whose streams wait for nothing.
+/// The same device; its streams never wait.
 fn deaf(device: &Device) -> Device {
     let hook = Delaying {
         signal_late: Duration::ZERO,
@@ -403,7 +403,7 @@ impl Post {
             let permit = self.semaphore.acquire(&self.stream, PATIENCE)?;
             let turn = board.turn().load(SeqCst);
             // SAFETY: the board's data stays mapped and registered until the stream has been waited
-            // for (`wrong`), or the process ends; who has the permit is alone on it.
+            // for (`wrong`), or the process ends; the holder of the permit is alone on it.
             unsafe {
                 if turn > 0 {
                     self.checks.push(self.error_counters.check(

@@ -1,4 +1,4 @@
-//! What a peer does with timelines and events. **This module is marked for unsafe**: a hostile peer
+//! A peer's orders for timelines and events. **This module is marked for unsafe**: a hostile peer
 //! removes pages.
 
 use std::time::Duration;
@@ -173,8 +173,8 @@ pub(super) fn hold(stream: &Stream) -> warpipe::Result<()> {
     stream.call(|| std::thread::sleep(100 * PATIENCE))
 }
 
-/// The pages of segments and shared words that this process can take away from under those who
-/// share them.
+/// The pages of segments and shared words that this process can remove from the files that others
+/// share.
 fn remove_pages() -> Result<u64> {
     const PAGE: usize = 4096;
     let maps = std::fs::read_to_string("/proc/self/maps")?;

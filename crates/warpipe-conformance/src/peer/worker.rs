@@ -1,4 +1,4 @@
-//! A peer at work: as a worker of a queue, a server, a client, or the owner of a queue.
+//! A peer as a worker of a queue, a server, a client, or the owner of a queue.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::{fill_input, input_layout, result_of, work};
 
-/// What is held: fields are dropped in this order.
+/// The resources: fields are dropped in this order.
 #[derive(Default)]
 pub(super) struct WorkerActor {
     held: VecDeque<HeldJob>,

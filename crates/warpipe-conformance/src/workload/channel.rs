@@ -15,11 +15,11 @@ struct Channel {
     sending: Stream,
     receiving: Stream,
     error_counters: ErrorCounters,
-    /// What was not received, by seed, and whether its send went well.
+    /// Samples that were not received, by seed, and whether the send succeeded.
     due: BTreeMap<u64, bool>,
     /// The last one that came.
     last: u64,
-    /// What has come already and may come once more, by a new link.
+    /// Samples that were received and may come once more, by a new link.
     history: Option<u64>,
     site: Site,
 }

@@ -19,7 +19,7 @@ struct Jobs {
     queue: Queue,
     submitting: Stream,
     working: Stream,
-    /// The seeds of the jobs whose results have not come, by number.
+    /// The seeds of the jobs without a result yet, by number.
     due: BTreeMap<u64, u64>,
     site: Site,
 }

@@ -1,11 +1,10 @@
-//! A standard workload for each primitive, both of whose ends are this process's, with an oracle in
-//! every step.
+//! A standard workload for each primitive, both ends in this process, with an oracle in every step.
 //!
-//! A turn is a round of work with fresh numbers; what it cannot bring to its end, because a call
-//! was refused, the next one does. Two kinds of error come out of it: an [error of the
-//! library](is_refusal), after which the next turn must go well, and anything else, which is a
-//! broken promise: a word that is wrong, a sample that is lost or comes twice, a permit that is
-//! gone, a wait that does not end.
+//! A turn is a round of work with fresh numbers; work that it cannot finish, because a call was
+//! refused, is finished by the next turn. It returns two kinds of errors: an [error of the
+//! library](is_refusal), after which the next turn must succeed, and anything else, which is a
+//! broken guarantee: a wrong word, a sample that is lost or comes twice, a lost permit, a wait that
+//! does not end.
 
 mod channel;
 mod jobs;
@@ -75,7 +74,7 @@ pub trait Workload: Send {
     /// As the module says.
     fn turn(&mut self, seed: u64) -> Result<()>;
 
-    /// That everything is where it belongs, after a turn that went well.
+    /// Checks all resources after a turn that succeeded.
     ///
     /// # Errors
     /// It is not.

@@ -1,4 +1,4 @@
-//! Memory that others open, blocks of a pool, and legacy handles.
+//! Memory that other processes open, blocks of a pool, and legacy handles.
 
 use std::time::Duration;
 

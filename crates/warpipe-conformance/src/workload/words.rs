@@ -1,4 +1,4 @@
-//! A timeline, an event and a semaphore, each with its maker and one who has opened it.
+//! A timeline, an event and a semaphore, each with its creator and one that has opened it.
 
 use anyhow::{Result, ensure};
 use warpipe::{Event, Semaphore, Stream, Timeline};
@@ -18,7 +18,7 @@ impl Streams {
         })
     }
 
-    /// Whatever was refused, no stream stands still.
+    /// No stream stays blocked, whatever call was refused.
     fn settle(&self, site: &Site) -> Result<()> {
         for stream in [&self.near, &self.far] {
             site.until("the end of a stream's work", || {

@@ -198,7 +198,7 @@ pub(super) fn killed_owner(context: &Context) -> Result<()> {
         input[..8] == warpipe_kernels::pattern(1, 0).to_le_bytes(),
         "the input outlives its owner"
     );
-    // Whether its death is seen on this link by now or not: an answer to the dead harms nobody.
+    // Whether its death is seen on this link by now or not: an answer to a dead peer does no harm.
     let answered = held.complete(&stream);
     ensure!(
         matches!(answered, Ok(()) | Err(Error::QueueGone { .. })),

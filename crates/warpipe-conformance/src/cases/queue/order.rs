@@ -12,7 +12,7 @@ use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::{fill_input, input_layout, result_of, work};
 
-/// What comes of a job that was filled late, when the owner's and the worker's devices are these.
+/// The result of a job that was filled late, with these devices of the owner and the worker.
 fn late_fill(context: &Context, owner: &Device, worker: &Device) -> Result<bool> {
     let (out, back) = (owner.stream()?, worker.stream()?);
     let queue = context.queue("late").device(owner).build()?;
@@ -48,7 +48,7 @@ pub(super) fn redispatch_is_ordered(context: &Context) -> Result<()> {
         late_fill(context, &context.device, &context.device)?,
         "the job waits for its input"
     );
-    // The same without the wait of whoever gives it out later: what a test of ordering is worth.
+    // The same without the wait of the later dispatch: the negative control of the test of order.
     // Where streams are threads: those of one GPU context share hardware queues, which may order
     // the work by themselves.
     if context.device.info().id.kind != DeviceKind::Host {
