@@ -1,22 +1,22 @@
-//! The seam to a device: one object-safe trait of narrow methods over plain handles.
+//! The device backend: one object-safe trait of narrow methods over plain handles.
 //!
 //! # Contract
 //!
-//! * The checks stand *above* this trait: sizes are positive and aligned to [`Backend::granularity`],
-//!   handles come from the same backend, layouts fit. A backend trusts its callers, which is why most
-//!   of its methods are `unsafe`; it does not trust the driver or a descriptor from a peer.
+//! * The caller checks arguments: sizes are positive and aligned to [`Backend::granularity`],
+//!   handles come from the same backend, layouts fit. A backend trusts its callers, which is why
+//!   most of its methods are `unsafe`; it does not trust the driver or a descriptor from a peer.
 //! * Every method may be called from any thread and leaves the caller's current context as it was.
 //! * A *word* is the first field of a [`TimelineWord`] in a segment that was passed to
 //!   [`Backend::register`]. Its values only grow.
-//! * `Signal` makes all work enqueued before it on its stream visible to every device and process that
-//!   sees the word's new value (`cuStreamWriteValue64` with its default barrier). `Wait` lets the stream
-//!   go on once the word is at or above the value (`CU_STREAM_WAIT_VALUE_GEQ`).
-//! * Nothing here blocks without a timeout, except that `allocate`, `import`, `register`, `open_legacy` and the
-//!   creation of a device take as long as the driver does, and that `free_plain` and `close_legacy` may wait for the
-//!   device's work besides: they are the reaper's, or the user's own.
+//! * `Signal` makes all work enqueued before it on its stream visible to every device and process
+//!   that sees the word's new value (`cuStreamWriteValue64` with its default barrier). `Wait` lets
+//!   the stream go on once the word is at or above the value (`CU_STREAM_WAIT_VALUE_GEQ`).
+//! * No method blocks without a timeout, with these exceptions. `allocate`, `import`, `register`,
+//!   `open_legacy` and the creation of a device take as long as the driver does. `free_plain` and
+//!   `close_legacy` may also wait for the device's work: only the reaper or the user calls them.
 //!
-//! The trait is sealed: what a backend answers is believed, so one that lies would break memory safety from safe code. The
-//! feature `testing` has wrappers that delay, fail or count the calls of one.
+//! The trait is sealed: callers trust a backend's answers, so a wrong one would break memory safety
+//! from safe code. The feature `testing` has wrappers that delay, fail or count the calls of one.
 
 pub(crate) mod pointer;
 pub(crate) mod unreclaimed;
@@ -41,10 +41,11 @@ use crate::error::Result;
 use crate::kernel::Kernel;
 pub use crate::rows::{Axis, Rows};
 
-/// An address that the device's work can use: a `CUdeviceptr`, or on the host backend an address of this process.
+/// An address that the device's work can use: a `CUdeviceptr`, or on the host backend an address of
+/// this process.
 pub type DevicePtr = u64;
 
-/// Which backend a device belongs to.
+/// The backend of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum DeviceKind {
     /// The host backend: memfd memory, threads as streams.
@@ -56,7 +57,7 @@ pub enum DeviceKind {
 /// A device's identity, the same in every process (a GPU's ordinal is not).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DeviceId {
-    /// The backend.
+    /// The device's backend.
     pub kind: DeviceKind,
     /// The GPU's UUID; zeros for the host.
     pub uuid: [u8; 16],
@@ -78,20 +79,20 @@ impl fmt::Display for DeviceId {
     }
 }
 
-/// What is known of a device when it is opened.
+/// The properties of a device, read when it is opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
     /// The identity to compare across processes.
     pub id: DeviceId,
     /// The device's ordinal in this process (0 for the host).
     pub ordinal: u32,
-    /// For people: the GPU's product name, or `host`.
+    /// The name for people: the GPU's product name, or `host`.
     pub name: String,
     /// Total memory in bytes.
     pub memory_bytes: u64,
 }
 
-/// What an importer may do with a region.
+/// The access of an importer to a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Access {
     /// Loads only; a store faults in the importer, enforced by the MMU.
@@ -100,31 +101,34 @@ pub enum Access {
     ReadWrite,
 }
 
-/// One allocation, mapped in this process. Plain data: who owns it releases it, until that succeeds.
+/// One allocation, mapped in this process. Plain data: its owner calls `release` until that
+/// succeeds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RawRegion {
-    /// Where it is mapped.
+    /// Its address.
     pub ptr: DevicePtr,
     /// Its length in bytes, a multiple of the granularity.
     pub bytes: u64,
     /// The backend's own handle (`CUmemGenericAllocationHandle`, or a descriptor number).
     pub handle: u64,
-    /// How much of it is still to be given back.
+    /// The part of it that is still to be released.
     pub(crate) stage: Stage,
 }
 
-/// What of a region a device has not taken back. Each step waits for the one before: what is mapped is not freed.
+/// The part of a region that a device has not released. Each step waits for the previous one:
+/// mapped memory is not freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stage {
     /// Everything.
     Mapped,
-    /// The addresses, which nothing is mapped at, and the handle.
+    /// The addresses, without a mapping, and the handle.
     Reserved,
     /// The handle.
     Held,
 }
 
-/// A stream: a `CUstream`, or the host backend's own pointer. Null is the device's default stream on CUDA.
+/// A stream: a `CUstream`, or the host backend's own pointer. Null is the device's default stream
+/// on CUDA.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RawStream(pub *mut c_void);
 
@@ -145,14 +149,14 @@ unsafe impl Sync for RawEvent {}
 /// One memory operation of a [`Backend::batch`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StreamOp {
-    /// Store `value` into the word, behind all earlier work of the stream.
+    /// Stores `value` into the word, behind all earlier work of the stream.
     Signal {
         /// The word's device address.
         word: DevicePtr,
         /// The value to store.
         value: u64,
     },
-    /// Hold the stream until the word is at or above `value`.
+    /// Blocks the stream until the word is at or above `value`.
     Wait {
         /// The word's device address.
         word: DevicePtr,
@@ -162,11 +166,12 @@ pub enum StreamOp {
 }
 
 mod sealed {
-    /// What only this crate's backends are.
+    /// Implemented by this crate's backends only.
     pub trait Sealed {}
 }
 
-/// The seam. See the [module](self) for the contract. Sealed: nobody else can implement it.
+/// A device backend. See the [module](self) for the contract. Sealed: no other crate can implement
+/// it.
 ///
 /// ```compile_fail
 /// #[derive(Debug)]
@@ -177,24 +182,26 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// The device that this backend drives.
     fn info(&self) -> &DeviceInfo;
 
-    /// The unit, in bytes, of which every region's length is a multiple (CUDA: 2 MiB as a rule; host: the page).
+    /// The unit of a region's length, in bytes (CUDA: usually 2 MiB; host: the page).
     fn granularity(&self) -> u64;
 
-    /// `cuMemCreate` + `cuMemAddressReserve` + `cuMemMap` + `cuMemSetAccess`, or `memfd_create` + `mmap`:
-    /// zeroed, exportable memory, mapped read and write. `bytes` is a positive multiple of the granularity.
+    /// `cuMemCreate` + `cuMemAddressReserve` + `cuMemMap` + `cuMemSetAccess`, or `memfd_create` +
+    /// `mmap`: zeroed, exportable memory, mapped read and write. `bytes` is a positive multiple of
+    /// the granularity.
     fn allocate(&self, bytes: u64) -> Result<RawRegion>;
 
-    /// `cuMemExportToShareableHandle` (POSIX descriptor), or a duplicate of the memfd. The descriptor is
-    /// close-on-exec and is by itself the right to the memory, whatever happens to this process.
+    /// `cuMemExportToShareableHandle` (POSIX descriptor), or a duplicate of the memfd. The
+    /// descriptor is close-on-exec. It alone grants access to the memory, whatever happens to this
+    /// process.
     ///
     /// # Safety
     /// `region` came from `allocate` of this backend and has not been released.
     unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd>;
 
-    /// `cuMemImportFromShareableHandle` + map, or `mmap` of a sealed memfd: maps a peer's region of exactly
-    /// `bytes` bytes, owned by device `owner`. The descriptor is not trusted: what is not such memory is
-    /// [`Error::NotDeviceMemory`](crate::Error::NotDeviceMemory), what this device cannot reach is
-    /// [`Error::PeerAccess`](crate::Error::PeerAccess).
+    /// `cuMemImportFromShareableHandle` + map, or `mmap` of a sealed memfd: maps a peer's region of
+    /// exactly `bytes` bytes, owned by device `owner`. The descriptor is not trusted:
+    /// [`Error::NotDeviceMemory`](crate::Error::NotDeviceMemory) for anything but such memory,
+    /// [`Error::PeerAccess`](crate::Error::PeerAccess) for memory that this device cannot reach.
     fn import(
         &self,
         fd: BorrowedFd<'_>,
@@ -203,33 +210,37 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
         owner: DeviceId,
     ) -> Result<RawRegion>;
 
-    /// Unmaps a region and gives up this process's hold on it. After an error `region` says what is left of it: this may
-    /// be called again, and goes on there. [`Error::DeviceReset`](crate::Error::DeviceReset) is final.
+    /// Unmaps a region and releases this process's handle of it. After an error `region` records
+    /// the remaining part: call this again to continue there.
+    /// [`Error::DeviceReset`](crate::Error::DeviceReset) is final.
     ///
     /// # Safety
-    /// `region` came from `allocate` or `import` of this backend, is not released, and no enqueued work uses it.
+    /// `region` came from `allocate` or `import` of this backend, is not released, and no enqueued
+    /// work uses it.
     unsafe fn release(&self, region: &mut RawRegion) -> Result<()>;
 
-    /// `cuMemHostRegister` (portable, mapped): makes host memory usable by streams, for words and copies.
-    /// Returns its device address.
+    /// `cuMemHostRegister` (portable, mapped): makes host memory accessible to streams, for words
+    /// and copies. Returns its device address.
     ///
     /// # Safety
     /// `ptr..ptr+bytes` is page-aligned mapped memory that stays mapped until `unregister`.
     unsafe fn register(&self, ptr: *mut u8, bytes: usize) -> Result<DevicePtr>;
 
-    /// Whether a `register` that failed has left this memory registered, since the driver did not take it back.
+    /// Whether a failed `register` has left this memory registered, because the driver did not undo
+    /// it.
     fn is_registered(&self, _ptr: *mut u8) -> bool {
         false
     }
 
-    /// Whether [`unregister`](Backend::unregister) would stand still behind a stream that waits for a peer, and with it
-    /// every allocation of this process: then it is called later. No enqueued work uses the memory.
+    /// Whether [`unregister`](Backend::unregister) would block behind a stream that waits for a
+    /// peer, and with it every allocation of this process. If so, it is called later. No enqueued
+    /// work uses the memory.
     fn unregister_would_block(&self, _ptr: *mut u8) -> bool {
         false
     }
 
-    /// `cuMemHostUnregister`, which waits for all streams of the context. After an error the driver may still use the
-    /// memory: it must stay mapped, and this may be called again.
+    /// `cuMemHostUnregister`, which waits for all streams of the context. After an error the driver
+    /// may still use the memory: it must stay mapped, and this may be called again.
     ///
     /// # Safety
     /// `ptr` was passed to `register` of this backend, and no enqueued work uses the memory.
@@ -244,15 +255,17 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `stream` came from `create_stream` and is destroyed once.
     unsafe fn destroy_stream(&self, stream: RawStream) -> Result<()>;
 
-    /// `cuStreamBatchMemOp`: enqueues the operations, in order, with as few driver calls as can be. Up to four signals,
-    /// with the waits before them, are taken whole or not at all; an error may leave a part of more than that enqueued.
+    /// `cuStreamBatchMemOp`: enqueues the operations, in order, with as few driver calls as can be.
+    /// Up to four signals, with the waits before them, are enqueued entirely or not at all; an
+    /// error in a longer batch may leave a part of it enqueued.
     ///
     /// # Safety
     /// `stream` is live; every word lies in registered memory that outlives the operation.
     unsafe fn batch(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()>;
 
-    /// The same for a thread that has just asked [`is_capturing`](Backend::is_capturing) of this stream, and called
-    /// nothing since that is not this library's: what was found then of the thread's context still holds.
+    /// Like [`batch`](Backend::batch), for a thread that has just called
+    /// [`is_capturing`](Backend::is_capturing) for this stream, and only this library's code since
+    /// then: the thread's current context is still the one found there.
     ///
     /// # Safety
     /// As for [`batch`](Backend::batch).
@@ -273,12 +286,14 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
         bytes: u64,
     ) -> Result<()>;
 
-    /// `cuMemcpyAsync` for one row, `cuMemcpy3DAsync` for long ones in up to three dimensions, else a kernel of the
-    /// library's own: enqueues a copy between tensors that lie differently, as one piece of work. The kernel reaches what
-    /// `stream`'s device does, and no other device's memory.
+    /// `cuMemcpyAsync` for one row, `cuMemcpy3DAsync` for long ones in up to three dimensions, else
+    /// a kernel of this library: enqueues a copy between tensors of different layouts, as one
+    /// operation. The kernel reaches the same memory as `stream`'s device, and no other device's
+    /// memory.
     ///
     /// # Safety
-    /// All rows stay mapped until the copy is done, readable on one side and writable on the other, and no byte is both.
+    /// All rows stay mapped until the copy is done, readable on one side and writable on the other,
+    /// and no byte is both.
     unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()>;
 
     /// `cuMemsetD8Async` with zeros: enqueues the clearing of device memory.
@@ -287,27 +302,31 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `dst` is writable for `bytes` bytes until it is done; nothing enqueued elsewhere touches it.
     unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()>;
 
-    /// `cuMemcpyHtoDAsync` from any host memory; `src` may be reused as soon as this returns. Does not wait for the
-    /// stream, which may stand still; only for room, when more has been uploaded behind such streams than may be under
-    /// way, and 10 s at most ([`Error::Timeout`](crate::Error::Timeout)).
+    /// `cuMemcpyHtoDAsync` from any host memory; `src` may be reused as soon as this returns. Does
+    /// not wait for the stream's work, which may be blocked. Waits for staging memory if too many
+    /// bytes are queued behind such streams, for 10 s at most
+    /// ([`Error::Timeout`](crate::Error::Timeout)).
     ///
     /// # Safety
-    /// `dst` is writable for `src.len()` bytes until the copy is done; nothing enqueued elsewhere writes it.
+    /// `dst` is writable for `src.len()` bytes until the copy is done; nothing enqueued elsewhere
+    /// writes it.
     unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()>;
 
     /// `cuMemcpyDtoHAsync` and wait: the bytes are in `dst` when this returns.
     ///
-    /// The caller has made sure that `stream` has nothing enqueued that could be stuck: for its earlier work this waits
-    /// 10 s at most ([`Error::Timeout`](crate::Error::Timeout)), and `dst` is not written after that.
+    /// The caller makes sure that no work on `stream` can be stuck. This waits for earlier work for
+    /// 10 s at most ([`Error::Timeout`](crate::Error::Timeout)), and does not write `dst` after
+    /// that.
     ///
     /// # Safety
     /// `src` is readable for `dst.len()` bytes.
     unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()>;
 
-    /// `cuLaunchKernel`: enqueues `kernel` over `grid` blocks of `block` threads; on the host its CPU twin.
+    /// `cuLaunchKernel`: enqueues `kernel` over `grid` blocks of `block` threads; on the host its
+    /// CPU implementation.
     ///
     /// # Safety
-    /// `args` are what the kernel takes, and the memory they name outlives the launch.
+    /// `args` are the kernel's parameters, and the memory they name outlives the launch.
     unsafe fn launch(
         &self,
         stream: RawStream,
@@ -317,7 +336,7 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
         args: &[u64],
     ) -> Result<()>;
 
-    /// Loads what `kernel` needs now, so that no later launch loads a module behind a waiting stream.
+    /// Loads `kernel` now, so that no later launch loads a module behind a waiting stream.
     fn preload(&self, kernel: &Kernel) -> Result<()>;
 
     /// `cuLaunchHostFunc`: enqueues a function on the CPU. It must not call the device.
@@ -326,14 +345,16 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `stream` is live.
     unsafe fn call(&self, stream: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()>;
 
-    /// `cuStreamIsCapturing`: whether what the stream is given is recorded into a graph, and not done. So for the legacy
-    /// default stream, too, while a stream that is ordered with it is captured.
+    /// `cuStreamIsCapturing`: whether work on the stream is recorded into a graph, and not
+    /// executed. This holds for the legacy default stream, too, while a stream that is ordered with
+    /// it is captured.
     ///
     /// # Safety
     /// `stream` is live.
     unsafe fn is_capturing(&self, stream: RawStream) -> Result<bool>;
 
-    /// `cuStreamQuery`: whether everything enqueued is done. A fault of earlier work is returned here.
+    /// `cuStreamQuery`: whether everything enqueued is done. A fault of earlier work is returned
+    /// here.
     ///
     /// # Safety
     /// `stream` is live.
@@ -366,8 +387,9 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `event` is live.
     unsafe fn query_event(&self, event: RawEvent) -> Result<bool>;
 
-    /// `cuEventCreate` (`CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING`): an event that other processes may open.
-    /// [`Error::EventLimit`](crate::Error::EventLimit) when the process has [`IPC_EVENTS_MAX`] of them.
+    /// `cuEventCreate` (`CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING`): an event that other
+    /// processes may open. [`Error::EventLimit`](crate::Error::EventLimit) when the process has
+    /// [`IPC_EVENTS_MAX`] of them.
     fn create_ipc_event(&self) -> Result<RawEvent>;
 
     /// `cuIpcGetEventHandle`: the bytes by which another process of the same user opens the event.
@@ -376,45 +398,51 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `event` came from `create_ipc_event` of this backend and is live.
     unsafe fn export_event(&self, event: RawEvent) -> Result<IpcBytes>;
 
-    /// `cuIpcOpenEventHandle`: another process's event, to be destroyed like one's own. The bytes are not trusted. On
-    /// the host backend it is an event of this process alone, which nobody has recorded: the order of two processes'
-    /// work is a timeline word's business.
+    /// `cuIpcOpenEventHandle`: another process's event, to be destroyed like an own one. The bytes
+    /// are not trusted. On the host backend it is an event of this process alone, which was never
+    /// recorded: timeline words order the work of two processes.
     fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent>;
 
-    /// `cuMemAlloc`: memory as another allocator makes it. No descriptor names it; a legacy handle can.
+    /// `cuMemAlloc`: memory of another allocator's kind. No descriptor names it; a legacy handle
+    /// can.
     fn allocate_plain(&self, bytes: u64) -> Result<DevicePtr>;
 
     /// `cuMemFree`, which may wait for all work of the device.
     ///
     /// # Safety
-    /// `ptr` came from `allocate_plain` of this backend, is freed once, and no enqueued work uses it.
+    /// `ptr` came from `allocate_plain` of this backend, is freed once, and no enqueued work uses
+    /// it.
     unsafe fn free_plain(&self, ptr: DevicePtr) -> Result<()>;
 
-    /// `cuPointerGetAttribute` + `cuMemGetAddressRange`: the allocation in which an address lies, whatever it is.
+    /// `cuPointerGetAttribute` + `cuMemGetAddressRange`: the allocation in which an address lies,
+    /// of any kind.
     fn locate(&self, ptr: DevicePtr) -> Result<PointerInfo>;
 
-    /// `cuIpcGetMemHandle`: the bytes by which another process of the same user opens the allocation that begins at
-    /// `base`.
+    /// `cuIpcGetMemHandle`: the bytes by which another process of the same user opens the
+    /// allocation that begins at `base`.
     ///
     /// # Safety
-    /// `base` is the base of a live allocation of [`PointerKind::Device`], as [`locate`](Backend::locate) says.
+    /// `base` is the base of a live allocation of [`PointerKind::Device`], from
+    /// [`locate`](Backend::locate).
     unsafe fn export_legacy(&self, base: DevicePtr) -> Result<IpcBytes>;
 
-    /// `cuIpcOpenMemHandle` (`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`): maps another process's allocation of `bytes`
-    /// bytes, owned by device `owner`, and returns its base. Counted: opened twice, it has to be closed twice. The
-    /// bytes are not trusted: what cannot be opened is [`Error::LegacyHandle`](crate::Error::LegacyHandle).
+    /// `cuIpcOpenMemHandle` (`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`): maps another process's
+    /// allocation of `bytes` bytes, owned by device `owner`, and returns its base. Counted: an
+    /// allocation that was opened twice must be closed twice. The bytes are not trusted:
+    /// [`Error::LegacyHandle`](crate::Error::LegacyHandle) for bytes that cannot be opened.
     fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr>;
 
-    /// `cuIpcCloseMemHandle`. [`Error::LegacyHandle`](crate::Error::LegacyHandle) for what is not open (any more).
+    /// `cuIpcCloseMemHandle`. [`Error::LegacyHandle`](crate::Error::LegacyHandle) for memory that
+    /// is not open.
     ///
     /// # Safety
-    /// No enqueued work uses the memory, unless it was opened once more.
+    /// No enqueued work uses the memory, unless it is open more than once.
     unsafe fn close_legacy(&self, base: DevicePtr) -> Result<()>;
 
-    /// Blocks the CPU until `word` is at or above `value`; false when `timeout` ran out first.
+    /// Blocks the CPU until `word` is at or above `value`; false when `timeout` has passed first.
     fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool>;
 
-    /// Bytes of device memory in use by this process alone, as the backend counts what it gave out
-    /// (regions allocated and imported, not yet released). For leak checks and people.
+    /// Bytes of device memory in use by this process alone, as the backend counts them (regions
+    /// allocated and imported, not yet released). For leak checks and diagnostics.
     fn bytes_held(&self) -> u64;
 }

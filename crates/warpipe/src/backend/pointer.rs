@@ -1,4 +1,4 @@
-//! What an address is: the kinds of memory that a process may meet, of which one can be exported by a legacy handle.
+//! The kind of memory behind an address. A legacy handle can export one kind of them.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ pub type IpcBytes = [u8; 64];
 /// The most interprocess events that one process may have: the driver's limit.
 pub const IPC_EVENTS_MAX: u32 = 4096;
 
-/// What kind of memory an address lies in (`cuPointerGetAttribute`).
+/// The kind of memory that an address lies in (`cuPointerGetAttribute`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PointerKind {
@@ -18,7 +18,7 @@ pub enum PointerKind {
     Device,
     /// The null pointer.
     Null,
-    /// Ordinary memory of the process, that no device knows.
+    /// Ordinary memory of the process, unknown to every device.
     Host,
     /// Page-locked host memory (`cuMemHostAlloc`, `cuMemHostRegister`).
     Pinned,
@@ -26,16 +26,16 @@ pub enum PointerKind {
     Managed,
     /// Memory of a pool (`cuMemAllocAsync`).
     Pool,
-    /// Memory mapped by the virtual memory functions (`cuMemMap`), as this library's own regions are.
+    /// Memory mapped by the virtual memory functions (`cuMemMap`), like this library's own regions.
     Vmm,
     /// Memory that this process itself has opened by a legacy handle.
     Import,
-    /// Nothing that is there: freed, or never allocated.
+    /// An address without an allocation: freed, or never allocated.
     Unknown,
 }
 
 impl PointerKind {
-    /// What to do with such memory instead of exporting it.
+    /// The next step for memory that cannot be exported.
     pub(crate) fn next(self) -> &'static str {
         match self {
             PointerKind::Device => "try again",
@@ -77,15 +77,17 @@ impl fmt::Display for PointerKind {
 /// The allocation in which an address lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PointerInfo {
-    /// What kind it is. For every kind but [`PointerKind::Device`] the rest is zero.
+    /// The kind of memory. For every kind but [`PointerKind::Device`] the other fields are zero.
     pub kind: PointerKind,
-    /// The device that owns it. Of a kind that is neither [`PointerKind::Device`] nor [`PointerKind::Pool`], the one asked.
+    /// The device that owns it. For a kind that is neither [`PointerKind::Device`] nor
+    /// [`PointerKind::Pool`], the device that was asked.
     pub owner: DeviceId,
     /// The allocation's first byte.
     pub base: DevicePtr,
     /// Its length in bytes.
     pub bytes: u64,
-    /// A number that no other allocation of this process's life has (`CU_POINTER_ATTRIBUTE_BUFFER_ID`).
+    /// A number that no other allocation in this process's life has
+    /// (`CU_POINTER_ATTRIBUTE_BUFFER_ID`).
     pub allocation: u64,
 }
 
@@ -102,14 +104,14 @@ impl PointerInfo {
     }
 }
 
-/// What the process has mapped at an address: a line of `/proc/self/maps`.
+/// The process's mapping at an address: a line of `/proc/self/maps`.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct MapsEntry {
     pub(crate) is_readable: bool,
     pub(crate) name: String,
 }
 
-/// The mapping in which `address` lies. Asked only when an address is none of a device's.
+/// The mapping in which `address` lies. Looked up only when no device knows the address.
 pub(crate) fn mapping_at(address: u64) -> Option<MapsEntry> {
     let maps = std::fs::read("/proc/self/maps").ok()?;
     String::from_utf8_lossy(&maps)
@@ -131,8 +133,8 @@ pub(crate) fn mapping_of(line: &str, address: u64) -> Option<MapsEntry> {
         })
 }
 
-/// What an address is that no device knows: memory of the process, or nothing. (A driver keeps addresses reserved that
-/// nobody may read: those are no memory.)
+/// The kind of an address that no device knows: memory of the process, or none. (A driver reserves
+/// addresses that are not readable: those count as none.)
 pub(crate) fn kind_outside(address: u64) -> PointerKind {
     match mapping_at(address) {
         _ if address == 0 => PointerKind::Null,

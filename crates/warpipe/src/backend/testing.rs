@@ -1,8 +1,8 @@
 //! Wrappers over any backend for tests: they delay, fail or count its calls.
 //!
-//! All are one [`Wrapped`] backend with another [`Hook`]. A hook's word is believed, so safe code can break memory safety with
-//! one, by operations on words that are nowhere or by a device that is not what it says: this is for tests and measurements
-//! alone, behind the feature `testing`.
+//! All are one [`Wrapped`] backend with another [`Hook`]. The library trusts a hook, so safe code
+//! can break memory safety with one, by operations on invalid words or by a false device identity:
+//! this is for tests and measurements alone, behind the feature `testing`.
 
 #[cfg(test)]
 mod full_queue;
@@ -23,17 +23,17 @@ use crate::kernel::Kernel;
 #[cfg(test)]
 pub(crate) use self::full_queue::FullQueue;
 
-/// What a wrapper does before each call of the backend inside.
+/// A wrapper's behaviour before each call of the inner backend.
 pub trait Hook: Send + Sync + std::fmt::Debug {
     /// Called with the method's name before it runs; an error is returned in its place.
     fn before(&self, method: &'static str) -> Result<()>;
 
-    /// Whether a stream is to pass for one that is being captured.
+    /// Whether a stream is reported as being captured.
     fn is_capturing(&self, _stream: RawStream) -> bool {
         false
     }
 
-    /// What a batch becomes: the operations to run, after whatever the hook enqueues itself.
+    /// Changes a batch: returns the operations to run, after any that the hook enqueues itself.
     fn batch(
         &self,
         _inner: &dyn Backend,
@@ -59,7 +59,8 @@ impl<H: Hook> Wrapped<H> {
         Arc::new(Wrapped { inner, info, hook })
     }
 
-    /// The same, and says that it is another device: for who must tell two apart where there is one.
+    /// Like [`new`](Self::new), and reports another device identity, for tests that need two
+    /// devices on a machine with one.
     pub fn posing_as(inner: Arc<dyn Backend>, hook: H, id: DeviceId) -> Arc<Self> {
         let info = DeviceInfo {
             id,
@@ -110,14 +111,14 @@ pub struct Failing {
 }
 
 impl Failing {
-    /// From now on, fail call `call` (from 1) of `method`.
+    /// Fails call `call` of `method`, counted from 1 and from now on.
     pub fn aim(&self, method: &'static str, call: u64) {
         let mut aim = self.aim.lock().unwrap_or_else(PoisonError::into_inner);
         self.seen.store(0, Ordering::Relaxed);
         *aim = Some((method, call));
     }
 
-    /// Whether the aimed-at call has come.
+    /// Whether the aimed-at call has failed.
     pub fn has_struck(&self) -> bool {
         self.aim
             .lock()
@@ -141,11 +142,11 @@ impl Hook for Failing {
     }
 }
 
-/// Holds up the calls of one method, as a driver does whose launch queue is full.
+/// Blocks the calls of one method, like a driver with a full launch queue.
 #[cfg(test)]
 #[derive(Debug, Default)]
 pub(crate) struct Holding {
-    /// The method, and how many of its calls have been held up.
+    /// The method, and the number of its blocked calls.
     state: Mutex<(Option<&'static str>, usize)>,
     changed: std::sync::Condvar,
 }
@@ -158,12 +159,12 @@ impl Holding {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on, calls of `method` do not return.
+    /// From now on, calls of `method` block.
     pub(crate) fn hold(&self, method: &'static str) {
         *self.lock() = (Some(method), 0);
     }
 
-    /// Waits until `calls` calls are held up.
+    /// Waits until `calls` calls are blocked.
     pub(crate) fn wait_for(&self, calls: usize) {
         let waited = self
             .changed
@@ -174,7 +175,7 @@ impl Holding {
         );
     }
 
-    /// Lets all calls go on, now and later.
+    /// Unblocks all calls, now and later.
     pub(crate) fn unblock(&self) {
         self.lock().0 = None;
         self.changed.notify_all();
@@ -201,11 +202,11 @@ impl Hook for Holding {
     }
 }
 
-/// Makes every signal late, so that who does not wait for it reads too early. With `waits` off it also drops
-/// every wait: the negative control of a synchronisation test.
+/// Delays every signal, so that a reader that does not wait reads too early. With `waits` off it
+/// also drops every wait: the negative control of a synchronisation test.
 #[derive(Debug)]
 pub struct Delaying {
-    /// How late a signal is.
+    /// The delay of a signal.
     pub signal_late: Duration,
     /// Whether waits are enqueued at all.
     pub waits: bool,
@@ -237,7 +238,8 @@ impl Hook for Delaying {
 
 impl<H: Hook> super::sealed::Sealed for Wrapped<H> {}
 
-// SAFETY comments below: each method passes its caller's promise to the same method of the backend inside.
+// SAFETY comments below: each method passes its caller's promise to the same method of the inner
+// backend.
 impl<H: Hook> Backend for Wrapped<H> {
     fn info(&self) -> &DeviceInfo {
         &self.info

@@ -1,9 +1,11 @@
-//! Memory that a device has not taken back. **This module is marked for unsafe**: it unregisters and unmaps memory.
+//! Memory that a device has not released. **This module is marked for unsafe**: it unregisters and
+//! unmaps memory.
 //!
-//! What a driver refuses to unregister or to unmap it may still use, so it stays as it is, and is counted
-//! ([`process_stats`](crate::process_stats)). So does memory whose unregistration [would
-//! block](Backend::unregister_would_block). The reaper asks for it again with each tick. What a device had before it was
-//! reset is asked for no more: its addresses and handles may be another's by now.
+//! The driver may still use memory that it refuses to unregister or to unmap, so this memory stays
+//! as it is, and is counted ([`process_stats`](crate::process_stats)). So does memory whose
+//! unregistration [would block](Backend::unregister_would_block). The reaper retries with each
+//! tick. Memory of a device that was reset is not retried: its addresses and handles may belong to
+//! others by now.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
@@ -15,20 +17,20 @@ use super::{Backend, RawRegion};
 use crate::error::Error;
 use crate::fork::per_process::PerProcess;
 
-/// How many, and their bytes. A forked child has kept nothing.
+/// The number of such mappings and regions, and their bytes. A forked child starts at zero.
 static UNRECLAIMED: PerProcess<[AtomicU64; 2]> = PerProcess::new();
 
-/// What is to be asked for again. As many as there are mappings and regions that somebody has dropped.
+/// The retry list. It is bounded by the mappings and regions that were dropped.
 static RETRIES: PerProcess<Mutex<Retries>> = PerProcess::new();
 
 #[derive(Default)]
 struct Retries {
     list: Vec<UnreclaimedMemory>,
-    /// Rung when the first of them comes.
+    /// Called when an entry is added.
     on_due: Option<Box<dyn Fn() + Send>>,
 }
 
-/// What nobody but the device uses any more.
+/// Memory that only the device may still use.
 enum UnreclaimedMemory {
     Region(Arc<dyn Backend>, RawRegion),
     Registered(Arc<dyn Backend>, RegisteredRange),
@@ -40,16 +42,16 @@ struct RegisteredRange {
     bytes: usize,
 }
 
-// SAFETY: the address of a mapping that nobody but the list has any more.
+// SAFETY: the address of a mapping that only the list has.
 unsafe impl Send for RegisteredRange {}
 
-/// How many mappings and regions stay, and their bytes.
+/// The number of unreclaimed mappings and regions, and their bytes.
 pub(crate) fn totals() -> (u64, u64) {
     let [count, bytes] = UNRECLAIMED.get();
     (count.load(Relaxed), bytes.load(Relaxed))
 }
 
-/// Counts memory that a device did not take back.
+/// Counts memory that a device did not release.
 fn count_kept(bytes: u64) {
     let [count, all] = UNRECLAIMED.get();
     count.fetch_add(1, Relaxed);
@@ -62,11 +64,12 @@ fn count_given_back(bytes: u64) {
     all.fetch_sub(bytes, Relaxed);
 }
 
-/// [`Backend::unregister`]. True if the memory may be unmapped; else it is counted as kept, and must stay: it is unmapped
-/// here, once the device has taken it back.
+/// [`Backend::unregister`]. True if the memory may be unmapped. Else it is counted as unreclaimed
+/// and must stay: the retry unmaps it, once the device has released it.
 ///
 /// # Safety
-/// As for [`Backend::unregister`]; the memory is a mapping of its own, which the caller leaves to this if it is false.
+/// As for [`Backend::unregister`]; the memory is a mapping of its own, which the caller leaves to
+/// this if it is false.
 #[must_use]
 pub(crate) unsafe fn unregister(backend: &Arc<dyn Backend>, base: *mut u8, bytes: usize) -> bool {
     // SAFETY: the caller's promise.
@@ -94,7 +97,7 @@ pub(crate) unsafe fn release(backend: &Arc<dyn Backend>, mut region: RawRegion) 
     }
 }
 
-/// Takes over what is left of a region that is released or was never finished.
+/// Takes over the remaining part of a region that is released or was never finished.
 pub(super) fn retry_region(backend: Arc<dyn Backend>, region: RawRegion) {
     retry(UnreclaimedMemory::Region(backend, region));
 }
@@ -106,17 +109,17 @@ fn retry(memory: UnreclaimedMemory) {
     retries.on_due.iter().for_each(|on_due| on_due());
 }
 
-/// Has `on_due` called whenever there is something to be asked for again. It must not block.
+/// Sets `on_due`, called whenever the retry list gets an entry. It must not block.
 pub(crate) fn on_retry_due(on_due: impl Fn() + Send + 'static) {
     RETRIES.lock().on_due = Some(Box::new(on_due));
 }
 
-/// Whether there is anything to be asked for again.
+/// Whether the retry list has an entry.
 pub(crate) fn is_retry_due() -> bool {
     !RETRIES.lock().list.is_empty()
 }
 
-/// Asks for everything again. A driver may hold this up.
+/// Retries everything. A driver may block this.
 pub(crate) fn retry_all() {
     // Without the lock, which the reactor takes.
     let mut list = std::mem::take(&mut RETRIES.lock().list);
@@ -132,15 +135,16 @@ impl UnreclaimedMemory {
         }
     }
 
-    /// Asks once more. True if there is nothing left to ask for.
+    /// Retries once. True if nothing is left to retry.
     fn is_over(&mut self) -> bool {
         let bytes = self.bytes();
         match self {
             UnreclaimedMemory::Region(backend, region) => {
-                // SAFETY: who let it go promised that nothing uses it; what is left of it is nobody else's.
+                // SAFETY: the code that dropped it promised that nothing uses it; only this list
+                // has the rest of it.
                 match unsafe { backend.release(region) } {
                     Ok(()) => {}
-                    // Counted from now on, and for good.
+                    // Counted from now on, for the rest of the process's life.
                     Err(Error::DeviceReset { .. }) => return true,
                     Err(_) => return false,
                 }
@@ -153,7 +157,7 @@ impl UnreclaimedMemory {
                 if unsafe { backend.unregister(*base) }.is_err() {
                     return false;
                 }
-                // SAFETY: a mapping of this length, which was left to this.
+                // SAFETY: a mapping of this length, which the caller of `unregister` left here.
                 let _ = unsafe { munmap(base.cast(), *bytes) };
             }
         }
@@ -201,7 +205,8 @@ mod tests {
         (Device::from_backend(hook.clone()), hook)
     }
 
-    /// Drops `part` while the device refuses a call of `method`: it is kept, until the device takes it back.
+    /// Drops `part` while the device refuses a call of `method`: the memory stays, until the device
+    /// releases it.
     fn comes_back(
         hook: &Wrapped<Failing>,
         method: &'static str,

@@ -4,11 +4,12 @@ use std::sync::atomic::Ordering;
 
 use crate::atomic::{self, AtomicU32, AtomicU64, fence};
 
-/// A 64-bit value in shared memory that only grows, and beside it the count of CPU threads parked on it.
+/// A 64-bit value in shared memory that only grows, and beside it the count of CPU threads parked
+/// on it.
 ///
-/// On CUDA the device reads and writes `value` through the registered mapping and `parked` stays 0; on the
-/// host backend a stream that waits is a thread, which parks on the word with a futex.
-/// 16 bytes, so that the layout of a link segment does not depend on the backend.
+/// On CUDA the device reads and writes `value` through the registered mapping and `parked` stays 0.
+/// On the host backend a waiting stream is a thread, which parks on the word with a futex. The word
+/// has 16 bytes, so that the layout of a link segment does not depend on the backend.
 #[repr(C, align(16))]
 #[derive(Debug, Default)]
 pub struct TimelineWord {
@@ -19,7 +20,7 @@ pub struct TimelineWord {
 
 const _: () = assert!(size_of::<TimelineWord>() == 16);
 
-/// Attempts to bring a word up against a peer, who may write there what it likes.
+/// Attempts to raise a word while a peer may write any value there.
 const ATTEMPTS: u32 = 64;
 
 impl TimelineWord {
@@ -29,31 +30,35 @@ impl TimelineWord {
         self.value.load(Ordering::Acquire)
     }
 
-    /// Whether `value` has been reached, compared as `cuStreamWaitValue64` does with `GEQ` (signed difference).
+    /// Whether `value` has been reached, compared as `cuStreamWaitValue64` does with `GEQ` (signed
+    /// difference).
     #[inline]
     pub fn reached(&self, value: u64) -> bool {
         self.load().wrapping_sub(value) as i64 >= 0
     }
 
-    /// Whether the value is exactly `value`: what an honest writer leaves, and a scribbler hardly ever.
+    /// Whether the value is exactly `value`: an honest writer stores it, and random writes hardly
+    /// ever do.
     #[inline]
     pub(crate) fn is(&self, value: u64) -> bool {
         self.load() == value
     }
 
-    /// Stores `value` with the CPU and wakes threads parked here. Device streams see the store by themselves.
+    /// Stores `value` with the CPU and wakes threads parked here. Device streams see the store by
+    /// themselves.
     #[inline]
     pub fn store(&self, value: u64) {
-        // Pairs with the fence in `park`: in the one order of this exchange, that fence and the look at `parked`, either
-        // we see the parked thread, or it sees the value. An exchange, because it is cheaper than a store and a fence.
+        // Pairs with the fence in `park`: in the total order of this exchange and that fence,
+        // either this thread sees the parked thread, or the parked thread sees the value. An
+        // exchange is cheaper than a store and a fence.
         self.value.swap(value, Ordering::SeqCst);
         if self.parked.load(Ordering::SeqCst) != 0 {
             self.wake();
         }
     }
 
-    /// Stores `value` with the CPU if the word is exactly at `from`, so that of several who store what a dead process
-    /// owes none takes the word back behind what has come since.
+    /// Stores `value` with the CPU if the word is exactly at `from`. When several processes
+    /// complete a dead process's signals, none sets the word back behind a later value.
     pub(crate) fn advance(&self, from: u64, value: u64) {
         let is_done = self
             .value
@@ -64,7 +69,8 @@ impl TimelineWord {
         }
     }
 
-    /// Stores `value` with the CPU unless the word has come further: never takes it back, whoever else writes it.
+    /// Stores `value` with the CPU unless the word is past it: it never sets the word back, whoever
+    /// else writes it.
     pub(crate) fn bring_up(&self, value: u64) {
         for _ in 0..ATTEMPTS {
             let found = self.load();

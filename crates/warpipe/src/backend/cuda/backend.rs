@@ -1,8 +1,8 @@
-//! The seam's implementation: what a device is, how its context is entered, and which part does what.
+//! The CUDA implementation of [`Backend`]: opening a device, entering its context, and the calls to
+//! the other parts.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashSet};
-use std::ffi::c_uint;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,18 +10,19 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use super::broadcast::Broadcast;
-use super::fault::{self, Fault};
+use super::context::{Current, Relaxed, enter, make_current};
+use super::device::{check_abilities, describe, driver, find};
+use super::fault::Fault;
 use super::gather::Gather;
 use super::kernels::Kernels;
 use super::legacy::{EVENTS, IpcHandleTable};
 use super::memory::allocation;
-use super::shutdown_gate::{self, DriverGuard};
 use super::staging::Staging;
-use super::sys::{self, CUcontext, CUdevice, CUresult, Driver};
-use super::waits;
+use super::sys::{CUcontext, CUdevice, CUresult, Driver};
+use super::{shutdown_gate, waits};
 use crate::backend::{
-    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent,
-    RawRegion, RawStream, Rows, StreamOp, TimelineWord,
+    Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
+    RawStream, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
@@ -34,7 +35,7 @@ pub struct CudaBackend {
     pub(super) driver: &'static Driver,
     pub(super) device: CUdevice,
     context: CUcontext,
-    /// `None` for a driver that counts none.
+    /// `None` for a driver that does not number contexts.
     context_id: Option<u64>,
     /// The context is known to have been reset.
     is_reset: AtomicBool,
@@ -45,126 +46,45 @@ pub struct CudaBackend {
     pub(super) broadcast: Broadcast,
     pub(super) gather: Gather,
     pub(super) staging: Staging,
-    /// Bytes of regions and plain memory given out and not yet released.
+    /// Bytes of regions and legacy memory that are allocated and not yet released.
     pub(super) held: AtomicU64,
     pub(super) ipc_handles: IpcHandleTable,
     pub(super) stuck: Mutex<HashSet<usize>>,
     pub(super) me: Weak<CudaBackend>,
 }
 
-/// The devices opened so far, by ordinal: one context, one set of modules, for the life of the process.
+/// The devices opened so far, by ordinal: one context, one set of modules, for the life of the
+/// process.
 static OPENED: PerProcess<Mutex<BTreeMap<u32, Arc<CudaBackend>>>> = PerProcess::new();
 
 thread_local! {
-    /// The context that was current on this thread, of itself, when it was last asked whether a stream is captured; null
-    /// if it was another one. See [`Backend::batch_at_once`].
+    /// The context that was current on this thread, without a push, at its last capture query; null
+    /// for another context. See [`Backend::batch_at_once`].
     static FOUND_CURRENT: Cell<CUcontext> = const { Cell::new(CUcontext(ptr::null_mut())) };
 }
 
-/// Codes with which a driver answers to handles of a context that is there no more.
+/// Codes with which a driver answers to handles of a destroyed context.
 const STALE: [CUresult; 3] = [
     CUresult::INVALID_CONTEXT,
     CUresult::INVALID_HANDLE,
     CUresult::CONTEXT_IS_DESTROYED,
 ];
 
-/// How often it is tried to put the caller's context back.
-const POP_TRIES: u32 = 3;
-
-/// How long an MPS server may be not ready.
-const MPS_PATIENCE: Duration = Duration::from_secs(5);
-
-/// Loads and initialises the driver: `cuInit`, which returns at once when it has been called before. The caller is
-/// inside.
-fn driver() -> Result<&'static Driver> {
-    let driver = sys::driver().map_err(|reason| Error::NoDriver {
-        searched: sys::LIBRARY_NAMES.join(", "),
-        reason: reason.to_owned(),
-    })?;
-    if fault::forked() {
-        return Err(Error::Forked);
-    }
-    init(driver).map_err(fault::init_error)?;
-    fault::remember_process();
-    close_at_exit()?;
-    Ok(driver)
-}
-
-/// Once for a process; two threads that come at once both do, before either goes on.
-fn close_at_exit() -> Result<()> {
-    static IS_DONE: AtomicBool = AtomicBool::new(false);
-    if !IS_DONE.load(Ordering::Acquire) {
-        shutdown_gate::close_before_the_driver()?;
-        IS_DONE.store(true, Ordering::Release);
-    }
-    Ok(())
-}
-
-/// `cuInit`. An MPS server that has lost a client takes a moment before it takes the next one: it is asked again.
-fn init(driver: &Driver) -> Result<(), fault::Fault> {
-    let start = Instant::now();
-    let mut backoff = Backoff::default();
-    loop {
-        match driver.init() {
-            Err(fault)
-                if fault.is(&[CUresult::MPS_SERVER_NOT_READY])
-                    && start.elapsed() < MPS_PATIENCE =>
-            {
-                shutdown_gate::leave_if_ending();
-                backoff.pause();
-            }
-            other => return other,
-        }
-    }
-}
-
-/// `cuDeviceGetCount`: how many GPUs this process may use (`CUDA_VISIBLE_DEVICES` is honoured by the driver).
-///
-/// # Errors
-/// [`Error::NoDriver`], [`Error::DevicePermission`], [`Error::NoDevice`], [`Error::Driver`].
-pub fn device_count() -> Result<u32> {
-    let _guard = shutdown_gate::enter();
-    Ok(driver()?.device_count()?)
-}
-
-/// `cuDeviceGetUuid`: the identity of the GPU with this ordinal.
-///
-/// # Errors
-/// As for [`device_count`], and [`Error::NoSuchDevice`].
-pub fn device_uuid(ordinal: u32) -> Result<[u8; 16]> {
-    let _guard = shutdown_gate::enter();
-    let driver = driver()?;
-    Ok(driver.device_uuid(find(driver, ordinal)?)?)
-}
-
-/// `cuDeviceGet`, with an error that says how many there are.
-fn find(driver: &Driver, ordinal: u32) -> Result<CUdevice> {
-    let count = driver.device_count()?;
-    if count == 0 {
-        return Err(fault::no_device());
-    }
-    if ordinal >= count {
-        return Err(Error::NoSuchDevice {
-            wanted: format!("with ordinal {ordinal}"),
-            available: format!("{count} visible GPUs, ordinals from 0"),
-        });
-    }
-    Ok(driver.device(ordinal)?)
-}
-
 impl CudaBackend {
-    /// `cuDevicePrimaryCtxRetain`: the GPU with this ordinal. Opening it again gives the same backend.
+    /// `cuDevicePrimaryCtxRetain`: the GPU with this ordinal. Opening it again gives the same
+    /// backend.
     ///
     /// # Errors
-    /// [`Error::NoDriver`], [`Error::DriverSymbol`], [`Error::DevicePermission`], [`Error::NoDevice`],
-    /// [`Error::NoSuchDevice`], [`Error::Driver`], and [`Error::Forked`] in a child of a process that used CUDA.
+    /// [`Error::NoDriver`], [`Error::DriverSymbol`], [`Error::DevicePermission`],
+    /// [`Error::NoDevice`], [`Error::NoSuchDevice`], [`Error::Driver`], and [`Error::Forked`] in a
+    /// child of a process that used CUDA.
     pub fn open(ordinal: u32) -> Result<Arc<dyn Backend>> {
         Ok(Self::opened(ordinal)?)
     }
 
-    /// [`open`](Self::open), as what it is.
+    /// [`open`](Self::open), with the concrete type.
     pub(super) fn opened(ordinal: u32) -> Result<Arc<CudaBackend>> {
-        // Before the lock is taken, so that nobody stays out with it.
+        // Before the lock, so that no thread parks while it holds the lock.
         let _guard = shutdown_gate::enter();
         let driver = driver()?;
         let mut opened = OPENED.lock();
@@ -182,7 +102,8 @@ impl CudaBackend {
             let _ = driver.primary_context_release(device);
         })?;
         if had_one {
-            // A reset leaves the retains as they are: that of the backend before is given up now that there is another.
+            // A reset leaves the retain counts as they are: the previous backend's retain is
+            // released now that a new one exists.
             let _ = driver.primary_context_release(device);
         }
         let backend = Arc::new_cyclic(|me| CudaBackend {
@@ -232,11 +153,12 @@ impl CudaBackend {
         })
     }
 
-    /// Makes the device's context current on this thread until the result is dropped, for any call. A stream that
-    /// another thread captures is not disturbed by it: see [`Relaxed`].
+    /// Makes the device's context current on this thread until the result is dropped, for any call.
+    /// It does not disturb a stream that another thread captures: see [`Relaxed`].
     ///
     /// # Errors
-    /// [`Error::DeviceReset`]: the handles and addresses of a context that was reset may be another's in the next one.
+    /// [`Error::DeviceReset`]: the handles and addresses of a reset context may belong to others in
+    /// the next one.
     pub(super) fn enter(&self) -> Result<Current> {
         let _guard = shutdown_gate::enter();
         if self.is_gone() {
@@ -245,8 +167,9 @@ impl CudaBackend {
         enter(self.driver, self.context)
     }
 
-    /// The same, for calls that only give a stream work: those harm no capture, and are too many for [`Relaxed`] and to
-    /// ask whether the context is still the one that was retained. If it is known not to be, that is an error here, too.
+    /// Like [`enter`](Self::enter), for calls that only enqueue work. Those disturb no capture, and
+    /// are too frequent for [`Relaxed`] and for a check that the retained context still exists. A
+    /// known reset is an error here, too.
     #[inline]
     pub(super) fn enter_to_enqueue(&self) -> Result<Current> {
         if self.is_reset.load(Ordering::Relaxed) {
@@ -255,7 +178,8 @@ impl CudaBackend {
         make_current(self.driver, self.context).map_err(|error| self.explain(error))
     }
 
-    /// [`enter`](Self::enter), for what gives something back: `None` if that went with the context.
+    /// [`enter`](Self::enter), for calls that release: `None` if the resource went with the
+    /// context.
     pub(super) fn enter_unless_gone(&self) -> Result<Option<Current>> {
         match self.enter() {
             Err(Error::DeviceReset { .. }) => Ok(None),
@@ -270,11 +194,12 @@ impl CudaBackend {
         }
     }
 
-    /// Whether the device was reset since this was opened. A context that cannot be asked about counts as there. The
-    /// caller is inside.
+    /// Whether the device was reset since this was opened. A context that cannot be queried counts
+    /// as present. The caller is inside the gate.
     fn is_gone(&self) -> bool {
         let is_another = || {
-            // SAFETY: the primary context is active, and has one handle for the life of the process.
+            // SAFETY: the primary context is active, and has one handle for the life of the
+            // process.
             let now = unsafe { self.driver.context_id(self.context) }.ok();
             self.context_id
                 .is_some_and(|before| now.is_some_and(|now| now != before))
@@ -290,7 +215,7 @@ impl CudaBackend {
         is_gone
     }
 
-    /// What an error means if the device was reset.
+    /// Replaces an error if the device was reset.
     #[cold]
     fn explain(&self, error: Error) -> Error {
         let _guard = shutdown_gate::enter();
@@ -301,126 +226,6 @@ impl CudaBackend {
             other => other,
         }
     }
-}
-
-/// While it lives, this thread's calls disturb no stream capture (`cuThreadExchangeStreamCaptureMode`).
-///
-/// In the mode that every thread begins with, a call that the driver counts as unsafe (`cuEventQuery`,
-/// `cuMemHostRegister`, an allocation) fails while any thread captures in global mode, *and invalidates that capture*. The
-/// library makes such calls at times that no user chooses, on its own threads and inside of calls like
-/// `Subscriber::build`; they concern no stream that is captured, so the relaxed mode is right for them.
-#[derive(Debug)]
-struct Relaxed {
-    driver: &'static Driver,
-    /// `None` for a driver without captures.
-    previous: Option<c_uint>,
-}
-
-impl Relaxed {
-    fn new(driver: &'static Driver) -> Relaxed {
-        Relaxed {
-            driver,
-            previous: driver
-                .exchange_capture_mode(sys::STREAM_CAPTURE_MODE_RELAXED)
-                .ok(),
-        }
-    }
-}
-
-impl Drop for Relaxed {
-    fn drop(&mut self) {
-        // Not if it was the user's mode already: then there is nothing to put back.
-        if let Some(mode) = self
-            .previous
-            .filter(|&mode| mode != sys::STREAM_CAPTURE_MODE_RELAXED)
-        {
-            let _ = self.driver.exchange_capture_mode(mode);
-        }
-    }
-}
-
-/// While it lives, a context is current on this thread; then the caller's is again.
-#[derive(Debug)]
-pub(super) struct Current {
-    driver: &'static Driver,
-    pushed: bool,
-    /// Dropped after the context has been put back, and before this thread is outside.
-    relaxed: Option<Relaxed>,
-    _guard: DriverGuard,
-}
-
-fn enter(driver: &'static Driver, context: CUcontext) -> Result<Current> {
-    let mut current = make_current(driver, context)?;
-    current.relaxed = Some(Relaxed::new(driver));
-    Ok(current)
-}
-
-#[inline]
-fn make_current(driver: &'static Driver, context: CUcontext) -> Result<Current> {
-    let guard = shutdown_gate::enter();
-    // Mostly it is the current one already, and asking is far cheaper than a push and a pop.
-    let pushed = driver.context_current()? != context;
-    if pushed {
-        // SAFETY: the context is retained for the life of the process.
-        unsafe { driver.context_push(context) }?;
-    }
-    Ok(Current {
-        driver,
-        pushed,
-        relaxed: None,
-        _guard: guard,
-    })
-}
-
-impl Drop for Current {
-    #[inline]
-    fn drop(&mut self) {
-        // A refusal must not leave the caller with another context than before.
-        let _ = self.pushed && (0..POP_TRIES).any(|_| self.driver.context_pop().is_ok());
-    }
-}
-
-fn describe(driver: &Driver, device: CUdevice, ordinal: u32) -> Result<DeviceInfo> {
-    let id = DeviceId {
-        kind: DeviceKind::Cuda,
-        uuid: driver.device_uuid(device)?,
-    };
-    Ok(DeviceInfo {
-        id,
-        ordinal,
-        name: driver.device_name(device)?,
-        memory_bytes: driver.device_memory(device)?,
-    })
-}
-
-/// Everything here rests on these three; a GPU without one is refused by name when it is opened.
-fn check_abilities(driver: &Driver, device: CUdevice) -> Result<()> {
-    let needed = [
-        (
-            sys::DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
-            "virtual memory management",
-        ),
-        (
-            sys::DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
-            "memory shared as file descriptors",
-        ),
-        (
-            sys::DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS,
-            "64-bit stream memory operations",
-        ),
-    ];
-    for (attribute, ability) in needed {
-        if driver.device_attribute(device, attribute)? == 0 {
-            return Err(Error::Driver {
-                call: "cuDeviceGetAttribute",
-                code: CUresult::NOT_SUPPORTED.0,
-                name: "CUDA_ERROR_NOT_SUPPORTED".into(),
-                message: format!("this GPU or its driver has no {ability}"),
-                next: "; use another GPU, a newer driver, or Device::host()",
-            });
-        }
-    }
-    Ok(())
 }
 
 impl crate::backend::sealed::Sealed for CudaBackend {}
@@ -500,7 +305,7 @@ impl Backend for CudaBackend {
             return unsafe { self.batch(stream, ops) };
         }
         let _guard = shutdown_gate::enter();
-        // SAFETY: the caller's promise; the context is current still.
+        // SAFETY: the caller's promise; the context is still current.
         unsafe { self.enqueue_inside(stream.0, ops) }.map_err(|error| self.explain(error))
     }
 
@@ -574,7 +379,7 @@ impl Backend for CudaBackend {
         });
         // SAFETY: the caller's promise.
         match unsafe { self.driver.stream_is_capturing(stream.0) } {
-            // A driver that cannot capture.
+            // A driver without stream capture.
             Err(Fault::Symbol(_)) => Ok(false),
             answer => answer.map_err(|fault| self.explain(fault.into())),
         }

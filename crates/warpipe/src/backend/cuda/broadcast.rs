@@ -1,7 +1,7 @@
 //! Many signals in one launch: a kernel that stores up to 64 words at once.
 //!
-//! A stream's memory operations run one after another: a batch of 64 words takes an H200 45 us, the kernel 4 us. Its
-//! threads store side by side, each behind a fence at system scope.
+//! A stream's memory operations run one after another: a batch of 64 words takes an H200 45 us, the
+//! kernel 4 us. Its threads store in parallel, each behind a fence at system scope.
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
@@ -45,7 +45,8 @@ pub(super) struct Broadcast {
 }
 
 impl Broadcast {
-    /// Loads the kernel and launches it once without words, as [`load_resident`] says. The context is current.
+    /// Loads the kernel and launches it once without words, see [`load_resident`]. The context is
+    /// current.
     pub fn load(driver: &Driver) -> Result<Broadcast> {
         load_resident(driver, PTX, c"warpipe_broadcast", |function, stream| {
             // SAFETY: no words, and the stream is live.
@@ -75,8 +76,8 @@ impl Broadcast {
             }
         }
         let mut parameters = [ptr::from_mut(&mut list).cast::<c_void>()];
-        // SAFETY: the kernel takes this one structure by value and looks at `count` of its pairs, whose words
-        // the caller vouches for.
+        // SAFETY: the kernel takes this one structure by value and reads `count` of its pairs,
+        // whose words the caller vouches for.
         unsafe { driver.launch(self.function, 1, WORDS_MAX as u32, stream, &mut parameters) }
     }
 }

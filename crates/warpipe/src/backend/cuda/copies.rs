@@ -1,9 +1,11 @@
-//! Copies between the device and the host. **This module is marked for unsafe**: it copies by address.
+//! Copies between the device and the host. **This module is marked for unsafe**: it copies by
+//! address.
 //!
-//! `cuMemcpyHtoDAsync` from pageable memory may wait in the driver until the stream has come to it, and
-//! `cuMemcpyDtoHAsync` always does. A stream may stand still until somebody signals, perhaps the very thread that calls;
-//! and no time limit reaches into the driver. So what is copied on a stream that has work goes through page-locked memory
-//! of ours ([`staging`](super::staging)), which the driver only enqueues.
+//! `cuMemcpyHtoDAsync` from pageable memory may block in the driver until the stream reaches it,
+//! and `cuMemcpyDtoHAsync` always does. A stream may be blocked until a signal comes, perhaps from
+//! the calling thread; and no time limit applies inside the driver. So a copy on a stream with work
+//! goes through page-locked memory of this library ([`staging`](super::staging)), which the driver
+//! only enqueues.
 
 use std::collections::VecDeque;
 use std::ptr;
@@ -16,10 +18,10 @@ use super::sys::{CUdeviceptr, CUstream};
 use crate::error::{Error, Result};
 use crate::stream::Backoff;
 
-/// Pieces of one download that are under way at once.
+/// Pieces of one download that are in progress at once.
 const WINDOW: usize = 4;
 
-/// How long a copy waits for room, or for the stream's earlier work.
+/// The limit for a copy's wait for staging memory, or for the stream's earlier work.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A limited wait.
@@ -86,14 +88,16 @@ impl CudaBackend {
         }
     }
 
-    /// On a stream that has nothing to wait for.
+    /// Uploads on a stream that has no work.
     ///
     /// # Safety
     /// As for `upload_bytes`; the context is current.
     unsafe fn upload_at_once(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8]) -> Result<()> {
-        // The driver stages pageable memory before it returns, but reads page-locked memory when the stream gets there.
+        // The driver stages pageable memory before it returns, but reads page-locked memory when
+        // the stream reaches the copy.
         let late = self.driver.is_registered_host(src.as_ptr())?;
-        // SAFETY: the caller's promise on `dst`; `src` is read before this function returns, see below.
+        // SAFETY: the caller's promise on `dst`; `src` is read before this function returns, see
+        // below.
         unsafe {
             self.driver
                 .upload_async(dst, src.as_ptr(), src.len(), stream)
@@ -118,7 +122,8 @@ impl CudaBackend {
         for (bytes, piece) in src.chunks(lease.piece_bytes).zip(&lease.pieces) {
             // SAFETY: the piece is this lease's alone and at least as long.
             unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), piece.place, bytes.len()) };
-            // SAFETY: the caller's promise on `dst`; the piece stays as it is until the word is written behind the copy.
+            // SAFETY: the caller's promise on `dst`; the piece stays as it is until the word is
+            // written behind the copy.
             copied = unsafe {
                 self.driver
                     .upload_async(at, piece.place, bytes.len(), stream)
@@ -128,8 +133,8 @@ impl CudaBackend {
             }
             at += bytes.len() as u64;
         }
-        // Also behind a failure: the pieces before it are under way.
-        // SAFETY: the word is never unmapped.
+        // Also behind a failure: the earlier pieces are in progress. SAFETY: the word is never
+        // unmapped.
         let signalled = unsafe {
             self.driver
                 .stream_write_value(stream, lease.word_ptr, lease.value)
@@ -160,7 +165,8 @@ impl CudaBackend {
         outcome
     }
 
-    /// Into page-locked memory, which the device itself writes: a second copy would take longer than the first.
+    /// Downloads into page-locked memory, which the device itself writes: a second copy would take
+    /// longer than the first.
     ///
     /// # Safety
     /// As for `download_bytes`; the context is current.
@@ -170,12 +176,13 @@ impl CudaBackend {
         dst: &mut [u8],
         src: CUdeviceptr,
     ) -> Result<()> {
-        // The limit is on the work before the copy. Once that is enqueued nobody may have `dst` back before it is done:
-        // it is waited for as long as it takes, which is the bus's time, unless another thread of the caller's makes the
-        // stream wait in this very moment.
-        // SAFETY: the stream is the caller's.
+        // The limit is on the work before the copy. Once the copy is enqueued `dst` must stay
+        // borrowed until it is done, so that wait has no limit. It takes the bus's time, unless
+        // another thread of the caller's makes the stream wait at this very moment. SAFETY: the
+        // stream is the caller's.
         unsafe { self.wait_for_copy(stream) }?;
-        // SAFETY: the caller's promise on `src`; `dst` is borrowed until the copy is done, see below.
+        // SAFETY: the caller's promise on `src`; `dst` is borrowed until the copy is done, see
+        // below.
         unsafe {
             self.driver
                 .download_async(dst.as_mut_ptr(), src, dst.len(), stream)
@@ -189,7 +196,8 @@ impl CudaBackend {
         }
     }
 
-    /// What is in `window` in the end is under way still.
+    /// Downloads through staging pieces. The pieces that remain in `window` at the end are still in
+    /// progress.
     ///
     /// # Safety
     /// As for `download_bytes`; the context is current.
@@ -215,7 +223,8 @@ impl CudaBackend {
                     None => wait.pause(|| "page-locked memory for a copy to the host".into())?,
                 }
             };
-            // SAFETY: the caller's promise on `src`; the one piece is this lease's alone, as long, and stays.
+            // SAFETY: the caller's promise on `src`; the one piece is this lease's alone, as long,
+            // and stays.
             let copied = unsafe {
                 self.driver
                     .download_async(lease.pieces[0].place, src, bytes.len(), stream)
@@ -267,8 +276,8 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Waits until what the stream has now is done. By an event and not by the stream's own state: another
-    /// thread may keep the stream busy.
+    /// Waits until the stream's present work is done. It uses an event and not the stream's own
+    /// state: another thread may keep the stream busy.
     ///
     /// # Safety
     /// The stream is live, the context current.

@@ -1,4 +1,4 @@
-//! What the driver's status codes mean: from a [`Fault`] of one call to a typed [`Error`] with a next step.
+//! The driver's status codes: from a [`Fault`] of one call to a typed [`Error`] with a next step.
 
 use std::ffi::{CStr, c_char};
 use std::io;
@@ -10,13 +10,13 @@ use super::shutdown_gate;
 use super::sys::{self, CUresult};
 use crate::error::Error;
 
-/// A driver call that failed. Small and without a heap, so that a caller can look at the code and choose the
-/// fitting [`Error`]; `?` makes the general one.
+/// A driver call that failed. Small and without a heap allocation, so that a caller can match the
+/// code and choose the fitting [`Error`]; `?` makes the general one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
     /// The driver has no such function.
     Symbol(&'static str),
-    /// The function returned something else than success.
+    /// The function returned a status other than success.
     Call { call: &'static str, code: CUresult },
 }
 
@@ -26,7 +26,8 @@ impl Fault {
         matches!(self, Fault::Call { code, .. } if codes.contains(code))
     }
 
-    /// For messages that have their own variant: call and name, for example `cuMemMap: CUDA_ERROR_NOT_SUPPORTED`.
+    /// For messages that have their own variant: call and name, for example `cuMemMap:
+    /// CUDA_ERROR_NOT_SUPPORTED`.
     pub fn words(&self) -> String {
         match self {
             Fault::Symbol(symbol) => format!("the driver lacks {symbol}"),
@@ -34,7 +35,7 @@ impl Fault {
         }
     }
 
-    /// The general error, with more to say than the code's own text.
+    /// The general error, with details beyond the code's own text.
     pub fn with_detail(self, detail: &str) -> Error {
         let mut error = Error::from(self);
         if let Error::Driver { message, .. } = &mut error
@@ -75,7 +76,7 @@ impl From<Fault> for Error {
     }
 }
 
-/// The error of a `cuInit` that failed with `fault`: missing permission shows as any of several codes.
+/// The error of a `cuInit` that failed with `fault`: several codes can mean a missing permission.
 pub(super) fn init_error(fault: Fault) -> Error {
     for path in ["/dev/nvidiactl", "/dev/nvidia0"] {
         if let Some(error) = permission_error(Path::new(path)) {
@@ -100,7 +101,7 @@ fn permission_error(path: &Path) -> Option<Error> {
     }
 }
 
-/// [`Error::NoDevice`], with the value of `CUDA_VISIBLE_DEVICES` if that is what may hide the GPUs.
+/// [`Error::NoDevice`], with the value of `CUDA_VISIBLE_DEVICES` if that may hide the GPUs.
 pub(super) fn no_device() -> Error {
     let hint = match std::env::var_os("CUDA_VISIBLE_DEVICES") {
         Some(value) => format!(" (CUDA_VISIBLE_DEVICES is {value:?})"),
@@ -109,10 +110,11 @@ pub(super) fn no_device() -> Error {
     Error::NoDevice { hint }
 }
 
-/// 0 before there is one. Inherited by purpose.
+/// 0 before the driver is initialised. A child inherits it on purpose.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
-/// Remembers the process in which the driver was initialised, which is the only one that may use it.
+/// Remembers the process in which the driver was initialised, which is the only one that may use
+/// it.
 pub(super) fn remember_process() {
     let _ = PROCESS.compare_exchange(0, std::process::id(), Relaxed, Relaxed);
 }
@@ -144,7 +146,8 @@ fn look_up(lookup: Option<sys::signature::cuGetErrorName>, code: CUresult) -> Op
     if found != CUresult::SUCCESS || text.is_null() {
         return None;
     }
-    // SAFETY: not null after success, so a NUL-terminated string of the library, which is never unloaded.
+    // SAFETY: not null after success, so a NUL-terminated string of the library, which is never
+    // unloaded.
     Some(
         unsafe { CStr::from_ptr(text) }
             .to_string_lossy()
@@ -158,7 +161,7 @@ fn is_capture_code(code: i32) -> bool {
         .contains(&code)
 }
 
-/// What to do about a code, where there is something to do.
+/// The next step for a code, if there is one.
 fn next(code: CUresult) -> &'static str {
     match code {
         CUresult::STUB_LIBRARY => {

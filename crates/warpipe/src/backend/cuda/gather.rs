@@ -1,5 +1,5 @@
-//! Copies between tensors that lie differently, each as one piece of work of its stream: a copy of the driver where the
-//! rows are long and fit its three dimensions, else a kernel.
+//! Copies between tensors of different layouts, each as one operation of its stream: a driver copy
+//! if the rows are long and fit its three dimensions, else a kernel.
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
@@ -18,10 +18,11 @@ const PTX: &CStr =
         Err(_) => panic!("gather.ptx has a NUL inside"),
     };
 
-/// Rows from this length on go by the driver's own copy (`python -m warpipe.bench.gather` measures both).
+/// The shortest rows that the driver's own copy handles (`python -m warpipe.bench.gather` measures
+/// both).
 const DRIVERS_ROW_MIN: u64 = 512;
 
-/// The largest step from row to row that every driver takes (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`).
+/// The largest step between rows that every driver accepts (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`).
 const PITCH_MAX: i64 = i32::MAX as i64;
 
 /// A row of more than one unit is an axis, too.
@@ -91,7 +92,8 @@ pub(super) struct Gather {
 }
 
 impl Gather {
-    /// Loads the kernel and launches it once without work, as [`load_resident`] says. The context is current.
+    /// Loads the kernel and launches it once without work, see [`load_resident`]. The context is
+    /// current.
     pub fn load(driver: &Driver) -> Result<Gather> {
         load_resident(driver, PTX, c"warpipe_gather", |function, stream| {
             // SAFETY: no units, and the stream is live.
@@ -119,7 +121,8 @@ impl Gather {
     ) -> Result<(), Fault> {
         let blocks = work.units.div_ceil(u64::from(THREADS)).clamp(1, BLOCKS_MAX) as u32;
         let mut parameters = [ptr::from_mut(&mut work).cast::<c_void>()];
-        // SAFETY: the kernel takes this one structure by value; the caller vouches for what it names.
+        // SAFETY: the kernel takes this one structure by value; the caller vouches for what it
+        // names.
         unsafe { driver.launch(self.function, blocks, THREADS, stream, &mut parameters) }
     }
 }
@@ -150,7 +153,7 @@ impl CudaBackend {
     }
 }
 
-/// The rows as the driver's copy of a box takes them, if it does and they are long enough.
+/// The rows as a parameter of the driver's box copy, if it accepts them and they are long enough.
 fn boxed(rows: &Rows) -> Option<CUDA_MEMCPY3D> {
     let alone = Axis {
         length: 1,
@@ -185,7 +188,8 @@ fn boxed(rows: &Rows) -> Option<CUDA_MEMCPY3D> {
     })
 }
 
-/// How far apart the rows of one side are, and how many of them a slice is; if the driver can be told that.
+/// The distance between the rows of one side, and the number of rows in a slice; `None` if the
+/// driver cannot express that.
 fn pitch(rows: &Rows, row: Axis, slice: Axis, stride: fn(&Axis) -> i64) -> Option<(usize, usize)> {
     let pitch = stride(&row);
     if pitch < rows.bytes() as i64 || pitch > PITCH_MAX {

@@ -1,4 +1,5 @@
-//! Modules and functions, loaded once: the PTX of a [`Kernel`] is compiled by the driver when it is first needed.
+//! Modules and functions, loaded once: the driver compiles the PTX of a [`Kernel`] when it is first
+//! needed.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
@@ -11,11 +12,11 @@ use super::sys::{CUfunction, CUmodule, CUstream, Driver};
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
 
-/// The most arguments a kernel may take: their addresses stand in an array on the launching thread's stack.
+/// The most arguments of a kernel: their addresses are in an array on the launching thread's stack.
 const ARGUMENTS_MAX: usize = 32;
 
-/// What has been loaded into a context. Texts and names are `'static`, so their addresses are their identity
-/// and no launch compares a string.
+/// The functions loaded into a context. Texts and names are `'static`, so their addresses are their
+/// identity and no launch compares a string.
 #[derive(Debug, Default)]
 pub(super) struct Kernels {
     functions: RwLock<HashMap<(usize, usize), CUfunction>>,
@@ -72,8 +73,8 @@ fn load_module(driver: &Driver, ptx: &CStr) -> Result<CUmodule> {
         .map_err(|(fault, log)| fault.with_detail(&log))
 }
 
-/// Looks a function up and makes it resident: under lazy loading its first launch would otherwise load it, and
-/// loading can wait for a stream that itself waits.
+/// Looks up a function and makes it resident: under lazy loading its first launch would otherwise
+/// load it, and loading can wait for a stream that itself waits.
 fn load_function(driver: &Driver, module: CUmodule, name: &CStr) -> Result<CUfunction> {
     // SAFETY: the module is loaded, and modules are never unloaded.
     let function = unsafe { driver.module_function(module, name) }
@@ -83,8 +84,9 @@ fn load_function(driver: &Driver, module: CUmodule, name: &CStr) -> Result<CUfun
     Ok(function)
 }
 
-/// Loads a kernel of the library's own and launches it once, so that no later launch has anything to load; on a stream of
-/// its own, since the default stream would wait for whatever else the program runs. The context is current.
+/// Loads a kernel of this library and launches it once, so that no later launch loads code. The
+/// launch uses its own stream, since the default stream would wait for other work of the program.
+/// The context is current.
 pub(super) fn load_resident(
     driver: &Driver,
     ptx: &CStr,
@@ -139,8 +141,8 @@ impl CudaBackend {
         for (parameter, argument) in parameters.iter_mut().zip(args) {
             *parameter = ptr::from_ref(argument).cast_mut().cast();
         }
-        // SAFETY: all parameters of a kernel are 64 bits wide, each pointer leads to such a value, and the
-        // driver only reads them; that they are the ones the kernel takes is the caller's promise.
+        // SAFETY: all parameters of a kernel are 64 bits wide, each pointer is to such a value, and
+        // the driver only reads them; the caller promises that they are the kernel's parameters.
         unsafe {
             self.driver
                 .launch(function, grid, block, stream, &mut parameters)

@@ -1,5 +1,4 @@
-//! What another allocator made, and what the driver's older IPC shares: plain memory, legacy handles, interprocess
-//! events.
+//! Memory of other allocators, and the driver's older IPC: legacy handles and interprocess events.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -15,7 +14,7 @@ use crate::backend::{
 use crate::error::{Error, LegacyFault, Result};
 use crate::fork::per_process::PerProcess;
 
-/// Codes with which the driver refuses a handle's bytes, or what they name.
+/// Codes with which the driver refuses a handle.
 const REFUSED: [CUresult; 7] = [
     CUresult::INVALID_VALUE,
     CUresult::INVALID_DEVICE,
@@ -26,10 +25,10 @@ const REFUSED: [CUresult; 7] = [
     CUresult::UNKNOWN,
 ];
 
-/// Codes with which the driver says that it has no interprocess event left.
+/// Codes with which the driver reports that no interprocess event is left.
 const NO_EVENT_LEFT: [CUresult; 2] = [CUresult::OUT_OF_MEMORY, CUresult::MAP_FAILED];
 
-/// What is counted of plain memory, by its base: bytes, and how often it is open.
+/// Legacy memory by its base: its bytes, and how often it is open.
 #[derive(Debug, Default)]
 pub(super) struct IpcHandleTable {
     allocated: Mutex<HashMap<CUdeviceptr, u64>>,
@@ -64,7 +63,7 @@ impl CudaBackend {
     /// As for [`crate::backend::Backend::free_plain`].
     pub(super) unsafe fn free_legacy(&self, base: CUdeviceptr) -> Result<()> {
         let current = self.enter_unless_gone()?;
-        // Before the driver can give the address to somebody else.
+        // Before the driver can give the address to another allocation.
         let bytes = lock(&self.ipc_handles.allocated).remove(&base).unwrap_or(0);
         self.held.fetch_sub(bytes, Ordering::Relaxed);
         if current.is_none() {
@@ -107,7 +106,7 @@ impl CudaBackend {
         }) else {
             return Ok(kind_outside(ptr));
         };
-        // Managed memory says that it is of the host or of the device, as it likes: so this comes first.
+        // Managed memory may report itself as host or as device memory, so this check comes first.
         if driver.pointer_is_managed(ptr)? {
             return Ok(PointerKind::Managed);
         }
@@ -172,12 +171,12 @@ impl CudaBackend {
         Ok(base)
     }
 
-    /// That the allocation is as long as the handle says, where the driver knows how long it is.
+    /// Checks that the allocation is as long as the handle says, where the driver knows its length.
     fn check_length(&self, base: CUdeviceptr, bytes: u64) -> Result<()> {
         let Ok((start, allocation)) = self.driver.address_range(base) else {
             return Ok(());
         };
-        // Behind the base; a driver that puts the base outside of its own range leaves nothing.
+        // The bytes behind the base; a driver that puts the base outside its own range leaves none.
         let left = base
             .checked_sub(start)
             .and_then(|offset| allocation.checked_sub(offset))
@@ -210,7 +209,7 @@ impl CudaBackend {
         }
     }
 
-    /// Whether this process may use the device at all.
+    /// Whether this process may use the device.
     fn sees(&self, device: DeviceId) -> Result<bool, Fault> {
         for ordinal in 0..self.driver.device_count()? {
             if self.driver.device_uuid(self.driver.device(ordinal)?)? == device.uuid {
@@ -224,7 +223,7 @@ impl CudaBackend {
     /// As for [`crate::backend::Backend::close_legacy`].
     pub(super) unsafe fn close_legacy_handle(&self, base: CUdeviceptr) -> Result<()> {
         let current = self.enter_unless_gone()?;
-        // Before the driver can give the address to somebody else.
+        // Before the driver can give the address to another allocation.
         let mut opened = lock(&self.ipc_handles.opened);
         let not_open = || Error::legacy(LegacyFault::NotOpen { ptr: base });
         let entry = opened.get_mut(&base).ok_or_else(not_open)?;
@@ -258,7 +257,7 @@ impl CudaBackend {
         }
         let event = self.driver.ipc_event_create().map_err(|fault| {
             events.count.fetch_sub(1, Ordering::Relaxed);
-            // Others of this process may have some, too.
+            // Other code of this process may have some, too.
             if fault.is(&NO_EVENT_LEFT) {
                 limit()
             } else {
@@ -281,7 +280,7 @@ impl CudaBackend {
     }
 }
 
-/// This process's interprocess events, of all devices: the driver's limit is one for a process.
+/// This process's interprocess events, on all devices: the driver's limit is per process.
 pub(super) static EVENTS: PerProcess<Events> = PerProcess::new();
 
 #[derive(Default)]
@@ -298,7 +297,8 @@ impl Events {
             .is_ok()
     }
 
-    /// Counts an event as gone, if it was one of these; before it is destroyed, lest its handle mean another by then.
+    /// Counts an event as gone, if it is an interprocess event. This comes before its destruction,
+    /// since its handle may name another event afterwards.
     pub(super) fn forget(&self, event: CUevent) {
         if self.count.load(Ordering::Relaxed) > 0 && lock(&self.live).remove(&event.addr()) {
             self.count.fetch_sub(1, Ordering::Relaxed);

@@ -1,4 +1,5 @@
-//! Regions: virtual memory management (`cuMemCreate` and its kin), exported and imported as descriptors.
+//! Regions: virtual memory management (`cuMemCreate` and related calls), exported and imported as
+//! descriptors.
 
 use std::collections::HashSet;
 use std::ffi::c_int;
@@ -17,10 +18,10 @@ use crate::backend::{Access, DeviceId, DeviceKind, RawRegion, Stage, unreclaimed
 use crate::error::{Error, Result};
 use crate::os;
 
-/// What an importer expects of a descriptor.
+/// The expected kind of a descriptor, for errors.
 const WANTED: &str = "CUDA memory";
 
-/// Codes with which the driver says that a descriptor is not what it should be.
+/// Codes with which the driver refuses a descriptor.
 const NOT_SUCH_MEMORY: [CUresult; 5] = [
     CUresult::INVALID_VALUE,
     CUresult::INVALID_DEVICE,
@@ -29,7 +30,7 @@ const NOT_SUCH_MEMORY: [CUresult; 5] = [
     CUresult::OPERATING_SYSTEM,
 ];
 
-/// A mapping that is made or undone, step by step.
+/// A mapping that is made or undone step by step.
 struct AddressMapping<'a> {
     driver: &'a Driver,
     handle: CUmemGenericAllocationHandle,
@@ -38,7 +39,7 @@ struct AddressMapping<'a> {
     mapped: bool,
 }
 
-/// Which step of a mapping failed.
+/// The failed step of a mapping.
 enum Step {
     Reserve(Fault),
     Map(Fault),
@@ -54,7 +55,7 @@ impl Step {
 }
 
 impl<'a> AddressMapping<'a> {
-    /// Takes over a held handle.
+    /// Takes over a handle.
     fn of(
         driver: &'a Driver,
         handle: CUmemGenericAllocationHandle,
@@ -69,7 +70,7 @@ impl<'a> AddressMapping<'a> {
         }
     }
 
-    /// Where it fails, what was taken is given back.
+    /// Builds the mapping. On a failure it undoes its steps.
     fn build(mut self, backend: &CudaBackend, access: Access) -> Result<RawRegion, Step> {
         match self.take_steps(backend.device, access) {
             Ok(()) => {
@@ -77,7 +78,7 @@ impl<'a> AddressMapping<'a> {
                 Ok(self.region())
             }
             Err(step) => {
-                // The failure that led here is the one to tell.
+                // The first failure is the one to report.
                 if self.undo().is_err() {
                     backend.owe(self.region());
                 }
@@ -103,11 +104,13 @@ impl<'a> AddressMapping<'a> {
         unsafe { self.driver.memory_set_access(address, self.bytes, &access) }.map_err(Step::Access)
     }
 
-    /// Undoes the steps that were taken, last first, and stops where the driver refuses: what is mapped must not be freed.
+    /// Undoes the completed steps, last first, and stops where the driver refuses: mapped memory
+    /// must not be freed.
     fn undo(&mut self) -> Result<(), Fault> {
         if let Some(address) = self.reserved {
             if self.mapped {
-                // SAFETY: mapped, and no work uses it: it was never handed out, or its holder says so.
+                // SAFETY: mapped, and no work uses it: it was never handed out, or its owner
+                // promises that.
                 unsafe { self.driver.memory_unmap(address, self.bytes) }?;
                 self.mapped = false;
             }
@@ -119,7 +122,7 @@ impl<'a> AddressMapping<'a> {
         unsafe { self.driver.memory_release(self.handle) }
     }
 
-    /// How much of it there is.
+    /// The part of the region that exists.
     fn region(&self) -> RawRegion {
         let stage = match (self.reserved, self.mapped) {
             (None, _) => Stage::Held,
@@ -150,7 +153,7 @@ impl CudaBackend {
         Ok(region)
     }
 
-    /// [`Error::DeviceMemory`] if that is what the fault says, else the fault's own error.
+    /// [`Error::DeviceMemory`] if the fault is of that kind, else the fault's general error.
     pub(super) fn no_room(&self, fault: Fault, bytes: u64) -> Error {
         if !fault.is(&[CUresult::OUT_OF_MEMORY]) {
             return fault.into();
@@ -172,7 +175,7 @@ impl CudaBackend {
         let _current = self.enter()?;
         // SAFETY: a region that was allocated here holds its handle until it is released.
         let fd: c_int = unsafe { self.driver.memory_export(region.handle) }?;
-        // SAFETY: the driver opened it for us just now; nobody else knows its number.
+        // SAFETY: the driver opened it just now; no other code has its number.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
             .map_err(|error| Error::os("fcntl", "an exported region's descriptor", error))?;
@@ -199,7 +202,7 @@ impl CudaBackend {
         let _current = self.enter()?;
         self.check_peer(owner)?;
         let size = size(bytes)?;
-        // The driver takes the descriptor's number for a pointer, and number 0 for none.
+        // The driver takes the descriptor's number as a pointer, and number 0 as null.
         let moved = if fd.as_raw_fd() == 0 {
             Some(duplicate(fd)?)
         } else {
@@ -213,7 +216,8 @@ impl CudaBackend {
         Ok(region)
     }
 
-    /// If the owner is visible here, the driver knows in advance whether its memory can be reached.
+    /// If the owner device is visible here, the driver tells in advance whether its memory can be
+    /// reached.
     pub(super) fn check_peer(&self, owner: DeviceId) -> Result<()> {
         if owner == self.info.id {
             return Ok(());
@@ -253,7 +257,8 @@ impl CudaBackend {
     /// # Safety
     /// As for [`crate::backend::Backend::release`].
     pub(super) unsafe fn release_region(&self, region: &mut RawRegion) -> Result<()> {
-        // After a reset its address or handle may be another's. The memory stays, and no stream of this process uses it.
+        // After a reset its address or handle may belong to another allocation. The memory stays,
+        // and no stream of this process uses it.
         let _current = self.enter().inspect_err(|error| {
             if matches!(error, Error::DeviceReset { .. }) {
                 self.held.fetch_sub(region.bytes, Ordering::Relaxed);
@@ -273,9 +278,9 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Leaves what the driver did not take back of a region that was never finished to be asked for again.
+    /// Queues the remaining part of an unfinished region for another attempt.
     fn owe(&self, region: RawRegion) {
-        // Counted here until it is given back, as any region is.
+        // Counted until it is released, like any region.
         self.held.fetch_add(region.bytes, Ordering::Relaxed);
         if let Some(backend) = self.me.upgrade() {
             unreclaimed::retry_region(backend, region);
@@ -313,7 +318,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// What is registered though it has no device address.
+    /// Memory that is registered although it has no device address.
     pub(super) fn stuck(&self) -> MutexGuard<'_, HashSet<usize>> {
         self.stuck.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -371,8 +376,9 @@ fn import_error(fault: Fault) -> Error {
     }
 }
 
-/// What is no memory of a driver never reaches it, who would have to make sense of a peer's pipe, or ask a file system.
-/// The driver exports a device file; the fake one a memfd, which is known by its seals.
+/// Keeps files that are not driver memory from the driver, which would have to deal with a peer's
+/// pipe, or query a file system. The driver exports a device file; the fake driver a memfd, which
+/// is recognized by its seals.
 fn refuse_plain_files(fd: BorrowedFd<'_>) -> Result<()> {
     let kind =
         os::kind_of(fd).map_err(|error| Error::os("statx", "a received descriptor", error))?;

@@ -1,18 +1,22 @@
 //! The CUDA driver API: `libcuda.so.1`, loaded at run time.
 //!
-//! Three layers: `sys` is the driver's header as Rust types and a table of function pointers; `result` has one
-//! function for each call, with `fault` to turn a status into a typed error; [`CudaBackend`] is the seam, in
-//! parts: `memory` (regions), `stream` (order), `copies` (to and from the host, through `staging`), `kernels` (modules),
-//! `broadcast` (many signals at once), `gather` (tensors that lie differently), `legacy` (plain memory, legacy handles, interprocess events). No call is made but
-//! inside the gate of `shutdown_gate`.
+//! Three layers: `sys` has the driver's header as Rust types and a table of function pointers;
+//! `result` has one function for each call, with `fault` to turn a status into a typed error;
+//! [`CudaBackend`] implements the trait, in parts: `device` and `context`, `memory` (regions),
+//! `stream` (order), `copies` (to and from the host, through `staging`), `kernels` (modules),
+//! `broadcast` (many signals at once), `gather` (tensors of different layouts), `legacy` (legacy
+//! handles, interprocess events). Every call is made inside the gate of `shutdown_gate`.
 //!
-//! One primary context for each device is retained for the life of the process, the same that the CUDA runtime and
-//! PyTorch use, so their streams and pointers may be used here. Every method makes it current and puts the
-//! caller's back. A forked child cannot use CUDA at all and gets [`Error::Forked`](crate::Error::Forked).
+//! One primary context for each device is retained for the life of the process, the same that the
+//! CUDA runtime and PyTorch use, so their streams and pointers may be used here. Every method makes
+//! it current and restores the caller's context. A forked child cannot use CUDA at all and gets
+//! [`Error::Forked`](crate::Error::Forked).
 
 mod backend;
 mod broadcast;
+mod context;
 mod copies;
+mod device;
 mod fault;
 mod gather;
 mod kernels;
@@ -27,5 +31,6 @@ mod sys;
 mod tests;
 mod waits;
 
-pub use backend::{CudaBackend, device_count, device_uuid};
+pub use backend::CudaBackend;
+pub use device::{device_count, device_uuid};
 pub use stream::{SignalBy, signal_by};

@@ -1,16 +1,17 @@
-//! The end of the process: while the driver is torn down, no thread but the one that ends the process is inside it.
-//! **This module is marked for unsafe**: it hooks `atexit(3)`.
+//! The shutdown gate: while the driver is torn down at the end of the process, only the thread that
+//! ends the process calls it. **This module is marked for unsafe**: it hooks `atexit(3)`.
 //!
-//! `exit` runs the handlers of `libcuda` while every other thread goes on, ours among them; one that then asks for an
-//! event dies of SIGSEGV, and the process with it. So every call of the driver is made [inside](DriverGuard) a gate, and
-//! a handler of ours closes it first: it waits for those that are inside, and who comes later stays out for ever.
-//! That takes two uncontended atomic additions for each entry.
+//! `exit` runs the handlers of `libcuda` while all other threads continue, including this
+//! library's; a thread that then queries an event dies of SIGSEGV, and the process with it. So
+//! every driver call is made [inside](DriverGuard) a gate. A handler of this library closes the
+//! gate first: it waits for the threads inside, and threads that come later park for ever. That
+//! takes two uncontended atomic additions for each entry.
 //!
-//! What it cannot do: a call that the driver itself holds up for longer than [`PATIENCE`] is still there when the
-//! teardown begins, and a handler that runs after ours and waits for a thread that stays out waits for ever. The
-//! function on the CPU behind a stream's work (`cuLaunchHostFunc`) runs on a thread of the driver and calls nothing of
-//! it, so it never enters; should it call `exit`, whoever is held up behind its stream is waited for no longer than
-//! that.
+//! Limits: a driver call that blocks for longer than [`PATIENCE`] is still running when the
+//! teardown begins, and a handler that runs after this one and waits for a parked thread waits for
+//! ever. A CPU function on a stream (`cuLaunchHostFunc`) runs on a thread of the driver and makes
+//! no driver calls, so it never enters the gate. If it calls `exit`, the wait for threads that are
+//! blocked behind its stream is bounded by the same limit.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -24,24 +25,25 @@ use super::fault;
 use crate::error::{Error, Result};
 use crate::stream::Backoff;
 
-/// How long the end of the process waits for calls that are under way.
+/// The limit for the wait for running calls at the end of the process.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Set once the process ends; the bits below count the entries. One word, so that no entry falls between the two.
+/// Set once the process ends; the bits below count the entries. They share one word, so that no
+/// entry falls between the two.
 const ENDING: usize = 1 << (usize::BITS - 1);
 
-/// A child inherits the count with it, and never waits for it ([`fault::forked`]).
+/// A child inherits the count, and never waits for it ([`fault::forked`]).
 static GATE: Gate = Gate::new();
 
 thread_local! {
-    /// How many of the entries are this thread's.
+    /// The entries of this thread.
     static HELD: Cell<usize> = const { Cell::new(0) };
 }
 
 #[derive(Debug)]
 struct Gate {
     state: AtomicUsize,
-    /// The thread that ends the process, by its number; 0 until one does.
+    /// The id of the thread that ends the process; 0 until one does.
     closer: AtomicI32,
 }
 
@@ -49,19 +51,19 @@ struct Gate {
 #[derive(Debug)]
 pub(crate) struct DriverGuard {
     gate: &'static Gate,
-    /// The count is a thread's.
+    /// The count belongs to one thread.
     _here: PhantomData<*const ()>,
 }
 
-/// Lets this thread call the driver until the result is dropped. Does not return once the process ends, but on the
-/// thread that ends it: what its destructors give back is the driver's to take or to refuse.
+/// Lets this thread call the driver until the result is dropped. Once the process ends, this
+/// returns only on the thread that ends it: its destructors may still call the driver.
 #[inline]
 pub(crate) fn enter() -> DriverGuard {
     GATE.try_enter().unwrap_or_else(|| park_forever())
 }
 
-/// To be called between the calls of a loop that polls while inside: does not return once the process ends, lest it
-/// ask for ever.
+/// Call it between the calls of a loop that polls inside the gate: it does not return once the
+/// process ends, so that the loop cannot run for ever.
 #[inline]
 pub(super) fn leave_if_ending() {
     if GATE.leave_if_ending() {
@@ -75,14 +77,16 @@ pub(super) fn is_inside() -> bool {
     HELD.get() > 0
 }
 
-/// `atexit`: closes the gate when the process ends. Handlers run in the reverse of their order, so this is called
-/// after everything that may have made the driver register one of its own; once more does no harm.
+/// `atexit`: closes the gate when the process ends. Handlers run in the reverse order of their
+/// registration, so call this after every call that may have made the driver register one of its
+/// own; another registration does no harm.
 ///
 /// # Errors
 /// [`Error::Os`] without memory.
 pub(super) fn close_before_the_driver() -> Result<()> {
-    // SAFETY: the handler takes nothing and returns, and its code is there when it runs: `exit` runs it before
-    // anything is unloaded, and `dlclose`, should it come to unload this library, runs it before that.
+    // SAFETY: the handler takes no arguments and returns. Its code is present when it runs: `exit`
+    // runs it before any library is unloaded, and `dlclose`, if it unloads this library, runs it
+    // before that.
     match unsafe { libc::atexit(close) } {
         0 => Ok(()),
         _ => Err(Error::os("atexit", "the end of the driver", Errno::NOMEM)),
@@ -90,14 +94,16 @@ pub(super) fn close_before_the_driver() -> Result<()> {
 }
 
 extern "C" fn close() {
-    // A child cannot use the driver, and has none of the threads that its copy of the count speaks of.
+    // A child cannot use the driver, and has none of the threads that its copy of the count
+    // includes.
     if !fault::forked() {
         GATE.close(PATIENCE);
     }
 }
 
-/// The process is ending, and the driver with it. There is nothing right to answer: an error would have memory let go,
-/// or a peer told, on the word of a driver that is not there. So the thread goes no further, and ends with the process.
+/// The process is ending, and the driver with it. No answer would be right: on an error a caller
+/// would free memory, or notify a peer, although the driver is gone. So the thread stops here, and
+/// ends with the process.
 #[cold]
 fn park_forever() -> ! {
     loop {
@@ -106,7 +112,7 @@ fn park_forever() -> ! {
 }
 
 fn this_thread() -> i32 {
-    // Not by anything thread-local that is dropped: the exiting thread's is gone by now.
+    // Not a thread-local with a destructor: the exiting thread's is gone by now.
     rustix::thread::gettid().as_raw_nonzero().get()
 }
 
@@ -132,18 +138,18 @@ impl Gate {
         })
     }
 
-    /// Who is inside already is being waited for, and must come to an end.
+    /// A thread that is inside already is being waited for, and must be able to finish.
     #[cold]
     fn may_enter_late(&self) -> bool {
         is_inside() || self.is_closer()
     }
 
-    /// In a child that was forked while the process ended there is nothing to end.
+    /// A child that was forked while the process ended has nothing to close.
     fn is_closer(&self) -> bool {
         self.closer.load(SeqCst) == this_thread() || fault::forked()
     }
 
-    /// Whether this thread has to stay out from now on. Its entries are taken back then.
+    /// Whether this thread has to park from now on. If so, its entries are taken back.
     #[inline]
     fn leave_if_ending(&self) -> bool {
         if self.state.load(Relaxed) & ENDING == 0 || self.is_closer() {
@@ -153,10 +159,12 @@ impl Gate {
         true
     }
 
-    /// Closes the gate to all but this thread, and waits for those inside, this thread's own entries aside: it may be
-    /// ended by a signal's handler in the middle of a call. False if some are still there.
+    /// Closes the gate to all but this thread, and waits for the threads inside. This thread's own
+    /// entries do not count: a signal handler may end the process in the middle of a call. False if
+    /// other threads are still inside.
     fn close(&self, patience: Duration) -> bool {
-        // Before the gate is closed: nobody asks for it earlier. If two threads call `exit` the first one counts.
+        // Set before the gate is closed, as it is read only after that. If two threads call `exit`
+        // the first one counts.
         let _ = self
             .closer
             .compare_exchange(0, this_thread(), SeqCst, SeqCst);
@@ -255,7 +263,7 @@ mod tests {
                 while !gate.leave_if_ending() {
                     thread::yield_now();
                 }
-                // In the product the thread goes no further than this.
+                // Outside tests the thread stops here.
                 std::mem::forget(entries);
             });
             is_in.recv().unwrap();

@@ -1,10 +1,11 @@
-//! Page-locked memory for copies between the device and memory that is not. **This module is marked for unsafe**: it maps
-//! that memory and hands out pointers to it.
+//! Page-locked memory for copies between the device and pageable memory. **This module is marked
+//! for unsafe**: it maps that memory and hands out pointers to it.
 //!
-//! It is registered as it is needed, in pieces of three sizes, and is never given back: `cuMemHostUnregister`
-//! (and with it whatever frees page-locked memory) stands still behind any stream that waits, `cuMemHostRegister` does not
-//! (both measured, see ARCHITECTURE.md). Behind each copy the stream writes a word of the copy's own: no event is made, no
-//! function is called on the CPU, and to see what is free again is a load.
+//! It is registered on demand, in pieces of three sizes, and is never unregistered:
+//! `cuMemHostUnregister` (and with it every call that frees page-locked memory) blocks behind any
+//! stream that waits, `cuMemHostRegister` does not (both measured, see ARCHITECTURE.md). Behind
+//! each copy the stream writes a word for that copy: this needs no event and no CPU callback, and
+//! one load shows whether the memory is free again.
 
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,7 +16,7 @@ use super::sys::{CUdeviceptr, Driver};
 use crate::backend::TimelineWord;
 use crate::error::{Error, Result};
 
-/// The sizes of pieces, in bytes. What is longer than the largest goes in several.
+/// The sizes of pieces, in bytes. A copy longer than the largest takes several.
 const PIECES: [usize; 3] = [4 << 10, 64 << 10, LARGEST];
 
 pub(super) const LARGEST: usize = 1 << 20;
@@ -23,20 +24,21 @@ pub(super) const LARGEST: usize = 1 << 20;
 /// The most pieces of one region, each with a word at the region's head.
 const PIECES_MAX: usize = LARGEST / PIECES[0];
 
-/// Where a region's pieces begin: behind its words, on a page of its own.
+/// The offset of a region's pieces: behind its words, on a new page.
 const HEAD: usize = (PIECES_MAX * size_of::<TimelineWord>()).next_multiple_of(4096);
 
-/// The most bytes, counted in whole pieces, that may be on their way to one device behind streams that have work.
+/// The most bytes, counted in whole pieces, that may be queued for one device behind streams that
+/// have work.
 pub(super) const UPLOADS_MAX: usize = 64 << 20;
 
-/// The most regions of one device: what uploads may take, and some for downloads, which streams that stand still must not
-/// hold up.
+/// The most regions of one device: those for uploads, and some for downloads, so that blocked
+/// streams do not delay downloads.
 const REGIONS_MAX: usize = UPLOADS_MAX / LARGEST + 16;
 
 const _: () = assert!(REGIONS_MAX * LARGEST > UPLOADS_MAX);
 const _: () = assert!(HEAD >= PIECES_MAX * size_of::<TimelineWord>());
 
-/// What memory is lent for.
+/// The purpose of a loan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
     Upload,
@@ -48,21 +50,22 @@ pub(super) enum Purpose {
 pub(super) struct Piece {
     region: usize,
     index: usize,
-    /// Its first byte.
+    /// The piece's address.
     pub(super) place: *mut u8,
 }
 
-/// Pieces on loan for one copy. Neither [returned](Staging::give_back) nor [left to the stream](Staging::leave), they
-/// are lost, which is what a failure in between should do: a device may yet use them.
+/// Pieces on loan for one copy. A lease that is neither [returned](Staging::give_back) nor [left to
+/// the stream](Staging::leave) is leaked, as a failure in between requires: a device may still use
+/// the pieces.
 #[derive(Debug)]
 pub(super) struct StagingLease {
     pub(super) pieces: Vec<Piece>,
     pub(super) piece_bytes: usize,
     purpose: Purpose,
-    /// Lives as long as the process.
+    /// It lives as long as the process.
     word: &'static TimelineWord,
     pub(super) word_ptr: CUdeviceptr,
-    /// What the word is at once the stream is past the pieces.
+    /// The word's value once the stream is past the pieces.
     pub(super) value: u64,
 }
 
@@ -72,7 +75,7 @@ impl StagingLease {
     }
 }
 
-/// Page-locked memory, cut into pieces of one size. To be cut anew when all are free.
+/// Page-locked memory, cut into pieces of one size. It may be cut anew when all pieces are free.
 #[derive(Debug)]
 struct StagingRegion {
     base: *mut u8,
@@ -84,14 +87,15 @@ struct StagingRegion {
 #[derive(Debug, Default)]
 struct StagingState {
     regions: Vec<StagingRegion>,
-    /// Left to streams that may not be past them yet.
+    /// Leases of streams that may not be past them yet.
     left: Vec<StagingLease>,
     /// Bytes lent for uploads.
     uploading: usize,
     last_value: u64,
 }
 
-// SAFETY: the pointers are to mappings that live as long as the process; who may touch which piece is kept by the lock.
+// SAFETY: the pointers are to mappings that live as long as the process; the lock decides which
+// thread may access which piece.
 unsafe impl Send for StagingState {}
 
 /// The page-locked memory of one device.
@@ -101,7 +105,7 @@ pub(super) struct Staging {
 }
 
 impl StagingRegion {
-    /// Maps and registers one. The context is current.
+    /// Maps and registers a region. The context is current.
     fn new(driver: &Driver) -> Result<StagingRegion> {
         let (bytes, access) = (HEAD + LARGEST, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: a new mapping, placed by the kernel.
@@ -109,19 +113,19 @@ impl StagingRegion {
             rustix::mm::mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE)
         }
         .map_err(|e| Error::os("mmap", "memory for copies", e))?;
-        // A forked child would share the pages, and the next store here would leave the device with the child's.
-        // SAFETY: the mapping made above.
+        // A forked child would share the pages, and the next store here would leave the device with
+        // the child's. SAFETY: the mapping made above.
         let kept = unsafe { rustix::mm::madvise(base, bytes, Advice::LinuxDontFork) };
         let registered = kept
             .map_err(|e| Error::os("madvise", "memory for copies", e))
             // SAFETY: as above; it stays mapped.
             .and_then(|()| Ok(unsafe { driver.host_register(base, bytes) }?));
         if let Err(error) = registered {
-            // SAFETY: mapped above, and neither registered nor known to anybody.
+            // SAFETY: mapped above, neither registered nor visible to other code.
             let _ = unsafe { rustix::mm::munmap(base, bytes) };
             return Err(error);
         }
-        // Should this fail the memory stays: to unregister it might stand still.
+        // If this fails the memory stays: unregistering it might block.
         let ptr = driver.host_device_pointer(base)?;
         Ok(StagingRegion {
             base: base.cast(),
@@ -140,7 +144,8 @@ impl StagingRegion {
     }
 
     fn piece(&self, region: usize, index: usize) -> Piece {
-        // SAFETY: HEAD + LARGEST bytes are mapped, and `index` is one of the pieces that lie in them.
+        // SAFETY: HEAD + LARGEST bytes are mapped, and `index` is one of the pieces that lie in
+        // them.
         let place = unsafe { self.base.add(HEAD + index * PIECES[self.class]) };
         Piece {
             region,
@@ -151,8 +156,8 @@ impl StagingRegion {
 
     fn word(&self, index: usize) -> (&'static TimelineWord, CUdeviceptr) {
         let offset = index * size_of::<TimelineWord>();
-        // SAFETY: the head has a word for each piece, aligned and valid from zeros on, and is never unmapped; the device
-        // writes it as the word's atomics allow.
+        // SAFETY: the head has a word for each piece, aligned and valid from zeros on, and is never
+        // unmapped; the device writes it as the word's atomics allow.
         let word = unsafe { &*self.base.add(offset).cast::<TimelineWord>() };
         (word, self.ptr + offset as u64)
     }
@@ -162,7 +167,7 @@ fn pieces_of(class: usize) -> Vec<usize> {
     (0..LARGEST / PIECES[class]).rev().collect()
 }
 
-/// The size of pieces for a copy of so many bytes, and how many it takes.
+/// The size of pieces for a copy of this many bytes, and their number.
 fn pieces_for(bytes: usize) -> (usize, usize) {
     let class = PIECES
         .iter()
@@ -172,7 +177,7 @@ fn pieces_for(bytes: usize) -> (usize, usize) {
 }
 
 impl StagingState {
-    /// Takes back what streams are past.
+    /// Takes back the leases that streams are past.
     fn collect(&mut self) {
         let left = std::mem::take(&mut self.left);
         let (past, left) = left.into_iter().partition(StagingLease::is_past);
@@ -205,7 +210,7 @@ impl StagingState {
         Some(region.piece(position?, index))
     }
 
-    /// One piece, of a new region if need be.
+    /// Takes one piece, from a new region if necessary.
     fn take(&mut self, driver: &Driver, class: usize) -> Result<Option<Piece>> {
         if let Some(piece) = self.find(class) {
             return Ok(Some(piece));
@@ -220,7 +225,7 @@ impl StagingState {
         Ok(self.find(class))
     }
 
-    /// All that a copy needs, or nothing.
+    /// Lends all pieces that a copy needs, or none.
     fn lend(
         &mut self,
         driver: &Driver,
@@ -229,7 +234,8 @@ impl StagingState {
     ) -> Result<Option<StagingLease>> {
         let (class, count) = pieces_for(bytes);
         let total = count * PIECES[class];
-        // Streams mostly pass what they were given in its order; to look at all of it each time would be dear.
+        // Streams mostly pass their leases in order; checking all of them each time would be
+        // expensive.
         if self.left.first().is_some_and(StagingLease::is_past) {
             self.collect();
         }
@@ -285,12 +291,12 @@ impl Staging {
         self.lock().lend(driver, bytes, purpose)
     }
 
-    /// What no device uses.
+    /// Returns pieces that no device uses.
     pub(super) fn give_back(&self, lease: StagingLease) {
         self.lock().take_back(lease);
     }
 
-    /// What is free once the lease's word is at its value.
+    /// Leaves pieces that are free once the lease's word is at its value.
     pub(super) fn leave(&self, lease: StagingLease) {
         self.lock().left.push(lease);
     }

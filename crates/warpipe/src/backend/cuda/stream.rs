@@ -1,4 +1,4 @@
-//! Order: memory operations on words, functions on the CPU.
+//! Stream order: memory operations on words, functions on the CPU.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -11,12 +11,12 @@ use super::waits;
 use crate::backend::{RawStream, StreamOp};
 use crate::error::{Error, Result};
 
-/// The most operations that the driver takes in one call.
+/// The most operations that the driver accepts in one call.
 const BATCH_MAX: usize = 256;
 
-/// Runs of more signals than this go through the broadcast kernel. On an H200 its launch takes the GPU 3.5 to
-/// 3.8 us whatever the number, and the CPU 2 us more than a batch, which takes the GPU 4.0 us for 4 words, 5.3 us for 6
-/// and 45 us for 64 (`warpipe bench fanout`, results/h200).
+/// Longer runs of signals go through the broadcast kernel. On an H200 its launch takes the GPU 3.5
+/// to 3.8 us for any number, and the CPU 2 us more than a batch, which takes the GPU 4.0 us for 4
+/// words, 5.3 us for 6 and 45 us for 64 (`warpipe bench fanout`, results/h200).
 const BROADCAST_ABOVE: usize = 4;
 
 type HostFunction = Box<dyn FnOnce() + Send>;
@@ -26,15 +26,16 @@ type HostFunction = Box<dyn FnOnce() + Send>;
 pub enum SignalBy {
     /// Memory operations, one after another (`cuStreamBatchMemOp`).
     Batch,
-    /// One small kernel whose threads store side by side (`cuLaunchKernel`).
+    /// One small kernel whose threads store in parallel (`cuLaunchKernel`).
     Kernel,
 }
 
-/// Signals words in the way given, so that the two can be measured beside each other: `BROADCAST_ABOVE` is where
-/// they meet. Opens the device with this ordinal if it is not open yet.
+/// Signals words in the given way, so that the two ways can be compared: `BROADCAST_ABOVE` is the
+/// point where they are equal. Opens the device with this ordinal if it is not open yet.
 ///
 /// # Errors
-/// [`Error::Argument`] for a wait, or more than 64 signals; as for [`CudaBackend::open`]; [`Error::Driver`].
+/// [`Error::Argument`] for a wait, or more than 64 signals; as for [`CudaBackend::open`];
+/// [`Error::Driver`].
 ///
 /// # Safety
 /// As for [`crate::backend::Backend::batch`]; the stream is of that device.
@@ -71,7 +72,7 @@ impl CudaBackend {
         unsafe { self.enqueue_inside(stream, ops) }
     }
 
-    /// The same with the context current, and the caller inside.
+    /// Like [`enqueue`](Self::enqueue), with the context current, and the caller inside the gate.
     ///
     /// # Safety
     /// As for `enqueue`.
@@ -127,9 +128,10 @@ impl CudaBackend {
         function: HostFunction,
     ) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
-        // A trait object is two words wide and the driver passes one: hence the box around the box.
+        // A trait object is two words wide and the driver passes one: hence the second box.
         let argument = Box::into_raw(Box::new(function)).cast::<c_void>();
-        // SAFETY: the trampoline takes exactly such a pointer, once; the stream is the caller's promise.
+        // SAFETY: the trampoline takes exactly such a pointer, once; the stream is the caller's
+        // promise.
         let launched = unsafe { self.driver.launch_host(stream, run_on_cpu, argument) };
         if let Err(fault) = launched {
             // SAFETY: the driver did not take the call, so the box is still ours alone.
@@ -144,7 +146,7 @@ impl CudaBackend {
 unsafe extern "C" fn run_on_cpu(argument: *mut c_void) {
     // SAFETY: made by `Box::into_raw` in `call_on_cpu`, and the driver calls back once.
     let function = unsafe { Box::from_raw(argument.cast::<HostFunction>()) };
-    // A panic must not unwind into the driver. The panic hook has already told of it; it has nobody else to tell.
+    // A panic must not unwind into the driver. The panic hook has reported it.
     let _ = catch_unwind(AssertUnwindSafe(function));
 }
 
@@ -156,7 +158,8 @@ fn leading_signals(ops: &[StreamOp]) -> usize {
     ops.iter().take_while(|op| is_signal(op)).count()
 }
 
-/// How many operations come before the next run of signals that is worth a broadcast, at most one batch.
+/// The number of operations before the next run of signals that is worth a broadcast, at most one
+/// batch.
 fn before_long_run(ops: &[StreamOp]) -> usize {
     let mut run = 0;
     for (index, op) in ops.iter().enumerate().take(BATCH_MAX) {
@@ -168,7 +171,7 @@ fn before_long_run(ops: &[StreamOp]) -> usize {
     ops.len().min(BATCH_MAX)
 }
 
-/// The driver's form of `ops`, in as much of `room` as they need.
+/// The driver's form of `ops`, in the needed part of `room`.
 fn fill<'a>(
     room: &'a mut [MaybeUninit<CUstreamBatchMemOpParams>; BATCH_MAX],
     ops: &[StreamOp],

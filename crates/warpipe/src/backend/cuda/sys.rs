@@ -1,7 +1,9 @@
-//! The CUDA driver API as its headers have it: types, constants, and a table of functions found at run time.
+//! The CUDA driver API as its headers have it: types, constants, and a table of functions found at
+//! run time.
 //!
-//! Nothing here judges or owns. A function that the driver lacks is `None` in the table, so that an old driver
-//! fails at the call that needs it and not at load; [`super::result`] turns that into a typed error.
+//! This module neither checks nor owns. A function that the driver lacks is `None` in the table, so
+//! that an old driver fails at the call that needs it and not at load; [`super::result`] turns that
+//! into a typed error.
 
 #![allow(non_snake_case)]
 
@@ -62,14 +64,15 @@ pub(super) type CUevent = *mut c_void;
 pub(super) type CUmemGenericAllocationHandle = u64;
 pub(super) type CUhostFn = unsafe extern "C" fn(*mut c_void);
 
-/// Handles that live as long as the process, and that the driver lets any thread use.
+/// Handles that live as long as the process, and that the driver accepts from any thread.
 macro_rules! lasting_handle {
     ($($name:ident),*) => {$(
         #[repr(transparent)]
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(super) struct $name(pub *mut c_void);
 
-        // SAFETY: an opaque token of the driver, never dereferenced here; the driver API is thread-safe.
+        // SAFETY: an opaque token of the driver, never dereferenced here; the driver API is
+        // thread-safe.
         unsafe impl Send for $name {}
         // SAFETY: as above.
         unsafe impl Sync for $name {}
@@ -129,7 +132,8 @@ pub(super) struct CUmemAccessDesc {
 pub(super) const MEM_ACCESS_READ: c_uint = 1;
 pub(super) const MEM_ACCESS_READWRITE: c_uint = 3;
 
-/// `CUstreamBatchMemOpParams`: the wait and the write arm of the union have the same fields at the same places.
+/// `CUstreamBatchMemOpParams`: the wait and the write arm of the union have the same fields at the
+/// same places.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CUstreamBatchMemOpParams {
@@ -146,7 +150,7 @@ pub(super) const STREAM_MEM_OP_WRITE_VALUE_64: c_uint = 5;
 pub(super) const STREAM_WAIT_VALUE_GEQ: c_uint = 0;
 pub(super) const STREAM_WRITE_VALUE_DEFAULT: c_uint = 0;
 
-/// `CUDA_MEMCPY3D`, of which only boxes in linear memory are used: what names arrays and offsets stays 0.
+/// `CUDA_MEMCPY3D`, used only for boxes in linear memory: the fields for arrays and offsets stay 0.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct CUDA_MEMCPY3D {
@@ -199,7 +203,8 @@ pub(super) const DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: c_uint = 
 pub(super) const DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: c_uint = 103;
 pub(super) const DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: c_uint = 122;
 
-/// Declares the table: a type for each function's pointer, a field for it, and the lookup by its name.
+/// Declares the table: a type for each function's pointer, a field for it, and the lookup by its
+/// name.
 macro_rules! functions {
     ($(fn $name:ident($($argument:ident: $type:ty),* $(,)?);)*) => {
         /// The types of the functions, under the functions' names.
@@ -209,19 +214,20 @@ macro_rules! functions {
             $(pub(in super::super) type $name = unsafe extern "C" fn($($argument: $type),*) -> CUresult;)*
         }
 
-        /// The functions of the driver that is loaded; `None` where it lacks one.
+        /// The functions of the loaded driver; `None` where it lacks one.
         #[derive(Debug)]
         pub(super) struct Driver {
             $(pub $name: Option<signature::$name>,)*
-            /// Holds the code in memory for as long as the pointers above are.
+            /// Keeps the code in memory for as long as the pointers above.
             _library: Library,
         }
 
         impl Driver {
             fn from_library(library: Library) -> Driver {
                 $(
-                    // SAFETY: the driver exports this name with this C signature (checked against the bindings
-                    // of another project in `tests`), and the library is kept in the table beside the pointer.
+                    // SAFETY: the driver exports this name with this C signature (checked against
+                    // the bindings of another project in `tests`), and the library is kept in the
+                    // table beside the pointer.
                     let $name = unsafe { library.get::<signature::$name>(concat!(stringify!($name), "\0")) }
                         .ok()
                         .map(|symbol| *symbol);
@@ -338,13 +344,13 @@ functions! {
     );
 }
 
-/// The names under which the driver's library is looked for, in order.
+/// The names of the driver's library, in search order.
 pub(super) const LIBRARY_NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 
-/// A child that is forked while another thread loads it loads it again.
+/// A child that is forked while another thread loads the driver loads it again.
 static DRIVER: PerProcess<OnceLock<Result<Driver, String>>> = PerProcess::new();
 
-/// The driver's functions, loaded by the first call; or the loader's words on the first name.
+/// The driver's functions, loaded by the first call; or the loader's message for the first name.
 pub(super) fn driver() -> Result<&'static Driver, &'static str> {
     DRIVER
         .get()
@@ -356,8 +362,8 @@ pub(super) fn driver() -> Result<&'static Driver, &'static str> {
 fn load() -> Result<Driver, String> {
     let mut reason = None;
     for name in LIBRARY_NAMES {
-        // SAFETY: loading runs the library's initialisers; a library of this name is the CUDA driver (or its
-        // fake driver), whose initialisers may run in any process and on any thread.
+        // SAFETY: loading runs the library's initialisers; a library of this name is the CUDA
+        // driver (or its fake driver), whose initialisers may run in any process and on any thread.
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok(Driver::from_library(library)),
             Err(error) => reason = reason.or(Some(loader_words(&error))),
@@ -366,7 +372,8 @@ fn load() -> Result<Driver, String> {
     Err(reason.unwrap_or_default())
 }
 
-/// What `dlopen` said: libloading keeps it as the source of an error that itself says only "dlopen failed".
+/// The message of `dlopen`: libloading keeps it as the source of an error that itself says only
+/// "dlopen failed".
 fn loader_words(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(source) => source.to_string(),

@@ -1,6 +1,7 @@
-//! The driver's types and signatures as another project's generated bindings have them.
+//! Compares the driver's types and signatures with another project's generated bindings.
 //!
-//! Sizes and alignments of every parameter are compared, and the place of every field; a meaning cannot be.
+//! Compares sizes and alignments of every parameter, and the offset of every field; it cannot
+//! compare meanings.
 
 use std::mem::{align_of, offset_of, size_of};
 

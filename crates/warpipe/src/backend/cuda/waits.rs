@@ -1,13 +1,14 @@
-//! The waits that streams of this process were given, as far as the CPU can see that they are not over. **This module is
+//! The open waits of this process's streams, as far as the CPU can see them. **This module is
 //! marked for unsafe**: it reads words by their device addresses.
 //!
-//! `cuMemHostUnregister` waits until all streams of the context have done their work. If one of them waits for a word that
-//! another process stores, that takes as long as the other process likes, and meanwhile every `cuMemAlloc` and every
-//! `cuMemHostRegister` of this process waits as well (measured on an H200, driver 580.159.04: results/h200-recovery). So the
-//! library does not call it while a wait that it enqueued itself is open. Kernels and the user's own waits are not seen: for
-//! those it waits as `cuMemFree` does.
+//! `cuMemHostUnregister` waits until all streams of the context have done their work. If one of
+//! them waits for a word that another process stores, that takes as long as the other process does,
+//! and meanwhile every `cuMemAlloc` and every `cuMemHostRegister` of this process waits as well
+//! (measured on an H200, driver 580.159.04: results/h200-recovery). So the library does not call it
+//! while a wait that it enqueued itself is open. Kernels and the user's own waits are not tracked:
+//! for those it waits as `cuMemFree` does.
 //!
-//! A wait that is enqueued between the look and the call is not seen either.
+//! A wait that is enqueued between the check and the call is not seen either.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Mutex;
@@ -17,23 +18,24 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use crate::backend::{DevicePtr, StreamOp};
 use crate::fork::per_process::PerProcess;
 
-/// So many mappings stay registered at most until no wait is open. The next one is unregistered at once, whatever waits.
+/// The most mappings that stay registered until no wait is open. The next one is unregistered at
+/// once, whatever waits.
 const POSTPONED_MAX: usize = 1024;
 
-/// How many of the waits noted earlier are looked at again for each new one: with two, the list cannot outgrow the open
-/// waits by more than those noted since its last pass.
+/// The number of earlier waits that are checked for each new one. With two, the list cannot exceed
+/// the open waits by more than those recorded since its last pass.
 const LOOKS: usize = 2;
 
 static WAITS: PerProcess<Mutex<Waits>> = PerProcess::new();
 
-/// Host memory that a device sees.
+/// Host memory that a device can access.
 #[derive(Debug)]
 struct Registered {
     host: *mut u8,
     bytes: usize,
 }
 
-// SAFETY: an address; it is read through under the lock alone, while the memory is mapped.
+// SAFETY: an address; it is read through only under the lock, while the memory is mapped.
 unsafe impl Send for Registered {}
 
 #[derive(Debug, Clone, Copy)]
@@ -43,10 +45,10 @@ struct Wait {
     value: u64,
 }
 
-/// Which opening of a device it is: a number that no other one has.
+/// The number of one opening of a device; no other opening has it.
 pub(super) type Context = u64;
 
-/// A number for the next one.
+/// A new number.
 pub(super) fn next_context() -> Context {
     static LAST: AtomicU64 = AtomicU64::new(0);
     LAST.fetch_add(1, Relaxed) + 1
@@ -58,11 +60,11 @@ struct Waits {
     registered: BTreeMap<DevicePtr, Registered>,
     /// Waits that may be open.
     noted: VecDeque<Wait>,
-    /// Host addresses of mappings that are to be unregistered and are not yet.
+    /// Host addresses of mappings whose unregistration is postponed.
     postponed: BTreeSet<usize>,
 }
 
-/// Notes memory that has been registered. It stays mapped until it is [given up](give_up).
+/// Records memory that has been registered. It stays mapped until [`give_up`].
 pub(super) fn registered(host: *mut u8, bytes: usize, device: DevicePtr) {
     WAITS
         .lock()
@@ -70,7 +72,7 @@ pub(super) fn registered(host: *mut u8, bytes: usize, device: DevicePtr) {
         .insert(device, Registered { host, bytes });
 }
 
-/// Notes the waits among operations that a stream has taken.
+/// Records the waits among operations that a stream has accepted.
 #[inline]
 pub(super) fn enqueued(context: Context, ops: &[StreamOp]) {
     if ops.iter().any(|op| matches!(op, StreamOp::Wait { .. })) {
@@ -78,13 +80,13 @@ pub(super) fn enqueued(context: Context, ops: &[StreamOp]) {
     }
 }
 
-/// The device was reset: its streams are there no more, and no wait of theirs is open.
+/// The device was reset: its streams are gone, and their waits are over.
 pub(super) fn reset(context: Context) {
     WAITS.lock().end(context);
 }
 
-/// Whether memory must stay registered for now because a wait is open. No stream uses the memory, so no wait on its own
-/// words is.
+/// Whether memory must stay registered for now because a wait is open. No stream uses the memory,
+/// so no wait on its own words is open.
 pub(super) fn postpone(host: *mut u8) -> bool {
     let mut waits = WAITS.lock();
     waits.forget(host);
@@ -97,7 +99,7 @@ pub(super) fn postpone(host: *mut u8) -> bool {
     false
 }
 
-/// Forgets memory that is about to be unregistered, and may be unmapped then.
+/// Removes memory that is about to be unregistered, and may be unmapped after that.
 pub(super) fn give_up(host: *mut u8) {
     let mut waits = WAITS.lock();
     waits.forget(host);
@@ -130,7 +132,7 @@ impl Waits {
         self.noted.retain(|wait| wait.context != context);
     }
 
-    /// The memory is about to be unmapped: nothing of it is read any more.
+    /// The memory is about to be unmapped: it is not read any more.
     fn forget(&mut self, host: *mut u8) {
         let Some(start) = self
             .registered
@@ -155,7 +157,8 @@ impl Waits {
         false
     }
 
-    /// Whether a word is below a value, as `CU_STREAM_WAIT_VALUE_GEQ` compares. Words elsewhere count as there.
+    /// Whether a word is below a value, as `CU_STREAM_WAIT_VALUE_GEQ` compares. Words outside
+    /// registered memory count as reached.
     fn is_open(&self, Wait { word, value, .. }: Wait) -> bool {
         let Some((start, memory)) = self.registered.range(..=word).next_back() else {
             return false;
@@ -164,8 +167,8 @@ impl Waits {
         if offset + size_of::<u64>() > memory.bytes || !offset.is_multiple_of(align_of::<u64>()) {
             return false;
         }
-        // SAFETY: inside of memory that is mapped as long as it is listed, and aligned, since mappings begin on a page; words
-        // are only used atomically.
+        // SAFETY: inside memory that is mapped as long as it is listed, and aligned, since mappings
+        // begin on a page; words are only used atomically.
         let now = unsafe { AtomicU64::from_ptr(memory.host.add(offset).cast()) }.load(Acquire);
         (now.wrapping_sub(value) as i64) < 0
     }
@@ -177,7 +180,7 @@ mod tests {
 
     use super::*;
 
-    /// A page of words, seen by a device elsewhere.
+    /// A page of words, with another address for the device.
     struct Page {
         words: Box<[AtomicU64; 512]>,
         device: DevicePtr,

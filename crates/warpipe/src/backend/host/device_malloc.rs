@@ -1,9 +1,10 @@
-//! Memory as another allocator makes it, and the handles that name it. **This module is marked for unsafe**: it maps
-//! and unmaps.
+//! Memory like another allocator's, and the handles that name it. **This module is marked for
+//! unsafe**: it maps and unmaps.
 //!
-//! A handle says where the memory's memfd stands: process, descriptor, inode. Whoever knows the bytes and runs as the
-//! same user opens it by way of `/proc/PID/fd`, where the kernel checks the user; and it can be opened no more once
-//! its process is dead or has freed it. That is what a CUDA legacy handle promises, and no more.
+//! A handle names the memory's memfd: process, descriptor, inode. A process that knows the bytes
+//! and runs as the same user opens it through `/proc/PID/fd`, where the kernel checks the user. It
+//! cannot be opened any more once its process is dead or has freed it. A CUDA legacy handle
+//! promises the same, and no more.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd};
@@ -27,7 +28,7 @@ const EVENT: [u8; 8] = *b"WPHOSTE1";
 /// The name of such a memfd, for `/proc/PID/maps`.
 const NAME: &std::ffi::CStr = c"warpipe-plain";
 
-/// What this process allocated and what it has opened, by address.
+/// The memory that this process allocated and opened, by address.
 #[derive(Debug, Default)]
 pub(super) struct DeviceMalloc {
     allocated: InheritedOnFork<BTreeMap<DevicePtr, Allocation>>,
@@ -52,7 +53,7 @@ struct OpenImport {
     times: u32,
 }
 
-/// A file, told apart from every other one that is there.
+/// A file's identity among all existing files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct File {
     device: u64,
@@ -90,10 +91,10 @@ impl DeviceMalloc {
         Ok(base)
     }
 
-    /// Returns how many bytes were freed.
+    /// Frees the memory and returns its bytes.
     ///
     /// # Safety
-    /// `base` came from [`allocate`](Self::allocate), and nothing uses the memory any more.
+    /// `base` came from [`allocate`](Self::allocate), and no code uses the memory any more.
     pub(super) unsafe fn free(&self, base: DevicePtr) -> Result<u64> {
         let unknown = || {
             Error::argument(
@@ -165,7 +166,8 @@ impl DeviceMalloc {
         Ok(write(MEMORY, &fields))
     }
 
-    /// Maps it, or counts once more what is mapped. Returns the base, and whether it was mapped just now.
+    /// Maps the memory, or counts one more opening of it. Returns the base, and whether it was
+    /// mapped just now.
     pub(super) fn open(&self, handle: &IpcBytes, bytes: u64) -> Result<(DevicePtr, bool)> {
         let [host, namespace, started, place, device, inode] =
             read(MEMORY, handle).ok_or_else(|| refused("it is no handle of host memory"))?;
@@ -191,7 +193,7 @@ impl DeviceMalloc {
             return Err(refused("its process is gone"));
         }
         let fd = open_file(pid, number, File { device, inode })?;
-        // A process that began after the look above would have another file there.
+        // A process that began after the check above would have another file there.
         let length = page_multiple(bytes)?;
         check_sealed_memfd(fd.as_fd(), length).map_err(|found| refused(&found))?;
         self.map_once(&fd, File { device, inode }, bytes, length)
@@ -221,10 +223,10 @@ impl DeviceMalloc {
         Ok((base, true))
     }
 
-    /// Returns how many bytes were unmapped.
+    /// Closes one opening and returns the bytes that were unmapped.
     ///
     /// # Safety
-    /// Nothing uses the memory, unless it was opened once more.
+    /// No code uses the memory, unless it is open more than once.
     pub(super) unsafe fn close(&self, base: DevicePtr) -> Result<u64> {
         let mut opened = self.opened.lock();
         let entry = opened
@@ -236,7 +238,8 @@ impl DeviceMalloc {
         }
         let bytes = entry.bytes;
         opened.remove(&base);
-        // SAFETY: the caller's promise; `map_once` mapped exactly this range, and it was open no more than once.
+        // SAFETY: the caller's promise; `map_once` mapped exactly this range, and it was open no
+        // more than once.
         unsafe { rustix::mm::munmap(base as *mut _, page_multiple(bytes)? as usize) }
             .map_err(|e| Error::os("munmap", "opened memory", e))?;
         Ok(bytes)
@@ -253,13 +256,13 @@ impl DeviceMalloc {
         })
     }
 
-    /// One less.
+    /// Counts one interprocess event less.
     pub(super) fn forget_event(&self) {
         self.events.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// An interprocess event's bytes.
+/// The handle of an interprocess event.
 pub(super) fn export_event(event: u64) -> Result<IpcBytes> {
     let here = ProcessOrigin::here()?;
     Ok(write(
@@ -275,7 +278,7 @@ pub(super) fn export_event(event: u64) -> Result<IpcBytes> {
     ))
 }
 
-/// That the bytes are those of an event whose process lives.
+/// Checks that the bytes name an event whose process is alive.
 pub(super) fn check_event(handle: &IpcBytes) -> Result<()> {
     let [host, namespace, started, pid, ..] =
         read(EVENT, handle).ok_or_else(|| refused("it is no handle of a host event"))?;
@@ -291,8 +294,8 @@ pub(super) fn check_event(handle: &IpcBytes) -> Result<()> {
     }
 }
 
-/// Opens the descriptor of another process, if it is the file that it should be. It is looked at before it is opened:
-/// to open what is by now a device or a pipe might do something.
+/// Opens the descriptor of another process, if it is the expected file. The file is checked before
+/// it is opened: opening a device or a pipe might have side effects.
 fn open_file(pid: i32, number: u32, file: File) -> Result<CloseOnForkFd> {
     let path = format!("/proc/{pid}/fd/{number}");
     let failed = |call, error: Errno| match error {

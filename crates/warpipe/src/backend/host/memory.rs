@@ -9,16 +9,17 @@ use crate::backend::{Access, RawRegion, Stage};
 use crate::error::{Error, Result};
 use crate::os::above_standard;
 
-/// The handle of a region that was imported: it keeps no descriptor, the mapping holds the memory.
+/// The handle of an imported region: it keeps no descriptor, since the mapping holds the memory.
 const IMPORTED: u64 = u64::MAX;
 
-/// The seals that make a size final: without them a peer could shrink the file and turn our loads into SIGBUS.
+/// The seals that make a size final: without them a peer could shrink the file and turn this
+/// process's loads into SIGBUS.
 pub(super) const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
 
-/// `f_type` of what memfds lie on. A fault in one of its pages takes memory like any other; in one of hugetlbfs it takes
-/// a page of a pool that may be empty, and then it is SIGBUS.
+/// `f_type` of the file system of memfds. A fault in one of its pages allocates ordinary memory. A
+/// fault in hugetlbfs takes a page of a pool that may be empty, and then it is SIGBUS.
 const TMPFS_MAGIC: rustix::fs::FsWord = libc::TMPFS_MAGIC as rustix::fs::FsWord;
 
 pub(super) fn is_import(region: &RawRegion) -> bool {
@@ -58,7 +59,8 @@ pub(super) unsafe fn export(region: &RawRegion) -> Result<OwnedFd> {
             "a region allocated here",
         ));
     }
-    // SAFETY: the handle of a live allocation is its open descriptor (see `allocate`), borrowed for this call.
+    // SAFETY: the handle of a live allocation is its open descriptor (see `allocate`), borrowed for
+    // this call.
     let fd = unsafe { BorrowedFd::borrow_raw(region.handle as i32) };
     rustix::io::fcntl_dupfd_cloexec(fd, 3)
         .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
@@ -84,13 +86,13 @@ pub(super) fn import(fd: BorrowedFd<'_>, bytes: u64, access: Access) -> Result<R
 
 /// Why `fd` is not a memfd of exactly `bytes` bytes whose size is sealed, if it is not.
 ///
-/// The seals are read first: that asks no file system, and only tmpfs and hugetlbfs answer it. `fstat` of a file on
-/// FUSE takes as long as its server likes.
+/// The seals are read first: that queries no file system, and only tmpfs and hugetlbfs answer it.
+/// `fstat` of a file on FUSE takes as long as its server likes.
 pub(crate) fn check_sealed_memfd(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), String> {
     check_memfd(fd, bytes, SEALS)
 }
 
-/// The same, with other seals that keep its size.
+/// Like [`check_sealed_memfd`], with other seals that keep its size.
 pub(crate) fn check_memfd(fd: BorrowedFd<'_>, bytes: u64, wanted: SealFlags) -> Result<(), String> {
     let seals =
         rustix::fs::fcntl_get_seals(fd).map_err(|_| "a file that cannot be sealed".to_string())?;
@@ -118,7 +120,8 @@ pub(crate) fn check_memfd(fd: BorrowedFd<'_>, bytes: u64, wanted: SealFlags) -> 
 /// `munmap`, and `close` of an own allocation's descriptor.
 ///
 /// # Safety
-/// `region` came from [`allocate`] or [`import`], is released once, and nothing uses the mapping any more.
+/// `region` came from [`allocate`] or [`import`], is released once, and no code uses the mapping
+/// any more.
 pub(super) unsafe fn release(region: RawRegion) -> Result<()> {
     // SAFETY: the caller's promise: the range is exactly what was mapped, and unused.
     unsafe { rustix::mm::munmap(region.ptr as *mut _, region.bytes as usize) }
@@ -139,7 +142,8 @@ pub(super) fn map(fd: &impl std::os::fd::AsFd, bytes: u64, protection: ProtFlags
     };
     let length = usize::try_from(bytes)
         .map_err(|_| Error::argument("bytes", bytes, "less than the address space"))?;
-    // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing; its length is sealed.
+    // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing; its
+    // length is sealed.
     let ptr = unsafe {
         rustix::mm::mmap(
             std::ptr::null_mut(),

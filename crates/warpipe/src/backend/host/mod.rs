@@ -1,8 +1,8 @@
 //! The host backend: memfds as device memory, threads as streams, futexes as timeline words.
 //!
-//! It is not a mock. Memory crosses processes by descriptor and read-only imports are enforced by the MMU;
-//! streams finish *late*, on threads of their own, so that a missing wait is a wrong result here too.
-//! Kernels run as their CPU twins.
+//! It is not a mock. Memory crosses processes by descriptor and the MMU enforces read-only imports;
+//! streams finish *late*, on threads of their own, so that a missing wait gives a wrong result here
+//! too. Kernels run as their CPU implementations.
 
 mod memory;
 pub(crate) use memory::{check_memfd, check_sealed_memfd};
@@ -46,8 +46,9 @@ impl HostBackend {
             .clone()
     }
 
-    /// Another one, for tests, with streams like those of a driver: 1,020 operations fit in a stream's queue; a call that
-    /// finds no room blocks, and so does every other call for that stream, until there is some.
+    /// Another backend, for tests, with streams like those of a driver: 1,020 operations fit in a
+    /// stream's queue; a call that finds the queue full blocks, and so does every other call for
+    /// that stream, until there is room.
     pub fn with_short_queues() -> Arc<dyn Backend> {
         Arc::new(HostBackend::new(true))
     }
@@ -75,7 +76,7 @@ impl HostBackend {
         }
     }
 
-    /// Counts `bytes` as allocated, unless the machine has no such memory.
+    /// Counts `bytes` as allocated, unless the machine has less memory.
     fn reserve(&self, bytes: u64) -> Result<()> {
         let limit = self.info.memory_bytes;
         let fits = |held: u64| held.checked_add(bytes).filter(|&total| total <= limit);
@@ -108,7 +109,8 @@ unsafe fn stream<'a>(raw: RawStream) -> Result<&'a HostStream> {
             "a stream of the host device (it has no default stream)",
         ));
     }
-    // SAFETY: the caller promises a live handle, which is a pointer from `Arc::into_raw` (see `create_stream`).
+    // SAFETY: the caller promises a live handle, which is a pointer from `Arc::into_raw` (see
+    // `create_stream`).
     Ok(unsafe { &*raw.0.cast::<HostStream>() })
 }
 
@@ -118,7 +120,8 @@ unsafe fn stream<'a>(raw: RawStream) -> Result<&'a HostStream> {
 /// `raw` came from `create_event` of this backend and has not been destroyed.
 unsafe fn event(raw: RawEvent) -> Arc<HostEvent> {
     let pointer = raw.0.cast::<HostEvent>().cast_const();
-    // SAFETY: a live handle is a pointer from `Arc::into_raw`; its count is raised before we take ours.
+    // SAFETY: a live handle is a pointer from `Arc::into_raw`; its count is raised before this
+    // takes one reference.
     unsafe {
         Arc::increment_strong_count(pointer);
         Arc::from_raw(pointer)
@@ -144,7 +147,8 @@ impl Backend for HostBackend {
     }
 
     unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd> {
-        // SAFETY: the region is live and its own allocation, so its handle is an open descriptor of ours.
+        // SAFETY: the region is live and its own allocation, so its handle is an open descriptor of
+        // this process.
         unsafe { memory::export(region) }
     }
 
@@ -166,7 +170,7 @@ impl Backend for HostBackend {
         } else {
             &self.allocated
         };
-        // SAFETY: the caller's promise: the region is ours, live, and no longer used.
+        // SAFETY: the caller's promise: the region is this backend's, live, and no longer used.
         unsafe { memory::release(*region)? };
         counter.fetch_sub(region.bytes, Ordering::Relaxed);
         Ok(())
@@ -227,12 +231,14 @@ impl Backend for HostBackend {
     }
 
     unsafe fn upload(&self, raw: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
-        // SAFETY: the caller promises a live stream, and that `dst` is writable for `src.len()` bytes.
+        // SAFETY: the caller promises a live stream, and that `dst` is writable for `src.len()`
+        // bytes.
         unsafe { stream(raw)?.upload(dst, src) }
     }
 
     unsafe fn download(&self, raw: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
-        // SAFETY: the caller promises a live stream, and that `src` is readable for `dst.len()` bytes.
+        // SAFETY: the caller promises a live stream, and that `src` is readable for `dst.len()`
+        // bytes.
         unsafe { stream(raw)?.download(dst, src) }
     }
 
@@ -246,7 +252,8 @@ impl Backend for HostBackend {
     ) -> Result<()> {
         let (twin, args): (_, Box<[u64]>) = (kernel.twin(), args.into());
         let work = move || {
-            // SAFETY: whoever launched promised arguments that fit the kernel and memory that outlives it.
+            // SAFETY: the caller of `launch` promised arguments that fit the kernel and memory that
+            // outlives it.
             unsafe {
                 twin(Launch {
                     grid,

@@ -1,9 +1,10 @@
-//! A stream as a thread with a queue. **This module is marked for unsafe**: it touches words by address.
+//! A stream as a thread with a queue. **This module is marked for unsafe**: it accesses words by
+//! address.
 //!
-//! Work is enqueued and runs later, on the stream's own thread, so that a reader who does not wait reads too
-//! early, as on a GPU. Memory operations alone may run at once: with nothing queued before them a signal has
-//! nothing to be late for, and a wait whose value is reached has nothing to wait for. That keeps the
-//! hand-over of host data free of a thread switch.
+//! Work is enqueued and runs later, on the stream's own thread, so that a reader that does not wait
+//! reads too early, as on a GPU. Only memory operations may run at once: with an empty queue a
+//! signal cannot be early, and a wait whose value is reached is over. That keeps the hand-over of
+//! host data free of a thread switch.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -14,23 +15,23 @@ use std::time::Duration;
 use crate::backend::{DevicePtr, StreamOp, TimelineWord};
 use crate::error::{Error, Result};
 
-/// The most operations that may be queued; who enqueues more waits for room.
+/// The most queued operations; an enqueue beyond that waits for room.
 const QUEUE_MAX: usize = 1 << 16;
 
-/// The same of a stream that is like a driver's: the launch queue of an H200.
+/// The queue length of a driver-like stream: the launch queue of an H200.
 const LAUNCH_QUEUE: usize = 1_020;
 
-/// How long an enqueue waits for room in a full queue.
+/// The limit for an enqueue's wait for room in a full queue.
 const ROOM_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The same of a stream that is like a driver's. A driver waits for ever.
+/// The same limit for a driver-like stream. A driver waits for ever.
 const LAUNCH_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Looks at a word before its wait is queued: a sample is announced a moment before its `ready` is stored, and
-/// to queue the wait for so little would cost two thread switches.
+/// Checks of a word before its wait is queued: a sample is announced a moment before its `ready` is
+/// stored, and queueing the wait for that time would cost two thread switches.
 const LOOKS: u32 = 64;
 
-/// How long a parked thread sleeps at most before it looks again; a lost wake-up costs this, never a hang.
+/// The longest sleep of a parked thread between checks: a lost wake-up costs this, never a hang.
 const PARK_MAX: Duration = Duration::from_millis(100);
 
 /// One queued operation.
@@ -55,12 +56,12 @@ pub(super) enum Op {
 pub(super) struct HostEvent {
     recorded: AtomicU64,
     done: TimelineWord,
-    /// Whether it counts as one that other processes may open.
+    /// Whether it counts as an interprocess event.
     pub(super) is_interprocess: bool,
 }
 
 impl HostEvent {
-    /// One that other processes may open.
+    /// A new interprocess event.
     pub(super) fn interprocess() -> HostEvent {
         HostEvent {
             is_interprocess: true,
@@ -89,14 +90,15 @@ struct StreamQueue {
 
 /// A stream of the host backend.
 pub(super) struct HostStream {
-    /// Operations queued and not finished, counted before the queue's lock is let go. What a thread enqueued, or
-    /// knows to have been enqueued, it finds counted here; who finds 0 (with acquire) sees all of it done. Work of
-    /// two threads that do not know of each other has no order, so a thread may act on the 0 without the lock.
+    /// Operations that are queued and not finished, counted before the queue's lock is released. A
+    /// thread finds its own operations, and those that it knows to be enqueued, counted here; a
+    /// thread that reads 0 (with acquire) sees all of them done. Work of two threads that do not
+    /// know of each other has no order, so a thread may act on the 0 without the lock.
     unfinished: AtomicUsize,
     queue: Mutex<StreamQueue>,
     changed: Condvar,
-    /// Of a stream that is like a driver's: held by a call that gives it work, or asks it. Such a call waits for room in
-    /// the queue, and all others for the stream wait for that call.
+    /// For a driver-like stream: locked by a call that enqueues or queries. Such a call waits for
+    /// room in the queue, and all other calls for the stream wait for it.
     calls: Option<Mutex<()>>,
 }
 
@@ -109,7 +111,8 @@ impl fmt::Debug for HostStream {
 }
 
 impl HostStream {
-    /// A new stream. One that `is_like_a_drivers` has a short queue, and blocks its callers when that is full.
+    /// A new stream. One that `is_like_a_drivers` has a short queue, and blocks its callers when
+    /// that is full.
     pub(super) fn start(is_like_a_drivers: bool) -> Result<Arc<HostStream>> {
         let (unfinished, queue, changed) = (AtomicUsize::new(0), Mutex::default(), Condvar::new());
         let calls = is_like_a_drivers.then(Mutex::default);
@@ -127,7 +130,7 @@ impl HostStream {
         Ok(stream)
     }
 
-    /// Lets the thread end once the queue is empty.
+    /// Ends the thread once the queue is empty.
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
@@ -138,7 +141,8 @@ impl HostStream {
         self.unfinished.load(Ordering::Acquire) == 0
     }
 
-    /// [`is_idle`](Self::is_idle), also for who has seen an event complete that was the last of its work.
+    /// [`is_idle`](Self::is_idle), also for a thread that has seen the last event of its work
+    /// complete.
     pub(super) fn has_finished(&self) -> bool {
         let _calls = self.calls();
         self.is_idle() || {
@@ -184,7 +188,7 @@ impl HostStream {
         Ok(())
     }
 
-    /// Enqueues memory operations, or runs those at once that have nothing to wait for.
+    /// Enqueues memory operations, or runs those at once that need not wait.
     ///
     /// # Safety
     /// Every word lies in memory that outlives the operation.
@@ -202,14 +206,15 @@ impl HostStream {
         self.push_all(rest.len(), rest.iter().map(|&op| Op::Memory(op)))
     }
 
-    /// Copies `src` in stream order; an idle stream takes it at once, a busy one takes a copy along.
+    /// Copies `src` in stream order; an idle stream copies at once, a busy one copies from a buffer
+    /// of its own.
     ///
     /// # Safety
     /// `dst` is writable for `src.len()` bytes until the copy is done.
     #[inline]
     pub(super) unsafe fn upload(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         if self.is_idle() {
-            // SAFETY: the caller's promise for `dst`; nothing enqueued before this is still to touch it.
+            // SAFETY: the caller's promise for `dst`; no earlier enqueued work still accesses it.
             unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst as *mut u8, src.len()) };
             return Ok(());
         }
@@ -258,9 +263,11 @@ impl HostStream {
             let op = queue.ops.pop_front();
             drop(queue);
             if let Some(op) = op {
-                // Whoever sees the event complete, and asks, finds the count without it.
+                // A thread that sees the event complete and then queries the stream finds it no
+                // longer counted.
                 let _completing = matches!(op, Op::Record(..)).then(|| self.lock());
-                // SAFETY: whoever enqueued the operation promised that its memory outlives it.
+                // SAFETY: the caller that enqueued the operation promised that its memory outlives
+                // it.
                 unsafe { execute(op) };
                 self.unfinished.fetch_sub(1, Ordering::Release);
             }
@@ -279,7 +286,8 @@ impl HostStream {
 /// `address` is that of a live [`TimelineWord`] in registered memory.
 #[inline]
 unsafe fn word<'a>(address: DevicePtr) -> &'a TimelineWord {
-    // SAFETY: the caller's promise; the word is made of atomics, so sharing it with other processes is sound.
+    // SAFETY: the caller's promise; the word is made of atomics, so sharing it with other processes
+    // is sound.
     unsafe { &*(address as *const TimelineWord) }
 }
 
@@ -308,7 +316,7 @@ unsafe fn try_now(op: StreamOp) -> bool {
     }
 }
 
-/// [`try_now`], with some patience for a word that is about to be stored.
+/// [`try_now`], with repeated checks of a word that is about to be stored.
 ///
 /// # Safety
 /// As for [`word`].
@@ -330,7 +338,8 @@ unsafe fn try_now_or_soon(op: StreamOp) -> bool {
 /// The memory that the operation names is valid for it.
 unsafe fn execute(op: Op) {
     match op {
-        // A panic in a user's function must not take the stream down with it; the work after it still runs.
+        // A panic in a user's function must not end the stream's thread; the work after it still
+        // runs.
         Op::Call(function) => drop(std::panic::catch_unwind(std::panic::AssertUnwindSafe(
             function,
         ))),
@@ -373,7 +382,7 @@ mod tests {
     #[test]
     fn who_sees_a_streams_last_event_complete_finds_the_stream_idle() {
         let stream = HostStream::start(false).unwrap();
-        // To wake them takes the stream's thread a while, between the event and its count.
+        // Waking them takes the stream's thread a while, between the event and its count.
         let waiters: Vec<_> = (0..8).map(|_| HostStream::start(false).unwrap()).collect();
         for _ in 0..200 {
             let event = Arc::new(HostEvent::default());

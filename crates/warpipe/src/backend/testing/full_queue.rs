@@ -1,4 +1,5 @@
-//! A stream whose launch queue is full, for tests: a call that gives it memory operations waits until it is let go.
+//! A stream whose launch queue is full, for tests: a call that enqueues memory operations there
+//! blocks until it is unblocked.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -8,10 +9,10 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 
-/// Longer than any test; after that a call fails.
+/// Longer than any test; a call that is blocked for longer fails.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Holds up the calls that give one stream memory operations.
+/// Blocks the calls that enqueue memory operations on one stream.
 #[derive(Debug, Default)]
 pub(crate) struct FullQueue {
     state: Mutex<FullQueueState>,
@@ -25,14 +26,14 @@ struct FullQueueState {
     fails: bool,
 }
 
-/// Which calls wait.
+/// The calls that block.
 #[derive(Debug, Default, PartialEq, Eq)]
 enum Held {
     #[default]
     None,
-    /// Those for the stream with this handle.
+    /// Calls for the stream with this handle.
     Of(usize),
-    /// Those that make a stream wait.
+    /// Calls that enqueue a wait.
     Waits,
 }
 
@@ -47,7 +48,7 @@ impl FullQueue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on, calls for `stream` wait.
+    /// From now on, calls for `stream` block.
     pub(crate) fn hold(&self, stream: &Stream) {
         *self.lock() = FullQueueState {
             held: Held::Of(stream.raw().0.addr()),
@@ -55,7 +56,7 @@ impl FullQueue {
         };
     }
 
-    /// From now on, calls wait that make a stream wait for a word.
+    /// From now on, calls that enqueue a wait for a word block.
     pub(crate) fn hold_waits(&self) {
         *self.lock() = FullQueueState {
             held: Held::Waits,
@@ -63,7 +64,7 @@ impl FullQueue {
         };
     }
 
-    /// Waits until a call does.
+    /// Waits until a call is blocked.
     pub(crate) fn wait_until_held_up(&self) {
         let is_free = |state: &mut FullQueueState| state.waiting == 0;
         let waited = self
@@ -75,13 +76,13 @@ impl FullQueue {
         );
     }
 
-    /// Lets them go on.
+    /// Unblocks the calls.
     pub(crate) fn unblock(&self) {
         self.lock().held = Held::None;
         self.changed.notify_all();
     }
 
-    /// Lets them go on, and those that wait now fail.
+    /// Unblocks the calls; those that are blocked now fail.
     pub(crate) fn fail(&self) {
         let mut state = self.lock();
         (state.held, state.fails) = (Held::None, state.waiting > 0);

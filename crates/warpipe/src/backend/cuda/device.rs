@@ -1,0 +1,136 @@
+//! Loading the driver, and the devices that it has.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::sys::{self, CUdevice, CUresult, Driver};
+use super::{fault, shutdown_gate};
+use crate::backend::{DeviceId, DeviceInfo, DeviceKind};
+use crate::error::{Error, Result};
+use crate::stream::Backoff;
+
+/// The limit for an MPS server that is not ready.
+const MPS_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Loads and initialises the driver: `cuInit`, which returns at once when it has been called
+/// before. The caller is inside the gate.
+pub(super) fn driver() -> Result<&'static Driver> {
+    let driver = sys::driver().map_err(|reason| Error::NoDriver {
+        searched: sys::LIBRARY_NAMES.join(", "),
+        reason: reason.to_owned(),
+    })?;
+    if fault::forked() {
+        return Err(Error::Forked);
+    }
+    init(driver).map_err(fault::init_error)?;
+    fault::remember_process();
+    close_at_exit()?;
+    Ok(driver)
+}
+
+/// Once for a process. If two threads come at once both do it, before either continues.
+fn close_at_exit() -> Result<()> {
+    static IS_DONE: AtomicBool = AtomicBool::new(false);
+    if !IS_DONE.load(Ordering::Acquire) {
+        shutdown_gate::close_before_the_driver()?;
+        IS_DONE.store(true, Ordering::Release);
+    }
+    Ok(())
+}
+
+/// `cuInit`. An MPS server that has lost a client takes a moment before it accepts the next one, so
+/// this retries.
+fn init(driver: &Driver) -> Result<(), fault::Fault> {
+    let start = Instant::now();
+    let mut backoff = Backoff::default();
+    loop {
+        match driver.init() {
+            Err(fault)
+                if fault.is(&[CUresult::MPS_SERVER_NOT_READY])
+                    && start.elapsed() < MPS_PATIENCE =>
+            {
+                shutdown_gate::leave_if_ending();
+                backoff.pause();
+            }
+            other => return other,
+        }
+    }
+}
+
+/// `cuDeviceGetCount`: the number of GPUs that this process may use (the driver honours
+/// `CUDA_VISIBLE_DEVICES`).
+///
+/// # Errors
+/// [`Error::NoDriver`], [`Error::DevicePermission`], [`Error::NoDevice`], [`Error::Driver`].
+pub fn device_count() -> Result<u32> {
+    let _guard = shutdown_gate::enter();
+    Ok(driver()?.device_count()?)
+}
+
+/// `cuDeviceGetUuid`: the identity of the GPU with this ordinal.
+///
+/// # Errors
+/// As for [`device_count`], and [`Error::NoSuchDevice`].
+pub fn device_uuid(ordinal: u32) -> Result<[u8; 16]> {
+    let _guard = shutdown_gate::enter();
+    let driver = driver()?;
+    Ok(driver.device_uuid(find(driver, ordinal)?)?)
+}
+
+/// `cuDeviceGet`, with an error that gives the number of devices.
+pub(super) fn find(driver: &Driver, ordinal: u32) -> Result<CUdevice> {
+    let count = driver.device_count()?;
+    if count == 0 {
+        return Err(fault::no_device());
+    }
+    if ordinal >= count {
+        return Err(Error::NoSuchDevice {
+            wanted: format!("with ordinal {ordinal}"),
+            available: format!("{count} visible GPUs, ordinals from 0"),
+        });
+    }
+    Ok(driver.device(ordinal)?)
+}
+
+pub(super) fn describe(driver: &Driver, device: CUdevice, ordinal: u32) -> Result<DeviceInfo> {
+    let id = DeviceId {
+        kind: DeviceKind::Cuda,
+        uuid: driver.device_uuid(device)?,
+    };
+    Ok(DeviceInfo {
+        id,
+        ordinal,
+        name: driver.device_name(device)?,
+        memory_bytes: driver.device_memory(device)?,
+    })
+}
+
+/// The library needs these three abilities; opening a GPU without one is an error that names it.
+pub(super) fn check_abilities(driver: &Driver, device: CUdevice) -> Result<()> {
+    let needed = [
+        (
+            sys::DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+            "virtual memory management",
+        ),
+        (
+            sys::DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+            "memory shared as file descriptors",
+        ),
+        (
+            sys::DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS,
+            "64-bit stream memory operations",
+        ),
+    ];
+    for (attribute, ability) in needed {
+        if driver.device_attribute(device, attribute)? == 0 {
+            return Err(Error::Driver {
+                call: "cuDeviceGetAttribute",
+                code: CUresult::NOT_SUPPORTED.0,
+                name: "CUDA_ERROR_NOT_SUPPORTED".into(),
+                message: format!("this GPU or its driver has no {ability}"),
+                next: "; use another GPU, a newer driver, or Device::host()",
+            });
+        }
+    }
+    Ok(())
+}
