@@ -1,5 +1,5 @@
-//! The atomics of what processes share, and how a thread sleeps on one: the machine's. The lock-free parts use them from
-//! here, so that `verify/` can put models of them in their place.
+//! The atomics for memory that processes share, and the futex calls to sleep on one. Lock-free code
+//! imports them from here, so that `verify/` can replace them by models.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use rustix::thread::{Timespec, futex};
 
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, fence};
 
-/// Sleeps as long as `word` is `seen`, at most `limit`. Wakes spuriously.
+/// Sleeps while `word` is `seen`, at most `limit`. Wakes spuriously.
 pub(crate) fn wait(word: &AtomicU32, seen: u32, limit: Duration) {
     let limit = Timespec {
         tv_sec: limit.as_secs() as _,
@@ -16,15 +16,15 @@ pub(crate) fn wait(word: &AtomicU32, seen: u32, limit: Duration) {
     let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&limit));
 }
 
-/// Wakes all who sleep on `word`.
+/// Wakes every thread that sleeps on `word`.
 pub(crate) fn wake(word: &AtomicU32) {
     let _ = futex::wake(word, futex::Flags::empty(), u32::MAX >> 1);
 }
 
-/// The half of `word` that is slept on: the one that every step of a number changes.
+/// The half of `word` that threads sleep on: the half that every step of a number changes.
 pub(crate) fn low_half(word: &AtomicU64) -> &AtomicU32 {
     let base = std::ptr::from_ref(word).cast::<AtomicU32>();
-    // SAFETY: `word` is 8 aligned bytes, so each half is a valid, aligned AtomicU32 that lives as long as it; the futex
-    // only compares it, and no Rust code writes it through this type.
+    // SAFETY: `word` is 8 aligned bytes, so each half is a valid, aligned AtomicU32 that lives as
+    // long as it; the futex only compares it, and no Rust code writes it through this type.
     unsafe { &*base.add(usize::from(cfg!(target_endian = "big"))) }
 }

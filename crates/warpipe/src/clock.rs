@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// Now, in nanoseconds of `CLOCK_MONOTONIC` (`clock_gettime(2)`): comparable between processes, not between boots.
+/// Now, in nanoseconds of `CLOCK_MONOTONIC` (`clock_gettime(2)`): comparable between processes, not
+/// between boots.
 pub fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     (now.tv_sec as u64)
@@ -10,8 +11,8 @@ pub fn now_ns() -> u64 {
         .wrapping_add(now.tv_nsec as u64)
 }
 
-/// Measures from the first time it is asked: on a path that mostly does not wait, reading the clock to begin with
-/// would cost more than the rest.
+/// Measures from its first call: on a path that rarely waits, reading the clock at the start would
+/// cost more than the rest.
 #[derive(Debug, Default)]
 pub(crate) struct Stopwatch(Option<Instant>);
 

@@ -1,4 +1,4 @@
-//! Choosing a device, and what one can do.
+//! Devices: how one is chosen, and its properties.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,12 +22,13 @@ pub struct Device {
 pub struct Preferred {
     /// The device.
     pub device: Device,
-    /// For people: `first GPU`, or why there is none.
+    /// For messages to people: `first GPU`, or why there is none.
     pub why: String,
 }
 
 impl Device {
-    /// The first GPU if there is one, else the host; says why. `CUDA_VISIBLE_DEVICES` is honoured by the driver.
+    /// The first GPU if there is one, else the host, and the reason. The driver honours
+    /// `CUDA_VISIBLE_DEVICES`.
     pub fn preferred() -> Preferred {
         match Device::cuda(0) {
             Ok(device) => {
@@ -41,7 +42,7 @@ impl Device {
         }
     }
 
-    /// The host backend: memfd memory, threads as streams. Always there.
+    /// The host backend: memfd memory, threads as streams. Always available.
     pub fn host() -> Device {
         Device {
             backend: host::HostBackend::shared(),
@@ -51,8 +52,8 @@ impl Device {
     /// The GPU with this ordinal among those that `CUDA_VISIBLE_DEVICES` leaves (`cuDeviceGet`).
     ///
     /// # Errors
-    /// [`Error::NoDriver`], [`Error::DriverSymbol`], [`Error::DevicePermission`], [`Error::NoDevice`],
-    /// [`Error::NoSuchDevice`], [`Error::Driver`]; never a panic.
+    /// [`Error::NoDriver`], [`Error::DriverSymbol`], [`Error::DevicePermission`],
+    /// [`Error::NoDevice`], [`Error::NoSuchDevice`], [`Error::Driver`]; never a panic.
     pub fn cuda(ordinal: u32) -> Result<Device> {
         Ok(Device {
             backend: cuda::CudaBackend::open(ordinal)?,
@@ -80,7 +81,7 @@ impl Device {
         })
     }
 
-    /// A backend that is wrapped by [`crate::backend::testing`].
+    /// A device with a backend of [`crate::backend::testing`].
     #[cfg(any(test, feature = "testing"))]
     pub fn from_backend(backend: Arc<dyn Backend>) -> Device {
         Device { backend }
@@ -91,7 +92,7 @@ impl Device {
         self.backend.info()
     }
 
-    /// The seam.
+    /// The backend that drives this device.
     pub fn backend(&self) -> &Arc<dyn Backend> {
         &self.backend
     }

@@ -1,8 +1,9 @@
 //! One error type for the whole library.
 //!
-//! Every variant carries what a person needs to act: the name, the peer, the bytes, the driver's own
-//! code, and its message ends with the next step. Match on the variant; print with `{}`.
+//! Every variant carries the facts needed to act (the name, the peer, the bytes, the driver's own
+//! code), and its message ends with the next step. Match on the variant; print with `{}`.
 
+mod construct;
 mod fault;
 
 use std::io;
@@ -13,10 +14,10 @@ pub use fault::{Expiry, HandshakeFault, Holder, LegacyFault, TicketFault};
 
 use crate::backend::PointerKind;
 
-/// What every fallible call of this crate returns.
+/// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that can go wrong, with the next step in its message.
+/// An error of this crate, with the next step in its message.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -27,10 +28,10 @@ pub enum Error {
     NoDriver {
         /// The library names tried, in order.
         searched: String,
-        /// What the loader said of the first.
+        /// The loader's message for the first.
         reason: String,
     },
-    /// The driver is there but lacks a function this library needs.
+    /// The driver lacks a function this library needs.
     #[error(
         "the CUDA driver lacks {symbol}; update the driver (R525 or newer), or use Device::host()"
     )]
@@ -43,10 +44,10 @@ pub enum Error {
         "the CUDA driver lists no GPU{hint}; check CUDA_VISIBLE_DEVICES and the container's device list, or use Device::host()"
     )]
     NoDevice {
-        /// What is known of the cause, or empty.
+        /// The known cause, or empty.
         hint: String,
     },
-    /// The driver is there but this user may not open its device files.
+    /// This user may not open the driver's device files.
     #[error(
         "no permission on {path}; add this user to the group that owns it, or use Device::host()"
     )]
@@ -54,12 +55,12 @@ pub enum Error {
         /// The device file.
         path: PathBuf,
     },
-    /// No device answers to what was asked for.
+    /// No such device.
     #[error("no device {wanted}; there are {available}")]
     NoSuchDevice {
         /// The ordinal or UUID asked for.
         wanted: String,
-        /// What is there.
+        /// The devices that exist.
         available: String,
     },
     /// A driver call failed.
@@ -71,21 +72,22 @@ pub enum Error {
         code: i32,
         /// Its name, for example `CUDA_ERROR_INVALID_VALUE`.
         name: String,
-        /// What the driver says of it.
+        /// The driver's text for the code.
         message: String,
         /// The next step, starting with `"; "`, or empty.
         next: &'static str,
     },
-    /// A stream is being captured into a graph, which would record what this library gives it, and do it later and again.
+    /// A stream is being captured into a graph. The graph would record this library's operations
+    /// and repeat them at every launch.
     #[error(
         "{what} is part of a stream capture, which would record this instead of doing it; nothing was done: call it before the capture begins or after it has ended (outside of `torch.cuda.graph`, after cuStreamEndCapture), or on another stream"
     )]
     Capturing {
-        /// What captures, for example `stream 0x7f0c10`. The legacy default stream (0) does while a stream that is ordered
-        /// with it is captured.
+        /// The capturing stream, for example `stream 0x7f0c10`. The legacy default stream (0)
+        /// counts as capturing while a stream that is ordered with it is captured.
         what: String,
     },
-    /// Somebody has reset the device since it was opened, and with it all that it had.
+    /// The device has been reset since it was opened, which destroyed all its memory and streams.
     #[error(
         "{device} was reset after it was opened (cudaDeviceReset, cuDevicePrimaryCtxReset), and all that was made on it is gone; drop it, and open the device again"
     )]
@@ -100,7 +102,7 @@ pub enum Error {
     DeviceMemory {
         /// The device's name.
         device: String,
-        /// What was asked for.
+        /// The size of the allocation.
         bytes: u64,
         /// Free and total bytes as the device reports them, or empty.
         detail: String,
@@ -110,9 +112,9 @@ pub enum Error {
         "the descriptor received is not {wanted}: {found}; the peer runs another backend or is broken"
     )]
     NotDeviceMemory {
-        /// What it should be.
+        /// The kind that was expected.
         wanted: &'static str,
-        /// What was found instead.
+        /// The kind that was found.
         found: String,
     },
     /// Two devices that cannot reach each other's memory.
@@ -124,7 +126,7 @@ pub enum Error {
         reader: String,
         /// The device that owns the memory.
         owner: String,
-        /// What was tried and how it ended.
+        /// The attempt and its failure.
         reason: String,
     },
     /// An operating system call failed.
@@ -132,9 +134,9 @@ pub enum Error {
     Os {
         /// The call.
         call: &'static str,
-        /// What it was for.
+        /// The object of the call.
         context: String,
-        /// The kernel's word.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The process, or the system, has no descriptor left.
@@ -142,17 +144,17 @@ pub enum Error {
         "no file descriptor left for {context} (soft limit {soft}); raise it with `ulimit -n` or close something"
     )]
     DescriptorLimit {
-        /// What needed one.
+        /// The operation that needed one.
         context: String,
         /// `RLIMIT_NOFILE`, soft.
         soft: u64,
     },
-    /// This user has more descriptors on their way between processes than it may have.
+    /// This user has more descriptors in flight between processes than it may have.
     #[error(
         "this user has too many descriptors in flight for {context}: RLIMIT_NOFILE (soft limit {soft}) counts what its processes sent over sockets and nobody received; raise it with `ulimit -n`, or end some of them"
     )]
     InFlightLimit {
-        /// What needed one.
+        /// The operation that needed one.
         context: String,
         /// `RLIMIT_NOFILE`, soft.
         soft: u64,
@@ -164,7 +166,7 @@ pub enum Error {
     Name {
         /// The name, as given.
         name: String,
-        /// The rule it breaks.
+        /// The rule that the name breaks.
         reason: &'static str,
     },
     /// A domain directory that cannot be trusted or used.
@@ -175,12 +177,12 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
-    /// Something that is not ours stands where an endpoint's file should be.
+    /// A foreign file stands in the place of an endpoint's file.
     #[error("{} is {found}, not an endpoint of this library; it is left alone: move it away or take another name", path.display())]
     ForeignFile {
         /// The file.
         path: PathBuf,
-        /// What it is.
+        /// The kind of the file.
         found: &'static str,
     },
     /// The name is held by a live endpoint.
@@ -191,7 +193,7 @@ pub enum Error {
         /// Its holder, for example `process 4711`.
         holder: Holder,
     },
-    /// Nobody publishes under this name.
+    /// No publisher has this name.
     #[error(
         "nobody publishes {name:?}; start the publisher, or wait for it with `wait_for_publisher`"
     )]
@@ -199,79 +201,79 @@ pub enum Error {
         /// The endpoint name.
         name: String,
     },
-    /// Nobody keeps anything under this name.
+    /// No endpoint of this kind has this name.
     #[error("no {kind} named {name:?}: {}; start its owner, or wait for it with a timeout", if *.was_there { "its owner has died and left the name behind" } else { "nobody has made it yet, or it is closed" })]
     NoOwner {
-        /// What was looked for.
+        /// The kind that was expected.
         kind: crate::Kind,
         /// The endpoint name.
         name: String,
         /// Whether a dead process has left the name behind.
         was_there: bool,
     },
-    /// Something else is kept under this name.
+    /// An endpoint of another kind has this name.
     #[error("{name:?} is a {found}, not a {wanted}; take the right name, or open it as what it is")]
     OtherKind {
         /// The endpoint name.
         name: String,
-        /// What was looked for.
+        /// The kind that was expected.
         wanted: crate::Kind,
-        /// What is there.
+        /// The kind that was found.
         found: String,
     },
     /// A text that is no usable ticket.
     #[error("not a usable ticket: {0}")]
     Ticket(TicketFault),
-    /// The memory that a ticket names is not to be had under its name any more.
+    /// The memory that a ticket names is no longer available under its name.
     #[error(
         "what this ticket names in {name:?} is not there any more: {expiry}; get a new ticket from its owner"
     )]
     TicketExpired {
         /// The endpoint name.
         name: String,
-        /// What has become of it.
+        /// Why it is not available.
         expiry: Expiry,
     },
     /// A range that does not lie inside the memory.
     #[error("bytes {offset}..{} lie outside of {name:?}, which has {available}; take a range inside", u128::from(*.offset) + u128::from(*.bytes))]
     Range {
-        /// What the memory is called.
+        /// The name of the memory.
         name: String,
         /// Where the range begins.
         offset: u64,
         /// Its length.
         bytes: u64,
-        /// What there is.
+        /// The length of the memory.
         available: u64,
     },
-    /// The process that keeps this has gone, and what it alone could do is not done any more.
+    /// The owning process has gone, and operations that only it could do are no longer possible.
     #[error("the owner of {kind} {name:?} (process {pid}) {}; open it again when it is back", if *.graceful { "has closed it" } else { "has died" })]
     OwnerGone {
-        /// What it kept.
+        /// The kind of the endpoint.
         kind: crate::Kind,
         /// The endpoint name.
         name: String,
         /// Its process id, as this process sees it.
         pid: i32,
-        /// Whether it said goodbye.
+        /// Whether it closed gracefully.
         graceful: bool,
     },
-    /// The other side does not do what it was asked.
+    /// The other side refused a request.
     #[error("{name:?} refused: {text}")]
     Refused {
         /// The endpoint name.
         name: String,
-        /// Its reason and, from this library, the next step.
+        /// The reason and, from this library, the next step.
         text: String,
     },
-    /// Only who made a timeline signals it.
+    /// Only the process that made a timeline signals it.
     #[error(
         "timeline {name:?} belongs to process {pid}, which alone may signal it; signal a timeline of your own"
     )]
     NotOwner {
         /// The timeline's name.
         name: String,
-        /// Its owner.
+        /// The process id of its owner.
         pid: i32,
     },
     /// A timeline's value only grows.
@@ -286,7 +288,7 @@ pub enum Error {
         /// The last value signalled.
         last: u64,
     },
-    /// A timeline was to be signalled by the CPU while a stream has yet to signal it.
+    /// The CPU was to signal a timeline while a stream has yet to signal it.
     #[error(
         "timeline {name:?} stands at {reached}, and a stream has yet to signal {last}: {value} cannot come before it; signal it on a stream, or wait for {last}"
     )]
@@ -300,7 +302,7 @@ pub enum Error {
         /// The value reached.
         reached: u64,
     },
-    /// An event that nobody has recorded: there is nothing to wait for.
+    /// An event that was never recorded: there is nothing to wait for.
     #[error(
         "event {event} has never been recorded; record it first, then tell others to wait for it"
     )]
@@ -315,7 +317,7 @@ pub enum Error {
     EventLost {
         /// The event, as `endpoint#number`.
         event: String,
-        /// Who recorded it, as it said itself.
+        /// The process id of the recorder, as stated by the recorder.
         pid: i32,
     },
     /// An event handle that cannot be used.
@@ -329,7 +331,7 @@ pub enum Error {
     AccessDenied {
         /// The endpoint name.
         name: String,
-        /// What the other side said.
+        /// The other side's message.
         detail: String,
     },
     /// The two sides could not agree on a link.
@@ -337,10 +339,11 @@ pub enum Error {
     Handshake {
         /// The endpoint name.
         name: String,
-        /// What was wrong.
+        /// The fault.
         fault: HandshakeFault,
     },
-    /// A peer wrote into a link what no correct peer writes. Its link is closed; nothing else is touched.
+    /// A peer wrote a value into a link that no correct peer writes. Its link is closed; no other
+    /// link is affected.
     #[error(
         "the peer of {name:?} broke the link's protocol: {field} is {found}, allowed is {allowed}; the link is closed: reconnect, and report the peer"
     )]
@@ -349,22 +352,23 @@ pub enum Error {
         name: String,
         /// The field.
         field: &'static str,
-        /// What was read.
+        /// The value that was read.
         found: String,
-        /// What would have been right.
+        /// The values that are legal.
         allowed: String,
     },
-    /// The publisher has gone, and everything it finished has been received.
+    /// The publisher has gone, and every sample that it completed has been received.
     #[error("the publisher of {name:?} (process {pid}) {}; subscribe again, or turn `reconnect` on", if *.graceful { "has closed" } else { "has died" })]
     PublisherGone {
         /// The endpoint name.
         name: String,
         /// Its process id, as this process sees it.
         pid: i32,
-        /// Whether it said goodbye.
+        /// Whether it closed gracefully.
         graceful: bool,
     },
-    /// The sender died, or gave up, before this sample's data was complete: what the device read was not the sample.
+    /// The sender died, or gave up, before this sample's data was complete. The device may have
+    /// read other bytes.
     #[error(
         "sample {sequence} of {name:?} was lost: its sender (process {pid}) died or gave up before the data was complete; discard what was computed from it"
     )]
@@ -376,20 +380,21 @@ pub enum Error {
         /// The sender's process id.
         pid: i32,
     },
-    /// The publisher closed this subscriber's link because it stood still for too long.
+    /// The publisher closed this subscriber's link because the subscriber was unresponsive for too
+    /// long.
     #[error("the publisher of {name:?} evicted this subscriber: {reason}; subscribe again")]
     Evicted {
         /// The endpoint name.
         name: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// This side has closed the link, for a reason that was told when it happened.
+    /// This side has closed the link, for a reason that was reported when it happened.
     #[error("the link to {name:?} is closed: {reason}; subscribe again")]
     LinkClosed {
         /// The endpoint name.
         name: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// A wait ran out.
@@ -397,12 +402,12 @@ pub enum Error {
         "{what} did not come within {waited:?}; wait longer, or see `warpipe doctor` and the peer's state"
     )]
     Timeout {
-        /// What was waited for.
+        /// The awaited event.
         what: String,
-        /// How long.
+        /// The timeout.
         waited: Duration,
     },
-    /// A subscriber whose policy is to fail has no room.
+    /// A subscriber with [`Policy::Fail`](crate::Policy::Fail) has no room.
     #[error(
         "subscriber {subscriber} of {name:?} has no room: it has not released the {depth} samples of its depth; receive and release faster, raise the depth, or choose another policy"
     )]
@@ -421,11 +426,11 @@ pub enum Error {
     MemoryLimit {
         /// The endpoint name.
         name: String,
-        /// The slot asked for.
+        /// The size of the slot.
         bytes: u64,
         /// Bytes of regions in use.
         used: u64,
-        /// The stated limit.
+        /// The limit.
         limit: u64,
     },
     /// Memory that no legacy handle can name.
@@ -433,7 +438,7 @@ pub enum Error {
     NotExportable {
         /// The address.
         ptr: u64,
-        /// What it is.
+        /// The kind of the memory.
         kind: PointerKind,
     },
     /// The process that exported some memory is gone, and with it the memory.
@@ -450,7 +455,7 @@ pub enum Error {
         /// What is wrong with it.
         fault: LegacyFault,
     },
-    /// The process has all the interprocess events that it may have.
+    /// The process has as many interprocess events as it may have.
     #[error("this process has {limit} interprocess events, and may have no more; drop some")]
     EventLimit {
         /// The limit.
@@ -465,7 +470,7 @@ pub enum Error {
         name: String,
         /// The most jobs whose outcome was not taken.
         limit: usize,
-        /// How long room was waited for.
+        /// How long the call waited for room.
         waited: Duration,
     },
     /// Every attempt at a job failed.
@@ -478,17 +483,17 @@ pub enum Error {
         name: String,
         /// The job's number.
         job: u64,
-        /// Why each attempt failed, the first first.
+        /// Why each attempt failed, in order.
         reasons: Vec<String>,
     },
-    /// The worker or server that had the job said that it is not to be done.
+    /// The worker or server rejected the job.
     #[error("job {job} of {name:?} was rejected: {reason}; change it before it is submitted again")]
     Rejected {
         /// The queue's or service's name.
         name: String,
         /// The job's number.
         job: u64,
-        /// What was said.
+        /// The reason that it gave.
         reason: String,
     },
     /// A deadline has passed.
@@ -499,7 +504,7 @@ pub enum Error {
         /// The job's number.
         job: u64,
     },
-    /// The job is not in its queue any more: its outcome was taken, or it was called off.
+    /// The job is not in its queue any more: its outcome was taken, or the job was cancelled.
     #[error(
         "the outcome of job {job} of {name:?} was taken, or the job was called off; wait for it in one place only"
     )]
@@ -522,18 +527,18 @@ pub enum Error {
     QueueGone {
         /// The queue's name.
         name: String,
-        /// How its end was seen.
+        /// How the end was detected.
         reason: String,
-        /// Whether its owner said goodbye; else it died, or the link failed.
+        /// Whether its owner closed gracefully; otherwise it died, or the link failed.
         graceful: bool,
     },
-    /// A tensor layout that cannot be, or does not fit.
+    /// A tensor layout that is invalid, or does not fit.
     #[error("not a usable tensor layout: {reason}")]
     Layout {
         /// What is wrong with it.
         reason: String,
     },
-    /// A profiler's library that was asked for cannot be used. Nothing else is affected.
+    /// A profiler's library that was requested cannot be used. Nothing else is affected.
     #[error(
         "no ranges for a profiler: {library} {reason}; correct NVTX_INJECTION64_PATH or WARPIPE_NVTX, or set WARPIPE_NVTX=0"
     )]
@@ -546,11 +551,11 @@ pub enum Error {
     /// An argument outside its stated range.
     #[error("{argument} is {found}; allowed is {allowed}")]
     Argument {
-        /// Its name.
+        /// The name of the argument.
         argument: &'static str,
-        /// Its value.
+        /// The value of the argument.
         found: String,
-        /// Its range.
+        /// The legal range.
         allowed: String,
     },
     /// A handle that was made before a `fork` is used in the child.
@@ -563,61 +568,7 @@ pub enum Error {
     Injected {
         /// The backend method.
         method: &'static str,
-        /// Its count, from 1.
+        /// The count of the call, from 1.
         call: u64,
     },
-}
-
-impl Error {
-    /// An operating system error in its context; the limits of descriptors get variants of their own.
-    pub(crate) fn os(
-        call: &'static str,
-        context: impl Into<String>,
-        source: impl Into<io::Error>,
-    ) -> Self {
-        let (context, source) = (context.into(), source.into());
-        match source.raw_os_error() {
-            Some(libc::EMFILE | libc::ENFILE) => Error::DescriptorLimit {
-                context: format!("{context} ({call})"),
-                soft: descriptor_limit(),
-            },
-            Some(libc::ETOOMANYREFS) => Error::InFlightLimit {
-                context: format!("{context} ({call})"),
-                soft: descriptor_limit(),
-            },
-            _ => Error::Os {
-                call,
-                context,
-                source,
-            },
-        }
-    }
-
-    pub(crate) fn argument(
-        argument: &'static str,
-        found: impl ToString,
-        allowed: impl ToString,
-    ) -> Self {
-        Error::Argument {
-            argument,
-            found: found.to_string(),
-            allowed: allowed.to_string(),
-        }
-    }
-
-    pub(crate) fn legacy(fault: LegacyFault) -> Self {
-        Error::LegacyHandle { fault }
-    }
-
-    pub(crate) fn layout(reason: impl Into<String>) -> Self {
-        Error::Layout {
-            reason: reason.into(),
-        }
-    }
-}
-
-fn descriptor_limit() -> u64 {
-    rustix::process::getrlimit(rustix::process::Resource::Nofile)
-        .current
-        .unwrap_or(u64::MAX)
 }

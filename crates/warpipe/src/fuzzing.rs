@@ -1,5 +1,6 @@
-//! Every parser of what comes from outside this process, for fuzzers and replays: each takes any bytes, does not panic, and
-//! what it accepts keeps its promises. For tests alone, behind the feature `testing`.
+//! Every parser of data from outside this process, for fuzzers and replays. Each parser takes any
+//! bytes and does not panic, and every accepted value keeps its invariants. For tests alone, behind
+//! the feature `testing`.
 
 use std::fmt::Debug;
 use std::sync::atomic::Ordering::Relaxed;
@@ -17,18 +18,18 @@ use crate::shm::segment::{META_BYTES_MAX, Segment, VERSION};
 use crate::tensor::RANK_MAX;
 use crate::{DType, Device, EventHandle, Layout, LegacyHandle, Ticket, origin, sync::event};
 
-/// A parser: its name, what tries it, and bytes that get far.
+/// A parser: its name, the function that runs it, and seeds that reach far into it.
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
     /// The name of its fuzz target and of its folder in the corpus.
     pub name: &'static str,
-    /// Tries it on any bytes.
+    /// Runs the parser on any bytes.
     pub parse: fn(&[u8]),
     /// Whole messages of every kind.
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
-/// All of them.
+/// All fuzz targets.
 pub const TARGETS: &[Target] = &[
     Target {
         name: "message",
@@ -77,7 +78,7 @@ pub const TARGETS: &[Target] = &[
     },
 ];
 
-/// Numbers as wrong input has them.
+/// Numbers that wrong input often has.
 const EDGES: [u64; 6] = [0, 1, 255, 1 << 32, i64::MAX as u64, u64::MAX];
 
 /// A message as it goes over the wire.
@@ -89,7 +90,7 @@ pub(crate) fn packet(message: &Message) -> Vec<u8> {
     packet
 }
 
-/// One of each kind.
+/// One message of each kind.
 pub(crate) fn messages(number: u64) -> Vec<Message> {
     let (generation, device) = (
         [number as u8; 16],
@@ -166,10 +167,10 @@ fn packet_seeds() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// What a link's socket says.
+/// Messages on a link's socket.
 fn packets(bytes: &[u8]) {
     if let Ok(message) = message::decode(bytes) {
-        // Whatever it says, it is a whole message: encoded once more it means the same.
+        // An accepted message is whole: it has the same meaning when encoded once more.
         assert_eq!(
             message::decode(&packet(&message)).ok().as_ref(),
             Some(&message)
@@ -182,7 +183,7 @@ fn packets(bytes: &[u8]) {
     }
 }
 
-/// What goes inside: every face's questions and answers.
+/// Message bodies: the requests and replies of every endpoint kind.
 fn bodies(bytes: &[u8]) {
     let faces = [
         crate::sync::event::try_messages,
@@ -193,13 +194,13 @@ fn bodies(bytes: &[u8]) {
         crate::sync::timeline::try_messages,
     ];
     faces.into_iter().for_each(|face| face(bytes));
-    // What others may send of ours, by serde.
+    // Types of this library that user programs may deserialize with serde.
     if let Ok(dtype) = ipc::decode::<DType>(bytes, "any") {
         assert_eq!(DType::from_name(dtype.name()), Some(dtype));
     }
 }
 
-/// Postcard makes something of most bytes; these begin every variant of an enumeration with numbers behind it.
+/// Postcard decodes most bytes; these begin every variant of an enumeration, followed by numbers.
 fn body_seeds() -> Vec<Vec<u8>> {
     let with = |kind: u8, fill: u8| [vec![kind], vec![fill; 40]].concat();
     (0..8)
@@ -207,7 +208,7 @@ fn body_seeds() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// What is written beside the tensors of jobs and results.
+/// The metadata of jobs and results.
 fn queue(bytes: &[u8]) {
     if let Ok(tag) = wire::DeliveryTag::decode(bytes) {
         let again = tag
@@ -216,7 +217,7 @@ fn queue(bytes: &[u8]) {
         assert_eq!(again.ok().as_deref(), Some(bytes));
     }
     if let Ok(answer) = wire::Answer::decode(bytes) {
-        // A reason is cleaned and cut; what it says then stays.
+        // A reason is cleaned and cut; the cleaned text does not change again.
         let user = wire::user_of_answer(bytes);
         let user = if answer.kind == wire::AnswerKind::Completed {
             user
@@ -240,7 +241,7 @@ fn queue_seeds() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// The text of a ticket, and one whose checksum is right whatever it says.
+/// The text of a ticket, and a text whose checksum is right whatever its contents.
 fn tickets(bytes: &[u8]) {
     for text in [
         String::from_utf8_lossy(bytes).into_owned(),
@@ -260,7 +261,8 @@ fn ticket_seeds() -> Vec<Vec<u8>> {
     texts.chain(bodies.iter().cloned()).collect()
 }
 
-/// The text and the bytes of an event's handle, and bytes whose checksum is right whatever they say.
+/// The text and the bytes of an event's handle, and bytes whose checksum is right whatever their
+/// contents.
 fn event_handles(bytes: &[u8]) {
     for bytes in [bytes.to_vec(), event::forged::handle(bytes)] {
         comes_back(EventHandle::from_bytes(&bytes).ok(), |handle| {
@@ -306,14 +308,14 @@ fn legacy_seeds() -> Vec<Vec<u8>> {
         .to_vec()
 }
 
-/// What was accepted goes through its own form unchanged.
+/// An accepted value is unchanged by encoding and decoding.
 fn comes_back<T: PartialEq + Debug>(accepted: Option<T>, again: impl FnOnce(&T) -> Option<T>) {
     if let Some(accepted) = accepted {
         assert_eq!(again(&accepted).as_ref(), Some(&accepted));
     }
 }
 
-/// The words of an entry, eight bytes each, and what the region is said to have; those that are not there are 0.
+/// The words of an entry, eight bytes each, and the stated size of the region; missing words are 0.
 fn entries(bytes: &[u8]) {
     thread_local! {
         static SEGMENT: Option<Segment> = Segment::create(&Device::host(), 1, [1; 16]).ok().map(|(segment, _)| segment);
@@ -379,8 +381,8 @@ fn entry_seeds() -> Vec<Vec<u8>> {
     layouts.into_iter().flatten().map(seed).collect()
 }
 
-/// A layout as a caller or a frame says it: code, bits, rank, offset, then lengths and strides, eight bytes each; what is
-/// not there is 0.
+/// A layout as a caller or a message states it: code, bits, rank, offset, then lengths and strides,
+/// eight bytes each; missing values are 0.
 fn layouts(bytes: &[u8]) {
     let Some((&[code, bits, rank, is_strided], rest)) = bytes.split_first_chunk::<4>() else {
         return;
@@ -423,7 +425,8 @@ fn layout_seeds() -> Vec<Vec<u8>> {
     ]
 }
 
-/// Short texts: names of endpoints and of their files, and lines of `/proc`, in which other processes' names stand.
+/// Short texts: names of endpoints and of their files, and lines of `/proc`, which contain other
+/// processes' names.
 fn texts(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     if let Ok(name) = EndpointName::new(&text) {
@@ -465,7 +468,7 @@ fn corners(layout: &Layout) -> (i128, i128) {
     (low, high + i128::from(layout.dtype().bytes()))
 }
 
-/// What a layout that was accepted promises.
+/// Checks the invariants of an accepted layout.
 pub(crate) fn assert_promises(layout: &Layout) {
     assert!(layout.bytes() <= i64::MAX as u64);
     assert!(layout.offset() <= layout.bytes());

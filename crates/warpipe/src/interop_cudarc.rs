@@ -1,4 +1,4 @@
-//! Streams and slices of the `cudarc` crate as ours (feature `cudarc`).
+//! Conversions from streams and slices of the `cudarc` crate (feature `cudarc`).
 //!
 //! Both crates use the device's primary context, so a handle of one means the same to the other.
 
@@ -16,8 +16,8 @@ impl Stream {
     /// `CudaStream::cu_stream`: a stream of cudarc, kept alive by the result.
     ///
     /// # Errors
-    /// [`Error::Argument`] when the stream belongs to another device than `device`, or when cudarc cannot say
-    /// to which.
+    /// [`Error::Argument`] when the stream belongs to another device than `device`, or when cudarc
+    /// cannot tell its device.
     pub fn from_cudarc(device: &Device, stream: &Arc<CudaStream>) -> Result<Stream> {
         let id = device_of(stream)?;
         let wanted = device.info().id;
@@ -37,7 +37,8 @@ impl Stream {
     }
 }
 
-/// The last hold of a stream of cudarc may be dropped by a thread of ours, and then calls the driver.
+/// A thread of this library may drop the last reference to a cudarc stream, which then calls the
+/// driver.
 struct Kept(Option<Arc<CudaStream>>);
 
 impl Drop for Kept {
@@ -64,15 +65,17 @@ fn device_of(stream: &CudaStream) -> Result<DeviceId> {
 /// A slice of cudarc as a range of device memory, for work on `stream`.
 #[derive(Debug)]
 pub struct CudarcRange<'a> {
-    /// Its address.
+    /// The address of the slice.
     pub ptr: DevicePtr,
-    /// Its length in bytes.
+    /// The length of the slice in bytes.
     pub bytes: u64,
-    /// Tells cudarc, when dropped, that `stream` has read the slice up to here: keep it until the work is enqueued.
+    /// Tells cudarc, when dropped, that `stream` has read the slice up to here: keep it until the
+    /// work is enqueued.
     pub in_use: SyncOnDrop<'a>,
 }
 
-/// `DevicePtr::device_ptr`: a `CudaSlice` or `CudaView` as address and bytes, to be read by work on `stream`.
+/// `DevicePtr::device_ptr`: a `CudaSlice` or `CudaView` as address and bytes, to be read by work on
+/// `stream`.
 pub fn device_range<'a, T>(
     slice: &'a impl cudarc::driver::DevicePtr<T>,
     stream: &'a CudaStream,

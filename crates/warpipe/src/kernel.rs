@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::fmt;
 
-/// What a kernel's CPU twin is given: the arguments of the whole launch, once.
+/// The arguments of a kernel's CPU version: those of the whole launch, once.
 #[derive(Debug, Clone, Copy)]
 pub struct Launch<'a> {
     /// Blocks.
@@ -14,10 +14,10 @@ pub struct Launch<'a> {
     pub args: &'a [u64],
 }
 
-/// The CPU twin of a kernel: does the work of the whole grid.
+/// The CPU version of a kernel: does the work of the whole grid.
 ///
 /// # Safety
-/// As for the kernel itself: the arguments name memory that is valid for what the kernel does with it.
+/// As for the kernel itself: the arguments name memory that is valid for the kernel's accesses.
 pub type HostTwin = unsafe fn(Launch<'_>);
 
 /// One kernel under both backends. All its parameters are 64 bits wide.
@@ -37,22 +37,23 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// A kernel called `name` in the module `ptx`, and its CPU twin.
+    /// A kernel called `name` in the module `ptx`, and its CPU version.
     pub const fn new(name: &'static CStr, ptx: &'static CStr, twin: HostTwin) -> Self {
         Kernel { name, ptx, twin }
     }
 
-    /// Its entry's name in the PTX.
+    /// The kernel's entry name in the PTX.
     pub fn name(&self) -> &'static CStr {
         self.name
     }
 
-    /// The module's text. Kernels of one module share one address, and are loaded together.
+    /// The PTX text of the module. Kernels of one module share one address, and are loaded
+    /// together.
     pub fn ptx(&self) -> &'static CStr {
         self.ptx
     }
 
-    /// The CPU twin.
+    /// The CPU version.
     pub fn twin(&self) -> HostTwin {
         self.twin
     }

@@ -1,8 +1,9 @@
-//! GPU memory and streams of tensors, handed between processes without a copy, surviving the death of any of them.
+//! GPU memory and streams of tensors, handed between processes without a copy, surviving the death
+//! of any of them.
 //!
-//! One process publishes tensors that lie in its GPU's memory; others on the same machine receive them where they
-//! lie. Streams wait for each other on the device; no CPU waits for a GPU on the way, and no byte of a tensor is
-//! copied. Without a GPU the same programs run on memory that is shared through memfds.
+//! One process publishes tensors in its GPU's memory; other processes on the same machine receive
+//! them in place. Streams wait for each other on the device: no CPU waits for a GPU, and no byte of
+//! a tensor is copied. Without a GPU the same programs run on memory that is shared through memfds.
 //!
 //! ```
 //! use std::time::Duration;
@@ -47,44 +48,52 @@
 //! | [`clock`] | the clock that all processes of one machine share |
 //! | [`Error`], [`HandshakeFault`] | everything that can go wrong, each with the next step |
 //!
-//! Not public, and each explained at the head of its module: `ipc` (what processes say to each other), `shm`
-//! (memory that they share), `runtime` (the threads of a process), `memory` (regions and slots), `fork`, `os`. The bytes
-//! that two processes share are drawn in `docs/design/link.md`, what each death leaves behind in `docs/design/recovery.md`, and `ARCHITECTURE.md` is the map.
+//! Private modules, each explained at its head: `ipc` (messages between processes), `shm` (shared
+//! memory pages), `runtime` (the threads of a process), `memory` (regions and slots), `fork`, `os`.
+//! `docs/design/link.md` draws the shared bytes, `docs/design/recovery.md` describes the recovery
+//! from each death, and `ARCHITECTURE.md` is the overview.
 //!
 //! # What is promised
 //!
-//! * A sample is delivered whole or not at all. One whose sender died, or gave up, before its data was complete is
-//!   [`Error::SampleLost`]: from [`Sample::finish`], [`Sample::wait`] and [`Receipt::check`], so whoever computes
-//!   from a sample asks one of them before the result counts.
-//! * A subscriber still receives what was complete when its publisher died, then [`Error::PublisherGone`].
-//! * What a killed subscriber held is used again once its death is proven; what a stopped one holds stays untouched.
-//! * Every call that waits for another process takes a timeout. Calls of the driver take as long as the driver does.
+//! * A sample is delivered whole or not at all. A sample whose sender died, or gave up, before its
+//!   data was complete gives [`Error::SampleLost`] from [`Sample::finish`], [`Sample::wait`] and
+//!   [`Receipt::check`]. Call one of them before you use results that were computed from a sample.
+//! * A subscriber still receives the samples that were complete when its publisher died, then
+//!   [`Error::PublisherGone`].
+//! * Memory held by a killed subscriber is used again once its death is proven. Memory held by a
+//!   stopped subscriber stays untouched.
+//! * Every call that waits for another process takes a timeout. Calls of the driver take as long as
+//!   the driver does.
 //!
 //! # Errors
 //!
-//! One [`enum`](Error) with context for each case; its text ends with what to do next. Nothing that comes from outside
-//! this process (a file, an argument, a peer's bytes or descriptors, the driver's answers) makes the library panic.
+//! One [`enum`](Error) with context for each case; its text ends with the next step. Nothing that
+//! comes from outside this process (a file, an argument, a peer's bytes or descriptors, the
+//! driver's answers) makes the library panic.
 //!
 //! # Threads
 //!
-//! A [`Publisher`] may be used from any number of threads at once. A [`Subscriber`] belongs to one at a time; its
-//! samples may go anywhere. The first endpoint of a process starts four threads, one of each for all endpoints: a
-//! reactor that sees sockets and deaths, a control thread that makes links, a fence thread that asks whether memory is still in use,
-//! a reaper that gives it back to the driver.
-//! On the host device each [`Stream`] is a thread, too, and each [`Queue`] has one, which sleeps while nothing happens.
+//! A [`Publisher`] may be used from any number of threads at once. A [`Subscriber`] belongs to one
+//! thread at a time; its samples may go anywhere. The first endpoint of a process starts four
+//! threads, one of each for all endpoints: a reactor that sees sockets and deaths, a control thread
+//! that makes links, a fence thread that checks whether memory is still in use, and a reaper that
+//! returns it to the driver. On the host device each [`Stream`] is a thread, too, and each
+//! [`Queue`] has one, which sleeps while nothing happens.
 //!
 //! # Fork
 //!
-//! A forked child's handles answer [`Error::Forked`], and using or dropping them harms nothing of the parent's. The
-//! child may open endpoints of its own on the host device; CUDA does not survive a fork. `fork` followed by `exec` is
-//! no concern: every descriptor is close-on-exec. In the child of a process that has started CUDA, `/dev/null` takes the
-//! places of the driver's files: a child that held them would keep its parent's device work running after its death.
+//! A forked child's handles return [`Error::Forked`], and using or dropping them does not affect
+//! the parent. The child may open endpoints of its own on the host device; CUDA does not survive a
+//! fork. `fork` followed by `exec` is no concern: every descriptor is close-on-exec. In the child
+//! of a process that has started CUDA, `/dev/null` replaces the driver's files: a child that held
+//! them would keep its parent's device work running after the parent's death.
 //!
 //! # Features
 //!
-//! * `cudarc`: streams and slices of the `cudarc` crate as ours, in `interop_cudarc` (off by default).
-//! * `testing`: wrappers that delay, fail or count a backend's calls (off by default). For tests and measurements alone:
-//!   with it safe code can break memory safety.
+//! * `cudarc`: conversions from streams and slices of the `cudarc` crate, in `interop_cudarc` (off
+//!   by default).
+//! * `testing`: wrappers that delay, fail or count a backend's calls (off by default). For tests
+//!   and measurements alone: with it safe code can break memory safety.
 #![deny(missing_docs)]
 
 mod atomic;
@@ -147,16 +156,16 @@ pub use sync::semaphore::{Permit, Semaphore};
 pub use sync::timeline::Timeline;
 pub use tensor::{DType, Layout};
 
-/// The examples of the README are tests, too.
+/// Tests the examples of the README.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-/// So are those of the guide to members.
+/// Tests the examples of the guide to members.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/guide/members.md")]
 struct GuideToMembers;
-/// So are those of the guide.
+/// Tests the examples of the guide.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/guide/channels.md")]
 #[doc = include_str!("../../../docs/guide/timeline.md")]

@@ -1,17 +1,21 @@
-//! Ranges for profilers: what this process spends in `send`, `receive` and the like, on a profiler's time line.
+//! Ranges for profilers: the time that this process spends in `send`, `receive` and similar calls,
+//! on a profiler's time line.
 //!
-//! Profilers of the NVIDIA tools, and others, take such ranges by NVTX. Nothing of it is linked or needed:
+//! NVIDIA's profilers, and others, take such ranges through NVTX. NVTX is neither linked nor
+//! required:
 //!
-//! * `NVTX_INJECTION64_PATH` names a profiler's library, which profilers set themselves (`nsys profile` does). It is
-//!   loaded at the first range and given the tables of NVTX 3, into which it writes its functions: the part that
-//!   NVTX's C headers play in a C program.
-//! * Without it, `WARPIPE_NVTX=1` asks for `libnvToolsExt.so.1` of a toolkit (up to CUDA 12), which knows profilers
-//!   by itself.
-//! * `WARPIPE_NVTX=0` turns ranges off in any case. Off, and without either variable, a range costs one relaxed load.
+//! * `NVTX_INJECTION64_PATH` names a profiler's library, which profilers set themselves (`nsys
+//!   profile` does). It is loaded at the first range and given the tables of NVTX 3, into which it
+//!   writes its functions: the part that NVTX's C headers play in a C program.
+//! * Without it, `WARPIPE_NVTX=1` asks for `libnvToolsExt.so.1` of a toolkit (up to CUDA 12), which
+//!   knows profilers by itself.
+//! * `WARPIPE_NVTX=0` turns ranges off in any case. Off, and without either variable, a range costs
+//!   one relaxed load.
 //!
 //! A library that cannot be used leaves ranges off; [`state`], and so `warpipe doctor`, says why.
 //!
-//! **This module is marked for unsafe**: it shares tables of function pointers with the profiler, and calls them.
+//! **This module is marked for unsafe**: it shares tables of function pointers with the profiler,
+//! and calls them.
 //!
 //! References: `nvtxInit.h` and `nvtxTypes.h` of NVTX 3, for the handshake and its numbers.
 
@@ -27,38 +31,38 @@ use libloading::Library;
 use crate::error::Error;
 use crate::fork::per_process::PerProcess;
 
-/// A sample is handed to its subscribers.
+/// The range of a send.
 pub(crate) const SEND: &CStr = c"warpipe.send";
-/// A sample is waited for and taken.
+/// The range of a receive: its wait and the taking of the sample.
 pub(crate) const RECEIVE: &CStr = c"warpipe.receive";
-/// A job is waited for and taken on.
+/// The range of a lease: its wait and the taking of the job.
 pub(crate) const LEASE: &CStr = c"warpipe.lease";
-/// A job is completed.
+/// The range of a job's completion.
 pub(crate) const COMPLETE: &CStr = c"warpipe.complete";
 
 /// Names a profiler's library.
 const INJECTION: &str = "NVTX_INJECTION64_PATH";
-/// Ours: `1` asks for ranges, `0` forbids them.
+/// `1` asks for ranges, `0` forbids them.
 const SWITCH: &str = "WARPIPE_NVTX";
-/// What `WARPIPE_NVTX=1` loads.
+/// The library that `WARPIPE_NVTX=1` loads.
 const TOOLKIT_LIBRARY: &str = "libnvToolsExt.so.1";
 
 /// Whether ranges reach a profiler. See [`state`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum State {
-    /// Nobody asked.
+    /// No ranges were requested.
     Off,
-    /// They go to this library.
+    /// Ranges go to this library.
     On {
         /// The library's path or name.
         library: String,
     },
-    /// They were asked for, and cannot be: [`Error::Profiler`].
+    /// Ranges were requested, and cannot be had: [`Error::Profiler`].
     Failed(Error),
 }
 
-/// Whether ranges reach a profiler; the first call, or the first range, finds out.
+/// Whether ranges reach a profiler; the first call, or the first range, determines it.
 ///
 /// ```
 /// use warpipe::nvtx::{State, state};
@@ -69,10 +73,11 @@ pub enum State {
 /// }
 /// ```
 pub fn state() -> &'static State {
-    // A forked child goes on with what its parent found, and finds out itself if that was under way.
+    // A forked child keeps the parent's result, and determines it anew if the parent had not
+    // finished.
     static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
     static STARTING: PerProcess<Mutex<()>> = PerProcess::new();
-    // SAFETY: what is published here is never freed, and never written through.
+    // SAFETY: a published state is never freed, and never written through.
     let known = || unsafe { STATE.load(Ordering::Acquire).as_ref() };
     known().unwrap_or_else(|| {
         let _starting = STARTING.lock();
@@ -128,8 +133,8 @@ fn push(name: &'static CStr) -> bool {
     if function.is_null() {
         return false;
     }
-    // SAFETY: what stands in this slot is the library's `nvtxRangePushA`, by the handshake or by its name; the library
-    // is never unloaded, and the name is terminated and lives for ever.
+    // SAFETY: the pointer in this slot is the library's `nvtxRangePushA`, by the handshake or by
+    // its name; the library is never unloaded, and the name is terminated and lives for ever.
     unsafe {
         mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char) -> c_int>(function)(
             name.as_ptr(),
@@ -147,7 +152,7 @@ fn pop() {
     }
 }
 
-/// Gets the functions out of a library, or says what is wrong with it.
+/// Gets the functions out of a library. The error text says what is wrong with the library.
 type Load = fn(&Library) -> Result<(), String>;
 
 fn start(switch: Option<OsString>, injection: Option<OsString>) -> State {
@@ -162,8 +167,8 @@ fn start(switch: Option<OsString>, injection: Option<OsString>) -> State {
         None => return State::Off,
     };
     let name = library.to_string_lossy().into_owned();
-    // SAFETY: the environment of this process names the library, as it does for every program with NVTX in it; whoever
-    // sets that could preload a library as well.
+    // SAFETY: the environment of this process names the library, as for every program with NVTX in
+    // it; a process that sets the environment could preload a library as well.
     let loaded = unsafe { Library::new(&library) }.map_err(|error| {
         let words = std::error::Error::source(&error).map(ToString::to_string);
         format!(
@@ -173,7 +178,8 @@ fn start(switch: Option<OsString>, injection: Option<OsString>) -> State {
     });
     let ready = loaded.and_then(|library| {
         let ready = load(&library);
-        // Kept for ever, also when it refuses: it may have started threads or left pointers to itself.
+        // Never unloaded, even when it refuses: it may have started threads or left pointers to
+        // itself.
         mem::forget(library);
         ready
     });
@@ -202,7 +208,8 @@ fn take_functions(library: &Library) -> Result<(), String> {
 
 type GetExportTable = unsafe extern "C" fn(c_uint) -> *const c_void;
 
-/// `InitializeInjectionNvtx2`: gives the library our tables, into which it writes its functions.
+/// `InitializeInjectionNvtx2`: passes the export tables to the library, which writes its functions
+/// into them.
 fn shake_hands(library: &Library) -> Result<(), String> {
     type Initialize = unsafe extern "C" fn(GetExportTable) -> c_int;
     // SAFETY: a symbol of this name has this type, by the protocol.
@@ -227,7 +234,7 @@ const RANGE_POP: usize = 11;
 const CALLBACKS: c_uint = 1;
 const VERSION_INFO: c_uint = 3;
 
-/// Where a profiler's functions go. One that we never call is written for nothing.
+/// The slots for a profiler's functions. Most are never called.
 struct Slots([[AtomicPtr<c_void>; SIZE_MAX]; MODULE_SIZES.len()]);
 
 static SLOTS: Slots =
@@ -243,7 +250,7 @@ static ADDRESSES: Addresses = {
     let mut addresses = [[ptr::null(); SIZE_MAX]; MODULE_SIZES.len()];
     let mut module = 1;
     while module < MODULE_SIZES.len() {
-        // The first slot of each module is of no function, and has no address.
+        // The first slot of each module belongs to no function, and has no address.
         let mut function = 1;
         while function < MODULE_SIZES[module] {
             addresses[module][function] = &raw const SLOTS.0[module][function];
@@ -377,7 +384,7 @@ mod tests {
                 (c_int::from(count > 0), count),
                 "module {module}"
             );
-            // SAFETY: nobody is to write where the pointers are null.
+            // SAFETY: the function does not write through null pointers.
             unsafe { give_functions(module, ptr::null_mut(), ptr::null_mut()) };
         }
         assert!(ADDRESSES.0[CORE][0].is_null() && !ADDRESSES.0[CORE][RANGE_POP].is_null());

@@ -1,7 +1,8 @@
-//! Which process of which boot of which machine: what a handle says of where it came from.
+//! The identity of a process: which process of which boot of which machine made a handle.
 //!
-//! A process id alone is nobody in particular: it is used again, and means another process in another namespace. With
-//! the time at which its process started, its namespace, and the boot's id it is one process for good.
+//! A process id alone identifies no process: it is used again, and it means another process in
+//! another namespace. Together with the process's start time, its namespace and the boot's id it
+//! identifies one process for good.
 
 use std::io;
 use std::sync::Mutex;
@@ -9,7 +10,7 @@ use std::sync::Mutex;
 use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
 
-/// A process, told apart from every other one.
+/// The identity of a process, unique among all processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ProcessOrigin {
     /// The boot of the machine: a hash of `/proc/sys/kernel/random/boot_id`.
@@ -18,21 +19,21 @@ pub(crate) struct ProcessOrigin {
     pub(crate) namespace: u64,
     /// When the process started, in ticks since the boot (`/proc/PID/stat`, field 22).
     pub(crate) started: u64,
-    /// Its number.
+    /// The process id.
     pub(crate) pid: i32,
 }
 
-/// What can be known of another process.
+/// Whether another process lives, as far as this process can know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Liveness {
     Alive,
     Gone,
-    /// It counts in another PID namespace, or on another machine.
+    /// The process is in another PID namespace, or on another machine.
     Unknown,
 }
 
 impl ProcessOrigin {
-    /// This process; read once, and again after a fork.
+    /// The identity of this process; read once, and again after a fork.
     pub(crate) fn here() -> Result<ProcessOrigin> {
         static HERE: PerProcess<Mutex<Option<ProcessOrigin>>> = PerProcess::new();
         let mut here = HERE.lock();
@@ -60,7 +61,8 @@ impl ProcessOrigin {
         })
     }
 
-    /// Whether the process still lives, as seen from `here`. A zombie does not: its memory is gone.
+    /// Whether the process still lives, as seen from `here`. A zombie does not: its memory has been
+    /// released.
     pub(crate) fn life(&self, here: &ProcessOrigin) -> Liveness {
         if (self.host, self.namespace) != (here.host, here.namespace) || !is_proc_of(here.pid) {
             return Liveness::Unknown;
@@ -78,13 +80,13 @@ impl ProcessOrigin {
     }
 }
 
-/// Whether `/proc` counts processes as this one does, whose number is `pid`. In a PID namespace whose `/proc` was not
-/// mounted anew, the numbers there are other processes'.
+/// Whether `/proc` counts processes as this one does, whose number is `pid`. In a PID namespace
+/// whose `/proc` was not mounted anew, the numbers there are other processes'.
 fn is_proc_of(pid: i32) -> bool {
     std::fs::read_link("/proc/self").is_ok_and(|link| link.to_str() == Some(&pid.to_string()))
 }
 
-/// What is looked at of `/proc/PID/stat`.
+/// The fields of `/proc/PID/stat` that are used.
 struct Stat {
     state: u8,
     started: u64,
@@ -100,7 +102,8 @@ impl Stat {
         Stat::parse(&text).ok_or_else(|| io::Error::other("it is not what proc(5) says"))
     }
 
-    /// The name, in parentheses, may itself hold parentheses and blanks: the fields begin behind the last one.
+    /// The name, in parentheses, may itself contain parentheses and blanks: the fields begin behind
+    /// the last parenthesis.
     fn parse(text: &[u8]) -> Option<Stat> {
         let end = text.iter().rposition(|&byte| byte == b')')?;
         let mut fields = text
@@ -121,7 +124,7 @@ pub(crate) fn try_stat(text: &[u8]) {
     }
 }
 
-/// FNV-1a (Fowler, Noll and Vo): tells values apart, keeps no secret.
+/// FNV-1a (Fowler, Noll and Vo): distinguishes values, but is not cryptographic.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| {
         (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)

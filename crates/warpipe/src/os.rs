@@ -1,23 +1,24 @@
-//! The system calls that `rustix` does not wrap. **This module is marked for unsafe**: it calls libc.
+//! The system calls that `rustix` does not wrap. **This module is marked for unsafe**: it calls
+//! libc.
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use rustix::fs::{AtFlags, FileType, OFlags, StatxFlags};
 use rustix::io::Errno;
 
-/// A descriptor, as far as it can be known without asking a file system: a file on FUSE would have its server asked, which
-/// answers as late as it likes.
+/// The properties of a descriptor that can be read without asking a file system: a file on FUSE
+/// would ask its server, which may answer as late as it likes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FdKind {
     pub(crate) file: FileType,
-    /// Of the file system, not of a device file.
+    /// The device of the file system, not of a device file.
     pub(crate) device: (u32, u32),
-    /// How it was opened.
+    /// The flags of its `open`.
     pub(crate) flags: OFlags,
 }
 
-/// What a descriptor is that a peer sent. Before that is known, nothing else is to be asked of it: `fstat`, `fstatfs`,
-/// `poll`, `ioctl` and `mmap` may all ask a file system.
+/// The kind of a descriptor that a peer sent. Nothing else may be asked of it before that is known:
+/// `fstat`, `fstatfs`, `poll`, `ioctl` and `mmap` may all ask a file system.
 pub(crate) fn kind_of(fd: BorrowedFd<'_>) -> Result<FdKind, Errno> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let status = rustix::fs::statx(fd, c"", flags, StatxFlags::TYPE)?;
@@ -28,8 +29,8 @@ pub(crate) fn kind_of(fd: BorrowedFd<'_>) -> Result<FdKind, Errno> {
     })
 }
 
-/// `fcntl(fd, F_OFD_SETLK)` with a write lock on one byte: it belongs to the open file description, so it ends with the
-/// last descriptor of its owner, however that dies. `fcntl_locking(2)`.
+/// `fcntl(fd, F_OFD_SETLK)` with a write lock on one byte: it belongs to the open file description,
+/// so it ends with the last descriptor of its owner, however that dies. `fcntl_locking(2)`.
 pub(crate) fn ofd_write_lock(fd: BorrowedFd<'_>, byte: u8) -> Result<(), Errno> {
     let lock = write_lock(byte);
     // SAFETY: F_OFD_SETLK reads one `flock`, which lives across the call.
@@ -37,7 +38,8 @@ pub(crate) fn ofd_write_lock(fd: BorrowedFd<'_>, byte: u8) -> Result<(), Errno> 
     if code == 0 { Ok(()) } else { Err(last_error()) }
 }
 
-/// Whether anybody else holds a lock on that byte: `fcntl(fd, F_OFD_GETLK)`. Takes none.
+/// Whether another open file description holds a lock on that byte: `fcntl(fd, F_OFD_GETLK)`. Takes
+/// none.
 pub(crate) fn ofd_is_locked(fd: BorrowedFd<'_>, byte: u8) -> Result<bool, Errno> {
     let mut lock = write_lock(byte);
     // SAFETY: F_OFD_GETLK reads and writes one `flock`, which lives across the call.
@@ -58,8 +60,8 @@ fn write_lock(byte: u8) -> libc::flock {
     lock
 }
 
-/// Who is at the other end of a connected Unix socket: `getsockopt(SO_PEERCRED)`, `unix(7)`. A user or group that this
-/// user namespace does not map is [`UNMAPPED`].
+/// The credentials of the peer of a connected Unix socket: `getsockopt(SO_PEERCRED)`, `unix(7)`. A
+/// user or group that this user namespace does not map is [`UNMAPPED`].
 pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Errno> {
     let mut credentials = libc::ucred {
         pid: 0,
@@ -80,7 +82,8 @@ pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Er
     Ok(credentials)
 }
 
-/// The user of it alone, as the kernel counts it in this user namespace, whether that is mapped or not.
+/// The peer's uid alone, as the kernel counts it in this user namespace, whether it is mapped or
+/// not.
 pub(crate) fn peer_uid(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
     let mut credentials = libc::ucred {
         pid: 0,
@@ -91,16 +94,17 @@ pub(crate) fn peer_uid(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
     Ok(credentials.uid)
 }
 
-/// No user and no group: `(uid_t) -1`, which nobody can have.
+/// No user and no group: `(uid_t) -1`, which no process can have.
 pub(crate) const UNMAPPED: u32 = u32::MAX;
 
-/// Whether a uid may be the one that stands for all whom this user namespace does not map: `user_namespaces(7)`.
+/// Whether a uid may be the one that stands for all users that this user namespace does not map:
+/// `user_namespaces(7)`.
 pub(crate) fn is_unmapped_user(uid: u32) -> bool {
     is_unmapped("/proc/sys/kernel/overflowuid", "/proc/self/uid_map", uid)
 }
 
-/// The kernel shows one number, 65534 by default, for everybody who has none here. It says who that is only where
-/// everybody has one.
+/// The kernel shows one number, 65534 by default, for every id that has no mapping here. The number
+/// identifies a user only where every id is mapped.
 fn is_unmapped(overflow: &str, map: &str, id: u32) -> bool {
     let overflow = std::fs::read_to_string(overflow)
         .ok()
@@ -109,7 +113,7 @@ fn is_unmapped(overflow: &str, map: &str, id: u32) -> bool {
     id == overflow && !std::fs::read_to_string(map).is_ok_and(|map| maps_all(&map))
 }
 
-/// Whether a map of ids (`inside outside count` in each line) has every one of them.
+/// Whether a map of ids (`inside outside count` in each line) contains every id.
 fn maps_all(map: &str) -> bool {
     let counts = map.lines().map(|line| {
         line.split_whitespace()
@@ -121,12 +125,12 @@ fn maps_all(map: &str) -> bool {
         .is_some_and(|count| count >= u64::from(u32::MAX))
 }
 
-/// A pidfd of the process at the other end, without its number ever being looked up:
+/// A pidfd of the process at the other end, without a lookup by process id:
 /// `getsockopt(SO_PEERPIDFD)`, Linux 6.5.
 pub(crate) fn peer_pidfd(socket: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
     let mut fd: libc::c_int = -1;
     socket_option(socket, SO_PEERPIDFD, &mut fd)?;
-    // SAFETY: the call succeeded, so `fd` is a fresh descriptor that nobody else owns.
+    // SAFETY: the call succeeded, so `fd` is a fresh descriptor without another owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -136,9 +140,10 @@ const SO_PEERPIDFD: libc::c_int = 77;
 /// As above.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
-/// Whether descriptors may be sent to this Unix socket: `setsockopt(SO_PASSRIGHTS)`, Linux 6.16. If not, `sendmsg` fails
-/// there with `EPERM`; what is in the queue already stays there. A connection inherits it from its listener. False
-/// where the kernel does not know it: descriptors come as they always did.
+/// Whether descriptors may be sent to this Unix socket: `setsockopt(SO_PASSRIGHTS)`, Linux 6.16. If
+/// not, `sendmsg` fails there with `EPERM`; messages already queued stay there. A connection
+/// inherits it from its listener. False where the kernel lacks the option: descriptors can be sent
+/// as before.
 pub(crate) fn let_descriptors_in(socket: BorrowedFd<'_>, yes: bool) -> bool {
     #[cfg(test)]
     if IS_OLD_KERNEL.load(std::sync::atomic::Ordering::SeqCst) {
@@ -161,13 +166,14 @@ pub(crate) fn let_descriptors_in(socket: BorrowedFd<'_>, yes: bool) -> bool {
     }
 }
 
-/// Plays a kernel before 6.16.
+/// Simulates a kernel before 6.16.
 #[cfg(test)]
 pub(crate) static IS_OLD_KERNEL: std::sync::atomic::AtomicBool =
     std::sync::atomic::AtomicBool::new(false);
 
-/// Bytes, counted with what the kernel needs for them, that were sent through this Unix socket and that its peer has not
-/// read: `ioctl(SIOCOUTQ)`. Descriptors that were sent stay in flight, and count for this user, until it is 0.
+/// Bytes, counted with what the kernel needs for them, that were sent through this Unix socket and
+/// that its peer has not read: `ioctl(SIOCOUTQ)`. Descriptors that were sent stay in flight, and
+/// count for this user, until it is 0.
 pub(crate) fn unread_by_peer(socket: BorrowedFd<'_>) -> u32 {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the kernel writes one `int`, which lives across the call.
@@ -202,8 +208,8 @@ fn socket_option<T: Copy>(
 /// The first number behind those of standard input, output and error.
 const BEHIND_STANDARD: libc::c_int = 3;
 
-/// Moves a descriptor away from the numbers of standard input, output and error, which a program may have been started
-/// without, and may read, replace or close at any time: a duplicate takes its place.
+/// Moves a descriptor away from the numbers of standard input, output and error, by duplicating it.
+/// A program may have been started without these, and may read, replace or close them at any time.
 pub(crate) fn above_standard(fd: OwnedFd) -> Result<OwnedFd, Errno> {
     if fd.as_raw_fd() >= BEHIND_STANDARD {
         Ok(fd)
@@ -212,13 +218,14 @@ pub(crate) fn above_standard(fd: OwnedFd) -> Result<OwnedFd, Errno> {
     }
 }
 
-/// Keeps those of the standard numbers taken that are free, while a call makes descriptors that must not be closed here:
-/// those of a peer, whose `close` may block.
+/// Occupies the free standard numbers while a call makes descriptors that must not be closed here:
+/// descriptors of a peer, whose `close` may block.
 pub(crate) fn take_standard() -> [Option<OwnedFd>; BEHIND_STANDARD as usize] {
     std::array::from_fn(|number| {
-        // SAFETY: asks for the flags of a number, whatever it is.
+        // SAFETY: reads the flags of a number, whatever it refers to.
         let is_free = unsafe { libc::fcntl(number as libc::c_int, libc::F_GETFD) } < 0;
-        // The lowest free number is this one. An empty set has nothing to be read, and refuses what is written.
+        // The lowest free number is this one. An empty poll set has no data to read, and refuses
+        // writes.
         let taken = is_free
             .then(|| rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC));
         taken.and_then(Result::ok)

@@ -1,8 +1,9 @@
-//! A copy between tensors that lie differently, as rows of bytes without gaps.
-//! **This module is marked for unsafe**: it copies by address.
+//! A copy between tensors of different layouts, as rows of bytes without gaps. **This module is
+//! marked for unsafe**: it copies by address.
 //!
-//! Every backend is given the same rows: dimensions in which no step is taken are left out, those that lie as one on both
-//! sides are one, and the order is that of the target, so that what is written lies side by side.
+//! Every backend gets the same rows: dimensions of length 1 are left out, dimensions that are
+//! contiguous on both sides are joined, and the order is that of the target, so that bytes are
+//! written in sequence.
 
 use crate::backend::DevicePtr;
 use crate::error::{Error, Result};
@@ -11,15 +12,16 @@ use crate::tensor::{Layout, RANK_MAX};
 /// A dimension along which rows are repeated. Strides are in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Axis {
-    /// How many there are, at least 2.
+    /// The number of rows, at least 2.
     pub length: u64,
-    /// How far apart they are written; more than 0.
+    /// The distance between rows where they are written; more than 0.
     pub to: i64,
-    /// How far apart they are read.
+    /// The distance between rows where they are read.
     pub from: i64,
 }
 
-/// The rows of one copy: what [`Backend::copy_rows`](crate::backend::Backend::copy_rows) is given.
+/// The rows of one copy: the argument of
+/// [`Backend::copy_rows`](crate::backend::Backend::copy_rows).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rows {
     to: DevicePtr,
@@ -30,11 +32,12 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Of the tensor of layout `into` in the slot at `to`, and the equal one of `source` in the slot at `from`.
+    /// The rows that copy the tensor of layout `source` in the slot at `from` into the tensor of
+    /// layout `into` in the slot at `to`.
     ///
     /// # Errors
-    /// [`Error::Layout`]: another shape or element type; elements of `into` that lie on each other, or between those of
-    /// another dimension; a tensor that reaches further than an address can.
+    /// [`Error::Layout`]: another shape or element type; elements of `into` that lie on each other,
+    /// or between those of another dimension; a tensor that reaches further than an address can.
     pub fn between(to: DevicePtr, into: &Layout, from: DevicePtr, source: &Layout) -> Result<Rows> {
         if (into.dtype(), into.shape()) != (source.dtype(), source.shape()) {
             return Err(Error::layout(format!("{source:?} does not fit {into:?}")));
@@ -64,7 +67,8 @@ impl Rows {
             .zip(source.strides())
         {
             if length > 1 {
-                // A layout's reach was checked when it was made: a stride that is taken is far from overflow.
+                // A layout's reach was checked when it was made: a stride that is used is far from
+                // overflow.
                 rows.push(Axis {
                     length,
                     to: to * width as i64,
@@ -83,7 +87,7 @@ impl Rows {
         Ok(rows)
     }
 
-    /// Adds an axis; one that is written backwards from its other end.
+    /// Adds an axis. An axis that is written backwards is reversed.
     fn push(&mut self, mut axis: Axis) {
         if axis.to < 0 {
             let steps = axis.length as i64 - 1;
@@ -99,7 +103,8 @@ impl Rows {
         self.rank += 1;
     }
 
-    /// That each dimension of the target steps over all that lies inside of it. Else the stride that does not.
+    /// Checks that each dimension of the target steps over all bytes inside of it. The error is the
+    /// stride that does not.
     fn check_apart(&self) -> Result<(), i64> {
         let mut inside = self.bytes as i64;
         for axis in self.axes().iter().rev() {
@@ -111,7 +116,7 @@ impl Rows {
         Ok(())
     }
 
-    /// Makes one of what lies as one on both sides.
+    /// Joins axes that are contiguous on both sides.
     fn join(&mut self) {
         let mut rank = 0;
         for index in 0..self.rank {
@@ -143,12 +148,12 @@ impl Rows {
         self.rank = rank;
     }
 
-    /// Where the first row is written.
+    /// The address where the first row is written.
     pub fn to(&self) -> DevicePtr {
         self.to
     }
 
-    /// Where the first row is read.
+    /// The address where the first row is read.
     pub fn from(&self) -> DevicePtr {
         self.from
     }
@@ -163,8 +168,8 @@ impl Rows {
         &self.axes[..self.rank]
     }
 
-    /// Whether a byte between the first and the last one that is read may lie between the first and the last one that is
-    /// written.
+    /// Whether a byte between the first and the last one that is read may lie between the first and
+    /// the last one that is written.
     pub fn meet(&self) -> bool {
         let extent = |first: DevicePtr, stride: fn(&Axis) -> i64| {
             let (mut low, mut high) = (
@@ -188,13 +193,14 @@ impl Rows {
         self.bytes > 0 && to.start < from.end && from.start < to.end
     }
 
-    /// Copies them, on the CPU and now.
+    /// Copies the rows, on the CPU and before it returns.
     ///
     /// # Safety
-    /// All rows are readable where they are read, and writable where they are written, and no byte is both.
+    /// All rows are readable where they are read, and writable where they are written, and no byte
+    /// is both.
     pub unsafe fn copy(&self) {
         if self.bytes > 0 {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promises it.
             unsafe { self.copy_axes(self.axes(), self.to, self.from) };
         }
     }
@@ -203,25 +209,25 @@ impl Rows {
     /// As for `copy`, for the part of the rows that `axes` are left of.
     unsafe fn copy_axes(&self, axes: &[Axis], to: DevicePtr, from: DevicePtr) {
         match axes {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promises it.
             [] => unsafe { copy_row(self.bytes as usize, to, from) },
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promises it.
             [inner] => unsafe { self.copy_inner(*inner, to, from) },
             [outer, rest @ ..] => {
                 for (to, from) in outer.places(to, from) {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller promises it.
                     unsafe { self.copy_axes(rest, to, from) };
                 }
             }
         }
     }
 
-    /// The innermost loop, of which each element type gets its own.
+    /// The innermost loop, instantiated for each element type.
     ///
     /// # Safety
     /// As for `copy_axes`.
     unsafe fn copy_inner(&self, axis: Axis, to: DevicePtr, from: DevicePtr) {
-        // SAFETY: the caller's promise, in each arm.
+        // SAFETY: the caller promises it, in each arm.
         unsafe {
             match self.bytes as usize {
                 1 => copy_rows(1, axis, to, from),
@@ -236,7 +242,7 @@ impl Rows {
 }
 
 impl Axis {
-    /// Where each of them is written and read, if the first is at `to` and `from`.
+    /// The addresses where each row is written and read, if the first is at `to` and `from`.
     #[inline(always)]
     fn places(
         self,
@@ -256,7 +262,7 @@ impl Axis {
 #[inline(always)]
 unsafe fn copy_rows(bytes: usize, axis: Axis, to: DevicePtr, from: DevicePtr) {
     for (to, from) in axis.places(to, from) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises it.
         unsafe { copy_row(bytes, to, from) };
     }
 }

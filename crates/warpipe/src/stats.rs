@@ -1,4 +1,4 @@
-//! What the library does in this process, in numbers.
+//! Counters of the library in this process.
 
 use crate::backend::unreclaimed;
 use crate::fork::lifeline;
@@ -6,35 +6,39 @@ use crate::ipc::peer;
 use crate::runtime::fence;
 use crate::runtime::reactor::Reactor;
 
-/// What the library does in this process: [`process_stats`].
+/// Counters of the library in this process: [`process_stats`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProcessStats {
-    /// How much was dropped and is kept until nobody can touch it any more: memory, links and pages that a stream of
-    /// this process still works on, or that another handle of this process holds.
+    /// How many dropped objects are kept until no stream can access them any more: memory, links
+    /// and pages that a stream of this process still works on, or that another handle of this
+    /// process holds.
     pub dropping: usize,
-    /// How much of that has waited for a stream for more than 60 s. The stream waits for a process that lives and does
-    /// not signal, or its device hangs. It is dropped once the stream is past it.
+    /// How many of them have waited for a stream for more than 60 s. The stream waits for a process
+    /// that lives and does not signal, or its device hangs. It is dropped once the stream is past
+    /// it.
     pub overdue: usize,
-    /// Mappings and regions that a driver has not taken back: it refused to, or would have had this process's allocations
-    /// wait until a stream goes on. What it may still use is not unmapped. It is asked again every 200 ms, but for memory of a device that was reset, which stays until the process ends.
+    /// Mappings and regions that a driver has not released: it refused to, or the release would
+    /// have blocked this process's allocations until a stream continues. Memory that the driver may
+    /// still use is not unmapped. The release is tried again every 200 ms, except for memory of a
+    /// device that was reset, which stays until the process ends.
     pub kept: u64,
-    /// Their bytes.
+    /// The bytes of `kept`.
     pub kept_bytes: u64,
-    /// How often a stream or an event could not be asked whether its work is done. What waits for it asks again: a few
-    /// are usual where streams are captured into graphs.
+    /// How often a query whether a stream's or an event's work is done failed. The query is
+    /// repeated: a few failures are usual where streams are captured into graphs.
     pub unanswered: u64,
-    /// Processes with links to this one that have ended, as far as can be seen, while a child of theirs holds their
-    /// files. Their device work may go on, so what they had of this process stays out of use until that child ends or
-    /// calls `exec`.
+    /// Processes with links to this one that have ended, as far as this process can see, while a
+    /// child of theirs holds their files. Their device work may continue, so this process's memory
+    /// that they used stays out of use until that child ends or calls `exec`.
     pub orphaned: usize,
-    /// Whether peers are told that this process's device is quiet as soon as it is. False where CUDA was started before
-    /// this library was loaded, or files with lower numbers were closed since: then they may be told when the process is
-    /// gone, which takes some ten milliseconds longer.
+    /// Whether peers see as soon as this process's device is quiet that it is. False where CUDA was
+    /// started before this library was loaded, or files with lower numbers were closed since: then
+    /// they may see it when the process is gone, which takes some ten milliseconds longer.
     pub is_proof_prompt: bool,
 }
 
-/// What the library does in this process just now.
+/// The current counters of this process.
 ///
 /// ```
 /// assert_eq!(warpipe::process_stats().overdue, 0);

@@ -12,8 +12,8 @@ use crate::fork::OwnerProcess;
 use crate::kernel::Kernel;
 use crate::tensor::Layout;
 
-/// A stream of one device: ours, or one that the user already has. Cheap to clone; an owned one is destroyed
-/// with its last clone (work already enqueued still runs).
+/// A stream of one device, made by this library or borrowed. Cheap to clone; an owned stream is
+/// destroyed with its last clone (work already enqueued still runs).
 #[derive(Debug, Clone)]
 pub struct Stream {
     inner: Arc<StreamInner>,
@@ -25,7 +25,7 @@ struct StreamInner {
     raw: RawStream,
     owned: bool,
     owner_process: OwnerProcess,
-    /// Keeps somebody else's stream alive for as long as ours refers to it.
+    /// Keeps a borrowed stream alive as long as this refers to it.
     _keep: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -43,7 +43,7 @@ impl Stream {
         })
     }
 
-    /// A stream that somebody else owns: a `CUstream` of the device's primary context (null is the legacy default
+    /// A borrowed stream: a `CUstream` of the device's primary context (null is the legacy default
     /// stream), for example PyTorch's `torch.cuda.current_stream().cuda_stream`.
     ///
     /// # Safety
@@ -79,7 +79,7 @@ impl Stream {
         }
     }
 
-    /// Its device.
+    /// The device of this stream.
     pub fn device(&self) -> &Device {
         &self.inner.device
     }
@@ -89,17 +89,18 @@ impl Stream {
         self.inner.raw
     }
 
-    /// Whether both are clones of one.
+    /// Whether both are clones of one stream.
     pub(crate) fn is_same(&self, other: &Stream) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// What all clones of one have in common, and nothing else that lives at the same time.
+    /// An identity that all clones of one stream share. It is unique among the streams that live at
+    /// the same time.
     pub(crate) fn identity(&self) -> *const () {
         Arc::as_ptr(&self.inner).cast()
     }
 
-    /// How many clones of it there are.
+    /// The number of clones of this stream.
     pub(crate) fn clones(&self) -> usize {
         Arc::strong_count(&self.inner)
     }
@@ -108,8 +109,8 @@ impl Stream {
         self.inner.device.backend()
     }
 
-    /// Refuses a stream of another device than `device`, whose addresses mean nothing to it. Asked of every stream that
-    /// comes in, and mostly answered by one comparison of pointers.
+    /// Refuses a stream of another device than `device`, whose addresses mean nothing to it.
+    /// Checked for every stream that a user passes, usually by one comparison of pointers.
     #[inline]
     pub(crate) fn check_of(&self, device: &Device) -> Result<()> {
         if Arc::ptr_eq(self.backend(), device.backend()) {
@@ -134,13 +135,14 @@ impl Stream {
         ))
     }
 
-    /// Enqueues a kernel, on the host backend its CPU twin (`cuLaunchKernel`).
+    /// Enqueues a kernel, on the host backend its CPU version (`cuLaunchKernel`).
     ///
     /// # Errors
     /// [`Error::Driver`].
     ///
     /// # Safety
-    /// `args` are what the kernel takes, and the memory they name stays valid until the kernel is done.
+    /// `args` match the kernel's parameters, and the memory they name stays valid until the kernel
+    /// is done.
     pub unsafe fn launch(
         &self,
         kernel: &Kernel,
@@ -148,11 +150,12 @@ impl Stream {
         block: u32,
         args: &[u64],
     ) -> Result<()> {
-        // SAFETY: the stream is live as long as self; the rest is the caller's promise.
+        // SAFETY: the stream is live as long as self; the caller promises the rest.
         unsafe { self.backend().launch(self.raw(), kernel, grid, block, args) }
     }
 
-    /// Enqueues a function on the CPU behind the stream's work (`cuLaunchHostFunc`). It must not call the device.
+    /// Enqueues a function on the CPU behind the stream's work (`cuLaunchHostFunc`). It must not
+    /// call the device.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -169,16 +172,17 @@ impl Stream {
     /// # Safety
     /// Both ranges stay mapped until the copy is done, and do not overlap.
     pub unsafe fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
-        // SAFETY: the stream is live as long as self; the ranges are the caller's promise.
+        // SAFETY: the stream is live as long as self; the caller promises the ranges.
         unsafe { self.backend().copy(self.raw(), dst, src, bytes) }
     }
 
-    /// Enqueues a copy between tensors that lie differently: a gather of a crop or a transposed view into row-major order,
-    /// a scatter, or both (`cuMemcpyAsync`, `cuMemcpy3DAsync`, or a kernel). One piece of work, whatever the layouts.
+    /// Enqueues a copy between tensors of different layouts: a gather of a crop or a transposed
+    /// view into row-major order, a scatter, or both (`cuMemcpyAsync`, `cuMemcpy3DAsync`, or a
+    /// kernel). It is one operation for any layouts.
     ///
-    /// `into` is the layout of the slot at `to`, `source` that of the slot at `from`; a layout's offset counts from there.
-    /// Both tensors lie where this stream's device reaches them: its own memory, memory that it has mapped, registered
-    /// memory of the host.
+    /// `into` is the layout of the slot at `to`, `source` that of the slot at `from`; a layout's
+    /// offset counts from there. Both tensors lie where this stream's device reaches them: its own
+    /// memory, memory that it has mapped, registered memory of the host.
     ///
     /// ```
     /// use std::time::Duration;
@@ -198,13 +202,14 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Layout`]: another shape or element type, elements of `into` that lie on each other or between each other,
-    /// or a tensor that reaches further than an address can. [`Error::Argument`] for tensors of which one lies in or
-    /// between the other's elements: copy by way of other memory. [`Error::Driver`].
+    /// [`Error::Layout`]: another shape or element type, elements of `into` that lie on each other
+    /// or between each other, or a tensor that reaches further than an address can.
+    /// [`Error::Argument`] for tensors of which one lies in or between the other's elements: copy
+    /// by way of other memory. [`Error::Driver`].
     ///
     /// # Safety
-    /// Both slots are as long as their layouts say, stay mapped until the copy is done, and `to` is written by nobody else
-    /// meanwhile.
+    /// Both slots are as long as their layouts say, stay mapped until the copy is done, and nothing
+    /// else writes `to` meanwhile.
     pub unsafe fn copy_elements(
         &self,
         to: DevicePtr,
@@ -224,21 +229,22 @@ impl Stream {
                 format!("memory apart from that of {into:?} at {to:#x}"),
             ));
         }
-        // SAFETY: the stream is live as long as self; every row lies in its slot, as layouts were checked to, and the two
-        // sides are apart; the rest is the caller's promise.
+        // SAFETY: the stream is live as long as self; every row lies in its slot, as layouts were
+        // checked to, and the two sides are apart; the caller promises the rest.
         unsafe { self.backend().copy_rows(self.raw(), &rows) }
     }
 
-    /// Refuses a stream that work of this library on memory of `device` must not be given to: one of another device, and
-    /// one that is being captured. To be asked before anything that others are told of.
+    /// Refuses a stream that cannot take this library's work on memory of `device`: a stream of
+    /// another device, and a stream that is being captured. Called before a change becomes visible
+    /// to other processes.
     #[inline]
     pub(crate) fn check_usable(&self, device: &Device) -> Result<()> {
         self.check_of(device)?;
         self.check_not_capturing()
     }
 
-    /// Refuses a stream that is being captured (`cuStreamIsCapturing`): it would record what it is given, and repeat it
-    /// whenever the graph is launched.
+    /// Refuses a stream that is being captured (`cuStreamIsCapturing`): the graph would record its
+    /// work, and repeat that work at every launch.
     #[inline]
     pub(crate) fn check_not_capturing(&self) -> Result<()> {
         // A forked child must not call the driver.
@@ -261,8 +267,8 @@ impl Stream {
     /// Whether all work enqueued so far is done (`cuStreamQuery`).
     ///
     /// # Errors
-    /// [`Error::Capturing`] for a stream that is being captured, which has no such state, and whose capture would be
-    /// invalid if the driver were asked; [`Error::Driver`], also for a fault of earlier work.
+    /// [`Error::Capturing`] for a stream that is being captured, which has no such state, and whose
+    /// capture the query would invalidate; [`Error::Driver`], also for a fault of earlier work.
     pub fn is_idle(&self) -> Result<bool> {
         self.check_not_capturing()?;
         // SAFETY: the stream is live as long as self.
@@ -288,12 +294,12 @@ impl Stream {
         Ok(())
     }
 
-    /// Holds this stream until the work enqueued on `other` so far is done (`cuEventRecord` there, `cuStreamWaitEvent`
-    /// here). No CPU waits.
+    /// Makes this stream wait until the work enqueued on `other` so far is done (`cuEventRecord`
+    /// there, `cuStreamWaitEvent` here). No CPU waits.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a stream of another device; [`Error::Capturing`] for one that is being captured;
-    /// [`Error::Driver`].
+    /// [`Error::Argument`] for a stream of another device; [`Error::Capturing`] for one that is
+    /// being captured; [`Error::Driver`].
     pub fn wait_for(&self, other: &Stream) -> Result<()> {
         if self.device().info().id != other.device().info().id {
             return Err(Error::argument(
@@ -305,80 +311,83 @@ impl Stream {
         if self.raw() == other.raw() {
             return Ok(());
         }
-        // One would draw the other into its capture, or spoil that.
+        // A capturing stream would draw the other into its capture, or invalidate the capture.
         self.check_not_capturing()?;
         other.check_not_capturing()?;
         let backend = self.backend();
         let event = backend.create_event()?;
-        // SAFETY: both streams are live as long as their handles here, the event until it is destroyed below.
+        // SAFETY: both streams are live as long as their handles here, the event until it is
+        // destroyed below.
         let ordered = unsafe {
             backend
                 .record_event(event, other.raw())
                 .and_then(|()| backend.wait_event(self.raw(), event))
         };
-        // SAFETY: made above, destroyed once; a wait that is enqueued keeps what it needs of it.
+        // SAFETY: made above, destroyed once; an enqueued wait keeps what it needs of the event.
         let destroyed = unsafe { backend.destroy_event(event) };
         ordered.and(destroyed)
     }
 
-    /// Enqueues memory operations on words in registered memory, or does nothing and answers [`Error::Capturing`].
+    /// Enqueues memory operations on words in registered memory, or does nothing and returns
+    /// [`Error::Capturing`].
     ///
     /// # Safety
     /// Every word lies in registered memory that outlives the operation.
     #[inline]
     pub(crate) unsafe fn batch(&self, ops: &[StreamOp]) -> Result<()> {
         self.check_not_capturing()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises it.
         unsafe { self.batch_checked(ops) }
     }
 
-    /// The same for a stream of which [`check_usable`](Self::check_usable) was asked in this call of the user's: the
-    /// question would be a tenth of a send.
+    /// [`batch`](Self::batch) for a stream that [`check_usable`](Self::check_usable) accepted in
+    /// the same call of the user's: repeating the check would cost a tenth of a send.
     ///
     /// # Safety
     /// As for [`batch`](Self::batch).
     #[inline]
     pub(crate) unsafe fn batch_checked(&self, ops: &[StreamOp]) -> Result<()> {
-        // SAFETY: the stream is live as long as self; the words are the caller's promise.
+        // SAFETY: the stream is live as long as self; the caller promises the words.
         unsafe { self.backend().batch(self.raw(), ops) }
     }
 
-    /// The same where that question was the last thing that this thread asked, but for what this library does itself: the
-    /// thread's context is not looked for again.
+    /// [`batch_checked`](Self::batch_checked) where that check was the last driver call of this
+    /// thread, except for this library's own: the thread's context is not set again.
     ///
     /// # Safety
     /// As for [`batch`](Self::batch).
     #[inline]
     pub(crate) unsafe fn batch_at_once(&self, ops: &[StreamOp]) -> Result<()> {
-        // SAFETY: the stream is live as long as self; the words are the caller's promise.
+        // SAFETY: the stream is live as long as self; the caller promises the words.
         unsafe { self.backend().batch_at_once(self.raw(), ops) }
     }
 
-    /// Enqueues a copy from host memory, which may be reused at once ([`Backend::upload`]), or does nothing and answers
-    /// [`Error::Capturing`].
+    /// Enqueues a copy from host memory, which may be reused at once ([`Backend::upload`]), or does
+    /// nothing and returns [`Error::Capturing`].
     ///
     /// # Safety
     /// As for [`Backend::upload`].
     #[inline]
     pub(crate) unsafe fn upload(&self, dst: DevicePtr, bytes: &[u8]) -> Result<()> {
         self.check_not_capturing()?;
-        // SAFETY: the stream is live as long as self; the range is the caller's promise.
+        // SAFETY: the stream is live as long as self; the caller promises the range.
         unsafe { self.backend().upload(self.raw(), dst, bytes) }
     }
 }
 
 impl Drop for StreamInner {
     fn drop(&mut self) {
-        // In a forked child the stream's thread, or its context, is not there; its lock may be held for ever.
+        // In a forked child the stream's thread, or its context, does not exist; its lock may be
+        // held for ever.
         if self.owned && self.owner_process.is_current() {
-            // SAFETY: created in `new`, destroyed here only; nobody holds a clone any more.
+            // SAFETY: created in `new`, destroyed here only; no clone is left.
             let _ = unsafe { self.device.backend().destroy_stream(self.raw) };
         }
     }
 }
 
-/// The pace of a CPU that polls something a device writes (which cannot wake it): spin first, then yield the
-/// core for ever longer, at most half a millisecond.
+/// The pace of a CPU that polls a word that a device writes, since the device cannot wake it: spin
+/// first, then sleep for ever longer times, at most half a millisecond.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     rounds: u32,
@@ -392,7 +401,7 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// One that looks `spins` times before it first sleeps.
+    /// A backoff that polls `spins` times before it first sleeps.
     pub(crate) fn spinning(spins: u32) -> Backoff {
         Backoff { rounds: 0, spins }
     }
@@ -404,12 +413,12 @@ impl Backoff {
         }
     }
 
-    /// Whether the next look comes at once.
+    /// Whether the next poll comes at once.
     pub(crate) fn is_spinning(&self) -> bool {
         self.rounds < self.spins
     }
 
-    /// How long to sleep at most before the next look; zero while spinning still pays.
+    /// The longest sleep before the next poll; zero while spinning still pays.
     pub(crate) fn step(&mut self) -> Duration {
         self.rounds = self.rounds.saturating_add(1);
         match self.rounds.checked_sub(self.spins) {

@@ -1,4 +1,4 @@
-//! What a slot holds: element type, shape, strides, offset, in DLPack's terms.
+//! The tensor in a slot: element type, shape, strides, offset, in DLPack's terms.
 //!
 //! Source: the DLPack specification (`DLDataType`, `DLTensor`). Plain, fixed-size values: no heap.
 
@@ -19,7 +19,7 @@ pub struct DType {
     bits: u8,
 }
 
-/// A type as serde reads it: it may be none of ours.
+/// A type as serde reads it, before it is checked against [`DType::ALL`].
 #[derive(Deserialize)]
 #[serde(rename = "DType")]
 struct Said {
@@ -42,10 +42,10 @@ macro_rules! dtypes {
             $(#[doc = concat!("`", $name, "`: DLPack code ", $code, ", ", $bits, " bits.")]
             pub const $constant: DType = DType { code: $code, bits: $bits };)*
 
-            /// Every element type there is.
+            /// Every element type.
             pub const ALL: &'static [DType] = &[$(DType::$constant),*];
 
-            /// Its name, as NumPy and `ml_dtypes` write it.
+            /// The type's name, as NumPy and `ml_dtypes` write it.
             pub fn name(self) -> &'static str {
                 match (self.code, self.bits) {
                     $(($code, $bits) => $name,)*
@@ -134,7 +134,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Row-major, without gaps. An empty `shape` is one element (rank 0); a dimension of 0 is an empty tensor.
+    /// Row-major, without gaps. An empty `shape` is one element (rank 0); a dimension of 0 is an
+    /// empty tensor.
     ///
     /// # Errors
     /// [`Error::Layout`]: more than [`RANK_MAX`] dimensions, or more than `i64::MAX` bytes.
@@ -161,8 +162,9 @@ impl Layout {
         Layout::strided(dtype, shape, &strides[..shape.len()], 0)
     }
 
-    /// [`contiguous`](Self::contiguous) in 32-bit lengths, of which no product overflows, without empty dimensions:
-    /// this is worked out for each sample, at both ends. `None` for whatever else there may be.
+    /// [`contiguous`](Self::contiguous) in 32-bit lengths, of which no product overflows, without
+    /// empty dimensions: this is computed for each sample, at both ends. `None` for all other
+    /// shapes.
     #[inline]
     fn contiguous_small(dtype: DType, shape: &[u64]) -> Option<Layout> {
         let mut layout = Layout {
@@ -187,11 +189,12 @@ impl Layout {
         Some(layout)
     }
 
-    /// Any strides, in elements, the first element `offset` bytes into the slot. Negative and zero strides are
-    /// allowed as long as every element lies inside the slot.
+    /// Any strides, in elements, the first element `offset` bytes into the slot. Negative and zero
+    /// strides are allowed as long as every element lies inside the slot.
     ///
     /// # Errors
-    /// [`Error::Layout`]: ranks differ or are too high, an element before the slot, or sizes past `i64::MAX`.
+    /// [`Error::Layout`]: ranks differ or are too high, an element before the slot, or sizes past
+    /// `i64::MAX`.
     pub fn strided(dtype: DType, shape: &[u64], strides: &[i64], offset: u64) -> Result<Layout> {
         check_rank(shape.len())?;
         if shape.len() != strides.len() {
@@ -247,19 +250,19 @@ impl Layout {
         &self.strides[..usize::from(self.rank)]
     }
 
-    /// Where the element with all indices 0 lies, in bytes from the slot's start.
+    /// The offset of the element with all indices 0, in bytes from the slot's start.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// How long the slot must be, in bytes.
+    /// The length of the slot in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// The number of elements.
     pub fn elements(&self) -> u64 {
-        // Beside a 0 the other lengths are free, and their product may not fit.
+        // If one length is 0 the others are unlimited, and their product may overflow.
         if self.shape().contains(&0) {
             0
         } else {
@@ -267,7 +270,7 @@ impl Layout {
         }
     }
 
-    /// Where each element lies, in row-major order: its first byte, counted from the slot's start.
+    /// The offset of each element's first byte from the slot's start, in row-major order.
     pub fn offsets(&self) -> impl Iterator<Item = u64> + use<> {
         let (layout, mut index, mut at) = (*self, [0u64; RANK_MAX], self.offset as i64);
         (0..self.elements()).map(move |_| {
@@ -277,11 +280,12 @@ impl Layout {
         })
     }
 
-    /// Goes on to the next element.
+    /// Advances to the next element.
     fn step(&self, index: &mut [u64; RANK_MAX], at: &mut i64) {
         let width = self.dtype.bytes() as i64;
         for axis in (0..usize::from(self.rank)).rev() {
-            // A step is taken only where another element follows: the stride of a lone element may be anything.
+            // A step is taken only where another element follows: the stride of a lone element may
+            // be anything.
             if index[axis] + 1 < self.shape[axis] {
                 index[axis] += 1;
                 *at += self.strides[axis] * width;
@@ -339,12 +343,14 @@ fn to_bytes(value: i128) -> Result<u64> {
         .map_err(|_| too_large())
 }
 
-/// No tensor reaches further than its slot is long, so what is out of this range is refused, and eight of them add up.
+/// No tensor reaches further than its slot is long, so a reach outside this range is refused, and
+/// the sum of eight of them does not overflow.
 fn is_far_from_overflow(reach: &i128) -> bool {
     reach.unsigned_abs() <= 1 << 64
 }
 
-/// The lowest and one past the highest byte that the elements touch, relative to the element with all indices 0.
+/// The lowest and one past the highest byte that the elements touch, relative to the element with
+/// all indices 0.
 fn extent(dtype: DType, shape: &[u64], strides: &[i64]) -> Result<(i128, i128)> {
     let width = i128::from(dtype.bytes());
     let (mut lowest, mut highest) = (0i128, width);
@@ -357,7 +363,8 @@ fn extent(dtype: DType, shape: &[u64], strides: &[i64]) -> Result<(i128, i128)> 
             .checked_mul(i128::from(length))
             .filter(|&n| n <= i128::from(i64::MAX))
             .ok_or_else(too_large)?;
-        // Both factors may come from a peer: the product of a length and a stride alone can pass 2^127.
+        // Both factors may come from a peer: the product of a length and a stride alone can pass
+        // 2^127.
         let reach = (i128::from(length - 1) * i128::from(stride))
             .checked_mul(width)
             .filter(is_far_from_overflow);

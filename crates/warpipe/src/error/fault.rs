@@ -1,11 +1,11 @@
-//! What exactly was wrong, where an error of its own kind has to say which of many things it was.
+//! The exact fault, for error kinds with many causes.
 
 use std::time::Duration;
 
-/// Who holds a name.
+/// The holder of a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holder {
-    /// Its process id, if it could be learnt.
+    /// The holder's process id, if it is known.
     pub pid: Option<i32>,
 }
 
@@ -22,7 +22,7 @@ impl std::fmt::Display for Holder {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TicketFault {
-    /// It does not begin as a ticket does.
+    /// It does not begin with the prefix of a ticket.
     #[error("it does not begin with `warpipe-ticket:`; pass on the whole text of a ticket")]
     NoTicket,
     /// A ticket of another version of this library.
@@ -32,38 +32,38 @@ pub enum TicketFault {
     Version {
         /// The ticket's version.
         theirs: u16,
-        /// Ours.
+        /// The version of this library.
         ours: u16,
     },
-    /// It was cut short or changed on its way.
+    /// It was cut short or changed in transit.
     #[error("it was cut short or changed on its way; pass on the whole text")]
     Damaged,
-    /// It is longer than any may be.
+    /// It is longer than any ticket may be.
     #[error("it is longer than {limit} bytes")]
     Oversized {
         /// The limit.
         limit: usize,
     },
-    /// It was written on another machine, or before this one was started anew.
+    /// It was written on another machine, or before this machine was rebooted.
     #[error(
         "it was written on another machine, or before the last reboot; memory is shared within one machine"
     )]
     ForeignHost,
 }
 
-/// What has become of a ticket's memory.
+/// Why a ticket's memory is not available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Expiry {
-    /// Its owner has closed it, or has died; nobody holds the name.
+    /// Its owner has closed it, or has died; no process holds the name.
     #[error("its owner {}", if *.died { "has died" } else { "has closed it" })]
     Gone {
-        /// Whether the owner has left its name behind, as only the dead do.
+        /// Whether the owner has left its name behind, as only a dead owner does.
         died: bool,
     },
-    /// Somebody else, or a later run of the owner, holds the name now.
+    /// Another process, or a later run of the owner, holds the name now.
     #[error("the name is held by a later owner")]
     Replaced,
-    /// The owner is there and has taken this block back.
+    /// The owner has taken this block back.
     #[error("its owner has taken the block back")]
     Returned,
 }
@@ -79,7 +79,7 @@ pub enum HandshakeFault {
     Version {
         /// The peer's version.
         theirs: u16,
-        /// Ours.
+        /// The version of this library.
         ours: u16,
     },
     /// The bytes are not a handshake of this library at all.
@@ -91,18 +91,18 @@ pub enum HandshakeFault {
         /// Its length.
         bytes: usize,
     },
-    /// A message longer than any may be.
+    /// A message longer than any message may be.
     #[error("a message is longer than {limit} bytes")]
     Oversized {
         /// The limit.
         limit: usize,
     },
-    /// A message that has no business at this point.
+    /// A message that is not allowed at this point.
     #[error("{found} came where {wanted} was due")]
     Unexpected {
-        /// What came.
+        /// The message that came.
         found: String,
-        /// What was due.
+        /// The message that was due.
         wanted: &'static str,
     },
     /// Too few or too many descriptors.
@@ -132,24 +132,24 @@ pub enum HandshakeFault {
     /// The other side has as many links as it may.
     #[error("it has its {max} links {limit}; let one go, or raise the limit where it is built")]
     Full {
-        /// Which limit.
+        /// The limit that was reached.
         limit: crate::PeerLimit,
-        /// How many.
+        /// The value of the limit.
         max: u32,
     },
     /// The other side refused.
     #[error("the peer refused: {0}")]
     Refused(String),
-    /// The other side closed without a word.
+    /// The other side closed without a message.
     #[error("the peer closed the connection; it may be shutting down: try again")]
     Closed,
     /// The other side did not answer in time.
     #[error("the peer did not answer within {0:?}; it may be stopped: see its state")]
     Silent(Duration),
-    /// The peer's death could not be seen from here.
+    /// The peer's death cannot be observed from this process.
     #[error("no pidfd for the peer ({0}); both must live under one kernel, 5.4 or newer")]
     Unwatchable(String),
-    /// What came for the peer's lifeline is not the read end of a pipe.
+    /// The descriptor sent as the peer's lifeline is not the read end of a pipe.
     #[error("the peer sent no lifeline ({0}); both must run the same version")]
     Lifeline(String),
 }
@@ -158,15 +158,15 @@ pub enum HandshakeFault {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LegacyFault {
-    /// The text or the bytes are no handle at all, or were changed on their way.
+    /// The text or the bytes are no handle at all, or were changed in transit.
     #[error("it is garbled ({0}); pass it on as it was exported")]
     Garbled(&'static str),
-    /// A handle cut short, or with something behind it.
+    /// A handle that was cut short, or is followed by other bytes.
     #[error("it has {found} bytes where {wanted} are due; pass on all of it")]
     Length {
         /// Its length.
         found: usize,
-        /// What is due.
+        /// The length that is due.
         wanted: usize,
     },
     /// Another version's handle.
@@ -174,7 +174,7 @@ pub enum LegacyFault {
     Version {
         /// The handle's version.
         theirs: u16,
-        /// Ours.
+        /// The version of this library.
         ours: u16,
     },
     /// A range that does not lie in its allocation.
@@ -189,7 +189,7 @@ pub enum LegacyFault {
         /// The allocation's length.
         allocation: u64,
     },
-    /// It was exported on another machine, or before this one was started anew.
+    /// It was exported on another machine, or before this machine was rebooted.
     #[error(
         "it comes from another machine, or from before a reboot; memory is shared within one machine: export it again"
     )]
@@ -212,9 +212,9 @@ pub enum LegacyFault {
         "process {pid} lives, but its memory cannot be opened ({reason}): it has freed it, or runs as another user; export it again"
     )]
     Stale {
-        /// The exporter.
+        /// The exporter's process id.
         pid: i32,
-        /// What the device said.
+        /// The device's error.
         reason: String,
     },
     /// An address that is not open (any more).

@@ -1,4 +1,5 @@
-//! What an entry says of its sample: packed by the sender, copied once and checked by the receiver.
+//! The description of a sample in its ring entry: packed by the sender, copied once and checked by
+//! the receiver.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -7,8 +8,8 @@ use crate::error::{Error, Result};
 use crate::shm::segment::{Entry, META_BYTES_MAX};
 use crate::tensor::{DType, Layout, RANK_MAX};
 
-/// User metadata of at most [`META_BYTES_MAX`] bytes. Not in place: most samples have none, and a sample that is
-/// moved from hand to hand would carry the room for it along each time.
+/// User metadata of at most [`META_BYTES_MAX`] bytes. The bytes are behind a pointer: most samples
+/// have none, and a sample moves often, so bytes in place would be copied with each move.
 #[derive(Clone, Default)]
 pub(crate) struct Metadata(Option<Arc<[u8]>>);
 
@@ -47,21 +48,22 @@ pub(crate) struct Description {
     pub(crate) slot: u64,
     pub(crate) layout: Layout,
     pub(crate) metadata: Metadata,
-    /// Of a sample of the history, which was sent before this link was there.
+    /// Set on a sample of the history, which was sent before this link existed.
     pub(crate) completion: Option<Completion>,
 }
 
-/// A word of the publisher that was signalled with the sample when it was sent: what it says counts if the publisher is
-/// killed before it has told this link.
+/// A word of the publisher that was signalled with the sample when it was sent. Its value decides
+/// if the publisher is killed before it has signalled this link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Completion {
     /// Which of the publisher's published words.
     pub(crate) word: u32,
-    /// What it reaches.
+    /// The value that it reaches.
     pub(crate) value: u64,
 }
 
-// The words, counted from byte 32 of the entry. Words 0 to 3 share a cache line with the state word.
+// The words, counted from byte 32 of the entry. Words 0 to 3 share a cache line with the state
+// word.
 const PACKED: usize = 0;
 const SLOT: usize = 1;
 const SLOT_BYTES: usize = 2;
@@ -79,7 +81,8 @@ const CONTIGUOUS: u64 = 1;
 /// The words from [`COMPLETION`] on are written.
 const COMPLETED: u64 = 2;
 
-/// Word 0: region (32 bits), metadata length (9), type code (6), type bits / 8 (5), rank (4), flags (8).
+/// Word 0: region (32 bits), metadata length (9), type code (6), type bits / 8 (5), rank (4), flags
+/// (8).
 fn pack(region: u32, meta: u16, dtype: DType, rank: usize, flags: u64) -> u64 {
     u64::from(region)
         | u64::from(meta) << 32
@@ -90,7 +93,8 @@ fn pack(region: u32, meta: u16, dtype: DType, rank: usize, flags: u64) -> u64 {
 }
 
 impl Description {
-    /// Writes the description. The entry is the sender's: nobody reads it before its state word is published.
+    /// Writes the description. The entry belongs to the sender: no receiver reads it before its
+    /// state word is published.
     #[inline]
     pub(crate) fn write(&self, entry: &Entry) {
         let layout = &self.layout;
@@ -138,9 +142,11 @@ impl Description {
     }
 }
 
-/// A copy of what a peer wrote. It proves nothing yet: [`UntrustedEntry::check`] makes a [`Description`] of it.
+/// A copy of what a peer wrote. It proves nothing yet: [`UntrustedEntry::check`] makes a
+/// [`Description`] of it.
 ///
-/// The receiver keeps one and reads each entry into it, so that only what has been checked is moved.
+/// The receiver keeps one and reads each entry into it, so that only what has been checked is
+/// moved.
 #[derive(Debug, Default)]
 pub(crate) struct UntrustedEntry {
     sequence: u64,
@@ -155,7 +161,7 @@ pub(crate) struct UntrustedEntry {
     completion: [u64; 2],
 }
 
-/// What a field was, and what it may be.
+/// A field with an illegal value, and the values that are legal.
 #[derive(Debug)]
 pub(crate) struct Violation {
     pub(crate) field: &'static str,
@@ -172,8 +178,8 @@ fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) 
 }
 
 impl UntrustedEntry {
-    /// Copies the entry, every word once. Lengths are clamped here and judged in `check`; what lies past them is
-    /// left over from the last copy, and not looked at.
+    /// Copies the entry, every word once. Lengths are clamped here and checked in `check`. The
+    /// words past them are left over from the last copy and are never read.
     #[inline]
     pub(crate) fn copy(&mut self, entry: &Entry) {
         let get = |index: usize| entry.words[index].load(Relaxed);
@@ -223,7 +229,7 @@ impl UntrustedEntry {
         self.packed >> 56 & COMPLETED != 0
     }
 
-    /// Judges the copy against a region of `region_bytes` bytes.
+    /// Checks the copy against a region of `region_bytes` bytes.
     pub(crate) fn check(&self, region_bytes: u64) -> Result<Box<Description>, Violation> {
         let (code, bits) = (
             (self.packed >> 41 & 0x3f) as u8,
@@ -277,7 +283,7 @@ impl UntrustedEntry {
                 format!("inside the region's {region_bytes} bytes"),
             ));
         }
-        // On the heap: a sample goes through many hands, and its 200 bytes would be copied from each to the next.
+        // On the heap: a sample is moved many times, and each move would copy its 200 bytes.
         Ok(Box::new(Description {
             sequence: self.sequence,
             sent_ns: self.sent_ns,

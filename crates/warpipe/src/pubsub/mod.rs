@@ -1,13 +1,15 @@
 //! Streams of tensors: a [`Publisher`] and its [`Subscriber`]s.
 //!
-//! A publisher [loans](Publisher::loan) a slot of its own device memory, the user's kernels fill it on the user's
-//! stream, and [`SampleMut::send`] hands it to every subscriber. A subscriber [receives](Subscriber::receive) it on
-//! a stream of its own, which waits on the device until the data is complete; dropping the [`Sample`] gives the
-//! slot back behind the stream's work. Nothing is copied, and no CPU waits for a device.
+//! A publisher [loans](Publisher::loan) a slot of its own device memory, the user's kernels fill it
+//! on the user's stream, and [`SampleMut::send`] hands it to every subscriber. A subscriber
+//! [receives](Subscriber::receive) it on a stream of its own, which waits on the device until the
+//! data is complete. Dropping the [`Sample`] gives the slot back behind the stream's work. Nothing
+//! is copied, and no CPU waits for a device.
 //!
-//! A publisher and each subscriber share a *link*, and no third process does: one socket for the handshake, news and the descriptors of memory; one sealed memfd, the *link segment*, in
-//! which samples are announced; one wake channel. The formats are drawn byte by byte in `docs/design/link.md`,
-//! what each death leaves behind in `docs/design/recovery.md`.
+//! A publisher and each subscriber share a *link* that no third process shares: one socket for the
+//! handshake, messages and the descriptors of memory; one sealed memfd (the *link segment*), in
+//! which samples are announced; one wake channel. Formats: `docs/design/link.md`. Recovery from
+//! each death: `docs/design/recovery.md`.
 
 pub(crate) mod entry;
 mod publisher;

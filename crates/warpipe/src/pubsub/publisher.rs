@@ -1,4 +1,4 @@
-//! The publisher as users hold it: builder and handle.
+//! The public publisher: builder and handle.
 
 mod loan;
 
@@ -26,16 +26,18 @@ use crate::tensor::Layout;
 /// What happens when a subscriber's ring is full. Declared by the publisher, for each subscriber.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
-    /// `send` waits for it, then fails with [`Error::Timeout`] and nobody gets the sample.
+    /// `send` waits for room, then fails with [`Error::Timeout`], and no subscriber gets the
+    /// sample.
     Block {
-        /// How long.
+        /// The longest wait.
         timeout: Duration,
     },
-    /// It loses the oldest sample that it has not received yet; what it holds stays.
+    /// The subscriber loses the oldest sample that it has not received yet. Samples that it holds
+    /// stay.
     DropOldest,
-    /// It does not get this sample.
+    /// The subscriber does not get this sample.
     DropNewest,
-    /// `send` fails at once with [`Error::Full`] and nobody gets the sample.
+    /// `send` fails at once with [`Error::Full`], and no subscriber gets the sample.
     Fail,
 }
 
@@ -46,7 +48,7 @@ impl Policy {
     }
 }
 
-/// A subscriber that asks to attach: what its publisher's policy can depend on.
+/// The credentials of a subscriber that asks to attach. A publisher's policy can depend on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Applicant {
     /// Its process id.
@@ -59,7 +61,7 @@ pub struct Applicant {
 
 type PolicyOf = Arc<dyn Fn(&Applicant) -> Policy + Send + Sync>;
 
-/// What a publisher is made with. See [`Publisher::builder`].
+/// The options of a publisher. See [`Publisher::builder`].
 #[derive(Clone)]
 pub struct PublisherBuilder {
     name: String,
@@ -77,7 +79,8 @@ pub struct PublisherBuilder {
     pub(super) evict_after: Option<Duration>,
     pub(super) limits: PeerLimits,
     pub(super) handshake_timeout: Duration,
-    /// Told who comes and goes; what is sent is kept so that it can be forwarded.
+    /// Receives the changes of the set of subscribers. With an observer, samples are signalled so
+    /// that they can be forwarded.
     pub(super) observer: Option<Arc<SubscriberChanges>>,
 }
 
@@ -117,7 +120,8 @@ impl PublisherBuilder {
         self
     }
 
-    /// How many samples each subscriber may have been given and not released: 1 to 4096, 16 by default.
+    /// How many samples each subscriber may have been given and not released: 1 to 4096, 16 by
+    /// default.
     pub fn depth(mut self, samples: u32) -> Self {
         self.depth = samples;
         self
@@ -129,7 +133,7 @@ impl PublisherBuilder {
         self
     }
 
-    /// A policy for each subscriber, by who it is.
+    /// A policy for each subscriber, chosen by its credentials.
     pub fn policy_of(
         mut self,
         choose: impl Fn(&Applicant) -> Policy + Send + Sync + 'static,
@@ -144,8 +148,9 @@ impl PublisherBuilder {
         self
     }
 
-    /// The most device memory that the samples may take, in bytes: 4 GiB by default. It is taken as needed, in
-    /// regions that double. What stopped or leaving subscribers hold may come on top, at most as much again.
+    /// The most device memory that the samples may take, in bytes: 4 GiB by default. It is taken as
+    /// needed, in regions that double. Slots held by stopped or leaving subscribers may come on
+    /// top, at most as much again.
     pub fn memory_limit(mut self, bytes: u64) -> Self {
         self.memory_limit = bytes;
         self
@@ -157,21 +162,23 @@ impl PublisherBuilder {
         self
     }
 
-    /// Close the link of a subscriber that has given no sign of life for this long; never by default. What it
-    /// holds stays untouched until it releases it or dies. Counted in steps of 200 ms in which this process runs itself; at least 500 ms.
+    /// Close the link of a subscriber that has given no sign of life for this long; never by
+    /// default. Its samples stay untouched until it releases them or dies. Counted in steps of 200
+    /// ms in which this process itself runs; at least 500 ms.
     pub fn evict_after(mut self, silence: Option<Duration>) -> Self {
         self.evict_after = silence;
         self
     }
 
-    /// The most subscribers at once: 256 by default. Counted from a subscriber's greeting until it has left and released
-    /// all it had, or is proven dead. Beyond it a newcomer gets [`HandshakeFault::Full`](crate::HandshakeFault::Full).
+    /// The most subscribers at once: 256 by default. A subscriber counts from its `Hello` until it
+    /// has left and released all its samples, or is proven dead. Beyond the limit a new one gets
+    /// [`HandshakeFault::Full`](crate::HandshakeFault::Full).
     pub fn subscribers_max(mut self, subscribers: u32) -> Self {
         self.limits.all = subscribers;
         self
     }
 
-    /// The most subscribers of each user other than the own one: 128 by default.
+    /// The most subscribers of each user other than this process's own: 128 by default.
     pub fn subscribers_per_user_max(mut self, subscribers: u32) -> Self {
         self.limits.user = subscribers;
         self
@@ -189,19 +196,20 @@ impl PublisherBuilder {
         self
     }
 
-    /// What this endpoint is to those who open it.
+    /// The kind of this endpoint, as processes that open it see it.
     pub(crate) fn kind(mut self, kind: Kind) -> Self {
         self.kind = kind;
         self
     }
 
-    /// For a face that chooses who gets what: `observer` is told who comes and goes.
+    /// For an owner that chooses which subscriber gets which sample: `observer` is notified of
+    /// every subscriber that comes or goes.
     pub(crate) fn observed_by(mut self, observer: &Arc<SubscriberChanges>) -> Self {
         self.observer = Some(observer.clone());
         self
     }
 
-    /// Admit these users beside the own one. The domain directory must let them in, too.
+    /// Admit these users beside this process's own. The domain directory must admit them, too.
     pub fn allow_uids(mut self, uids: &[u32]) -> Self {
         self.uids.extend(uids);
         self
@@ -216,8 +224,9 @@ impl PublisherBuilder {
     /// Takes the name and starts to listen.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`] (with the holder's pid), [`Error::ForeignFile`], [`Error::Domain`],
-    /// [`Error::Argument`], or what the device or the system says. Nothing is left behind.
+    /// [`Error::Name`], [`Error::NameTaken`] (with the holder's pid), [`Error::ForeignFile`],
+    /// [`Error::Domain`], [`Error::Argument`], or an error of the device or the system. On an error
+    /// nothing is left behind.
     pub fn build(mut self) -> Result<Publisher> {
         self.check()?;
         let name = EndpointName::new(&self.name)?;
@@ -288,7 +297,7 @@ impl fmt::Debug for PublisherBuilder {
     }
 }
 
-/// A subscriber, as [`Publisher::subscribers`] shows it.
+/// The state of one subscriber. See [`Publisher::subscribers`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SubscriberInfo {
     /// Its process id.
@@ -297,7 +306,7 @@ pub struct SubscriberInfo {
     pub uid: u32,
     /// Alive, stalled, leaving, suspect or dead.
     pub state: PeerState,
-    /// Since its last sign of life.
+    /// Time since its last sign of life.
     pub silent_for: Duration,
     /// Samples that it was given and has not released.
     pub in_flight: u32,
@@ -331,27 +340,27 @@ pub struct Publisher {
 }
 
 impl Publisher {
-    /// A publisher of `name`, to be built.
+    /// A builder for a publisher of `name`.
     pub fn builder(name: &str) -> PublisherBuilder {
         PublisherBuilder::new(name)
     }
 
-    /// Its name.
+    /// The name of this publisher.
     pub fn name(&self) -> &str {
         &self.core.name
     }
 
-    /// Its device.
+    /// The device of this publisher.
     pub fn device(&self) -> &Device {
         &self.core.device
     }
 
-    /// Lends a slot for a tensor of this layout: memory of this device that nobody reads. Its contents are
-    /// whatever was there. No allocation while a free slot fits.
+    /// Lends a slot for a tensor of this layout: memory of this device that no subscriber reads.
+    /// Its contents are undefined. No memory is allocated while a free slot fits.
     ///
     /// # Errors
-    /// [`Error::MemoryLimit`] when the limit is in use for longer than the loan's timeout; [`Error::DeviceMemory`];
-    /// [`Error::Forked`].
+    /// [`Error::MemoryLimit`] when the limit is in use for longer than the loan's timeout;
+    /// [`Error::DeviceMemory`]; [`Error::Forked`].
     pub fn loan(&self, layout: &Layout) -> Result<SampleMut> {
         let (slot, address) = self.core.take_slot(layout.bytes())?;
         Ok(SampleMut {
@@ -365,7 +374,8 @@ impl Publisher {
         })
     }
 
-    /// Loans, copies `bytes` in and sends, as a one-dimensional `uint8` tensor. Returns the sequence number.
+    /// Loans, copies `bytes` in and sends, as a one-dimensional `uint8` tensor. Returns the
+    /// sequence number.
     ///
     /// # Errors
     /// As [`loan`](Self::loan) and [`SampleMut::send`].
@@ -373,13 +383,15 @@ impl Publisher {
         self.send_slice(stream, &Layout::bytes_only(bytes.len() as u64)?, bytes)
     }
 
-    /// Loans, copies the slot's whole contents from host memory and sends. Returns the sequence number.
+    /// Loans, copies the slot's whole contents from host memory and sends. Returns the sequence
+    /// number.
     ///
     /// # Errors
     /// As [`loan`](Self::loan), [`SampleMut::write`] and [`SampleMut::send`].
     pub fn send_slice(&self, stream: &Stream, layout: &Layout, bytes: &[u8]) -> Result<u64> {
         check_length(layout, bytes)?;
-        // As a loan would, but by hand: a loan carries its layout along, and nobody sees this one.
+        // As a loan would, but without `SampleMut`: a loan carries its layout along, and this one
+        // is never returned to the caller.
         let (slot, address) = self.core.take_slot(layout.bytes())?;
         let sent = self
             .fill(stream, address, bytes)
@@ -387,7 +399,7 @@ impl Publisher {
         let sent = sent.and_then(|()| self.core.send(slot, layout, &Metadata::EMPTY, stream, None));
         sent.map_err(|unsent| match unsent {
             SendFailure::BeforePublish(error) => {
-                // Behind the copy, which may be on its way whatever failed.
+                // Behind the copy, which may be enqueued even if a later step failed.
                 let device = stream.check_of(&self.core.device);
                 let behind = device.map_or(&[][..], |()| std::slice::from_ref(stream));
                 let _ = self.core.return_slot(slot, behind);
@@ -397,24 +409,28 @@ impl Publisher {
         })
     }
 
-    /// Copies `bytes` to the slot at `address`, which is taken and at least as long.
+    /// Copies `bytes` to the slot at `address`, which the caller has taken and which is at least as
+    /// long.
     fn fill(&self, stream: &Stream, address: DevicePtr, bytes: &[u8]) -> Result<()> {
         stream.check_of(&self.core.device)?;
         if bytes.is_empty() {
             return Ok(());
         }
-        // SAFETY: the stream is live; the slot is the caller's alone and as long as the layout, which was compared with
-        // `bytes`, and stays so until the stream has passed this copy: `send` gives it on behind the stream's work.
+        // SAFETY: the stream is live; the slot is the caller's alone and as long as the layout,
+        // which was compared with `bytes`, and stays so until the stream has passed this copy:
+        // `send` publishes it behind the stream's work.
         unsafe { stream.upload(address, bytes) }
     }
 
-    /// Loans, copies from another device pointer on `stream` and sends. Returns the sequence number.
+    /// Loans, copies from another device pointer on `stream` and sends. Returns the sequence
+    /// number.
     ///
     /// # Errors
     /// As [`loan`](Self::loan) and [`SampleMut::send`].
     ///
     /// # Safety
-    /// `source` is readable by the device for `layout.bytes()` bytes until the stream has done the copy.
+    /// `source` is readable by the device for `layout.bytes()` bytes until the stream has done the
+    /// copy.
     pub unsafe fn send_device(
         &self,
         stream: &Stream,
@@ -425,13 +441,14 @@ impl Publisher {
         let mut sample = self.loan(layout)?;
         sample.stay_behind(stream);
         if layout.bytes() > 0 {
-            // SAFETY: the slot is this loan's alone and as long as the layout; the source is the caller's promise.
+            // SAFETY: the slot is this loan's alone and as long as the layout; the caller promises
+            // that the source is readable.
             unsafe { stream.copy(sample.slot_ptr(), source, layout.bytes())? };
         }
         Ok(sample.send(stream)?)
     }
 
-    /// Who is subscribed, and how each of them fares.
+    /// The subscribers and the state of each.
     pub fn subscribers(&self) -> Vec<SubscriberInfo> {
         self.core.subscribers()
     }
@@ -455,7 +472,7 @@ impl Drop for Publisher {
         if self.core.owner_process.is_current() {
             self.core.close();
         } else {
-            // A forked child: the parent's link is not ours to close.
+            // A forked child must not close the parent's link.
             std::mem::forget(self.core.clone());
         }
     }

@@ -1,10 +1,12 @@
-//! What all handles of one publisher share: its state, how a sample goes out, and what the reactor does for it.
+//! The state that all handles of one publisher share, and what the reactor does for it. How a
+//! sample is sent: [`send`].
 
 mod accept;
 mod backpressure;
 mod history;
 mod send;
 mod send_turn;
+mod state;
 #[cfg(test)]
 mod tests;
 mod unicast;
@@ -48,25 +50,27 @@ use crate::shm::fence_words::FenceWords;
 use crate::stream::{Backoff, Stream};
 use crate::tensor::Layout;
 
-/// Looks for room before a sender sleeps: a few milliseconds, in which a pipeline that is full moves on. Each is short,
-/// because what is seen late is sent late.
+/// How often a sender polls for room before it sleeps: a few milliseconds, within which a full
+/// pipeline usually moves on. Each poll is short, because room that is seen late makes the sample
+/// late.
 const POLLS: u32 = 16_000;
 
-/// A wait in slices, so that a wake-up taken by another thread of this process costs a slice and not a hang.
+/// A wait is cut into slices, so that a wake-up taken by another thread of this process costs one
+/// slice instead of a hang.
 const WAIT_SLICE: Duration = Duration::from_millis(50);
 
-/// Connections that have not said who they are.
+/// The most connections whose `Hello` has not arrived.
 const HANDSHAKES_MAX: usize = 64;
 
 const TOO_MANY_HANDSHAKES: &str = "too many connect and say nothing; try again";
 
-/// Connections accepted before others have their turn.
+/// The most connections accepted in one reactor call.
 const ACCEPTED_AT_ONCE: usize = 32;
 
-/// How often the socket of one that does no more is read, [`MESSAGES_AT_ONCE`] each time.
+/// How often the socket of a suspect peer is read, [`MESSAGES_AT_ONCE`] each time.
 const FINAL_READS_MAX: usize = 16;
 
-/// Messages taken from one socket before the others have their turn.
+/// The most messages taken from one socket in one reactor call.
 const MESSAGES_AT_ONCE: usize = 16;
 
 const LISTENER: u64 = 0;
@@ -88,13 +92,14 @@ pub(super) struct PublisherCore {
     this: Weak<PublisherCore>,
     me: Weak<dyn EventSource>,
     reactor: Arc<Reactor>,
-    /// Never held across a call of the driver that gives a stream work or asks one: see [`send_turn`].
+    /// Never held across a call of the driver that gives a stream work or asks one: see
+    /// [`send_turn`].
     state: Mutex<PublisherState>,
     turn_is_over: Condvar,
     turns: Arc<SendTurns>,
-    /// The last value of a fence: no fence word has reached a later one.
+    /// The last fence value given out: no fence word has reached a later one.
     fences: AtomicU64,
-    /// All that have worked on the links or the fence words.
+    /// All streams that have worked on the links or the fence words.
     streams: Arc<StreamSet>,
     pending_handshakes: Mutex<HashMap<u64, PendingHandshake>>,
     quota: ConnectionQuota,
@@ -103,7 +108,8 @@ pub(super) struct PublisherCore {
     fence_words: FenceWords,
     /// The fence words' memory, for subscribers of a history.
     completions: Option<CloseOnForkFd>,
-    /// Repeats `ready` for who gets a sample later, behind the sample's own. Only with an observer.
+    /// Stores `ready` for subscribers that get a sample later, behind the sample's own signal. Only
+    /// with an observer.
     forward_stream: Option<Stream>,
     listener_registration: Mutex<Option<Registration>>,
     /// The listener is not watched until the next tick.
@@ -113,40 +119,41 @@ pub(super) struct PublisherCore {
 
 pub(super) struct PublisherState {
     arena: Arena,
-    /// Every link has been told of all of its regions.
+    /// Every region has been announced on every link.
     is_announced: bool,
     links: Vec<SubscriberLink>,
     next_sequence: u64,
     history: VecDeque<HistoryEntry>,
     closed: bool,
-    /// One thread has the turn.
+    /// A thread holds the send turn.
     is_sending: bool,
     awaiting_turn: u32,
-    /// Links that wait for the history until the turn is over.
+    /// Links that wait for the history until the send turn ends.
     joiners: VecDeque<u64>,
-    /// What late joiners have been given and is not complete.
+    /// Samples of the history that late subscribers have been given and that are not complete.
     due: Vec<PendingReplay>,
-    /// The fence thread looks whether it is.
+    /// The fence thread polls `due`.
     is_polling_replays: bool,
     ops: Vec<StreamOp>,
     places: Vec<Placement>,
-    /// One of the places is a subscriber's of this process; one, of another user's.
+    /// A place of the current sample belongs to a subscriber of this process (`is_any_local`), or
+    /// of another user (`is_any_foreign`).
     is_any_local: bool,
     is_any_foreign: bool,
-    /// Somebody who sleeps has been handed something.
+    /// A sleeping subscriber has been given a sample.
     is_any_asleep: bool,
-    /// Of those who have gone. Only with an observer.
+    /// Data of subscribers that have gone. Only with an observer.
     disconnects: Disconnects,
 }
 
-/// Where one sample goes on one link.
+/// The place of one sample on one link.
 #[derive(Debug, Clone, Copy)]
 struct Placement {
-    /// Where the link was found.
+    /// The index of the link when the place was found.
     index: usize,
     id: u64,
     position: u64,
-    /// The entry has been published there.
+    /// The entry at this place has been published.
     is_published: bool,
 }
 
@@ -158,22 +165,22 @@ struct HistoryEntry {
     is_lost: bool,
 }
 
-/// Why a sample did not go out, and whether anybody had heard of it by then.
+/// Why a sample was not sent, and whether the failure came before or after it was announced.
 pub(super) enum SendFailure {
-    /// Nobody: the loan is as it was.
+    /// No subscriber has seen the sample: the loan is unchanged.
     BeforePublish(Error),
-    /// The subscribers, who are told that it is lost; the slot is theirs to release.
+    /// Subscribers have seen the sample. They see that it is lost, and they release the slot.
     AfterPublish(Error),
 }
 
 /// A connection whose `Hello` is due.
 struct PendingHandshake {
-    /// Declared first: it ends before the socket is closed.
+    /// Declared first: the registration ends before the socket is closed.
     watch: Registration,
     clock: Uptime,
     peer: Peer,
     socket: Arc<PeerSocket>,
-    /// From its `Hello` on.
+    /// Set once the `Hello` has arrived.
     quota_permit: Option<QuotaPermit>,
 }
 
@@ -266,7 +273,8 @@ impl PublisherCore {
         self.streams.record_use(stream);
     }
 
-    /// Takes a slot for `bytes`: a free one, a new region, or what is released within the loan's timeout.
+    /// Takes a slot for `bytes`: a free one, a new region, or a slot that is released within the
+    /// loan's timeout.
     pub(super) fn take_slot(&self, bytes: u64) -> Result<(SlotId, u64)> {
         self.owner_process.check()?;
         let mut clock = Stopwatch::default();
@@ -274,19 +282,20 @@ impl PublisherCore {
         let mut state = self.lock();
         loop {
             self.reclaim(&mut state, false);
-            // A sample in a region that a subscriber cannot be told of would be the end of its link.
+            // A sample in a region that cannot be announced to a subscriber would end that link.
             state.announce(&self.name)?;
             if let Some(slot) = state.arena.take(bytes) {
                 return Ok((slot, state.address(slot)));
             }
-            // Memory is taken only when nothing comes back, also not behind a sample that is held long.
+            // A new region is made only when no slot can be reclaimed, not even one behind a sample
+            // that is held long.
             self.reclaim(&mut state, true);
             if let Some(slot) = state.arena.take(bytes) {
                 return Ok((slot, state.address(slot)));
             }
             let exempt = state.quarantined();
             if let Some(growth) = state.arena.plan(bytes, exempt) {
-                // Without the lock: a driver may take its time, and the reactor must not wait for it.
+                // Without the lock: the driver may take long, and the reactor must not wait for it.
                 drop(state);
                 let made = growth.make(&self.device);
                 state = self.lock();
@@ -322,7 +331,7 @@ impl PublisherCore {
         }
     }
 
-    /// Tells when the slot is free again.
+    /// A handle that reports when the slot is free again.
     pub(super) fn watch_slot(&self, slot: SlotId) -> SlotReturn {
         SlotReturn {
             core: self.this.clone(),
@@ -332,18 +341,19 @@ impl PublisherCore {
         }
     }
 
-    /// Whether nobody holds the slot any more that was taken as this one.
+    /// Whether the slot that was taken with this serial is free again.
     pub(super) fn is_back(&self, slot: SlotId, serial: u64) -> bool {
         let mut state = self.lock();
         self.reclaim(&mut state, true);
         state.arena.serial(slot) != serial
     }
 
-    /// Returns a slot that was loaned and not sent. What is enqueued on the streams `behind` may still write it: it is
-    /// free when they are past that.
+    /// Returns a slot that was loaned and not sent. Work enqueued on the streams in `behind` may
+    /// still write it. The slot is free when they are past that work.
     ///
     /// # Errors
-    /// No fence was to be had. The slot is free when the streams are proven to be past what they have.
+    /// No fence could be enqueued. The slot is free when the streams are proven to be past their
+    /// current work.
     pub(super) fn return_slot(&self, slot: SlotId, behind: &[Stream]) -> Result<()> {
         let Some((last, others)) = behind.split_last() else {
             self.lock().arena.release(slot);
@@ -364,7 +374,8 @@ impl PublisherCore {
         fenced.map(drop)
     }
 
-    /// Has `stream` signal a slot's own word behind the work that it has been given. Returns the value.
+    /// Makes `stream` signal the fence word of the slot behind the stream's work so far. Returns
+    /// the value.
     fn fence(&self, slot: SlotId, stream: &Stream) -> Result<u64> {
         self.record_use(stream);
         let value = self.next_fence();
@@ -372,14 +383,14 @@ impl PublisherCore {
             word: self.fence_words.device_word(slot as usize),
             value,
         };
-        // SAFETY: the fence words outlives its signals: the caller has the core, and `close` waits for that, and then for the
-        // stream, noted above.
+        // SAFETY: the fence words outlive their signals. The caller holds the core; `close` waits
+        // until the caller drops it, and then for the stream, recorded above.
         unsafe { stream.batch(&[op]) }?;
         Ok(value)
     }
 
-    /// Calls `then`, on the fence thread, when the streams are proven to be past what they have been given so far. Where
-    /// the driver has refused a fence there is no other way to know.
+    /// Calls `then` on the fence thread when the streams are proven to be past their work so far.
+    /// This is the only way to know where the driver has refused a fence.
     fn once_past(&self, streams: &[Stream], then: impl FnOnce(&PublisherCore) + Send + 'static) {
         let Some(core) = self.this.upgrade() else {
             return;
@@ -387,7 +398,8 @@ impl PublisherCore {
         let past = StreamSet::default();
         streams.iter().for_each(|stream| past.record_use(stream));
         let (mut fence, mut then) = (None, Some(then));
-        // However long they take: who waits for the slot, or for the sample's end, has nobody else.
+        // There is no time limit: a waiter for the slot, or for the end of the sample, depends on
+        // this alone.
         self.reactor.drop_after(move || {
             let is_past = fence.get_or_insert_with(|| past.fence()).is_reached();
             if is_past && let Some(then) = then.take() {
@@ -398,12 +410,12 @@ impl PublisherCore {
         });
     }
 
-    /// A value that no fence word has reached: words only grow.
+    /// A value that no fence word has reached: fence words only grow.
     fn next_fence(&self) -> u64 {
         self.fences.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Takes back every slot that nobody uses any more.
+    /// Reclaims every slot that is no longer in use.
     fn reclaim(&self, state: &mut PublisherState, thorough: bool) {
         let PublisherState { arena, links, .. } = state;
         links
@@ -414,7 +426,8 @@ impl PublisherCore {
 
     pub(super) fn subscribers(&self) -> Vec<SubscriberInfo> {
         if !self.owner_process.is_current() {
-            // Another thread of the parent may have held the lock at the fork: it is not to be touched here.
+            // Another thread of the parent may have held the lock at the fork, so the child must
+            // not take it.
             return Vec::new();
         }
         let mut state = self.lock();
@@ -463,8 +476,9 @@ impl PublisherCore {
         (state.arena.total(), state.arena.limit())
     }
 
-    /// Gives the name up, says goodbye, and keeps the memory until no stream of this process writes it any more. The
-    /// goodbyes are in their sockets when this returns, for the process may end then. Once; what follows does nothing.
+    /// Withdraws the name, sends `Close` to every subscriber, and keeps the memory until no stream
+    /// of this process writes it any more. The `Close` messages are in their sockets when this
+    /// returns, because the process may end then. Only the first call has an effect.
     pub(super) fn close(self: &Arc<PublisherCore>) {
         self.claim.withdraw();
         *self
@@ -485,7 +499,8 @@ impl PublisherCore {
         }
         drop(state);
         self.ring();
-        // Never here, even if all is quiet: to unregister memory, a driver may wait for a stream that waits for a peer.
+        // Never on this thread, even if every stream is idle: unregistering memory may make the
+        // driver wait for a stream that waits for a peer.
         let (core, mut fence) = (self.clone(), None);
         self.reactor.drop_after(move || {
             if Arc::strong_count(&core) > 1 {
@@ -496,129 +511,6 @@ impl PublisherCore {
                 .is_reached();
             DropReadiness::from(is_past && core.poll_replays(&mut core.lock()))
         });
-    }
-}
-
-impl PublisherState {
-    fn address(&self, slot: SlotId) -> u64 {
-        let slot = self.arena.slot(slot);
-        self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset
-    }
-
-    /// Finds a place at every live recipient, and leaves the signals that complete the sample there in `ops`; who has no
-    /// place misses this sample. All that a send needs of a link beside its entry is looked at here, once.
-    fn place(&mut self, to: Recipients) {
-        let PublisherState {
-            arena,
-            links,
-            places,
-            ops,
-            ..
-        } = self;
-        let (mut is_any_local, mut is_any_foreign) = (false, false);
-        places.clear();
-        ops.clear();
-        let is_meant = |link: &SubscriberLink| link.is_live() && to.include(link);
-        for (index, link) in links
-            .iter_mut()
-            .enumerate()
-            .filter(|(_, link)| is_meant(link))
-        {
-            if let Some(position) = link.place(|slot| arena.release(slot)) {
-                places.push(Placement {
-                    index,
-                    id: link.id,
-                    position,
-                    is_published: false,
-                });
-                ops.push(link.ready_op(position));
-                is_any_local |= link.is_local;
-                is_any_foreign |= link.is_foreign;
-            }
-        }
-        (self.is_any_local, self.is_any_foreign) = (is_any_local, is_any_foreign);
-    }
-
-    /// The first recipient that must not miss a sample and has no room for one.
-    fn first_full(&self, to: Recipients) -> Option<&SubscriberLink> {
-        self.links.iter().find(|link| to.await_it(link))
-    }
-
-    /// Tells every subscriber of the regions that it does not know. Who does not read its socket loses its link.
-    ///
-    /// # Errors
-    /// This process has no room for that; nobody loses anything by it, and it is done later.
-    fn announce(&mut self, name: &str) -> Result<()> {
-        if self.is_announced {
-            return Ok(());
-        }
-        let PublisherState { arena, links, .. } = self;
-        let is_heard = |link: &&mut SubscriberLink| {
-            matches!(
-                link.phase,
-                LinkPhase::Live | LinkPhase::Joining | LinkPhase::Attaching
-            )
-        };
-        let mut own = Ok(());
-        for link in links.iter_mut().filter(is_heard) {
-            match link.announce(arena.chunks()) {
-                Ok(()) => {}
-                Err(error) if message::is_own(error) => {
-                    let context = format!("memory of {name:?}, to process {}", link.peer.pid);
-                    own = Err(Error::os("sendmsg", context, error));
-                }
-                Err(_) => link.leave(Some(CloseReason::Evicted(
-                    "it does not read its socket".into(),
-                ))),
-            }
-        }
-        self.is_announced = own.is_ok();
-        own
-    }
-
-    /// Bytes that leavers hold: they do not count against the limit, up to the limit once more, so that a
-    /// stopped process cannot stop the publisher.
-    fn quarantined(&self) -> u64 {
-        let leaving = self
-            .links
-            .iter()
-            .filter(|link| matches!(link.phase, LinkPhase::Leaving | LinkPhase::Suspect));
-        let bytes: u64 = leaving
-            .flat_map(SubscriberLink::holds)
-            .map(|slot| self.arena.slot(slot).bytes())
-            .sum();
-        bytes.min(self.arena.limit())
-    }
-
-    fn add_to_history(&mut self, slot: SlotId, description: Description, length: usize) {
-        self.arena.hold(slot);
-        self.history.push_back(HistoryEntry {
-            slot,
-            description,
-            is_lost: false,
-        });
-        while self.history.len() > length {
-            let forgotten = self.history.pop_front();
-            forgotten
-                .into_iter()
-                .for_each(|kept| self.arena.release(kept.slot));
-        }
-    }
-
-    /// Wakes every subscriber that sleeps and has been handed something.
-    fn wake_sleepers(&mut self) {
-        if std::mem::take(&mut self.is_any_asleep) {
-            self.links.iter_mut().for_each(SubscriberLink::wake_sleeper);
-        }
-    }
-
-    /// A number that changes whenever something was freed.
-    fn freed_count(&self) -> u64 {
-        self.arena.changes()
-    }
-
-    fn find(&mut self, id: u64) -> Option<&mut SubscriberLink> {
-        self.links.iter_mut().find(|link| link.id == id)
     }
 }
 

@@ -1,4 +1,5 @@
-//! The subscriber's end of one link: the handshake, the regions, and what its publisher's death means here.
+//! The subscriber's end of one link: the handshake, the regions, and the consequences of its
+//! publisher's death.
 
 mod handshake;
 mod monitor;
@@ -34,17 +35,18 @@ use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor, Registr
 use crate::shm::segment::Segment;
 use crate::stream::Stream;
 
-/// The tags of what [`PublisherLink`] watches.
+/// The tags of the events that [`PublisherLink`] waits for.
 const SOCKET: u64 = 0;
 const SUSPECT: u64 = 1;
 
 /// How often a dead publisher's socket is read once more.
 const FINAL_READS_MAX: usize = 64;
 
-/// Messages taken from the socket before other links have their turn.
+/// The most messages taken from the socket in one reactor call.
 const MESSAGES_AT_ONCE: usize = 16;
 
-/// Why this link ended: the error, for the first who asks, and its reason for all after that.
+/// Why this link ended: the error for the first caller that asks, and its text for all later
+/// callers.
 #[derive(Debug, Default)]
 struct LinkFault {
     error: Option<Error>,
@@ -52,7 +54,7 @@ struct LinkFault {
 }
 
 impl LinkFault {
-    /// The first fault counts; what follows from it does not.
+    /// Keeps the first fault. Later faults follow from it.
     fn keep(&mut self, error: Error) {
         if self.reason.is_empty() {
             self.reason = match &error {
@@ -64,27 +66,28 @@ impl LinkFault {
     }
 }
 
-/// What keeps the link's memory; let go when no stream uses it any more.
+/// The memory of the link, dropped when no stream uses it any more.
 #[derive(Debug)]
 struct LinkMemory {
-    /// Declared first: it ends before its descriptor is closed.
+    /// Declared first: the registration ends before its descriptor is closed.
     death: OnceLock<Registration>,
     #[expect(dead_code, reason = "held, not used: its death is watched for")]
     peer: Arc<Peer>,
     monitor: Arc<PublisherMonitor>,
     segment: Arc<Segment>,
     regions: Mutex<Vec<Arc<Region>>>,
-    /// All that have waited for or released a sample, or read one in between.
+    /// All streams that have waited for, read or released a sample.
     streams: StreamSet,
-    /// Held until then, so that the publisher sees the end of the socket only after the last release.
+    /// Held until the memory is dropped, so that the publisher sees the end of the socket only
+    /// after the last release.
     #[expect(dead_code, reason = "held, not used")]
     socket: Arc<PeerSocket>,
 }
 
-/// One link, as its subscriber and all its samples share it.
+/// One link, shared by its subscriber and all its samples.
 #[derive(Debug)]
 pub(crate) struct PublisherLink {
-    /// Declared first: they end before their descriptors are closed.
+    /// Declared first: the registrations end before their descriptors are closed.
     words: OnceLock<[Registration; 2]>,
     me: Weak<PublisherLink>,
     announced: AnnouncedRegions,
@@ -101,8 +104,8 @@ pub(crate) struct PublisherLink {
     fault: Mutex<LinkFault>,
     socket: Arc<PeerSocket>,
     reactor: Arc<Reactor>,
-    /// What copies to the host run on, made for the first of them: a stream for each copy would cost more than
-    /// the hand-over.
+    /// The stream for copies to the host, made for the first copy: a stream for each copy would
+    /// cost more than the hand-over.
     copies: OnceLock<Stream>,
     /// `None` only while dropping.
     memory: Option<LinkMemory>,
@@ -220,7 +223,7 @@ impl PublisherLink {
         }
     }
 
-    /// Why nothing more will come.
+    /// Why no more samples will come.
     pub(super) fn why_over(&self) -> Error {
         let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
         let (name, reason) = (self.name.clone(), fault.reason.clone());
@@ -236,18 +239,21 @@ impl PublisherLink {
         }
     }
 
-    /// Prepares `stream`, which is [usable](Stream::check_usable), to read the sample at `position`: the stream waits until
-    /// the data is complete. False if the publisher is dead and it never will be.
+    /// Prepares `stream`, which is [usable](Stream::check_usable), to read the sample at
+    /// `position`: the stream waits until the data is complete. False if the publisher is dead and
+    /// the data never will be complete.
     #[inline]
     pub(super) fn admit(&self, position: u64, stream: &Stream) -> Result<bool> {
         let index = self.segment().index(position) as usize;
         let entry = self.segment().entry(position);
         if self.monitor().hold(index, position) {
-            // No rescue comes by any more: what a death between publishing and signalling left is judged here.
+            // No rescue follows: the state that a death between publishing and signalling left is
+            // judged here.
             self.monitor().release_wait(index, position);
             return Ok(!self.monitor().has_lost(index, position));
         }
-        // Work that is launched after the CPU has seen the word is behind the data without a wait on the device.
+        // Work that is launched after the CPU has seen the word is ordered behind the data without
+        // a wait on the device.
         if entry.ready.reached(position) {
             return Ok(true);
         }
@@ -256,13 +262,14 @@ impl PublisherLink {
             value: position,
         };
         self.record_use(stream);
-        // SAFETY: the word lies in the link segment, which is let go only when this stream, noted above, is proven
-        // to be past it (see `Drop`).
+        // SAFETY: the word lies in the link segment, which is dropped only when this stream,
+        // recorded above, is proven to be past it (see `Drop`).
         unsafe { stream.batch_checked(&[wait])? };
         Ok(true)
     }
 
-    /// Takes note of the publisher's own word for a sample of the history, before that is kept or admitted.
+    /// Records the publisher's own word for a sample of the history, before the sample is kept or
+    /// admitted.
     pub(super) fn note_completion(
         &self,
         position: u64,
@@ -283,17 +290,17 @@ impl PublisherLink {
         })
     }
 
-    /// Takes note that the sample at `position` is out of the ring and not admitted to any stream: should its sender
-    /// die first, [`completion`](Self::completion) says so.
+    /// Records that the sample at `position` is out of the ring and not admitted to any stream: if
+    /// its sender dies first, [`completion`](Self::completion) reports the loss.
     pub(super) fn keep(&self, position: u64) {
         let index = self.segment().index(position) as usize;
         if self.monitor().hold(index, position) {
-            // What its rescue did not see is let go here.
+            // A position that the rescue did not see is released here.
             self.monitor().release_wait(index, position);
         }
     }
 
-    /// Whether the publisher is proven dead, and what waited for it has been let go.
+    /// Whether the publisher is proven dead and the streams that waited for it have been released.
     pub(super) fn is_dead(&self) -> bool {
         self.monitor().is_dead()
     }
@@ -310,14 +317,14 @@ impl PublisherLink {
             value: position,
         };
         self.record_use(stream);
-        // SAFETY: the word lies in the link segment, which is let go only when this stream, noted above, is proven
-        // to be past it (see `Drop`).
+        // SAFETY: the word lies in the link segment, which is dropped only when this stream,
+        // recorded above, is proven to be past it (see `Drop`).
         unsafe { stream.batch(&[op])? };
         self.notify_release();
         Ok(())
     }
 
-    /// Releases a sample that no stream was told of, once its data is complete.
+    /// Releases a sample that was given to no stream, once its data is complete.
     pub(super) fn give_back(self: &Arc<Self>, position: u64) {
         let entry = self.segment().entry(position);
         if entry.ready.reached(position) {
@@ -325,7 +332,8 @@ impl PublisherLink {
             return self.notify_release();
         }
         let me = self.clone();
-        // However long its sender takes: it waits for the slot, and this end keeps the link for it.
+        // There is no time limit: the sender waits for the slot, and this end keeps the link for
+        // it.
         self.reactor.drop_after(move || {
             let entry = me.segment().entry(position);
             if !entry.ready.reached(position) {
@@ -337,8 +345,8 @@ impl PublisherLink {
         });
     }
 
-    /// Releases a sample behind what `stream`, which is being captured, was given before: once the capture has ended and
-    /// the stream is past that.
+    /// Releases a sample behind the work that `stream`, which is being captured, was given before:
+    /// once the capture has ended and the stream is past that work.
     pub(super) fn release_later(self: &Arc<Self>, position: u64, stream: &Stream) {
         let (me, mut fence) = (self.clone(), Fence::behind(stream));
         self.reactor.drop_after(move || {
@@ -365,7 +373,8 @@ impl PublisherLink {
     pub(super) fn completion(&self, position: u64, sequence: u64) -> Result<bool> {
         let index = self.segment().index(position) as usize;
         let entry = self.segment().entry(position);
-        // `ready` first: a rescue, and a sender that gives up, mark the loss before the word is stored.
+        // `ready` first: a rescue, and a sender that gives up, mark the loss before the word is
+        // stored.
         let reached = entry.ready.reached(position);
         if self.monitor().has_lost(index, position) || ring::was_given_up(self.segment(), position)
         {
@@ -401,15 +410,15 @@ impl PublisherLink {
         Ok(())
     }
 
-    /// Waits on the CPU until the data may be complete, or will never be, or `limit` has passed.
+    /// Waits on the CPU until the data may be complete, or never will be, or `limit` has passed.
     pub(super) fn wait_for_completion(&self, position: u64, limit: Duration) {
         let word = &self.segment().entry(position).ready;
-        // Who asks looks again, whatever comes of this.
+        // The caller checks the word again, whatever the result.
         let _ = self.device.backend().wait_word(word, position, limit);
     }
 
-    /// The stream for copies to the host. Nothing but complete data is ever copied on it, so it is never stuck
-    /// behind anything but other copies.
+    /// The stream for copies to the host. It only ever copies complete data, so it never waits for
+    /// anything but other copies.
     pub(super) fn copies(&self) -> Result<&Stream> {
         if let Some(stream) = self.copies.get() {
             return Ok(stream);
@@ -448,7 +457,7 @@ impl PublisherLink {
         }
     }
 
-    /// No more samples, please; those held stay valid.
+    /// Asks for no more samples. Samples that are held stay valid.
     pub(super) fn leave(&self) {
         let _ = message::send(
             self.socket.as_fd().as_fd(),
@@ -460,7 +469,7 @@ impl PublisherLink {
     fn on_message(&self) -> Next {
         for _ in 0..MESSAGES_AT_ONCE {
             if self.link_state() == LinkState::Failed {
-                // Nothing more is wanted of it, however much it sends.
+                // Further messages of this publisher are not needed, however many it sends.
                 return Next::Stop;
             }
             match message::receive(self.socket.as_fd().as_fd(), &self.name) {
@@ -497,8 +506,8 @@ impl PublisherLink {
         Next::Keep
     }
 
-    /// Reads what a publisher that does no more said before, which is in its socket whenever that comes to its end. False if
-    /// some of it is left for want of room.
+    /// Reads the last messages of a dead or suspect publisher: all of them are in the socket, which
+    /// ends after them. False if some are left because this process lacks resources.
     fn read_final_messages(&self) -> bool {
         (0..FINAL_READS_MAX)
             .map(|_| self.on_message())
@@ -529,7 +538,7 @@ impl EventSource for PublisherLink {
         match tag {
             _ if !self.owner_process.is_current() => Next::Stop,
             SUSPECT => {
-                // Its end is told behind what it said, its goodbye for one.
+                // The end is reported after the publisher's last messages, its `Close` for one.
                 if !self.read_final_messages() {
                     return Next::RetryAtTick;
                 }
@@ -558,11 +567,12 @@ impl Drop for PublisherLink {
             let copies = self.copies.take();
             return std::mem::forget((memory, copies));
         }
-        // Never here, even if all is quiet: to unregister memory, a driver may wait for a stream that waits for a peer.
-        // The monitor goes on until then: such a stream may wait for this one's publisher, and is let go by its death.
+        // Never on this thread, even if every stream is idle: unregistering memory may make the
+        // driver wait for a stream that waits for a peer. The monitor runs until then: such a
+        // stream may wait for this link's publisher, and is released by that publisher's death.
         let mut fence = None;
         self.reactor.drop_after(move || {
-            // All of it: a closure takes along only the fields that it names.
+            // Names the whole struct, because a closure captures only the fields that it names.
             let memory = &memory;
             fence
                 .get_or_insert_with(|| memory.streams.fence())

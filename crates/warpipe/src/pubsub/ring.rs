@@ -1,7 +1,7 @@
 //! The ring of a link: the state of each entry.
 //!
-//! Positions count a link's samples from 1; position `p` falls on entry `p % depth`. The entry's `state_word` word
-//! holds `position << 2 | state`:
+//! Positions count a link's samples from 1; position `p` falls on entry `p % depth`. The entry's
+//! `state_word` word holds `position << 2 | state`:
 //!
 //! ```text
 //!            sender                  receiver
@@ -11,9 +11,10 @@
 //!   TAKEN(q), not released ──sender──▶ SKIPPED(p): stays the receiver's until `released` reaches q
 //! ```
 //!
-//! The compare-and-swap out of PUBLISHED decides, once, whether the receiver has the sample or the sender has it
-//! back. A sample that is held long does not stop the ring: the sender steps over its entry and tells so. All
-//! other stores have one writer at a time: an entry that is free, or taken, is the sender's to write `state_word` of.
+//! The compare-and-swap out of PUBLISHED decides, once, whether the receiver has the sample or the
+//! sender has it back. A sample that is held long does not stop the ring: the sender skips its
+//! entry and marks it SKIPPED. All other stores have one writer at a time: only the sender writes
+//! `state_word` of an entry that is free or taken.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
@@ -31,7 +32,7 @@ fn state_word(position: u64, state: u64) -> u64 {
     position << 2 | state
 }
 
-/// What the sender knows of one entry.
+/// The sender's record of one entry.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sent {
     /// The position last published here; 0 for none.
@@ -43,9 +44,9 @@ struct Sent {
 /// Where the next sample can go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RingSpace {
-    /// At this position.
+    /// The position is free.
     At(u64),
-    /// Nowhere: the receiver has not taken what lies there, or holds everything.
+    /// No position is free: the receiver has not taken the next entry, or holds all entries.
     Full,
 }
 
@@ -55,7 +56,8 @@ pub(crate) struct SenderRing {
     segment: Arc<Segment>,
     next: u64,
     sent: Vec<Sent>,
-    /// Nobody reads any more: what the receiver held is over once its own data is complete.
+    /// No receiver reads any more: a sample that the receiver held is over once its own data is
+    /// complete.
     receiver_dead: bool,
     signals_done: bool,
 }
@@ -76,9 +78,10 @@ impl SenderRing {
         &self.segment
     }
 
-    /// Whether the sample at `position` is nobody's any more: complete, and released or taken back. (Until the
-    /// sender's stream has written a position's `ready`, a later position's could be overwritten by it, and the
-    /// slot is still being filled.) A peer that scribbles over `ready` keeps its entry until its death is proven.
+    /// Whether the sample at `position` is over: complete, and released or taken back. (Until the
+    /// sender's stream has written a position's `ready`, a later position's could be overwritten by
+    /// it, and the slot is still being filled.) A peer that overwrites `ready` keeps its entry
+    /// until its death is proven.
     #[inline]
     pub(crate) fn is_over(&self, position: u64) -> bool {
         let sent = self.sent[self.segment.index(position) as usize];
@@ -89,17 +92,19 @@ impl SenderRing {
                 && entry.ready.is(position))
     }
 
-    /// The receiver is *proven* dead. (Suspicion is not enough: its device may still be reading.)
+    /// The receiver is *proven* dead. (Suspicion is not enough: its device may still be reading the
+    /// slot.)
     pub(crate) fn receiver_is_dead(&mut self) {
         self.receiver_dead = true;
     }
 
-    /// Every signal enqueued for this link is proven to have been executed, whatever its words say.
+    /// Every signal enqueued for this link is proven to have been executed, whatever values its
+    /// words have.
     pub(crate) fn signals_are_done(&mut self) {
         self.signals_done = true;
     }
 
-    /// Finds room without changing anything.
+    /// Finds a free position without changing anything.
     #[inline]
     pub(crate) fn space(&self) -> RingSpace {
         for position in self.next..self.next + u64::from(self.segment.depth()) {
@@ -115,7 +120,8 @@ impl SenderRing {
         RingSpace::Full
     }
 
-    /// Tells the receiver to wake this end with its releases, or no longer. Look once more before sleeping.
+    /// Asks the receiver to wake this end with its releases, or to stop that. Check once more
+    /// before sleeping.
     pub(crate) fn set_asleep(&self, asleep: bool) {
         self.segment
             .header()
@@ -125,15 +131,17 @@ impl SenderRing {
         fence(SeqCst);
     }
 
-    /// Publishes at a position that [`space`](Self::space) gave just now. Returns whether the receiver sleeps.
+    /// Publishes at a position that [`space`](Self::space) gave just now. Returns whether the
+    /// receiver sleeps.
     #[inline]
     pub(crate) fn publish(&mut self, position: u64, description: &Description) -> bool {
         self.step_over(position);
         let entry = self.segment.entry(position);
         description.write(entry);
-        // Pairs with the fence in `ReceiverRing::fall_asleep`: in the one order of this exchange, that fence and the look
-        // at `asleep`, either we see the sleeper, or it sees the sample. An exchange, because it is cheaper than a
-        // store and a fence; what was there is of no interest.
+        // Pairs with the fence in `ReceiverRing::fall_asleep`: in the one order of this exchange,
+        // that fence and the look at `asleep`, either this end sees the sleeper, or the sleeper
+        // sees the sample. An exchange is cheaper than a store and a fence; the old value is not
+        // used.
         entry
             .state_word
             .swap(state_word(position, PUBLISHED), SeqCst);
@@ -145,8 +153,8 @@ impl SenderRing {
         self.segment.header().receiver.asleep.load(SeqCst) != 0
     }
 
-    /// Gives up a position that [`space`](Self::space) gave and whose `ready` is on its way, since nothing is published there
-    /// any more. What lay in that entry before was over.
+    /// Gives up a position that [`space`](Self::space) gave and whose `ready` is enqueued, because
+    /// nothing is published there any more. The sample that lay in that entry before is over.
     pub(crate) fn forgo(&mut self, position: u64) {
         self.sent[self.segment.index(position) as usize] = Sent {
             position,
@@ -164,8 +172,8 @@ impl SenderRing {
         self.next = self.next.max(position);
     }
 
-    /// Takes the oldest sample back that the receiver has not taken, if its data is complete: an incomplete one
-    /// would not make room yet. Returns its position.
+    /// Takes the oldest sample back that the receiver has not taken, if its data is complete: an
+    /// incomplete one would not make room yet. Returns its position.
     pub(crate) fn revoke_oldest_complete(&mut self) -> Option<u64> {
         let lap = self.lap();
         lap.into_iter().find(|&position| {
@@ -212,20 +220,21 @@ impl SenderRing {
     }
 }
 
-/// Tells the reader of `position` that the data will not be complete. It is not taken back even where it still could be:
-/// its sequence number is spent, and a reader that may miss none would see a gap. Its stream is let go by `ready`, which
-/// is to be stored when nothing writes the slot any more.
+/// Tells the reader of `position` that the data will not be complete. The sample is not taken back
+/// even where that is still possible: its sequence number is spent, and a reader that may miss none
+/// would see a gap. The reader's stream is released by `ready`, which is stored when nothing writes
+/// the slot any more.
 pub(crate) fn give_up(segment: &Segment, position: u64) {
     let (entry, lap) = (segment.entry(position), lap_of(segment, position));
-    // Whoever sees `aborted` sees at least this history.
+    // A reader that sees `aborted` sees at least this history.
     let history = History(entry.given_up.load(Acquire)).with(lap);
     entry.given_up.store(history.0, Release);
     entry.aborted.store(position, Release);
 }
 
-/// Whether the sender has given up the sample at `position`, whose `ready` was found reached before: also when its entry has
-/// been used again since then. So long after it that nobody knows any more, and its entry has seen a sample given up since,
-/// it counts as given up.
+/// Whether the sender has given up the sample at `position`, whose `ready` was found reached
+/// before, even if its entry has been used again since then. If the history no longer reaches back
+/// to that lap, and the entry has had a sample given up since, the sample counts as given up.
 #[inline]
 pub(crate) fn was_given_up(segment: &Segment, position: u64) -> bool {
     let last = segment.entry(position).aborted.load(Acquire);
@@ -246,8 +255,9 @@ fn lap_of(segment: &Segment, position: u64) -> u64 {
 /// How many laps a [`History`] reaches back.
 const LAPS_KNOWN: u64 = 32;
 
-/// Which laps of an entry were given up: the low half of the last such lap's number, and a bit for each of the laps that end
-/// with it, that one's lowest. In one word, so that a reader finds both of one time.
+/// Which laps of an entry were given up. The high 32 bits are the low half of the last such lap's
+/// number. The low 32 bits have one bit for each of the laps that end with it, that lap's lowest. One
+/// word, so that a reader sees both halves of the same time.
 #[derive(Debug, Clone, Copy)]
 struct History(u64);
 
@@ -258,7 +268,7 @@ impl History {
         History(u64::from(lap) << 32 | u64::from(before | 1))
     }
 
-    /// Of a lap that is too far back nothing is known, and it counts as given up.
+    /// Nothing is known of a lap that is too far back, and it counts as given up.
     fn has(self, lap: u64) -> bool {
         let back = ((self.0 >> 32) as u32).wrapping_sub(lap as u32);
         (self.0 as u32)
@@ -267,12 +277,13 @@ impl History {
     }
 }
 
-/// Counts a release of the receiver's. Returns whether the sender sleeps.
+/// Counts a release by the receiver. Returns whether the sender sleeps.
 #[inline]
 pub(crate) fn count_release(segment: &Segment) -> bool {
     let header = segment.header();
-    // Pairs with the fence in `SenderRing::set_asleep`: in the one order of these two and that fence, either we see the
-    // sleeper or it sees the count (and, if not the word yet, that it is due; see `SubscriberLink::device_owes`).
+    // Pairs with the fence in `SenderRing::set_asleep`: in the one order of these two and that
+    // fence, either this end sees the sleeper or the sleeper sees the count (and, if not the word
+    // yet, that it is due; see `SubscriberLink::device_owes`).
     header.receiver.released.fetch_add(1, SeqCst);
     header.sender.asleep.load(SeqCst) != 0
 }
@@ -282,7 +293,7 @@ pub(crate) fn count_release(segment: &Segment) -> bool {
 pub(crate) struct ReceiverRing {
     segment: Arc<Segment>,
     cursor: u64,
-    /// What the entry taken last says.
+    /// The description in the entry taken last.
     copy: UntrustedEntry,
 }
 
@@ -295,22 +306,23 @@ impl ReceiverRing {
         }
     }
 
-    /// Whether something may lie at the cursor; cheap, for a reader that polls.
+    /// Whether the entry at the cursor may hold a sample. Cheap, for a reader that polls.
     #[inline]
     pub(crate) fn may_have_news(&self) -> bool {
         self.segment.entry(self.cursor).state_word.load(Acquire) >> 2 >= self.cursor
     }
 
-    /// Takes the next sample, if there is one and `knows_region` says that its region has arrived: the entry at the
-    /// position that is returned is the receiver's then, and [`copy`](Self::copy) is what it says.
+    /// Takes the next sample, if there is one and `knows_region` says that its region has arrived.
+    /// The entry at the returned position belongs to the receiver then, and [`copy`](Self::copy) is
+    /// its description.
     #[inline]
     pub(crate) fn take(
         &mut self,
         mut knows_region: impl FnMut(u32) -> bool,
     ) -> Result<Option<u64>, Violation> {
         let depth = u64::from(self.segment.depth());
-        // Each round moves the cursor or returns; two laps of moves mean that the sender runs rings around us,
-        // and the next call goes on from there.
+        // Each round moves the cursor or returns; two laps of moves mean that the sender overtakes
+        // this end faster than it follows, and the next call continues from there.
         for _ in 0..2 * depth + 2 {
             let entry = self.segment.entry(self.cursor);
             let now = entry.state_word.load(Acquire);
@@ -325,9 +337,10 @@ impl ReceiverRing {
             match state {
                 SKIPPED | REVOKED => self.cursor += 1,
                 PUBLISHED => {
-                    // Copied before it is taken, because an entry whose region has not arrived yet must stay
-                    // where it is. A state word never has the same value twice, so if the exchange succeeds, the sender
-                    // has not touched the entry since `now` was read and the copy is of one piece.
+                    // The entry is copied before it is taken, because an entry whose region has not
+                    // arrived yet must stay in the ring. A state word never has the same value
+                    // twice, so if the exchange succeeds, the sender has not touched the entry
+                    // since `now` was read and the copy is of one piece.
                     self.copy.copy(entry);
                     if !knows_region(self.copy.region()) {
                         return Ok(None);
@@ -354,12 +367,13 @@ impl ReceiverRing {
         Ok(None)
     }
 
-    /// What the entry that was taken last says.
+    /// The description in the entry that was taken last.
     pub(crate) fn copy(&self) -> &UntrustedEntry {
         &self.copy
     }
 
-    /// The sender has overtaken the cursor: goes to the oldest position that can still be there.
+    /// The sender has overtaken the cursor: moves it to the oldest position that can still be in
+    /// the ring.
     fn jump(&mut self, position: u64, depth: u64) -> Result<(), Violation> {
         if !(position - self.cursor).is_multiple_of(depth) {
             let allowed = format!("{} and a multiple of {depth} more", self.cursor);
@@ -373,7 +387,7 @@ impl ReceiverRing {
         Ok(())
     }
 
-    /// Tells the sender to wake this end from now on. Look once more before sleeping.
+    /// Asks the sender to wake this end from now on. Check once more before sleeping.
     pub(crate) fn fall_asleep(&self) {
         self.segment.header().receiver.asleep.store(1, Release);
         fence(SeqCst);

@@ -11,21 +11,21 @@ use crate::pubsub::entry::Description;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
-/// What lies between a sample and the one received before it, when that is not simply the next.
+/// A break between a sample and the one received before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Discontinuity {
-    /// The process that published before.
+    /// The process that published the earlier samples.
     pub previous_pid: i32,
-    /// Whether it said goodbye, or died.
+    /// Whether that process closed gracefully; otherwise it died.
     pub graceful: bool,
 }
 
-/// A tensor in the publisher's memory. Kernels enqueued on the stream that it was received with read complete
-/// data; dropping it gives the slot back behind that stream's work.
+/// A tensor in the publisher's memory. Kernels enqueued on the stream that it was received with
+/// read complete data; dropping it gives the slot back behind that stream's work.
 #[derive(Debug)]
 #[must_use = "a sample that is dropped is released"]
 pub struct Sample {
-    /// Keeps the region mapped, among all else.
+    /// Keeps the region mapped, among other things.
     link: Arc<PublisherLink>,
     address: DevicePtr,
     position: u64,
@@ -59,7 +59,8 @@ impl Sample {
         }
     }
 
-    /// The device address of the element with all indices 0. Memory that this process may only read.
+    /// The device address of the element with all indices 0. Memory that this process may only
+    /// read.
     pub fn ptr(&self) -> DevicePtr {
         self.slot_ptr() + self.description.layout.offset()
     }
@@ -74,22 +75,24 @@ impl Sample {
         &self.description.layout
     }
 
-    /// The bytes that travelled with it.
+    /// The metadata bytes that were sent with the sample.
     pub fn metadata(&self) -> &[u8] {
         self.description.metadata.as_bytes()
     }
 
-    /// Its number among its publisher's samples, from 1. A gap is what this subscriber did not get.
+    /// The sample's number among its publisher's samples, from 1. A gap in the numbers is samples
+    /// that this subscriber did not get.
     pub fn sequence(&self) -> u64 {
         self.description.sequence
     }
 
-    /// When it was sent, in nanoseconds of `CLOCK_MONOTONIC` (see [`crate::clock::now_ns`]). The sender's word.
+    /// When the sample was sent, in nanoseconds of `CLOCK_MONOTONIC` (see
+    /// [`crate::clock::now_ns`]), as stated by the sender.
     pub fn sent_at_ns(&self) -> u64 {
         self.description.sent_ns
     }
 
-    /// When it was received, in nanoseconds of `CLOCK_MONOTONIC`.
+    /// When the sample was received, in nanoseconds of `CLOCK_MONOTONIC`.
     pub fn received_at_ns(&self) -> u64 {
         self.received_ns
     }
@@ -99,23 +102,24 @@ impl Sample {
         self.discontinuity
     }
 
-    /// The stream that waits for it.
+    /// The stream that waits for the sample.
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// Complete already, and now read and released on `stream`.
+    /// For a sample whose data is complete: reads and releases it on `stream` from now on.
     pub(crate) fn received_on(mut self, stream: &Stream) -> Sample {
         self.stream = stream.clone();
         self
     }
 
-    /// Makes another stream wait for the data, too (`cuStreamWaitValue64`): kernels enqueued on it from now on read
-    /// complete data. Release the sample behind its work then: see [`release_on`](Self::release_on).
+    /// Makes another stream wait for the data, too (`cuStreamWaitValue64`): kernels enqueued on it
+    /// from now on read complete data. Release the sample behind its work then: see
+    /// [`release_on`](Self::release_on).
     ///
     /// # Errors
-    /// [`Error::SampleLost`] when the sender died before the data was complete; [`Error::Argument`] for a stream of
-    /// another device; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::SampleLost`] when the sender died before the data was complete; [`Error::Argument`]
+    /// for a stream of another device; [`Error::Driver`]; [`Error::Forked`].
     pub fn wait_on(&self, stream: &Stream) -> Result<()> {
         self.link.owner_process.check()?;
         stream.check_usable(self.stream.device())?;
@@ -139,7 +143,8 @@ impl Sample {
         self.link.completion(self.position, self.sequence())
     }
 
-    /// Waits on the CPU until the data is complete. Device work needs no such wait: its stream does it.
+    /// Waits on the CPU until the data is complete. Device work needs no such wait: its stream
+    /// waits.
     ///
     /// # Errors
     /// [`Error::SampleLost`] when the sender died first; [`Error::Timeout`]; [`Error::Forked`].
@@ -165,16 +170,16 @@ impl Sample {
         if bytes.is_empty() {
             return Ok(());
         }
-        // Not the user's stream: that may be stuck behind something else, and this must not be.
+        // Not the user's stream: that may wait for other work, and this copy must not.
         let stream = self.link.copies()?;
-        // SAFETY: the stream is live and only ever copies; the slot lies inside the region (checked when it was received),
-        // which this sample's link keeps mapped.
+        // SAFETY: the stream is live and only ever copies; the slot lies inside the region (checked
+        // when it was received), which this sample's link keeps mapped.
         unsafe {
             stream
                 .backend()
                 .download(stream.raw(), bytes, self.slot_ptr())?
         };
-        // A death in between cannot have torn it: the data was complete.
+        // A death in between cannot have torn the copy: the data was complete.
         Ok(())
     }
 
@@ -200,23 +205,27 @@ impl Sample {
         Ok(bytes)
     }
 
-    /// Releases the sample behind the stream's work, then waits on the CPU until its data was complete, and says
-    /// whether the sender lived until then. What was computed from a lost sample is to be discarded.
+    /// Releases the sample behind the stream's work, then waits on the CPU until its data was
+    /// complete, and reports whether the sender lived until then. Discard results that were
+    /// computed from a lost sample.
     ///
     /// # Errors
-    /// [`Error::SampleLost`]; [`Error::Timeout`]; [`Error::Driver`] when the release could not be enqueued.
+    /// [`Error::SampleLost`]; [`Error::Timeout`]; [`Error::Driver`] when the release could not be
+    /// enqueued.
     pub fn finish(self, timeout: Duration) -> Result<()> {
         self.release()?.wait(timeout)
     }
 
-    /// Releases the sample behind the stream's work and returns at once; the receipt can be asked later.
+    /// Releases the sample behind the stream's work and returns at once; the receipt can be asked
+    /// later.
     ///
     /// # Errors
-    /// [`Error::Capturing`] while the stream is being captured, and the sample is released once the capture has ended and
-    /// the stream is past the work that it had before, as if it were dropped now; [`Error::Driver`] when the release could not be enqueued; [`Error::Forked`].
+    /// [`Error::Capturing`] while the stream is being captured, and the sample is released once the
+    /// capture has ended and the stream is past the work that it had before, as if it were dropped
+    /// now; [`Error::Driver`] when the release could not be enqueued; [`Error::Forked`].
     pub fn release(mut self) -> Result<Receipt> {
         self.link.owner_process.check()?;
-        // If this fails the drop tries once more, and closes the link when that fails, too.
+        // If this fails, the drop tries once more, and closes the link when that fails, too.
         self.link.release(self.position, &self.stream)?;
         self.is_released = true;
         Ok(Receipt {
@@ -226,12 +235,12 @@ impl Sample {
         })
     }
 
-    /// Releases it behind the work of another stream than the one it was received with, which must have been
-    /// made to wait for that one first.
+    /// Releases the sample behind the work of another stream than the one it was received with,
+    /// which must have been made to wait for that one first.
     ///
     /// # Errors
-    /// As [`release`](Self::release); [`Error::Argument`] for a stream of another device, and it is released behind
-    /// its own.
+    /// As [`release`](Self::release); [`Error::Argument`] for a stream of another device, and the
+    /// sample is released behind its own stream.
     pub fn release_on(mut self, stream: &Stream) -> Result<Receipt> {
         stream.check_of(self.stream.device())?;
         self.stream = stream.clone();
@@ -245,20 +254,21 @@ impl Drop for Sample {
             return;
         }
         if !self.link.owner_process.is_current() {
-            // A forked child: the parent's mappings and words are not ours to give up.
+            // A forked child must not give up the parent's mappings and words.
             std::mem::forget(self.link.clone());
             return;
         }
         match self.link.release(self.position, &self.stream) {
             Ok(()) => {}
             Err(Error::Capturing { .. }) => self.link.release_later(self.position, &self.stream),
-            // Without a release the publisher keeps the slot; closing the link tells it so.
+            // Without a release the publisher keeps the slot. Closing the link tells the publisher
+            // so.
             Err(error) => self.link.fail(error),
         }
     }
 }
 
-/// The proof to ask for after a sample has been released.
+/// Reports, after a sample has been released, whether its data was complete.
 #[derive(Debug)]
 pub struct Receipt {
     link: Arc<PublisherLink>,
@@ -276,7 +286,7 @@ impl Receipt {
         self.link.completion(self.position, self.sequence)
     }
 
-    /// Waits until it is known.
+    /// Waits until the result is known.
     ///
     /// # Errors
     /// [`Error::SampleLost`]; [`Error::Timeout`].

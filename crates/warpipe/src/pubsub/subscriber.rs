@@ -1,11 +1,13 @@
-//! The subscriber as users hold it.
+//! The public subscriber: handle and receiving. Waiting and waking: [`wait`]; following a
+//! publisher's link: [`attached`].
 
-use std::mem::MaybeUninit;
+mod attached;
 mod builder;
 mod raw_sample;
 mod reconnect;
 #[cfg(test)]
 mod tests;
+mod wait;
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -17,43 +19,35 @@ use rustix::event::epoll;
 pub use builder::SubscriberBuilder;
 pub(crate) use raw_sample::{CompletionWait, RawSample};
 
+use self::attached::{Attached, TakenSample};
 use self::reconnect::ReconnectAttempt;
+use self::wait::{ARRIVALS, DOORBELL, WAKE, listen_to};
 use super::publisher_link::{ConnectOptions, LinkState, PublisherLink, SubscriberIdentity};
 use super::sample::{Discontinuity, Sample};
-use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::Kind;
 use crate::ipc::PeerState;
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
-use crate::ipc::message::{timespec, wait_readable};
+use crate::ipc::message::wait_readable;
 use crate::ipc::peer::{ORPHAN_TIMEOUT, ProcessId};
-use crate::memory::region::Region;
 use crate::nvtx;
-use crate::pubsub::entry::{Description, Violation};
+use crate::pubsub::entry::Violation;
 use crate::pubsub::ring::ReceiverRing;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::spin::{Came, Spin};
 use crate::stream::Stream;
 
-/// How long a sample's region may take to arrive behind the sample itself.
-const REGION_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// How often a name that cannot be attached to for the moment is tried again without a sign of a new publisher.
+/// How often attaching is tried again without a sign of a new publisher, while a name cannot be
+/// attached to for the moment.
 const RETRY: Duration = Duration::from_millis(100);
-
-/// What rings in a subscriber's one descriptor: its own process, its publisher, the domain.
-const DOORBELL: u64 = 0;
-const WAKE: u64 = 1;
-const ARRIVALS: u64 = 2;
-const TIMER: u64 = 3;
 
 /// Receives the tensors of one publisher.
 ///
-/// Not shared between threads (a cursor has one owner), but its samples may go anywhere. It can be polled:
-/// [`AsFd`] gives a descriptor that is readable when [`try_receive`](Self::try_receive) is worth a call. Receive
-/// until it gives `None` before waiting on it.
+/// Not shared between threads (a cursor has one owner), but its samples may go anywhere. It can be
+/// polled: [`AsFd`] gives a descriptor that is readable when [`try_receive`](Self::try_receive) is
+/// worth a call. Receive until it gives `None` before waiting on it.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -91,41 +85,29 @@ pub struct Subscriber {
     domain: Domain,
     device: Device,
     doorbell: Arc<LocalDoorbell>,
-    /// Says that a new publisher may have come. Only with `reconnect`.
+    /// Signals that a new publisher may have appeared. Only with `reconnect`.
     arrivals: Option<Arrivals>,
     /// Everything that can end a wait, in one descriptor.
     readable: CloseOnForkFd,
-    /// An event loop polls `readable`: this end is asleep whenever no call of ours runs.
+    /// An event loop polls `readable`: this end counts as asleep whenever no call of this type
+    /// runs.
     is_polled: AtomicBool,
-    /// Publishers are to ring for their samples: the one that is attached, and every one that is attached next.
+    /// Publishers are asked to ring for their samples: the attached one, and every one that is
+    /// attached next.
     is_asleep: AtomicBool,
-    /// Ends the sleep of an event loop when only another look can help. Made when it is first needed.
+    /// Ends the sleep of an event loop when only another poll can help. Made when it is first
+    /// needed.
     timer: Option<CloseOnForkFd>,
     attached: Option<Attached>,
-    /// The next publisher, which has not answered yet.
+    /// The handshake with the next publisher, while it has not answered.
     attempt: Option<ReconnectAttempt>,
     discontinuity: Option<Discontinuity>,
     dropped_before: u64,
     spin: Spin,
 }
 
-/// The link to the current incarnation.
-#[derive(Debug)]
-struct Attached {
-    link: Arc<PublisherLink>,
-    ring: ReceiverRing,
-    regions: Vec<Arc<Region>>,
-    last_sequence: u64,
-    region_missing_since: Option<Instant>,
-    /// Taken from the ring, and the device refused to wait for it: next in turn.
-    taken: Option<TakenSample>,
-}
-
-/// A sample that is this end's: its position, where its slot lies, what is true of it.
-type TakenSample = (u64, DevicePtr, Box<Description>);
-
 impl Subscriber {
-    /// A subscriber to `name`, to be built.
+    /// A builder for a subscriber to `name`.
     pub fn builder(name: &str) -> SubscriberBuilder {
         SubscriberBuilder {
             name: name.to_string(),
@@ -232,7 +214,8 @@ impl Subscriber {
         listen_to(&self.readable, link.peer_doorbell.as_fd(), WAKE)
             .inspect_err(|_| link.leave())?;
         let ring = ReceiverRing::new(link.segment().clone());
-        // Before the first look at this ring: an end that is about to sleep looks once more behind this.
+        // Set before this ring is first polled: an end that is about to sleep polls once more after
+        // this.
         if self.is_asleep.load(Ordering::Relaxed) {
             ring.fall_asleep();
         }
@@ -248,12 +231,12 @@ impl Subscriber {
         Ok(())
     }
 
-    /// The name it listens to.
+    /// The name of the publisher that this subscribes to.
     pub fn name(&self) -> &str {
         self.name.as_str()
     }
 
-    /// How its publisher fares; `None` while there is none.
+    /// The state of its publisher; `None` while there is none.
     pub fn publisher_state(&self) -> Option<PeerState> {
         self.attached
             .as_ref()
@@ -272,9 +255,9 @@ impl Subscriber {
         self.attached.as_ref().map(|attached| attached.link.peer.id)
     }
 
-    /// Samples that it did not get because of the publisher's policy.
+    /// Samples that this subscriber did not get because of the publisher's policy.
     pub fn dropped(&self) -> u64 {
-        // The peer's word: it may be any number.
+        // The peer states this number, so it may have any value.
         self.dropped_before.saturating_add(
             self.attached
                 .as_ref()
@@ -282,14 +265,16 @@ impl Subscriber {
         )
     }
 
-    /// Waits for the next sample, as long as the builder's timeout says. `stream` will wait, on the device, until
-    /// the sample's data is complete.
+    /// Waits for the next sample, as long as the builder's timeout says. `stream` will wait, on the
+    /// device, until the sample's data is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] instead when there is a sample, and this
-    /// process lacks what it needs for its memory: it comes once there is room; [`Error::PublisherGone`] once everything that it completed has been received (not with
-    /// `reconnect`); [`Error::Evicted`]; [`Error::Protocol`]; [`Error::Capturing`] for a stream that is being captured, and
-    /// nothing is taken; [`Error::Forked`]; what the device says.
+    /// [`Error::Timeout`]; [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] instead when there
+    /// is a sample and this process lacks resources for its memory (the sample comes once there is
+    /// room); [`Error::PublisherGone`] once every sample that the publisher completed has been
+    /// received (not with `reconnect`); [`Error::Evicted`]; [`Error::Protocol`];
+    /// [`Error::Capturing`] for a stream that is being captured, and nothing is taken;
+    /// [`Error::Forked`]; errors of the device.
     pub fn receive(&mut self, stream: &Stream) -> Result<Sample> {
         self.receive_timeout(stream, self.options.timeout)
     }
@@ -318,7 +303,7 @@ impl Subscriber {
                 return Ok(sample);
             }
             self.fall_asleep();
-            // Whatever came before the flag went up did not ring.
+            // A sample published before the flag was set did not ring.
             if let Some(sample) = self.poll(stream)? {
                 self.wake_up();
                 return Ok(sample);
@@ -365,8 +350,8 @@ impl Subscriber {
         Ok(found)
     }
 
-    /// All samples until the publisher has gone: the iterator ends when it said goodbye, and gives the error
-    /// once for any other end.
+    /// All samples until the publisher has gone: the iterator ends when the publisher closed
+    /// gracefully, and returns the error once for any other end.
     pub fn samples<'a>(&'a mut self, stream: &'a Stream) -> Samples<'a> {
         Samples {
             subscriber: self,
@@ -375,13 +360,13 @@ impl Subscriber {
         }
     }
 
-    /// Why a wait has ended without a sample.
+    /// The error of a wait that ended without a sample.
     fn nothing_within(&self, waited: Duration) -> Error {
         let held_up = self
             .attached
             .as_ref()
             .filter(|attached| attached.region_missing_since.is_some());
-        // There is one: this process has no room for its memory.
+        // There is a sample, but this process lacks resources for its memory.
         let want = held_up.and_then(|attached| attached.link.want());
         want.unwrap_or_else(|| Error::Timeout {
             what: format!("a sample of {:?}", self.name),
@@ -389,132 +374,15 @@ impl Subscriber {
         })
     }
 
-    /// How long a sleep may last before the next look without having been woken.
-    fn patience(&self) -> Duration {
-        if self.must_look_again() {
-            RETRY
-        } else {
-            Duration::from_secs(3600)
-        }
-    }
-
-    /// Whether something may come that rings nobody: a publisher that could not let this end in, a region that was
-    /// never announced.
-    fn must_look_again(&self) -> bool {
-        self.attached
-            .as_ref()
-            .is_none_or(|attached| attached.region_missing_since.is_some())
-    }
-
-    /// `timerfd_settime`: makes the descriptor readable after `pause`.
-    fn set_timer(&mut self, pause: Duration) -> Result<()> {
-        use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
-        let failed = |call| move |e| Error::os(call, "a subscriber's timer", e);
-        let timer = match &self.timer {
-            Some(timer) => timer,
-            None => {
-                let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-                let timer = CloseOnForkFd::open(|| {
-                    rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
-                });
-                let timer = timer.map_err(failed("timerfd_create"))?;
-                listen_to(&self.readable, timer.as_fd(), TIMER)?;
-                self.timer.insert(timer)
-            }
-        };
-        let once = Itimerspec {
-            it_interval: timespec(Duration::ZERO),
-            it_value: timespec(pause),
-        };
-        rustix::time::timerfd_settime(timer, TimerfdTimerFlags::empty(), &once)
-            .map_err(failed("timerfd_settime"))?;
-        Ok(())
-    }
-
-    fn spin_for(&mut self, limit: Duration, stream: &Stream) -> Result<Option<Sample>> {
-        let start = Instant::now();
-        while start.elapsed() < limit {
-            for _ in 0..64 {
-                if self
-                    .attached
-                    .as_ref()
-                    .is_some_and(|attached| attached.ring.may_have_news())
-                {
-                    return self.poll(stream);
-                }
-                std::hint::spin_loop();
-            }
-        }
-        Ok(None)
-    }
-
-    /// Asks to be rung for samples. Look once more before sleeping: whatever came before did not ring.
-    fn fall_asleep(&self) {
-        self.is_asleep.store(true, Ordering::Relaxed);
-        if let Some(attached) = &self.attached {
-            attached.ring.fall_asleep();
-        }
-    }
-
-    fn wake_up(&self) {
-        if self.is_polled.load(Ordering::Relaxed) {
-            return;
-        }
-        self.is_asleep.store(false, Ordering::Relaxed);
-        if let Some(attached) = &self.attached {
-            attached.ring.wake_up();
-        }
-    }
-
-    /// Sleeps until something rings, and takes in what rang and nothing else: each look at a silent descriptor is
-    /// a system call on the way of a sample. What rings later makes the next sleep a short one.
-    fn sleep(&self, limit: Duration) {
-        let mut room = [const { MaybeUninit::uninit() }; 4];
-        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else {
-            return;
-        };
-        for event in events {
-            match event.data.u64() {
-                DOORBELL => self.doorbell.drain(),
-                WAKE => self.drain_wake(),
-                TIMER => self.drain_timer(),
-                _ => self.arrivals.iter().for_each(Arrivals::drain),
-            }
-        }
-    }
-
-    /// Takes in everything that rang.
-    fn drain(&self) {
-        self.doorbell.drain();
-        self.drain_wake();
-        self.drain_timer();
-        self.arrivals.iter().for_each(Arrivals::drain);
-    }
-
-    fn drain_timer(&self) {
-        if let Some(timer) = &self.timer {
-            let _ = rustix::io::read(timer, &mut [0u8; 8]);
-        }
-    }
-
-    fn drain_wake(&self) {
-        if let Some(attached) = &self.attached {
-            attached.link.peer_doorbell.drain();
-            if attached.link.peer_doorbell.is_closed() {
-                // Readable for ever from now on; the end itself is told by the doorbell.
-                let _ = epoll::delete(&self.readable, attached.link.peer_doorbell.as_fd());
-            }
-        }
-    }
-
-    /// Once for a receive: a thread that waits in it begins no capture.
+    /// Checked once for each receive: a thread that waits in it begins no capture.
     fn check_stream(&self, stream: &Stream) -> Result<()> {
         self.owner_process.check()?;
         stream.check_usable(&self.device)
     }
 
-    /// One look, for a stream that was [checked](Self::check_stream). With `reconnect`, also at a publisher that is attached in its course: whatever that one sent before it
-    /// was asked to ring does not ring.
+    /// Polls once, for a stream that was [checked](Self::check_stream). With `reconnect`, also
+    /// polls a publisher that is attached during the call: samples that it sent before it was asked
+    /// to ring did not ring.
     fn poll(&mut self, stream: &Stream) -> Result<Option<Sample>> {
         if self.attached.is_some()
             && let Some(found) = self.look(stream)?
@@ -529,7 +397,8 @@ impl Subscriber {
         }
     }
 
-    /// Goes on attaching to the next publisher, without waiting for it. Whether it is attached.
+    /// Continues attaching to the next publisher, without waiting for it. Returns whether it is
+    /// attached.
     fn follow(&mut self) -> Result<bool> {
         let Some(attempt) = &self.attempt else {
             if let Some(socket) = self.domain.connect_now(&self.name)? {
@@ -544,7 +413,8 @@ impl Subscriber {
         self.attached_by(result?).map(|()| true)
     }
 
-    /// One look at the publisher that is attached; `None` when that one is at its end and another is to be followed.
+    /// Polls the attached publisher once; `None` when that publisher is at its end and another one
+    /// is to be followed.
     fn look(&mut self, stream: &Stream) -> Result<Option<Option<Sample>>> {
         let Some(attached) = &mut self.attached else {
             return Ok(None);
@@ -572,173 +442,11 @@ impl Subscriber {
     }
 }
 
-impl Attached {
-    fn poll(
-        &mut self,
-        stream: &Stream,
-        discontinuity: &mut Option<Discontinuity>,
-    ) -> Result<Option<Sample>> {
-        loop {
-            // Before the ring: what was sent before the end must be found before the end is told.
-            let link_state = self.link.link_state();
-            if link_state == LinkState::Failed {
-                return Err(self.link.why_over());
-            }
-            let (position, address, description) = match self
-                .taken
-                .take()
-                .map_or_else(|| self.next(), |it| Ok(Some(it)))
-            {
-                Ok(Some(next)) => next,
-                Ok(None) if link_state == LinkState::Open || self.is_region_due() => {
-                    return self.wait_for_region();
-                }
-                Ok(None) => return Err(self.link.why_over()),
-                Err(violation) => return Err(self.fail(violation)),
-            };
-            match self.link.admit(position, stream) {
-                Ok(true) => {
-                    let (link, gap) = (self.link.clone(), discontinuity.take());
-                    return Ok(Some(Sample::new(
-                        link,
-                        address,
-                        position,
-                        description,
-                        stream,
-                        gap,
-                    )));
-                }
-                Ok(false) => {}
-                Err(error) => {
-                    self.taken = Some((position, address, description));
-                    return Err(error);
-                }
-            }
-        }
-    }
-
-    /// Takes and checks the next sample in the ring.
-    fn next(&mut self) -> Result<Option<TakenSample>, Violation> {
-        let Some(position) = self.take()? else {
-            return Ok(None);
-        };
-        let (address, description) = self.check()?;
-        // Whatever becomes of it: one that its publisher left incomplete is lost, and the next one follows it.
-        self.last_sequence = description.sequence;
-        if let Some(completion) = description.completion {
-            self.link.note_completion(position, completion)?;
-        }
-        Ok(Some((position, address, description)))
-    }
-
-    fn take(&mut self) -> Result<Option<u64>, Violation> {
-        let (link, regions) = (&self.link, &mut self.regions);
-        let missing = &mut self.region_missing_since;
-        self.ring.take(|id| {
-            if id as usize >= regions.len() {
-                regions.clone_from(&link.regions());
-            }
-            let known = (id as usize) < regions.len();
-            *missing = if known {
-                None
-            } else {
-                missing.or_else(|| Some(Instant::now()))
-            };
-            known
-        })
-    }
-
-    /// A sample is there, and its region has been announced but not mapped yet.
-    fn is_region_due(&self) -> bool {
-        // In this order: it may have been mapped since the ring was looked at, and is not on its way any more then.
-        self.region_missing_since.is_some()
-            && (self.link.is_mapping() || self.link.regions().len() > self.regions.len())
-    }
-
-    /// Nothing to take: either nothing was sent, or its region is still on its way, for a while.
-    fn wait_for_region(&mut self) -> Result<Option<Sample>> {
-        match self.region_missing_since {
-            Some(since) if since.elapsed() > REGION_TIMEOUT && !self.is_region_due() => {
-                let allowed = format!("one of the {} announced", self.regions.len());
-                Err(self.fail(Violation {
-                    field: "region",
-                    found: "one never announced".into(),
-                    allowed,
-                }))
-            }
-            _ => Ok(None),
-        }
-    }
-
-    /// Judges what was taken last. The link keeps the region mapped.
-    fn check(&self) -> Result<(DevicePtr, Box<Description>), Violation> {
-        let copy = self.ring.copy();
-        let region = &self.regions[copy.region() as usize];
-        let description = copy.check(region.bytes())?;
-        let follows = match self.last_sequence {
-            0 => description.sequence > 0,
-            last if self.link.lossless => last.checked_add(1) == Some(description.sequence),
-            last => description.sequence > last,
-        };
-        if !follows {
-            let allowed = if self.link.lossless {
-                "the next after"
-            } else {
-                "more than"
-            };
-            let allowed = format!("{allowed} {}", self.last_sequence);
-            return Err(Violation {
-                field: "sequence",
-                found: description.sequence.to_string(),
-                allowed,
-            });
-        }
-        Ok((region.ptr() + description.slot, description))
-    }
-
-    fn fail(&self, violation: Violation) -> Error {
-        self.link.fail(self.link.violation(violation));
-        self.link.why_over()
-    }
-}
-
-impl Drop for Attached {
-    fn drop(&mut self) {
-        if let Some((position, ..)) = self.taken.take()
-            && self.link.owner_process.is_current()
-        {
-            self.link.give_back(position);
-        }
-    }
-}
-
 impl Subscriber {
-    /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a sample aside for whoever polls it.
+    /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a sample aside for
+    /// an event loop.
     pub fn ring(&self) {
         self.doorbell.ring();
-    }
-}
-
-impl AsFd for Subscriber {
-    /// A descriptor that is readable when a sample, or the end, may have come (an epoll descriptor; it nests). With
-    /// [`reconnect`](SubscriberBuilder::reconnect) also every 100 ms while there is no publisher.
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.is_polled.store(true, Ordering::Relaxed);
-        self.fall_asleep();
-        if self
-            .attached
-            .as_ref()
-            .is_none_or(|at| at.taken.is_some() || at.ring.may_have_news())
-        {
-            self.doorbell.ring();
-        }
-        self.readable.as_fd()
-    }
-}
-
-impl std::os::fd::AsRawFd for Subscriber {
-    fn as_raw_fd(&self) -> std::os::fd::RawFd {
-        self.as_fd().as_raw_fd()
     }
 }
 
@@ -748,7 +456,7 @@ impl Drop for Subscriber {
             if self.owner_process.is_current() {
                 attached.link.leave();
             } else {
-                // A forked child: the parent's link is not ours to close.
+                // A forked child must not close the parent's link.
                 std::mem::forget((attached.link.clone(), attached.regions.clone()));
             }
         }
@@ -797,20 +505,11 @@ fn is_passing(error: &Error) -> bool {
     )
 }
 
-/// Whether the error is the end of one link: its publisher's, or one that this end closed and has told why.
+/// Whether the error is the end of one link: ended by its publisher, or closed by this end, which
+/// has reported why.
 fn is_an_end(error: &Error) -> bool {
     matches!(
         error,
         Error::PublisherGone { .. } | Error::Evicted { .. } | Error::LinkClosed { .. }
     )
-}
-
-fn listen_to(readable: &CloseOnForkFd, fd: BorrowedFd<'_>, what: u64) -> Result<()> {
-    epoll::add(
-        readable,
-        fd,
-        epoll::EventData::new_u64(what),
-        epoll::EventFlags::IN,
-    )
-    .map_err(|e| Error::os("epoll_ctl", "a subscriber's descriptor", e))
 }

@@ -27,64 +27,67 @@ use crate::runtime::heartbeat::{PeerHeartbeat, Uptime};
 use crate::runtime::reactor::{Deferred, Registration};
 use crate::shm::segment::Segment;
 
-/// How far a link has come.
+/// The phase of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LinkPhase {
     /// The subscriber maps the regions; it gets no samples yet.
     Attaching,
-    /// It waits for the history, until the sample that is on its way has been sent.
+    /// The subscriber waits for the history, until the sample being sent is out.
     Joining,
-    /// It gets samples.
+    /// The subscriber gets samples.
     Live,
-    /// It gets no more samples, and is forgotten when it has released those that it holds.
+    /// The subscriber gets no more samples. The link is removed when all held samples are released.
     Leaving,
-    /// Its socket closed without a goodbye; what it holds stays untouched until its death is proven.
+    /// The socket closed without a `Close` message. Held samples stay untouched until the
+    /// subscriber's death is proven.
     Suspect,
 }
 
-/// One subscriber, as its publisher sees it.
+/// The publisher's record of one subscriber.
 #[derive(Debug)]
 pub(super) struct SubscriberLink {
-    /// Declared first: a watch ends before its descriptor is closed.
+    /// Declared first: a registration ends before its descriptor is closed.
     pub(super) registrations: Vec<Registration>,
     pub(super) id: u64,
     pub(super) phase: LinkPhase,
     pub(super) policy: Policy,
     /// The subscriber lives in this process.
     pub(super) is_local: bool,
-    /// The subscriber belongs to another user, who could do nothing else to this process.
+    /// The subscriber belongs to another user, which has no other way to write this process's
+    /// memory.
     pub(super) is_foreign: bool,
     pub(super) peer: Peer,
     pub(super) ring: SenderRing,
-    /// The position that was found free last, until something is published: what is free stays so.
+    /// The position that was found free last, until a sample is published: a free position stays
+    /// free.
     free: Cell<Option<u64>>,
-    /// Since it was welcomed.
+    /// Counts from the welcome on.
     pub(super) clock: Uptime,
     peer_heartbeat: PeerHeartbeat,
     /// Shared, so that a sender can sleep on it without the publisher's lock.
     pub(super) peer_doorbell: Arc<PeerDoorbell>,
-    /// What the subscriber has been given and not yet released, oldest first.
+    /// The samples that the subscriber was given and has not yet released, oldest first.
     in_flight: VecDeque<(u64, SlotId)>,
-    /// Regions that it has been told of.
+    /// The number of regions announced to it.
     announced: usize,
-    /// Releases seen completed; the subscriber counts those it has enqueued.
+    /// Releases seen completed. The subscriber counts the releases that it has enqueued.
     releases_seen: u64,
     dropped: u64,
-    /// Its place among those that the publisher may have.
+    /// Its share of the publisher's connection limits.
     #[expect(dead_code, reason = "held, not used")]
     quota_permit: Option<QuotaPermit>,
-    /// What it said in its greeting that it is.
+    /// The generation that its `Hello` carried.
     pub(super) generation: [u8; 16],
     /// The positions that were taken back when it left.
     pub(super) untaken: Vec<u64>,
-    /// The subscriber is to be woken.
+    /// The subscriber sleeps and has to be woken.
     sleeps: bool,
     pub(super) socket: Arc<PeerSocket>,
     /// The segment's file, until the link is live.
     segment_fd: Option<CloseOnForkFd>,
 }
 
-/// What a new link is made of, before anybody knows of it.
+/// The parts of a new link, before the publisher's state contains it.
 pub(super) struct LinkParts {
     peer: Peer,
     socket: Arc<PeerSocket>,
@@ -96,7 +99,7 @@ pub(super) struct LinkParts {
 }
 
 impl LinkParts {
-    /// Makes segment and wake channel.
+    /// Makes the segment and the wake channel.
     pub(super) fn new(
         device: &Device,
         depth: u32,
@@ -118,7 +121,7 @@ impl LinkParts {
         })
     }
 
-    /// What it counts for, until the link is over.
+    /// Attaches the permit that counts against the limits until the link is over.
     pub(super) fn with_quota_permit(self, quota_permit: Option<QuotaPermit>) -> LinkParts {
         LinkParts {
             quota_permit,
@@ -126,8 +129,9 @@ impl LinkParts {
         }
     }
 
-    /// Sends `welcome` with the link's descriptors and every region so far. The peer's copies are ours no more. What
-    /// is left of a failure holds registered memory, and is for the reaper.
+    /// Sends `welcome` with the link's descriptors and every region so far, and closes this
+    /// process's copies of the peer's descriptors. After a failure, drop the remains in the reaper:
+    /// they hold registered memory.
     pub(super) fn welcome(
         self,
         id: u64,
@@ -186,12 +190,13 @@ impl SubscriberLink {
         self.phase == LinkPhase::Live
     }
 
-    /// Whether it has no room, and may not miss a sample.
+    /// Whether the link has no room and its subscriber may not miss a sample.
     pub(super) fn must_be_awaited(&self) -> bool {
         self.is_live() && self.policy.is_lossless() && self.room() == RingSpace::Full
     }
 
-    /// Where the next sample can go. Looked for once for each sample: the words that tell are in the reader's cache.
+    /// Where the next sample can go. Computed once for each sample: the words that decide it are in
+    /// the reader's cache.
     #[inline]
     fn room(&self) -> RingSpace {
         if let Some(position) = self.free.get() {
@@ -204,7 +209,7 @@ impl SubscriberLink {
         room
     }
 
-    /// The segment and its file, which the subscriber says that it has sealed.
+    /// The segment and its file, which the subscriber claims to have sealed.
     pub(super) fn take_segment(&mut self) -> Option<(Arc<Segment>, CloseOnForkFd)> {
         let fd = self.segment_fd.take()?;
         Some((self.ring.segment().clone(), fd))
@@ -223,10 +228,11 @@ impl SubscriberLink {
         self.leave(None);
     }
 
-    /// Sends the descriptors of those regions that the subscriber has not been told of.
+    /// Sends the descriptors of the regions that have not been announced to the subscriber.
     ///
     /// # Errors
-    /// [`message::is_own`], and it is told later; or it does not read its socket.
+    /// Either [`message::is_own`], and the announcement is repeated later; or the subscriber does
+    /// not read its socket.
     pub(super) fn announce(&mut self, chunks: &[Chunk]) -> Result<(), Errno> {
         for (id, chunk) in chunks.iter().enumerate().skip(self.announced) {
             let region = Message::Region {
@@ -239,7 +245,7 @@ impl SubscriberLink {
         Ok(())
     }
 
-    /// Ends the subscription: takes back what was not taken, and waits for the rest.
+    /// Ends the subscription: takes back the samples that were not taken, and waits for the rest.
     pub(super) fn leave(&mut self, close_reason: Option<CloseReason>) {
         if let Some(close_reason) = close_reason {
             let _ = message::send(self.socket(), &Message::Close(close_reason), &[]);
@@ -248,7 +254,7 @@ impl SubscriberLink {
         self.untaken.extend(self.ring.revoke_all());
     }
 
-    /// The word that says that this subscriber's sample at `position` is ready.
+    /// The operation that marks this subscriber's sample at `position` ready.
     pub(super) fn ready_op(&self, position: u64) -> StreamOp {
         StreamOp::Signal {
             word: self.ring.segment().ready_word(position),
@@ -256,7 +262,8 @@ impl SubscriberLink {
         }
     }
 
-    /// Where the next sample can go, after the policy has had its say: `None` drops it for this subscriber.
+    /// Where the next sample can go once the policy is applied: `None` drops it for this
+    /// subscriber.
     #[inline]
     pub(super) fn place(&mut self, mut free: impl FnMut(SlotId)) -> Option<u64> {
         if let RingSpace::At(position) = self.room() {
@@ -294,8 +301,8 @@ impl SubscriberLink {
             .store(self.dropped, Relaxed);
     }
 
-    /// Hands the sample over. Whether the subscriber sleeps: it hears of it with the next
-    /// [`wake_sleeper`](Self::wake_sleeper).
+    /// Publishes the sample to the subscriber. If the subscriber sleeps, the next
+    /// [`wake_sleeper`](Self::wake_sleeper) wakes it. Returns whether it sleeps.
     #[inline]
     pub(super) fn publish(
         &mut self,
@@ -309,7 +316,7 @@ impl SubscriberLink {
         self.sleeps
     }
 
-    /// Wakes the subscriber if it slept when it was last handed something.
+    /// Wakes the subscriber if it slept when it was last given a sample.
     #[inline]
     pub(super) fn wake_sleeper(&mut self) {
         if std::mem::take(&mut self.sleeps) {
@@ -317,7 +324,8 @@ impl SubscriberLink {
         }
     }
 
-    /// The slots that this subscriber is done with. `thorough` looks behind a sample that is held long, too.
+    /// Reclaims the slots that this subscriber has released. `thorough` also looks behind a sample
+    /// that is held long.
     #[inline]
     pub(super) fn reclaim(&mut self, thorough: bool, mut free: impl FnMut(SlotId)) {
         while let Some(&(position, slot)) = self.in_flight.front() {
@@ -350,8 +358,8 @@ impl SubscriberLink {
         self.in_flight.is_empty()
     }
 
-    /// Whether the device still has to complete something that would free a slot: a release, or a revoked
-    /// sample's own work. No interrupt tells of it, so a sender that waits for it must look again.
+    /// Whether the device still has to complete something that would free a slot: a release, or a
+    /// revoked sample's own work. No interrupt reports it, so a sender that waits for it must poll.
     pub(super) fn device_owes(&self) -> bool {
         let announced = self.ring.segment().header().receiver.released.load(Acquire);
         announced > self.releases_seen
@@ -361,7 +369,7 @@ impl SubscriberLink {
                 .any(|&(position, _)| self.ring.is_revoked(position))
     }
 
-    /// Tells the subscriber to wake this end with its releases, or no longer.
+    /// Asks the subscriber to wake this end with its releases, or to stop that.
     pub(super) fn set_asleep(&self, asleep: bool) {
         self.ring.set_asleep(asleep);
     }
@@ -376,7 +384,7 @@ impl SubscriberLink {
             .store(now_ns, Relaxed);
     }
 
-    /// A tick of ours: looks for the subscriber's heartbeat.
+    /// Called with each tick: checks the subscriber's heartbeat.
     pub(super) fn check_heartbeat(&self) {
         self.peer_heartbeat.tick(
             self.ring

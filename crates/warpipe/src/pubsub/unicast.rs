@@ -1,5 +1,5 @@
-//! For the faces that choose who gets what: a publisher's subscribers one by one, and samples that are taken from a
-//! ring before any stream is made to wait for them.
+//! For owners that choose which subscriber gets which sample: a publisher's subscribers one by one,
+//! and samples that are taken from a ring before any stream waits for them.
 
 use std::time::Duration;
 
@@ -19,17 +19,17 @@ impl Publisher {
         self.core.linked_subscribers()
     }
 
-    /// The number of the live subscriber in that process.
+    /// The id of the live subscriber in that process.
     pub(crate) fn subscriber_of(&self, process: ProcessId) -> Option<u64> {
         self.core.subscriber_of(process)
     }
 
-    /// Whether the subscriber with this number still gets samples.
+    /// Whether the subscriber with this id still gets samples.
     pub(crate) fn has_subscriber(&self, id: u64) -> bool {
         self.core.has_subscriber(id)
     }
 
-    /// Waits until the subscriber with this number has room, at most `timeout`.
+    /// Waits until the subscriber with this id has room, at most `timeout`.
     pub(crate) fn wait_for_room_at(&self, id: u64, timeout: Duration) -> Result<()> {
         self.core.wait_for_room(Recipients::One(id), timeout)
     }
@@ -39,7 +39,8 @@ impl Publisher {
         std::sync::Arc::ptr_eq(&self.core, &loan.core)
     }
 
-    /// Gives the name up and says goodbye, as its drop does: for who cannot drop it yet.
+    /// Withdraws the name and sends `Close`, as dropping does, for an owner that cannot drop the
+    /// publisher yet.
     pub(crate) fn close(&self) {
         self.core.close();
     }
@@ -49,24 +50,28 @@ impl Publisher {
         self.core.expel(id, reason);
     }
 
-    /// What those who have gone leave, each told once; with `all`, who is still here is named, too.
+    /// The data of the subscribers that have gone, each returned once; with `all`, also the
+    /// generations of those still attached.
     pub(crate) fn take_disconnects(&self, all: bool) -> Disconnects {
         self.core.take_disconnects(all)
     }
 }
 
 impl SampleMut {
-    /// Waits until every subscriber whose policy is [`Policy::Block`](crate::Policy::Block) has room for one more sample,
-    /// and no other thread's send is under way, at most `timeout`. Sends nothing: another thread's send may come first.
+    /// Waits until every subscriber whose policy is [`Policy::Block`](crate::Policy::Block) has
+    /// room for one more sample, and no other thread's send is under way, at most `timeout`. Sends
+    /// nothing: another thread's send may come first.
     ///
     /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout); [`Error::PublisherGone`](crate::Error::PublisherGone) when the publisher was closed;
+    /// [`Error::Timeout`](crate::Error::Timeout);
+    /// [`Error::PublisherGone`](crate::Error::PublisherGone) when the publisher was closed;
     /// [`Error::Forked`](crate::Error::Forked).
     pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
         self.core.wait_for_room(Recipients::All, timeout)
     }
 
-    /// [`send`](SampleMut::send) to one subscriber, with `limit` as in [`send_timeout`](SampleMut::send_timeout).
+    /// [`send`](SampleMut::send) to one subscriber, with `limit` as in
+    /// [`send_timeout`](SampleMut::send_timeout).
     pub(crate) fn send_to(
         mut self,
         to: u64,
@@ -86,8 +91,8 @@ impl SampleMut {
         sent.map_err(|unsent| self.unsent(slot, unsent, stream))
     }
 
-    /// Keeps the sample behind the work on `stream`, and gives it to one subscriber at once if that has room. Returns
-    /// the position there.
+    /// Keeps the sample behind the work on `stream`, and gives it to one subscriber at once if it
+    /// has room. Returns the position there.
     pub(crate) fn post(
         mut self,
         to: Option<u64>,

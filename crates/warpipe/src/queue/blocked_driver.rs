@@ -1,4 +1,4 @@
-//! What a queue's other calls do while the driver holds up one that gives a job out.
+//! The other calls of a queue make progress while the driver blocks a call that delivers a job.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -10,15 +10,15 @@ use crate::error::Error;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
-/// How long a bounded call waits that is to time out.
+/// The timeout of a bounded call that is to time out.
 const SHORT: Duration = Duration::from_millis(50);
 
-/// A call that has not come back within this does not.
+/// A call that has not returned within this time is blocked.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 type Submitted = Result<JobHandle, SubmitError>;
 
-/// A queue on a device that can hold up a call.
+/// A queue on a device that can block a call.
 struct Scene {
     hook: Arc<Wrapped<FullQueue>>,
     fixture: QueueFixture,
@@ -52,7 +52,7 @@ impl Scene {
         loan
     }
 
-    /// Submits on a thread of its own, which the driver holds up when this returns.
+    /// Submits on a thread of its own, which is blocked in the driver when this returns.
     fn submit_held_up(&self) -> mpsc::Receiver<Submitted> {
         let (queue, stuck) = (self.queue.clone(), self.fixture.device.stream().unwrap());
         let (told, submitted) = mpsc::channel();
@@ -63,8 +63,8 @@ impl Scene {
         submitted
     }
 
-    /// Has the queue's own thread give out a job that is not complete before the sender is dropped: the driver holds it up
-    /// when this returns.
+    /// Makes the queue's own thread deliver a job that is not complete until the sender is dropped:
+    /// the thread is blocked in the driver when this returns.
     fn give_held_up(&self) -> (Worker, JobHandle, mpsc::Sender<()>) {
         let (go, gate) = mpsc::channel::<()>();
         self.fixture
@@ -88,7 +88,7 @@ impl Scene {
     }
 }
 
-/// What `call` on another thread gives, which must come back.
+/// The result of `call` on another thread, which must return.
 fn in_time<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
     let (told, done) = mpsc::channel();
     std::thread::spawn(move || told.send(call()));
@@ -96,7 +96,7 @@ fn in_time<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
         .expect("it waits for what the driver holds up")
 }
 
-/// Leases one job and completes it. Gives the worker back.
+/// Leases one job and completes it. Returns the worker.
 fn work(mut worker: Worker, stream: &Stream) -> (Worker, u64, Vec<u8>) {
     let stream = stream.clone();
     in_time(move || {
@@ -192,7 +192,8 @@ fn a_worker_that_leaves_while_its_job_is_held_up_costs_the_job_no_attempt() {
     );
 }
 
-/// The worker is told, answers and leaves before the thread that submits has written down that it was told.
+/// The worker gets the job, answers and leaves before the submitting thread has recorded the
+/// delivery.
 #[test]
 fn an_answer_that_comes_before_its_submit_returns_counts_once_though_its_worker_leaves() {
     for (is_given_back, attempt) in [(true, 1), (false, 2)] {
@@ -278,7 +279,7 @@ fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
         assert_eq!((state.waiting, state.finished), (0, 0));
         let job = scene.queue.submit_bytes(b"next", &stream).unwrap();
         let mut worker = worker.unwrap_or_else(|| scene.worker());
-        // It may have been told of the other one, whose data never comes.
+        // It may have been given the other job, whose data never comes.
         while !job.is_done().unwrap() {
             match worker.lease_timeout(&stream, SHORT) {
                 Ok(lease) => lease.complete(&stream).unwrap(),

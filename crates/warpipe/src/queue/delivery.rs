@@ -1,12 +1,13 @@
-//! Delivers jobs: one thread at a time, and without the job table's lock while the driver is called.
+//! Delivers jobs: one thread at a time, and without the job table's lock during driver calls.
 //!
-//! A call that gives a stream work blocks while that stream's launch queue is full, for as long as the stream waits for a
-//! peer. Whoever has to do with the queue takes the job table's lock, and has a timeout. So the lock is never held across
-//! such a call: who makes one writes down first what it is about to do ([`Delivery`]), and afterwards what came of it.
-//! Meanwhile all others may look, take answers in and see workers end; jobs that wait are delivered when it is over.
+//! A call that gives a stream work blocks while that stream's launch queue is full, for as long as
+//! the stream waits for a peer. Every call on the queue takes the job table's lock and has a
+//! timeout. So the lock is never held across such a call: the caller records first what it is about
+//! to do ([`Delivery`]), and afterwards the result. Meanwhile other threads may read the table,
+//! process answers and see workers end; waiting jobs are delivered when the call is over.
 //!
-//! The lease is there before the call, since its answer may be, too; its *position* is not known, so it neither expires
-//! nor ends with its worker until it is.
+//! The lease exists before the call, because its answer may come before the call returns. Its
+//! *position* is not known until then, so until then it neither expires nor ends with its worker.
 
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
@@ -23,14 +24,14 @@ use crate::error::{Error, Result};
 use crate::pubsub::SendError;
 use crate::stream::Stream;
 
-/// How long a thread waits at least for another one that delivers a job.
+/// The shortest time that a thread waits for another thread that delivers a job.
 const DELIVERY_WAIT: Duration = Duration::from_millis(10);
 
-/// The job table, locked but for the calls of the driver.
+/// The job table, locked except during driver calls.
 pub(super) struct JobTableGuard<'a> {
     dispatcher: &'a Dispatcher,
     table: Option<MutexGuard<'a, JobTable>>,
-    /// It is this thread that delivers a job.
+    /// This thread delivers a job.
     is_delivering: bool,
 }
 
@@ -46,7 +47,7 @@ impl<'a> JobTableGuard<'a> {
         }
     }
 
-    /// Calls something that may take its time, without the lock.
+    /// Makes a call that may take long, without the lock.
     #[inline]
     pub(super) fn unlocked<T>(&mut self, call: impl FnOnce() -> T) -> T {
         drop(self.table.take());
@@ -55,7 +56,8 @@ impl<'a> JobTableGuard<'a> {
         made
     }
 
-    /// Calls what gives the job with that delivery tag out, to `session` if there is one. To be followed by [`JobTable::finish_delivery`].
+    /// Makes the call that delivers the job with that delivery tag to `session`, if there is one. A
+    /// call of [`JobTable::finish_delivery`] must follow.
     fn deliver<T>(
         &mut self,
         tag: DeliveryTag,
@@ -111,7 +113,7 @@ impl Drop for JobTableGuard<'_> {
     #[inline]
     fn drop(&mut self) {
         if self.is_delivering {
-            // A panic in a call of the driver: nobody has the job.
+            // The driver call panicked: no worker has the job.
             let mut table = self.dispatcher.lock_table();
             let result = table
                 .delivery
@@ -129,33 +131,33 @@ impl Drop for JobTableGuard<'_> {
     }
 }
 
-/// What a thread is about to deliver.
+/// The delivery that a thread is about to make.
 #[derive(Debug)]
 pub(super) struct Delivery {
     pub(super) tag: DeliveryTag,
-    /// Whose lease it is to be.
+    /// The session that gets the lease.
     session: Option<u64>,
-    /// It is being submitted: its outcome is not to be taken before that is done.
+    /// The job is being submitted: its outcome is not taken before the submit has finished.
     pub(super) is_new: bool,
     /// Positions that the same worker left untaken meanwhile.
     untaken: Vec<u64>,
-    /// Why that worker's end has come meanwhile, without an answer.
+    /// Why that worker ended meanwhile without an answer.
     end: Option<String>,
-    /// Others found something to deliver, too, and left it.
+    /// Other threads found a job to deliver meanwhile and left it to this one.
     is_awaited: bool,
 }
 
-/// What came of it.
+/// The result of a delivery.
 enum DeliveryResult {
-    /// The worker has it, at this position.
+    /// The worker has the job, at this position.
     At(u64),
-    /// The worker may have been told of a job that is none: what it answers is discarded.
+    /// The worker may have been given an entry without a valid job: its answer is discarded.
     Unconfirmed,
     Nobody,
 }
 
 impl JobTable {
-    /// Writes down what became of the lease. True if others have left something to be delivered.
+    /// Records the result for the lease. True if other threads have left a job to deliver.
     fn finish_delivery(&mut self, result: DeliveryResult) -> bool {
         let Some(Delivery {
             tag,
@@ -177,12 +179,12 @@ impl JobTable {
                         .into_iter()
                         .for_each(|position| session.undo_delivery(position, &mut events));
                 }
-                // No position is 0.
+                // No sample has position 0.
                 DeliveryResult::Unconfirmed => session.set_position(tag, 0, now),
                 DeliveryResult::Nobody => session.remove_lease(tag),
             }
         } else if let (DeliveryResult::At(position), Some(reason)) = (result, end) {
-            // The worker is gone, and has not answered.
+            // The worker is gone and has not answered.
             events.push(match untaken.contains(&position) {
                 true => JobEvent::Returned(tag.job),
                 false => JobEvent::Failed(tag.job, reason),
@@ -192,7 +194,8 @@ impl JobTable {
         is_awaited
     }
 
-    /// A worker has gone with a job untaken whose place nobody else knows yet.
+    /// Records that a worker has gone and left a job untaken, whose position only the delivering
+    /// thread knows yet.
     pub(super) fn record_untaken(&mut self, id: u64, position: u64) {
         if let Some(delivery) = self
             .delivery
@@ -203,7 +206,8 @@ impl JobTable {
         }
     }
 
-    /// A worker has gone with a lease unanswered whose place nobody else knows yet.
+    /// Records that a worker has gone and left a lease unanswered, whose position only the
+    /// delivering thread knows yet.
     pub(super) fn record_worker_end(&mut self, id: u64, reason: String) {
         if let Some(delivery) = self
             .delivery
@@ -215,14 +219,15 @@ impl JobTable {
     }
 }
 
-/// A thread's wait for another one that delivers a job.
+/// A thread's wait for another thread that delivers a job.
 struct DeliveryWait<'a> {
     dispatcher: &'a Dispatcher,
     is_awaited: bool,
 }
 
 impl DeliveryWait<'_> {
-    /// Whether nobody delivers a job. Waits a moment if somebody does, since that mostly takes microseconds.
+    /// Whether no thread delivers a job. If one does, waits a moment, because a delivery usually
+    /// takes microseconds.
     fn is_free(&mut self, guard: &mut JobTableGuard<'_>) -> bool {
         if guard.delivery.is_some() && !std::mem::replace(&mut self.is_awaited, true) {
             guard.submit_waiters += 1;
@@ -245,7 +250,8 @@ impl Drop for DeliveryWait<'_> {
 }
 
 impl Dispatcher {
-    /// Does the queue's work until a job can be entered, or none can any more because the queue is shut. Then `enter`.
+    /// Does the queue's work until a job can be entered, or no longer can because the queue is
+    /// shut. Then calls `enter`.
     pub(super) fn wait_to_submit<T>(
         self: &Arc<Self>,
         timeout: Duration,
@@ -286,7 +292,8 @@ impl Dispatcher {
         self.wait_until(timeout, look, late)
     }
 
-    /// Does what is to be done, also what another thread that delivers a job has left: waits a moment for that one.
+    /// Does all pending work, including deliveries left to a thread that delivers a job: waits a
+    /// moment for that thread.
     pub(super) fn catch_up(self: &Arc<Self>, guard: &mut JobTableGuard<'_>) {
         self.process_events(guard);
         let mut delivery_wait = DeliveryWait {
@@ -301,7 +308,8 @@ impl Dispatcher {
         }
     }
 
-    /// Takes a job in, and gives it out at once if it is its turn and somebody has capacity. Nobody else gives one out.
+    /// Adds a job, and delivers it at once if it is the next one and a worker has capacity. No
+    /// other thread delivers meanwhile.
     pub(super) fn enter(
         &self,
         guard: &mut JobTableGuard<'_>,
@@ -342,7 +350,7 @@ impl Dispatcher {
         guard.insert(metadata, deadline_ns);
         let posted = guard.deliver(tag, to, true, || sample.post(to, &encoded, stream));
         if guard.is_closed {
-            // Not dropped here, under the lock: to take memory back gives its stream work.
+            // Not dropped here, under the lock: returning memory gives its stream work.
             let sample = posted.err().and_then(|failed| failed.sample);
             let loan = sample.map(|sample| Box::new(Loan::new(*sample)));
             return Err(SubmitError {
@@ -359,7 +367,7 @@ impl Dispatcher {
                 )
             }
             Err(SendError { error, sample }) => {
-                // If the worker may have been told, its answer is to find a lease, though no job.
+                // If the worker may have seen the entry, its answer must find a lease, but no job.
                 let result = if sample.is_some() {
                     DeliveryResult::Nobody
                 } else {
@@ -383,7 +391,7 @@ impl Dispatcher {
         entered
     }
 
-    /// Delivers what waits, as long as there is somebody with capacity, and unless another thread does.
+    /// Delivers waiting jobs as long as a worker has capacity, unless another thread delivers.
     pub(super) fn dispatch(&self, guard: &mut JobTableGuard<'_>) {
         let mut passed_over = Vec::new();
         while let Some(waiting) = guard.first_waiting() {

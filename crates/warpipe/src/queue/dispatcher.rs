@@ -1,5 +1,5 @@
-//! Who looks after a queue, and when: any thread that waits for it does the work itself, and when none does, one thread
-//! of the queue's own, which sleeps on the descriptors of all workers.
+//! Runs a queue. A thread that waits for the queue does the queue's work itself; when no thread
+//! waits, one thread of the queue's own does it and sleeps on the descriptors of all workers.
 
 #[cfg(test)]
 mod lost_wakeups;
@@ -26,18 +26,18 @@ use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::runtime::spin::{Came, Spin};
 use crate::stream::Backoff;
 
-/// Looks for the data of a result before its waiter sleeps.
+/// How often a waiter polls for the data of a result before it sleeps.
 const POLLS: u32 = 16_000;
 
-/// How often, and how long each, a waiter looks for one result's data and for nothing else.
+/// How often a waiter waits for the word of one result alone, and for how long each time.
 const WORD_WAITS: u32 = 8;
 const WORD_WAIT: Duration = Duration::from_micros(250);
 
-/// How a waiter's looks get fewer.
+/// How the polls of a waiter become rarer.
 struct PollBackoff {
     backoff: Backoff,
     words: u32,
-    /// How long it polls; `None` before it had to wait.
+    /// How long the waiter polls; `None` before it had to wait.
     spin: Option<Duration>,
     asleep: Option<Instant>,
 }
@@ -53,16 +53,16 @@ impl Default for PollBackoff {
     }
 }
 
-/// A sleep in slices, so that nothing that goes wrong elsewhere makes a hang of it.
+/// A sleep is cut into slices, so that a fault elsewhere costs a slice instead of a hang.
 const WAIT_SLICE: Duration = Duration::from_millis(50);
 
-/// What rings the queue itself, among its workers' numbers (which begin with 1).
+/// The tag of the queue's own doorbell. Workers have the tags from 1.
 const OWN_DOORBELL: u64 = 0;
 
-/// Each ring is told to one sleeper, once.
+/// Each ring wakes one sleeper, once.
 const EPOLL_FLAGS: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
 
-/// What all handles of one queue share.
+/// The state that all handles of one queue share.
 #[derive(Debug)]
 pub(super) struct Dispatcher {
     pub(super) owner_process: OwnerProcess,
@@ -74,18 +74,19 @@ pub(super) struct Dispatcher {
     spin: Spin,
     table: Mutex<JobTable>,
     changed: Condvar,
-    /// For the queue's own thread, when nobody leads any more.
+    /// Wakes the queue's own thread when no other thread leads any more.
     resume: Condvar,
     readable: CloseOnForkFd,
 }
 
-/// The name of a worker's answers, which is removed once nobody holds it: its dying owner does for a moment, a child that
-/// one forked until it ends; a worker that lives removes it itself. As many wait as there are locks that others hold.
+/// The name of a worker's answers, to be removed once no process holds it. A dying owner holds it
+/// for a moment, and a child that the owner forked holds it until the child ends; a worker that
+/// lives removes the name itself. There are as many of these as there are locks that others hold.
 struct StaleName {
     domain: Domain,
     name: EndpointName,
     since: Instant,
-    /// The age at which it is looked at again: seldom, after a while.
+    /// The age at which the name is next tried: later ages are further apart.
     next: Duration,
 }
 
@@ -146,7 +147,8 @@ impl Dispatcher {
         JobTableGuard::new(self, self.lock_table())
     }
 
-    /// Never held across a call of the driver that gives a stream work: see [`delivery`](super::delivery).
+    /// Never held across a call of the driver that gives a stream work: see
+    /// [`delivery`](super::delivery).
     pub(super) fn lock_table(&self) -> MutexGuard<'_, JobTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -157,7 +159,7 @@ impl Dispatcher {
         }
     }
 
-    /// Does the queue's work until `look` finds what it looks for.
+    /// Does the queue's work until `look` returns a value.
     pub(super) fn wait_until<T>(
         self: &Arc<Self>,
         timeout: Duration,
@@ -171,7 +173,7 @@ impl Dispatcher {
         let found = loop {
             self.process_events(&mut table);
             if table.is_closed {
-                // A ring wakes one: the next one is to hear of it, too.
+                // A ring wakes one thread: this wakes the next one, too.
                 self.observer.doorbell.ring();
                 break Err(self.gone());
             }
@@ -205,11 +207,11 @@ impl Dispatcher {
         found
     }
 
-    /// Takes back a result that was taken and not used, and wakes whoever may wait for it.
+    /// Puts back a result that was taken and not used, and wakes the threads that may wait for it.
     pub(super) fn put_back(&self, result: JobResult) -> Result<bool> {
         let mut table = self.lock();
         if table.is_closed {
-            // First the lock goes, then the result.
+            // The lock is released before the result is dropped.
             drop(table);
             return Err(self.gone());
         }
@@ -259,14 +261,15 @@ impl Dispatcher {
         }
     }
 
-    /// Sleeps until somebody who looked has found something.
+    /// Sleeps until another thread has found a change.
     pub(super) fn wait_for_change(&self, table: &mut JobTableGuard<'_>, limit: Duration) {
         table.sleepers += 1;
         table.sleep(&self.changed, limit);
         table.sleepers -= 1;
     }
 
-    /// Sleeps on the descriptors itself: to be woken by the queue's thread would cost a second wake-up.
+    /// Sleeps on the descriptors itself: being woken by the queue's thread would cost a second
+    /// wake-up.
     fn wait_as_leader(&self, table: &mut JobTableGuard<'_>, limit: Duration) {
         table.has_leader = true;
         table.unlocked(|| self.sleep(limit));
@@ -276,8 +279,8 @@ impl Dispatcher {
         }
     }
 
-    /// Sleeps until a worker or the queue itself rings, and takes in what rang. Each ring wakes one sleeper, who then
-    /// does whatever there is to do. Returns whether anything rang.
+    /// Sleeps until a worker or the queue itself rings, and drains the doorbells that rang. Each
+    /// ring wakes one sleeper, which then does all pending work. Returns whether any rang.
     fn sleep(&self, limit: Duration) -> bool {
         let mut room = [const { std::mem::MaybeUninit::uninit() }; 16];
         let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else {
@@ -296,7 +299,7 @@ impl Dispatcher {
         !events.is_empty()
     }
 
-    /// A thread looks by itself from now on: workers need not ring.
+    /// A thread polls from now on: workers need not ring.
     fn begin_polling(&self, table: &mut JobTable) {
         table.pollers += 1;
         if table.pollers == 1 {
@@ -307,7 +310,8 @@ impl Dispatcher {
         }
     }
 
-    /// It no longer does. Whatever came before the workers were asked to ring did not.
+    /// The thread no longer polls. Answers that came before the workers were asked to ring did not
+    /// ring.
     fn end_polling(&self, table: &mut JobTable) {
         table.pollers -= 1;
         if table.pollers == 0 {
@@ -322,8 +326,8 @@ impl Dispatcher {
                 .sessions
                 .iter()
                 .any(|session| has_news(session) || !session.pending_results.is_empty());
-            // A job that could not be given out waits for what may not ring, such as results that are released; a
-            // leader looks soon enough.
+            // A job that could not be delivered waits for events that may not ring, such as results
+            // that are released; a leader polls soon enough.
             let wakes_runner = (is_due || table.waiting() > 0) && table.sleeps_long;
             if wakes_runner || is_due && table.has_leader {
                 self.observer.doorbell.ring();
@@ -331,14 +335,15 @@ impl Dispatcher {
         }
     }
 
-    /// A job that waits is looked at in slices: what makes room for it, a device or the release of a result, rings nobody.
+    /// A waiting job is retried in slices: what makes room for it, a device or the release of a
+    /// result, rings no doorbell.
     pub(super) fn schedule_dispatch(&self, table: &mut JobTable) {
         if table.sleeps_idle && table.first_waiting().is_some() && !table.sessions.is_empty() {
             self.observer.doorbell.ring();
         }
     }
 
-    /// Everything that is to be done just now.
+    /// Does all pending work.
     pub(super) fn process_events(self: &Arc<Self>, guard: &mut JobTableGuard<'_>) {
         let table = &mut **guard;
         if table.is_closed {
@@ -371,7 +376,7 @@ impl Dispatcher {
         }
     }
 
-    /// Wakes whoever may wait for what has changed.
+    /// Wakes the threads that may wait for what has changed.
     fn notify_waiters(&self, table: &mut JobTable) {
         table.notify_watches();
         if table.sleepers > 0 {
@@ -382,7 +387,8 @@ impl Dispatcher {
         }
     }
 
-    /// Wakes whoever waits until a job has been given out, and somebody to give out the next.
+    /// Wakes the threads that wait until a job has been delivered, and a thread to deliver the
+    /// next.
     pub(super) fn notify_submitters(&self, table: &mut JobTable) {
         if table.sleepers > 0 {
             self.changed.notify_all();
@@ -405,14 +411,14 @@ impl Dispatcher {
                 || sessions.iter().any(|session| session.id == *id)
         });
         for member in &members {
-            // Who has no turn now is looked at when one ends, which is news.
+            // A worker without a free slot is handled when an attach ends, which rings.
             if self.pending_workers.has_free_slot() && table.known.insert(member.id) {
                 self.attach_worker(*member);
             }
         }
         for (member, subscriber) in self.pending_workers.take() {
             if !members.iter().any(|present| present.id == member.id) {
-                // Gone meanwhile, and nobody will say so again.
+                // The worker has gone meanwhile, and no other event will report it.
                 continue;
             }
             let id = epoll::EventData::new_u64(member.id);
@@ -429,7 +435,8 @@ impl Dispatcher {
         }
     }
 
-    /// Workers whose answers have come to an end: what they had not taken comes back, and the rest was an attempt.
+    /// Removes workers whose answers have ended: jobs that they had not taken are returned, and the
+    /// others count as attempts.
     fn remove_disconnected(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
         for session in table
             .sessions
@@ -457,8 +464,8 @@ impl Dispatcher {
         }
     }
 
-    /// Takes back what those who have gone had not taken, and removes the files that the dead left: their names were for
-    /// once, and nobody will take them again.
+    /// Returns jobs that gone workers had not taken, and removes the files that dead workers left:
+    /// each name is used once, so no other process takes it again.
     fn return_undelivered(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
         let departures = self.publisher.take_disconnects(false);
         for &(id, position) in &departures.untaken {
@@ -481,19 +488,19 @@ impl Dispatcher {
                     since: Instant::now(),
                     next: Duration::ZERO,
                 };
-                // Not here: it may take a moment, and others wait.
+                // Deferred: it may take a moment, and other threads wait.
                 reactor.drop_after_unhurried(move || stale.try_remove(Instant::now()));
             }
         }
     }
 
-    /// The queue's own thread.
+    /// The body of the queue's own thread.
     fn run(self: Arc<Self>) {
         let mut has_rung = false;
         loop {
             let poll_interval = {
                 let mut table = self.lock();
-                // Said by this thread alone: a ring that was for it may have woken another one.
+                // Set by this thread alone: a ring meant for it may have woken another one.
                 (table.sleeps_long, table.sleeps_idle) = (false, false);
                 if table.is_closed {
                     return self.observer.doorbell.ring();
@@ -520,7 +527,8 @@ impl Dispatcher {
         }
     }
 
-    /// Leaves the descriptors to a user's thread. What rang here may have been meant for that.
+    /// Leaves the descriptors to a user's thread. A ring that arrived here may have been meant for
+    /// that thread.
     fn park(&self, mut table: JobTableGuard<'_>, has_rung: bool) {
         if has_rung {
             self.observer.doorbell.ring();
@@ -530,11 +538,11 @@ impl Dispatcher {
         table.is_parked = false;
     }
 
-    /// Ends everything: who waits is told, workers are told, and nothing is kept for jobs that are not done.
+    /// Ends the queue: notifies waiting threads and workers, and drops the data of unfinished jobs.
     pub(super) fn close(&self) {
         let mut table = self.lock();
         let rules = table.rules;
-        // Dropped without the lock: that says goodbye to workers and leaves memory to be let go.
+        // Dropped without the lock: this sends `Close` to workers and defers the drop of memory.
         let mut old = std::mem::replace(&mut *table, JobTable::new(rules));
         (table.is_closed, table.is_shut) = (true, true);
         table.pollers = old.pollers;
@@ -544,9 +552,11 @@ impl Dispatcher {
         old.notify_watches();
         drop(old);
         self.changed.notify_all();
-        // Now: the last holder of all this is the queue's own thread, which may not live to see it if `main` returns.
+        // Closed now: the last holder of the state is the queue's own thread, which may not run
+        // again if `main` returns.
         self.publisher.close();
-        // Those who died just now, before anybody has seen it, are among those who are still here.
+        // Workers that died just now, before this process has seen it, are still listed as
+        // attached.
         self.remove_stale_names(self.publisher.take_disconnects(true));
         self.observer.doorbell.ring();
     }

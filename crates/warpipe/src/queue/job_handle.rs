@@ -1,4 +1,4 @@
-//! What a submitter holds of a job: the handle while it is under way, and its result.
+//! A submitter's handle of a job while it is pending, and the job's result.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -12,10 +12,11 @@ use crate::pubsub::Sample;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
-/// How long what is complete may take to be copied or released.
+/// How long copying or releasing complete data may take.
 const COPY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A job that was submitted. Dropped, the job goes on, and its result is [`Queue::next_result`](super::Queue::next_result)'s.
+/// A job that was submitted. Dropped, the job continues, and
+/// [`Queue::next_result`](super::Queue::next_result) returns its result.
 #[derive(Debug, Clone)]
 pub struct JobHandle {
     dispatcher: Weak<Dispatcher>,
@@ -40,9 +41,10 @@ impl JobHandle {
     /// Waits for the result. Its data is complete then; work on `stream` may read it at once.
     ///
     /// # Errors
-    /// [`Error::Timeout`], after which it can be waited for again; [`Error::DeadLettered`]; [`Error::Rejected`];
-    /// [`Error::NoSuchJob`] when the outcome was taken before; [`Error::Argument`] for a stream of another device, and
-    /// the outcome stays; [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::Timeout`], after which it can be waited for again; [`Error::DeadLettered`];
+    /// [`Error::Rejected`]; [`Error::NoSuchJob`] when the outcome was taken before;
+    /// [`Error::Argument`] for a stream of another device, and the outcome stays;
+    /// [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn wait(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
         let dispatcher = self
             .dispatcher
@@ -59,7 +61,7 @@ impl JobHandle {
         into_result(&self.name, id, outcome, stream)
     }
 
-    /// The result if it is there.
+    /// The result, if the job is done.
     ///
     /// # Errors
     /// As [`wait`](Self::wait), without the timeout.
@@ -71,7 +73,8 @@ impl JobHandle {
         }
     }
 
-    /// Whether [`wait`](Self::wait) would return at once: the outcome is there, or was taken. Leaves it where it is.
+    /// Whether [`wait`](Self::wait) would return at once: the outcome is there, or was taken. Does
+    /// not take it.
     ///
     /// # Errors
     /// [`Error::QueueClosed`]; [`Error::Forked`].
@@ -89,8 +92,8 @@ impl JobHandle {
         )
     }
 
-    /// Calls the job off: nobody new gets it, and the answer of who has it is discarded. False if its outcome was
-    /// taken before.
+    /// Cancels the job: it is delivered no more, and the answer of a worker that has it is
+    /// discarded. False if its outcome was taken before.
     ///
     /// # Errors
     /// [`Error::QueueClosed`]; [`Error::Forked`].
@@ -121,7 +124,7 @@ impl JobHandle {
     }
 }
 
-/// What an outcome is to who asked for it.
+/// Converts an outcome for the caller that asked for it.
 pub(super) fn into_result(
     name: &str,
     job: u64,
@@ -147,7 +150,8 @@ pub(super) fn into_result(
     }
 }
 
-/// A job's result: a tensor in its worker's memory, complete, and lent until it is dropped. It outlives the worker.
+/// A job's result: a tensor in its worker's memory, complete, and lent until it is dropped. It
+/// outlives the worker.
 #[derive(Debug)]
 #[must_use = "a result that is dropped is released"]
 pub struct JobResult {
@@ -158,7 +162,8 @@ pub struct JobResult {
 }
 
 impl JobResult {
-    /// The device address of the element with all indices 0. Memory that this process may only read.
+    /// The device address of the element with all indices 0. Memory that this process may only
+    /// read.
     pub fn ptr(&self) -> DevicePtr {
         self.sample.ptr()
     }
@@ -173,7 +178,7 @@ impl JobResult {
         self.sample.layout()
     }
 
-    /// The bytes that the worker sent along.
+    /// The metadata bytes that the worker sent along.
     pub fn metadata(&self) -> &[u8] {
         user_of_answer(self.sample.metadata())
     }
@@ -183,22 +188,22 @@ impl JobResult {
         self.job
     }
 
-    /// Which attempt it was, from 1.
+    /// The number of the attempt that gave this result, from 1.
     pub fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// The process that did it.
+    /// The process id of the worker.
     pub fn worker_pid(&self) -> i32 {
         self.worker_pid
     }
 
-    /// The stream that it was received with.
+    /// The stream that the result was received with.
     pub fn stream(&self) -> &Stream {
         self.sample.stream()
     }
 
-    /// The same, given back behind another stream's work: its data is complete.
+    /// This result, released behind another stream's work: its data is complete.
     fn received_on(self, stream: &Stream) -> JobResult {
         JobResult {
             sample: self.sample.received_on(stream),
@@ -206,8 +211,9 @@ impl JobResult {
         }
     }
 
-    /// The same as a sample, which can be released behind other streams. Of its
-    /// [`metadata`](Sample::metadata) the first bytes are the queue's: ask for [`metadata`](Self::metadata) before.
+    /// The result as a sample, which can be released behind other streams. The first bytes of its
+    /// [`metadata`](Sample::metadata) belong to the queue: call [`metadata`](Self::metadata)
+    /// before.
     pub fn into_sample(self) -> Sample {
         self.sample
     }
@@ -228,7 +234,8 @@ impl JobResult {
         self.sample.copy_to(bytes, COPY_TIMEOUT)
     }
 
-    /// Gives it back behind the work of its stream, as dropping it does, and says whether that could be enqueued.
+    /// Releases the result behind the work of its stream, as dropping it does, and reports whether
+    /// the release could be enqueued.
     ///
     /// # Errors
     /// [`Error::Driver`]; [`Error::Forked`].

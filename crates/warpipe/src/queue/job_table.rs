@@ -1,4 +1,5 @@
-//! The job table of a queue: its jobs, what became of each, and who is to get the next one. No shared memory, no driver.
+//! The job table of a queue: its jobs, their outcomes, and which worker gets the next job. No
+//! shared memory, no driver.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::{Arc, Weak};
@@ -15,10 +16,10 @@ use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::TICK;
 
-/// A look without having been rung.
+/// The interval of polls without a ring.
 const IDLE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A job that somebody still has to do, or whose outcome nobody has taken yet.
+/// A job that is not done, or whose outcome was not taken yet.
 #[derive(Debug)]
 pub(super) struct Job {
     /// The input; `None` once it has an outcome.
@@ -27,7 +28,7 @@ pub(super) struct Job {
     pub(super) deadline_ns: u64,
     /// How often it has been delivered.
     deliveries: u32,
-    /// One for each attempt that failed.
+    /// One reason for each attempt that failed.
     reasons: Vec<String>,
     outcome: Option<Outcome>,
 }
@@ -43,7 +44,7 @@ pub(super) enum Outcome {
     DeadLettered {
         reasons: Vec<String>,
     },
-    /// Its worker said that nobody is to try again.
+    /// Its worker rejected the job: no worker tries it again.
     Rejected {
         reason: String,
     },
@@ -53,7 +54,7 @@ pub(super) enum Outcome {
     Unused(Box<JobResult>),
 }
 
-/// What a queue goes by.
+/// The rules of a queue.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct QueueRules {
     pub(super) prefetch: u32,
@@ -65,39 +66,40 @@ pub(super) struct QueueRules {
 #[derive(Debug)]
 pub(super) struct JobTable {
     pub(super) rules: QueueRules,
-    /// What leases are measured by.
+    /// The clock of leases.
     pub(super) uptime: Uptime,
     jobs: BTreeMap<u64, Job>,
-    /// A thread is giving a job out, without the lock.
+    /// A thread is delivering a job, without the lock.
     pub(super) delivery: Option<Delivery>,
-    /// Threads that wait for that, to submit.
+    /// The number of threads that wait for that delivery, to submit.
     pub(super) submit_waiters: u32,
-    /// Jobs to be delivered, first first.
+    /// Jobs to be delivered, in order.
     pub(super) waiting: VecDeque<u64>,
-    /// Jobs with an outcome, as they came; those that were taken by their handle are stepped over.
+    /// Jobs with an outcome, in order of completion. Jobs that were taken by their handle are
+    /// skipped.
     pub(super) finished: VecDeque<u64>,
     unfinished: usize,
     next_job: u64,
     pub(super) sessions: Vec<WorkerSession>,
     /// Subscribers that have a session, are about to get one, or have been refused.
     pub(super) known: HashSet<u64>,
-    /// Threads of users that look by themselves.
+    /// The number of users' threads that poll.
     pub(super) pollers: u32,
-    /// Threads of users that sleep until something changes.
+    /// The number of users' threads that sleep until a change.
     pub(super) sleepers: u32,
-    /// A thread of a user's sleeps on the descriptors.
+    /// A user's thread sleeps on the descriptors.
     pub(super) has_leader: bool,
-    /// The queue's own thread leaves the descriptors to that one.
+    /// The queue's own thread leaves the descriptors to the leader.
     pub(super) is_parked: bool,
     /// The queue's own thread sleeps for a slice or more.
     pub(super) sleeps_long: bool,
-    /// It sleeps until it is rung, and looks at nothing meanwhile.
+    /// The queue's own thread sleeps until it is rung, and polls nothing meanwhile.
     pub(super) sleeps_idle: bool,
-    /// Counts what may end somebody's wait.
+    /// Counts the changes that may end a wait.
     pub(super) changes: u64,
     /// Rung at every change: event loops sleep on them.
     pub(super) watches: Vec<Weak<LocalDoorbell>>,
-    /// Nothing new is submitted.
+    /// No job can be submitted any more.
     pub(super) is_shut: bool,
     /// The queue is gone.
     pub(super) is_closed: bool,
@@ -130,7 +132,8 @@ impl JobTable {
         }
     }
 
-    /// Now, by the clock of leases; nobody asks where they have no limit.
+    /// The current time of the lease clock; zero where leases have no limit, since it is not used
+    /// there.
     pub(super) fn now(&self) -> Duration {
         if self.rules.lease_timeout.is_some() {
             self.uptime.ran()
@@ -149,7 +152,7 @@ impl JobTable {
         self.unfinished
     }
 
-    /// Jobs that nobody has leased.
+    /// Jobs that no worker has leased.
     pub(super) fn waiting(&self) -> usize {
         self.waiting
             .iter()
@@ -157,12 +160,13 @@ impl JobTable {
             .count()
     }
 
-    /// The number of the job to come, and whether it is its turn to be delivered at once.
+    /// The number of the next job, and whether it would be delivered at once.
     pub(super) fn next_job(&mut self) -> (u64, bool) {
         (self.next_job, self.first_waiting().is_none())
     }
 
-    /// Takes in the next job. Its input is to be [kept](Self::store_input), or the job is [withdrawn](Self::undo_insert).
+    /// Adds the next job. Its input is then [kept](Self::store_input), or the job is
+    /// [withdrawn](Self::undo_insert).
     pub(super) fn insert(&mut self, metadata: Vec<u8>, deadline_ns: u64) {
         let (parcel, deliveries, reasons, outcome) = (None, 1, Vec::new(), None);
         self.jobs.insert(
@@ -180,7 +184,8 @@ impl JobTable {
         self.unfinished += 1;
     }
 
-    /// Keeps the input of a job that was entered, until it has an outcome. It was delivered already, or waits.
+    /// Keeps the input of a job that was entered, until it has an outcome. The job was delivered
+    /// already, or waits.
     pub(super) fn store_input(&mut self, id: u64, parcel: RetainedSlot, is_out: bool) {
         let Some(job) = self.unfinished_job(id) else {
             return;
@@ -192,8 +197,8 @@ impl JobTable {
         }
     }
 
-    /// Forgets the job that was entered last. If nobody was told of it, its number is the next one's. Returns its
-    /// metadata.
+    /// Removes the job that was entered last. If no worker has seen it, the next job gets its
+    /// number. Returns its metadata.
     pub(super) fn undo_insert(&mut self, id: u64, is_untold: bool) -> Vec<u8> {
         if is_untold {
             self.next_job = id;
@@ -203,7 +208,7 @@ impl JobTable {
 
     /// The first job that waits.
     pub(super) fn first_waiting(&mut self) -> Option<u64> {
-        // A job that was called off leaves its number behind.
+        // A cancelled job leaves its number in the list.
         while self
             .waiting
             .front()
@@ -214,7 +219,7 @@ impl JobTable {
         self.waiting.front().copied()
     }
 
-    /// A job that waits, with the ticket that it would get.
+    /// A waiting job, with the delivery tag that it would get.
     pub(super) fn next_delivery(&self, id: u64) -> Option<(DeliveryTag, &Job)> {
         let job = self.jobs.get(&id)?;
         let attempt = job.reasons.len() as u32 + 1;
@@ -237,7 +242,7 @@ impl JobTable {
         }
     }
 
-    /// It was not: it waits as before.
+    /// Undoes [`start_delivery`](Self::start_delivery): the job waits as before.
     pub(super) fn undo_delivery_start(&mut self, tag: DeliveryTag) {
         if let Some(job) = self.unfinished_job(tag.job) {
             job.deliveries = tag.number - 1;
@@ -263,7 +268,7 @@ impl JobTable {
         self.sessions.iter_mut().find(|session| session.id == id)
     }
 
-    /// What an answer, or the end of a worker, means for its job.
+    /// Applies an answer, or the end of a worker, to its job.
     pub(super) fn apply(&mut self, event: JobEvent) {
         match event {
             JobEvent::Failed(job, reason) => self.record_failure(job, reason),
@@ -286,7 +291,7 @@ impl JobTable {
         }
     }
 
-    /// An attempt has failed: another one, or the end.
+    /// Records a failed attempt: the job is tried again, or dead-lettered.
     pub(super) fn record_failure(&mut self, id: u64, reason: String) {
         let limit = self.rules.max_attempts as usize;
         let Some(job) = self.unfinished_job(id) else {
@@ -301,14 +306,15 @@ impl JobTable {
         }
     }
 
-    /// A lease came back and costs nothing.
+    /// A lease was returned, at no cost of an attempt.
     pub(super) fn requeue(&mut self, id: u64) {
         if self.unfinished_job(id).is_some() {
             self.enqueue(id);
         }
     }
 
-    /// The oldest job goes first, whichever came back last: in [`Order::Submission`] all results wait for its own.
+    /// The oldest job goes first, in whatever order jobs were returned: in [`Order::Submission`]
+    /// all results wait for its own.
     fn enqueue(&mut self, id: u64) {
         let index = self.waiting.partition_point(|&other| other < id);
         self.waiting.insert(index, id);
@@ -329,8 +335,8 @@ impl JobTable {
         self.jobs.get_mut(&id).filter(|job| job.outcome.is_none())
     }
 
-    /// Forgets a job, whatever becomes of it: an answer that still comes is discarded. `None` if it is not there. To be
-    /// dropped without the lock: a result that was put back gives its stream work.
+    /// Removes a job, whatever its state: a later answer is discarded. `None` if there is no such
+    /// job. Drop the result without the lock: a result that was put back gives its stream work.
     pub(super) fn call_off(&mut self, id: u64) -> Option<Job> {
         let job = self.jobs.remove(&id)?;
         self.unfinished -= usize::from(job.outcome.is_none());
@@ -344,7 +350,7 @@ impl JobTable {
         self.jobs.get(&id).is_none_or(|job| job.outcome.is_some())
     }
 
-    /// Rings all who watch, and forgets those who no longer do.
+    /// Rings all watches, and removes those that were dropped.
     pub(super) fn notify_watches(&mut self) {
         self.watches.retain(|watch| {
             watch
@@ -354,13 +360,13 @@ impl JobTable {
         });
     }
 
-    /// The outcome of one job, if it is there; an error word if the job is not.
+    /// The outcome of one job, if it is there; an error if there is no such job.
     pub(super) fn take_outcome(&mut self, id: u64) -> Result<Option<(u64, Outcome)>, ()> {
         let job = self.jobs.get(&id).ok_or(())?;
         if job.outcome.is_none() || self.is_being_submitted(id) {
             return Ok(None);
         }
-        // Somebody may wait for the room.
+        // A thread may wait for the room.
         self.changes += 1;
         self.prune();
         Ok(self
@@ -370,15 +376,15 @@ impl JobTable {
             .map(|outcome| (id, outcome)))
     }
 
-    /// Whether the job is being submitted: it may be withdrawn yet.
+    /// Whether the job is being submitted: it may still be withdrawn.
     fn is_being_submitted(&self, id: u64) -> bool {
         self.delivery
             .as_ref()
             .is_some_and(|delivery| delivery.is_new && delivery.tag.job == id)
     }
 
-    /// Puts back a result that was taken and not used. It is returned if its job is there again already, or the queue is
-    /// gone: to be dropped without the lock.
+    /// Puts back a result that was taken and not used. The result is returned if its job is there
+    /// again already, or the queue is gone: drop it without the lock.
     pub(super) fn put_back(&mut self, result: JobResult) -> Result<(), JobResult> {
         let id = result.job();
         if self.is_closed || id == 0 || id >= self.next_job || self.jobs.contains_key(&id) {
@@ -398,7 +404,7 @@ impl JobTable {
         Ok(())
     }
 
-    /// Drops the numbers that jobs which are not here any more have left, when they are the most.
+    /// Removes the numbers of jobs that no longer exist, when they are the most.
     fn prune(&mut self) {
         let (jobs, limit) = (&self.jobs, 2 * self.jobs.len() + 16);
         for numbers in [&mut self.waiting, &mut self.finished] {
@@ -430,7 +436,7 @@ impl JobTable {
         self.take_outcome(id).ok().flatten()
     }
 
-    /// The data of the only result that has come and is not complete.
+    /// The data of the only result that was announced and is not complete.
     pub(super) fn only_pending_result(&self) -> Option<CompletionWait> {
         let mut pending_results = self
             .sessions
@@ -443,7 +449,8 @@ impl JobTable {
             .then(|| first.arrival.completion_wait())
     }
 
-    /// When somebody must look again, though nothing rings: a device that completes a result cannot.
+    /// The interval at which to poll although nothing rings: a device that completes a result
+    /// cannot ring.
     pub(super) fn poll_interval(&self) -> Duration {
         let pending_results = self
             .sessions
@@ -461,7 +468,8 @@ impl JobTable {
                 .iter()
                 .filter_map(WorkerSession::oldest_lease)
                 .min()?;
-            // Whatever was chosen, also more than the clock can count, which is to be looked at with every tick.
+            // The timeout may have any value, even one beyond the clock's range; such a lease is
+            // checked with every tick.
             let left = timeout.saturating_sub(self.now().saturating_sub(oldest));
             Some(left.saturating_add(Duration::from_millis(1)).min(TICK))
         });

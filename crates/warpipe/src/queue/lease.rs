@@ -1,4 +1,4 @@
-//! What a worker holds of a job: the [`Lease`], which is the input and the [`Duty`] to answer.
+//! A worker's handle of a job: the [`Lease`], which is the input and the [`Duty`] to answer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::pubsub::{Publisher, Sample, Subscriber};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
-/// The worker's own end, as its leases share it.
+/// The worker's end, shared by its leases.
 #[derive(Debug)]
 pub(super) struct ResultPublisher {
     publisher: Publisher,
@@ -55,8 +55,8 @@ impl ResultPublisher {
         }
     }
 
-    /// Ends the link of the answers: one could not be said, and its job would be this worker's for ever. If the queue has
-    /// gone there is nobody to tell.
+    /// Ends the link of the answers after an answer could not be sent, because its job would
+    /// otherwise stay with this worker for ever. Does nothing if the queue has gone.
     fn close_link(&self, error: &Error) {
         if self.owner_process.is_current()
             && let Ok(owner) = self.owner()
@@ -66,7 +66,7 @@ impl ResultPublisher {
         }
     }
 
-    /// The number of the queue's own end.
+    /// The subscriber id of the queue's own end.
     fn owner(&self) -> Result<u64> {
         let owner = self
             .queue_process
@@ -89,8 +89,8 @@ impl ResultPublisher {
             })
     }
 
-    /// Sends an answer behind the work on `stream`. `limit` replaces the worker's timeout, and that for another thread's
-    /// answer.
+    /// Sends an answer behind the work on `stream`. `limit` replaces the worker's timeout and the
+    /// timeout for another thread's answer.
     fn send(
         &self,
         tag: DeliveryTag,
@@ -101,7 +101,7 @@ impl ResultPublisher {
     ) -> Result<(), ReplyError> {
         self.owner_process.check()?;
         let mut output = output;
-        // Whatever becomes of the answer: what fills the output is on its way.
+        // Set whatever the result: the work that fills the output is enqueued.
         output
             .iter_mut()
             .for_each(|output| output.sample.stay_behind(stream));
@@ -156,7 +156,8 @@ impl ResultPublisher {
 #[derive(Debug)]
 struct ReplyError {
     error: Error,
-    /// The queue has heard it all the same, and that its data is lost: there is nothing more to be said.
+    /// The queue has received the answer all the same, and sees that its data is lost: no other
+    /// answer is needed.
     is_delivered: bool,
     output: Option<Box<Loan>>,
 }
@@ -184,16 +185,17 @@ pub struct Duty {
     is_done: bool,
 }
 
-/// An answer that was not given, and what to try again with.
+/// An answer that failed, with the parts for another attempt.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct AnswerError {
-    /// Why: after [`Error::Timeout`] it can be tried again.
+    /// The reason. After [`Error::Timeout`] the answer can be tried again.
     #[source]
     pub error: Error,
-    /// `None` if the queue has been told all the same. Dropped, the attempt has failed.
+    /// `None` if the queue has received the answer all the same. Dropping the duty fails the
+    /// attempt.
     pub duty: Option<Box<Duty>>,
-    /// The result, if there was one and it is still this worker's.
+    /// The result, if there was one and this worker still owns it.
     pub output: Option<Box<Loan>>,
 }
 
@@ -209,7 +211,7 @@ impl Duty {
         self.tag.job
     }
 
-    /// Which attempt this is, from 1.
+    /// The number of this attempt, from 1.
     pub fn attempt(&self) -> u32 {
         self.tag.attempt
     }
@@ -219,8 +221,8 @@ impl Duty {
         (self.tag.deadline_ns != 0).then_some(self.tag.deadline_ns)
     }
 
-    /// Waits until an answer would not have to wait for the owner to release earlier results, at most `timeout`. Answers
-    /// nothing.
+    /// Waits until an answer would not have to wait for the owner to release earlier results, at
+    /// most `timeout`. Sends no answer.
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::QueueGone`]; [`Error::Forked`].
@@ -228,9 +230,9 @@ impl Duty {
         self.results.wait_for_room(timeout)
     }
 
-    /// Has the answer wait no longer than this: for the owner to release earlier results, in place of the worker's
-    /// [timeout](super::WorkerBuilder::timeout), and for another thread's answer that the driver holds up, in place of
-    /// 10 s. The failure that a dropped duty stands for is told as before.
+    /// Limits how long the answer waits: for the owner to release earlier results, in place of the
+    /// worker's [timeout](super::WorkerBuilder::timeout), and for another thread's answer that the
+    /// driver blocks, in place of 10 s. A dropped duty reports its failure with the old timeouts.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -263,11 +265,11 @@ impl Duty {
             .map(|sample| Loan::of_lease(sample, self.tag))
     }
 
-    /// The job is done once the work enqueued on `stream` is, with `output` if there is one. `stream` is behind the one
-    /// that it was leased with.
+    /// Completes the job, with `output` if there is one, once the work enqueued on `stream` is
+    /// done. `stream` must be behind the stream that the job was leased with.
     ///
     /// # Errors
-    /// As [`Lease::complete`], with what is needed to try again.
+    /// As [`Lease::complete`], with the parts to try again.
     pub fn complete(self, output: Option<Loan>, stream: &Stream) -> Result<(), AnswerError> {
         self.answer(AnswerKind::Completed, output, stream)
     }
@@ -339,7 +341,7 @@ impl Duty {
 }
 
 impl Duty {
-    /// Why that is no result of this lease.
+    /// Why this loan is no result of this lease.
     fn check_output(&self, output: &Loan) -> Option<Error> {
         let describe = |tag: DeliveryTag| format!("of job {}, attempt {}", tag.job, tag.attempt);
         if !self.results.publisher.lent(&output.sample) {
@@ -364,7 +366,7 @@ impl Duty {
             self.results.send(self.tag, kind, None, stream, None)
         };
         match send(&self.stream) {
-            // There is no data to be behind anything, so any stream will do.
+            // The answer has no data to follow, so any stream will do.
             Err(ReplyError {
                 error: Error::Capturing { .. },
                 ..
@@ -388,15 +390,15 @@ impl Drop for Duty {
     }
 }
 
-/// A job, to be answered: [`complete`](Self::complete), [`fail`](Self::fail), [`give_back`](Self::give_back) or
-/// [`reject`](Self::reject).
+/// A job, to be answered: [`complete`](Self::complete), [`fail`](Self::fail),
+/// [`give_back`](Self::give_back) or [`reject`](Self::reject).
 ///
-/// Dropped without an answer, as when its thread panics, it counts as failed: a job that makes every worker stumble is
-/// dead-lettered in the end and does not go round for ever.
+/// Dropped without an answer, as when its thread panics, it counts as failed: a job that fails
+/// every worker is dead-lettered in the end instead of being retried for ever.
 #[derive(Debug)]
 #[must_use = "a lease that is dropped is a failed attempt"]
 pub struct Lease {
-    /// Declared first: the answer, before the input goes back.
+    /// Declared first: the answer is sent before the input is released.
     duty: Duty,
     input: Sample,
 }
@@ -420,13 +422,14 @@ impl Lease {
         }
     }
 
-    /// The input and the answer by themselves, for who uses the input longer than until the answer: its slot is the
-    /// queue's again when the sample is released, and its place in this worker's ring with it.
+    /// The input and the answer separately, for a user that needs the input beyond the answer.
+    /// Releasing the sample returns its slot to the queue and its place in this worker's ring.
     pub fn split(self) -> (Sample, Duty) {
         (self.input, self.duty)
     }
 
-    /// The device address of the input's element with all indices 0. Memory that this process may only read.
+    /// The device address of the input's element with all indices 0. Memory that this process may
+    /// only read.
     pub fn ptr(&self) -> DevicePtr {
         self.input.ptr()
     }
@@ -441,7 +444,7 @@ impl Lease {
         self.input.layout()
     }
 
-    /// The bytes that travelled with it.
+    /// The metadata bytes that were sent with the job.
     pub fn metadata(&self) -> &[u8] {
         user_of_job(self.input.metadata())
     }
@@ -451,7 +454,7 @@ impl Lease {
         self.duty.job()
     }
 
-    /// Which attempt this is, from 1.
+    /// The number of this attempt, from 1.
     pub fn attempt(&self) -> u32 {
         self.duty.attempt()
     }
@@ -474,7 +477,7 @@ impl Lease {
         self.input.to_vec(timeout)
     }
 
-    /// Lends memory for the result: a place of this attempt's own.
+    /// Lends memory for the result. Each attempt has memory of its own.
     ///
     /// # Errors
     /// Those of [`Publisher::loan`](crate::Publisher::loan).
@@ -482,17 +485,18 @@ impl Lease {
         self.duty.output(layout)
     }
 
-    /// The job is done once the work enqueued on `stream` is; there is no output. `stream` is the one that it was
-    /// leased with, or has been made to wait for that one.
+    /// Completes the job without output once the work enqueued on `stream` is done. `stream` is the
+    /// stream that the job was leased with, or has been made to wait for that stream.
     ///
     /// # Errors
-    /// [`Error::QueueGone`]; [`Error::Timeout`] when the owner holds too many earlier results; [`Error::Argument`] for a
-    /// stream of another device, or an output of another lease; [`Error::Driver`]. The attempt has failed then: [`Duty::complete`] can try again.
+    /// [`Error::QueueGone`]; [`Error::Timeout`] when the owner holds too many earlier results;
+    /// [`Error::Argument`] for a stream of another device, or an output of another lease;
+    /// [`Error::Driver`]. The attempt has failed then: [`Duty::complete`] can try again.
     pub fn complete(self, stream: &Stream) -> Result<()> {
         self.answer(AnswerKind::Completed, None, stream)
     }
 
-    /// The job is done, with this result, once the work enqueued on `stream` is.
+    /// Completes the job with this result once the work enqueued on `stream` is done.
     ///
     /// # Errors
     /// As [`complete`](Self::complete).
@@ -500,7 +504,8 @@ impl Lease {
         self.answer(AnswerKind::Completed, Some(output), stream)
     }
 
-    /// This attempt has failed; another worker tries again, as often as the queue allows. Of the reason, 200 bytes.
+    /// Fails this attempt. Another worker tries again, as often as the queue allows. At most 200
+    /// bytes of the reason are sent.
     ///
     /// # Errors
     /// As [`complete`](Self::complete).
@@ -509,7 +514,8 @@ impl Lease {
         self.answer(AnswerKind::Failed(reason.into()), None, &stream)
     }
 
-    /// Somebody else is to do it, and it costs no attempt: for a worker that leaves.
+    /// Returns the job to the queue for another worker, at no cost of an attempt: for a worker that
+    /// leaves.
     ///
     /// # Errors
     /// As [`complete`](Self::complete).
@@ -518,7 +524,8 @@ impl Lease {
         self.answer(AnswerKind::Returned, None, &stream)
     }
 
-    /// Nobody is to do it: the submitter gets [`Error::Rejected`]. Of the reason, 200 bytes.
+    /// Rejects the job: no worker tries it again, and the submitter gets [`Error::Rejected`]. At
+    /// most 200 bytes of the reason are sent.
     ///
     /// # Errors
     /// As [`complete`](Self::complete).
@@ -527,7 +534,7 @@ impl Lease {
         self.answer(AnswerKind::Rejected(reason.into()), None, &stream)
     }
 
-    /// Its deadline has passed before it was begun.
+    /// Reports that the deadline had passed before the job was begun.
     pub(super) fn expire(self) -> Result<()> {
         let stream = self.stream().clone();
         self.answer(AnswerKind::Expired, None, &stream)
@@ -536,7 +543,7 @@ impl Lease {
     fn answer(self, kind: AnswerKind, output: Option<Loan>, stream: &Stream) -> Result<()> {
         let Lease { duty, input } = self;
         let answered = duty.answer(kind, output, stream).map_err(Error::from);
-        // Answered or not, the work on `stream` reads it.
+        // Answered or not, the work on `stream` reads the input.
         let released = input.release_on(stream).map(drop);
         answered.and(released)
     }

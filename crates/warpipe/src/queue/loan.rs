@@ -8,16 +8,16 @@ use crate::tensor::Layout;
 
 use super::wire::{DeliveryTag, check_user};
 
-/// Device memory on loan: of the queue for a job's input ([`Queue::loan`](super::Queue::loan)), or of the worker for
-/// its result ([`Lease::output`](super::Lease::output)). Fill it on a stream, then submit or complete with it on that
-/// stream. Dropped, it goes back: at once, or behind the work on the stream of the last call that took both, also one
-/// that failed.
+/// Device memory on loan: of the queue for a job's input ([`Queue::loan`](super::Queue::loan)), or
+/// of the worker for its result ([`Lease::output`](super::Lease::output)). Fill it on a stream,
+/// then submit or complete with it on that stream. Dropped, it returns at once, or behind the work
+/// on the stream of the last call that took both, even one that failed.
 #[derive(Debug)]
 #[must_use = "a loan that is not used goes back"]
 pub struct Loan {
     pub(super) sample: SampleMut,
     pub(super) metadata: Vec<u8>,
-    /// Of a result: the lease that it is for.
+    /// For a result: the lease that it answers.
     pub(super) lease: Option<DeliveryTag>,
 }
 
@@ -52,7 +52,7 @@ impl Loan {
         self.sample.layout()
     }
 
-    /// A hold on the memory behind it; see [`SampleMut::hold`].
+    /// A hold on the memory of this loan; see [`SampleMut::hold`].
     pub fn hold(&self) -> SlotHold {
         self.sample.hold()
     }
@@ -66,19 +66,20 @@ impl Loan {
         Ok(())
     }
 
-    /// Copies the whole contents from host memory, in the stream's order. `bytes` may be reused at once.
+    /// Copies the whole contents from host memory, in the stream's order. `bytes` may be reused at
+    /// once.
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) unless there are exactly `layout().bytes()` bytes;
-    /// [`Error::Driver`](crate::Error::Driver).
+    /// [`Error::Argument`](crate::Error::Argument) unless there are exactly `layout().bytes()`
+    /// bytes; [`Error::Driver`](crate::Error::Driver).
     pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
         self.sample.write(stream, bytes)
     }
 
-    /// Gives it back unused, once the work enqueued on `stream` so far is done.
+    /// Returns the loan unused, once the work enqueued on `stream` so far is done.
     ///
     /// # Errors
-    /// [`Error::Driver`](crate::Error::Driver); it is back all the same.
+    /// [`Error::Driver`](crate::Error::Driver); the loan is returned all the same.
     pub fn discard(self, stream: &Stream) -> Result<()> {
         self.sample.discard(stream)
     }

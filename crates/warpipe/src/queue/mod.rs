@@ -1,13 +1,15 @@
 //! Units of work: a [`Queue`] of jobs, each done once by one of any number of [`Worker`] processes.
 //!
-//! A job is a tensor in the queue owner's memory. A worker leases it, computes on its own stream, and completes it with
-//! a tensor in its own memory, which is the [`JobResult`]. When a worker dies, hangs or fails, the job goes to another
-//! one; the input is not copied, and the result of each attempt lies in another place, so that whoever comes late
-//! cannot write into a result that was accepted.
+//! A job is a tensor in the queue owner's memory. A worker leases it, computes on its own stream,
+//! and completes it with a tensor in its own memory, which is the [`JobResult`]. When a worker
+//! dies, hangs or fails, the job goes to another worker. The input is not copied. The result of
+//! each attempt lies in other memory, so a late worker cannot write into a result that was
+//! accepted.
 //!
-//! Two links make one worker: the queue publishes jobs and the worker subscribes, the worker publishes answers and the
-//! queue subscribes. Both are the channel's; what is here is bookkeeping of the queue's owner alone ([`job_table`]), what
-//! is written beside the tensors ([`wire`]), and who looks when ([`dispatcher`]).
+//! Two links connect one worker: the queue publishes jobs and the worker subscribes; the worker
+//! publishes answers and the queue subscribes. These modules add the owner's job table
+//! ([`job_table`]), the metadata format ([`wire`]), and the thread that runs the queue
+//! ([`dispatcher`]).
 
 #[cfg(test)]
 mod blocked_driver;
@@ -36,7 +38,7 @@ pub use worker::{Worker, WorkerBuilder};
 use crate::error::Result;
 use crate::ipc::domain::EndpointName;
 
-/// The name under which a worker that says it is `generation` publishes its answers.
+/// The name under which the worker with this `generation` publishes its answers.
 fn results_name(queue: &str, generation: [u8; 16]) -> Result<EndpointName> {
     let [a, b, ..] = [&generation[..8], &generation[8..]]
         .map(|half| half.iter().fold(0u64, |n, &b| n << 8 | u64::from(b)));

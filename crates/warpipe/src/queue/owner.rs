@@ -1,4 +1,4 @@
-//! The queue as its owner holds it.
+//! The public queue: builder and handle.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,13 +25,13 @@ const PREFETCH_MAX: u32 = 256;
 /// In which order [`Queue::next_result`] gives results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// As the jobs were submitted.
+    /// In the order of submission.
     Submission,
-    /// As they are done.
+    /// In the order of completion.
     Completion,
 }
 
-/// What a queue is made with. See [`Queue::builder`].
+/// The options of a queue. See [`Queue::builder`].
 #[derive(Debug, Clone)]
 pub struct QueueBuilder {
     name: String,
@@ -62,7 +62,8 @@ impl QueueBuilder {
         self
     }
 
-    /// How many jobs a worker may hold at once, 1 to 256: 2 by default, so that the next one is there when one is done.
+    /// How many jobs a worker may hold at once, 1 to 256: 2 by default, so that the next job is at
+    /// hand when one is done.
     pub fn prefetch(mut self, jobs: u32) -> Self {
         self.prefetch = jobs;
         self
@@ -74,15 +75,16 @@ impl QueueBuilder {
         self
     }
 
-    /// How long a worker may hold jobs without answering any: then they go to others, its late answers do not count,
-    /// and it gets no new job before it has answered. Time in which the queue's own process stands still does not count.
-    /// `None`, the default, waits for its death.
+    /// How long a worker may hold jobs without answering any. Then they go to other workers, its
+    /// late answers do not count, and it gets no new job before it has answered. Time in which the
+    /// queue's own process is stopped does not count. `None`, the default, waits for the worker's
+    /// death.
     pub fn lease_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.lease_timeout = timeout;
         self
     }
 
-    /// In which order results are given: [`Order::Submission`] by default.
+    /// The order in which results are returned: [`Order::Submission`] by default.
     pub fn order(mut self, order: Order) -> Self {
         self.order = order;
         self
@@ -112,7 +114,8 @@ impl QueueBuilder {
         self
     }
 
-    /// How long a wait polls before it sleeps, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
+    /// How long a wait polls before it sleeps, as
+    /// [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
     pub fn spin(mut self, spin: Duration) -> Self {
         self.spin = Some(spin);
         self
@@ -124,17 +127,18 @@ impl QueueBuilder {
         self
     }
 
-    /// With another name.
+    /// The same options with another name.
     pub(crate) fn named(mut self, name: &str) -> Self {
         self.name = name.to_string();
         self
     }
 
-    /// Takes the name and lets workers in.
+    /// Takes the name and accepts workers.
     ///
     /// # Errors
-    /// [`Error::Name`] (at most 56 bytes: workers' names are longer by 24), [`Error::Argument`] and those of
-    /// [`PublisherBuilder::build`](crate::PublisherBuilder::build). Nothing is left behind.
+    /// [`Error::Name`] (at most 56 bytes: workers' names are longer by 24), [`Error::Argument`] and
+    /// those of [`PublisherBuilder::build`](crate::PublisherBuilder::build). On an error nothing is
+    /// left behind.
     pub fn build(self) -> Result<Queue> {
         self.check()?;
         let domain = self
@@ -145,7 +149,7 @@ impl QueueBuilder {
         let builder = Publisher::builder(&self.name)
             .domain(&domain)
             .policy(Policy::DropNewest)
-            // More than the prefetch: what a late worker has not released takes a place.
+            // More than the prefetch: samples that a late worker has not released occupy entries.
             .depth((2 * self.prefetch).next_power_of_two().max(16))
             .memory_limit(self.memory_limit)
             .loan_timeout(self.submit_timeout)
@@ -196,23 +200,23 @@ impl QueueBuilder {
     }
 }
 
-/// How a queue fares.
+/// The state of a queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QueueState {
     /// Process ids of the workers that can be given jobs.
     pub workers: Vec<i32>,
-    /// Jobs that nobody has leased.
+    /// Jobs that no worker has leased.
     pub waiting: usize,
     /// Jobs that workers hold.
     pub leased: usize,
-    /// Jobs that are done or dead-lettered, and whose outcome was not taken.
+    /// Jobs that are done or dead-lettered and whose outcome was not taken.
     pub finished: usize,
 }
 
 /// Hands jobs to workers, each to one, and gets each one's result once.
 ///
-/// Owned by the process that submits; the inputs lie in its memory. Its methods may be called from any number of
-/// threads.
+/// Owned by the process that submits; the inputs lie in its memory. Its methods may be called from
+/// any number of threads.
 ///
 /// ```
 /// use std::time::Duration;
@@ -244,7 +248,7 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// A queue of this name, to be built.
+    /// A builder for a queue of this name.
     pub fn builder(name: &str) -> QueueBuilder {
         QueueBuilder {
             name: name.to_string(),
@@ -263,12 +267,12 @@ impl Queue {
         }
     }
 
-    /// Its name.
+    /// The name of this queue.
     pub fn name(&self) -> &str {
         self.dispatcher.publisher.name()
     }
 
-    /// Its device.
+    /// The device of this queue.
     pub fn device(&self) -> &Device {
         self.dispatcher.publisher.device()
     }
@@ -276,17 +280,19 @@ impl Queue {
     /// Lends memory for a job's input.
     ///
     /// # Errors
-    /// Those of [`Publisher::loan`](crate::Publisher::loan): inputs come back when their jobs are done.
+    /// Those of [`Publisher::loan`](crate::Publisher::loan): inputs are returned when their jobs
+    /// are done.
     pub fn loan(&self, layout: &Layout) -> Result<Loan> {
         self.dispatcher.publisher.loan(layout).map(Loan::new)
     }
 
-    /// Hands in a job behind the work enqueued on `stream`. Waits for room, not for a worker, nor for the device.
+    /// Submits a job behind the work enqueued on `stream`. Waits for room, but neither for a worker
+    /// nor for the device.
     ///
     /// # Errors
-    /// With the loan to try again with: [`Error::QueueFull`]; [`Error::Timeout`] while another thread's submit is held up
-    /// by the driver (its stream's launch queue is full); for a stream of another device, [`Error::Argument`].
-    /// [`Error::QueueClosed`]; [`Error::Driver`]; [`Error::Forked`].
+    /// With the loan for another attempt: [`Error::QueueFull`]; [`Error::Timeout`] while the driver
+    /// blocks another thread's submit (its stream's launch queue is full); for a stream of another
+    /// device, [`Error::Argument`]. [`Error::QueueClosed`]; [`Error::Driver`]; [`Error::Forked`].
     pub fn submit(&self, input: Loan, stream: &Stream) -> Result<JobHandle, SubmitError> {
         self.submit_before(input, stream, 0, self.dispatcher.options.submit_timeout)
     }
@@ -304,21 +310,23 @@ impl Queue {
         self.submit_before(input, stream, 0, timeout)
     }
 
-    /// Waits until there is room for one more job, at most `timeout`. Submits nothing: another thread may take the room
-    /// first.
+    /// Waits until there is room for one more job, at most `timeout`. Submits nothing: another
+    /// thread may take the room first.
     ///
     /// # Errors
-    /// [`Error::QueueFull`]; [`Error::Timeout`], as [`submit`](Self::submit); [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::QueueFull`]; [`Error::Timeout`], as [`submit`](Self::submit);
+    /// [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
         // A queue that is shut refuses the job itself.
         self.dispatcher.wait_to_submit(timeout, |_| Some(()))
     }
 
-    /// Puts back a result that was taken and not used: its [`JobHandle`], or [`next_result`](Self::next_result), gives it
-    /// again. For a caller that was interrupted.
+    /// Puts back a result that was taken and not used: its [`JobHandle`], or
+    /// [`next_result`](Self::next_result), gives it again. For a caller that was interrupted.
     ///
     /// # Errors
-    /// [`Error::NoSuchJob`] for a result that this queue does not miss; [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::NoSuchJob`] for a result that this queue does not miss; [`Error::QueueClosed`];
+    /// [`Error::Forked`].
     pub fn put_back(&self, result: JobResult) -> Result<()> {
         self.dispatcher.owner_process.check()?;
         let job = result.job();
@@ -341,7 +349,7 @@ impl Queue {
         Ok(self.submit(input, stream)?)
     }
 
-    /// With a deadline that the worker is told.
+    /// With a deadline that is sent to the worker.
     pub(crate) fn submit_before(
         &self,
         input: Loan,
@@ -377,7 +385,7 @@ impl Queue {
             Ok(Err(failed)) => failed,
             Err(error) => SubmitError { error, loan: None },
         };
-        // Nobody has it, and what fills it is on its way.
+        // No worker has the job, and the work that fills the input is enqueued.
         input
             .iter_mut()
             .for_each(|input| input.sample.stay_behind(stream));
@@ -387,11 +395,13 @@ impl Queue {
         })
     }
 
-    /// The next result, in the builder's [`Order`], of a job whose [`JobHandle`] has not taken it. Waits for it.
+    /// The next result, in the builder's [`Order`], of a job whose [`JobHandle`] has not taken it.
+    /// Waits for it.
     ///
     /// # Errors
-    /// [`Error::Timeout`], also when there is no job; [`Error::DeadLettered`] and [`Error::Rejected`], once, in that job's
-    /// place; [`Error::Argument`] for a stream of another device; [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::Timeout`], also when there is no job; [`Error::DeadLettered`] and
+    /// [`Error::Rejected`], once, in that job's place; [`Error::Argument`] for a stream of another
+    /// device; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn next_result(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
         stream.check_of(self.device())?;
         let late = || Error::Timeout {
@@ -420,8 +430,8 @@ impl Queue {
         )
     }
 
-    /// Takes no more jobs, and waits until every one is done or dead-lettered. The outcomes stay to be taken, and the
-    /// workers stay attached, until the queue is dropped.
+    /// Takes no more jobs, and waits until every one is done or dead-lettered. The outcomes stay to
+    /// be taken, and the workers stay attached, until the queue is dropped.
     ///
     /// # Errors
     /// As [`drain`](Self::drain); the queue is shut all the same.
@@ -452,7 +462,7 @@ impl Queue {
             .wait_until(timeout, |table| is_there(table).then_some(Ok(())), late)
     }
 
-    /// How it fares just now.
+    /// The current state.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -477,7 +487,7 @@ impl Queue {
         })
     }
 
-    /// A descriptor that says when looking again is worth it, for an event loop (`eventfd`). See [`QueueWatch`].
+    /// A descriptor (`eventfd`) that tells an event loop when to poll. See [`QueueWatch`].
     ///
     /// # Errors
     /// [`Error::Os`], [`Error::DescriptorLimit`]; [`Error::Forked`].
@@ -514,20 +524,20 @@ impl Drop for Queue {
         if self.dispatcher.owner_process.is_current() {
             self.dispatcher.close();
         } else {
-            // A forked child: the parent's queue is not ours to close.
+            // A forked child must not close the parent's queue.
             std::mem::forget(self.dispatcher.clone());
         }
     }
 }
 
-/// A job that was not taken in, and its input, to try again with.
+/// A job that was not accepted, with its input for another attempt.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct SubmitError {
-    /// Why.
+    /// The reason.
     #[source]
     pub error: Error,
-    /// The input; `None` if the driver failed after a worker had been told of it.
+    /// The input; `None` if the driver failed after a worker had seen the job.
     pub loan: Option<Box<Loan>>,
 }
 

@@ -1,4 +1,5 @@
-//! How a queue finds a worker's answers: a subscriber of its jobs says in its greeting under which name it publishes.
+//! Attaches to the answers of new workers. A worker's `Hello` carries the generation that names its
+//! publisher.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::SeqCst;
@@ -11,18 +12,18 @@ use crate::ipc::Kind;
 use crate::ipc::peer::ProcessId;
 use crate::pubsub::{LinkedSubscriber, Subscriber};
 
-/// The most newcomers that are attached to at once, each on a thread: one that is stopped keeps its own for as long as a
-/// handshake may take, whether it is still there or not.
+/// The most new workers that are attached to at once, each on a thread: a stopped worker occupies
+/// its thread for as long as a handshake may take, even if it has gone.
 pub(super) const ATTACHING_MAX: usize = 16;
 
-/// Workers whose answers have been attached to and who have no session yet.
+/// Workers whose answers have been attached to and that have no session yet.
 #[derive(Debug, Default)]
 pub(super) struct PendingWorkers {
     ready: Mutex<Vec<(LinkedSubscriber, Subscriber)>>,
     attaching: AtomicUsize,
 }
 
-/// One of those [`ATTACHING_MAX`]; when it ends, the next newcomer is looked at.
+/// One of [`ATTACHING_MAX`] slots. When the attach ends, the next new worker is handled.
 struct AttachSlot(Weak<Dispatcher>);
 
 impl Drop for AttachSlot {
@@ -35,7 +36,7 @@ impl Drop for AttachSlot {
 }
 
 impl PendingWorkers {
-    /// Whether another newcomer can be attached to. Asked by one at a time, who has the job table.
+    /// Whether another new worker can be attached to. Called with the job table locked.
     pub(super) fn has_free_slot(&self) -> bool {
         self.attaching.load(SeqCst) < ATTACHING_MAX
     }
@@ -64,8 +65,9 @@ impl PendingWorkers {
 }
 
 impl Dispatcher {
-    /// Attaches to a new worker's answers, on a thread of its own: it may be stopped, and others are not to wait for it.
-    /// To be called when [it has a turn](PendingWorkers::has_free_slot).
+    /// Attaches to a new worker's answers, on a thread of its own: the worker may be stopped, and
+    /// other workers must not wait for it. Called when [a slot is
+    /// free](PendingWorkers::has_free_slot).
     pub(super) fn attach_worker(self: &Arc<Self>, member: LinkedSubscriber) {
         self.pending_workers.attaching.fetch_add(1, SeqCst);
         let (slot, domain) = (AttachSlot(Arc::downgrade(self)), self.domain.clone());
@@ -82,7 +84,7 @@ impl Dispatcher {
                     .device(&device);
                 check_process(builder.handshake_timeout(timeout).build()?, member.process)
             });
-            // Gone meanwhile: what was attached goes, too.
+            // The queue has gone meanwhile: the new link is dropped, too.
             let Some(dispatcher) = slot.0.upgrade() else {
                 return;
             };
@@ -107,7 +109,7 @@ impl Dispatcher {
     }
 }
 
-/// That it is the one who said so, and not somebody who speaks for another.
+/// Checks that the publisher of the answers is the process that subscribes to the jobs.
 fn check_process(subscriber: Subscriber, process: ProcessId) -> Result<Subscriber> {
     match subscriber.publisher_process() {
         Some(found) if found == process => Ok(subscriber),

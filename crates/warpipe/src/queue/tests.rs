@@ -1,4 +1,4 @@
-//! A queue against workers that say what they have no right to, and a worker against such a queue.
+//! A queue against workers that break the protocol, and a worker against such a queue.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::tensor::Layout;
 
 pub(super) const SOON: Duration = Duration::from_secs(10);
 
-/// A domain of one test, and what it works with.
+/// The domain and devices of one test.
 pub(super) struct QueueFixture {
     folder: PathBuf,
     pub(super) domain: Domain,
@@ -75,7 +75,7 @@ impl Drop for QueueFixture {
     }
 }
 
-/// A worker made by hand, which says what it is told.
+/// A worker made by hand, which sends the answers that a test chooses.
 struct FakeWorker<'a> {
     fixture: &'a QueueFixture,
     answers: Publisher,
@@ -118,7 +118,7 @@ impl<'a> FakeWorker<'a> {
             .subscriber_of(ProcessId::own())
             .expect("the queue has attached");
         let empty = self.answers.loan(&Layout::bytes_only(0).unwrap()).unwrap();
-        // The queue may have had enough by now.
+        // The queue may have closed the link by now.
         let _ = empty.send_to(owner, metadata, &self.fixture.stream, None);
     }
 
@@ -126,7 +126,7 @@ impl<'a> FakeWorker<'a> {
         self.say(&Answer { job, number, kind }.encode(b"").unwrap());
     }
 
-    /// Its link has failed, on both ways.
+    /// Its link has failed, in both directions.
     fn is_thrown_out(&mut self) {
         let start = Instant::now();
         loop {
@@ -143,7 +143,8 @@ impl<'a> FakeWorker<'a> {
     }
 }
 
-/// A job that a liar was given, which it breaks its link over, is done by an honest worker after that.
+/// A job that a hostile worker was given, and broke its link over, is then done by a correct
+/// worker.
 fn survives(name: &str, lie: impl FnOnce(&FakeWorker<'_>, DeliveryTag)) {
     let fixture = QueueFixture::new(name);
     let queue = fixture.queue();
@@ -397,7 +398,7 @@ fn the_oldest_job_gets_a_place_although_the_results_behind_it_fill_all_others() 
     assert_eq!(tag.job, jobs[0].id());
     let mut honest = fixture.worker();
     queue.wait_for_workers(2, SOON).unwrap();
-    // Until it is given no more: the slow one's lease is the only one left.
+    // Until it is given no more: the slow worker's lease is the only one left.
     let is_given_more = || {
         let mut guard = queue.dispatcher.lock();
         queue.dispatcher.process_events(&mut guard);
@@ -454,7 +455,7 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
     let mute = Worker::builder("jobs")
         .domain(&fixture.domain)
         .device(&fixture.device);
-    // Memory for one region, and no patience.
+    // Memory for one region, and no timeout.
     let mut mute = mute
         .memory_limit(2 << 20)
         .timeout(Duration::from_millis(20))

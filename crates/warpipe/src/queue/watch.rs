@@ -1,13 +1,13 @@
-//! How an event loop learns that a queue has changed.
+//! Notifies an event loop that a queue has changed.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use crate::runtime::doorbell::LocalDoorbell;
 
-/// A descriptor of one event loop (`eventfd`), readable when something has become of a queue's jobs: then
-/// [`quiet`](Self::quiet) it and look, in this order. It may ring for nothing. Rings as long as it lives, and once more
-/// when the queue ends.
+/// A descriptor of one event loop (`eventfd`), readable when the state of a queue's jobs has
+/// changed: then [`quiet`](Self::quiet) it and poll, in this order. It may ring without a change.
+/// It rings as long as it lives, and once more when the queue ends.
 ///
 /// ```
 /// use std::os::fd::AsFd;
@@ -39,7 +39,7 @@ impl QueueWatch {
         QueueWatch { doorbell }
     }
 
-    /// Takes in what has rung so far.
+    /// Drains the rings so far.
     pub fn quiet(&self) {
         self.doorbell.drain();
     }

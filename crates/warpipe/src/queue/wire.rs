@@ -1,12 +1,12 @@
-//! What is written beside the tensors of jobs and answers: at most 256 bytes of a sample's metadata.
+//! The metadata of jobs and answers: at most 256 bytes beside the tensor of a sample.
 //!
 //! ```text
 //! job     1  job u64  ticket u32  attempt u32  deadline u64   then the user's bytes, at most 200
 //! answer  kind u8  job u64  ticket u32                        then the user's bytes, or a reason
 //! ```
 //!
-//! Little endian. A *ticket* counts how often a job was given out; an answer that names another one than its worker
-//! holds breaks the protocol.
+//! Little endian. A *ticket* counts how often a job was delivered; an answer with a ticket that its
+//! worker does not hold breaks the protocol.
 
 use crate::error::{Error, Result};
 use crate::pubsub::entry::{Metadata, Violation};
@@ -18,20 +18,20 @@ const JOB: u8 = 1;
 const JOB_BYTES: usize = 25;
 const ANSWER_BYTES: usize = 13;
 
-/// A job's place in its queue, as it is told to its worker.
+/// One delivery of a job, as its worker sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DeliveryTag {
     pub(crate) job: u64,
-    /// How often the job has been given out, with this time.
+    /// How often the job has been delivered, this time included.
     pub(crate) number: u32,
-    /// From 1.
+    /// The number of the attempt, from 1.
     pub(crate) attempt: u32,
-    /// `CLOCK_MONOTONIC` nanoseconds after which it is not to be begun; 0 for none.
+    /// `CLOCK_MONOTONIC` nanoseconds after which the job must not be begun; 0 for none.
     pub(crate) deadline_ns: u64,
 }
 
 impl DeliveryTag {
-    /// With the user's bytes behind it.
+    /// Encodes the tag, followed by the user's bytes.
     pub(crate) fn encode(&self, user: &[u8]) -> Result<Metadata> {
         let mut bytes = Vec::with_capacity(JOB_BYTES + user.len());
         bytes.push(JOB);
@@ -43,7 +43,7 @@ impl DeliveryTag {
         Metadata::new(&bytes)
     }
 
-    /// The ticket; the user's bytes begin at [`user_of_job`].
+    /// The tag; the user's bytes begin at [`user_of_job`].
     pub(crate) fn decode(bytes: &[u8]) -> Result<DeliveryTag, Violation> {
         let wrong = || {
             violation(
@@ -83,18 +83,18 @@ pub(crate) fn user_of_answer(bytes: &[u8]) -> &[u8] {
     bytes.get(ANSWER_BYTES..).unwrap_or_default()
 }
 
-/// What became of a lease.
+/// The outcome of a lease.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AnswerKind {
     /// The sample is the result.
     Completed,
-    /// It costs an attempt.
+    /// The attempt failed, and counts.
     Failed(String),
-    /// Not begun, or to be done by somebody else; costs nothing.
+    /// The job was not begun, or is for another worker. The attempt does not count.
     Returned,
-    /// Nobody is to try again.
+    /// The job is not tried again.
     Rejected(String),
-    /// Its deadline had passed.
+    /// The deadline had passed.
     Expired,
 }
 

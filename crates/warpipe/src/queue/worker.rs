@@ -20,7 +20,7 @@ use crate::stream::Stream;
 /// Results of one worker that the queue's owner may have taken and not released.
 const DEPTH: u32 = 64;
 
-/// What a worker is made with. See [`Worker::builder`].
+/// The options of a worker. See [`Worker::builder`].
 #[derive(Debug, Clone)]
 pub struct WorkerBuilder {
     name: String,
@@ -46,20 +46,21 @@ impl WorkerBuilder {
         self
     }
 
-    /// Wait this long for the queue to be there; not at all by default.
+    /// Wait this long for the queue to exist; not at all by default.
     pub fn wait_for_queue(mut self, timeout: Option<Duration>) -> Self {
         self.wait = timeout;
         self
     }
 
-    /// How long [`Worker::lease`] waits for a job, and [`Lease::complete`] for the owner to release earlier results:
-    /// 10 s by default.
+    /// How long [`Worker::lease`] waits for a job, and [`Lease::complete`] for the owner to release
+    /// earlier results: 10 s by default.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// How long a wait polls before it sleeps, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
+    /// How long a wait polls before it sleeps, as
+    /// [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
     pub fn spin(mut self, spin: Duration) -> Self {
         self.spin = Some(spin);
         self
@@ -80,7 +81,9 @@ impl WorkerBuilder {
     /// Finds the queue and attaches.
     ///
     /// # Errors
-    /// [`Error::NoPublisher`] when nobody has the queue; [`Error::OtherKind`] when the name is no queue's; those of a publisher's and a subscriber's building.
+    /// [`Error::NoPublisher`] when the queue does not exist; [`Error::OtherKind`] when the name is
+    /// no queue's; those of [`PublisherBuilder::build`](crate::PublisherBuilder::build) and
+    /// [`SubscriberBuilder::build`](crate::SubscriberBuilder::build).
     pub fn build(self) -> Result<Worker> {
         let domain = self
             .domain
@@ -123,19 +126,21 @@ impl WorkerBuilder {
     }
 }
 
-/// Takes jobs of one queue and answers them. Belongs to one thread at a time; its leases may go anywhere.
+/// Takes jobs of one queue and answers them. Belongs to one thread at a time; its leases may go
+/// anywhere.
 ///
-/// Dropped, it takes no more: jobs that it was given and has not leased go to others as if nothing had been, and those
-/// that are leased can still be answered. For an example see [`Queue`](super::Queue).
+/// Dropped, it takes no more jobs: jobs that it was given and has not leased go to other workers at
+/// no cost of an attempt, and leased jobs can still be answered. For an example see
+/// [`Queue`](super::Queue).
 #[derive(Debug)]
 pub struct Worker {
-    /// Declared first: no more jobs, before the answers end.
+    /// Declared first: the jobs end before the answers.
     jobs: Subscriber,
     results: Arc<ResultPublisher>,
 }
 
 impl Worker {
-    /// A worker for this queue, to be built.
+    /// A builder for a worker of this queue.
     pub fn builder(name: &str) -> WorkerBuilder {
         WorkerBuilder {
             name: name.to_string(),
@@ -159,11 +164,12 @@ impl Worker {
         self.results.queue_pid()
     }
 
-    /// Waits for the next job, as long as the builder's timeout says. `stream` will wait, on the device, until the
-    /// input is complete.
+    /// Waits for the next job, as long as the builder's timeout says. `stream` will wait, on the
+    /// device, until the input is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::QueueGone`]; [`Error::Protocol`]; [`Error::Forked`]; what the device says.
+    /// [`Error::Timeout`]; [`Error::QueueGone`]; [`Error::Protocol`]; [`Error::Forked`]; errors of
+    /// the device.
     pub fn lease(&mut self, stream: &Stream) -> Result<Lease> {
         let timeout = self.jobs.timeout();
         self.lease_timeout(stream, timeout)
@@ -194,7 +200,7 @@ impl Worker {
         }
     }
 
-    /// The next job if there is one.
+    /// The next job, if there is one.
     ///
     /// # Errors
     /// As [`lease`](Self::lease), without the timeout.
@@ -211,7 +217,7 @@ impl Worker {
         }
     }
 
-    /// Checks what the queue wrote; a job whose deadline has passed is answered and not begun.
+    /// Checks the queue's metadata. A job whose deadline has passed is answered and not begun.
     fn begin(&mut self, sample: Sample, stream: &Stream) -> Result<Option<Lease>> {
         let tag = DeliveryTag::decode(sample.metadata()).map_err(|wrong| self.jobs.fail(wrong))?;
         let lease = Lease::new(sample, tag, stream, &self.results);
@@ -232,39 +238,40 @@ impl Worker {
     }
 }
 
-/// For who looks at many queues at once.
+/// For callers that poll many queues at once.
 impl Worker {
     /// Whether [`try_lease`](Self::try_lease) is worth a call; cheap.
     pub(crate) fn may_have_news(&self) -> bool {
         self.jobs.may_have_news()
     }
 
-    /// Whether the queue is asked to ring in [`descriptor`](Self::descriptor).
+    /// Sets whether the queue is asked to ring [`descriptor`](Self::descriptor).
     pub(crate) fn set_asleep(&self, asleep: bool) {
         self.jobs.set_asleep(asleep);
     }
 
-    /// What becomes readable when this end is rung.
+    /// A descriptor that is readable when this end is rung.
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
         self.jobs.descriptor()
     }
 
-    /// Takes in what rang.
+    /// Drains the doorbells.
     pub(crate) fn quiet(&self) {
         self.jobs.quiet();
     }
 }
 
 impl Worker {
-    /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a lease aside for whoever polls it.
+    /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a lease aside for an
+    /// event loop.
     pub fn ring(&self) {
         self.jobs.ring();
     }
 }
 
 impl AsFd for Worker {
-    /// A descriptor that is readable when [`try_lease`](Worker::try_lease) is worth a call; lease until it gives `None`
-    /// before waiting on it.
+    /// A descriptor that is readable when [`try_lease`](Worker::try_lease) is worth a call; lease
+    /// until it gives `None` before waiting on it.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.jobs.as_fd()
     }

@@ -1,4 +1,4 @@
-//! One worker as its queue sees it: the link of its answers, what it has leased, how it ended.
+//! The queue's record of one worker: the link of its answers, its leases, and how it ended.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -7,28 +7,29 @@ use super::wire::{Answer, AnswerKind, DeliveryTag, violation};
 use crate::error::Error;
 use crate::pubsub::{RawSample, Subscriber};
 
-/// After its socket closed without a graceful close, a worker is taken for gone at its proven death, or after this: its
-/// answers cannot come any more, and it can write neither the input nor another's result.
+/// After its socket closed without a graceful close, a worker counts as gone at its proven death,
+/// or after this time: it can no longer answer, and it can write neither the input nor another
+/// worker's result.
 const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Answers taken from one worker before the others have their turn.
+/// The most answers taken from one worker before the others are handled.
 const ANSWERS_PER_TURN: usize = 64;
 
-/// A job given out.
+/// A delivered job.
 #[derive(Debug)]
 pub(super) struct LeaseRecord {
     pub(super) tag: DeliveryTag,
-    /// Where in the worker's ring it was put; `None` while that is under way.
+    /// The position in the worker's ring; `None` during the delivery.
     position: Option<u64>,
     /// By the queue's [clock](super::job_table::JobTable::now), as all times of leases.
     since: Duration,
-    /// It took too long, and the job is somebody else's by now.
+    /// The lease timeout has passed, and the job has been given to another worker.
     pub(super) is_late: bool,
     is_answered: bool,
 }
 
 impl LeaseRecord {
-    /// Whether its time runs.
+    /// Whether the lease timeout applies.
     fn can_expire(&self) -> bool {
         !self.is_late && self.position.is_some()
     }
@@ -43,22 +44,23 @@ pub(super) struct PendingResult {
 
 #[derive(Debug)]
 pub(super) struct WorkerSession {
-    /// The number that the queue's publisher knows the worker by.
+    /// The worker's subscriber id at the queue's publisher.
     pub(super) id: u64,
     pub(super) pid: i32,
     pub(super) subscriber: Subscriber,
     pub(super) leases: Vec<LeaseRecord>,
     pub(super) pending_results: VecDeque<PendingResult>,
-    /// Why no answers come any more, and since when.
+    /// Why no answers come any more, whether the end was graceful, and since when.
     pub(super) end: Option<(String, bool, Instant)>,
-    /// It has said graceful close: what was under way still completes, or its process is proven dead.
+    /// The worker has closed gracefully, so pending data still completes; or its process is proven
+    /// dead.
     has_closed: bool,
-    /// It takes no more jobs.
+    /// The worker takes no more jobs.
     pub(super) is_leaving: bool,
     last_answer: Option<Duration>,
 }
 
-/// What an answer, or its data, means for its job.
+/// The effect of an answer, or of its data, on its job.
 #[derive(Debug)]
 pub(super) enum JobEvent {
     Failed(u64, String),
@@ -88,9 +90,9 @@ impl WorkerSession {
         }
     }
 
-    /// Whether it may be given a job. One that is late with another gets none before it has answered, and results
-    /// that nobody has released take their places, too. The last place is the `oldest` job's: results may be held because
-    /// that one's is to come first.
+    /// Whether the worker may be given a job. A worker that is late with another gets none before
+    /// it has answered, and results that were not released occupy places, too. The last place is
+    /// kept for the `oldest` job: results may be held because its result is to come first.
     pub(super) fn has_capacity(&self, prefetch: u32, oldest: bool) -> bool {
         let (depth, held) = self.subscriber.load();
         !self.is_leaving
@@ -100,7 +102,7 @@ impl WorkerSession {
             && held + self.leases.len() + usize::from(!oldest) < depth
     }
 
-    /// Whether it takes jobs, now or when it has answered others.
+    /// Whether the worker takes jobs, now or when it has answered others.
     pub(super) fn is_open(&self) -> bool {
         !self.is_leaving && self.end.is_none()
     }
@@ -116,19 +118,20 @@ impl WorkerSession {
         self.leases.push(record);
     }
 
-    /// A lease that was under way is there. It may have been answered before.
+    /// Records the position of a delivered lease. The lease may have been answered before.
     pub(super) fn set_position(&mut self, tag: DeliveryTag, position: u64, now: Duration) {
         if let Some(lease) = self.leases.iter_mut().find(|lease| lease.tag == tag) {
             (lease.position, lease.since) = (Some(position), now);
         }
     }
 
-    /// It is not.
+    /// Removes a lease whose delivery failed.
     pub(super) fn remove_lease(&mut self, tag: DeliveryTag) {
         self.leases.retain(|lease| lease.tag != tag);
     }
 
-    /// Since when the oldest lease has made no progress: an answer to one is a sign of life for all.
+    /// Since when the oldest lease has made no progress: an answer to one lease is progress for
+    /// all.
     pub(super) fn oldest_lease(&self) -> Option<Duration> {
         let oldest = self
             .leases
@@ -139,7 +142,7 @@ impl WorkerSession {
         Some(self.last_answer.map_or(oldest, |answer| answer.max(oldest)))
     }
 
-    /// Takes in the answers that have come.
+    /// Receives the answers that have come.
     pub(super) fn receive_answers(&mut self, now: Duration, events: &mut Vec<JobEvent>) {
         for _ in 0..ANSWERS_PER_TURN {
             if self.end.is_some() {
@@ -169,7 +172,7 @@ impl WorkerSession {
         self.end = Some((error.to_string(), is_settled, Instant::now()));
     }
 
-    /// Takes in one answer. What its worker had no right to say ends the link.
+    /// Receives one answer. An illegal answer ends the link.
     fn receive_answer(
         &mut self,
         arrival: RawSample,
@@ -212,7 +215,7 @@ impl WorkerSession {
         self.leases.iter().position(matches)
     }
 
-    /// Looks which results are complete by now.
+    /// Checks which results are complete by now.
     pub(super) fn collect_results(&mut self, events: &mut Vec<JobEvent>) {
         let mut index = 0;
         while index < self.pending_results.len() {
@@ -245,7 +248,7 @@ impl WorkerSession {
         }
     }
 
-    /// The leases that have made no progress for `timeout`: from now on their answers do not count.
+    /// The leases that have made no progress for `timeout`. Their later answers do not count.
     pub(super) fn expire(&mut self, timeout: Duration, now: Duration, events: &mut Vec<JobEvent>) {
         let (last, pid) = (self.last_answer, self.pid);
         for lease in self.leases.iter_mut().filter(|lease| lease.can_expire()) {
@@ -258,7 +261,7 @@ impl WorkerSession {
         }
     }
 
-    /// What it had been given and not taken comes back as if it had not been given.
+    /// Returns a job that the worker was given and had not taken, as if it had not been delivered.
     pub(super) fn undo_delivery(&mut self, position: u64, events: &mut Vec<JobEvent>) {
         let matches = |lease: &LeaseRecord| lease.position == Some(position) && !lease.is_answered;
         if let Some(index) = self.leases.iter().position(matches) {
@@ -269,7 +272,8 @@ impl WorkerSession {
         }
     }
 
-    /// Whether nothing that counts can come any more: it said graceful close, or broke its link, or is proven dead.
+    /// Whether no valid answer can come any more: the worker closed gracefully, broke its link, or
+    /// is proven dead.
     pub(super) fn has_ended(&self) -> bool {
         let Some((_, is_settled, since)) = &self.end else {
             return false;
@@ -279,8 +283,8 @@ impl WorkerSession {
             || (!self.has_closed && since.elapsed() > DISCONNECT_TIMEOUT)
     }
 
-    /// What it leaves undone. What is under way just now, and was not answered before, is for who gives it: for the reason
-    /// that is returned.
+    /// Ends the worker's open leases. A lease whose delivery is in progress, and that was not
+    /// answered before, is left to the delivering thread, with the reason that is returned.
     pub(super) fn abandon_leases(&mut self, events: &mut Vec<JobEvent>) -> Option<String> {
         let why = self
             .end

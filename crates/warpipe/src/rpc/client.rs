@@ -1,4 +1,4 @@
-//! Who asks.
+//! The client: sends requests and waits for replies.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use crate::runtime::reactor::new_generation;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
-/// Names that are tried before it is given up: they are random.
+/// How many random names are tried before building fails.
 const NAME_TRIES: u32 = 8;
 
-/// What a client is made with. See [`Client::builder`].
+/// The options of a client. See [`Client::builder`].
 #[derive(Debug, Clone)]
 pub struct ClientBuilder {
     service: String,
@@ -26,7 +26,7 @@ pub struct ClientBuilder {
 }
 
 impl ClientBuilder {
-    /// The domain to ask in; the environment's by default.
+    /// The domain to use; the environment's by default.
     pub fn domain(self, domain: &Domain) -> Self {
         ClientBuilder {
             options: self.options.domain(domain),
@@ -42,7 +42,8 @@ impl ClientBuilder {
         }
     }
 
-    /// How many servers may die of a request, or fail, before it is dead-lettered: 3 by default.
+    /// How many attempts at a request may fail, by a server's death or answer, before it is
+    /// dead-lettered: 3 by default.
     pub fn max_attempts(self, attempts: u32) -> Self {
         ClientBuilder {
             options: self.options.max_attempts(attempts),
@@ -58,8 +59,8 @@ impl ClientBuilder {
         }
     }
 
-    /// How long a server may hold requests without answering any before they go to another: `None` by default. See
-    /// [`QueueBuilder::lease_timeout`].
+    /// How long a server may hold requests without answering any before they go to another server:
+    /// `None` by default. See [`QueueBuilder::lease_timeout`].
     pub fn lease_timeout(self, timeout: Option<Duration>) -> Self {
         ClientBuilder {
             options: self.options.lease_timeout(timeout),
@@ -91,7 +92,8 @@ impl ClientBuilder {
         }
     }
 
-    /// How long a wait polls before it sleeps, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
+    /// How long a wait polls before it sleeps, as
+    /// [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
     pub fn spin(self, spin: Duration) -> Self {
         ClientBuilder {
             options: self.options.spin(spin),
@@ -99,7 +101,7 @@ impl ClientBuilder {
         }
     }
 
-    /// Takes a name below the service's and lets servers in. There need not be any yet.
+    /// Takes a name below the service's and accepts servers. No server needs to exist yet.
     ///
     /// # Errors
     /// [`Error::Name`] (at most 40 bytes), and the others of [`QueueBuilder::build`].
@@ -126,7 +128,8 @@ impl ClientBuilder {
     }
 }
 
-/// Asks the servers of a service. Its methods may be called from any number of threads.
+/// Sends requests to the servers of a service. Its methods may be called from any number of
+/// threads.
 ///
 /// ```
 /// use std::time::Duration;
@@ -157,7 +160,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client of this service, to be built.
+    /// A builder for a client of this service.
     pub fn builder(service: &str) -> ClientBuilder {
         ClientBuilder {
             service: service.to_string(),
@@ -170,7 +173,7 @@ impl Client {
         &self.service
     }
 
-    /// Its device.
+    /// The device of this client.
     pub fn device(&self) -> &Device {
         self.queue.device()
     }
@@ -183,8 +186,8 @@ impl Client {
         self.queue.loan(layout)
     }
 
-    /// Sends a request behind the work enqueued on `stream`; the reply is to come within `deadline`. No server begins
-    /// with it later.
+    /// Sends a request behind the work enqueued on `stream`; the reply must come within `deadline`.
+    /// No server begins the request later.
     ///
     /// # Errors
     /// [`Error::QueueFull`], with the loan; [`Error::Driver`]; [`Error::Forked`].
@@ -203,8 +206,8 @@ impl Client {
         )
     }
 
-    /// [`request`](Self::request) with the deadline as a moment, in `CLOCK_MONOTONIC` nanoseconds, and another wait for
-    /// room.
+    /// [`request`](Self::request) with the deadline as a point in time, in `CLOCK_MONOTONIC`
+    /// nanoseconds, and another wait for room.
     ///
     /// # Errors
     /// As [`request`](Self::request).
@@ -263,7 +266,7 @@ impl Client {
         self.call(input, stream, deadline)
     }
 
-    /// A descriptor that says when looking again is worth it. See [`Queue::watch`].
+    /// A descriptor that tells an event loop when to poll. See [`Queue::watch`].
     ///
     /// # Errors
     /// Those of [`Queue::watch`].
@@ -271,7 +274,7 @@ impl Client {
         self.queue.watch()
     }
 
-    /// Waits until `count` servers are there.
+    /// Waits until `count` servers are attached.
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::Forked`].
@@ -279,7 +282,7 @@ impl Client {
         self.queue.wait_for_workers(count, timeout)
     }
 
-    /// How its requests fare; its `workers` are the servers.
+    /// The state of its requests; `workers` are the servers.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -288,7 +291,7 @@ impl Client {
     }
 }
 
-/// A request without a reply. Dropped, the request is called off.
+/// A request without a reply. Dropped, the request is cancelled.
 #[derive(Debug)]
 #[must_use = "a request that is dropped is called off"]
 pub struct Pending {
@@ -298,17 +301,19 @@ pub struct Pending {
 }
 
 impl Pending {
-    /// Waits for the reply until the deadline. Its data is complete then; [`JobResult::worker_pid`] is the server's.
+    /// Waits for the reply until the deadline. Its data is complete then; [`JobResult::worker_pid`]
+    /// is the server's.
     ///
     /// # Errors
-    /// [`Error::DeadlinePassed`]; [`Error::Rejected`] by a server; [`Error::DeadLettered`] when all attempts failed;
-    /// [`Error::QueueClosed`] when the client is gone; [`Error::Forked`].
+    /// [`Error::DeadlinePassed`]; [`Error::Rejected`] by a server; [`Error::DeadLettered`] when all
+    /// attempts failed; [`Error::QueueClosed`] when the client is gone; [`Error::Forked`].
     pub fn wait(self, stream: &Stream) -> Result<JobResult> {
         let left = Duration::from_nanos(self.deadline_ns.saturating_sub(now_ns()));
         self.map_error(self.handle.wait(stream, left))
     }
 
-    /// Whether [`wait`](Self::wait) would return at once: the reply is there, or was taken, or the deadline has passed.
+    /// Whether [`wait`](Self::wait) would return at once: the reply is there, or was taken, or the
+    /// deadline has passed.
     ///
     /// # Errors
     /// [`Error::QueueClosed`] when the client is gone; [`Error::Forked`].
@@ -326,7 +331,7 @@ impl Pending {
         self.deadline_ns
     }
 
-    /// The reply if it is there.
+    /// The reply, if it has come.
     ///
     /// # Errors
     /// As [`wait`](Self::wait).
@@ -373,7 +378,7 @@ impl Pending {
 
 impl Drop for Pending {
     fn drop(&mut self) {
-        // If its reply was taken, or the client is gone, there is nothing to call off.
+        // If the reply was taken, or the client is gone, there is nothing to cancel.
         let _ = self.handle.call_off();
     }
 }

@@ -1,4 +1,4 @@
-//! Who answers.
+//! The server: answers the requests of all clients of a service.
 
 mod polled;
 
@@ -27,14 +27,15 @@ use crate::stream::Stream;
 /// The most clients that are attached to at the same time.
 const ATTACHING_MAX: usize = 32;
 
-/// A look at the directory at least this often: a client that could not be attached to is tried again.
+/// The longest time between two scans of the directory: a client that could not be attached to is
+/// tried again.
 const SCAN_INTERVAL: Duration = Duration::from_secs(1);
 
 const ARRIVALS: u64 = 0;
 const DOORBELL: u64 = 1;
 const SCAN_TIMER: u64 = 2;
 
-/// What a server is made with. See [`Server::builder`].
+/// The options of a server. See [`Server::builder`].
 #[derive(Debug, Clone)]
 pub struct ServerBuilder {
     service: String,
@@ -60,7 +61,8 @@ impl ServerBuilder {
         self
     }
 
-    /// How long a wait polls before it sleeps, as [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
+    /// How long a wait polls before it sleeps, as
+    /// [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
     pub fn spin(mut self, spin: Duration) -> Self {
         self.spin = Some(spin);
         self
@@ -72,13 +74,15 @@ impl ServerBuilder {
         self
     }
 
-    /// How long a client may take to let it in: 5 s by default. Others are served meanwhile.
+    /// How long a client may take to accept this server: 5 s by default. Other clients are served
+    /// meanwhile.
     pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
         self.handshake_timeout = timeout;
         self
     }
 
-    /// How long a reply may wait for its client to release earlier ones, and for memory: 10 s by default.
+    /// How long a reply may wait for its client to release earlier ones, and for memory: 10 s by
+    /// default.
     pub fn answer_timeout(mut self, timeout: Duration) -> Self {
         self.answer_timeout = timeout;
         self
@@ -90,10 +94,10 @@ impl ServerBuilder {
         self
     }
 
-    /// Begins to look for clients; there need not be any yet.
+    /// Begins to scan for clients. No client needs to exist yet.
     ///
     /// # Errors
-    /// [`Error::Name`] (at most 40 bytes), [`Error::Domain`], or what the system says.
+    /// [`Error::Name`] (at most 40 bytes), [`Error::Domain`], or an error of the system.
     pub fn build(self) -> Result<Server> {
         EndpointName::new(&format!("{}00000000", client_prefix(&self.service)))?;
         let domain = self
@@ -138,7 +142,7 @@ impl ServerBuilder {
     }
 }
 
-/// Where clients that were attached to on other threads come in.
+/// The results of attaching on other threads.
 #[derive(Debug)]
 struct AttachResults {
     attached: Mutex<Vec<(EndpointName, Result<Worker>)>>,
@@ -152,11 +156,12 @@ struct ClientLink {
     worker: Worker,
 }
 
-/// Answers the requests of all clients of a service, together with the others that do. Belongs to one thread at a time;
-/// its requests may go anywhere. It can be polled: [`AsFd`], [`try_accept`](Self::try_accept). For an example see
-/// [`Client`](super::Client).
+/// Answers the requests of all clients of a service, together with the service's other servers.
+/// Belongs to one thread at a time; its requests may go anywhere. It can be polled: [`AsFd`],
+/// [`try_accept`](Self::try_accept). For an example see [`Client`](super::Client).
 ///
-/// Dropped, it takes no more: what it was sent and has not accepted goes to other servers.
+/// Dropped, it takes no more requests: those that it was sent and has not accepted go to other
+/// servers.
 #[derive(Debug)]
 pub struct Server {
     owner_process: OwnerProcess,
@@ -165,26 +170,26 @@ pub struct Server {
     domain: Domain,
     device: Device,
     clients: Vec<ClientLink>,
-    /// Being attached to.
+    /// Clients that are being attached to.
     attaching: HashSet<EndpointName>,
-    /// Names that nobody holds any more.
+    /// Names without a holder.
     gone: HashSet<EndpointName>,
     /// Names whose links have failed, and when: they are tried again, but not at once.
     failed: HashMap<EndpointName, Instant>,
-    /// The control thread has been asked to clear away what they left, and has not begun.
+    /// The control thread has been asked to remove stale names, and has not begun.
     is_clearing: Arc<AtomicBool>,
     attach_results: Arc<AttachResults>,
     arrivals: Arrivals,
     scan_timer: ScanTimer,
     readable: CloseOnForkFd,
     last_scan: Option<Instant>,
-    /// Whose turn it is.
+    /// The client that is polled first next time.
     next_client: usize,
     next_id: u64,
 }
 
 impl Server {
-    /// A server of this service, to be built.
+    /// A builder for a server of this service.
     pub fn builder(service: &str) -> ServerBuilder {
         ServerBuilder {
             service: service.to_string(),
@@ -208,13 +213,14 @@ impl Server {
         self.clients.len()
     }
 
-    /// Waits for the next request of any client; they take turns. `stream` will wait, on the device, until the input is
-    /// complete. A request whose deadline has passed is not given out. A client that goes, or breaks its link's
-    /// protocol, is let go, and nothing else is touched.
+    /// Waits for the next request of any client; clients are served in turn. `stream` will wait, on
+    /// the device, until the input is complete. A request whose deadline has passed is not
+    /// returned. A client that goes, or breaks its link's protocol, is detached, and no other
+    /// client is affected.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read; [`Error::Argument`] for a stream of another
-    /// device; [`Error::Forked`]; [`Error::Driver`].
+    /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read; [`Error::Argument`] for
+    /// a stream of another device; [`Error::Forked`]; [`Error::Driver`].
     pub fn accept(&mut self, stream: &Stream, timeout: Duration) -> Result<Request> {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;
@@ -251,7 +257,7 @@ impl Server {
         }
     }
 
-    /// One look at each client, beginning with the one whose turn it is.
+    /// Polls each client once, beginning with `next_client`.
     fn poll(&mut self, stream: &Stream) -> Result<Option<Request>> {
         let mut left = self.clients.len();
         while left > 0 && !self.clients.is_empty() {
@@ -283,14 +289,14 @@ impl Server {
         Ok(None)
     }
 
-    /// A client has gone, or its link has failed. Which of the two the next attempt tells.
+    /// A client has gone, or its link has failed. The next attempt shows which of the two.
     fn drop_client(&mut self, index: usize) {
         let ClientLink { name, worker, .. } = self.clients.swap_remove(index);
         let _ = epoll::delete(&self.readable, worker.descriptor());
         self.failed.insert(name, Instant::now());
     }
 
-    /// Looks for new clients, when something new has appeared in the directory or a while has passed.
+    /// Scans for new clients when the directory has changed or the interval has passed.
     fn scan_directory(&mut self) -> Result<()> {
         self.take_attached();
         if self
@@ -319,8 +325,8 @@ impl Server {
         Ok(())
     }
 
-    /// Removes what dead clients left: their names were for once, and nobody will take them again. A name that is held
-    /// stays.
+    /// Removes the names that dead clients left: each name is used once, so no other process takes
+    /// it again. A name that is held stays.
     fn remove_stale_names(&self) {
         let names: Vec<_> = self
             .gone
@@ -331,7 +337,8 @@ impl Server {
         let Ok(reactor) = Reactor::of_process() else {
             return;
         };
-        // One look at a time, however late the control thread is. A name that is still held is tried again with the next.
+        // One removal at a time, however late the control thread is. A name that is still held is
+        // tried again with the next.
         if names.is_empty() || self.is_clearing.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -342,7 +349,8 @@ impl Server {
         }));
     }
 
-    /// Attaches to a client, on a thread of its own: it may be stopped, and others are not to wait for it.
+    /// Attaches to a client, on a thread of its own: the client may be stopped, and other clients
+    /// must not wait for it.
     fn attach(&mut self, name: EndpointName) {
         let builder: WorkerBuilder = Worker::builder(name.as_str())
             .domain(&self.domain)
@@ -371,8 +379,9 @@ impl Server {
         }
     }
 
-    /// Takes in the clients that were attached to. Those that could not be are tried again a while later (an attempt puts
-    /// something new into the directory, and is no reason for the next), unless nobody is there.
+    /// Adds the clients that were attached to. A failed attempt is repeated after a while, unless
+    /// no process holds the name. An attempt itself changes the directory, and that change is no
+    /// reason for the next one.
     fn take_attached(&mut self) {
         if self.attaching.is_empty() {
             return;
@@ -419,10 +428,10 @@ impl Server {
         self.attaching.len()
     }
 
-    /// Sleeps until a client, or the directory, speaks.
+    /// Sleeps until a client rings or the directory changes.
     fn sleep(&mut self, limit: Duration) {
         self.set_asleep(true);
-        // Whatever came before the clients were asked to ring did not.
+        // Requests that came before the clients were asked to ring did not ring.
         if !self.clients.iter().any(|link| link.worker.may_have_news()) {
             self.wait_events(limit);
         }
@@ -446,8 +455,9 @@ impl Server {
     }
 }
 
-/// A request, to be answered: [`reply`](Self::reply), [`reject`](Self::reject), or [`fail`](Self::fail) so that another
-/// server tries. What can be read of it is its [`Lease`]'s. Dropped, it counts as failed.
+/// A request, to be answered: [`reply`](Self::reply), [`reject`](Self::reject), or
+/// [`fail`](Self::fail) so that another server tries. Its input is read through its [`Lease`].
+/// Dropped, it counts as failed.
 #[derive(Debug)]
 #[must_use = "a request that is dropped is a failed attempt"]
 pub struct Request {
@@ -464,12 +474,12 @@ impl Deref for Request {
 }
 
 impl Request {
-    /// The process that asks.
+    /// The process id of the client.
     pub fn client_pid(&self) -> i32 {
         self.client_pid
     }
 
-    /// The lease that it is, for [`Lease::split`].
+    /// The lease of the request, for [`Lease::split`].
     pub fn into_lease(self) -> Lease {
         self.lease
     }
@@ -482,7 +492,8 @@ impl Request {
         self.lease.complete(stream)
     }
 
-    /// Replies with `output`, of [`Lease::output`], once the work enqueued on `stream` is done.
+    /// Replies with `output`, a loan from [`Lease::output`], once the work enqueued on `stream` is
+    /// done.
     ///
     /// # Errors
     /// As [`reply`](Self::reply).
@@ -490,7 +501,8 @@ impl Request {
         self.lease.complete_with(output, stream)
     }
 
-    /// Says no: the client gets [`Error::Rejected`]. Of the reason, 200 bytes.
+    /// Rejects the request: the client gets [`Error::Rejected`]. At most 200 bytes of the reason
+    /// are sent.
     ///
     /// # Errors
     /// As [`reply`](Self::reply).
@@ -498,7 +510,7 @@ impl Request {
         self.lease.reject(reason)
     }
 
-    /// This server cannot: another one tries.
+    /// Fails this attempt: another server tries.
     ///
     /// # Errors
     /// As [`reply`](Self::reply).
@@ -506,7 +518,7 @@ impl Request {
         self.lease.fail(reason)
     }
 
-    /// Another server is to do it, and it costs no attempt: for a server that leaves.
+    /// Returns the request for another server, at no cost of an attempt: for a server that leaves.
     ///
     /// # Errors
     /// As [`reply`](Self::reply).

@@ -1,4 +1,4 @@
-//! A server whose links to living clients fail, or come to nothing.
+//! A server whose links to living clients fail or are never made.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -55,7 +55,7 @@ impl RpcFixture {
         client.request(input, &self.stream, 2 * SOON).unwrap()
     }
 
-    /// Accepts as a poller does, and sleeps on the descriptor alone.
+    /// Accepts as an event loop does, and sleeps on the descriptor alone.
     fn accept_when_rung(&self, server: &mut Server, descriptor: &OwnedFd) -> Request {
         loop {
             if let Some(request) = server.try_accept(&self.stream).unwrap() {
@@ -82,7 +82,7 @@ impl Drop for RpcFixture {
     }
 }
 
-/// What a poller keeps: asked for once, so that nothing but what rings makes it readable.
+/// An event loop's descriptor: requested once, so that only rings make it readable.
 fn descriptor_of(server: &Server) -> OwnedFd {
     server.as_fd().try_clone_to_owned().unwrap()
 }
@@ -116,7 +116,8 @@ fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() 
             .unwrap();
         drop(pending.wait(&fixture.stream).unwrap());
     }
-    // Between a poller's looks another call may wait, and leaves the clients asked to ring.
+    // Between two polls of an event loop another call may wait, and it leaves the clients asked to
+    // ring.
     let pending = fixture.asks(&client);
     server
         .accept(&fixture.stream, SOON)
@@ -153,7 +154,7 @@ fn a_living_client_whose_link_failed_is_attached_to_again() {
     let (mut server, client) = (fixture.server(), fixture.client());
     fixture.serves(&mut server, &client);
     client.queue.expel_all("for a test");
-    // Its end is seen, and nothing else has come.
+    // The end of the client is seen, and nothing else has come.
     while server.clients() > 0 {
         let idle = server.accept(&fixture.stream, Duration::from_millis(1));
         assert!(matches!(idle, Err(Error::Timeout { .. })), "{idle:?}");
@@ -184,7 +185,7 @@ fn a_client_that_has_no_room_is_not_asked_again_at_once() {
     while server.failed_count() == 0 {
         assert!(matches!(accept(&mut server), Err(Error::Timeout { .. })));
     }
-    // Its own attempt has put something new into the directory.
+    // The attempt itself has changed the directory.
     assert!(matches!(accept(&mut server), Err(Error::Timeout { .. })));
     assert_eq!(server.attaching_count(), 0, "it tries as often as it can");
     drop((other, full));

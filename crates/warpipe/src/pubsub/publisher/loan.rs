@@ -1,4 +1,4 @@
-//! A slot on loan: from the publisher's hand to its subscribers, or back.
+//! A slot on loan: filled by the user, then sent to the subscribers or returned.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -18,9 +18,9 @@ use crate::tensor::Layout;
 
 /// A slot on loan. Fill it on a stream, then [`send`](Self::send) it on that stream.
 ///
-/// Dropped without being sent, it returns at once: if kernels may still be writing it, [`discard`](Self::discard)
-/// it on their stream instead. After [`write`](Self::write), or when it could not be sent, it returns once the work
-/// enqueued on those streams is done.
+/// A loan that is dropped without being sent returns at once. If kernels may still be writing it,
+/// [`discard`](Self::discard) it on their stream instead. After [`write`](Self::write), or after a
+/// send that failed, it returns once the work enqueued on those streams is done.
 #[must_use = "a loan that is not sent goes back"]
 pub struct SampleMut {
     pub(in crate::pubsub) core: Arc<PublisherCore>,
@@ -29,9 +29,10 @@ pub struct SampleMut {
     pub(super) address: DevicePtr,
     pub(in crate::pubsub) layout: Layout,
     pub(in crate::pubsub) metadata: Metadata,
-    /// The stream that was given work on it last. Dropped, it returns behind that, and behind those before.
+    /// The stream that last got work on this loan. A dropped loan returns behind this stream and
+    /// `earlier`.
     pub(super) behind: Option<Stream>,
-    /// Further streams that were given work on it: mostly none.
+    /// Further streams that got work on this loan: mostly none.
     pub(super) earlier: Vec<Stream>,
 }
 
@@ -51,15 +52,17 @@ impl SampleMut {
         &self.layout
     }
 
-    /// A hold on the memory behind this slot: it stays mapped in this process while the hold lives, also when the
-    /// sample is sent and the publisher is gone. It gives no right to write: that ends with the loan.
+    /// A hold on the memory behind this slot: it stays mapped in this process while the hold lives,
+    /// even after the sample is sent and the publisher is gone. It gives no right to write: that
+    /// right ends with the loan.
     pub fn hold(&self) -> SlotHold {
         self.core
             .hold(self.slot.expect("a loan has its slot until it is consumed"))
     }
 
-    /// Tells, at any time later, whether the slot is free again: nobody is going to read it, and the streams of all who
-    /// did are past it. For who sends a name of other memory, which must stay as long.
+    /// A handle that reports, at any later time, whether the slot is free again: no subscriber is
+    /// going to read it, and the streams of all its readers are past it. Use this to keep memory
+    /// alive that the payload refers to.
     ///
     /// ```
     /// # use warpipe::{Device, Domain, Publisher};
@@ -88,12 +91,13 @@ impl SampleMut {
         Ok(())
     }
 
-    /// Copies the slot's whole contents from host memory, in the stream's order. `bytes` may be reused at once.
+    /// Copies the slot's whole contents from host memory, in the stream's order. `bytes` may be
+    /// reused at once.
     ///
     /// # Errors
-    /// [`Error::Argument`] unless there are exactly `layout().bytes()` bytes and the stream is one of the publisher's
-    /// device; [`Error::Timeout`] when too much is on its way behind streams that stand still;
-    /// [`Error::Driver`].
+    /// [`Error::Argument`] unless there are exactly `layout().bytes()` bytes and the stream is one
+    /// of the publisher's device; [`Error::Timeout`] when too much is on its way behind streams
+    /// that stand still; [`Error::Driver`].
     pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
         check_length(&self.layout, bytes)?;
         self.core.owner_process.check()?;
@@ -102,27 +106,28 @@ impl SampleMut {
             return Ok(());
         }
         self.stay_behind(stream);
-        // SAFETY: the stream is live; the slot is this loan's alone and as long as the layout, and stays so until
-        // the stream has passed this copy (`send` and `discard` say when).
+        // SAFETY: the stream is live; the slot is this loan's alone and as long as the layout, and
+        // stays so until the stream has passed this copy (`send` and `discard` say when).
         unsafe { stream.upload(self.address, bytes) }
     }
 
     /// Hands the tensor to every subscriber, behind the work enqueued on `stream` so far
-    /// (`cuStreamBatchMemOp`), and behind what [`write`](Self::write) enqueued on others. Returns its sequence number,
-    /// from 1. Does not wait for the device.
+    /// (`cuStreamBatchMemOp`), and behind what [`write`](Self::write) enqueued on others. Returns
+    /// its sequence number, from 1. Does not wait for the device.
     ///
     /// # Errors
-    /// Gives the loan back inside the error, and nobody has got the sample: [`Error::Timeout`] or [`Error::Full`]
-    /// by the subscribers' [`Policy`](crate::Policy), [`Error::Argument`] for a stream of another device than the publisher's,
-    /// [`Error::Forked`]. When the driver itself fails ([`Error::Driver`]) there is
-    /// no loan to give back: subscribers are told that the sample is lost. While another thread's send of the same
-    /// publisher is held up by the driver (its stream's launch queue is full), `Timeout` after 10 s.
+    /// The error contains the loan, and no subscriber has got the sample: [`Error::Timeout`] or
+    /// [`Error::Full`] by the subscribers' [`Policy`](crate::Policy), [`Error::Argument`] for a
+    /// stream of another device than the publisher's, [`Error::Forked`]. When the driver itself
+    /// fails ([`Error::Driver`]) the error contains no loan: subscribers see that the sample is
+    /// lost. While another thread's send of the same publisher is held up by the driver (its
+    /// stream's launch queue is full), `Timeout` after 10 s.
     pub fn send(self, stream: &Stream) -> Result<u64, SendError> {
         self.send_within(stream, None)
     }
 
-    /// [`send`](Self::send) with another wait for room, and for another thread's send: `timeout` takes the place of that
-    /// of [`Policy::Block`](crate::Policy::Block), and of the 10 s.
+    /// [`send`](Self::send) with another wait for room, and for another thread's send: `timeout`
+    /// replaces the timeout of [`Policy::Block`](crate::Policy::Block), and of the 10 s.
     ///
     /// # Errors
     /// As [`send`](Self::send).
@@ -144,7 +149,7 @@ impl SampleMut {
         sent.map_err(|unsent| self.unsent(slot, unsent, stream))
     }
 
-    /// Puts `stream` behind the other streams that were given work on the loan.
+    /// Makes `stream` wait for the other streams that got work on the loan.
     #[inline]
     pub(in crate::pubsub) fn gather(&self, stream: &Stream) -> Result<(), SendFailure> {
         stream
@@ -161,8 +166,9 @@ impl SampleMut {
             .map_err(SendFailure::BeforePublish)
     }
 
-    /// Dropped from here on, it returns behind the work on `stream`, which may be writing it: who gives a loan and a
-    /// stream to a call that fails has no other chance to say so.
+    /// Notes that the work on `stream` may be writing the slot, so that a dropped loan returns
+    /// behind it. A caller that passes a loan and a stream to a failing call has no other way to
+    /// say so.
     pub(crate) fn stay_behind(&mut self, stream: &Stream) {
         let is_known = |known: &Stream| known.is_same(stream);
         if self.behind.as_ref().is_some_and(is_known) || stream.check_of(&self.core.device).is_err()
@@ -199,8 +205,9 @@ impl SampleMut {
     /// Gives the slot back unsent, once the work enqueued on `stream` so far is done.
     ///
     /// # Errors
-    /// [`Error::Driver`]: the slot is back as soon as the stream is known to have done that work.
-    /// [`Error::Argument`] for a stream of another device: the slot is back as if the loan were dropped.
+    /// [`Error::Driver`]: the slot is back once the stream is known to have done that work.
+    /// [`Error::Argument`] for a stream of another device: the slot is back as if the loan were
+    /// dropped.
     pub fn discard(mut self, stream: &Stream) -> Result<()> {
         self.core.owner_process.check()?;
         let foreign = stream.check_of(&self.core.device);
@@ -217,7 +224,7 @@ impl SampleMut {
     }
 }
 
-/// Tells when a slot is free again. See [`SampleMut::returned`].
+/// Reports when a slot is free again. See [`SampleMut::returned`].
 #[derive(Debug, Clone)]
 pub struct SlotReturn {
     pub(in crate::pubsub) core: Weak<PublisherCore>,
@@ -227,10 +234,11 @@ pub struct SlotReturn {
 }
 
 impl SlotReturn {
-    /// Whether it is. Looks, and does not wait.
+    /// Whether the slot is free again. Does not wait.
     ///
     /// # Errors
-    /// [`Error::PublisherGone`] when the publisher was dropped before: nobody is left to know. [`Error::Forked`].
+    /// [`Error::PublisherGone`] when the publisher was dropped before: the answer is no longer
+    /// known. [`Error::Forked`].
     pub fn is_back(&self) -> Result<bool> {
         self.owner_process.check()?;
         let pid = std::process::id() as i32;
@@ -267,13 +275,14 @@ impl Drop for SlotHold {
             return;
         };
         if !self.owner_process.is_current() {
-            // A forked child: the parent's mapping is not ours to give up.
+            // A forked child must not unmap the parent's region.
             return std::mem::forget(region);
         }
         if Arc::strong_count(&region) > 1 {
             return;
         }
-        // The publisher has gone and this is the last hold: as there, our own streams first have to be past it.
+        // The publisher is gone and this is the last hold. As in the publisher's `close`, the
+        // streams of this process have to be past the region first.
         let (streams, mut fence) = (self.streams.clone(), None);
         self.reactor.drop_after(move || {
             let _held = &region;
@@ -285,7 +294,7 @@ impl Drop for SlotHold {
 impl Drop for SampleMut {
     fn drop(&mut self) {
         if self.core.owner_process.is_current() {
-            // Without a fence it comes back all the same, later.
+            // Without a fence the slot still returns, later.
             let _ = self.give_back();
         }
     }
@@ -312,14 +321,14 @@ pub(super) fn check_length(layout: &Layout, bytes: &[u8]) -> Result<()> {
     ))
 }
 
-/// A send that did not happen, and the loan, to try again with.
+/// A send that failed, with the loan for another attempt.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct SendError {
-    /// Why.
+    /// The reason.
     #[source]
     pub error: Error,
-    /// What was to be sent; `None` if the driver failed after subscribers had been told of it.
+    /// The loan; `None` if the driver failed after the sample was announced to subscribers.
     pub sample: Option<Box<SampleMut>>,
 }
 

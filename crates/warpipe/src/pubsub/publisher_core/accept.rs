@@ -1,5 +1,5 @@
-//! What the control thread does for a publisher: it lets subscribers in, reads their sockets, sees them go and frees what
-//! they held.
+//! The control thread's work for a publisher: accepts subscribers, reads their sockets, detects
+//! their ends and frees the slots they held.
 
 use super::*;
 use crate::backend::DeviceId;
@@ -8,8 +8,9 @@ use crate::ipc::limits::eviction_candidate;
 use crate::shm::segment::OpenError;
 
 impl PublisherCore {
-    /// Takes in those who connect, some at a time. Without descriptors left, connections wait in the backlog: the
-    /// listener stays readable, and only the next tick looks at it again.
+    /// Accepts connections, a limited number at a time. When descriptors run out, connections wait
+    /// in the backlog: the listener stays readable, so it is watched again only after the next
+    /// tick.
     fn accept(&self) -> Next {
         use rustix::net::{SocketFlags, accept_with};
         for _ in 0..ACCEPTED_AT_ONCE {
@@ -46,7 +47,7 @@ impl PublisherCore {
         }
     }
 
-    /// Looks who is there, before a byte is read, and waits for its `Hello`.
+    /// Checks the peer's credentials before a byte is read, and waits for its `Hello`.
     fn begin_handshake(&self, socket: Arc<PeerSocket>) {
         let peer = match Peer::of(socket.as_fd(), &self.name) {
             Ok(peer) => peer,
@@ -62,7 +63,8 @@ impl PublisherCore {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         if pending_handshakes.len() >= HANDSHAKES_MAX {
-            // Evicts the oldest connection without a message, so idle peers cannot exhaust the limit.
+            // Evicts the oldest connection without a message, so idle peers cannot exhaust the
+            // limit.
             let crowd = pending_handshakes
                 .iter()
                 .map(|(id, handshake)| (*id, handshake.peer.uid));
@@ -152,7 +154,8 @@ impl PublisherCore {
         Next::Stop
     }
 
-    /// Leaves the making of a link to the control thread: registering memory is the driver's and may take its time.
+    /// Leaves the making of a link to the control thread: registering memory is a driver call and
+    /// may take long.
     fn attach_soon(
         &self,
         id: u64,
@@ -237,7 +240,7 @@ impl PublisherCore {
         }
     }
 
-    /// A link's socket speaks.
+    /// A link's socket is readable.
     fn on_socket<'a>(&'a self, mut state: MutexGuard<'a, PublisherState>, id: u64) -> Next {
         for _ in 0..MESSAGES_AT_ONCE {
             let Some(link) = state.find(id) else {
@@ -279,7 +282,8 @@ impl PublisherCore {
         Next::Keep
     }
 
-    /// Gives a link samples from here on, if its segment could be registered; those of the history first.
+    /// Sends samples to a link from here on, those of the history first, if its segment could be
+    /// registered.
     fn go_live<'a>(
         &'a self,
         mut state: MutexGuard<'a, PublisherState>,
@@ -300,7 +304,7 @@ impl PublisherCore {
             Ok(()) => {
                 link.phase = LinkPhase::Joining;
                 state.joiners.push_back(id);
-                // Whoever sends just now lets it in when that is done.
+                // The thread that is sending now makes the link live when it has finished.
                 if !state.is_sending {
                     self.replay(&mut state);
                 }
@@ -312,14 +316,15 @@ impl PublisherCore {
         state
     }
 
-    /// It does no more, whenever its socket comes to its end: what it said before is in there.
+    /// The peer is suspect: it writes no more, and all its earlier messages are in the socket,
+    /// which ends after them.
     fn on_suspect(&self, id: u64) -> Next {
         let _ = (0..FINAL_READS_MAX).all(|_| self.on_socket(self.lock(), id) == Next::Keep);
         self.on_end(&mut self.lock(), id);
         Next::Stop
     }
 
-    /// The socket has closed: a leaver is done with it, anybody else is suspect from now on.
+    /// The socket has closed: a leaving subscriber is finished, any other is suspect from now on.
     fn on_end(&self, state: &mut PublisherState, id: u64) {
         if let Some(link) = state.find(id)
             && matches!(
@@ -334,8 +339,8 @@ impl PublisherCore {
         self.ring();
     }
 
-    /// Proven dead: nothing of that process can touch memory any more, so all that it held is free as soon as
-    /// this process's own streams are done with it.
+    /// The peer is proven dead: no part of that process can access memory any more, so all slots
+    /// that it held are free once this process's own streams are past them.
     fn on_death(&self, state: &mut PublisherState, id: u64) -> Next {
         if let Some(link) = state.find(id) {
             link.ring.receiver_is_dead();
@@ -347,7 +352,7 @@ impl PublisherCore {
         Next::Stop
     }
 
-    /// Forgets the leavers that have released everything.
+    /// Removes the leaving links that have released everything.
     fn reap_links(&self, state: &mut PublisherState) {
         self.reclaim(state, true);
         let is_done = |o: &mut SubscriberLink| {
@@ -367,10 +372,10 @@ impl PublisherCore {
         }
     }
 
-    /// Lets a link's memory go once this process's streams are past it, and what is being sent has been.
+    /// Drops a link's memory once this process's streams are past it and the current send is over.
     fn drop_link(&self, state: &mut PublisherState, mut link: SubscriberLink) {
         link.registrations.clear();
-        // The segment alone: what waits for a stream must not keep descriptors.
+        // The segment alone: a deferred drop that waits for a stream must not keep descriptors.
         let segment = link.ring.segment().clone();
         state.due.retain(|due| !Arc::ptr_eq(&due.segment, &segment));
         drop(link);
@@ -384,7 +389,8 @@ impl PublisherCore {
         });
     }
 
-    /// Frees what a dead subscriber held once this process's streams are past it, whatever it left in its words.
+    /// Frees the slots of a dead subscriber once this process's streams are past them, whatever
+    /// values it left in its words.
     fn free_soon(&self, id: u64) {
         let (core, mut past) = (self.this.clone(), self.past_signals());
         self.reactor.drop_after(move || {
@@ -403,8 +409,8 @@ impl PublisherCore {
         });
     }
 
-    /// Tells when every signal of a link that gets no more samples has been executed: of the sends until now, too, that
-    /// have told their streams nothing yet.
+    /// Returns a check whether every signal of a link that gets no more samples has been executed.
+    /// This covers sends that began before now and have not enqueued their signals yet.
     fn past_signals(&self) -> impl FnMut() -> bool + Send + 'static {
         let (turns, streams, mut fence) = (self.turns.clone(), self.streams.clone(), None);
         let turn = turns.last();
@@ -458,7 +464,7 @@ impl EventSource for PublisherCore {
         self.quota.release_closed();
         self.claim.listener.look();
         self.listen_again();
-        // Looked at with every tick.
+        // Checked with every tick.
         let late = |clock: &Uptime| clock.ran() > self.options.handshake_timeout;
         self.pending_handshakes
             .lock()
@@ -476,7 +482,7 @@ impl EventSource for PublisherCore {
             link.check_heartbeat();
         }
         self.poll_replays(&mut state);
-        // What this process had no room for when the memory grew.
+        // Repeats announcements for which this process lacked resources when the memory grew.
         let _ = state.announce(&self.name);
         self.evict_stalled(&mut state);
         self.reap_links(&mut state);

@@ -1,10 +1,11 @@
-//! How a sender waits for room: it looks, then sleeps until a reader rings.
+//! How a sender waits for room: it polls, then sleeps until a reader wakes it.
 
 use super::send_turn::SendTurnWait;
 use super::*;
 
 impl PublisherCore {
-    /// Waits until every recipient that may not miss a sample has room for one, and nobody else sends. Takes the turn.
+    /// Waits until every recipient that may not miss a sample has room for one and no other thread
+    /// sends. Takes the send turn.
     pub(super) fn make_room(&self, to: Recipients) -> Result<SendTurn<'_>> {
         self.make_room_within(to, None)
     }
@@ -12,7 +13,7 @@ impl PublisherCore {
     /// Waits at most `timeout` until a send would not have to wait. Sends nothing.
     pub(in crate::pubsub) fn wait_for_room(&self, to: Recipients, timeout: Duration) -> Result<()> {
         match self.make_room_within(to, Some(timeout)) {
-            // A policy that fails is the send's to apply.
+            // A policy that fails is applied by the send itself.
             Ok(_) | Err(Error::Full { .. }) => Ok(()),
             Err(error) => Err(error),
         }
@@ -42,7 +43,7 @@ impl PublisherCore {
                 });
             }
             to.check(&self.name, &mut state)?;
-            // Whether there is room does not depend on what has been reclaimed.
+            // Room does not depend on which slots have been reclaimed.
             let Some(full) = state.first_full(to) else {
                 return Ok(SendTurn::begin(self, state));
             };
@@ -71,8 +72,9 @@ impl PublisherCore {
         }
     }
 
-    /// Sleeps until a subscriber that `concerns` us releases something, a link changes, or a slice of `left` has
-    /// passed. Nobody else is asked to ring: that is a system call for each release of each subscriber.
+    /// Sleeps until a subscriber that `concerns` selects releases a sample, a link changes, or a
+    /// slice of `left` has passed. No other subscriber is asked to wake this process: each wake-up
+    /// costs a system call per release.
     pub(super) fn wait_for_release<'a>(
         &'a self,
         mut state: MutexGuard<'a, PublisherState>,
@@ -82,7 +84,8 @@ impl PublisherCore {
     ) -> MutexGuard<'a, PublisherState> {
         let pause = backoff.step();
         if pause.is_zero() {
-            // The next release is mostly a moment away, and going to sleep is dearer than that.
+            // The next release usually comes within moments, and sleeping costs more than polling
+            // for it.
             drop(state);
             (0..4).for_each(|_| std::hint::spin_loop());
             return self.lock();
@@ -93,10 +96,11 @@ impl PublisherCore {
             .iter()
             .filter(|link| concerns(link))
             .for_each(|link| link.set_asleep(true));
-        // Whatever was released before the flags went up did not ring.
+        // Releases before the `asleep` flags were set caused no wake-up.
         self.reclaim(&mut state, true);
         if state.freed_count() == before {
-            // A device that completes a release cannot ring: while one is due, look again soon.
+            // A device that completes a release cannot ring the doorbell: while such a release is
+            // due, the next poll comes soon.
             let completion_wait = || state.links.iter().filter(|link| concerns(link));
             let device_owes =
                 !state.arena.is_quiet() || completion_wait().any(SubscriberLink::device_owes);
@@ -112,8 +116,9 @@ impl PublisherCore {
         state
     }
 
-    /// Sleeps until a subscriber or the reactor rings, and takes in what rang: with many subscribers, to ask all
-    /// of them would cost more than the rest of a send. What rings later makes the next sleep a short one.
+    /// Sleeps until a subscriber or the reactor rings, and drains only the doorbells that rang:
+    /// with many subscribers, polling all of them would cost more than the rest of a send. A
+    /// doorbell that rings later makes the next sleep short.
     fn sleep(&self, peer_doorbells: &[Arc<PeerDoorbell>], limit: Duration) {
         let open: Vec<&PeerDoorbell> = peer_doorbells
             .iter()

@@ -1,8 +1,8 @@
-//! What late joiners get first.
+//! The samples that late subscribers get first.
 //!
-//! The control thread lets them in, so no stream is given work for it: a sample that is complete is ready at once, and the
-//! `ready` of any other is stored by the CPU when the sample's own fence word says that it is complete. Nobody else
-//! writes that word.
+//! The control thread admits late subscribers, so no stream is given work for them: a sample that
+//! is complete is ready at once, and the `ready` of any other is stored by the CPU when the
+//! sample's own fence word says that it is complete. Nothing else writes that `ready` word.
 
 use super::*;
 use crate::pubsub::entry::Completion;
@@ -14,18 +14,19 @@ pub(super) struct PendingReplay {
     pub(super) segment: Arc<Segment>,
     position: u64,
     slot: SlotId,
-    /// What the slot's word says once the sample is complete.
+    /// The value of the slot's fence word once the sample is complete.
     fence: u64,
 }
 
 impl PublisherCore {
-    /// Whether what was sent may be given to others later, so that each slot has its own word signalled.
+    /// Whether sent samples may be given to other subscribers later, so that each slot has its own
+    /// fence word signalled.
     pub(super) fn sends_again(&self) -> bool {
         self.options.history > 0 || self.options.observer.is_some()
     }
 
-    /// Gives those who wait for it the history; from then on they get what is sent. Not while somebody sends: the sample that
-    /// is on its way is part of it.
+    /// Gives the history to the links that wait for it; from then on they get new samples. Not
+    /// called while a thread sends: the sample being sent belongs to the history.
     pub(super) fn replay(&self, state: &mut PublisherState) {
         let PublisherState {
             arena,
@@ -55,7 +56,8 @@ impl PublisherCore {
                 };
                 let (fence, segment) = (arena.fence_of(slot), link.ring.segment().clone());
                 if is_lost {
-                    // It keeps its place, or a subscriber that must see every number would miss one.
+                    // The lost sample keeps its place, because a subscriber that must see every
+                    // number would otherwise miss one.
                     ring::give_up(&segment, position);
                 }
                 if is_lost || self.fence_words.word(slot as usize).reached(fence) {
@@ -69,7 +71,8 @@ impl PublisherCore {
                     });
                 }
                 arena.hold(slot);
-                // A late joiner's own word follows the slot's: should this process be killed in between, the slot's counts.
+                // The `ready` word of a late subscriber follows the slot's fence word: if this
+                // process is killed in between, the fence word decides.
                 let completion = Some(Completion {
                     word: slot,
                     value: fence,
@@ -95,8 +98,9 @@ impl PublisherCore {
         }
     }
 
-    /// Stores what is due and has come, and says whether that is all. The fence thread asks for it, and the tick, in case that the
-    /// driver holds up the fence thread. CPU stores alone.
+    /// Stores the `ready` words that are due and whose samples are complete, and returns whether
+    /// none is left. The fence thread calls this, and so does the tick in case the driver blocks
+    /// the fence thread. Uses CPU stores alone.
     pub(super) fn poll_replays(&self, state: &mut PublisherState) -> bool {
         state.due.retain(|due| {
             let is_complete = self.fence_words.word(due.slot as usize).reached(due.fence);

@@ -1,12 +1,13 @@
-//! A sample's way out: a place on each link, the entries, the signals that complete it, and what is undone when they fail.
+//! How a sample is sent: a place on each link, the entries, the signals that complete it, and the
+//! undoing when they fail.
 
 use super::*;
 use crate::pubsub::ring;
 use crate::shm::segment::Segment;
 
 impl PublisherCore {
-    /// Sends what lies in `slot` to every subscriber, behind the work enqueued on `stream`. `limit` replaces the timeout
-    /// of the subscribers' policies, and that of the turn.
+    /// Sends the contents of `slot` to every subscriber, behind the work enqueued on `stream`.
+    /// `limit` replaces the timeout of the subscribers' policies and the timeout of the send turn.
     pub(in crate::pubsub) fn send(
         &self,
         slot: SlotId,
@@ -25,7 +26,8 @@ impl PublisherCore {
         Ok(sequence)
     }
 
-    /// Takes note of a stream, and refuses one that must not be given work. First the one, which may ask other streams.
+    /// Records the stream, and refuses one that must not be given work. Recording comes first,
+    /// because it may query other streams.
     #[inline]
     pub(super) fn admit(&self, stream: &Stream) -> Result<(), SendFailure> {
         self.owner_process
@@ -38,9 +40,11 @@ impl PublisherCore {
             .map_err(SendFailure::BeforePublish)
     }
 
-    /// Tells the recipients of what lies in `slot`, and enqueues on `stream` what completes it. The caller's hold on the
-    /// slot stays, unless subscribers had been told when it failed. The stream has been noted before the turn, which may ask
-    /// other streams, which a full launch queue holds up; and then found to be usable, in the same call.
+    /// Announces the contents of `slot` to the recipients, and enqueues on `stream` the signals
+    /// that complete it. The caller's hold on the slot stays, unless the failure came after the
+    /// announcement. The stream is recorded before the turn, because recording may query other
+    /// streams, which a full launch queue blocks. The same call then checks that the stream is
+    /// usable.
     pub(super) fn deliver(
         &self,
         turn: &mut SendTurn<'_>,
@@ -52,12 +56,13 @@ impl PublisherCore {
     ) -> Result<u64, SendFailure> {
         self.prepare(turn, slot, to);
         let ops = std::mem::take(&mut turn.ops);
-        // SAFETY: the words lie in link segments and the fence words, which are let go only when this turn is over and this
-        // stream, noted by the caller, is proven to be past them (`close`, `drop_link`).
+        // SAFETY: the words lie in link segments and the fence words, which are dropped only when
+        // this turn is over and this stream, recorded by the caller, is proven to be past them
+        // (`close`, `drop_link`).
         let enqueue =
             |turn: &mut SendTurn<'_>| turn.unlocked(|| unsafe { stream.batch_at_once(&ops) });
-        // It is `ready` that orders the devices, so the entries may be out before the driver is asked: a subscriber on
-        // another core enqueues its wait and its kernels meanwhile.
+        // `ready` orders the devices, so the entries may be published before the driver call: a
+        // subscriber on another core enqueues its wait and its kernels meanwhile.
         let early = self.signals_first(turn).then(|| enqueue(turn));
         let sequence = self.tell(turn, slot, layout, metadata);
         let enqueued = early.unwrap_or_else(|| enqueue(turn));
@@ -65,13 +70,15 @@ impl PublisherCore {
         if enqueued.is_err() {
             self.mark_lost(turn, slot, stream);
         } else if turn.arena.is_sole(slot) {
-            // Every recipient has left since the signals were made: no reader's word says when the stream is past the slot.
+            // Every recipient has left since the signals were made: no reader's word says when the
+            // stream is past the slot.
             turn.arena.hold(slot);
             self.once_past(std::slice::from_ref(stream), move |core| {
                 core.lock().arena.release(slot)
             });
         }
-        // Only now: a wake-up costs as much as many signals, and who wakes finds the words of the host's streams stored.
+        // Only now: a wake-up costs as much as many signals, and a woken subscriber finds the words
+        // of host streams stored.
         turn.wake_sleepers();
         enqueued
             .map(|()| sequence)
@@ -80,21 +87,24 @@ impl PublisherCore {
 
     /// Whether the signals must, or should, be enqueued before the entries are out.
     ///
-    /// They must for a subscriber in this process: the streams of one context share a few hardware queues, and a wait
-    /// that gets into one ahead of its own signal is never over. They should on the host, where there is no driver to
-    /// wait for: an entry that is ready from the first goes to the reader's cache once, and not there and back again.
+    /// They must for a subscriber in this process: the streams of one context share a few hardware
+    /// queues, and a wait that gets into one ahead of its own signal never ends. They should on the
+    /// host, where there is no driver to wait for: an entry that is ready from the start moves to
+    /// the reader's cache once, without a second transfer.
     fn signals_first(&self, state: &PublisherState) -> bool {
         let is_host = self.device.info().id.kind == DeviceKind::Host;
         is_host || state.is_any_local
     }
 
-    /// Finds the places of one sample, and leaves the signals that complete it in `state.ops`. To be followed by
-    /// [`tell`](Self::tell), whatever comes of the signals: a word that is reached must not meet another sample.
+    /// Finds the places of one sample, and leaves the signals that complete it in `state.ops`. A
+    /// call of [`tell`](Self::tell) must follow even if the signals fail: a word that is reached
+    /// must not meet another sample.
     fn prepare(&self, state: &mut PublisherState, slot: SlotId, to: Recipients) {
         state.place(to);
-        // Without a reader's word that says when the slot is done, its own word on the fence words does. So it does beside that
-        // of another user's reader, who can write `ready` and `released` as if sender and receiver had: for the price of a
-        // second operation on the device. A reader of this user could as well write this process's memory.
+        // Without a reader's word that says when the slot is done, its fence word does. The fence
+        // word is also signalled beside the word of another user's reader, which can write `ready`
+        // and `released` as if sender and receiver had; that costs a second device operation. A
+        // reader of this user could write this process's memory anyway.
         if self.sends_again() || state.places.is_empty() || state.is_any_foreign {
             let value = self.next_fence();
             state.arena.fence(slot, value);
@@ -139,7 +149,7 @@ impl PublisherCore {
                     *is_any_asleep |= link.publish(place.position, slot, &description);
                     place.is_published = true;
                 }
-                // It has left since its place was found, and gets nothing more.
+                // The link has left since its place was found, and gets no more samples.
                 Some(link) => link.ring.forgo(place.position),
                 None => {}
             }
@@ -151,9 +161,9 @@ impl PublisherCore {
         sequence
     }
 
-    /// Ends a sample that was published and whose signals the driver refused: its readers are told at once that it is
-    /// lost. Their streams go on, and its slot is free, only when `stream` is past the work that fills the slot, which
-    /// was enqueued before and still runs.
+    /// Ends a sample that was published and whose signals the driver refused: its readers see at
+    /// once that it is lost. Their streams continue, and its slot is free, only when `stream` is
+    /// past the work that fills the slot, which was enqueued before and still runs.
     fn mark_lost(&self, state: &mut PublisherState, slot: SlotId, stream: &Stream) {
         let PublisherState {
             arena,

@@ -1,29 +1,30 @@
-//! One thread of a publisher sends at a time, and calls the driver without the publisher's lock.
+//! One thread of a publisher sends at a time, and it calls the driver without the publisher's lock.
 //!
-//! A call that gives a stream work blocks when the stream's launch queue is full, for as long as the stream waits for a
-//! peer. The reactor, who lets such a stream go when that peer dies, takes the publisher's lock with every tick, and the
-//! control thread takes it for whatever subscribers do. So the lock is never held across such a call. What keeps the order
-//! of samples instead is the turn: whoever has it finds places, publishes entries and enqueues signals; all others may
-//! look, take samples back and free slots meanwhile.
+//! A call that gives a stream work blocks while the stream's launch queue is full, for as long as
+//! the stream waits for a peer. The reactor, which releases such a stream when that peer dies,
+//! takes the publisher's lock with every tick, and the control thread takes it for every subscriber
+//! event. So the lock is never held across such a call. The send turn keeps the order of samples
+//! instead: its holder finds places, publishes entries and enqueues signals. All other threads may
+//! read the state, take samples back and free slots meanwhile.
 
 use std::ops::{Deref, DerefMut};
 
 use super::*;
 
-/// How long a sender waits for another thread's send, which a full launch queue may hold up.
+/// The longest wait for another thread's send, which a full launch queue may block.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long it waits at least: a send takes microseconds where the driver holds nothing up, and its thread may not run just
-/// now.
+/// The shortest limit of that wait: a send takes microseconds unless the driver blocks it, but its
+/// thread may not be scheduled just now.
 const MOMENT: Duration = Duration::from_millis(10);
 
-/// Looks for the turn before it is waited for asleep: a send takes a microsecond.
+/// Polls for the turn before the thread sleeps: a send takes a microsecond.
 const TURN_LOOKS: u32 = 2_000;
 
-/// The turns that were taken and those that are over: what is let go waits for the sends that may still signal it, since
-/// their streams have perhaps been given nothing yet.
+/// Counts the turns that were taken and those that are over. A deferred drop waits for the sends
+/// that may still signal its memory, because they may not have enqueued their signals yet.
 ///
-/// Both are written under the publisher's lock, so neither takes an instruction that locks the bus.
+/// Both are written under the publisher's lock, so neither needs a locked bus instruction.
 #[derive(Debug, Default)]
 pub(super) struct SendTurns {
     begun: AtomicU64,
@@ -31,7 +32,7 @@ pub(super) struct SendTurns {
 }
 
 impl SendTurns {
-    /// The last one so far. To be called under the publisher's lock.
+    /// The last turn so far. Called under the publisher's lock.
     pub(super) fn last(&self) -> u64 {
         self.begun.load(Ordering::Relaxed)
     }
@@ -46,20 +47,20 @@ impl SendTurns {
             .store(self.over.load(Ordering::Relaxed) + 1, Ordering::Release);
     }
 
-    /// Whether it is over, with all before it.
+    /// Whether this turn and all turns before it are over.
     pub(super) fn is_over(&self, turn: u64) -> bool {
         self.over.load(Ordering::Acquire) >= turn
     }
 }
 
-/// The right to send. The state is locked, but for the calls of the driver: see [`SendTurn::unlocked`].
+/// The right to send. The state is locked except during driver calls: see [`SendTurn::unlocked`].
 pub(super) struct SendTurn<'a> {
     core: &'a PublisherCore,
     state: Option<MutexGuard<'a, PublisherState>>,
 }
 
 impl<'a> SendTurn<'a> {
-    /// Takes the turn, which nobody has.
+    /// Takes the turn, which must be free.
     pub(super) fn begin(
         core: &'a PublisherCore,
         mut state: MutexGuard<'a, PublisherState>,
@@ -73,7 +74,8 @@ impl<'a> SendTurn<'a> {
         }
     }
 
-    /// Makes a call of the driver without the lock. Links may leave and end meanwhile; places and history stay.
+    /// Makes a driver call without the lock. Links may leave and end meanwhile; places and history
+    /// stay.
     #[inline]
     pub(super) fn unlocked<T>(&mut self, call: impl FnOnce() -> T) -> T {
         drop(self.state.take());
@@ -103,7 +105,7 @@ impl Drop for SendTurn<'_> {
     #[inline]
     fn drop(&mut self) {
         if self.state.is_none() {
-            // A panic in a call of the driver.
+            // The driver call panicked.
             self.state = Some(self.core.lock());
         }
         let core = self.core;
@@ -122,7 +124,7 @@ impl Drop for SendTurn<'_> {
 
 /// One thread's wait for the turn.
 pub(super) struct SendTurnWait {
-    /// Of the whole wait; without one, [`TURN_TIMEOUT`] for each turn of another's that is waited for.
+    /// Limit of the whole wait. `None` means [`TURN_TIMEOUT`] for each turn of another thread.
     limit: Option<Duration>,
     turn: u64,
     clock: Stopwatch,
@@ -141,7 +143,7 @@ impl SendTurnWait {
 }
 
 impl PublisherCore {
-    /// Waits a while for the turn, which another thread has.
+    /// Waits for a while for the turn, which another thread holds.
     #[cold]
     pub(super) fn wait_for_send_turn<'a>(
         &'a self,
@@ -179,7 +181,7 @@ impl PublisherCore {
         Ok(state)
     }
 
-    /// Takes the turn as soon as it is to be had.
+    /// Takes the turn as soon as it is free.
     pub(super) fn take_send_turn(&self) -> Result<SendTurn<'_>> {
         let mut wait = SendTurnWait::within(None);
         let mut state = self.lock();

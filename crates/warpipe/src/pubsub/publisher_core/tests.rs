@@ -1,4 +1,4 @@
-//! What other threads of a publisher can do while one thread's send is held up by the driver.
+//! Other threads of a publisher make progress while the driver blocks one thread's send.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::{PeerState, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// A publisher on a device whose calls can be held up.
+/// A publisher on a device whose calls can be blocked.
 struct Stage {
     folder: PathBuf,
     domain: Domain,
@@ -52,7 +52,7 @@ impl Stage {
         self.builder().build().unwrap()
     }
 
-    /// One whose own calls nothing holds up.
+    /// A subscriber whose own calls are never blocked.
     fn subscriber(&self) -> Subscriber {
         Subscriber::builder("a")
             .domain(&self.domain)
@@ -214,7 +214,7 @@ fn a_newcomer_is_not_given_up_because_this_process_stood_still() {
         .unwrap();
     let pending_handshakes = || publisher.core.pending_handshakes.lock().unwrap();
     eventually("it is let in", || !pending_handshakes().is_empty());
-    // The other end stood still, too, and says who it is when both go on.
+    // The other end was stopped, too; both continue and it sends its `Hello`.
     pending_handshakes()
         .values()
         .for_each(|handshake| handshake.clock.freeze(2 * LONG));

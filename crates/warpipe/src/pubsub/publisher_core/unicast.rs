@@ -1,20 +1,21 @@
-//! Delivery to one chosen subscriber, and slots that stay held so that they can be given to another one later.
+//! Delivery to one chosen subscriber, and slots that stay held so that they can be given to another
+//! subscriber later.
 //!
-//! What is sent with an observer about always signals the slot's own fence word, as with a history: whoever gets
-//! the same slot later has its `ready` ordered behind that.
+//! A sample sent with an observer always signals the fence word of its slot, as with a history: the
+//! `ready` of a later receiver of the same slot is ordered behind that.
 
 use super::*;
 use crate::pubsub::ring::RingSpace;
 use crate::shm::segment::Segment;
 
-/// Who gets a sample.
+/// The recipients of a sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::pubsub) enum Recipients {
     /// Every subscriber.
     All,
-    /// The one with this number.
+    /// The subscriber with this id.
     One(u64),
-    /// Nobody yet.
+    /// No subscriber yet.
     Nobody,
 }
 
@@ -28,13 +29,13 @@ impl Recipients {
         }
     }
 
-    /// Whether a send must wait for this one.
+    /// Whether a send must wait for room on this link.
     #[inline]
     pub(super) fn await_it(self, link: &SubscriberLink) -> bool {
         self.include(link) && link.must_be_awaited()
     }
 
-    /// Whether the one who is meant is still there.
+    /// Whether the chosen subscriber is still attached.
     #[inline]
     pub(super) fn check(self, name: &str, state: &mut PublisherState) -> Result<()> {
         match self {
@@ -47,27 +48,27 @@ impl Recipients {
     }
 }
 
-/// A live subscriber, to be chosen.
+/// A live subscriber that can be chosen.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LinkedSubscriber {
     pub(crate) id: u64,
-    /// For people.
+    /// For messages to people.
     pub(crate) pid: i32,
     pub(crate) process: ProcessId,
-    /// What it said that it is.
+    /// The generation that its `Hello` carried.
     pub(crate) generation: [u8; 16],
 }
 
-/// Of subscribers that have gone.
+/// Data of subscribers that have gone.
 #[derive(Debug, Default)]
 pub(crate) struct Disconnects {
-    /// What they had been given and not taken: their number, the position.
+    /// Samples that they had been given and had not taken: subscriber id and position.
     pub(crate) untaken: Vec<(u64, u64)>,
-    /// What they had said that they are, when they hold nothing any more.
+    /// The generations of subscribers that hold no samples any more.
     pub(crate) generations: Vec<[u8; 16]>,
 }
 
-/// Hears of subscribers that come and go.
+/// Is notified of subscribers that come and go.
 #[derive(Debug)]
 pub(crate) struct SubscriberChanges {
     pub(crate) doorbell: LocalDoorbell,
@@ -87,14 +88,15 @@ impl SubscriberChanges {
         self.doorbell.ring();
     }
 
-    /// Whether anything was told since it was last asked.
+    /// Whether a change came since the last call.
     #[inline]
     pub(crate) fn take_news(&self) -> bool {
         self.has_news.load(Ordering::Relaxed) && self.has_news.swap(false, Ordering::SeqCst)
     }
 }
 
-/// A filled slot that is kept, so that what lies in it can be given to one subscriber after another without a copy.
+/// A filled slot that is kept, so that its contents can be given to one subscriber after another
+/// without a copy.
 #[derive(Debug)]
 pub(crate) struct RetainedSlot {
     core: Arc<PublisherCore>,
@@ -103,7 +105,8 @@ pub(crate) struct RetainedSlot {
 }
 
 impl RetainedSlot {
-    /// Gives it to the subscriber with this number, too. `None` if that has gone or has no room.
+    /// Gives the slot to the subscriber with this id, too. `None` if the subscriber is gone or has
+    /// no room.
     pub(crate) fn forward(&self, to: u64, metadata: &Metadata) -> Result<Option<u64>> {
         self.core.forward(self.slot, &self.layout, metadata, to)
     }
@@ -126,7 +129,7 @@ impl PublisherState {
 }
 
 impl PublisherCore {
-    /// Wakes who waits for a change, and tells the observer.
+    /// Wakes every thread that waits for a change, and notifies the observer.
     pub(super) fn ring(&self) {
         self.doorbell.ring();
         self.options
@@ -148,7 +151,7 @@ impl PublisherCore {
         .collect()
     }
 
-    /// The number of the live subscriber in that process.
+    /// The id of the live subscriber in that process.
     pub(in crate::pubsub) fn subscriber_of(&self, process: ProcessId) -> Option<u64> {
         let state = self.lock();
         state
@@ -183,8 +186,8 @@ impl PublisherCore {
         Ok(sequence)
     }
 
-    /// Keeps what lies in `slot` behind the work on `stream`, and gives it to one subscriber at once if that has room.
-    /// Returns the position there.
+    /// Keeps the contents of `slot` behind the work on `stream`, and gives them to one subscriber
+    /// at once if it has room. Returns the position there.
     pub(in crate::pubsub) fn post(
         &self,
         slot: SlotId,
@@ -201,7 +204,7 @@ impl PublisherCore {
             .filter(|&id| turn.has_room(id))
             .map_or(Recipients::Nobody, Recipients::One);
         self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
-        // One that has left meanwhile was told nothing.
+        // A subscriber that has left meanwhile has not seen the sample.
         let position = turn
             .places
             .first()
@@ -276,8 +279,9 @@ impl PublisherCore {
         Ok(Some(position))
     }
 
-    /// Makes `position` of a link ready behind the work that fills `slot`: by the CPU if that is done, else on the
-    /// device, behind the word that the original send signals. That has been enqueued: whoever sends has the turn.
+    /// Makes `position` of a link ready behind the work that fills `slot`: by the CPU if that work
+    /// is done, else on the device, behind the word that the original send signals. That signal has
+    /// been enqueued, because the caller holds the send turn.
     fn ready_behind(
         &self,
         turn: &mut SendTurn<'_>,
@@ -314,7 +318,8 @@ impl PublisherCore {
         self.ring();
     }
 
-    /// What those who have gone by now leave, each told once; with `all`, who is still here is named, too.
+    /// The data of the subscribers that have gone, each returned once; with `all`, also the
+    /// generations of those still attached.
     pub(in crate::pubsub) fn take_disconnects(&self, all: bool) -> Disconnects {
         let mut state = self.lock();
         let mut disconnects = std::mem::take(&mut state.disconnects);

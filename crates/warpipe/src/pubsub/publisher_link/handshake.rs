@@ -1,4 +1,5 @@
-//! The subscriber's side of the handshake: says hello, hears what the link is made of, and maps it.
+//! The subscriber's side of the handshake: sends `Hello`, receives the parts of the link and maps
+//! them.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -23,7 +24,7 @@ use crate::runtime::reactor::{Reactor, TICK};
 use crate::shm::fence_words::FenceWords;
 use crate::shm::segment::{OpenError, Segment};
 
-/// The handshake's answers.
+/// The publisher's answers in the handshake.
 pub(super) struct Welcome {
     pub(super) segment: Segment,
     pub(super) peer_doorbell: PeerDoorbell,
@@ -31,19 +32,19 @@ pub(super) struct Welcome {
     pub(super) access: Access,
     pub(super) lossless: bool,
     pub(super) regions: u32,
-    /// Of a publisher with a history.
+    /// Set by a publisher with a history.
     pub(super) completions: Option<FenceWords>,
 }
 
-/// What a subscriber says of itself.
+/// How a subscriber describes itself.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::pubsub) struct SubscriberIdentity {
-    /// What it looks for under the name.
+    /// The kind of endpoint that it expects under the name.
     pub(in crate::pubsub) kind: Kind,
     pub(in crate::pubsub) generation: [u8; 16],
 }
 
-/// All that it takes to attach to whoever publishes a name.
+/// Everything needed to attach to the publisher of a name.
 #[derive(Debug, Clone)]
 pub(in crate::pubsub) struct ConnectOptions {
     pub(in crate::pubsub) domain: Domain,
@@ -56,13 +57,13 @@ pub(in crate::pubsub) struct ConnectOptions {
 }
 
 impl ConnectOptions {
-    /// Connects, shakes hands and maps everything. On an error nothing is left, on either side.
+    /// Connects, shakes hands and maps everything. An error leaves nothing behind on either side.
     pub(in crate::pubsub) fn attach(&self) -> Result<Arc<PublisherLink>> {
         let socket = self.domain.connect(&self.name, self.timeout)?;
         self.shake_hands(socket, &AtomicBool::new(false))
     }
 
-    /// [`attach`](Self::attach) by a socket that is connected, until that is called off.
+    /// [`attach`](Self::attach) over a connected socket. Cancellation ends it early.
     pub(in crate::pubsub) fn shake_hands(
         &self,
         socket: PeerSocket,
@@ -114,7 +115,8 @@ impl ConnectOptions {
                 )
             }
             Err(error) => {
-                // Not here: to unregister memory, a driver may wait for a stream that waits for a peer.
+                // Not on this thread: unregistering memory may make the driver wait for a stream
+                // that waits for a peer.
                 reactor.defer_drop(Box::new(welcome));
                 Err(error)
             }
@@ -122,7 +124,7 @@ impl ConnectOptions {
     }
 }
 
-/// The handshake, until a deadline.
+/// The handshake, with a deadline.
 struct Handshake<'a> {
     socket: &'a PeerSocket,
     name: &'a str,
@@ -140,7 +142,7 @@ impl Handshake<'_> {
         }
     }
 
-    /// What is left of the time in which this process runs.
+    /// The remaining time, counted while this process runs.
     fn left(&self) -> Duration {
         self.timeout.saturating_sub(self.clock.ran())
     }
@@ -158,7 +160,7 @@ impl Handshake<'_> {
 
     fn say(&self, message: &Message) -> Result<()> {
         message::send(self.socket.as_fd(), message, &[]).or_else(|error| match error {
-            // The refusal that explains it may be waiting to be read.
+            // A message that explains the refusal may be waiting to be read.
             rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => Ok(()),
             other => Err(Error::os(
                 "sendmsg",
@@ -209,7 +211,7 @@ impl Handshake<'_> {
         }
     }
 
-    /// Maps what was announced and waits to be sent samples.
+    /// Maps the announced memory and waits until samples are sent to this link.
     pub(super) fn settle(
         &self,
         device: &Device,
@@ -283,8 +285,8 @@ impl Handshake<'_> {
         Ok(regions)
     }
 
-    /// Waits for the publisher's word that samples go to this link from now on, and maps what it adds meanwhile:
-    /// whoever subscribes before somebody sends shall get what is sent.
+    /// Waits until the publisher confirms that samples go to this link from now on, and maps the
+    /// regions that it adds meanwhile: a subscriber that attaches before a send gets that sample.
     pub(super) fn admission(
         &self,
         device: &Device,
@@ -299,7 +301,7 @@ impl Handshake<'_> {
         }
     }
 
-    /// Maps what a message brings: a region, or the words of the history.
+    /// Maps the memory of a message: a region, or the words of the history.
     fn map(
         &self,
         device: &Device,

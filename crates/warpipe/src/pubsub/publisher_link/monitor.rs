@@ -1,7 +1,8 @@
-//! The watch over a publisher's life: what this process's streams wait for, and that it is let go by the publisher's
-//! proven death.
+//! Watches a publisher's life: keeps the positions that this process's streams wait for, and
+//! releases the streams on the publisher's proven death.
 //!
-//! It is kept until those streams are past the link, which may be long after the subscriber and its samples are gone.
+//! The monitor is kept until those streams are past the link, which may be long after the
+//! subscriber and its samples are gone.
 
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, OnceLock, Weak};
@@ -15,18 +16,18 @@ use crate::runtime::reactor::{EventSource, Next};
 use crate::shm::fence_words::FenceWords;
 use crate::shm::segment::Segment;
 
-/// How a link stands.
+/// The state of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(in crate::pubsub) enum LinkState {
     Open = 0,
-    /// The publisher said goodbye; what it sent will still complete.
+    /// The publisher closed gracefully. Samples that it sent will still complete.
     Closed = 1,
     /// The publisher closed this link alone.
     Evicted = 2,
-    /// This side closed it, for the fault kept beside.
+    /// This side closed it, because of the fault stored beside.
     Failed = 3,
-    /// The socket closed without a goodbye.
+    /// The socket closed without a `Close` message.
     Suspect = 4,
 }
 
@@ -48,10 +49,11 @@ pub(super) struct PublisherMonitor {
     owner_process: OwnerProcess,
     segment: Arc<Segment>,
     doorbell: Arc<LocalDoorbell>,
-    /// Reads what the publisher said last.
+    /// Reads the publisher's last messages.
     link: OnceLock<Weak<PublisherLink>>,
     link_state: AtomicU8,
-    /// The publisher's death is [over](crate::ipc::peer::DeathEvidence::Orphaned) and stuck streams have been rescued.
+    /// The publisher's death is [over](crate::ipc::peer::DeathEvidence::Orphaned) and stuck streams
+    /// have been rescued.
     dead: AtomicBool,
     /// For each entry, the position handed out here that a stream may be waiting for.
     held: Vec<AtomicU64>,
@@ -61,16 +63,18 @@ pub(super) struct PublisherMonitor {
     completions: Option<Completions>,
 }
 
-/// What a publisher with a history says of the samples that it sent before this link was there.
+/// The fence words of a publisher with a history, for the samples that it sent before this link
+/// existed.
 #[derive(Debug)]
 struct Completions {
     fence_words: FenceWords,
-    /// For each entry: the position, and the word and the value that it reaches when that position's data is complete.
+    /// For each entry: the position, and the word and the value that it reaches when that
+    /// position's data is complete.
     of: Vec<[AtomicU64; 3]>,
 }
 
 impl Completions {
-    /// Whether the data at a position is complete, as far as is known here.
+    /// Whether the data at a position is complete, as far as this process knows.
     fn say(&self, index: usize, position: u64) -> bool {
         let [of, word, value] = &self.of[index];
         of.load(SeqCst) == position
@@ -108,8 +112,8 @@ impl PublisherMonitor {
         let _ = self.link.set(link);
     }
 
-    /// Takes note of the publisher's own word for a sample of the history, before that is [held](Self::hold). Whether
-    /// there is such a word.
+    /// Records the publisher's own word for a sample of the history, before the sample is
+    /// [held](Self::hold). Returns whether there is such a word.
     pub(super) fn note_completion(
         &self,
         index: usize,
@@ -145,11 +149,12 @@ impl PublisherMonitor {
         self.doorbell.ring();
     }
 
-    /// Takes note of a position that is handed out. Whether the publisher is dead, and no rescue will come.
+    /// Records a position that is handed out. Returns whether the publisher is dead, so that no
+    /// rescue will follow.
     #[inline]
     pub(super) fn hold(&self, index: usize, position: u64) -> bool {
-        // First in the table, then the look at `dead`: `rescue` sets it first and then reads the table, so one of
-        // the two sees the other, and no stream is left waiting.
+        // The table is written before `dead` is read; `rescue` sets `dead` first and then reads the
+        // table. So one of the two sees the other, and no stream is left waiting.
         self.held[index].store(position, SeqCst);
         self.is_dead()
     }
@@ -164,9 +169,10 @@ impl PublisherMonitor {
         self.lost[index].load(SeqCst) == position
     }
 
-    /// Lets a position of a dead publisher go, and notes that it is lost, unless its data was complete. Forward alone: the
-    /// reactor, and threads that receive, may come to two positions of one entry, if the publisher has used it again before
-    /// it was free.
+    /// Releases the streams that wait for a position of a dead publisher, and marks the position
+    /// lost unless its data was complete. Marks move forward alone: the reactor, and threads that
+    /// receive, may handle two positions of one entry if the publisher has used it again before it
+    /// was free.
     pub(super) fn release_wait(&self, index: usize, position: u64) {
         let entry = self.segment.entry(position);
         if !entry.ready.reached(position) {
@@ -181,8 +187,8 @@ impl PublisherMonitor {
         }
     }
 
-    /// The publisher is proven dead: what was ready by now is whole and counts; a stream that waits for anything
-    /// else is let go, and its sample is lost.
+    /// The publisher is proven dead: samples that are ready by now are whole and count. A stream
+    /// that waits for any other sample is released, and that sample is lost.
     fn rescue(&self) {
         self.dead.store(true, SeqCst);
         for (index, held) in self.held.iter().enumerate() {
@@ -195,22 +201,24 @@ impl PublisherMonitor {
 }
 
 impl EventSource for PublisherMonitor {
-    /// The publisher is proven dead, or an orphan's parent for so long that nobody waits on.
+    /// The publisher is proven dead, or it is an orphan's parent and the orphan timeout has passed.
     fn on_ready(&self, _: u64) -> Next {
         if self.owner_process.is_current() {
-            // What the publisher said is heard before its end, in whatever order the two are told of: its goodbye lies in
-            // the socket, behind no more than a socket's buffer holds.
+            // The publisher's messages are read before its end is reported, in whatever order the
+            // two events arrive: its `Close` lies in the socket, behind at most a socket buffer of
+            // messages.
             let mut has_heard = true;
             if let Some(link) = self.link.get().and_then(Weak::upgrade) {
                 has_heard = link.read_final_messages();
-                // Should it be the last holder by now: to drop it calls the driver.
+                // This may be the last holder of the link, and dropping the link calls the driver.
                 let reactor = link.reactor.clone();
                 Arc::into_inner(link)
                     .into_iter()
                     .for_each(|last| reactor.defer_drop(Box::new(last)));
             }
             self.rescue();
-            // What is left unread is heard with a later tick, and its end told then: see `PublisherLink`.
+            // Unread messages are read with a later tick, and the end is reported then: see
+            // `PublisherLink`.
             if has_heard {
                 self.set_link_state(LinkState::Suspect);
             }
@@ -227,7 +235,7 @@ mod tests {
 
     const DEPTH: u32 = 2;
 
-    /// A vigil over a link, and the publisher's own words.
+    /// A monitor of a link, and the publisher's fence words.
     fn monitor() -> (PublisherMonitor, FenceWords) {
         let device = Device::host();
         let segment = Arc::new(Segment::create(&device, DEPTH, [7; 16]).unwrap().0);
@@ -289,7 +297,7 @@ mod tests {
         monitor.rescue();
         assert!(monitor.hold(index, second));
         monitor.release_wait(index, second);
-        // The publisher's device writes on, and somebody else comes to the first once more.
+        // The publisher's device writes on, and another thread handles the first position again.
         monitor.segment.entry(first).ready.store(0);
         monitor.release_wait(index, first);
         assert!(

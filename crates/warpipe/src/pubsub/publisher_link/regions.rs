@@ -1,7 +1,9 @@
-//! Regions that a publisher announces while its link is in use: they are mapped in order, by the control thread.
+//! Regions that a publisher announces while its link is in use. The control thread maps them in
+//! order.
 //!
-//! A descriptor or memory that this process lacks is no fault of the publisher's. An announcement that cannot be read
-//! stays in the socket, one that cannot be mapped stays here; both are tried again with each tick.
+//! A lack of descriptors or memory in this process is no fault of the publisher's. An announcement
+//! that cannot be read stays in the socket, a region that cannot be mapped stays here; both are
+//! tried again with each tick.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::SeqCst;
@@ -15,19 +17,20 @@ use crate::ipc::message;
 use crate::pubsub::entry::Violation;
 use crate::runtime::closer::PeerFd;
 
-/// Regions announced and not mapped yet; memory doubles with each, so nobody honest comes near.
+/// The most regions announced and not mapped yet. Memory doubles with each region, so a correct
+/// publisher stays far below.
 const MAPPING_MAX: u32 = 128;
 
-/// What was announced and is not mapped yet.
+/// Regions that are announced and not mapped yet.
 #[derive(Debug, Default)]
 pub(super) struct AnnouncedRegions {
     count: AtomicU32,
     waiting: Mutex<VecDeque<AnnouncedRegion>>,
-    /// The socket holds something that this process has no room for.
+    /// The socket holds a message for which this process lacks resources.
     is_unread: AtomicBool,
-    /// The first that waits could not be mapped for want of something of this process.
+    /// The first waiting region could not be mapped because this process lacked a resource.
     is_stuck: AtomicBool,
-    /// What this process lacked last.
+    /// The resource that this process lacked last.
     want: Mutex<Option<Error>>,
 }
 
@@ -42,20 +45,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether a region could not be mapped for want of something of this process.
+/// Whether a region could not be mapped because this process lacked a resource.
 fn is_own_want(error: &Error) -> bool {
     message::is_short(error) || matches!(error, Error::DeviceMemory { .. })
 }
 
 impl AnnouncedRegions {
-    /// Takes note that the socket holds what this process has no room for.
+    /// Records that the socket holds a message for which this process lacks resources.
     pub(super) fn leave_unread(&self, error: Error) {
         *lock(&self.want) = Some(error);
         self.is_unread.store(true, SeqCst);
     }
 
-    /// The socket has been read. To be called behind [`map_soon`](PublisherLink::map_soon): one of the two says that a region is on
-    /// its way.
+    /// Records that the socket has been read. Called after [`map_soon`](PublisherLink::map_soon),
+    /// so that at any time one of the two shows that a region is due.
     pub(super) fn has_been_read(&self) {
         self.is_unread.store(false, SeqCst);
     }
@@ -64,7 +67,8 @@ impl AnnouncedRegions {
 impl PublisherLink {
     /// Leaves the mapping of a region to the control thread, which takes them in order.
     pub(super) fn map_soon(&self, id: u32, bytes: u64, fds: Vec<PeerFd>) {
-        // Each one waiting holds a descriptor of ours: a publisher that announces without end must not take them all.
+        // Each waiting region holds a descriptor of this process: a publisher that announces
+        // without end must not take them all.
         if self.announced.count.fetch_add(1, SeqCst) >= MAPPING_MAX {
             let found = "more announcements than can be queued".to_string();
             let violation = Violation {
@@ -87,7 +91,7 @@ impl PublisherLink {
         }));
     }
 
-    /// Maps what waits, up to what this process has no room for.
+    /// Maps the waiting regions, up to the first for which this process lacks resources.
     fn map_waiting(&self) {
         loop {
             let Some(next) = lock(&self.announced.waiting).pop_front() else {
@@ -109,7 +113,7 @@ impl PublisherLink {
         }
     }
 
-    /// Tries again what this process had no room for.
+    /// Tries again to read and map the regions for which this process lacked resources.
     pub(super) fn map_again(&self) {
         if self.announced.is_stuck.swap(false, SeqCst) {
             self.map_on_control_thread();
@@ -118,11 +122,13 @@ impl PublisherLink {
 
     /// Whether regions have been announced that are not mapped yet.
     pub(in crate::pubsub) fn is_mapping(&self) -> bool {
-        // In this order: what is read now is counted before it counts as read.
+        // In this order: a message that is read between the two loads is counted before the socket
+        // counts as read.
         self.announced.is_unread.load(SeqCst) || self.announced.count.load(SeqCst) > 0
     }
 
-    /// What this process lacked when it last could not take a region that was announced; told once each time.
+    /// The error that last kept this process from taking an announced region. Each is returned
+    /// once.
     pub(in crate::pubsub) fn want(&self) -> Option<Error> {
         lock(&self.announced.want)
             .take()

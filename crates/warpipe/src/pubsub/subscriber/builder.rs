@@ -1,4 +1,4 @@
-//! What a subscriber is made with.
+//! The builder of a subscriber.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::ipc::Kind;
 use crate::ipc::domain::{Domain, EndpointName};
 
-/// What a subscriber is made with. See [`Subscriber::builder`].
+/// The options of a subscriber. See [`Subscriber::builder`].
 #[derive(Debug, Clone)]
 pub struct SubscriberBuilder {
     pub(super) name: String,
@@ -31,22 +31,23 @@ impl SubscriberBuilder {
         self
     }
 
-    /// The device to read with; [`Device::preferred`] by default. Another GPU than the publisher's reads over
-    /// NVLink or PCIe, if it can.
+    /// The device to read with; [`Device::preferred`] by default. Another GPU than the publisher's
+    /// reads over NVLink or PCIe, if it can.
     pub fn device(mut self, device: &Device) -> Self {
         self.device = Some(device.clone());
         self
     }
 
-    /// Wait this long for somebody to publish the name; not at all by default.
+    /// Wait this long for a publisher of the name; not at all by default.
     pub fn wait_for_publisher(mut self, timeout: Option<Duration>) -> Self {
         self.wait = timeout;
         self
     }
 
-    /// Follow the next incarnation when the publisher goes, and attach again when this end has closed its link; off by
-    /// default. The first sample of the next link carries a [`Discontinuity`](crate::Discontinuity). The handshake runs on a
-    /// thread of its own: a publisher that stands still holds up no receive beyond its timeout.
+    /// Follow the next incarnation when the publisher goes, and attach again when this end has
+    /// closed its link; off by default. The first sample of the next link carries a
+    /// [`Discontinuity`](crate::Discontinuity). The handshake runs on a thread of its own: a
+    /// stopped publisher delays no receive beyond its timeout.
     pub fn reconnect(mut self, reconnect: bool) -> Self {
         self.reconnect = reconnect;
         self
@@ -64,29 +65,30 @@ impl SubscriberBuilder {
         self
     }
 
-    /// How long a publisher that has exited may leave streams waiting while a child that it forked keeps its device work
-    /// running: 30 s by default. After that they are rescued and their samples are lost. The memory of such a publisher
-    /// is not used again before that work is proven to be over.
+    /// How long a publisher that has exited may leave streams waiting while a child that it forked
+    /// keeps its device work running: 30 s by default. After that they are rescued and their
+    /// samples are lost. The memory of such a publisher is not used again before that work is
+    /// proven to be over.
     pub fn orphan_timeout(mut self, timeout: Duration) -> Self {
         self.orphan_timeout = timeout;
         self
     }
 
-    /// How long a wait polls before it sleeps. By default up to 20 µs, and hardly ever where that does not pay, as when both
-    /// ends share a core; a length that is given is kept. A sleeper costs nothing and is woken;
-    /// one that polls is faster by the price of a wake-up and takes a core.
+    /// How long a wait polls before it sleeps. By default up to 20 µs, and rarely where polling
+    /// does not pay, as when both ends share a core. A given length is used as it is. A sleeping
+    /// wait costs no CPU. A polling wait saves the latency of a wake-up and occupies a core.
     pub fn spin(mut self, spin: Duration) -> Self {
         self.spin = Some(spin);
         self
     }
 
-    /// What is looked for under the name.
+    /// The kind of endpoint that is expected under the name.
     pub(crate) fn kind(mut self, kind: Kind) -> Self {
         self.kind = kind;
         self
     }
 
-    /// What to say in the greeting that this end is, for a publisher that looks for it elsewhere.
+    /// The generation to send in `Hello`, for a publisher that matches it with another endpoint.
     pub(crate) fn generation(mut self, generation: [u8; 16]) -> Self {
         self.generation = Some(generation);
         self
@@ -96,10 +98,11 @@ impl SubscriberBuilder {
     ///
     /// # Errors
     /// [`NoPublisher`](crate::Error::NoPublisher), [`OtherKind`](crate::Error::OtherKind),
-    /// [`Handshake`](crate::Error::Handshake),
-    /// [`AccessDenied`](crate::Error::AccessDenied), [`PeerAccess`](crate::Error::PeerAccess),
-    /// [`NotDeviceMemory`](crate::Error::NotDeviceMemory), [`DescriptorLimit`](crate::Error::DescriptorLimit), or what the
-    /// device says. Nothing is left behind.
+    /// [`Handshake`](crate::Error::Handshake), [`AccessDenied`](crate::Error::AccessDenied),
+    /// [`PeerAccess`](crate::Error::PeerAccess),
+    /// [`NotDeviceMemory`](crate::Error::NotDeviceMemory),
+    /// [`DescriptorLimit`](crate::Error::DescriptorLimit), or an error of the device. On an error
+    /// nothing is left behind.
     pub fn build(self) -> Result<Subscriber> {
         let name = EndpointName::new(&self.name)?;
         let domain = self

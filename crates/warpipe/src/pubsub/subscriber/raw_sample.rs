@@ -1,15 +1,16 @@
-//! Samples that are taken from the ring before any stream is made to wait for them: for who wants to know whether the
-//! data came before anybody works with it.
+//! Samples that are taken from the ring before any stream waits for them, for callers that check
+//! whether the data arrived before work on it begins.
 
 use std::sync::Arc;
 
 use super::*;
 
-/// A sample that was taken and not given to anybody. Dropped, it is released once its data is complete.
+/// A sample that was taken and given to no caller yet. Dropped, it is released once its data is
+/// complete.
 #[derive(Debug)]
 pub(crate) struct RawSample {
     link: Arc<PublisherLink>,
-    /// `None` once it has become a sample.
+    /// `None` once it has become a [`Sample`].
     taken: Option<TakenSample>,
 }
 
@@ -31,7 +32,7 @@ impl RawSample {
         self.link.completion(*position, description.sequence)
     }
 
-    /// To wait for the data without it.
+    /// A handle to wait for the data without keeping this sample.
     pub(crate) fn completion_wait(&self) -> CompletionWait {
         CompletionWait {
             link: self.link.clone(),
@@ -39,7 +40,8 @@ impl RawSample {
         }
     }
 
-    /// The sample, once [`is_complete`](Self::is_complete) has said so: then `stream` has nothing to wait for.
+    /// The sample, once [`is_complete`](Self::is_complete) is true: then `stream` has nothing to
+    /// wait for.
     pub(crate) fn into_sample(mut self, stream: &Stream) -> Sample {
         let (position, address, description) = self
             .taken
@@ -56,7 +58,7 @@ impl RawSample {
     }
 }
 
-/// The data of an arrival, to be waited for.
+/// A wait for the data of a raw sample.
 #[derive(Debug)]
 pub(crate) struct CompletionWait {
     link: Arc<PublisherLink>,
@@ -64,7 +66,7 @@ pub(crate) struct CompletionWait {
 }
 
 impl CompletionWait {
-    /// Waits on the CPU until it may be complete.
+    /// Waits on the CPU until the data may be complete.
     pub(crate) fn wait(&self, limit: Duration) {
         self.link.wait_for_completion(self.position, limit);
     }
@@ -83,14 +85,15 @@ impl Drop for RawSample {
 }
 
 impl Subscriber {
-    /// The next sample, if there is one, without a stream. The error at the end is the same as from `receive`.
+    /// The next sample, if there is one, without a stream. The error at the end is the same as from
+    /// `receive`.
     pub(crate) fn take_raw_sample(&mut self) -> Result<Option<RawSample>> {
         let Some(attached) = &mut self.attached else {
             return Err(Error::NoPublisher {
                 name: self.name.to_string(),
             });
         };
-        // Before the ring, as in `Attached::poll`.
+        // Read before the ring, as in `Attached::poll`.
         let link_state = attached.link.link_state();
         if link_state == LinkState::Failed {
             return Err(attached.link.why_over());
@@ -119,7 +122,8 @@ impl Subscriber {
             .is_none_or(|at| at.ring.may_have_news() || at.link.link_state() != LinkState::Open)
     }
 
-    /// Whether the publisher is asked to ring in [`descriptor`](Self::descriptor) with each sample.
+    /// Sets whether the publisher is asked to ring [`descriptor`](Self::descriptor) with each
+    /// sample.
     pub(crate) fn set_asleep(&self, asleep: bool) {
         if asleep {
             self.fall_asleep();
@@ -128,7 +132,7 @@ impl Subscriber {
         }
     }
 
-    /// What becomes readable when this end is rung.
+    /// A descriptor that is readable when this end is rung.
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
         self.readable.as_fd()
     }
@@ -138,7 +142,7 @@ impl Subscriber {
         self.options.timeout
     }
 
-    /// Takes in what rang.
+    /// Drains the doorbells.
     pub(crate) fn quiet(&self) {
         self.drain();
     }
@@ -150,7 +154,7 @@ impl Subscriber {
             .is_none_or(|attached| attached.link.is_dead())
     }
 
-    /// Closes the link because of what the publisher sent.
+    /// Closes the link because of the publisher's violation.
     pub(crate) fn fail(&self, violation: Violation) -> Error {
         match &self.attached {
             Some(attached) => attached.fail(violation),
@@ -178,8 +182,8 @@ mod tests {
     use crate::pubsub::Publisher;
     use crate::tensor::Layout;
 
-    /// A publisher has sent in memory of its own making and gone. Its last region comes to be mapped between the
-    /// subscriber's look at the ring and the one at whether anything is still due.
+    /// A publisher has sent a sample in new memory and is gone. Its last region is mapped between
+    /// the subscriber's poll of the ring and its check whether a region is still due.
     #[test]
     fn a_sample_whose_region_is_mapped_this_very_moment_is_not_lost_to_a_goodbye() {
         let folder = std::env::temp_dir().join(format!("warpipe-arrival-{}", std::process::id()));

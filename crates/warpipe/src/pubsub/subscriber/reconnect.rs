@@ -1,5 +1,5 @@
-//! The handshake with the next publisher, on a thread of its own: one that stands still answers nobody, and whoever receives
-//! waits no longer than asked to.
+//! The handshake with the next publisher, on a thread of its own: a stopped publisher does not
+//! answer, and a receive waits no longer than its timeout.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,13 +10,14 @@ use crate::fork::OwnerProcess;
 use crate::ipc::domain::EndpointName;
 use crate::runtime::closer::PeerSocket;
 
-/// One of a subscriber at a time, for as long as its handshake's timeout. Dropped, it is called off.
+/// A handshake attempt. A subscriber has one at a time, for at most the handshake timeout. Dropped,
+/// the attempt is cancelled.
 #[derive(Debug)]
 pub(super) struct ReconnectAttempt {
     owner_process: OwnerProcess,
     name: EndpointName,
-    /// The thread has the other one until it ends. Its handle is not kept: dropped in a forked child, it would
-    /// detach a thread of the child that has its place by then.
+    /// The thread holds the other reference until it ends. Its join handle is not kept: dropped in
+    /// a forked child, it would detach a thread of the child that has taken its place by then.
     shared: Arc<AttemptResult>,
 }
 
@@ -50,7 +51,7 @@ impl ReconnectAttempt {
         })
     }
 
-    /// How it ended; told once.
+    /// The result of the attempt; returned once.
     pub(super) fn result(&self) -> Option<Result<Arc<PublisherLink>>> {
         let is_finished = Arc::strong_count(&self.shared) == 1;
         let result = self
@@ -59,7 +60,7 @@ impl ReconnectAttempt {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        // A panic has ended it: another attempt is due.
+        // A panic has ended the thread: another attempt is due.
         let none = || Error::Handshake {
             name: self.name.to_string(),
             fault: HandshakeFault::Closed,
@@ -81,7 +82,7 @@ impl AttemptResult {
 impl Drop for ReconnectAttempt {
     fn drop(&mut self) {
         if !self.owner_process.is_current() {
-            // A forked child: whatever it came to is the parent's.
+            // A forked child: the result belongs to the parent.
             return std::mem::forget(self.shared.clone());
         }
         self.shared.is_cancelled.store(true, SeqCst);
@@ -115,7 +116,7 @@ mod tests {
                 Domain::at(&folder).unwrap(),
                 EndpointName::new("a").unwrap(),
             );
-            // Nobody is let in.
+            // No connection is accepted.
             let claim = domain.claim(&name, false).unwrap();
             let connect_options = ConnectOptions {
                 domain: domain.clone(),
@@ -135,7 +136,7 @@ mod tests {
                 .expect("the backlog has room");
             let mut attempt = Some(ReconnectAttempt::start(connect_options, socket).unwrap());
             in_a_forked_child(|| {
-                // The C library gives them the stacks of threads that are not here.
+                // The C library reuses the stacks of ended threads for these.
                 let all = Arc::new(std::sync::Barrier::new(17));
                 let wait = |all: Arc<std::sync::Barrier>| {
                     std::thread::spawn(move || all.wait().is_leader())

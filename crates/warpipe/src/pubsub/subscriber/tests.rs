@@ -29,7 +29,8 @@ impl Place {
         }
     }
 
-    /// One that has its memory already: the announcement of a region rings, too.
+    /// A publisher that has allocated its memory already, because the announcement of a region
+    /// rings, too.
     fn publisher(&self) -> Publisher {
         let publisher = Publisher::builder("camera")
             .domain(&self.domain)
@@ -54,7 +55,7 @@ impl Drop for Place {
     }
 }
 
-/// Polls as an event loop does: looks until there is nothing, then sleeps on the descriptor.
+/// Polls as an event loop does: receives until there is no sample, then sleeps on the descriptor.
 fn receive_polled(subscriber: &mut Subscriber, stream: &Stream) -> Sample {
     let start = Instant::now();
     loop {
@@ -79,7 +80,7 @@ fn a_subscriber_that_sleeps_is_woken_by_the_first_sample_of_its_next_publisher()
         stream.clone(),
         std::sync::mpsc::channel(),
     );
-    // Longer than the test waits: a receive looks once more when its time is up.
+    // Longer than the test waits: a receive polls once more when its timeout ends.
     std::thread::spawn(move || {
         for _ in 0..ROUNDS {
             let sample = subscriber
@@ -104,20 +105,20 @@ fn a_polled_subscriber_is_rung_by_a_publisher_that_came_while_it_looked() {
     let first = place.publisher();
     let mut subscriber = place.subscriber();
     let _ = subscriber.as_fd();
-    // Gone, and followed by another, before the next look.
+    // The publisher goes and another follows before the next poll.
     drop(first);
     let next = place.publisher();
     let received = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive_polled(&mut subscriber, &stream));
         next.wait_for_subscribers(1, LONG).unwrap();
-        // The look that attached is over: the descriptor alone can tell of what comes now.
+        // The poll that attached is over: only the descriptor can report the next sample.
         next.send_bytes(&stream, b"hello").unwrap();
         receiving.join().unwrap()
     });
     assert_eq!(received.to_vec(LONG).unwrap(), b"hello");
 }
 
-/// Holds the name, and does nothing on its own.
+/// Holds the name and does nothing on its own.
 struct Silent {
     listener: OwnedFd,
     path: PathBuf,
@@ -227,7 +228,7 @@ fn a_subscriber_that_is_dropped_hangs_up_on_a_publisher_that_has_not_answered() 
             }
         }
     });
-    // Behind its greeting comes the end.
+    // The end follows its `Hello`.
     let mut packet = [0; 1024];
     let start = Instant::now();
     while rustix::net::recv(&caller, &mut packet, RecvFlags::DONTWAIT)
@@ -362,7 +363,7 @@ fn a_receipt_says_that_its_sample_was_lost_however_late_it_is_asked() {
             "{verdict:?}"
         );
     }
-    // So late that nobody knows it any more.
+    // So many that the history no longer reaches back.
     (0..32).for_each(|_| drop(send(false)));
     drop(send(true));
     assert!(
@@ -380,7 +381,7 @@ fn a_polled_subscriber_tries_a_name_again_that_closed_on_it() {
     let mut subscriber = place.subscriber();
     let _ = subscriber.as_fd();
     drop(first);
-    // Listens there, and closes each connection unanswered, as a publisher on its way out does.
+    // Accepts and closes each connection unanswered, as a publisher that is closing does.
     let silent = Silent::at(&place, 8);
     std::thread::scope(|scope| {
         let polling = scope.spawn(|| receive_polled(&mut subscriber, &stream));

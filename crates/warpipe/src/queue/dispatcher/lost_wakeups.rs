@@ -1,4 +1,4 @@
-//! What nobody rings for, and what comes when it is not looked for: each would cost a wait, or a job, if it were missed.
+//! Regression tests for lost wake-ups: each would cost a wait, or a job.
 
 use std::os::fd::AsFd;
 use std::sync::mpsc;
@@ -14,7 +14,7 @@ use crate::pubsub::{LinkedSubscriber, Subscriber};
 /// Longer than any of these tests waits.
 const LONG: Duration = Duration::from_secs(600);
 
-/// Makes the queue's own thread leave everything to a thread of a user's that does not exist.
+/// Makes the queue's own thread leave all work to a leader thread that does not exist.
 fn with_leader(queue: &Queue) -> JobTableGuard<'_> {
     let dispatcher = &queue.dispatcher;
     dispatcher.lock().has_leader = true;
@@ -100,7 +100,7 @@ fn a_waiting_job_schedules_a_dispatch() {
         has_rung(dispatcher),
         "nobody looks whether there is room now"
     );
-    // Whom it woke was another thread, and the queue's own still sleeps.
+    // The ring woke another thread, and the queue's own thread still sleeps.
     dispatcher.observer.doorbell.drain();
     dispatcher.schedule_dispatch(&mut table);
     assert!(has_rung(dispatcher), "it sleeps on");
@@ -166,7 +166,7 @@ fn a_lease_does_not_run_out_while_its_queue_stands_still() {
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream).unwrap();
-    // Both go on together.
+    // Both continue together.
     queue.dispatcher.lock().uptime.freeze(2 * LONG);
     let state = queue.state().unwrap();
     assert_eq!((state.leased, state.waiting), (1, 0));
@@ -232,7 +232,7 @@ fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_c
         let _ = queue.state().unwrap();
         assert!(start.elapsed() < SOON);
     }
-    // As if it had been a while.
+    // Simulates that time has passed.
     queue
         .dispatcher
         .lock()
@@ -260,7 +260,7 @@ fn a_job_that_found_all_slots_held_is_delivered_once_results_are_released() {
             .unwrap();
         held.push(job.wait(&fixture.stream, SOON).unwrap());
     }
-    // The oldest gets the last place, and the next one none.
+    // The oldest job gets the last place, and the next one none.
     let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
     let lease = worker.lease(&fixture.stream).unwrap();
     assert_eq!(queue.dispatcher.lock().waiting(), 1);

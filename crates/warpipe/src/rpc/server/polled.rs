@@ -1,4 +1,4 @@
-//! A server in somebody else's poller.
+//! A server in an event loop.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,11 +14,12 @@ use crate::fork::CloseOnForkFd;
 use crate::ipc::message::timespec;
 use crate::stream::Stream;
 
-/// The look at the directory that a server takes without having been woken, for one that sleeps in no call of ours.
+/// The timer for the directory scan of a server that is polled and so sleeps in no call of its own.
 #[derive(Debug)]
 pub(in crate::rpc) struct ScanTimer {
     timer: CloseOnForkFd,
-    /// Whether somebody sleeps on the descriptor: then clients are asked to ring for as long as the server lives.
+    /// Whether an event loop polls the descriptor: then clients are asked to ring for as long as
+    /// the server lives.
     is_on: AtomicBool,
 }
 
@@ -45,7 +46,7 @@ impl ScanTimer {
                 it_interval: every,
                 it_value: every,
             };
-            // Of a descriptor and times of ours, which it cannot refuse.
+            // It cannot fail: the descriptor and the times are valid.
             let _ = rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &each);
         }
     }
@@ -72,8 +73,8 @@ impl AsFd for ScanTimer {
 }
 
 impl Server {
-    /// The next request if there is one: [`accept`](Self::accept) for who must not wait. It attaches to new clients as
-    /// that does.
+    /// The next request, if there is one: [`accept`](Self::accept) without waiting. It attaches to
+    /// new clients in the same way.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -111,7 +112,7 @@ impl Server {
         self.owner_process.check()?;
         let is_polled = self.scan_timer.is_on();
         if is_polled {
-            // Before the looks: what rings from now on is about what comes after them.
+            // Drained before the poll: a later ring is about later events.
             self.wait_events(Duration::ZERO);
         }
         self.scan_directory()?;
@@ -122,11 +123,11 @@ impl Server {
             return Ok(None);
         }
         self.set_asleep(true);
-        // Whatever came before the clients were asked to ring did not.
+        // Requests that came before the clients were asked to ring did not ring.
         self.poll(stream)
     }
 
-    /// Whether the clients are asked to ring. Those of a server that is polled always are.
+    /// Sets whether the clients are asked to ring. The clients of a polled server always are.
     pub(super) fn set_asleep(&self, asleep: bool) {
         if asleep || !self.scan_timer.is_on() {
             self.clients
@@ -135,7 +136,7 @@ impl Server {
         }
     }
 
-    /// Takes in what rings within `limit`.
+    /// Drains the events that come within `limit`.
     pub(super) fn wait_events(&mut self, limit: Duration) {
         let mut room = [const { MaybeUninit::uninit() }; 16];
         if let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) {
@@ -147,16 +148,18 @@ impl Server {
 }
 
 impl Server {
-    /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a request aside for whoever polls it.
+    /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a request aside for
+    /// an event loop.
     pub fn ring(&self) {
         self.attach_results.doorbell.ring();
     }
 }
 
 impl AsFd for Server {
-    /// A descriptor that is readable when [`try_accept`](Server::try_accept) is worth a call (an epoll descriptor; it
-    /// nests). Accept until it gives `None` before waiting on it. Once a second it is readable for a look at the
-    /// directory, in which links to clients that have failed are made anew.
+    /// A descriptor that is readable when [`try_accept`](Server::try_accept) is worth a call (an
+    /// epoll descriptor; it nests). Accept until it gives `None` before waiting on it. Once a
+    /// second it is readable for a scan of the directory, which reconnects to clients whose links
+    /// have failed.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.scan_timer.start();
         self.set_asleep(true);

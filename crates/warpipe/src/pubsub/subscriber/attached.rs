@@ -1,0 +1,176 @@
+//! A subscriber's end of the ring: takes, checks and admits the samples of one link.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::backend::DevicePtr;
+use crate::error::{Error, Result};
+use crate::memory::region::Region;
+use crate::pubsub::entry::{Description, Violation};
+use crate::pubsub::publisher_link::{LinkState, PublisherLink};
+use crate::pubsub::ring::ReceiverRing;
+use crate::pubsub::sample::{Discontinuity, Sample};
+use crate::stream::Stream;
+
+/// How long a sample's region may take to arrive behind the sample itself.
+const REGION_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The link to the current incarnation.
+#[derive(Debug)]
+pub(super) struct Attached {
+    pub(super) link: Arc<PublisherLink>,
+    pub(super) ring: ReceiverRing,
+    pub(super) regions: Vec<Arc<Region>>,
+    pub(super) last_sequence: u64,
+    pub(super) region_missing_since: Option<Instant>,
+    /// A sample taken from the ring that the device refused to wait for. It is the next to be
+    /// admitted.
+    pub(super) taken: Option<TakenSample>,
+}
+
+/// A sample that belongs to this end: its position, the address of its slot, its description.
+pub(super) type TakenSample = (u64, DevicePtr, Box<Description>);
+
+impl Attached {
+    pub(super) fn poll(
+        &mut self,
+        stream: &Stream,
+        discontinuity: &mut Option<Discontinuity>,
+    ) -> Result<Option<Sample>> {
+        loop {
+            // Read before the ring: samples sent before the end must be found before the end is
+            // reported.
+            let link_state = self.link.link_state();
+            if link_state == LinkState::Failed {
+                return Err(self.link.why_over());
+            }
+            let (position, address, description) = match self
+                .taken
+                .take()
+                .map_or_else(|| self.next(), |it| Ok(Some(it)))
+            {
+                Ok(Some(next)) => next,
+                Ok(None) if link_state == LinkState::Open || self.is_region_due() => {
+                    return self.wait_for_region();
+                }
+                Ok(None) => return Err(self.link.why_over()),
+                Err(violation) => return Err(self.fail(violation)),
+            };
+            match self.link.admit(position, stream) {
+                Ok(true) => {
+                    let (link, gap) = (self.link.clone(), discontinuity.take());
+                    return Ok(Some(Sample::new(
+                        link,
+                        address,
+                        position,
+                        description,
+                        stream,
+                        gap,
+                    )));
+                }
+                Ok(false) => {}
+                Err(error) => {
+                    self.taken = Some((position, address, description));
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// Takes and checks the next sample in the ring.
+    pub(super) fn next(&mut self) -> Result<Option<TakenSample>, Violation> {
+        let Some(position) = self.take()? else {
+            return Ok(None);
+        };
+        let (address, description) = self.check()?;
+        // Set whatever happens to the sample: one that its publisher left incomplete is lost, and
+        // the next one follows it.
+        self.last_sequence = description.sequence;
+        if let Some(completion) = description.completion {
+            self.link.note_completion(position, completion)?;
+        }
+        Ok(Some((position, address, description)))
+    }
+
+    fn take(&mut self) -> Result<Option<u64>, Violation> {
+        let (link, regions) = (&self.link, &mut self.regions);
+        let missing = &mut self.region_missing_since;
+        self.ring.take(|id| {
+            if id as usize >= regions.len() {
+                regions.clone_from(&link.regions());
+            }
+            let known = (id as usize) < regions.len();
+            *missing = if known {
+                None
+            } else {
+                missing.or_else(|| Some(Instant::now()))
+            };
+            known
+        })
+    }
+
+    /// Whether a sample is there whose region has been announced but not mapped yet.
+    pub(super) fn is_region_due(&self) -> bool {
+        // In this order: the region may have been mapped since the ring was polled, and then it is
+        // no longer being mapped.
+        self.region_missing_since.is_some()
+            && (self.link.is_mapping() || self.link.regions().len() > self.regions.len())
+    }
+
+    /// There is no sample to take: either none was sent, or its region has not arrived yet, which
+    /// is tolerated for a while.
+    pub(super) fn wait_for_region(&mut self) -> Result<Option<Sample>> {
+        match self.region_missing_since {
+            Some(since) if since.elapsed() > REGION_TIMEOUT && !self.is_region_due() => {
+                let allowed = format!("one of the {} announced", self.regions.len());
+                Err(self.fail(Violation {
+                    field: "region",
+                    found: "one never announced".into(),
+                    allowed,
+                }))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Checks the entry that was taken last. The link keeps the region mapped.
+    fn check(&self) -> Result<(DevicePtr, Box<Description>), Violation> {
+        let copy = self.ring.copy();
+        let region = &self.regions[copy.region() as usize];
+        let description = copy.check(region.bytes())?;
+        let follows = match self.last_sequence {
+            0 => description.sequence > 0,
+            last if self.link.lossless => last.checked_add(1) == Some(description.sequence),
+            last => description.sequence > last,
+        };
+        if !follows {
+            let allowed = if self.link.lossless {
+                "the next after"
+            } else {
+                "more than"
+            };
+            let allowed = format!("{allowed} {}", self.last_sequence);
+            return Err(Violation {
+                field: "sequence",
+                found: description.sequence.to_string(),
+                allowed,
+            });
+        }
+        Ok((region.ptr() + description.slot, description))
+    }
+
+    pub(super) fn fail(&self, violation: Violation) -> Error {
+        self.link.fail(self.link.violation(violation));
+        self.link.why_over()
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        if let Some((position, ..)) = self.taken.take()
+            && self.link.owner_process.is_current()
+        {
+            self.link.give_back(position);
+        }
+    }
+}

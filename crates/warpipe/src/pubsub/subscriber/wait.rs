@@ -1,0 +1,180 @@
+//! How a subscriber sleeps until something may have come: one epoll descriptor over its sources.
+
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+
+use super::{RETRY, Subscriber};
+use crate::error::{Error, Result};
+use crate::fork::CloseOnForkFd;
+use crate::ipc::domain::Arrivals;
+use crate::ipc::message::timespec;
+use crate::pubsub::sample::Sample;
+use crate::stream::Stream;
+
+/// The sources of events in a subscriber's one descriptor: its own process, its publisher, the
+/// domain, its timer.
+pub(super) const DOORBELL: u64 = 0;
+pub(super) const WAKE: u64 = 1;
+pub(super) const ARRIVALS: u64 = 2;
+const TIMER: u64 = 3;
+
+impl Subscriber {
+    /// How long a sleep may last before the next poll without a wake-up.
+    pub(super) fn patience(&self) -> Duration {
+        if self.must_look_again() {
+            RETRY
+        } else {
+            Duration::from_secs(3600)
+        }
+    }
+
+    /// Whether a sample may come without a ring: from a publisher that could not admit this end, or
+    /// in a region that was never announced.
+    pub(super) fn must_look_again(&self) -> bool {
+        self.attached
+            .as_ref()
+            .is_none_or(|attached| attached.region_missing_since.is_some())
+    }
+
+    /// `timerfd_settime`: makes the descriptor readable after `pause`.
+    pub(super) fn set_timer(&mut self, pause: Duration) -> Result<()> {
+        use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
+        let failed = |call| move |e| Error::os(call, "a subscriber's timer", e);
+        let timer = match &self.timer {
+            Some(timer) => timer,
+            None => {
+                let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+                let timer = CloseOnForkFd::open(|| {
+                    rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
+                });
+                let timer = timer.map_err(failed("timerfd_create"))?;
+                listen_to(&self.readable, timer.as_fd(), TIMER)?;
+                self.timer.insert(timer)
+            }
+        };
+        let once = Itimerspec {
+            it_interval: timespec(Duration::ZERO),
+            it_value: timespec(pause),
+        };
+        rustix::time::timerfd_settime(timer, TimerfdTimerFlags::empty(), &once)
+            .map_err(failed("timerfd_settime"))?;
+        Ok(())
+    }
+
+    pub(super) fn spin_for(&mut self, limit: Duration, stream: &Stream) -> Result<Option<Sample>> {
+        let start = Instant::now();
+        while start.elapsed() < limit {
+            for _ in 0..64 {
+                if self
+                    .attached
+                    .as_ref()
+                    .is_some_and(|attached| attached.ring.may_have_news())
+                {
+                    return self.poll(stream);
+                }
+                std::hint::spin_loop();
+            }
+        }
+        Ok(None)
+    }
+
+    /// Asks the publisher to ring for samples. Poll once more before sleeping: samples published
+    /// before did not ring.
+    pub(super) fn fall_asleep(&self) {
+        self.is_asleep.store(true, Ordering::Relaxed);
+        if let Some(attached) = &self.attached {
+            attached.ring.fall_asleep();
+        }
+    }
+
+    pub(super) fn wake_up(&self) {
+        if self.is_polled.load(Ordering::Relaxed) {
+            return;
+        }
+        self.is_asleep.store(false, Ordering::Relaxed);
+        if let Some(attached) = &self.attached {
+            attached.ring.wake_up();
+        }
+    }
+
+    /// Sleeps until a source rings, and drains only the sources that rang: each read of a silent
+    /// descriptor is a system call in the latency of a sample. A source that rings later makes the
+    /// next sleep short.
+    pub(super) fn sleep(&self, limit: Duration) {
+        let mut room = [const { MaybeUninit::uninit() }; 4];
+        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else {
+            return;
+        };
+        for event in events {
+            match event.data.u64() {
+                DOORBELL => self.doorbell.drain(),
+                WAKE => self.drain_wake(),
+                TIMER => self.drain_timer(),
+                _ => self.arrivals.iter().for_each(Arrivals::drain),
+            }
+        }
+    }
+
+    /// Drains every source.
+    pub(super) fn drain(&self) {
+        self.doorbell.drain();
+        self.drain_wake();
+        self.drain_timer();
+        self.arrivals.iter().for_each(Arrivals::drain);
+    }
+
+    fn drain_timer(&self) {
+        if let Some(timer) = &self.timer {
+            let _ = rustix::io::read(timer, &mut [0u8; 8]);
+        }
+    }
+
+    fn drain_wake(&self) {
+        if let Some(attached) = &self.attached {
+            attached.link.peer_doorbell.drain();
+            if attached.link.peer_doorbell.is_closed() {
+                // The closed doorbell would be readable for ever; the local doorbell reports the
+                // end itself.
+                let _ = epoll::delete(&self.readable, attached.link.peer_doorbell.as_fd());
+            }
+        }
+    }
+}
+
+impl AsFd for Subscriber {
+    /// A descriptor that is readable when a sample, or the end, may have come (an epoll descriptor;
+    /// it nests). With [`reconnect`](super::SubscriberBuilder::reconnect) also every 100 ms while there is
+    /// no publisher.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.is_polled.store(true, Ordering::Relaxed);
+        self.fall_asleep();
+        if self
+            .attached
+            .as_ref()
+            .is_none_or(|at| at.taken.is_some() || at.ring.may_have_news())
+        {
+            self.doorbell.ring();
+        }
+        self.readable.as_fd()
+    }
+}
+
+impl std::os::fd::AsRawFd for Subscriber {
+    fn as_raw_fd(&self) -> std::os::fd::RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}
+
+pub(super) fn listen_to(readable: &CloseOnForkFd, fd: BorrowedFd<'_>, what: u64) -> Result<()> {
+    epoll::add(
+        readable,
+        fd,
+        epoll::EventData::new_u64(what),
+        epoll::EventFlags::IN,
+    )
+    .map_err(|e| Error::os("epoll_ctl", "a subscriber's descriptor", e))
+}
