@@ -19,7 +19,7 @@
 //!
 //! let sample = subscriber.receive(&stream)?;
 //! assert_eq!(sample.to_vec(Duration::from_secs(1))?, b"a tensor of seven and more");
-//! sample.finish(Duration::from_secs(1))?; // an error if the sender died before the data was complete
+//! sample.finish(Duration::from_secs(1))?; // an error if the sender died before completion
 //! # drop((subscriber, publisher)); std::fs::remove_dir_all(folder).ok();
 //! # Ok::<(), warpipe::Error>(())
 //! ```
@@ -28,25 +28,24 @@
 //!
 //! | items | what they are |
 //! | --- | --- |
-//! | [`Publisher`], [`Subscriber`] | the channel: loan, send, receive, release; one [`Policy`] for each subscriber |
-//! | [`SampleMut`], [`Sample`], [`Receipt`] | a tensor on its way: lent, received, given back |
-//! | [`Timeline`] | a named number that only grows, signalled by one process's streams and waited for by others' |
-//! | [`Event`], [`EventHandle`] | interprocess events that tell never recorded and lost from complete |
-//! | [`Layout`], [`DType`] ([`tensor`]) | what a slot holds: element type, shape, strides, offset, in DLPack's terms |
-//! | [`Device`], [`Stream`], [`Kernel`] ([`device`], [`kernel`]) | where memory lies, the order of its work, and what runs there |
-//! | [`LegacyHandle`], [`LegacyMemory`] | legacy CUDA IPC handles, for memory that another allocator made |
-//! | [`Semaphore`], [`Permit`] | so many at once, on streams and on the CPU, between processes |
-//! | [`Memory`], [`Ticket`], [`SharedMemory`], [`Published`] | memory that others open by a descriptor or by a text |
-//! | [`Pool`], [`Buffer`], [`PoolClient`], [`LentBuffer`] | blocks handed out, lent, and back when their last user is done |
-//! | [`Timeline`], [`Event`], [`EventHandle`] | what a stream of one process tells streams of others |
-//! | [`Queue`], [`Worker`], [`Lease`], [`JobHandle`], [`JobResult`] | units of work, each done once whoever dies |
+//! | [`Publisher`], [`Subscriber`] | the channel, with one [`Policy`] for each subscriber |
+//! | [`SampleMut`], [`Sample`], [`Receipt`] | a tensor on loan, received, and released |
+//! | [`Timeline`] | a number that only grows: one process signals it, others wait for it |
+//! | [`Event`], [`EventHandle`] | interprocess events that detect lost and missing records |
+//! | [`Layout`], [`DType`] ([`tensor`]) | a tensor's element type, shape, strides and offset |
+//! | [`Device`], [`Stream`], [`Kernel`] | a device, the order of its work, and a function on it |
+//! | [`LegacyHandle`], [`LegacyMemory`] | legacy CUDA IPC handles, for other allocators' memory |
+//! | [`Semaphore`], [`Permit`] | a limit on concurrent work of streams and CPUs of many processes |
+//! | [`Memory`], [`Ticket`], [`SharedMemory`], [`Published`] | memory opened by descriptor or text |
+//! | [`Pool`], [`Buffer`], [`PoolClient`], [`LentBuffer`] | blocks of memory, lent to processes |
+//! | [`Queue`], [`Worker`], [`Lease`], [`JobHandle`], [`JobResult`] | jobs, each done once |
 //! | [`Client`], [`Server`], [`Request`], [`Pending`] | request and response |
-//! | [`Domain`], [`EndpointName`] | the directory in which names live, and who holds them |
-//! | [`Member`], [`Members`] ([`members`]) | who is in a domain, who stands still, who has died; what the dead left is cleared |
-//! | [`backend`] | the seam to a device: one trait, `cuda` and `host`, and wrappers for tests |
+//! | [`Domain`], [`EndpointName`] | the directory of names, and a name in it |
+//! | [`Member`], [`Members`] ([`members`]) | the processes of a domain, and their states |
+//! | [`backend`] | the interface to a device: one trait, `cuda` and `host`, wrappers for tests |
 //! | [`nvtx`] | whether a profiler sees the ranges of send and receive |
 //! | [`clock`] | the clock that all processes of one machine share |
-//! | [`Error`], [`HandshakeFault`] | everything that can go wrong, each with the next step |
+//! | [`Error`], [`HandshakeFault`] | the errors, each with the next step |
 //!
 //! Private modules, each explained at its head: `ipc` (messages between processes), `shm` (shared
 //! memory pages), `runtime` (the threads of a process), `memory` (regions and slots), `fork`, `os`.

@@ -256,8 +256,8 @@ fn lap_of(segment: &Segment, position: u64) -> u64 {
 const LAPS_KNOWN: u64 = 32;
 
 /// Which laps of an entry were given up. The high 32 bits are the low half of the last such lap's
-/// number. The low 32 bits have one bit for each of the laps that end with it, that lap's lowest. One
-/// word, so that a reader sees both halves of the same time.
+/// number. The low 32 bits have one bit for each of the laps that end with it, that lap's lowest.
+/// One word, so that a reader sees both halves of the same time.
 #[derive(Debug, Clone, Copy)]
 struct History(u64);
 

@@ -147,8 +147,8 @@ impl Subscriber {
 
 impl AsFd for Subscriber {
     /// A descriptor that is readable when a sample, or the end, may have come (an epoll descriptor;
-    /// it nests). With [`reconnect`](super::SubscriberBuilder::reconnect) also every 100 ms while there is
-    /// no publisher.
+    /// it nests). With [`reconnect`](super::SubscriberBuilder::reconnect) also every 100 ms while
+    /// there is no publisher.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.is_polled.store(true, Ordering::Relaxed);
         self.fall_asleep();
