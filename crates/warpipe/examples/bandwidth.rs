@@ -1,10 +1,12 @@
-//! How fast memory of another process is, beside one's own: an imported mapping is the memory itself, and no detour.
+//! Measures copies through another process's memory and through this process's own: both are the
+//! same memory.
 //!
-//! A second process, the exporter, allocates memory and passes a ticket on. The first maps it, verifies that bytes go both
-//! ways, and then copies: host to device, device to host, and within the device, each through the import and with memory
-//! of its own. The two take turns, after a round to warm up, and the best round of each counts. Where there are two GPUs
-//! that reach each other, the exporter plays on the second one, too, beside memory that the first process has there itself.
-//! The host's memory is pinned (`cuMemHostRegister`); a pageable copy measures the driver's staging instead.
+//! A second process, the exporter, allocates memory and sends a ticket. The first maps it, verifies
+//! that bytes go both ways, and then copies: host to device, device to host, and within the device,
+//! each through the import and with memory of its own. The two alternate, after a warm-up round,
+//! and the best round of each counts. With two GPUs that reach each other, the exporter also runs
+//! on the second one, beside memory that the first process has there itself. The host's memory is
+//! pinned (`cuMemHostRegister`); a pageable copy measures the driver's staging instead.
 //!
 //! **This module is marked for unsafe**: it maps and pins host memory, and copies by address.
 //!
@@ -13,10 +15,11 @@
 //! cargo run --release -p warpipe --example bandwidth -- --device cuda --mib 1024 --at-least 0.9
 //! ```
 //!
-//! `--mib N` is the size of a copy (256 on a GPU, 16 on the host), `--rounds N` how often it is measured. With
-//! `--at-least RATIO` a ratio below it is an error; without, the figures are only told, for on a machine that others use,
-//! too, they say what these did meanwhile. (`warpipe bench bandwidth` writes the same figures to a report.) It ends with
-//! `ok: N comparisons, all bytes right; the lowest ratio is 0.99`.
+//! `--mib N` is the size of a copy (256 on a GPU, 16 on the host), `--rounds N` how often it is
+//! measured. With `--at-least RATIO` a ratio below it is an error; without it the figures are only
+//! printed, because on a shared machine they depend on the other load. (`warpipe bench bandwidth`
+//! writes the same figures to a report.) It ends with `ok: N comparisons, all bytes right; the
+//! lowest ratio is 0.99`.
 
 mod stage;
 
@@ -29,7 +32,7 @@ use stage::{Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::backend::{Access, DeviceKind, DevicePtr};
 use warpipe::{Device, Memory, SharedMemory, Stream, Ticket};
 
-/// Copies in a row, of which the rate is taken.
+/// Copies in a row that give one rate.
 const COPIES: u64 = 8;
 const SEED: u64 = 5;
 
@@ -42,7 +45,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// The exporter's part: its memory is there until the other side has done.
+/// The exporter's role: keeps its memory until the other side is done.
 fn export(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     let peer = if talk.hear()? == "on the peer" {
         Some(peer_of(stage)?.ok_or("there is no peer")?)
@@ -63,7 +66,7 @@ fn export(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     } else {
         "wrong"
     })?;
-    // Nothing more is said: the other side goes, or lets go, when it has measured.
+    // The other side sends no more lines: it ends its input when it has measured.
     talk.hear_or_end()?;
     Ok(format!(
         "{} MiB of {device} were copied from and to",
@@ -175,7 +178,7 @@ fn peer_of(stage: &Stage) -> Outcome<Option<Device>> {
     Ok(None)
 }
 
-/// What all the comparisons have in common.
+/// The common parameters of all comparisons.
 struct Bench {
     stream: Stream,
     pinned: Pinned,
@@ -184,7 +187,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// Maps the exporter's memory, and verifies that what is written here is read there, and the other way round.
+    /// Maps the exporter's memory, and verifies that each side reads what the other writes.
     fn open(&self, stage: &Stage, talk: &mut Talk) -> Outcome<SharedMemory> {
         talk.tell(self.bytes)?;
         let theirs = talk.hear()?.parse::<Ticket>()?.open(&stage.device)?;
@@ -201,7 +204,8 @@ impl Bench {
         Ok(theirs)
     }
 
-    /// Measures a copy through the import beside the same one without, each as [to, from]. Returns the ratio.
+    /// Measures a copy through the import beside the same copy without it, each as [to, from].
+    /// Returns the ratio.
     fn line(&self, name: &str, import: [DevicePtr; 2], own: [DevicePtr; 2]) -> Outcome<f64> {
         let (mut best_import, mut best_own) = (0.0f64, 0.0f64);
         for round in 0..=self.rounds {
@@ -225,10 +229,11 @@ impl Bench {
 
     fn copies(&self, [to, from]: [DevicePtr; 2], copies: u64) -> Outcome {
         for _ in 0..copies {
-            // SAFETY: both are `bytes` long, do not overlap, and are kept until the stream is idle, which follows.
+            // SAFETY: both are `bytes` long, do not overlap, and are kept until the stream is idle,
+            // which follows.
             unsafe { self.stream.copy(to, from, self.bytes)? };
         }
-        // Not `synchronize`, which sleeps between two looks: the end is to be seen when it comes.
+        // Not `synchronize`, which sleeps between two polls: the end must be seen at once.
         let start = Instant::now();
         while !self.stream.is_idle()? {
             ensure(start.elapsed() < PATIENCE, || {
@@ -240,12 +245,12 @@ impl Bench {
     }
 }
 
-/// Host memory that the device reads and writes itself.
+/// Host memory that the device accesses directly.
 struct Pinned {
     device: Device,
     base: *mut u64,
     bytes: usize,
-    /// As the device has it.
+    /// The device's address of it.
     address: DevicePtr,
 }
 
@@ -268,7 +273,7 @@ impl Pinned {
         Ok(pinned)
     }
 
-    /// The words. Only called while the stream is idle: then nobody else reads or writes them.
+    /// The words. Only called while the stream is idle: then nothing else reads or writes them.
     fn words(&self) -> &[u64] {
         // SAFETY: mapped and zeroed pages of that length, as long as self; no copy is under way.
         unsafe { std::slice::from_raw_parts(self.base, self.bytes / 8) }
@@ -302,7 +307,7 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         // SAFETY: registered and mapped in `new`; every copy was waited for.
         let _ = unsafe { self.device.backend().unregister(self.base.cast()) };
-        // SAFETY: as above, and nobody uses the pages any more.
+        // SAFETY: as above, and nothing uses the pages any more.
         let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };
     }
 }

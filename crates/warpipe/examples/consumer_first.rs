@@ -1,8 +1,8 @@
 //! The consumer starts first: it can give up with a clear message, or wait.
 //!
-//! A subscriber is built from a name. While nobody publishes that name, `build` says so: at once by default, after
-//! some time with `wait_for_publisher`. A publisher that comes within that time is attached to as soon as it is
-//! there; nothing polls for it.
+//! A subscriber is built from a name. While no publisher has that name, `build` fails: at once by
+//! default, after a timeout with `wait_for_publisher`. A publisher that starts within that time is
+//! attached to at once; nothing polls for it.
 //!
 //! ```text
 //! cargo run -p warpipe --example consumer_first                     # both processes
@@ -27,7 +27,7 @@ fn main() -> ExitCode {
     play(&[], |stage| match stage.role() {
         "producer" => produce(stage),
         "consumer" => consume(stage, || Ok(None)),
-        // The producer is started when the consumer is already there and has seen that nobody publishes.
+        // The producer is started when the consumer has already seen that no publisher exists.
         _ => consume(stage, || stage.start("producer").map(Some)),
     })
 }
@@ -66,7 +66,7 @@ fn consume(
     ))
 }
 
-/// Nobody publishes: the error has a variant of its own, and its text says what to do.
+/// There is no publisher: the error has a variant of its own, and its text gives the next step.
 fn give_up(when: &str, subscriber: SubscriberBuilder) -> Outcome {
     match subscriber.build() {
         Err(error @ Error::NoPublisher { .. }) => println!("gave up {when}: {error}"),

@@ -1,10 +1,12 @@
-//! A coordinator whose workers fail: one stands still and goes on, one is killed, cleaned up after, and replaced.
+//! A coordinator whose workers fail: one is stopped and continues, one is killed, cleaned up after,
+//! and replaced.
 //!
-//! Three workers join the domain as members and publish frames, which the coordinator verifies. It stops one (`SIGSTOP`)
-//! and is told that it is *stalled*: nothing may be taken from it, and indeed it goes on later where it was. It kills
-//! another (`SIGKILL`) and is told that it has *died*, by the kernel's proof: now its endpoints are removed, its scratch
-//! file is deleted by what was registered for this case, the frames that it had finished are still received, and a
-//! successor takes its name.
+//! Three workers join the domain as members and publish frames, which the coordinator verifies. It
+//! stops one (`SIGSTOP`) and is notified that it is *stalled*: none of its resources may be taken,
+//! and it continues later where it was. It kills another (`SIGKILL`) and is notified that it has
+//! *died*, by the kernel's proof: its endpoints are removed, its scratch file is deleted by a
+//! registered cleanup, the frames that it had completed are still received, and a successor takes
+//! its name.
 //!
 //! **This module is marked for unsafe**: it launches kernels on device memory.
 //!
@@ -12,8 +14,9 @@
 //! cargo run --example crash_recovery
 //! ```
 //!
-//! It ends with `ok: N frames of 4 workers verified; one stalled and recovered, one died and was replaced, 3 left`.
-//! `warpipe members --follow`, with `WARPIPE_DOMAIN` set to the folder that it prints first, shows the same from outside.
+//! It ends with `ok: N frames of 4 workers verified; one stalled and recovered, one died and was
+//! replaced, 3 left`. `warpipe members --follow`, with `WARPIPE_DOMAIN` set to the folder that it
+//! prints first, shows the same events.
 
 mod stage;
 
@@ -30,7 +33,7 @@ use warpipe::{
 
 const WORKERS: usize = 3;
 const WORDS: u64 = 4096;
-/// Frames that each worker must deliver between two of the coordinator's deeds.
+/// Frames that each worker must deliver between two steps of the coordinator.
 const FRAMES: u64 = 20;
 
 fn main() -> ExitCode {
@@ -40,7 +43,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Publishes frames as long as anybody wants them.
+/// Publishes frames as long as it has a subscriber.
 fn work(stage: &Stage, name: &str) -> Outcome<String> {
     std::fs::write(scratch(stage, name), "half of a thought")?;
     let policy = Policy::Block { timeout: PATIENCE };
@@ -48,7 +51,7 @@ fn work(stage: &Stage, name: &str) -> Outcome<String> {
         .domain(&stage.domain)
         .device(&stage.device);
     let publisher = builder.depth(4).policy(policy).build()?;
-    // Last, so that who sees the member finds all of it.
+    // Last, so that a process that sees the member finds all of it.
     let _member = Member::join(&stage.domain, name, "worker")?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = stage.device.stream()?;
@@ -57,7 +60,8 @@ fn work(stage: &Stage, name: &str) -> Outcome<String> {
     while !publisher.subscribers().is_empty() {
         number += 1;
         let frame = publisher.loan(&layout)?;
-        // SAFETY: the loan has WORDS words, and is ours alone until the stream has passed the kernel.
+        // SAFETY: the loan has WORDS words, and is ours alone until the stream has passed the
+        // kernel.
         unsafe { warpipe_kernels::fill(&stream, frame.ptr(), WORDS, number)? };
         frame.send(&stream)?;
     }
@@ -86,7 +90,7 @@ fn coordinate(stage: &Stage) -> Outcome<String> {
     for worker in &mut workers {
         verified += worker.verify(&stream, FRAMES)?;
     }
-    // One stands still. It is there, and keeps what it has.
+    // Stops one worker. It lives, and keeps its resources.
     workers[1].signal(Signal::STOP)?;
     expect(&members, "stalled", "worker-1", |change| {
         matches!(change, Change::Stalled(_))
@@ -100,9 +104,9 @@ fn coordinate(stage: &Stage) -> Outcome<String> {
         matches!(change, Change::Recovered(_))
     })?;
     verified += workers[1].verify(&stream, FRAMES)?;
-    // One dies, and is replaced under its name.
+    // Kills one worker, and replaces it under its name.
     let killed = workers.pop().ok_or("three workers were started")?;
-    verified += bury(stage, &members, killed, &stream)?;
+    verified += kill_and_clean_up(stage, &members, killed, &stream)?;
     workers.push(Worker::start(stage, &members, "worker-2")?);
     for worker in &mut workers {
         verified += worker.verify(&stream, FRAMES)?;
@@ -128,8 +132,13 @@ fn coordinate(stage: &Stage) -> Outcome<String> {
     ))
 }
 
-/// Kills a worker and clears up after it. Returns how many whole frames it had still sent.
-fn bury(stage: &Stage, members: &Members, worker: Worker, stream: &Stream) -> Outcome<u64> {
+/// Kills a worker and cleans up after it. Returns how many whole frames it had still sent.
+fn kill_and_clean_up(
+    stage: &Stage,
+    members: &Members,
+    worker: Worker,
+    stream: &Stream,
+) -> Outcome<u64> {
     let (tell, told) = channel();
     let file = scratch(stage, &worker.name);
     members.on_death_of(&worker.name, move |_| {
@@ -173,7 +182,7 @@ fn bury(stage: &Stage, members: &Members, worker: Worker, stream: &Stream) -> Ou
     Ok(whole)
 }
 
-/// A worker, as its coordinator has it.
+/// The coordinator's handle of a worker.
 struct Worker {
     name: String,
     actor: Actor,
@@ -202,7 +211,7 @@ impl Worker {
         })
     }
 
-    /// Receives `count` frames, each of which must be the next, and right in every word.
+    /// Receives `count` frames, and checks the number of each and every word.
     fn verify(&mut self, stream: &Stream, count: u64) -> Outcome<u64> {
         for _ in 0..count {
             let frame = self.frames.receive(stream)?;
@@ -232,8 +241,8 @@ impl Worker {
     }
 }
 
-/// Waits until this is told of `name`. What else is told meanwhile may only be hearts that stand still for a moment, as
-/// on a machine that has much to do.
+/// Waits for the event that concerns `name`. Other events meanwhile may only be heartbeats that
+/// pause for a moment, as on a busy machine.
 fn expect(
     members: &Members,
     what: &str,
@@ -245,8 +254,8 @@ fn expect(
             println!("{name}: {what}");
             return Ok(change.member().clone());
         }
-        let is_heart = matches!(change, Change::Stalled(_) | Change::Recovered(_));
-        ensure(is_heart, || {
+        let is_heartbeat = matches!(change, Change::Stalled(_) | Change::Recovered(_));
+        ensure(is_heartbeat, || {
             format!("{change:?} was told where {name} {what} was due")
         })?;
     }

@@ -1,19 +1,23 @@
-//! A stream of one process waits for a slow kernel of another; and CUDA's two traps, which are guarded here.
+//! A stream of one process waits for a slow kernel of another; and two traps of CUDA's events
+//! become errors.
 //!
-//! The parent launches a kernel that takes 300 ms, and records an event behind it. The child's stream waits for that
-//! event on the device: the child's CPU goes on at once, and what its stream does next sees the whole result.
+//! The parent launches a kernel that takes 300 ms, and records an event behind it. The child's
+//! stream waits for that event on the device: the child's CPU continues at once, and the stream's
+//! next work sees the whole result.
 //!
-//! CUDA's own interprocess events have two traps. One that *was never recorded* counts as complete, and so does one whose
-//! *recorder died* before its work was done: who waited goes on, on data that is not there. Both happen here, and both
-//! are errors.
+//! CUDA's own interprocess events have two traps. One that *was never recorded* counts as complete,
+//! and so does one whose *recorder died* before its work was done: the waiting stream continues
+//! with missing data. This example provokes both, and both are errors.
 //!
-//! **This module is marked for unsafe**: it launches kernels on device memory, and asks the driver for an event.
+//! **This module is marked for unsafe**: it launches kernels on device memory, and asks the driver
+//! for an event.
 //!
 //! ```text
 //! cargo run -p warpipe --example events
 //! ```
 //!
-//! It ends with `ok: the child's stream waited, and 65536 words are right; never recorded and lost are errors`.
+//! It ends with `ok: the child's stream waited, and 65536 words are right; never recorded and lost
+//! are errors`.
 
 mod stage;
 
@@ -28,7 +32,7 @@ const WORDS: u64 = 1 << 16;
 const SEED: u64 = 3;
 /// How long the parent's kernel takes.
 const SLOW: Duration = Duration::from_millis(300);
-/// How long the doomed process's kernel would take.
+/// How long the kernel of the process that dies would take.
 const ENDLESS: Duration = Duration::from_secs(10);
 
 fn main() -> ExitCode {
@@ -36,7 +40,7 @@ fn main() -> ExitCode {
         "child" => wait(stage, Talk::with_parent()?),
         "doomed" => die(stage, Talk::with_parent()?),
         _ => {
-            // Before any stream waits: loading a kernel could have to wait for that stream.
+            // Before any stream waits: loading a kernel may have to wait for that stream.
             warpipe_kernels::preload(&stage.device)?;
             let event = Event::create(&stage.domain, &stage.device)?;
             record(stage, &event)?;
@@ -48,7 +52,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// The parent's part of the first half.
+/// The parent's role in the first half.
 fn record(stage: &Stage, event: &Event) -> Outcome {
     let memory = Memory::allocate(&stage.device, WORDS * 8)?;
     let published = memory.publish(&stage.domain, "words")?;
@@ -59,7 +63,8 @@ fn record(stage: &Stage, event: &Event) -> Outcome {
     talk.expect("I saw that nothing was recorded")?;
 
     memory.used_on(&stream);
-    // SAFETY: the memory has WORDS words, and is read by the child only behind the event that is recorded next.
+    // SAFETY: the memory has WORDS words, and is read by the child only behind the event that is
+    // recorded next.
     unsafe { warpipe_kernels::slow_fill(&stream, memory.ptr(), WORDS, SEED, SLOW)? };
     event.record(&stream)?;
     talk.tell("recorded")?; // record first, then tell: who waits earlier is told that nothing was recorded
@@ -80,7 +85,8 @@ fn wait(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     let recording = event.wait(&stream)?; // the stream waits, not this CPU
     memory.used_on(&stream);
     wrong.used_on(&stream);
-    // SAFETY: WORDS words that are complete by the time the stream gets here, and one of our own to count into.
+    // SAFETY: WORDS words that are complete by the time the stream gets here, and one of our own to
+    // count into.
     unsafe { warpipe_kernels::check(&stream, memory.ptr(), WORDS, SEED, wrong.ptr())? };
     let enqueued = start.elapsed();
     stream.synchronize(PATIENCE)?;
@@ -89,7 +95,8 @@ fn wait(stage: &Stage, mut talk: Talk) -> Outcome<String> {
         start.elapsed()
     );
 
-    // Without this, a stream that was let go because the parent had died would pass for one that waited.
+    // Without this check, a stream that was released because the parent died would look like one
+    // that waited.
     ensure(event.check(recording)?, || {
         "the stream went on before the recording was complete".into()
     })?;
@@ -121,7 +128,7 @@ fn never_recorded(event: &Event) -> Outcome {
     })
 }
 
-/// The second trap: a stream that waits for a process that is killed.
+/// The second trap: a stream waits for a process that is killed.
 fn lose(stage: &Stage, event: &Event) -> Outcome {
     let (doomed, mut talk) = stage.start_talking("doomed")?;
     talk.tell(event.handle()?)?;
@@ -129,7 +136,7 @@ fn lose(stage: &Stage, event: &Event) -> Outcome {
     let stream = stage.device.stream()?;
     let recording = event.wait(&stream)?;
     doomed.kill()?;
-    // The stream is let go as soon as the death is proven, and does not hang for ever.
+    // The stream is released as soon as the death is proven, and does not hang for ever.
     stream.synchronize(PATIENCE)?;
     match event.check(recording) {
         Err(error @ Error::EventLost { .. }) => println!("recorder killed: {error}"),
@@ -138,7 +145,7 @@ fn lose(stage: &Stage, event: &Event) -> Outcome {
     Ok(())
 }
 
-/// Records the same event behind work that it will not live to see.
+/// Records the same event behind work that outlives the process.
 fn die(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     let event = Event::open(&talk.hear()?.parse::<EventHandle>()?, &stage.device)?;
     let stream = stage.device.stream()?;

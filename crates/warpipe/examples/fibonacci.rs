@@ -1,8 +1,8 @@
 //! One tensor, two processes, no copy: the smallest whole program.
 //!
-//! The producer fills a tensor of 65536 `uint64` with the Fibonacci numbers and publishes it under a name. The
-//! consumer finds the name, receives the tensor where it lies, and verifies every number. From the 94th on a
-//! Fibonacci number does not fit 64 bits; they wrap around there, on both sides.
+//! The producer fills a tensor of 65536 `uint64` with the Fibonacci numbers and publishes it under
+//! a name. The consumer finds the name, receives the tensor in place, and verifies every number.
+//! From the 94th on a Fibonacci number does not fit 64 bits; they wrap around there, on both sides.
 //!
 //! ```text
 //! cargo run -p warpipe --example fibonacci                     # both processes
@@ -42,18 +42,18 @@ fn produce(stage: &Stage) -> Outcome<String> {
         .build()?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
 
-    // A loan is memory of the device that nobody reads yet.
+    // A loan is memory of the device that no subscriber reads yet.
     let mut tensor = publisher.loan(&Layout::contiguous(DType::U64, &[COUNT])?)?;
     tensor.set_metadata(b"F(0), F(1), ... modulo 2^64")?;
 
-    // Work on a device goes through a stream: first the numbers, then the news of them.
+    // Work on a device goes through a stream: first the numbers, then the send.
     let stream = stage.device.stream()?;
     let bytes: Vec<u8> = fibonacci().flat_map(u64::to_ne_bytes).collect();
     tensor.write(&stream, &bytes)?;
     tensor.send(&stream)?;
 
-    // Sending waits for nobody. This process must not go before its own device has written the numbers; after that
-    // it may: the memory lives as long as anybody has it.
+    // Sending does not wait. This process must not end before its own device has written the
+    // numbers. Afterwards it may: the memory lives as long as a process holds it.
     stream.synchronize(PATIENCE)?;
     Ok(format!("sent {COUNT} numbers"))
 }
@@ -67,7 +67,7 @@ fn consume(stage: &Stage) -> Outcome<String> {
     let stream = stage.device.stream()?;
     let tensor = subscriber.receive(&stream)?;
 
-    // A kernel would read the tensor at `tensor.ptr()`; these eyes are on the CPU, and take a copy of it.
+    // A kernel would read the tensor at `tensor.ptr()`; this check runs on the CPU and copies it.
     ensure(tensor.layout().shape() == [COUNT], || {
         format!("its shape is {:?}", tensor.layout().shape())
     })?;

@@ -1,11 +1,12 @@
-//! A child made by `fork(2)` opens its parent's memory and doubles the numbers in it where they lie.
+//! A child made by `fork(2)` opens its parent's memory and doubles its numbers in place.
 //!
-//! CUDA does not survive a fork. Once a process has initialised the driver, a child that it forks has a copy of the
-//! driver's memory but not its threads, and the driver does not support what it calls there: `Device::cuda` is
-//! `Error::Forked`. So the order is all that matters: **fork first, open devices afterwards, each process for itself.**
-//! This program forks before anything else; the child then waits, on a pair of sockets, for the ticket of memory that its
-//! parent allocates later. (A process that has a device already starts children by `exec`, as the other examples do. A
-//! handle of this library that a forked child has inherited answers `Error::Forked`.)
+//! CUDA does not survive a fork. Once a process has initialised the driver, a child that it forks
+//! has a copy of the driver's memory but not its threads, and the driver does not support calls
+//! there: `Device::cuda` returns `Error::Forked`. So the order matters: **fork first, open devices
+//! afterwards, each process for itself.** This program forks before anything else; the child then
+//! waits, on a pair of sockets, for the ticket of memory that its parent allocates later. (A
+//! process that has a device already starts children by `exec`, as the other examples do. A handle
+//! of this library that a forked child has inherited returns `Error::Forked`.)
 //!
 //! **This module is marked for unsafe**: it forks, and launches a kernel on device memory.
 //!
@@ -30,18 +31,18 @@ use stage::{Outcome, PATIENCE, Stage, ensure, play_after};
 use warpipe::backend::Access;
 use warpipe::{Memory, Ticket};
 
-/// Few enough that a 32-bit float counts to twice as many without a gap.
+/// Small enough that a 32-bit float represents each integer up to twice this.
 const COUNT: u64 = 1 << 16;
 
 fn main() -> ExitCode {
-    // `fork` is called before the device is opened, and what comes after it by both processes.
+    // `fork` is called before the device is opened; both processes run the code after it.
     play_after(&[], fork, |stage, side| match side {
         Side::Parent(child, talk) => parent(stage, child, talk),
         Side::Child(talk) => child(stage, talk),
     })
 }
 
-/// Who this process is, after the fork.
+/// The side of the fork that this process is.
 enum Side {
     Parent(Forked, Talk),
     Child(Talk),
@@ -49,7 +50,8 @@ enum Side {
 
 fn fork(stage: &mut Stage) -> Outcome<Side> {
     let (ours, theirs) = UnixStream::pair()?;
-    // SAFETY: this process has one thread so far, so nothing is left half done, or locked, in the child's copy.
+    // SAFETY: this process has one thread so far, so no operation is half done, or locked, in the
+    // child's copy.
     match unsafe { libc::fork() } {
         0 => {
             stage.recast("child");
@@ -101,7 +103,8 @@ fn child(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     let memory = ticket.open(&stage.device)?;
     let stream = stage.device.stream()?;
     memory.used_on(&stream);
-    // SAFETY: the memory has COUNT floats, which the parent lets alone until it hears that they are doubled.
+    // SAFETY: the memory has COUNT floats, which the parent does not touch until it hears that they
+    // are doubled.
     unsafe { warpipe_kernels::scale(&stream, memory.ptr(), memory.ptr(), COUNT, 2.0)? };
     stream.synchronize(PATIENCE)?;
     talk.tell("doubled")?;
@@ -116,11 +119,11 @@ fn parent_id() -> i32 {
     rustix::process::getppid().map_or(0, Pid::as_raw_pid)
 }
 
-/// The child, as its parent has it. Dropped before its end, it is killed.
+/// The parent's handle of the child. Dropped before the child's end, it kills the child.
 struct Forked(Option<Pid>);
 
 impl Forked {
-    /// Waits for its end, which must be a good one.
+    /// Waits for the child's end, which must be a success.
     fn finish(mut self) -> Outcome {
         let pid = self.0.ok_or("the child has ended already")?;
         let limit = Timespec {

@@ -1,19 +1,21 @@
-//! A network that is served by two processes, and whose weights lie in memory once.
+//! Two processes serve a network whose weights lie in memory once.
 //!
-//! The keeper of the model has its weights in memory of its own, and publishes them for reading. Each server opens
-//! them by ticket: it maps the keeper's memory and loads nothing. A client sends rows of numbers, and whichever
-//! server is free lets them through three layers (64, 128, 64 and 10 wide, the first two with ReLU) and replies. Every
-//! number is compared with what the CPU works out in double precision; it may differ by 0.00001 at most.
+//! The owner of the model has its weights in memory of its own, and publishes them for reading.
+//! Each server opens them by ticket: it maps the owner's memory and loads nothing. A client sends
+//! rows of numbers, and a free server runs them through three layers (64, 128, 64 and 10 wide, the
+//! first two with ReLU) and replies. Every number is compared with the CPU's result in double
+//! precision; it may differ by 0.00001 at most.
 //!
 //! **This module is marked for unsafe**: it launches kernels on device memory.
 //!
 //! ```text
 //! cargo run -p warpipe --example inference_server                   # all processes
 //! cargo run -p warpipe --example inference_server -- --role client  # or: one terminal each, in any order; the client
-//! cargo run -p warpipe --example inference_server -- --role server  # is the keeper, too; as many servers as you like
+//! cargo run -p warpipe --example inference_server -- --role server  # is the owner, too; as many servers as you like
 //! ```
 //!
-//! It ends with `ok: 64 requests answered by N servers, all within 0.00001 of the reference`, N being 2.
+//! It ends with `ok: 64 requests answered by N servers, all within 0.00001 of the reference`, N
+//! being 2.
 
 mod stage;
 
@@ -29,7 +31,7 @@ use warpipe_kernels::Layer;
 
 const SERVICE: &str = "network";
 const WEIGHTS: &str = "network-weights";
-/// Floats in a row: what goes in, what goes from layer to layer, what comes out.
+/// Floats in a row: the input, the values between layers, the output.
 const WIDTHS: [u64; 4] = [64, 128, 64, 10];
 const SERVERS: usize = 2;
 const REQUESTS: u64 = 64;
@@ -49,7 +51,8 @@ fn main() -> ExitCode {
     })
 }
 
-/// The layers, one after another as they lie in memory: where weights and bias begin (in floats), and their widths.
+/// The layers, one after another as they lie in memory: where weights and bias begin (in floats),
+/// and their widths.
 fn layers() -> impl Iterator<Item = (u64, u64, u64, u64)> {
     let mut next = 0;
     WIDTHS.windows(2).map(move |widths| {
@@ -60,7 +63,7 @@ fn layers() -> impl Iterator<Item = (u64, u64, u64, u64)> {
     })
 }
 
-/// The model: floats between -1 and 1, the same in each run, and less the more inputs they are for.
+/// The model: floats between -1 and 1, the same in each run, smaller the more inputs they serve.
 fn parameters() -> Vec<f32> {
     let floats = layers().flat_map(|(first, _, inputs, outputs)| {
         let scale = (2.0 / inputs as f32).sqrt();
@@ -87,7 +90,8 @@ fn bytes_of(floats: &[f32]) -> Vec<u8> {
         .collect()
 }
 
-/// The model as a server has it: the keeper's memory, and room of its own for what goes from layer to layer.
+/// A server's view of the model: the owner's memory, and memory of its own for the values between
+/// layers.
 struct Model {
     weights: SharedMemory,
     between: [Memory; 2],
@@ -95,7 +99,7 @@ struct Model {
 
 impl Model {
     fn open(stage: &Stage) -> Outcome<Model> {
-        // By its name, whoever keeps it; a ticket that was passed on as a text would do as well.
+        // By name; a ticket that was sent as a text would do as well.
         let weights = Ticket::to(&stage.domain, WEIGHTS)?.open_timeout(&stage.device, PATIENCE)?;
         let floats = layers()
             .map(|(_, bias, _, outputs)| bias + outputs)
@@ -111,7 +115,7 @@ impl Model {
         })
     }
 
-    /// Lets the request's rows through all layers on `stream`, and replies behind that.
+    /// Runs the request's rows through all layers on `stream`, and replies behind that.
     fn answer(&self, request: Request, stream: &Stream) -> Outcome {
         let layout = request.layout();
         let rows = layout.shape().first().copied().unwrap_or(0);
@@ -144,9 +148,9 @@ impl Model {
                 outputs,
                 relu: step < 2,
             };
-            // SAFETY: the weights' size was checked, and nobody writes them; the request has the shape that was
-            // looked at; what lies between is this server's own, wide enough for ROWS rows, and used by this stream
-            // alone, in its order.
+            // SAFETY: the weights' size was checked, and nothing writes them; the request's shape
+            // was checked; the memory between layers is this server's own, wide enough for ROWS
+            // rows, and used by this stream alone, in its order.
             unsafe {
                 warpipe_kernels::dense(stream, places[step + 1], places[step], rows, &layer)?
             };
@@ -155,7 +159,7 @@ impl Model {
     }
 }
 
-/// Answers as long as there are clients.
+/// Answers requests as long as there are clients.
 fn serve(stage: &Stage) -> Outcome<String> {
     let model = Model::open(stage)?;
     let mut server = Server::builder(SERVICE)
@@ -183,13 +187,13 @@ fn serve(stage: &Stage) -> Outcome<String> {
     ))
 }
 
-/// Keeps the weights, asks the servers, and compares.
+/// Owns the weights, sends requests to the servers, and compares.
 fn ask(stage: &Stage, servers: Vec<Actor>) -> Outcome<String> {
     let stream = stage.device.stream()?;
     let parameters = parameters();
     let weights = Memory::allocate(&stage.device, parameters.len() as u64 * 4)?;
     weights.write(&stream, 0, &bytes_of(&parameters))?;
-    // A ticket says nothing about when: what is published is complete by now.
+    // A ticket does not order work: published memory must be complete by now.
     stream.synchronize(PATIENCE)?;
     let published = weights.publish(&stage.domain, WEIGHTS)?;
 
@@ -219,7 +223,7 @@ fn ask(stage: &Stage, servers: Vec<Actor>) -> Outcome<String> {
         "the furthest of {} numbers is {furthest:.1e} from the reference",
         REQUESTS * ROWS * WIDTHS[3]
     );
-    // The servers see that nobody asks any more, and end.
+    // The servers see that there is no client any more, and end.
     drop((client, published));
     let count = processes.len();
     ensure(servers.is_empty() || count == servers.len(), || {
@@ -231,7 +235,7 @@ fn ask(stage: &Stage, servers: Vec<Actor>) -> Outcome<String> {
     ))
 }
 
-/// How far the reply's furthest number is from the reference.
+/// The largest difference between a number of the reply and the reference.
 fn error_of(reply: &JobResult, request: u64, parameters: &[f32]) -> Outcome<f64> {
     let bytes = reply.to_vec()?;
     let found = bytes
@@ -245,7 +249,7 @@ fn error_of(reply: &JobResult, request: u64, parameters: &[f32]) -> Outcome<f64>
     ensure(count == right.len(), || {
         format!("request {request} came back with {count} numbers")
     })?;
-    // With weights that do nothing, any reply would do.
+    // With weights that have no effect, any reply would pass.
     let largest = right
         .iter()
         .fold(0f64, |largest, number| largest.max(number.abs()));

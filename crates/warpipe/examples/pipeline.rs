@@ -1,13 +1,15 @@
-//! Three stages, each a process; the middle one is killed and started again while the others go on.
+//! Three stages, each a process; the middle one is killed and started again while the others
+//! continue.
 //!
 //! ```text
 //! source --numbers--> filter --doubled--> sink
 //! ```
 //!
-//! The source makes frames of 4096 floats, the filter doubles each of them on the device, the sink verifies every
-//! one. After a quarter of the frames the sink kills the filter (`SIGKILL`) and starts another. What a death costs
-//! is at most what the dead process had been given and not passed on: the 8 frames that fit its ring, and the one
-//! that was just being sent. All are counted by their numbers, which travel as metadata.
+//! The source makes frames of 4096 floats, the filter doubles each of them on the device, the sink
+//! verifies every one. After a quarter of the frames the sink kills the filter (`SIGKILL`) and
+//! starts another. A death costs at most the frames that the dead process had been given and not
+//! sent on: the 8 frames that fit its ring, and the one that was being sent. All are counted by
+//! their numbers, which are sent as metadata.
 //!
 //! **This module is marked for unsafe**: it launches kernels on device memory.
 //!
@@ -18,7 +20,8 @@
 //! cargo run -p warpipe --example pipeline -- --role source
 //! ```
 //!
-//! It ends with `ok: 400 frames: N verified, none wrong; L lost with 1 killed filters (9 each at most)`.
+//! It ends with `ok: 400 frames: N verified, none wrong; L lost with 1 killed filters (9 each at
+//! most)`.
 
 mod stage;
 
@@ -30,7 +33,8 @@ use warpipe::{DType, Layout, Policy, Publisher, Result, Sample, Subscriber};
 const FRAMES: u64 = 400;
 const FLOATS: u64 = 4096;
 const DEPTH: u32 = 8;
-/// In the killed filter's ring, and one more: a send that waits for room goes on when the reader is gone.
+/// The frames in the killed filter's ring, and one more: a send that waits for room continues when
+/// the reader is gone.
 const LOST_MAX: u64 = DEPTH as u64 + 1;
 
 fn main() -> ExitCode {
@@ -79,7 +83,7 @@ fn source(stage: &Stage) -> Outcome<String> {
             &stream,
             &(number as f32).to_ne_bytes().repeat(FLOATS as usize),
         )?;
-        // While the filter is being started again there is nobody to send to.
+        // While the filter is being started again there is no subscriber.
         publisher.wait_for_subscribers(1, PATIENCE)?;
         frame.send(&stream)?;
     }
@@ -97,8 +101,9 @@ fn filter(stage: &Stage) -> Outcome<String> {
         let input = input?;
         let mut output = doubled.loan(input.layout())?;
         output.set_metadata(input.metadata())?;
-        // SAFETY: the input was checked to have its layout's bytes, the loan has as many, and both stay ours until
-        // this stream has passed the kernel: they are given on behind it.
+        // SAFETY: the input was checked to have its layout's bytes, the loan has as many, and this
+        // process owns both until this stream has passed the kernel: they are sent and released
+        // behind it.
         unsafe {
             warpipe_kernels::scale(
                 &stream,
@@ -108,7 +113,7 @@ fn filter(stage: &Stage) -> Outcome<String> {
                 2.0,
             )?
         };
-        // The input goes back after the output is on its way, so that a death in between loses neither.
+        // The input is released after the output is sent, so that a death in between loses neither.
         output.send(&stream)?;
         drop(input);
         frames += 1;
@@ -120,9 +125,9 @@ fn filter(stage: &Stage) -> Outcome<String> {
     ))
 }
 
-/// Verifies every frame. With a filter of its own, kills it on the way and starts the next.
+/// Verifies every frame. With a filter of its own, kills that filter half-way and starts the next.
 fn sink(stage: &Stage, filters: &mut Vec<Actor>) -> Outcome<String> {
-    // It follows the next filter by itself: that one publishes the same name.
+    // It follows the next filter by itself, because that one publishes the same name.
     let mut doubled = subscriber(stage, "doubled", true)?;
     let stream = stage.device.stream()?;
     let (mut next, mut verified, mut lost, mut restarts) = (0, 0, 0, 0);
@@ -169,7 +174,8 @@ fn sink(stage: &Stage, filters: &mut Vec<Actor>) -> Outcome<String> {
     ))
 }
 
-/// The frame's number; none when its filter died before the frame was complete, so that it counts as lost.
+/// The frame's number; `None` when its filter died before the frame was complete, so that it counts
+/// as lost.
 fn verify(frame: Sample) -> Outcome<Option<u64>> {
     let number = u64::from_ne_bytes(frame.metadata().try_into()?);
     let bytes = match frame.to_vec(PATIENCE) {

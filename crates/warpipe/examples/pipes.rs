@@ -1,19 +1,20 @@
 //! Nine small tensors go through POSIX pipes, and arrive with their values.
 //!
-//! A parent starts a producer and a consumer, and lays pipes between them as a shell does:
+//! A parent starts a producer and a consumer, and connects them with pipes as a shell does:
 //!
 //! ```text
 //! parent --stdin--> producer --stdout--> stdin of the consumer
 //! ```
 //!
-//! Through the pipe go lines of text. Each tensor `[n, 2n]`, n from 1 to 9, goes twice: as a *legacy handle*, for memory
-//! that another allocator made (`cudaMalloc`; here all nine lie in one block, as a caching allocator packs them), and as
-//! a *ticket*, for memory of this library.
+//! The pipe carries lines of text. Each tensor `[n, 2n]`, n from 1 to 9, goes twice: as a *legacy
+//! handle*, for memory that another allocator made (`cudaMalloc`; here all nine lie in one block,
+//! as a caching allocator packs them), and as a *ticket*, for memory of this library.
 //!
-//! Programs like this are known to print zeros: a handle is no tensor, and orders nothing. Two things make it right, and
-//! each is one line here. The producer *completes* its writes before it tells anybody. And it *keeps* the memory until the
-//! consumer has done: the parent closes the producer's standard input then. (What a ticket names stays once it is open;
-//! what a legacy handle names is gone with its producer.)
+//! Programs like this are known to print zeros: a handle is no tensor, and orders no work. Two
+//! steps make it right, and each is one line here. The producer *completes* its writes before it
+//! sends a handle. And it *keeps* the memory until the consumer is done: then the parent closes the
+//! producer's standard input. (A ticket's memory stays once it is open; a legacy handle's memory is
+//! gone with its producer.)
 //!
 //! **This module is marked for unsafe**: it allocates and copies device memory by address.
 //!
@@ -37,7 +38,7 @@ use warpipe::{Device, LegacyHandle, Memory, Stream, Ticket};
 const TENSORS: i64 = 9;
 /// Two 64-bit integers.
 const TENSOR_BYTES: u64 = 16;
-/// Where in a block the next tensor begins.
+/// The distance between two tensors in a block.
 const SPACING: u64 = 512;
 
 fn main() -> ExitCode {
@@ -77,7 +78,7 @@ fn tensor(n: i64) -> [i64; 2] {
     [n, 2 * n]
 }
 
-/// What the block holds: tensor n at (n - 1) * SPACING.
+/// The contents of the block: tensor n at (n - 1) * SPACING.
 fn image() -> Vec<u8> {
     let mut bytes = vec![0; (TENSORS as u64 * SPACING) as usize];
     for (n, place) in (1..=TENSORS).zip(bytes.chunks_exact_mut(SPACING as usize)) {
@@ -90,7 +91,7 @@ fn produce(stage: &Stage) -> Outcome<String> {
     let stream = stage.device.stream()?;
     let image = image();
     let foreign = Foreign::allocate(&stage.device, image.len() as u64)?;
-    // SAFETY: the block is as long as the image, and nobody else's so far.
+    // SAFETY: the block is as long as the image, and no other process has it yet.
     unsafe {
         stage
             .device
@@ -112,7 +113,7 @@ fn produce(stage: &Stage) -> Outcome<String> {
         pipe.tell(published.ticket_of(at..at + TENSOR_BYTES)?)?;
     }
 
-    // Nobody ever writes a line to it: the end of standard input is the parent's word that the consumer has done.
+    // No line is ever written to it: the parent closes standard input when the consumer is done.
     let word = Talk::with_parent()?.hear_or_end()?;
     ensure(word.is_none(), || format!("the parent said {word:?}"))?;
     Ok(format!(
@@ -173,7 +174,7 @@ fn values(bytes: &[u8]) -> Outcome<[i64; 2]> {
         .map_err(|numbers| format!("a tensor {numbers:?} came"))?)
 }
 
-/// Memory that this library did not allocate: stands for PyTorch's, or your own `cudaMalloc`.
+/// Memory that another allocator made, such as PyTorch, or your own `cudaMalloc`.
 struct Foreign<'a> {
     device: &'a Device,
     ptr: DevicePtr,
@@ -192,7 +193,8 @@ impl Foreign<'_> {
 
 impl Drop for Foreign<'_> {
     fn drop(&mut self) {
-        // SAFETY: allocated above and freed once, behind all work: the upload was waited for, and the consumer has ended.
+        // SAFETY: allocated above and freed once, behind all work: the upload was waited for, and
+        // the consumer has ended.
         let _ = unsafe { self.device.backend().free_plain(self.ptr) };
     }
 }

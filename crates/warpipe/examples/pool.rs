@@ -1,9 +1,10 @@
-//! A pool's blocks in another process's hands: lent by ticket, given back, and taken back from the dead.
+//! A pool lends blocks to other processes: lent by ticket, returned, and reclaimed after a death.
 //!
-//! The owner keeps four blocks of memory and hands all of them out. A borrower opens the tickets, finds in each block
-//! what the owner's device wrote, works on it there, and gives it back behind its own device work. A second borrower
-//! is killed (`SIGKILL`) with a block in its hands and a kernel under way that is to write into it: the block comes
-//! back when its death is proven, and is the owner's alone.
+//! The owner keeps four blocks of memory and hands all of them out. A borrower opens the tickets,
+//! finds the data of the owner's device in each block, works on it in place, and returns it behind
+//! its own device work. A second borrower is killed (`SIGKILL`) while it holds a block and its
+//! kernel is about to write into it: the block returns when the death is proven, and belongs to the
+//! owner alone.
 //!
 //! **This module is marked for unsafe**: it launches kernels on device memory.
 //!
@@ -11,7 +12,8 @@
 //! cargo run -p warpipe --example pool
 //! ```
 //!
-//! It ends with `ok: 4 blocks lent and given back, 1 taken back from the dead; all of 8192 KiB free at the end`.
+//! It ends with `ok: 4 blocks lent and given back, 1 taken back from the dead; all of 8192 KiB free
+//! at the end`.
 
 mod stage;
 
@@ -28,7 +30,7 @@ const BLOCKS: u64 = 4;
 const BLOCK: u64 = 2 << 20;
 const WORDS: u64 = BLOCK / 8;
 const LIMIT: u64 = BLOCKS * BLOCK;
-/// What the owner writes last.
+/// The value that the owner writes last.
 const LAST: u64 = 1000;
 
 fn main() -> ExitCode {
@@ -39,12 +41,12 @@ fn main() -> ExitCode {
     })
 }
 
-/// Tickets are texts: they could go by any other way.
+/// The file of a ticket. Tickets are texts: any other way to send them would do.
 fn ticket_file(stage: &Stage, number: u64) -> PathBuf {
     stage.domain.path().join(format!("block-{number}.ticket"))
 }
 
-/// Adds one to every word of each block, where it lies, and gives it back.
+/// Adds one to every word of each block, in place, and returns it.
 fn borrow(stage: &Stage) -> Outcome<String> {
     let stream = stage.device.stream()?;
     for number in 0..BLOCKS {
@@ -55,9 +57,10 @@ fn borrow(stage: &Stage) -> Outcome<String> {
         ensure(holds(&block.to_vec(PATIENCE)?, number, 0), || {
             format!("block {number} came with a wrong word")
         })?;
-        // Before the work: the block is not given back, whatever happens, before this stream has done it.
+        // Before the work: the block is not returned in any case before this stream has done it.
         block.used_on(&stream);
-        // SAFETY: the block has WORDS words, lent for writing, and its owner leaves it alone until it is given back.
+        // SAFETY: the block has WORDS words, lent for writing, and its owner does not touch it
+        // until it is returned.
         unsafe { warpipe_kernels::touch(&stream, block.ptr(), WORDS)? };
         // Behind the work on the stream; this process waits for nothing.
         block.free(&stream)?;
@@ -96,7 +99,7 @@ fn own(stage: &Stage) -> Outcome<String> {
     ensure(stats.high_water_bytes == LIMIT, || {
         format!("at most {} bytes were used", stats.high_water_bytes)
     })?;
-    // Four lent, one for the doomed, and the whole.
+    // Four lent, one for the borrower that is killed, and the whole.
     let count = stats.allocations;
     ensure(count == BLOCKS + 2, || {
         format!("{count} blocks were handed out")
@@ -115,7 +118,7 @@ fn lend_and_get_back(stage: &Stage, pool: &Pool) -> Outcome {
         fill(&block, &stream, number)?;
         blocks.push(block);
     }
-    // A ticket says nothing about when: what is lent is complete by now.
+    // A ticket does not order work: lent memory must be complete by now.
     stream.synchronize(PATIENCE)?;
     for (block, number) in blocks.iter().zip(0..) {
         block
@@ -149,7 +152,7 @@ fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
         members.changes(PATIENCE)?.ok_or("nobody joined")?,
         Change::Joined(_)
     ) {}
-    // The owner lets go: now the block is the borrower's alone, and stays so.
+    // The owner drops its handle: now the block is the borrower's alone, and stays so.
     drop(block);
     show("held by the doomed", &pool.stats(), [0, BLOCK])?;
     let refused = pool.allocate(LIMIT).err();
@@ -158,7 +161,7 @@ fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
     })?;
     println!("killing the doomed, process {}", doomed.pid());
     doomed.kill()?;
-    // All of the pool: it cannot be had without the dead one's block, and is waited for.
+    // All of the pool: this needs the dead borrower's block, and waits for it.
     let all = pool.allocate_timeout(LIMIT, PATIENCE)?;
     show("taken back", &pool.stats(), [LIMIT, 0])?;
     let stream = stage.device.stream()?;
@@ -172,12 +175,13 @@ fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
 
 fn fill(block: &Buffer, stream: &warpipe::Stream, seed: u64) -> Outcome {
     block.used_on(stream);
-    // SAFETY: the block's bytes are whole words, and nobody else uses them while it is not lent.
+    // SAFETY: the block's bytes are whole words, and no other process uses them while the block is
+    // not lent.
     unsafe { warpipe_kernels::fill(stream, block.ptr(), block.bytes() / 8, seed)? };
     Ok(())
 }
 
-/// Whether each word is the seed's, and so much more.
+/// Whether each word is the word of `seed`, plus `more`.
 fn holds(bytes: &[u8], seed: u64, more: u64) -> bool {
     let words = bytes
         .chunks_exact(8)
@@ -187,7 +191,7 @@ fn holds(bytes: &[u8], seed: u64, more: u64) -> bool {
         .all(|(word, index)| word == warpipe_kernels::pattern(seed, index).wrapping_add(more))
 }
 
-/// Prints the statistics, in which the owner and its borrowers must have so many bytes.
+/// Prints the statistics, and checks the bytes of the owner and of its borrowers.
 fn show(when: &str, stats: &PoolStats, [owner, borrowers]: [u64; 2]) -> Outcome {
     let PoolStats {
         in_use_bytes,

@@ -1,9 +1,10 @@
-//! A producer and a consumer in two terminals, started in either order: what they pass on is a file with a text in it.
+//! A producer and a consumer in two terminals, started in either order, exchange a text file.
 //!
-//! The producer fills device memory, publishes it under a name, and writes a *ticket* for it to a file: a few hundred
-//! letters that name this memory of this process. The file is its owner's alone (mode 0600) and appears in one piece, so
-//! that a consumer that came first, and waits for it, never reads half of it. The consumer opens the ticket, which maps
-//! the producer's own memory into its device, and verifies every word.
+//! The producer fills device memory, publishes it under a name, and writes a *ticket* for it to a
+//! file: a few hundred letters that name this memory of this process. The file is readable by its
+//! owner alone (mode 0600) and appears at once, so that a consumer that started first, and waits
+//! for it, never reads half of it. The consumer opens the ticket, which maps the producer's own
+//! memory into its device, and verifies every word.
 //!
 //! **This module is marked for unsafe**: it launches a kernel on device memory.
 //!
@@ -13,8 +14,8 @@
 //! cargo run -p warpipe --example producer_consumer -- --role producer
 //! ```
 //!
-//! `--file PATH` is where the ticket goes; left out, it is a file in the domain. It ends with
-//! `ok: the consumer opened the ticket, and 1048576 words are right`.
+//! `--file PATH` is where the ticket goes; left out, it is a file in the domain. It ends with `ok:
+//! the consumer opened the ticket, and 1048576 words are right`.
 
 mod stage;
 
@@ -43,7 +44,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Where the ticket is, and where the consumer acknowledges it.
+/// The file of the ticket, and the file in which the consumer acknowledges it.
 fn files(stage: &Stage) -> (PathBuf, PathBuf) {
     let own = || stage.domain.path().join("producer_consumer.ticket");
     let ticket = stage.option("--file").map_or_else(own, PathBuf::from);
@@ -54,9 +55,10 @@ fn produce(stage: &Stage) -> Outcome<String> {
     let memory = Memory::allocate(&stage.device, WORDS * 8)?;
     let stream = stage.device.stream()?;
     memory.used_on(&stream);
-    // SAFETY: the memory has WORDS words, is kept until the stream has passed the kernel, and is nobody else's so far.
+    // SAFETY: the memory has WORDS words, is kept until the stream has passed the kernel, and no
+    // other process has it yet.
     unsafe { warpipe_kernels::fill(&stream, memory.ptr(), WORDS, SEED)? };
-    // A ticket orders no work. The words are there before anybody hears of them.
+    // A ticket orders no work. The words are complete before the ticket is published.
     stream.synchronize(PATIENCE)?;
 
     let published = memory.publish(&stage.domain, NAME)?;
@@ -66,7 +68,8 @@ fn produce(stage: &Stage) -> Outcome<String> {
     ticket.write_file(&file)?;
     println!("the ticket is in {}", file.display());
 
-    // Dropped, `published` lets nobody in any more. The consumer says that it has the memory by returning the ticket.
+    // Dropping `published` admits no further process. The consumer returns the ticket to confirm
+    // that it has the memory.
     let returned = Ticket::read_file_timeout(&received, PATIENCE)?;
     std::fs::remove_file(file)?;
     std::fs::remove_file(received)?;
@@ -83,12 +86,12 @@ fn consume(stage: &Stage) -> Outcome<String> {
     let (file, received) = files(stage);
     println!("looking for {}", file.display());
     let ticket = Ticket::read_file_timeout(&file, PATIENCE)?;
-    // From here on the memory stays, whatever becomes of the producer. A ticket that an earlier producer has left behind
-    // is an error that says so.
+    // From here on the memory stays, even if the producer ends. A ticket that an earlier producer
+    // has left behind gives an error that says so.
     let memory = ticket.open(&stage.device)?;
     ticket.write_file(received)?;
 
-    // A kernel would read it at `memory.ptr()`; these eyes are on the CPU, and take a copy of it.
+    // A kernel would read it at `memory.ptr()`; this check runs on the CPU and copies it.
     let bytes = memory.to_vec(PATIENCE)?;
     let words: Vec<u64> = bytes
         .chunks_exact(8)

@@ -1,8 +1,9 @@
-//! A stream of frames to a slow reader: nothing is lost, and the sender waits.
+//! A stream of frames to a slow reader: no frame is lost, and the sender waits.
 //!
-//! The sender makes frames as fast as it can; the reader's device is busy for 2 ms with each of them. Between the
-//! two lie at most 4 frames. Under `Policy::Block` the sender then waits inside `send`, and each frame arrives, in
-//! order. (`DropOldest`, `DropNewest` and `Fail` are the other policies.)
+//! The sender makes frames as fast as it can; the reader's device is busy for 2 ms with each of
+//! them. At most 4 frames are in flight. Under `Policy::Block` the sender then waits inside `send`,
+//! and each frame arrives, in order. (`DropOldest`, `DropNewest` and `Fail` are the other
+//! policies.)
 //!
 //! **This module is marked for unsafe**: it launches kernels on device memory.
 //!
@@ -12,7 +13,8 @@
 //! cargo run -p warpipe --example ring -- --role sender
 //! ```
 //!
-//! It ends with `ok: 200 of 200 frames in order, none lost; the sender found the ring full N times`, N above 0.
+//! It ends with `ok: 200 of 200 frames in order, none lost; the sender found the ring full N
+//! times`, N above 0.
 
 mod stage;
 
@@ -60,7 +62,8 @@ fn send(stage: &Stage) -> Outcome<String> {
         );
         let mut frame = publisher.loan(&layout)?;
         frame.set_metadata(&waits.to_ne_bytes())?;
-        // SAFETY: the loan has WORDS words, and is ours alone until the stream has passed the kernel.
+        // SAFETY: the loan has WORDS words, and is ours alone until the stream has passed the
+        // kernel.
         unsafe { warpipe_kernels::fill(&stream, frame.ptr(), WORDS, number)? };
         frame.send(&stream)?;
     }
@@ -78,7 +81,7 @@ fn read(stage: &Stage) -> Outcome<String> {
         .build()?;
     let stream = stage.device.stream()?;
     let (mut frames, mut waits) = (0, 0);
-    // The iterator ends when the sender has said goodbye and every frame has been received.
+    // The iterator ends when the sender has closed gracefully and every frame has been received.
     for frame in subscriber.samples(&stream) {
         let frame = frame?;
         frames += 1;
@@ -94,7 +97,8 @@ fn read(stage: &Stage) -> Outcome<String> {
             .all(|(word, index)| word == warpipe_kernels::pattern(frames, index));
         ensure(right, || format!("frame {frames} has a wrong word"))?;
         waits = u64::from_ne_bytes(frame.metadata().try_into()?);
-        // The slow part. The frame goes back to the sender when the device has come to its end, not earlier.
+        // The slow part. The frame returns to the sender when the device has finished it, not
+        // earlier.
         warpipe_kernels::spin(&stream, Duration::from_millis(2))?;
         drop(frame);
     }

@@ -1,12 +1,15 @@
-//! Six processes share a stretch of device work in which two may be at once, and another in which one may be.
+//! Six processes share two sections of device work: one admits two processes at once, the other
+//! admits one.
 //!
-//! Each enqueues 20 rounds. A permit is given back while its holder's device work is still to be done, and the next
-//! holder's *stream* waits for that work; its CPU goes on (until 8 holders' works of one permit are under way). Two
-//! things show that the streams do wait: functions in the streams' order count who is inside, never more than two; and
-//! under the semaphore of one permit all add to the same numbers on the device, without atomics, so that an addition
-//! beside another would be lost.
+//! Each enqueues 20 rounds. A permit is released while its holder's device work is still pending,
+//! and the next holder's *stream* waits for that work; its CPU continues (until the work of 8
+//! holders of one permit is pending). Two checks show that the streams wait: functions in the
+//! streams' order count the processes inside, never more than two; and under the semaphore of one
+//! permit all add to the same numbers on the device, without atomics, so that a concurrent addition
+//! would be lost.
 //!
-//! **This module is marked for unsafe**: it launches kernels on shared device memory, and counts in shared memory.
+//! **This module is marked for unsafe**: it launches kernels on shared device memory, and counts in
+//! shared memory.
 //!
 //! ```text
 //! cargo run -p warpipe --example semaphore
@@ -28,9 +31,9 @@ use warpipe::{Device, Memory, Publisher, Semaphore, SharedMemory, Stream, Subscr
 
 const PROCESSES: u64 = 6;
 const ROUNDS: u64 = 20;
-/// So many may be in the stretch at once.
+/// This many processes may be in the section at once.
 const PERMITS: u32 = 2;
-/// The numbers that all add to, and their bytes.
+/// The numbers that all processes add to, and their bytes.
 const NUMBERS: u64 = 4096;
 const BYTES: u64 = NUMBERS * 8;
 
@@ -41,7 +44,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// What all share, in the memory of the first process.
+/// Owns the shared objects, in the memory of the first process.
 fn keep(stage: &Stage) -> Outcome<String> {
     let _region = Semaphore::create(&stage.domain, "region", &stage.device, PERMITS)?;
     let _turn = Semaphore::create(&stage.domain, "turn", &stage.device, 1)?;
@@ -61,7 +64,7 @@ fn keep(stage: &Stage) -> Outcome<String> {
         .build()?;
 
     let members: Outcome<Vec<Actor>> = (0..PROCESSES).map(|_| stage.start("member")).collect();
-    // All at once.
+    // Starts all processes at once.
     start.wait_for_subscribers(PROCESSES as usize, PATIENCE)?;
     start.send_bytes(&stage.device.stream()?, b"go")?;
     members?.into_iter().try_for_each(Actor::finish)?;
@@ -94,7 +97,7 @@ fn take_part(stage: &Stage) -> Outcome<String> {
     let region = Semaphore::open(&stage.domain, "region", &stage.device)?;
     let turn = Semaphore::open(&stage.domain, "turn", &stage.device)?;
     let stream = stage.device.stream()?;
-    // Now, and not behind a stream that waits for others.
+    // Loaded now, and not behind a stream that waits for others.
     warpipe_kernels::preload(&stage.device)?;
     let mut start = Subscriber::builder("start")
         .domain(&stage.domain)
@@ -105,7 +108,8 @@ fn take_part(stage: &Stage) -> Outcome<String> {
     let is_with = stage.option("--without").is_none();
     numbers.used_on(&stream);
     for _ in 0..ROUNDS {
-        // A few at once. The stream, not this thread, waits for the work of the permit's last holder.
+        // The section of PERMITS. The stream, not this thread, waits for the work of the permit's
+        // last holder.
         let permit = if is_with {
             Some(region.acquire(&stream, PATIENCE)?)
         } else {
@@ -114,17 +118,18 @@ fn take_part(stage: &Stage) -> Outcome<String> {
         counts.enter(&stream)?;
         warpipe_kernels::spin(&stream, Duration::from_millis(5))?;
         counts.leave(&stream)?;
-        // Given back now, to take effect when the device is there.
+        // Released now, effective when the device has come to it.
         permit.map_or(Ok(()), |permit| permit.release(&stream))?;
 
-        // One at a time.
+        // The section of one.
         let permit = if is_with {
             Some(turn.acquire(&stream, PATIENCE)?)
         } else {
             None
         };
-        // SAFETY: the memory has NUMBERS words, lent for writing, and nobody else's stream is past the wait for the
-        // permit. (Without it additions get lost, which this is to show.)
+        // SAFETY: the memory has NUMBERS words, lent for writing, and no other process's stream is
+        // past the wait for the permit. (Without a permit additions get lost, which this is to
+        // show.)
         unsafe { warpipe_kernels::touch(&stream, numbers.ptr(), NUMBERS)? };
         permit.map_or(Ok(()), |permit| permit.release(&stream))?;
     }
@@ -135,13 +140,14 @@ fn take_part(stage: &Stage) -> Outcome<String> {
     ))
 }
 
-/// How many are inside, and the most that ever were: two words of host memory that all processes share.
+/// The number of processes inside, and its maximum so far: two words of host memory that all
+/// processes share.
 struct Counts(SharedMemory);
 
 impl Counts {
     const BYTES: u64 = 16;
 
-    /// When the stream comes to it.
+    /// Counts in the stream's order.
     fn enter(&self, stream: &Stream) -> warpipe::Result<()> {
         let memory = self.0.clone();
         stream.call(move || {
@@ -150,15 +156,15 @@ impl Counts {
         })
     }
 
-    /// When the stream comes to it.
+    /// Counts in the stream's order.
     fn leave(&self, stream: &Stream) -> warpipe::Result<()> {
         let memory = self.0.clone();
         stream.call(move || _ = Counts::word(&memory, 0).fetch_sub(1, Ordering::SeqCst))
     }
 
     fn word(memory: &SharedMemory, index: u64) -> &AtomicU64 {
-        // SAFETY: one of the two words of this memory, which is mapped as long as the handle, and whose words all
-        // processes use atomically until the members have ended.
+        // SAFETY: one of the two words of this memory, which is mapped as long as the handle, and
+        // whose words all processes use atomically until the members have ended.
         unsafe {
             AtomicU64::from_ptr(with_exposed_provenance_mut(
                 (memory.ptr() + 8 * index) as usize,

@@ -1,15 +1,17 @@
 //! Threads of one process: each sees the publisher's own memory, at an address of its own.
 //!
-//! A name works within a process as it does between two. Each thread subscribes and reads every frame where the
-//! publisher wrote it: the same bytes of memory, mapped once more for each subscriber. How one can see that nothing
-//! was copied: a thread's address of a frame differs from the publisher's by the same number for each frame, and
-//! however many threads read, the publisher's device memory stays what it was.
+//! A name works within a process as it does between two. Each thread subscribes and reads every
+//! frame where the publisher wrote it: the same bytes of memory, mapped once more for each
+//! subscriber. Two facts show that no frame was copied: a thread's address of a frame differs from
+//! the publisher's by the same number for each frame, and however many threads read, the
+//! publisher's device memory stays what it was.
 //!
 //! ```text
 //! cargo run -p warpipe --example threads
 //! ```
 //!
-//! It ends with `ok: 4 threads read 20 frames each in the publisher's own memory; nothing was copied`.
+//! It ends with `ok: 4 threads read 20 frames each in the publisher's own memory; nothing was
+//! copied`.
 
 mod stage;
 
@@ -25,7 +27,7 @@ const THREADS: usize = 4;
 const FRAMES: u64 = 20;
 const BYTES: usize = 1 << 16;
 
-/// What a thread saw: where each frame lay, and whether it was right.
+/// The frames that a thread read: the address of each, and whether it was right.
 type Seen = Vec<(u64, bool)>;
 
 fn main() -> ExitCode {
@@ -80,7 +82,7 @@ fn run(stage: &Stage) -> Outcome<String> {
     ))
 }
 
-/// Sends the frames and returns where each one lay.
+/// Sends the frames and returns the address of each.
 fn write(stage: &Stage, publisher: &Publisher) -> Result<Vec<u64>> {
     let stream = stage.device.stream()?;
     let layout = warpipe::Layout::bytes_only(BYTES as u64)?;

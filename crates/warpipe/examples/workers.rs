@@ -1,8 +1,9 @@
 //! A master and its workers: square roots for 200 tasks, and a worker that is killed half-way.
 //!
-//! The master puts the tasks into a queue, each a tensor in its own memory. Three workers lease them, compute on their
-//! devices, and answer with tensors in theirs. After half of the results the master kills a worker (`SIGKILL`): what
-//! that one had not finished goes to the others by itself, and is counted as redone. Every result is verified.
+//! The master puts the tasks into a queue, each a tensor in its own memory. Three workers lease
+//! them, compute on their devices, and answer with tensors in theirs. After half of the results the
+//! master kills a worker (`SIGKILL`): its unfinished tasks go to the others, and are counted as
+//! redone. Every result is verified.
 //!
 //! **This module is marked for unsafe**: it launches kernels on device memory.
 //!
@@ -12,7 +13,8 @@
 //! cargo run -p warpipe --example workers -- --role worker  # you like, kill -9 and start them whenever you like
 //! ```
 //!
-//! It ends with `ok: 200 of 200 tasks right; 1 worker was killed, and N tasks were redone`, N mostly above 0.
+//! It ends with `ok: 200 of 200 tasks right; 1 worker was killed, and N tasks were redone`, N
+//! mostly above 0.
 
 mod stage;
 
@@ -27,7 +29,7 @@ const NAME: &str = "roots";
 const TASKS: u64 = 200;
 const FLOATS: u64 = 1024;
 const WORKERS: usize = 3;
-/// Tasks that a worker may hold at once: what a death costs at most.
+/// Tasks that a worker may hold at once: a death costs at most these.
 const PREFETCH: u32 = 4;
 
 fn main() -> ExitCode {
@@ -42,7 +44,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Takes tasks as long as there is a queue.
+/// Takes tasks as long as the queue exists.
 fn work(stage: &Stage) -> Outcome<String> {
     let builder = Worker::builder(NAME)
         .domain(&stage.domain)
@@ -62,10 +64,11 @@ fn work(stage: &Stage) -> Outcome<String> {
             Err(error) => return Err(error.into()),
         };
         let roots = task.output(task.layout())?;
-        // As if it were much work.
+        // Simulates more work.
         warpipe_kernels::spin(&stream, Duration::from_millis(5))?;
-        // SAFETY: the task was checked to have its layout's bytes, the output has as many, and both stay ours until
-        // this stream has passed the kernel: they are given on behind it.
+        // SAFETY: the task was checked to have its layout's bytes, the output has as many, and this
+        // process owns both until this stream has passed the kernel: they are sent and released
+        // behind it.
         unsafe {
             warpipe_kernels::square_root(
                 &stream,
@@ -74,13 +77,14 @@ fn work(stage: &Stage) -> Outcome<String> {
                 task.layout().elements(),
             )?
         };
-        // At once: the answer takes effect when the device is done. So there is always a next task on the stream.
+        // At once: the answer takes effect when the device is done. So the stream always has a next
+        // task.
         task.complete_with(roots, &stream)?;
         tasks += 1;
     }
 }
 
-/// Hands out the tasks and verifies the results. With workers of its own, kills one half-way.
+/// Submits the tasks and verifies the results. With workers of its own, kills one half-way.
 fn master(stage: &Stage, mut workers: Vec<Actor>) -> Outcome<String> {
     let queue = Queue::builder(NAME)
         .domain(&stage.domain)
@@ -94,7 +98,7 @@ fn master(stage: &Stage, mut workers: Vec<Actor>) -> Outcome<String> {
     queue.wait_for_workers(workers.len().max(1), PATIENCE)?;
     let (mut redone, mut killed, mut by_process) = (0, 0, BTreeMap::new());
     for number in 0..TASKS {
-        // In the order in which the tasks were submitted; `Order::Completion` is the other one.
+        // In the order in which the tasks were submitted; `Order::Completion` is the alternative.
         let result = queue.next_result(&stream, PATIENCE)?;
         if number == TASKS / 2
             && let Some(worker) = workers.pop()

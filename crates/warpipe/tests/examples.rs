@@ -1,4 +1,5 @@
-//! Every example as a newcomer runs it: a program of its own, that must end well, in time, with its stated last line.
+//! Runs every example as a separate program, which must succeed, in time, with its stated last
+//! line.
 //!
 //! `WARPIPE_TEST_DEVICE` names another device than the host (`cuda`, `cuda:1`).
 
@@ -10,10 +11,10 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
-/// Far beyond what any of them takes: only a hang reaches it.
+/// Far beyond the run time of any example: only a hang reaches it.
 const LIMIT: Duration = Duration::from_secs(240);
 
-/// What a program said, and how it ended.
+/// The output of a program, and its exit status.
 #[derive(Debug)]
 struct Ended {
     code: Option<i32>,
@@ -21,7 +22,7 @@ struct Ended {
     err: String,
 }
 
-/// Runs one example in a temporary folder of its own, and leaves nothing of it.
+/// Runs one example in a temporary folder of its own, which is removed afterwards.
 fn run(example: &str, arguments: &[&str]) -> Ended {
     let folder = Folder::new(example);
     let device = std::env::var("WARPIPE_TEST_DEVICE").unwrap_or_else(|_| "host".into());
@@ -44,7 +45,7 @@ fn run(example: &str, arguments: &[&str]) -> Ended {
     ended
 }
 
-/// Runs one example, which must end well and with this last line (`*` stands for any text).
+/// Runs one example, which must succeed with this last line (`*` stands for any text).
 fn ends_with(example: &str, arguments: &[&str], last_line: &str) -> Ended {
     let ended = run(example, arguments);
     assert_eq!(ended.code, Some(0), "{example}: {ended:#?}");
@@ -63,8 +64,8 @@ fn ends_with(example: &str, arguments: &[&str], last_line: &str) -> Ended {
     ended
 }
 
-/// Where Cargo, or the bundle for a GPU machine, put the example. `cargo test -p warpipe` builds them all; with
-/// `--test examples` it does not.
+/// The path of the example's binary, built by Cargo or by the bundle for a GPU machine. `cargo test
+/// -p warpipe` builds all examples; with `--test examples` it does not.
 fn built(example: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let path = test
@@ -120,7 +121,7 @@ impl Running {
         }
     }
 
-    /// The first line that it says.
+    /// The first line of its output.
     fn line(&mut self) -> String {
         let out = self.child.stdout.as_mut().unwrap();
         let limit = Timespec {
@@ -132,7 +133,7 @@ impl Running {
             1,
             "it said nothing"
         );
-        // It writes whole lines, of which no more than the first is taken here.
+        // It writes whole lines, and only the first is read here.
         let (mut line, mut byte) = (Vec::new(), [0]);
         while out.read(&mut byte).unwrap() == 1 && byte != *b"\n" {
             line.extend(byte);
@@ -152,7 +153,7 @@ impl Running {
         };
         let in_time = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)).unwrap() == 1;
         if !in_time {
-            // Its children, too: they hold the pipes open.
+            // Kills its children, too: they hold the pipes open.
             kill_process_group(Pid::from_child(&self.child), Signal::KILL).unwrap();
         }
         let code = self.child.wait().unwrap().code();
@@ -401,7 +402,7 @@ fn producer_consumer_agree_if_the_consumer_was_first() {
     in_two_terminals(["consumer", "producer"], "looking for");
 }
 
-/// Runs the two roles of `producer_consumer`, the second once the first has said that it is there.
+/// Runs the two roles of `producer_consumer`, the second once the first has printed `is_there`.
 fn in_two_terminals(roles: [&str; 2], is_there: &str) {
     let folder = Folder::new("producer_consumer");
     let device = std::env::var("WARPIPE_TEST_DEVICE").unwrap_or_else(|_| "host".into());

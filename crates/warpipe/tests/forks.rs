@@ -1,4 +1,5 @@
-//! Forks while other threads open and close endpoints: a child keeps none of this library's descriptors.
+//! Forks while other threads open and close endpoints: a child keeps none of this library's
+//! descriptors.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -12,11 +13,12 @@ use warpipe::{Device, Domain, Event, Publisher, Semaphore, Subscriber, Timeline}
 
 const WAIT: Duration = Duration::from_secs(20);
 
-/// Children that are forked; before descriptors were registered while `fork` is kept out, about one in two had strays.
+/// The number of forked children. Before the `fork` hook covered the making of descriptors, about
+/// one child in two had strays.
 const CHILDREN: usize = 400;
 
-/// Beginnings of what `/proc/self/fd` says of descriptors that this library makes and a child must not have. Regions
-/// (`/memfd:warpipe-region`) stay in a child with their mapping.
+/// Prefixes in `/proc/self/fd` of descriptors that this library makes and a child must not have.
+/// Regions (`/memfd:warpipe-region`) stay in a child with their mapping.
 const STRAYS: [&str; 6] = [
     "socket:",
     "anon_inode:",
@@ -26,7 +28,7 @@ const STRAYS: [&str; 6] = [
     "/memfd:warpipe-process",
 ];
 
-/// The tests of this file count and fork what the whole process has open: one at a time.
+/// Serializes the tests of this file, which count and fork the descriptors of the whole process.
 static ALONE: Mutex<()> = Mutex::new(());
 
 #[test]
@@ -50,7 +52,7 @@ fn a_child_forked_under_constant_opening_opens_endpoints_of_its_own() {
             .map(|_| open_in_a_child(&folder))
             .collect::<Vec<_>>()
     });
-    // SIGALRM is one that hangs.
+    // SIGALRM is the status of a child that hangs.
     assert!(statuses.iter().all(|&status| status == 0), "{statuses:?}");
 }
 
@@ -123,7 +125,7 @@ fn while_opening<T>(folder: &Path, work: impl FnOnce() -> T) -> T {
     found.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// How a child ends that opens endpoints of its own.
+/// The exit status of a child that opens endpoints of its own.
 fn open_in_a_child(folder: &Path) -> i32 {
     let path = folder.join("child");
     status_of_a_child(|| {
@@ -131,7 +133,7 @@ fn open_in_a_child(folder: &Path) -> i32 {
     })
 }
 
-/// How a child ends that does `work`: 0 if that is true.
+/// The exit status of a child that runs `work`: 0 if `work` returns true.
 fn status_of_a_child(work: impl FnOnce() -> bool) -> i32 {
     // SAFETY: as in `fork_children`; a child that hangs ends by its own alarm.
     let child = unsafe { libc::fork() };
@@ -173,13 +175,13 @@ fn open_and_close(domain: &Domain, number: usize) {
     drop((publisher, subscriber, timeline, semaphore));
 }
 
-/// The kinds of strays that children had, and how many.
+/// The kinds of strays that children had, and the number of each.
 fn fork_children(before: &BTreeMap<i32, String>, folder: &Path) -> BTreeMap<String, usize> {
     let mut found = BTreeMap::new();
     for _ in 0..CHILDREN {
         let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
-        // SAFETY: glibc keeps its allocator usable in the child of a process with threads; the child uses that and
-        // system calls, and ends by `_exit`.
+        // SAFETY: glibc keeps its allocator usable in the child of a process with threads; the
+        // child uses that and system calls, and ends by `_exit`.
         match unsafe { libc::fork() } {
             -1 => panic!("{}", std::io::Error::last_os_error()),
             0 => {
@@ -224,7 +226,7 @@ fn strays(before: &BTreeMap<i32, String>, folder: &Path) -> Vec<String> {
         .collect()
 }
 
-/// What is open, but for what it is read through.
+/// The open descriptors, except the one that reads them.
 fn descriptors() -> BTreeMap<i32, String> {
     let folder = std::fs::File::open("/proc/self/fd").unwrap();
     let directory = rustix::fs::Dir::read_from(&folder).unwrap();

@@ -1,4 +1,5 @@
-//! A program that is started without standard input, output and error: none of their numbers becomes this library's.
+//! A program that is started without standard input, output and error: none of their numbers
+//! becomes this library's.
 
 use std::any::Any;
 use std::os::unix::process::CommandExt;
@@ -14,7 +15,7 @@ use warpipe::{
 
 const WAIT: Duration = Duration::from_secs(40);
 
-/// Where the program writes what it found: it has no other way to say it.
+/// The file in which the program writes its result: it has no other output.
 const OUTCOME: &str = "WARPIPE_STANDARD_OUTCOME";
 
 #[test]
@@ -45,7 +46,7 @@ fn a_program_started_without_standard_descriptors_gets_none_of_the_librarys_in_t
 }
 
 fn close_standard() {
-    // SAFETY: numbers of a process that has nothing else under them.
+    // SAFETY: the numbers of a process that uses no other descriptors under them.
     (0..3).for_each(|number| _ = unsafe { libc::close(number) });
 }
 
@@ -59,7 +60,8 @@ fn link(number: i32) -> Option<String> {
 }
 
 fn program() {
-    // What was free when `main` began, Rust has filled; what this library took before that, it has not.
+    // The standard library has filled the numbers that were free when `main` began; this library
+    // must not have taken them before.
     let at_load: Vec<_> = (0..3)
         .filter_map(link)
         .filter(|path| path != "/dev/null")
@@ -72,7 +74,7 @@ fn program() {
     outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
 }
 
-/// Opens each kind of endpoint, and sees after each that the numbers are free.
+/// Opens each kind of endpoint, and checks after each that the numbers are free.
 fn open_everything(folder: &Path) {
     let domain = none_taken("a domain", Domain::at(folder).unwrap());
     let (domain, device) = (&domain, &Device::host());
@@ -131,7 +133,8 @@ fn open_everything(folder: &Path) {
     sample.finish(WAIT).unwrap();
 }
 
-/// A number that is taken for a moment, by a file which is read, is nobody's.
+/// Checks that the made object occupies none of the numbers. A number that is taken for a moment,
+/// by a file that is read, does not count.
 fn none_taken<T>(what: &str, made: T) -> T {
     let start = Instant::now();
     loop {

@@ -9,12 +9,14 @@ use crate::picture::{self, Picture, REFERENCE_FRAME};
 use crate::stage::{Actor, Outcome, PATIENCE, Stage, ensure};
 use crate::{DEPTH, HEIGHT, TURN, WIDTH, frames, subscriber};
 
-/// Every so many frames of the first turn one is kept.
+/// One frame in this many of the first turn is kept.
 const KEPT_EVERY: u64 = 5;
-/// In a killed renderer's ring, and one more: a send that waits for room goes on when the reader is gone.
+/// The frames in a killed renderer's ring, and one more: a send that waits for room continues when
+/// the reader is gone.
 const LOST_MAX: u64 = DEPTH as u64 + 1;
 
-/// With a renderer of its own, and `--kill`, kills it half way and starts the next.
+/// Runs the encoder. With a renderer of its own, and `--kill`, kills that renderer half way and
+/// starts the next.
 pub fn run(stage: &Stage, renderers: &mut Vec<Actor>) -> Outcome<String> {
     let reference = picture::reference(stage.option("--reference").map(Path::new))?;
     let total = frames(stage)?;
@@ -43,10 +45,10 @@ pub fn run(stage: &Stage, renderers: &mut Vec<Actor>) -> Outcome<String> {
     ))
 }
 
-/// What has come.
+/// The frames received so far.
 #[derive(Default)]
 struct Tally {
-    /// The frame that is due.
+    /// The next frame number.
     next: u64,
     lost: u64,
     deaths: u64,
@@ -58,7 +60,7 @@ struct Tally {
 
 impl Tally {
     fn rate(&self) -> f64 {
-        // The first one's arrival starts the clock.
+        // The clock starts when the first frame arrives.
         (self.frames - 1) as f64 / self.seconds
     }
 }
@@ -105,7 +107,8 @@ fn receive(
     Ok(tally.frames)
 }
 
-/// The frame's number, once its pixels are here; none if its renderer died before they were complete.
+/// The frame's number, once its pixels are copied; `None` if its renderer died before they were
+/// complete.
 fn copy(frame: Sample, picture: &mut Picture) -> Outcome<Option<u64>> {
     let number = u64::from_ne_bytes(frame.metadata().try_into()?);
     match frame.copy_to(&mut picture.pixels, PATIENCE) {

@@ -1,7 +1,8 @@
 //! The first process: the solid of each frame, and how a mesh lies in a sample.
 //!
-//! A sample holds, without gaps: the rotation (9 `f32`), positions (3 `f32` a vertex), colours (4 bytes a vertex),
-//! indices (3 `u32` a triangle). Its metadata are three `u64`: the frame's number, vertices, triangles.
+//! A sample holds, without gaps: the rotation (9 `f32`), positions (3 `f32` a vertex), colours (4
+//! bytes a vertex), indices (3 `u32` a triangle). Its metadata are three `u64`: the frame's number,
+//! vertices, triangles.
 
 use std::f32::consts::TAU;
 
@@ -34,7 +35,7 @@ pub fn run(stage: &Stage) -> Outcome<String> {
         let mut sample = publisher.loan(&Layout::bytes_only(mesh.len() as u64)?)?;
         sample.set_metadata(&counts.map(u64::to_ne_bytes).concat())?;
         sample.write(&stream, &mesh)?;
-        // While the renderer is being started again there is nobody to send to.
+        // While the renderer is being started again there is no subscriber.
         publisher.wait_for_subscribers(1, PATIENCE)?;
         sample.send(&stream)?;
     }
@@ -46,8 +47,8 @@ pub fn run(stage: &Stage) -> Outcome<String> {
     ))
 }
 
-/// What the renderer receives: the frame's number, and the mesh where it lies. Another process wrote it: the counts
-/// must fit the memory before a kernel relies on them.
+/// The renderer's input: the frame's number, and the mesh in place. Another process wrote it: the
+/// counts must fit the memory before a kernel relies on them.
 pub fn received(sample: &Sample) -> Outcome<(u64, Mesh)> {
     let metadata: &[u8; 24] = sample.metadata().try_into()?;
     let word =

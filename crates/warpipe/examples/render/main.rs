@@ -1,15 +1,16 @@
-//! A rendering pipeline of three processes that share no picture but hand every one on.
+//! A rendering pipeline of three processes that hand over every frame without a copy.
 //!
 //! ```text
 //! geometry --vertices, colours, indices--> renderer --frames, 1280x720--> encoder --> PNG files, a GIF
 //! ```
 //!
-//! The geometry process makes the solid of each frame: a breathing, coloured torus, and how it is turned. Its vertex,
-//! colour and index buffers travel as one sample, so that they come together or not at all. The renderer runs a
-//! vertex and a fragment kernel on them, in the geometry's memory, into a slot of its own. The encoder copies every
-//! frame to the host, and when all have come writes every 5th of the first turn (120 frames): `frame-NNNN.png` and
-//! `turn.gif`. Frame 10, reduced to 320x180, is compared with a stored picture: at most 1 pixel in 1000 may be off by
-//! more than 3 levels of 255.
+//! The geometry process makes the solid of each frame: a coloured torus that changes its thickness,
+//! and its rotation. Its vertex, colour and index buffers are one sample, so that they arrive
+//! together or not at all. The renderer runs a vertex and a fragment kernel on them, in the
+//! geometry's memory, into a slot of its own. The encoder copies every frame to the host, and when
+//! all have arrived writes every 5th of the first turn (120 frames): `frame-NNNN.png` and
+//! `turn.gif`. Frame 10, reduced to 320x180, is compared with a stored picture: at most 1 pixel in
+//! 1000 may be off by more than 3 levels of 255.
 //!
 //! ```text
 //! cargo run --release -p warpipe --example render                     # all three
@@ -19,12 +20,13 @@
 //! cargo run --release -p warpipe --example render -- --role geometry
 //! ```
 //!
-//! `--frames N` (600, without a GPU 24), `--out FOLDER` (`render-out`), `--reference FILE.png` instead of the stored one.
+//! `--frames N` (600, without a GPU 24), `--out FOLDER` (`render-out`), `--reference FILE.png`
+//! instead of the stored one.
 //!
-//! It ends with `ok: N of N frames, L lost, R frames/s, as in the reference`. The rate is that of geometry, renderer
-//! and encoder with its copy of each frame to the host; writing the files comes after it and is not in it. After
-//! `--kill` it contains the new renderer's start, and L is at most 5: the 4 frames in the dead one's ring, and the one
-//! that was just being sent.
+//! It ends with `ok: N of N frames, L lost, R frames/s, as in the reference`. The rate is that of
+//! geometry, renderer and encoder with its copy of each frame to the host; writing the files comes
+//! after it and is not in it. After `--kill` it contains the new renderer's start, and L is at most
+//! 5: the 4 frames in the dead one's ring, and the one that was just being sent.
 
 mod encoder;
 mod geometry;
@@ -62,7 +64,7 @@ fn main() -> ExitCode {
     )
 }
 
-/// How many frames to make.
+/// The number of frames to make.
 fn frames(stage: &Stage) -> Outcome<u64> {
     let is_gpu = stage.device.info().id.kind == DeviceKind::Cuda;
     Ok(stage

@@ -8,11 +8,12 @@ use crate::stage::{Outcome, ensure};
 
 /// The frame whose picture is stored.
 pub const REFERENCE_FRAME: u64 = 10;
-/// Written by this example as `small.png`, looked at, and put here.
+/// Written by this example as `small.png`, checked by eye, and stored here.
 const REFERENCE: &[u8] = include_bytes!("reference.png");
 /// A picture is reduced by this factor.
 const FACTOR: u32 = 4;
-/// A channel may be off by so much of 255, in all but so few of the pixels: another machine's sine may round otherwise.
+/// A channel may be off by this much of 255, except in a few pixels: another machine's sine may
+/// round otherwise.
 const LEVELS_OFF: u8 = 3;
 const PIXELS_PER_EXCEPTION: usize = 1000;
 
@@ -108,7 +109,7 @@ pub fn compare(picture: &Picture, reference: &Picture) -> Outcome {
     })
 }
 
-/// An animation that goes on for ever.
+/// An animation that repeats for ever.
 pub fn write_gif(path: &Path, pictures: &[Picture]) -> Outcome {
     let Some(first) = pictures.first() else {
         return Ok(());

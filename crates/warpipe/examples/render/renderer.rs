@@ -1,4 +1,5 @@
-//! The second process: draws each mesh, in the memory of the one who made it, into a frame of its own.
+//! The second process: draws each mesh, in the memory of the geometry process, into a frame of its
+//! own.
 //!
 //! **This module is marked for unsafe**: it launches kernels on device memory.
 
@@ -29,7 +30,7 @@ pub fn run(stage: &Stage) -> Outcome<String> {
             .is_none_or(|loan| loan.layout().bytes() < bytes)
         {
             let larger = publisher.loan(&Layout::bytes_only(bytes)?)?;
-            // Earlier kernels may still use the smaller one: it goes back behind them.
+            // Earlier kernels may still use the smaller workspace: it returns behind them.
             workspace
                 .replace(larger)
                 .map_or(Ok(()), |smaller| smaller.discard(&stream))?;
@@ -43,10 +44,11 @@ pub fn run(stage: &Stage) -> Outcome<String> {
             width: SIZE.0,
             height: SIZE.1,
         };
-        // SAFETY: the mesh lies within its sample (`received` has compared the counts with its bytes), the loans are
-        // as long as the canvas says and ours alone; all are given on behind this stream's work, or kept.
+        // SAFETY: the mesh lies within its sample (`received` has compared the counts with its
+        // bytes), the loans are as long as the canvas says and belong to this process alone; all
+        // are sent or released behind this stream's work, or kept.
         unsafe { draw(&stream, &mesh, &canvas)? };
-        // The mesh goes back after the frame is on its way, so that a death in between loses neither.
+        // The mesh is released after the frame is sent, so that a death in between loses neither.
         frame.send(&stream)?;
         drop(sample);
         drawn += 1;

@@ -1,8 +1,9 @@
-//! What the examples share and none of them is about: the device asked for, a domain, and their other processes.
+//! The common set-up of the examples: the requested device, a domain, and the other processes.
 //!
-//! An example started without `--role` makes a domain of its own, starts itself once more for each other role, and
-//! removes the domain at the end. Started with `--role NAME` (as in two terminals) it plays that role only, in the
-//! environment's domain. `--device` says where memory lies: `auto` (a GPU if there is one), `host`, `cuda`, `cuda:1`.
+//! An example started without `--role` makes a domain of its own, starts itself once more for each
+//! other role, and removes the domain at the end. Started with `--role NAME` (as in two terminals)
+//! it plays that role only, in the environment's domain. `--device` says where memory lies: `auto`
+//! (a GPU if there is one), `host`, `cuda`, `cuda:1`.
 #![allow(dead_code, reason = "no example needs everything")]
 
 pub mod talk;
@@ -21,31 +22,32 @@ use warpipe::{Device, Domain};
 
 use self::talk::Talk;
 
-/// What can go wrong ends the example.
+/// Any error ends the example.
 pub type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 
-/// Longer than anything here takes: a wait that reaches it is an error.
+/// Longer than any step of an example takes: a wait that reaches it is an error.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Set for the processes that an example starts itself.
 const STARTED_BY_US: &str = "WARPIPE_EXAMPLE_STARTED";
 
-/// Where an example plays.
+/// The device, the domain and the options of an example.
 pub struct Stage {
     pub device: Device,
     pub domain: Domain,
     arguments: Vec<(String, String)>,
-    /// The domain's folder, where it is our own.
+    /// The domain's folder, if the example made it.
     folder: Option<PathBuf>,
 }
 
-/// Runs an example that knows these options. What it returns is its last line, behind `ok:` or its role's name;
-/// an error is told on stderr, and the exit code is 1.
+/// Runs an example that knows these options. Its result is the last line, behind `ok:` or its
+/// role's name; an error is printed to stderr, and the exit code is 1.
 pub fn play(options: &[&str], example: impl FnOnce(&Stage) -> Outcome<String>) -> ExitCode {
     play_after(options, |_| Ok(()), |stage, ()| example(stage))
 }
 
-/// [`play`], for an example with something to do `before` its device is opened. What that returns, it is given.
+/// [`play`], for an example that runs `before` first, until its device is opened. The example gets
+/// the result of `before`.
 pub fn play_after<T>(
     options: &[&str],
     before: impl FnOnce(&mut Stage) -> Outcome<T>,
@@ -55,7 +57,7 @@ pub fn play_after<T>(
         let prepared = before(&mut stage)?;
         stage.open_device()?;
         let line = example(&stage, prepared)?;
-        // Where the output is a pipe, its reader may have seen enough and gone.
+        // If the output is a pipe, its reader may have closed it.
         let _ = writeln!(
             std::io::stdout(),
             "{}: {line}",
@@ -121,7 +123,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Plays `role` from here on, as a forked child does. The domain stays its parent's to remove.
+    /// Plays `role` from here on, as a forked child does. The parent removes the domain.
     pub fn recast(&mut self, role: &str) {
         self.arguments.retain(|(name, _)| name != "--role");
         self.arguments.push(("--role".to_owned(), role.to_owned()));
@@ -133,7 +135,7 @@ impl Stage {
         self.option("--role").unwrap_or_default()
     }
 
-    /// The value of an option, empty for a bare one; none if it was not given.
+    /// The value of an option, empty for an option without value; `None` if it was not given.
     pub fn option(&self, name: &str) -> Option<&str> {
         self.arguments
             .iter()
@@ -155,7 +157,8 @@ impl Stage {
         Actor::start(role, self.command(role)?.stdin(Stdio::null()))
     }
 
-    /// [`start`](Self::start), with somebody to talk to: us, on its standard input ([`Talk::with_parent`]).
+    /// [`start`](Self::start), with a pair of sockets to this process as its standard input
+    /// ([`Talk::with_parent`]).
     pub fn start_talking(&self, role: &str) -> Outcome<(Actor, Talk)> {
         let (ours, theirs) = UnixStream::pair()?;
         Ok((
@@ -164,7 +167,8 @@ impl Stage {
         ))
     }
 
-    /// How this example is started once more, for those who lay its pipes themselves.
+    /// The command that starts this example once more, for callers that connect its pipes
+    /// themselves.
     pub fn command(&self, role: &str) -> Outcome<Command> {
         let mut command = Command::new(std::env::current_exe()?);
         for (name, value) in &self.arguments {
@@ -188,14 +192,14 @@ impl Drop for Stage {
     }
 }
 
-/// A process that we started. Dropped before its end, it is killed.
+/// A process that this example started. Dropped before its end, it is killed.
 pub struct Actor {
     role: String,
     child: Child,
 }
 
 impl Actor {
-    /// Starts what plays `role`.
+    /// Starts the process that plays `role`.
     pub fn start(role: &str, command: &mut Command) -> Outcome<Actor> {
         Ok(Actor {
             role: role.to_owned(),
@@ -213,14 +217,14 @@ impl Actor {
         self.child.id()
     }
 
-    /// `kill -9`, the hardest way to go: no destructor runs.
+    /// `kill -9`: no destructor runs.
     pub fn kill(mut self) -> Outcome {
         self.child.kill()?;
         self.child.wait()?;
         Ok(())
     }
 
-    /// Waits for its end, which must be a good one.
+    /// Waits for its end, which must be a success.
     pub fn finish(mut self) -> Outcome {
         let status = self.end()?;
         ensure(status.success(), || {
@@ -249,7 +253,7 @@ impl Drop for Actor {
     }
 }
 
-/// `--name value` and `--name`, as long as they are known.
+/// `--name value` and `--name`, if they are known.
 fn arguments(options: &[&str]) -> Outcome<Vec<(String, String)>> {
     let mut arguments = Vec::new();
     let mut words = std::env::args().skip(1).peekable();

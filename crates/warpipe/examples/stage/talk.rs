@@ -1,4 +1,5 @@
-//! Lines of text between two processes, over a pipe or a pair of sockets. No line is waited for longer than [`PATIENCE`].
+//! Lines of text between two processes, over a pipe or a pair of sockets. No line is awaited for
+//! longer than [`PATIENCE`].
 
 use std::fmt::Display;
 use std::fs::File;
@@ -9,17 +10,17 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Outcome, PATIENCE, ensure};
 
-/// A line longer than this is nobody's.
+/// The longest line that is accepted.
 const LINE_BYTES_MAX: usize = 1 << 16;
 
-/// One end of it.
+/// One end of the pipe.
 pub struct Talk {
     pipe: File,
     unread: Vec<u8>,
 }
 
 impl Talk {
-    /// Over this pipe or socket.
+    /// Talks over this pipe or socket.
     pub fn over(pipe: impl Into<OwnedFd>) -> Talk {
         Talk {
             pipe: File::from(pipe.into()),
@@ -27,17 +28,17 @@ impl Talk {
         }
     }
 
-    /// With whoever has started this process, over its standard input.
+    /// Talks with the process that started this one, over standard input.
     pub fn with_parent() -> Outcome<Talk> {
         Ok(Talk::over(std::io::stdin().as_fd().try_clone_to_owned()?))
     }
 
-    /// Says a line.
+    /// Writes a line.
     pub fn tell(&mut self, line: impl Display) -> Outcome {
         Ok(self.pipe.write_all(format!("{line}\n").as_bytes())?)
     }
 
-    /// Hears the next line; none when the other side has said its last.
+    /// Reads the next line; `None` when the other side has closed its end.
     pub fn hear_or_end(&mut self) -> Outcome<Option<String>> {
         loop {
             if let Some(end) = self.unread.iter().position(|&byte| byte == b'\n') {
@@ -63,14 +64,14 @@ impl Talk {
         }
     }
 
-    /// Hears the next line, which must come.
+    /// Reads the next line, which must come.
     pub fn hear(&mut self) -> Outcome<String> {
         Ok(self
             .hear_or_end()?
             .ok_or("the other process ended before it had said all")?)
     }
 
-    /// Hears the next line, which must be this one.
+    /// Reads the next line, which must be this one.
     pub fn expect(&mut self, line: &str) -> Outcome {
         let heard = self.hear()?;
         ensure(heard == line, || {
