@@ -9,15 +9,15 @@ use crate::Outcome;
 use crate::python;
 use crate::workspace::{Workspace, cargo};
 
-/// Packages whose test programs are worth running on a GPU machine.
+/// Packages with test programs that are worth running on a GPU machine.
 const TESTED_PACKAGES: &[&str] = &["warpipe", "warpipe-kernels"];
 /// Programs that are run there, each with its package.
 const PROGRAMS: &[(&str, &str)] = &[
     ("warpipe-cli", "warpipe"),
     ("warpipe-conformance", "conformance"),
 ];
-/// The package whose examples are carried along: its test program `examples` runs them, and finds
-/// them in `examples/`.
+/// The package with the examples that are carried along: its test program `examples` runs them, and
+/// finds them in `examples/`.
 const EXAMPLES_PACKAGE: &str = "warpipe";
 /// What is written beside them.
 const SCRIPTS: &[(&str, &str, u32)] = &[

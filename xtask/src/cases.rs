@@ -88,7 +88,7 @@ fn build(workspace: &Workspace) -> Outcome<()> {
     }
 }
 
-/// Runs the cases whose names contain one of `texts`: over the fake driver, or on the host.
+/// Runs the cases with one of `texts` in their names: over the fake driver, or on the host.
 fn cases(on: &Workspace, double: Option<&Path>, texts: &[&str], more: &[&str]) -> Outcome<Counts> {
     let program = on.target.join("debug/conformance");
     let backend = if double.is_some() { "cuda" } else { "host" };

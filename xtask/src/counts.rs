@@ -143,7 +143,7 @@ fn read_list(list: &str, separator: char) -> Option<Counts> {
     Some(counts)
 }
 
-/// Drops remarks such as `(1 slow, 2 flaky)`, whose tests are counted already.
+/// Drops remarks such as `(1 slow, 2 flaky)`, because their tests are counted already.
 fn without_parentheses(text: &str) -> String {
     let mut depth = 0u32;
     let outside = text.chars().filter(|&character| {

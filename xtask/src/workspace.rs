@@ -48,7 +48,7 @@ impl Workspace {
         })
     }
 
-    /// Every file below `crates/` whose name ends in `.extension`, sorted.
+    /// Every file below `crates/` with a name that ends in `.extension`, sorted.
     pub fn sources(&self, extension: &str) -> Outcome<Vec<PathBuf>> {
         let mut found = Vec::new();
         collect(&self.root.join("crates"), extension, DEPTH_MAX, &mut found)?;

@@ -1,4 +1,4 @@
-//! Waiting for a publisher without losing sight of Ctrl-C.
+//! A wait for a publisher that Ctrl-C interrupts.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,8 @@ use warpipe::{Device, Domain, Error, HandshakeFault, Subscriber};
 
 use crate::interrupt::{Interrupt, LOOK};
 
-/// Subscribes to `name` as soon as somebody publishes it, within `patience`; none when interrupted before.
+/// Subscribes to `name` as soon as it is published, within `patience`; none when interrupted
+/// before.
 pub fn attach(
     name: &str,
     device: &Device,
@@ -30,7 +31,7 @@ pub fn attach(
     }
 }
 
-/// Nobody is there yet, or whoever is there is just closing.
+/// There is no publisher yet, or it is just closing.
 fn is_passing(error: &Error) -> bool {
     use HandshakeFault::{Closed, Silent};
     matches!(

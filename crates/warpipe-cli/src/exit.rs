@@ -93,7 +93,8 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(closed)
 }
 
-/// Errors of the library end in `; the next step`: what happened, and that step, in the command line's terms.
+/// Errors of the library end in `; the next step`: what happened, and that step, in the command
+/// line's terms.
 pub fn split_next(message: &str) -> (String, Option<String>) {
     let (happened, next) = message
         .rsplit_once("; ")

@@ -1,8 +1,9 @@
 //! PNG pictures as tensors of height x width x channels.
 //!
-//! Palettes, 1, 2 and 4 bit samples and a transparent colour are expanded, so that the channels are 1 (gray),
-//! 2 (gray, alpha), 3 (red, green, blue) or 4 (red, green, blue, alpha). Samples are `uint8`; those of 16 bit files
-//! stay as they are and make a `uint16` tensor. Of an animation the still picture is taken. No colour is converted.
+//! Palettes, 1, 2 and 4 bit samples and a transparent colour are expanded, so that the channels are
+//! 1 (gray), 2 (gray, alpha), 3 (red, green, blue) or 4 (red, green, blue, alpha). Samples are
+//! `uint8`; those of 16 bit files stay as they are and make a `uint16` tensor. Of an animation the
+//! still picture is taken. No colour is converted.
 
 use std::io::{BufRead, Seek};
 
@@ -71,7 +72,8 @@ pub fn read(reader: impl BufRead + Seek, length: u64) -> Result<(Layout, Vec<u8>
     Ok((layout, data))
 }
 
-/// Refuses dimensions that the file's length cannot account for, before any memory is taken for them.
+/// Refuses dimensions that the file's length cannot account for, before any memory is taken for
+/// them.
 fn check_size(info: &png::Info<'_>, length: u64) -> Result<(), Fault> {
     let bits =
         u128::from(info.width) * (info.color_type.samples() * info.bit_depth as usize) as u128;

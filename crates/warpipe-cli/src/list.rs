@@ -1,4 +1,4 @@
-//! `warpipe ls`: the names in the domain, and who holds them.
+//! `warpipe ls`: the names in the domain, and their holders.
 
 use serde::Serialize;
 use warpipe::Domain;

@@ -1,4 +1,4 @@
-//! `warpipe members`: who is in the domain, and what becomes of them.
+//! `warpipe members`: the members of the domain, and their changes.
 
 use serde::Serialize;
 use warpipe::{Change, Domain, MemberInfo, Members, PeerState};
@@ -36,7 +36,8 @@ impl<'a> Row<'a> {
     }
 }
 
-/// Lists them, and follows them if asked to. It only looks: what dead members left is cleared away by who works here.
+/// Lists them, and follows them if asked to. It only looks: what dead members left is cleared away
+/// by who works here.
 pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
     let interrupt = Interrupt::install()?;

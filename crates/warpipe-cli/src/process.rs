@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, getppid, pidfd_open};
 
-/// A command that runs this very program, in a process group of its own: a Ctrl-C on the terminal is for the parent,
-/// which then ends its children in order.
+/// A command that runs this very program, in a process group of its own: a Ctrl-C on the terminal
+/// is for the parent, which then ends its children in order.
 pub fn this_program() -> Command {
     // Not the path that this was started by: it may lead elsewhere by now.
     let mut command = Command::new("/proc/self/exe");
@@ -17,7 +17,8 @@ pub fn this_program() -> Command {
     command
 }
 
-/// For a child's first step: dies with its parent, and leaves no core file when it is made to fault.
+/// For a child's first step: dies with its parent, and leaves no core file when it is made to
+/// fault.
 pub fn follow_parent(parent_pid: i32) -> io::Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     rustix::process::setrlimit(
@@ -36,7 +37,8 @@ pub fn follow_parent(parent_pid: i32) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for the end of a child, without a poll in between (`pidfd_open` and `poll`); none when `timeout` ran out.
+/// Waits for the end of a child, without a poll in between (`pidfd_open` and `poll`); none when
+/// `timeout` ran out.
 pub fn wait(child: &mut Child, timeout: Duration) -> io::Result<Option<ExitStatus>> {
     if let Some(status) = child.try_wait()? {
         return Ok(Some(status));

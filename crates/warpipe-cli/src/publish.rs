@@ -63,7 +63,8 @@ pub fn run(args: &PubArgs) -> anyhow::Result<Exit> {
         return run.end();
     }
     run.send_all(&sources)?;
-    // Complete is what every subscriber can still read when this process has gone: its memory lives on with them.
+    // Complete is what every subscriber can still read when this process has gone: its memory lives
+    // on with them.
     run.stream.synchronize(args.timeout)?;
     run.end()
 }

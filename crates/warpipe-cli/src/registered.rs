@@ -34,7 +34,8 @@ impl RegisteredPage {
         }?;
         let page = NonNull::new(mapped.cast::<u8>())
             .ok_or_else(|| anyhow::anyhow!("mmap gave the null page"))?;
-        // SAFETY: the page was mapped above, is page-aligned, and stays until `drop`, which unregisters it first.
+        // SAFETY: the page was mapped above, is page-aligned, and stays until `drop`, which
+        // unregisters it first.
         match unsafe { device.backend().register(page.as_ptr(), PAGE_BYTES) } {
             Ok(address) => Ok(RegisteredPage {
                 device: device.clone(),
@@ -55,12 +56,13 @@ impl RegisteredPage {
             index < PAGE_BYTES / size_of::<TimelineWord>(),
             "a page has no word {index}"
         );
-        // SAFETY: in bounds by the line above, aligned because the page is, zeroed or written as a word ever since,
-        // and mapped as long as self.
+        // SAFETY: in bounds by the line above, aligned because the page is, zeroed or written as a
+        // word ever since, and mapped as long as self.
         unsafe { self.page.cast::<TimelineWord>().add(index).as_ref() }
     }
 
-    /// The same word's address for the device. Work that uses it must be done before this page is dropped.
+    /// The same word's address for the device. Work that uses it must be done before this page is
+    /// dropped.
     pub fn address(&self, index: usize) -> DevicePtr {
         self.address + (index * size_of::<TimelineWord>()) as u64
     }
@@ -68,7 +70,7 @@ impl RegisteredPage {
 
 impl Drop for RegisteredPage {
     fn drop(&mut self) {
-        // SAFETY: registered in `new`; whoever enqueued work on it has promised that it is done.
+        // SAFETY: registered in `new`; the caller that enqueued work on it has promised that it is done.
         if unsafe { self.device.backend().unregister(self.page.as_ptr()) }.is_ok() {
             // SAFETY: mapped in `new`, of this size, and no longer registered.
             let _ = unsafe { munmap(self.page.as_ptr().cast(), PAGE_BYTES) };

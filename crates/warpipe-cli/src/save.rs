@@ -1,7 +1,9 @@
-//! Where `warpipe sub --save` puts what it receives: always inside one directory, never over another file.
+//! Where `warpipe sub --save` puts what it receives: always inside one directory, never over
+//! another file.
 //!
-//! The file names come from a peer. What is left of one is its last part, its letters, digits, `_`, `-` and `.`,
-//! without a leading dot and at most 100 bytes long; the sample's sequence number stands before it.
+//! The file names come from a peer. What is left of one is its last part, its letters, digits, `_`,
+//! `-` and `.`, without a leading dot and at most 100 bytes long; the sample's sequence number
+//! stands before it.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};

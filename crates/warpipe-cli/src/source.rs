@@ -98,7 +98,8 @@ impl Source {
         &self.path
     }
 
-    /// Makes sure that the file can be published, without keeping its data. A picture is decoded whole.
+    /// Makes sure that the file can be published, without keeping its data. A picture is decoded
+    /// whole.
     pub fn check(&self) -> Result<Layout, InputError> {
         self.read(|source| source.check_open(&mut source.open()?))
     }
@@ -108,7 +109,8 @@ impl Source {
         self.read(Source::load_open)
     }
 
-    /// What goes with the sample: JSON of at most [`METADATA_BYTES_MAX`] bytes. A name too long is cut.
+    /// What goes with the sample: JSON of at most [`METADATA_BYTES_MAX`] bytes. A name too long is
+    /// cut.
     pub fn metadata(&self) -> Vec<u8> {
         let mut file = self
             .path

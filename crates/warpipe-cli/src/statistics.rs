@@ -10,7 +10,8 @@ const PRECISION_BITS: u32 = 5;
 
 /// Counts in buckets of about 3 % width, over all of `u64` nanoseconds; at most 1,920 buckets.
 ///
-/// As JSON a list of pairs: a map's keys would be strings, which do not come back as numbers everywhere.
+/// As JSON a list of pairs: a map's keys would be strings, which do not come back as numbers
+/// everywhere.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Vec<(u16, u64)>", into = "Vec<(u16, u64)>")]
 pub struct Histogram {
@@ -46,7 +47,8 @@ impl Histogram {
         }
     }
 
-    /// The duration that `permille` of all are at or below (up to the bucket's width); none if nothing was counted.
+    /// The duration that `permille` of all are at or below (up to the bucket's width); none if
+    /// nothing was counted.
     pub fn quantile(&self, permille: u64) -> Option<Duration> {
         let total: u128 = self.buckets.values().map(|&count| u128::from(count)).sum();
         let rank = (total * u128::from(permille.min(1000)))
@@ -68,7 +70,8 @@ fn bucket(ns: u64) -> u16 {
     ((shift << PRECISION_BITS) + (ns >> shift) as u32) as u16
 }
 
-/// The largest value of a bucket. A bucket that no value has (from another process) gives the largest of all.
+/// The largest value of a bucket. A bucket that no value has (from another process) gives the
+/// largest of all.
 fn upper_bound(bucket: u16) -> u64 {
     let bucket = u32::from(bucket);
     let shift = (bucket >> PRECISION_BITS).saturating_sub(1);

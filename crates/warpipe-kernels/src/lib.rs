@@ -287,7 +287,7 @@ pub unsafe fn touch(stream: &Stream, words: DevicePtr, count: u64) -> Result<()>
 }
 
 /// `cuLaunchKernel` of `pass_on`: spins until the word `flag` is at least `due`, at most for
-/// `limit` (at most [`WAIT_MAX`]), and then stores `next` there. One whose time is up stores
+/// `limit` (at most [`WAIT_MAX`]), and then stores `next` there. A kernel that times out stores
 /// nothing.
 ///
 /// This is how two processes take turns by kernels alone: what a semaphore is measured against.

@@ -7,7 +7,7 @@
 //! one for a triangle.
 //!
 //! The camera stands at (0, 0, 4) and looks at the origin, of which it sees one unit above and one
-//! below. Triangles whose corners run counter-clockwise face it; what is nearer than one unit, or
+//! below. Triangles with counter-clockwise corners face it; what is nearer than one unit, or
 //! names no vertex, is not drawn.
 //!
 //! `render.cu` is the source, `render.ptx` what NVRTC 12.0 made of it; the twins give the same

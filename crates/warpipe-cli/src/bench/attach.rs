@@ -1,4 +1,5 @@
-//! Attaching to another process's memory by a ticket, beside the bare import and mapping of the same memory.
+//! Opening another process's memory by a ticket, compared with the bare import and mapping of the
+//! same memory.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -14,14 +15,14 @@ use super::peer_process::{Control, PeerProcess};
 use super::raw;
 use super::setup::{BenchDomain, PATIENCE, Setup};
 
-/// What the owner agrees on.
+/// The owner's parameters.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Terms {
     place: BenchDomain,
     bytes: u64,
 }
 
-/// What it has, and how to come to it.
+/// The owner's memory and its ticket.
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
     ticket: Ticket,
@@ -29,7 +30,7 @@ struct Offer {
     owner: DeviceId,
 }
 
-/// What a ticket may cost beside the driver's own part, in microseconds.
+/// The budget of a ticket beyond the driver's own part, in microseconds.
 const BESIDE_US: f64 = 300.0;
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
@@ -42,7 +43,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let fd = peer.control.receive_fd()?;
     let (mut ours, mut floors) = (Samples::default(), Samples::default());
     for round in 0..=setup.rounds() {
-        // The first one is for the caches, and does not count.
+        // The first one warms the caches, and does not count.
         floors.round(round > 0, setup.times(100), || {
             attach_bare(setup, &offer, &fd)
         })?;
@@ -79,7 +80,8 @@ pub fn offer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     control.hear::<()>()
 }
 
-/// From the text of the ticket to mapped memory. What is let go of it is waited for, outside of what is measured.
+/// From the text of the ticket to mapped memory. The release is waited for, outside of the
+/// measurement.
 fn attach_by_ticket(setup: &Setup, offer: &Offer) -> anyhow::Result<Duration> {
     let before = setup.device.backend().bytes_held();
     let start = Instant::now();

@@ -1,7 +1,8 @@
-//! Copies from and to another process's memory through an import, beside the same copies of one's own memory.
+//! Copies from and to another process's memory through an import, compared with the same copies of
+//! own memory.
 //!
-//! The example `bandwidth` shows the same to people; this is what goes into reports.
-//! **This module is marked for unsafe**: it copies device memory by address.
+//! The example `bandwidth` prints the same; this one is for reports. **This module is marked for
+//! unsafe**: it copies device memory by address.
 
 use std::os::fd::AsFd;
 use std::time::Instant;
@@ -16,10 +17,10 @@ use super::peer_process::{Control, PeerProcess};
 use super::raw::{LINE_BYTES, Memory, Words, enqueue};
 use super::setup::{BenchDomain, Choice, Setup};
 
-/// An import is the memory itself: what it may cost is the error of measurement.
+/// An import is the memory itself: its budget is the error of measurement.
 const RATIO_MIN: f64 = 0.98;
 
-/// What the process that imports agrees on.
+/// The parameters of the importing process.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Terms {
     place: BenchDomain,
@@ -33,7 +34,7 @@ pub struct Terms {
 /// GB/s of each round.
 #[derive(Debug, Serialize, Deserialize)]
 struct Rates {
-    /// What was copied.
+    /// The results.
     name: String,
     import: Vec<f64>,
     own: Vec<f64>,

@@ -1,4 +1,5 @@
-//! N ready words by one batch of memory operations, or by one small kernel: where does the kernel begin to pay?
+//! N ready words by one batch of memory operations, or by one small kernel: where does the kernel
+//! begin to pay?
 //!
 //! The answer is the constant above which the CUDA backend's `batch` takes the kernel.
 
@@ -69,7 +70,8 @@ impl Bench {
             let ops: Vec<_> = (0..count)
                 .map(|index| self.words.signal(index, self.turn))
                 .collect();
-            // SAFETY: the stream is live and of this device; the words live until the last has been awaited.
+            // SAFETY: the stream is live and of this device; the words live until the last has been
+            // awaited.
             unsafe { signal_by(self.ordinal, self.stream.raw(), &ops, by) }?;
         }
         cpu.push(start.elapsed().as_secs_f64() * 1e6 / BURST as f64);

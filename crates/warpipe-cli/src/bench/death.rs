@@ -1,8 +1,8 @@
-//! What the end of a process costs those who go on living. **This module is marked for unsafe**: it forks.
+//! The cost of a process's death to the survivors. **This module is marked for unsafe**: it forks.
 //!
-//! Times run from the SIGKILL, or from the order to call `exec`. Where a forked child holds the victim's files, the proof is
-//! timed from the SIGKILL that ends that child, and a proof that comes before it is an error. The victim's pidfd is the
-//! independent witness.
+//! Times run from the SIGKILL, or from the order to call `exec`. Where a forked child holds the
+//! victim's files, the proof is timed from the SIGKILL that ends that child, and a proof that comes
+//! before it is an error. The victim's pidfd is the independent witness.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -21,20 +21,20 @@ use super::setup::{BenchDomain, PATIENCE, Setup};
 
 const NAME: &str = "bench/victim";
 
-/// What the victim's kernel would take if it lived.
+/// The time that the victim's kernel would take if the victim lived.
 const KERNEL: Duration = Duration::from_secs(9);
 
 /// The publisher's whole memory, and the two slots that it is cut into.
 const MEMORY_BYTES: u64 = 2 << 20;
 const SLOTS: u64 = 2;
 
-/// How often a survivor that asks for its subscribers asks.
+/// The polling interval of a survivor that polls its subscribers.
 const ASK_EVERY: Duration = Duration::from_micros(50);
 
 /// How long a forked child outlives its parent: it is killed then.
 const ORPHAN: Duration = Duration::from_secs(2);
 
-/// A forked child that nobody kills ends by itself.
+/// A forked child that is not killed ends by itself.
 const ORPHAN_MAX: Duration = Duration::from_secs(60);
 
 const TOLD_MS_MAX: f64 = 2.0;
@@ -42,18 +42,19 @@ const TOLD_MS_MAX: f64 = 2.0;
 /// Time-sliced, and under MPS.
 const PROVEN_MS_MAX: [f64; 2] = [40.0, 200.0];
 
-/// Who is killed.
+/// The process that is killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum Victim {
     Publisher,
     Subscriber,
 }
 
-/// How it ends.
+/// The kind of its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum Way {
     Killed,
-    /// Killed, while a child that was forked behind the library's back holds its files for [`ORPHAN`].
+    /// Killed, while a child that was forked behind the library's back holds its files for
+    /// [`ORPHAN`].
     Orphaned,
     Exec,
 }
@@ -68,7 +69,7 @@ impl Way {
         }
     }
 
-    /// What its proof is waited for.
+    /// The event that its proof waits for.
     fn origin(self) -> &'static str {
         match self {
             Way::Killed => "kill",
@@ -78,7 +79,7 @@ impl Way {
     }
 }
 
-/// What the victim agrees on.
+/// The victim's parameters.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Terms {
     place: BenchDomain,
@@ -89,7 +90,8 @@ pub struct Terms {
 }
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
-    // Under MPS the death of a client in the middle of a kernel is the death of all, this process included.
+    // Under MPS the death of a client in the middle of a kernel is the death of all, this process
+    // included.
     let busy = !setup.is_mps();
     let mut figures = Vec::new();
     for way in [Way::Killed, Way::Orphaned, Way::Exec] {
@@ -168,18 +170,18 @@ fn figure(name: String, samples: Vec<u64>, limit_ms: f64) -> Figure {
     figure
 }
 
-/// When what happened.
+/// The times of the events.
 struct Witness {
     /// The kill, or the order to call `exec`.
     began_ns: u64,
-    /// From which its proof can come.
+    /// The earliest time of its proof.
     released_ns: u64,
     /// The victim's pidfd, after the kill.
     pidfd_ns: Option<u64>,
 }
 
 impl Witness {
-    /// How long after the last holder of the victim's files had been told to end.
+    /// The time since the last holder of the victim's files was ordered to end.
     fn since_released(&self, proven_ns: u64) -> anyhow::Result<u64> {
         proven_ns
             .checked_sub(self.released_ns)
@@ -213,7 +215,7 @@ fn witness(
     Ok(witness)
 }
 
-/// Ends the victim and joins the witness with what two survivors did meanwhile.
+/// Ends the victim and joins the witness's times with those of two survivors.
 fn end_beside<A: Send, B: Send>(
     peer: &PeerProcess,
     way: Way,
@@ -383,7 +385,7 @@ pub fn live(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         Victim::Publisher => publish(terms, control)?,
         Victim::Subscriber => hold(terms, control)?,
     }
-    // Nothing comes any more but the end.
+    // Nothing but the end comes any more.
     control.hear::<()>()
 }
 

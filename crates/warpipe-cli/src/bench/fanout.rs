@@ -1,4 +1,5 @@
-//! One publisher's kernel, a kernel in each of N other processes on what it wrote, eight items in flight.
+//! One publisher's kernel, a kernel in each of N other processes on what it wrote, eight items in
+//! flight.
 
 use std::os::fd::AsFd;
 use std::time::Instant;
@@ -19,7 +20,7 @@ const SLOT_BYTES: u64 = WORDS * 8;
 
 const NAME: &str = "bench/fanout";
 
-/// What a subscriber's process agrees on.
+/// The parameters of a subscriber's process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
     place: BenchDomain,
@@ -62,7 +63,7 @@ fn ready(index: usize) -> usize {
     2 * index
 }
 
-/// The word by which it says that it is done with it.
+/// The word that tells that it is done with it.
 fn done(index: usize) -> usize {
     2 * index + 1
 }
@@ -142,8 +143,8 @@ struct Source {
 
 impl Source {
     fn fill(&self, slot: u64, seed: u64) -> warpipe::Result<()> {
-        // SAFETY: every slot here is SLOT_BYTES long, is not written before its readers are done, and is kept
-        // until they are done with the last.
+        // SAFETY: every slot here is SLOT_BYTES long, is not written before its readers are done,
+        // and is kept until they are done with the last.
         unsafe { warpipe_kernels::fill(&self.stream, slot, WORDS, seed) }
     }
 
@@ -273,8 +274,8 @@ struct Sink {
 impl Sink {
     fn check(&self, slot: u64, seed: u64) -> warpipe::Result<()> {
         debug_assert_eq!(self.device.info().id, self.stream.device().info().id);
-        // SAFETY: the slot is SLOT_BYTES long and complete behind the wait that was enqueued; the counter and the
-        // memory live until the stream is idle.
+        // SAFETY: the slot is SLOT_BYTES long and complete behind the wait that was enqueued; the
+        // counter and the memory live until the stream is idle.
         unsafe { warpipe_kernels::check(&self.stream, slot, WORDS, seed, self.errors.address(0)) }
     }
 

@@ -1,6 +1,8 @@
-//! One publisher and 1 to 64 subscribers on the host: 128 bytes an item, beside a bare ring to each of them.
+//! One publisher and 1 to 64 subscribers on the host: 128 bytes an item, compared with a bare ring
+//! to each of them.
 //!
-//! Up to 8 processes, each with as many threads as it takes. Who has nothing to read sleeps, in both.
+//! Up to 8 processes, each with as many threads as needed. A thread with nothing to read sleeps, in
+//! both.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -21,11 +23,12 @@ const PROCESSES_MAX: usize = 8;
 
 const NAME: &str = "bench/fanout-rings";
 
-/// Both poll this long before they sleep: the subscriber's default, and about as many turns of a spin.
+/// Both poll this long before they sleep: the subscriber's default, and about as many turns of a
+/// spin.
 const SPIN: Duration = Duration::from_micros(20);
 const SLEEP: Patience = Patience::Sleep { spins: 500 };
 
-/// What a process of subscribers agrees on.
+/// The parameters of a process of subscribers.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Terms {
     place: BenchDomain,

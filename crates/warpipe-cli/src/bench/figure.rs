@@ -1,4 +1,4 @@
-//! A figure: ours, the floor, the ratio, and what was wanted.
+//! A figure: the measurement, the floor, the ratio, and the target.
 
 use serde::Serialize;
 
@@ -54,7 +54,7 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// What a figure is to be.
+/// The target of a figure.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Wanted {
@@ -66,7 +66,7 @@ pub enum Wanted {
     BesideFloorAtMost(f64),
     /// `ours` at most, in the figure's unit.
     AtMost(f64),
-    /// Nothing was said: for information.
+    /// No target: for information.
     Nothing,
 }
 
@@ -75,14 +75,14 @@ pub enum Wanted {
 pub struct Figure {
     pub bench: &'static str,
     pub name: String,
-    /// What `ours` and `floor` are: `us`, `ns`, `%`, `GB/s`, `calls`.
+    /// The unit of `ours` and `floor`: `us`, `ns`, `%`, `GB/s`, `calls`.
     pub unit: &'static str,
     pub ours: f64,
     pub floor: Option<f64>,
     /// `ours / floor`.
     pub ratio: Option<f64>,
     pub wanted: Wanted,
-    /// None where nothing was wanted.
+    /// None without a target.
     pub met: Option<bool>,
     /// The rounds' own figures, of which `ours` and `floor` are the medians.
     pub ours_rounds: Vec<f64>,
@@ -138,7 +138,7 @@ impl Figure {
         self
     }
 
-    /// Judges the figure. What could not be computed is not met.
+    /// Judges the figure. A figure that could not be computed is not met.
     pub fn wanted(mut self, wanted: Wanted) -> Figure {
         self.wanted = wanted;
         self.met = match wanted {

@@ -1,8 +1,10 @@
-//! There and back: process A's kernel, process B's kernel on what A wrote, and A again on what B wrote.
+//! There and back: process A's kernel, process B's kernel on what A wrote, and A again on what B
+//! wrote.
 //!
-//! The floor and ours run the same kernels on the same kind of memory (each reads the other's over an import). In
-//! the floor both CPUs enqueue ahead, at most [`IN_FLIGHT`] round trips, and only words tell the streams of each
-//! other; in ours two channels do. The single round trips are timed by A's CPU, which waits for each.
+//! The floor and ours run the same kernels on the same kind of memory (each reads the other's over
+//! an import). In the floor both CPUs enqueue ahead, at most [`IN_FLIGHT`] round trips, and only
+//! words tell the streams of each other; in ours two channels do. The single round trips are timed
+//! by A's CPU, which waits for each.
 
 use std::time::Instant;
 
@@ -23,7 +25,7 @@ const KERNEL_BYTES: u64 = FLOATS * 4;
 const PING: usize = 0;
 const PONG: usize = 1;
 
-/// What B does with what it receives.
+/// B's use of the items that it receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Answer {
     /// A kernel that reads it and writes B's own memory.
@@ -32,7 +34,7 @@ pub enum Answer {
     Copy,
 }
 
-/// What both processes agree on.
+/// The parameters of both processes.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
     pub place: BenchDomain,
@@ -48,7 +50,7 @@ pub struct Terms {
     pub single: usize,
 }
 
-/// What came out: microseconds a round trip for each round, and nanoseconds of single ones.
+/// The results: microseconds a round trip for each round, and nanoseconds of single ones.
 #[derive(Debug, Default)]
 pub struct Measured {
     pub floor: Vec<f64>,
@@ -185,7 +187,7 @@ fn exchange(control: &Control, device: &Device, own: &Memory) -> anyhow::Result<
     Memory::import(device, fd, bytes, owner)
 }
 
-/// One who polls: the round trip's cost is asked for, not that of a sleep.
+/// A subscriber that polls: the round trip's cost is measured, not that of a sleep.
 pub fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Result<Subscriber> {
     let spin = if Device::host().info().id == device.info().id {
         20
@@ -210,8 +212,8 @@ impl End {
         input: DevicePtr,
         seed: u64,
     ) -> warpipe::Result<()> {
-        // SAFETY: both are at least KERNEL_BYTES long; the memory is kept until the stream's last word is reached;
-        // the words order who writes and who reads.
+        // SAFETY: both are at least KERNEL_BYTES long; the memory is kept until the stream's last
+        // word is reached; the words order the writer and the reader.
         unsafe {
             match answer {
                 Answer::Kernel => warpipe_kernels::scale(&self.stream, out, input, FLOATS, 2.0),
@@ -260,7 +262,8 @@ impl End {
         Ok(samples)
     }
 
-    /// Round trips over the channels, in microseconds each; with `singles`, each awaited and timed by the CPU.
+    /// Round trips over the channels, in microseconds each; with `singles`, each awaited and timed
+    /// by the CPU.
     fn ours(
         &mut self,
         terms: &Terms,
@@ -333,7 +336,8 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         end.floor_answers(terms, terms.single, &host)?;
         end.our_answers(terms, terms.single, &host)?;
     }
-    // The device may still write what A waits for, and the words in which this process releases A's memory.
+    // The device may still write what A waits for, and the words in which this process releases A's
+    // memory.
     Ok(end.stream.synchronize(PATIENCE)?)
 }
 
@@ -357,7 +361,8 @@ impl End {
         input: DevicePtr,
         host: &Words,
     ) -> warpipe::Result<()> {
-        // SAFETY: as in `work`; the host page is KERNEL_BYTES long and lives until the last word is reached.
+        // SAFETY: as in `work`; the host page is KERNEL_BYTES long and lives until the last word is
+        // reached.
         unsafe {
             match answer {
                 Answer::Kernel => warpipe_kernels::scale(&self.stream, out, input, FLOATS, 0.5),

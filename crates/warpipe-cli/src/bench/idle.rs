@@ -1,4 +1,4 @@
-//! What a subscriber takes of the CPU while it waits and nothing comes.
+//! The CPU time of a subscriber that waits while nothing comes.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};

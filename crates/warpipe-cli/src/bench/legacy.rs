@@ -1,4 +1,5 @@
-//! Opening a legacy handle that is open already, beside the driver's own open and close of the same handle.
+//! Opening a legacy handle that is open already, compared with the driver's own open and close of
+//! the same handle.
 
 use std::time::Instant;
 
@@ -11,7 +12,7 @@ use super::figure::{Figure, Quantiles, Wanted};
 use super::peer_process::{Control, PeerProcess};
 use super::setup::{BenchDomain, PATIENCE, Setup};
 
-/// What the exporter agrees on.
+/// The exporter's parameters.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Terms {
     place: BenchDomain,
@@ -31,7 +32,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// The exporter's part: its memory is there until the other side has done.
+/// The exporter's part: its memory exists until the other side is done.
 pub fn export(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, _) = terms.place.open()?;
     let ptr = device.backend().allocate_plain(terms.bytes)?;

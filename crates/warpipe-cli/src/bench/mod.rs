@@ -1,8 +1,9 @@
-//! `warpipe bench`: what a hand-over costs, beside what the bare driver takes for the same in the same run.
+//! `warpipe bench`: the cost of a hand-over, compared with the bare driver's for the same work in
+//! the same run.
 //!
-//! A floor is the same work with single calls of the backend and words in shared memory, without the engine. Floor
-//! and ours take turns in rounds and the medians of the rounds are compared, so that a clock that drifts or a
-//! neighbour that wakes up falls on both. A ratio that is not met is a result, and not an error.
+//! A floor is the same work with single calls of the backend and words in shared memory, without
+//! the engine. Floor and warpipe take turns in rounds and the medians of the rounds are compared,
+//! so that clock drift or other load affects both. A missed ratio is a result, and not an error.
 
 mod attach;
 mod bandwidth;

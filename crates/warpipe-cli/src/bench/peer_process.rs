@@ -1,4 +1,5 @@
-//! The other process of a benchmark: this program again, with a socket to its parent as standard input.
+//! The other process of a benchmark: this program again, with a socket to its parent as standard
+//! input.
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;

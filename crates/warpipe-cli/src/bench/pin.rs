@@ -9,7 +9,8 @@ pub struct Pinned {
     before: CpuSet,
 }
 
-/// Keeps this thread to the `index`th of the CPUs that it may use; to the only one if there are no more.
+/// Keeps this thread to the `index`th of the CPUs that it may use; to the only one if there are no
+/// more.
 pub fn this_thread(index: usize) -> anyhow::Result<Pinned> {
     let before = sched_getaffinity(None).context("sched_getaffinity")?;
     let allowed: Vec<usize> = (0..CpuSet::MAX_CPU)

@@ -1,4 +1,5 @@
-//! The distributions as pictures: one SVG for each benchmark, with a chart for each figure that has one.
+//! Charts of the distributions: one SVG for each benchmark, with a chart for each figure that has
+//! one.
 
 use std::path::Path;
 
@@ -122,7 +123,8 @@ fn failed(error: impl std::fmt::Display) -> anyhow::Error {
     anyhow!("{error}")
 }
 
-/// A range that begins and ends at a power of ten: the axis is labelled there, and a narrow one would have no label.
+/// A range that begins and ends at a power of ten: the axis is labelled there, and a narrow one
+/// would have no label.
 fn whole_decades(low: f64, high: f64) -> std::ops::Range<f64> {
     10f64.powf(low.max(1e-3).log10().floor())..10f64.powf(high.max(1e-2).log10().ceil())
 }

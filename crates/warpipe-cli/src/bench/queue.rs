@@ -1,7 +1,9 @@
-//! A job to a worker and back, beside a round trip over two bare channels; and four workers beside one.
+//! A job to a worker and back, compared with a round trip over two bare channels; and four workers
+//! compared with one.
 //!
-//! The round trips run the same kernels in the same two processes and take turns. Each is awaited by the submitter's
-//! CPU, as a result is. What the queue adds is its books: the lease, the credit, the result's completion.
+//! The round trips run the same kernels in the same two processes and take turns. Each is awaited
+//! by the submitter's CPU, as a result is. The queue adds its bookkeeping: the lease, the credit,
+//! the result's completion.
 
 use std::time::{Duration, Instant};
 
@@ -30,7 +32,7 @@ const JOB: Duration = Duration::from_millis(1);
 /// Four workers' time for a job against one's, so that they do 3.5 times as much.
 const WORKERS_RATIO: f64 = 4.0 / 3.5;
 
-/// What the other process does.
+/// The other process's work.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Terms {
     /// Answer so many round trips over channels and as many jobs, in turns.
@@ -47,7 +49,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     Ok(vec![round_trip(setup)?, several_workers(setup)?])
 }
 
-/// How long to poll: the round trip's cost is asked for, not that of a sleep.
+/// The polling time: the round trip's cost is measured, not that of a sleep.
 fn spin(device: &Device) -> Duration {
     Duration::from_micros(if Device::host().info().id == device.info().id {
         20
@@ -120,7 +122,8 @@ fn channel_trip(
 ) -> anyhow::Result<u64> {
     let begun = Instant::now();
     let loan = publisher.loan(&layout()?)?;
-    // SAFETY: the slot is this loan's alone and FLOATS * 4 bytes long; it is sent behind the kernel.
+    // SAFETY: the slot is this loan's alone and FLOATS * 4 bytes long; it is sent behind the
+    // kernel.
     unsafe { warpipe_kernels::fill(stream, loan.slot_ptr(), FLOATS / 2, trip as u64) }?;
     loan.send(stream)?;
     let sample = pong.receive(stream)?;
@@ -181,8 +184,8 @@ fn answer(
         for _ in 0..trips {
             let sample = ping.receive(&stream)?;
             let loan = pong.loan(&layout()?)?;
-            // SAFETY: both are FLOATS floats; the input is lent until it is released behind the kernel, the output is
-            // this loan's alone.
+            // SAFETY: both are FLOATS floats; the input is lent until it is released behind the
+            // kernel, the output is this loan's alone.
             unsafe {
                 warpipe_kernels::scale(&stream, loan.slot_ptr(), sample.slot_ptr(), FLOATS, 0.5)
             }?;

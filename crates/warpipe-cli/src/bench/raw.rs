@@ -1,5 +1,5 @@
-//! What a floor is made of: words and memory in two processes, and single calls of the backend. No engine.
-//! **This module is marked for unsafe**: it maps, registers and shares memory.
+//! The parts of a floor: words and memory in two processes, and single calls of the backend. No
+//! engine. **This module is marked for unsafe**: it maps, registers and shares memory.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU64;
@@ -82,8 +82,8 @@ impl SharedMemory {
 
     /// A line as sixteen words.
     pub fn line(&self, line: usize) -> &[AtomicU64; LINE_BYTES / 8] {
-        // SAFETY: a whole line inside the mapping, which is aligned to a page and lives as long as self; atomics
-        // have no invalid bit patterns and may change at any time.
+        // SAFETY: a whole line inside the mapping, which is aligned to a page and lives as long as
+        // self; atomics have no invalid bit patterns and may change at any time.
         unsafe { &*self.at(line).cast() }
     }
 
@@ -164,7 +164,8 @@ impl Words {
         }
     }
 
-    /// Waits on the CPU until a word is reached: a GPU's by polling, a thread's as the host backend does it.
+    /// Waits on the CPU until a word is reached: a GPU's by polling, a thread's as the host backend
+    /// does it.
     pub fn await_word(&self, index: usize, value: u64) -> anyhow::Result<()> {
         let word = self.word(index);
         if self.device.info().id.kind == DeviceKind::Host {
@@ -193,7 +194,8 @@ impl Words {
 
 impl Drop for Words {
     fn drop(&mut self) {
-        // SAFETY: registered in `register`. The benchmarks await the last value of every word that they enqueued.
+        // SAFETY: registered in `register`. The benchmarks await the last value of every word that
+        // they enqueued.
         let _ = unsafe { self.device.backend().unregister(self.memory.base) };
     }
 }
@@ -261,7 +263,8 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: released once. The benchmarks await their streams' last word before they let memory go.
+        // SAFETY: released once. The benchmarks await their streams' last word before they let
+        // memory go.
         let _ = unsafe { self.device.backend().release(&mut self.region) };
     }
 }

@@ -1,4 +1,4 @@
-//! Figures for people, and for programs.
+//! Reports of figures, for display and as JSON.
 
 use std::path::Path;
 use std::time::SystemTime;

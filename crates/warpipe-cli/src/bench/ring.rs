@@ -1,7 +1,7 @@
 //! 128 bytes of host memory from one process to another: polling, and with the receiver asleep.
 //!
-//! One way is half of there and back. The floor is a bare ring each way. Each process keeps to a CPU of its own: a
-//! scheduler that puts both on one, for a while, would measure something else.
+//! One way is half of there and back. The floor is a bare ring each way. Each process is pinned to
+//! a CPU of its own: a scheduler that puts both on one, for a while, would change the measurement.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use super::setup::{BenchDomain, Choice, PATIENCE, Setup};
 const PING: &str = "bench/ring-ping";
 const PONG: &str = "bench/ring-pong";
 
-/// What both processes agree on.
+/// The parameters of both processes.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
     place: BenchDomain,
@@ -237,6 +237,7 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
             end.publisher.send_bytes(&end.stream, &[2; LINE_BYTES])?;
         }
     }
-    // The last answer is complete on the device before this process ends: it was sent from an idle stream.
+    // The last answer is complete on the device before this process ends: it was sent from an idle
+    // stream.
     Ok(end.stream.synchronize(PATIENCE)?)
 }

@@ -1,5 +1,5 @@
-//! The bare ring that the host figures are measured against: a head, a tail, slots of 128 bytes, and an eventfd for
-//! who sleeps. One writer, one reader, no checks, no death.
+//! The bare ring that the host figures are compared with: a head, a tail, slots of 128 bytes, and
+//! an eventfd for a sleeping end. One writer, one reader, no checks, no death.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
@@ -21,7 +21,7 @@ pub const DEPTH: usize = 16;
 /// Lines that a ring takes of the shared memory.
 pub const LINES: usize = 2 + DEPTH;
 
-/// A line's words: what has been reached, and whether the other end sleeps until it is.
+/// A line's words: the value reached, and whether the other end sleeps until then.
 const REACHED: usize = 0;
 const ASLEEP: usize = 8;
 
@@ -39,7 +39,7 @@ pub enum Patience {
     Sleep { spins: u32 },
 }
 
-/// One end of the ring whose lines begin at `base`.
+/// One end of the ring in the lines from `base` on.
 #[derive(Debug)]
 pub struct Ring<'a> {
     memory: &'a SharedMemory,
@@ -122,7 +122,8 @@ fn tell(line: &[AtomicU64; LINE_BYTES / 8], turn: u64, bell: &OwnedFd, patience:
     if patience == Patience::Spin {
         return;
     }
-    // Pairs with the fence in `await_reached`: either we see the sleeper, or it sees the turn.
+    // Pairs with the fence in `await_reached`: either this end sees the sleeper, or the sleeper
+    // sees the value.
     fence(SeqCst);
     if line[ASLEEP].load(Acquire) != 0 {
         let _ = rustix::io::write(bell, &1u64.to_ne_bytes());

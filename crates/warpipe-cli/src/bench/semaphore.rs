@@ -1,8 +1,10 @@
-//! A permit taken and given back on the CPU beside a pair of compare-and-swaps, and handed from the device work of one
-//! process to that of another beside kernels that spin on a flag in device memory, which both map.
+//! A permit taken and given back on the CPU beside a pair of compare-and-swaps, and handed from the
+//! device work of one process to that of another beside kernels that spin on a flag in device
+//! memory, which both map.
 //!
-//! The two processes take strict turns at one permit. Their CPUs run ahead of their devices, as far as the semaphore
-//! lets them; with the spinning kernels they enqueue all turns at once. Each turn is one kernel in both.
+//! The two processes take strict turns at one permit. Their CPUs run ahead of their devices, as far
+//! as the semaphore lets them; with the spinning kernels they enqueue all turns at once. Each turn
+//! is one kernel in both.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU64;
@@ -28,7 +30,7 @@ const PAIR_NS_MAX: f64 = 1_000.0;
 /// How long a kernel spins for its turn: nothing hangs when it does not come.
 const SPIN_MAX: Duration = Duration::from_secs(1);
 
-/// What both processes agree on.
+/// The parameters of both processes.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
     place: BenchDomain,
@@ -199,7 +201,8 @@ impl End {
     fn spin(&mut self, trips: u64) -> anyhow::Result<Duration> {
         let start = Instant::now();
         let pass = |due: u64, next: u64| {
-            // SAFETY: the flag is used by these kernels alone, and kept until the stream has been waited for.
+            // SAFETY: the flag is used by these kernels alone, and kept until the stream has been
+            // waited for.
             unsafe { warpipe_kernels::pass_on(&self.stream, self.flag.ptr(), due, next, SPIN_MAX) }
         };
         for trip in 0..trips {
@@ -210,7 +213,8 @@ impl End {
         pass(2 * self.spun, 2 * self.spun)?;
         self.stream.synchronize(PATIENCE)?;
         let took = start.elapsed();
-        // One whose time was up has passed nothing on, and all behind it have waited as long.
+        // A kernel that timed out has passed nothing on, and all kernels after it have waited as
+        // long.
         ensure!(
             took < SPIN_MAX * trips as u32,
             "a spinning kernel did not get its turn within {SPIN_MAX:?}"

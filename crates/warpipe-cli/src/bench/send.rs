@@ -1,6 +1,8 @@
-//! The CPU's part of `send`, beside the bare driver call that it contains: a batch of as many signals.
+//! The CPU's part of `send`, compared with the bare driver call that it contains: a batch of as
+//! many signals.
 //!
-//! The subscribers are in this process and read between the measurements, so that `send` neither waits nor wakes.
+//! The subscribers are in this process and read between the measurements, so that `send` neither
+//! waits nor wakes.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,10 +17,11 @@ use super::setup::{PATIENCE, Setup};
 
 const COUNTS: [usize; 8] = [0, 1, 2, 4, 8, 16, 32, 64];
 
-/// Sends between two looks at the stream: its queue must not fill up, or the driver would wait in the call.
+/// Sends between two looks at the stream: its queue must not fill up, or the driver would wait in
+/// the call.
 const BURST: usize = 16;
 
-/// What a send may take beside the driver's call.
+/// The budget of a send beyond the driver's call.
 const FIRST_NS: f64 = 2_500.0;
 const FURTHER_NS: f64 = 500.0;
 
@@ -124,7 +127,7 @@ impl SendBench {
         })
     }
 
-    /// Sends a burst, timing each, and lets everybody read it.
+    /// Sends a burst, timing each, and lets all subscribers read it.
     fn burst(&mut self, samples: &mut Vec<u64>) -> anyhow::Result<()> {
         for _ in 0..BURST {
             let loan = self.publisher.loan(&self.layout)?;

@@ -1,4 +1,4 @@
-//! Where a benchmark runs: device, private domain, and how much of it.
+//! The surroundings of a benchmark: device, private domain, and size.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! A subscriber's checker: waits for the device's verdict over each item, counts, and tells.
+//! A subscriber's checker: waits for the device's check of each item, counts, and reports.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::Receiver;
@@ -24,28 +24,28 @@ pub fn wrong_words(turn: u64) -> usize {
     1 + (turn % (CHECKS_MAX as u64 + 4)) as usize
 }
 
-/// An item whose check has been enqueued, and behind it its release.
+/// An item with its check enqueued, and after it its release.
 #[derive(Debug)]
 pub struct Check {
     pub receipt: Receipt,
     pub number: u64,
     /// Its turn among all checks.
     pub turn: u64,
-    /// For the first item of another publisher: the process before, and whether that one had said
-    /// that it ends.
+    /// For the first item of another publisher: the process before, and whether that one had closed
+    /// gracefully.
     pub before: Option<(i32, bool)>,
 }
 
-/// What the checker does next.
+/// The checker's next job.
 #[derive(Debug)]
 pub enum Job {
     /// Concludes a check.
     Check(Check),
-    /// Tells the counts.
+    /// Reports the counts.
     Report,
-    /// Tells what is held, and the counts.
+    /// Reports the held items, and the counts.
     Held { numbers: Vec<u64> },
-    /// Tells what was verified, once something is at or after `until_ns`.
+    /// Reports the verified items, once one is at or after `until_ns`.
     Since { from_ns: u64, until_ns: u64 },
 }
 
@@ -68,7 +68,7 @@ impl Checker {
         }
     }
 
-    /// Until there are no more jobs; then tells the counts.
+    /// Until there are no more jobs; then reports the counts.
     pub fn run(mut self, jobs: &Receiver<Job>) -> anyhow::Result<()> {
         for job in jobs {
             match job {

@@ -1,4 +1,4 @@
-//! The demo's cleaner: a process that removes the demo's folder when the demo was killed and cannot
+//! The demo's cleaner: a process that removes the demo's folder if the demo was killed and cannot
 //! do it.
 //!
 //! It waits for the end of a pipe that the demo and all its children hold, and so for the last of
@@ -22,7 +22,7 @@ use crate::process;
 /// It has a folder to remove, which is gone already.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 
-/// What the cleaner is told.
+/// The cleaner's arguments.
 #[derive(Debug, Args)]
 pub struct CleanerArgs {
     #[arg(long)]

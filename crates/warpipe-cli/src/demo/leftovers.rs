@@ -1,5 +1,5 @@
-//! What a process holds, and what lies in a folder: counted before and after, so that nothing is
-//! left over unseen.
+//! The resources of a process and the files of a folder: counted before and after, so that
+//! leftovers are found.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,8 +12,8 @@ use warpipe::{Device, Domain, Publisher, Subscriber};
 const SETTLE: Duration = Duration::from_secs(10);
 const ASK_EVERY: Duration = Duration::from_millis(5);
 
-/// What a process holds, by what it is: kinds of descriptors (`socket`, `/memfd`, `anon_inode`
-/// ...), `mappings` of segments, and `bytes of device memory`.
+/// The resources of a process, by kind: descriptors (`socket`, `/memfd`, `anon_inode` ...),
+/// `mappings` of segments, and `bytes of device memory`.
 pub type Holdings = BTreeMap<String, u64>;
 
 /// A count of what this process holds.
@@ -45,7 +45,7 @@ impl Before {
         })
     }
 
-    /// What is held in addition, once nothing is, or time is up.
+    /// The additional resources, once there are none, or time is up.
     pub fn extra(&self) -> io::Result<Holdings> {
         let deadline = Instant::now() + SETTLE;
         loop {

@@ -1,7 +1,7 @@
-//! `warpipe demo`: what warpipe is for, in four parts, each printed as it happens.
+//! `warpipe demo`: the purpose of warpipe, in four parts, each printed as it happens.
 //!
-//! The parts are data ([`parts::ALL`]): each gives orders to real processes, prints what they
-//! report, and claims. The demo ends well only if every claim holds.
+//! The parts are data ([`parts::ALL`]): each gives orders to real processes, prints their reports,
+//! and makes claims. The demo succeeds only if every claim holds.
 //!
 //! | module | is |
 //! | --- | --- |
@@ -70,7 +70,7 @@ count from the kill.
   result            ok, interrupted, verified, wrong, gaps, lost, killed, left, claims [claim, holds, detail], failures,
                     and the parts once more, each under its name";
 
-/// What the children are told at their start.
+/// The children's arguments.
 #[derive(Debug, Args)]
 pub struct ChildArgs {
     #[arg(long)]
@@ -92,7 +92,7 @@ pub enum Plant {
     WrongWord,
     /// A number is left out after a subscriber was killed.
     Gap,
-    /// The publisher says that it completed one item more than it did.
+    /// The publisher reports one item more than it completed.
     Lost,
     /// A file stays in the domain.
     Leftover,

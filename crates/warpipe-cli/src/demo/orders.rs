@@ -12,7 +12,7 @@ use crate::output::Output;
 /// The longest order, far beyond any that is given.
 const BYTES_MAX: usize = 1 << 20;
 
-/// What a look at the orders found.
+/// The result of a look at the orders.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next {
     /// This is to be done.
@@ -84,7 +84,7 @@ pub fn wait_for_order(limit: Duration) -> anyhow::Result<bool> {
     wait_for(&[std::io::stdin().as_fd()], limit)
 }
 
-/// Tells the parent.
+/// Reports to the parent.
 pub fn tell(event: &Event) -> std::io::Result<()> {
     Output::new(true).say(String::new, event)
 }

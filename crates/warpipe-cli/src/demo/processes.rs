@@ -1,5 +1,4 @@
-//! The demo's processes as their parent sees them: started, ordered, listened to, killed and
-//! reaped.
+//! The demo's processes on their parent's side: started, ordered, read, killed and reaped.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -18,7 +17,7 @@ use super::protocol::{Event, Order};
 use crate::output::printable;
 use crate::process;
 
-/// What is kept of a child's complaints.
+/// The kept part of a child's standard error.
 const STDERR_BYTES_MAX: u64 = 16 * 1024;
 /// A child that has closed its output has nothing left to do.
 const END_PATIENCE: Duration = Duration::from_secs(10);
@@ -34,7 +33,7 @@ enum Line {
     Closed,
 }
 
-/// What became of a process.
+/// The end of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Lives,
@@ -46,10 +45,10 @@ enum Fate {
 /// One process.
 #[derive(Debug)]
 pub struct Process {
-    /// For people: `publisher`, `subscriber 1`.
+    /// For display: `publisher`, `subscriber 1`.
     pub role: String,
     pub pid: u32,
-    /// What it said and nobody asked for yet.
+    /// Its events that were not asked for yet.
     said: VecDeque<Event>,
     child: Child,
     orders: Option<ChildStdin>,
@@ -118,7 +117,7 @@ impl Processes {
         &self.all[id]
     }
 
-    /// Gives an order. One that has ended is told of by its output.
+    /// Gives an order. If the process has ended, its output reports that.
     pub fn order(&mut self, id: Id, order: &Order) -> anyhow::Result<()> {
         let Some(orders) = &mut self.all[id].orders else {
             return Ok(());
@@ -132,7 +131,7 @@ impl Processes {
     /// Takes in the next line of any process, waiting for it at most `limit`.
     ///
     /// # Errors
-    /// A process that ended, and was neither killed by the demo nor told to end.
+    /// A process that ended, and was neither killed nor ordered to end by the demo.
     pub fn listen(&mut self, limit: Duration) -> anyhow::Result<()> {
         match self.lines.recv_timeout(limit) {
             Ok((id, Line::Event(event))) => self.all[id].said.push_back(event),
@@ -143,7 +142,7 @@ impl Processes {
         Ok(())
     }
 
-    /// The first thing that a process said and `pick` wants.
+    /// The first event of a process that `pick` accepts.
     pub fn take<T>(&mut self, id: Id, mut pick: impl FnMut(&Event) -> Option<T>) -> Option<T> {
         let said = &mut self.all[id].said;
         let (index, found) = said
@@ -166,14 +165,14 @@ impl Processes {
         Ok(at_ns)
     }
 
-    /// Those that nobody killed or reaped.
+    /// Those that were not killed or reaped.
     pub fn living(&self) -> Vec<Id> {
         (0..self.all.len())
             .filter(|&id| self.all[id].fate == Fate::Lives)
             .collect()
     }
 
-    /// Tells all to end.
+    /// Orders all to end.
     pub fn end(&mut self) {
         self.all
             .iter_mut()

@@ -1,4 +1,4 @@
-//! What the demo's processes say to each other: orders on a child's standard input, events on its
+//! The messages between the demo's processes: orders on a child's standard input, events on its
 //! standard output, one JSON object a line. Times are nanoseconds of `CLOCK_MONOTONIC`, the same in
 //! all processes.
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::leftovers::Holdings;
 use crate::statistics::Histogram;
 
-/// What a child is to do next. The end of its standard input tells it to end.
+/// A child's next order. The end of its standard input orders it to end.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "snake_case")]
 pub enum Order {
@@ -30,8 +30,8 @@ pub enum Order {
     },
     /// The publisher: no further item.
     Pause,
-    /// The publisher: tell when this subscriber is seen to be gone, and what becomes of the slots
-    /// of these items.
+    /// The publisher: report when this subscriber is detected as gone, and the fate of the slots of
+    /// these items.
     Watch {
         /// The subscriber's process.
         pid: i32,
@@ -49,17 +49,18 @@ pub enum Order {
         /// With work on the device that does not end.
         busy: bool,
     },
-    /// A subscriber: tell as soon as its stream waits for this item.
+    /// A subscriber: report as soon as its stream waits for this item.
     Await {
         /// The item.
         number: u64,
     },
-    /// A subscriber: tell as soon as everything up to this item is checked.
+    /// A subscriber: report as soon as everything up to this item is checked.
     Reach {
         /// The item.
         number: u64,
     },
-    /// A subscriber: tell what it verified from one time until the first item at or after another.
+    /// A subscriber: report the items verified from one time until the first item at or after
+    /// another.
     Since {
         /// From here on.
         from_ns: u64,
@@ -68,7 +69,7 @@ pub enum Order {
     },
 }
 
-/// What a child has done or seen.
+/// A child's event.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
@@ -161,7 +162,7 @@ pub enum Event {
         /// In the end.
         counts: Counts,
     },
-    /// At the end of every child: what it holds more than before its endpoint was made.
+    /// At the end of every child: its resources beyond those before its endpoint was made.
     Left {
         /// Nothing, if all is well.
         extra: Holdings,
@@ -171,7 +172,7 @@ pub enum Event {
 /// A subscriber's counts, over all publishers that it followed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
-    /// Items whose every word was right, in order.
+    /// Items with every word right, in order.
     pub verified: u64,
     /// Items with a wrong word.
     pub wrong: u64,
@@ -188,7 +189,7 @@ pub struct Counts {
 pub struct Previous {
     /// Its process.
     pub pid: i32,
-    /// Whether it had said that it ends.
+    /// Whether it had closed gracefully.
     pub graceful: bool,
     /// The last of its items that was verified.
     pub last: u64,

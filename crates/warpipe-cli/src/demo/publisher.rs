@@ -19,16 +19,16 @@ use super::{ChildArgs, DEPTH, ENDPOINT, ITEM_PATIENCE, Plant, START_PATIENCE};
 use crate::exit::Exit;
 use crate::process;
 
-/// Slots for the items that are on their way, lent, or held by a dead subscriber. While nobody
-/// subscribes, they bound how far the device may lag behind.
+/// Slots for the items that are in flight, lent, or held by a dead subscriber. Without a
+/// subscriber, they bound how far the device may lag behind.
 const SLOTS: u64 = 4 * DEPTH as u64;
-/// Items whose slots are remembered: more than can be on their way to any subscriber.
+/// Items with slots that are remembered: more than can be in flight to any subscriber.
 const RECENT_MAX: usize = 4 * DEPTH as usize;
 /// How long a send waits for room between two looks at the orders.
 const SEND_SLICE: Duration = Duration::from_millis(5);
 /// How often a name is asked for that a dead process still holds.
 const NAME_RETRY: Duration = Duration::from_millis(1);
-/// What the rest of a write takes that nobody lets end.
+/// The length of the rest of a write that never ends.
 const WRITE: Duration = Duration::from_secs(9);
 
 /// In the child.
@@ -84,7 +84,7 @@ fn publisher(args: &ChildArgs, domain: &Domain, device: &Device) -> anyhow::Resu
     }
 }
 
-/// Until when items are published, and what to tell then.
+/// The end of the publishing, and the report then.
 struct Stretch {
     first_ns: u64,
     deadline: Option<Instant>,

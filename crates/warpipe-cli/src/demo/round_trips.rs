@@ -192,8 +192,8 @@ impl RoundTrips {
     }
 }
 
-/// A subscriber that polls where that takes nobody's core: a hand-over's cost is asked for, not
-/// that of a wake-up.
+/// A subscriber that polls if there is a core for it: a hand-over's cost is measured, not that of a
+/// wake-up.
 fn subscriber(name: &str, domain: &Domain, device: &Device) -> warpipe::Result<Subscriber> {
     let builder = Subscriber::builder(name)
         .domain(domain)

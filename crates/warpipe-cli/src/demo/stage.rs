@@ -1,4 +1,4 @@
-//! What all parts of the demo share: the processes, the output, the claims.
+//! The common state of all parts of the demo: the processes, the output, the claims.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use crate::exit::Exit;
 use crate::interrupt::{Interrupt, LOOK};
 use crate::output::{Output, Style, count, duration, styled};
 
-/// How long processes may take to end when told to.
+/// The time limit of processes that were ordered to end.
 const END_PATIENCE: Duration = Duration::from_secs(15);
 
 /// Ctrl-C, which is no failure.
@@ -26,7 +26,7 @@ const END_PATIENCE: Duration = Duration::from_secs(15);
 #[error("interrupted")]
 struct Interrupted;
 
-/// Something that the demo says of itself, and whether it is true.
+/// A claim of the demo, and whether it holds.
 #[derive(Debug, Serialize)]
 pub struct Claim {
     pub claim: &'static str,
@@ -34,7 +34,7 @@ pub struct Claim {
     pub detail: String,
 }
 
-/// A publisher and its subscribers, and what they have done so far.
+/// A publisher and its subscribers, and their counts so far.
 pub struct Stage<'a> {
     pub args: &'a DemoArgs,
     pub device: String,
@@ -134,7 +134,7 @@ impl<'a> Stage<'a> {
         Ok(id)
     }
 
-    /// For programs: a process was started.
+    /// For the JSON output: a process was started.
     pub fn tell_started(&self, role: &str, pid: u32) -> anyhow::Result<()> {
         Ok(self
             .output
@@ -175,7 +175,7 @@ impl<'a> Stage<'a> {
         self.processes.kill(id)
     }
 
-    /// Waits until a process says what `pick` wants.
+    /// Waits until a process has an event that `pick` accepts.
     ///
     /// # Errors
     /// A process that ends meanwhile, an interrupt, or nothing within all patience.
@@ -230,7 +230,7 @@ impl<'a> Stage<'a> {
             })
     }
 
-    /// Says what must be true, and `detail` for the case that it is not.
+    /// Records a claim, and `detail` for the case that it does not hold.
     pub fn claim(&mut self, claim: &'static str, holds: bool, detail: impl FnOnce() -> String) {
         let detail = if holds { String::new() } else { detail() };
         self.claims.push(Claim {
@@ -245,7 +245,7 @@ impl<'a> Stage<'a> {
         Ok(self.output.human(|| text.to_string())?)
     }
 
-    /// What a process has said and `pick` wants, if it has said it yet.
+    /// An event that a process has sent and `pick` accepts, if there is one yet.
     pub fn take<T>(&mut self, id: Id, pick: impl FnMut(&Event) -> Option<T>) -> Option<T> {
         self.processes.take(id, pick)
     }
@@ -261,7 +261,7 @@ impl<'a> Stage<'a> {
         Ok(())
     }
 
-    /// Tells all processes to end, and waits until they have. What they say at their ends.
+    /// Orders all processes to end, and waits until they have. Returns their last events.
     pub fn end_all(&mut self) -> anyhow::Result<Vec<(Id, Event)>> {
         let living = self.processes.living();
         self.processes.end();

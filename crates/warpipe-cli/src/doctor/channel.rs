@@ -1,4 +1,5 @@
-//! A whole channel on one device: a name taken, a subscriber attached, a tensor sent, checked and given back.
+//! A whole channel on one device: a name taken, a subscriber attached, a tensor sent, checked and
+//! given back.
 
 use std::time::Duration;
 

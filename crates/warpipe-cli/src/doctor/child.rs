@@ -81,7 +81,8 @@ fn write_read_only(args: &ChildArgs) -> anyhow::Result<()> {
         device
             .backend()
             .import(input.as_fd(), args.bytes, Access::Read, device.info().id)?;
-    // SAFETY: the region is mapped for reading until the end of this process, and the page outlives the wait below.
+    // SAFETY: the region is mapped for reading until the end of this process, and the page outlives
+    // the wait below.
     unsafe {
         warpipe_kernels::check(&stream, region.ptr, region.bytes / 8, SEED, page.address(0))
     }?;
@@ -100,8 +101,9 @@ fn write_read_only(args: &ChildArgs) -> anyhow::Result<()> {
 /// A store from the device. On the host it is this very process that the MMU stops, with SIGSEGV.
 fn write(device: &Device, stream: &Stream, region: &RawRegion) -> warpipe::Result<()> {
     if device.info().id.kind == DeviceKind::Host {
-        // SAFETY: none is claimed: the memory is mapped read-only, and a fault that ends this process, made for it
-        // alone, is what is being tried. If the store goes through, it hits memory that the parent gave up for it.
+        // SAFETY: none is claimed: the memory is mapped read-only, and a fault that ends this
+        // process, made for it alone, is what is being tried. If the store goes through, it hits
+        // memory that the parent gave up for it.
         unsafe { std::ptr::write_volatile(region.ptr as *mut u64, 0) };
         return Ok(());
     }

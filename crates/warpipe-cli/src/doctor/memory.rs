@@ -95,8 +95,8 @@ impl Scratch {
     /// How many words are not the pattern, counted by a kernel and, for the first ones, by the CPU.
     pub fn wrong_words(&self, stream: &Stream) -> anyhow::Result<u64> {
         let page = RegisteredPage::new(&self.device)?;
-        // SAFETY: the region is mapped as long as self, the page until the end of this function; the kernel is
-        // waited for below.
+        // SAFETY: the region is mapped as long as self, the page until the end of this function;
+        // the kernel is waited for below.
         unsafe {
             warpipe_kernels::check(
                 stream,
@@ -129,7 +129,8 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // SAFETY: released here only; every kernel on it was waited for, or failed with its context.
+        // SAFETY: released here only; every kernel on it was waited for, or failed with its
+        // context.
         let _ = unsafe { self.device.backend().release(&mut self.region) };
     }
 }
@@ -158,8 +159,8 @@ pub fn shared(device: &Device) -> Check {
 
 /// Lets a child map memory for reading, and see its write refused.
 ///
-/// On a GPU the refusal is a fault of the child's context, which under MPS takes every other client's with it: not
-/// something to provoke in somebody's working day.
+/// On a GPU the refusal is a fault of the child's context, which under MPS takes every other
+/// client's with it: not something to provoke in somebody's working day.
 pub fn read_only(device: &Device) -> Check {
     if device.info().id.kind == DeviceKind::Cuda && super::system::mps_answers() {
         return Check::no(
@@ -233,7 +234,8 @@ fn refusal(said: &str, status: ExitStatus) -> anyhow::Result<String> {
     }
 }
 
-/// Holds a stream on a word, lets it go with the CPU, and holds it again until another stream lets it go.
+/// Holds a stream on a word, lets it go with the CPU, and holds it again until another stream lets
+/// it go.
 pub fn stream_order(device: &Device) -> Check {
     let tried = || -> anyhow::Result<String> {
         let page = RegisteredPage::new(device)?;

@@ -48,7 +48,8 @@ pub fn descriptors() -> Check {
     }
 }
 
-/// Whether peers would be told at once that this process's device is quiet, now that its driver has been started.
+/// Whether peers would be told at once that this process's device is quiet, now that its driver has
+/// been started.
 pub fn lifeline() -> Check {
     let stats = warpipe::process_stats();
     let orphaned = format!(
@@ -94,7 +95,7 @@ pub fn death() -> Check {
     )
 }
 
-/// Opens the domain; making its directory if need be, and checking who owns it.
+/// Opens the domain: creates its directory if need be, and checks its owner.
 pub fn domain() -> (Check, Option<Domain>) {
     match Domain::from_environment() {
         Ok(domain) => (

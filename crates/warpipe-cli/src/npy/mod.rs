@@ -1,7 +1,8 @@
 //! NumPy's `.npy` files: read with distrust, written bit-exactly.
 //!
-//! Source: NumPy's `numpy.lib.format`, versions 1.0, 2.0 and 3.0. A file is checked whole (magic, header,
-//! element type, shape against the file's length) before a byte of its data is read or memory for it is taken.
+//! Source: NumPy's `numpy.lib.format`, versions 1.0, 2.0 and 3.0. A file is checked whole (magic,
+//! header, element type, shape against the file's length) before a byte of its data is read or
+//! memory for it is taken.
 
 mod dtype;
 mod header;
@@ -105,9 +106,11 @@ pub struct Header {
     swap: usize,
 }
 
-/// Reads and checks the header of a file that is `length` bytes long, and leaves `reader` at the data.
+/// Reads and checks the header of a file that is `length` bytes long, and leaves `reader` at the
+/// data.
 ///
-/// Data in Fortran order gets strides in that order. `void_as` is the type of elements that the file calls void.
+/// Data in Fortran order gets strides in that order. `void_as` is the type of elements that the
+/// file calls void.
 pub fn read_header(
     reader: &mut impl Read,
     length: u64,
@@ -142,7 +145,8 @@ pub fn read_data(reader: &mut impl Read, header: &Header) -> Result<Vec<u8>, Fau
     Ok(data)
 }
 
-/// The rest of `reader`, which must be `length` bytes: a file may have changed since it was checked.
+/// The rest of `reader`, which must be `length` bytes: a file may have changed since it was
+/// checked.
 pub fn read_exactly(reader: &mut impl Read, length: u64) -> Result<Vec<u8>, Fault> {
     let mut data = Vec::new();
     usize::try_from(length)

@@ -6,11 +6,12 @@ use warpipe::Layout;
 
 use super::{dtype, fortran_strides};
 
-/// Overlapping strides (a broadcast) may make a file larger than the slot that it came from; past this it is refused.
+/// Overlapping strides (a broadcast) may make a file larger than the slot that it came from; past
+/// this it is refused.
 const EXPANDED_MAX: u64 = 1 << 30;
 
-/// Writes the tensor of `layout` in the slot's bytes. Row-major and column-major data go out as they lie; any other
-/// strides are gathered into row-major order.
+/// Writes the tensor of `layout` in the slot's bytes. Row-major and column-major data go out as
+/// they lie; any other strides are gathered into row-major order.
 pub fn write(out: &mut impl Write, layout: &Layout, slot: &[u8]) -> io::Result<()> {
     let dense = dense_bytes(layout)
         .filter(|&dense| dense <= EXPANDED_MAX.max(slot.len() as u64))
@@ -62,7 +63,8 @@ fn is_column_major(layout: &Layout) -> bool {
     dimensions.all(|((&length, &stride), due)| length == 1 || stride == due)
 }
 
-/// Version 1.0, padded to 64 bytes, with room for the outermost dimension to grow, as NumPy leaves it.
+/// Version 1.0, padded to 64 bytes, with room for the outermost dimension to grow, as NumPy leaves
+/// it.
 fn header(layout: &Layout, fortran_order: bool) -> Vec<u8> {
     const GROWTH_DIGITS: usize = 21;
     let shape: Vec<String> = layout.shape().iter().map(u64::to_string).collect();

@@ -1,4 +1,4 @@
-//! A user with a domain of his own, who runs the built command.
+//! Runs the built command in a domain of its own.
 #![allow(dead_code)]
 
 use std::io::{BufRead, BufReader, Read};
@@ -79,7 +79,7 @@ impl Ended {
         self.out.lines().map(parse).collect()
     }
 
-    /// The JSON lines whose `event` is this.
+    /// The JSON lines with this `event`.
     pub fn events(&self, event: &str) -> Vec<Value> {
         self.json()
             .into_iter()

@@ -5,7 +5,7 @@ use crate::demo::leftovers::files;
 use crate::demo::protocol::{Counts, Event};
 use crate::demo::stage::Stage;
 
-/// Ends all processes, and claims what is to be true then.
+/// Ends all processes, and checks the claims that hold then.
 pub fn run(stage: &mut Stage) -> anyhow::Result<()> {
     let mut reports = 0;
     let living = stage.subscribers.len() + 1;

@@ -1,4 +1,4 @@
-//! Part 1: what a hand-over takes with one item in flight, and the floor under it.
+//! Part 1: the cost of a hand-over with one item in flight, and the floor under it.
 
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ pub const PART: Part = Part {
 const WARM_UP: u32 = 20;
 /// How often ours and the floor take turns.
 const TURNS: u32 = 4;
-/// What each turn of each may take.
+/// The time limit of each turn.
 const TURN: Duration = Duration::from_millis(80);
 const TRIPS_MAX: u128 = 250;
 /// Beyond this no further turn begins: where other programs have the cores, the turns take longer.

@@ -89,7 +89,7 @@ fn start(stage: &mut Stage) -> anyhow::Result<()> {
     stage.wait_ready(&all)
 }
 
-/// Publishes until told otherwise.
+/// Publishes until ordered otherwise.
 fn publish_on(stage: &mut Stage) -> anyhow::Result<()> {
     stage.order(
         stage.publisher,

@@ -29,7 +29,7 @@ const STRETCH: Duration = Duration::from_millis(300);
 /// Lines for as many survivors; of more, the first and the last.
 const LINES_MAX: usize = 4;
 
-/// What a survivor told.
+/// A survivor's report.
 #[derive(Debug, Default)]
 struct Survivor {
     role: String,
@@ -158,7 +158,7 @@ fn continued(event: &Event) -> Option<(u64, u64, Previous)> {
     }
 }
 
-/// Has the publisher stop, and the subscribers wait for what it does not complete.
+/// Has the publisher stop, and the subscribers wait for the item that it does not complete.
 fn stop_in_write(stage: &mut Stage, victim: Id) -> anyhow::Result<(u64, Option<u64>)> {
     stage.order(
         victim,

@@ -142,7 +142,7 @@ fn first_item(event: &Event) -> Option<(u64, u64)> {
     }
 }
 
-/// Has a subscriber keep what it receives. Which items.
+/// Has a subscriber keep the items that it receives. Returns them.
 fn hold(stage: &mut Stage, victim: Id) -> anyhow::Result<Vec<u64>> {
     stage.order(
         victim,
@@ -166,7 +166,7 @@ fn of_publisher(stage: &mut Stage, pick: fn(&Event) -> Option<u64>) -> anyhow::R
     )
 }
 
-/// What the other subscribers did between two times.
+/// The work of the other subscribers between two times.
 fn meanwhile(
     stage: &mut Stage,
     others: &[Id],
