@@ -67,7 +67,7 @@ fn record(stage: &Stage, event: &Event) -> Outcome {
     // recorded next.
     unsafe { warpipe_kernels::slow_fill(&stream, memory.ptr(), WORDS, SEED, SLOW)? };
     event.record(&stream)?;
-    talk.tell("recorded")?; // record first, then tell: who waits earlier is told that nothing was recorded
+    talk.tell("recorded")?; // record first: an earlier wait fails with `EventNotRecorded`
     child.finish()
 }
 
@@ -140,7 +140,7 @@ fn lose(stage: &Stage, event: &Event) -> Outcome {
     stream.synchronize(PATIENCE)?;
     match event.check(recording) {
         Err(error @ Error::EventLost { .. }) => println!("recorder killed: {error}"),
-        other => return Err(format!("an event whose recorder was killed says {other:?}").into()),
+        other => return Err(format!("an event with a killed recorder says {other:?}").into()),
     }
     Ok(())
 }

@@ -174,7 +174,7 @@ pub enum Error {
     Domain {
         /// The directory.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault.
         reason: String,
     },
     /// A foreign file stands in the place of an endpoint's file.
@@ -310,7 +310,7 @@ pub enum Error {
         /// The event, as `endpoint#number`.
         event: String,
     },
-    /// An event whose recorder, or maker, was gone before the recorded work was done.
+    /// An event that lost its recorder, or maker, before the recorded work was done.
     #[error(
         "event {event} was lost: the work that process {pid} recorded did not complete before that process, or the event's maker, was gone; discard what depends on it"
     )]
@@ -323,7 +323,7 @@ pub enum Error {
     /// An event handle that cannot be used.
     #[error("not a usable event handle: {fault}")]
     EventHandle {
-        /// What is wrong with it.
+        /// The fault.
         fault: crate::EventHandleFault,
     },
     /// The endpoint's owner does not let this user in.
@@ -452,7 +452,7 @@ pub enum Error {
     /// A legacy handle that cannot be used.
     #[error("not a usable legacy handle: {fault}")]
     LegacyHandle {
-        /// What is wrong with it.
+        /// The fault.
         fault: LegacyFault,
     },
     /// The process has as many interprocess events as it may have.
@@ -468,7 +468,7 @@ pub enum Error {
     QueueFull {
         /// The queue's name.
         name: String,
-        /// The most jobs whose outcome was not taken.
+        /// The most jobs with an outcome that was not taken.
         limit: usize,
         /// How long the call waited for room.
         waited: Duration,
@@ -535,7 +535,7 @@ pub enum Error {
     /// A tensor layout that is invalid, or does not fit.
     #[error("not a usable tensor layout: {reason}")]
     Layout {
-        /// What is wrong with it.
+        /// The fault.
         reason: String,
     },
     /// A profiler's library that was requested cannot be used. Nothing else is affected.
@@ -545,7 +545,7 @@ pub enum Error {
     Profiler {
         /// The library's path or name.
         library: String,
-        /// What is wrong with it.
+        /// The fault.
         reason: String,
     },
     /// An argument outside its stated range.

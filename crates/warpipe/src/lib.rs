@@ -36,7 +36,7 @@
 //! | [`Device`], [`Stream`], [`Kernel`] | a device, the order of its work, and a function on it |
 //! | [`LegacyHandle`], [`LegacyMemory`] | legacy CUDA IPC handles, for other allocators' memory |
 //! | [`Semaphore`], [`Permit`] | a limit on concurrent work of streams and CPUs of many processes |
-//! | [`Memory`], [`Ticket`], [`SharedMemory`], [`Published`] | memory opened by descriptor or text |
+//! | [`Memory`], [`Ticket`], [`SharedMemory`], [`Published`] | memory opened by fd or text |
 //! | [`Pool`], [`Buffer`], [`PoolClient`], [`LentBuffer`] | blocks of memory, lent to processes |
 //! | [`Queue`], [`Worker`], [`Lease`], [`JobHandle`], [`JobResult`] | jobs, each done once |
 //! | [`Client`], [`Server`], [`Request`], [`Pending`] | request and response |
@@ -52,7 +52,7 @@
 //! `docs/design/link.md` draws the shared bytes, `docs/design/recovery.md` describes the recovery
 //! from each death, and `ARCHITECTURE.md` is the overview.
 //!
-//! # What is promised
+//! # Guarantees
 //!
 //! * A sample is delivered whole or not at all. A sample whose sender died, or gave up, before its
 //!   data was complete gives [`Error::SampleLost`] from [`Sample::finish`], [`Sample::wait`] and

@@ -219,7 +219,7 @@ pub(crate) fn above_standard(fd: OwnedFd) -> Result<OwnedFd, Errno> {
 }
 
 /// Occupies the free standard numbers while a call makes descriptors that must not be closed here:
-/// descriptors of a peer, whose `close` may block.
+/// `close` of a peer's descriptors may block.
 pub(crate) fn take_standard() -> [Option<OwnedFd>; BEHIND_STANDARD as usize] {
     std::array::from_fn(|number| {
         // SAFETY: reads the flags of a number, whatever it refers to.

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::stage::{Outcome, ensure};
 
-/// The frame whose picture is stored.
+/// The frame with a stored picture.
 pub const REFERENCE_FRAME: u64 = 10;
 /// Written by this example as `small.png`, checked by eye, and stored here.
 const REFERENCE: &[u8] = include_bytes!("reference.png");

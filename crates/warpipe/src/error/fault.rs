@@ -18,7 +18,7 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// What was wrong with a ticket's text.
+/// The fault of a ticket's text.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TicketFault {
@@ -68,7 +68,7 @@ pub enum Expiry {
     Returned,
 }
 
-/// What was wrong with a handshake.
+/// The fault of a handshake.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HandshakeFault {
@@ -154,7 +154,7 @@ pub enum HandshakeFault {
     Lifeline(String),
 }
 
-/// What is wrong with a legacy handle.
+/// The fault of a legacy handle.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LegacyFault {

@@ -23,7 +23,7 @@ use crate::shm::segment::DEPTH_MAX;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
-/// What happens when a subscriber's ring is full. Declared by the publisher, for each subscriber.
+/// The action when a subscriber's ring is full. Declared by the publisher, for each subscriber.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
     /// `send` waits for room, then fails with [`Error::Timeout`], and no subscriber gets the
@@ -114,7 +114,7 @@ impl PublisherBuilder {
         self
     }
 
-    /// The device whose memory the samples lie in; [`Device::preferred`] by default.
+    /// The device that holds the samples; [`Device::preferred`] by default.
     pub fn device(mut self, device: &Device) -> Self {
         self.device = Some(device.clone());
         self
@@ -127,7 +127,7 @@ impl PublisherBuilder {
         self
     }
 
-    /// What happens when a subscriber's ring is full: [`Policy::Block`] for 5 s by default.
+    /// The action when a subscriber's ring is full: [`Policy::Block`] for 5 s by default.
     pub fn policy(mut self, policy: Policy) -> Self {
         self.policy = policy;
         self
@@ -215,7 +215,7 @@ impl PublisherBuilder {
         self
     }
 
-    /// Admit processes whose effective group is one of these.
+    /// Admit processes with one of these effective groups.
     pub fn allow_gids(mut self, gids: &[u32]) -> Self {
         self.gids.extend(gids);
         self

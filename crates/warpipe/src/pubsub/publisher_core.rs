@@ -59,7 +59,7 @@ const POLLS: u32 = 16_000;
 /// slice instead of a hang.
 const WAIT_SLICE: Duration = Duration::from_millis(50);
 
-/// The most connections whose `Hello` has not arrived.
+/// The most connections without a `Hello` so far.
 const HANDSHAKES_MAX: usize = 64;
 
 const TOO_MANY_HANDSHAKES: &str = "too many connect and say nothing; try again";
@@ -173,7 +173,7 @@ pub(super) enum SendFailure {
     AfterPublish(Error),
 }
 
-/// A connection whose `Hello` is due.
+/// A connection before its `Hello`.
 struct PendingHandshake {
     /// Declared first: the registration ends before the socket is closed.
     watch: Registration,

@@ -107,7 +107,7 @@ impl Sample {
         &self.stream
     }
 
-    /// For a sample whose data is complete: reads and releases it on `stream` from now on.
+    /// For a sample with complete data: reads and releases it on `stream` from now on.
     pub(crate) fn received_on(mut self, stream: &Stream) -> Sample {
         self.stream = stream.clone();
         self

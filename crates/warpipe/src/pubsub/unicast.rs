@@ -58,7 +58,7 @@ impl Publisher {
 }
 
 impl SampleMut {
-    /// Waits until every subscriber whose policy is [`Policy::Block`](crate::Policy::Block) has
+    /// Waits until every subscriber under [`Policy::Block`](crate::Policy::Block) has
     /// room for one more sample, and no other thread's send is under way, at most `timeout`. Sends
     /// nothing: another thread's send may come first.
     ///

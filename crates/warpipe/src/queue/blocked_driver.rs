@@ -279,7 +279,7 @@ fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
         assert_eq!((state.waiting, state.finished), (0, 0));
         let job = scene.queue.submit_bytes(b"next", &stream).unwrap();
         let mut worker = worker.unwrap_or_else(|| scene.worker());
-        // It may have been given the other job, whose data never comes.
+        // It may have been given the other job, and its data never comes.
         while !job.is_done().unwrap() {
             match worker.lease_timeout(&stream, SHORT) {
                 Ok(lease) => lease.complete(&stream).unwrap(),

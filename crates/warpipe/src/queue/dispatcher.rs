@@ -1,5 +1,5 @@
-//! Runs a queue. A thread that waits for the queue does the queue's work itself; when no thread
-//! waits, one thread of the queue's own does it and sleeps on the descriptors of all workers.
+//! Runs a queue. A thread that waits for the queue does the queue's work itself. When none waits, the
+//! queue's own thread does the work, and sleeps on the descriptors of all workers.
 
 #[cfg(test)]
 mod lost_wakeups;

@@ -19,7 +19,7 @@ use crate::runtime::reactor::TICK;
 /// The interval of polls without a ring.
 const IDLE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A job that is not done, or whose outcome was not taken yet.
+/// A job without an outcome, or with one that was not taken yet.
 #[derive(Debug)]
 pub(super) struct Job {
     /// The input; `None` once it has an outcome.
@@ -142,7 +142,7 @@ impl JobTable {
         }
     }
 
-    /// Jobs that are not done yet, or whose outcome was not taken.
+    /// Jobs without an outcome, or with one that was not taken.
     pub(super) fn len(&self) -> usize {
         self.jobs.len()
     }

@@ -56,7 +56,7 @@ impl QueueBuilder {
         self
     }
 
-    /// The device whose memory the inputs lie in; [`Device::preferred`] by default.
+    /// The device that holds the inputs; [`Device::preferred`] by default.
     pub fn device(mut self, device: &Device) -> Self {
         self.device = Some(device.clone());
         self
@@ -90,7 +90,7 @@ impl QueueBuilder {
         self
     }
 
-    /// The most jobs whose outcome was not taken yet: 1024 by default.
+    /// The most jobs that are pending or have an outcome not taken yet: 1024 by default.
     pub fn limit(mut self, jobs: usize) -> Self {
         self.limit = jobs;
         self
@@ -209,7 +209,7 @@ pub struct QueueState {
     pub waiting: usize,
     /// Jobs that workers hold.
     pub leased: usize,
-    /// Jobs that are done or dead-lettered and whose outcome was not taken.
+    /// Jobs that are done or dead-lettered, with an outcome that was not taken.
     pub finished: usize,
 }
 

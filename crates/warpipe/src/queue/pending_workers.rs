@@ -16,7 +16,7 @@ use crate::pubsub::{LinkedSubscriber, Subscriber};
 /// its thread for as long as a handshake may take, even if it has gone.
 pub(super) const ATTACHING_MAX: usize = 16;
 
-/// Workers whose answers have been attached to and that have no session yet.
+/// Workers with attached answers and no session yet.
 #[derive(Debug, Default)]
 pub(super) struct PendingWorkers {
     ready: Mutex<Vec<(LinkedSubscriber, Subscriber)>>,

@@ -21,7 +21,7 @@ use crate::runtime::doorbell::LocalDoorbell;
 /// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?;
 /// worker.lease(&stream)?.complete(&stream)?;
 /// while !job.is_done()? {
-///     // Mostly the loop of somebody else sleeps here, on many descriptors.
+///     // An event loop usually sleeps here, on many descriptors.
 ///     rustix::event::poll(&mut [rustix::event::PollFd::new(&watch, rustix::event::PollFlags::IN)], None).unwrap();
 ///     watch.quiet();
 /// }

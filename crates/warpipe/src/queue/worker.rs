@@ -40,7 +40,7 @@ impl WorkerBuilder {
         self
     }
 
-    /// The device to work with, in whose memory the results lie; [`Device::preferred`] by default.
+    /// The device to work with, which holds the results; [`Device::preferred`] by default.
     pub fn device(mut self, device: &Device) -> Self {
         self.device = Some(device.clone());
         self
@@ -217,7 +217,7 @@ impl Worker {
         }
     }
 
-    /// Checks the queue's metadata. A job whose deadline has passed is answered and not begun.
+    /// Checks the queue's metadata. A job past its deadline is answered and not begun.
     fn begin(&mut self, sample: Sample, stream: &Stream) -> Result<Option<Lease>> {
         let tag = DeliveryTag::decode(sample.metadata()).map_err(|wrong| self.jobs.fail(wrong))?;
         let lease = Lease::new(sample, tag, stream, &self.results);

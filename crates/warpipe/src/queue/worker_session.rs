@@ -35,7 +35,7 @@ impl LeaseRecord {
     }
 }
 
-/// A result whose data is not complete yet.
+/// A result with data that is not complete yet.
 #[derive(Debug)]
 pub(super) struct PendingResult {
     pub(super) tag: DeliveryTag,
@@ -125,7 +125,7 @@ impl WorkerSession {
         }
     }
 
-    /// Removes a lease whose delivery failed.
+    /// Removes a lease after a failed delivery.
     pub(super) fn remove_lease(&mut self, tag: DeliveryTag) {
         self.leases.retain(|lease| lease.tag != tag);
     }

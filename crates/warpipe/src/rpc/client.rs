@@ -34,7 +34,7 @@ impl ClientBuilder {
         }
     }
 
-    /// The device whose memory the requests lie in; [`Device::preferred`] by default.
+    /// The device that holds the requests; [`Device::preferred`] by default.
     pub fn device(self, device: &Device) -> Self {
         ClientBuilder {
             options: self.options.device(device),

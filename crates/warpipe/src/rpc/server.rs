@@ -55,7 +55,7 @@ impl ServerBuilder {
         self
     }
 
-    /// The device to work with, in whose memory the replies lie; [`Device::preferred`] by default.
+    /// The device to work with, which holds the replies; [`Device::preferred`] by default.
     pub fn device(mut self, device: &Device) -> Self {
         self.device = Some(device.clone());
         self
@@ -174,7 +174,7 @@ pub struct Server {
     attaching: HashSet<EndpointName>,
     /// Names without a holder.
     gone: HashSet<EndpointName>,
-    /// Names whose links have failed, and when: they are tried again, but not at once.
+    /// Names with failed links, and when they failed: they are tried again, but not at once.
     failed: HashMap<EndpointName, Instant>,
     /// The control thread has been asked to remove stale names, and has not begun.
     is_clearing: Arc<AtomicBool>,
@@ -214,7 +214,7 @@ impl Server {
     }
 
     /// Waits for the next request of any client; clients are served in turn. `stream` will wait, on
-    /// the device, until the input is complete. A request whose deadline has passed is not
+    /// the device, until the input is complete. A request past its deadline is not
     /// returned. A client that goes, or breaks its link's protocol, is detached, and no other
     /// client is affected.
     ///

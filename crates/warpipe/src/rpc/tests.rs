@@ -1,4 +1,4 @@
-//! A server whose links to living clients fail or are never made.
+//! A server with links to living clients that fail or are never made.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;

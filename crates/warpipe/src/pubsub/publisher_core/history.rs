@@ -9,7 +9,7 @@ use crate::pubsub::entry::Completion;
 use crate::pubsub::ring;
 use crate::shm::segment::Segment;
 
-/// A sample of the history whose `ready` on one link is still to be stored.
+/// A sample of the history with a `ready` still to be stored on one link.
 pub(super) struct PendingReplay {
     pub(super) segment: Arc<Segment>,
     position: u64,

@@ -16,7 +16,7 @@ use crate::{PeerState, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// A publisher on a device whose calls can be blocked.
+/// A publisher on a device with calls that can be blocked.
 struct Stage {
     folder: PathBuf,
     domain: Domain,
@@ -52,7 +52,7 @@ impl Stage {
         self.builder().build().unwrap()
     }
 
-    /// A subscriber whose own calls are never blocked.
+    /// A subscriber with calls that are never blocked.
     fn subscriber(&self) -> Subscriber {
         Subscriber::builder("a")
             .domain(&self.domain)
@@ -144,7 +144,7 @@ fn late_joiners_of_a_history_that_is_not_complete_are_let_in_and_get_it_without_
     drop(stage.subscriber());
     let mut subscribers = [stage.subscriber(), stage.subscriber()];
     let is_alive = |one: &&SubscriberInfo| one.state == PeerState::Alive;
-    eventually("who has left is seen to leave", || {
+    eventually("the leaving subscriber is seen to leave", || {
         publisher.subscribers().iter().filter(is_alive).count() == 2
     });
     let samples = subscribers

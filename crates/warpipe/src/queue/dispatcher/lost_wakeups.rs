@@ -79,7 +79,7 @@ fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_a
     while !table.sessions[0].subscriber.may_have_news() {
         std::thread::yield_now();
     }
-    assert!(!has_rung(dispatcher), "who is polled does not ring");
+    assert!(!has_rung(dispatcher), "a polled worker does not ring");
     dispatcher.end_polling(&mut table);
     assert!(has_rung(dispatcher), "nobody looks at the answer");
     table.has_leader = false;
