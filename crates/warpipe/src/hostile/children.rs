@@ -1,7 +1,8 @@
-//! Forked children of a process that dies: what they hold of the driver's files, and of the lifeline.
+//! Forked children of a process that dies, with their copies of the driver's files and of the
+//! lifeline.
 //!
-//! The driver's files are played by memfds of their names. A lock on one lives as long as the file is open in any
-//! process, as the work of a device does.
+//! Memfds with the same names stand for the driver's files. A lock on one lasts as long as the file
+//! is open in any process, like the work of a device.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -21,24 +22,24 @@ use crate::ipc::peer::{DeathEvidence, Process};
 use crate::os;
 use crate::{Device, Domain, Subscriber};
 
-/// Files of the driver: so many that to release them takes longer than to release a lifeline.
+/// The driver's files: so many that releasing them takes longer than releasing a lifeline.
 const FILES: usize = 200;
 
-/// One of them.
+/// One of the driver's files.
 fn driver_file(flags: MemfdFlags) -> OwnedFd {
     let file = rustix::fs::memfd_create(c"/dev/nvidia-uvm", flags).unwrap();
     os::ofd_write_lock(file.as_fd(), 0).unwrap();
     file
 }
 
-/// What a parent says of itself: a line of numbers.
+/// A parent's report: a line of numbers.
 fn say(words: &[i32]) {
     let words: Vec<String> = words.iter().map(i32::to_string).collect();
     println!("numbers {}", words.join(" "));
     std::io::stdout().flush().unwrap();
 }
 
-/// A child that has let go of what it lets go of, and lives until it is killed.
+/// A child that has closed its copies, and lives until it is killed.
 fn fork_and_live() -> i32 {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     // SAFETY: the child makes three system calls.
@@ -55,7 +56,7 @@ fn fork_and_live() -> i32 {
 }
 
 fn live() -> ! {
-    // SAFETY: waits for a signal; should nobody send one, that is its own alarm's.
+    // SAFETY: waits for a signal; its own alarm sends one if no other process does.
     unsafe {
         libc::alarm(6 * LONG.as_secs() as u32);
         loop {
@@ -64,7 +65,7 @@ fn live() -> ! {
     }
 }
 
-/// A parent that nobody knows when it forks: it makes its lifeline after that, and dies when it is told to.
+/// A parent that is unknown when it forks: it creates its lifeline after that, and dies on command.
 fn fork_link_and_die(files: &[OwnedFd]) -> ! {
     let child = fork_and_live();
     let lifeline = Lifeline::of_process().unwrap();
@@ -77,11 +78,12 @@ fn fork_link_and_die(files: &[OwnedFd]) -> ! {
     unsafe { libc::_exit(0) }
 }
 
-/// A parent in a place without a procfs, as a container may be. False where it cannot go there.
+/// Hides procfs from a parent, as in some containers. False where that is not possible.
 fn hide_procfs() -> bool {
     let root = c"/".as_ptr();
     let (proc, tmpfs) = (c"/proc".as_ptr(), c"tmpfs".as_ptr());
-    // SAFETY: plain system calls with terminated paths, in a process of one test: its mounts are its own from the first on.
+    // SAFETY: plain system calls with terminated paths, in a process of one test: its mounts are
+    // its own from the first on.
     let codes = unsafe {
         [
             libc::unshare(libc::CLONE_NEWNS),
@@ -98,7 +100,7 @@ fn hide_procfs() -> bool {
     codes == [0; 3] && std::fs::create_dir_all("/proc/self/fd").is_ok()
 }
 
-/// A parent that calls `exec` when it is told to, and leaves a child.
+/// A parent that calls `exec` on command, and leaves a child.
 fn fork_and_exec(files: &[OwnedFd]) -> ! {
     let lifeline = Lifeline::of_process().unwrap();
     let mut words = vec![
@@ -112,7 +114,8 @@ fn fork_and_exec(files: &[OwnedFd]) -> ! {
     panic!("{}", std::process::Command::new("sleep").arg("600").exec());
 }
 
-/// A parent: forks when it is told to, and dies at once. Its child says its process id, and lives on.
+/// A parent that forks on command, and dies at once. Its child reports its process id, and lives
+/// on.
 fn fork_and_die(files: &[OwnedFd]) -> ! {
     let lifeline = Lifeline::of_process().unwrap();
     let mut words = vec![lifeline.end.as_fd().as_raw_fd()];
@@ -143,7 +146,7 @@ fn link(path: &str) -> String {
         .unwrap_or_default()
 }
 
-/// A parent as its peer sees it.
+/// A parent as seen by its peer.
 struct Parent {
     process: Guarded,
     lines: std::io::Lines<BufReader<ChildStdout>>,
@@ -178,7 +181,8 @@ impl Parent {
         }
     }
 
-    /// Has it fork and die; the child, and which of the files it found to be `/dev/null`.
+    /// Has it fork and die. Returns the child, and the files that the child found to be
+    /// `/dev/null`.
     fn strike(&mut self) -> (Child, Vec<i32>) {
         self.process
             .0
@@ -198,7 +202,7 @@ impl Parent {
         (child, words)
     }
 
-    /// How many of the files are open in any process.
+    /// The number of the files that are open in any process.
     fn locked(&self) -> usize {
         self.files
             .iter()
@@ -269,7 +273,7 @@ fn a_forked_child_that_keeps_exported_memory_keeps_its_parents_lifeline() {
     if role().is_some() {
         let files = [
             driver_file(MemfdFlags::CLOEXEC),
-            // Exported by this library, and by somebody else.
+            // Exported by this library, and by other code.
             driver_file(MemfdFlags::CLOEXEC),
             driver_file(MemfdFlags::empty()),
         ];
@@ -302,7 +306,7 @@ fn a_child_forked_before_anybody_knew_its_parent_keeps_the_lifeline_with_the_dri
     let test =
         "a_child_forked_before_anybody_knew_its_parent_keeps_the_lifeline_with_the_drivers_files";
     if role().is_some() {
-        // One that looks like exported memory: the child keeps it.
+        // A file that looks like exported memory: the child keeps it.
         fork_link_and_die(&[
             driver_file(MemfdFlags::CLOEXEC),
             driver_file(MemfdFlags::empty()),
@@ -396,7 +400,8 @@ fn exec_is_seen_although_a_child_keeps_the_lifeline_and_streams_need_not_wait_fo
     );
 }
 
-/// Subscribes, holds a sample, and becomes another program; a child that this library has not seen keeps everything.
+/// Subscribes, holds a sample, and executes another program; a child that this library has not seen
+/// keeps everything.
 fn hold_and_exec(test: &str, scratch: &Domain) -> ! {
     let builder = Subscriber::builder("a")
         .domain(scratch)

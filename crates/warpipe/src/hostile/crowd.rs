@@ -1,5 +1,6 @@
-//! Users who send what cannot be closed, or come in crowds and say nothing: it costs them their own places, and nobody
-//! else's. **This module is marked for unsafe**: it gives threads other users.
+//! Users that send descriptors that cannot be closed, or connect many times and stay silent: this
+//! uses up their own connections, and no other user's. **This module is marked for unsafe**: it
+//! gives threads other users.
 
 use std::fs::Permissions;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,8 +24,8 @@ use crate::{Device, Domain, Error, HandshakeFault, Publisher, Subscriber};
 const BAD: u32 = 60_001;
 const GOOD: u32 = 60_002;
 
-/// Runs `work` on a thread of another user: what connects there connects as that. No other thread is asked, for it may
-/// hang: so the system call itself, and not the library's, which changes all of them.
+/// Runs `work` on a thread of another user: its connections have that user. It makes the system
+/// call directly, since the library function changes all threads, and one of them may hang.
 pub(super) fn as_user<T: Send>(uid: u32, work: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let user = scope.spawn(|| {
@@ -53,7 +54,7 @@ fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
         .build()
 }
 
-/// Sends the read end of a pipe where none is due. The pipe's other end.
+/// Sends the read end of a pipe where no descriptor is due. Returns the other end.
 fn send_pipe(scratch: &Scratch) -> OwnedFd {
     let (end, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
     send_raw(scratch.connection(), b"nonsense", &[end.as_fd()]).unwrap();
@@ -92,7 +93,8 @@ fn what_one_user_sends_and_nobody_can_close_costs_no_other_user_anything() {
                 is_closed(&good) && is_closed(&own)
             });
             as_user(BAD, || {
-                // Now and then a thread that only got no processor counts as stuck: so each of these may take a while.
+                // A thread that only got no processor may count as stuck, so each of these may take
+                // a while.
                 eventually("it is refused", || {
                     if pending_closes() < PENDING_OF_OTHERS_MAX + QUEUE_THREADS_MAX
                         && thrown.len() < 4 * PENDING_OF_OTHERS_MAX
@@ -151,11 +153,11 @@ fn a_crowd_that_says_nothing_makes_way_by_itself() {
             std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
             let _publisher =
                 scratch.publisher(|it| it.allow_uids(&[BAD]).handshake_timeout(10 * LONG));
-            // It was there first, and takes its time.
+            // The first and slowest connection.
             let slow = scratch.connection();
             let crowd: Vec<OwnedFd> =
                 as_user(BAD, || (0..200).map(|_| scratch.connection()).collect());
-            // Some of the crowd have been shown the door: so the publisher has seen them all but for the last ones.
+            // Some connections were refused: so the publisher has seen all but the last ones.
             let is_refused = |socket: &OwnedFd| is_readable(socket);
             eventually("they make way", || {
                 crowd.iter().filter(|socket| is_refused(socket)).count() >= 100
@@ -175,7 +177,7 @@ fn is_readable(socket: &OwnedFd) -> bool {
 }
 
 #[test]
-fn the_oldest_of_those_who_have_most_makes_way() {
+fn the_oldest_connection_of_the_user_with_the_most_is_evicted() {
     assert_eq!(eviction_candidate([].into_iter()), None);
     assert_eq!(
         eviction_candidate([(7, 1), (3, 2), (9, 2), (5, 2), (4, 1)].into_iter()),

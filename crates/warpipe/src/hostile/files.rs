@@ -1,4 +1,4 @@
-//! What may stand where an endpoint's files should be: the dead is cleared away, everything else stays.
+//! Files in the place of an endpoint's: stale ones are removed, all others stay.
 
 use std::fs;
 use std::os::fd::OwnedFd;
@@ -21,7 +21,7 @@ fn build(scratch: &Scratch) -> crate::Result<Publisher> {
         .build()
 }
 
-/// What a path is, with its contents, without following it.
+/// The kind and the contents of a path, without following it.
 fn portrait(path: &Path) -> (String, u64, Vec<u8>) {
     use std::os::unix::fs::MetadataExt;
     let metadata = fs::symlink_metadata(path).unwrap();
@@ -42,7 +42,7 @@ fn fifo(path: &Path) {
     rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
 }
 
-/// Puts something in the way; what keeps it alive is returned.
+/// Creates an obstacle; returns the descriptors that keep it alive.
 type Obstacle = fn(&Path) -> Vec<OwnedFd>;
 
 const OBSTACLES: [(&str, Obstacle); 8] = [
@@ -219,15 +219,16 @@ fn a_killed_publishers_name_is_cleaned_or_taken_over() {
 }
 
 #[test]
-fn of_two_that_race_for_a_name_one_wins_and_the_other_is_told() {
+fn of_two_that_race_for_a_name_one_wins_and_the_other_gets_an_error() {
     let (ours, theirs) = (Scratch::new(), Barrier::new(2));
     for round in 0..200 {
         if round % 2 == 0 {
-            // What a dead one left, so that both want to clear it away.
+            // The files of a dead publisher, so that both want to remove them.
             drop(UnixListener::bind(ours.path.join("a.sock")).unwrap());
             fs::write(ours.path.join("a.lock"), "warpipe 999999999 \n").unwrap();
         }
-        // Each opens the directory for itself; locks belong to open files, so threads are as good as processes.
+        // Each opens the directory itself; locks belong to open files, so threads behave like
+        // processes.
         let contend = || {
             let domain = crate::Domain::at(&ours.path).unwrap();
             theirs.wait();
@@ -316,14 +317,14 @@ fn a_build_that_fails_behind_the_claim_leaves_no_file_and_no_descriptor() {
     );
 }
 
-/// What a dead publisher leaves, as far as nothing of that is there.
+/// The files of a dead publisher, unless they exist.
 fn leave_dead(scratch: &Scratch) -> std::io::Result<()> {
     fs::write(scratch.path.join("a.lock"), "warpipe 999999999 \n")?;
     UnixListener::bind(scratch.path.join("a.sock")).map(drop)
 }
 
 #[test]
-fn who_clears_up_never_costs_a_publisher_its_name() {
+fn a_cleaner_never_costs_a_publisher_its_name() {
     let scratch = Scratch::new();
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -356,7 +357,7 @@ fn who_clears_up_never_costs_a_publisher_its_name() {
 }
 
 #[test]
-fn of_those_who_clean_one_reports_what_it_removed() {
+fn of_several_cleaners_one_reports_the_removed_files() {
     let scratch = Scratch::new();
     for round in 0..100 {
         leave_dead(&scratch).unwrap();
@@ -388,7 +389,7 @@ fn a_look_that_finds_nothing_makes_nothing() {
     assert!(scratch.domain.forget(&name()));
     assert!(!scratch.domain.clear_name(&name()));
     assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0);
-    // Without a lock nobody can tell whether its next owner is just about to come.
+    // Without a lock it is unknown whether the next owner is about to come.
     drop(UnixListener::bind(scratch.path.join("a.sock")).unwrap());
     assert!(scratch.domain.clean().unwrap().is_empty());
     assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 1);

@@ -1,8 +1,10 @@
-//! A file of a FUSE file system whose server does not answer. **This module is marked for unsafe**: it mounts.
+//! A file of a FUSE file system whose server does not answer. **This module is marked for unsafe**:
+//! it mounts.
 //!
-//! Whoever asks such a file anything (`fstat`, `fstatfs`, `poll`, `ioctl`, a read) waits until the connection ends, which
-//! it does with the last descriptor of `/dev/fuse`. A process of its own has that, and ends after two minutes at the latest:
-//! this one could not be killed while it waits in a `close` for itself.
+//! Every query of such a file (`fstat`, `fstatfs`, `poll`, `ioctl`, a read) waits until the
+//! connection ends, which it does with the last descriptor of `/dev/fuse`. Another process has that
+//! descriptor, and ends after two minutes at the latest: this process could not be killed while it
+//! waits in a `close` for itself.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -19,7 +21,7 @@ use super::stage::Guarded;
 const INIT: u32 = 26;
 const OPEN: u32 = 14;
 
-/// Whether `close` of a file asks the server, too, and waits for it.
+/// Whether `close` of a file also queries the server, and waits for it.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Closing {
     Returns,
@@ -36,7 +38,8 @@ pub(super) struct Silent {
 }
 
 impl Silent {
-    /// Mounts it where a file of a scratch directory lies. `None`, and why, where that is not permitted.
+    /// Mounts it over a file of a scratch directory. `None`, with the reason, where that is not
+    /// permitted.
     pub(super) fn new() -> Option<Silent> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -67,7 +70,8 @@ impl Silent {
         }
     }
 
-    /// `count` descriptors of it. From then on the server is silent, and the file has no name.
+    /// Opens `count` descriptors of it. From then on the server is silent, and the file has no
+    /// name.
     pub(super) fn open(&mut self, count: usize, closing: Closing) -> Vec<OwnedFd> {
         let device = self.device.take().unwrap();
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
@@ -77,7 +81,7 @@ impl Silent {
             let server = scope.spawn(move || serve(&device, opens, closing));
             let files = (0..count).map(|_| open()).collect();
             if closing == Closing::Returns {
-                // At a `close` it is asked once, and not again: it does not know what it is asked.
+                // A `close` is asked once, and not again: the server does not know the request.
                 drop(open());
             }
             server.join().unwrap();
@@ -86,7 +90,7 @@ impl Silent {
         })
     }
 
-    /// A descriptor that is not open for anything: it takes no server to make one.
+    /// A descriptor without any access: it needs no server.
     pub(super) fn locate(&self) -> OwnedFd {
         let flags = OFlags::PATH | OFlags::CLOEXEC;
         rustix::fs::openat(CWD, &self.path, flags, Mode::empty()).unwrap()
@@ -100,7 +104,7 @@ impl Silent {
         let _ = std::fs::remove_file(&self.path);
     }
 
-    /// Ends the connection: whoever waits for an answer gets an error.
+    /// Ends the connection: every waiting query gets an error.
     pub(super) fn abort(self) {}
 }
 
@@ -110,7 +114,8 @@ impl Drop for Silent {
     }
 }
 
-/// Answers until it has been opened so often, and, where `close` returns, asked what it does not know.
+/// Answers until it has been opened `opens` times, and, where `close` returns, has got an unknown
+/// request.
 fn serve(mut device: &File, mut opens: usize, closing: Closing) {
     let (mut request, mut closes) = (vec![0; 1 << 17], usize::from(closing == Closing::Returns));
     while opens + closes > 0 {

@@ -1,4 +1,5 @@
-//! Everything that judges a peer's bytes, with seeded nonsense: no panic, and what is accepted keeps its promises.
+//! Seeded garbage for every check of a peer's bytes: no panic, and accepted bytes keep their
+//! invariants.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -33,7 +34,7 @@ fn a_packet_decodes_to_what_was_sent_or_to_an_error() {
             }
         }
         if let Ok(message) = decode(&bytes) {
-            // Whatever it says, it is a whole message: encoded once more it means the same.
+            // An accepted packet is a whole message: encoded again it has the same meaning.
             assert_eq!(decode(&packet(&message)).unwrap(), message);
         }
     }
@@ -166,7 +167,7 @@ fn an_entry_of_nonsense_is_refused_or_keeps_every_bound() {
                 word.store(random.edge(), Relaxed);
             }
         } else if let Ok(layout) = any_layout(&mut random) {
-            // A right one with some words spoilt gets further.
+            // A valid entry with some changed words gets further.
             let metadata = Metadata::new(&random.bytes(16)).unwrap();
             Description {
                 sequence: 1,

@@ -1,5 +1,5 @@
-//! Peers that remove pages of what they share: a device that registered them keeps the old ones, and a CPU store would
-//! reach no stream any more. **This module is marked for unsafe.**
+//! Peers that remove pages of shared files: a device that registered them keeps the old pages, and
+//! a CPU store would not reach any stream. **This module is marked for unsafe.**
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
@@ -30,7 +30,8 @@ fn punch(fd: impl AsFd, offset: u64) -> bool {
     .is_ok()
 }
 
-/// The inode of the file that `word` lies in, and whether this process can remove its page through any mapping.
+/// The inode of the file that `word` lies in, and whether this process can remove its page through
+/// any mapping.
 pub(crate) fn removes_page_of<T>(word: &T) -> (u64, bool) {
     let page = std::ptr::from_ref(word) as u64 & !4095;
     let all = mapped("");
@@ -46,8 +47,8 @@ pub(crate) fn removes_page_of<T>(word: &T) -> (u64, bool) {
 
 /// Whether a page that is mapped here can be removed through its mapping.
 fn removes(at: u64) -> bool {
-    // SAFETY: a shared mapping of the file under test, which consists of atomics alone: a page that is removed reads
-    // as zeros.
+    // SAFETY: a shared mapping of the file under test, which consists of atomics alone: a page that
+    // is removed reads as zeros.
     unsafe {
         rustix::mm::madvise(
             at as *mut std::ffi::c_void,
@@ -58,7 +59,7 @@ fn removes(at: u64) -> bool {
     .is_ok()
 }
 
-/// The ways in which a page of the file can be removed: through `fd`, a descriptor opened now, those opened
+/// The ways to remove a page of the file: through `fd`, a descriptor opened now, those opened
 /// `earlier`, and every mapping of it in this process.
 pub(crate) fn ways_to_remove(
     fd: BorrowedFd<'_>,
@@ -83,7 +84,7 @@ pub(crate) fn ways_to_remove(
     ways
 }
 
-/// Where this process has files of such a name mapped, and their inodes.
+/// The addresses and inodes of this process's mappings of files with such a name.
 fn mapped(name: &str) -> Vec<(u64, u64)> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let of = |line: &str| {
@@ -141,7 +142,7 @@ fn no_page_of_a_live_link_can_be_removed_by_its_subscriber() {
         Words::map(&segment),
         [reopened(segment.as_fd()), segment.try_clone().unwrap()],
     );
-    // Until the end of the handshake a hole harms nobody: nothing is registered.
+    // Until the end of the handshake a hole does no harm: nothing is registered.
     assert!(!ways_to_remove(segment.as_fd(), &early, 4096).is_empty());
     seal::close(segment.as_fd()).unwrap();
     send_raw(&socket, &packet(&Message::Attached), &[]).unwrap();

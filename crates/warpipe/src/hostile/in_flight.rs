@@ -1,5 +1,5 @@
-//! A user who has as many descriptors in flight as it may (`RLIMIT_NOFILE`, `unix(7)`): that is an error of who sends one
-//! more, and of nobody who would have received it.
+//! A user with the most descriptors in flight that it may have (`RLIMIT_NOFILE`, `unix(7)`): the
+//! next send is an error of the sender, not of the receiver.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -15,7 +15,8 @@ use crate::{Error, Layout};
 /// A user with a count of its own.
 const SENDER: u32 = 60_003;
 
-/// As many descriptors in flight as this thread's user may have; they are there until this is dropped.
+/// Sends as many descriptors as this thread's user may have in flight; they stay there until this
+/// is dropped.
 fn fill() -> Vec<(OwnedFd, OwnedFd)> {
     let (pipe, mut sockets) = (pipe(), Vec::new());
     let fds: Vec<BorrowedFd<'_>> = vec![pipe.as_fd(); 100];

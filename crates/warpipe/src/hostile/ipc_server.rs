@@ -1,4 +1,5 @@
-//! Raw clients against a server, and raw servers against a client: whatever they say ends their own visit alone.
+//! Raw clients against a server, and raw servers against a client: wrong messages end their own
+//! session alone.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -17,7 +18,7 @@ use crate::ipc::{
 };
 use crate::{Error, HandshakeFault, Result};
 
-/// Counts its clients; answers with what it is asked.
+/// Counts its clients; echoes requests.
 #[derive(Default)]
 pub(super) struct Book {
     pub(super) here: AtomicU64,
@@ -112,15 +113,15 @@ fn ends(socket: &OwnedFd) -> bool {
 }
 
 #[test]
-fn whoever_talks_nonsense_to_a_keeper_is_put_out_alone() {
+fn a_client_that_sends_garbage_is_disconnected_alone() {
     alone(
         module_path!(),
-        "whoever_talks_nonsense_to_a_keeper_is_put_out_alone",
+        "a_client_that_sends_garbage_is_disconnected_alone",
         || {
-            // A newer one would not let the descriptors in.
+            // A newer kernel would not accept the descriptors.
             crate::os::IS_OLD_KERNEL.store(true, std::sync::atomic::Ordering::SeqCst);
             let scratch = Scratch::new();
-            let (_keeper, book) = open(&scratch, AccessPolicy::default());
+            let (_server, book) = open(&scratch, AccessPolicy::default());
             let good = attach(&scratch).unwrap();
             let before = settled_descriptors();
             let ask = |body: Vec<u8>| packet(&Message::Request { serial: 1, body });
@@ -154,14 +155,16 @@ fn whoever_talks_nonsense_to_a_keeper_is_put_out_alone() {
                 send_raw(&socket, &second, &[]).unwrap();
                 assert!(ends(&socket));
             }
-            // This process is the clients', too: what they might still touch is theirs until it dies.
+            // This process is the clients', too: memory that they might still touch stays until it
+            // dies.
             eventually("all three are suspect", || book.suspects.load(SeqCst) == 3);
             let pipes = pipe();
             let socket = scratch.connection();
             send_raw(&socket, &packet(&visit()), &[pipes.as_fd()]).unwrap();
             assert!(ends_or_refused(&socket), "descriptors where none are due");
             drop((socket, pipes));
-            // Three suspects are kept: a socket each. Of their process, which is this one, everything is there.
+            // Three suspects keep a socket each. Their process, which is this one, keeps
+            // everything.
             eventually("every other descriptor is closed", || {
                 descriptors() == before + 3
             });
@@ -170,7 +173,7 @@ fn whoever_talks_nonsense_to_a_keeper_is_put_out_alone() {
     );
 }
 
-/// Refused, or closed; a refused mute is closed with the test's end of the connection.
+/// Refused, or closed; a refused silent client is closed with the test's end of the connection.
 fn ends_or_refused(socket: &OwnedFd) -> bool {
     matches!(
         hear(socket),
@@ -179,9 +182,9 @@ fn ends_or_refused(socket: &OwnedFd) -> bool {
 }
 
 #[test]
-fn random_packets_neither_panic_nor_hang_a_keeper() {
+fn random_packets_neither_panic_nor_hang_a_server() {
     let scratch = Scratch::new();
-    let (_keeper, _book) = open(&scratch, AccessPolicy::default());
+    let (_server, _book) = open(&scratch, AccessPolicy::default());
     let good = attach(&scratch).unwrap();
     let mut random = Random(7);
     for _ in 0..300 {
@@ -200,13 +203,13 @@ fn random_packets_neither_panic_nor_hang_a_keeper() {
 }
 
 #[test]
-fn a_visitor_that_does_not_read_is_put_out_and_holds_nobody_up() {
+fn a_client_that_does_not_read_is_disconnected_and_blocks_no_other() {
     let scratch = Scratch::new();
-    let (_keeper, book) = open(&scratch, AccessPolicy::default());
+    let (_server, book) = open(&scratch, AccessPolicy::default());
     let good = attach(&scratch).unwrap();
     let socket = scratch.connection();
     send_raw(&socket, &packet(&visit()), &[]).unwrap();
-    // It asks and asks, and never reads an answer.
+    // It sends requests, and never reads an answer.
     let question = packet(&Message::Request {
         serial: 1,
         body: vec![0; 512],
@@ -220,9 +223,9 @@ fn a_visitor_that_does_not_read_is_put_out_and_holds_nobody_up() {
 }
 
 #[test]
-fn a_full_keeper_says_so_and_a_crowd_of_mutes_keeps_nobody_out() {
+fn a_full_server_says_so_and_silent_connections_exclude_no_client() {
     let scratch = Scratch::new();
-    let (_keeper, book) = open(
+    let (_server, book) = open(
         &scratch,
         AccessPolicy {
             limits: PeerLimits {
@@ -255,7 +258,7 @@ fn a_full_keeper_says_so_and_a_crowd_of_mutes_keeps_nobody_out() {
     drop((mutes, second));
 }
 
-/// A server that says what it is told to.
+/// A server under the test's control.
 struct Liar {
     claim: crate::ipc::domain::NameClaim,
 }
@@ -267,7 +270,7 @@ impl Liar {
         }
     }
 
-    /// Answers one client's first words with `packets`, and keeps the connection.
+    /// Answers one client's first message with `packets`, and keeps the connection.
     fn receive(&self, packets: &[(Vec<u8>, usize)]) -> OwnedFd {
         use rustix::net::{SocketFlags, accept_with};
         crate::ipc::message::wait_readable(self.claim.listener.as_fd(), LONG);
@@ -290,7 +293,7 @@ impl Liar {
 }
 
 #[test]
-fn a_visitor_refuses_an_admission_that_is_none() {
+fn a_client_refuses_an_invalid_admission() {
     let scratch = Scratch::new();
     let liar = Liar::new(&scratch);
     let granted = |fds| {
@@ -355,7 +358,7 @@ fn a_visitor_refuses_an_admission_that_is_none() {
 }
 
 #[test]
-fn a_keeper_of_another_run_than_a_ticket_names_is_refused_whatever_it_gives() {
+fn a_server_of_another_incarnation_than_the_tickets_is_refused() {
     use crate::memory::ticket::{Ticket, Wanted};
     let scratch = Scratch::new();
     let liar = Liar::new(&scratch);
@@ -391,10 +394,10 @@ fn a_keeper_of_another_run_than_a_ticket_names_is_refused_whatever_it_gives() {
 }
 
 #[test]
-fn answers_that_nobody_asked_for_are_dropped_and_a_silent_keeper_times_out() {
+fn unrequested_answers_are_dropped_and_a_silent_server_times_out() {
     alone(
         module_path!(),
-        "answers_that_nobody_asked_for_are_dropped_and_a_silent_keeper_times_out",
+        "unrequested_answers_are_dropped_and_a_silent_server_times_out",
         || {
             let scratch = Scratch::new();
             let liar = Liar::new(&scratch);
@@ -438,7 +441,7 @@ fn answers_that_nobody_asked_for_are_dropped_and_a_silent_keeper_times_out() {
 }
 
 #[test]
-fn a_visitor_that_is_put_out_is_told_why() {
+fn a_disconnected_client_gets_the_reason() {
     let scratch = Scratch::new();
     let liar = Liar::new(&scratch);
     let granted = packet(&Message::SessionOpened {
@@ -486,8 +489,8 @@ fn a_visitor_that_is_put_out_is_told_why() {
 }
 
 #[test]
-fn a_keeper_that_dies_is_told_of_when_its_process_is_proven_dead() {
-    /// Remembers what it was told, in order.
+fn a_servers_death_is_reported_when_its_process_is_proven_dead() {
+    /// Records its notifications, in order.
     #[derive(Default)]
     struct Witness(Mutex<Vec<&'static str>>);
 
@@ -504,22 +507,22 @@ fn a_keeper_that_dies_is_told_of_when_its_process_is_proven_dead() {
         }
     }
     use std::io::{BufRead, BufReader};
-    let test = "a_keeper_that_dies_is_told_of_when_its_process_is_proven_dead";
-    if super::stage::role().as_deref() == Some("keeper") {
+    let test = "a_servers_death_is_reported_when_its_process_is_proven_dead";
+    if super::stage::role().as_deref() == Some("server") {
         let domain = crate::Domain::from_environment().unwrap();
         let at = Address {
             domain: &domain,
             name: &name(),
             kind: Kind::Pool,
         };
-        let _keeper =
+        let _server =
             IpcServer::open(&at, AccessPolicy::default(), Arc::new(Book::default())).unwrap();
         println!("ready");
         let _ = std::io::stdin().read_line(&mut String::new());
         return;
     }
     let scratch = Scratch::new();
-    let mut command = super::stage::command(module_path!(), test, "keeper");
+    let mut command = super::stage::command(module_path!(), test, "server");
     command
         .env("WARPIPE_DOMAIN", &scratch.path)
         .stdin(std::process::Stdio::piped());

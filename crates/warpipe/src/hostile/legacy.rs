@@ -1,5 +1,5 @@
-//! Legacy handles between real processes: exporters that die, free, lie or belong to another user. **This module is
-//! marked for unsafe**: it exports addresses and closes by hand.
+//! Legacy handles between real processes: exporters that die, free, lie or belong to another user.
+//! **This module is marked for unsafe**: it exports addresses and closes by hand.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{ChildStdin, ChildStdout, Stdio};
@@ -18,7 +18,7 @@ fn pattern() -> Vec<u8> {
     Random(7).bytes(BYTES as usize)
 }
 
-/// Exports memory, says its handle, then does what it is told until it is told no more.
+/// Exports memory, reports its handle, then follows commands until its input ends.
 fn export_and_obey() {
     let device = Device::host();
     let stream = device.stream().unwrap();
@@ -80,7 +80,7 @@ impl Exporter {
     }
 }
 
-/// What follows `word` in the next line that has it (the test runner writes into some of them).
+/// The rest of the next line behind `word` (the test runner writes into some lines).
 fn hear(answers: &mut impl BufRead, word: &str) -> String {
     let found = answers
         .lines()
@@ -89,7 +89,7 @@ fn hear(answers: &mut impl BufRead, word: &str) -> String {
     found.unwrap_or_else(|| panic!("the other process ended without {word}"))
 }
 
-/// Whether this process is the exporter of its test, and has been it.
+/// Whether this process is the exporter of its test, and has finished.
 fn was_exporter() -> bool {
     let is_exporter = role().as_deref() == Some("exporter");
     if is_exporter {
@@ -121,7 +121,7 @@ fn assert_whole(memory: &LegacyMemory) {
     assert_eq!(bytes, pattern()[OFFSET as usize..]);
 }
 
-/// A stream that does nothing until the sender is dropped.
+/// A stream that is blocked until the sender is dropped.
 fn blocked(device: &Device) -> (Stream, mpsc::Sender<()>) {
     let (stream, (go, wait)) = (device.stream().unwrap(), mpsc::channel::<()>());
     stream.call(move || assert!(wait.recv().is_err())).unwrap();
@@ -178,7 +178,7 @@ fn a_handle_that_says_its_allocation_is_longer_than_it_is_opens_nothing_of_what_
     }
     let (exporter, device) = (Exporter::start(test), Device::host());
     let mut bytes = exporter.handle.to_bytes();
-    // The allocation's length, and where the range begins in it; the checksum is no secret.
+    // The allocation's length, and the range's offset in it; the checksum is not secret.
     bytes[64..72].copy_from_slice(&(1u64 << 40).to_le_bytes());
     bytes[72..80].copy_from_slice(&(1u64 << 39).to_le_bytes());
     let sum = crate::origin::hash(&bytes[..152]);
@@ -284,7 +284,7 @@ fn what_is_open_cannot_be_exported_again_and_not_be_closed_twice() {
     let exporter = Exporter::start(test);
     let device = Device::host();
     let memory = exporter.handle.open(&device).unwrap();
-    // SAFETY: the memory is open; that it is refused is what is tried.
+    // SAFETY: the memory is open; the test expects a refusal.
     let exported = unsafe { LegacyHandle::export(&device, memory.ptr(), 8) };
     assert!(matches!(
         exported,
@@ -300,7 +300,7 @@ fn what_is_open_cannot_be_exported_again_and_not_be_closed_twice() {
         .backend()
         .open_legacy(handle.raw(), handle.allocation_bytes(), handle.device())
         .unwrap();
-    // SAFETY: opened above, and no stream used it; the second is what is tried.
+    // SAFETY: opened above, and no stream used it; the test expects a refusal of the second close.
     let closes = unsafe {
         [
             device.backend().close_legacy(base),
@@ -332,7 +332,8 @@ fn memory_is_not_closed_under_a_stream_that_was_named_and_closed_under_one_that_
     let used = named.handle.open(&device).unwrap();
     used.used_by(&stream).unwrap();
     drop(used);
-    // The negative control: nothing else holds a close back, and it comes after the other was let go.
+    // The negative control: nothing else delays a close, and it comes after the other stream was
+    // released.
     drop(unnamed.handle.open(&device).unwrap());
     eventually("what no stream uses is closed", || {
         calls(&counting, "close_legacy") == 1
@@ -419,7 +420,8 @@ fn forged_driver_bytes_open_nothing_and_do_no_harm() {
             continue;
         }
         if let Ok(base) = open(&raw, BYTES) {
-            // The number of another thread of the exporter names the same process, and so the same memory.
+            // The number of another thread of the exporter names the same process, and so the same
+            // memory.
             let but_pid = |raw: &IpcBytes| [&raw[..32], &raw[36..]].concat();
             assert_eq!(but_pid(&raw), but_pid(exporter.handle.raw()));
             // SAFETY: opened just now, and no stream used it.
@@ -442,7 +444,8 @@ fn another_user_cannot_open_a_handle() {
         return;
     }
     if role().as_deref() == Some("stranger") {
-        // SAFETY: plain system calls; this process has one test and no other thread that minds.
+        // SAFETY: plain system calls; this process has one test and no other thread that depends on
+        // the user.
         let codes = unsafe { [libc::setgid(65534), libc::setuid(65534)] };
         assert_eq!(codes, [0, 0]);
         let handle: LegacyHandle = std::env::var("WARPIPE_HOSTILE_HANDLE")
@@ -467,11 +470,12 @@ fn another_user_cannot_open_a_handle() {
     );
 }
 
-/// What a forked child finds of its parent's; the number of the first thing that is not as it should be, or 0.
+/// Checks a forked child's view of its parent's memory. Returns the number of the first failed
+/// check, or 0.
 fn in_a_forked_child(exporter: &Exporter, memory: LegacyMemory, own: u64, stream: &Stream) -> i32 {
     let device = Device::host();
     let is_forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked));
-    // SAFETY: the allocation is its parent's; that it is refused is what is tried.
+    // SAFETY: the allocation is its parent's; the test expects a refusal.
     let exported = unsafe { LegacyHandle::export(&device, own, 8) };
     if !is_forked(memory.used_by(stream)) {
         return 1;
@@ -507,7 +511,7 @@ fn a_forked_child_opens_handles_of_its_own_and_harms_none_of_its_parents() {
             device.stream().unwrap(),
         );
         let own = device.backend().allocate_plain(4096).unwrap();
-        // SAFETY: the child does what is tried, and ends without running anybody's destructors.
+        // SAFETY: the child runs the checks, and ends without destructors.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let code = in_a_forked_child(&exporter, memory, own, &stream);

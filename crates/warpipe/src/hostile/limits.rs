@@ -1,5 +1,5 @@
-//! Descriptors, files and memory that run out: a typed error, nothing left behind, and afterwards it works.
-//! **This module is marked for unsafe**: it ignores a signal.
+//! Descriptors, files and memory that run out: a typed error, no leak, and later success. **This
+//! module is marked for unsafe**: it ignores a signal.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
@@ -26,13 +26,13 @@ fn set_soft(resource: Resource, soft: Option<u64>) {
     .unwrap();
 }
 
-/// Leaves room for `spare` descriptors and no more. Returns how many are open.
+/// Leaves room for `spare` descriptors and no more. Returns the number of open ones.
 fn leave_descriptors(spare: usize) -> usize {
     let names = std::fs::read_dir("/proc/self/fd").unwrap();
     let numbers =
         names.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<i32>().ok());
     let highest = numbers.max().unwrap();
-    // Free numbers below the highest one are filled, and stay so.
+    // Fills the free numbers below the highest one.
     loop {
         let file = std::fs::File::open("/dev/null").unwrap();
         if file.as_raw_fd() > highest {
@@ -45,7 +45,7 @@ fn leave_descriptors(spare: usize) -> usize {
     open
 }
 
-/// None at all, also when what is on its way out has gone.
+/// Leaves room for none, also after pending closes.
 fn leave_no_descriptor() {
     settled_descriptors();
     leave_descriptors(0);
@@ -100,7 +100,7 @@ fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() 
     );
 }
 
-/// A publisher in another process, which does what it is told line by line.
+/// A publisher in another process, which follows commands line by line.
 struct Host {
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
@@ -191,8 +191,8 @@ fn subscribe(scratch: &Scratch) -> crate::Result<Subscriber> {
 }
 
 #[test]
-fn a_publisher_without_descriptors_refuses_newcomers_and_serves_who_is_there() {
-    let test = "a_publisher_without_descriptors_refuses_newcomers_and_serves_who_is_there";
+fn a_publisher_without_descriptors_refuses_new_subscribers_and_serves_the_others() {
+    let test = "a_publisher_without_descriptors_refuses_new_subscribers_and_serves_the_others";
     if role().as_deref() == Some("host") {
         return serve();
     }
@@ -221,7 +221,7 @@ fn a_publisher_without_descriptors_refuses_newcomers_and_serves_who_is_there() {
             Err(error) => panic!("{spare} spare: {error}"),
         }
         failures += 1;
-        // The raised limit serves the next one, at once or as soon as the backlog has been looked at.
+        // The raised limit serves the next one, at once or as soon as the backlog has been checked.
         super::stage::eventually("a newcomer is let in again", || subscribe(&scratch).is_ok());
     }
     assert!((1..12).contains(&failures), "{failures} failures");
@@ -269,7 +269,7 @@ fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_som
         host.say("send 1");
         drop(subscriber.receive(&stream).unwrap());
         leave_no_descriptor();
-        // Each in memory of its own, announced behind the one before.
+        // Each in memory of its own, announced after the previous one.
         host.say("send 4000000");
         host.say("send 40000000");
         let mut errors = Vec::new();
@@ -282,7 +282,7 @@ fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_som
             errors.extend(is_told.then_some(error));
             errors.len() == 3
         });
-        // An event loop is not told, and waits.
+        // An event loop is not woken, and waits.
         assert!(subscriber.try_receive(&stream).unwrap().is_none());
         set_soft(Resource::Nofile, None);
         for bytes in [4_000_000, 40_000_000] {
@@ -299,7 +299,7 @@ fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_som
     });
 }
 
-/// A publisher's last sample lies in memory that its subscriber has no descriptor for when it ends.
+/// A publisher ends while its subscriber has no descriptor for the memory of its last sample.
 fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
     if role().as_deref() == Some("host") {
         return serve();
@@ -354,9 +354,9 @@ fn what_a_publisher_sent_before_its_death_is_received_once_there_are_descriptors
 }
 
 #[test]
-fn a_goodbye_behind_a_region_is_heard_once_there_are_descriptors() {
+fn a_close_behind_a_region_is_received_once_there_are_descriptors() {
     ends_while_descriptors_lack(
-        "a_goodbye_behind_a_region_is_heard_once_there_are_descriptors",
+        "a_close_behind_a_region_is_received_once_there_are_descriptors",
         true,
     );
 }
@@ -585,7 +585,8 @@ fn a_reactor_that_finds_no_thread_leaves_nothing_and_can_be_started_later() {
             if !rustix::process::geteuid().is_root() {
                 return println!("skipped: the limit is of users who are not root");
             }
-            // SAFETY: plain system calls; this process has one test and no other thread that minds.
+            // SAFETY: plain system calls; this process has one test and no other thread that
+            // depends on the user.
             let answer = unsafe { [libc::setgid(LIMITED), libc::setuid(LIMITED)] };
             assert_eq!(answer, [0, 0]);
             let (before, mut failures) = ((threads(), settled_descriptors()), 0);
@@ -718,7 +719,7 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
         names.iter().for_each(|name| open(name).unwrap());
         settled_descriptors();
         for name in names {
-            // However far it comes before it has none left.
+            // However far it gets before it has none left.
             for spare in 1..20 {
                 set_soft(Resource::Nofile, None);
                 leave_descriptors(spare);
@@ -761,7 +762,7 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
                 .map_while(std::result::Result::ok)
                 .any(|line| line.contains("no descriptors left"))
         );
-        // The client lives, and its pipe is open.
+        // The client is alive, and its pipe is open.
         super::stage::eventually("nothing of it is kept", || descriptors() <= before + 1);
         drop(client);
     });

@@ -1,7 +1,9 @@
-//! Descriptors whose `close` takes as long as their sender likes: they hold up nobody but the thread that closes them.
+//! Descriptors whose `close` takes as long as their sender wants: they block only the thread that
+//! closes them.
 //!
-//! Each test runs twice: as the kernel is (from Linux 6.16 on it keeps most of these descriptors out), and as an older
-//! one, where they all come in. What fails here hangs.
+//! Each test runs twice: with the kernel as it is (from Linux 6.16 on it rejects most of these
+//! descriptors), and as with an older one, where all of them are received. A failure here is a
+//! hang.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -29,7 +31,7 @@ use crate::os::IS_OLD_KERNEL;
 use crate::runtime::closer::{QUEUE_THREADS_MAX, pending_closes};
 use crate::{Device, Error, Publisher, Subscriber};
 
-/// A TCP socket with `SO_LINGER` and data that nobody reads: its last `close` returns when this is dropped.
+/// A TCP socket with `SO_LINGER` and unread data: its last `close` returns when this is dropped.
 pub(super) struct Lingering {
     socket: Option<OwnedFd>,
     _reader: TcpStream,
@@ -38,7 +40,7 @@ pub(super) struct Lingering {
 impl Lingering {
     pub(super) fn new() -> Lingering {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        // Its connections take no more than this in, however long they are given.
+        // Its connections accept no more than this, for any length of time.
         rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 1024).unwrap();
         let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (reader, _) = listener.accept().unwrap();
@@ -55,9 +57,9 @@ impl Lingering {
         self.socket.as_ref().unwrap().as_fd()
     }
 
-    /// Gives this process's own copy up: who sent it keeps none.
+    /// Closes this process's own copy: a sender keeps none.
     fn let_go(&mut self) {
-        // The last one if the kernel kept it out, or the peer has closed its own by now.
+        // The last copy if the kernel rejected it, or the peer has closed its own by now.
         let socket = self.socket.take();
         std::thread::spawn(move || drop(socket));
     }
@@ -80,7 +82,7 @@ fn on_both_kernels(test: &str, body: impl Fn()) {
         if is_old {
             command.env("WARPIPE_HOSTILE_OLD_KERNEL", "1");
         }
-        // What fails here hangs, and is killed.
+        // A failure here is a hang, and is killed.
         command.stdout(std::process::Stdio::null());
         let mut process = super::stage::Guarded(command.spawn().unwrap());
         let start = std::time::Instant::now();
@@ -95,7 +97,8 @@ fn on_both_kernels(test: &str, body: impl Fn()) {
     }
 }
 
-/// Sends a lingering descriptor with a packet. Whether it came through: a kernel may refuse it.
+/// Sends a lingering descriptor with a packet. Returns whether it was accepted: a kernel may reject
+/// it.
 pub(super) fn throw(socket: impl AsFd, bytes: &[u8], thrown: &mut Vec<Lingering>) -> bool {
     let mut lingering = Lingering::new();
     let sent = send_raw(socket, bytes, &[lingering.fd()]);
@@ -111,7 +114,7 @@ pub(super) fn throw(socket: impl AsFd, bytes: &[u8], thrown: &mut Vec<Lingering>
     sent.is_ok()
 }
 
-/// Runs `work` on a thread of its own, since what is to be shown is that it returns.
+/// Runs `work` on a thread of its own, to show that it returns.
 pub(super) fn returns<T: Send + 'static>(
     what: &str,
     work: impl FnOnce() -> T + Send + 'static,
@@ -123,7 +126,7 @@ pub(super) fn returns<T: Send + 'static>(
         .unwrap_or_else(|error| panic!("{what}: {error}"))
 }
 
-/// That threads of this process which hang show nowhere but in the count.
+/// Checks that hanging threads of this process show only in the count.
 pub(super) fn assert_all_goes_on(
     victim: Victim,
     scratch: &Scratch,
@@ -143,14 +146,14 @@ pub(super) fn assert_all_goes_on(
         beat(publisher) < Duration::from_millis(500)
     });
     assert_eq!(good.publisher_state(), Some(PeerState::Alive));
-    // The control thread's, and the rescue is the reactor's.
+    // The control thread's work; the rescue is the reactor's.
     assert_delivers(publisher, &mut scratch.subscriber(), b"to somebody new");
     drop(good.receive_timeout(&stream(), LONG).unwrap());
     victim.assert_rescue();
 }
 
-/// A publisher in another process, which announces a sample that is never complete. Started before anything lingers: a
-/// child has copies of all that is open here, and `exec` closes them.
+/// A publisher in another process, which announces a sample that is never complete. It starts
+/// before anything lingers: a child has copies of all open descriptors, and `exec` closes them.
 pub(super) struct Victim {
     scratch: Scratch,
     process: super::stage::Guarded,
@@ -172,7 +175,7 @@ impl Victim {
         Victim { scratch, process }
     }
 
-    /// A stream of this process that waits for it is let go when it is killed.
+    /// A waiting stream of this process is released when it is killed.
     fn assert_rescue(mut self) {
         let (mut subscriber, stream) = (self.scratch.subscriber(), stream());
         writeln!(self.process.0.stdin.as_mut().unwrap()).unwrap();
@@ -237,7 +240,7 @@ fn lingering_descriptors_hold_no_publisher_up() {
             let socket = attached(&scratch);
             came += usize::from(throw(&socket, second, &mut thrown));
         }
-        // Behind a goodbye, so that it stays unread; and in the wake channel.
+        // Behind a close message, so that it stays unread; and in the wake channel.
         let socket = attached(&scratch);
         send_raw(
             &socket,
@@ -256,14 +259,14 @@ fn lingering_descriptors_hold_no_publisher_up() {
         assert_all_goes_on(victim, &scratch, &publisher, &mut good);
         match IS_OLD_KERNEL.load(SeqCst) {
             true => eventually("a thread hangs, and nobody else", || {
-                // This test has the last copy of some, and closes that itself.
+                // This test has the last copy of some, and closes it itself.
                 throw(scratch.connection(), b"nonsense", &mut thrown);
                 pending_closes() > 0
             }),
             false if came == 0 => assert_eq!(pending_closes(), 0),
             false => println!("this kernel lets descriptors in"),
         }
-        // One that nobody has accepted goes with the listener.
+        // A connection that was not accepted goes with the listener.
         returns("the end of the publisher", move || drop(publisher));
         while good.receive_timeout(&stream(), LONG).is_ok() {}
         thrown.clear();
@@ -271,7 +274,7 @@ fn lingering_descriptors_hold_no_publisher_up() {
     });
 }
 
-/// Lets everybody in.
+/// Admits every client.
 pub(super) struct Open;
 
 impl RequestHandler for Open {
@@ -303,7 +306,7 @@ impl RequestHandler for Open {
     fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
 }
 
-/// As one that the reactor itself answers for.
+/// A handler that runs on the reactor itself.
 pub(super) struct Quick;
 
 impl RequestHandler for Quick {
@@ -337,8 +340,8 @@ impl RequestHandler for Quick {
 }
 
 #[test]
-fn lingering_descriptors_hold_no_keeper_up() {
-    let test = "lingering_descriptors_hold_no_keeper_up";
+fn lingering_descriptors_block_no_server() {
+    let test = "lingering_descriptors_block_no_server";
     on_both_kernels(test, || {
         let keeps: [Arc<dyn RequestHandler>; 2] = [Arc::new(Open), Arc::new(Quick)];
         for keep in keeps {
@@ -390,7 +393,8 @@ fn lingering_descriptors_hold_no_keeper_up() {
     });
 }
 
-/// Attaches to a publisher that then does what it likes with the link: its socket, and both ends of the wake channel.
+/// Attaches to a publisher that then controls the link: its socket, and both ends of the wake
+/// channel.
 pub(super) fn misled(
     scratch: &Scratch,
     mislead: impl FnOnce(&OwnedFd, &Offer) + Send,
@@ -427,7 +431,8 @@ fn lingering_descriptors_hold_no_subscriber_up() {
         let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
         let publisher = elsewhere.publisher(|it| it);
         let (mut good, mut thrown) = (elsewhere.subscriber(), Vec::new());
-        // In the handshake: where the segment, the wake channel and a region are due, and where nothing is.
+        // In the handshake: in place of the segment, the wake channel and a region, and where no
+        // descriptor is due.
         for place in 0..4 {
             let error = meet(&scratch, Duration::from_millis(300), |socket| {
                 let mut offer = Offer::new();
@@ -454,7 +459,7 @@ fn lingering_descriptors_hold_no_subscriber_up() {
             assert!(error.is_err(), "{place}");
         }
         assert_all_goes_on(one, &elsewhere, &publisher, &mut good);
-        // On a link that stands.
+        // On an established link.
         let due = [
             packet(&Message::Region {
                 id: 1,
@@ -474,7 +479,7 @@ fn lingering_descriptors_hold_no_subscriber_up() {
             returns("the end of a subscriber", move || drop(end));
         }
         assert_all_goes_on(two, &elsewhere, &publisher, &mut good);
-        // In the wake channel, whose other end, and a copy of this one, is the publisher's.
+        // In the wake channel: the publisher has its other end, and a copy of this one.
         let mut misled = misled(&scratch, |_, offer| {
             let theirs = offer.fds[1].as_fd();
             crate::os::let_descriptors_in(theirs, true);
@@ -500,7 +505,7 @@ fn more_lingering_descriptors_than_threads_wait_and_are_closed_in_the_end() {
         let (scratch, victim) = (Scratch::new(), Victim::start(module_path!(), test));
         let publisher = scratch.publisher(|it| it);
         let (mut good, mut thrown) = (scratch.subscriber(), Vec::new());
-        // Of some of them this test has the last copy: its threads hang then.
+        // This test has the last copy of some of them: its threads hang then.
         eventually("more hang than there are threads for", || {
             assert!(throw(scratch.connection(), b"nonsense", &mut thrown));
             pending_closes() > QUEUE_THREADS_MAX

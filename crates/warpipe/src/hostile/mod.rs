@@ -1,6 +1,7 @@
-//! Bad input and hostile peers: what comes in from outside, made as wrong as it can be.
+//! Bad input and hostile peers.
 //!
-//! Each test checks the type of the error, that nothing was lost or left, and that both sides still work.
+//! Each test checks the type of the error, that nothing was lost or leaked, and that both sides
+//! still work.
 
 mod children;
 mod crowd;

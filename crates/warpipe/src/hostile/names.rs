@@ -1,4 +1,4 @@
-//! Names that nobody may have, and directories that cannot be domains.
+//! Invalid names, and directories that cannot be domains.
 
 use std::fs::Permissions;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};

@@ -1,5 +1,5 @@
-//! Processes of other PID namespaces, as containers are: each is number 1 where it counts, and 0 or some other number
-//! where others do. **This module is marked for unsafe**: it makes namespaces.
+//! Processes of other PID namespaces, as in containers: each has the number 1 in its own, and 0 or
+//! another number in others. **This module is marked for unsafe**: it makes namespaces.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
@@ -10,8 +10,8 @@ use crate::origin::ProcessOrigin;
 use crate::queue::{Queue, Worker};
 use crate::{Change, Device, Domain, Error, Member, Members, PeerState, Publisher, Subscriber};
 
-/// Has a command run as the first process of a PID namespace of its own, in a user namespace in which its user is root.
-/// It ends with the process that is started here, which waits for it.
+/// Runs a command as the first process of a PID namespace of its own, in a user namespace in which
+/// its user is root. It ends with the process that is started here, which waits for it.
 ///
 /// `proc` is mounted anew, as container runtimes do it; or not, if the role says `bare`.
 fn isolate(command: &mut Command, role: &str) {
@@ -27,7 +27,8 @@ fn isolate(command: &mut Command, role: &str) {
     ];
     let enter = move || {
         let failed = || Err(std::io::Error::last_os_error());
-        // SAFETY: plain system calls. The child that this is called in has one thread, as has the one that it forks.
+        // SAFETY: plain system calls. The child in which this is called has one thread, as has the
+        // child that it forks.
         unsafe {
             if libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWPID | libc::CLONE_NEWNS) != 0 {
                 return failed();
@@ -51,7 +52,7 @@ fn isolate(command: &mut Command, role: &str) {
                     if codes == [0, 0] { Ok(()) } else { failed() }
                 }
                 child => {
-                    // What tells the parent of the `exec` is open here, too.
+                    // The descriptor that reports `exec` to the parent is open here, too.
                     libc::close_range(0, u32::MAX, 0);
                     let mut status = 0;
                     libc::waitpid(child, &mut status, 0);
@@ -60,11 +61,11 @@ fn isolate(command: &mut Command, role: &str) {
             }
         }
     };
-    // SAFETY: the closure makes system calls; what it writes was allocated before the fork.
+    // SAFETY: the closure makes system calls; its data was allocated before the fork.
     unsafe { command.pre_exec(enter) };
 }
 
-/// A process of another namespace, which does what it is told line by line.
+/// A process of another namespace, which follows commands line by line.
 struct Island {
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
@@ -93,7 +94,7 @@ impl Island {
         writeln!(self.stdin, "{order}").unwrap();
     }
 
-    /// The next thing that it says.
+    /// Its next line.
     fn hear(&mut self) -> String {
         let mut line = String::new();
         loop {
@@ -119,7 +120,8 @@ impl Island {
     }
 }
 
-/// Starts one for each role, and runs `body` with them; skips the test where no namespace is to be had.
+/// Starts one for each role, and runs `body` with them; skips the test where namespaces are not
+/// available.
 fn with_islands<const N: usize>(
     test: &str,
     roles: [&str; N],
@@ -157,7 +159,7 @@ fn domain() -> Domain {
     Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap()
 }
 
-/// Publishes `a`, and tells of its subscribers.
+/// Publishes `a`, and reports its subscribers.
 fn publish() {
     let (mut publisher, stream) = (None, stream());
     for order in orders() {
@@ -181,7 +183,7 @@ fn publish() {
     }
 }
 
-/// Subscribes to `a`, and tells what comes.
+/// Subscribes to `a`, and reports its samples.
 fn subscribe() {
     let (mut subscriber, stream) = (None, stream());
     for order in orders() {
@@ -240,7 +242,7 @@ fn two_processes_that_do_not_see_each_other_share_a_channel_and_each_others_deat
     });
 }
 
-/// Does jobs of the queue `q`: what it is given, and its own answer; or takes one and keeps it.
+/// Works on the queue `q`: returns each job with its own answer; or takes one and keeps it.
 fn work() {
     let (mut worker, stream) = (None, stream());
     for order in orders() {
@@ -327,7 +329,7 @@ fn a_queue_tells_workers_apart_that_are_all_number_one_and_does_a_dead_ones_job_
     );
 }
 
-/// Is a member, and holds an endpoint.
+/// Joins as a member, and holds an endpoint.
 fn join() {
     let mut held = None;
     for name in orders() {

@@ -1,4 +1,4 @@
-//! Raw clients against a real publisher: whatever they say, it refuses them alone and goes on.
+//! Raw clients against a real publisher: it refuses wrong messages alone and continues.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
@@ -25,7 +25,7 @@ pub(super) fn hello() -> Message {
     }
 }
 
-/// Reads until the connection has ended; returns the refusal if there was one.
+/// Reads until the connection has ended; returns the rejection if there was one.
 fn last_word(socket: &OwnedFd) -> Option<String> {
     let mut refusal = None;
     loop {
@@ -110,7 +110,7 @@ fn a_hello_with_descriptors_is_refused_and_they_are_closed() {
         module_path!(),
         "a_hello_with_descriptors_is_refused_and_they_are_closed",
         || {
-            // A newer one would not let the descriptors in.
+            // A newer kernel would not accept the descriptors.
             crate::os::IS_OLD_KERNEL.store(true, std::sync::atomic::Ordering::SeqCst);
             let scratch = Scratch::new();
             let publisher = scratch.publisher(|it| it);
@@ -123,7 +123,7 @@ fn a_hello_with_descriptors_is_refused_and_they_are_closed() {
                 let socket = scratch.connection();
                 send_raw(&socket, &packet(&hello()), &fds).unwrap();
                 let refusal = last_word(&socket).unwrap_or_default();
-                // Two are as many as a lifeline has, and these have ended.
+                // Two is a lifeline's number, and these have ended.
                 let reason = if count == 2 { "closed" } else { "descriptors" };
                 assert!(refusal.contains(reason), "{count}: {refusal:?}");
             }
@@ -171,7 +171,7 @@ fn garbage_by_the_thousand_harms_nobody() {
     );
 }
 
-/// A client that has said Hello, was welcomed and has not said that it is attached.
+/// A client that has sent Hello, was welcomed and has not reported that it is attached.
 fn welcomed(scratch: &Scratch) -> OwnedFd {
     let socket = scratch.connection();
     send_raw(&socket, &packet(&hello()), &[]).unwrap();
@@ -236,10 +236,10 @@ fn words_that_make_no_sense_behind_the_hello_end_that_link_alone() {
 }
 
 #[test]
-fn who_says_nothing_is_sent_away_in_time_before_and_after_the_hello() {
+fn a_silent_client_is_refused_in_time_before_and_after_the_hello() {
     alone(
         module_path!(),
-        "who_says_nothing_is_sent_away_in_time_before_and_after_the_hello",
+        "a_silent_client_is_refused_in_time_before_and_after_the_hello",
         || {
             let scratch = Scratch::new();
             let publisher = scratch.publisher(|it| it.handshake_timeout(Duration::from_secs(2)));
@@ -257,7 +257,7 @@ fn who_says_nothing_is_sent_away_in_time_before_and_after_the_hello() {
 }
 
 #[test]
-fn a_crowd_of_mutes_keeps_nobody_out() {
+fn silent_connections_exclude_no_subscriber() {
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| it.handshake_timeout(LONG));
     let crowd: Vec<_> = (0..300).map(|_| scratch.connection()).collect();
@@ -291,7 +291,7 @@ fn subscribers_above_the_limit_are_refused_and_places_come_back() {
 }
 
 #[test]
-fn a_policy_that_panics_costs_its_applicant_the_link_and_nobody_else() {
+fn a_policy_that_panics_refuses_only_the_client_it_was_asked_about() {
     let scratch = Scratch::new();
     let angry = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
     let mood = angry.clone();

@@ -1,4 +1,5 @@
-//! Receivers that lie on a link that stands: their publisher goes on serving the others, with the right contents.
+//! Receivers that lie on an established link: their publisher continues to serve the others, with
+//! the right contents.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Stdio;
@@ -16,7 +17,7 @@ use crate::ipc::message::{Message, Received};
 use crate::shm::seal;
 use crate::{Error, Layout, Policy, Publisher};
 
-/// A client that has attached by the book and holds its segment.
+/// A client that has attached correctly and holds its segment.
 struct Liar {
     socket: OwnedFd,
     words: Words,
@@ -92,7 +93,7 @@ fn whatever_a_receiver_scribbles_the_good_one_gets_every_sample_whole() {
                         let payload = random.bytes(length);
                         match publisher.send_bytes(&stream, &payload) {
                             Ok(_) => sent += 1,
-                            // The liar is full, and its publisher has said that it may not miss anything.
+                            // The liar is full, and its publisher has promised it every sample.
                             Err(Error::Timeout { .. } | Error::Full { .. })
                                 if policy.is_lossless() =>
                             {
@@ -157,7 +158,7 @@ fn a_receiver_that_calls_everything_done_has_nothing_unmapped_under_the_publishe
     eventually("the liar is forgotten", || {
         publisher.subscribers().is_empty()
     });
-    // A link that ended later, and whose streams have nothing to do, shows that its turn has come and gone.
+    // A link that ended later, and whose streams are idle, shows that this link's turn has passed.
     let honest = Liar::attach(&elsewhere);
     let later = honest.segment();
     assert_delivers(&another, &mut elsewhere.subscriber(), b"elsewhere");
@@ -184,7 +185,7 @@ fn a_slot_called_released_is_not_used_again_while_it_is_being_filled() {
     publisher
         .send_slice(&busy, &whole, &vec![7; 2 << 20])
         .unwrap();
-    // What a receiver does that releases without having waited.
+    // A receiver that releases without having waited does this.
     liar.words.release_all(1);
     let error = publisher.loan(&whole).unwrap_err();
     assert!(matches!(error, Error::MemoryLimit { .. }), "{error}");
@@ -226,7 +227,7 @@ fn slots_of_a_killed_scribbler_come_back_whatever_it_left_in_its_words() {
         eventually("the dead is buried", || publisher.subscribers().is_empty());
         drop(scribbler);
     }
-    // All of the memory can be had at once again.
+    // All of the memory can be allocated at once again.
     let half = Layout::bytes_only(2 << 20).unwrap();
     let loans = [
         publisher.loan(&half).unwrap(),
@@ -307,7 +308,7 @@ fn a_sample_whose_wait_or_release_fails_once_is_neither_lost_nor_kept() {
         backend.hook().aim("batch", 1);
         if round % 2 == 0 {
             drop(sample);
-            // A drop has nobody to tell, so it ends the link rather than keep the slot.
+            // A drop cannot report an error, so it ends the link rather than keep the slot.
             let error = subscriber.receive(&theirs).unwrap_err();
             assert!(matches!(error, Error::Injected { .. }), "{error}");
             subscriber = crate::Subscriber::builder("a")

@@ -112,7 +112,7 @@ impl Play {
                     self.incomplete.push(position)
                 }
             }
-            // Full is right as long as something is used; an empty ring has room.
+            // Full is right as long as an entry is in use; an empty ring has room.
             RingSpace::Full => assert!(!used.is_empty(), "a ring that nobody uses is full"),
         }
     }
@@ -200,7 +200,7 @@ fn play_all(depth: u32, length: u32) {
             play.step(STEPS[(rest % STEPS.len() as u64) as usize]);
             rest /= STEPS.len() as u64;
         }
-        // Whatever happened, everything can be finished, and then the ring is as good as new.
+        // Everything can be finished in any state, and then the ring is as good as new.
         while !play.incomplete.is_empty() {
             play.complete();
         }
@@ -281,7 +281,7 @@ fn under_drop_oldest_two_threads_lose_nothing_that_was_not_dropped() {
     assert!(!received.is_empty());
 }
 
-/// What lies in the entries' words for a sample: a reader that sees another sample's words would notice.
+/// The contents of a sample's entry words: a reader of another sample's words would notice.
 fn fingerprint(sequence: u64) -> Description {
     let metadata = Metadata::new(&[sequence as u8; 256]).unwrap();
     Description {

@@ -1,4 +1,5 @@
-//! A thread that writes nonsense into a link segment as fast as it can. **This module is marked for unsafe.**
+//! A thread that writes garbage into a link segment as fast as it can. **This module is marked for
+//! unsafe.**
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -13,14 +14,14 @@ use super::stage::Random;
 pub(super) const HEADER_WORDS: usize = 512;
 const ENTRY_WORDS: usize = 80;
 
-/// A second mapping of a segment, as a peer has it: words, and nothing that keeps it from writing any.
+/// A second mapping of a segment, as a peer has it: all words are writable.
 #[derive(Debug, Clone)]
 pub(super) struct Words {
     words: &'static [AtomicU64],
 }
 
 impl Words {
-    /// Maps the whole segment, for ever: tests are short.
+    /// Maps the whole segment, and never unmaps it: tests are short.
     pub(super) fn map(fd: impl AsFd) -> Words {
         let bytes = rustix::fs::fstat(&fd).unwrap().st_size as usize;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -36,7 +37,8 @@ impl Words {
             )
         }
         .unwrap();
-        // SAFETY: the mapping is `bytes` long, page-aligned and never unmapped; atomics allow any concurrent access.
+        // SAFETY: the mapping is `bytes` long, page-aligned and never unmapped; atomics allow any
+        // concurrent access.
         let words = unsafe { std::slice::from_raw_parts(base.cast::<AtomicU64>(), bytes / 8) };
         Words { words }
     }
@@ -54,13 +56,13 @@ impl Words {
         self.in_entry(position as usize, 0).load(Relaxed) == position << 2
     }
 
-    /// One word of nonsense, more often in words that decide something.
+    /// Writes one word of garbage, more often into words that matter.
     pub(super) fn scribble(&self, random: &mut Random) {
         let entry = random.below(self.entries() as u64) as usize;
         match random.below(8) {
             0 => self.words[random.below(self.words.len() as u64) as usize]
                 .store(random.edge(), Relaxed),
-            // A state word that could be one: a position that falls on the entry, in any state.
+            // A possible state word: a position that falls on the entry, in any state.
             1 | 2 => {
                 let position = entry as u64 + random.below(8) * self.entries() as u64;
                 self.in_entry(entry, 0)
@@ -79,7 +81,7 @@ impl Words {
         }
     }
 
-    /// Says that everything is ready and released, and has never been aborted, so that whoever waits goes on.
+    /// Marks everything as ready and released, and never aborted, so that all waits end.
     pub(super) fn let_all_go(&self) {
         for entry in 0..self.entries() {
             self.in_entry(entry, 2).store(u64::MAX >> 1, Relaxed);
@@ -87,12 +89,13 @@ impl Words {
         }
     }
 
-    /// Says that `position` is released on every entry, and leaves everything else as it is.
+    /// Marks `position` as released on every entry, and leaves the rest as it is.
     pub(super) fn release_all(&self, position: u64) {
         (0..self.entries()).for_each(|entry| self.in_entry(entry, 64).store(position, Relaxed));
     }
 
-    /// Says of one position alone that it is ready and released, as if its sender had and its receiver had.
+    /// Marks one position alone as ready and released, as if its sender and its receiver had done
+    /// so.
     pub(super) fn forge_end_of(&self, position: u64, depth: u64) {
         for word in [2, 64] {
             self.in_entry((position % depth) as usize, word)
@@ -100,8 +103,8 @@ impl Words {
         }
     }
 
-    /// Scribbles on a thread until the result is dropped, with a pause of `spins` behind each word: without any
-    /// hardly a sample is right long enough to be taken.
+    /// Scribbles on a thread until the result is dropped, with a pause of `spins` after each word:
+    /// without pauses hardly any sample stays valid long enough to be taken.
     pub(super) fn scribble_on(&self, seed: u64, spins: u32) -> Scribbling {
         let (words, stop) = (self.clone(), Arc::new(AtomicBool::new(false)));
         let (stopped, written) = (stop.clone(), Arc::new(AtomicU64::new(0)));
@@ -130,7 +133,7 @@ pub(super) struct Scribbling {
 }
 
 impl Scribbling {
-    /// Words written so far: on a busy machine the thread may not have had its turn yet.
+    /// Words written so far: on a busy machine the thread may not have run yet.
     pub(super) fn written(&self) -> u64 {
         self.written.load(Relaxed)
     }

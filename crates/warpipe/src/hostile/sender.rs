@@ -1,4 +1,5 @@
-//! A sender that lies on a link that stands: its subscriber gets a typed error, and can go on with another.
+//! A sender that lies on an established link: its subscriber gets a typed error, and can continue
+//! with another.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -19,7 +20,7 @@ use crate::{Error, Layout, Subscriber};
 
 const REGION_BYTES: u64 = 2 << 20;
 
-/// A publisher that does what it is told.
+/// A publisher under the test's control.
 struct Fake {
     segment: Arc<Segment>,
     segment_fd: OwnedFd,
@@ -69,7 +70,7 @@ impl Fake {
         rustix::fs::fstat(&self.segment_fd).unwrap().st_ino
     }
 
-    /// Publishes a right sample if there is room, spoilt before the receiver looks.
+    /// Publishes a valid sample if there is room, changed by `spoil` before the receiver reads it.
     fn send(&mut self, spoil: impl FnOnce(&Entry)) {
         let RingSpace::At(position) = self.ring.space() else {
             return;
@@ -123,7 +124,7 @@ const LIES: [Lie; 24] = [
         word(it, PACKED, |packed| packed & !(0x1ff << 32) | 257 << 32)
     }),
     ("flags", |it| word(it, PACKED, |packed| packed | 1 << 63)),
-    // Words of a history that this publisher has not.
+    // Words of a history that this publisher does not have.
     ("completion", |it| {
         word(it, PACKED, |packed| packed | 1 << 57)
     }),
@@ -339,7 +340,7 @@ fn a_wake_channel_that_is_closed_or_rings_without_end_costs_nobody_a_hang() {
         ));
         fake.send(|_| ());
         drop(subscriber.receive(&stream).unwrap());
-        // Nothing is due: a poller must not be told for ever that something is.
+        // Nothing is due: a poller must not be woken for ever.
         assert!(subscriber.try_receive(&stream).unwrap().is_none());
         let fd = subscriber.as_fd().try_clone_to_owned().unwrap();
         eventually("it reads as idle", || {
@@ -358,7 +359,8 @@ fn a_subscriber_that_goes_keeps_its_memory_mapped_under_its_streams_work() {
     let sample = subscriber.receive(&stream).unwrap();
     stream.call(move || assert!(wait.recv().is_err())).unwrap();
     drop(sample);
-    // Its sender calls it released, and it is not: the release is enqueued, and what reads the sample runs before it.
+    // Its sender claims that it is released, but it is not: the release is enqueued behind work
+    // that reads the sample.
     fake.segment.entry(1).released.store(1);
     assert_eq!(
         mappings(fake.inode()),
@@ -366,7 +368,7 @@ fn a_subscriber_that_goes_keeps_its_memory_mapped_under_its_streams_work() {
         "this side's two and the subscriber's"
     );
     drop(subscriber);
-    // A link that ended later, and whose streams have nothing to do, shows that its turn has come and gone.
+    // A link that ended later, and whose streams are idle, shows that this link's turn has passed.
     let (later, another) = Fake::attach(&scratch, true);
     drop(another);
     eventually("a later link is unmapped", || mappings(later.inode()) == 2);
@@ -394,7 +396,7 @@ fn a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_er
             let before = settled_descriptors();
             let (mut calls, mut samples, mut errors) = (0u32, 0u32, 0u32);
             let mut round = 0;
-            // Until enough of both has been seen: how much one round shows is the scheduler's choice.
+            // Until enough of both has been seen: the scheduler decides how much one round shows.
             while round < 400 || (round < ROUNDS_MAX && (samples <= 1000 || errors <= 10)) {
                 round += 1;
                 let (mut fake, mut subscriber) = Fake::attach(&scratch, round % 2 == 0);
@@ -419,7 +421,8 @@ fn a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_er
                                     && sample.metadata().len() <= 256
                             );
                             if call % 16 == 0 {
-                                // Every byte of it can be read, whatever it says. It may never be complete.
+                                // Every byte of it can be read, whatever its contents. It may never
+                                // be complete.
                                 let mut bytes = vec![0; sample.layout().bytes() as usize];
                                 let read = sample.copy_to(&mut bytes, Duration::from_millis(1));
                                 assert!(matches!(
@@ -438,7 +441,8 @@ fn a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_er
                 }
                 drop((subscriber, stream));
                 drop(scribbling);
-                // The dead would be rescued by the reactor; this sender lives, and must let the streams go itself.
+                // The reactor would rescue from a dead sender; this sender is alive, and must
+                // release the streams itself.
                 words.let_all_go();
             }
             println!("{calls} calls, {samples} samples, {errors} errors");

@@ -1,6 +1,8 @@
-//! Descriptors of a file system that does not answer: they hold up nobody, since nobody asks it.
+//! Descriptors of a file system that does not answer: they block no thread, since no code queries
+//! it.
 //!
-//! **This module is marked for unsafe**: it forks. What fails here hangs: on a thread of its own, which the end of the process takes along.
+//! **This module is marked for unsafe**: it forks. A failure here is a hang, on a thread of its own
+//! that ends with the process.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -37,7 +39,7 @@ fn silent() -> Option<(Silent, [OwnedFd; 2])> {
     Some((silent, [opened, located]))
 }
 
-/// As [`alone`], with a part for the process that is to be rescued from.
+/// As [`alone`], with a role for the process that dies.
 fn in_a_process(test: &str, body: impl Fn(Silent, [OwnedFd; 2])) {
     if role().as_deref() == Some("victim") {
         return victim();
@@ -131,8 +133,8 @@ fn files_that_do_not_answer_hold_no_publisher_up() {
 }
 
 #[test]
-fn files_that_do_not_answer_hold_no_keeper_up() {
-    let test = "files_that_do_not_answer_hold_no_keeper_up";
+fn files_that_do_not_answer_block_no_server() {
+    let test = "files_that_do_not_answer_block_no_server";
     in_a_process(test, |silent, files| {
         let keeps: [Arc<dyn RequestHandler>; 2] = [Arc::new(Open), Arc::new(Quick)];
         for keep in keeps {
@@ -167,7 +169,7 @@ fn files_that_do_not_answer_hold_no_keeper_up() {
     });
 }
 
-/// A publisher of which one descriptor of its welcome, or its region's, is that file.
+/// A publisher that offers this file as one descriptor of its welcome, or as its region.
 fn offered(file: OwnedFd, place: usize) -> crate::Result<Subscriber> {
     let scratch = Scratch::new();
     meet(&scratch, Duration::from_secs(2), |socket| {
@@ -179,7 +181,7 @@ fn offered(file: OwnedFd, place: usize) -> crate::Result<Subscriber> {
             offer.fds[place] = file;
             return offer.send(socket);
         }
-        // The lifeline of this process: that of a pipe whose writer is closed has ended.
+        // The lifeline of this process: a pipe whose writer is closed has ended.
         offer.fds.truncate(2);
         offer.send(socket);
         let due = [
@@ -211,7 +213,7 @@ fn files_that_do_not_answer_hold_no_subscriber_up() {
             }
         }
         assert_all_goes_on(one, &elsewhere, &publisher, &mut good);
-        // A region on a link that stands is the control thread's.
+        // The control thread handles a region on an established link.
         for file in &files {
             let mut misled = misled(&scratch, |socket, _| {
                 send_raw(
@@ -234,7 +236,8 @@ fn files_that_do_not_answer_hold_no_subscriber_up() {
     });
 }
 
-/// What comes of a visit to a keeper that admits with these descriptors, the last two for its lifeline.
+/// The result of a connection to a server that answers with these descriptors, the last two as its
+/// lifeline.
 fn visited(fds: Vec<OwnedFd>) -> crate::Result<()> {
     let scratch = Scratch::new();
     let claim = scratch.domain.claim(&name(), false)?;
@@ -267,8 +270,8 @@ fn visited(fds: Vec<OwnedFd>) -> crate::Result<()> {
 }
 
 #[test]
-fn files_that_do_not_answer_hold_no_visitor_up() {
-    let test = "files_that_do_not_answer_hold_no_visitor_up";
+fn files_that_do_not_answer_block_no_client() {
+    let test = "files_that_do_not_answer_block_no_client";
     in_a_process(test, |silent, files| {
         let (scratch, victim) = (Scratch::new(), start(test));
         let publisher = scratch.publisher(|it| it);
@@ -318,7 +321,8 @@ fn a_process_forks_while_many_files_cannot_be_closed() {
                 match unsafe { libc::fork() } {
                     0 => {
                         let _ = rustix::io::write(&tells, b"x");
-                        // SAFETY: ends the process, or waits, as it has those files, for the end of the connection.
+                        // SAFETY: ends the process, or waits for the end of the connection, since
+                        // it has those files.
                         unsafe { libc::_exit(0) }
                     }
                     child => child,

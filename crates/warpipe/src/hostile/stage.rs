@@ -1,4 +1,4 @@
-//! What the tests stand on: scratch domains, raw packets, processes of their own, seeded numbers.
+//! The base of the tests: scratch domains, raw packets, processes of their own, seeded numbers.
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -18,7 +18,7 @@ use crate::fork::per_process::PerProcess;
 use crate::ipc::message::{self, Received};
 use crate::{Device, Domain, EndpointName, Publisher, Stream, Subscriber};
 
-/// How long anything may take; nothing comes near it unless it hangs.
+/// The limit for every wait; only a hang reaches it.
 pub(super) const LONG: Duration = Duration::from_secs(20);
 
 /// A domain in a directory of its own, removed with it.
@@ -63,7 +63,7 @@ impl Scratch {
         builder.handshake_timeout(Duration::from_secs(2)).build()
     }
 
-    /// A connection to `a` that has said nothing yet.
+    /// A connection to `a` that has sent nothing yet.
     pub(super) fn connection(&self) -> OwnedFd {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -109,8 +109,8 @@ pub(super) fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// The descriptors that this process has open once nothing is on its way out any more, its lifeline's among them: they
-/// come with the first link, and stay.
+/// The descriptors that this process has open once nothing is being closed any more, including its
+/// lifeline's: those come with the first link, and stay.
 pub(super) fn settled_descriptors() -> usize {
     let _lifeline = Lifeline::of_process().unwrap();
     let (mut count, mut agreed) = (descriptors(), 0);
@@ -130,7 +130,7 @@ pub(super) fn mappings(inode: u64) -> usize {
         .count()
 }
 
-/// Waits until `holds`; who waits in vain is told for what.
+/// Waits until `holds`; a timeout reports `what`.
 pub(super) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
@@ -153,12 +153,12 @@ pub(crate) fn alone(module: &str, test: &str, body: impl FnOnce()) {
     );
 }
 
-/// The part that this process plays in its test; `None` in the one that was started by the runner.
+/// The role of this process in its test; `None` in the process that the test runner started.
 pub(super) fn role() -> Option<String> {
     std::env::var("WARPIPE_HOSTILE_ROLE").ok()
 }
 
-/// This test once more, in another process and with another role.
+/// This test in another process, with another role.
 pub(super) fn command(module: &str, test: &str, role: &str) -> Command {
     let path = format!("{}::{test}", module.split_once("::").unwrap().1);
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -179,10 +179,10 @@ impl Drop for Guarded {
     }
 }
 
-/// Forks, and sees that the child comes to the end of `work` and finds it true. In it, no other thread runs.
+/// Forks, and checks that the child finishes `work` with true. The child has no other thread.
 pub(crate) fn in_a_forked_child(work: impl FnOnce() -> bool) {
-    // SAFETY: glibc keeps its allocator usable in the child of a process with threads. The child ends by `_exit`, or by
-    // its own alarm if it finds a lock held that nobody gives up.
+    // SAFETY: glibc keeps its allocator usable in the child of a process with threads. The child
+    // ends by `_exit`, or by its own alarm if it waits for a lock that is never released.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: as above.
@@ -213,7 +213,7 @@ pub(crate) fn while_locked<T: Default + Send>(
             let _ = gone.recv();
         });
         is_held.recv().unwrap();
-        // Whatever becomes of it, the lock is given up.
+        // The lock is released even if `work` panics.
         let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
         drop(go);
         done.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -240,7 +240,7 @@ impl Random {
         (0..length).map(|_| self.next() as u8).collect()
     }
 
-    /// A number as wrong input has it: small, huge, a border, or anything.
+    /// A number typical of wrong input: small, huge, a border, or random.
     pub(super) fn edge(&mut self) -> u64 {
         match self.below(6) {
             0 => self.below(4),
@@ -257,7 +257,8 @@ impl Random {
 
 pub(super) use crate::fuzzing::packet;
 
-/// Sends any bytes with up to 128 descriptors; if they are right but for the lifeline, with this process's own.
+/// Sends any bytes with up to 128 descriptors. If they lack only the lifeline, it adds this
+/// process's own.
 pub(crate) fn send_raw(
     socket: impl AsFd,
     bytes: &[u8],
@@ -272,7 +273,7 @@ pub(crate) fn send_raw(
     let own = fds.len();
     let fds: Vec<BorrowedFd<'_>> = fds.iter().copied().chain(ends).collect();
     match send_exactly(&socket, bytes, &fds) {
-        // None are let in by now.
+        // The descriptors are not accepted by now.
         Err(Errno::PERM) if lacks_lifeline => send_exactly(&socket, bytes, &fds[..own]),
         sent => sent,
     }
@@ -294,7 +295,7 @@ fn send_exactly(socket: &impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Res
     .map(drop)
 }
 
-/// The next thing that a peer says.
+/// The next message of a peer.
 pub(super) fn hear(socket: impl AsFd) -> Received {
     let start = Instant::now();
     loop {
@@ -321,7 +322,8 @@ pub(super) fn memfd(bytes: u64, seals: SealFlags) -> OwnedFd {
     fd
 }
 
-/// A sealed memfd of huge pages (2 MiB each): mapped, it kills who touches a page that the machine has not got.
+/// A sealed memfd of huge pages (2 MiB each): a mapping of it kills a process that touches a page
+/// that the machine does not have.
 pub(super) fn hugetlb_memfd(bytes: u64) -> Option<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
     let fd = rustix::fs::memfd_create(c"hostile-huge", flags).ok()?;

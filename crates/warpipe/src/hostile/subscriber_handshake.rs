@@ -1,4 +1,5 @@
-//! Fake publishers against a real subscriber: whatever it is offered, it declines with the reason and keeps nothing.
+//! Fake publishers against a real subscriber: it declines every wrong offer with the reason and
+//! keeps nothing.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use crate::runtime::doorbell::PeerDoorbell;
 use crate::shm::segment::{Segment, bytes_for};
 use crate::{Device, Error, HandshakeFault, Subscriber};
 
-/// What a fake publisher offers, right in every point until a test spoils one.
+/// A fake publisher's offer, valid until a test changes one part.
 pub(super) struct Offer {
     pub(super) generation: [u8; 16],
     pub(super) device: DeviceId,
@@ -24,7 +25,7 @@ pub(super) struct Offer {
     pub(super) lossless: bool,
     pub(super) regions: u32,
     pub(super) fds: Vec<OwnedFd>,
-    /// Kept, so that the segment can be written by this side.
+    /// Kept, so that this side can write the segment.
     pub(super) segment: Arc<Segment>,
     pub(super) wake: PeerDoorbell,
 }
@@ -73,7 +74,7 @@ impl Offer {
     }
 }
 
-/// Runs `script` as the publisher of `a` for one subscriber, and returns what that one got.
+/// Runs `script` as the publisher of `a` for one subscriber, and returns the subscriber's result.
 pub(super) fn meet(
     scratch: &Scratch,
     timeout: Duration,
@@ -89,7 +90,7 @@ pub(super) fn meet(
                 Received::Message(Message::Hello { .. }, _)
             ));
             script(&socket);
-            // Until the subscriber has made up its mind, so that it is not the end that decides.
+            // Until the subscriber has decided, so that the end of the connection does not decide.
             socket
         });
         let builder = Subscriber::builder("a")
@@ -112,7 +113,7 @@ fn offer(spoil: impl FnOnce(&mut Offer) + Send + 'static) -> Script {
     })
 }
 
-/// A right welcome, and then one region made by `region`.
+/// A valid welcome, and then one region made by `region`.
 fn region(id: u32, bytes: u64, fd: impl FnOnce() -> Vec<OwnedFd> + Send + 'static) -> Script {
     Box::new(move |socket| {
         let mut offer = Offer::new();
@@ -137,7 +138,7 @@ fn write_ends() -> [OwnedFd; 2] {
     [writer(), writer()]
 }
 
-/// It can be opened for writing by whoever may open it.
+/// A named pipe can be opened for writing through a descriptor.
 fn named_pipes() -> [OwnedFd; 2] {
     use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat, open};
     let path = std::env::temp_dir().join(format!("warpipe-hostile-fifo-{}", std::process::id()));
@@ -171,14 +172,14 @@ fn regular_file() -> OwnedFd {
 
 fn run(cases: Vec<(&'static str, Script, Judge)>) {
     let scratch = Scratch::new();
-    // Whatever this process opens once is open from here on.
+    // Descriptors that this process opens once stay open from here on.
     {
         let publisher = scratch.publisher(|it| it);
         assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
     }
     let before = settled_descriptors();
     for (what, script, judge) in cases {
-        // Only who is to be waited for in vain is not waited for long.
+        // Only a silent publisher needs a short timeout.
         let is_silent = judge(&Error::Handshake {
             name: String::new(),
             fault: HandshakeFault::Silent(LONG),
@@ -300,7 +301,7 @@ fn a_welcome_with_the_wrong_descriptors_is_declined() {
                         wanted: 4
                     }),
                 ),
-                // The kernel says the same of a descriptor that was cut off for want of room.
+                // The kernel reports the same for a descriptor that was cut off for lack of room.
                 (
                     "one",
                     count(1),
@@ -590,7 +591,7 @@ fn garbage_for_an_answer_is_an_error_and_never_a_panic() {
                 bytes[at] ^= random.next() as u8;
             }
         }
-        // Closed behind it: what happens to be a whole message of another kind is answered by the end.
+        // Closed behind it: the end answers garbage that is by chance a message of another kind.
         let result = meet(&scratch, Duration::from_millis(300), |socket| {
             let _ = send_raw(socket, &bytes, &[]);
             let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);

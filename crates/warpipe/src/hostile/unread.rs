@@ -1,5 +1,5 @@
-//! Visitors who read nothing: the descriptors that were sent to them are in flight, and count for the keeper's user, until
-//! they read or close. So each keeps its place, however it leaves.
+//! Clients that read nothing: the descriptors sent to them are in flight, and count for the
+//! server's user, until they read or close. So each client keeps counting, however it leaves.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::SeqCst;
@@ -14,7 +14,7 @@ use crate::{Error, HandshakeFault};
 
 const PLACES: u32 = 4;
 
-/// How a visitor ends its visit.
+/// How a client ends its session.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Way {
     Goodbye,
@@ -23,7 +23,7 @@ enum Way {
     Death,
 }
 
-/// Comes, is answered, and leaves; what it was answered lies in its socket.
+/// Connects, is answered, and leaves; the answer stays in its socket.
 fn come_and_go(scratch: &Scratch, way: Way) -> OwnedFd {
     let socket = scratch.connection();
     let (end, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
@@ -40,10 +40,10 @@ fn come_and_go(scratch: &Scratch, way: Way) -> OwnedFd {
 }
 
 #[test]
-fn who_reads_nothing_keeps_its_place_however_it_leaves() {
+fn a_client_that_reads_nothing_keeps_counting_however_it_leaves() {
     alone(
         module_path!(),
-        "who_reads_nothing_keeps_its_place_however_it_leaves",
+        "a_client_that_reads_nothing_keeps_counting_however_it_leaves",
         || {
             for way in [Way::Goodbye, Way::GoodbyeAndShutdown, Way::Death] {
                 let scratch = Scratch::new();
@@ -51,7 +51,7 @@ fn who_reads_nothing_keeps_its_place_however_it_leaves() {
                     all: PLACES,
                     ..PeerLimits::default()
                 };
-                let (_keeper, book) = open(
+                let (_server, book) = open(
                     &scratch,
                     AccessPolicy {
                         limits,

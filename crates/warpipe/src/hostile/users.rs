@@ -1,4 +1,5 @@
-//! Another user at the door. **This module is marked for unsafe**: it changes a child process's user.
+//! Connections of another user. **This module is marked for unsafe**: it changes a child process's
+//! user.
 
 use std::fs::Permissions;
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,12 +13,13 @@ use crate::{Device, Domain, Error, Subscriber};
 
 const NOBODY: u32 = 65534;
 
-/// A user of whom there is no other process.
+/// A user without any other process.
 const STRANGER: u32 = 61_234;
 
-/// Becomes nobody, subscribes, and prints what came of it.
+/// Becomes the user nobody, subscribes, and prints the result.
 fn stranger() {
-    // SAFETY: plain system calls; this process has one test and no other thread that minds.
+    // SAFETY: plain system calls; this process has one test and no other thread that depends on the
+    // user.
     let codes = unsafe { [libc::setgid(NOBODY), libc::setuid(NOBODY)] };
     assert_eq!(codes, [0, 0]);
     let path = std::env::var("WARPIPE_HOSTILE_PATH").unwrap();
@@ -25,7 +27,7 @@ fn stranger() {
         Ok(domain) => domain,
         Err(error) => return println!("outcome: {error}"),
     };
-    // Before the publisher has read a byte there is nothing to be said: who may not come in hears so unasked.
+    // A user without permission is refused before the publisher has read a byte.
     if std::env::var_os("WARPIPE_HOSTILE_SILENT").is_some() {
         let socket = match domain.connect(&name(), LONG) {
             Ok(socket) => socket,
@@ -50,7 +52,8 @@ fn stranger() {
     }
 }
 
-/// Runs `work` with another effective user: what connects meanwhile connects as that. In a process of one test.
+/// Runs `work` with another effective user: its connections have that user. Only in a process of
+/// one test.
 pub(super) fn as_user<T>(uid: u32, work: impl FnOnce() -> T) -> T {
     // SAFETY: plain system calls; the caller's process has one test.
     assert_eq!(unsafe { libc::seteuid(uid) }, 0);
@@ -104,7 +107,7 @@ fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list()
     );
     drop(publisher);
 
-    // The socket is open for another list, so that it is the publisher who has to look.
+    // The socket is open for another list, so that the publisher has to check.
     let publisher = scratch.publisher(|it| it.allow_uids(&[12345]).allow_gids(&[54321]));
     let mut good = scratch.subscriber();
     assert_eq!(
@@ -124,7 +127,8 @@ fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list()
     assert_eq!(visit(test, &scratch, false), "Ok(Ok(\"by group\"))");
 }
 
-/// Starts a command in a user namespace of its own, in which root alone has a number. False where that is forbidden.
+/// Starts a command in a user namespace of its own, in which root alone has a number. False where
+/// that is forbidden.
 fn in_a_namespace_of_root(
     command: &mut std::process::Command,
 ) -> std::io::Result<std::process::Child> {
@@ -138,20 +142,20 @@ fn in_a_namespace_of_root(
         std::fs::write("/proc/self/gid_map", "0 0 1")?;
         std::fs::write("/proc/self/uid_map", "0 0 1")
     };
-    // SAFETY: the closure opens and writes files, and allocates: this process forks with no other test in it (see
-    // `alone`), so no other thread holds the allocator.
+    // SAFETY: the closure opens and writes files, and allocates: this process forks with no other
+    // test in it (see `alone`), so no other thread holds the allocator.
     unsafe { command.pre_exec(enter) };
     command.spawn()
 }
 
 #[test]
-fn a_user_whom_the_namespace_does_not_map_is_nobody_who_could_be_admitted() {
-    let test = "a_user_whom_the_namespace_does_not_map_is_nobody_who_could_be_admitted";
+fn a_user_that_the_namespace_does_not_map_cannot_be_admitted() {
+    let test = "a_user_that_the_namespace_does_not_map_cannot_be_admitted";
     let path = || std::env::var("WARPIPE_HOSTILE_PATH").unwrap();
     match role().as_deref() {
         Some("stranger") => return stranger(),
-        Some("keeper") => {
-            // All whom the namespace does not map read as this number here.
+        Some("server") => {
+            // All users that the namespace does not map read as this number here.
             let domain = Domain::at(path()).unwrap();
             let builder = crate::Publisher::builder("a")
                 .domain(&domain)
@@ -173,7 +177,7 @@ fn a_user_whom_the_namespace_does_not_map_is_nobody_who_could_be_admitted() {
     alone(module_path!(), test, || {
         let scratch = Scratch::new();
         std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
-        let mut command = command(module_path!(), test, "keeper");
+        let mut command = command(module_path!(), test, "server");
         command
             .env("WARPIPE_HOSTILE_PATH", &scratch.path)
             .stdout(std::process::Stdio::piped());
@@ -198,7 +202,8 @@ fn a_user_whom_the_namespace_does_not_map_is_nobody_who_could_be_admitted() {
 fn another_users_living_endpoint_is_not_shown_as_stale() {
     let test = "another_users_living_endpoint_is_not_shown_as_stale";
     if role().as_deref() == Some("stranger") {
-        // SAFETY: plain system calls; this process has one test and no other thread that minds.
+        // SAFETY: plain system calls; this process has one test and no other thread that depends on
+        // the user.
         let answer = unsafe { [libc::setgid(NOBODY), libc::setuid(NOBODY)] };
         assert_eq!(answer, [0, 0]);
         let domain = Domain::of_user(std::env::var("WARPIPE_HOSTILE_PATH").unwrap(), 0).unwrap();
@@ -235,7 +240,7 @@ fn another_users_living_endpoint_is_not_shown_as_stale() {
     std::fs::write(scratch.path.join("c.lock"), "warpipe 999999999 \n").unwrap();
     std::fs::set_permissions(scratch.path.join("c.lock"), Permissions::from_mode(0o600)).unwrap();
     let own = std::process::id();
-    // Of one that may not be connected to nothing is proven, and so it is not called stale.
+    // An endpoint that this user may not connect to proves nothing, and so it is not called stale.
     let seen = format!("[(\"a\", Some(Some({own}))), (\"b\", Some(None)), (\"c\", None)]");
     assert_eq!(visit(test, &scratch, false), seen);
 }
@@ -249,8 +254,8 @@ fn a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted() {
     }
     if role().as_deref() == Some("impostor") {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-        // The credentials of a listening socket are those of who called `listen`.
-        // SAFETY: a plain system call; this process has one test.
+        // The credentials of a listening socket are those of the caller of `listen`. SAFETY: a
+        // plain system call; this process has one test.
         assert_eq!(unsafe { libc::seteuid(NOBODY) }, 0);
         let socket = rustix::net::socket(
             rustix::net::AddressFamily::UNIX,
@@ -289,7 +294,8 @@ fn a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted() {
     );
 }
 
-/// Sends descriptors that nobody receives, until this user may send no more. The sockets that hold them.
+/// Sends descriptors that are never received, until this user may send no more. Returns the sockets
+/// that hold them.
 fn fill_what_is_in_flight() -> Option<Vec<OwnedFd>> {
     let none = rustix::process::Rlimit {
         current: Some(64),
@@ -307,10 +313,11 @@ fn fill_what_is_in_flight() -> Option<Vec<OwnedFd>> {
 }
 
 #[test]
-fn a_user_with_too_many_descriptors_in_flight_is_told_of_the_limit() {
-    let test = "a_user_with_too_many_descriptors_in_flight_is_told_of_the_limit";
+fn a_user_with_too_many_descriptors_in_flight_gets_a_limit_error() {
+    let test = "a_user_with_too_many_descriptors_in_flight_gets_a_limit_error";
     if role().as_deref() == Some("stranger") {
-        // SAFETY: plain system calls; this process has one test and no other thread that minds.
+        // SAFETY: plain system calls; this process has one test and no other thread that depends on
+        // the user.
         let answer = unsafe { [libc::setgid(STRANGER), libc::setuid(STRANGER)] };
         assert_eq!(answer, [0, 0]);
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();

@@ -88,7 +88,7 @@ fn joined(members: &Members) -> MemberInfo {
 }
 
 #[test]
-fn a_member_whose_socket_closes_while_its_process_lives_is_suspect_and_not_told_dead() {
+fn a_member_whose_socket_closes_while_its_process_lives_is_suspect_and_not_dead() {
     let impostor = Impostor::new("suspect");
     std::thread::scope(|scope| {
         let watching = scope.spawn(|| Members::watch(&impostor.domain).unwrap());

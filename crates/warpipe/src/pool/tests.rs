@@ -410,7 +410,7 @@ impl Hook for Unlocked {
 }
 
 #[test]
-fn a_pools_lock_is_free_while_the_device_is_told_to_clear_a_block() {
+fn a_pools_lock_is_free_during_the_device_call_that_clears_a_block() {
     let wrapped = Wrapped::new(Device::host().backend().clone(), Unlocked::default());
     let stage = Stage::on("unlocked", Device::from_backend(wrapped.clone()));
     let allocator = stage.pool.allocator();
@@ -500,7 +500,7 @@ impl EventSource for Clock {
 }
 
 #[test]
-fn the_reactor_does_not_wait_for_who_is_in_a_call_of_the_driver_with_a_pools_lock() {
+fn the_reactor_does_not_wait_for_a_pools_lock_held_in_a_driver_call() {
     let stage = Stage::new("tick");
     let allocator = stage.pool.allocator();
     let held = allocator.lock();

@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_waits_for_who_is_inside_and_that_one_may_enter_once_more() {
+    fn the_end_waits_for_a_thread_inside_which_may_enter_once_more() {
         let gate = gate();
         let (told, is_in) = mpsc::channel();
         let left = thread::scope(|scope| {
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn who_polls_inside_leaves_when_the_process_ends() {
+    fn a_thread_that_polls_inside_leaves_when_the_process_ends() {
         let gate = gate();
         let (told, is_in) = mpsc::channel();
         thread::scope(|scope| {

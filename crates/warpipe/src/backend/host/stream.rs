@@ -380,7 +380,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_sees_a_streams_last_event_complete_finds_the_stream_idle() {
+    fn a_thread_that_sees_a_streams_last_event_complete_finds_it_idle() {
         let stream = HostStream::start(false).unwrap();
         // Waking them takes the stream's thread a while, between the event and its count.
         let waiters: Vec<_> = (0..8).map(|_| HostStream::start(false).unwrap()).collect();

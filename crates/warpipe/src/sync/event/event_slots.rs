@@ -1,5 +1,5 @@
-//! The event slots of an exporter, with the pages and lanes of its importers. No driver call is made
-//! here: the reactor's thread uses the slots, too.
+//! The event slots of an exporter, with the pages and lanes of its importers. No driver call is
+//! made here: the reactor's thread uses the slots, too.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

@@ -339,7 +339,7 @@ fn a_slot_that_importers_have_used_holds_a_new_event_for_them() {
 }
 
 #[test]
-fn a_handle_that_the_driver_cannot_open_because_its_maker_goes_is_told_as_that() {
+fn a_failed_open_while_the_exporter_ends_is_reported_as_owner_gone() {
     use crate::backend::testing::{Failing, Wrapped};
     let stage = Stage::new("dying");
     let backend = Wrapped::new(stage.device.backend().clone(), Failing::default());
