@@ -1,10 +1,12 @@
 //! Sections, and forks of one thread at a time. **This module is marked for unsafe**: it makes system calls by number.
 //!
-//! A fork holds the gate from its prepare handler to the end of the parent's one, in which the library changes descriptors
-//! that no table has ([`lifeline`](super::lifeline)): a child that another thread forked meanwhile would inherit them. A thread
-//! waits here with no lock of the C library: glibc calls the handlers without its own (2.36 and later), or holds that
-//! from the first handler to the last (older, and musl), so that no second thread comes this far. Handlers of others are
-//! no danger either: those that run before ours let go after ours, so each thread takes both in the same order.
+//! A fork holds the gate from its prepare handler to the end of the parent's handler, in which the
+//! library changes descriptors that no table has ([`lifeline`](super::lifeline)): a child that
+//! another thread forked meanwhile would inherit them. A thread waits here with no lock of the C
+//! library: glibc calls the handlers without its own (2.36 and later), or holds it from the first
+//! handler to the last (older, and musl), so that no second thread gets here. Other handlers' locks
+//! are no danger either: handlers that run before this library's release after it, so each thread
+//! takes both in the same order.
 
 use std::cell::Cell;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -15,22 +17,26 @@ use super::fd_table::OPEN;
 use super::{CloseOnForkFd, FdResult, OwnerProcess, install};
 use crate::os::above_standard;
 
-/// While one exists, no thread forks. For one system call that makes descriptors, and their registration.
+/// While a section exists, no thread forks. A section covers one system call that makes
+/// descriptors, and their registration.
 pub(crate) struct NoForkSection {
-    /// Not within a fork of this thread, which another handler or a signal's may do: that waits for nobody here.
+    /// False within a fork of this thread, where another handler or a signal handler may enter a
+    /// section: that fork does not wait for it.
     is_counted: bool,
 }
 
 thread_local! {
-    /// Sections of this thread: a signal handler that forks inside one must not wait for itself. It needs no lock, and the
-    /// child has this thread's.
+    /// Sections of this thread: a signal handler that forks inside one must not wait for itself.
+    /// The count needs no lock, and the child has this thread's.
     static DEPTH: Cell<u64> = const { Cell::new(0) };
 
-    /// Forks of this thread that are under way: more than one when a signal's handler forks within `fork`.
+    /// Forks of this thread that are under way: more than one when a signal handler forks within
+    /// `fork`.
     static FORKS: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Sections of threads that do not fork in the lower half, the number of the thread that forks in the upper one.
+/// The lower half counts sections of threads that do not fork; the upper half is the number of the
+/// thread that forks.
 static GATE: AtomicU64 = AtomicU64::new(0);
 
 /// The process that [`GATE`] counts for.
@@ -55,13 +61,15 @@ impl NoForkSection {
         NoForkSection { is_counted: true }
     }
 
-    /// Registers a descriptor that was made in this section, under a number that no program takes for a standard one.
+    /// Registers a descriptor that was made in this section, under a number above the standard
+    /// ones.
     pub(crate) fn adopt(&self, fd: OwnedFd) -> FdResult<CloseOnForkFd> {
         Ok(self.register(above_standard(fd)?))
     }
 
-    /// The same of one that a peer sent, which stays where it is: to move it would close it. It came while
-    /// [`take_standard`](crate::os::take_standard) held the standard numbers.
+    /// As [`adopt`](Self::adopt), for a descriptor that a peer sent. It keeps its number, since to
+    /// move it would close it. It was received while [`take_standard`](crate::os::take_standard)
+    /// held the standard numbers.
     pub(crate) fn adopt_from_peer(&self, fd: OwnedFd) -> CloseOnForkFd {
         self.register(fd)
     }
@@ -110,7 +118,7 @@ fn forget_other_process() {
     }
 }
 
-/// Work that opens and closes descriptors of its own, and waits for nobody.
+/// Runs `work`, which opens and closes descriptors of its own and does not wait, in a section.
 pub(crate) fn excluded<R>(work: impl FnOnce() -> R) -> R {
     let _section = NoForkSection::enter();
     work()

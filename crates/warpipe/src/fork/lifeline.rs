@@ -37,20 +37,22 @@ use super::per_process::{PerProcess, enter_with};
 use super::{CloseOnForkFd, NoForkSection};
 use crate::os::above_standard;
 
-/// The read ends.
+/// The read ends of the pipes.
 #[derive(Debug)]
 pub(crate) struct Lifeline {
-    /// For the proof.
+    /// Its end of file proves the death.
     pub(crate) end: CloseOnForkFd,
-    /// For the suspicion.
+    /// Its end of file makes the process suspect.
     pub(crate) alarm: CloseOnForkFd,
 }
 
-/// The alarm's number is the first that is free from here on, or below a lower limit of the process.
+/// The alarm gets the first number that is free from here on, or below a lower limit of the
+/// process.
 const ALARM_FROM: u64 = 1000;
 
-/// A descriptor that forked children inherit until [`release_in_child`], known by its file: a program that closes what it does not
-/// own may have closed it, and the number may be another file's.
+/// A descriptor that forked children inherit until [`release_in_child`], identified by its file: a
+/// program that closes descriptors that it does not own may have closed it, and another file may
+/// have the number.
 struct ReservedFd {
     fd: AtomicI32,
     device: AtomicU64,
@@ -76,7 +78,7 @@ impl ReservedFd {
         self.inode.store(file.inode, Relaxed);
     }
 
-    /// Its number, while that is the file that was kept.
+    /// The descriptor's number, while it still leads to the kept file.
     fn number(&self) -> Option<RawFd> {
         let fd = self.fd.load(Relaxed);
         let file = FileId {
@@ -89,18 +91,18 @@ impl ReservedFd {
     fn close(&self) {
         let number = self.number();
         self.fd.store(-1, Relaxed);
-        // SAFETY: the file is the one that was kept here, which nobody else closes.
+        // SAFETY: the file is the one that was kept here, which no other code closes.
         number
             .into_iter()
             .for_each(|fd| drop(unsafe { OwnedFd::from_raw_fd(fd) }));
     }
 }
 
-/// The socket that has the end's write end in its queue, once there is a [`Lifeline`]. Written within a [`NoForkSection`]
-/// alone, as all of these.
+/// The socket that has the end's write end in its queue, once there is a [`Lifeline`]. Written only
+/// within a [`NoForkSection`], as all of these.
 static SOCKET: ReservedFd = ReservedFd::none();
 
-/// Its other end, until the write end has been sent.
+/// The socket's other end, until the write end has been sent.
 static SENDER: ReservedFd = ReservedFd::none();
 
 /// The alarm's write end.
@@ -109,7 +111,8 @@ static ALARM: ReservedFd = ReservedFd::none();
 static CURRENT: PerProcess<Mutex<Option<Arc<Lifeline>>>> = PerProcess::new();
 
 impl Lifeline {
-    /// The lifeline of this process. Made anew in a forked child, and after somebody has closed it.
+    /// The lifeline of this process. Made anew in a forked child, and after other code has closed
+    /// it.
     ///
     /// # Errors
     /// `ETOOMANYREFS` when this user has too many descriptors in flight.
@@ -118,7 +121,8 @@ impl Lifeline {
         let known = current.as_ref().filter(|_| SOCKET.number().is_some());
         let lifeline = match known {
             Some(lifeline) if ALARM.number().is_some() => return Ok(lifeline.clone()),
-            // To those who know of it the process is suspect; to close its socket would be a false proof.
+            // Peers that have this lifeline see the process as suspect. To close its socket would
+            // be a false proof.
             Some(lifeline) => alarmed(&section, || CloseOnForkFd::duplicate(&lifeline.end))?,
             None => {
                 // First, so that it gets the lowest number.
@@ -157,7 +161,7 @@ fn alarmed(
         .current
         .unwrap_or(u64::MAX);
     let from = limit.saturating_sub(16).min(ALARM_FROM) as RawFd;
-    // Where there is no such number it tells later, and as well.
+    // Without such a number the alarm ends later, and is as true.
     let writer = rustix::io::fcntl_dupfd_cloexec(&writer, from).unwrap_or(writer);
     let end = make()?;
     ALARM.set(writer);
@@ -169,7 +173,7 @@ fn pair() -> Result<(OwnedFd, OwnedFd), Errno> {
     rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)
 }
 
-/// Makes the pair of sockets, if it is not there. Nothing is in flight.
+/// Makes the pair of sockets, unless it exists. Nothing is in flight.
 fn reserve() -> Result<(), Errno> {
     if SOCKET.number().is_some() && SENDER.number().is_some() {
         return Ok(());
@@ -183,12 +187,13 @@ fn reserve() -> Result<(), Errno> {
     Ok(())
 }
 
-/// Makes the end, and puts its write end into the socket's queue. The last step: what fails leaves nothing in flight.
+/// Makes the end, and puts its write end into the socket's queue. This is the last step, so a
+/// failure leaves nothing in flight.
 fn put_in_flight(section: &NoForkSection) -> Result<CloseOnForkFd, Errno> {
     let (end, writer) = pipe()?;
     let end = section.adopt(end)?;
     let sender = SENDER.number().ok_or(Errno::BADF)?;
-    // SAFETY: it is open, and ours (`number` has looked); nobody else closes it.
+    // SAFETY: it is open, and this library's (`number` has checked); no other code closes it.
     let sender = unsafe { BorrowedFd::borrow_raw(sender) };
     send(sender, writer.as_fd())?;
     SENDER.close();
@@ -210,19 +215,20 @@ fn send(sender: BorrowedFd<'_>, writer: BorrowedFd<'_>) -> Result<(), Errno> {
     .map(drop)
 }
 
-/// In a parent, after a fork: puts the write end in flight once more, in a socket of its own under the old number, and
-/// lets go of the one that it shares with the child. Otherwise the child, letting go, may be the last one that has the
-/// shared socket while the parent is about to exit: that has closed the socket, and not yet the driver's files, which have
-/// higher numbers. System calls and atomics only; no other thread forks meanwhile, nor is in a [`NoForkSection`].
+/// In a parent, after a fork: puts the write end in flight once more, in a socket of its own under
+/// the old number, and closes the one that it shares with the child. Otherwise the child's release
+/// may close the last copy of the shared socket while the parent is about to exit and has closed
+/// the socket, but not yet the driver's files, which have higher numbers. Makes system calls and
+/// uses atomics only. No other thread forks meanwhile, nor is in a [`NoForkSection`].
 pub(super) fn separate_from_child() {
-    // What fails leaves the shared socket where it is. One in whose queue nothing is yet stays shared.
+    // A failure leaves the shared socket in place. A socket with an empty queue stays shared.
     if let Some(number) = SOCKET.number().filter(|_| SENDER.number().is_none()) {
         let _ = move_to_own_socket(number);
     }
 }
 
 fn move_to_own_socket(number: RawFd) -> Result<(), Errno> {
-    // SAFETY: it is open, and ours (`number` has looked); nobody else closes it.
+    // SAFETY: it is open, and this library's (`number` has checked); no other code closes it.
     let shared = unsafe { BorrowedFd::borrow_raw(number) };
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut rights = RecvAncillaryBuffer::new(&mut space);
@@ -244,7 +250,7 @@ fn move_to_own_socket(number: RawFd) -> Result<(), Errno> {
     let (own, sender) = pair()?;
     send(sender.as_fd(), writer.as_fd())?;
     let file = identity(own.as_raw_fd()).ok_or(Errno::BADF)?;
-    // SAFETY: replaces the shared socket, which is ours.
+    // SAFETY: replaces the shared socket, which is this library's.
     if unsafe { libc::dup3(own.as_raw_fd(), number, libc::O_CLOEXEC) } != number {
         return Err(Errno::BADF);
     }
@@ -252,29 +258,30 @@ fn move_to_own_socket(number: RawFd) -> Result<(), Errno> {
     Ok(())
 }
 
-/// In a forked child, once it holds none of the driver's files: its parent's end is the parent's alone. System calls and
-/// atomics only.
+/// In a forked child, once it holds none of the driver's files: only the parent holds the parent's
+/// end any more. Makes system calls and uses atomics only.
 pub(super) fn release_in_child() {
     ALARM.close();
     SENDER.close();
     SOCKET.close();
 }
 
-/// In a forked child that holds the driver's files still: its copy of the socket stays, unknown, until it ends or calls
-/// `exec`. The alarm is its parent's alone: that may call `exec`, and then nothing else tells.
+/// In a forked child that still holds the driver's files: its copy of the socket stays, untracked,
+/// until the child ends or calls `exec`. Only the parent keeps the alarm: the parent may call
+/// `exec`, and then only the alarm shows it.
 pub(super) fn keep_in_child() {
     ALARM.close();
     SENDER.close();
     SOCKET.fd.store(-1, Relaxed);
 }
 
-/// Runs when the library is loaded, before anybody can have started CUDA through it.
+/// Runs when the library is loaded, before any code can have started CUDA through it.
 extern "C" fn on_load() {
-    // Without room for it, it is made with the first link.
+    // If this fails for want of room, the first link makes the lifeline's sockets.
     let _ = super::excluded(reserve);
 }
 
-// Miri knows some of its calls not, and would stop there whatever it is to run.
+// Miri does not support some of its calls, and would stop here in every program.
 #[cfg(not(miri))]
 #[used]
 #[unsafe(link_section = ".init_array")]

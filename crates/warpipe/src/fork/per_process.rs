@@ -1,14 +1,17 @@
-//! Statics across `fork`. **This module is marked for unsafe**: it shares what it never frees.
+//! Statics across `fork`. **This module is marked for unsafe**: it shares values that it never
+//! frees.
 //!
-//! A lock that another thread holds while this one forks is held for ever in the child, whose thread it is not. So a
-//! static of this library that has a lock, or that another thread may be making just then, is one of two:
+//! A lock that another thread holds during a fork stays locked in the child, which does not have
+//! that thread. So a static of this library that has a lock, or that another thread may be making
+//! just then, is one of two:
 //!
-//! * [`PerProcess`]: each process has its own, and a forked child begins with a fresh one. It never touches its parent's, nor
-//!   drops it: what that refers to is the parent's.
-//! * [`InheritedOnFork`]: a forked child goes on with its parent's. Its lock is taken in a [`NoForkSection`] alone, which `fork` waits
-//!   for; so nothing under it may wait for anybody.
+//! * [`PerProcess`]: each process has its own value, and a forked child begins with a fresh one.
+//!   The child never touches or drops its parent's.
+//! * [`InheritedOnFork`]: a forked child goes on with its parent's value. Its lock is taken only in
+//!   a [`NoForkSection`], which `fork` waits for; so nothing under it may wait.
 //!
-//! An atomic that is inherited as it is, or a table that is written in a [`NoForkSection`] alone, needs neither.
+//! An atomic that is inherited as it is, or a table that is written only in a [`NoForkSection`],
+//! needs neither.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -20,7 +23,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use super::gate::Pause;
 use super::{NoForkSection, OwnerProcess};
 
-/// A value of each process. What is made for one is never freed.
+/// A value of each process. A value, once made, is never freed.
 pub(crate) struct PerProcess<T>(AtomicPtr<PerProcessValue<T>>);
 
 struct PerProcessValue<T> {
@@ -33,12 +36,12 @@ impl<T: Default + Send + Sync> PerProcess<T> {
         PerProcess(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// This process's. Takes no lock.
+    /// This process's value. Takes no lock.
     pub(crate) fn get(&self) -> &T {
         let owner_process = OwnerProcess::current();
         let mut known = self.0.load(Acquire);
         loop {
-            // SAFETY: what has been published is never freed, and never written through.
+            // SAFETY: a published value is never freed, and never written through.
             if let Some(made) = unsafe { known.as_ref() }
                 && made.owner_process.is_current()
             {
@@ -52,7 +55,7 @@ impl<T: Default + Send + Sync> PerProcess<T> {
                 // SAFETY: published just now, and never freed.
                 Ok(_) => return unsafe { &(*made).value },
                 Err(other) => {
-                    // SAFETY: made above, and nobody else knows of it.
+                    // SAFETY: made above, and no other thread has its address.
                     drop(unsafe { Box::from_raw(made) });
                     known = other;
                 }
@@ -79,7 +82,7 @@ pub(crate) struct InheritedOnFork<T>(Mutex<T>);
 
 /// While it lives, no thread forks.
 pub(crate) struct InheritedGuard<'a, T> {
-    /// Declared first: let go before the section ends.
+    /// Declared first: released before the section ends.
     guard: MutexGuard<'a, T>,
     _section: NoForkSection,
 }
@@ -95,8 +98,8 @@ impl<T> InheritedOnFork<T> {
     }
 }
 
-/// Enters a section and takes a lock that is taken in sections alone. Who waits for it is in none: a
-/// signal's handler may interrupt who has it, and fork.
+/// Enters a section and takes a lock that is taken only in sections. A thread that waits for the
+/// lock is in no section: a signal handler may interrupt the lock's holder, and fork.
 pub(super) fn enter_with<'a, T>(
     lock: impl Fn() -> &'a Mutex<T>,
 ) -> (NoForkSection, MutexGuard<'a, T>) {

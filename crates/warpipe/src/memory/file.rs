@@ -1,4 +1,4 @@
-//! Tickets in files: whole or not there, and for their owner alone.
+//! Tickets in files: written whole or not at all, and readable by their owner alone.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -16,7 +16,8 @@ use crate::ipc::domain::watch::Inotify;
 use crate::ipc::message;
 use crate::os::above_standard;
 
-/// How long a reader that waits sleeps at most between looks: what the directory tells wakes it earlier.
+/// The longest sleep between two reads while a reader waits. A notification of the directory wakes
+/// it earlier.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// A file under construction, removed unless it gets its name.
@@ -31,8 +32,8 @@ impl Drop for TemporaryFile<'_> {
 }
 
 impl Ticket {
-    /// Writes the ticket to a file of mode 0600, in one piece (`rename(2)`): who reads it finds all of it, or what was
-    /// there before.
+    /// Writes the ticket to a file of mode 0600, in one piece (`rename(2)`): a reader finds all of
+    /// it, or the previous file.
     ///
     /// ```
     /// # use warpipe::{Domain, Ticket};
@@ -53,7 +54,7 @@ impl Ticket {
             |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
         let (new, file) = temporary_of(path, failed("open"))?;
         let mut temporary = TemporaryFile(Some(&new));
-        // What this program prints meanwhile is not to come into the file.
+        // Above the standard numbers, so that output of this program cannot get into the file.
         let file = above_standard(file.into()).map_err(std::io::Error::from);
         let mut file = File::from(file.map_err(failed("fcntl(F_DUPFD_CLOEXEC)"))?);
         file.write_all(format!("{self}\n").as_bytes())
@@ -66,12 +67,12 @@ impl Ticket {
     /// Reads a ticket from a file.
     ///
     /// # Errors
-    /// [`Error::Os`] when there is none; [`Error::Ticket`] when it is none.
+    /// [`Error::Os`] when the file cannot be read; [`Error::Ticket`] when it holds no ticket.
     pub fn read_file(path: impl AsRef<Path>) -> Result<Ticket> {
         let path = path.as_ref();
         let failed =
             |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
-        // Without waiting for the writer of what may be a FIFO.
+        // Without blocking on the writer, should the file be a FIFO.
         let file = File::options()
             .read(true)
             .custom_flags(libc::O_NONBLOCK)
@@ -89,14 +90,14 @@ impl Ticket {
             .parse()
     }
 
-    /// [`read_file`](Self::read_file), but waits up to `timeout` for the file to be there (`inotify(7)`). Its directory
-    /// must be.
+    /// As [`read_file`](Self::read_file), and waits up to `timeout` for the file to appear
+    /// (`inotify(7)`). Its directory must exist.
     ///
     /// # Errors
     /// [`Error::Timeout`]; as [`read_file`](Self::read_file).
     pub fn read_file_timeout(path: impl AsRef<Path>, timeout: Duration) -> Result<Ticket> {
         let (path, start) = (path.as_ref(), Instant::now());
-        // Before the first look, so that an arrival in between is not missed.
+        // Before the first read, so that an arrival in between is not missed.
         let arrivals = arrivals(path)?;
         loop {
             match Ticket::read_file(path) {
@@ -122,7 +123,8 @@ impl Ticket {
     }
 }
 
-/// A descriptor that becomes readable when something new appears in the file's directory, if this user may have one more.
+/// A descriptor that becomes readable when a file appears in the same directory, if this user may
+/// have another inotify instance.
 fn arrivals(path: &Path) -> Result<Option<Inotify>> {
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -136,11 +138,12 @@ fn arrivals(path: &Path) -> Result<Option<Inotify>> {
         .map_err(|(call, error)| Error::os(call, format!("watching {}", folder.display()), error))
 }
 
-/// How many drafts of the dead are passed over.
+/// The most temporary files of dead writers that are skipped.
 const TEMPORARIES_MAX: u64 = 64;
 
-/// A new file beside it, under a name that no other writer takes. One that was killed may have left its draft under the
-/// same number: in a container, each run of a program mostly has the same process id.
+/// A new file beside `path`, under a name that no other writer takes. A killed writer may have left
+/// its temporary file under the same number: in a container, each run of a program mostly has the
+/// same process id.
 fn temporary_of(path: &Path, failed: impl Fn(std::io::Error) -> Error) -> Result<(PathBuf, File)> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let name = path

@@ -1,5 +1,5 @@
-//! A region as its faces hold it, with the streams that work on it. **This module is marked for unsafe**: it copies
-//! from and to device memory by address.
+//! A region with the streams that work on it. **This module is marked for unsafe**: it copies from
+//! and to device memory by address.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,21 +21,22 @@ pub(crate) struct MappedRegion {
     device: Device,
     /// The device that the memory is on.
     pub(crate) owner: DeviceId,
-    /// What importers may do with it.
+    /// How importers may access the region.
     pub(crate) access: Access,
-    /// What was asked for; the region may be longer.
+    /// The requested length; the region may be longer.
     pub(crate) bytes: u64,
 }
 
-/// What the process has imported under a name, by who published it and as what. One device may be opened through
-/// several backends (wrapped, in tests), of which each has its own mappings.
+/// The imports of this process, by publisher and device. One device may be opened through several
+/// backends (wrapped, in tests), each with mappings of its own.
 pub(crate) static IMPORTS: WeakCache<ImportKey, MappedRegion> = WeakCache::new();
 
 /// A published region, as one device of this process sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct ImportKey {
     process: u64,
-    /// Who published it. A generation is its server's own word: nobody is to pass for another user's.
+    /// The publisher's user. A generation is only the server's claim: no user must be able to pass
+    /// for another one.
     uid: u32,
     generation: [u8; 16],
     id: u64,
@@ -73,7 +74,7 @@ impl MappedRegion {
         })
     }
 
-    /// Takes in a region whose first `bytes` bytes count.
+    /// Takes a region with `bytes` usable bytes.
     pub(crate) fn of(
         region: Region,
         device: &Device,
@@ -99,7 +100,7 @@ impl MappedRegion {
         &self.device
     }
 
-    /// Remembers a stream that is about to be given work on it.
+    /// Records a stream that is about to be given work on the region.
     pub(crate) fn record_use(&self, stream: &Stream) {
         self.region.streams().record_use(stream);
     }
@@ -126,12 +127,12 @@ impl MappedRegion {
         }
         debug_assert!(offset + source.len() as u64 <= self.region.bytes());
         self.record_use(stream);
-        // SAFETY: the range lies inside the region (checked by the caller), which is mapped for writing (as the caller has
-        // checked) until this stream, noted above, is past the copy.
+        // SAFETY: the range lies inside the region (checked by the caller), which is mapped for
+        // writing (as the caller has checked) until this stream, recorded above, is past the copy.
         unsafe { stream.upload(self.ptr() + offset, source) }
     }
 
-    /// Copies to a new vector. The range has been checked, and who writes it has been waited for.
+    /// Copies to a new vector. The caller has checked the range, and has waited for its writers.
     pub(crate) fn read(&self, offset: u64, bytes: u64) -> Result<Vec<u8>> {
         self.check_owner_process()?;
         debug_assert!(offset + bytes <= self.region.bytes());
@@ -139,7 +140,7 @@ impl MappedRegion {
         unsafe { copy_out(&self.device, self.ptr() + offset, bytes) }
     }
 
-    /// Waits for all that are known to work on it, at most `timeout`, and copies it.
+    /// Waits, at most `timeout`, for all streams that are recorded, and copies the region.
     pub(crate) fn read_quiet(&self, timeout: Duration) -> Result<Vec<u8>> {
         self.check_owner_process()?;
         wait_for(self.region.streams(), timeout)?;
@@ -165,7 +166,7 @@ pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Re
     }
     copy.resize(bytes as usize, 0);
     if bytes > 0 {
-        // Not a stream of the user's: that may be stuck behind something else, and this must not be.
+        // Not a stream of the user's, which may be stuck behind other work.
         let stream = device.stream()?;
         // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
         unsafe { stream.backend().download(stream.raw(), &mut copy, ptr)? };

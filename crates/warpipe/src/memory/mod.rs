@@ -1,5 +1,5 @@
-//! Memory: regions, the arena that cuts them into slots, the words, our own or shared, that order its users, and the
-//! faces on them that other processes reach by a descriptor or a ticket.
+//! Memory: regions, the arena that cuts them into slots, and the public types that give regions to
+//! other processes by a descriptor or a ticket.
 
 pub(crate) mod arena;
 mod file;

@@ -1,4 +1,4 @@
-//! Memory of this process that others may be given.
+//! Memory that this process allocated and can share.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -17,12 +17,12 @@ use crate::fork::driver_files::EXPORTED;
 use crate::ipc::domain::Domain;
 use crate::stream::Stream;
 
-/// An allocation that can be given to other processes (`cuMemCreate` with an exportable handle; a sealed memfd on the
-/// host). Zeroed at first. Cheap to clone: all clones are one.
+/// An allocation that can be given to other processes (`cuMemCreate` with an exportable handle; a
+/// sealed memfd on the host). Zeroed at first. Cheap to clone: all clones are one.
 ///
-/// Two ways lead to another process: a [`Ticket`](crate::Ticket), which is a text, or the bare descriptor
-/// ([`export_fd`](Memory::export_fd)), for those who have a socket of their own. The memory lives as long as anybody has it
-/// open, whatever becomes of its maker.
+/// Two ways lead to another process: a [`Ticket`](crate::Ticket), which is a text, or the bare
+/// descriptor ([`export_fd`](Memory::export_fd)) over a socket of the user's own. The memory lives
+/// as long as any process has it open, whether or not its maker lives.
 ///
 /// ```
 /// use std::time::Duration;
@@ -46,18 +46,19 @@ pub struct Memory {
     pub(super) mapping: Arc<MappedRegion>,
 }
 
-/// What must be known of a descriptor of memory to import it: to be sent along with it.
+/// The description that an importer of a bare memory descriptor needs. Send it along with the
+/// descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryInfo {
-    /// The bytes that were allocated for.
+    /// The requested length in bytes.
     pub bytes: u64,
-    /// The whole allocation, rounded up to the device's unit: what the driver maps.
+    /// The length of the whole allocation, rounded up to the device's unit, which the driver maps.
     pub mapped_bytes: u64,
-    /// The device that it lies on.
+    /// The device that the memory lies on.
     pub device: DeviceId,
 }
 
-/// A descriptor of memory, and what must be known of it.
+/// A descriptor of memory, with its description.
 #[derive(Debug)]
 pub struct Export {
     /// The right to the memory.
@@ -84,7 +85,7 @@ impl Memory {
         self.mapping.ptr()
     }
 
-    /// What was allocated for, in bytes.
+    /// The requested length in bytes.
     pub fn bytes(&self) -> u64 {
         self.mapping.bytes
     }
@@ -94,7 +95,7 @@ impl Memory {
         self.mapping.device()
     }
 
-    /// What an importer of a bare descriptor must know.
+    /// The description that an importer of a bare descriptor needs.
     pub fn info(&self) -> MemoryInfo {
         MemoryInfo {
             bytes: self.bytes(),
@@ -103,8 +104,9 @@ impl Memory {
         }
     }
 
-    /// Says that `stream` is given work on this memory: it is not unmapped before that stream has done what it was given
-    /// until the last handle is dropped. To be called before the work is enqueued.
+    /// Records that `stream` is given work on this memory. After the last handle is dropped, the
+    /// memory stays mapped until the stream has done all work that it was given before. Call it
+    /// before the work is enqueued.
     pub fn used_on(&self, stream: &Stream) {
         self.mapping.record_use(stream);
     }
@@ -113,14 +115,14 @@ impl Memory {
     ///
     /// # Errors
     /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`];
-    /// [`Error::Timeout`] when too much is on its way behind streams that stand still.
+    /// [`Error::Timeout`] when too many copies wait behind streams that stand still.
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         self.mapping.check("memory", offset, bytes.len() as u64)?;
         self.mapping.write(stream, offset, bytes)
     }
 
-    /// Waits for the streams that were named ([`used_on`](Self::used_on), [`write`](Self::write)) and copies all of it to
-    /// host memory (`cuMemcpyDtoHAsync`).
+    /// Waits for the recorded streams ([`used_on`](Self::used_on), [`write`](Self::write)) and
+    /// copies the whole memory to host memory (`cuMemcpyDtoHAsync`).
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`]; [`Error::Forked`].
@@ -128,22 +130,22 @@ impl Memory {
         self.mapping.read_quiet(timeout)
     }
 
-    /// A descriptor of it, close-on-exec: `cuMemExportToShareableHandle`, or a duplicate of the memfd. Whoever gets it
-    /// can map all of the memory, for reading or writing as it likes.
+    /// A descriptor of the memory, close-on-exec: `cuMemExportToShareableHandle`, or a duplicate of
+    /// the memfd. Any process that gets it can map all of the memory, for reading or writing.
     ///
     /// # Errors
     /// [`Error::DescriptorLimit`]; [`Error::Driver`]; [`Error::Forked`].
     pub fn export_fd(&self) -> Result<OwnedFd> {
         self.mapping.check_owner_process()?;
         let fd = self.mapping.region().export()?;
-        // The caller's own: a forked child may keep it, as with any descriptor.
+        // The caller owns the descriptor: a forked child may keep it, as with any descriptor.
         let copy = rustix::io::fcntl_dupfd_cloexec(&fd, 3)
             .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a memory's descriptor", e))?;
         EXPORTED.set(copy.as_raw_fd());
         Ok(copy)
     }
 
-    /// [`export_fd`](Self::export_fd) with what must be known of it.
+    /// As [`export_fd`](Self::export_fd), with the memory's description.
     ///
     /// # Errors
     /// As [`export_fd`](Self::export_fd).
@@ -154,8 +156,9 @@ impl Memory {
         })
     }
 
-    /// Maps memory by a descriptor that came over the user's own socket (`cuMemImportFromShareableHandle`, or `mmap` of
-    /// a memfd that is sealed). The descriptor may be closed afterwards. What it is, and its size, is checked.
+    /// Maps memory by a descriptor that came over the user's own socket
+    /// (`cuMemImportFromShareableHandle`, or `mmap` of a sealed memfd). Checks the descriptor's
+    /// type and size. The descriptor may be closed afterwards.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -169,8 +172,9 @@ impl Memory {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NotDeviceMemory`]: another descriptor, or another size; [`Error::PeerAccess`]: `device` cannot reach the
-    /// memory's device; [`Error::Range`]: more bytes than are mapped; [`Error::DeviceMemory`], [`Error::Driver`].
+    /// [`Error::NotDeviceMemory`]: another descriptor, or another size; [`Error::PeerAccess`]:
+    /// `device` cannot reach the memory's device; [`Error::Range`]: more bytes than are mapped;
+    /// [`Error::DeviceMemory`], [`Error::Driver`].
     pub fn import_fd(
         device: &Device,
         fd: impl AsFd,
@@ -200,7 +204,7 @@ impl Memory {
         self.publication(name).domain(domain).build()
     }
 
-    /// A way to publish it under a name, to be built.
+    /// Options to publish the memory under a name.
     pub fn publication(&self, name: &str) -> Publication {
         Publication::new(self, name)
     }

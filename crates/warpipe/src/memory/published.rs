@@ -1,4 +1,4 @@
-//! Memory kept under a name: what answers those who come with a ticket.
+//! Memory published under a name: serves clients that have a ticket.
 
 use std::ops::{Bound, RangeBounds};
 use std::os::fd::AsFd;
@@ -23,14 +23,14 @@ use crate::ipc::{
 /// The number of the one memory of a publication.
 pub(super) const PUBLISHED_ID: u64 = 0;
 
-/// What a client asks for.
+/// A client's request.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct TicketRequest {
     pub(super) incarnation: Option<Incarnation>,
     pub(super) id: u64,
 }
 
-/// What it is told; a descriptor goes with the memory.
+/// The reply; a descriptor goes with the memory.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum TicketReply {
     Memory {
@@ -42,7 +42,7 @@ pub(super) enum TicketReply {
     Expired,
 }
 
-/// How memory is to be published.
+/// Options for publishing memory.
 #[derive(Debug, Clone)]
 pub struct Publication {
     memory: Memory,
@@ -71,30 +71,30 @@ impl Publication {
         self
     }
 
-    /// What those who open it may do: [`Access::Read`] by default, which the MMU enforces against mistakes. Whoever has
-    /// the descriptor could map it otherwise, so a reader that is hostile gets a copy, and no ticket.
+    /// How importers map the memory: [`Access::Read`] by default, which the MMU enforces against
+    /// mistakes. A hostile importer can map the memory writable. Send a copy instead.
     pub fn access(mut self, access: Access) -> Self {
         self.access = access;
         self
     }
 
-    /// Admit these users beside the own one. The domain directory must let them in, too.
+    /// Admits these users beside this process's own. The domain directory must let them in, too.
     pub fn allow_uids(mut self, uids: &[u32]) -> Self {
         self.access_policy.uids.extend(uids);
         self
     }
 
-    /// Admit processes whose effective group is one of these.
+    /// Admits processes whose effective group is one of these.
     pub fn allow_gids(mut self, gids: &[u32]) -> Self {
         self.access_policy.gids.extend(gids);
         self
     }
 
-    /// Takes the name; from now on tickets can be opened.
+    /// Claims the name. From now on tickets can be opened.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`], [`Error::DescriptorLimit`],
-    /// [`Error::Driver`] when the memory cannot be exported.
+    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`],
+    /// [`Error::DescriptorLimit`], [`Error::Driver`] when the memory cannot be exported.
     pub fn build(self) -> Result<Published> {
         let name = EndpointName::new(&self.name)?;
         let domain = self.domain.map_or_else(Domain::from_environment, Ok)?;
@@ -112,7 +112,7 @@ impl Publication {
             kind: Kind::Memory,
         };
         let server = IpcServer::open(&at, self.access_policy, Arc::new(handler))?;
-        // Opened here, it is found here: the same mapping, and the driver is not asked.
+        // A ticket that is opened in this process finds this mapping, without a call of the driver.
         IMPORTS.put(
             &ImportKey::new(
                 domain.owner(),
@@ -131,7 +131,8 @@ impl Publication {
     }
 }
 
-/// Memory under a name. Dropped, it gives the name up: nobody else can open it, and who has it open keeps it.
+/// Memory under a name. Dropping it releases the name: no further process can open the memory, and
+/// those that have it open keep it.
 #[derive(Debug)]
 pub struct Published {
     server: IpcServer,
@@ -151,18 +152,20 @@ impl Published {
         self.name.as_str()
     }
 
-    /// A ticket for all of it: good until this is dropped.
+    /// A ticket for all of the memory, valid until the publication is dropped.
     ///
     /// # Errors
-    /// [`Error::Os`] when the machine's identity cannot be read; [`Error::Argument`] for a domain whose path is no UTF-8.
+    /// [`Error::Os`] when the machine's identity cannot be read; [`Error::Argument`] for a domain
+    /// whose path is not UTF-8.
     pub fn ticket(&self) -> Result<Ticket> {
         self.ticket_of(..)
     }
 
-    /// A ticket for a range of it, in bytes. Whoever opens it can reach no other bytes by this library, but maps all.
+    /// A ticket for a range of the memory, in bytes. A process that opens it can reach no other
+    /// bytes through this library, but maps all of the memory.
     ///
-    /// # Errors
-    /// [`Error::Range`] for one that does not lie inside; [`Error::Argument`] for one that ends before it begins; as
+    /// [`Error::Range`] for a range that does not lie inside; [`Error::Argument`] for one that ends
+    /// before it begins; as [`ticket`](Self::ticket).
     /// [`ticket`](Self::ticket).
     pub fn ticket_of(&self, range: impl RangeBounds<u64>) -> Result<Ticket> {
         let (offset, bytes) = offset_and_length(range, self.memory.bytes())?;
@@ -207,7 +210,7 @@ fn offset_and_length(range: impl RangeBounds<u64>, available: u64) -> Result<(u6
     }
 }
 
-/// What answers for a publication.
+/// Answers the requests for a publication.
 struct PublishedHandler {
     mapped: u64,
     bytes: u64,
@@ -268,7 +271,8 @@ impl RequestHandler for PublishedHandler {
     }
 }
 
-/// What a publication gave, checked and mapped. `None` if it is another one than was wanted.
+/// Checks and maps the memory in a publication's reply. `None` if it is another publication than
+/// the requested one.
 pub(super) fn import(
     incoming: IncomingReply,
     device: &Device,

@@ -7,7 +7,8 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 
-/// A mapped region; released when dropped. Whoever enqueues work on it keeps it alive until that work is done.
+/// A mapped region; released when dropped. Code that enqueues work on the region keeps it alive
+/// until that work is done.
 #[derive(Debug)]
 pub(crate) struct Region {
     device: Device,

@@ -1,4 +1,5 @@
-//! A table of what this process has open, so that opening it again finds it: it holds nothing itself.
+//! A table of the values that this process has open, so that opening one again finds it. The table
+//! keeps no value alive.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -8,7 +9,7 @@ use crate::fork::per_process::PerProcess;
 
 type Cell<V> = Arc<Mutex<Weak<V>>>;
 
-/// Values by key, for as long as somebody else holds them.
+/// Values by key, as long as another owner holds them.
 #[derive(Debug)]
 pub(crate) struct WeakCache<K, V> {
     cells: PerProcess<Mutex<BTreeMap<K, Cell<V>>>>,
@@ -21,7 +22,8 @@ impl<K: Ord + Clone + Send, V: Send + Sync> WeakCache<K, V> {
         }
     }
 
-    /// The value of `key`, made if it is not open, or is not good any more. Who asks for the same meanwhile waits for it; others do not.
+    /// The value of `key`, made if it is not open, or not valid any more. Concurrent callers wait
+    /// for it if they need the same key.
     pub(crate) fn get_or(
         &self,
         key: &K,
@@ -38,7 +40,7 @@ impl<K: Ord + Clone + Send, V: Send + Sync> WeakCache<K, V> {
         Ok(value)
     }
 
-    /// Shows a value that is open.
+    /// Adds a value that is open.
     pub(crate) fn put(&self, key: &K, value: &Arc<V>) {
         *lock(&self.cell(key)) = Arc::downgrade(value);
     }
@@ -48,7 +50,8 @@ impl<K: Ord + Clone + Send, V: Send + Sync> WeakCache<K, V> {
         if let Some(cell) = cells.get(key) {
             return cell.clone();
         }
-        // What nobody holds or opens any more makes room: the table is as long as what is open, and one.
+        // Values without an owner are removed: the table is as long as the number of open values,
+        // and one.
         cells.retain(|_, cell| Arc::strong_count(cell) > 1 || lock(cell).strong_count() > 0);
         cells
             .entry(key.clone())
@@ -80,7 +83,7 @@ mod tests {
         let second = shelf.get_or(&1, good, || panic!("it is open")).unwrap();
         assert!(Arc::ptr_eq(&first, &second));
         drop((first, second));
-        // The shelf holds nothing.
+        // The cache keeps no value alive.
         assert_eq!(*shelf.get_or(&1, good, || Ok(Arc::new(8))).unwrap(), 8);
     }
 

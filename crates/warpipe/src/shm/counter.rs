@@ -1,10 +1,12 @@
-//! A word that one process alone raises, and the field that says how far it came when that process is no more.
-//! **This module is marked for unsafe**: it lays out shared memory and hands its addresses to streams.
+//! A word that one process alone raises, and a field that keeps its last value when that process
+//! has ended. **This module is marked for unsafe**: it lays out shared memory and hands its
+//! addresses to streams.
 //!
-//! Values are from 0 to [`VALUE_MAX`]. Once the signaler is proven dead, or has given up with all its work done, the
-//! word's last value is written down ([`SharedCounter::end`]) and the word itself is raised to [`ENDED`], above everything that
-//! anybody can wait for: so every stream that waits is let go, now and later, by one store of whoever sees it first.
-//! Who was let go asks for the [`WaitStatus`].
+//! Values are from 0 to [`VALUE_MAX`]. Once the signaler is proven dead, or has given up with all
+//! its work done, the word's last value is recorded ([`SharedCounter::end`]) and the word itself is
+//! raised to [`ENDED`], above every value that a stream can wait for. So one store, by the first
+//! process that sees the end, releases every stream that waits, now and later. A released waiter
+//! then queries the [`WaitStatus`].
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
@@ -21,7 +23,8 @@ use crate::stream::Stream;
 /// The largest value that a counter can have.
 pub(crate) const VALUE_MAX: u64 = ENDED - 1;
 
-/// What an ended counter's word says: streams compare signed differences, and this is at or above every value from 0 on.
+/// The word of an ended counter: streams compare signed differences, and this is at or above every
+/// value from 0 on.
 pub(crate) const ENDED: u64 = i64::MAX as u64;
 
 /// A counter's shared bytes.
@@ -47,13 +50,13 @@ const _: () = assert!(
 // SAFETY: atomics alone.
 unsafe impl AtomicsOnly for CounterWords {}
 
-/// What is known of a value.
+/// The status of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WaitStatus {
     Reached,
-    /// It may still come.
+    /// The value may still come.
     Pending,
-    /// The counter ended below it.
+    /// The counter ended below the value.
     Never,
 }
 
@@ -86,7 +89,7 @@ impl SharedCounter {
         }
     }
 
-    /// Whether it can be raised no more.
+    /// Whether the counter has ended, and can be raised no more.
     pub(crate) fn has_ended(&self) -> bool {
         self.words().last.load(SeqCst) != 0
     }
@@ -95,12 +98,12 @@ impl SharedCounter {
         self.words().pid.load(SeqCst) as i32
     }
 
-    /// Says whose it is.
+    /// Records this process as the signaler.
     pub(crate) fn write_pid(&self) {
         self.words().pid.store(std::process::id(), SeqCst);
     }
 
-    /// Says that it is whose the other is.
+    /// Records the signaler of `other`.
     pub(crate) fn copy_pid(&self, other: &SharedCounter) {
         self.words()
             .pid
@@ -112,7 +115,7 @@ impl SharedCounter {
         if word < ENDED && word >= value {
             return WaitStatus::Reached;
         }
-        // After the word: whoever ends a counter writes this first.
+        // After the word: a process that ends a counter writes this field first.
         match self.words().last.load(SeqCst) {
             0 if word < ENDED => WaitStatus::Pending,
             last if last.saturating_sub(1) >= value => WaitStatus::Reached,
@@ -120,13 +123,15 @@ impl SharedCounter {
         }
     }
 
-    /// Ends the counter: writes down its last value, unless somebody has, and lets go whoever waits. To be called when
-    /// nothing raises it any more; where something still may, again from time to time: a late value stands below.
+    /// Ends the counter: records its last value, unless another process has, and releases all
+    /// waiters. To be called when nothing raises the counter any more. Where something still may,
+    /// call it again from time to time: a late value stands below [`ENDED`].
     pub(crate) fn end(&self) {
         self.end_at(self.words().word.load());
     }
 
-    /// The same, for the signaler itself, who need not take anybody's word for the last value.
+    /// As [`end`](Self::end), for the signaler itself, which knows the last value and need not
+    /// trust the word.
     pub(crate) fn end_at(&self, value: u64) {
         let words = self.words();
         let _ = words
@@ -137,7 +142,7 @@ impl SharedCounter {
         }
     }
 
-    /// Raises it to `value` with the CPU, unless a stream has come further.
+    /// Raises the counter to `value` with the CPU, unless a stream has raised it further.
     pub(crate) fn bring_up(&self, value: u64) {
         self.words().word.bring_up(value);
     }
@@ -151,7 +156,7 @@ impl SharedCounter {
         &self.page
     }
 
-    /// Makes it a new counter at 0. To be called when nobody waits for it or raises it any more.
+    /// Makes it a new counter at 0. To be called when nothing waits for it or raises it any more.
     pub(crate) fn reset(&self) {
         self.words().word.store(0);
         self.words().last.store(0, SeqCst);
@@ -164,12 +169,14 @@ impl SharedCounter {
             word: self.word_ptr(),
             value,
         };
-        // SAFETY: the word lies in the page, which is let go only when this stream, noted above, is proven to be past
-        // it (whoever holds `streams` retires the page with them).
+        // SAFETY: the word lies in the page, which is dropped only when this stream, recorded
+        // above, is proven to be past it (the owner of `streams` drops the page behind a fence of
+        // them).
         unsafe { stream.batch(&[wait]) }
     }
 
-    /// The wait of a stream for `value`, unless it has been reached. The page must outlive it.
+    /// The operation that waits for `value`, unless the value has been reached. The page must
+    /// outlive it.
     pub(crate) fn wait_op(&self, value: u64) -> Option<StreamOp> {
         (!self.words().word.reached(value)).then(|| StreamOp::Wait {
             word: self.word_ptr(),
@@ -177,7 +184,7 @@ impl SharedCounter {
         })
     }
 
-    /// Waits on the CPU; what came is then to be asked for.
+    /// Waits on the CPU. The caller then queries the [`WaitStatus`].
     pub(crate) fn wait_host(&self, device: &Device, value: u64, timeout: Duration) -> Result<bool> {
         device
             .backend()

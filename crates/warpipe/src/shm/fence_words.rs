@@ -21,13 +21,14 @@ impl FenceWords {
         })
     }
 
-    /// The same, which others may read and nobody else may write; and what they are given.
+    /// As [`new`](Self::new), with words that other processes may read and none may write. Returns
+    /// the descriptor for them, too.
     pub(crate) fn published(device: &Device, words: usize) -> Result<(FenceWords, CloseOnForkFd)> {
         let (page, fd) = SharedPage::publish(Some(device), offset_of(words))?;
         Ok((FenceWords { page }, fd))
     }
 
-    /// Another process's words, to be read.
+    /// Another process's words, read-only.
     pub(crate) fn read(fd: PeerFd, bytes: u64, name: &str) -> Result<FenceWords> {
         Ok(FenceWords {
             page: SharedPage::read(fd, usize::try_from(bytes).unwrap_or(usize::MAX), name)?,

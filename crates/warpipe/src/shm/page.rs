@@ -1,14 +1,13 @@
-//! Words that several processes share: a sealed memfd of atomics alone. **This module is marked for unsafe**: it maps
-//! and registers memory.
-//!
-//! Nothing but atomics is ever read here, so whatever a peer writes is a value, not a fault. There are four kinds:
+//! Words that several processes share: a sealed memfd of atomics alone. **This module is marked for
+//! unsafe**: it maps and registers memory. Every bit pattern is a valid value, whatever a peer
+//! writes. There are four kinds:
 //!
 //! * **private** ([`SharedPage::private`]): of this process alone.
-//! * **of two processes** ([`UnsealedPage`]): both write it, and nobody can remove a page of it ([`seal`]). Streams wait for
-//!   words of these two kinds alone: a store of the CPU releases them, whatever any peer does.
-//! * **of many** ([`SharedPage::create`]): each of them can write all of it, and remove pages of it. A device may write here,
-//!   CPUs read it, and **no stream waits for a word of it**: a device that registered a page that was removed keeps
-//!   the old one, which no CPU reaches any more.
+//! * **of two processes** ([`UnsealedPage`]): both write it, and neither can remove a page of it
+//!   ([`seal`]). Streams wait for words of these two kinds only: a CPU store releases them,
+//!   whatever any peer does.
+//! * **of many** ([`SharedPage::create`]): each peer can write all of it and remove pages. **No
+//!   stream waits for its words**: a device keeps a removed page, which no CPU reaches any more.
 //! * **read-only** for all but its maker ([`SharedPage::publish`]).
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -30,10 +29,11 @@ use crate::shm::seal;
 /// The unit of a page's length.
 pub(crate) const PAGE_BYTES: usize = 4096;
 
-/// The longest: what a peer announces is checked against it before it is mapped.
+/// The longest page: a length that a peer announces is checked against it before the page is
+/// mapped.
 pub(crate) const PAGES_BYTES_MAX: usize = 1 << 20;
 
-/// What may lie in shared memory.
+/// A type that may lie in shared memory.
 ///
 /// # Safety
 /// Every bit pattern is valid, every field is an atomic (or an array of such), and nothing is dropped.
@@ -79,8 +79,8 @@ impl SharedPage {
         .register(Some(device))
     }
 
-    /// Words that this process writes, and its device's streams if there is one, and others read: nobody else can map
-    /// them for writing, or remove a page.
+    /// Words that this process and its device's streams, if there is a device, write and others
+    /// read. No other process can map them for writing, or remove a page.
     pub(crate) fn publish(
         device: Option<&Device>,
         bytes: usize,
@@ -91,8 +91,8 @@ impl SharedPage {
         Ok((page.register(device)?, fd))
     }
 
-    /// Maps what a peer has [published](Self::publish), for reading. Whether the peer has sealed it does not matter:
-    /// nothing is registered.
+    /// Maps a page that a peer has [published](Self::publish), for reading. Whether the peer has
+    /// sealed it does not matter, since nothing is registered.
     pub(crate) fn read(fd: PeerFd, bytes: usize, name: &str) -> Result<SharedPage> {
         check_length(bytes, name)?;
         seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
@@ -100,8 +100,9 @@ impl SharedPage {
         SharedPage::map_as(fd.as_fd(), bytes, ProtFlags::READ)
     }
 
-    /// Words of many: `memfd_create`, `ftruncate`, seals, `mmap`, and registration if there is a device. Zeroed. Returns
-    /// it and the descriptor for the peers. No stream may wait for one of them.
+    /// Words of many: `memfd_create`, `ftruncate`, seals, `mmap`, and registration if there is a
+    /// device. Zeroed. Returns the page and the descriptor for the peers. No stream may wait for
+    /// one of its words.
     pub(crate) fn create(
         device: Option<&Device>,
         bytes: usize,
@@ -118,7 +119,8 @@ impl SharedPage {
         Ok((SharedPage::map(fd.as_fd(), bytes)?.register(device)?, fd))
     }
 
-    /// Maps a page of `bytes` bytes that a peer made, once it has been seen to be a sealed memfd of that length.
+    /// Maps a page of `bytes` bytes that a peer made, once it has been seen to be a sealed memfd of
+    /// that length.
     pub(crate) fn open(
         device: Option<&Device>,
         fd: PeerFd,
@@ -180,12 +182,12 @@ impl SharedPage {
     /// The `T` at `offset`.
     ///
     /// # Panics
-    /// If it is not inside, or not aligned: offsets are this library's own, never a peer's.
+    /// If the `T` is not inside, or not aligned: offsets are this library's own, never a peer's.
     #[inline]
     pub(crate) fn at<T: AtomicsOnly>(&self, offset: usize) -> &T {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.bytes);
-        // SAFETY: inside the mapping and aligned (the mapping is to a page), which lives as long as self; `T` is atomics
-        // for which every bit pattern is valid (`AtomicsOnly`).
+        // SAFETY: inside the mapping and aligned (the mapping is to a page), which lives as long as
+        // self; `T` is atomics for which every bit pattern is valid (`AtomicsOnly`).
         unsafe { &*self.base.add(offset).cast::<T>() }
     }
 
@@ -198,8 +200,9 @@ impl SharedPage {
             .map(|(_, base)| base + offset as u64)
     }
 
-    /// Lets it go once all of `streams` are past what they were given, and nobody else here holds it. Never on the
-    /// caller's thread: to unregister memory, a driver may wait for a stream that waits for a peer.
+    /// Drops the page once all of `streams` are past their work and this process has no other
+    /// handle of it. Never on the caller's thread: to unregister memory, a driver may wait for a
+    /// stream that waits for a peer.
     pub(crate) fn drop_after_streams(self: Arc<Self>, streams: Arc<StreamSet>, reactor: &Reactor) {
         if !self.owner_process.is_current() {
             return std::mem::forget(self);
@@ -233,9 +236,10 @@ fn wrong(found: String, name: &str) -> Error {
     }
 }
 
-/// Words of two processes, mapped and not yet in use. One process makes it and gives the other its descriptor; the other
-/// opens and [closes](Self::close) it; then the first [confirms](Self::confirm) it. From then on both use a page that
-/// nobody can take away.
+/// Words of two processes, mapped and not yet in use. One process makes the page and gives the
+/// other its descriptor. The other opens and [closes](Self::close) it; then the first
+/// [confirms](Self::confirm) it. From then on neither process can remove a page that the other
+/// uses.
 #[derive(Debug)]
 pub(crate) struct UnsealedPage {
     page: SharedPage,
@@ -252,7 +256,7 @@ impl UnsealedPage {
         })
     }
 
-    /// Maps what a peer made, once it has been seen to be a memfd of `bytes` bytes.
+    /// Maps a page that a peer made, once it has been seen to be a memfd of `bytes` bytes.
     pub(crate) fn open(fd: PeerFd, bytes: usize, name: &str) -> Result<UnsealedPage> {
         check_length(bytes, name)?;
         seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
@@ -272,7 +276,7 @@ impl UnsealedPage {
         self.page.bytes
     }
 
-    /// Seals it: both processes have mapped it. Registers it with the device.
+    /// Seals the page, which both processes have mapped, and registers it with the device.
     pub(crate) fn close(self, device: &Device, name: &str) -> Result<SharedPage> {
         seal::close(self.fd.as_fd()).map_err(|found| wrong(found, name))?;
         self.page.register(Some(device))
@@ -283,7 +287,7 @@ impl UnsealedPage {
         seal::check_closed(self.fd.as_fd()).is_ok()
     }
 
-    /// Registers it with the device, once the other process is seen to have sealed it.
+    /// Registers the page with the device, once the other process is seen to have sealed it.
     pub(crate) fn confirm(self, device: &Device, name: &str) -> Result<SharedPage> {
         seal::check_closed(self.fd.as_fd()).map_err(|found| wrong(found, name))?;
         self.page.register(Some(device))
@@ -296,7 +300,8 @@ impl Drop for SharedPage {
             return;
         }
         if let Some((device, _)) = &self.registered {
-            // SAFETY: registered in `register`, once; who gave its words to a stream lets it go by `retire`.
+            // SAFETY: registered in `register`, once; the owner that gave its words to a stream
+            // drops it by `drop_after_streams`.
             if !unsafe { unreclaimed::unregister(device.backend(), self.base, self.bytes) } {
                 return;
             }

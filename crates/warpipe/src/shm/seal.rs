@@ -21,8 +21,8 @@ use crate::fork::CloseOnForkFd;
 /// The size is final: a file that shrinks would turn loads into `SIGBUS`.
 const SIZE: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
-/// What both processes require before they register their mappings: no other writable mapping, no hole, and no
-/// further seal.
+/// The seals that both processes require before they register their mappings: no other writable
+/// mapping, no hole, and no further seal.
 const CLOSED: SealFlags = SIZE.union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
 
 /// `memfd_create`, `ftruncate`, and the seals of the size.
@@ -42,7 +42,7 @@ pub(crate) fn check(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), String> {
     host::check_memfd(fd, bytes, SIZE)
 }
 
-/// Seals a file that both processes have mapped. Afterwards nobody removes a page of it.
+/// Seals a file that both processes have mapped. Afterwards no process can remove a page of it.
 pub(crate) fn close(fd: BorrowedFd<'_>) -> Result<(), String> {
     // A peer that has forbidden further seals may have set all of them.
     let _ = rustix::fs::fcntl_add_seals(fd, CLOSED);

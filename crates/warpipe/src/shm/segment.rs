@@ -1,11 +1,12 @@
 //! The link segment: the memory that both ends of a link map. **This module is marked for unsafe.**
 //!
-//! A sealed memfd: a header page, then `depth` entries. The publisher makes and maps it, the subscriber maps and seals
-//! it, and each registers its mapping behind the [seal] alone. Everything in it is atomics, because the
-//! other process may write any byte at any time; what is read from here is a peer's *allegation* and proves nothing until it
-//! has been copied once and the copy has been checked (see [`entry`](crate::pubsub::entry)).
+//! A sealed memfd: a header page, then `depth` entries. The publisher makes and maps it, the
+//! subscriber maps and seals it, and each registers its mapping behind the [seal] alone. The
+//! segment holds only atomics, because the other process may write any byte at any time. A value
+//! read from here is a peer's *allegation*: it proves nothing until it has been copied once and the
+//! copy has been checked (see [`entry`](crate::pubsub::entry)).
 //!
-//! Drawn byte by byte in `docs/design/link.md`; the offsets are asserted below.
+//! `docs/design/link.md` draws it byte by byte; the offsets are asserted below.
 
 use std::mem::{ManuallyDrop, offset_of};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -47,10 +48,10 @@ pub(crate) struct Header {
     _reserved: [AtomicU64; 416],
 }
 
-/// What only the sender writes.
+/// Words that only the sender writes.
 #[repr(C)]
 pub(crate) struct SenderWords {
-    /// `CLOCK_MONOTONIC` nanoseconds of the sender's last sign of life.
+    /// `CLOCK_MONOTONIC` nanoseconds of the sender's last heartbeat.
     pub(crate) heartbeat_ns: AtomicU64,
     /// Samples that this receiver did not get because of its policy.
     pub(crate) dropped: AtomicU64,
@@ -61,10 +62,10 @@ pub(crate) struct SenderWords {
     _line: [AtomicU64; 15],
 }
 
-/// What only the receiver writes.
+/// Words that only the receiver writes.
 #[repr(C)]
 pub(crate) struct ReceiverWords {
-    /// `CLOCK_MONOTONIC` nanoseconds of the receiver's last sign of life.
+    /// `CLOCK_MONOTONIC` nanoseconds of the receiver's last heartbeat.
     pub(crate) heartbeat_ns: AtomicU64,
     _quiet: [AtomicU64; 15],
     /// 1 while the receiver sleeps and wants to be woken by a sample.
@@ -83,15 +84,16 @@ pub(crate) struct Entry {
     pub(crate) state_word: AtomicU64,
     /// The publisher's sequence number.
     pub(crate) sequence: AtomicU64,
-    /// Reaches the position when the sample's data is complete. Written by the sender's stream (or, after its
-    /// proven death, by the receiver's reactor).
+    /// Reaches the position when the sample's data is complete. Written by the sender's stream (or,
+    /// after the sender's proven death, by the receiver's reactor).
     pub(crate) ready: TimelineWord,
     /// The rest of the description, as [`entry`](crate::pubsub::entry) packs it.
     pub(crate) words: [AtomicU64; 58],
-    /// Which positions of this entry the sender gave up, as far back as the word reaches: see
+    /// The positions of this entry that the sender gave up, as far back as the word reaches: see
     /// [`was_given_up`](crate::pubsub::ring::was_given_up). Written before `aborted`.
     pub(crate) given_up: AtomicU64,
-    /// The last position whose data the sender will never complete, though it lives. Written before `ready`.
+    /// The last position whose data the sender will never complete, although the sender lives.
+    /// Written before `ready`.
     pub(crate) aborted: AtomicU64,
     /// Reaches the position when the receiver's work on the sample is done. Written by the receiver's stream.
     pub(crate) released: TimelineWord,
@@ -122,13 +124,14 @@ pub(crate) fn bytes_for(depth: u32) -> u64 {
     (HEADER_BYTES + depth as usize * size_of::<Entry>()).next_multiple_of(4096) as u64
 }
 
-/// A mapped link segment, registered with the device once it is sealed. Unregistered and unmapped when dropped.
+/// A mapped link segment, registered with the device once it is sealed. Dropping it unregisters and
+/// unmaps it.
 #[derive(Debug)]
 pub(crate) struct Segment {
-    /// Dropped once it is unregistered.
+    /// Dropped once the segment is unregistered.
     map: ManuallyDrop<Map>,
     device: Device,
-    /// Where the device sees it; empty until it is sealed and registered.
+    /// The segment's device address; empty until it is sealed and registered.
     device_ptr: OnceLock<DevicePtr>,
     depth: u32,
 }
@@ -169,8 +172,9 @@ impl Map {
     }
 
     fn header(&self) -> &Header {
-        // SAFETY: the mapping is at least a header long (checked before it is made), page-aligned, and lives as
-        // long as self; `Header` is atomics only, for which every bit pattern is valid.
+        // SAFETY: the mapping is at least a header long (checked before it is made), page-aligned,
+        // and lives as long as self; `Header` is atomics only, for which every bit pattern is
+        // valid.
         unsafe { &*self.base.cast::<Header>() }
     }
 }
@@ -183,8 +187,9 @@ impl Drop for Map {
 }
 
 impl Segment {
-    /// Makes a segment: `memfd_create`, `ftruncate`, the seals of its size, `mmap`. Returns it and the descriptor for
-    /// the peer, which seals it. No stream may use it before [`register`](Self::register).
+    /// Makes a segment: `memfd_create`, `ftruncate`, the seals of its size, `mmap`. Returns it and
+    /// the descriptor for the peer, which seals it. No stream may use it before
+    /// [`register`](Self::register).
     pub(crate) fn create(
         device: &Device,
         depth: u32,
@@ -205,8 +210,8 @@ impl Segment {
         ))
     }
 
-    /// Maps a segment that a peer made, once it has been checked to be a memfd of the right length with the right
-    /// identity, seals it against holes, and registers it.
+    /// Maps a segment that a peer made, once it has been checked to be a memfd of the right length
+    /// with the right identity. Seals it against holes, and registers it.
     pub(crate) fn open(
         device: &Device,
         fd: BorrowedFd<'_>,
@@ -232,12 +237,14 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Registers the mapping with the device, once `fd`, its file, is seen to be sealed against holes: from then on the
-    /// device and the CPUs use the same pages. The driver's call may take a moment.
+    /// Registers the mapping with the device, once its file `fd` is seen to be sealed against
+    /// holes. From then on the device and the CPUs use the same pages. The driver's call may take a
+    /// moment.
     pub(crate) fn register(&self, fd: BorrowedFd<'_>) -> Result<(), OpenError> {
         seal::check_closed(fd).map_err(|found| OpenError::Fault(HandshakeFault::Segment(found)))?;
         if self.device_ptr.get().is_none() {
-            // SAFETY: `map` is page-aligned mapped memory; it is unmapped only after `unregister` (see `Drop`).
+            // SAFETY: `map` is page-aligned mapped memory; it is unmapped only after `unregister`
+            // (see `Drop`).
             let registered = unsafe {
                 self.device
                     .backend()
@@ -266,7 +273,7 @@ impl Segment {
     #[inline]
     pub(crate) fn index(&self, position: u64) -> u32 {
         let depth = u64::from(self.depth);
-        // Asked ten times for each sample: a division each would be a tenth of the hand-over.
+        // Called ten times for each sample: a division each time would be a tenth of the hand-over.
         let index = if depth.is_power_of_two() {
             position & (depth - 1)
         } else {
@@ -278,8 +285,9 @@ impl Segment {
     #[inline]
     fn entry_at(&self, index: u32) -> &Entry {
         debug_assert!(index < self.depth);
-        // SAFETY: index < depth and the mapping holds `depth` entries behind the header, 128-aligned in a page-
-        // aligned mapping that lives as long as self; `Entry` is atomics only.
+        // SAFETY: index < depth and the mapping holds `depth` entries behind the header,
+        // 128-aligned in a page-aligned mapping that lives as long as self; `Entry` is atomics
+        // only.
         unsafe {
             &*self
                 .map
@@ -329,7 +337,7 @@ impl Drop for Segment {
     }
 }
 
-/// Why a peer's segment could not be opened: its fault, or ours.
+/// Why a peer's segment could not be opened: the peer's fault, or this process's.
 #[derive(Debug)]
 pub(crate) enum OpenError {
     Fault(HandshakeFault),

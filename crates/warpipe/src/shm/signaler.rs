@@ -1,10 +1,13 @@
-//! Who raises a [counter](crate::shm::counter). **This module is marked for unsafe**: it hands words to streams.
+//! The one signaler of a [counter](crate::shm::counter). **This module is marked for unsafe**: it
+//! hands words to streams.
 //!
-//! No lock is held while a stream is given work: a full launch queue holds such a call up until the stream goes on, and the
-//! control thread, which admits peers, and the reactor take the lock of who raises. So one thread raises at a time
-//! ([`TimedLock`]): it takes down what is to be signalled, has the stream signal it without the lock, and then says so. A
-//! copy that is added meanwhile is brought up to that value by the CPU, when the own counter has reached it, and has the later
-//! ones signalled; one that is removed meanwhile is kept mapped by the list that was taken down.
+//! No lock is held while a stream is given work: a full launch queue holds such a call up until the
+//! stream goes on, and the control thread, which admits peers, and the reactor take the signaler's
+//! state lock. So one thread raises at a time ([`TimedLock`]): it copies the list of words to
+//! signal, has the stream signal them without the lock, and then records the value. The CPU brings
+//! a copy that is added meanwhile up to that value, when the own counter has reached it; streams
+//! signal the later values. The copied list keeps the page of a copy that is removed meanwhile
+//! mapped.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -17,51 +20,54 @@ use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedLock};
 use crate::shm::counter::SharedCounter;
 use crate::stream::Stream;
 
-/// Who raises a counter: keeps its values in order, and tells others of them.
+/// Raises a counter: keeps its values in order, and forwards them to copies.
 ///
-/// The values stand first of all in a counter of this process's own. No peer can set it back or take it away, so a stream
-/// of ours that waits for an earlier value of ours is let go whatever happens elsewhere. Each process that follows has
-/// a *copy* in a page of its own, which the same streams signal. Should they have to agree on the last value after this
-/// process's death, it also *publishes* the counter: no copy is ever ahead of what is published.
+/// The values stand first of all in a counter of this process's own. No peer can set it back or
+/// take it away, so a stream of this process that waits for an earlier value is released whatever
+/// happens elsewhere. Each process that follows has a *copy* in a page of its own, which the same
+/// streams signal. If the followers have to agree on the last value after this process's death, the
+/// signaler also *publishes* the counter: no copy is ever ahead of the published one.
 #[derive(Debug)]
 pub(crate) struct Signaler {
     own: SharedCounter,
     published: Option<SharedCounter>,
-    /// Held by who raises.
+    /// Held by the thread that raises.
     signal_lock: TimedLock,
-    /// Never held across a call of the driver.
+    /// Never held across a driver call.
     state: Mutex<SignalerState>,
 }
 
-/// Copies, by a number of the caller's.
+/// Copies, by a number that the caller chooses.
 type Copies = Vec<(u64, SharedCounter)>;
 
 #[derive(Debug)]
 struct SignalerState {
     /// The highest value given to a stream, or stored.
     last: u64,
-    /// What is being given to a stream now; else the same.
+    /// The value that is being given to a stream now; else equal to `last`.
     next: u64,
-    /// The stream that the last one was given to.
+    /// The stream that the last value was given to.
     stream: Option<Stream>,
-    /// Whoever raises has the list as it was, and so keeps the pages of what is removed meanwhile.
+    /// A thread that raises holds the list as it was, and so keeps the pages of copies that are
+    /// removed meanwhile.
     copies: Arc<Copies>,
-    /// Copies that were added while streams had yet to signal earlier values: up to this value they are the CPU's.
+    /// Copies that were added while streams had yet to signal earlier values. The CPU stores the
+    /// values up to this one.
     late: Vec<(SharedCounter, u64)>,
-    /// Kept for its memory.
+    /// Kept so that its allocation is reused.
     ops: Vec<StreamOp>,
 }
 
-/// What became of a value that a stream was to signal.
+/// Why a stream did not take a value that it was to signal.
 enum SignalFailure {
-    /// The stream has been given nothing of it.
+    /// The stream has been given no signal of the value.
     Nothing(Error),
-    /// It has been given a part.
+    /// The stream has been given a part of the signals.
     InPart,
 }
 
-/// Signals that one call of the driver takes whole or not at all, and that are executed in order; more may go out side by
-/// side.
+/// The most signals that one driver call takes whole or not at all and executes in order; more may
+/// execute side by side.
 const ORDERED_MAX: usize = 4;
 
 impl Signaler {
@@ -85,7 +91,7 @@ impl Signaler {
         }
     }
 
-    /// Publishes it, too. To be called before it is raised.
+    /// Publishes the counter, too. To be called before the counter is raised.
     pub(crate) fn publishing(self, counter: SharedCounter) -> Signaler {
         counter.write_pid();
         counter.words().word.store(self.last());
@@ -109,22 +115,22 @@ impl Signaler {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to signal a copy, too. True if it has every value that has been given out; else [`catch_up`] is to be
-    /// called until it has.
+    /// Starts to signal a copy, too. True if the copy has every value so far; else [`catch_up`] is
+    /// to be called until it has.
     ///
     /// [`catch_up`]: Self::catch_up
     pub(crate) fn add(&self, number: u64, copy: &SharedCounter) -> bool {
         copy.write_pid();
         let mut state = self.lock();
-        // Whatever is raised from here on reaches the copy by itself.
+        // Every value that is raised from here on reaches the copy without `catch_up`.
         Arc::make_mut(&mut state.copies).push((number, copy.clone()));
         let next = state.next;
         state.late.push((copy.clone(), next));
         self.bring_up_late(&mut state)
     }
 
-    /// Brings copies up to what was raised before they were added, as far as it has been reached; true once all are.
-    /// CPU stores alone.
+    /// Brings copies up to the values that were raised before they were added, as far as these have
+    /// been reached. True once all copies are. Makes CPU stores only.
     pub(crate) fn catch_up(&self) -> bool {
         self.bring_up_late(&mut self.lock())
     }
@@ -138,8 +144,9 @@ impl Signaler {
         state.late.is_empty()
     }
 
-    /// Signals a copy no more; what streams have been given for it is still to come. So is what they are being given just
-    /// now: its page may go when nobody else here holds it, and then a proof of the streams has passed.
+    /// Stops signalling a copy. Signals that streams have been given for it, or are being given
+    /// now, are still to come. Its page may be dropped when this process has no other handle of it,
+    /// and then a fence of the streams has been reached.
     pub(crate) fn remove(&self, number: u64) -> Option<SharedCounter> {
         let mut state = self.lock();
         let index = state
@@ -151,8 +158,8 @@ impl Signaler {
         Some(copy)
     }
 
-    /// Raises the counter behind the work of `stream`, to what `choose` makes of the last value. Values on several streams
-    /// are reached one after the other.
+    /// Raises the counter behind the work of `stream`, to the value that `choose` makes of the last
+    /// one. Values on several streams are reached one after the other.
     pub(crate) fn raise(
         &self,
         stream: &Stream,
@@ -162,7 +169,7 @@ impl Signaler {
         self.raise_behind(stream, streams, &[], choose)
     }
 
-    /// The same, with further operations before it, for which the caller answers.
+    /// As [`raise`](Self::raise), behind further operations, for which the caller answers.
     pub(crate) fn raise_behind(
         &self,
         stream: &Stream,
@@ -173,12 +180,12 @@ impl Signaler {
         self.raise_within(LOCK_TIMEOUT, stream, streams, before, choose)
     }
 
-    /// Waits until no other thread raises, and says whether that is so.
+    /// Waits until no other thread raises. False when `limit` ran out.
     pub(crate) fn wait_for_turn(&self, limit: Duration) -> bool {
         self.signal_lock.lock(limit, String::new).is_ok()
     }
 
-    /// [`raise`](Self::raise) unless another thread raises just now: then `None`, and nothing was done.
+    /// As [`raise`](Self::raise); returns `None` without an effect while another thread raises.
     pub(crate) fn try_raise(
         &self,
         stream: &Stream,
@@ -192,7 +199,8 @@ impl Signaler {
         }
     }
 
-    /// [`raise_behind`](Self::raise_behind), with another limit for the wait for a thread that raises.
+    /// As [`raise_behind`](Self::raise_behind), with a limit for the wait for another thread that
+    /// raises.
     fn raise_within(
         &self,
         limit: Duration,
@@ -201,7 +209,7 @@ impl Signaler {
         before: &[StreamOp],
         choose: impl FnOnce(u64) -> Result<u64>,
     ) -> Result<u64> {
-        // First: it may ask other streams, which a full launch queue holds up.
+        // First: it may query other streams, which a full launch queue holds up.
         streams.record_use(stream);
         let _turn = self.signal_lock.lock(limit, || "signal".into())?;
         let mut state = self.lock();
@@ -252,8 +260,9 @@ impl Signaler {
             word: counter.word_ptr(),
             value,
         };
-        // SAFETY: the pages are let go only when nobody holds them, as this thread does, and then this stream, noted by the
-        // caller, is proven to be past the operations (whoever holds `streams` retires them with it).
+        // SAFETY: the pages are dropped only when no handle is left, and this thread holds one;
+        // then this stream, recorded by the caller, is proven to be past the operations (the owner
+        // of `streams` drops the pages behind a fence of them).
         let give = |ops: &[StreamOp]| unsafe { stream.batch(ops) };
         ops.extend(self.published.as_ref().map(signal));
         let is_ordered =
@@ -265,7 +274,7 @@ impl Signaler {
             ops.clear();
         }
         ops.extend(copies.iter().map(|(_, copy)| signal(copy)));
-        // The own word comes last: whoever sees it reached, here or on another stream, is behind the copies.
+        // The own word comes last: a stream or thread that sees it reached is behind the copies.
         if !is_ordered {
             give(ops).map_err(|_| SignalFailure::InPart)?;
             ops.clear();
@@ -280,10 +289,10 @@ impl Signaler {
         })
     }
 
-    /// Somebody gets a value of which the driver has taken a part alone, so all get it: by the CPU, once the stream is
-    /// proven to be past what it was given.
+    /// The driver has taken a part of a value's signals, so some copies get the value. The CPU
+    /// stores it in all, once the stream is proven to be past its work.
     fn complete_behind(&self, stream: &Stream, value: u64, copies: &Copies) {
-        // It runs, since somebody else follows this counter.
+        // The reactor runs, since another process follows this counter.
         let Ok(reactor) = Reactor::of_process() else {
             return;
         };
@@ -310,7 +319,8 @@ impl Signaler {
         self.raise_now_within(LOCK_TIMEOUT, choose)
     }
 
-    /// The same, unless another thread raises just now: then `None`, and nothing was done.
+    /// As [`raise_now`](Self::raise_now); returns `None` without an effect while another thread
+    /// raises.
     pub(crate) fn try_raise_now(
         &self,
         choose: impl FnOnce(u64, u64) -> Result<u64>,
@@ -340,7 +350,7 @@ impl Signaler {
         Ok(())
     }
 
-    /// Ends the counter and all copies. To be called when all streams are past what they were given.
+    /// Ends the counter and all copies. To be called when all streams are past their work.
     pub(crate) fn end(&self) {
         let state = self.lock();
         let copies = state.copies.iter().map(|(_, copy)| copy);
@@ -351,7 +361,8 @@ impl Signaler {
             .for_each(|counter| counter.end_at(state.last));
     }
 
-    /// What a stream of a process that dies leaves: it has come to what is published and to some of the copies.
+    /// Simulates the stream of a process that dies: it has reached the published counter and some
+    /// of the copies.
     #[cfg(test)]
     pub(crate) fn reach_in_part(&self, value: u64, copies: usize) {
         let state = self.lock();
