@@ -1,30 +1,34 @@
-//! The CUDA driver's files in a forked child. **This module is marked for unsafe**: it makes system calls in the child.
+//! The CUDA driver's files in a forked child. **This module is marked for unsafe**: it makes system
+//! calls in the child.
 //!
-//! CUDA does not survive a fork, but the driver's open files do, and as long as a child holds them the parent's device
-//! work goes on after the parent's death. So the child puts `/dev/null` in their places: the numbers stay taken, for
-//! the driver's library in the child knows them. Everything here is async-signal-safe.
+//! CUDA does not survive a fork, but the driver's open files do, and as long as a child holds them
+//! the parent's device work goes on after the parent's death. So the child puts `/dev/null` in
+//! their places: the numbers stay taken, since the driver's library in the child knows them.
+//! Everything here is async-signal-safe.
 //!
-//! Two kinds of descriptors lead to the same files and are left alone: memory that was exported, which the user may
-//! want to give to the child. It is known by having been made here ([`EXPORTED`]), or by not being close-on-exec, which
-//! all of the driver's own are.
+//! Two kinds of descriptors lead to the same files and are left alone: memory that was exported,
+//! which the user may want to give to the child. Such a descriptor is recognised by having been
+//! made here ([`EXPORTED`]), or by not being close-on-exec, which all of the driver's own are.
 
 use std::ffi::CStr;
 use std::os::fd::RawFd;
 
 use super::fd_table::OpenTable;
 
-/// Descriptors of memory that users of this library got. A number stays here when it is closed, so a later file of the driver
-/// under that number is left alone, too: then the child keeps the lifeline ([`release`]).
+/// Descriptors of memory that users of this library got. A number stays here when it is closed, so
+/// a later file of the driver under that number is left alone, too: then the child keeps the
+/// lifeline ([`release`]).
 pub(crate) static EXPORTED: OpenTable = OpenTable::new();
 
 /// Where the driver's files lie; the second is the fake driver's.
 const FILES: [&[u8]; 2] = [b"/dev/nvidia", b"/memfd:/dev/nvidia"];
 
-/// A file that is open in processes that have started CUDA, and in no other: NVML opens the others, too, and goes on in a child.
+/// A file that is open in processes that have started CUDA, and in no other: NVML opens the others,
+/// too, and goes on in a child.
 const STARTED: &[u8] = b"nvidia-uvm";
 
-/// Puts `/dev/null` in the places of the driver's files, if CUDA was started. Whether the child is known to hold none of
-/// them any more: not where there is no procfs to ask.
+/// Puts `/dev/null` in the places of the driver's files, if CUDA was started. Returns whether the
+/// child is known to hold none of them any more; false without procfs.
 pub(super) fn release() -> bool {
     let Some(list) = open_list() else {
         return false;
@@ -80,12 +84,13 @@ fn replace(fd: RawFd, null: RawFd) -> bool {
     if flags < 0 || flags & libc::FD_CLOEXEC == 0 || EXPORTED.has(fd) {
         return false;
     }
-    // SAFETY: the child's copy of the driver's file, which no call of the driver works with after a fork.
+    // SAFETY: the child's copy of the driver's file, which no call of the driver works with after a
+    // fork.
     unsafe { libc::dup3(null, fd, libc::O_CLOEXEC) == fd }
 }
 
-/// Calls `work` with each descriptor that leads to one of the driver's files, and the file's name. False if not all of
-/// the list could be read.
+/// Calls `work` with each descriptor that leads to one of the driver's files, and the file's name.
+/// False if not all of the list could be read.
 fn for_each(list: RawFd, mut work: impl FnMut(RawFd, &[u8])) -> bool {
     // Entries of `getdents64` begin at multiples of 8.
     let mut space = [0u64; 256];

@@ -1,4 +1,5 @@
-//! The numbers that a forked child closes. **This module is marked for unsafe**: it closes by number.
+//! The numbers that a forked child closes. **This module is marked for unsafe**: it closes by
+//! number.
 //!
 //! Lock-free and without allocation where the child reads them. Both tables are written within a
 //! [`NoForkSection`](super::NoForkSection) alone, so no child sees one half written.
@@ -78,8 +79,8 @@ impl OpenTable {
                 while bits != 0 {
                     let number = index * LEAF + word * 64 + bits.trailing_zeros() as usize;
                     bits &= bits - 1;
-                    // SAFETY: the child's copy of a descriptor of ours, which nothing in the child uses from now on
-                    // (`OwnerProcess::check`).
+                    // SAFETY: the child's copy of a descriptor of ours, which nothing in the child
+                    // uses from now on (`OwnerProcess::check`).
                     unsafe { libc::close(number as RawFd) };
                 }
             }
@@ -103,8 +104,8 @@ pub(crate) struct FileId {
     pub(super) inode: u64,
 }
 
-/// Which file it is, without asking a file system (a peer's FUSE server would answer as late as it likes); `None` for an
-/// anonymous inode, which all of its kind share.
+/// The file's identity, without a call to a file system (a peer's FUSE server could answer as late
+/// as it likes); `None` for an anonymous inode, which all files of its kind share.
 pub(super) fn identity(fd: RawFd) -> Option<FileId> {
     // SAFETY: `statx` is plain data, for which zeros are valid.
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };
@@ -112,7 +113,8 @@ pub(super) fn identity(fd: RawFd) -> Option<FileId> {
         libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC,
         libc::STATX_TYPE | libc::STATX_INO,
     );
-    // SAFETY: the kernel writes one `statx`, which lives across the call; a number that is not open is an error.
+    // SAFETY: the kernel writes one `statx`, which lives across the call; a number that is not open
+    // is an error.
     let code = unsafe { libc::statx(fd, c"".as_ptr(), flags, wanted, &mut stat) };
     let has_type = libc::mode_t::from(stat.stx_mode) & libc::S_IFMT != 0;
     let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
@@ -132,8 +134,8 @@ struct ClosingFd {
 const FREE: RawFd = -1;
 const TAKEN: RawFd = -2;
 
-/// Descriptors that are being closed outside of a section, by number and file. With all entries in use (as many threads
-/// are in `close`), a child forked meanwhile may keep a copy.
+/// Descriptors that are being closed outside of a section, by number and file. With all entries in
+/// use (as many threads are in `close`), a child forked meanwhile may keep a copy.
 pub(super) struct ClosingTable([ClosingFd; 64]);
 
 pub(super) static CLOSING: ClosingTable = ClosingTable(
@@ -169,7 +171,8 @@ impl ClosingTable {
         self.0[index].fd.store(FREE, Release);
     }
 
-    /// In a forked child: closes those that are open still, and no other file that has such a number by now.
+    /// In a forked child: closes the files that are still open, and no other file that has such a
+    /// number by now.
     pub(super) fn close_all(&self) {
         for entry in &self.0 {
             let fd = entry.fd.swap(FREE, Acquire);
@@ -178,7 +181,8 @@ impl ClosingTable {
                 inode: entry.inode.load(Relaxed),
             };
             if fd >= 0 && identity(fd) == Some(file) {
-                // SAFETY: the child's copy of a descriptor of ours, which nothing in the child uses from now on.
+                // SAFETY: the child's copy of a descriptor of ours, which nothing in the child uses
+                // from now on.
                 unsafe { libc::close(fd) };
             }
         }

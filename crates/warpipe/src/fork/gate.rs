@@ -1,4 +1,5 @@
-//! Sections, and forks of one thread at a time. **This module is marked for unsafe**: it makes system calls by number.
+//! Sections, and forks of one thread at a time. **This module is marked for unsafe**: it makes
+//! system calls by number.
 //!
 //! A fork holds the gate from its prepare handler to the end of the parent's handler, in which the
 //! library changes descriptors that no table has ([`lifeline`](super::lifeline)): a child that
@@ -128,8 +129,8 @@ pub(crate) fn excluded<R>(work: impl FnOnce() -> R) -> R {
 pub(super) fn close() {
     without_signals(|| {
         FORKS.set(FORKS.get() + 1);
-        // A signal's handler that forks inside a section must wait neither for itself nor for another one that does the
-        // same.
+        // A signal's handler that forks inside a section must wait neither for itself nor for
+        // another one that does the same.
         if FORKS.get() == 1 {
             GATE.fetch_sub(DEPTH.get(), Release);
         }
@@ -158,8 +159,8 @@ pub(super) fn close() {
     }
 }
 
-/// In a parent, after a fork: does `last` before another thread forks. A signal's handler that forked within `fork` leaves
-/// that to the outer one.
+/// In a parent, after a fork: does `last` before another thread forks. A signal's handler that
+/// forked within `fork` leaves that to the outer one.
 pub(super) fn open(last: impl FnOnce()) {
     without_signals(|| {
         // None was counted when the handlers were registered while this fork was under way.
@@ -216,7 +217,8 @@ fn is_of_process(thread: u64) -> bool {
     code == 0 || std::io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH)
 }
 
-/// Does `work` with no signal's handler in between, and leaves `errno` as it was: who forks reads it.
+/// Does `work` with no signal's handler in between, and leaves `errno` as it was, since the code
+/// that forks reads it.
 fn without_signals(work: impl FnOnce()) {
     // SAFETY: this thread's own `errno`.
     let errno = unsafe { libc::__errno_location() };
@@ -474,7 +476,8 @@ mod tests {
                 // As if another thread were forking, or in a section.
                 GATE.store(left, Release);
                 let flags = libc::SIGCHLD;
-                // SAFETY: as `fork`, without its handlers; the child ends by itself, or by its alarm.
+                // SAFETY: as `fork`, without its handlers; the child ends by itself, or by its
+                // alarm.
                 let child = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
                 let child = child as libc::pid_t;
                 if child == 0 {

@@ -1,22 +1,26 @@
-//! The lifeline of this process: what its peers see end when nothing of it runs any more, its device work included.
-//! **This module is marked for unsafe**: it runs when the library is loaded, and in forked children.
+//! The lifeline of this process: its peers see it end when nothing of this process runs any more,
+//! its device work included. **This module is marked for unsafe**: it runs when the library is
+//! loaded, and in forked children.
 //!
-//! A readable pidfd proves that a process has exited, not that its GPU is quiet: a forked child that holds the driver's
-//! files keeps the parent's kernels running. The lifeline is kept and released as those files are: close-on-exec, and
-//! inherited by `fork`. It has two pipes, whose read ends every peer gets:
+//! A readable pidfd proves that a process has exited, not that its GPU is quiet: a forked child
+//! that holds the driver's files keeps the parent's kernels running. The lifeline is kept and
+//! released as those files are: close-on-exec, and inherited by `fork`. It has two pipes, whose
+//! read ends every peer gets:
 //!
-//! * *end*: its write end lies in flight (`SCM_RIGHTS`, never received) in the queue of a socket that the process keeps.
-//!   A process that exits, or calls `exec`, releases all of its files in one pass of `task_work`; the socket's release
-//!   drops its queue, and what was in flight is released in the next pass, after every file of the first. So when this
-//!   pipe reads end of file, the driver's files are released, whatever the numbers of the descriptors were.
-//! * *alarm*: its write end is an ordinary descriptor with a high number, which is released early. It tells that the
-//!   process is ending, and proves nothing.
+//! * *end*: its write end lies in flight (`SCM_RIGHTS`, never received) in the queue of a socket
+//!   that the process keeps. A process that exits, or calls `exec`, releases all of its files in
+//!   one pass of `task_work`; the socket's release drops its queue, and the descriptors in flight
+//!   are released in the next pass, after every file of the first. So when this pipe reads end of
+//!   file, the driver's files are released, whatever the numbers of the descriptors were.
+//! * *alarm*: its write end is an ordinary descriptor with a high number, which is released early.
+//!   Its end shows that the process is ending, and proves nothing.
 //!
-//! The socket has the lowest number (from 3 on) that was free when the library was loaded. With a number below the
-//! driver's the proof comes as soon as the driver is done; otherwise it may come with the pidfd, and is as true. The
-//! write end is put in flight with the first link: what is in flight counts for the user, in all its processes together
-//! (`RLIMIT_NOFILE`), and to load the library is to cost nobody anything. A child that was forked before that shares the
-//! socket all the same, and so holds what comes into its queue.
+//! The socket has the lowest number (from 3 on) that was free when the library was loaded. With a
+//! number below the driver's the proof comes as soon as the driver is done; otherwise it may come
+//! with the pidfd, and is as true. The write end is put in flight with the first link: descriptors
+//! in flight count for the user, in all its processes together (`RLIMIT_NOFILE`), and merely
+//! loading the library must use none. A child that was forked before that shares the socket all the
+//! same, and so holds the descriptors that come into its queue.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -136,8 +140,8 @@ impl Lifeline {
     }
 }
 
-/// Whether the socket's number is below those of the driver's files, if there are any: then the proof does not wait for
-/// other files.
+/// Whether the socket's number is below those of the driver's files, if there are any: then the
+/// proof does not wait for other files.
 pub(crate) fn is_prompt() -> bool {
     let lowest = super::excluded(super::driver_files::lowest);
     SOCKET
@@ -333,7 +337,8 @@ mod tests {
         });
     }
 
-    /// How many descriptors lie in the queues of this process's sockets; `None` where the kernel does not say.
+    /// How many descriptors lie in the queues of this process's sockets; `None` where the kernel
+    /// does not report it.
     fn in_flight() -> Option<usize> {
         let files = std::fs::read_dir("/proc/self/fdinfo").unwrap();
         let texts = files.filter_map(|file| std::fs::read_to_string(file.ok()?.path()).ok());

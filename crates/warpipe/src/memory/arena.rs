@@ -1,4 +1,5 @@
-//! The publisher's memory: regions that grow up to a limit, cut into slots. Its own bookkeeping, no shared state.
+//! The publisher's memory: regions that grow up to a limit, cut into slots. Its own bookkeeping, no
+//! shared state.
 
 use std::sync::Arc;
 
@@ -13,7 +14,8 @@ pub(crate) const SLOTS_MAX: usize = 8192;
 /// The most regions: each one costs every link a descriptor in passing.
 pub(crate) const REGIONS_MAX: usize = 512;
 
-/// Slots begin at multiples of this: the alignment of `cuMemAlloc`, and more than any element needs.
+/// Slots begin at multiples of this: the alignment of `cuMemAlloc`, and more than any element
+/// needs.
 const ALIGNMENT: u64 = 512;
 
 /// A slot's number.
@@ -147,7 +149,8 @@ impl Arena {
         self.limit
     }
 
-    /// Takes a slot of `bytes` from the free ranges, with one holder; none if no range is long enough.
+    /// Takes a slot of `bytes` from the free ranges, with one holder; none if no range is long
+    /// enough.
     #[inline]
     pub(crate) fn take(&mut self, bytes: u64) -> Option<SlotId> {
         if self.unused.is_empty() && self.slots.len() >= SLOTS_MAX {
@@ -183,8 +186,8 @@ impl Arena {
         }
     }
 
-    /// A region in which `bytes` fit, counted against the limit from now on: as much as there is so far, if the
-    /// limit and `exempt` bytes beside it allow. `None` when they do not.
+    /// A region in which `bytes` fit, counted against the limit from now on: as much as there is so
+    /// far, if the limit and `exempt` bytes beside it allow. `None` when they do not.
     pub(crate) fn plan(&mut self, bytes: u64, exempt: u64) -> Option<Growth> {
         let room = self.limit.saturating_add(exempt).saturating_sub(self.total);
         let unit = self.granularity();
@@ -211,7 +214,8 @@ impl Arena {
     }
 
     fn granularity(&self) -> u64 {
-        // A page of host memory would make a region of every small slot; a GPU's 2 MiB is right for both.
+        // A page of host memory would make a region of every small slot; a GPU's 2 MiB is right for
+        // both.
         self.device.backend().granularity().max(2 << 20)
     }
 

@@ -1,9 +1,9 @@
 //! Legacy handles: a second door, for memory that another allocator made with `cudaMalloc`.
 //!
-//! A handle is 64 bytes of the driver that name one allocation, and what the driver leaves to whoever passes them on:
-//! where in the allocation the tensor lies, whose it is, on which device of which machine. It travels as the user
-//! likes. It is no right to the memory: it dies with its exporter, and is open to whoever knows the bytes and runs as
-//! the same user.
+//! A handle is 64 bytes of the driver that name one allocation, and the facts that the driver does
+//! not include: the tensor's place in the allocation, its exporter, its device and machine. The
+//! user sends it by any means. It is no right to the memory: it becomes invalid with its exporter's
+//! death, and any process of the same user that has the bytes can open it.
 //!
 //! # The bytes
 //!
@@ -33,13 +33,15 @@ use crate::origin::{self, Liveness, ProcessOrigin};
 const MAGIC: [u8; 8] = *b"WPLEGACY";
 const VERSION: u16 = 1;
 
-/// `cuIpcGetMemHandle`: names a range of memory that was allocated with `cudaMalloc` (`cuMemAlloc`), by PyTorch for
-/// example, for another process of the same machine and user.
+/// `cuIpcGetMemHandle`: names a range of memory that was allocated with `cudaMalloc`
+/// (`cuMemAlloc`), by PyTorch for example, for another process of the same machine and user.
 ///
-/// Never the default: this memory is gone when its exporter is, whoever reads it can also write it, and the whole
-/// allocation around it is open to whoever opens it. Tensors that this library allocates itself know none of that.
+/// Never the default: this memory is gone when its exporter is, every reader can also write it, and
+/// every importer maps the whole allocation around it. Tensors that this library allocates have
+/// none of these limits.
 ///
-/// It is plain data, and goes from process to process as text (`Display`, `FromStr`), as bytes or by serde.
+/// It is plain data, and goes from process to process as text (`Display`, `FromStr`), as bytes or
+/// by serde.
 ///
 /// ```
 /// use warpipe::{Device, LegacyHandle};
@@ -61,7 +63,8 @@ const VERSION: u16 = 1;
 pub struct LegacyHandle {
     origin: ProcessOrigin,
     owner: DeviceId,
-    /// The allocation's number in its process: the driver's bytes for a freed one and a later one may be the same.
+    /// The allocation's number in its process: the driver's bytes for a freed one and a later one
+    /// may be the same.
     allocation: u64,
     allocation_bytes: u64,
     offset: u64,
@@ -73,17 +76,19 @@ impl LegacyHandle {
     /// The length of a handle's bytes.
     pub const BYTES: usize = 160;
 
-    /// `cuMemGetAddressRange` + `cuIpcGetMemHandle`: a handle for `bytes` bytes at `ptr`, which may lie anywhere in
-    /// their allocation.
+    /// `cuMemGetAddressRange` + `cuIpcGetMemHandle`: a handle for `bytes` bytes at `ptr`, which may
+    /// lie anywhere in their allocation.
     ///
     /// # Errors
-    /// [`Error::NotExportable`] for what is no memory of `cudaMalloc` (null, host, pinned, managed, pooled, mapped by
-    /// the virtual memory functions, freed); [`Error::LegacyHandle`] for a range longer than its allocation, or memory
-    /// of another device than `device`; [`Error::Forked`], [`Error::Driver`].
+    /// [`Error::NotExportable`] for memory that is not from `cudaMalloc` (null, host, pinned,
+    /// managed, pooled, mapped by the virtual memory functions, freed); [`Error::LegacyHandle`] for
+    /// a range longer than its allocation, or memory of another device than `device`;
+    /// [`Error::Forked`], [`Error::Driver`].
     ///
     /// # Safety
-    /// The allocation stays for as long as another process uses it: what the driver does with memory that is freed
-    /// while it is open elsewhere, it does not say. The address itself is looked up and not trusted.
+    /// The allocation stays for as long as another process uses it: the driver does not document
+    /// its behaviour for memory that is freed while another process has it open. The address itself
+    /// is looked up and not trusted.
     pub unsafe fn export(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<LegacyHandle> {
         let found = device.backend().locate(ptr)?;
         if found.kind != PointerKind::Device {
@@ -98,8 +103,8 @@ impl LegacyHandle {
         let offset = ptr.wrapping_sub(found.base);
         let (origin, owner) = (ProcessOrigin::here()?, found.owner);
         check_range(offset, bytes, found.bytes)?;
-        // SAFETY: the base of an allocation of the right kind, as was just looked up; it is live by the caller's
-        // promise.
+        // SAFETY: the base of an allocation of the right kind, as was just looked up; it is live by
+        // the caller's promise.
         let raw = unsafe { device.backend().export_legacy(found.base) }?;
         let (allocation, allocation_bytes) = (found.allocation, found.bytes);
         let handle = LegacyHandle {
@@ -115,16 +120,17 @@ impl LegacyHandle {
         Ok(handle)
     }
 
-    /// `cuIpcOpenMemHandle`: maps the memory here. Opening what is open already, or was exported by this very process,
-    /// calls no driver and gives the same address.
+    /// `cuIpcOpenMemHandle`: maps the memory here. Opening memory that is open already, or was
+    /// exported by this very process, makes no driver call and gives the same address.
     ///
-    /// Does not wait: it is there, or it is an error. `device` may be another GPU than the owner if the two have peer
-    /// access.
+    /// Does not wait: missing memory is an error. `device` may be another GPU than the owner if the
+    /// two have peer access.
     ///
     /// # Errors
-    /// [`Error::ExporterGone`] when the exporter is dead; [`Error::LegacyHandle`] when it has freed the memory, or for
-    /// a handle of another machine or backend; [`Error::PeerAccess`], [`Error::NoSuchDevice`] for a GPU that this
-    /// process cannot reach or see; [`Error::DescriptorLimit`], [`Error::Driver`].
+    /// [`Error::ExporterGone`] when the exporter is dead; [`Error::LegacyHandle`] when it has freed
+    /// the memory, or for a handle of another machine or backend; [`Error::PeerAccess`],
+    /// [`Error::NoSuchDevice`] for a GPU that this process cannot reach or see;
+    /// [`Error::DescriptorLimit`], [`Error::Driver`].
     pub fn open(&self, device: &Device) -> Result<LegacyMemory> {
         let here = ProcessOrigin::here()?;
         if self.origin.host != here.host {

@@ -118,7 +118,8 @@ impl MappedRegion {
         check_range(name, offset, bytes, self.bytes)
     }
 
-    /// Enqueues a copy from host memory to `offset`; `source` may be reused at once. The range has been checked.
+    /// Enqueues a copy from host memory to `offset`; `source` may be reused at once. The range has
+    /// been checked.
     pub(crate) fn write(&self, stream: &Stream, offset: u64, source: &[u8]) -> Result<()> {
         self.check_owner_process()?;
         stream.check_of(&self.device)?;
@@ -136,7 +137,8 @@ impl MappedRegion {
     pub(crate) fn read(&self, offset: u64, bytes: u64) -> Result<Vec<u8>> {
         self.check_owner_process()?;
         debug_assert!(offset + bytes <= self.region.bytes());
-        // SAFETY: the range lies inside the region (checked by the caller), which is mapped as long as self.
+        // SAFETY: the range lies inside the region (checked by the caller), which is mapped as long
+        // as self.
         unsafe { copy_out(&self.device, self.ptr() + offset, bytes) }
     }
 

@@ -68,12 +68,12 @@ pub struct Export {
 }
 
 impl Memory {
-    /// Allocates `bytes` bytes, in all a multiple of the device's unit (2 MiB on CUDA as a rule, a page on the host):
-    /// `cuMemCreate`, `cuMemMap`, `cuMemSetAccess`.
+    /// Allocates `bytes` bytes, in all a multiple of the device's unit (2 MiB on CUDA as a rule, a
+    /// page on the host): `cuMemCreate`, `cuMemMap`, `cuMemSetAccess`.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`] when the device has no room; [`Error::Argument`] for 0 bytes; [`Error::Driver`],
-    /// [`Error::Os`].
+    /// [`Error::DeviceMemory`] when the device has no room; [`Error::Argument`] for 0 bytes;
+    /// [`Error::Driver`], [`Error::Os`].
     pub fn allocate(device: &Device, bytes: u64) -> Result<Memory> {
         Ok(Memory {
             mapping: Arc::new(MappedRegion::allocate(device, bytes)?),
@@ -111,11 +111,13 @@ impl Memory {
         self.mapping.record_use(stream);
     }
 
-    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
+    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be
+    /// reused at once.
     ///
     /// # Errors
-    /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`];
-    /// [`Error::Timeout`] when too many copies wait behind streams that stand still.
+    /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`];
+    /// [`Error::Forked`]; [`Error::Timeout`] when too many copies wait behind streams that stand
+    /// still.
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         self.mapping.check("memory", offset, bytes.len() as u64)?;
         self.mapping.write(stream, offset, bytes)
@@ -125,7 +127,8 @@ impl Memory {
     /// copies the whole memory to host memory (`cuMemcpyDtoHAsync`).
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`];
+    /// [`Error::Forked`].
     pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
         self.mapping.read_quiet(timeout)
     }
@@ -196,7 +199,8 @@ impl Memory {
         ))
     }
 
-    /// Publishes it under a name, read-only, for this user: see [`publication`](Self::publication) for more.
+    /// Publishes it under a name, read-only, for this user: see [`publication`](Self::publication)
+    /// for more.
     ///
     /// # Errors
     /// As [`Publication::build`].

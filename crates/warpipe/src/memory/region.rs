@@ -1,4 +1,5 @@
-//! One exportable allocation, or one import of a peer's. **This module is marked for unsafe**: it owns raw regions.
+//! One exportable allocation, or one import of a peer's. **This module is marked for unsafe**: it
+//! owns raw regions.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -59,8 +60,9 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: allocated or imported once, released here only. That no enqueued work uses it is kept by the
-        // owners: a publisher retires its arena, a subscriber its imports (see `Reactor::drop_after`).
+        // SAFETY: allocated or imported once, released here only. That no enqueued work uses it is
+        // kept by the owners: a publisher retires its arena, a subscriber its imports (see
+        // `Reactor::drop_after`).
         unsafe { unreclaimed::release(self.device.backend(), self.raw) };
     }
 }

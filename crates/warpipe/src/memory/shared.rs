@@ -10,12 +10,13 @@ use crate::error::{Error, Result};
 use crate::runtime::fence::StreamSet;
 use crate::stream::Stream;
 
-/// Another process's memory, or a range of it, mapped here (`cuMemMap` of an imported handle, or `mmap`). Cheap to clone:
-/// all clones, and whatever else this process opens of it, are one mapping.
+/// Another process's memory, or a range of it, mapped here (`cuMemMap` of an imported handle, or
+/// `mmap`). Cheap to clone: all clones, and all other handles that this process opens of it, are
+/// one mapping.
 ///
-/// It stays valid when its owner closes it or dies. With its last handle it is unmapped, once the streams that were named
-/// by [`used_on`](SharedMemory::used_on) have done what they were given. Who writes when is for its users to order, with
-/// a timeline for example.
+/// It stays valid when its owner closes it or dies. With its last handle it is unmapped, once the
+/// streams recorded by [`used_on`](SharedMemory::used_on) have done their work. Its users order
+/// their writes, with a timeline for example.
 #[derive(Debug, Clone)]
 pub struct SharedMemory {
     mapping: Arc<MappedRegion>,
@@ -82,19 +83,20 @@ impl SharedMemory {
         &self.name
     }
 
-    /// Says that `stream` is given work on this memory. To be called before the work is enqueued: the memory is not
-    /// unmapped before the stream has done it.
+    /// Records that `stream` is given work on this memory, which is not unmapped before the stream
+    /// has done it. Call it before the work is enqueued.
     pub fn used_on(&self, stream: &Stream) {
         self.streams.record_use(stream);
         self.mapping.record_use(stream);
     }
 
-    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be reused at once.
+    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be
+    /// reused at once.
     ///
     /// # Errors
-    /// [`Error::Range`]; [`Error::Argument`] for memory that was given for reading, or a stream of another device;
-    /// [`Error::Timeout`] when too much is on its way behind streams that stand still; [`Error::Driver`];
-    /// [`Error::Forked`].
+    /// [`Error::Range`]; [`Error::Argument`] for memory that was given for reading, or a stream of
+    /// another device; [`Error::Timeout`] when too many copies wait behind streams that stand
+    /// still; [`Error::Driver`]; [`Error::Forked`].
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(&self.name, offset, bytes.len() as u64, self.bytes)?;
         if self.access() == Access::Read {
@@ -108,11 +110,12 @@ impl SharedMemory {
         self.mapping.write(stream, self.offset + offset, bytes)
     }
 
-    /// Waits for the streams that were named, at most `timeout`, and copies all of it to host memory
-    /// (`cuMemcpyDtoHAsync`).
+    /// Waits for the recorded streams, at most `timeout`, and copies all of the memory to host
+    /// memory (`cuMemcpyDtoHAsync`).
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`];
+    /// [`Error::Forked`].
     pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
         wait_for(&self.streams, timeout)?;
         self.mapping.read(self.offset, self.bytes)

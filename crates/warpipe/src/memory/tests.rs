@@ -1,4 +1,5 @@
-//! Publishing, tickets and imports, in one process; what needs another one is in the conformance suite.
+//! Publishing, tickets and imports, in one process; tests with several processes are in the
+//! conformance suite.
 
 use std::os::fd::AsFd;
 use std::path::PathBuf;

@@ -29,10 +29,11 @@ const PREFIX: &str = "warpipe-ticket:";
 /// The longest text: a domain's path may have 4096 bytes, each of which takes two digits.
 pub(super) const TEXT_BYTES_MAX: usize = 10 << 10;
 
-/// Names memory of a process on this machine: domain, endpoint, its incarnation, which of its memory, which bytes of
-/// that, and which device it is on. A text ([`Display`](fmt::Display) and [`FromStr`]; serde writes the same), of a few
-/// hundred letters, digits and colons: it can go through a file ([`write_file`](Ticket::write_file)), a pipe, a socket, an
-/// environment variable or MPI. It is no secret and gives no right: the owner looks who comes.
+/// Names memory of a process on this machine: domain, endpoint, its incarnation, the memory's
+/// number, a range of its bytes, and its device. A text ([`Display`](fmt::Display) and [`FromStr`];
+/// serde writes the same), of a few hundred letters, digits and colons: it can go through a file
+/// ([`write_file`](Ticket::write_file)), a pipe, a socket, an environment variable or MPI. It is no
+/// secret and gives no right: the owner checks each client's credentials.
 ///
 /// ```
 /// use warpipe::{Error, Ticket};
@@ -116,7 +117,8 @@ impl Ticket {
         })
     }
 
-    /// A ticket for whatever memory will be published under `name`, now or later, by any run of its owner.
+    /// A ticket for the memory that will be published under `name`, now or later, by any run of its
+    /// owner.
     ///
     /// # Errors
     /// [`Error::Name`]; [`Error::Os`] when the machine's identity cannot be read.
@@ -161,20 +163,22 @@ impl Ticket {
         self.fields.wanted.bytes
     }
 
-    /// Fetches the memory from its owner and maps it on `device`, once in a process. The owner is asked each time: a ticket
-    /// of one that is gone opens nothing, also where this process has the memory open.
+    /// Fetches the memory from its owner and maps it on `device`, once in a process. Each call
+    /// contacts the owner: a ticket of an owner that is gone opens nothing, even if this process
+    /// has the memory open.
     ///
     /// # Errors
-    /// [`Error::NoOwner`]: nobody has published it yet, or its owner has died (`was_there`). [`Error::TicketExpired`]: its
-    /// owner is gone, or another holds the name. [`Error::Ticket`] for one of another machine. [`Error::AccessDenied`],
-    /// [`Error::Refused`], [`Error::OtherKind`]. [`Error::Range`], [`Error::PeerAccess`], [`Error::DescriptorLimit`],
+    /// [`Error::NoOwner`]: it has not been published yet, or its owner has died (`was_there`).
+    /// [`Error::TicketExpired`]: its owner is gone, or another owner holds the name.
+    /// [`Error::Ticket`] for one of another machine. [`Error::AccessDenied`], [`Error::Refused`],
+    /// [`Error::OtherKind`]. [`Error::Range`], [`Error::PeerAccess`], [`Error::DescriptorLimit`],
     /// [`Error::DeviceMemory`], [`Error::Domain`].
     pub fn open(&self, device: &Device) -> Result<SharedMemory> {
         self.open_timeout(device, Duration::ZERO)
     }
 
-    /// [`open`](Self::open), but waits up to `timeout` for an owner that has not published yet. An expired ticket is an
-    /// error at once: that owner does not come back.
+    /// [`open`](Self::open), but waits up to `timeout` for an owner that has not published yet. An
+    /// expired ticket is an error at once: that owner does not come back.
     ///
     /// # Errors
     /// As [`open`](Self::open).

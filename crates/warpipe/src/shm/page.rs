@@ -36,7 +36,8 @@ pub(crate) const PAGES_BYTES_MAX: usize = 1 << 20;
 /// A type that may lie in shared memory.
 ///
 /// # Safety
-/// Every bit pattern is valid, every field is an atomic (or an array of such), and nothing is dropped.
+/// Every bit pattern is valid, every field is an atomic (or an array of such), and nothing is
+/// dropped.
 pub(crate) unsafe trait AtomicsOnly {}
 
 // SAFETY: atomics alone.

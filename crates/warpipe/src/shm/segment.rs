@@ -80,7 +80,8 @@ pub(crate) struct ReceiverWords {
 /// One entry of the ring.
 #[repr(C)]
 pub(crate) struct Entry {
-    /// Owner and state: `position << 2 | state`. The one word with two writers, by compare-and-swap.
+    /// Owner and state: `position << 2 | state`. The one word with two writers, by
+    /// compare-and-swap.
     pub(crate) state_word: AtomicU64,
     /// The publisher's sequence number.
     pub(crate) sequence: AtomicU64,
@@ -95,7 +96,8 @@ pub(crate) struct Entry {
     /// The last position whose data the sender will never complete, although the sender lives.
     /// Written before `ready`.
     pub(crate) aborted: AtomicU64,
-    /// Reaches the position when the receiver's work on the sample is done. Written by the receiver's stream.
+    /// Reaches the position when the receiver's work on the sample is done. Written by the
+    /// receiver's stream.
     pub(crate) released: TimelineWord,
     _reserved: [AtomicU64; 14],
 }

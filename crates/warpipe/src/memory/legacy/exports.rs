@@ -1,4 +1,5 @@
-//! What this process has exported: a driver opens no handle in the process that made it, so it is found here.
+//! The exports of this process: the driver opens no handle in the process that made it, so the
+//! memory is found here.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};

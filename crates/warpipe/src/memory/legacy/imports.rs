@@ -1,5 +1,5 @@
-//! What this process has opened: each allocation once, however many hold it, and let go when no stream uses it.
-//! **This module is marked for unsafe**: it closes mappings.
+//! The imports of this process: each allocation is opened once, however many handles it has, and
+//! closed when no stream uses it. **This module is marked for unsafe**: it closes mappings.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -37,8 +37,8 @@ fn table() -> MutexGuard<'static, Table> {
     TABLE.lock()
 }
 
-/// One allocation. Its lock may be held across calls of the driver; the table's never is. Who holds an import's lock
-/// may take the table's, and not the other way round.
+/// One allocation. Its lock may be held across driver calls; the table's never is. A thread that
+/// holds an import's lock may take the table's, and not the other way round.
 struct Import {
     key: LegacyImportKey,
     device: Device,
@@ -58,9 +58,9 @@ struct ImportState {
 
 /// An open range of another process's memory, or of this process's own if it is the exporter.
 ///
-/// The memory stays mapped until the last one of its allocation is dropped *and* the streams that were named in
-/// [`used_by`](LegacyMemory::used_by) are past their work. It may be read and written: with legacy handles there is no
-/// other way.
+/// The memory stays mapped until the last handle of its allocation is dropped *and* the streams
+/// that were recorded by [`used_by`](LegacyMemory::used_by) are past their work. It may be read and
+/// written: with legacy handles there is no other way.
 #[derive(Debug)]
 pub struct LegacyMemory {
     device: Device,
@@ -104,8 +104,9 @@ impl LegacyMemory {
         &self.device
     }
 
-    /// Remembers that work of `stream` uses the memory: it is not unmapped before that work is done, whenever this is
-    /// dropped. To be called before the work is enqueued, once for each stream.
+    /// Records that work of `stream` uses the memory, which is not unmapped before that work is
+    /// done, whenever this handle is dropped. Call it before the work is enqueued, once for each
+    /// stream.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -115,12 +116,13 @@ impl LegacyMemory {
         Ok(())
     }
 
-    /// `cuIpcCloseMemHandle`, if this is the last one of its allocation: waits until the streams that were named are
-    /// past their work, and closes. Dropping it does the same later, without waiting.
+    /// `cuIpcCloseMemHandle`, if this is the last handle of its allocation: waits until the
+    /// recorded streams are past their work, and closes. Dropping the handle does the same later,
+    /// without waiting.
     ///
     /// # Errors
-    /// [`Error::Timeout`] when a stream is not done within `timeout`; it is closed when it is. [`Error::Forked`],
-    /// [`Error::Driver`].
+    /// [`Error::Timeout`] when a stream is not done within `timeout`; it is closed when it is.
+    /// [`Error::Forked`], [`Error::Driver`].
     pub fn close(mut self, timeout: Duration) -> Result<()> {
         self.owner_process.check()?;
         let Some(hold) = self.hold.take() else {
@@ -183,7 +185,8 @@ pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<LegacyMemor
     };
     loop {
         let import = find(&key, device)?;
-        // An import that is over has left the table before its lock was let go, so the next look finds another.
+        // An import that is over has left the table before its lock was released, so the next
+        // look-up finds another.
         if let Some((hold, base)) = ImportHold::take(import, handle.allocation_bytes)? {
             return Ok(LegacyMemory::new(
                 device,
@@ -308,7 +311,8 @@ impl ImportHold {
             return;
         };
         reactor.drop_after(move || {
-            // The closure owns the hold, which is given up when the closure is dropped: after the proof.
+            // The closure owns the hold, which is given up when the closure is dropped: after the
+            // proof.
             let _held = &self;
             is_quiet()
         });
@@ -329,8 +333,9 @@ impl ImportHold {
             return Ok(());
         }
         let closed = match mapping.base.take() {
-            // SAFETY: opened once, in `take`, and closed once: the base is taken. Every hold was given up only when the
-            // streams that used the memory were proven to be past their work.
+            // SAFETY: opened once, in `take`, and closed once: the base is taken. Every hold was
+            // given up only when the streams that used the memory were proven to be past their
+            // work.
             Some(base) => unsafe { import.device.backend().close_legacy(base) },
             None => Ok(()),
         };

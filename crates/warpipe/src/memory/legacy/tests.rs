@@ -211,7 +211,7 @@ fn memory_that_this_process_has_freed_is_stale_also_when_its_address_is_used_aga
         fault(handle.open(&device)),
         LegacyFault::Stale { .. }
     ));
-    // The system mostly gives the same address again; what matters is that the handle stays stale when it does.
+    // The system mostly gives the same address again; then the handle must stay stale.
     let again = Plain::new(&device, 4096);
     let other = again.export(64, 256).unwrap();
     assert!(matches!(
