@@ -12,7 +12,7 @@ pub(crate) mod fence {
 }
 
 pub(crate) mod doorbell {
-    /// Whoever sleeps on it looks at other words.
+    /// A sleeper on it looks at other words.
     #[derive(Debug, Default)]
     pub(crate) struct LocalDoorbell;
 

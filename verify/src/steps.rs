@@ -45,7 +45,7 @@ pub trait Model {
 /// The queries of a phase that are no operation on a word.
 #[derive(Debug, Clone, Default)]
 pub struct World {
-    /// Who has been killed.
+    /// The processes that have been killed.
     pub dead: Vec<bool>,
     /// Each process's phase.
     pub phases: Vec<u64>,

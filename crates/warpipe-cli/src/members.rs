@@ -36,8 +36,7 @@ impl<'a> Row<'a> {
     }
 }
 
-/// Lists them, and follows them if asked to. It only looks: what dead members left is cleared away
-/// by who works here.
+/// Lists the members, and follows them if asked to. It removes no files of dead members.
 pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
     let interrupt = Interrupt::install()?;

@@ -54,8 +54,8 @@ impl DeviceMalloc {
 
 impl Drop for DeviceMalloc {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new`, freed here only; whoever enqueued work on it has waited for
-        // that.
+        // SAFETY: allocated in `new`, freed here only; the caller that enqueued work on it has
+        // waited for that.
         let _ = unsafe { self.device.backend().free_plain(self.ptr) };
     }
 }

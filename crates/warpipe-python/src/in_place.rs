@@ -92,10 +92,10 @@ impl InPlace {
         });
     }
 
-    /// Drops tensors whose carriers are free again. Returns how many are not.
+    /// Drops tensors with carriers that are free again. Returns how many are not.
     pub fn sweep(&self) -> usize {
         let mut list = self.lock();
-        // A tensor whose state is unknown is kept.
+        // A tensor in an unknown state is kept.
         let is_back = |sent: &mut Sent| sent.returned.is_back().unwrap_or(false);
         let done: Vec<Sent> = list.extract_if(.., is_back).collect();
         let left = list.len();

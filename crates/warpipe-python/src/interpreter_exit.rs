@@ -140,7 +140,7 @@ impl Callback {
     }
 }
 
-/// An endpoint whose peers learn of a graceful end of this process.
+/// An endpoint that notifies its peers of a graceful end of this process.
 pub trait Endpoint: Send + Sync {
     /// Closes it as its own `close` does, without a wait for other threads.
     fn end(&self, py: Python<'_>);

@@ -177,7 +177,7 @@ impl JobEndpoint {
         Ok(come.ok_or_else(|| late(format!("{what} {count} of {:?}", self.name), timeout))?)
     }
 
-    /// Whether there is no job left whose outcome was not taken.
+    /// Whether the outcomes of all jobs were taken.
     pub fn is_empty(&self) -> Outcome<bool> {
         let state = self.end()?.state()?;
         Ok(state.waiting + state.leased + state.finished == 0)
@@ -241,7 +241,7 @@ impl JobEndpoint {
         )
     }
 
-    /// An input, and the stream after whose work it is complete: a tensor is copied, a loan of this
+    /// An input, and the stream that completes it: a tensor is copied, a loan of this
     /// queue is taken.
     pub fn input(
         &self,

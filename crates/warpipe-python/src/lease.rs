@@ -191,7 +191,7 @@ impl Lease {
         Ok(slot)
     }
 
-    /// The result, and the stream after whose work it is complete: nothing, a loan of `output`, or
+    /// The result, and the stream that completes it: nothing, a loan of `output`, or
     /// a copy.
     fn result(
         slf: &Bound<'_, Lease>,

@@ -116,9 +116,9 @@ impl Torch {
         ))
     }
 
-    /// Whether its current stream is this one and from its pool, whose streams are never destroyed.
-    /// An external stream (`torch.cuda.ExternalStream`) has its own number as its identity, and its
-    /// owner may destroy it.
+    /// Whether its current stream is this one and from its pool: streams of the pool are never
+    /// destroyed. An external stream (`torch.cuda.ExternalStream`) has its own number as its
+    /// identity, and its owner may destroy it.
     pub fn owns(&self, py: Python<'_>, ordinal: u32, stream: usize) -> PyResult<bool> {
         let Some(cuda) = self.at_work(py)? else {
             return Ok(false);

@@ -59,7 +59,7 @@ def publish_some(pipe, domain, device, count):
 
 
 def publish_late(pipe, domain, device, delay):
-    """Sends a frame whose data is complete only after ``delay`` seconds, and waits to be killed."""
+    """Sends a frame with data that is complete only after ``delay`` seconds, and waits to be killed."""
     publisher = warpipe.Publisher("a", domain=domain, device=device)
     stream = warpipe.Stream(device)
     warpipe._warpipe._preload(stream)

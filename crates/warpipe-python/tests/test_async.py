@@ -27,7 +27,7 @@ def nothing_but_rings(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_loop_is_kept():
-    """Whoever waited has left."""
+    """No waiter is left."""
     yield
     gc.collect()
     assert dict(_loop._hubs) == {}

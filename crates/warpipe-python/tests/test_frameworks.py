@@ -142,7 +142,7 @@ def test_an_array_holds_the_slot_until_it_is_gone(link, device, framework):
     assert np.frombuffer(target.fetch(array).tobytes(), np.float32).tolist() == list(range(64))
     del array
     gc.collect()
-    # JAX copies what is not aligned to its liking; whoever reads in place holds the slot.
+    # JAX copies what is not aligned to its liking; a reader in place holds the slot.
     assert first == 1 or framework == "jax"
     until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
 

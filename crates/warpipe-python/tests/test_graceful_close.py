@@ -1,4 +1,4 @@
-"""A program that ends well says goodbye, whoever still holds what it opened; and a cycle holds nothing for ever."""
+"""A program that ends well closes its endpoints gracefully, even if still referenced; no cycle leaks."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""The end of the program: whatever is open, whoever is in the middle of something, it ends as it should."""
+"""The end of the program, with open endpoints and with calls in progress."""
 
 import subprocess
 import sys

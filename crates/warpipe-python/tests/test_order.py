@@ -1,4 +1,4 @@
-"""Timelines, events, semaphores and members: what streams of one process tell those of others, and who is there."""
+"""Timelines, events and semaphores between processes, and the members of a domain."""
 
 import gc
 import pickle
@@ -93,7 +93,7 @@ def test_closing_ends_the_waits_of_other_threads_and_gives_the_name_up(where, de
         except warpipe.NameTakenError:
             return False
 
-    # Who waited in the line leaves it on a thread of its own.
+    # The waiter leaves the queue on a thread of its own.
     until(is_free, "the semaphore's name")
 
 

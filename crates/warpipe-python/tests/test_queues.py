@@ -1,4 +1,4 @@
-"""Queues: every job done once and right, whoever fails, hangs or dies; results and leases as arrays."""
+"""Queues: every job done once and right, despite failures, hangs and deaths; results and leases as arrays."""
 
 import asyncio
 import contextlib

@@ -74,7 +74,7 @@ def serve(pipe, domain, device, factor):
 
 
 def accept_and_hang(pipe, domain, device):
-    """Accepts a request, says whose, and waits to be killed."""
+    """Accepts a request, reports its client, and waits to be killed."""
     server = warpipe.Server("embed", domain=domain, device=device)
     pipe.send("ready")
     request = server.accept(LIMIT_SECONDS)

@@ -1,4 +1,4 @@
-//! A pool with peers, owner and clearing stream whose devices work late, each in its own order.
+//! A pool. The devices of peers, owner and clearing stream work late, each in its own order.
 //! Work enqueued while a process holds a block uses the block; the block may be lent again when all
 //! of that is done, and never shows another user's bytes.
 //!
@@ -331,7 +331,7 @@ impl Play {
         Ok(())
     }
 
-    /// As `PoolAllocator::grant_block`. Whoever gets a block uses it at once.
+    /// As `PoolAllocator::grant_block`. The peer that gets a block uses it at once.
     fn grant_block(&mut self, peer: usize, lent: Lent, is_being_cleared: bool, is_shared: bool) {
         let Some(Peer {
             number,

@@ -94,7 +94,7 @@ fn sender() {
     thread.join().expect("the receiver");
 }
 
-/// A receiver whose loop polls, as in `Subscriber::try_receive`: it is asleep whenever no call
+/// A receiver with a polling loop, as in `Subscriber::try_receive`: it is asleep whenever no call
 /// runs, and then its new sender's ring is there.
 fn newcomer(tells: bool) {
     let segment = Arc::new(Segment::new(1).touched());

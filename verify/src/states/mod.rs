@@ -1,4 +1,4 @@
-//! Models for [`steps`](crate::steps), and others whose steps are larger, each over the library's
+//! Models for [`steps`](crate::steps), and others with larger steps, each over the library's
 //! own code.
 
 // Where they see what they check.

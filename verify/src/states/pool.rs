@@ -279,7 +279,7 @@ impl Play {
             if self.fault != Fault::GivesUncleared {
                 self.state.arena.fence(slot, self.fences);
             }
-            // Whoever gets it waits for that; what was there is not seen.
+            // Its next holder waits for that and does not see the old contents.
             self.written.remove(&place);
         }
         last_writers.set(range, LastWriter::User(user));

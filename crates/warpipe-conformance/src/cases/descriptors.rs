@@ -328,7 +328,7 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // Who waits for an answer gets an error from here on.
+        // From here on, a wait for an answer gets an error.
         self.device = None;
         let path =
             std::ffi::CString::new(self.path.as_os_str().as_encoded_bytes()).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Processes whose device work, or whose files, outlive them: with a forked child that holds
+//! Processes with device work, or files, that outlive them: with a forked child that holds
 //! everything, and by `exec`.
 
 use std::time::{Duration, Instant};

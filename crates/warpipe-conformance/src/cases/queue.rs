@@ -99,7 +99,7 @@ pub(super) const CASES: &[Case] = &[
 const WORDS: u64 = 512;
 const SLOW: Duration = Duration::from_secs(5);
 
-/// Submits a job whose input is written after `slow`.
+/// Submits a job with an input that is written after `slow`.
 fn submit(queue: &Queue, stream: &Stream, seed: u64, slow: Duration) -> Result<JobHandle> {
     let input = fill_input(queue.loan(&input_layout(WORDS)?)?, seed, slow, stream)?;
     Ok(queue.submit(input, stream).map_err(Error::from)?)

@@ -114,7 +114,7 @@ fn fail_over(context: &Context) -> Result<()> {
     let client = context.client("sum").prefetch(1).build()?;
     let (mut victim, mut heir) = (server(context, "sum")?, server(context, "sum")?);
     let pending = ask(&client, &stream, 4, PATIENCE)?;
-    // Whoever gets it attaches by accepting; the other one waits until it is his.
+    // The server that gets it attaches by accepting; the other one waits for its turn.
     victim.lease(Task::Accept)?;
     victim.kill()?;
     ensure!(

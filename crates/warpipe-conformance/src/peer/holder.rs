@@ -34,7 +34,7 @@ pub enum HolderOrder {
         words: u64,
         /// Their pattern.
         seed: u64,
-        /// Who opens it may write.
+        /// A process that opens it may write.
         is_writable: bool,
     },
     /// Give up what was published last. Answers with the words that are not of this pattern.

@@ -90,7 +90,7 @@ pub struct Board {
     device: Device,
     base: *mut u8,
     address: DevicePtr,
-    /// Whoever made it keeps it to be found.
+    /// Its creator keeps it to be found.
     memory: Option<OwnedFd>,
 }
 
@@ -217,8 +217,8 @@ fn is_alive(pid: u64) -> bool {
 
 impl Drop for Board {
     fn drop(&mut self) {
-        // SAFETY: registered and mapped once in `open`; who enqueued work on the data synchronises
-        // its stream before it drops the board, or ends its process.
+        // SAFETY: registered and mapped once in `open`; a caller that enqueues work on the data
+        // synchronises its stream before it drops the board, or ends its process.
         unsafe {
             if self.device.backend().unregister(self.base).is_ok() {
                 let _ = rustix::mm::munmap(self.base.cast(), Board::BYTES);

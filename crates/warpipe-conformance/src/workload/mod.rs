@@ -27,7 +27,7 @@ pub struct Site {
     pub context: Arc<Context>,
     /// The first part of its endpoints' names.
     pub name: String,
-    /// The fake driver from whose harm the workload's own kernels and checks are to be kept, if
+    /// The fake driver; its orders must not affect the workload's own kernels and checks, if
     /// they are.
     pub fake_driver: Option<Arc<FakeDriver>>,
     /// How long anything may take before it counts as hung.

@@ -35,7 +35,7 @@ class _Endpoint(Protocol):
 
 
 class _EndpointDoorbell:
-    """The doorbell of an endpoint, whose looks take in what rang."""
+    """The doorbell of an endpoint. Its looks take in the items that rang it."""
 
     def __init__(self, endpoint: _Endpoint) -> None:
         self._endpoint = endpoint
@@ -48,7 +48,7 @@ class _EndpointDoorbell:
 
 
 class _Hub:
-    """Wakes all who wait for one thing in one event loop: one descriptor, however many they are."""
+    """Wakes all waiters for one thing in one event loop: one descriptor for any number of waiters."""
 
     def __init__(self, key: tuple[int, Hashable], loop: asyncio.AbstractEventLoop, doorbell: Doorbell) -> None:
         self._key, self._loop, self._doorbell = key, loop, doorbell

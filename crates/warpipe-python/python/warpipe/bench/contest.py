@@ -46,7 +46,7 @@ class Side:
 class Contestant:
     """A way to hand a tensor over and back. One object in each of the two processes, for one size at a time.
 
-    Waits within a round trip may be endless: who runs the pair ends it (``pair``), and no contestant pays for a timer.
+    Waits within a round trip may be endless: ``pair`` ends a hung pair, and no contestant pays for a timer.
     """
 
     name: str

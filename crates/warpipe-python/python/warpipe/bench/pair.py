@@ -243,7 +243,7 @@ def _play(control: Connection, contestant: type[Contestant], side: Side, sizes: 
 
 @contextlib.contextmanager
 def _told(control: Connection) -> Iterator[None]:
-    """Passes an exception on, if somebody still listens: who fails second is not asked any more."""
+    """Passes an exception on, if the parent still listens: the second failure is not read any more."""
     last: tuple[str, str] | None = None
     try:
         yield
