@@ -1,5 +1,5 @@
-//! Runs a queue. A thread that waits for the queue does the queue's work itself. When none waits, the
-//! queue's own thread does the work, and sleeps on the descriptors of all workers.
+//! Runs a queue. A thread that waits for the queue does the queue's work itself. When none waits,
+//! the queue's own thread does the work, and sleeps on the descriptors of all workers.
 
 #[cfg(test)]
 mod lost_wakeups;
@@ -435,8 +435,7 @@ impl Dispatcher {
         }
     }
 
-    /// Removes workers whose answers have ended: jobs that they had not taken are returned, and the
-    /// others count as attempts.
+    /// Removes workers after their answers end: returns untaken jobs, counts the others as attempts.
     fn remove_disconnected(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
         for session in table
             .sessions

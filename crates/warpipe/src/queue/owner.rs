@@ -224,7 +224,7 @@ pub struct QueueState {
 /// # let folder = std::env::temp_dir().join(format!("warpipe-queue-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
-/// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?; // mostly another process
+/// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?; // in another process
 ///
 /// let stream = device.stream()?;
 /// let mut input = queue.loan(&Layout::bytes_only(3)?)?;

@@ -137,7 +137,7 @@ impl ClientBuilder {
 /// # let folder = std::env::temp_dir().join(format!("warpipe-service-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// let client = Client::builder("upper").domain(&domain).device(&device).build()?;
-/// let mut server = Server::builder("upper").domain(&domain).device(&device).build()?; // mostly another process
+/// let mut server = Server::builder("upper").domain(&domain).device(&device).build()?; // in another process
 /// # let stream = device.stream()?;
 /// # let second = Duration::from_secs(1);
 /// # let serving = std::thread::spawn({ let (stream, device) = (stream.clone(), device.clone()); move || {
