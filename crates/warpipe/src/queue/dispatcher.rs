@@ -435,7 +435,7 @@ impl Dispatcher {
         }
     }
 
-    /// Removes workers after their answers end: returns untaken jobs, counts the others as attempts.
+    /// Removes workers after their answers end. Untaken jobs return, the others count as attempts.
     fn remove_disconnected(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
         for session in table
             .sessions
