@@ -126,7 +126,8 @@ const FUNCTIONS: &[(&str, &[&str])] = &[
     ("cuThreadExchangeStreamCaptureMode", WAIT),
 ];
 
-/// Called only while no stream waits, and here some do: see [`publisher_state`](super::publisher_state).
+/// Called only while no stream waits, and here some do: see
+/// [`publisher_state`](super::publisher_state).
 const POSTPONED: &str = "cuMemHostUnregister";
 
 /// Cells that are tried at the same time: they wait most of the time.
