@@ -14,6 +14,7 @@ mod ipc_server;
 mod legacy;
 mod limits;
 mod lingering;
+mod memory_limits;
 mod names;
 mod namespaces;
 mod publisher_handshake;
