@@ -316,8 +316,8 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_is_not_there_keeps_nobody_from_forking() {
-        let test = "a_thread_that_is_not_there_keeps_nobody_from_forking";
+    fn a_thread_that_has_ended_does_not_block_forks() {
+        let test = "a_thread_that_has_ended_does_not_block_forks";
         alone(module_path!(), test, || {
             install();
             let gone = std::thread::spawn(this_thread).join().unwrap();

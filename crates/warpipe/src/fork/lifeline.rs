@@ -383,8 +383,8 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_in_flight_before_somebody_needs_the_lifeline() {
-        let test = "nothing_is_in_flight_before_somebody_needs_the_lifeline";
+    fn nothing_is_in_flight_before_the_lifeline_is_needed() {
+        let test = "nothing_is_in_flight_before_the_lifeline_is_needed";
         alone(module_path!(), test, || {
             let Some(at_load) = in_flight() else {
                 return println!("skipped: the kernel does not say");

@@ -137,7 +137,7 @@ mod tests {
     use crate::hostile::{in_a_forked_child, while_locked};
 
     #[test]
-    fn a_child_has_a_value_of_its_own_whoever_holds_its_parents_lock() {
+    fn a_child_has_a_value_of_its_own_even_if_its_parents_lock_is_held() {
         static OWN: PerProcess<Mutex<u32>> = PerProcess::new();
         *OWN.lock() = 7;
         while_locked(&OWN, || {

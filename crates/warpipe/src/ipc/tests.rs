@@ -134,7 +134,7 @@ fn a_client_is_admitted_answered_and_seen_off() {
 }
 
 #[test]
-fn who_comes_for_something_else_or_is_refused_hears_why() {
+fn a_client_of_another_kind_or_a_refused_one_gets_the_reason() {
     let stage = Stage::new("refused");
     let other = stage.open_session(Kind::Pool, b"").unwrap_err();
     assert!(
@@ -177,7 +177,7 @@ fn a_client_hears_of_a_graceful_end_and_asks_in_vain_afterwards() {
 }
 
 #[test]
-fn a_client_who_waits_finds_the_server_that_comes_later() {
+fn a_client_that_waits_finds_the_server_that_comes_later() {
     let mut stage = Stage::new("wait");
     stage.server = None;
     let at = Address {
@@ -230,7 +230,7 @@ fn bodies_that_are_too_long_or_garbled_are_errors() {
 
 /// Opens the endpoints of every kind as every kind that can be opened by a name.
 #[test]
-fn every_kind_of_endpoint_tells_those_who_take_it_for_another() {
+fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
     use crate::{
         Device, Member, Memory, Pool, PoolClient, Publisher, Queue, Semaphore, Subscriber,
         Timeline, Worker,

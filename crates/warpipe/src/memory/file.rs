@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_file_reads_it_when_it_comes() {
+    fn a_waiter_for_a_file_reads_it_when_it_appears() {
         let folder = Folder::new("wait");
         let file = folder.0.join("late");
         std::thread::scope(|scope| {
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_ticket_is_a_typed_error() {
+    fn a_text_that_is_no_ticket_is_a_typed_error() {
         let Folder(path, _) = &Folder::new("garbage");
         let file = path.join("garbage");
         for bytes in [
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn the_draft_of_a_dead_writer_with_our_number_is_in_nobodys_way() {
+    fn a_dead_writers_temporary_file_with_our_number_is_skipped() {
         let Folder(path, ticket) = &Folder::new("stale");
         let file = path.join("weights.ticket");
         // Whatever numbers other tests use meanwhile, some of these are next.

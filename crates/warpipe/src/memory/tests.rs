@@ -132,7 +132,7 @@ fn a_mapping_is_kept_until_the_stream_that_uses_it_is_past_it() {
 }
 
 #[test]
-fn a_ticket_says_whether_nobody_came_yet_or_its_owner_is_gone() {
+fn a_ticket_distinguishes_a_missing_owner_from_one_that_is_gone() {
     let stage = Stage::new("gone");
     let named = Ticket::to(&stage.domain, "a").unwrap();
     let early = named.open(&stage.device).unwrap_err();
@@ -182,7 +182,7 @@ fn a_ticket_says_whether_nobody_came_yet_or_its_owner_is_gone() {
 }
 
 #[test]
-fn who_waits_for_a_name_gets_what_is_published_later() {
+fn a_waiter_for_a_name_gets_memory_that_is_published_later() {
     let stage = Stage::new("later");
     let ticket = Ticket::to(&stage.domain, "a").unwrap();
     std::thread::scope(|scope| {
@@ -198,7 +198,7 @@ fn who_waits_for_a_name_gets_what_is_published_later() {
 }
 
 #[test]
-fn a_ticket_of_an_owner_who_is_gone_opens_nothing_also_where_the_memory_is_open() {
+fn a_ticket_of_an_owner_that_is_gone_opens_nothing_even_where_the_memory_is_open() {
     let stage = Stage::new("open-still");
     let (device, _counting) = other(Counting::default());
     let published = stage.publish("a", b"abc");

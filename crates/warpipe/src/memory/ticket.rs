@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_open_of_one_user_is_not_found_for_another_users_ticket() {
+    fn memory_of_one_user_is_not_found_for_another_users_ticket() {
         let folder =
             std::env::temp_dir().join(format!("warpipe-ticket-user-{}", std::process::id()));
         let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());

@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_open_is_found_and_made_once() {
+    fn an_open_value_is_found_and_made_once() {
         let shelf = WeakCache::<u8, u64>::new();
         let first = shelf.get_or(&1, good, || Ok(Arc::new(7))).unwrap();
         let second = shelf.get_or(&1, good, || panic!("it is open")).unwrap();
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_good_any_more_is_made_anew() {
+    fn a_value_that_is_not_valid_any_more_is_made_anew() {
         let shelf = WeakCache::<u8, u64>::new();
         let first = shelf.get_or(&1, good, || Ok(Arc::new(7))).unwrap();
         let second = shelf
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_forgets_what_nobody_holds() {
+    fn the_table_forgets_values_without_an_owner() {
         let shelf = WeakCache::<u32, u32>::new();
         let kept = shelf.get_or(&0, good, || Ok(Arc::new(0))).unwrap();
         (1..100).for_each(|key| drop(shelf.get_or(&key, good, || Ok(Arc::new(key)))));

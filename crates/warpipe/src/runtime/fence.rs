@@ -457,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_that_nobody_can_use_any_more_are_forgotten() {
+    fn streams_without_another_owner_are_forgotten() {
         let device = Device::host();
         let streams = StreamSet::default();
         let kept = device.stream().unwrap();

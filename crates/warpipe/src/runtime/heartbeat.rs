@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_is_what_our_own_ticks_have_seen_of_it() {
+    fn silence_is_counted_in_ticks_of_this_process() {
         let peer_heartbeat = PeerHeartbeat::new(7);
         assert_eq!(peer_heartbeat.silence(), Duration::ZERO);
         (1..=4).for_each(|_| peer_heartbeat.tick(7));

@@ -319,7 +319,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_one_mapping_writes_the_other_reads() {
+    fn a_word_that_one_mapping_writes_is_read_by_the_other() {
         let (ours, fd) = SharedPage::create(None, 1).unwrap();
         let copy = CloseOnForkFd::duplicate(&fd).unwrap();
         let theirs = SharedPage::open(None, copy.into(), ours.bytes(), "test").unwrap();

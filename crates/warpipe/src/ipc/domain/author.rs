@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_says_who_wrote_it_and_nothing_else_is_one() {
+    fn a_line_names_its_author_and_other_texts_are_refused() {
         let most = Author {
             pid: i32::MAX,
             namespace: u64::from(u32::MAX),
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_of_another_namespace_is_nobody_here() {
+    fn a_number_of_another_namespace_is_no_process_here() {
         let own = Author::own();
         assert_eq!(own.pid_here(), Some(own.pid));
         assert_eq!(

@@ -316,7 +316,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_comes_while_a_dead_owners_files_are_removed_waits_and_has_the_name_then() {
+    fn a_claim_waits_while_a_dead_owners_files_are_removed_and_then_has_the_name() {
         let folder = std::env::temp_dir().join(format!("warpipe-clearing-{}", std::process::id()));
         let (domain, name) = (
             Domain::at(&folder).unwrap(),
@@ -435,8 +435,9 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_that_lacks_a_descriptor_says_so_and_what_a_dead_owner_left_can_still_be_removed() {
-        let test = "a_claim_that_lacks_a_descriptor_says_so_and_what_a_dead_owner_left_can_still_be_removed";
+    fn a_claim_without_a_free_descriptor_fails_and_leaves_the_dead_owners_files_removable() {
+        let test =
+            "a_claim_without_a_free_descriptor_fails_and_leaves_the_dead_owners_files_removable";
         crate::hostile::alone(module_path!(), test, || {
             let folder =
                 std::env::temp_dir().join(format!("warpipe-lacking-{}", std::process::id()));

@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn all_who_wait_for_a_directory_share_one_instance_which_lies_in_flight_and_each_is_told() {
+    fn all_waiters_for_a_directory_share_one_instance_in_flight_and_each_is_notified() {
         let folder =
             std::env::temp_dir().join(format!("warpipe-domain-watch-{}", std::process::id()));
         let all: Vec<Arrivals> = (0..3)

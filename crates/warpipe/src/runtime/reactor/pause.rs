@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_there_is_no_room_for_is_looked_at_once_with_each_tick() {
+    fn a_message_without_room_is_retried_once_at_each_tick() {
         for (runs_on_control_thread, has_descriptor) in
             [(false, true), (true, true), (false, false), (true, false)]
         {
