@@ -254,8 +254,8 @@ fn a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted() {
     }
     if role().as_deref() == Some("impostor") {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-        // The credentials of a listening socket are those of the caller of `listen`. SAFETY: a
-        // plain system call; this process has one test.
+        // The credentials of a listening socket are those of the caller of `listen`.
+        // SAFETY: a plain system call; this process has one test.
         assert_eq!(unsafe { libc::seteuid(NOBODY) }, 0);
         let socket = rustix::net::socket(
             rustix::net::AddressFamily::UNIX,

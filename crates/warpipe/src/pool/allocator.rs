@@ -322,8 +322,9 @@ impl PoolAllocator {
             value,
         };
         // Without the lock, which the control thread takes: a full launch queue may block this
-        // call. The slot stays the owner's until it is released below. SAFETY: the fence words are
-        // dropped only when this stream, recorded above, is past its signals.
+        // call. The slot stays the owner's until it is released below.
+        // SAFETY: the fence words are dropped only when this stream, recorded above, is past its
+        // signals.
         unsafe { stream.batch(&[signal])? };
         let mut state = self.lock();
         state.arena.fence(slot, value);

@@ -133,8 +133,8 @@ impl CudaBackend {
             }
             at += bytes.len() as u64;
         }
-        // Also behind a failure: the earlier pieces are in progress. SAFETY: the word is never
-        // unmapped.
+        // Also behind a failure: the earlier pieces are in progress.
+        // SAFETY: the word is never unmapped.
         let signalled = unsafe {
             self.driver
                 .stream_write_value(stream, lease.word_ptr, lease.value)
@@ -178,8 +178,8 @@ impl CudaBackend {
     ) -> Result<()> {
         // The limit is on the work before the copy. Once the copy is enqueued `dst` must stay
         // borrowed until it is done, so that wait has no limit. It takes the bus's time, unless
-        // another thread of the caller's makes the stream wait at this very moment. SAFETY: the
-        // stream is the caller's.
+        // another thread of the caller's makes the stream wait at this very moment.
+        // SAFETY: the stream is the caller's.
         unsafe { self.wait_for_copy(stream) }?;
         // SAFETY: the caller's promise on `src`; `dst` is borrowed until the copy is done, see
         // below.

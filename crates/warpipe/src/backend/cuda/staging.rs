@@ -114,7 +114,8 @@ impl StagingRegion {
         }
         .map_err(|e| Error::os("mmap", "memory for copies", e))?;
         // A forked child would share the pages, and the next store here would leave the device with
-        // the child's. SAFETY: the mapping made above.
+        // the child's.
+        // SAFETY: the mapping made above.
         let kept = unsafe { rustix::mm::madvise(base, bytes, Advice::LinuxDontFork) };
         let registered = kept
             .map_err(|e| Error::os("madvise", "memory for copies", e))
