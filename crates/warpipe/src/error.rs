@@ -87,7 +87,7 @@ pub enum Error {
         /// counts as capturing while a stream that is ordered with it is captured.
         what: String,
     },
-    /// The device has been reset since it was opened, which destroyed all its memory and streams.
+    /// The device has been reset since it was opened, which destroyed all that was made on it.
     #[error(
         "{device} was reset after it was opened (cudaDeviceReset, cuDevicePrimaryCtxReset), and all that was made on it is gone; drop it, and open the device again"
     )]
@@ -201,7 +201,7 @@ pub enum Error {
         /// The endpoint name.
         name: String,
     },
-    /// No endpoint of this kind has this name.
+    /// No endpoint has this name.
     #[error("no {kind} named {name:?}: {}; start its owner, or wait for it with a timeout", if *.was_there { "its owner has died and left the name behind" } else { "nobody has made it yet, or it is closed" })]
     NoOwner {
         /// The kind that was expected.
@@ -368,7 +368,7 @@ pub enum Error {
         graceful: bool,
     },
     /// The sender died, or gave up, before this sample's data was complete. The device may have
-    /// read other bytes.
+    /// read bytes that are not the sample's: discard what was computed from them.
     #[error(
         "sample {sequence} of {name:?} was lost: its sender (process {pid}) died or gave up before the data was complete; discard what was computed from it"
     )]
@@ -468,7 +468,7 @@ pub enum Error {
     QueueFull {
         /// The queue's name.
         name: String,
-        /// The most jobs with an outcome that was not taken.
+        /// The most jobs that are pending or have an outcome not taken yet.
         limit: usize,
         /// How long the call waited for room.
         waited: Duration,

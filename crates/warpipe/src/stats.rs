@@ -10,20 +10,20 @@ use crate::runtime::reactor::Reactor;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProcessStats {
-    /// How many dropped objects are kept until no stream can access them any more: memory, links
-    /// and pages that a stream of this process still works on, or that another handle of this
-    /// process holds.
+    /// How many dropped objects are kept until nothing can access them any more: memory, links and
+    /// pages that a stream of this process still works on, or that another handle of this process
+    /// holds.
     pub dropping: usize,
     /// How many of them have waited for a stream for more than 60 s. The stream waits for a process
-    /// that lives and does not signal, or its device hangs. It is dropped once the stream is past
-    /// it.
+    /// that lives and does not signal, or its device hangs. Each object is dropped once the stream
+    /// is past it.
     pub overdue: usize,
     /// Mappings and regions that a driver has not released: it refused to, or the release would
     /// have blocked this process's allocations until a stream continues. Memory that the driver may
     /// still use is not unmapped. The release is tried again every 200 ms, except for memory of a
     /// device that was reset, which stays until the process ends.
     pub kept: u64,
-    /// The bytes of `kept`.
+    /// The bytes of the mappings and regions in `kept`.
     pub kept_bytes: u64,
     /// How often a query whether a stream's or an event's work is done failed. The query is
     /// repeated: a few failures are usual where streams are captured into graphs.
@@ -32,9 +32,9 @@ pub struct ProcessStats {
     /// child of theirs holds their files. Their device work may continue, so this process's memory
     /// that they used stays out of use until that child ends or calls `exec`.
     pub orphaned: usize,
-    /// Whether peers see as soon as this process's device is quiet that it is. False where CUDA was
-    /// started before this library was loaded, or files with lower numbers were closed since: then
-    /// they may see it when the process is gone, which takes some ten milliseconds longer.
+    /// Whether peers are told, when this process ends, as soon as its device is quiet. False where
+    /// CUDA was started before this library was loaded, or files with lower numbers were closed
+    /// since: then they may be told only when the process is gone, some ten milliseconds later.
     pub is_proof_prompt: bool,
 }
 

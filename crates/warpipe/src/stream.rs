@@ -235,8 +235,8 @@ impl Stream {
     }
 
     /// Refuses a stream that cannot take this library's work on memory of `device`: a stream of
-    /// another device, and a stream that is being captured. Called before a change becomes visible
-    /// to other processes.
+    /// another device, and a stream that is being captured. Must be called before anything becomes
+    /// visible to others.
     #[inline]
     pub(crate) fn check_usable(&self, device: &Device) -> Result<()> {
         self.check_of(device)?;
@@ -351,8 +351,8 @@ impl Stream {
         unsafe { self.backend().batch(self.raw(), ops) }
     }
 
-    /// [`batch_checked`](Self::batch_checked) where that check was the last driver call of this
-    /// thread, except for this library's own: the thread's context is not set again.
+    /// [`batch_checked`](Self::batch_checked) where this thread has run only this library's code
+    /// since that check: the context found current then still is, and is not looked up again.
     ///
     /// # Safety
     /// As for [`batch`](Self::batch).

@@ -52,13 +52,13 @@ pub(crate) struct Description {
     pub(crate) completion: Option<Completion>,
 }
 
-/// A word of the publisher that was signalled with the sample when it was sent. Its value decides
-/// if the publisher is killed before it has signalled this link.
+/// A word of the publisher that was signalled with the sample when it was sent. If the publisher is
+/// killed before it has signalled this link, this word decides whether the sample is complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Completion {
     /// Which of the publisher's published words.
     pub(crate) word: u32,
-    /// The value that it reaches.
+    /// The value that it reaches once the sample is complete.
     pub(crate) value: u64,
 }
 
@@ -93,8 +93,8 @@ fn pack(region: u32, meta: u16, dtype: DType, rank: usize, flags: u64) -> u64 {
 }
 
 impl Description {
-    /// Writes the description. The entry belongs to the sender: no receiver reads it before its
-    /// state word is published.
+    /// Writes the description. The entry belongs to the sender: no receiver uses what it reads here
+    /// before the state word is published.
     #[inline]
     pub(crate) fn write(&self, entry: &Entry) {
         let layout = &self.layout;
@@ -178,8 +178,8 @@ fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) 
 }
 
 impl UntrustedEntry {
-    /// Copies the entry, every word once. Lengths are clamped here and checked in `check`. The
-    /// words past them are left over from the last copy and are never read.
+    /// Copies the entry, every word at most once. Lengths are clamped here and checked in `check`.
+    /// What lies past them in the copy is left over from the last one and is never used.
     #[inline]
     pub(crate) fn copy(&mut self, entry: &Entry) {
         let get = |index: usize| entry.words[index].load(Relaxed);

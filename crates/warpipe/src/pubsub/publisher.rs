@@ -79,8 +79,8 @@ pub struct PublisherBuilder {
     pub(super) evict_after: Option<Duration>,
     pub(super) limits: PeerLimits,
     pub(super) handshake_timeout: Duration,
-    /// Receives the changes of the set of subscribers. With an observer, samples are signalled so
-    /// that they can be forwarded.
+    /// Receives the changes of the set of subscribers. With an observer, each sample also signals
+    /// its slot's fence word, so that it can be forwarded.
     pub(super) observer: Option<Arc<SubscriberChanges>>,
 }
 

@@ -506,8 +506,9 @@ impl PublisherLink {
         Next::Keep
     }
 
-    /// Reads the last messages of a dead or suspect publisher: all of them are in the socket, which
-    /// ends after them. False if some are left because this process lacks resources.
+    /// Reads the last messages of a dead or suspect publisher: all of them are in the socket by
+    /// now, however late its end comes. False if some are left because this process lacks
+    /// resources.
     fn read_final_messages(&self) -> bool {
         (0..FINAL_READS_MAX)
             .map(|_| self.on_message())

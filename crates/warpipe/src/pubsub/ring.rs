@@ -46,7 +46,8 @@ struct Sent {
 pub(crate) enum RingSpace {
     /// The position is free.
     At(u64),
-    /// No position is free: the receiver has not taken the next entry, or holds all entries.
+    /// No position can be used: the first entry that the receiver does not hold has a sample that
+    /// it has not taken, or the receiver holds all entries.
     Full,
 }
 
@@ -104,7 +105,7 @@ impl SenderRing {
         self.signals_done = true;
     }
 
-    /// Finds a free position without changing anything.
+    /// Finds where the next sample can go, without changing anything.
     #[inline]
     pub(crate) fn space(&self) -> RingSpace {
         for position in self.next..self.next + u64::from(self.segment.depth()) {
@@ -222,8 +223,8 @@ impl SenderRing {
 
 /// Tells the reader of `position` that the data will not be complete. The sample is not taken back
 /// even where that is still possible: its sequence number is spent, and a reader that may miss none
-/// would see a gap. The reader's stream is released by `ready`, which is stored when nothing writes
-/// the slot any more.
+/// would see a gap. The reader's stream is released by `ready`, which must be stored only when
+/// nothing writes the slot any more.
 pub(crate) fn give_up(segment: &Segment, position: u64) {
     let (entry, lap) = (segment.entry(position), lap_of(segment, position));
     // A reader that sees `aborted` sees at least this history.
@@ -293,7 +294,7 @@ pub(crate) fn count_release(segment: &Segment) -> bool {
 pub(crate) struct ReceiverRing {
     segment: Arc<Segment>,
     cursor: u64,
-    /// The description in the entry taken last.
+    /// The copy of the description in the entry read last: unchecked.
     copy: UntrustedEntry,
 }
 
@@ -306,7 +307,8 @@ impl ReceiverRing {
         }
     }
 
-    /// Whether the entry at the cursor may hold a sample. Cheap, for a reader that polls.
+    /// Whether the entry at the cursor may hold a sample, or the sender has passed the cursor.
+    /// Cheap, for a reader that polls.
     #[inline]
     pub(crate) fn may_have_news(&self) -> bool {
         self.segment.entry(self.cursor).state_word.load(Acquire) >> 2 >= self.cursor
@@ -314,7 +316,7 @@ impl ReceiverRing {
 
     /// Takes the next sample, if there is one and `knows_region` says that its region has arrived.
     /// The entry at the returned position belongs to the receiver then, and [`copy`](Self::copy) is
-    /// its description.
+    /// its unchecked description.
     #[inline]
     pub(crate) fn take(
         &mut self,
@@ -367,7 +369,7 @@ impl ReceiverRing {
         Ok(None)
     }
 
-    /// The description in the entry that was taken last.
+    /// The unchecked description in the entry that was taken last.
     pub(crate) fn copy(&self) -> &UntrustedEntry {
         &self.copy
     }

@@ -24,7 +24,8 @@ use crate::error::{Error, Result};
 use crate::pubsub::SendError;
 use crate::stream::Stream;
 
-/// The shortest time that a thread waits for another thread that delivers a job.
+/// How long a thread waits for another thread's delivery, even if its own timeout is shorter. The
+/// wait ends with that delivery.
 const DELIVERY_WAIT: Duration = Duration::from_millis(10);
 
 /// The job table, locked except during driver calls.
@@ -308,8 +309,8 @@ impl Dispatcher {
         }
     }
 
-    /// Adds a job, and delivers it at once if it is the next one and a worker has capacity. No
-    /// other thread delivers meanwhile.
+    /// Adds a job, and delivers it at once if no other job waits before it and a worker has
+    /// capacity. Called only while no other thread delivers a job.
     pub(super) fn enter(
         &self,
         guard: &mut JobTableGuard<'_>,

@@ -147,7 +147,7 @@ impl Dispatcher {
         JobTableGuard::new(self, self.lock_table())
     }
 
-    /// Never held across a call of the driver that gives a stream work: see
+    /// The lock is never held across a call of the driver that gives a stream work: see
     /// [`delivery`](super::delivery).
     pub(super) fn lock_table(&self) -> MutexGuard<'_, JobTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
@@ -435,7 +435,8 @@ impl Dispatcher {
         }
     }
 
-    /// Removes workers after their answers end. Untaken jobs return, the others count as attempts.
+    /// Removes workers whose answers have ended. Jobs that they had not taken return at no cost;
+    /// each other unanswered job has failed an attempt.
     fn remove_disconnected(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
         for session in table
             .sessions

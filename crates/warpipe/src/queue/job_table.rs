@@ -160,12 +160,12 @@ impl JobTable {
             .count()
     }
 
-    /// The number of the next job, and whether it would be delivered at once.
+    /// The number of the next job, and whether no other job waits to be delivered before it.
     pub(super) fn next_job(&mut self) -> (u64, bool) {
         (self.next_job, self.first_waiting().is_none())
     }
 
-    /// Adds the next job. Its input is then [kept](Self::store_input), or the job is
+    /// Adds the next job. Its input must then be [kept](Self::store_input), or the job
     /// [withdrawn](Self::undo_insert).
     pub(super) fn insert(&mut self, metadata: Vec<u8>, deadline_ns: u64) {
         let (parcel, deliveries, reasons, outcome) = (None, 1, Vec::new(), None);
@@ -336,7 +336,8 @@ impl JobTable {
     }
 
     /// Removes a job, whatever its state: a later answer is discarded. `None` if there is no such
-    /// job. Drop the result without the lock: a result that was put back gives its stream work.
+    /// job. Drop the returned job without the lock: a result that was put back gives its stream
+    /// work.
     pub(super) fn call_off(&mut self, id: u64) -> Option<Job> {
         let job = self.jobs.remove(&id)?;
         self.unfinished -= usize::from(job.outcome.is_none());

@@ -23,7 +23,7 @@ pub(super) struct LeaseRecord {
     position: Option<u64>,
     /// By the queue's [clock](super::job_table::JobTable::now), as all times of leases.
     since: Duration,
-    /// The lease timeout has passed, and the job has been given to another worker.
+    /// The lease timeout has passed: the attempt has failed, and an answer no longer counts.
     pub(super) is_late: bool,
     is_answered: bool,
 }
@@ -50,10 +50,11 @@ pub(super) struct WorkerSession {
     pub(super) subscriber: Subscriber,
     pub(super) leases: Vec<LeaseRecord>,
     pub(super) pending_results: VecDeque<PendingResult>,
-    /// Why no answers come any more, whether the end was graceful, and since when.
+    /// Why no answers come any more, whether that needs no proof of death (the worker closed
+    /// gracefully, or the link is broken), and since when.
     pub(super) end: Option<(String, bool, Instant)>,
-    /// The worker has closed gracefully, so pending data still completes; or its process is proven
-    /// dead.
+    /// The worker has closed gracefully: each pending result still completes, or the worker's
+    /// process is proven dead. So [`DISCONNECT_TIMEOUT`] does not apply.
     has_closed: bool,
     /// The worker takes no more jobs.
     pub(super) is_leaving: bool,
@@ -272,8 +273,8 @@ impl WorkerSession {
         }
     }
 
-    /// Whether no valid answer can come any more: the worker closed gracefully, broke its link, or
-    /// is proven dead.
+    /// Whether no valid answer or result can come any more: the worker closed gracefully, broke its
+    /// link, or is proven dead, and no result is pending; or [`DISCONNECT_TIMEOUT`] has passed.
     pub(super) fn has_ended(&self) -> bool {
         let Some((_, is_settled, since)) = &self.end else {
             return false;

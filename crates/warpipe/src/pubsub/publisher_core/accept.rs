@@ -9,8 +9,7 @@ use crate::shm::segment::OpenError;
 
 impl PublisherCore {
     /// Accepts connections, a limited number at a time. When descriptors run out, connections wait
-    /// in the backlog: the listener stays readable, so it is watched again only after the next
-    /// tick.
+    /// in the backlog: the listener stays readable, so only the next tick watches it again.
     fn accept(&self) -> Next {
         use rustix::net::{SocketFlags, accept_with};
         for _ in 0..ACCEPTED_AT_ONCE {
@@ -316,8 +315,8 @@ impl PublisherCore {
         state
     }
 
-    /// The peer is suspect: it writes no more, and all its earlier messages are in the socket,
-    /// which ends after them.
+    /// The peer is suspect: it writes no more, and all its earlier messages are in the socket by
+    /// now, however late the socket's end comes.
     fn on_suspect(&self, id: u64) -> Next {
         let _ = (0..FINAL_READS_MAX).all(|_| self.on_socket(self.lock(), id) == Next::Keep);
         self.on_end(&mut self.lock(), id);

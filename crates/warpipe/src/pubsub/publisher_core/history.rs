@@ -2,7 +2,8 @@
 //!
 //! The control thread admits late subscribers, so no stream is given work for them: a sample that
 //! is complete is ready at once, and the `ready` of any other is stored by the CPU when the
-//! sample's own fence word says that it is complete. Nothing else writes that `ready` word.
+//! sample's own fence word says that it is complete. Nothing else of this process writes that
+//! `ready` word.
 
 use super::*;
 use crate::pubsub::entry::Completion;
@@ -25,8 +26,8 @@ impl PublisherCore {
         self.options.history > 0 || self.options.observer.is_some()
     }
 
-    /// Gives the history to the links that wait for it; from then on they get new samples. Not
-    /// called while a thread sends: the sample being sent belongs to the history.
+    /// Gives the history to the links that wait for it; from then on they get new samples. Never
+    /// called in the middle of a send: the sample being sent belongs to the history.
     pub(super) fn replay(&self, state: &mut PublisherState) {
         let PublisherState {
             arena,

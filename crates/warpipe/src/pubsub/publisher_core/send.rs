@@ -42,9 +42,9 @@ impl PublisherCore {
 
     /// Announces the contents of `slot` to the recipients, and enqueues on `stream` the signals
     /// that complete it. The caller's hold on the slot stays, unless the failure came after the
-    /// announcement. The stream is recorded before the turn, because recording may query other
-    /// streams, which a full launch queue blocks. The same call then checks that the stream is
-    /// usable.
+    /// announcement. The caller must have [admitted](Self::admit) the stream in the same user call:
+    /// recorded it before the turn, because recording may query other streams, which a full launch
+    /// queue blocks, and then found it usable.
     pub(super) fn deliver(
         &self,
         turn: &mut SendTurn<'_>,

@@ -11,11 +11,12 @@ use std::ops::{Deref, DerefMut};
 
 use super::*;
 
-/// The longest wait for another thread's send, which a full launch queue may block.
+/// How long a sender without a limit of its own waits for another thread's send, which a full
+/// launch queue may block.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The shortest limit of that wait: a send takes microseconds unless the driver blocks it, but its
-/// thread may not be scheduled just now.
+/// A shorter limit of that wait, zero too, counts as this: a send takes microseconds unless the
+/// driver blocks it, but its thread may not be scheduled just now.
 const MOMENT: Duration = Duration::from_millis(10);
 
 /// Polls for the turn before the thread sleeps: a send takes a microsecond.

@@ -170,9 +170,9 @@ impl PublisherMonitor {
     }
 
     /// Releases the streams that wait for a position of a dead publisher, and marks the position
-    /// lost unless its data was complete. Marks move forward alone: the reactor, and threads that
-    /// receive, may handle two positions of one entry if the publisher has used it again before it
-    /// was free.
+    /// lost unless its data was complete. The mark and the word move forward only: the reactor, and
+    /// threads that receive, may handle two positions of one entry if the publisher has used it
+    /// again before it was free.
     pub(super) fn release_wait(&self, index: usize, position: u64) {
         let entry = self.segment.entry(position);
         if !entry.ready.reached(position) {

@@ -136,7 +136,8 @@ mod tests {
                 .expect("the backlog has room");
             let mut attempt = Some(ReconnectAttempt::start(connect_options, socket).unwrap());
             in_a_forked_child(|| {
-                // The C library reuses the stacks of ended threads for these.
+                // The C library gives these the stacks of the parent's threads, which do not exist
+                // in the child.
                 let all = Arc::new(std::sync::Barrier::new(17));
                 let wait = |all: Arc<std::sync::Barrier>| {
                     std::thread::spawn(move || all.wait().is_leader())
