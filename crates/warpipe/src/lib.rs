@@ -113,6 +113,7 @@ pub mod kernel;
 pub mod members;
 mod memory;
 pub mod nvtx;
+mod options;
 mod origin;
 mod os;
 mod pool;

@@ -114,11 +114,11 @@ pub(crate) struct AccessPolicy {
 }
 
 impl AccessPolicy {
-    fn is_open_to_others(&self) -> bool {
+    pub(crate) fn is_open_to_others(&self) -> bool {
         !(self.uids.is_empty() && self.gids.is_empty())
     }
 
-    fn admits(&self, uid: u32, gid: u32) -> bool {
+    pub(crate) fn admits(&self, uid: u32, gid: u32) -> bool {
         is_admitted((uid, gid), &self.uids, &self.gids)
     }
 }

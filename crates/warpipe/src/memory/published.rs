@@ -16,9 +16,10 @@ use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, Disconnected, IncomingReply, IpcServer, Kind, OutgoingReply,
-    Rejection, RequestHandler, ServerCore, decode,
+    Address, ClientInfo, Disconnected, IncomingReply, IpcServer, Kind, OutgoingReply, Rejection,
+    RequestHandler, ServerCore, decode,
 };
+use crate::options::{EndpointOptions, option_setters};
 
 /// The number of the one memory of a publication.
 pub(super) const PUBLISHED_ID: u64 = 0;
@@ -47,46 +48,31 @@ pub(super) enum TicketReply {
 pub struct Publication {
     memory: Memory,
     name: String,
-    domain: Option<Domain>,
+    shared: EndpointOptions,
     access: Access,
-    access_policy: AccessPolicy,
 }
 
 impl Publication {
-    pub(super) fn new(memory: &Memory, name: &str) -> Publication {
-        let (memory, name, access_policy) =
-            (memory.clone(), name.to_string(), AccessPolicy::default());
-        Publication {
-            memory,
-            name,
-            domain: None,
-            access: Access::Read,
-            access_policy,
-        }
+    option_setters! { (shared):
+        /// The domain to publish in; the environment's by default.
+        domain,
+        allow_uids,
+        allow_gids,
     }
 
-    /// The domain to publish in; the environment's by default.
-    pub fn domain(mut self, domain: &Domain) -> Self {
-        self.domain = Some(domain.clone());
-        self
+    pub(super) fn new(memory: &Memory, name: &str) -> Publication {
+        Publication {
+            memory: memory.clone(),
+            name: name.to_string(),
+            shared: EndpointOptions::default(),
+            access: Access::Read,
+        }
     }
 
     /// How importers map the memory: [`Access::Read`] by default, which the MMU enforces against
     /// mistakes. A hostile importer can map the memory writable. Send a copy instead.
     pub fn access(mut self, access: Access) -> Self {
         self.access = access;
-        self
-    }
-
-    /// Admits these users beside this process's own. The domain directory must let them in, too.
-    pub fn allow_uids(mut self, uids: &[u32]) -> Self {
-        self.access_policy.uids.extend(uids);
-        self
-    }
-
-    /// Admits processes whose effective group is one of these.
-    pub fn allow_gids(mut self, gids: &[u32]) -> Self {
-        self.access_policy.gids.extend(gids);
         self
     }
 
@@ -97,7 +83,7 @@ impl Publication {
     /// [`Error::DescriptorLimit`], [`Error::Driver`] when the memory cannot be exported.
     pub fn build(self) -> Result<Published> {
         let name = EndpointName::new(&self.name)?;
-        let domain = self.domain.map_or_else(Domain::from_environment, Ok)?;
+        let domain = self.shared.domain()?;
         let memory = self.memory;
         let handler = PublishedHandler {
             mapped: memory.mapping.region().bytes(),
@@ -111,7 +97,7 @@ impl Publication {
             name: &name,
             kind: Kind::Memory,
         };
-        let server = IpcServer::open(&at, self.access_policy, Arc::new(handler))?;
+        let server = IpcServer::open(&at, self.shared.access, Arc::new(handler))?;
         // A ticket that is opened in this process finds this mapping, without a call of the driver.
         IMPORTS.put(
             &ImportKey::new(

@@ -9,10 +9,11 @@ use crate::backend::{Access, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{AccessPolicy, Address, IpcServer, Kind};
+use crate::ipc::{Address, IpcServer, Kind};
 use crate::memory::arena::{SlotId, check_limit};
 use crate::memory::mapped_region::{check_range, copy_out, wait_for};
 use crate::memory::ticket::Ticket;
+use crate::options::{EndpointOptions, option_setters};
 use crate::runtime::fence::StreamSet;
 use crate::stream::Stream;
 
@@ -20,32 +21,25 @@ use crate::stream::Stream;
 #[derive(Debug, Clone)]
 pub struct PoolBuilder {
     name: String,
-    domain: Option<Domain>,
-    device: Option<Device>,
-    memory_limit: u64,
+    shared: EndpointOptions,
     reserve: u64,
     wait: Duration,
-    access_policy: AccessPolicy,
 }
 
 impl PoolBuilder {
-    /// The domain of its name; the environment's by default.
-    pub fn domain(mut self, domain: &Domain) -> Self {
-        self.domain = Some(domain.clone());
-        self
-    }
-
-    /// The device of its memory; [`Device::preferred`] by default.
-    pub fn device(mut self, device: &Device) -> Self {
-        self.device = Some(device.clone());
-        self
-    }
-
-    /// The most device memory that the pool allocates, in bytes: 4 GiB by default. It grows as
-    /// needed, in regions that double, and keeps them until the pool ends.
-    pub fn memory_limit(mut self, bytes: u64) -> Self {
-        self.memory_limit = bytes;
-        self
+    option_setters! { (shared):
+        domain,
+        /// The device of its memory; [`Device::preferred`] by default.
+        device,
+        /// The most device memory that the pool allocates, in bytes: 4 GiB by default. It grows as
+        /// needed, in regions that double, and keeps them until the pool ends.
+        memory_limit,
+        /// Admits these users beside the owner's. The domain directory must admit them, too. A block
+        /// that passes from one user to another is cleared first. A user of a block has mapped its
+        /// whole region, and a mapping cannot be revoked: users that must not read each other's data
+        /// need a pool each.
+        allow_uids,
+        allow_gids,
     }
 
     /// Allocates this many bytes at once; nothing by default.
@@ -60,24 +54,9 @@ impl PoolBuilder {
         self
     }
 
-    /// Admits these users beside the owner's. The domain directory must admit them, too. A block
-    /// that passes from one user to another is cleared first. A user of a block has mapped its
-    /// whole region, and a mapping cannot be revoked: users that must not read each other's data
-    /// need a pool each.
-    pub fn allow_uids(mut self, uids: &[u32]) -> Self {
-        self.access_policy.uids.extend(uids);
-        self
-    }
-
-    /// Admits processes with one of these effective groups.
-    pub fn allow_gids(mut self, gids: &[u32]) -> Self {
-        self.access_policy.gids.extend(gids);
-        self
-    }
-
     /// The most peers at once: 256 by default.
     pub fn peers_max(mut self, peers: usize) -> Self {
-        self.access_policy.limits.all = u32::try_from(peers).unwrap_or(u32::MAX);
+        self.shared.access.limits.all = u32::try_from(peers).unwrap_or(u32::MAX);
         self
     }
 
@@ -89,8 +68,9 @@ impl PoolBuilder {
     /// [`Error::Driver`].
     pub fn build(self) -> Result<Pool> {
         let name = EndpointName::new(&self.name)?;
-        if self.reserve > self.memory_limit {
-            let (name, bytes, limit) = (self.name, self.reserve, self.memory_limit);
+        let memory_limit = self.shared.memory_limit;
+        if self.reserve > memory_limit {
+            let (name, bytes, limit) = (self.name, self.reserve, memory_limit);
             return Err(Error::MemoryLimit {
                 name,
                 bytes,
@@ -98,11 +78,10 @@ impl PoolBuilder {
                 limit,
             });
         }
-        let domain = self.domain.map_or_else(Domain::from_environment, Ok)?;
-        let device = self.device.unwrap_or_else(|| Device::preferred().device);
-        check_limit(&device, self.memory_limit)?;
-        let allocator =
-            PoolAllocator::new(name.clone(), domain.clone(), device, self.memory_limit)?;
+        let domain = self.shared.domain()?;
+        let device = self.shared.device();
+        check_limit(&device, memory_limit)?;
+        let allocator = PoolAllocator::new(name.clone(), domain.clone(), device, memory_limit)?;
         if self.reserve > 0 {
             allocator.reserve(self.reserve)?;
         }
@@ -111,7 +90,7 @@ impl PoolBuilder {
             name: &name,
             kind: Kind::Pool,
         };
-        let server = IpcServer::open(&at, self.access_policy, allocator.clone())?;
+        let server = IpcServer::open(&at, self.shared.access, allocator.clone())?;
         let _ = allocator.generation.set(server.server_core().generation());
         Ok(Pool {
             inner: Arc::new(PoolInner {
@@ -200,12 +179,9 @@ impl Pool {
     pub fn builder(name: &str) -> PoolBuilder {
         PoolBuilder {
             name: name.to_string(),
-            domain: None,
-            device: None,
-            memory_limit: 4 << 30,
+            shared: EndpointOptions::default(),
             reserve: 0,
             wait: Duration::ZERO,
-            access_policy: AccessPolicy::default(),
         }
     }
 

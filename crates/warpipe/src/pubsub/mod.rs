@@ -29,8 +29,3 @@ pub use sample::{Discontinuity, Receipt, Sample};
 pub(crate) use subscriber::{CompletionWait, RawSample};
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
 pub(crate) use unicast::{Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges};
-
-use std::time::Duration;
-
-/// How long a handshake may take.
-pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);

@@ -15,9 +15,9 @@ use crate::error::{Error, Result};
 use crate::ipc::Kind;
 use crate::ipc::PeerState;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::limits::PeerLimits;
-use crate::ipc::peer::{Peer, is_admitted};
+use crate::ipc::peer::Peer;
 use crate::memory::arena::check_limit;
+use crate::options::{EndpointOptions, option_setters};
 use crate::pubsub::entry::Metadata;
 use crate::shm::segment::DEPTH_MAX;
 use crate::stream::Stream;
@@ -66,58 +66,50 @@ type PolicyOf = Arc<dyn Fn(&Applicant) -> Policy + Send + Sync>;
 pub struct PublisherBuilder {
     name: String,
     pub(super) kind: Kind,
-    domain: Option<Domain>,
-    device: Option<Device>,
+    pub(super) shared: EndpointOptions,
     policy: Policy,
     policy_of: Option<PolicyOf>,
-    uids: Vec<u32>,
-    gids: Vec<u32>,
     pub(super) depth: u32,
     pub(super) history: u32,
-    pub(super) memory_limit: u64,
     pub(super) loan_timeout: Duration,
     pub(super) evict_after: Option<Duration>,
-    pub(super) limits: PeerLimits,
-    pub(super) handshake_timeout: Duration,
     /// Receives the changes of the set of subscribers. With an observer, each sample also signals
     /// its slot's fence word, so that it can be forwarded.
     pub(super) observer: Option<Arc<SubscriberChanges>>,
 }
 
 impl PublisherBuilder {
+    option_setters! { (shared):
+        shared,
+        /// The domain to publish in; the environment's by default.
+        domain,
+        /// The device that holds the samples; [`Device::preferred`] by default.
+        device,
+        /// The most device memory that the samples may take, in bytes: 4 GiB by default. It is taken
+        /// as needed, in regions that double. Slots held by stopped or leaving subscribers may come on
+        /// top, at most as much again.
+        memory_limit,
+        /// How long a subscriber may take to attach before its connection is closed: 5 s by default.
+        handshake_timeout,
+        allow_uids,
+        allow_gids,
+    }
+
     fn new(name: &str) -> PublisherBuilder {
         PublisherBuilder {
             name: name.to_string(),
             kind: Kind::Publisher,
-            domain: None,
-            device: None,
+            shared: EndpointOptions::default(),
             policy: Policy::Block {
                 timeout: Duration::from_secs(5),
             },
             policy_of: None,
-            uids: Vec::new(),
-            gids: Vec::new(),
             depth: 16,
             history: 0,
-            memory_limit: 4 << 30,
             loan_timeout: Duration::from_secs(5),
             evict_after: None,
-            limits: PeerLimits::default(),
-            handshake_timeout: super::HANDSHAKE_TIMEOUT,
             observer: None,
         }
-    }
-
-    /// The domain to publish in; the environment's by default.
-    pub fn domain(mut self, domain: &Domain) -> Self {
-        self.domain = Some(domain.clone());
-        self
-    }
-
-    /// The device that holds the samples; [`Device::preferred`] by default.
-    pub fn device(mut self, device: &Device) -> Self {
-        self.device = Some(device.clone());
-        self
     }
 
     /// How many samples each subscriber may have been given and not released: 1 to 4096, 16 by
@@ -148,14 +140,6 @@ impl PublisherBuilder {
         self
     }
 
-    /// The most device memory that the samples may take, in bytes: 4 GiB by default. It is taken as
-    /// needed, in regions that double. Slots held by stopped or leaving subscribers may come on
-    /// top, at most as much again.
-    pub fn memory_limit(mut self, bytes: u64) -> Self {
-        self.memory_limit = bytes;
-        self
-    }
-
     /// How long [`Publisher::loan`] waits for memory that is in use: 5 s by default.
     pub fn loan_timeout(mut self, timeout: Duration) -> Self {
         self.loan_timeout = timeout;
@@ -174,25 +158,19 @@ impl PublisherBuilder {
     /// has left and released all its samples, or is proven dead. Beyond the limit a new one gets
     /// [`HandshakeFault::Full`](crate::HandshakeFault::Full).
     pub fn subscribers_max(mut self, subscribers: u32) -> Self {
-        self.limits.all = subscribers;
+        self.shared.access.limits.all = subscribers;
         self
     }
 
     /// The most subscribers of each user other than this process's own: 128 by default.
     pub fn subscribers_per_user_max(mut self, subscribers: u32) -> Self {
-        self.limits.user = subscribers;
+        self.shared.access.limits.user = subscribers;
         self
     }
 
     /// The most subscribers in each other process: 64 by default.
     pub fn subscribers_per_process_max(mut self, subscribers: u32) -> Self {
-        self.limits.process = subscribers;
-        self
-    }
-
-    /// How long a subscriber may take to attach before its connection is closed: 5 s by default.
-    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
-        self.handshake_timeout = timeout;
+        self.shared.access.limits.process = subscribers;
         self
     }
 
@@ -209,37 +187,19 @@ impl PublisherBuilder {
         self
     }
 
-    /// Admit these users beside this process's own. The domain directory must admit them, too.
-    pub fn allow_uids(mut self, uids: &[u32]) -> Self {
-        self.uids.extend(uids);
-        self
-    }
-
-    /// Admit processes with one of these effective groups.
-    pub fn allow_gids(mut self, gids: &[u32]) -> Self {
-        self.gids.extend(gids);
-        self
-    }
-
     /// Takes the name and starts to listen.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::NameTaken`] (with the holder's pid), [`Error::ForeignFile`],
     /// [`Error::Domain`], [`Error::Argument`], or an error of the device or the system. On an error
     /// nothing is left behind.
-    pub fn build(mut self) -> Result<Publisher> {
+    pub fn build(self) -> Result<Publisher> {
         self.check()?;
         let name = EndpointName::new(&self.name)?;
-        let domain = self
-            .domain
-            .take()
-            .map_or_else(Domain::from_environment, Ok)?;
-        let device = self
-            .device
-            .take()
-            .unwrap_or_else(|| Device::preferred().device);
-        check_limit(&device, self.memory_limit)?;
-        let claim = domain.claim(&name, !(self.uids.is_empty() && self.gids.is_empty()))?;
+        let domain = self.shared.domain()?;
+        let device = self.shared.device();
+        check_limit(&device, self.shared.memory_limit)?;
+        let claim = domain.claim(&name, self.shared.access.is_open_to_others())?;
         let core = PublisherCore::new(self, name.to_string(), device, claim)?;
         Ok(Publisher { core })
     }
@@ -281,10 +241,6 @@ impl PublisherBuilder {
         self.policy_of
             .as_ref()
             .map_or(self.policy, |choose| choose(&applicant))
-    }
-
-    pub(super) fn admits(&self, uid: u32, gid: u32) -> bool {
-        is_admitted((uid, gid), &self.uids, &self.gids)
     }
 }
 

@@ -224,7 +224,7 @@ impl PublisherCore {
             me: me.clone(),
             reactor: reactor.clone(),
             state: Mutex::new(PublisherState {
-                arena: Arena::new(&device, options.memory_limit),
+                arena: Arena::new(&device, options.shared.memory_limit),
                 is_announced: true,
                 links: Vec::new(),
                 next_sequence: 1,
@@ -247,7 +247,7 @@ impl PublisherCore {
             fences: AtomicU64::new(0),
             streams: Arc::new(streams),
             pending_handshakes: Mutex::default(),
-            quota: ConnectionQuota::new(options.limits),
+            quota: ConnectionQuota::new(options.shared.access.limits),
             next_id: AtomicU64::new(1),
             doorbell,
             fence_words,
@@ -470,7 +470,7 @@ impl PublisherCore {
 
     pub(super) fn memory_in_use(&self) -> (u64, u64) {
         if !self.owner_process.is_current() {
-            return (0, self.options.memory_limit);
+            return (0, self.options.shared.memory_limit);
         }
         let state = self.lock();
         (state.arena.total(), state.arena.limit())

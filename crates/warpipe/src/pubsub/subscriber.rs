@@ -33,6 +33,7 @@ use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::ipc::message::wait_readable;
 use crate::ipc::peer::{ORPHAN_TIMEOUT, ProcessId};
 use crate::nvtx;
+use crate::options::EndpointOptions;
 use crate::pubsub::entry::Violation;
 use crate::pubsub::ring::ReceiverRing;
 use crate::runtime::doorbell::LocalDoorbell;
@@ -111,13 +112,10 @@ impl Subscriber {
     pub fn builder(name: &str) -> SubscriberBuilder {
         SubscriberBuilder {
             name: name.to_string(),
-            domain: None,
-            device: None,
+            shared: EndpointOptions::default(),
             wait: None,
             reconnect: false,
             timeout: Duration::from_secs(10),
-            spin: None,
-            handshake_timeout: super::HANDSHAKE_TIMEOUT,
             kind: Kind::Publisher,
             orphan_timeout: ORPHAN_TIMEOUT,
             generation: None,
@@ -143,7 +141,7 @@ impl Subscriber {
         if let Some(arrivals) = arrivals.as_ref().filter(|_| options.reconnect) {
             listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
         }
-        let spin = Spin::new(options.spin);
+        let spin = Spin::new(options.shared.spin);
         let mut subscriber = Subscriber {
             owner_process: OwnerProcess::current(),
             options,
@@ -201,7 +199,7 @@ impl Subscriber {
             name: self.name.clone(),
             device: self.device.clone(),
             doorbell: self.doorbell.clone(),
-            timeout: self.options.handshake_timeout,
+            timeout: self.options.shared.handshake_timeout,
             orphan_timeout: self.options.orphan_timeout,
             identity: SubscriberIdentity {
                 kind: self.options.kind,

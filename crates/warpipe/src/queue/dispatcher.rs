@@ -124,7 +124,7 @@ impl Dispatcher {
         .map_err(|e| Error::os("epoll_ctl", "a queue's bell", e))?;
         let dispatcher = Arc::new(Dispatcher {
             owner_process: OwnerProcess::current(),
-            spin: Spin::new(options.spin),
+            spin: Spin::new(options.shared.spin),
             options,
             domain,
             publisher,

@@ -14,6 +14,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
 use crate::ipc::domain::{Domain, EndpointName};
+use crate::options::{EndpointOptions, option_setters};
 use crate::pubsub::{Policy, Publisher, SubscriberChanges};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::stream::Stream;
@@ -35,31 +36,27 @@ pub enum Order {
 #[derive(Debug, Clone)]
 pub struct QueueBuilder {
     name: String,
-    domain: Option<Domain>,
-    device: Option<Device>,
+    pub(crate) shared: EndpointOptions,
     prefetch: u32,
     max_attempts: u32,
     lease_timeout: Option<Duration>,
     order: Order,
     pub(super) limit: usize,
     submit_timeout: Duration,
-    memory_limit: u64,
     workers_max: u32,
-    pub(super) spin: Option<Duration>,
-    pub(super) handshake_timeout: Duration,
 }
 
 impl QueueBuilder {
-    /// The domain to make it in; the environment's by default.
-    pub fn domain(mut self, domain: &Domain) -> Self {
-        self.domain = Some(domain.clone());
-        self
-    }
-
-    /// The device that holds the inputs; [`Device::preferred`] by default.
-    pub fn device(mut self, device: &Device) -> Self {
-        self.device = Some(device.clone());
-        self
+    option_setters! { (shared):
+        /// The domain to make it in; the environment's by default.
+        domain,
+        /// The device that holds the inputs; [`Device::preferred`] by default.
+        device,
+        /// The most device memory that inputs may take, in bytes: 4 GiB by default.
+        memory_limit,
+        spin,
+        /// How long a worker may take to attach: 5 s by default.
+        handshake_timeout,
     }
 
     /// How many jobs a worker may hold at once, 1 to 256: 2 by default, so that the next job is at
@@ -102,28 +99,9 @@ impl QueueBuilder {
         self
     }
 
-    /// The most device memory that inputs may take, in bytes: 4 GiB by default.
-    pub fn memory_limit(mut self, bytes: u64) -> Self {
-        self.memory_limit = bytes;
-        self
-    }
-
     /// The most workers at once: 256 by default.
     pub fn workers_max(mut self, workers: u32) -> Self {
         self.workers_max = workers;
-        self
-    }
-
-    /// How long a wait polls before it sleeps, as
-    /// [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
-    pub fn spin(mut self, spin: Duration) -> Self {
-        self.spin = Some(spin);
-        self
-    }
-
-    /// How long a worker may take to attach: 5 s by default.
-    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
-        self.handshake_timeout = timeout;
         self
     }
 
@@ -141,39 +119,26 @@ impl QueueBuilder {
     /// left behind.
     pub fn build(self) -> Result<Queue> {
         self.check()?;
-        let domain = self
-            .domain
-            .clone()
-            .map_or_else(Domain::from_environment, Ok)?;
+        let domain = self.shared.domain()?;
         let observer = Arc::new(SubscriberChanges::new()?);
-        let builder = Publisher::builder(&self.name)
+        let publisher = Publisher::builder(&self.name)
+            .shared(&self.shared)
             .domain(&domain)
             .policy(Policy::DropNewest)
             // More than the prefetch: samples that a late worker has not released occupy entries.
             .depth((2 * self.prefetch).next_power_of_two().max(16))
-            .memory_limit(self.memory_limit)
             .loan_timeout(self.submit_timeout)
             .subscribers_max(self.workers_max)
-            .handshake_timeout(self.handshake_timeout)
             .kind(Kind::Queue)
-            .observed_by(&observer);
-        let builder = self
-            .device
-            .iter()
-            .fold(builder, |builder, device| builder.device(device));
+            .observed_by(&observer)
+            .build()?;
         let rules = QueueRules {
             prefetch: self.prefetch,
             max_attempts: self.max_attempts,
             lease_timeout: self.lease_timeout,
             order: self.order,
         };
-        let dispatcher = Dispatcher::new(
-            self,
-            domain,
-            builder.build()?,
-            observer,
-            JobTable::new(rules),
-        )?;
+        let dispatcher = Dispatcher::new(self, domain, publisher, observer, JobTable::new(rules))?;
         Ok(Queue { dispatcher })
     }
 
@@ -252,18 +217,14 @@ impl Queue {
     pub fn builder(name: &str) -> QueueBuilder {
         QueueBuilder {
             name: name.to_string(),
-            domain: None,
-            device: None,
+            shared: EndpointOptions::default(),
             prefetch: 2,
             max_attempts: 3,
             lease_timeout: None,
             order: Order::Submission,
             limit: 1024,
             submit_timeout: Duration::from_secs(5),
-            memory_limit: 4 << 30,
             workers_max: 256,
-            spin: None,
-            handshake_timeout: Duration::from_secs(5),
         }
     }
 

@@ -75,7 +75,7 @@ impl Dispatcher {
             self.publisher.name().to_string(),
             self.publisher.device().clone(),
         );
-        let timeout = self.options.handshake_timeout;
+        let timeout = self.options.shared.handshake_timeout;
         let attach = move || {
             let attached = results_name(&name, member.generation).and_then(|answers| {
                 let builder = Subscriber::builder(answers.as_str())

@@ -13,7 +13,8 @@ use crate::error::{Error, Result};
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::nvtx;
-use crate::pubsub::{Policy, Publisher, Sample, Subscriber, SubscriberBuilder};
+use crate::options::{EndpointOptions, HANDSHAKE_TIMEOUT, option_setters};
+use crate::pubsub::{Policy, Publisher, Sample, Subscriber};
 use crate::runtime::reactor::new_generation;
 use crate::stream::Stream;
 
@@ -24,26 +25,23 @@ const DEPTH: u32 = 64;
 #[derive(Debug, Clone)]
 pub struct WorkerBuilder {
     name: String,
-    domain: Option<Domain>,
-    device: Option<Device>,
+    shared: EndpointOptions,
     wait: Option<Duration>,
     timeout: Duration,
-    spin: Option<Duration>,
-    memory_limit: u64,
-    handshake_timeout: Duration,
 }
 
 impl WorkerBuilder {
-    /// The domain to look in; the environment's by default.
-    pub fn domain(mut self, domain: &Domain) -> Self {
-        self.domain = Some(domain.clone());
-        self
-    }
-
-    /// The device to work with, which holds the results; [`Device::preferred`] by default.
-    pub fn device(mut self, device: &Device) -> Self {
-        self.device = Some(device.clone());
-        self
+    option_setters! { (shared):
+        shared,
+        /// The domain to look in; the environment's by default.
+        domain,
+        /// The device to work with, which holds the results; [`Device::preferred`] by default.
+        device,
+        spin,
+        /// The most device memory that results may take, in bytes: 4 GiB by default.
+        memory_limit,
+        /// How long the queue may take to answer: 5 s by default.
+        handshake_timeout,
     }
 
     /// Wait this long for the queue to exist; not at all by default.
@@ -59,25 +57,6 @@ impl WorkerBuilder {
         self
     }
 
-    /// How long a wait polls before it sleeps, as
-    /// [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
-    pub fn spin(mut self, spin: Duration) -> Self {
-        self.spin = Some(spin);
-        self
-    }
-
-    /// The most device memory that results may take, in bytes: 4 GiB by default.
-    pub fn memory_limit(mut self, bytes: u64) -> Self {
-        self.memory_limit = bytes;
-        self
-    }
-
-    /// How long the queue may take to answer: 5 s by default.
-    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
-        self.handshake_timeout = timeout;
-        self
-    }
-
     /// Finds the queue and attaches.
     ///
     /// # Errors
@@ -85,38 +64,25 @@ impl WorkerBuilder {
     /// no queue's; those of [`PublisherBuilder::build`](crate::PublisherBuilder::build) and
     /// [`SubscriberBuilder::build`](crate::SubscriberBuilder::build).
     pub fn build(self) -> Result<Worker> {
-        let domain = self
-            .domain
-            .clone()
-            .map_or_else(Domain::from_environment, Ok)?;
-        let device = self
-            .device
-            .clone()
-            .unwrap_or_else(|| Device::preferred().device);
+        // One domain and one device for both of its ends, also where they are the defaults.
+        let shared = (self.shared.clone()).at(&self.shared.domain()?, &self.shared.device());
         let generation = new_generation();
         let answers = Publisher::builder(results_name(&self.name, generation)?.as_str())
-            .domain(&domain)
-            .device(&device)
+            .shared(&shared)
+            .handshake_timeout(HANDSHAKE_TIMEOUT)
             .kind(Kind::Results)
             .depth(DEPTH)
             .policy(Policy::Block {
                 timeout: self.timeout,
             })
-            .memory_limit(self.memory_limit)
             .loan_timeout(self.timeout)
             .build()?;
-        let builder = Subscriber::builder(&self.name)
-            .domain(&domain)
-            .device(&device)
+        let jobs = Subscriber::builder(&self.name)
+            .shared(&shared)
             .wait_for_publisher(self.wait)
             .timeout(self.timeout)
-            .handshake_timeout(self.handshake_timeout)
             .kind(Kind::Queue)
-            .generation(generation);
-        let jobs = self
-            .spin
-            .into_iter()
-            .fold(builder, SubscriberBuilder::spin)
+            .generation(generation)
             .build()?;
         let answers = ResultPublisher::new(answers, self.name, &jobs);
         Ok(Worker {
@@ -144,13 +110,9 @@ impl Worker {
     pub fn builder(name: &str) -> WorkerBuilder {
         WorkerBuilder {
             name: name.to_string(),
-            domain: None,
-            device: None,
+            shared: EndpointOptions::default(),
             wait: None,
             timeout: Duration::from_secs(10),
-            spin: None,
-            memory_limit: 4 << 30,
-            handshake_timeout: Duration::from_secs(5),
         }
     }
 

@@ -7,6 +7,7 @@ use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::domain::Domain;
+use crate::options::option_setters;
 use crate::queue::{
     JobHandle, JobResult, Loan, Queue, QueueBuilder, QueueState, QueueWatch, SubmitError,
 };
@@ -22,83 +23,50 @@ const NAME_TRIES: u32 = 8;
 pub struct ClientBuilder {
     service: String,
     /// Its name is not the queue's yet.
-    options: QueueBuilder,
+    queue: QueueBuilder,
 }
 
 impl ClientBuilder {
-    /// The domain to use; the environment's by default.
-    pub fn domain(self, domain: &Domain) -> Self {
-        ClientBuilder {
-            options: self.options.domain(domain),
-            ..self
-        }
-    }
-
-    /// The device that holds the requests; [`Device::preferred`] by default.
-    pub fn device(self, device: &Device) -> Self {
-        ClientBuilder {
-            options: self.options.device(device),
-            ..self
-        }
+    option_setters! { (queue.shared):
+        /// The domain to use; the environment's by default.
+        domain,
+        /// The device that holds the requests; [`Device::preferred`] by default.
+        device,
+        /// The most device memory that requests may take, in bytes: 4 GiB by default.
+        memory_limit,
+        spin,
     }
 
     /// How many attempts at a request may fail, by a server's death or answer, before it is
     /// dead-lettered: 3 by default.
-    pub fn max_attempts(self, attempts: u32) -> Self {
-        ClientBuilder {
-            options: self.options.max_attempts(attempts),
-            ..self
-        }
+    pub fn max_attempts(mut self, attempts: u32) -> Self {
+        self.queue = self.queue.max_attempts(attempts);
+        self
     }
 
     /// How many requests a server may hold at once: 2 by default. See [`QueueBuilder::prefetch`].
-    pub fn prefetch(self, requests: u32) -> Self {
-        ClientBuilder {
-            options: self.options.prefetch(requests),
-            ..self
-        }
+    pub fn prefetch(mut self, requests: u32) -> Self {
+        self.queue = self.queue.prefetch(requests);
+        self
     }
 
     /// How long a server may hold requests without answering any before they go to another server:
     /// `None` by default. See [`QueueBuilder::lease_timeout`].
-    pub fn lease_timeout(self, timeout: Option<Duration>) -> Self {
-        ClientBuilder {
-            options: self.options.lease_timeout(timeout),
-            ..self
-        }
+    pub fn lease_timeout(mut self, timeout: Option<Duration>) -> Self {
+        self.queue = self.queue.lease_timeout(timeout);
+        self
     }
 
     /// The most requests without a reply: 1024 by default.
-    pub fn limit(self, requests: usize) -> Self {
-        ClientBuilder {
-            options: self.options.limit(requests),
-            ..self
-        }
-    }
-
-    /// The most device memory that requests may take, in bytes: 4 GiB by default.
-    pub fn memory_limit(self, bytes: u64) -> Self {
-        ClientBuilder {
-            options: self.options.memory_limit(bytes),
-            ..self
-        }
+    pub fn limit(mut self, requests: usize) -> Self {
+        self.queue = self.queue.limit(requests);
+        self
     }
 
     /// How long [`Client::loan`] waits for memory: 5 s by default.
-    pub fn loan_timeout(self, timeout: Duration) -> Self {
-        ClientBuilder {
-            options: self.options.submit_timeout(timeout),
-            ..self
-        }
-    }
-
-    /// How long a wait polls before it sleeps, as
-    /// [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
-    pub fn spin(self, spin: Duration) -> Self {
-        ClientBuilder {
-            options: self.options.spin(spin),
-            ..self
-        }
+    pub fn loan_timeout(mut self, timeout: Duration) -> Self {
+        self.queue = self.queue.submit_timeout(timeout);
+        self
     }
 
     /// Takes a name below the service's and accepts servers. No server needs to exist yet.
@@ -115,7 +83,7 @@ impl ClientBuilder {
                 u32::from_le_bytes([a, b, c, d])
             );
             tries += 1;
-            match self.options.clone().named(&name).build() {
+            match self.queue.clone().named(&name).build() {
                 Err(Error::NameTaken { .. }) if tries < NAME_TRIES => {}
                 built => {
                     return Ok(Client {
@@ -164,7 +132,7 @@ impl Client {
     pub fn builder(service: &str) -> ClientBuilder {
         ClientBuilder {
             service: service.to_string(),
-            options: Queue::builder(service),
+            queue: Queue::builder(service),
         }
     }
 

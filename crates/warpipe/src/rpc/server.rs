@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::memory::arena::check_limit;
+use crate::options::{EndpointOptions, option_setters};
 use crate::queue::{Lease, Loan, Worker, WorkerBuilder};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::Reactor;
@@ -39,46 +40,24 @@ const SCAN_TIMER: u64 = 2;
 #[derive(Debug, Clone)]
 pub struct ServerBuilder {
     service: String,
-    domain: Option<Domain>,
-    device: Option<Device>,
-    spin: Option<Duration>,
-    memory_limit: u64,
-    handshake_timeout: Duration,
+    shared: EndpointOptions,
     answer_timeout: Duration,
     clients_max: usize,
 }
 
 impl ServerBuilder {
-    /// The domain to look in; the environment's by default.
-    pub fn domain(mut self, domain: &Domain) -> Self {
-        self.domain = Some(domain.clone());
-        self
-    }
-
-    /// The device to work with, which holds the replies; [`Device::preferred`] by default.
-    pub fn device(mut self, device: &Device) -> Self {
-        self.device = Some(device.clone());
-        self
-    }
-
-    /// How long a wait polls before it sleeps, as
-    /// [`SubscriberBuilder::spin`](crate::SubscriberBuilder::spin).
-    pub fn spin(mut self, spin: Duration) -> Self {
-        self.spin = Some(spin);
-        self
-    }
-
-    /// The most device memory that the replies to one client may take, in bytes: 4 GiB by default.
-    pub fn memory_limit(mut self, bytes: u64) -> Self {
-        self.memory_limit = bytes;
-        self
-    }
-
-    /// How long a client may take to accept this server: 5 s by default. Other clients are served
-    /// meanwhile.
-    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
-        self.handshake_timeout = timeout;
-        self
+    option_setters! { (shared):
+        /// The domain to look in; the environment's by default.
+        domain,
+        /// The device to work with, which holds the replies; [`Device::preferred`] by default.
+        device,
+        spin,
+        /// The most device memory that the replies to one client may take, in bytes: 4 GiB by
+        /// default.
+        memory_limit,
+        /// How long a client may take to accept this server: 5 s by default. Other clients are served
+        /// meanwhile.
+        handshake_timeout,
     }
 
     /// How long a reply may wait for its client to release earlier ones, and for memory: 10 s by
@@ -100,15 +79,9 @@ impl ServerBuilder {
     /// [`Error::Name`] (at most 40 bytes), [`Error::Domain`], or an error of the system.
     pub fn build(self) -> Result<Server> {
         EndpointName::new(&format!("{}00000000", client_prefix(&self.service)))?;
-        let domain = self
-            .domain
-            .clone()
-            .map_or_else(Domain::from_environment, Ok)?;
-        let device = self
-            .device
-            .clone()
-            .unwrap_or_else(|| Device::preferred().device);
-        check_limit(&device, self.memory_limit)?;
+        let domain = self.shared.domain()?;
+        let device = self.shared.device();
+        check_limit(&device, self.shared.memory_limit)?;
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a server", e))?;
         let arrivals = domain.arrivals()?;
@@ -122,7 +95,7 @@ impl ServerBuilder {
         watch_descriptor(&readable, scan_timer.as_fd(), SCAN_TIMER)?;
         Ok(Server {
             owner_process: OwnerProcess::current(),
-            spin: Spin::new(self.spin),
+            spin: Spin::new(self.shared.spin),
             options: self,
             domain,
             device,
@@ -193,11 +166,7 @@ impl Server {
     pub fn builder(service: &str) -> ServerBuilder {
         ServerBuilder {
             service: service.to_string(),
-            domain: None,
-            device: None,
-            spin: None,
-            memory_limit: 4 << 30,
-            handshake_timeout: Duration::from_secs(5),
+            shared: EndpointOptions::default(),
             answer_timeout: Duration::from_secs(10),
             clients_max: 256,
         }
@@ -353,11 +322,10 @@ impl Server {
     /// must not wait for it.
     fn attach(&mut self, name: EndpointName) {
         let builder: WorkerBuilder = Worker::builder(name.as_str())
+            .shared(&self.options.shared)
             .domain(&self.domain)
             .device(&self.device)
-            .timeout(self.options.answer_timeout)
-            .memory_limit(self.options.memory_limit)
-            .handshake_timeout(self.options.handshake_timeout);
+            .timeout(self.options.answer_timeout);
         let (attach_results, client_name) = (Arc::downgrade(&self.attach_results), name.clone());
         let attach = move || {
             let built = builder.build();

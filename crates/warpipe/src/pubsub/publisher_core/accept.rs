@@ -53,7 +53,7 @@ impl PublisherCore {
             Err(error) => return refuse(&socket, false, error),
         };
         if let Err((denied, reason)) = self.claim.listener.screen(socket.as_fd(), &peer, || {
-            self.options.admits(peer.uid, peer.gid)
+            self.options.shared.access.admits(peer.uid, peer.gid)
         }) {
             return refuse(&socket, denied, reason);
         }
@@ -464,7 +464,7 @@ impl EventSource for PublisherCore {
         self.claim.listener.look();
         self.listen_again();
         // Checked with every tick.
-        let late = |clock: &Uptime| clock.ran() > self.options.handshake_timeout;
+        let late = |clock: &Uptime| clock.ran() > self.options.shared.handshake_timeout;
         self.pending_handshakes
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

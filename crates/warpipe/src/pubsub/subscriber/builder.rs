@@ -7,35 +7,32 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::ipc::Kind;
 use crate::ipc::domain::{Domain, EndpointName};
+use crate::options::{EndpointOptions, option_setters};
 
 /// The options of a subscriber. See [`Subscriber::builder`].
 #[derive(Debug, Clone)]
 pub struct SubscriberBuilder {
     pub(super) name: String,
-    pub(super) domain: Option<Domain>,
-    pub(super) device: Option<Device>,
+    pub(super) shared: EndpointOptions,
     pub(super) wait: Option<Duration>,
     pub(super) reconnect: bool,
     pub(super) timeout: Duration,
-    pub(super) spin: Option<Duration>,
-    pub(super) handshake_timeout: Duration,
     pub(super) kind: Kind,
     pub(super) orphan_timeout: Duration,
     pub(super) generation: Option<[u8; 16]>,
 }
 
 impl SubscriberBuilder {
-    /// The domain to look in; the environment's by default.
-    pub fn domain(mut self, domain: &Domain) -> Self {
-        self.domain = Some(domain.clone());
-        self
-    }
-
-    /// The device to read with; [`Device::preferred`] by default. Another GPU than the publisher's
-    /// reads over NVLink or PCIe, if it can.
-    pub fn device(mut self, device: &Device) -> Self {
-        self.device = Some(device.clone());
-        self
+    option_setters! { (shared):
+        shared,
+        /// The domain to look in; the environment's by default.
+        domain,
+        /// The device to read with; [`Device::preferred`] by default. Another GPU than the
+        /// publisher's reads over NVLink or PCIe, if it can.
+        device,
+        spin,
+        /// How long a publisher may take to answer: 5 s by default.
+        handshake_timeout,
     }
 
     /// Wait this long for a publisher of the name; not at all by default.
@@ -59,26 +56,12 @@ impl SubscriberBuilder {
         self
     }
 
-    /// How long a publisher may take to answer: 5 s by default.
-    pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
-        self.handshake_timeout = timeout;
-        self
-    }
-
     /// How long a publisher that has exited may leave streams waiting while a child that it forked
     /// keeps its device work running: 30 s by default. After that they are rescued and their
     /// samples are lost. The memory of such a publisher is not used again before that work is
     /// proven to be over.
     pub fn orphan_timeout(mut self, timeout: Duration) -> Self {
         self.orphan_timeout = timeout;
-        self
-    }
-
-    /// How long a wait polls before it sleeps. By default up to 20 µs, and rarely where polling
-    /// does not pay, as when both ends share a core. A given length is used as it is. A sleeping
-    /// wait costs no CPU. A polling wait saves the latency of a wake-up and occupies a core.
-    pub fn spin(mut self, spin: Duration) -> Self {
-        self.spin = Some(spin);
         self
     }
 
@@ -105,14 +88,8 @@ impl SubscriberBuilder {
     /// nothing is left behind.
     pub fn build(self) -> Result<Subscriber> {
         let name = EndpointName::new(&self.name)?;
-        let domain = self
-            .domain
-            .clone()
-            .map_or_else(Domain::from_environment, Ok)?;
-        let device = self
-            .device
-            .clone()
-            .unwrap_or_else(|| Device::preferred().device);
+        let domain = self.shared.domain()?;
+        let device = self.shared.device();
         Subscriber::new(self, name, domain, device)
     }
 }

@@ -257,7 +257,7 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
         .reconnect(true)
         .build()
         .unwrap();
-    subscriber.options.handshake_timeout = Duration::from_millis(1);
+    subscriber.options.shared.handshake_timeout = Duration::from_millis(1);
     drop(first);
     let silent = Silent::at(&place, 1);
     let crowd = silent.crowd();
@@ -279,7 +279,7 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
     assert!(newcomer.is_err_and(fault), "nobody is taken in");
     drop(crowd);
     silent.leave();
-    subscriber.options.handshake_timeout = LONG;
+    subscriber.options.shared.handshake_timeout = LONG;
     let next = place.publisher();
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| subscriber.receive(&stream).unwrap());

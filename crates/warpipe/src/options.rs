@@ -1,0 +1,158 @@
+//! The options that several builders share, and their setters.
+//!
+//! A builder keeps an [`EndpointOptions`] in a field, and [`option_setters!`] writes the setters it
+//! has of them: as methods of its own, so that its documentation shows each one and no trait has to
+//! be imported. A builder that makes another endpoint passes the whole on ([`QueueBuilder`] to its
+//! publisher, [`ServerBuilder`] to its workers).
+//!
+//! [`QueueBuilder`]: crate::QueueBuilder
+//! [`ServerBuilder`]: crate::ServerBuilder
+
+use std::time::Duration;
+
+use crate::device::Device;
+use crate::error::Result;
+use crate::ipc::AccessPolicy;
+use crate::ipc::domain::Domain;
+
+/// How long a handshake may take, if nothing else is chosen.
+pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What an endpoint is made or opened with. Each kind of endpoint has setters for the options that
+/// it has; the others keep their defaults, and it does not read them.
+#[derive(Debug, Clone)]
+pub(crate) struct EndpointOptions {
+    domain: Option<Domain>,
+    device: Option<Device>,
+    pub(crate) memory_limit: u64,
+    pub(crate) spin: Option<Duration>,
+    pub(crate) handshake_timeout: Duration,
+    pub(crate) access: AccessPolicy,
+}
+
+impl Default for EndpointOptions {
+    fn default() -> EndpointOptions {
+        EndpointOptions {
+            domain: None,
+            device: None,
+            memory_limit: 4 << 30,
+            spin: None,
+            handshake_timeout: HANDSHAKE_TIMEOUT,
+            access: AccessPolicy::default(),
+        }
+    }
+}
+
+impl EndpointOptions {
+    /// The chosen domain, or the environment's.
+    ///
+    /// # Errors
+    /// As [`Domain::from_environment`].
+    pub(crate) fn domain(&self) -> Result<Domain> {
+        self.domain
+            .clone()
+            .map_or_else(Domain::from_environment, Ok)
+    }
+
+    /// The chosen device, or [`Device::preferred`].
+    pub(crate) fn device(&self) -> Device {
+        let preferred = || Device::preferred().device;
+        self.device.clone().unwrap_or_else(preferred)
+    }
+
+    pub(crate) fn set_domain(&mut self, domain: &Domain) {
+        self.domain = Some(domain.clone());
+    }
+
+    pub(crate) fn set_device(&mut self, device: &Device) {
+        self.device = Some(device.clone());
+    }
+
+    /// The same options in this domain and on this device.
+    pub(crate) fn at(mut self, domain: &Domain, device: &Device) -> EndpointOptions {
+        self.set_domain(domain);
+        self.set_device(device);
+        self
+    }
+}
+
+/// Setters of shared options, as methods of the builder in whose `impl` it stands. The first
+/// argument is the path of the builder's [`EndpointOptions`]; a setter's documentation stands
+/// before its name, and may be left out for `domain`, `spin`, `allow_uids` and `allow_gids`.
+macro_rules! option_setters {
+    ($path:tt: $($(#[$doc:meta])* $setter:ident),+ $(,)?) => {
+        $(option_setters! { @$setter $path $(#[$doc])* })+
+    };
+
+    (@shared ($($path:ident).+)) => {
+        /// All shared options, as the builder of another endpoint has been given them.
+        pub(crate) fn shared(mut self, shared: &EndpointOptions) -> Self {
+            self.$($path).+ = shared.clone();
+            self
+        }
+    };
+    (@domain $path:tt) => {
+        option_setters! { @domain $path
+            /// The domain of its name; the environment's by default.
+        }
+    };
+    (@domain ($($path:ident).+) $(#[$doc:meta])+) => {
+        $(#[$doc])+
+        pub fn domain(mut self, domain: &Domain) -> Self {
+            self.$($path).+.set_domain(domain);
+            self
+        }
+    };
+    (@device ($($path:ident).+) $(#[$doc:meta])+) => {
+        $(#[$doc])+
+        pub fn device(mut self, device: &Device) -> Self {
+            self.$($path).+.set_device(device);
+            self
+        }
+    };
+    (@memory_limit ($($path:ident).+) $(#[$doc:meta])+) => {
+        $(#[$doc])+
+        pub fn memory_limit(mut self, bytes: u64) -> Self {
+            self.$($path).+.memory_limit = bytes;
+            self
+        }
+    };
+    (@handshake_timeout ($($path:ident).+) $(#[$doc:meta])+) => {
+        $(#[$doc])+
+        pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
+            self.$($path).+.handshake_timeout = timeout;
+            self
+        }
+    };
+    (@spin ($($path:ident).+)) => {
+        /// How long a wait polls before it sleeps. By default up to 20 µs, and rarely where polling
+        /// does not pay, as when both ends share a core. A given length is used as it is. A
+        /// sleeping wait costs no CPU. A polling wait saves the latency of a wake-up and occupies a
+        /// core.
+        pub fn spin(mut self, spin: Duration) -> Self {
+            self.$($path).+.spin = Some(spin);
+            self
+        }
+    };
+    (@allow_uids $path:tt) => {
+        option_setters! { @allow_uids $path
+            /// Admits these users beside this process's own. The domain directory must admit them,
+            /// too.
+        }
+    };
+    (@allow_uids ($($path:ident).+) $(#[$doc:meta])+) => {
+        $(#[$doc])+
+        pub fn allow_uids(mut self, uids: &[u32]) -> Self {
+            self.$($path).+.access.uids.extend(uids);
+            self
+        }
+    };
+    (@allow_gids ($($path:ident).+)) => {
+        /// Admits processes with one of these effective groups.
+        pub fn allow_gids(mut self, gids: &[u32]) -> Self {
+            self.$($path).+.access.gids.extend(gids);
+            self
+        }
+    };
+}
+pub(crate) use option_setters;
