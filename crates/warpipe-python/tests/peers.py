@@ -10,23 +10,32 @@ import numpy as np
 import warpipe
 
 LIMIT_SECONDS = 60.0
+# How long a child may take to end by itself.
+ENDS_SECONDS = 10.0
 spawn = multiprocessing.get_context("spawn")
 
 
 @contextlib.contextmanager
 def process(work, *arguments):
-    """Another process that does ``work(pipe, *arguments)``; gives it and our end of the pipe. Killed at the end."""
+    """Another process that does ``work(pipe, *arguments)``; gives it and our end of the pipe. It ends when the pipe is
+    closed. It is killed only if it does not: under MPS a kill ends the clients of all other tests, too."""
     ours, theirs = spawn.Pipe()
-    child = spawn.Process(target=work, args=(theirs, *arguments), daemon=True)
+    child = spawn.Process(target=until_the_pipe_closes, args=(work, theirs, *arguments), daemon=True)
     child.start()
     theirs.close()
     try:
         yield child, ours
     finally:
+        ours.close()
+        child.join(ENDS_SECONDS)
         if child.is_alive():
             child.kill()
         child.join(LIMIT_SECONDS)
-        ours.close()
+
+
+def until_the_pipe_closes(work, pipe, *arguments):
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        work(pipe, *arguments)
 
 
 def said(pipe):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from peers import LIMIT_SECONDS
-from test_processes import place  # noqa: F401
+from test_processes import kills, place  # noqa: F401
 
 END = """
 import ctypes, sys, threading
@@ -59,6 +59,8 @@ print("ends", flush=True)
 """
 
 
+# Under MPS the end of a client with a running kernel ends all clients.
+@kills
 def test_an_interpreter_that_ends_while_its_threads_are_at_work_ends_well(place):  # noqa: F811
     done = subprocess.run(
         [sys.executable, "-c", END, *place], capture_output=True, text=True, timeout=LIMIT_SECONDS, env=dict(os.environ)
