@@ -203,6 +203,7 @@ impl Event {
     ///
     /// Raises ``OwnerGoneError``, ``RefusedError`` when seven others record it, ``TimeoutError``
     /// after 10 s behind another thread's recording, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (*, stream))]
     fn record(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
         let (event, consumer) = (
             self.handle.get()?,
@@ -223,6 +224,7 @@ impl Event {
     /// for the recording.
     ///
     /// Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (*, stream))]
     fn wait(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {
         let (event, consumer) = (
             self.handle.get()?,

@@ -240,7 +240,7 @@ impl Frame {
     /// error.
     ///
     /// Raises ``ArgumentError`` for a stream of another device.
-    #[pyo3(signature = (stream = None))]
+    #[pyo3(signature = (*, stream = None))]
     pub fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = stream
             .map(|stream| Consumer::from_argument(py, &self.owner.device, stream))

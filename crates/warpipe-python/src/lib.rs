@@ -17,7 +17,7 @@
 //! | `client`, `server`, `job_endpoint` | services; `job_endpoint` is common to queues and clients
 //! |
 //! | `memory` | the memory behind arrays, and its release |
-//! | `array`, `dlpack`, `torch` | this package's memory as other frameworks' arrays |
+//! | `array`, `buffer`, `dlpack`, `torch` | this package's memory as other frameworks' arrays |
 //! | `in_place` | other frameworks' tensors, sent where they lie |
 //! | `source`, `rows`, `copies`, `dtype`, `metadata` | other frameworks' tensors, to be sent |
 //! | `errors`, `wait`, `exclusive`, `process` | exceptions, interruptible waits, threads, forks |
@@ -36,6 +36,7 @@
 #![deny(missing_docs)]
 
 mod array;
+mod buffer;
 mod client;
 mod copies;
 mod detached;

@@ -214,7 +214,7 @@ impl Loan {
     /// and of ``stream``. Discarding twice, or after it was handed on, is no error.
     ///
     /// Raises ``DriverError``.
-    #[pyo3(signature = (stream = None))]
+    #[pyo3(signature = (*, stream = None))]
     pub fn discard(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = self.stream_of(py, stream)?;
         let Some(open) = self.open()?.take() else {

@@ -106,7 +106,7 @@ impl Outgoing {
     ///
     /// Raises ``TimeoutError`` or ``FullError`` by the publisher's policy, ``ClosedError``,
     /// ``ReleasedError``, ``DriverError``.
-    #[pyo3(signature = (stream = None), text_signature = "($self, stream=None)")]
+    #[pyo3(signature = (*, stream = None), text_signature = "($self, *, stream=None)")]
     fn send(slf: &Bound<'_, Outgoing>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
         let (py, loan) = (slf.py(), slf.as_super().get());
         let (slot, stream) = loan.take_out(py, stream)?;

@@ -21,7 +21,7 @@ const VERY_LONG: Duration = Duration::from_secs(1 << 32);
 /// A limit of concurrent holders, across processes, on streams and on the CPU.
 ///
 /// ``Semaphore.create(name, permits)`` makes one, ``Semaphore.open(name)`` opens it in any process.
-/// ``with sem.acquire(stream):`` holds a permit for the work that the block gives to ``stream``:
+/// ``with sem.acquire(stream=stream):`` holds a permit for the work that the block gives to ``stream``:
 /// the next holder's stream waits for that work on the device. Permits are granted in order of
 /// arrival. A holder's permit comes back when it dies.
 #[pyclass(frozen, module = "warpipe", weakref)]
@@ -206,12 +206,12 @@ impl Semaphore {
     /// waits on the device for the last holder's work; without, the CPU does.
     ///
     /// Raises ``TimeoutError``, ``OwnerGoneError``, ``ClosedError``, ``DriverError``.
-    #[pyo3(signature = (stream = None, timeout = Some(10.0)), text_signature = "($self, stream=None, timeout=10.0)")]
+    #[pyo3(signature = (timeout = Some(10.0), *, stream = None), text_signature = "($self, timeout=10.0, *, stream=None)")]
     fn acquire(
         &self,
         py: Python<'_>,
-        stream: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
+        stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Permit> {
         let (semaphore, consumer) = (self.handle.get()?, self.consumer(py, stream)?);
         let timeout = optional(timeout, "timeout")?.unwrap_or(VERY_LONG);
@@ -226,7 +226,7 @@ impl Semaphore {
     /// Takes a permit if one is free and none waits for it, else gives None.
     ///
     /// Raises as ``acquire``, without the timeout.
-    #[pyo3(signature = (stream = None))]
+    #[pyo3(signature = (*, stream = None))]
     fn try_acquire(
         &self,
         py: Python<'_>,
@@ -320,7 +320,7 @@ impl Permit {
     /// on, and returns at once. Releasing twice is no error.
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
-    #[pyo3(signature = (stream = None))]
+    #[pyo3(signature = (*, stream = None))]
     fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let asked = stream
             .map(|stream| Consumer::from_argument(py, &self.device, stream))

@@ -1,12 +1,17 @@
 //! Common to samples, loans and views: a tensor in held memory, as an array of any framework.
+//! **This module is marked for unsafe**: it passes on buffers that the interpreter wants filled.
 
+use std::ffi::c_int;
+use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 use warpipe::Layout;
 
 use crate::array::{self, Request};
+use crate::buffer;
 use crate::device::Device;
 use crate::dlpack;
 use crate::errors::{Fault, Outcome};
@@ -33,6 +38,9 @@ struct State {
     /// Some array interface was used. Its user references this object, so the memory stays as long
     /// as this object.
     pinned: Option<Memory>,
+    /// The error of the last buffer. NumPy discards it and asks for the array interface next, which
+    /// raises it: else a Ctrl-C would be lost, and a wait that ran out would begin again.
+    discarded: Option<PyErr>,
 }
 
 impl Holding {
@@ -48,6 +56,7 @@ impl Holding {
             state: Mutex::new(State {
                 memory: Some(memory),
                 pinned: None,
+                discarded: None,
             }),
         })
     }
@@ -70,6 +79,15 @@ impl Holding {
         // Without the lock, as any value that may have to be dropped.
         drop(before);
         Ok(memory)
+    }
+
+    /// Prepares `memory` for a buffer.
+    fn settle_buffer(&self, py: Python<'_>, memory: &Memory) -> PyResult<()> {
+        let settled = memory.settle(py);
+        let failure = settled.as_ref().err().map(|error| error.clone_ref(py));
+        let before = std::mem::replace(&mut self.state()?.discarded, failure);
+        drop(before);
+        settled
     }
 
     /// Gives up the object's part of the memory; `None` if that was done before.
@@ -117,8 +135,9 @@ impl Holding {
 /// A tensor in memory that warpipe holds: the base of ``Sample``, ``Loan`` and ``View``.
 ///
 /// It is an array of any framework, in place: ``torch()``, ``cupy()``, ``numpy()``, or any consumer
-/// of DLPack, ``__cuda_array_interface__`` or, on the host, ``__array_interface__``. The memory
-/// stays while this object, or any array made of it, lives.
+/// of DLPack, ``__cuda_array_interface__`` or, on the host, ``__array_interface__`` and Python's
+/// buffer protocol (``memoryview``). The memory stays while this object, or any array made of it,
+/// lives.
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Tensor", weakref)]
 #[derive(Debug)]
 pub struct Tensor {
@@ -258,6 +277,9 @@ impl Tensor {
     /// object.
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        if let Some(error) = self.owner.state()?.discarded.take() {
+            return Err(error);
+        }
         array::array_interface(py, &self.owner.pinned()?)
     }
 
@@ -265,6 +287,33 @@ impl Tensor {
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         array::cuda_array_interface(py, &self.owner.pinned()?)
+    }
+
+    /// Python's buffer protocol, on the host only; waits for the data.
+    ///
+    /// # Safety
+    /// `view` is a buffer to be filled, as the interpreter's protocol says.
+    unsafe fn __getbuffer__(
+        slf: &Bound<'_, Tensor>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
+        // SAFETY: the caller's promise; the protocol asks for null where an exception is raised.
+        unsafe { (*view).obj = ptr::null_mut() };
+        let owner = &slf.get().owner;
+        let memory = owner.memory()?;
+        buffer::check(&memory, flags)?;
+        owner.settle_buffer(slf.py(), &memory)?;
+        // SAFETY: the caller's promise.
+        unsafe { buffer::export(slf.as_any(), memory, view, flags) };
+        Ok(())
+    }
+
+    /// # Safety
+    /// `view` was filled by `__getbuffer__`, and is given back once.
+    unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
+        // SAFETY: the caller's promise.
+        unsafe { buffer::release(view) };
     }
 
     fn __enter__(slf: Py<Tensor>) -> Py<Tensor> {

@@ -122,7 +122,7 @@ impl Timeline {
     /// Raises ``NotOwnerError``, ``BackwardsError``, ``SignalPendingError`` (from the CPU, while a
     /// stream has yet to signal), ``ArgumentError``, ``TimeoutError`` after 10 s behind another
     /// thread's signal, ``ClosedError``, ``DriverError``.
-    #[pyo3(signature = (value, stream = None))]
+    #[pyo3(signature = (value, *, stream = None))]
     fn signal(
         &self,
         py: Python<'_>,
@@ -146,8 +146,8 @@ impl Timeline {
     ///
     /// Raises ``OwnerGoneError``, ``TimeoutError``, ``ArgumentError``, ``ClosedError``,
     /// ``DriverError``.
-    #[pyo3(signature = (value, stream = None, *, timeout = Some(10.0)),
-        text_signature = "($self, value, stream=None, *, timeout=10.0)")]
+    #[pyo3(signature = (value, *, stream = None, timeout = Some(10.0)),
+        text_signature = "($self, value, *, stream=None, timeout=10.0)")]
     fn wait(
         &self,
         py: Python<'_>,

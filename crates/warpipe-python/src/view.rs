@@ -156,7 +156,7 @@ impl View {
     /// Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``,
     /// ``ArgumentError`` for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError``
     /// if the work before it takes over 10 s; the copy is still done then.
-    #[pyo3(signature = (tensor, stream = None))]
+    #[pyo3(signature = (tensor, *, stream = None))]
     fn copy_from(
         &self,
         py: Python<'_>,
@@ -211,7 +211,7 @@ impl View {
     /// Raises ``RangeError``, ``ArgumentError`` for read-only memory, ``ReleasedError``,
     /// ``DriverError``, ``TimeoutError`` if the work before it takes over 10 s; the copy is still
     /// done then.
-    #[pyo3(signature = (data, offset = 0, stream = None))]
+    #[pyo3(signature = (data, offset = 0, *, stream = None))]
     fn write(
         &self,
         py: Python<'_>,
@@ -253,6 +253,7 @@ impl View {
     /// before the work is done. Call it before the work is enqueued.
     ///
     /// Raises ``ArgumentError`` for a stream of another device, ``ReleasedError``.
+    #[pyo3(signature = (*, stream))]
     fn used_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
         Ok(self.owner()?.admit(
             py,
@@ -274,7 +275,7 @@ impl View {
     /// no error.
     ///
     /// Raises ``ArgumentError`` for a stream of another device.
-    #[pyo3(signature = (stream = None))]
+    #[pyo3(signature = (*, stream = None))]
     fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let consumer = self.consumer(py, stream)?;
         let Some(memory) = self.tensor.let_go()? else {

@@ -61,7 +61,7 @@ def publish_some(pipe, domain, device, count):
     for number in range(count):
         loan = publisher.loan(16, "uint64")
         warpipe._warpipe._slow_fill(loan, stream, number, 0.0)
-        loan.send(stream)
+        loan.send(stream=stream)
     stream.synchronize(LIMIT_SECONDS)
     pipe.send("sent")
     pipe.recv()
@@ -76,7 +76,7 @@ def publish_late(pipe, domain, device, delay):
     publisher.wait_for_subscribers(1, LIMIT_SECONDS)
     loan = publisher.loan((1 << 16,), "uint64")
     warpipe._warpipe._slow_fill(loan, stream, 7, delay)
-    loan.send(stream)
+    loan.send(stream=stream)
     pipe.send("sent")
     pipe.recv()
 
@@ -136,12 +136,12 @@ def signal_when_told(pipe, domain, device):
     event = warpipe.Event.create(domain=domain, device=device)
     stream = warpipe.Stream(device)
     pipe.send(event.handle())
-    permit = semaphore.acquire(stream)
+    permit = semaphore.acquire(stream=stream)
     for word in iter(pipe.recv, "end"):
         if word == "signal":
-            timeline.signal(timeline.value + 1, stream)
+            timeline.signal(timeline.value + 1, stream=stream)
         if word == "record":
-            event.record(stream)
+            event.record(stream=stream)
         if word == "release":
             permit.release()
         pipe.send(word)

@@ -82,40 +82,40 @@ ROWS = {
     "Stream.is_idle": ("", "stream.is_idle()"),
     "Stream.wait_for": ("", "stream.wait_for(other)"),
     "Stream.wait_for, of another": ("", "other.wait_for(stream)"),
-    "Timeline.signal": ("", "timeline.signal(1, stream)"),
-    "Timeline.signal, a foreign stream": ("", "timeline.signal(1, Foreign())"),
-    "Timeline.wait": ("", "opened.wait(1, stream)"),
-    "Timeline.wait, a foreign stream": ("", "opened.wait(1, stream.ptr)"),
-    "Event.record": ("event = warpipe.Event.create(**both)", "event.record(stream)"),
-    "Event.record, a foreign stream": ("event = warpipe.Event.create(**both)", "event.record(stream.ptr)"),
-    "Event.wait": ("event = warpipe.Event.create(**both); gate.wait(1, other); event.record(other)", "event.wait(stream)"),
-    "Semaphore.acquire": ("semaphore = warpipe.Semaphore.create('s', 1, **both)", "semaphore.acquire(Foreign())"),
-    "Semaphore.try_acquire": ("semaphore = warpipe.Semaphore.create('s', 1, **both)", "semaphore.try_acquire(Foreign())"),
-    "Permit.release": ("permit = warpipe.Semaphore.create('s', 1, **both).acquire(stream)", "permit.release()"),
+    "Timeline.signal": ("", "timeline.signal(1, stream=stream)"),
+    "Timeline.signal, a foreign stream": ("", "timeline.signal(1, stream=Foreign())"),
+    "Timeline.wait": ("", "opened.wait(1, stream=stream)"),
+    "Timeline.wait, a foreign stream": ("", "opened.wait(1, stream=stream.ptr)"),
+    "Event.record": ("event = warpipe.Event.create(**both)", "event.record(stream=stream)"),
+    "Event.record, a foreign stream": ("event = warpipe.Event.create(**both)", "event.record(stream=stream.ptr)"),
+    "Event.wait": ("event = warpipe.Event.create(**both); gate.wait(1, stream=other); event.record(stream=other)", "event.wait(stream=stream)"),
+    "Semaphore.acquire": ("semaphore = warpipe.Semaphore.create('s', 1, **both)", "semaphore.acquire(stream=Foreign())"),
+    "Semaphore.try_acquire": ("semaphore = warpipe.Semaphore.create('s', 1, **both)", "semaphore.try_acquire(stream=Foreign())"),
+    "Permit.release": ("permit = warpipe.Semaphore.create('s', 1, **both).acquire(stream=stream)", "permit.release()"),
     "Permit.release, a foreign stream": (
-        "permit = warpipe.Semaphore.create('s', 1, **both).acquire()", "permit.release(stream.ptr)"),
-    "Permit, dropped": ("permit = warpipe.Semaphore.create('s', 1, **both).acquire(Foreign())", "given_up('permit')"),
-    "SampleMut.discard": ("loan = warpipe.Publisher('a', **both).loan(8, 'uint8')", "loan.discard(stream)"),
+        "permit = warpipe.Semaphore.create('s', 1, **both).acquire()", "permit.release(stream=stream.ptr)"),
+    "Permit, dropped": ("permit = warpipe.Semaphore.create('s', 1, **both).acquire(stream=Foreign())", "given_up('permit')"),
+    "SampleMut.discard": ("loan = warpipe.Publisher('a', **both).loan(8, 'uint8')", "loan.discard(stream=stream)"),
     "SampleMut.discard, a foreign stream": (
-        "loan = warpipe.Publisher('a', **both).loan(8, 'uint8')", "loan.discard(Foreign())"),
-    "SampleMut.send": ("publisher = warpipe.Publisher('a', **both); loan = publisher.loan(8, 'uint8')", "loan.send(stream)"),
+        "loan = warpipe.Publisher('a', **both).loan(8, 'uint8')", "loan.discard(stream=Foreign())"),
+    "SampleMut.send": ("publisher = warpipe.Publisher('a', **both); loan = publisher.loan(8, 'uint8')", "loan.send(stream=stream)"),
     "SampleMut.send, a foreign stream": (
-        "publisher = warpipe.Publisher('a', **both); loan = publisher.loan(8, 'uint8')", "loan.send(stream.ptr)"),
+        "publisher = warpipe.Publisher('a', **both); loan = publisher.loan(8, 'uint8')", "loan.send(stream=stream.ptr)"),
     "SampleMut, dropped": (
         "publisher = warpipe.Publisher('a', **both); loan = publisher.loan(8, 'uint8');"
         "capsule = loan.__dlpack__(stream=stream.ptr)", "given_up('capsule')"),
     "SampleMut.__dlpack__": (
         "publisher = warpipe.Publisher('a', **both); loan = publisher.loan(8, 'uint8');"
         "array = loan.__dlpack__(stream=stream.ptr)", "loan.send()"),
-    "Sample.__dlpack__": ("", "held[2].__dlpack__(stream=stream.ptr)", "gate.wait(1, other); held = late(other)"),
-    "Sample.release": ("", "held[2].release(stream)", "held = late(stream)"),
-    "Sample.release, a foreign stream": ("", "held[2].release(stream.ptr)", "held = late(stream)"),
+    "Sample.__dlpack__": ("", "held[2].__dlpack__(stream=stream.ptr)", "gate.wait(1, stream=other); held = late(other)"),
+    "Sample.release": ("", "held[2].release(stream=stream)", "held = late(stream)"),
+    "Sample.release, a foreign stream": ("", "held[2].release(stream=stream.ptr)", "held = late(stream)"),
     "Sample, dropped": ("held = late(stream); capsule = held[2].__dlpack__(stream=stream.ptr)", "(held.clear(), given_up('capsule'))"),
-    "View.copy_from": ("memory = warpipe.Memory.allocate(64, device=where)", "memory.copy_from(np.ones(memory.nbytes, np.uint8), stream)"),
+    "View.copy_from": ("memory = warpipe.Memory.allocate(64, device=where)", "memory.copy_from(np.ones(memory.nbytes, np.uint8), stream=stream)"),
     "View.write": ("memory = warpipe.Memory.allocate(64, device=where)", "memory.write(b'x', stream=stream)"),
     "View.write, a foreign stream": ("memory = warpipe.Memory.allocate(64, device=where)", "memory.write(b'x', stream=stream.ptr)"),
     "View.write, of memory in use": (
-        "memory = warpipe.Memory.allocate(64, device=where); memory.used_on(Foreign())", "memory.write(b'x', stream=None)"),
+        "memory = warpipe.Memory.allocate(64, device=where); memory.used_on(stream=Foreign())", "memory.write(b'x', stream=None)"),
     "View, dropped": (
         "memory = warpipe.Memory.allocate(64, device=where); capsule = memory.__dlpack__(stream=stream.ptr)",
         "given_up('capsule')"),
@@ -150,7 +150,7 @@ while filler.given < FULL or same < 50 or not is_held_up(filler.thread):
 """
 
 CALL = f"""
-gate.wait(1, stream)
+gate.wait(1, stream=stream)
 exec(after)
 {FILL}
 ticks, begun, ended, faults = [0], threading.Event(), threading.Event(), []
@@ -215,16 +215,16 @@ BEHIND = {
     "Publisher.send": (
         "publisher, subscriber = warpipe.Publisher('a', timeout=patience, **both), warpipe.Subscriber('a', **both);"
         "loan = publisher.loan(8, 'uint8')",
-        "loan.send(stream)", "publisher.send(b'interrupted')",
+        "loan.send(stream=stream)", "publisher.send(b'interrupted')",
         "assert publisher.send(b'next') == 2"),
     "Publisher.send, which waits for no room": (
         "publisher, subscriber = warpipe.Publisher('a', policy='drop_newest', timeout=patience, **both),"
         " warpipe.Subscriber('a', **both); loan = publisher.loan(8, 'uint8')",
-        "loan.send(stream)", "publisher.send(b'interrupted')",
+        "loan.send(stream=stream)", "publisher.send(b'interrupted')",
         "assert publisher.send(b'next') == 2"),
     "SampleMut.send": (
         "publisher = warpipe.Publisher('a', timeout=patience, **both); loan, other = (publisher.loan(8, 'uint8') for _ in '12')",
-        "loan.send(stream)", "other.send()",
+        "loan.send(stream=stream)", "other.send()",
         "assert publisher.send(b'next') == 2"),
     "Queue.submit": (
         "queue = warpipe.Queue('q', submit_timeout=patience, **both); loan = queue.loan(8, 'uint8')",
@@ -247,17 +247,17 @@ BEHIND = {
         "other.reply(b'next'); jobs[0].result(); assert jobs[1].result().tobytes() == b'next'"),
     "Timeline.signal": (
         "ahead = warpipe.Timeline.create('ahead', **both)",
-        "ahead.signal(1, stream)", "ahead.signal(5, other)",
-        "ahead.signal(2, other); ahead.wait(2)"),
+        "ahead.signal(1, stream=stream)", "ahead.signal(5, stream=other)",
+        "ahead.signal(2, stream=other); ahead.wait(2)"),
     "Timeline.signal, from the CPU": (
         "ahead = warpipe.Timeline.create('ahead', **both)",
-        "ahead.signal(1, stream)", "ahead.signal(5)",
+        "ahead.signal(1, stream=stream)", "ahead.signal(5)",
         "ahead.wait(1); ahead.signal(2)"),
     "Event.record": (
         "event = warpipe.Event.create(**both)",
-        "first = event.record(stream)", "event.record(other)",
-        "event.synchronize(30); assert event.check(event.record(other)) in (True, False);"
-        "assert repr(event.record(other)).endswith('count: 3 }')"),
+        "first = event.record(stream=stream)", "event.record(stream=other)",
+        "event.synchronize(30); assert event.check(event.record(stream=other)) in (True, False);"
+        "assert repr(event.record(stream=other)).endswith('count: 3 }')"),
 }
 
 INTERRUPTED = """
@@ -276,7 +276,7 @@ def sleeps(thread):
         return next(int(line.split()[1]) for line in status if line.startswith("voluntary"))
 
 
-gate.wait(1, stream)
+gate.wait(1, stream=stream)
 exec(fill)
 holder, held, main, faults = threading.Event(), threading.Event(), threading.get_native_id(), []
 

@@ -110,7 +110,7 @@ def test_drop_oldest_keeps_the_newest_and_counts_what_is_lost(open_publisher, op
         # would be the sample's word.
         loan = publisher.loan(1, "uint64")
         _warpipe._slow_fill(loan, stream, number, 0.0)
-        loan.send(stream)
+        loan.send(stream=stream)
         # A place in the ring is taken back only when the device has written its word.
         stream.synchronize()
     wanted = [_warpipe._pattern(number, 0).to_bytes(8, "little") for number in (3, 4)]

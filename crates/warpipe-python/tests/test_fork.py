@@ -33,7 +33,7 @@ while not semaphore.waiting:
 pid = os.fork()
 if pid == 0:
     uses = [lambda: timeline.value, lambda: timeline.signal(1), lambda: timeline.wait(1), timeline.close, event.handle,
-            lambda: event.record(stream), event.synchronize, event.close, semaphore.acquire, semaphore.try_acquire,
+            lambda: event.record(stream=stream), event.synchronize, event.close, semaphore.acquire, semaphore.try_acquire,
             lambda: semaphore.available, permit.release, permit.release_now, member.close, members.list,
             lambda: members.changes(1.0), lambda: next(members), members.close, memory.tobytes, memory.release,
             memory.export_fd, lambda: memory.write(b"x"), lambda: memory.publish("v", domain=domain), published.ticket,
@@ -59,7 +59,7 @@ _, status = os.waitpid(pid, 0)
 assert status == 0, status
 timeline.signal(1)
 timeline.wait(1)
-event.record(stream)
+event.record(stream=stream)
 event.synchronize()
 memory.write(b"whole")
 assert published.ticket().open(device=where).tobytes()[:5] == b"whole"

@@ -153,8 +153,8 @@ def test_a_consumer_waits_for_the_tensors_work(link, device, domain):
     tensor.fill(np.zeros(4, np.int32))
     tensor.view.wait()
     array_before_work = tensor if device.kind != "host" else np.asarray(tensor.view)
-    guest.wait(1, stream)
-    tensor.fill(np.full(4, 5, np.int32), stream)
+    guest.wait(1, stream=stream)
+    tensor.fill(np.full(4, 5, np.int32), stream=stream)
     publisher.send(array_before_work, stream=stream, zero_copy="require")
     frame = subscriber.receive()
     with pytest.raises(warpipe.TimeoutError):
@@ -175,8 +175,8 @@ def test_it_is_kept_until_the_consumers_stream_is_past_it(link, device, domain, 
     stream = warpipe.Stream(device)
     publisher.send(tensor, zero_copy="require")
     frame = subscriber.receive()
-    guest.wait(1, stream)
-    frame.release(stream)
+    guest.wait(1, stream=stream)
+    frame.release(stream=stream)
     assert publisher.in_place == 1
     gate.signal(1)
     stream.synchronize()

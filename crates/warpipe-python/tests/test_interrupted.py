@@ -352,9 +352,9 @@ def test_an_interrupted_wait_for_a_permit_has_taken_none(domain, device, by, sli
     with warpipe.Semaphore.create("turns", **both) as semaphore:
         for stream in (None, warpipe.Stream(device)):
             permit = semaphore.acquire()
-            interrupted_by(lambda s=stream: semaphore.acquire(s, LIMIT_SECONDS), permit.release, by=by, slices=slices)
-            semaphore.acquire(stream, LIMIT_SECONDS).release()
-        with semaphore.acquire(None, LIMIT_SECONDS):
+            interrupted_by(lambda s=stream: semaphore.acquire(LIMIT_SECONDS, stream=s), permit.release, by=by, slices=slices)
+            semaphore.acquire(LIMIT_SECONDS, stream=stream).release()
+        with semaphore.acquire(LIMIT_SECONDS):
             pass
 
 
@@ -463,7 +463,7 @@ ASKS = {
     "pool": lambda on, _: warpipe.PoolClient.open("pool", **on),
     "block": lambda _, known: known.pool.allocate(64),
     "event": lambda on, known: warpipe.Event.open(known.event, **on),
-    "recording": lambda on, known: known.opened.record(known.stream),
+    "recording": lambda on, known: known.opened.record(stream=known.stream),
     "memory": lambda on, known: warpipe.Ticket(known.memory).open(device=on["device"]),
     "lent block": lambda on, known: warpipe.LentBuffer.open(known.block, device=on["device"]),
     "members": lambda on, _: warpipe.Members.watch(on["domain"]),

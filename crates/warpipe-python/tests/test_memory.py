@@ -94,7 +94,7 @@ def test_work_of_streams_is_waited_for(allocate, device):
     stream = warpipe.Stream(device)
     with allocate() as memory:
         memory.write(b"x" * 4096, stream=stream)
-        memory.used_on(stream)
+        memory.used_on(stream=stream)
         memory.wait()
         assert stream.is_idle() and memory.tobytes() == b"x" * 4096
 
@@ -116,7 +116,7 @@ def test_a_read_waits_for_the_stream_that_writes_and_gives_up_in_time(allocate, 
     gate = warpipe.Timeline.create("gate", domain=domain, device=device)
     guest = warpipe.Timeline.open("gate", domain=domain, device=device)
     memory = allocate()
-    guest.wait(1, stream)
+    guest.wait(1, stream=stream)
     memory.write(b"late", stream=stream)
     with pytest.raises(warpipe.TimeoutError):
         memory.wait(0.05)
@@ -190,7 +190,7 @@ def test_a_block_is_lent_and_comes_back(domain, device):
         ticket = block.lend()
         lent.release()
         own.release()
-        block.release(warpipe.Stream(device))
+        block.release(stream=warpipe.Stream(device))
         with pytest.raises(warpipe.TicketExpiredError):
             warpipe.LentBuffer.open(ticket, device=device)
         with pytest.raises(warpipe.OtherKindError):

@@ -30,14 +30,14 @@ def test_a_stream_waits_for_a_value_of_another(where, streams):
     writing, reading = streams
     with warpipe.Timeline.create("frames", **where) as owner, warpipe.Timeline.open("frames", **where) as frames:
         assert (owner.is_owner, frames.is_owner, frames.name, frames.value) == (True, False, "frames", 0)
-        frames.wait(1, reading)
+        frames.wait(1, stream=reading)
         assert not reading.is_idle() and not frames.check(1)
         # From the CPU: in one process, a stream's wait may hold up another stream's signal.
         owner.signal(1)
         reading.synchronize()
         assert frames.check(1) and frames.value == 1
-        owner.signal(2, writing)
-        frames.wait(2, reading)
+        owner.signal(2, stream=writing)
+        frames.wait(2, stream=reading)
         reading.synchronize()
         frames.wait(2)
         assert frames.value == 2
@@ -61,16 +61,16 @@ def waiter(wait):
 def test_closing_ends_the_waits_of_other_threads_and_gives_the_name_up(where, device):
     stream = warpipe.Stream(device)
     owner, gate = warpipe.Timeline.create("gate", **where), warpipe.Timeline.open("gate", **where)
-    gate.wait(1, stream)
+    gate.wait(1, stream=stream)
     timeline, event = warpipe.Timeline.create("t", **where), warpipe.Event.create(**where)
     semaphore = warpipe.Semaphore.create("s", 1, **where)
-    event.record(stream)
+    event.record(stream=stream)
     permit = semaphore.acquire()
     waits = [
         (timeline, lambda: timeline.wait(1, timeout=None)),
         (event, lambda: event.synchronize(None)),
         (semaphore, lambda: semaphore.acquire(timeout=None)),
-        (semaphore, lambda: semaphore.acquire(warpipe.Stream(device), timeout=None)),
+        (semaphore, lambda: semaphore.acquire(None, stream=warpipe.Stream(device))),
     ]
     waiting = [(*waiter(wait), closed) for closed, wait in waits]
     until(lambda: semaphore.waiting == 2, "two who wait for a permit")
@@ -109,7 +109,7 @@ def test_what_a_timeline_cannot_do_is_said(where, streams):
     frames = warpipe.Timeline.open("frames", **where)
     owner.signal(3)
     with pytest.raises(warpipe.BackwardsError) as backwards:
-        owner.signal(2, streams[0])
+        owner.signal(2, stream=streams[0])
     assert (backwards.value.value, backwards.value.last, backwards.value.endpoint) == (2, 3, "frames")
     with pytest.raises(warpipe.NotOwnerError):
         frames.signal(4)
@@ -138,8 +138,8 @@ def test_a_signal_ends_the_wait(where, streams, wait):
     held = semaphore.acquire()
     members = warpipe.Members.watch(where["domain"])
     guest = warpipe.Timeline.open("frames", **where)
-    guest.wait(1, streams[0])
-    event.record(streams[0])
+    guest.wait(1, stream=streams[0])
+    event.record(stream=streams[0])
     waits = {
         "timeline": lambda: guest.wait(1, timeout=None),
         "event": lambda: event.synchronize(None),
@@ -170,8 +170,8 @@ def test_an_event_is_opened_by_its_handle_in_every_form(where, streams, device):
         other = warpipe.Event.open(form, device=device)
         with pytest.raises(warpipe.EventNotRecordedError):
             warpipe.Event.create(**where).query()
-        event.record(writing)
-        recording = other.wait(reading)
+        event.record(stream=writing)
+        recording = other.wait(stream=reading)
         reading.synchronize()
         assert other.check(recording) and other.query()
         other.synchronize()
@@ -190,7 +190,7 @@ def test_a_permit_is_held_for_the_block_and_one_that_waits_gets_it(where, stream
     with semaphore.acquire(stream=streams[0], timeout=1.0) as permit:
         assert semaphore.available == 0 and not permit.released and same.try_acquire() is None
         with pytest.raises(warpipe.TimeoutError):
-            same.acquire(streams[1], timeout=0.01)
+            same.acquire(timeout=0.01, stream=streams[1])
         waiter = threading.Thread(target=lambda: same.acquire(timeout=LIMIT_SECONDS).release())
         waiter.start()
         until(lambda: semaphore.waiting == 1, "the waiter")
@@ -208,9 +208,9 @@ def test_the_next_holders_stream_waits_for_the_last_ones_work(where, streams):
     gate = warpipe.Timeline.create("gate", **where)
     guest = warpipe.Timeline.open("gate", **where)
     semaphore = warpipe.Semaphore.create("turns", **where)
-    with semaphore.acquire(first):
-        guest.wait(1, first)
-    with semaphore.acquire(second):
+    with semaphore.acquire(stream=first):
+        guest.wait(1, stream=first)
+    with semaphore.acquire(stream=second):
         assert not second.is_idle()
         gate.signal(1)
         second.synchronize()
@@ -237,8 +237,8 @@ def test_the_death_of_an_owner_is_told(place, where, streams):  # noqa: F811
         for word in ("signal", "record"):
             pipe.send(word)
             assert said(pipe) == word
-        timeline.wait(1, streams[0])
-        event.wait(streams[0])
+        timeline.wait(1, stream=streams[0])
+        event.wait(stream=streams[0])
         streams[0].synchronize()
         assert timeline.check(1) and event.query()
         with pytest.raises(warpipe.TimeoutError):
@@ -246,7 +246,7 @@ def test_the_death_of_an_owner_is_told(place, where, streams):  # noqa: F811
         pipe.send("release")
         assert said(pipe) == "release"
         semaphore.acquire(timeout=LIMIT_SECONDS).release()
-        timeline.wait(2, streams[1])
+        timeline.wait(2, stream=streams[1])
         kill(child)
         streams[1].synchronize(LIMIT_SECONDS)
         with pytest.raises(warpipe.OwnerGoneError) as gone:

@@ -31,7 +31,7 @@ def without_waits():
 def send_late(publisher, stream, seed):
     loan = publisher.loan((WORDS,), "uint64")
     _warpipe._slow_fill(loan, stream, seed, DELAY_SECONDS)
-    loan.send(stream)
+    loan.send(stream=stream)
 
 
 def expected(seed):
@@ -135,11 +135,11 @@ def test_a_slot_is_released_behind_the_work_of_its_user(device, link, stream, op
     # Something that keeps the user's stream busy.
     loan = publisher.loan((WORDS,), "uint64")
     _warpipe._slow_fill(loan, stream, 1, DELAY_SECONDS)
-    frame.release(stream)
+    frame.release(stream=stream)
     assert publisher.subscribers[0].in_flight == 1
     stream.synchronize()
     until(lambda: publisher.subscribers[0].in_flight == 0, "the release")
-    loan.discard(stream)
+    loan.discard(stream=stream)
 
 
 def test_streams_wait_for_each_other(device, link, stream):
@@ -151,7 +151,7 @@ def test_streams_wait_for_each_other(device, link, stream):
     assert not other.is_idle()
     other.synchronize()
     assert stream.is_idle()
-    loan.discard(stream)
+    loan.discard(stream=stream)
 
 
 def test_a_stream_of_another_kind_is_refused(device, link):
@@ -160,10 +160,10 @@ def test_a_stream_of_another_kind_is_refused(device, link):
     frame = subscriber.receive()
     for wrong in ("a stream", object(), 1.5):
         with pytest.raises(warpipe.ArgumentError, match="stream"):
-            frame.release(wrong)
+            frame.release(stream=wrong)
     if device.kind == "host":
         with pytest.raises(warpipe.ArgumentError, match="host"):
-            frame.release(1)
+            frame.release(stream=1)
     assert frame.tobytes() == b"x"
 
 
@@ -179,7 +179,7 @@ def test_the_kernel_of_the_benchmark_adds_on_the_stream_that_it_was_made_for(ope
         loan = publisher.loan((4 * count,), "uint8")
         launch(sample.ptr, loan.ptr)
         launch(loan.ptr, loan.ptr)
-        loan.send(stream)
+        loan.send(stream=stream)
         found = np.frombuffer(subscriber.receive().tobytes(), np.float32)
         assert (found == values[:count] + 3).all()
 
@@ -229,7 +229,7 @@ def test_a_stream_that_is_a_number_may_end_when_its_array_has_gone(link, make_fo
 def test_a_stream_that_is_an_object_is_kept_while_memory_waits_for_it_and_no_longer(device, make_foreign):
     foreign = make_foreign()
     memory = warpipe.Memory.allocate(4096, device=device)
-    memory.used_on(foreign)
+    memory.used_on(stream=foreign)
     kept = weakref.ref(foreign)
     del foreign
     gc.collect()

@@ -263,7 +263,7 @@ def test_its_current_stream_waits_for_a_sample(torch, pool, device, link):
     for asked in (PUBLIC, PRIVATE):
         loan = publisher.loan((WORDS,), "uint64")
         _warpipe._slow_fill(loan, filler, 1, DELAY_SECONDS)
-        loan.send(filler)
+        loan.send(stream=filler)
         with subscriber.receive() as frame:
             torch.forget()
             tensor = frame.torch()

@@ -40,7 +40,7 @@ def late_frame(device, publisher, subscriber):
     stream = warpipe.Stream(device)
     loan = publisher.loan((8,), "uint64")
     _warpipe._slow_fill(loan, stream, 1, 5.0)
-    loan.send(stream)
+    loan.send(stream=stream)
     return stream, subscriber.receive()
 
 

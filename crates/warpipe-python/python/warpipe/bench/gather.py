@@ -112,7 +112,7 @@ def _cupy(ordinal: int) -> Callable[[Lying, int], Callable[[], Any]]:
 
 
 def ours(lying: Lying, into: warpipe.View, stream: warpipe.Stream) -> Callable[[], Any]:
-    return lambda: into.copy_from(lying, stream)
+    return lambda: into.copy_from(lying, stream=stream)
 
 
 def microseconds(copy: Callable[[], Any], stream: warpipe.Stream, copies: int) -> float:
