@@ -41,7 +41,7 @@ pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
     let interrupt = Interrupt::install()?;
     let domain = Domain::from_environment()?;
-    let members = Members::builder(&domain).clean(false).start()?;
+    let members = Members::builder().domain(&domain).clean(false).build()?;
     let listed = members.list()?;
     output.human(|| {
         styled(

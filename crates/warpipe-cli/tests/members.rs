@@ -46,7 +46,11 @@ impl Drop for Worker {
 #[ignore = "the part of the worker, for the other tests to start"]
 fn a_worker_as_others_see_it() {
     let domain = Domain::at(std::env::var_os(DOMAIN).expect("started by another test")).unwrap();
-    let _member = Member::join(&domain, "worker", "works").unwrap();
+    let _member = Member::builder("worker")
+        .role("works")
+        .domain(&domain)
+        .build()
+        .unwrap();
     loop {
         // Until it is killed.
         std::thread::park();
@@ -58,7 +62,11 @@ fn members_are_listed_with_their_role_and_process() {
     let world = World::new();
     assert!(world.run(&["members"]).out.contains(": 0 members"));
     let domain = Domain::at(world.path("domain")).unwrap();
-    let _member = Member::join(&domain, "trainer/0", "trains").unwrap();
+    let _member = Member::builder("trainer/0")
+        .role("trains")
+        .domain(&domain)
+        .build()
+        .unwrap();
     let listed = world.run(&["members", "--json"]);
     let rows = listed.json();
     assert_eq!((listed.code, rows.len()), (Some(0), 1), "{listed:?}");
@@ -93,7 +101,7 @@ fn members_are_listed_with_their_role_and_process() {
 fn changes_are_told_as_they_come_until_it_is_interrupted() {
     let world = World::new();
     let domain = Domain::at(world.path("domain")).unwrap();
-    let early = Member::join(&domain, "early", "").unwrap();
+    let early = Member::builder("early").domain(&domain).build().unwrap();
     let mut watch = world.start(&["members", "--follow", "--json"]);
     assert_eq!(watch.wait_for("member", 1)[0]["name"], "early");
     let worker = Worker::start(&world);

@@ -148,7 +148,12 @@ impl Context {
         let wrong = ErrorCounters::new(&self.device)?.finish(subscriber.receive(&stream)?)?;
         anyhow::ensure!(wrong == 0, "{wrong} wrong words in the warm-up");
         // The driver opens a file for the first interprocess event, and keeps it.
-        drop(Event::create(&domain, &self.device)?);
+        drop(
+            Event::builder()
+                .domain(&domain)
+                .device(&self.device)
+                .build()?,
+        );
         drop((publisher, subscriber, stream, domain));
         std::fs::remove_dir_all(folder).context("removing the warm-up's domain")?;
         let is_idle = || self.device.backend().bytes_held() == 0 && !crate::guard::has_streams();

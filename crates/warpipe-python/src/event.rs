@@ -142,7 +142,12 @@ impl Event {
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
         );
-        let made = py.detach(|| warpipe::Event::create(&domain, &device));
+        let made = py.detach(|| {
+            warpipe::Event::builder()
+                .domain(&domain)
+                .device(&device)
+                .build()
+        });
         Ok(Event::of(made.map_err(Fault::from)?))
     }
 

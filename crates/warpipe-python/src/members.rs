@@ -43,7 +43,12 @@ impl Member {
     ) -> PyResult<Member> {
         let domain = Domain::from_argument(domain)?;
         let joined = py
-            .detach(|| warpipe::Member::join(&domain, name, role))
+            .detach(|| {
+                warpipe::Member::builder(name)
+                    .role(role)
+                    .domain(&domain)
+                    .build()
+            })
             .map_err(Fault::from)?;
         let generation = joined.generation();
         Ok(Member {
@@ -237,13 +242,13 @@ impl Members {
         clean: bool,
     ) -> PyResult<Members> {
         let domain = Domain::from_argument(domain)?;
-        let mut builder = warpipe::Members::builder(&domain).clean(clean);
+        let mut builder = warpipe::Members::builder().domain(&domain).clean(clean);
         let callbacks: Vec<Arc<Callback>> = on.into_iter().map(Callback::new).collect();
         for callback in &callbacks {
             let callback = callback.clone();
             builder = builder.on(move |change| callback.call(Change::of(change)));
         }
-        let started = asking(py, move || builder.start())?;
+        let started = asking(py, move || builder.build())?;
         let handle =
             CloseableHandle::unlisted("watch", domain.path().display().to_string(), started);
         Ok(Members {

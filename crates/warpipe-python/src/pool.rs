@@ -281,7 +281,13 @@ impl PoolClient {
         );
         let wait = optional(wait, "wait")?;
         let called = name.to_owned();
-        let open = move |slice| warpipe::PoolClient::open_timeout(&domain, &called, &device, slice);
+        let open = move |slice| {
+            warpipe::PoolClient::opener(&called)
+                .domain(&domain)
+                .device(&device)
+                .wait(slice)
+                .open()
+        };
         let client = attach(py, wait, open)?;
         Ok(PoolClient {
             handle: CloseableHandle::new("visit to the pool", name, client),

@@ -136,7 +136,13 @@ impl Semaphore {
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
         );
-        let made = py.detach(|| warpipe::Semaphore::create(&domain, name, &device, permits));
+        let made = py.detach(|| {
+            warpipe::Semaphore::builder(name)
+                .permits(permits)
+                .domain(&domain)
+                .device(&device)
+                .build()
+        });
         Ok(Semaphore::new(made.map_err(Fault::from)?, device))
     }
 
@@ -161,7 +167,13 @@ impl Semaphore {
         );
         let wait = optional(wait, "wait")?;
         let (on, called) = (device.clone(), name.to_owned());
-        let open = move |slice| warpipe::Semaphore::open_timeout(&domain, &called, &on, slice);
+        let open = move |slice| {
+            warpipe::Semaphore::opener(&called)
+                .domain(&domain)
+                .device(&on)
+                .wait(slice)
+                .open()
+        };
         let opened = attach(py, wait, open)?;
         Ok(Semaphore::new(opened, device))
     }

@@ -56,7 +56,12 @@ impl Timeline {
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
         );
-        let made = py.detach(|| warpipe::Timeline::create(&domain, name, &device));
+        let made = py.detach(|| {
+            warpipe::Timeline::builder(name)
+                .domain(&domain)
+                .device(&device)
+                .build()
+        });
         Ok(Timeline::new(made.map_err(Fault::from)?))
     }
 
@@ -80,7 +85,13 @@ impl Timeline {
         );
         let wait = optional(wait, "wait")?;
         let called = name.to_owned();
-        let open = move |slice| warpipe::Timeline::open_timeout(&domain, &called, &device, slice);
+        let open = move |slice| {
+            warpipe::Timeline::opener(&called)
+                .domain(&domain)
+                .device(&device)
+                .wait(slice)
+                .open()
+        };
         attach(py, wait, open).map(Timeline::new)
     }
 

@@ -52,7 +52,10 @@ fn work(stage: &Stage, name: &str) -> Outcome<String> {
         .device(&stage.device);
     let publisher = builder.depth(4).policy(policy).build()?;
     // Last, so that a process that sees the member finds all of it.
-    let _member = Member::join(&stage.domain, name, "worker")?;
+    let _member = Member::builder(name)
+        .role("worker")
+        .domain(&stage.domain)
+        .build()?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = stage.device.stream()?;
     let layout = Layout::contiguous(DType::U64, &[WORDS])?;
@@ -80,7 +83,7 @@ fn scratch(stage: &Stage, name: &str) -> PathBuf {
 
 fn coordinate(stage: &Stage) -> Outcome<String> {
     println!("domain {}", stage.domain.path().display());
-    let members = Members::watch(&stage.domain)?;
+    let members = Members::builder().domain(&stage.domain).build()?;
     let stream = stage.device.stream()?;
     let mut verified = 0;
     let mut workers = Vec::new();

@@ -42,7 +42,10 @@ fn main() -> ExitCode {
         _ => {
             // Before any stream waits: loading a kernel may have to wait for that stream.
             warpipe_kernels::preload(&stage.device)?;
-            let event = Event::create(&stage.domain, &stage.device)?;
+            let event = Event::builder()
+                .domain(&stage.domain)
+                .device(&stage.device)
+                .build()?;
             record(stage, &event)?;
             lose(stage, &event)?;
             Ok(format!(

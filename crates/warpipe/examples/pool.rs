@@ -78,7 +78,10 @@ fn hold(stage: &Stage) -> Outcome<String> {
     unsafe {
         warpipe_kernels::slow_fill(&stream, block.ptr(), WORDS, 666, Duration::from_secs(10))?
     };
-    let _member = Member::join(&stage.domain, "doomed", "borrower")?;
+    let _member = Member::builder("doomed")
+        .role("borrower")
+        .domain(&stage.domain)
+        .build()?;
     std::thread::park_timeout(PATIENCE);
     Err("nobody killed it".into())
 }
@@ -142,7 +145,7 @@ fn lend_and_get_back(stage: &Stage, pool: &Pool) -> Outcome {
 }
 
 fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
-    let members = Members::watch(&stage.domain)?;
+    let members = Members::builder().domain(&stage.domain).build()?;
     let block = pool.allocate(BLOCK)?;
     block
         .lend(Access::ReadWrite)?

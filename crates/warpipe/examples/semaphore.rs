@@ -46,8 +46,16 @@ fn main() -> ExitCode {
 
 /// Owns the shared objects, in the memory of the first process.
 fn keep(stage: &Stage) -> Outcome<String> {
-    let _region = Semaphore::create(&stage.domain, "region", &stage.device, PERMITS)?;
-    let _turn = Semaphore::create(&stage.domain, "turn", &stage.device, 1)?;
+    let _region = Semaphore::builder("region")
+        .permits(PERMITS)
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .build()?;
+    let _turn = Semaphore::builder("turn")
+        .permits(1)
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .build()?;
     let numbers = Memory::allocate(&stage.device, BYTES)?;
     let counts = Memory::allocate(&Device::host(), Counts::BYTES)?;
     let publish = |memory: &Memory, name| {
@@ -94,8 +102,14 @@ fn take_part(stage: &Stage) -> Outcome<String> {
     let open = |name, device| Ticket::to(&stage.domain, name)?.open(device);
     let numbers: SharedMemory = open("numbers", &stage.device)?;
     let counts = Counts(open("counts", &Device::host())?);
-    let region = Semaphore::open(&stage.domain, "region", &stage.device)?;
-    let turn = Semaphore::open(&stage.domain, "turn", &stage.device)?;
+    let region = Semaphore::opener("region")
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .open()?;
+    let turn = Semaphore::opener("turn")
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .open()?;
     let stream = stage.device.stream()?;
     // Loaded now, and not behind a stream that waits for others.
     warpipe_kernels::preload(&stage.device)?;

@@ -135,9 +135,10 @@ pub use ipc::PeerState;
 pub use ipc::domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
 pub use ipc::limits::PeerLimit;
 pub use kernel::Kernel;
-pub use members::{Change, Member, MemberInfo, Members, MembersBuilder};
+pub use members::{Change, Member, MemberBuilder, MemberInfo, Members, MembersBuilder};
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use memory::{Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};
+pub use options::Opener;
 pub use pool::{Buffer, LentBuffer, Pool, PoolBuilder, PoolClient, PoolStats};
 pub use pubsub::{
     Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut,
@@ -151,9 +152,9 @@ pub use rpc::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
 pub use runtime::closer::pending_closes;
 pub use stats::{ProcessStats, process_stats};
 pub use stream::Stream;
-pub use sync::event::{Event, EventHandle, EventHandleFault, Recording};
-pub use sync::semaphore::{Permit, Semaphore};
-pub use sync::timeline::Timeline;
+pub use sync::event::{Event, EventBuilder, EventHandle, EventHandleFault, Recording};
+pub use sync::semaphore::{Permit, Semaphore, SemaphoreBuilder};
+pub use sync::timeline::{Timeline, TimelineBuilder};
 pub use tensor::{DType, Layout};
 
 /// Tests the examples of the README.

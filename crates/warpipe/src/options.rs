@@ -8,12 +8,16 @@
 //! [`QueueBuilder`]: crate::QueueBuilder
 //! [`ServerBuilder`]: crate::ServerBuilder
 
+use std::marker::PhantomData;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::device::Device;
 use crate::error::Result;
-use crate::ipc::AccessPolicy;
-use crate::ipc::domain::Domain;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::{
+    AccessPolicy, Address, ClientSession, IncomingReply, IpcServer, Kind, RequestHandler,
+};
 
 /// How long a handshake may take, if nothing else is chosen.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -58,6 +62,21 @@ impl EndpointOptions {
     pub(crate) fn device(&self) -> Device {
         let preferred = || Device::preferred().device;
         self.device.clone().unwrap_or_else(preferred)
+    }
+
+    /// Takes the name in the chosen domain and serves it.
+    pub(crate) fn serve(
+        self,
+        name: &EndpointName,
+        kind: Kind,
+        handler: Arc<dyn RequestHandler>,
+    ) -> Result<IpcServer> {
+        let at = Address {
+            domain: &self.domain()?,
+            name,
+            kind,
+        };
+        IpcServer::open(&at, self.access, handler)
     }
 
     pub(crate) fn set_domain(&mut self, domain: &Domain) {
@@ -156,3 +175,66 @@ macro_rules! option_setters {
     };
 }
 pub(crate) use option_setters;
+
+/// The options with which an endpoint of another process, or of this one, is opened by its name:
+/// from [`Timeline::opener`](crate::Timeline::opener),
+/// [`Semaphore::opener`](crate::Semaphore::opener) and
+/// [`PoolClient::opener`](crate::PoolClient::opener).
+#[derive(Debug, Clone)]
+pub struct Opener<T> {
+    name: String,
+    shared: EndpointOptions,
+    wait: Duration,
+    opens: PhantomData<fn() -> T>,
+}
+
+/// A session with the owner of a name, and the owner's first reply.
+pub(crate) struct Attachment {
+    pub(crate) name: EndpointName,
+    pub(crate) device: Device,
+    pub(crate) session: ClientSession,
+    pub(crate) reply: IncomingReply,
+}
+
+impl<T> Opener<T> {
+    pub(crate) fn new(name: &str) -> Opener<T> {
+        Opener {
+            name: name.to_string(),
+            shared: EndpointOptions::default(),
+            wait: Duration::ZERO,
+            opens: PhantomData,
+        }
+    }
+
+    option_setters! { (shared):
+        /// The domain to look in; the environment's by default.
+        domain,
+        /// The device to use it with; [`Device::preferred`] by default.
+        device,
+    }
+
+    /// How long to wait for the name to exist: not at all by default.
+    pub fn wait(mut self, timeout: Duration) -> Self {
+        self.wait = timeout;
+        self
+    }
+
+    /// Asks the owner of the name, which has to be of this kind.
+    pub(crate) fn attach(&self, kind: Kind, hello: &[u8]) -> Result<Attachment> {
+        let name = EndpointName::new(&self.name)?;
+        let (domain, device) = (self.shared.domain()?, self.shared.device());
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind,
+        };
+        let id = device.info().id;
+        let (session, reply) = ClientSession::attach(&at, Some(id), hello, self.wait)?;
+        Ok(Attachment {
+            name,
+            device,
+            session,
+            reply,
+        })
+    }
+}

@@ -166,11 +166,38 @@ fn open_and_close(domain: &Domain, number: usize) {
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
     subscriber.receive(&stream).unwrap().finish(WAIT).unwrap();
-    let timeline = Timeline::create(domain, &name("timeline"), &device).unwrap();
-    drop(Timeline::open(domain, &name("timeline"), &device).unwrap());
-    let semaphore = Semaphore::create(domain, &name("semaphore"), &device, 1).unwrap();
-    drop(Semaphore::open(domain, &name("semaphore"), &device).unwrap());
-    drop(Event::create(domain, &device).unwrap());
+    let timeline = Timeline::builder(&name("timeline"))
+        .domain(domain)
+        .device(&device)
+        .build()
+        .unwrap();
+    drop(
+        Timeline::opener(&name("timeline"))
+            .domain(domain)
+            .device(&device)
+            .open()
+            .unwrap(),
+    );
+    let semaphore = Semaphore::builder(&name("semaphore"))
+        .permits(1)
+        .domain(domain)
+        .device(&device)
+        .build()
+        .unwrap();
+    drop(
+        Semaphore::opener(&name("semaphore"))
+            .domain(domain)
+            .device(&device)
+            .open()
+            .unwrap(),
+    );
+    drop(
+        Event::builder()
+            .domain(domain)
+            .device(&device)
+            .build()
+            .unwrap(),
+    );
     let _ = domain.endpoints().unwrap();
     drop((publisher, subscriber, timeline, semaphore));
 }

@@ -94,17 +94,48 @@ fn open_everything(folder: &Path) {
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
     let sample = none_taken("a sample", subscriber.receive(&stream).unwrap());
-    let timeline = Timeline::create(domain, "timeline", device).unwrap();
-    let guest = Timeline::open(domain, "timeline", device).unwrap();
+    let timeline = Timeline::builder("timeline")
+        .domain(domain)
+        .device(device)
+        .build()
+        .unwrap();
+    let guest = Timeline::opener("timeline")
+        .domain(domain)
+        .device(device)
+        .open()
+        .unwrap();
     let _timeline = none_taken("a timeline", (timeline, guest));
-    let semaphore = Semaphore::create(domain, "semaphore", device, 1).unwrap();
-    let guest = Semaphore::open(domain, "semaphore", device).unwrap();
+    let semaphore = Semaphore::builder("semaphore")
+        .permits(1)
+        .domain(domain)
+        .device(device)
+        .build()
+        .unwrap();
+    let guest = Semaphore::opener("semaphore")
+        .domain(domain)
+        .device(device)
+        .open()
+        .unwrap();
     let _semaphore = none_taken("a semaphore", (semaphore, guest));
-    let _event = none_taken("an event", Event::create(domain, device).unwrap());
-    let members = Members::watch(domain).unwrap();
+    let _event = none_taken(
+        "an event",
+        Event::builder()
+            .domain(domain)
+            .device(device)
+            .build()
+            .unwrap(),
+    );
+    let members = Members::builder().domain(domain).build().unwrap();
     let _members = none_taken(
         "members",
-        (Member::join(domain, "m", "role").unwrap(), members),
+        (
+            Member::builder("m")
+                .role("role")
+                .domain(domain)
+                .build()
+                .unwrap(),
+            members,
+        ),
     );
     let memory = none_taken("memory", Memory::allocate(device, 4096).unwrap());
     let export = none_taken("a descriptor of it", memory.export().unwrap());

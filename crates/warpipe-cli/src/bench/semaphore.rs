@@ -46,8 +46,15 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 }
 
 fn uncontended(setup: &Setup) -> anyhow::Result<Figure> {
-    let _creator = Semaphore::create(&setup.domain, NAME, &setup.device, 1)?;
-    let member = Semaphore::open(&setup.domain, NAME, &setup.device)?;
+    let _creator = Semaphore::builder(NAME)
+        .permits(1)
+        .domain(&setup.domain)
+        .device(&setup.device)
+        .build()?;
+    let member = Semaphore::opener(NAME)
+        .domain(&setup.domain)
+        .device(&setup.device)
+        .open()?;
     let memory = SharedMemory::create(1)?;
     let [word, ..] = memory.line(0);
     let pairs = setup.times(200_000) as u64;
@@ -99,7 +106,11 @@ fn handed_over(setup: &Setup) -> anyhow::Result<Figure> {
         trips: setup.times(2_000) as u64,
         spins: setup.times(40) as u64,
     };
-    let _creator = Semaphore::create(&setup.domain, NAME, &setup.device, 1)?;
+    let _creator = Semaphore::builder(NAME)
+        .permits(1)
+        .domain(&setup.domain)
+        .device(&setup.device)
+        .build()?;
     let (flag, board) = (
         Memory::allocate(&setup.device, 8)?,
         SharedMemory::create(1)?,
@@ -186,7 +197,10 @@ impl End {
         parity: u64,
     ) -> anyhow::Result<End> {
         Ok(End {
-            semaphore: Semaphore::open(domain, NAME, device)?,
+            semaphore: Semaphore::opener(NAME)
+                .domain(domain)
+                .device(device)
+                .open()?,
             stream: device.stream()?,
             cell: Memory::allocate(device, 8)?,
             flag,

@@ -44,15 +44,27 @@ const DOORS: &[(&str, Knock)] = &[
         Ok(())
     }),
     ("pool", |context, patience| {
-        PoolClient::open_timeout(&context.domain, "warm/pool", &context.device, patience)?;
+        PoolClient::opener("warm/pool")
+            .domain(&context.domain)
+            .device(&context.device)
+            .wait(patience)
+            .open()?;
         Ok(())
     }),
     ("timeline", |context, patience| {
-        Timeline::open_timeout(&context.domain, "warm/timeline", &context.device, patience)?;
+        Timeline::opener("warm/timeline")
+            .domain(&context.domain)
+            .device(&context.device)
+            .wait(patience)
+            .open()?;
         Ok(())
     }),
     ("semaphore", |context, patience| {
-        Semaphore::open_timeout(&context.domain, "warm/semaphore", &context.device, patience)?;
+        Semaphore::opener("warm/semaphore")
+            .domain(&context.domain)
+            .device(&context.device)
+            .wait(patience)
+            .open()?;
         Ok(())
     }),
 ];
@@ -203,12 +215,11 @@ fn upstream(context: &Context, name: &str) -> Result<(Peer, String)> {
 fn hang(context: &Context, cell: usize, function: &str, waiting: &[&str]) -> Result<()> {
     let context = &context.apart(&format!("cell{cell}"))?;
     let (up, down, door) = ("up", "down", "door");
-    let _turns = Semaphore::create(
-        &context.domain,
-        &format!("{up}/semaphore"),
-        &context.device,
-        1,
-    )?;
+    let _turns = Semaphore::builder(&format!("{up}/semaphore"))
+        .permits(1)
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let (mut upstream, event) = upstream(context, up)?;
     let mut peer = context.peer()?;
     peer.ask(&Order::Guard)?;

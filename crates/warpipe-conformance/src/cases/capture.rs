@@ -170,11 +170,18 @@ fn refusals(context: &Context) -> Result<()> {
     loan.write(&free, b"late")?;
     free.synchronize(PATIENCE)?;
     let (timeline, event) = (
-        Timeline::create(domain, "steps", device)?,
-        Event::create(domain, device)?,
+        Timeline::builder("steps")
+            .domain(domain)
+            .device(device)
+            .build()?,
+        Event::builder().domain(domain).device(device).build()?,
     );
     event.record(&free)?;
-    let semaphore = Semaphore::create(domain, "permits", device, 1)?;
+    let semaphore = Semaphore::builder("permits")
+        .permits(1)
+        .domain(domain)
+        .device(device)
+        .build()?;
     let (memory, pool) = (
         Memory::allocate(device, 8 * WORDS)?,
         Pool::builder("pool").domain(domain).device(device),
@@ -315,7 +322,11 @@ fn drops(context: &Context) -> Result<()> {
     let (graphs, device, domain) = (Graphs::of(context)?, &context.device, &context.domain);
     let publisher = context.publisher("frames").build()?;
     let mut subscriber = context.subscriber("frames").build()?;
-    let semaphore = Semaphore::create(domain, "permits", device, 1)?;
+    let semaphore = Semaphore::builder("permits")
+        .permits(1)
+        .domain(domain)
+        .device(device)
+        .build()?;
     let pool = Pool::builder("pool")
         .domain(domain)
         .device(device)

@@ -259,8 +259,10 @@ fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) ->
                 .handshake_timeout(PATIENCE)
                 .build();
             ensure!(met.is_err(), "a stranger was taken for a publisher");
-            let met =
-                Timeline::open_timeout(&context.domain, "evil", &context.device, Duration::ZERO);
+            let met = Timeline::opener("evil")
+                .domain(&context.domain)
+                .device(&context.device)
+                .open();
             ensure!(met.is_err(), "a stranger was taken for a timeline's owner");
         }
         thrower.join().map_err(|_| anyhow!("a panic"))?
@@ -271,7 +273,10 @@ fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) ->
 
 fn lingering(context: &Context) -> Result<()> {
     let publisher = context.publisher("good").build()?;
-    let timeline = Timeline::create(&context.domain, "values", &context.device)?;
+    let timeline = Timeline::builder("values")
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let scene = Scene::begin(context)?;
     let mut readers = Vec::new();
     let came = throw_at_all(context, || {
@@ -367,7 +372,10 @@ fn mount(device: &File, path: &std::path::Path) -> std::io::Result<()> {
 
 fn silent(context: &Context) -> Result<()> {
     let publisher = context.publisher("good").build()?;
-    let timeline = Timeline::create(&context.domain, "values", &context.device)?;
+    let timeline = Timeline::builder("values")
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let scene = Scene::begin(context)?;
     let mounted = Mounted::new(context)?;
     let came = throw_at_all(context, || mounted.locate())?;

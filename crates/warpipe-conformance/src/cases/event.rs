@@ -206,7 +206,10 @@ fn killed_maker(context: &Context) -> Result<()> {
 }
 
 fn killed_guest(context: &Context) -> Result<()> {
-    let event = Event::create(&context.domain, &context.device)?;
+    let event = Event::builder()
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let text = event.handle()?.to_string();
     let (mut victim, mut witness) = (context.peer()?, context.peer()?);
     let memory = share(context, &mut [&mut victim])?;
@@ -279,8 +282,14 @@ fn held_up_attendant(context: &Context) -> Result<()> {
         .device(&slow)
         .memory_limit(2 << 20)
         .build()?;
-    let client = PoolClient::open(&context.domain, "pool", &context.device)?;
-    let event = Event::create(&context.domain, &context.device)?;
+    let client = PoolClient::opener("pool")
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()?;
+    let event = Event::builder()
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let mut victim = context.peer()?;
     let _memory = share(context, &mut [&mut victim])?;
     victim.signals(SignalOrder::OpenEvent(event.handle()?.to_string()))?;
@@ -330,7 +339,10 @@ fn untouched_raw(context: &Context) -> Result<()> {
     ensure!(recorded() == 0, "a guest recorded CUDA's own event");
     event.synchronize(PATIENCE)?;
     // It lives until the count is taken: dropping values records events, too.
-    let own = Event::create(&context.domain, &device)?;
+    let own = Event::builder()
+        .domain(&context.domain)
+        .device(&device)
+        .build()?;
     own.record(&stream)?;
     ensure!(recorded() == 1, "a maker records CUDA's own event along");
     stream.synchronize(PATIENCE)?;
@@ -345,7 +357,12 @@ fn killed_anywhere(context: &Context) -> Result<()> {
         let (mut peer, mut witness) = (context.mortal(&mut rng)?, context.peer()?);
         // The event's creator decides what releases the waiters: the creator's process or each waiter.
         let own = if round % 2 == 0 {
-            Some(Event::create(&context.domain, &context.device)?)
+            Some(
+                Event::builder()
+                    .domain(&context.domain)
+                    .device(&context.device)
+                    .build()?,
+            )
         } else {
             None
         };
@@ -468,10 +485,19 @@ fn limit_of_events(context: &Context) -> Result<()> {
     .context("setrlimit")?;
     let stream = context.stream()?;
     let mut events = (0..4096)
-        .map(|_| Event::create(&context.domain, &context.device))
+        .map(|_| {
+            Event::builder()
+                .domain(&context.domain)
+                .device(&context.device)
+                .build()
+        })
         .collect::<warpipe::Result<Vec<Event>>>()
         .context("4096 events")?;
-    match Event::create(&context.domain, &context.device) {
+    match Event::builder()
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()
+    {
         Err(Error::EventLimit { limit: 4096 }) => {}
         other => bail!("the 4097th event gave {other:?}"),
     }
@@ -489,7 +515,10 @@ fn limit_of_events(context: &Context) -> Result<()> {
     // One that nobody else has open: what others use is free when they are done.
     drop(events.swap_remove(1000));
     drop(
-        Event::create(&context.domain, &context.device)
+        Event::builder()
+            .domain(&context.domain)
+            .device(&context.device)
+            .build()
             .context("one was dropped, so there is room")?,
     );
     stream.synchronize(PATIENCE)?;
@@ -499,7 +528,10 @@ fn limit_of_events(context: &Context) -> Result<()> {
 }
 
 fn limit_of_recorders(context: &Context) -> Result<()> {
-    let event = Event::create(&context.domain, &context.device)?;
+    let event = Event::builder()
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let text = event.handle()?.to_string();
     let mut peer = context.peer()?;
     for _ in 0..7 {
@@ -524,7 +556,10 @@ fn limit_of_recorders(context: &Context) -> Result<()> {
 }
 
 fn wrong_handles(context: &Context) -> Result<()> {
-    let event = Event::create(&context.domain, &context.device)?;
+    let event = Event::builder()
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let text = event.handle()?.to_string();
     let mut peer = context.peer()?;
     for wrong in [

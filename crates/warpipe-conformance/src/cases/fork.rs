@@ -184,11 +184,18 @@ fn signals_refuse(context: &Context) -> Result<()> {
     peer.signals(SignalOrder::CreateTimeline("theirs".into()))?;
     let text = peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
     let mut timelines = vec![
-        Timeline::create(domain, "ours", device)?,
-        Timeline::open_timeout(domain, "theirs", device, PATIENCE)?,
+        Timeline::builder("ours")
+            .domain(domain)
+            .device(device)
+            .build()?,
+        Timeline::opener("theirs")
+            .domain(domain)
+            .device(device)
+            .wait(PATIENCE)
+            .open()?,
     ];
     let mut events = vec![
-        Event::create(domain, device)?,
+        Event::builder().domain(domain).device(device).build()?,
         Event::open(&text.parse::<EventHandle>()?, device)?,
     ];
     let code = in_a_child(|| {
@@ -307,8 +314,15 @@ fn slots_despite_a_child(context: &Context) -> Result<()> {
 }
 
 fn semaphore_refuses(context: &Context) -> Result<()> {
-    let creator = Semaphore::create(&context.domain, "forked", &context.device, 3)?;
-    let member = Semaphore::open(&context.domain, "forked", &context.device)?;
+    let creator = Semaphore::builder("forked")
+        .permits(3)
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
+    let member = Semaphore::opener("forked")
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()?;
     let stream = context.stream()?;
     let mut held = vec![
         member.acquire(&stream, PATIENCE)?,
@@ -346,7 +360,11 @@ fn semaphore_refuses(context: &Context) -> Result<()> {
 }
 
 fn permit_despite_a_child(context: &Context) -> Result<()> {
-    let semaphore = Semaphore::create(&context.domain, "turns", &context.device, 1)?;
+    let semaphore = Semaphore::builder("turns")
+        .permits(1)
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let mut peer = context.peer()?;
     peer.ask(&Order::Semaphore(SemaphoreOrder::Open {
         name: "turns".into(),

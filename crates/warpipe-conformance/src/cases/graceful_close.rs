@@ -68,7 +68,10 @@ fn timelines(context: &Context) -> Result<()> {
             .map(drop)
     };
     rounds(context, own, |peer, _| {
-        let timeline = Timeline::open(&context.domain, "brief", &context.device)?;
+        let timeline = Timeline::opener("brief")
+            .domain(&context.domain)
+            .device(&context.device)
+            .open()?;
         peer.dismiss()?;
         timeline
             .wait_host(1, PATIENCE)

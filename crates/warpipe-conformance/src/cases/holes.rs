@@ -58,7 +58,11 @@ fn timeline(context: &Context) -> Result<()> {
     let (mut owner, mut guest) = (context.peer()?, context.peer()?);
     owner.signals(SignalOrder::CreateTimeline("holes".into()))?;
     guest.signals(SignalOrder::OpenTimeline("holes".into()))?;
-    let timeline = Timeline::open_timeout(&context.domain, "holes", &context.device, PATIENCE)?;
+    let timeline = Timeline::opener("holes")
+        .domain(&context.domain)
+        .device(&context.device)
+        .wait(PATIENCE)
+        .open()?;
     let (stream, (memory, fd)) = (context.stream()?, Shared::create(&context.device)?);
     owner.signals(SignalOrder::Map(Shared::path(&fd)))?;
     owner.signals(SignalOrder::Write {
@@ -117,7 +121,11 @@ fn event(context: &Context) -> Result<()> {
 }
 
 fn semaphore(context: &Context) -> Result<()> {
-    let semaphore = Semaphore::create(&context.domain, "holes", &context.device, 1)?;
+    let semaphore = Semaphore::builder("holes")
+        .permits(1)
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let (mut holder, mut wrong) = (context.peer()?, context.peer()?);
     let stream = context.stream()?;
     for peer in [&mut holder, &mut wrong] {

@@ -107,7 +107,7 @@ fn kind_of(change: &Change) -> &'static str {
 /// A watch reports a further member only after all that came before: with it, no more reports about
 /// the others come.
 fn nothing_more(members: &Members, context: &Context) -> Result<()> {
-    let last = Member::join(&context.domain, "last", "")?;
+    let last = Member::builder("last").domain(&context.domain).build()?;
     expect_end(members, "joined", "last")?;
     drop(last);
     expect_end(members, "left", "last").map(drop)
@@ -129,7 +129,7 @@ fn join(peer: &mut Peer, name: &str) -> Result<()> {
 
 fn joined_and_left(context: &Context) -> Result<()> {
     let early = member(context, "early")?;
-    let members = Members::watch(&context.domain)?;
+    let members = Members::builder().domain(&context.domain).build()?;
     ensure!(
         members.list()?.len() == 1,
         "who was there is listed at once: {:?}",
@@ -170,7 +170,7 @@ fn joined_and_left(context: &Context) -> Result<()> {
 }
 
 fn stopped_and_on(context: &Context) -> Result<()> {
-    let members = Members::watch(&context.domain)?;
+    let members = Members::builder().domain(&context.domain).build()?;
     let peer = member(context, "sleepy")?;
     expect(&members, "joined", "sleepy")?;
     for _ in 0..2 {
@@ -195,7 +195,7 @@ fn stopped_and_on(context: &Context) -> Result<()> {
 }
 
 fn killed(context: &Context) -> Result<()> {
-    let members = Members::watch(&context.domain)?;
+    let members = Members::builder().domain(&context.domain).build()?;
     for _ in 0..3 {
         let mut peer = member(context, "mortal")?;
         peer.publish(PublisherPlan::of("its/frames"))?;
@@ -224,7 +224,7 @@ fn killed(context: &Context) -> Result<()> {
 
 fn killed_as_many(context: &Context) -> Result<()> {
     const MANY: usize = 40;
-    let members = Members::watch(&context.domain)?;
+    let members = Members::builder().domain(&context.domain).build()?;
     let mut peer = context.peer()?;
     let names: Vec<String> = (0..MANY)
         .map(|number| format!("soul-{number:02}"))
@@ -233,7 +233,7 @@ fn killed_as_many(context: &Context) -> Result<()> {
         join(&mut peer, name)?;
         expect_end(&members, "joined", name)?;
     }
-    let witness = Member::join(&context.domain, "witness", "")?;
+    let witness = Member::builder("witness").domain(&context.domain).build()?;
     expect_end(&members, "joined", "witness")?;
     peer.kill()?;
     let mut dead = Vec::new();
@@ -266,13 +266,16 @@ fn unwatched(context: &Context) -> Result<()> {
         "a socket and a lock of each name are left, not {} files",
         files()
     );
-    let looking = Members::builder(&context.domain).clean(false).start()?;
+    let looking = Members::builder()
+        .domain(&context.domain)
+        .clean(false)
+        .build()?;
     ensure!(
         files() == 4 && looking.list()?.is_empty(),
         "who only looks removes nothing"
     );
     drop(looking);
-    let members = Members::watch(&context.domain)?;
+    let members = Members::builder().domain(&context.domain).build()?;
     ensure!(files() == 0, "{} files are left", files());
     nothing_more(&members, context)
 }
@@ -286,10 +289,10 @@ fn clean_ups(context: &Context) -> Result<()> {
             panic!("a callback that panics");
         }
     };
-    let watch = Members::builder(&context.domain).on(panics_once);
+    let watch = Members::builder().domain(&context.domain).on(panics_once);
     let members = watch
         .on(move |change| drop(tell.send(change.clone())))
-        .start()?;
+        .build()?;
     ensure!(
         matches!(members.changes(Duration::ZERO), Err(Error::Argument { .. })),
         "the callbacks have the changes"
@@ -332,10 +335,14 @@ fn hear(told: &Receiver<Change>, due: &[&str]) -> Result<()> {
 }
 
 fn taken_and_free(context: &Context) -> Result<()> {
-    let members = Members::watch(&context.domain)?;
+    let members = Members::builder().domain(&context.domain).build()?;
     let mut peer = member(context, "only")?;
     expect(&members, "joined", "only")?;
-    match Member::join(&context.domain, "only", "impostor") {
+    match Member::builder("only")
+        .role("impostor")
+        .domain(&context.domain)
+        .build()
+    {
         Err(Error::NameTaken { name, holder }) => {
             ensure!(
                 name == "members/only" && holder.pid == Some(peer.id() as i32),
@@ -348,7 +355,11 @@ fn taken_and_free(context: &Context) -> Result<()> {
     for _ in 0..20 {
         peer.strike()?;
         wait_readable(pidfd(peer.pid()?)?, PATIENCE);
-        let heir = Member::join(&context.domain, "only", "heir").context("a dead member's name")?;
+        let heir = Member::builder("only")
+            .role("heir")
+            .domain(&context.domain)
+            .build()
+            .context("a dead member's name")?;
         drop(heir);
         peer = context.peer()?;
         join(&mut peer, "only")?;
@@ -359,7 +370,7 @@ fn taken_and_free(context: &Context) -> Result<()> {
 fn stopped_before(context: &Context) -> Result<()> {
     let peer = member(context, "asleep")?;
     peer.stop()?;
-    let members = Members::watch(&context.domain)?;
+    let members = Members::builder().domain(&context.domain).build()?;
     let listed = members.list()?;
     ensure!(listed.len() == 1, "listed are {listed:?}");
     let MemberInfo {
@@ -407,7 +418,7 @@ fn strangers(context: &Context) -> Result<()> {
     std::os::unix::fs::symlink("/dev/zero", &link)?;
     // Of this library, and no member.
     let publisher = context.publisher("members/camera").build()?;
-    let members = Members::watch(&context.domain)?;
+    let members = Members::builder().domain(&context.domain).build()?;
     let real = member(context, "real")?;
     expect(&members, "joined", "real")?;
     // What stays silent has had its time by the end of a whole further stall.
@@ -426,7 +437,7 @@ fn strangers(context: &Context) -> Result<()> {
         "{} are overlooked",
         members.overlooked()
     );
-    match Member::join(&context.domain, "mute", "") {
+    match Member::builder("mute").domain(&context.domain).build() {
         Err(Error::ForeignFile { .. }) => {}
         other => bail!("a stranger's name gave {other:?}"),
     }
@@ -446,8 +457,8 @@ fn strangers(context: &Context) -> Result<()> {
 
 fn two_watches(context: &Context) -> Result<()> {
     let (one, other) = (
-        Members::watch(&context.domain)?,
-        Members::watch(&context.domain)?,
+        Members::builder().domain(&context.domain).build()?,
+        Members::builder().domain(&context.domain).build()?,
     );
     let mut peer = member(context, "seen")?;
     let generations =

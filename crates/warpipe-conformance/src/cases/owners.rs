@@ -277,7 +277,10 @@ fn pools(context: &Context) -> Result<()> {
     let mut blocks = 0u64;
     storm(context, |mut victim, rng, seed| {
         victim.ask(&own_pool("pool"))?;
-        let client = PoolClient::open(&context.domain, "pool", &context.device)?;
+        let client = PoolClient::opener("pool")
+            .domain(&context.domain)
+            .device(&context.device)
+            .open()?;
         let ticket = victim
             .text(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed }))?
             .parse::<Ticket>()?;
@@ -366,7 +369,11 @@ fn semaphores(context: &Context) -> Result<()> {
         victim.tell(&Order::Semaphore(SemaphoreOrder::BeSlow {
             slow_us: rng.below(2_000),
         }))?;
-        let member = Semaphore::open_timeout(&context.domain, "turns", &context.device, PATIENCE)?;
+        let member = Semaphore::opener("turns")
+            .domain(&context.domain)
+            .device(&context.device)
+            .wait(PATIENCE)
+            .open()?;
         let wait = context.wait(rng);
         let told = kill_under(&mut victim, rng, 10_000, || {
             member.acquire(&stream, wait)?.release(&stream)?;
@@ -394,7 +401,10 @@ fn semaphores(context: &Context) -> Result<()> {
 }
 
 fn waiters(context: &Context) -> Result<()> {
-    let timeline = Timeline::create(&context.domain, "values", &context.device)?;
+    let timeline = Timeline::builder("values")
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let stream = context.stream()?;
     let mut witness = context.peer()?;
     witness.signals(SignalOrder::OpenTimeline("values".into()))?;
@@ -429,7 +439,7 @@ fn waiters(context: &Context) -> Result<()> {
 }
 
 fn members(context: &Context) -> Result<()> {
-    let watch = Members::watch(&context.domain)?;
+    let watch = Members::builder().domain(&context.domain).build()?;
     let mut all = 0;
     storm(context, |mut victim, rng, kill| {
         for number in 0..3 {
@@ -486,15 +496,33 @@ const BEGINNINGS: &[Beginning] = &[
     ),
     (
         || own_pool("new"),
-        |context| PoolClient::open(&context.domain, "new", &context.device).map(drop),
+        |context| {
+            PoolClient::opener("new")
+                .domain(&context.domain)
+                .device(&context.device)
+                .open()
+                .map(drop)
+        },
     ),
     (
         || create("new", 1),
-        |context| Semaphore::open(&context.domain, "new", &context.device).map(drop),
+        |context| {
+            Semaphore::opener("new")
+                .domain(&context.domain)
+                .device(&context.device)
+                .open()
+                .map(drop)
+        },
     ),
     (
         || Order::Signals(SignalOrder::CreateTimeline("new".into())),
-        |context| Timeline::open(&context.domain, "new", &context.device).map(drop),
+        |context| {
+            Timeline::opener("new")
+                .domain(&context.domain)
+                .device(&context.device)
+                .open()
+                .map(drop)
+        },
     ),
 ];
 

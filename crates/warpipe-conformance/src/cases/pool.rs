@@ -305,7 +305,10 @@ fn remote_allocation(context: &Context) -> Result<()> {
         name: "pool".into(),
         limit: 2 * BYTES,
     }))?;
-    let client = PoolClient::open(&context.domain, "pool", &context.device)?;
+    let client = PoolClient::opener("pool")
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     let blocks: Vec<LentBuffer> = (0..2)
@@ -380,7 +383,10 @@ fn killed_owner(context: &Context) -> Result<()> {
         },
     )?;
     let lent = LentBuffer::open(&ticket, &context.device)?;
-    let client = PoolClient::open(&context.domain, "pool", &context.device)?;
+    let client = PoolClient::opener("pool")
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()?;
     owner.kill()?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     ensure!(
@@ -409,7 +415,11 @@ fn killed_owner(context: &Context) -> Result<()> {
     }
     lent.free(&stream)?;
     drop(client);
-    match PoolClient::open(&context.domain, "pool", &context.device) {
+    match PoolClient::opener("pool")
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()
+    {
         Err(Error::NoOwner {
             kind: Kind::Pool,
             was_there: true,

@@ -25,7 +25,11 @@ const ROUNDS: usize = 8;
 fn ended_links(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
     peer.signals(SignalOrder::CreateTimeline(NAME.into()))?;
-    let timeline = Timeline::open_timeout(&context.domain, NAME, &context.device, PATIENCE)?;
+    let timeline = Timeline::opener(NAME)
+        .domain(&context.domain)
+        .device(&context.device)
+        .wait(PATIENCE)
+        .open()?;
     let (held, stream) = (context.stream()?, context.stream()?);
     let publisher = context.publisher("frames").build()?;
     timeline.wait(&held, 1)?;

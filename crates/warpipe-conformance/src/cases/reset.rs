@@ -35,7 +35,10 @@ fn reset(context: &Context) -> Result<()> {
     let mut subscriber = context.subscriber("before").build()?;
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
     let sample = subscriber.receive(&stream)?;
-    let timeline = Timeline::create(&context.domain, "steps", &context.device)?;
+    let timeline = Timeline::builder("steps")
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let memory = Memory::allocate(&context.device, 8 * WORDS)?;
     fill(&memory, &stream, 2, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;

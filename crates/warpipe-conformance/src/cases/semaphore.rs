@@ -73,12 +73,11 @@ const CROWD: usize = 16;
 const FOR_EVER: Duration = Duration::from_secs(10);
 
 fn create(context: &Context, permits: u32) -> Result<Semaphore> {
-    Ok(Semaphore::create(
-        &context.domain,
-        NAME,
-        &context.device,
-        permits,
-    )?)
+    Ok(Semaphore::builder(NAME)
+        .permits(permits)
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?)
 }
 
 fn open(context: &Context) -> Result<Peer> {
@@ -370,7 +369,10 @@ fn both_killed(context: &Context) -> Result<()> {
                 permits: 1,
             },
         )?;
-        let semaphore = Semaphore::open(&context.domain, NAME, &context.device)?;
+        let semaphore = Semaphore::opener(NAME)
+            .domain(&context.domain)
+            .device(&context.device)
+            .open()?;
         let stream = context.stream()?;
         let mut victim = open(context)?;
         ask(
@@ -406,7 +408,10 @@ fn killed_creator(context: &Context) -> Result<()> {
             permits: 1,
         },
     )?;
-    let semaphore = Semaphore::open(&context.domain, NAME, &context.device)?;
+    let semaphore = Semaphore::opener(NAME)
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()?;
     let stream = context.stream()?;
     let permit = semaphore.acquire(&stream, PATIENCE)?;
     let mut waiter = open(context)?;

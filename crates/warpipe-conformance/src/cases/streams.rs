@@ -137,18 +137,25 @@ fn words_and_memory(context: &Context) -> Result<()> {
         &context.device,
         &context.domain,
     );
-    let timeline = Timeline::create(domain, "steps", device)?;
+    let timeline = Timeline::builder("steps")
+        .domain(domain)
+        .device(device)
+        .build()?;
     refused("signal", timeline.signal(&foreign, 1))?;
     timeline.signal(&stream, 1)?;
     refused("wait", timeline.wait(&foreign, 1))?;
 
-    let event = Event::create(domain, device)?;
+    let event = Event::builder().domain(domain).device(device).build()?;
     refused("record", event.record(&foreign))?;
     event.record(&stream)?;
     refused("wait", event.wait(&foreign))?;
     event.synchronize(PATIENCE)?;
 
-    let semaphore = Semaphore::create(domain, "permits", device, 1)?;
+    let semaphore = Semaphore::builder("permits")
+        .permits(1)
+        .domain(domain)
+        .device(device)
+        .build()?;
     refused("acquire", semaphore.acquire(&foreign, PATIENCE))?;
     refused(
         "release",
@@ -175,8 +182,14 @@ fn words_and_memory(context: &Context) -> Result<()> {
 /// The CPU must get through all of it before the stream goes on: nothing else releases it.
 fn written_behind(context: &Context) -> Result<()> {
     let (stream, device) = (context.stream()?, &context.device);
-    let steps = Timeline::create(&context.domain, "steps", device)?;
-    let waiting = Timeline::open(&context.domain, "steps", device)?;
+    let steps = Timeline::builder("steps")
+        .domain(&context.domain)
+        .device(device)
+        .build()?;
+    let waiting = Timeline::opener("steps")
+        .domain(&context.domain)
+        .device(device)
+        .open()?;
     let bytes: Vec<u8> = (0..3 << 20).map(|place: u32| (place % 251) as u8).collect();
     let (mut written, mut memory) = (Vec::new(), Vec::new());
     for length in [4, 4096, 65_536, 65_537, 1 << 20, bytes.len()] {

@@ -71,12 +71,11 @@ fn owner(context: &Context) -> Result<Peer> {
 }
 
 fn open(context: &Context, device: &Device) -> Result<Timeline> {
-    Ok(Timeline::open_timeout(
-        &context.domain,
-        NAME,
-        device,
-        PATIENCE,
-    )?)
+    Ok(Timeline::opener(NAME)
+        .domain(&context.domain)
+        .device(device)
+        .wait(PATIENCE)
+        .open()?)
 }
 
 fn late_kernels_are_waited_for(context: &Context) -> Result<()> {
@@ -146,7 +145,10 @@ fn without_waits(context: &Context) -> Result<()> {
 
 fn late_signals(context: &Context) -> Result<()> {
     let late = delaying(context, Duration::from_millis(20), true);
-    let timeline = Timeline::create(&context.domain, NAME, &late)?;
+    let timeline = Timeline::builder(NAME)
+        .domain(&context.domain)
+        .device(&late)
+        .build()?;
     let (memory, fd) = Shared::create(&context.device)?;
     let mut peer = context.peer()?;
     peer.signals(SignalOrder::OpenTimeline(NAME.into()))?;
@@ -173,7 +175,10 @@ fn late_signals(context: &Context) -> Result<()> {
 
 fn ping_pong(context: &Context) -> Result<()> {
     const ROUNDS: u64 = 50;
-    let ping = Timeline::create(&context.domain, "ping", &context.device)?;
+    let ping = Timeline::builder("ping")
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let mut peer = owner(context)?;
     let (pong, stream) = (open(context, &context.device)?, context.stream()?);
     let mut other = context.peer()?;
@@ -314,13 +319,20 @@ fn wait_after_death(context: &Context) -> Result<()> {
     gone(timeline.wait(&stream, 3).map(|()| true), victim.id(), false)?;
     timeline.wait(&stream, 2)?;
     stream.synchronize(PATIENCE)?;
-    match Timeline::open(&context.domain, NAME, &context.device) {
+    match Timeline::opener(NAME)
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()
+    {
         Err(Error::NoOwner {
             was_there: true, ..
         }) => {}
         other => bail!("opening a dead owner's timeline gave {other:?}"),
     }
-    let successor = Timeline::create(&context.domain, NAME, &context.device)?;
+    let successor = Timeline::builder(NAME)
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     ensure!(
         successor.value() == 0 && timeline.value() == 2,
         "the name's next owner has a timeline of its own"
@@ -355,7 +367,10 @@ fn closed_owner(context: &Context) -> Result<()> {
 }
 
 fn killed_waiter(context: &Context) -> Result<()> {
-    let timeline = Timeline::create(&context.domain, NAME, &context.device)?;
+    let timeline = Timeline::builder(NAME)
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let stream = context.stream()?;
     let (mut victim, mut witness) = (context.peer()?, context.peer()?);
     for peer in [&mut victim, &mut witness] {

@@ -181,10 +181,12 @@ impl Actor {
                 .close(PATIENCE)?,
             Order::OpenEvent(handle) => device_malloc::open_event(&self.context.device, &handle)?,
             Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
-            Order::Join { name, role } => {
-                self.members
-                    .push(Member::join(&self.context.domain, &name, &role)?)
-            }
+            Order::Join { name, role } => self.members.push(
+                Member::builder(&name)
+                    .role(&role)
+                    .domain(&self.context.domain)
+                    .build()?,
+            ),
             Order::Leave => self.members.clear(),
             Order::Hung(order) => return self.hung.carry_out(&self.context, order),
             Order::Hold(order) => return self.holder.carry_out(&self.context, order),

@@ -224,8 +224,12 @@ impl Holder {
                     .iter()
                     .any(|client| client.name() == ticket.name())
                 {
-                    self.clients
-                        .push(PoolClient::open(domain, ticket.name(), device)?);
+                    self.clients.push(
+                        PoolClient::opener(ticket.name())
+                            .domain(domain)
+                            .device(device)
+                            .open()?,
+                    );
                 }
                 self.lent.push(Some(LentBuffer::open(&ticket, device)?));
                 return Ok(Answer::Number(self.lent.len() as u64 - 1));
@@ -243,7 +247,12 @@ impl Holder {
                 let client = match known {
                     Some(client) => client,
                     None => {
-                        self.clients.push(PoolClient::open(domain, &name, device)?);
+                        self.clients.push(
+                            PoolClient::opener(&name)
+                                .domain(domain)
+                                .device(device)
+                                .open()?,
+                        );
                         self.clients.last().context("pushed above")?.clone()
                     }
                 };

@@ -249,12 +249,19 @@ fn wait(context: &Context, name: &str, event: &str) -> Result<Waiting> {
         .collect::<warpipe::Result<Vec<_>>>()?;
     let mut subscriber = context.subscriber(name).build()?;
     let sample = subscriber.receive(&streams[0])?;
-    let timeline = Timeline::open_timeout(domain, &format!("{name}/timeline"), device, PATIENCE)?;
+    let timeline = Timeline::opener(&format!("{name}/timeline"))
+        .domain(domain)
+        .device(device)
+        .wait(PATIENCE)
+        .open()?;
     timeline.wait(&streams[1], 1)?;
     let event = Event::open(&event.parse::<EventHandle>()?, device)?;
     event.wait(&streams[2])?;
-    let semaphore =
-        Semaphore::open_timeout(domain, &format!("{name}/semaphore"), device, PATIENCE)?;
+    let semaphore = Semaphore::opener(&format!("{name}/semaphore"))
+        .domain(domain)
+        .device(device)
+        .wait(PATIENCE)
+        .open()?;
     let permit = semaphore.acquire(&streams[3], PATIENCE)?;
     for (stream, what) in streams
         .iter()

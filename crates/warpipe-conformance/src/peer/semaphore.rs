@@ -248,8 +248,11 @@ impl Contender {
     pub(super) fn carry_out(&mut self, context: &Context, order: SemaphoreOrder) -> Result<Answer> {
         match order {
             SemaphoreOrder::Create { name, permits } => {
-                let semaphore =
-                    Semaphore::create(&context.domain, &name, &context.device, permits)?;
+                let semaphore = Semaphore::builder(&name)
+                    .permits(permits)
+                    .domain(&context.domain)
+                    .device(&context.device)
+                    .build()?;
                 self.post = Some(Post::new(semaphore, &context.device)?);
             }
             SemaphoreOrder::Open { name, waits } => {
@@ -258,7 +261,11 @@ impl Contender {
                 } else {
                     deaf(&context.device)
                 };
-                let semaphore = Semaphore::open_timeout(&context.domain, &name, &device, PATIENCE)?;
+                let semaphore = Semaphore::opener(&name)
+                    .domain(&context.domain)
+                    .device(&device)
+                    .wait(PATIENCE)
+                    .open()?;
                 self.post = Some(Post::new(semaphore, &device)?);
             }
             SemaphoreOrder::Acquire {

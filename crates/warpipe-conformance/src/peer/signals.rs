@@ -111,10 +111,21 @@ impl Signals {
                 )?));
             }
             SignalOrder::CreateTimeline(name) => {
-                self.timeline = Some(Timeline::create(domain, &name, device)?)
+                self.timeline = Some(
+                    Timeline::builder(&name)
+                        .domain(domain)
+                        .device(device)
+                        .build()?,
+                )
             }
             SignalOrder::OpenTimeline(name) => {
-                self.timeline = Some(Timeline::open_timeout(domain, &name, device, PATIENCE)?);
+                self.timeline = Some(
+                    Timeline::opener(&name)
+                        .domain(domain)
+                        .device(device)
+                        .wait(PATIENCE)
+                        .open()?,
+                );
             }
             SignalOrder::Signal(value) => self.timeline()?.signal(&self.stream, value)?,
             SignalOrder::SignalNow(value) => self.timeline()?.signal_now(value)?,
@@ -126,7 +137,8 @@ impl Signals {
             SignalOrder::Value => return Ok(Answer::Number(self.timeline()?.value())),
             SignalOrder::CreateEvents(count) => {
                 for _ in 0..count {
-                    self.events.push(Event::create(domain, device)?);
+                    self.events
+                        .push(Event::builder().domain(domain).device(device).build()?);
                 }
                 return Ok(Answer::Text(self.event()?.handle()?.to_string()));
             }

@@ -53,7 +53,10 @@ pub(super) fn pool(site: Site) -> Result<Box<dyn Workload>> {
         .memory_limit(LIMIT)
         .reserve(LIMIT);
     let pool = pool.wait(site.patience).build()?;
-    let client = PoolClient::open(&context.domain, &site.name_of("pool"), &context.device)?;
+    let client = PoolClient::opener(&site.name_of("pool"))
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()?;
     Ok(Box::new(Blocks {
         client,
         pool,

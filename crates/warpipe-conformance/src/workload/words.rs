@@ -38,8 +38,14 @@ struct Steps {
 
 pub(super) fn timeline(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let owner = Timeline::create(&context.domain, &site.name_of("timeline"), &context.device)?;
-    let guest = Timeline::open(&context.domain, &site.name_of("timeline"), &context.device)?;
+    let owner = Timeline::builder(&site.name_of("timeline"))
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
+    let guest = Timeline::opener(&site.name_of("timeline"))
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()?;
     Ok(Box::new(Steps {
         guest,
         owner,
@@ -72,7 +78,10 @@ struct Recorded {
 
 pub(super) fn event(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let maker = Event::create(&context.domain, &context.device)?;
+    let maker = Event::builder()
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
     let guest = Event::open(&maker.handle()?, &context.device)?;
     Ok(Box::new(Recorded {
         guest,
@@ -113,13 +122,15 @@ const PERMITS: u32 = 2;
 
 pub(super) fn semaphore(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let creator = Semaphore::create(
-        &context.domain,
-        &site.name_of("semaphore"),
-        &context.device,
-        PERMITS,
-    )?;
-    let member = Semaphore::open(&context.domain, &site.name_of("semaphore"), &context.device)?;
+    let creator = Semaphore::builder(&site.name_of("semaphore"))
+        .permits(PERMITS)
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
+    let member = Semaphore::opener(&site.name_of("semaphore"))
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()?;
     Ok(Box::new(Permits {
         member,
         creator,

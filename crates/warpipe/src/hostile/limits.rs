@@ -564,9 +564,21 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
         let device = Device::host();
         let open = |name: &str| match name {
-            "pool" => crate::PoolClient::open(&domain, name, &device).map(drop),
-            "timeline" => crate::Timeline::open(&domain, name, &device).map(drop),
-            _ => crate::Semaphore::open(&domain, name, &device).map(drop),
+            "pool" => crate::PoolClient::opener(name)
+                .domain(&domain)
+                .device(&device)
+                .open()
+                .map(drop),
+            "timeline" => crate::Timeline::opener(name)
+                .domain(&domain)
+                .device(&device)
+                .open()
+                .map(drop),
+            _ => crate::Semaphore::opener(name)
+                .domain(&domain)
+                .device(&device)
+                .open()
+                .map(drop),
         };
         let names = ["pool", "timeline", "turns"];
         names.iter().for_each(|name| open(name).unwrap());
@@ -600,8 +612,17 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
             .device(&device)
             .build()
             .unwrap();
-        let _timeline = crate::Timeline::create(&scratch.domain, "timeline", &device).unwrap();
-        let _turns = crate::Semaphore::create(&scratch.domain, "turns", &device, 1).unwrap();
+        let _timeline = crate::Timeline::builder("timeline")
+            .domain(&scratch.domain)
+            .device(&device)
+            .build()
+            .unwrap();
+        let _turns = crate::Semaphore::builder("turns")
+            .permits(1)
+            .domain(&scratch.domain)
+            .device(&device)
+            .build()
+            .unwrap();
         let before = settled_descriptors();
         let mut command = command(module_path!(), test, "client");
         command
@@ -659,7 +680,11 @@ fn an_answer_that_finds_no_descriptor_is_no_death_and_what_it_gave_is_given_back
                 .unwrap()
         };
         assert_eq!(lent(), "0");
-        let client = crate::PoolClient::open(&scratch.domain, "pool", &device).unwrap();
+        let client = crate::PoolClient::opener("pool")
+            .domain(&scratch.domain)
+            .device(&device)
+            .open()
+            .unwrap();
         let held = client.allocate(4096).unwrap();
         for _ in 0..2 {
             leave_no_descriptor();

@@ -334,7 +334,7 @@ fn join() {
     let mut held = None;
     for name in orders() {
         if name == "look" {
-            let watch = Members::watch(&domain()).unwrap();
+            let watch = Members::builder().domain(&domain()).build().unwrap();
             eventually("both are seen", || watch.list().unwrap().len() == 2);
             println!("outcome: {}", seen(&watch));
             continue;
@@ -345,7 +345,11 @@ fn join() {
             .build()
             .unwrap();
         held = Some((
-            Member::join(&domain(), &name, "publishes").unwrap(),
+            Member::builder(&name)
+                .role("publishes")
+                .domain(&domain())
+                .build()
+                .unwrap(),
             publisher,
         ));
         println!("outcome: ready");
@@ -392,7 +396,7 @@ fn members_and_holders_of_names_that_are_all_number_one_are_not_taken_for_each_o
                 [first.asked("one"), second.asked("two")],
                 ["ready", "ready"]
             );
-            let watch = Members::watch(&scratch.domain).unwrap();
+            let watch = Members::builder().domain(&scratch.domain).build().unwrap();
             eventually("both are seen", || watch.list().unwrap().len() == 2);
             let right = "one: members/one one, two: members/two two";
             assert_eq!(seen(&watch), right);

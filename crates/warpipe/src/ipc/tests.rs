@@ -249,14 +249,23 @@ fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
         .device(&device)
         .build()
         .unwrap();
-    let timeline = Timeline::create(&domain, "timeline", &device).unwrap();
-    let semaphore = Semaphore::create(&domain, "semaphore", &device, 1).unwrap();
+    let timeline = Timeline::builder("timeline")
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
+    let semaphore = Semaphore::builder("semaphore")
+        .permits(1)
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
     let pool = Pool::builder("pool")
         .domain(&domain)
         .device(&device)
         .build()
         .unwrap();
-    let member = Member::join(&domain, "x", "").unwrap();
+    let member = Member::builder("x").domain(&domain).build().unwrap();
     let memory = Memory::allocate(&device, 8).unwrap();
     let published = memory.publish(&domain, "memory").unwrap();
 
@@ -293,13 +302,25 @@ fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
                 .err()
         }),
         (Kind::Timeline, &|at| {
-            Timeline::open(&domain, at, &device).err()
+            Timeline::opener(at)
+                .domain(&domain)
+                .device(&device)
+                .open()
+                .err()
         }),
         (Kind::Semaphore, &|at| {
-            Semaphore::open(&domain, at, &device).err()
+            Semaphore::opener(at)
+                .domain(&domain)
+                .device(&device)
+                .open()
+                .err()
         }),
         (Kind::Pool, &|at| {
-            PoolClient::open(&domain, at, &device).err()
+            PoolClient::opener(at)
+                .domain(&domain)
+                .device(&device)
+                .open()
+                .err()
         }),
     ];
     for (kind, open) in opens {

@@ -10,26 +10,34 @@ use crate::error::Result;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Author, Domain};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, Disconnected, IpcServer, Kind, OutgoingReply, Rejection,
-    RequestHandler, ServerCore,
+    ClientInfo, Disconnected, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
 };
+use crate::options::{EndpointOptions, option_setters};
 use crate::shm::page::{PAGE_BYTES, SharedPage};
 
-/// This process as a member of a domain. The drop leaves the domain.
-#[derive(Debug)]
-pub struct Member {
-    server: IpcServer,
-    heartbeat: Arc<HeartbeatSource>,
+/// The options of a member. See [`Member::builder`].
+#[derive(Debug, Clone)]
+pub struct MemberBuilder {
     name: String,
+    role: String,
+    shared: EndpointOptions,
 }
 
-impl Member {
+impl MemberBuilder {
+    option_setters! { (shared):
+        /// The domain to join; the environment's by default.
+        domain,
+    }
+
+    /// Tells people and programs the purpose of the process: up to
+    /// [`ROLE_BYTES_MAX`](super::ROLE_BYTES_MAX) bytes; empty by default.
+    pub fn role(mut self, role: &str) -> Self {
+        self.role = role.to_string();
+        self
+    }
+
     /// Takes the endpoint `members/NAME` (`bind(2)` under an `fcntl(2)` lock) and answers each
     /// watch of the domain, until it is dropped. A process may be several members.
-    ///
-    /// `name` is 1 to 72 bytes, as an [`EndpointName`](crate::EndpointName). `role` tells people
-    /// and programs the purpose of the process: up to [`ROLE_BYTES_MAX`](super::ROLE_BYTES_MAX)
-    /// bytes, or empty.
     ///
     /// # Errors
     /// [`Error::NameTaken`](crate::Error::NameTaken) while a living process has the name (a dead
@@ -42,17 +50,17 @@ impl Member {
     /// # use warpipe::{Domain, Error, Member};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-join-{}", std::process::id()));
     /// # let domain = Domain::at(&folder)?;
-    /// let trainer = Member::join(&domain, "trainer/0", "trainer")?;
-    /// let second = Member::join(&domain, "trainer/0", "impostor");
+    /// let trainer = Member::builder("trainer/0").role("trainer").domain(&domain).build()?;
+    /// let second = Member::builder("trainer/0").role("impostor").domain(&domain).build();
     /// assert!(matches!(second, Err(Error::NameTaken { .. })));
     /// # drop(trainer); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), Error>(())
     /// ```
-    pub fn join(domain: &Domain, name: &str, role: &str) -> Result<Member> {
-        check_role(role)?;
+    pub fn build(self) -> Result<Member> {
+        check_role(&self.role)?;
         let (page, fd) = SharedPage::publish(None, PAGE_BYTES)?;
         let introduction = Introduction {
-            role: role.to_owned(),
+            role: self.role,
             author: Author::own(),
             since_ns: now_ns(),
             page_bytes: page.bytes() as u32,
@@ -63,17 +71,33 @@ impl Member {
             introduction,
         });
         heartbeat.write_heartbeat(now_ns());
-        let at = Address {
-            domain,
-            name: &endpoint(name)?,
-            kind: Kind::Member,
-        };
-        let server = IpcServer::open(&at, AccessPolicy::default(), heartbeat.clone())?;
+        let at = endpoint(&self.name)?;
+        let server = self.shared.serve(&at, Kind::Member, heartbeat.clone())?;
         Ok(Member {
             server,
             heartbeat,
-            name: name.to_owned(),
+            name: self.name,
         })
+    }
+}
+
+/// This process as a member of a domain. The drop leaves the domain.
+#[derive(Debug)]
+pub struct Member {
+    server: IpcServer,
+    heartbeat: Arc<HeartbeatSource>,
+    name: String,
+}
+
+impl Member {
+    /// A builder for a member of this name, 1 to 72 bytes as an
+    /// [`EndpointName`](crate::EndpointName).
+    pub fn builder(name: &str) -> MemberBuilder {
+        MemberBuilder {
+            name: name.to_string(),
+            role: String::new(),
+            shared: EndpointOptions::default(),
+        }
     }
 
     /// The name that it joined under.

@@ -15,8 +15,8 @@
 //! use warpipe::{Change, Domain, Member, Members};
 //! # let folder = std::env::temp_dir().join(format!("warpipe-members-{}", std::process::id()));
 //! let domain = Domain::at(&folder)?; // Domain::from_environment() in a program
-//! let members = Members::watch(&domain)?;
-//! let member = Member::join(&domain, "worker-1", "worker")?;
+//! let members = Members::builder().domain(&domain).build()?;
+//! let member = Member::builder("worker-1").role("worker").domain(&domain).build()?;
 //!
 //! let joined = members.changes(Duration::from_secs(10))?;
 //! let Some(Change::Joined(joined)) = joined else { panic!("{joined:?}") };
@@ -49,7 +49,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::member::Member;
+pub use self::member::{Member, MemberBuilder};
 pub use self::watch::{Members, MembersBuilder};
 use crate::error::{Error, Result};
 use crate::ipc::PeerState;

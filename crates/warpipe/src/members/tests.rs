@@ -91,7 +91,7 @@ fn joined(members: &Members) -> MemberInfo {
 fn a_member_whose_socket_closes_while_its_process_lives_is_suspect_and_not_dead() {
     let impostor = Impostor::new("suspect");
     std::thread::scope(|scope| {
-        let watching = scope.spawn(|| Members::watch(&impostor.domain).unwrap());
+        let watching = scope.spawn(|| Members::builder().domain(&impostor.domain).build().unwrap());
         let socket = impostor.grant(&impostor.introduction(), [7; 16]);
         let members = watching.join().unwrap();
         assert_eq!(joined(&members).name, "impostor");
@@ -129,7 +129,7 @@ fn a_heartbeat_from_the_future_is_none() {
         .at::<AtomicU64>(HEARTBEAT)
         .store(u64::MAX, Relaxed);
     std::thread::scope(|scope| {
-        let watching = scope.spawn(|| Members::watch(&impostor.domain).unwrap());
+        let watching = scope.spawn(|| Members::builder().domain(&impostor.domain).build().unwrap());
         let _socket = impostor.grant(&impostor.introduction(), [7; 16]);
         let members = watching.join().unwrap();
         joined(&members);
@@ -180,7 +180,8 @@ fn an_introduction_that_no_member_would_make_is_no_member() {
     ];
     for lie in lies {
         std::thread::scope(|scope| {
-            let watching = scope.spawn(|| Members::watch(&impostor.domain).unwrap());
+            let watching =
+                scope.spawn(|| Members::builder().domain(&impostor.domain).build().unwrap());
             let _socket = impostor.grant(&lie, [7; 16]);
             let members = watching.join().unwrap();
             assert!(members.list().unwrap().is_empty(), "{lie:?}");
@@ -196,14 +197,17 @@ fn a_role_or_a_name_that_cannot_be_is_refused_before_anything_is_made() {
     let long = "n".repeat(crate::NAME_BYTES_MAX);
     for name in ["", "../up", "a//b", &long] {
         assert!(
-            matches!(Member::join(&domain, name, ""), Err(Error::Name { .. })),
+            matches!(
+                Member::builder(name).domain(&domain).build(),
+                Err(Error::Name { .. })
+            ),
             "{name:?}"
         );
     }
     for role in ["\u{7}", &"r".repeat(ROLE_BYTES_MAX + 1)] {
         assert!(
             matches!(
-                Member::join(&domain, "a", role),
+                Member::builder("a").role(role).domain(&domain).build(),
                 Err(Error::Argument {
                     argument: "role",
                     ..

@@ -12,6 +12,7 @@ use super::{Change, MemberInfo, endpoint};
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::Domain;
+use crate::options::{EndpointOptions, option_setters};
 
 /// The members of a domain, followed until this is dropped.
 ///
@@ -26,7 +27,7 @@ pub struct Members {
 
 /// Settings of a watch; from [`Members::builder`].
 pub struct MembersBuilder {
-    domain: Domain,
+    shared: EndpointOptions,
     callbacks: Vec<Callback>,
     cleans: bool,
 }
@@ -42,12 +43,17 @@ impl std::fmt::Debug for Members {
 impl std::fmt::Debug for MembersBuilder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("MembersBuilder")
-            .field("domain", &self.domain.path())
+            .field("shared", &self.shared)
             .finish_non_exhaustive()
     }
 }
 
 impl MembersBuilder {
+    option_setters! { (shared):
+        /// The domain to watch; the environment's by default.
+        domain,
+    }
+
     /// Calls `callback` with each change, one after the other, on a thread of this watch. The
     /// callback may be slow (see [`Members::merged`]) and may panic. Each call adds one callback.
     pub fn on(mut self, callback: impl FnMut(&Change) + Send + 'static) -> MembersBuilder {
@@ -68,9 +74,9 @@ impl MembersBuilder {
     ///
     /// # Errors
     /// [`Error::Os`], [`Error::DescriptorLimit`] when there is no watch, thread or descriptor left.
-    pub fn start(self) -> Result<Members> {
+    pub fn build(self) -> Result<Members> {
         let owner_process = OwnerProcess::current();
-        let shared = Arc::new(WatchShared::new(self.domain, self.cleans)?);
+        let shared = Arc::new(WatchShared::new(self.shared.domain()?, self.cleans)?);
         let monitor = DirectoryMonitor::new(shared.clone())?;
         let calls_back = !self.callbacks.is_empty();
         let queue = shared.queue.clone();
@@ -88,15 +94,8 @@ impl MembersBuilder {
 }
 
 impl Members {
-    /// Watches a domain. [`changes`](Self::changes) returns the changes.
-    ///
-    /// # Errors
-    /// As [`MembersBuilder::start`].
-    pub fn watch(domain: &Domain) -> Result<Members> {
-        Members::builder(domain).start()
-    }
-
-    /// A builder for a watch with callbacks, or without the clean-up.
+    /// A builder for a watch of a domain. [`changes`](Self::changes) returns the changes, unless
+    /// callbacks get them.
     ///
     /// ```
     /// use std::sync::mpsc::channel;
@@ -105,17 +104,18 @@ impl Members {
     /// # let folder = std::env::temp_dir().join(format!("warpipe-on-{}", std::process::id()));
     /// # let domain = Domain::at(&folder)?;
     /// let (sender, told) = channel();
-    /// let members = Members::builder(&domain)
+    /// let members = Members::builder()
+    ///     .domain(&domain)
     ///     .on(move |change| drop(sender.send(change.clone())))
-    ///     .start()?;
-    /// let member = Member::join(&domain, "sampler", "")?;
+    ///     .build()?;
+    /// let member = Member::builder("sampler").domain(&domain).build()?;
     /// assert!(matches!(told.recv_timeout(Duration::from_secs(10)), Ok(Change::Joined(_))));
     /// # drop((member, members)); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), warpipe::Error>(())
     /// ```
-    pub fn builder(domain: &Domain) -> MembersBuilder {
+    pub fn builder() -> MembersBuilder {
         MembersBuilder {
-            domain: domain.clone(),
+            shared: EndpointOptions::default(),
             callbacks: Vec::new(),
             cleans: true,
         }

@@ -11,10 +11,10 @@ use crate::backend::{Access, DevicePtr};
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Expiry, Result};
-use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{Address, ClientSession, Kind, encode};
+use crate::ipc::{Kind, encode};
 use crate::memory::mapped_region::{ImportKey, MappedRegion, check_range, wait_for};
 use crate::memory::ticket::Ticket;
+use crate::options::{Attachment, Opener};
 use crate::runtime::fence::StreamSet;
 #[cfg(test)]
 use crate::shm::page::SharedPage;
@@ -22,6 +22,38 @@ use crate::stream::Stream;
 
 /// The pause between two requests of a peer that waits for memory.
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
+
+impl Opener<PoolClient> {
+    /// Connects to the pool of this name, to use its memory on the opener's device.
+    ///
+    /// # Errors
+    /// [`Error::NoOwner`] when no process serves it, or its owner has died (`was_there`);
+    /// [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Refused`] (also for a device that
+    /// cannot reach its memory); [`Error::Name`].
+    pub fn open(self) -> Result<PoolClient> {
+        let hello = encode(&Hello { incarnation: None })?;
+        let Attachment {
+            name,
+            device,
+            session,
+            reply,
+        } = self.attach(Kind::Pool, &hello)?;
+        let key = ImportKey::new(session.uid(), session.generation(), 0, &device);
+        // All handles share one session. If one exists already, this one ends here.
+        let pool_session = SESSIONS.get_or(&key, PoolSession::is_connected, || {
+            match PoolSession::of(session, reply, &device)? {
+                Some(pool_session) => Ok(Arc::new(pool_session)),
+                None => Err(wrong(
+                    name.as_str(),
+                    "reception",
+                    "expired".into(),
+                    "a welcome".into(),
+                )),
+            }
+        })?;
+        Ok(PoolClient { pool_session })
+    }
+}
 
 /// A peer of a pool that allocates from the owner's memory.
 ///
@@ -32,7 +64,8 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(2);
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// let pool = Pool::builder("scratch").domain(&domain).device(&device).build()?;
 ///
-/// let client = PoolClient::open(&domain, "scratch", &device)?; // in any process of this user
+/// // In any process of this user:
+/// let client = PoolClient::opener("scratch").domain(&domain).device(&device).open()?;
 /// let block = client.allocate(4096)?;
 /// assert_eq!(pool.stats().lent_bytes, 4096);
 /// drop(block);
@@ -46,49 +79,18 @@ pub struct PoolClient {
 }
 
 impl PoolClient {
-    /// Connects to the pool of this name, to use its memory on `device`.
+    /// Connects to the pool of this name, in the environment's domain and with the preferred
+    /// device. [`opener`](Self::opener) has options.
     ///
     /// # Errors
-    /// [`Error::NoOwner`] when no process serves it, or its owner has died (`was_there`);
-    /// [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Refused`] (also for a device that
-    /// cannot reach its memory); [`Error::Name`].
-    pub fn open(domain: &Domain, name: &str, device: &Device) -> Result<PoolClient> {
-        PoolClient::open_timeout(domain, name, device, Duration::ZERO)
+    /// As [`Opener`]`::open`.
+    pub fn open(name: &str) -> Result<PoolClient> {
+        PoolClient::opener(name).open()
     }
 
-    /// Like [`open`](Self::open), but waits up to `timeout` for the pool to be created.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open).
-    pub fn open_timeout(
-        domain: &Domain,
-        name: &str,
-        device: &Device,
-        timeout: Duration,
-    ) -> Result<PoolClient> {
-        let name = EndpointName::new(name)?;
-        let at = Address {
-            domain,
-            name: &name,
-            kind: Kind::Pool,
-        };
-        let hello = encode(&Hello { incarnation: None })?;
-        let (session, incoming) =
-            ClientSession::attach(&at, Some(device.info().id), &hello, timeout)?;
-        let key = ImportKey::new(session.uid(), session.generation(), 0, device);
-        // All handles share one session. If one exists already, this one ends here.
-        let pool_session = SESSIONS.get_or(&key, PoolSession::is_connected, || {
-            match PoolSession::of(session, incoming, device)? {
-                Some(pool_session) => Ok(Arc::new(pool_session)),
-                None => Err(wrong(
-                    name.as_str(),
-                    "reception",
-                    "expired".into(),
-                    "a welcome".into(),
-                )),
-            }
-        })?;
-        Ok(PoolClient { pool_session })
+    /// The options with which the pool of this name is connected to.
+    pub fn opener(name: &str) -> Opener<PoolClient> {
+        Opener::new(name)
     }
 
     /// The pool's name.
@@ -102,7 +104,7 @@ impl PoolClient {
     }
 
     #[cfg(test)]
-    pub(super) fn session(&self) -> &ClientSession {
+    pub(super) fn session(&self) -> &crate::ipc::ClientSession {
         &self.pool_session.shared.session
     }
 

@@ -52,7 +52,11 @@ impl Stage {
     }
 
     fn client(&self) -> PoolClient {
-        PoolClient::open(&self.domain, "pool", &self.device).unwrap()
+        PoolClient::opener("pool")
+            .domain(&self.domain)
+            .device(&self.device)
+            .open()
+            .unwrap()
     }
 }
 
@@ -421,7 +425,11 @@ fn a_pools_lock_is_free_during_the_device_call_that_clears_a_block() {
         panic!("it is free");
     };
     allocator.release(slot);
-    let client = PoolClient::open(&stage.domain, "pool", &Device::host()).unwrap();
+    let client = PoolClient::opener("pool")
+        .domain(&stage.domain)
+        .device(&Device::host())
+        .open()
+        .unwrap();
     wrapped.hook().allocator.set(allocator.me.clone()).unwrap();
     let lent = client.allocate(2 * MIB).unwrap();
     assert_eq!(lent.to_vec(WAIT).unwrap()[..8], [0; 8]);

@@ -30,9 +30,9 @@ use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    AccessPolicy, Address, ClientSession, IncomingReply, IpcServer, Kind, REPLY_TIMEOUT,
-    SessionObserver, encode,
+    ClientSession, IncomingReply, IpcServer, Kind, REPLY_TIMEOUT, SessionObserver, encode,
 };
+use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX, WaitStatus};
@@ -56,6 +56,109 @@ struct PageSealed;
 
 crate::ipc::messages!(TimelineGrant, PageSealed);
 
+/// The options of a timeline. See [`Timeline::builder`].
+#[derive(Debug, Clone)]
+pub struct TimelineBuilder {
+    name: String,
+    shared: EndpointOptions,
+}
+
+impl TimelineBuilder {
+    option_setters! { (shared):
+        domain,
+        /// The device of the streams that signal it; [`Device::preferred`] by default.
+        device,
+    }
+
+    /// Creates a timeline at 0 and takes its name (`cuMemHostRegister`). Up to 256 processes of the
+    /// same user may open it; each costs a page of shared memory, and one more device store for
+    /// each signal.
+    ///
+    /// # Errors
+    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`], or an
+    /// error of the device or the system. An error leaves nothing behind.
+    pub fn build(self) -> Result<Timeline> {
+        let name = EndpointName::new(&self.name)?;
+        let device = self.shared.device();
+        let reactor = Reactor::of_process()?;
+        let lane = SharedCounter::new(
+            &Arc::new(SharedPage::private(&device, COUNTER_BYTES)?),
+            LANE_OFFSET,
+        );
+        let (published, fd) = SharedPage::publish(Some(&device), COUNTER_BYTES)?;
+        let signaler = Arc::new(
+            Signaler::new(lane.clone(), 0)
+                .publishing(SharedCounter::new(&Arc::new(published), LANE_OFFSET)),
+        );
+        let signalling = Arc::new(StreamSet::default());
+        let timeline_server = TimelineServer {
+            device: device.clone(),
+            signaler: signaler.clone(),
+            signalling: signalling.clone(),
+            drafts: Mutex::default(),
+            published: fd,
+        };
+        let server = (self.shared).serve(&name, Kind::Timeline, Arc::new(timeline_server))?;
+        let role = TimelineRole::Owner {
+            server: Some(server),
+            signaler,
+        };
+        Ok(Timeline::assemble(
+            name.to_string(),
+            device,
+            reactor,
+            lane,
+            signalling,
+            role,
+        ))
+    }
+}
+
+impl Opener<Timeline> {
+    /// Opens an existing timeline of any process, including this one.
+    ///
+    /// # Errors
+    /// [`Error::NoOwner`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
+    /// [`Error::Protocol`], or an error of the device or the system.
+    pub fn open(self) -> Result<Timeline> {
+        let Attachment {
+            name,
+            device,
+            session,
+            reply,
+        } = self.attach(Kind::Timeline, &[])?;
+        let (reactor, pid) = (session.reactor().clone(), session.pid());
+        let [lane, published] = map_pages(reply, &device, name.as_str())?;
+        let death_handler = Arc::new(OwnerDeathHandler {
+            lane: lane.clone(),
+            published,
+            is_over: AtomicBool::new(false),
+        });
+        let settled = session
+            .observe(death_handler.clone())
+            .and_then(|()| session.request(&encode(&PageSealed)?, REPLY_TIMEOUT));
+        if let Err(error) = settled {
+            // Not dropped here: a driver that unregisters memory may wait for a stream that waits
+            // for a peer.
+            reactor.defer_drop(Box::new((session, death_handler, lane)));
+            return Err(error);
+        }
+        let role = TimelineRole::Importer {
+            session: Some(session),
+            death_handler,
+            pid,
+        };
+        Ok(Timeline::assemble(
+            name.to_string(),
+            device,
+            reactor,
+            lane,
+            Arc::default(),
+            role,
+        ))
+    }
+}
+
 /// A named 64-bit value that only grows, across processes (Vulkan's timeline semaphore; on CUDA
 /// `cuStreamWriteValue64` and `cuStreamWaitValue64`).
 ///
@@ -65,8 +168,9 @@ crate::ipc::messages!(TimelineGrant, PageSealed);
 /// # let folder = std::env::temp_dir().join(format!("warpipe-timeline-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
-/// let owner = Timeline::create(&domain, "frames", &device)?;
-/// let frames = Timeline::open(&domain, "frames", &device)?; // in another process, as a rule
+/// let owner = Timeline::builder("frames").domain(&domain).device(&device).build()?;
+/// // In another process, as a rule:
+/// let frames = Timeline::opener("frames").domain(&domain).device(&device).open()?;
 ///
 /// let (writing, reading) = (device.stream()?, device.stream()?);
 /// owner.signal(&writing, 1)?; // behind the work that is on `writing` so far
@@ -106,119 +210,36 @@ impl Timeline {
     /// The largest value that can be signalled or waited for, 2^63 - 2.
     pub const VALUE_MAX: u64 = VALUE_MAX;
 
-    /// Creates a timeline at 0 and takes its name (`cuMemHostRegister`). Up to 256 processes of the
-    /// same user may open it; each costs a page of shared memory, and one more device store for
-    /// each signal.
-    ///
-    /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`], or an
-    /// error of the device or the system. An error leaves nothing behind.
-    pub fn create(domain: &Domain, name: &str, device: &Device) -> Result<Timeline> {
-        let name = EndpointName::new(name)?;
-        let reactor = Reactor::of_process()?;
-        let lane = SharedCounter::new(
-            &Arc::new(SharedPage::private(device, COUNTER_BYTES)?),
-            LANE_OFFSET,
-        );
-        let (published, fd) = SharedPage::publish(Some(device), COUNTER_BYTES)?;
-        let signaler = Arc::new(
-            Signaler::new(lane.clone(), 0)
-                .publishing(SharedCounter::new(&Arc::new(published), LANE_OFFSET)),
-        );
-        let signalling = Arc::new(StreamSet::default());
-        let timeline_server = TimelineServer {
-            device: device.clone(),
-            signaler: signaler.clone(),
-            signalling: signalling.clone(),
-            drafts: Mutex::default(),
-            published: fd,
-        };
-        let at = Address {
-            domain,
-            name: &name,
-            kind: Kind::Timeline,
-        };
-        let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(timeline_server))?;
-        let role = TimelineRole::Owner {
-            server: Some(server),
-            signaler,
-        };
-        Ok(Timeline::assemble(
-            name.to_string(),
-            device,
-            reactor,
-            lane,
-            signalling,
-            role,
-        ))
-    }
-
-    /// Opens an existing timeline of any process, including this one.
-    ///
-    /// # Errors
-    /// [`Error::NoOwner`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
-    /// [`Error::Protocol`], or an error of the device or the system.
-    pub fn open(domain: &Domain, name: &str, device: &Device) -> Result<Timeline> {
-        Timeline::open_timeout(domain, name, device, Duration::ZERO)
-    }
-
-    /// Opens a timeline, and waits up to `timeout` for its creation.
-    ///
-    /// # Errors
-    /// As for [`open`](Self::open).
-    pub fn open_timeout(
-        domain: &Domain,
-        name: &str,
-        device: &Device,
-        timeout: Duration,
-    ) -> Result<Timeline> {
-        let name = EndpointName::new(name)?;
-        let at = Address {
-            domain,
-            name: &name,
-            kind: Kind::Timeline,
-        };
-        let (session, incoming) = ClientSession::attach(&at, Some(device.info().id), &[], timeout)?;
-        let (reactor, pid) = (session.reactor().clone(), session.pid());
-        let [lane, published] = map_pages(incoming, device, name.as_str())?;
-        let death_handler = Arc::new(OwnerDeathHandler {
-            lane: lane.clone(),
-            published,
-            is_over: AtomicBool::new(false),
-        });
-        let settled = session
-            .observe(death_handler.clone())
-            .and_then(|()| session.request(&encode(&PageSealed)?, REPLY_TIMEOUT));
-        if let Err(error) = settled {
-            // Not dropped here: a driver that unregisters memory may wait for a stream that waits
-            // for a peer.
-            reactor.defer_drop(Box::new((session, death_handler, lane)));
-            return Err(error);
+    /// A builder for a timeline of this name, which this process owns and signals.
+    pub fn builder(name: &str) -> TimelineBuilder {
+        TimelineBuilder {
+            name: name.to_string(),
+            shared: EndpointOptions::default(),
         }
-        let role = TimelineRole::Importer {
-            session: Some(session),
-            death_handler,
-            pid,
-        };
-        Ok(Timeline::assemble(
-            name.to_string(),
-            device,
-            reactor,
-            lane,
-            Arc::default(),
-            role,
-        ))
+    }
+
+    /// Opens an existing timeline of any process, including this one, in the environment's domain
+    /// and with the preferred device. [`opener`](Self::opener) has options.
+    ///
+    /// # Errors
+    /// As [`Opener`]`::open`.
+    pub fn open(name: &str) -> Result<Timeline> {
+        Timeline::opener(name).open()
+    }
+
+    /// The options with which the timeline of this name is opened.
+    pub fn opener(name: &str) -> Opener<Timeline> {
+        Opener::new(name)
     }
 
     fn assemble(
         name: String,
-        device: &Device,
+        device: Device,
         reactor: Arc<Reactor>,
         lane: SharedCounter,
         signalling: Arc<StreamSet>,
         role: TimelineRole,
     ) -> Timeline {
-        let (device, waiting) = (device.clone(), Arc::default());
         Timeline {
             name,
             device,
@@ -226,7 +247,7 @@ impl Timeline {
             reactor,
             lane,
             signalling,
-            waiting,
+            waiting: Arc::default(),
             role,
         }
     }

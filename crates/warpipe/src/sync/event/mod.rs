@@ -44,6 +44,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::Domain;
+use crate::options::{EndpointOptions, option_setters};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedGuard, TimedLock};
 use crate::shm::counter::{SharedCounter, WaitStatus};
@@ -62,6 +63,63 @@ pub(crate) use handle::forged;
 /// The time that a dying process may take to close its socket: 205 ms were measured under MPS.
 const MAKER_DEATH_WAIT: Duration = Duration::from_millis(500);
 
+/// The options of an event. See [`Event::builder`].
+#[derive(Debug, Clone)]
+pub struct EventBuilder {
+    shared: EndpointOptions,
+}
+
+impl EventBuilder {
+    option_setters! { (shared):
+        /// The domain in which other processes find it; the environment's by default.
+        domain,
+        /// The device of the streams that record it; [`Device::preferred`] by default.
+        device,
+    }
+
+    /// Creates the event (`cuEventCreate` with `CU_EVENT_INTERPROCESS |
+    /// CU_EVENT_DISABLE_TIMING`). The first event of a process takes a name there, `events/` and 16
+    /// hexadecimal digits; the drop of the last one releases it.
+    ///
+    /// # Errors
+    /// [`Error::EventLimit`] when the process has 4096; [`Error::Domain`], or an error of the
+    /// device or the system.
+    pub fn build(self) -> Result<Event> {
+        let (domain, device) = (self.shared.domain()?, self.shared.device());
+        let raw = device.backend().create_ipc_event()?;
+        match EventExporter::of(&domain, &device)
+            .and_then(|exporter| Ok((exporter.take()?, exporter)))
+        {
+            Ok((new_event, exporter)) => {
+                let NewEvent {
+                    index,
+                    serial,
+                    event_words,
+                    signaler,
+                } = new_event;
+                let inner = Arc::new(EventInner {
+                    device: device.clone(),
+                    owner_process: OwnerProcess::current(),
+                    raw: Some(raw),
+                    index,
+                    serial,
+                    event_words,
+                    lane: OnceLock::from((0, signaler)),
+                    recording: TimedLock::default(),
+                    role: EventRole::Exporter(exporter.clone()),
+                });
+                exporter.set_live(index, &inner);
+                Ok(Event { inner })
+            }
+            Err(error) => {
+                // SAFETY: created above, and no other code has seen it.
+                let _ = unsafe { device.backend().destroy_event(raw) };
+                Err(error)
+            }
+        }
+    }
+}
+
 /// An event of this or another process (`cuEventCreate` with `CU_EVENT_INTERPROCESS`). Cheap to
 /// clone.
 ///
@@ -71,7 +129,7 @@ const MAKER_DEATH_WAIT: Duration = Duration::from_millis(500);
 /// # let folder = std::env::temp_dir().join(format!("warpipe-event-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
-/// let event = Event::create(&domain, &device)?;
+/// let event = Event::builder().domain(&domain).device(&device).build()?;
 /// let text = event.handle()?.to_string(); // to another process, in any way
 ///
 /// let other = Event::open(&text.parse::<EventHandle>()?, &device)?;
@@ -110,44 +168,10 @@ enum EventRole {
 }
 
 impl Event {
-    /// Creates an event in `domain` (`cuEventCreate` with `CU_EVENT_INTERPROCESS |
-    /// CU_EVENT_DISABLE_TIMING`). The first event of a process takes a name there, `events/` and 16
-    /// hexadecimal digits; the drop of the last one releases it.
-    ///
-    /// # Errors
-    /// [`Error::EventLimit`] when the process has 4096; [`Error::Domain`], or an error of the
-    /// device or the system.
-    pub fn create(domain: &Domain, device: &Device) -> Result<Event> {
-        let raw = device.backend().create_ipc_event()?;
-        match EventExporter::of(domain, device)
-            .and_then(|exporter| Ok((exporter.take()?, exporter)))
-        {
-            Ok((new_event, exporter)) => {
-                let NewEvent {
-                    index,
-                    serial,
-                    event_words,
-                    signaler,
-                } = new_event;
-                let inner = Arc::new(EventInner {
-                    device: device.clone(),
-                    owner_process: OwnerProcess::current(),
-                    raw: Some(raw),
-                    index,
-                    serial,
-                    event_words,
-                    lane: OnceLock::from((0, signaler)),
-                    recording: TimedLock::default(),
-                    role: EventRole::Exporter(exporter.clone()),
-                });
-                exporter.set_live(index, &inner);
-                Ok(Event { inner })
-            }
-            Err(error) => {
-                // SAFETY: created above, and no other code has seen it.
-                let _ = unsafe { device.backend().destroy_event(raw) };
-                Err(error)
-            }
+    /// A builder for an event, which has no name: [`handle`](Self::handle) names it.
+    pub fn builder() -> EventBuilder {
+        EventBuilder {
+            shared: EndpointOptions::default(),
         }
     }
 

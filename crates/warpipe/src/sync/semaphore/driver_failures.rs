@@ -177,7 +177,11 @@ fn a_release_that_is_held_up_holds_up_no_reactor_and_no_other_thread() {
     in_time(move || monitor.on_tick(0));
     in_time(move || permit.release_now());
     // Another member gets a page to share with the blocked one.
-    let third = Semaphore::open(&stage.domain, "turns", &device).unwrap();
+    let third = Semaphore::opener("turns")
+        .domain(&stage.domain)
+        .device(&device)
+        .open()
+        .unwrap();
     let (who, on) = (third.clone(), other.clone());
     in_time(move || who.acquire(&on, PATIENCE).unwrap()).release_now();
     assert!(!release.is_finished(), "nothing holds it up");

@@ -11,7 +11,10 @@ use super::signals::MemberSignals;
 use super::*;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::peer::Process;
-use crate::ipc::{ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore};
+use crate::ipc::{
+    AccessPolicy, Address, ClientInfo, Disconnected, IpcServer, OutgoingReply, Rejection,
+    RequestHandler, ServerCore,
+};
 use crate::runtime::closer::PeerFd;
 
 /// Admits every client, with this reply.
@@ -66,7 +69,10 @@ fn opened(title: &str, body: &impl Serialize, page_bytes: usize) -> Result<Semap
         page_bytes,
     };
     let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(wrong))?;
-    let opened = Semaphore::open(&domain, "turns", &Device::host());
+    let opened = Semaphore::opener("turns")
+        .domain(&domain)
+        .device(&Device::host())
+        .open();
     drop(server);
     let _ = std::fs::remove_dir_all(folder);
     opened

@@ -39,7 +39,8 @@ use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{AccessPolicy, Address, ClientSession, IpcServer, Kind, REPLY_TIMEOUT};
+use crate::ipc::{Kind, REPLY_TIMEOUT};
+use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
 use crate::runtime::reactor::Reactor;
 use crate::shm::page::SharedPage;
 use crate::stream::{Backoff, Stream};
@@ -59,9 +60,138 @@ struct Guide;
 /// The checks of the first waiter in line before it sleeps.
 const SPINS: u32 = 2_000;
 
+/// The options of a semaphore. See [`Semaphore::builder`].
+#[derive(Debug, Clone)]
+pub struct SemaphoreBuilder {
+    name: String,
+    permits: u32,
+    shared: EndpointOptions,
+}
+
+impl SemaphoreBuilder {
+    option_setters! { (shared):
+        domain,
+        /// The device of the streams that take permits; [`Device::preferred`] by default.
+        device,
+    }
+
+    /// The number of permits, 1 to 1024: 1 by default.
+    pub fn permits(mut self, permits: u32) -> Self {
+        self.permits = permits;
+        self
+    }
+
+    /// Creates the semaphore, with all permits free, and serves it under its name.
+    ///
+    /// It costs a sealed memfd of 24 to 84 KiB, registered with `device` (`cuMemHostRegister`), and
+    /// a socket in the domain.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for the number, [`Error::Name`], [`Error::NameTaken`] and the others of
+    /// a domain, [`Error::Driver`], [`Error::Os`].
+    pub fn build(self) -> Result<Semaphore> {
+        let permits = self.permits;
+        if !(1..=PERMITS_MAX).contains(&permits) {
+            return Err(Error::argument(
+                "permits",
+                permits,
+                format!("1 to {PERMITS_MAX}"),
+            ));
+        }
+        let name = EndpointName::new(&self.name)?;
+        let device = self.shared.device();
+        let reactor = Reactor::of_process()?;
+        let signals = MemberSignals::new(CREATOR, permits, name.as_str(), &device, &reactor)?;
+        let (page, fd) = SharedPage::create(Some(&device), page::bytes_for(permits))?;
+        let shared_page = Arc::new(SemaphorePage::new(page, permits));
+        let monitor = MemberMonitor::new(shared_page.clone(), signals.clone(), CREATOR);
+        let kind = device.info().id.kind;
+        let semaphore_server = Arc::new(SemaphoreServer::new(
+            shared_page.clone(),
+            fd,
+            kind,
+            signals.clone(),
+            monitor.clone(),
+        ));
+        // Not dropped here on an error: a driver that unregisters memory may wait for a stream that
+        // waits for a peer.
+        let served = (self.shared).serve(&name, Kind::Semaphore, semaphore_server.clone());
+        let server = match served {
+            Ok(server) => server,
+            Err(error) => {
+                return Err(drop_deferred(
+                    (shared_page, signals, monitor, semaphore_server),
+                    error,
+                ));
+            }
+        };
+        reactor.register_ticks(monitor.watched());
+        let role = SemaphoreRole::Creator {
+            server,
+            semaphore_server,
+        };
+        Ok(Semaphore {
+            local: Arc::new(LocalSemaphore::new(
+                shared_page,
+                &device,
+                CREATOR,
+                signals,
+                monitor,
+                role,
+            )),
+        })
+    }
+}
+
+impl Opener<Semaphore> {
+    /// Opens the semaphore of this name.
+    ///
+    /// # Errors
+    /// [`Error::NoOwner`], [`Error::OtherKind`], [`Error::AccessDenied`]; [`Error::Refused`], also
+    /// when it is for another kind of device; [`Error::Protocol`] for a creator that is broken;
+    /// [`Error::Driver`], [`Error::Os`].
+    pub fn open(self) -> Result<Semaphore> {
+        let Attachment {
+            name,
+            device,
+            session,
+            reply,
+        } = self.attach(Kind::Semaphore, &[])?;
+        let (SemaphoreWelcome { member, permits }, [fd]) =
+            reply.open::<SemaphoreWelcome, 1>(name.as_str())?;
+        if !(1..=PERMITS_MAX).contains(&permits) || member == 0 || member == CREATOR {
+            return Err(Error::Protocol {
+                name: name.to_string(),
+                field: "admission",
+                found: format!("member {member}, {permits} permits"),
+                allowed: format!("a visitor's number, and 1 to {PERMITS_MAX} permits"),
+            });
+        }
+        let reactor = session.reactor().clone();
+        let signals = MemberSignals::new(member, permits, name.as_str(), &device, &reactor)?;
+        let page = SharedPage::open(Some(&device), fd, page::bytes_for(permits), name.as_str())?;
+        let shared_page = Arc::new(SemaphorePage::new(page, permits));
+        let monitor = MemberMonitor::new(shared_page.clone(), signals.clone(), member);
+        let listening = session.observe(monitor.clone());
+        let local = LocalSemaphore::new(
+            shared_page,
+            &device,
+            member,
+            signals,
+            monitor.clone(),
+            SemaphoreRole::Member { session },
+        );
+        listening?;
+        reactor.register_ticks(monitor.watched());
+        Ok(Semaphore {
+            local: Arc::new(local),
+        })
+    }
+}
+
 /// A limited number of permits, held in any number of processes on one machine.
 ///
-/// The process that [creates](Semaphore::create) it serves it under a name; other processes
+/// The process that [creates](Semaphore::builder) it serves it under a name; other processes
 /// [open](Semaphore::open) it. It is closed when this handle, its clones and its permits are
 /// dropped, and their streams have completed their work (at once, if they are idle). Any number of
 /// threads may use it.
@@ -72,8 +202,10 @@ const SPINS: u32 = 2_000;
 /// # let folder = std::env::temp_dir().join(format!("warpipe-semaphore-{}", std::process::id()));
 /// # let domain = Domain::at(&folder)?;
 /// let device = Device::host();
-/// let turns = Semaphore::create(&domain, "turns", &device, 2)?; // one process
-/// let same = Semaphore::open(&domain, "turns", &device)?; // any other
+/// // One process:
+/// let turns = Semaphore::builder("turns").permits(2).domain(&domain).device(&device).build()?;
+/// // Any other:
+/// let same = Semaphore::opener("turns").domain(&domain).device(&device).open()?;
 ///
 /// let stream = device.stream()?;
 /// // The stream waits for the last holder's work.
@@ -106,125 +238,27 @@ pub struct Semaphore {
 }
 
 impl Semaphore {
-    /// Creates a semaphore of `permits` permits (1 to 1024), all free, and serves it under `name`.
-    ///
-    /// It costs a sealed memfd of 24 to 84 KiB, registered with `device` (`cuMemHostRegister`), and
-    /// a socket in the domain.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for the number, [`Error::Name`], [`Error::NameTaken`] and the others of
-    /// a domain, [`Error::Driver`], [`Error::Os`].
-    pub fn create(domain: &Domain, name: &str, device: &Device, permits: u32) -> Result<Semaphore> {
-        if !(1..=PERMITS_MAX).contains(&permits) {
-            return Err(Error::argument(
-                "permits",
-                permits,
-                format!("1 to {PERMITS_MAX}"),
-            ));
+    /// A builder for a semaphore that this process creates under this name.
+    pub fn builder(name: &str) -> SemaphoreBuilder {
+        SemaphoreBuilder {
+            name: name.to_string(),
+            permits: 1,
+            shared: EndpointOptions::default(),
         }
-        let name = EndpointName::new(name)?;
-        let reactor = Reactor::of_process()?;
-        let signals = MemberSignals::new(CREATOR, permits, name.as_str(), device, &reactor)?;
-        let (page, fd) = SharedPage::create(Some(device), page::bytes_for(permits))?;
-        let shared_page = Arc::new(SemaphorePage::new(page, permits));
-        let monitor = MemberMonitor::new(shared_page.clone(), signals.clone(), CREATOR);
-        let kind = device.info().id.kind;
-        let semaphore_server = Arc::new(SemaphoreServer::new(
-            shared_page.clone(),
-            fd,
-            kind,
-            signals.clone(),
-            monitor.clone(),
-        ));
-        let at = Address {
-            domain,
-            name: &name,
-            kind: Kind::Semaphore,
-        };
-        // Not dropped here on an error: a driver that unregisters memory may wait for a stream that
-        // waits for a peer.
-        let server = match IpcServer::open(&at, AccessPolicy::default(), semaphore_server.clone()) {
-            Ok(server) => server,
-            Err(error) => {
-                return Err(drop_deferred(
-                    (shared_page, signals, monitor, semaphore_server),
-                    error,
-                ));
-            }
-        };
-        reactor.register_ticks(monitor.watched());
-        let role = SemaphoreRole::Creator {
-            server,
-            semaphore_server,
-        };
-        Ok(Semaphore {
-            local: Arc::new(LocalSemaphore::new(
-                shared_page,
-                device,
-                CREATOR,
-                signals,
-                monitor,
-                role,
-            )),
-        })
     }
 
-    /// Opens the semaphore of this name.
+    /// Opens the semaphore of this name, in the environment's domain and with the preferred device.
+    /// [`opener`](Self::opener) has options.
     ///
     /// # Errors
-    /// [`Error::NoOwner`], [`Error::OtherKind`], [`Error::AccessDenied`]; [`Error::Refused`], also
-    /// when it is for another kind of device; [`Error::Protocol`] for a creator that is broken;
-    /// [`Error::Driver`], [`Error::Os`].
-    pub fn open(domain: &Domain, name: &str, device: &Device) -> Result<Semaphore> {
-        Semaphore::open_timeout(domain, name, device, Duration::ZERO)
+    /// As [`Opener`]`::open`.
+    pub fn open(name: &str) -> Result<Semaphore> {
+        Semaphore::opener(name).open()
     }
 
-    /// Like [`open`](Self::open), but waits up to `wait` for its creation.
-    ///
-    /// # Errors
-    /// As for [`open`](Self::open).
-    pub fn open_timeout(
-        domain: &Domain,
-        name: &str,
-        device: &Device,
-        wait: Duration,
-    ) -> Result<Semaphore> {
-        let name = EndpointName::new(name)?;
-        let at = Address {
-            domain,
-            name: &name,
-            kind: Kind::Semaphore,
-        };
-        let (session, incoming) = ClientSession::attach(&at, Some(device.info().id), &[], wait)?;
-        let (SemaphoreWelcome { member, permits }, [fd]) =
-            incoming.open::<SemaphoreWelcome, 1>(name.as_str())?;
-        if !(1..=PERMITS_MAX).contains(&permits) || member == 0 || member == CREATOR {
-            return Err(Error::Protocol {
-                name: name.to_string(),
-                field: "admission",
-                found: format!("member {member}, {permits} permits"),
-                allowed: format!("a visitor's number, and 1 to {PERMITS_MAX} permits"),
-            });
-        }
-        let reactor = session.reactor().clone();
-        let signals = MemberSignals::new(member, permits, name.as_str(), device, &reactor)?;
-        let page = SharedPage::open(Some(device), fd, page::bytes_for(permits), name.as_str())?;
-        let shared_page = Arc::new(SemaphorePage::new(page, permits));
-        let monitor = MemberMonitor::new(shared_page.clone(), signals.clone(), member);
-        let listening = session.observe(monitor.clone());
-        let local = LocalSemaphore::new(
-            shared_page,
-            device,
-            member,
-            signals,
-            monitor.clone(),
-            SemaphoreRole::Member { session },
-        );
-        listening?;
-        reactor.register_ticks(monitor.watched());
-        Ok(Semaphore {
-            local: Arc::new(local),
-        })
+    /// The options with which the semaphore of this name is opened.
+    pub fn opener(name: &str) -> Opener<Semaphore> {
+        Opener::new(name)
     }
 
     /// The semaphore's name.

@@ -25,10 +25,19 @@ impl Stage {
     }
 
     pub(super) fn both(&self, device: &Device, permits: u32) -> (Semaphore, Semaphore) {
-        let creator = Semaphore::create(&self.domain, "turns", device, permits).unwrap();
+        let creator = Semaphore::builder("turns")
+            .permits(permits)
+            .domain(&self.domain)
+            .device(device)
+            .build()
+            .unwrap();
         (
             creator,
-            Semaphore::open(&self.domain, "turns", device).unwrap(),
+            Semaphore::opener("turns")
+                .domain(&self.domain)
+                .device(device)
+                .open()
+                .unwrap(),
         )
     }
 }
@@ -198,7 +207,12 @@ fn waits_end_when_the_creator_closes_and_held_permits_stay_valid() {
 fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
     let (stage, device) = (Stage::new("wrong"), Device::host());
     for permits in [0, PERMITS_MAX + 1] {
-        let error = Semaphore::create(&stage.domain, "turns", &device, permits).unwrap_err();
+        let error = Semaphore::builder("turns")
+            .permits(permits)
+            .domain(&stage.domain)
+            .device(&device)
+            .build()
+            .unwrap_err();
         assert!(
             matches!(
                 error,
@@ -210,7 +224,11 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
             "{error}"
         );
     }
-    let nobody = Semaphore::open(&stage.domain, "turns", &device).unwrap_err();
+    let nobody = Semaphore::opener("turns")
+        .domain(&stage.domain)
+        .device(&device)
+        .open()
+        .unwrap_err();
     assert!(
         matches!(
             nobody,
@@ -221,8 +239,18 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
         ),
         "{nobody}"
     );
-    let first = Semaphore::create(&stage.domain, "turns", &device, 1).unwrap();
-    let taken = Semaphore::create(&stage.domain, "turns", &device, 1).unwrap_err();
+    let first = Semaphore::builder("turns")
+        .permits(1)
+        .domain(&stage.domain)
+        .device(&device)
+        .build()
+        .unwrap();
+    let taken = Semaphore::builder("turns")
+        .permits(1)
+        .domain(&stage.domain)
+        .device(&device)
+        .build()
+        .unwrap_err();
     assert!(matches!(taken, Error::NameTaken { .. }), "{taken}");
     drop(first);
 }
@@ -341,7 +369,11 @@ pub(super) fn chain(all: &[&Semaphore], device: &Device) -> (Vec<Stream>, mpsc::
 fn no_page_that_a_members_stream_waits_on_can_be_removed_or_is_anybody_elses() {
     let (stage, device) = (Stage::new("holes"), Device::host());
     let (creator, member) = stage.both(&device, 1);
-    let third = Semaphore::open(&stage.domain, "turns", &device).unwrap();
+    let third = Semaphore::opener("turns")
+        .domain(&stage.domain)
+        .device(&device)
+        .open()
+        .unwrap();
     let (streams, go) = chain(&[&creator, &member, &third, &creator], &device);
     assert!(
         streams[1..].iter().all(|stream| !stream.is_idle().unwrap()),
@@ -407,7 +439,11 @@ fn a_stream_waits_for_nothing_that_a_signaller_has_not_promised() {
 fn streams_go_on_when_the_member_that_they_wait_for_is_dead() {
     let (stage, device) = (Stage::new("dead"), Device::host());
     let (creator, member) = stage.both(&device, 1);
-    let third = Semaphore::open(&stage.domain, "turns", &device).unwrap();
+    let third = Semaphore::opener("turns")
+        .domain(&stage.domain)
+        .device(&device)
+        .open()
+        .unwrap();
     let (streams, go) = chain(&[&member, &creator, &third], &device);
     let more = device.stream().unwrap();
     drop(third.acquire(&more, WAIT).unwrap());
@@ -424,9 +460,18 @@ fn streams_go_on_when_the_member_that_they_wait_for_is_dead() {
 #[test]
 fn members_that_leave_take_their_pages_with_them() {
     let (stage, device) = (Stage::new("leavers"), Device::host());
-    let creator = Semaphore::create(&stage.domain, "turns", &device, 1).unwrap();
+    let creator = Semaphore::builder("turns")
+        .permits(1)
+        .domain(&stage.domain)
+        .device(&device)
+        .build()
+        .unwrap();
     for _ in 0..3 {
-        let member = Semaphore::open(&stage.domain, "turns", &device).unwrap();
+        let member = Semaphore::opener("turns")
+            .domain(&stage.domain)
+            .device(&device)
+            .open()
+            .unwrap();
         let number = member.local.member;
         let (streams, go) = chain(
             &[&creator, &creator, &member, &member, &creator, &creator],

@@ -4,6 +4,7 @@ use std::sync::mpsc::{Sender, channel};
 
 use super::*;
 use crate::backend::testing::{Holding, Wrapped};
+use crate::ipc::{Address, ClientSession};
 
 const WAIT: Duration = Duration::from_secs(10);
 
@@ -23,11 +24,19 @@ impl Stage {
     }
 
     fn create(&self) -> Timeline {
-        Timeline::create(&self.domain, "steps", &self.device).unwrap()
+        Timeline::builder("steps")
+            .domain(&self.domain)
+            .device(&self.device)
+            .build()
+            .unwrap()
     }
 
     fn open(&self) -> Timeline {
-        Timeline::open(&self.domain, "steps", &self.device).unwrap()
+        Timeline::opener("steps")
+            .domain(&self.domain)
+            .device(&self.device)
+            .open()
+            .unwrap()
     }
 
     fn stream(&self) -> Stream {
@@ -189,7 +198,10 @@ fn an_owner_that_closes_signals_what_it_promised_and_lets_the_others_go() {
     ));
     assert_eq!(importer.value(), 3);
     assert!(matches!(
-        Timeline::open(&stage.domain, "steps", &stage.device),
+        Timeline::opener("steps")
+            .domain(&stage.domain)
+            .device(&stage.device)
+            .open(),
         Err(Error::NoOwner { .. })
     ));
 }
@@ -208,7 +220,11 @@ fn an_importer_that_leaves_early_leaves_its_stream_waiting_for_the_right_value()
 #[test]
 fn a_wait_for_a_timeline_finds_one_that_is_created_later() {
     let stage = Stage::new("later");
-    let absent = Timeline::open(&stage.domain, "steps", &stage.device).unwrap_err();
+    let absent = Timeline::opener("steps")
+        .domain(&stage.domain)
+        .device(&stage.device)
+        .open()
+        .unwrap_err();
     assert!(
         matches!(
             absent,
@@ -220,8 +236,14 @@ fn a_wait_for_a_timeline_finds_one_that_is_created_later() {
         "{absent}"
     );
     std::thread::scope(|scope| {
-        let importer = scope
-            .spawn(|| Timeline::open_timeout(&stage.domain, "steps", &stage.device, WAIT).unwrap());
+        let importer = scope.spawn(|| {
+            Timeline::opener("steps")
+                .domain(&stage.domain)
+                .device(&stage.device)
+                .wait(WAIT)
+                .open()
+                .unwrap()
+        });
         let owner = stage.create();
         owner.signal_now(7).unwrap();
         importer.join().unwrap().wait_host(7, WAIT).unwrap();
@@ -382,7 +404,11 @@ fn while_the_driver_holds_up_a_signal_importers_come_and_go_and_miss_nothing() {
     let stage = Stage::new("held-up");
     let wrapped = Wrapped::new(stage.device.backend().clone(), Holding::default());
     let device = Device::from_backend(wrapped.clone());
-    let owner = Timeline::create(&stage.domain, "steps", &device).unwrap();
+    let owner = Timeline::builder("steps")
+        .domain(&stage.domain)
+        .device(&device)
+        .build()
+        .unwrap();
     let (writing, reading) = (device.stream().unwrap(), stage.stream());
     let leaver = stage.open();
     owner.signal(&writing, 3).unwrap();
