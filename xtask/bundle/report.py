@@ -16,7 +16,7 @@ CARGO_TEST = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) 
 LAST_LINE = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 TAIL_LINES = 20
 # All other parts are test programs: one that passes nothing, or does not say how much, has failed.
-WITHOUT_COUNTS = ("mps-daemon", "doctor", "python-install", "demo", "render", "bench", "python-bench")
+WITHOUT_COUNTS = ("mps-daemon", "doctor", "python-install", "demo", "demo-text", "render", "bench", "python-bench")
 # Parts that leave a report of their own beside ours, NAME-MODE.json.
 REPORTING = ("conformance", "bench", "python-bench")
 # An example's last line is its result.
@@ -88,6 +88,16 @@ def devices():
     return [dict(zip(("name", "driver", "memory"), row)) for row in rows]
 
 
+def keep(path, head, report):
+    """Writes a part's report with the head that says where it comes from."""
+    path.write_text(json.dumps({"head": head, **report}, indent=1) + "\n")
+
+
+def commit():
+    """The commit that the programs were built from, as `cargo xtask gpu-bundle` wrote it down."""
+    return read(pathlib.Path(__file__).with_name("commit")).strip() or "unknown"
+
+
 def flat(value, path=()):
     """Every leaf of a JSON value as (path, leaf)."""
     if isinstance(value, dict):
@@ -102,7 +112,7 @@ def flat(value, path=()):
 
 def lines_of(run):
     machine = ", ".join(sorted({f"{gpu['name']} (driver {gpu['driver']})" for gpu in run["devices"]})) or "unknown GPU"
-    yield f"{run['mode']}: {machine}, {len(run['devices'])} seen, {run['date']}"
+    yield f"{run['mode']}: {machine}, {len(run['devices'])} seen, commit {run.get('commit', 'unknown')}, {run['date']}"
     for part in run["parts"]:
         counts = part["counts"]
         said = ", ".join(f"{number} {word}" for word, number in counts.items()) if counts else part.get("said", "")
@@ -154,7 +164,17 @@ def main(work, out, mode):
     outputs = {name: read_json(read(work / "parts" / f"{name}.out"), name, parts) for name in ("doctor", "demo")}
     files = {name: read_json(read(out / f"{name}-{mode}.json"), name, parts) for name in REPORTING}
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    run = {"mode": mode, "date": date, "devices": devices(), "parts": parts, **files, **outputs}
+    gpus = devices()
+    head = {"commit": commit(), "gpu": gpus[0]["name"] if gpus else "unknown", "driver": gpus[0]["driver"] if gpus else "unknown"}
+    head |= {"gpus": len(gpus), "date": date, "mode": mode}
+    # A benchmark fails with a contestant that fails: the report says which.
+    ran = {part["name"] for part in parts if part["status"] in ("passed", "failed")}
+    for name, report in files.items():
+        if name in ran and report is not None:
+            keep(out / f"{name}-{mode}.json", head, report)
+    if "demo-text" in ran:
+        keep(out / f"demo-{mode}.json", head, {"output": read(work / "parts" / "demo-text.out").splitlines()})
+    run = {"mode": mode, "commit": head["commit"], "date": date, "devices": gpus, "parts": parts, **files, **outputs}
     runs = {**earlier_runs(out / "report.json"), mode: run}
     (out / "report.json").write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     summary = "\n".join(line for mode in sorted(runs) for line in lines_of(runs[mode]))

@@ -56,6 +56,8 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     for (name, text, mode) in SCRIPTS {
         write(&folder.join(name), text, *mode)?;
     }
+    let commit = commit_of(&workspace.root)?;
+    write(&folder.join("commit"), &format!("{commit}\n"), 0o644)?;
     python::carry(workspace, &folder.join("python"))?;
     let folders = [
         "",
@@ -83,6 +85,27 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
         ));
     }
     Ok(())
+}
+
+/// The commit that is built, for the head of each report; marked where the tree differs from it.
+fn commit_of(root: &Path) -> Outcome<String> {
+    let git = |arguments: &[&str]| {
+        let output = Command::new("git")
+            .args(arguments)
+            .current_dir(root)
+            .output();
+        let output = output.map_err(|error| format!("git did not start: {error}"))?;
+        let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        let failed = || format!("git {arguments:?} failed; build the bundle in a clone");
+        output.status.success().then_some(said).ok_or_else(failed)
+    };
+    let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
+    let is_clean = git(&["status", "--porcelain", "--untracked-files=no"])?.is_empty();
+    Ok(if is_clean {
+        commit
+    } else {
+        format!("{commit}-modified")
+    })
 }
 
 fn build_programs(workspace: &Workspace) -> Outcome<Vec<(&'static str, PathBuf)>> {

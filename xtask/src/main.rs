@@ -1,4 +1,5 @@
-//! What the maintainers run: `cargo xtask test`, `verify`, `ptx`, `wheel`, `gpu-bundle`.
+//! What the maintainers run: `cargo xtask test`, `verify`, `ptx`, `wheel`, `results`,
+//! `gpu-bundle`.
 
 mod bundle;
 mod cases;
@@ -7,6 +8,7 @@ mod nightly;
 mod process;
 mod ptx;
 mod python;
+mod results;
 mod style;
 mod suite;
 mod verify;
@@ -23,6 +25,10 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   ptx             compile every CUDA source under crates/ and rewrite the committed PTX
   python          build the Python package and run its tests on the host
   wheel           build the Python package as a manylinux wheel in target/wheels
+  results [--check | --from FOLDER]
+                  make BENCHMARKS.md and the README's figures from the reports in results/;
+                  or see whether they are made from them; or take in the reports of a GPU
+                  machine first, which replace those
   gpu-bundle      assemble target/gpu-bundle, which tests a machine that has a GPU and no Rust";
 
 /// A failure, as told to a person: what failed, and the next step.
@@ -61,6 +67,15 @@ fn main() -> ExitCode {
         ["wheel"] => Workspace::find()
             .and_then(|workspace| python::wheel(&workspace))
             .map(|_| true),
+        ["results"] => Workspace::find()
+            .and_then(|workspace| results::write(&workspace, None))
+            .map(|()| true),
+        ["results", "--check"] => Workspace::find()
+            .and_then(|workspace| results::check(&workspace))
+            .map(|()| true),
+        ["results", "--from", folder] => Workspace::find()
+            .and_then(|workspace| results::write(&workspace, Some(folder.as_ref())))
+            .map(|()| true),
         ["gpu-bundle"] => Workspace::find()
             .and_then(|workspace| bundle::assemble(&workspace))
             .map(|()| true),

@@ -10,6 +10,7 @@ use crate::counts::{Counts, Dialect};
 use crate::process::Task;
 use crate::ptx;
 use crate::python;
+use crate::results;
 use crate::verify;
 use crate::workspace::{Workspace, cargo};
 
@@ -85,6 +86,7 @@ impl Suite<'_> {
             .args(["doc", "-p", "warpipe", "--no-deps"])
             .env("RUSTDOCFLAGS", "-D warnings");
         self.program("documentation", docs, BUILD_LIMIT, Dialect::ExitCode);
+        self.check("figures are those of the reports", results::check);
         self.check("PTX is fresh", ptx::check_fresh);
         self.check("PTX atomics are .sys", ptx::check_scope);
     }

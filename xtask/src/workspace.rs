@@ -56,6 +56,20 @@ impl Workspace {
         Ok(found)
     }
 
+    /// The Markdown pages among `paths` and below them, sorted.
+    pub fn pages(&self, paths: &[&str]) -> Outcome<Vec<PathBuf>> {
+        let mut found = Vec::new();
+        for path in paths.iter().map(|path| self.root.join(path)) {
+            if path.is_dir() {
+                collect(&path, "md", DEPTH_MAX, &mut found)?;
+            } else {
+                found.push(path);
+            }
+        }
+        found.sort();
+        Ok(found)
+    }
+
     /// A path as people write it: relative to the root.
     pub fn show<'a>(&self, path: &'a Path) -> std::path::Display<'a> {
         path.strip_prefix(&self.root).unwrap_or(path).display()

@@ -1,0 +1,338 @@
+//! The reports under `results/<gpu>/`: what `run` of the GPU bundle leaves, of one commit.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use crate::Outcome;
+
+/// Where a report comes from.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Head {
+    pub commit: String,
+    pub gpu: String,
+    pub driver: String,
+    /// UTC, ISO 8601.
+    pub date: String,
+    /// `timesliced` or `mps`, followed by `-x2` where two GPUs took part.
+    pub mode: String,
+}
+
+impl Head {
+    /// How the processes share the GPU, in words.
+    pub fn sharing(&self) -> &'static str {
+        if self.mode.starts_with("mps") {
+            "MPS"
+        } else {
+            "time-sliced"
+        }
+    }
+
+    /// Time-sliced before MPS, one GPU before two.
+    fn order(&self) -> (bool, String) {
+        (self.mode.starts_with("mps"), self.mode.clone())
+    }
+
+    fn check(&self, path: &Path) -> Outcome<()> {
+        let is_commit = self.commit.len() >= 7
+            && self
+                .commit
+                .bytes()
+                .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        if is_commit {
+            return Ok(());
+        }
+        Err(format!(
+            "{}: '{}' is no commit; measure with a bundle that was built from a clean tree",
+            path.display(),
+            self.commit
+        ))
+    }
+}
+
+/// The target of a figure, as `warpipe bench` writes it.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Wanted {
+    RatioAtMost(f64),
+    RatioAtLeast(f64),
+    BesideFloorAtMost(f64),
+    AtMost(f64),
+    Nothing,
+}
+
+/// One figure of `warpipe bench` or `python -m warpipe.bench`.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Figure {
+    pub bench: String,
+    pub name: String,
+    pub unit: String,
+    pub ours: f64,
+    pub floor: Option<f64>,
+    pub ratio: Option<f64>,
+    pub wanted: Wanted,
+    pub met: Option<bool>,
+}
+
+/// A report of `warpipe bench`.
+#[derive(Debug, Deserialize)]
+pub struct Bench {
+    pub head: Head,
+    quick: bool,
+    pub devices: u32,
+    pub cpus: u32,
+    pub figures: Vec<Figure>,
+}
+
+/// The round trip of one contestant at one size.
+#[derive(Debug, Deserialize)]
+pub struct Contestant {
+    pub contestant: String,
+    /// `ours`, `usual` (the way to beat) or another.
+    pub role: String,
+    pub place: String,
+    pub bytes: u64,
+    pub status: String,
+    pub reason: String,
+    pub chained_us: Option<f64>,
+    pub awaited_ns: Option<Awaited>,
+}
+
+/// The quantile of round trips that the CPU waited for.
+#[derive(Debug, Deserialize)]
+pub struct Awaited {
+    pub p50: u64,
+}
+
+/// The Rust library's own round trip, measured in the same run.
+#[derive(Debug, Deserialize)]
+pub struct Rust {
+    #[serde(default)]
+    pub figures: Vec<Figure>,
+}
+
+/// A report of `python -m warpipe.bench`.
+#[derive(Debug, Deserialize)]
+pub struct Python {
+    pub head: Head,
+    quick: bool,
+    pub python: String,
+    pub packages: BTreeMap<String, Option<String>>,
+    pub contestants: Vec<Contestant>,
+    pub rust: Rust,
+    pub figures: Vec<Figure>,
+}
+
+/// The printed output of one `warpipe demo`.
+#[derive(Debug, Deserialize)]
+pub struct Demo {
+    pub head: Head,
+    pub output: Vec<String>,
+}
+
+/// All reports of one commit on one kind of GPU.
+#[derive(Debug)]
+pub struct Reports {
+    /// `results/<gpu>`.
+    pub folder: PathBuf,
+    pub bench: Vec<Bench>,
+    pub python: Vec<Python>,
+    pub demo: Vec<Demo>,
+}
+
+/// A report's kind, by its file's name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Bench,
+    Python,
+    Demo,
+}
+
+impl Kind {
+    /// None of a file that is no report of a measurement.
+    pub fn of(path: &Path) -> Option<Kind> {
+        let name = path.file_name()?.to_str()?;
+        match name.strip_suffix(".json")? {
+            name if name.starts_with("python-bench-") => Some(Kind::Python),
+            name if name.starts_with("bench-") => Some(Kind::Bench),
+            name if name.starts_with("demo-") => Some(Kind::Demo),
+            _ => None,
+        }
+    }
+}
+
+impl Reports {
+    /// Reads all reports of `folder`. An error if they are of several commits, GPUs or drivers.
+    pub fn read(folder: &Path) -> Outcome<Reports> {
+        let mut reports = Reports {
+            folder: folder.to_owned(),
+            bench: Vec::new(),
+            python: Vec::new(),
+            demo: Vec::new(),
+        };
+        for path in files(folder)? {
+            match Kind::of(&path) {
+                Some(Kind::Bench) => {
+                    let report: Bench = parse(&path)?;
+                    report.head.check(&path)?;
+                    refuse_quick(report.quick, &path)?;
+                    reports.bench.push(report);
+                }
+                Some(Kind::Python) => {
+                    let report: Python = parse(&path)?;
+                    report.head.check(&path)?;
+                    refuse_quick(report.quick, &path)?;
+                    reports.python.push(report);
+                }
+                Some(Kind::Demo) => {
+                    let report: Demo = parse(&path)?;
+                    report.head.check(&path)?;
+                    reports.demo.push(report);
+                }
+                None => {}
+            }
+        }
+        reports
+            .bench
+            .sort_by_key(|report| (report.devices, report.head.order()));
+        reports.python.sort_by_key(|report| report.head.order());
+        reports.demo.sort_by_key(|report| report.head.order());
+        reports.check_one_commit()?;
+        Ok(reports)
+    }
+
+    /// The heads of all reports.
+    pub fn heads(&self) -> impl Iterator<Item = &Head> {
+        let bench = self.bench.iter().map(|report| &report.head);
+        let python = self.python.iter().map(|report| &report.head);
+        bench
+            .chain(python)
+            .chain(self.demo.iter().map(|report| &report.head))
+    }
+
+    /// The head that stands for all of them.
+    pub fn head(&self) -> Outcome<&Head> {
+        self.heads().next().ok_or_else(|| {
+            format!(
+                "{} holds no report; see CONTRIBUTING.md, Measurements",
+                self.folder.display()
+            )
+        })
+    }
+
+    fn check_one_commit(&self) -> Outcome<()> {
+        let first = self.head()?;
+        let other = self.heads().find(|head| {
+            (&head.commit, &head.gpu, &head.driver) != (&first.commit, &first.gpu, &first.driver)
+        });
+        match other {
+            None => Ok(()),
+            Some(other) => Err(format!(
+                "{} holds reports of several commits or machines: {} on {} (driver {}) and {} on \
+                 {} (driver {}); keep those of one",
+                self.folder.display(),
+                first.commit,
+                first.gpu,
+                first.driver,
+                other.commit,
+                other.gpu,
+                other.driver
+            )),
+        }
+    }
+}
+
+/// The files of a folder, sorted.
+pub fn files(folder: &Path) -> Outcome<Vec<PathBuf>> {
+    let unreadable =
+        |error: std::io::Error| format!("{} cannot be read: {error}", folder.display());
+    let entries = fs::read_dir(folder).map_err(unreadable)?;
+    let mut files = entries
+        .map(|entry| entry.map(|entry| entry.path()).map_err(unreadable))
+        .collect::<Outcome<Vec<_>>>()?;
+    files.sort();
+    Ok(files)
+}
+
+fn parse<T: DeserializeOwned>(path: &Path) -> Outcome<T> {
+    let text = fs::read_to_string(path)
+        .map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
+    serde_json::from_str(&text).map_err(|error| {
+        format!(
+            "{} is no report of the bundle's `run`: {error}",
+            path.display()
+        )
+    })
+}
+
+fn refuse_quick(quick: bool, path: &Path) -> Outcome<()> {
+    if quick {
+        return Err(format!(
+            "{} is of a quick run, whose figures mean little",
+            path.display()
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(commit: &str) -> Head {
+        Head {
+            commit: commit.into(),
+            gpu: "NVIDIA H200".into(),
+            driver: "580".into(),
+            date: "2026-11-22T00:00:00Z".into(),
+            mode: "mps".into(),
+        }
+    }
+
+    fn demos(commits: &[&str]) -> Reports {
+        let demo = |commit: &&str| Demo {
+            head: head(commit),
+            output: Vec::new(),
+        };
+        Reports {
+            folder: "results/h200".into(),
+            bench: Vec::new(),
+            python: Vec::new(),
+            demo: commits.iter().map(demo).collect(),
+        }
+    }
+
+    #[test]
+    fn reports_of_two_commits_are_refused() {
+        assert_eq!(demos(&["0123456", "0123456"]).check_one_commit(), Ok(()));
+        assert!(demos(&["0123456", "0123457"]).check_one_commit().is_err());
+        assert!(demos(&[]).check_one_commit().is_err());
+    }
+
+    #[test]
+    fn a_report_of_a_modified_tree_is_refused() {
+        let path = Path::new("demo-mps.json");
+        assert!(head("0123456789ab").check(path).is_ok());
+        assert!(head("0123456789ab-modified").check(path).is_err());
+        assert!(head("unknown").check(path).is_err());
+    }
+
+    #[test]
+    fn the_name_of_a_file_says_the_kind_of_its_report() {
+        let kind = |name: &str| Kind::of(Path::new(name));
+        assert_eq!(kind("r/bench-mps.json"), Some(Kind::Bench));
+        assert_eq!(kind("r/python-bench-mps-x2.json"), Some(Kind::Python));
+        assert_eq!(kind("r/python-bench-mps.svg"), None);
+        assert_eq!(kind("r/conformance-mps.json"), None);
+    }
+
+    #[test]
+    fn a_target_is_read_as_the_benchmarks_write_it() {
+        let read = |text: &str| serde_json::from_str::<Wanted>(text).unwrap();
+        assert_eq!(read("\"nothing\""), Wanted::Nothing);
+        assert_eq!(read("{\"ratio_at_most\": 1.1}"), Wanted::RatioAtMost(1.1));
+    }
+}
