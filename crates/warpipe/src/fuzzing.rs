@@ -103,8 +103,9 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
     vec![
         Message::Hello {
             generation,
-            device,
+            device: Some(device),
             kind: Kind::Publisher,
+            body: Vec::new(),
         },
         Message::Welcome {
             generation,
@@ -126,7 +127,7 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
             denied: false,
             text: text.clone(),
         },
-        Message::OpenSession {
+        Message::Hello {
             generation,
             device: Some(device),
             kind: Kind::Pool,

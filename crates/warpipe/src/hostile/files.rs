@@ -252,7 +252,12 @@ fn of_two_that_race_for_a_name_one_wins_and_the_other_gets_an_error() {
             matches!(loser, Err(Error::NameTaken { .. })),
             "round {round}: {loser:?}"
         );
-        ours.domain.connect(&name(), super::stage::LONG).unwrap();
+        ours.domain
+            .connect(
+                &name(),
+                &crate::ipc::client_handshake::HandshakeLimit::new(super::stage::LONG),
+            )
+            .unwrap();
         drop(winner);
         assert_eq!(
             fs::read_dir(&ours.path).unwrap().count(),
@@ -344,7 +349,10 @@ fn a_cleaner_never_costs_a_publisher_its_name() {
             let _claim = scratch.domain.claim(&name(), false)?;
             scratch
                 .domain
-                .connect(&name(), super::stage::LONG)
+                .connect(
+                    &name(),
+                    &crate::ipc::client_handshake::HandshakeLimit::new(super::stage::LONG),
+                )
                 .map(drop)
         };
         let claims: Vec<crate::Result<()>> = (0..300).map(claim).collect();

@@ -94,7 +94,7 @@ fn assert_answers(session: &ClientSession) {
 }
 
 pub(super) fn visit() -> Message {
-    Message::OpenSession {
+    Message::Hello {
         generation: [7; 16],
         device: None,
         kind: Kind::Pool,
@@ -281,7 +281,7 @@ impl Liar {
         .unwrap();
         assert!(matches!(
             hear(&socket),
-            Received::Message(Message::OpenSession { .. }, _)
+            Received::Message(Message::Hello { .. }, _)
         ));
         for (bytes, fds) in packets {
             let pipes: Vec<OwnedFd> = (0..*fds).map(|_| pipe()).collect();

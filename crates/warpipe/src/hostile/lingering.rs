@@ -358,7 +358,7 @@ fn lingering_descriptors_block_no_server() {
             let server = IpcServer::open(&at, AccessPolicy::default(), keep).unwrap();
             let publisher = elsewhere.publisher(|it| it);
             let (mut good, mut thrown) = (elsewhere.subscriber(), Vec::new());
-            let visit = Message::OpenSession {
+            let visit = Message::Hello {
                 generation: [7; 16],
                 device: None,
                 kind: Kind::Pool,

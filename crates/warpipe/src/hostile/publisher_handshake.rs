@@ -20,8 +20,9 @@ pub(super) fn hello() -> Message {
     };
     Message::Hello {
         generation: [7; 16],
-        device,
+        device: Some(device),
         kind: Kind::Publisher,
+        body: Vec::new(),
     }
 }
 

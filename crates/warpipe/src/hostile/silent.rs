@@ -147,7 +147,7 @@ fn files_that_do_not_answer_block_no_server() {
             let server = IpcServer::open(&at, AccessPolicy::default(), keep).unwrap();
             let publisher = elsewhere.publisher(|it| it);
             let mut good = elsewhere.subscriber();
-            let visit = Message::OpenSession {
+            let visit = Message::Hello {
                 generation: [7; 16],
                 device: None,
                 kind: Kind::Pool,
@@ -247,7 +247,7 @@ fn visited(fds: Vec<OwnedFd>) -> crate::Result<()> {
             let socket = rustix::net::accept(&claim.listener).unwrap();
             assert!(matches!(
                 hear(&socket),
-                Received::Message(Message::OpenSession { .. }, _)
+                Received::Message(Message::Hello { .. }, _)
             ));
             let granted = Message::SessionOpened {
                 generation: [7; 16],

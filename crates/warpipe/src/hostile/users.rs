@@ -29,7 +29,10 @@ fn stranger() {
     };
     // A user without permission is refused before the publisher has read a byte.
     if std::env::var_os("WARPIPE_HOSTILE_SILENT").is_some() {
-        let socket = match domain.connect(&name(), LONG) {
+        let socket = match domain.connect(
+            &name(),
+            &crate::ipc::client_handshake::HandshakeLimit::new(LONG),
+        ) {
             Ok(socket) => socket,
             Err(error) => return println!("outcome: {error}"),
         };

@@ -18,7 +18,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, Mode, OFlags, Stat};
 use rustix::io::Errno;
@@ -29,6 +29,7 @@ use self::lock::{Cleared, is_owned, read_author};
 pub(crate) use self::watch::Arrivals;
 use crate::error::{Error, HandshakeFault, Holder, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::ipc::client_handshake::HandshakeLimit;
 use crate::os;
 use crate::runtime::closer::{Listener, PeerSocket};
 
@@ -414,30 +415,37 @@ impl Domain {
     }
 
     /// Connects to the endpoint `name`; retries while its backlog is full.
-    pub(crate) fn connect(&self, name: &EndpointName, timeout: Duration) -> Result<PeerSocket> {
-        self.connect_or(name, timeout, |_| Error::NoPublisher {
+    pub(crate) fn connect(
+        &self,
+        name: &EndpointName,
+        limit: &HandshakeLimit,
+    ) -> Result<PeerSocket> {
+        self.connect_or(name, Some(limit), |_| Error::NoPublisher {
             name: name.to_string(),
         })
     }
 
     /// As [`connect`](Self::connect), with the caller's error for a name without an owner. `absent`
-    /// receives whether a dead process left its socket behind.
+    /// receives whether a dead process left its socket behind. Without a limit, does not wait for
+    /// the backlog.
     pub(crate) fn connect_or(
         &self,
         name: &EndpointName,
-        timeout: Duration,
+        limit: Option<&HandshakeLimit>,
         absent: impl FnOnce(bool) -> Error,
     ) -> Result<PeerSocket> {
         let file = name.file("", ".sock");
-        let start = Instant::now();
         let mut backoff = crate::stream::Backoff::default();
         loop {
             match self.dial(&file) {
                 Ok(socket) => return Ok(socket),
-                Err(Errno::AGAIN) if start.elapsed() < timeout => backoff.pause(),
+                Err(Errno::AGAIN) if limit.is_some_and(|limit| !limit.left().is_zero()) => {
+                    backoff.pause()
+                }
                 Err(Errno::AGAIN) => {
                     // The listener accepts no connection: it is stopped, or hung.
-                    let fault = HandshakeFault::Silent(timeout);
+                    let waited = limit.map_or(Duration::ZERO, HandshakeLimit::timeout);
+                    let fault = HandshakeFault::Silent(waited);
                     return Err(Error::Handshake {
                         name: name.to_string(),
                         fault,

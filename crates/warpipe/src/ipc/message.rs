@@ -7,7 +7,7 @@
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -21,6 +21,7 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::NoForkSection;
 use crate::fork::lifeline::Lifeline;
 use crate::ipc::Kind;
+use crate::ipc::client_handshake::HandshakeLimit;
 use crate::ipc::limits::PeerLimit;
 use crate::os::take_standard;
 use crate::runtime::closer::{PeerFd, peek, peer_of};
@@ -51,12 +52,13 @@ const FRAME_BYTES: usize = 8;
 /// Every message of a link's socket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
-    /// Subscriber, first: its generation, its device, and the kind of endpoint that it expects.
-    /// Descriptors: the lifeline.
+    /// Client or subscriber, first: the kind of endpoint that it expects, its device, and what the
+    /// endpoint's kind asks for. Descriptors: the lifeline.
     Hello {
         generation: [u8; 16],
-        device: DeviceId,
+        device: Option<DeviceId>,
         kind: Kind,
+        body: Vec<u8>,
     },
     /// Publisher: the link. Descriptors: the segment, the wake channel, the lifeline.
     Welcome {
@@ -78,14 +80,6 @@ pub(crate) enum Message {
     /// Publisher, instead of `Welcome`. Server, instead of `SessionOpened`, or before it ends a
     /// session.
     Refused { denied: bool, text: String },
-    /// Client, first: the kind of endpoint that it expects, and its request. Descriptors: the
-    /// lifeline.
-    OpenSession {
-        generation: [u8; 16],
-        device: Option<DeviceId>,
-        kind: Kind,
-        body: Vec<u8>,
-    },
     /// Server: the client is admitted. Descriptors: `fds`, and the lifeline.
     SessionOpened {
         generation: [u8; 16],
@@ -129,7 +123,6 @@ impl Message {
             Message::Attached => "Attached",
             Message::Close(_) => "Close",
             Message::Refused { .. } => "Refused",
-            Message::OpenSession { .. } => "OpenSession",
             Message::SessionOpened { .. } => "SessionOpened",
             Message::OtherKind { .. } => "OtherKind",
             Message::Request { .. } => "Request",
@@ -153,11 +146,8 @@ impl Message {
 
     /// Whether the sender's lifeline comes with the message, behind the message's own descriptors.
     pub(crate) fn is_first(&self) -> bool {
-        use Message::{Hello, OpenSession, SessionOpened, Welcome};
-        matches!(
-            self,
-            Hello { .. } | Welcome { .. } | OpenSession { .. } | SessionOpened { .. }
-        )
+        use Message::{Hello, SessionOpened, Welcome};
+        matches!(self, Hello { .. } | Welcome { .. } | SessionOpened { .. })
     }
 
     pub(crate) fn unexpected(&self, wanted: &'static str) -> HandshakeFault {
@@ -212,18 +202,17 @@ pub(crate) fn is_own(error: Errno) -> bool {
 
 /// Sends the first message of a connection. The listener may let no descriptors in before it has
 /// checked the peer (see [`Listener::set_wary`](crate::runtime::closer::Listener::set_wary)). So
-/// the message is sent again until the listener lets it in, replies, or `patience` is over.
+/// the message is sent again until the listener lets it in, replies, or `limit` is over.
 pub(crate) fn send_first(
     socket: BorrowedFd<'_>,
     message: &Message,
-    patience: Duration,
+    limit: &HandshakeLimit,
 ) -> std::result::Result<(), Errno> {
-    let start = Instant::now();
     let mut backoff = Backoff::default();
     loop {
         match send(socket, message, &[]) {
             Err(Errno::PERM)
-                if start.elapsed() < patience && !wait_readable(socket, Duration::ZERO) =>
+                if !limit.left().is_zero() && !wait_readable(socket, Duration::ZERO) =>
             {
                 backoff.pause()
             }

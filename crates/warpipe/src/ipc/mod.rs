@@ -9,6 +9,8 @@
 //! microseconds of the control thread's and the reactor's time. Fast paths use the shared
 //! [words](crate::shm::page).
 
+pub(crate) mod acceptor;
+pub(crate) mod client_handshake;
 pub(crate) mod domain;
 pub(crate) mod limits;
 pub(crate) mod message;

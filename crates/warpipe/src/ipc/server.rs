@@ -1,43 +1,37 @@
-//! The server side of sessions: accepts connections, admits clients and answers their requests.
+//! The server side of sessions: admits clients and answers their requests.
 //!
-//! A connection is handshaking, open, leaving or suspect. `on_disconnect` is called once for each
-//! admitted client, unless the server ends first. No call of the handler is made under the server's
-//! lock.
-
-mod accept;
+//! The [acceptor](super::acceptor) takes a connection through its handshake, and the handler's
+//! first reply admits its client. The connection is open then, later leaving or suspect.
+//! `on_disconnect` is called once for each admitted client, unless the server ends first. No call
+//! of the handler is made under the server's lock.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
 
 use rustix::io::Errno;
 
+use super::acceptor::{self, Acceptor, AcceptorOptions, ConnectionOwner, Hello, refusal};
 use super::{
-    AccessPolicy, Address, ClientInfo, Disconnected, FDS_MAX, Kind, NOTIFICATION, OutgoingReply,
+    AccessPolicy, Address, ClientInfo, Disconnected, FDS_MAX, NOTIFICATION, OutgoingReply,
     Rejection, RequestHandler,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
-use crate::ipc::domain::NameClaim;
-use crate::ipc::limits::{ConnectionQuota, QuotaPermit};
+use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message, Received};
-use crate::ipc::peer::{Peer, Process};
-use crate::runtime::closer::{PeerFd, PeerSocket};
-use crate::runtime::heartbeat::Uptime;
+use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Peer, Process};
+use crate::options::HANDSHAKE_TIMEOUT;
+use crate::runtime::closer::PeerSocket;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, new_generation};
 
-/// How long a handshake may take, counted only while this process runs.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Connections accepted, and messages of one client answered, before other sockets are served.
+/// Messages of one client answered before other sockets are served.
 const BATCH_MAX: usize = 16;
 
 /// How many batches of [`BATCH_MAX`] messages are read from the socket of a suspect client.
 const FINAL_READS_MAX: usize = 16;
 
-const LISTENER: u64 = 0;
 const SOCKET: u64 = 0;
 const PROVEN: u64 = 1;
 const SUSPECT: u64 = 2;
@@ -67,22 +61,26 @@ impl IpcServer {
             .claim(at.name, access_policy.is_open_to_others())?;
         let server_core = Arc::new_cyclic(|me: &Weak<ServerCore>| ServerCore {
             owner_process: OwnerProcess::current(),
-            name: at.name.to_string(),
-            kind: at.kind,
             generation: new_generation(),
-            quota: ConnectionQuota::new(access_policy.limits),
-            access_policy,
+            acceptor: Acceptor::new(
+                claim,
+                AcceptorOptions {
+                    name: at.name.to_string(),
+                    kind: at.kind,
+                    access_policy,
+                    handshake_timeout: HANDSHAKE_TIMEOUT,
+                    runs_on_control_thread: !handler.runs_on_reactor(),
+                },
+                &reactor,
+                me.clone(),
+            ),
             handler,
             me: me.clone(),
             reactor: reactor.clone(),
             connections: Mutex::default(),
-            next_id: AtomicU64::new(1),
-            listener_registration: Mutex::new(None),
-            is_listener_paused: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
-            claim,
         });
-        server_core.listen()?;
+        server_core.acceptor.listen()?;
         reactor.register_ticks(server_core.me.clone());
         Ok(IpcServer { server_core })
     }
@@ -103,61 +101,52 @@ impl Drop for IpcServer {
     }
 }
 
-/// One connection.
+/// The connection of one admitted client.
 struct Connection {
     /// Declared first: the registrations end before their descriptors are closed.
     registrations: Vec<Registration>,
     socket: Arc<PeerSocket>,
-    peer: Arc<Peer>,
+    peer: Peer,
+    client: ClientInfo,
     phase: ConnectionPhase,
-    /// Held from the `OpenSession` message on, and never read.
-    quota_permit: Option<QuotaPermit>,
+    /// Held, and never read.
+    _quota_permit: QuotaPermit,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ConnectionPhase {
-    /// The client has not sent `OpenSession`.
-    Handshaking {
-        clock: Uptime,
-    },
-    Open(ClientInfo),
+    /// The handler decides about the client.
+    Admitting,
+    Open,
     /// The client has closed gracefully.
-    Leaving(ClientInfo),
+    Leaving,
     /// The client's socket has closed without a graceful close.
-    Suspect(ClientInfo),
+    Suspect,
 }
 
 /// The part of a server that it shares with the reactor and its handler's callers.
 pub(crate) struct ServerCore {
     owner_process: OwnerProcess,
-    name: String,
-    kind: Kind,
     generation: [u8; 16],
-    access_policy: AccessPolicy,
+    acceptor: Arc<Acceptor>,
     handler: Arc<dyn RequestHandler>,
     me: Weak<ServerCore>,
     reactor: Arc<Reactor>,
     connections: Mutex<HashMap<u64, Connection>>,
-    quota: ConnectionQuota,
-    next_id: AtomicU64,
-    listener_registration: Mutex<Option<Registration>>,
-    /// This process is out of descriptors: the listener is not watched until the next tick.
-    is_listener_paused: AtomicBool,
     is_closed: AtomicBool,
-    claim: NameClaim,
 }
 
 impl std::fmt::Debug for ServerCore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ServerCore")
-            .field("name", &self.name)
-            .field("kind", &self.kind)
+            .field("acceptor", &self.acceptor)
             .finish_non_exhaustive()
     }
 }
 
 impl ServerCore {
     pub(crate) fn name(&self) -> &str {
-        &self.name
+        self.acceptor.name()
     }
 
     /// The generation of this claim of the name.
@@ -179,7 +168,7 @@ impl ServerCore {
     pub(crate) fn tell(&self, id: u64, reply: OutgoingReply) -> bool {
         let socket = match self.lock().get(&id) {
             Some(Connection {
-                phase: ConnectionPhase::Open(_),
+                phase: ConnectionPhase::Open,
                 socket,
                 ..
             }) => socket.clone(),
@@ -214,24 +203,9 @@ impl ServerCore {
         self.me.clone()
     }
 
-    fn listen(&self) -> Result<()> {
-        let watch =
-            self.reactor
-                .register(self.claim.listener.as_fd(), &self.watched(), LISTENER)?;
-        *self
-            .listener_registration
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = Some(watch);
-        Ok(())
-    }
-
     fn close(&self) {
         self.is_closed.store(true, Ordering::SeqCst);
-        self.claim.withdraw();
-        *self
-            .listener_registration
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = None;
+        self.acceptor.close();
         let connections = std::mem::take(&mut *self.lock());
         for connection in connections.values() {
             let _ = message::send(
@@ -239,6 +213,72 @@ impl ServerCore {
                 &Message::Close(CloseReason::Closed),
                 &[],
             );
+        }
+    }
+
+    /// Starts to watch for the death of a new client's process, and asks the handler for the reply
+    /// that admits the client.
+    fn admit(&self, connection: acceptor::Connection, hello: &Hello) {
+        let acceptor::Connection {
+            id,
+            peer,
+            socket,
+            quota_permit,
+        } = connection;
+        let signs = [
+            (DeathEvidence::Suspect, SUSPECT),
+            (DeathEvidence::Orphaned(ORPHAN_TIMEOUT), ORPHANED),
+            (DeathEvidence::Proven, PROVEN),
+        ];
+        let registrations: Result<Vec<Registration>> = signs
+            .into_iter()
+            .map(|(sign, kind)| peer.watch(sign, &self.watched(), tag(id, kind)))
+            .collect();
+        let client = ClientInfo {
+            id,
+            uid: peer.uid,
+            device: hello.device,
+        };
+        let registrations = match registrations {
+            Ok(registrations) => registrations,
+            Err(error) => return refuse(&socket, error),
+        };
+        let connection = Connection {
+            registrations,
+            socket: socket.clone(),
+            peer,
+            client: client.clone(),
+            phase: ConnectionPhase::Admitting,
+            _quota_permit: quota_permit,
+        };
+        self.lock().insert(id, connection);
+        let reply = match self.handler.on_connect(self, &client, &hello.body) {
+            Ok(reply) => reply,
+            Err(Rejection(reason)) => {
+                refuse(&socket, reason);
+                let rejected = self.lock().remove(&id);
+                return drop(rejected);
+            }
+        };
+        let message = Message::SessionOpened {
+            generation: self.generation,
+            body: reply.body,
+            fds: reply.fds.len().min(FDS_MAX) as u8,
+        };
+        // The connection is open before the client gets the reply, and under the lock the reply is
+        // sent before any notification. Whatever happens from here, `on_disconnect` is due.
+        let mut connections = self.lock();
+        if let Some(connection) = connections.get_mut(&id) {
+            connection.phase = ConnectionPhase::Open;
+        }
+        let sent = send_with(&socket, &message, &reply.fds);
+        drop(connections);
+        match sent {
+            Ok(()) => self.register_socket(id),
+            Err(error) => {
+                refuse(&socket, Error::os("sendmsg", "the admission", error));
+                self.on_end(id);
+            }
         }
     }
 
@@ -258,7 +298,7 @@ impl ServerCore {
                 }
             }
             Err(error) => {
-                refuse(socket.as_fd(), false, error);
+                refuse(&socket, error);
                 self.on_end(id);
             }
         }
@@ -270,17 +310,17 @@ impl ServerCore {
             let Some(socket) = self.socket_of(id) else {
                 return Next::Stop;
             };
-            match message::receive(socket.as_fd(), &self.name) {
+            match message::receive(socket.as_fd(), self.name()) {
                 Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::Message(message, fds)) => {
-                    if let Err(reason) = self.on_message(id, &socket, message, fds) {
-                        refuse(socket.as_fd(), false, reason);
+                Ok(Received::Message(message, _)) => {
+                    if let Err(Rejection(reason)) = self.on_message(id, &socket, message) {
+                        refuse(&socket, reason);
                         return self.on_end(id);
                     }
                 }
                 Ok(Received::End) => return self.on_end(id),
                 Err(error) => {
-                    refuse(socket.as_fd(), false, error);
+                    refuse(&socket, error);
                     return self.on_end(id);
                 }
             }
@@ -289,30 +329,12 @@ impl ServerCore {
     }
 
     /// Handles one message. An error ends the session.
-    fn on_message(
-        &self,
-        id: u64,
-        socket: &PeerSocket,
-        message: Message,
-        mut fds: Vec<PeerFd>,
-    ) -> Result<(), Rejection> {
-        let client = match self.lock().get(&id).map(|connection| &connection.phase) {
-            Some(ConnectionPhase::Open(client)) => Some(client.clone()),
-            _ => None,
+    fn on_message(&self, id: u64, socket: &PeerSocket, message: Message) -> Result<(), Rejection> {
+        let Some(client) = self.open_client(id) else {
+            return Err(Rejection("its session has ended".into()));
         };
-        match (message, client) {
-            (
-                Message::OpenSession {
-                    device, kind, body, ..
-                },
-                None,
-            ) => {
-                crate::os::let_descriptors_in(socket.as_fd(), false);
-                let lifeline = message::take_lifeline(&mut fds)?;
-                self.admit(id, socket, device, kind, &body, lifeline)
-            }
-            (Message::Hello { kind, .. }, None) => Err(self.is_other(socket, kind)),
-            (Message::Request { serial, body }, Some(client)) => {
+        match message {
+            Message::Request { serial, body } => {
                 let sent = match self.handler.on_request(self, &client, &body) {
                     Ok(OutgoingReply { body, fds }) => {
                         let message = Message::Reply {
@@ -333,50 +355,49 @@ impl ServerCore {
                 };
                 sent.map_err(|error| Rejection(format!("the answer could not be sent: {error}")))
             }
-            (Message::Close(_), Some(client)) => {
-                self.lock().get_mut(&id).into_iter().for_each(|connection| {
-                    connection.phase = ConnectionPhase::Leaving(client.clone())
-                });
+            Message::Close(_) => {
+                if let Some(connection) = self.lock().get_mut(&id) {
+                    connection.phase = ConnectionPhase::Leaving;
+                }
                 Ok(())
             }
-            (other, None) => Err(Rejection(other.unexpected("OpenSession").to_string())),
-            (other, Some(_)) => Err(Rejection(other.unexpected("Request or Close").to_string())),
+            other => Err(Rejection(other.unexpected("Request or Close").to_string())),
         }
+    }
+
+    /// The client of an open connection.
+    fn open_client(&self, id: u64) -> Option<ClientInfo> {
+        let connections = self.lock();
+        let connection = connections.get(&id)?;
+        (connection.phase == ConnectionPhase::Open).then(|| connection.client.clone())
     }
 
     /// Ends a connection: the client has closed its socket, or the server ends it.
     fn on_end(&self, id: u64) -> Next {
-        let open = match self.lock().get(&id).map(|connection| &connection.phase) {
-            Some(ConnectionPhase::Open(client)) => Some(client.clone()),
-            _ => None,
-        };
         // Without the lock, which every tick takes: the handler takes a lock of its own.
-        let holds = open.is_some_and(|client| self.handler.holds_anything(&client));
+        let holds = self
+            .open_client(id)
+            .is_some_and(|client| self.handler.holds_anything(&client));
         let mut connections = self.lock();
-        let Some(mut connection) = connections.remove(&id) else {
+        let Some(connection) = connections.get_mut(&id) else {
             return Next::Stop;
         };
         match connection.phase {
-            ConnectionPhase::Handshaking { .. } => {}
-            ConnectionPhase::Leaving(ref client) => {
-                drop(connections);
-                self.handler
-                    .on_disconnect(self, client, Disconnected::Closed);
-            }
-            ConnectionPhase::Suspect(_) => drop(connections.insert(id, connection)),
-            ConnectionPhase::Open(ref client) => {
-                let client = client.clone();
-                if !holds {
-                    drop(connections);
-                    self.handler
-                        .on_disconnect(self, &client, Disconnected::Closed);
-                    return Next::Stop;
-                }
-                connection.phase = ConnectionPhase::Suspect(client.clone());
+            ConnectionPhase::Admitting | ConnectionPhase::Suspect => {}
+            ConnectionPhase::Open if holds => {
+                connection.phase = ConnectionPhase::Suspect;
                 let _ = rustix::net::shutdown(&*connection.socket, rustix::net::Shutdown::Both);
-                connections.insert(id, connection);
+                let client = connection.client.clone();
                 drop(connections);
                 self.handler.on_suspect(self, &client);
+            }
+            ConnectionPhase::Open | ConnectionPhase::Leaving => {
+                let ended = connections.remove(&id);
+                drop(connections);
+                if let Some(Connection { client, .. }) = &ended {
+                    self.handler
+                        .on_disconnect(self, client, Disconnected::Closed);
+                }
             }
         }
         Next::Stop
@@ -394,32 +415,31 @@ impl ServerCore {
     /// The client's process has exited, and its device work may run for long. The handler rescues
     /// streams that wait for it.
     fn on_orphaned(&self, id: u64) -> Next {
-        let client = match self.lock().get(&id).map(|connection| &connection.phase) {
-            Some(
-                ConnectionPhase::Open(client)
-                | ConnectionPhase::Suspect(client)
-                | ConnectionPhase::Leaving(client),
-            ) => client.clone(),
-            _ => return Next::Stop,
-        };
-        self.handler.on_orphaned(self, &client);
+        let client = self
+            .lock()
+            .get(&id)
+            .map(|connection| connection.client.clone());
+        if let Some(client) = client {
+            self.handler.on_orphaned(self, &client);
+        }
         Next::Stop
     }
 
     fn on_death(&self, id: u64) -> Next {
-        let Some(connection) = self.lock().remove(&id) else {
-            return Next::Stop;
-        };
-        match &connection.phase {
-            ConnectionPhase::Handshaking { .. } => {}
-            ConnectionPhase::Open(client)
-            | ConnectionPhase::Suspect(client)
-            | ConnectionPhase::Leaving(client) => {
-                self.handler
-                    .on_disconnect(self, client, Disconnected::ProcessDied);
-            }
+        let dead = self.lock().remove(&id);
+        if let Some(Connection { client, .. }) = &dead {
+            self.handler
+                .on_disconnect(self, client, Disconnected::ProcessDied);
         }
         Next::Stop
+    }
+}
+
+impl ConnectionOwner for ServerCore {
+    fn on_connection(&self, connection: acceptor::Connection, hello: Hello) {
+        if !self.is_closed.load(Ordering::SeqCst) {
+            self.admit(connection, &hello);
+        }
     }
 }
 
@@ -432,12 +452,11 @@ impl EventSource for ServerCore {
         if !self.owner_process.is_current() || self.is_closed.load(Ordering::SeqCst) {
             return Next::Stop;
         }
-        match (tag, tag >> 2, tag & 3) {
-            (LISTENER, ..) => self.accept(),
-            (_, id, PROVEN) => self.on_death(id),
-            (_, id, SUSPECT) => self.on_suspect(id),
-            (_, id, ORPHANED) => self.on_orphaned(id),
-            (_, id, _) => self.on_socket(id),
+        match (tag >> 2, tag & 3) {
+            (id, PROVEN) => self.on_death(id),
+            (id, SUSPECT) => self.on_suspect(id),
+            (id, ORPHANED) => self.on_orphaned(id),
+            (id, _) => self.on_socket(id),
         }
     }
 
@@ -445,16 +464,7 @@ impl EventSource for ServerCore {
         if self.is_closed.load(Ordering::SeqCst) {
             return;
         }
-        if self.is_listener_paused.swap(false, Ordering::Relaxed) && self.listen().is_err() {
-            self.is_listener_paused.store(true, Ordering::Relaxed);
-        }
-        let is_late = |connection: &Connection| match &connection.phase {
-            ConnectionPhase::Handshaking { clock } => clock.ran() > HANDSHAKE_TIMEOUT,
-            _ => false,
-        };
-        self.lock().retain(|_, connection| !is_late(connection));
-        self.quota.release_closed();
-        self.claim.listener.look();
+        self.acceptor.tick();
         self.handler.on_server_tick(self, now_ns);
     }
 }
@@ -471,43 +481,6 @@ fn send_with(
     message::send(socket.as_fd(), message, &borrowed)
 }
 
-fn refuse(socket: BorrowedFd<'_>, denied: bool, reason: impl Into<Reason>) {
-    let _ = message::send(
-        socket,
-        &Message::Refused {
-            denied,
-            text: message::text(reason.into().0),
-        },
-        &[],
-    );
+fn refuse(socket: &PeerSocket, reason: impl ToString) {
+    let _ = message::send(socket.as_fd(), &refusal(false, reason), &[]);
 }
-
-/// The text of a refusal.
-struct Reason(String);
-
-impl From<&str> for Reason {
-    fn from(text: &str) -> Reason {
-        Reason(text.to_owned())
-    }
-}
-
-impl From<String> for Reason {
-    fn from(text: String) -> Reason {
-        Reason(text)
-    }
-}
-
-impl From<Rejection> for Reason {
-    fn from(rejection: Rejection) -> Reason {
-        Reason(rejection.0)
-    }
-}
-
-impl From<crate::Error> for Reason {
-    fn from(error: crate::Error) -> Reason {
-        Reason(error.to_string())
-    }
-}
-
-#[cfg(test)]
-mod tests;

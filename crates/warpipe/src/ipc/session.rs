@@ -23,9 +23,6 @@ use crate::ipc::message::{self, CloseReason, Message};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT};
 use crate::runtime::reactor::{EventSource, Reactor};
 
-/// How long the first reply is polled for before the thread sleeps.
-const SPIN: Duration = Duration::from_micros(200);
-
 /// A session at a server of this or another process. Dropping it closes the session gracefully.
 pub(crate) struct ClientSession {
     inner: Arc<SessionState>,
@@ -94,21 +91,9 @@ impl ClientSession {
         device: Option<DeviceId>,
         body: &[u8],
     ) -> Result<(ClientSession, IncomingReply)> {
-        let pending = PendingSession::begin(at, device, body, REPLY_TIMEOUT)?;
-        let start = Instant::now();
-        loop {
-            if let Some(admitted) = pending.hear()? {
-                return Ok(pending.enter(admitted));
-            }
-            let left = REPLY_TIMEOUT.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                return Err(pending.fault(HandshakeFault::Silent(REPLY_TIMEOUT)));
-            }
-            // A running server replies before this thread could fall asleep and be woken.
-            if start.elapsed() > SPIN {
-                message::wait_readable(pending.as_fd(), left);
-            }
-        }
+        let pending = PendingSession::begin(at, device, body, true)?;
+        let admitted = pending.wait()?;
+        Ok(pending.enter(admitted))
     }
 
     /// Starts to receive the server's notifications and its end. If the server has ended already,

@@ -272,7 +272,7 @@ impl DirectoryMonitor {
                 name: &name,
                 kind: Kind::Member,
             };
-            match PendingSession::begin(&at, None, &[], Duration::ZERO) {
+            match PendingSession::begin(&at, None, &[], false) {
                 Ok(call) => self.await_answer(name, call),
                 Err(Error::NoOwner { .. }) => self.clear(&name),
                 Err(_) => overlooked += 1,

@@ -14,14 +14,13 @@ mod unicast;
 pub(super) use unicast::Recipients;
 pub(crate) use unicast::{Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges};
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
 
 use self::history::PendingReplay;
 use self::send_turn::{SendTurn, SendTurns};
@@ -32,20 +31,17 @@ use crate::clock::{Stopwatch, now_ns};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
 use crate::ipc::domain::NameClaim;
-use crate::ipc::limits::{ConnectionQuota, QuotaPermit};
 use crate::ipc::message::{self, CloseReason, Message, Received};
-use crate::ipc::peer::{DeathEvidence, Peer, ProcessId};
+use crate::ipc::peer::{DeathEvidence, ProcessId};
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
 use crate::nvtx;
 use crate::pubsub::entry::{Description, Metadata};
-use crate::runtime::closer::PeerSocket;
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::heartbeat::Uptime;
-use crate::runtime::reactor::{
-    DropReadiness, EventSource, Next, Reactor, Registration, new_generation,
-};
+use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor, new_generation};
 use crate::shm::fence_words::FenceWords;
 use crate::stream::{Backoff, Stream};
 use crate::tensor::Layout;
@@ -59,21 +55,12 @@ const POLLS: u32 = 16_000;
 /// slice instead of a hang.
 const WAIT_SLICE: Duration = Duration::from_millis(50);
 
-/// The most connections without a `Hello` so far.
-const HANDSHAKES_MAX: usize = 64;
-
-const TOO_MANY_HANDSHAKES: &str = "too many connect and say nothing; try again";
-
-/// The most connections accepted in one reactor call.
-const ACCEPTED_AT_ONCE: usize = 32;
-
 /// How often the socket of a suspect peer is read, [`MESSAGES_AT_ONCE`] each time.
 const FINAL_READS_MAX: usize = 16;
 
 /// The most messages taken from one socket in one reactor call.
 const MESSAGES_AT_ONCE: usize = 16;
 
-const LISTENER: u64 = 0;
 const SOCKET: u64 = 0;
 const PROVEN: u64 = 1;
 const SUSPECT: u64 = 2;
@@ -101,9 +88,7 @@ pub(super) struct PublisherCore {
     fences: AtomicU64,
     /// All streams that have worked on the links or the fence words.
     streams: Arc<StreamSet>,
-    pending_handshakes: Mutex<HashMap<u64, PendingHandshake>>,
-    quota: ConnectionQuota,
-    next_id: AtomicU64,
+    pub(super) acceptor: Arc<Acceptor>,
     doorbell: LocalDoorbell,
     fence_words: FenceWords,
     /// The fence words' memory, for subscribers of a history.
@@ -111,10 +96,6 @@ pub(super) struct PublisherCore {
     /// Stores `ready` for subscribers that get a sample later, behind the sample's own signal. Only
     /// with an observer.
     forward_stream: Option<Stream>,
-    listener_registration: Mutex<Option<Registration>>,
-    /// The listener is not watched until the next tick.
-    is_listener_paused: AtomicBool,
-    claim: NameClaim,
 }
 
 pub(super) struct PublisherState {
@@ -171,17 +152,6 @@ pub(super) enum SendFailure {
     BeforePublish(Error),
     /// Subscribers have seen the sample. They see that it is lost, and they release the slot.
     AfterPublish(Error),
-}
-
-/// A connection before its `Hello`.
-struct PendingHandshake {
-    /// Declared first: the registration ends before the socket is closed.
-    watch: Registration,
-    clock: Uptime,
-    peer: Peer,
-    socket: Arc<PeerSocket>,
-    /// Set once the `Hello` has arrived.
-    quota_permit: Option<QuotaPermit>,
 }
 
 impl std::fmt::Debug for PublisherCore {
@@ -246,21 +216,27 @@ impl PublisherCore {
             turns: Arc::default(),
             fences: AtomicU64::new(0),
             streams: Arc::new(streams),
-            pending_handshakes: Mutex::default(),
-            quota: ConnectionQuota::new(options.shared.access.limits),
-            next_id: AtomicU64::new(1),
+            acceptor: Acceptor::new(
+                claim,
+                AcceptorOptions {
+                    name: name.clone(),
+                    kind: options.kind,
+                    access_policy: options.shared.access.clone(),
+                    handshake_timeout: options.shared.handshake_timeout,
+                    runs_on_control_thread: true,
+                },
+                &reactor,
+                me.clone(),
+            ),
             doorbell,
             fence_words,
             completions,
             forward_stream,
-            listener_registration: Mutex::new(None),
-            is_listener_paused: AtomicBool::new(false),
-            claim,
             options,
             name,
             device,
         });
-        core.listen()?;
+        core.acceptor.listen()?;
         reactor.register_ticks(core.me.clone());
         Ok(core)
     }
@@ -480,15 +456,7 @@ impl PublisherCore {
     /// of this process writes it any more. The `Close` messages are in their sockets when this
     /// returns, because the process may end then. Only the first call has an effect.
     pub(super) fn close(self: &Arc<PublisherCore>) {
-        self.claim.withdraw();
-        *self
-            .listener_registration
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = None;
-        self.pending_handshakes
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clear();
+        self.acceptor.close();
         let mut state = self.lock();
         if std::mem::replace(&mut state.closed, true) {
             return;

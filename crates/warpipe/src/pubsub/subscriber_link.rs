@@ -15,6 +15,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::PeerState;
+use crate::ipc::acceptor::Connection;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message};
 use crate::ipc::peer::Peer;
@@ -75,7 +76,7 @@ pub(super) struct SubscriberLink {
     dropped: u64,
     /// Its share of the publisher's connection limits.
     #[expect(dead_code, reason = "held, not used")]
-    quota_permit: Option<QuotaPermit>,
+    quota_permit: QuotaPermit,
     /// The generation that its `Hello` carried.
     pub(super) generation: [u8; 16],
     /// The positions that were taken back when it left.
@@ -89,9 +90,6 @@ pub(super) struct SubscriberLink {
 
 /// The parts of a new link, before the publisher's state contains it.
 pub(super) struct LinkParts {
-    peer: Peer,
-    socket: Arc<PeerSocket>,
-    quota_permit: Option<QuotaPermit>,
     ring: SenderRing,
     peer_doorbell: PeerDoorbell,
     segment_fd: CloseOnForkFd,
@@ -100,20 +98,11 @@ pub(super) struct LinkParts {
 
 impl LinkParts {
     /// Makes the segment and the wake channel.
-    pub(super) fn new(
-        device: &Device,
-        depth: u32,
-        generation: [u8; 16],
-        peer: Peer,
-        socket: Arc<PeerSocket>,
-    ) -> Result<LinkParts> {
+    pub(super) fn new(device: &Device, depth: u32, generation: [u8; 16]) -> Result<LinkParts> {
         let (segment, segment_fd) = Segment::create(device, depth, generation)?;
         let (peer_doorbell, their_wake) = PeerDoorbell::pair()?;
         let ring = SenderRing::new(Arc::new(segment));
         Ok(LinkParts {
-            peer,
-            socket,
-            quota_permit: None,
             ring,
             peer_doorbell,
             segment_fd,
@@ -121,36 +110,34 @@ impl LinkParts {
         })
     }
 
-    /// Attaches the permit that counts against the limits until the link is over.
-    pub(super) fn with_quota_permit(self, quota_permit: Option<QuotaPermit>) -> LinkParts {
-        LinkParts {
-            quota_permit,
-            ..self
-        }
-    }
-
     /// Sends `welcome` with the link's descriptors and every region so far, and closes this
     /// process's copies of the peer's descriptors. After a failure, drop the remains in the reaper:
     /// they hold registered memory.
     pub(super) fn welcome(
         self,
-        id: u64,
+        connection: Connection,
         policy: Policy,
         welcome: &Message,
         completions: Option<(u64, BorrowedFd<'_>)>,
         chunks: &[Chunk],
     ) -> Result<SubscriberLink, (Deferred, Errno)> {
         let fds = [self.segment_fd.as_fd(), self.their_wake.as_fd()];
-        if let Err(error) = message::send(self.socket.as_fd(), welcome, &fds) {
-            return Err((Box::new(self), error));
+        if let Err(error) = message::send(connection.socket.as_fd(), welcome, &fds) {
+            return Err((Box::new((self, connection)), error));
         }
+        let Connection {
+            id,
+            peer,
+            socket,
+            quota_permit,
+        } = connection;
         let mut link = SubscriberLink {
             id,
             phase: LinkPhase::Attaching,
             policy,
-            is_local: self.peer.is_own(),
-            is_foreign: self.peer.uid != rustix::process::geteuid().as_raw(),
-            peer: self.peer,
+            is_local: peer.is_own(),
+            is_foreign: peer.uid != rustix::process::geteuid().as_raw(),
+            peer,
             ring: self.ring,
             free: Cell::new(None),
             clock: Uptime::default(),
@@ -160,12 +147,12 @@ impl LinkParts {
             announced: 0,
             releases_seen: 0,
             dropped: 0,
-            quota_permit: self.quota_permit,
+            quota_permit,
             generation: [0; 16],
             untaken: Vec::new(),
             sleeps: false,
             peer_doorbell: Arc::new(self.peer_doorbell),
-            socket: self.socket,
+            socket,
             segment_fd: Some(self.segment_fd),
         };
         link.write_heartbeat(crate::clock::now_ns());

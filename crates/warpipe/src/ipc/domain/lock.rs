@@ -364,7 +364,12 @@ mod tests {
         ["a.sock", "a.lock"].into_iter().for_each(remove);
         let second = domain.claim(&name, false).unwrap();
         drop(first);
-        domain.connect(&name, Duration::ZERO).unwrap();
+        domain
+            .connect(
+                &name,
+                &crate::ipc::client_handshake::HandshakeLimit::new(Duration::ZERO),
+            )
+            .unwrap();
         assert!(matches!(
             domain.claim(&name, false),
             Err(Error::NameTaken { .. })

@@ -1,28 +1,25 @@
-//! A client's connection until the server has admitted it.
+//! A session until the server has admitted its client.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
-use std::time::Duration;
 
 use super::ClientSession;
 use super::state::SessionState;
 use crate::backend::DeviceId;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::OwnerProcess;
-use crate::ipc::message::{self, Message, Received};
+use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
+use crate::ipc::message::Message;
 use crate::ipc::peer::Peer;
-use crate::ipc::{Address, IncomingReply, Kind, NOTIFICATION, REPLY_TIMEOUT};
-use crate::runtime::closer::PeerSocket;
+use crate::ipc::{Address, IncomingReply, NOTIFICATION, REPLY_TIMEOUT};
+use crate::runtime::closer::PeerFd;
 use crate::runtime::reactor::{Reactor, new_generation};
 
-/// A connection that the server has not admitted yet.
+/// A session that the server has not opened yet.
 #[derive(Debug)]
 pub(crate) struct PendingSession {
-    socket: PeerSocket,
-    peer: Peer,
-    name: String,
-    kind: Kind,
+    handshake: ClientHandshake,
     reactor: Arc<Reactor>,
 }
 
@@ -34,102 +31,70 @@ pub(crate) struct Admitted {
 }
 
 impl PendingSession {
-    /// Connects and sends the client's `OpenSession`. Waits only while the server's backlog is
-    /// full, at most `patience`.
+    /// Connects and sends the client's `Hello`. The whole handshake takes at most
+    /// [`REPLY_TIMEOUT`]; `waits` for room in the server's backlog.
     pub(crate) fn begin(
         at: &Address<'_>,
         device: Option<DeviceId>,
         body: &[u8],
-        patience: Duration,
+        waits: bool,
     ) -> Result<PendingSession> {
-        let (name, kind) = (at.name.to_string(), at.kind);
+        let limit = HandshakeLimit::new(REPLY_TIMEOUT);
         let reactor = Reactor::of_process()?;
         let absent = |was_there| Error::NoOwner {
-            kind,
-            name: name.clone(),
+            kind: at.kind,
+            name: at.name.to_string(),
             was_there,
         };
-        let socket = at.domain.connect_or(at.name, patience, absent)?;
-        let peer = Peer::of(socket.as_fd(), &name)?;
-        if peer.uid != at.domain.owner() {
-            let detail = format!(
-                "uid {} listens in a domain of uid {}",
-                peer.uid,
-                at.domain.owner()
-            );
-            return Err(Error::AccessDenied { name, detail });
-        }
-        let hello = Message::OpenSession {
-            generation: new_generation(),
-            device,
-            kind,
-            body: body.to_vec(),
-        };
-        message::send_first(socket.as_fd(), &hello, REPLY_TIMEOUT)
-            .map_err(|error| Error::os("sendmsg", format!("the handshake with {name:?}"), error))?;
-        Ok(PendingSession {
-            socket,
-            peer,
-            name,
-            kind,
-            reactor,
-        })
+        let socket = at
+            .domain
+            .connect_or(at.name, waits.then_some(&limit), absent)?;
+        let handshake = ClientHandshake::new(at, socket, limit)?;
+        handshake.hello(new_generation(), device, body)?;
+        Ok(PendingSession { handshake, reactor })
     }
 
     /// Reads the server's reply; `None` while there is none.
     pub(crate) fn hear(&self) -> Result<Option<Admitted>> {
-        let name = &self.name;
-        match message::receive(self.socket.as_fd(), name)? {
-            Received::Message(
-                Message::SessionOpened {
-                    generation, body, ..
-                },
-                mut fds,
-            ) => {
-                let lifeline = message::take_lifeline(&mut fds);
-                lifeline
-                    .and_then(|lifeline| self.peer.adopt(lifeline))
-                    .map_err(|fault| self.fault(fault))?;
-                Ok(Some(Admitted {
-                    generation,
-                    incoming: IncomingReply { body, fds },
-                }))
-            }
-            Received::Message(Message::OtherKind { found }, _) => Err(Error::OtherKind {
-                name: name.clone(),
-                wanted: self.kind,
-                found: found.to_string(),
-            }),
-            Received::Message(Message::Refused { denied: true, text }, _) => {
-                Err(Error::AccessDenied {
-                    name: name.clone(),
-                    detail: text,
-                })
-            }
-            Received::Message(Message::Full { limit, max }, _) => {
-                Err(self.fault(HandshakeFault::Full { limit, max }))
-            }
-            Received::Message(Message::Refused { text, .. }, _) => Err(Error::Refused {
-                name: name.clone(),
-                text,
-            }),
-            Received::Message(Message::Close(_), _) | Received::End => {
-                Err(self.fault(HandshakeFault::Closed))
-            }
-            Received::Message(other, _) => Err(self.fault(other.unexpected("SessionOpened"))),
-            Received::Nothing => Ok(None),
-        }
+        let answer = self.handshake.receive().map_err(refused)?;
+        answer.map(|answer| self.admitted(answer)).transpose()
+    }
+
+    /// Waits for the server's reply.
+    pub(super) fn wait(&self) -> Result<Admitted> {
+        self.admitted(self.handshake.wait(|| false).map_err(refused)?)
+    }
+
+    fn admitted(&self, (message, mut fds): (Message, Vec<PeerFd>)) -> Result<Admitted> {
+        let Message::SessionOpened {
+            generation, body, ..
+        } = message
+        else {
+            return Err(self.handshake.fault(message.unexpected("SessionOpened")));
+        };
+        self.handshake.adopt_lifeline(&mut fds)?;
+        Ok(Admitted {
+            generation,
+            incoming: IncomingReply { body, fds },
+        })
     }
 
     pub(crate) fn enter(self, admitted: Admitted) -> (ClientSession, IncomingReply) {
+        let ClientHandshake {
+            socket,
+            peer,
+            name,
+            kind,
+            ..
+        } = self.handshake;
         let inner = Arc::new(SessionState {
             registrations: Mutex::default(),
             owner_process: OwnerProcess::current(),
-            name: self.name,
-            kind: self.kind,
-            peer: self.peer,
+            name,
+            kind,
+            peer,
             generation: admitted.generation,
-            socket: self.socket,
+            socket,
             observer: Mutex::new(None),
             is_graceful: AtomicBool::new(false),
             rejection: OnceLock::new(),
@@ -144,20 +109,24 @@ impl PendingSession {
 
     /// The server's process, as the kernel reports it.
     pub(crate) fn peer(&self) -> &Peer {
-        &self.peer
+        &self.handshake.peer
     }
+}
 
-    pub(super) fn fault(&self, fault: HandshakeFault) -> Error {
+/// The error for a client: a handler's refusal is an answer to what the client asks for.
+fn refused(error: Error) -> Error {
+    match error {
         Error::Handshake {
-            name: self.name.clone(),
-            fault,
-        }
+            name,
+            fault: HandshakeFault::Refused(text),
+        } => Error::Refused { name, text },
+        other => other,
     }
 }
 
 impl AsFd for PendingSession {
     /// Readable once the server has replied.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        self.handshake.as_fd()
     }
 }

@@ -1,204 +1,37 @@
-//! The control thread's work for a publisher: accepts subscribers, reads their sockets, detects
-//! their ends and frees the slots they held.
+//! The control thread's work for a publisher: makes the links of new subscribers, reads their
+//! sockets, detects their ends and frees the slots they held.
 
 use super::*;
-use crate::backend::DeviceId;
-use crate::fork::CloseOnForkFd;
-use crate::ipc::limits::eviction_candidate;
+use crate::ipc::acceptor::{Connection, ConnectionOwner, Hello, refusal};
 use crate::shm::segment::OpenError;
 
 impl PublisherCore {
-    /// Accepts connections, a limited number at a time. When descriptors run out, connections wait
-    /// in the backlog: the listener stays readable, so only the next tick watches it again.
-    fn accept(&self) -> Next {
-        use rustix::net::{SocketFlags, accept_with};
-        for _ in 0..ACCEPTED_AT_ONCE {
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            match CloseOnForkFd::open(|| accept_with(&self.claim.listener, flags)) {
-                Ok(socket) => self.begin_handshake(Arc::new(PeerSocket::from(socket))),
-                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
-                Err(_) => {
-                    self.is_listener_paused.store(true, Ordering::Relaxed);
-                    return Next::Stop;
-                }
-            }
-        }
-        Next::Keep
-    }
-
-    pub(super) fn listen(&self) -> Result<()> {
-        let watch = self
-            .reactor
-            .register(self.claim.listener.as_fd(), &self.me, LISTENER)?;
-        *self
-            .listener_registration
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = Some(watch);
-        Ok(())
-    }
-
-    fn listen_again(&self) {
-        if self.is_listener_paused.swap(false, Ordering::Relaxed)
-            && !self.lock().closed
-            && self.listen().is_err()
-        {
-            self.is_listener_paused.store(true, Ordering::Relaxed);
-        }
-    }
-
-    /// Checks the peer's credentials before a byte is read, and waits for its `Hello`.
-    fn begin_handshake(&self, socket: Arc<PeerSocket>) {
-        let peer = match Peer::of(socket.as_fd(), &self.name) {
-            Ok(peer) => peer,
-            Err(error) => return refuse(&socket, false, error),
+    /// Makes the link of a new subscriber and sends it.
+    fn attach(&self, connection: Connection, hello: &Hello) {
+        let socket = connection.socket.clone();
+        // Before `connection` is dropped, which shuts the socket down.
+        let refuse = |reason: &dyn std::fmt::Display| {
+            let _ = message::send(socket.as_fd(), &refusal(false, reason), &[]);
         };
-        if let Err((denied, reason)) = self.claim.listener.screen(socket.as_fd(), &peer, || {
-            self.options.shared.access.admits(peer.uid, peer.gid)
-        }) {
-            return refuse(&socket, denied, reason);
-        }
-        let mut pending_handshakes = self
-            .pending_handshakes
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if pending_handshakes.len() >= HANDSHAKES_MAX {
-            // Evicts the oldest connection without a message, so idle peers cannot exhaust the
-            // limit.
-            let crowd = pending_handshakes
-                .iter()
-                .map(|(id, handshake)| (*id, handshake.peer.uid));
-            eviction_candidate(crowd)
-                .and_then(|id| pending_handshakes.remove(&id))
-                .into_iter()
-                .for_each(|evicted| refuse(&evicted.socket, false, TOO_MANY_HANDSHAKES));
-        }
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        match self
-            .reactor
-            .register(socket.as_fd(), &self.me, tag(id, SOCKET))
-        {
-            Ok(watch) => drop(pending_handshakes.insert(
-                id,
-                PendingHandshake {
-                    watch,
-                    clock: Uptime::default(),
-                    peer,
-                    socket,
-                    quota_permit: None,
-                },
-            )),
-            Err(error) => refuse(&socket, false, error),
-        }
-    }
-
-    /// A pending handshake's socket is readable.
-    fn on_handshake(&self, id: u64) -> Next {
-        let mut pending_handshakes = self
-            .pending_handshakes
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let Some(handshake) = pending_handshakes.get(&id) else {
-            return Next::Stop;
-        };
-        let received = message::receive(handshake.socket.as_fd(), &self.name);
-        if matches!(received, Ok(Received::Nothing)) {
-            return Next::Keep;
-        }
-        let Some(mut handshake) = pending_handshakes.remove(&id) else {
-            return Next::Stop;
-        };
-        drop(pending_handshakes);
-        match received {
-            Ok(Received::Message(
-                Message::Hello {
-                    device,
-                    generation,
-                    kind,
-                },
-                mut fds,
-            )) if kind == self.options.kind => {
-                crate::os::let_descriptors_in(handshake.socket.as_fd(), false);
-                let adopted = message::take_lifeline(&mut fds)
-                    .and_then(|lifeline| handshake.peer.adopt(lifeline));
-                if let Err(fault) = adopted {
-                    refuse(&handshake.socket, false, fault);
-                    return Next::Stop;
-                }
-                match self.quota.take(&handshake.peer, &handshake.socket) {
-                    Ok(quota_permit) => handshake.quota_permit = Some(quota_permit),
-                    Err((limit, max)) => {
-                        let _ = message::send(
-                            handshake.socket.as_fd(),
-                            &Message::Full { limit, max },
-                            &[],
-                        );
-                        return Next::Stop;
-                    }
-                }
-                self.attach_soon(id, handshake, device, generation);
-            }
-            Ok(Received::Message(Message::Hello { .. } | Message::OpenSession { .. }, _)) => {
-                let message = Message::OtherKind {
-                    found: self.options.kind,
-                };
-                let _ = message::send(handshake.socket.as_fd(), &message, &[]);
-            }
-            Ok(Received::Message(other, _)) => {
-                refuse(&handshake.socket, false, other.unexpected("Hello"))
-            }
-            Ok(_) => {}
-            Err(Error::Handshake { fault, .. }) => refuse(&handshake.socket, false, fault),
-            Err(error) => refuse(&handshake.socket, false, error),
-        }
-        Next::Stop
-    }
-
-    /// Leaves the making of a link to the control thread: registering memory is a driver call and
-    /// may take long.
-    fn attach_soon(
-        &self,
-        id: u64,
-        handshake: PendingHandshake,
-        device: DeviceId,
-        generation: [u8; 16],
-    ) {
-        let core = self.this.clone();
-        let attach = move || {
-            if let Some(core) = core.upgrade() {
-                core.attach(id, handshake, device, generation);
-            }
-        };
-        self.reactor.run_on_control_thread(Box::new(attach));
-    }
-
-    /// Makes the link and sends it.
-    fn attach(&self, id: u64, handshake: PendingHandshake, device: DeviceId, generation: [u8; 16]) {
         let own = self.device.info().id;
-        let PendingHandshake {
-            watch,
-            peer,
-            socket,
-            quota_permit,
-            ..
-        } = handshake;
-        drop(watch);
+        let device = match (hello.device, hello.body.as_slice()) {
+            (Some(device), []) => device,
+            (_, body) => {
+                let bytes = body.len();
+                return refuse(&HandshakeFault::Garbled { bytes });
+            }
+        };
         if !share_memory(own, device) {
-            let fault = HandshakeFault::Device {
+            return refuse(&HandshakeFault::Device {
                 publisher: own.to_string(),
                 subscriber: device.to_string(),
-            };
-            return refuse(&socket, false, fault);
+            });
         }
-        let (policy, pid) = (self.options.policy_for(&peer), peer.pid);
-        let parts = match LinkParts::new(
-            &self.device,
-            self.options.depth,
-            self.generation,
-            peer,
-            socket.clone(),
-        ) {
-            Ok(parts) => parts.with_quota_permit(quota_permit),
-            Err(error) => return refuse(&socket, false, error),
+        let (id, pid) = (connection.id, connection.peer.pid);
+        let policy = self.options.policy_for(&connection.peer);
+        let parts = match LinkParts::new(&self.device, self.options.depth, self.generation) {
+            Ok(parts) => parts,
+            Err(error) => return refuse(&error),
         };
         let mut state = self.lock();
         let welcome = Message::Welcome {
@@ -213,14 +46,19 @@ impl PublisherCore {
             .completions
             .as_ref()
             .map(|fd| (self.fence_words.bytes(), fd.as_fd()));
-        let mut link = match parts.welcome(id, policy, &welcome, completions, state.arena.chunks())
-        {
+        let mut link = match parts.welcome(
+            connection,
+            policy,
+            &welcome,
+            completions,
+            state.arena.chunks(),
+        ) {
             Ok(link) if !state.closed => link,
             Ok(link) => return self.reactor.defer_drop(Box::new(link)),
             Err((remains, error)) => {
                 drop(state);
                 let context = format!("the link to process {pid}");
-                refuse(&socket, false, Error::os("sendmsg", context, error));
+                refuse(&Error::os("sendmsg", context, error));
                 return self.reactor.defer_drop(remains);
             }
         };
@@ -232,7 +70,7 @@ impl PublisherCore {
             sign(DeathEvidence::Proven, PROVEN),
         ) {
             link.registrations.extend([socket, suspect, proven]);
-            link.generation = generation;
+            link.generation = hello.generation;
             state.links.push(link);
         } else {
             self.reactor.defer_drop(Box::new(link));
@@ -432,6 +270,12 @@ impl PublisherCore {
     }
 }
 
+impl ConnectionOwner for PublisherCore {
+    fn on_connection(&self, connection: Connection, hello: Hello) {
+        self.attach(connection, &hello);
+    }
+}
+
 impl EventSource for PublisherCore {
     fn runs_on_control_thread(&self) -> bool {
         true
@@ -442,33 +286,20 @@ impl EventSource for PublisherCore {
             return Next::Stop;
         }
         let (id, kind) = (tag >> 2, tag & 3);
-        if tag == LISTENER {
-            return self.accept();
-        }
         if kind == SUSPECT {
             return self.on_suspect(id);
         }
         let mut state = self.lock();
         match kind {
             PROVEN => self.on_death(&mut state, id),
-            _ if state.find(id).is_some() => self.on_socket(state, id),
-            _ => {
-                drop(state);
-                self.on_handshake(id)
-            }
+            _ => self.on_socket(state, id),
         }
     }
 
     fn on_tick(&self, now_ns: u64) {
-        self.quota.release_closed();
-        self.claim.listener.look();
-        self.listen_again();
+        self.acceptor.tick();
         // Checked with every tick.
         let late = |clock: &Uptime| clock.ran() > self.options.shared.handshake_timeout;
-        self.pending_handshakes
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .retain(|_, handshake| !late(&handshake.clock));
         let mut state = self.lock();
         let is_late =
             |link: &mut SubscriberLink| link.phase == LinkPhase::Attaching && late(&link.clock);
@@ -486,15 +317,4 @@ impl EventSource for PublisherCore {
         self.evict_stalled(&mut state);
         self.reap_links(&mut state);
     }
-}
-
-fn refuse(socket: &PeerSocket, denied: bool, reason: impl ToString) {
-    let _ = message::send(
-        socket.as_fd(),
-        &Message::Refused {
-            denied,
-            text: message::text(reason),
-        },
-        &[],
-    );
 }

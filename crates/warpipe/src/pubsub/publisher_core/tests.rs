@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 use crate::backend::testing::{Holding, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
-use crate::ipc::domain::{Domain, EndpointName};
-use crate::runtime::reactor::EventSource;
+use crate::ipc::domain::Domain;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::{PeerState, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
@@ -199,26 +198,4 @@ fn a_publisher_that_is_dropped_completes_what_late_joiners_have_of_its_history()
     drop(go);
     assert_eq!(sample.to_vec(LONG).unwrap(), [7; 8]);
     sample.finish(LONG).unwrap();
-}
-
-#[test]
-fn a_newcomer_is_not_given_up_because_this_process_stood_still() {
-    let stage = Stage::new("frozen");
-    let builder = Publisher::builder("a")
-        .domain(&stage.domain)
-        .device(&stage.device);
-    let publisher = builder.handshake_timeout(LONG).build().unwrap();
-    let newcomer = stage
-        .domain
-        .connect(&EndpointName::new("a").unwrap(), LONG)
-        .unwrap();
-    let pending_handshakes = || publisher.core.pending_handshakes.lock().unwrap();
-    eventually("it is let in", || !pending_handshakes().is_empty());
-    // The other end was stopped, too; both continue and it sends its `Hello`.
-    pending_handshakes()
-        .values()
-        .for_each(|handshake| handshake.clock.freeze(2 * LONG));
-    publisher.core.on_tick(0);
-    assert_eq!(pending_handshakes().len(), 1);
-    drop(newcomer);
 }

@@ -1,4 +1,4 @@
-//! The subscriber's side of the handshake: sends `Hello`, receives the parts of the link and maps
+//! The subscriber's side of the handshake beyond `Hello`: receives the parts of the link and maps
 //! them.
 
 use std::os::fd::AsFd;
@@ -11,16 +11,15 @@ use super::PublisherLink;
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
-use crate::ipc::Kind;
+use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::message::{self, Message, Received};
-use crate::ipc::peer::Peer;
+use crate::ipc::message::Message;
+use crate::ipc::{Address, Kind};
 use crate::memory::arena::REGIONS_MAX;
 use crate::memory::region::Region;
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
-use crate::runtime::heartbeat::Uptime;
-use crate::runtime::reactor::{Reactor, TICK};
+use crate::runtime::reactor::Reactor;
 use crate::shm::fence_words::FenceWords;
 use crate::shm::segment::{OpenError, Segment};
 
@@ -59,59 +58,46 @@ pub(in crate::pubsub) struct ConnectOptions {
 impl ConnectOptions {
     /// Connects, shakes hands and maps everything. An error leaves nothing behind on either side.
     pub(in crate::pubsub) fn attach(&self) -> Result<Arc<PublisherLink>> {
-        let socket = self.domain.connect(&self.name, self.timeout)?;
-        self.shake_hands(socket, &AtomicBool::new(false))
+        let limit = HandshakeLimit::new(self.timeout);
+        let socket = self.domain.connect(&self.name, &limit)?;
+        self.shake_hands(socket, limit, &AtomicBool::new(false))
     }
 
     /// [`attach`](Self::attach) over a connected socket. Cancellation ends it early.
     pub(in crate::pubsub) fn shake_hands(
         &self,
         socket: PeerSocket,
+        limit: HandshakeLimit,
         is_cancelled: &AtomicBool,
     ) -> Result<Arc<PublisherLink>> {
         let reactor = Reactor::of_process()?;
-        let peer = Peer::of(socket.as_fd(), self.name.as_str())?;
-        if peer.uid != self.domain.owner() {
-            let detail = format!(
-                "uid {} listens in a domain of uid {}",
-                peer.uid,
-                self.domain.owner()
-            );
-            return Err(Error::AccessDenied {
-                name: self.name.to_string(),
-                detail,
-            });
-        }
         let SubscriberIdentity { kind, generation } = self.identity;
-        let (name, device, timeout) = (&self.name, &self.device, self.timeout);
-        let clock = Uptime::default();
-        let handshake = Handshake {
-            socket: &socket,
-            name: name.as_str(),
+        let at = Address {
+            domain: &self.domain,
+            name: &self.name,
             kind,
-            clock,
-            timeout,
+        };
+        let handshake = LinkHandshake {
+            client: ClientHandshake::new(&at, socket, limit)?,
+            device: &self.device,
             is_cancelled,
         };
-        handshake.hello(&Message::Hello {
-            generation,
-            device: device.info().id,
-            kind,
-        })?;
-        let mut welcome = handshake.welcome(device, &peer)?;
-        match handshake.settle(device, &mut welcome) {
+        let device = Some(self.device.info().id);
+        handshake.client.hello(generation, device, &[])?;
+        let mut welcome = handshake.welcome()?;
+        match handshake.settle(&mut welcome) {
             Ok(regions) => {
-                let orphan_timeout = self.orphan_timeout;
+                let ClientHandshake { socket, peer, .. } = handshake.client;
                 PublisherLink::assemble(
                     welcome,
                     regions,
-                    name,
-                    device,
+                    &self.name,
+                    &self.device,
                     &self.doorbell,
                     socket,
                     peer,
                     reactor,
-                    orphan_timeout,
+                    self.orphan_timeout,
                 )
             }
             Err(error) => {
@@ -124,106 +110,31 @@ impl ConnectOptions {
     }
 }
 
-/// The handshake, with a deadline.
-struct Handshake<'a> {
-    socket: &'a PeerSocket,
-    name: &'a str,
-    kind: Kind,
-    clock: Uptime,
-    timeout: Duration,
+/// The handshake with a publisher: receives the parts of the link and maps them.
+struct LinkHandshake<'a> {
+    client: ClientHandshake,
+    device: &'a Device,
     is_cancelled: &'a AtomicBool,
 }
 
-impl Handshake<'_> {
-    pub(super) fn fault(&self, fault: HandshakeFault) -> Error {
-        Error::Handshake {
-            name: self.name.to_string(),
-            fault,
-        }
+impl LinkHandshake<'_> {
+    fn fault(&self, fault: HandshakeFault) -> Error {
+        self.client.fault(fault)
     }
 
-    /// The remaining time, counted while this process runs.
-    fn left(&self) -> Duration {
-        self.timeout.saturating_sub(self.clock.ran())
-    }
-
-    pub(super) fn hello(&self, message: &Message) -> Result<()> {
-        let said = message::send_first(self.socket.as_fd(), message, self.left());
-        said.map_err(|error| {
-            Error::os(
-                "sendmsg",
-                format!("the handshake with {:?}", self.name),
-                error,
-            )
-        })
-    }
-
-    fn say(&self, message: &Message) -> Result<()> {
-        message::send(self.socket.as_fd(), message, &[]).or_else(|error| match error {
-            // A message that explains the refusal may be waiting to be read.
-            rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET => Ok(()),
-            other => Err(Error::os(
-                "sendmsg",
-                format!("the handshake with {:?}", self.name),
-                other,
-            )),
-        })
-    }
-
-    pub(super) fn receive(&self) -> Result<(Message, Vec<PeerFd>)> {
-        loop {
-            match message::receive(self.socket.as_fd(), self.name)? {
-                Received::Message(Message::Refused { denied: true, text }, _) => {
-                    return Err(Error::AccessDenied {
-                        name: self.name.to_string(),
-                        detail: text,
-                    });
-                }
-                Received::Message(Message::OtherKind { found }, _) => {
-                    let (name, found) = (self.name.to_string(), found.to_string());
-                    return Err(Error::OtherKind {
-                        name,
-                        wanted: self.kind,
-                        found,
-                    });
-                }
-                Received::Message(Message::Full { limit, max }, _) => {
-                    return Err(self.fault(HandshakeFault::Full { limit, max }));
-                }
-                Received::Message(Message::Refused { text, .. }, _) => {
-                    return Err(self.fault(HandshakeFault::Refused(text)));
-                }
-                Received::Message(Message::Close(_), _) | Received::End => {
-                    return Err(self.fault(HandshakeFault::Closed));
-                }
-                Received::Message(message, fds) => return Ok((message, fds)),
-                Received::Nothing => {
-                    let left = self.left();
-                    if left.is_zero() {
-                        return Err(self.fault(HandshakeFault::Silent(self.timeout)));
-                    }
-                    if self.is_cancelled.load(SeqCst) {
-                        return Err(self.fault(HandshakeFault::Closed));
-                    }
-                    message::wait_readable(self.socket.as_fd(), left.min(TICK));
-                }
-            }
-        }
+    fn receive(&self) -> Result<(Message, Vec<PeerFd>)> {
+        self.client.wait(|| self.is_cancelled.load(SeqCst))
     }
 
     /// Maps the announced memory and waits until samples are sent to this link.
-    pub(super) fn settle(
-        &self,
-        device: &Device,
-        welcome: &mut Welcome,
-    ) -> Result<Vec<Arc<Region>>> {
-        let mut regions = self.regions(device, welcome)?;
-        self.say(&Message::Attached)?;
-        self.admission(device, welcome, &mut regions)?;
+    fn settle(&self, welcome: &mut Welcome) -> Result<Vec<Arc<Region>>> {
+        let mut regions = self.regions(welcome)?;
+        self.client.send(&Message::Attached)?;
+        self.admission(welcome, &mut regions)?;
         Ok(regions)
     }
 
-    pub(super) fn welcome(&self, device: &Device, peer: &Peer) -> Result<Welcome> {
+    fn welcome(&self) -> Result<Welcome> {
         let (message, mut fds) = self.receive()?;
         let Message::Welcome {
             generation,
@@ -236,7 +147,7 @@ impl Handshake<'_> {
         else {
             return Err(self.fault(message.unexpected("Welcome")));
         };
-        let reader = device.info().id;
+        let reader = self.device.info().id;
         if owner.kind != reader.kind {
             let fault = HandshakeFault::Device {
                 publisher: owner.to_string(),
@@ -244,20 +155,20 @@ impl Handshake<'_> {
             };
             return Err(self.fault(fault));
         }
-        let lifeline = message::take_lifeline(&mut fds).map_err(|fault| self.fault(fault))?;
-        peer.adopt(lifeline).map_err(|fault| self.fault(fault))?;
+        self.client.adopt_lifeline(&mut fds)?;
         let Ok([memory, peer_doorbell]) = <[PeerFd; 2]>::try_from(fds) else {
             return Err(self.fault(HandshakeFault::Descriptors {
                 found: 0,
                 wanted: 2,
             }));
         };
-        let segment = Segment::open(device, memory.as_fd(), depth, generation).map_err(
-            |error| match error {
-                OpenError::Fault(fault) => self.fault(fault),
-                OpenError::Local(error) => error,
-            },
-        )?;
+        let segment =
+            Segment::open(self.device, memory.as_fd(), depth, generation).map_err(|error| {
+                match error {
+                    OpenError::Fault(fault) => self.fault(fault),
+                    OpenError::Local(error) => error,
+                }
+            })?;
         memory.approve();
         let peer_doorbell =
             PeerDoorbell::adopt(peer_doorbell).map_err(|fault| self.fault(fault))?;
@@ -272,31 +183,22 @@ impl Handshake<'_> {
         })
     }
 
-    pub(super) fn regions(
-        &self,
-        device: &Device,
-        welcome: &mut Welcome,
-    ) -> Result<Vec<Arc<Region>>> {
+    fn regions(&self, welcome: &mut Welcome) -> Result<Vec<Arc<Region>>> {
         let mut regions = Vec::new();
         while regions.len() < welcome.regions as usize {
             let (message, fds) = self.receive()?;
-            self.map(device, welcome, &mut regions, message, fds, "Region")?;
+            self.map(welcome, &mut regions, message, fds, "Region")?;
         }
         Ok(regions)
     }
 
     /// Waits until the publisher confirms that samples go to this link from now on, and maps the
     /// regions that it adds meanwhile: a subscriber that attaches before a send gets that sample.
-    pub(super) fn admission(
-        &self,
-        device: &Device,
-        welcome: &mut Welcome,
-        regions: &mut Vec<Arc<Region>>,
-    ) -> Result<()> {
+    fn admission(&self, welcome: &mut Welcome, regions: &mut Vec<Arc<Region>>) -> Result<()> {
         loop {
             match self.receive()? {
                 (Message::Attached, _) => return Ok(()),
-                (message, fds) => self.map(device, welcome, regions, message, fds, "Attached")?,
+                (message, fds) => self.map(welcome, regions, message, fds, "Attached")?,
             }
         }
     }
@@ -304,7 +206,6 @@ impl Handshake<'_> {
     /// Maps the memory of a message: a region, or the words of the history.
     fn map(
         &self,
-        device: &Device,
         welcome: &mut Welcome,
         regions: &mut Vec<Arc<Region>>,
         message: Message,
@@ -315,13 +216,13 @@ impl Handshake<'_> {
             Message::Region { id, bytes } => {
                 let (access, owner) = (welcome.access, welcome.owner);
                 regions.push(import(
-                    device,
+                    self.device,
                     (id, bytes),
                     regions.len(),
                     &fds,
                     access,
                     owner,
-                    self.name,
+                    &self.client.name,
                 )?);
             }
             Message::Completions { bytes } if welcome.completions.is_none() => {
@@ -331,7 +232,7 @@ impl Handshake<'_> {
                         wanted: 1,
                     }));
                 };
-                welcome.completions = Some(FenceWords::read(fd, bytes, self.name)?);
+                welcome.completions = Some(FenceWords::read(fd, bytes, &self.client.name)?);
             }
             other => return Err(self.fault(other.unexpected(wanted))),
         }

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::super::publisher_link::{ConnectOptions, PublisherLink};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::OwnerProcess;
+use crate::ipc::client_handshake::HandshakeLimit;
 use crate::ipc::domain::EndpointName;
 use crate::runtime::closer::PeerSocket;
 
@@ -36,7 +37,8 @@ impl ReconnectAttempt {
         let shared = Arc::new(AttemptResult::default());
         let (told, name) = (shared.clone(), connect_options.name.clone());
         let run = move || {
-            let result = connect_options.shake_hands(socket, &told.is_cancelled);
+            let limit = HandshakeLimit::new(connect_options.timeout);
+            let result = connect_options.shake_hands(socket, limit, &told.is_cancelled);
             told.end(result);
             connect_options.doorbell.ring();
         };

@@ -1,0 +1,384 @@
+//! The listening end of a name: accepts connections and takes each through its handshake.
+//!
+//! A peer is screened by the kernel's credentials before a byte is read, then sends its `Hello`
+//! with its lifeline, and is counted against the limits. Until then the connection is pending: few
+//! are, and each for a limited time. Then it goes to the [`ConnectionOwner`], a server of sessions
+//! or a publisher. The acceptor's events come on its owner's thread, and only the tick comes from
+//! another one. No call of the owner is made under the acceptor's lock.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with};
+
+use super::domain::NameClaim;
+use super::limits::{ConnectionQuota, QuotaPermit, eviction_candidate};
+use super::message::{self, Message, Received};
+use super::peer::Peer;
+use super::{AccessPolicy, Kind};
+use crate::backend::DeviceId;
+use crate::error::{Error, Result};
+use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::runtime::closer::PeerSocket;
+use crate::runtime::heartbeat::Uptime;
+use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
+
+/// The most connections without a `Hello` so far.
+const PENDING_MAX: usize = 64;
+
+/// The most connections accepted before other descriptors are served.
+const BATCH_MAX: usize = 16;
+
+/// The listener's tag. Pending connections have their numbers, from 1.
+const LISTENER: u64 = 0;
+
+/// The endpoint that gets the connections.
+pub(crate) trait ConnectionOwner: EventSource {
+    /// Takes a connection whose peer has sent its `Hello`. Its descriptor is not watched.
+    fn on_connection(&self, connection: Connection, hello: Hello);
+}
+
+/// A connection with a peer that may connect, counts against the limits, and whose death is known.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    /// Counted from 1 for each acceptor, never used again.
+    pub(crate) id: u64,
+    pub(crate) peer: Peer,
+    pub(crate) socket: Arc<PeerSocket>,
+    pub(crate) quota_permit: QuotaPermit,
+}
+
+/// A peer's first message, which has named the endpoint's kind.
+#[derive(Debug)]
+pub(crate) struct Hello {
+    pub(crate) generation: [u8; 16],
+    /// As the peer states it.
+    pub(crate) device: Option<DeviceId>,
+    pub(crate) body: Vec<u8>,
+}
+
+/// How an acceptor presents its endpoint.
+#[derive(Debug)]
+pub(crate) struct AcceptorOptions {
+    pub(crate) name: String,
+    pub(crate) kind: Kind,
+    pub(crate) access_policy: AccessPolicy,
+    /// How long a connection may be pending, counted only while this process runs.
+    pub(crate) handshake_timeout: Duration,
+    pub(crate) runs_on_control_thread: bool,
+}
+
+/// See the [module](self).
+pub(crate) struct Acceptor {
+    me: Weak<Acceptor>,
+    owner_process: OwnerProcess,
+    options: AcceptorOptions,
+    owner: Weak<dyn ConnectionOwner>,
+    reactor: Arc<Reactor>,
+    quota: ConnectionQuota,
+    next_id: AtomicU64,
+    state: Mutex<AcceptorState>,
+    claim: NameClaim,
+}
+
+#[derive(Default)]
+struct AcceptorState {
+    is_closed: bool,
+    /// `None` while this process is out of descriptors: the next tick watches the listener again.
+    listener: Option<Registration>,
+    pending: HashMap<u64, PendingConnection>,
+}
+
+/// A connection without a `Hello` so far.
+struct PendingConnection {
+    /// Declared first: the registration ends before the socket is closed.
+    registration: Registration,
+    clock: Uptime,
+    peer: Peer,
+    socket: Arc<PeerSocket>,
+}
+
+impl std::fmt::Debug for Acceptor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Acceptor")
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Acceptor {
+    /// An acceptor of this claim's connections, from [`listen`](Self::listen) on.
+    pub(crate) fn new(
+        claim: NameClaim,
+        options: AcceptorOptions,
+        reactor: &Arc<Reactor>,
+        owner: Weak<dyn ConnectionOwner>,
+    ) -> Arc<Acceptor> {
+        Arc::new_cyclic(|me| Acceptor {
+            me: me.clone(),
+            owner_process: OwnerProcess::current(),
+            quota: ConnectionQuota::new(options.access_policy.limits),
+            options,
+            owner,
+            reactor: reactor.clone(),
+            next_id: AtomicU64::new(1),
+            state: Mutex::default(),
+            claim,
+        })
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.options.name
+    }
+
+    pub(crate) fn kind(&self) -> Kind {
+        self.options.kind
+    }
+
+    /// Starts to accept connections. The owner calls [`tick`](Self::tick) from then on.
+    pub(crate) fn listen(&self) -> Result<()> {
+        let mut state = self.lock();
+        if state.is_closed || state.listener.is_some() {
+            return Ok(());
+        }
+        let listener = self.claim.listener.as_fd();
+        state.listener = Some(
+            self.reactor
+                .register(listener, &self.event_source(), LISTENER)?,
+        );
+        Ok(())
+    }
+
+    /// Withdraws the name and closes the pending connections.
+    pub(crate) fn close(&self) {
+        self.claim.withdraw();
+        let mut state = self.lock();
+        state.is_closed = true;
+        let ended = (state.listener.take(), std::mem::take(&mut state.pending));
+        drop(state);
+        drop(ended);
+    }
+
+    /// Called at each tick: closes the connections that have been pending for too long.
+    pub(crate) fn tick(&self) {
+        self.quota.release_closed();
+        self.claim.listener.look();
+        // If this process is still out of descriptors, the next tick tries again.
+        let _ = self.listen();
+        let limit = self.options.handshake_timeout;
+        self.lock()
+            .pending
+            .retain(|_, pending| pending.clock.ran() <= limit);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, AcceptorState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn event_source(&self) -> Weak<dyn EventSource> {
+        self.me.clone()
+    }
+
+    /// Accepts connections, a limited number at a time. When descriptors run out, connections wait
+    /// in the backlog. The listener stays readable then, so it is not watched until the next tick.
+    fn accept(&self) -> Next {
+        for _ in 0..BATCH_MAX {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            match CloseOnForkFd::open(|| accept_with(&self.claim.listener, flags)) {
+                Ok(socket) => self.begin(Arc::new(PeerSocket::from(socket))),
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
+                Err(_) => {
+                    self.lock().listener = None;
+                    return Next::Stop;
+                }
+            }
+        }
+        Next::Keep
+    }
+
+    /// Checks the peer's credentials before a byte is read. Most peers have sent their `Hello` by
+    /// then: to read it at once saves two thread switches.
+    fn begin(&self, socket: Arc<PeerSocket>) {
+        let peer = match Peer::of(socket.as_fd(), self.name()) {
+            Ok(peer) => peer,
+            Err(error) => return say(&socket, &refusal(false, error)),
+        };
+        let is_admitted = || self.options.access_policy.admits(peer.uid, peer.gid);
+        let screened = self
+            .claim
+            .listener
+            .screen(socket.as_fd(), &peer, is_admitted);
+        if let Err((denied, reason)) = screened {
+            return say(&socket, &refusal(denied, reason));
+        }
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        match self.hello(&peer, &socket) {
+            Ok(None) => self.wait_for_hello(id, peer, socket),
+            Ok(Some((hello, quota_permit))) => self.hand_over(
+                hello,
+                Connection {
+                    id,
+                    peer,
+                    socket,
+                    quota_permit,
+                },
+            ),
+            Err(refusal) => refusal.iter().for_each(|refusal| say(&socket, refusal)),
+        }
+    }
+
+    fn wait_for_hello(&self, id: u64, peer: Peer, socket: Arc<PeerSocket>) {
+        let registered = self
+            .reactor
+            .register(socket.as_fd(), &self.event_source(), id);
+        let registration = match registered {
+            Ok(registration) => registration,
+            Err(error) => return say(&socket, &refusal(false, error)),
+        };
+        let mut state = self.lock();
+        if state.is_closed {
+            return;
+        }
+        let evicted = if state.pending.len() >= PENDING_MAX {
+            // Evicts the oldest connection, so idle peers cannot exhaust the limit.
+            let crowd = state.pending.iter().map(|(id, it)| (*id, it.peer.uid));
+            eviction_candidate(crowd).and_then(|id| state.pending.remove(&id))
+        } else {
+            None
+        };
+        let pending = PendingConnection {
+            registration,
+            clock: Uptime::default(),
+            peer,
+            socket,
+        };
+        state.pending.insert(id, pending);
+        drop(state);
+        if let Some(evicted) = evicted {
+            let reason = "too many connect and say nothing; try again";
+            say(&evicted.socket, &refusal(false, reason));
+        }
+    }
+
+    /// A pending connection's socket is readable.
+    fn on_pending(&self, id: u64) -> Next {
+        // Taken out while it is read: a tick may not end it meanwhile.
+        let Some(pending) = self.lock().pending.remove(&id) else {
+            return Next::Stop;
+        };
+        match self.hello(&pending.peer, &pending.socket) {
+            Ok(None) => {
+                let mut state = self.lock();
+                if !state.is_closed {
+                    state.pending.insert(id, pending);
+                }
+                return Next::Keep;
+            }
+            Ok(Some((hello, quota_permit))) => {
+                let PendingConnection {
+                    registration,
+                    peer,
+                    socket,
+                    ..
+                } = pending;
+                drop(registration);
+                let connection = Connection {
+                    id,
+                    peer,
+                    socket,
+                    quota_permit,
+                };
+                self.hand_over(hello, connection);
+            }
+            Err(refusal) => refusal
+                .iter()
+                .for_each(|refusal| say(&pending.socket, refusal)),
+        }
+        Next::Stop
+    }
+
+    /// Reads the peer's `Hello`; `None` if it has not come yet. An error is the answer to a peer
+    /// that is refused, and nothing for one that has closed.
+    fn hello(
+        &self,
+        peer: &Peer,
+        socket: &Arc<PeerSocket>,
+    ) -> Result<Option<(Hello, QuotaPermit)>, Option<Message>> {
+        let refused = |reason: String| Some(refusal(false, reason));
+        let (message, mut fds) = match message::receive(socket.as_fd(), self.name()) {
+            Ok(Received::Nothing) => return Ok(None),
+            Ok(Received::End) => return Err(None),
+            Ok(Received::Message(message, fds)) => (message, fds),
+            Err(Error::Handshake { fault, .. }) => return Err(refused(fault.to_string())),
+            Err(error) => return Err(refused(error.to_string())),
+        };
+        let Message::Hello {
+            generation,
+            device,
+            kind,
+            body,
+        } = message
+        else {
+            return Err(refused(message.unexpected("Hello").to_string()));
+        };
+        if kind != self.kind() {
+            return Err(Some(Message::OtherKind { found: self.kind() }));
+        }
+        crate::os::let_descriptors_in(socket.as_fd(), false);
+        message::take_lifeline(&mut fds)
+            .and_then(|lifeline| peer.adopt(lifeline))
+            .map_err(|fault| refused(fault.to_string()))?;
+        let quota_permit = self
+            .quota
+            .take(peer, socket)
+            .map_err(|(limit, max)| Some(Message::Full { limit, max }))?;
+        let hello = Hello {
+            generation,
+            device,
+            body,
+        };
+        Ok(Some((hello, quota_permit)))
+    }
+
+    fn hand_over(&self, hello: Hello, connection: Connection) {
+        if let Some(owner) = self.owner.upgrade() {
+            owner.on_connection(connection, hello);
+        }
+    }
+}
+
+impl EventSource for Acceptor {
+    fn runs_on_control_thread(&self) -> bool {
+        self.options.runs_on_control_thread
+    }
+
+    fn on_ready(&self, tag: u64) -> Next {
+        if !self.owner_process.is_current() || self.lock().is_closed {
+            return Next::Stop;
+        }
+        match tag {
+            LISTENER => self.accept(),
+            id => self.on_pending(id),
+        }
+    }
+}
+
+/// The message that refuses a peer; `denied` if it is refused whenever it asks.
+pub(crate) fn refusal(denied: bool, reason: impl ToString) -> Message {
+    Message::Refused {
+        denied,
+        text: message::text(reason),
+    }
+}
+
+/// Sends a peer the last message of its connection.
+fn say(socket: &PeerSocket, message: &Message) {
+    let _ = message::send(socket.as_fd(), message, &[]);
+}
+
+#[cfg(test)]
+mod tests;

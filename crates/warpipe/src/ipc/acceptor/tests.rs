@@ -1,0 +1,131 @@
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use super::*;
+use crate::ipc::Address;
+use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::options::HANDSHAKE_TIMEOUT;
+use crate::stream::Backoff;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// Keeps its connections. All pending ones are too late while it takes one.
+struct Owner {
+    acceptor: Arc<Acceptor>,
+    connections: Mutex<Sender<Connection>>,
+}
+
+impl EventSource for Owner {
+    fn on_ready(&self, _: u64) -> Next {
+        Next::Stop
+    }
+}
+
+impl ConnectionOwner for Owner {
+    fn on_connection(&self, connection: Connection, _: Hello) {
+        self.acceptor.lock().pending.clear();
+        self.connections.lock().unwrap().send(connection).unwrap();
+    }
+}
+
+struct Scene {
+    folder: std::path::PathBuf,
+    domain: Domain,
+    name: EndpointName,
+    owner: Arc<Owner>,
+    connections: Receiver<Connection>,
+}
+
+impl Scene {
+    fn new(title: &str) -> Scene {
+        let folder = format!("warpipe-acceptor-{title}-{}", std::process::id());
+        let folder = std::env::temp_dir().join(folder);
+        let domain = Domain::at(&folder).unwrap();
+        let name = EndpointName::new("a").unwrap();
+        let claim = domain.claim(&name, false).unwrap();
+        let options = AcceptorOptions {
+            name: "a".into(),
+            kind: Kind::Timeline,
+            access_policy: AccessPolicy::default(),
+            handshake_timeout: HANDSHAKE_TIMEOUT,
+            runs_on_control_thread: false,
+        };
+        let (tx, connections) = channel();
+        let reactor = Reactor::of_process().unwrap();
+        let owner = Arc::new_cyclic(|me: &Weak<Owner>| Owner {
+            acceptor: Acceptor::new(claim, options, &reactor, me.clone()),
+            connections: Mutex::new(tx),
+        });
+        owner.acceptor.listen().unwrap();
+        Scene {
+            folder,
+            domain,
+            name,
+            owner,
+            connections,
+        }
+    }
+
+    /// A connection of this process that has sent nothing.
+    fn pending(&self) -> ClientHandshake {
+        let at = Address {
+            domain: &self.domain,
+            name: &self.name,
+            kind: Kind::Timeline,
+        };
+        let limit = HandshakeLimit::new(LONG);
+        let before = self.owner.acceptor.lock().pending.len();
+        let socket = self.domain.connect(&self.name, &limit).unwrap();
+        let mut backoff = Backoff::default();
+        while self.owner.acceptor.lock().pending.len() == before {
+            backoff.pause();
+        }
+        ClientHandshake::new(&at, socket, limit).unwrap()
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        self.owner.acceptor.close();
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+#[test]
+fn a_handshake_does_not_time_out_because_this_process_stood_still() {
+    let scene = Scene::new("frozen");
+    let client = scene.pending();
+    for pending in scene.owner.acceptor.lock().pending.values() {
+        pending.clock.freeze(100 * HANDSHAKE_TIMEOUT);
+    }
+    // The client stood still, too, and sends its `Hello` when both go on.
+    scene.owner.acceptor.tick();
+    assert_eq!(scene.owner.acceptor.lock().pending.len(), 1);
+    client.hello([7; 16], None, &[]).unwrap();
+    scene.connections.recv_timeout(LONG).unwrap();
+}
+
+#[test]
+fn a_connection_with_its_owner_is_ended_neither_by_a_tick_nor_by_an_eviction() {
+    let scene = Scene::new("owned");
+    let client = scene.pending();
+    let silent = scene.pending();
+    client.hello([7; 16], None, b"body").unwrap();
+    let connection = scene.connections.recv_timeout(LONG).unwrap();
+    let socket = connection.socket.as_fd();
+    message::send(socket, &Message::Attached, &[]).unwrap();
+    let (answer, _) = client.wait(|| false).unwrap();
+    assert_eq!(answer, Message::Attached);
+    assert!(silent.wait(|| false).is_err(), "it was too late");
+}
+
+#[test]
+fn an_acceptor_that_is_closed_takes_no_connection_that_comes_meanwhile() {
+    let scene = Scene::new("closed");
+    let client = scene.pending();
+    scene.owner.acceptor.close();
+    let limit = HandshakeLimit::new(Duration::ZERO);
+    assert!(scene.domain.connect(&scene.name, &limit).is_err());
+    assert!(client.wait(|| false).is_err());
+    assert!(scene.connections.try_recv().is_err());
+}

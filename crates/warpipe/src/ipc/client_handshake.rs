@@ -1,0 +1,225 @@
+//! The connecting end's side of a handshake, with a server of sessions or a publisher.
+//!
+//! One timeout covers all of it: the connection, the `Hello`, and every answer that the handshake
+//! waits for.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::message::{self, Message, Received};
+use super::peer::Peer;
+use super::{Address, Kind};
+use crate::backend::DeviceId;
+use crate::error::{Error, HandshakeFault, Result};
+use crate::runtime::closer::{PeerFd, PeerSocket};
+use crate::runtime::heartbeat::Uptime;
+use crate::runtime::reactor::TICK;
+
+/// How long an answer is polled for before the thread sleeps: a running server answers before this
+/// thread could fall asleep and be woken.
+const SPIN: Duration = Duration::from_micros(200);
+
+/// The time that a handshake has left, counted while this process runs.
+#[derive(Debug)]
+pub(crate) struct HandshakeLimit {
+    clock: Uptime,
+    timeout: Duration,
+}
+
+impl HandshakeLimit {
+    /// A limit that counts from now.
+    pub(crate) fn new(timeout: Duration) -> HandshakeLimit {
+        HandshakeLimit {
+            clock: Uptime::default(),
+            timeout,
+        }
+    }
+
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    pub(crate) fn left(&self) -> Duration {
+        self.timeout.saturating_sub(self.clock.ran())
+    }
+}
+
+/// A connection whose server has been screened and has not admitted this end yet.
+#[derive(Debug)]
+pub(crate) struct ClientHandshake {
+    pub(crate) socket: PeerSocket,
+    pub(crate) peer: Peer,
+    pub(crate) name: String,
+    pub(crate) kind: Kind,
+    limit: HandshakeLimit,
+}
+
+impl ClientHandshake {
+    /// Checks that the connected server belongs to the domain's owner.
+    pub(crate) fn new(
+        at: &Address<'_>,
+        socket: PeerSocket,
+        limit: HandshakeLimit,
+    ) -> Result<ClientHandshake> {
+        let (name, owner) = (at.name.to_string(), at.domain.owner());
+        let peer = Peer::of(socket.as_fd(), &name)?;
+        if peer.uid != owner {
+            let detail = format!("uid {} listens in a domain of uid {owner}", peer.uid);
+            return Err(Error::AccessDenied { name, detail });
+        }
+        Ok(ClientHandshake {
+            socket,
+            peer,
+            name,
+            kind: at.kind,
+            limit,
+        })
+    }
+
+    /// Sends this end's first message.
+    pub(crate) fn hello(
+        &self,
+        generation: [u8; 16],
+        device: Option<DeviceId>,
+        body: &[u8],
+    ) -> Result<()> {
+        let hello = Message::Hello {
+            generation,
+            device,
+            kind: self.kind,
+            body: body.to_vec(),
+        };
+        message::send_first(self.socket.as_fd(), &hello, &self.limit)
+            .map_err(|error| self.unsent(error))
+    }
+
+    /// Sends a later message. If the server has closed, its answer that says why can still be read.
+    pub(crate) fn send(&self, message: &Message) -> Result<()> {
+        match message::send(self.socket.as_fd(), message, &[]) {
+            Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
+            Err(error) => Err(self.unsent(error)),
+        }
+    }
+
+    fn unsent(&self, error: Errno) -> Error {
+        let context = format!("the handshake with {:?}", self.name);
+        Error::os("sendmsg", context, error)
+    }
+
+    /// The server's next message; `None` while there is none. One that ends the handshake is an
+    /// error.
+    pub(crate) fn receive(&self) -> Result<Option<(Message, Vec<PeerFd>)>> {
+        let name = || self.name.clone();
+        match message::receive(self.socket.as_fd(), &self.name)? {
+            Received::Nothing => Ok(None),
+            Received::End | Received::Message(Message::Close(_), _) => {
+                Err(self.fault(HandshakeFault::Closed))
+            }
+            Received::Message(Message::OtherKind { found }, _) => Err(Error::OtherKind {
+                name: name(),
+                wanted: self.kind,
+                found: found.to_string(),
+            }),
+            Received::Message(Message::Full { limit, max }, _) => {
+                Err(self.fault(HandshakeFault::Full { limit, max }))
+            }
+            Received::Message(Message::Refused { denied, text }, _) => Err(if denied {
+                Error::AccessDenied {
+                    name: name(),
+                    detail: text,
+                }
+            } else {
+                self.fault(HandshakeFault::Refused(text))
+            }),
+            Received::Message(message, fds) => Ok(Some((message, fds))),
+        }
+    }
+
+    /// Waits for the server's next message. Cancellation ends the handshake early.
+    pub(crate) fn wait(&self, is_cancelled: impl Fn() -> bool) -> Result<(Message, Vec<PeerFd>)> {
+        let start = Instant::now();
+        loop {
+            if let Some(received) = self.receive()? {
+                return Ok(received);
+            }
+            let left = self.limit.left();
+            if left.is_zero() {
+                return Err(self.fault(HandshakeFault::Silent(self.limit.timeout())));
+            }
+            if is_cancelled() {
+                return Err(self.fault(HandshakeFault::Closed));
+            }
+            if start.elapsed() > SPIN {
+                message::wait_readable(self.socket.as_fd(), left.min(TICK));
+            }
+        }
+    }
+
+    /// Takes the server's lifeline off the descriptors of its first message. From here on its death
+    /// is watched for.
+    pub(crate) fn adopt_lifeline(&self, fds: &mut Vec<PeerFd>) -> Result<()> {
+        message::take_lifeline(fds)
+            .and_then(|lifeline| self.peer.adopt(lifeline))
+            .map_err(|fault| self.fault(fault))
+    }
+
+    pub(crate) fn fault(&self, fault: HandshakeFault) -> Error {
+        Error::Handshake {
+            name: self.name.clone(),
+            fault,
+        }
+    }
+}
+
+impl AsFd for ClientHandshake {
+    /// Readable once the server has answered.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ipc::domain::{Domain, EndpointName};
+
+    #[test]
+    fn time_that_a_handshake_spent_to_connect_is_not_there_to_wait_for_an_answer() {
+        let folder = format!("warpipe-handshake-limit-{}", std::process::id());
+        let folder = std::env::temp_dir().join(folder);
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("a").unwrap(),
+        );
+        // No connection is accepted.
+        let claim = domain.claim(&name, false).unwrap();
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Publisher,
+        };
+        let limit = HandshakeLimit::new(2 * TICK);
+        while !limit.left().is_zero() {
+            std::thread::yield_now();
+        }
+        let socket = domain.connect(&name, &limit).unwrap();
+        let handshake = ClientHandshake::new(&at, socket, limit).unwrap();
+        handshake.hello([7; 16], None, &[]).unwrap();
+        let asked = std::cell::Cell::new(0);
+        let late = handshake
+            .wait(|| {
+                asked.set(asked.get() + 1);
+                false
+            })
+            .unwrap_err();
+        assert!(
+            matches!(late, Error::Handshake { fault: HandshakeFault::Silent(limit), .. } if limit == 2 * TICK),
+            "{late}"
+        );
+        assert_eq!(asked.get(), 0, "it waited once more");
+        drop(claim);
+        let _ = std::fs::remove_dir_all(folder);
+    }
+}
