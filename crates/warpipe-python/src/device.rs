@@ -2,17 +2,18 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyString;
-use warpipe::backend::DeviceKind;
+use warpipe::backend::{DeviceId, DeviceKind, cuda};
 
-use crate::errors::{Fault, in_python};
+use crate::errors::{Fault, Outcome, in_python};
 use crate::stream::imported;
 use crate::thread_exit;
 
 /// A device and the backend that drives it: a GPU (``cuDeviceGet``), or the host.
 ///
 /// ``Device()`` is the first GPU if there is one, else the host; ``Device("host")``,
-/// ``Device("cuda:1")`` ask for one. ``why`` says in words why it was taken. Everything that takes
-/// a device also takes these strings.
+/// ``Device("cuda:1")`` ask for one, and ``Device("GPU-...")`` for the one with this ``uuid``.
+/// ``why`` says in words why it was taken. Everything that takes a device also takes these strings,
+/// and a ``torch.device``. Pickled, a device is its ``uuid``.
 ///
 /// Raises ``DeviceError`` when there is no such device.
 #[pyclass(frozen, module = "warpipe", eq, hash)]
@@ -83,6 +84,9 @@ impl Device {
                 "\"host\", \"cuda\" or \"cuda:1\"",
             )
         };
+        if name.starts_with("GPU-") {
+            return Device::identified(name);
+        }
         let ordinal = match name.split_once(':') {
             _ if name == "host" || name == "cpu" => {
                 return Ok(Device::of(&warpipe::Device::host()));
@@ -93,6 +97,30 @@ impl Device {
         };
         let opened = Python::attach(|py| py.detach(|| warpipe::Device::cuda(ordinal)));
         Ok(Device::of(&opened.map_err(Fault::from)?))
+    }
+}
+
+impl Device {
+    /// The GPU of this process with a UUID, which is the same in every process.
+    fn identified(uuid: &str) -> PyResult<Device> {
+        let find = || -> Outcome<Option<warpipe::Device>> {
+            for ordinal in 0..cuda::device_count()? {
+                let id = DeviceId {
+                    kind: DeviceKind::Cuda,
+                    uuid: cuda::device_uuid(ordinal)?,
+                };
+                if id.to_string() == uuid {
+                    return Ok(Some(warpipe::Device::cuda(ordinal)?));
+                }
+            }
+            Ok(None)
+        };
+        let found = Python::attach(|py| py.detach(find))?;
+        let missing = || {
+            let next = "a GPU that this process sees; look at CUDA_VISIBLE_DEVICES";
+            Fault::argument("device", format!("{uuid:?}"), next)
+        };
+        Ok(Device::of(&found.ok_or_else(missing)?))
     }
 }
 
@@ -177,6 +205,10 @@ impl Device {
     #[getter]
     fn why(&self) -> &str {
         &self.why
+    }
+
+    fn __getnewargs__(&self) -> (String,) {
+        (self.uuid(),)
     }
 
     fn __repr__(&self) -> String {

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::errors::Fault;
 use crate::thread_exit;
@@ -12,13 +13,15 @@ use crate::thread_exit;
 /// ``Domain()`` is that of the environment: ``$WARPIPE_DOMAIN``, else ``$XDG_RUNTIME_DIR/warpipe``,
 /// else ``/run/user/UID/warpipe``, else ``/tmp/warpipe-UID``. ``Domain(path)`` creates a missing
 /// directory with mode 0700. With ``owner`` (a user id) the directory belongs to that user, and its
-/// names are trusted. Everything that takes a domain also takes a path.
+/// names are trusted. Everything that takes a domain also takes a path. Pickled, it is its path.
 ///
 /// Raises ``DomainError`` for a directory that cannot be trusted or used.
 #[pyclass(frozen, module = "warpipe")]
 #[derive(Debug)]
 pub struct Domain {
     pub inner: warpipe::Domain,
+    /// The `owner` that it was made with.
+    owner: Option<u32>,
 }
 
 impl Domain {
@@ -53,6 +56,7 @@ impl Domain {
         };
         Ok(Domain {
             inner: made.map_err(Fault::from)?,
+            owner,
         })
     }
 
@@ -77,6 +81,17 @@ impl Domain {
     fn clean(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         let cleaned = py.detach(|| self.inner.clean()).map_err(Fault::from)?;
         Ok(cleaned.iter().map(ToString::to_string).collect())
+    }
+
+    fn __getnewargs_ex__<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<((PathBuf,), Bound<'py, PyDict>)> {
+        let options = PyDict::new(py);
+        if let Some(owner) = self.owner {
+            options.set_item("owner", owner)?;
+        }
+        Ok(((self.path(),), options))
     }
 
     fn __repr__(&self) -> String {

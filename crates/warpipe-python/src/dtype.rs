@@ -2,6 +2,7 @@
 
 use std::sync::Mutex;
 
+use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyString, PyType};
 use warpipe::DType;
@@ -295,9 +296,15 @@ pub fn shape(found: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
 }
 
 fn dimension(found: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let length: i64 = found.extract()?;
-    u64::try_from(length)
-        .map_err(|_| Fault::layout(format!("a dimension of {length}; it must be 0 or more")).into())
+    let said = || Fault::layout(format!("a dimension of {found}; it must be 0 to 2^63 - 1"));
+    let length: i64 = found.extract().map_err(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(found.py()) {
+            said().into()
+        } else {
+            error
+        }
+    })?;
+    Ok(u64::try_from(length).map_err(|_| said())?)
 }
 
 /// The layout of a row-major tensor.

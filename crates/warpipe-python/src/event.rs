@@ -32,7 +32,7 @@ pub struct Recording {
 #[pymethods]
 impl Recording {
     fn __repr__(&self) -> String {
-        format!("{:?}", self.inner)
+        format!("Recording({})", self.inner)
     }
 }
 

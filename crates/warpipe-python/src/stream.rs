@@ -472,7 +472,8 @@ impl Consumers {
 /// The number of another framework's stream; `None` if the object is no stream.
 fn raw_of(found: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
     if found.is_instance_of::<PyInt>() {
-        return Ok(Some(found.extract()?));
+        let wrong = |_| Fault::argument("stream", found, "a raw CUstream, which is an address");
+        return Ok(Some(found.extract().map_err(wrong)?));
     }
     if let Ok(protocol) = found.getattr("__cuda_stream__") {
         let (_version, raw): (u32, usize) = if protocol.is_callable() {

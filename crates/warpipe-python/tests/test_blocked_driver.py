@@ -257,7 +257,7 @@ BEHIND = {
         "event = warpipe.Event.create(**both)",
         "first = event.record(stream=stream)", "event.record(stream=other)",
         "event.synchronize(30); assert event.check(event.record(stream=other)) in (True, False);"
-        "assert repr(event.record(stream=other)).endswith('count: 3 }')"),
+        "assert repr(event.record(stream=other)).startswith('Recording(3 of ')"),
 }
 
 INTERRUPTED = """

@@ -77,6 +77,23 @@ impl EndpointName {
         })
     }
 
+    /// [`new`](Self::new) for a name that others derive longer ones from: it is at most `limit`
+    /// bytes long, or `too_long` is the rule that it breaks.
+    pub(crate) fn of_at_most(
+        limit: usize,
+        name: &str,
+        too_long: &'static str,
+    ) -> Result<EndpointName> {
+        let checked = EndpointName::new(name)?;
+        if name.len() <= limit {
+            return Ok(checked);
+        }
+        Err(Error::Name {
+            name: name.to_owned(),
+            reason: too_long,
+        })
+    }
+
     /// The name.
     pub fn as_str(&self) -> &str {
         &self.0

@@ -8,12 +8,12 @@ use super::dispatcher::Dispatcher;
 use super::job_handle::{JobHandle, JobResult, into_result};
 use super::job_table::{JobTable, QueueRules};
 use super::loan::Loan;
-use super::results_name;
+use super::queue_name;
 use super::watch::QueueWatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
-use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::domain::Domain;
 use crate::options::{EndpointOptions, option_setters};
 use crate::pubsub::{Policy, Publisher, SubscriberChanges};
 use crate::runtime::doorbell::LocalDoorbell;
@@ -143,8 +143,7 @@ impl QueueBuilder {
     }
 
     fn check(&self) -> Result<()> {
-        EndpointName::new(&self.name)?;
-        results_name(&self.name, [0; 16])?;
+        queue_name(&self.name)?;
         if self.prefetch == 0 || self.prefetch > PREFETCH_MAX {
             return Err(Error::argument(
                 "prefetch",

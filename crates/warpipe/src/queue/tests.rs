@@ -548,3 +548,14 @@ fn a_wait_for_room_submits_nothing() {
     queue.wait_for_room(Duration::ZERO).unwrap();
     assert_eq!(queue.state().unwrap().waiting, 0);
 }
+
+#[test]
+fn a_name_that_is_too_long_for_a_queue_is_refused_as_it_was_given() {
+    let long = "x".repeat(57);
+    let refused = |built: Option<Error>| {
+        matches!(built, Some(Error::Name { name, reason })
+            if name == long && reason.contains("56 bytes"))
+    };
+    assert!(refused(Queue::builder(&long).build().err()));
+    assert!(refused(Worker::builder(&long).build().err()));
+}

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::client_prefix;
+use super::{client_prefix, service_name};
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -74,6 +74,7 @@ impl ClientBuilder {
     /// # Errors
     /// [`Error::Name`] (at most 40 bytes), and the others of [`QueueBuilder::build`].
     pub fn build(self) -> Result<Client> {
+        service_name(&self.service)?;
         let mut tries = 0;
         loop {
             let [a, b, c, d, ..] = new_generation();

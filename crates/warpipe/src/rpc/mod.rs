@@ -13,6 +13,18 @@ mod tests;
 pub use client::{Client, ClientBuilder, Pending};
 pub use server::{Request, Server, ServerBuilder};
 
+use crate::error::Result;
+use crate::ipc::domain::EndpointName;
+
+/// The longest name of a service: the names of its clients' queues are longer by 16 bytes.
+const SERVICE_NAME_BYTES_MAX: usize = 40;
+
+/// Checks the name of a service.
+fn service_name(name: &str) -> Result<EndpointName> {
+    let too_long = "it is longer than 40 bytes, the most for a service";
+    EndpointName::of_at_most(SERVICE_NAME_BYTES_MAX, name, too_long)
+}
+
 /// The prefix of the names of a service's clients.
 fn client_prefix(service: &str) -> String {
     format!("{service}/client-")

@@ -190,3 +190,20 @@ fn a_client_that_has_no_room_is_not_asked_again_at_once() {
     assert_eq!(server.attaching_count(), 0, "it tries as often as it can");
     drop((other, full));
 }
+
+#[test]
+fn a_name_that_is_too_long_for_a_service_is_refused_as_it_was_given() {
+    let fixture = RpcFixture::new("names");
+    let long = "x".repeat(41);
+    let refused = |built: Option<Error>| {
+        matches!(built, Some(Error::Name { name, reason })
+            if name == long && reason.contains("40 bytes"))
+    };
+    let (domain, device) = (&fixture.domain, &fixture.device);
+    let client = Client::builder(&long).domain(domain).device(device);
+    assert!(refused(client.build().err()));
+    let server = Server::builder(&long).domain(domain).device(device);
+    assert!(refused(server.build().err()));
+    let client = Client::builder(&long[1..]).domain(domain).device(device);
+    assert!(client.build().is_ok());
+}

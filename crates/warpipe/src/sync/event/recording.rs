@@ -1,5 +1,7 @@
 //! A recording of an event: its lane and its count there.
 
+use std::fmt;
+
 /// Selects the later of two recordings.
 pub(super) trait LatestRecording: Sized {
     fn max_by_time(self, other: Self) -> Self;
@@ -20,4 +22,11 @@ impl LatestRecording for Option<(u64, Recording)> {
 pub struct Recording {
     pub(super) lane: usize,
     pub(super) count: u64,
+}
+
+impl fmt::Display for Recording {
+    /// Its number among those of its recorder, and the recorder's place at the event.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of recorder {}", self.count, self.lane)
+    }
 }
