@@ -9,10 +9,11 @@ use warpipe::DType;
 use crate::device_arg::DeviceArg;
 use crate::{bench, demo, doctor, exit};
 
-/// Tensors in GPU memory, handed between processes without a copy.
+/// Hands tensors in GPU memory from one process to others of the same machine, without a copy
 ///
-/// Names live in a domain, which is a directory: $WARPIPE_DOMAIN, else $XDG_RUNTIME_DIR/warpipe,
-/// else /run/user/UID/warpipe, else /tmp/warpipe-UID.
+/// A publisher opens an endpoint under a name, and subscribers find it by that name. Names belong
+/// to a domain, which is a directory: $WARPIPE_DOMAIN if it is set, else $XDG_RUNTIME_DIR/warpipe,
+/// else /run/user/UID/warpipe, else /tmp/warpipe-UID. Without a GPU, tensors lie in host memory.
 #[derive(Debug, Parser)]
 #[command(name = "warpipe", version, after_help = exit::HELP, propagate_version = true)]
 pub struct Arguments {
@@ -28,8 +29,9 @@ pub enum Command {
     Doctor(DoctorArgs),
     Ls(LsArgs),
     Members(MembersArgs),
-    /// Measure the hand-over beside what the bare driver takes for the same, in the same run.
     Bench(bench::BenchArgs),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
     #[command(hide = true)]
     DemoPublisher(demo::ChildArgs),
     #[command(hide = true)]
@@ -40,93 +42,99 @@ pub enum Command {
     DoctorChild(doctor::ChildArgs),
 }
 
-/// Shows what warpipe is for: latency, throughput, and what the death of a process costs the others
+/// Shows what warpipe is for: latency, throughput, and recovery from the death of a process
 ///
-/// One publisher and several subscribers, each a process of its own, in a private temporary domain.
-/// There are four parts:
-/// 1. what a hand-over takes with one item in flight, and the same by bare words;
-/// 2. how much data becomes visible to all subscribers a second, every word checked on the device;
-/// 3. a subscriber is killed while it holds samples, and a new one takes its place;
-/// 4. the publisher is killed in the middle of a write, and a new one takes its place.
+/// Starts one publisher and several subscribers, each a process of its own, in a temporary domain.
+/// The demo has four parts:
+/// 1. It measures one hand-over with one tensor in flight, and the same with bare shared words.
+/// 2. It measures how much data per second all subscribers see; each word is checked on the device.
+/// 3. It kills a subscriber that holds samples, and starts a new one in its place.
+/// 4. It kills the publisher in the middle of a write, and starts a new one in its place.
 ///
-/// Every figure is what the processes reported (CLOCK_MONOTONIC). No byte of a tensor is copied on the
-/// way. A claim that does not hold is named, and the exit code is 1. Ctrl-C ends it cleanly.
+/// Every figure is what the processes reported, by CLOCK_MONOTONIC. No byte of a tensor is copied on
+/// the way. If a claim of the demo does not hold, the demo names it and the exit code is 1. Ctrl-C
+/// ends all processes and removes the domain.
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP, after_long_help = format!("{}\n\n{}", demo::JSON_HELP, exit::HELP))]
 #[command(verbatim_doc_comment)]
 pub struct DemoArgs {
-    /// Where the tensors live: auto (the first GPU, else the host), host, cuda or cuda:N
+    /// Device of the tensors: auto (the first GPU, else the host), host, cuda or cuda:N
     #[arg(long, default_value_t = DeviceArg::Auto)]
     pub device: DeviceArg,
-    /// How many processes receive
+    /// Number of subscribers, 1 to 32
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=32))]
     pub subscribers: u32,
-    /// Size of each tensor, in MiB
-    #[arg(long, value_name = "M", default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..=4096))]
+    /// Size of each tensor in MiB, 1 to 4096
+    #[arg(long, value_name = "MIB", default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..=4096))]
     pub megabytes: u64,
-    /// How long part 2 publishes, in seconds
-    #[arg(long, value_name = "S", default_value = "2", value_parser = seconds)]
+    /// Duration of part 2, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
     pub seconds: Duration,
-    /// Part 2 and the new publisher of part 4 stop after this many tensors, if not before
+    /// Ends part 2, and the new publisher's work in part 4, after this number of tensors; no limit
+    /// by default
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub items: Option<u64>,
-    /// One JSON object per line instead of text
+    /// Prints one JSON object per line instead of text
     #[arg(long)]
     pub json: bool,
-    /// Kill processes only while they have no work on the device, as where an MPS daemon answers
+    /// Kills processes only while they have no work on the device, as under MPS
     #[arg(long, hide = true)]
     pub idle: bool,
-    /// A fault on purpose, to see that it is named
+    /// Makes a fault, for the test that the demo reports it
     #[arg(long, hide = true)]
     pub plant: Option<demo::Plant>,
 }
 
-/// Publishes files as tensors, each as one sample
+/// Publishes files as tensors, one sample for each file
 ///
-/// .npy  NumPy arrays of bool, int8-64, uint8-64, float16-64, complex64-128; Fortran order becomes strides;
-///       big-endian data is turned into little-endian. V1, V2, V4 (as ml_dtypes saves) need --void-as.
-/// .png  height x width x channels: 1 gray, 2 gray and alpha, 3 RGB, 4 RGBA. uint8; uint16 for 16 bit files.
-///       Palettes and 1, 2, 4 bit samples are expanded.
-/// else  plain bytes.
+/// The type of a file follows from its name:
+///   .npy   a NumPy array of bool, int8 to int64, uint8 to uint64, float16 to float64, complex64 or
+///          complex128. Fortran order becomes strides; big-endian data becomes little-endian. Arrays
+///          of V1, V2 and V4, as ml_dtypes saves them, need --void-as.
+///   .png   a tensor of height x width x channels: 1 gray, 2 gray and alpha, 3 RGB, 4 RGBA. The
+///          elements are uint8, or uint16 for files of 16 bits. Palettes and samples of 1, 2 or 4
+///          bits are expanded.
+///   other  the plain bytes, as a tensor of uint8.
 ///
-/// All files are checked before the first is sent; a damaged one stops the command. The file's name goes along
-/// as the sample's metadata.
+/// All files are checked before the first one is sent; a damaged file stops the command. The name of
+/// the file is the metadata of its sample.
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP, verbatim_doc_comment)]
 pub struct PubArgs {
-    /// The endpoint's name, for example camera/front
+    /// Name of the endpoint, for example camera/front
     pub name: String,
-    /// What to publish
+    /// Files to publish, in this order
     #[arg(required = true)]
     pub files: Vec<PathBuf>,
-    /// Samples a second at most
+    /// Highest rate, in samples per second, 0.001 to 1000000; no limit by default
     #[arg(long, value_name = "HZ", value_parser = rate)]
     pub rate: Option<f64>,
-    /// Begin again after the last file, until interrupted
+    /// Publishes the files again and again, until interrupted
     #[arg(long = "loop")]
     pub repeat: bool,
-    /// Wait for this many subscribers before the first sample (0: do not wait)
+    /// Number of subscribers to wait for before the first sample; 0 does not wait
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub wait_subscribers: u32,
-    /// The longest wait, in seconds: for subscribers, for room, and for the device
-    #[arg(long, value_name = "S", default_value = "60", value_parser = seconds)]
+    /// Longest wait for subscribers, for room, and for the device, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub timeout: Duration,
-    /// What to do when a subscriber has no room
+    /// Action when a subscriber has no room for a sample
     #[arg(long, value_enum, default_value_t = PolicyName::Block)]
     pub policy: PolicyName,
-    /// How many samples a subscriber may have in flight
+    /// Number of samples that each subscriber may have in flight, 1 to 1024
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub depth: u32,
-    /// Read every file as plain bytes
+    /// Reads every file as plain bytes
     #[arg(long)]
     pub raw: bool,
-    /// What the elements of .npy files are that call them V1, V2 or V4: bfloat16, float8_e4m3fn, complex32, ...
+    /// Element type of .npy files of V1, V2 or V4: bfloat16, float8_e4m3fn, complex32, ...; without
+    /// it such files are refused
     #[arg(long, value_name = "DTYPE", value_parser = dtype)]
     pub void_as: Option<DType>,
-    /// Where the tensors live: auto, host, cuda or cuda:N
+    /// Device of the tensors: auto (the first GPU, else the host), host, cuda or cuda:N
     #[arg(long, default_value_t = DeviceArg::Auto)]
     pub device: DeviceArg,
-    /// One JSON object per sample instead of lines
+    /// Prints one JSON object per sample instead of text
     #[arg(long)]
     pub json: bool,
 }
@@ -134,87 +142,131 @@ pub struct PubArgs {
 /// What a publisher does with a subscriber that has no room.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum PolicyName {
-    /// Wait for it, at most --timeout
+    /// Waits for room, at most --timeout
     Block,
-    /// Take back the oldest sample that it has not taken
+    /// Takes back the oldest sample that the subscriber has not received
     DropOldest,
-    /// Leave it out of this sample
+    /// Does not send this sample to the subscriber
     DropNewest,
-    /// End with an error
+    /// Ends the command with an error
     Fail,
 }
 
-/// Receives tensors, and saves them if asked to
+/// Receives tensors, and saves them with --save
 ///
-/// Prints a line for each: sequence, type, shape, bytes, latency, file name.
+/// Prints one line for each sample: sequence number, element type, shape, size in bytes, latency and
+/// file name.
 ///
-/// With --save, tensors become .npy files, bit for bit what was published, and files that were published as plain
-/// bytes become those bytes again. Types that NumPy lacks are saved as ml_dtypes saves them: bfloat16 as '<V2',
-/// float8 types as '<V1', complex32 as '<V4'. Strides other than row- or column-major are
-/// gathered into row-major order. A file's name is its sequence number and what is harmless of the name that the
-/// publisher sent; nothing is written outside DIR, and no file is overwritten: a taken name gets -2, -3, ...
+/// With --save, each tensor becomes a .npy file with the bits that were published; a file that was
+/// published as plain bytes becomes a file with those bytes. Element types that NumPy lacks are saved
+/// as ml_dtypes saves them: bfloat16 as '<V2', float8 types as '<V1', complex32 as '<V4'. Strides
+/// that are neither row-major nor column-major are gathered into row-major order. The name of a file
+/// is its sequence number and the harmless characters of the name that the publisher sent. Nothing
+/// is written outside DIR and no file is overwritten: a name that exists gets -2, -3, ...
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct SubArgs {
-    /// The endpoint's name, for example camera/front
+    /// Name of the endpoint, for example camera/front
     pub name: String,
-    /// End after this many samples; without it, when the publisher ends
+    /// Ends after this number of samples; by default when the publisher ends
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub count: Option<u64>,
-    /// Save each sample in this directory
+    /// Saves each sample in this directory; by default nothing is saved
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,
-    /// The longest wait, in seconds: for the publisher, and for each sample
-    #[arg(long, value_name = "S", default_value = "60", value_parser = seconds)]
+    /// Longest wait for the publisher, and for each sample, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     pub timeout: Duration,
-    /// When the publisher ends or dies, wait for the next one of that name
+    /// Waits for the next publisher of that name when the publisher ends or dies
     #[arg(long)]
     pub reconnect: bool,
-    /// Where to read: auto, host, cuda or cuda:N; it must reach the publisher's memory
+    /// Device that reads the tensors: auto, host, cuda or cuda:N; it must reach the publisher's
+    /// memory
     #[arg(long, default_value_t = DeviceArg::Auto)]
     pub device: DeviceArg,
-    /// One JSON object per sample instead of lines
+    /// Prints one JSON object per sample instead of text
     #[arg(long)]
     pub json: bool,
 }
 
-/// Finds out, by doing it, what works on this machine
+/// Checks each feature of warpipe on this machine by using it
 ///
-/// Tries everything that warpipe needs on every device, and says what to do about what does not work.
-/// Each verdict is `ok`, `no` (not there, and nothing is broken) or `failed`. Ends well if at least one backend works
-/// completely; a machine without a GPU is no error.
+/// Checks the host and each GPU, and says what to do about each failure. A verdict is `ok`, `no`
+/// (the feature is absent and nothing is broken) or `failed`. The exit code is 0 if at least one
+/// backend works completely; a machine without a GPU is no error.
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct DoctorArgs {
-    /// One JSON object per check, and one for the summary
+    /// Prints one JSON object per check and one for the summary, instead of text
     #[arg(long)]
     pub json: bool,
 }
 
-/// Lists the names in the domain and who holds them
+/// Lists the names in the domain, and the process that holds each
+///
+/// A name whose process has died is listed as stale until another process takes it.
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct LsArgs {
-    /// One JSON object per name
+    /// Prints one JSON object per name instead of text
     #[arg(long)]
     pub json: bool,
 }
 
-/// Lists the members of the domain: who they are, and whether they are alive
+/// Lists the members of the domain and their states
 ///
-/// A member is a process that has joined the domain under a name, with a role. `stalled` is one whose heartbeat is older
-/// than 900 ms: stopped, hung, or starved of the CPU. `suspect` is one whose connection has closed without a goodbye and
-/// whose death is not proven yet. With --follow, changes are printed as they come, until interrupted: joined, stalled,
-/// recovered, left, died. Nothing is removed from the domain.
+/// A member is a process that has joined the domain under a name, with a role. The state `stalled`
+/// means that its heartbeat is older than 900 ms: the process is stopped, hangs, or lacks CPU time.
+/// The state `suspect` means that its connection ended without a graceful close and its death is not
+/// proven yet. With --follow, each change is printed until the command is interrupted: joined,
+/// stalled, recovered, left, died. The command changes nothing in the domain.
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct MembersArgs {
-    /// Go on after the list, and print each change
+    /// Prints each change after the list, until interrupted
     #[arg(long)]
     pub follow: bool,
-    /// One JSON object per member, or per change
+    /// Prints one JSON object per member or change instead of text
     #[arg(long)]
     pub json: bool,
+}
+
+/// Prints a completion script for a shell
+///
+/// For one session of bash: source <(warpipe completions bash). To keep it, write the output to
+/// ~/.local/share/bash-completion/completions/warpipe (bash), to a file _warpipe in a directory of
+/// $fpath (zsh), or to ~/.config/fish/completions/warpipe.fish (fish).
+#[derive(Debug, Args)]
+#[command(after_help = exit::HELP)]
+pub struct CompletionsArgs {
+    /// The shell
+    #[arg(value_enum)]
+    pub shell: CompletionShell,
+}
+
+/// A shell with a completion script.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum CompletionShell {
+    /// GNU Bash
+    Bash,
+    /// The Z shell
+    Zsh,
+    /// The fish shell
+    Fish,
+}
+
+/// Prints a manual page
+///
+/// The page is in roff: warpipe man | man -l -
+#[derive(Debug, Args)]
+#[command(after_help = exit::HELP)]
+pub struct ManArgs {
+    /// The subcommand that the page describes; by default the page describes warpipe itself
+    #[arg(conflicts_with = "out")]
+    pub subcommand: Option<String>,
+    /// Writes the pages of warpipe and of all its subcommands into this directory instead
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

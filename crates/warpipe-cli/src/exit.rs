@@ -1,7 +1,6 @@
 //! How the command ends: one exit code per kind of ending, stated in `--help`.
 
 use std::io;
-use std::process::ExitCode;
 
 use warpipe::Error;
 
@@ -10,15 +9,15 @@ use crate::source::InputError;
 /// For `--help`.
 pub const HELP: &str = "\
 Exit codes:
-  0    done, everything right
-  1    a check failed: wrong or lost data, a process that ended badly, no working backend
-  2    wrong usage, a name that no endpoint may have, a domain that cannot be used
-  3    nobody there: a wait ran out
-  4    the peer has gone before the work was done
+  0    success
+  1    a check failed: wrong or lost data, a process that failed, or no working backend
+  2    wrong usage, an invalid or taken name, or a domain that cannot be used
+  3    no peer: a wait timed out
+  4    the peer closed or died before the work was done
   5    an input file is damaged or unreadable; nothing of it was published
   6    the device or its driver failed
-  7    the operating system refused something (descriptors, files, sockets)
-  130  interrupted";
+  7    the operating system refused a call (descriptors, files, sockets)
+  130  interrupted by SIGINT or SIGTERM";
 
 /// An ending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,12 +32,6 @@ pub enum Exit {
     Device = 6,
     System = 7,
     Interrupted = 130,
-}
-
-impl From<Exit> for ExitCode {
-    fn from(exit: Exit) -> ExitCode {
-        ExitCode::from(exit as u8)
-    }
 }
 
 /// A fault in what the user asked for.

@@ -1,19 +1,61 @@
 //! This program again, as a child: started, watched and always reaped.
 
+use std::ffi::OsString;
 use std::io;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, getppid, pidfd_open};
 
+/// How a child process starts the command `warpipe` again.
+#[derive(Debug, Clone)]
+pub struct Program {
+    path: OsString,
+    name: OsString,
+    arguments: Vec<OsString>,
+}
+
+impl Program {
+    /// The executable of this process, which is the command itself.
+    pub fn this_executable() -> Program {
+        Program {
+            // Not the path that this was started by: it may lead elsewhere by now.
+            path: "/proc/self/exe".into(),
+            name: "warpipe".into(),
+            arguments: Vec::new(),
+        }
+    }
+
+    /// An interpreter, and the arguments that come before the command line.
+    pub fn interpreter(path: OsString, arguments: Vec<OsString>) -> Program {
+        Program {
+            // An interpreter finds its libraries by this name.
+            name: path.clone(),
+            path,
+            arguments,
+        }
+    }
+}
+
+static PROGRAM: OnceLock<Program> = OnceLock::new();
+
+/// Says how [`this_program`] starts a child. The first call of the process counts.
+pub fn set_program(program: Program) {
+    let _ = PROGRAM.set(program);
+}
+
 /// A command that runs this very program, in a process group of its own: a Ctrl-C on the terminal
 /// is for the parent, which then ends its children in order.
 pub fn this_program() -> Command {
-    // Not the path that this was started by: it may lead elsewhere by now.
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("warpipe").process_group(0);
+    let program = PROGRAM.get_or_init(Program::this_executable);
+    let mut command = Command::new(&program.path);
+    command
+        .arg0(&program.name)
+        .args(&program.arguments)
+        .process_group(0);
     command
 }
 

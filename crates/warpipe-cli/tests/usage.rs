@@ -18,10 +18,13 @@ fn every_command_explains_itself_and_its_exit_codes() {
         &["doctor", "--help"],
         &["ls", "--help"],
         &["members", "--help"],
+        &["bench", "--help"],
+        &["completions", "--help"],
+        &["man", "--help"],
     ] {
         let ended = world.run(arguments);
         assert_eq!(ended.code, Some(0), "{arguments:?}");
-        for code in ["0    done", "3    nobody there", "130  interrupted"] {
+        for code in ["0    success", "3    no peer", "130  interrupted"] {
             assert!(
                 ended.out.contains(code),
                 "{arguments:?} does not say {code:?}"
@@ -55,6 +58,93 @@ fn every_command_explains_itself_and_its_exit_codes() {
         !help.contains("demo-publisher") && !help.contains("doctor-child"),
         "inner commands stay inside"
     );
+}
+
+/// Every subcommand that `--help` lists.
+fn subcommands(world: &World) -> Vec<String> {
+    let help = world.run(&["--help"]).out;
+    let listed = help
+        .lines()
+        .skip_while(|line| *line != "Commands:")
+        .skip(1)
+        .take_while(|line| !line.is_empty())
+        .filter_map(|line| line.split_whitespace().next());
+    let names: Vec<String> = listed.map(str::to_owned).collect();
+    assert!(names.len() > 8 && names.contains(&"pub".to_owned()));
+    names
+}
+
+#[test]
+fn each_shell_completes_every_subcommand_and_no_inner_one() {
+    let world = World::new();
+    for shell in ["bash", "zsh", "fish"] {
+        let script = world.run(&["completions", shell]);
+        assert_eq!((script.code, script.err.as_str()), (Some(0), ""));
+        for name in subcommands(&world) {
+            assert!(script.out.contains(&name), "{shell} lacks {name}");
+        }
+        for option in ["subscribers", "void-as", "follow"] {
+            assert!(script.out.contains(option), "{shell} lacks {option}");
+        }
+        assert!(
+            !script.out.contains("demo-publisher") && !script.out.contains("doctor-child"),
+            "inner commands stay inside"
+        );
+    }
+    let refused = world.run(&["completions", "tcsh"]);
+    assert_eq!(refused.code, Some(2));
+    assert!(refused.err.contains("bash, zsh, fish"), "{}", refused.err);
+}
+
+#[test]
+fn bash_takes_the_completion_script() {
+    let world = World::new();
+    let script = world.run(&["completions", "bash"]).out;
+    let asked = "COMP_WORDS=(warpipe mem); COMP_CWORD=1; _warpipe warpipe mem warpipe; \
+                 echo \"${COMPREPLY[@]}\"";
+    let output = Command::new("bash")
+        .args(["--norc", "-c", &format!("{script}\n{asked}")])
+        .output()
+        .unwrap();
+    assert_eq!(support::text(&output), "members\n", "{output:?}");
+}
+
+#[test]
+fn the_manual_has_a_page_for_every_subcommand() {
+    let world = World::new();
+    let folder = world.path("man");
+    std::fs::create_dir(&folder).unwrap();
+    let out = folder.to_str().unwrap();
+    assert_eq!(world.run(&["man", "--out", out]).code, Some(0));
+    let main = std::fs::read_to_string(folder.join("warpipe.1")).unwrap();
+    assert_eq!(world.run(&["man"]).out, main);
+    for name in subcommands(&world).iter().filter(|name| *name != "help") {
+        assert!(main.contains(&format!("warpipe\\-{name}(1)")), "{name}");
+        let page = std::fs::read_to_string(folder.join(format!("warpipe-{name}.1"))).unwrap();
+        assert!(page.contains(&format!("warpipe\\-{name}")), "{page}");
+        assert_eq!(world.run(&["man", name]).out, page);
+        assert!(page.contains("success"), "{name} does not say exit codes");
+    }
+    assert!(
+        !main.contains("demo\\-publisher"),
+        "inner commands stay inside"
+    );
+    for (arguments, expected) in [
+        (&["man", "demo-publisher"][..], "completions, man"),
+        (&["man", "--out", "/nonexistent/man"], "existing directory"),
+    ] {
+        let refused = world.run(arguments);
+        assert!(refused.err.contains(expected), "{refused:?}");
+        assert_ne!(refused.code, Some(0));
+    }
+}
+
+#[test]
+fn the_version_is_that_of_the_crate() {
+    let world = World::new();
+    let expected = concat!("warpipe ", env!("CARGO_PKG_VERSION"), "\n");
+    assert_eq!(world.run(&["--version"]).out, expected);
+    assert_eq!(world.run(&["demo", "--version"]).code, Some(0));
 }
 
 #[test]

@@ -100,11 +100,6 @@ pub fn in_python(said: &str) -> String {
         ("turn `reconnect` on", "pass `reconnect=True`"),
         ("Device::host()", "device=\"host\""),
         ("`Lease::output`", "`lease.output`"),
-        // The message names a command that the Python package does not install.
-        (
-            "see `warpipe doctor` and the peer's state",
-            "look at the peer's state",
-        ),
     ];
     words.iter().fold(said.to_owned(), |said, (rust, python)| {
         said.replace(rust, python)

@@ -23,6 +23,7 @@
 //! | `errors`, `wait`, `exclusive`, `process` | exceptions, interruptible waits, threads, forks |
 //! | `detached` | driver calls and drops that may block, without the interpreter |
 //! | `interpreter_exit`, `thread_exit` | the end of the interpreter |
+//! | `command` | the command line `warpipe` |
 //! | `testing` | private switches of the tests |
 //!
 //! An object checks its process before it touches a lock (`process`). No wait holds the
@@ -38,6 +39,7 @@
 mod array;
 mod buffer;
 mod client;
+mod command;
 mod copies;
 mod detached;
 mod device;
@@ -99,6 +101,7 @@ fn _warpipe(module: &Bound<'_, PyModule>) -> PyResult<()> {
     )?;
     interpreter_exit::prepare(module)?;
     register(module)?;
+    command::register(module)?;
     testing::register(module)
 }
 

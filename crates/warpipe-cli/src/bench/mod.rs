@@ -38,31 +38,36 @@ use figure::Figure;
 use peer_process::Control;
 use setup::Setup;
 
-/// What `warpipe bench` takes.
+/// Measures hand-overs, and the bare driver's time for the same work in the same run
+///
+/// Each figure has a floor: the same work by single calls of the driver and words in shared memory,
+/// without the library. Library and floor take turns in rounds, and the medians of the rounds are
+/// compared. A ratio above its target is a result and no error.
 #[derive(Debug, clap::Args)]
+#[command(after_help = crate::exit::HELP)]
 pub struct BenchArgs {
-    /// What to measure.
+    /// The benchmark to run
     #[arg(value_enum, default_value = "all")]
     what: What,
-    /// GPUs to spread two processes over: with 2, the hand-over is measured across them, too.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=2))]
+    /// Number of GPUs: with 2, the hand-over is also measured from one GPU to the other
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=2))]
     devices: u32,
-    /// Where the tensors lie; the first GPU if there is one.
+    /// Device of the tensors; by default the first GPU, else the host
     #[arg(long, value_enum)]
     device: Option<setup::DeviceKindArg>,
-    /// A few seconds each: shows that everything runs, not how fast it is.
+    /// Runs each benchmark for a few seconds: shows that it runs, not how fast it is
     #[arg(long)]
     quick: bool,
-    /// How the processes share the GPU, for the report; found by itself if left out.
+    /// How the processes share the GPU, as the report names it; detected by default
     #[arg(long)]
     mode: Option<String>,
-    /// Write all figures to this file, as JSON.
-    #[arg(long)]
+    /// Writes all figures to this file, as JSON; by default no file is written
+    #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Draw the distributions into this folder, as SVG.
-    #[arg(long)]
+    /// Draws the distributions into this directory, as SVG; by default nothing is drawn
+    #[arg(long, value_name = "DIR")]
     svg: Option<PathBuf>,
-    /// A child's part, in JSON.
+    /// The part of a child process, in JSON
     #[arg(long, hide = true)]
     role: Option<String>,
 }
@@ -71,34 +76,34 @@ pub struct BenchArgs {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum What {
-    /// Every one of them.
+    /// All benchmarks
     All,
-    /// There and back between two processes, kernel to kernel, and kernel to copy.
+    /// Round trips between two processes: kernel to kernel, and kernel to copy
     Handoff,
-    /// One direction with 8 items in flight.
+    /// One direction, with 8 samples in flight
     Pipeline,
-    /// The CPU's part of a send, for 0 to 64 subscribers.
+    /// CPU time of a send to 0 to 64 subscribers
     Send,
-    /// 4 KiB against 1 GiB.
+    /// Tensors of 4 KiB beside 1 GiB
     Size,
-    /// One publisher, many subscribers.
+    /// One publisher and many subscribers
     Fanout,
-    /// 128 bytes of host memory, polling and blocking.
+    /// 128 bytes of host memory, polling and blocking
     Ring,
-    /// One job to a worker and back, and four workers beside one.
+    /// One job to a worker and back; four workers beside one
     Queue,
-    /// What a SIGKILL costs the survivors.
+    /// Time until the survivors of a SIGKILL go on
     Death,
-    /// What a subscriber that waits takes of the CPU.
+    /// CPU time of a subscriber that waits
     Idle,
-    /// Bandwidth through an imported mapping, beside that of one's own memory.
+    /// Bandwidth of memory imported from another process, beside the process's own memory
     #[value(alias = "dma")]
     Bandwidth,
-    /// Opening another process's memory by a ticket.
+    /// Opening another process's memory by a ticket
     Attach,
-    /// A permit taken and given back, and handed from one process's GPU work to another's.
+    /// A permit acquired and released, and passed from one process's GPU work to another's
     Semaphore,
-    /// A legacy handle that is open already, opened again.
+    /// Opening a legacy handle that is open already
     Legacy,
 }
 

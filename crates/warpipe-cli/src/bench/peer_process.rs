@@ -5,8 +5,7 @@ use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, bail, ensure};
@@ -21,6 +20,7 @@ use serde::de::DeserializeOwned;
 
 use super::Role;
 use super::setup::PATIENCE;
+use crate::process::this_program;
 
 /// The longest message: the single measurements of a long benchmark.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
@@ -36,13 +36,10 @@ impl PeerProcess {
     /// Starts it.
     pub fn start(role: &Role) -> anyhow::Result<PeerProcess> {
         let (ours, theirs) = UnixStream::pair().context("socketpair")?;
-        // Not the path that this was started by: it may lead elsewhere by now.
-        let child = Command::new("/proc/self/exe")
-            .arg0("warpipe")
+        let child = this_program()
             .args(["bench", "--role", &serde_json::to_string(role)?])
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
-            .process_group(0)
             .spawn()
             .context("cannot start the benchmark's other process")?;
         Ok(PeerProcess {

@@ -57,8 +57,8 @@ const ITEM_PATIENCE: Duration = Duration::from_secs(60);
 
 /// For `--help`.
 pub const JSON_HELP: &str = "\
-With --json, one object a line, told apart by `event`. Times end in their unit; those of the parts about deaths
-count from the kill.
+With --json the demo prints one object per line, whose `event` says its kind. The name of a time ends in its unit;
+times of the parts about deaths count from the kill.
   started           role, pid
   demo              device, why, mps, subscribers, item_bytes
   latency           trips, p50_us, p99_us (one hand-over: half a round trip), floor_p50_us, floor_p99_us

@@ -1,0 +1,97 @@
+//! The command `warpipe` as a library: the program of this crate and the Python package run the
+//! same [`main`].
+//!
+//! This crate is the command line alone: it promises no stable Rust interface. Programs use the
+//! crate `warpipe`.
+#![deny(missing_docs)]
+
+mod args;
+mod attach;
+mod bench;
+mod demo;
+mod device_arg;
+mod doctor;
+mod exit;
+mod image;
+mod interrupt;
+mod list;
+mod manual;
+mod members;
+mod npy;
+mod output;
+mod process;
+mod publish;
+mod registered;
+mod save;
+mod source;
+mod statistics;
+mod subscribe;
+
+use std::ffi::OsString;
+use std::io::Write;
+
+use clap::Parser;
+
+use args::{Arguments, Command};
+use exit::Exit;
+
+pub use process::Program;
+
+/// Runs one command line, whose first argument is the program's name, and returns its exit code.
+/// `program` starts the same command in a child process: `demo`, `doctor` and `bench` have
+/// children.
+///
+/// The first SIGINT or SIGTERM ends a command in order. This needs the default action of SIGINT:
+/// a runtime with a handler of its own (Python) restores that first.
+pub fn main(arguments: impl IntoIterator<Item = OsString>, program: Program) -> u8 {
+    process::set_program(program);
+    let exit = match Arguments::try_parse_from(arguments) {
+        Ok(arguments) => match run(&arguments.command) {
+            Ok(exit) => exit,
+            Err(error) if exit::is_closed_pipe(&error) => Exit::Done,
+            Err(error) => {
+                complain(&format!("{error:#}"));
+                Exit::of(&error)
+            }
+        },
+        // Also help and the version. A reader of them that went away is no error.
+        Err(said) => {
+            let _ = said.print();
+            if said.use_stderr() {
+                Exit::Usage
+            } else {
+                Exit::Done
+            }
+        }
+    };
+    // A caller in another language ends without Rust's own flush.
+    let _ = std::io::stdout().flush();
+    exit as u8
+}
+
+fn run(command: &Command) -> anyhow::Result<Exit> {
+    match command {
+        Command::Demo(args) => demo::run(args),
+        Command::Pub(args) => publish::run(args),
+        Command::Sub(args) => subscribe::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Ls(args) => list::run(args),
+        Command::Members(args) => members::run(args),
+        Command::Bench(args) => bench::run(args).map(|()| Exit::Done),
+        Command::Completions(args) => manual::complete(args),
+        Command::Man(args) => manual::man(args),
+        Command::DemoPublisher(args) => demo::run_publisher(args),
+        Command::DemoSubscriber(args) => demo::run_subscriber(args),
+        Command::DemoCleaner(args) => demo::run_cleaner(args),
+        Command::DoctorChild(args) => doctor::run_child(args),
+    }
+}
+
+/// What went wrong, and on a line of its own what to do.
+fn complain(message: &str) {
+    let (happened, next) = exit::split_next(message);
+    eprintln!("warpipe: {}", output::printable(&happened));
+    if let Some(next) = next {
+        eprintln!("  next: {}", output::printable(&next));
+    }
+}
