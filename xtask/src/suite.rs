@@ -11,6 +11,7 @@ use crate::process::Task;
 use crate::ptx;
 use crate::python;
 use crate::results;
+use crate::style;
 use crate::verify;
 use crate::workspace::{Workspace, cargo};
 
@@ -87,6 +88,7 @@ impl Suite<'_> {
             .env("RUSTDOCFLAGS", "-D warnings");
         self.program("documentation", docs, BUILD_LIMIT, Dialect::ExitCode);
         self.check("figures are those of the reports", results::check);
+        self.check("no file imports all names of its parent", style::report);
         self.check("PTX is fresh", ptx::check_fresh);
         self.check("PTX atomics are .sys", ptx::check_scope);
     }

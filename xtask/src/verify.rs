@@ -25,7 +25,7 @@ Runs the methods one after the other, also behind one that found something. The 
 the counts; the exit code is 0 if nothing was found. What cannot run here is skipped, and says what
 to install. docs/design/verification.md says what each finds.
 
-  style    facts about the sources; a report that fails nothing
+  style    facts about the sources; fails only for a glob import of a parent
   model    models of the lock-free code and of the books, with deaths    deeper from 20m on
   history  rows of acts by chance, with devices that write late          as many as fit
   corpus   every parser takes known inputs and changes of them           more from 20m on

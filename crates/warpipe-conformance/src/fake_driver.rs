@@ -43,8 +43,8 @@ impl FakeDriver {
         // SAFETY: the library is loaded already, so nothing is initialised again.
         let library = unsafe { Library::new("libcuda.so.1")? };
         // SAFETY: nothing is called by it: only whether it is there is asked.
-        let is_double = unsafe { library.get::<OfName<c_int>>("fakeCudaBlock") }.is_ok();
-        if is_double {
+        let is_fake = unsafe { library.get::<OfName<c_int>>("fakeCudaBlock") }.is_ok();
+        if is_fake {
             Ok(FakeDriver { library })
         } else {
             Err(skip().into())

@@ -16,35 +16,29 @@ pub(crate) use unicast::{Disconnects, LinkedSubscriber, RetainedSlot, Subscriber
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
-
 use self::history::PendingReplay;
-use self::send_turn::{SendTurn, SendTurns};
-use super::publisher::{Policy, PublisherBuilder, SlotHold, SlotReturn, SubscriberInfo};
-use super::subscriber_link::{LinkParts, LinkPhase, SubscriberLink, share_memory};
-use crate::backend::{Access, DeviceKind, StreamOp};
-use crate::clock::{Stopwatch, now_ns};
+use self::send_turn::SendTurns;
+use super::publisher::{PublisherBuilder, SlotHold, SlotReturn, SubscriberInfo};
+use super::subscriber_link::{LinkPhase, SubscriberLink};
+use crate::backend::StreamOp;
+use crate::clock::Stopwatch;
 use crate::device::Device;
-use crate::error::{Error, HandshakeFault, Result};
+use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
 use crate::ipc::domain::NameClaim;
-use crate::ipc::message::{self, CloseReason, Message, Received};
-use crate::ipc::peer::{DeathEvidence, ProcessId};
+use crate::ipc::message::{self, CloseReason, Message};
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
-use crate::nvtx;
-use crate::pubsub::entry::{Description, Metadata};
-use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
+use crate::pubsub::entry::Description;
+use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::fence::StreamSet;
-use crate::runtime::heartbeat::Uptime;
-use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor, new_generation};
+use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
 use crate::shm::fence_words::FenceWords;
 use crate::stream::{Backoff, Stream};
-use crate::tensor::Layout;
 
 /// How often a sender polls for room before it sleeps: a few milliseconds, within which a full
 /// pipeline usually moves on. Each poll is short, because room that is seen late makes the sample
@@ -54,20 +48,6 @@ const POLLS: u32 = 16_000;
 /// A wait is cut into slices, so that a wake-up taken by another thread of this process costs one
 /// slice instead of a hang.
 const WAIT_SLICE: Duration = Duration::from_millis(50);
-
-/// How often the socket of a suspect peer is read, [`MESSAGES_AT_ONCE`] each time.
-const FINAL_READS_MAX: usize = 16;
-
-/// The most messages taken from one socket in one reactor call.
-const MESSAGES_AT_ONCE: usize = 16;
-
-const SOCKET: u64 = 0;
-const PROVEN: u64 = 1;
-const SUSPECT: u64 = 2;
-
-fn tag(id: u64, kind: u64) -> u64 {
-    id << 2 | kind
-}
 
 /// The shared part of a publisher.
 pub(super) struct PublisherCore {

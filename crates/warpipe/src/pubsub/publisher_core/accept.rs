@@ -1,9 +1,33 @@
 //! The control thread's work for a publisher: makes the links of new subscribers, reads their
 //! sockets, detects their ends and frees the slots they held.
 
-use super::*;
+use std::os::fd::AsFd;
+use std::sync::{Arc, MutexGuard};
+
+use super::super::subscriber_link::{LinkParts, LinkPhase, SubscriberLink, share_memory};
+use super::{PublisherCore, PublisherState};
+use crate::backend::Access;
+use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::acceptor::{Connection, ConnectionOwner, Hello, refusal};
+use crate::ipc::message::{self, CloseReason, Message, Received};
+use crate::ipc::peer::DeathEvidence;
+use crate::runtime::heartbeat::Uptime;
+use crate::runtime::reactor::{DropReadiness, EventSource, Next};
 use crate::shm::segment::OpenError;
+
+/// How often the socket of a suspect peer is read, [`MESSAGES_AT_ONCE`] each time.
+const FINAL_READS_MAX: usize = 16;
+
+/// The most messages taken from one socket in one reactor call.
+const MESSAGES_AT_ONCE: usize = 16;
+
+const SOCKET: u64 = 0;
+const PROVEN: u64 = 1;
+const SUSPECT: u64 = 2;
+
+fn tag(id: u64, kind: u64) -> u64 {
+    id << 2 | kind
+}
 
 impl PublisherCore {
     /// Makes the link of a new subscriber and sends it.

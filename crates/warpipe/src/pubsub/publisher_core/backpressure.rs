@@ -1,7 +1,20 @@
 //! How a sender waits for room: it polls, then sleeps until a reader wakes it.
 
-use super::send_turn::SendTurnWait;
-use super::*;
+use std::sync::{Arc, MutexGuard};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::super::publisher::Policy;
+use super::super::subscriber_link::SubscriberLink;
+use super::send_turn::{SendTurn, SendTurnWait};
+use super::unicast::Recipients;
+use super::{POLLS, PublisherCore, PublisherState, WAIT_SLICE, own_pid};
+use crate::clock::Stopwatch;
+use crate::error::{Error, Result};
+use crate::ipc::message;
+use crate::runtime::doorbell::PeerDoorbell;
+use crate::stream::Backoff;
 
 impl PublisherCore {
     /// Waits until every recipient that may not miss a sample has room for one and no other thread

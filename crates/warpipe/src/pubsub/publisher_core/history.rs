@@ -5,8 +5,12 @@
 //! sample's own fence word says that it is complete. Nothing else of this process writes that
 //! `ready` word.
 
-use super::*;
-use crate::pubsub::entry::Completion;
+use std::sync::Arc;
+
+use super::super::subscriber_link::{LinkPhase, SubscriberLink};
+use super::{HistoryEntry, PublisherCore, PublisherState};
+use crate::memory::arena::SlotId;
+use crate::pubsub::entry::{Completion, Description};
 use crate::pubsub::ring;
 use crate::shm::segment::Segment;
 

@@ -1,9 +1,23 @@
 //! How a sample is sent: a place on each link, the entries, the signals that complete it, and the
 //! undoing when they fail.
 
-use super::*;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::super::subscriber_link::SubscriberLink;
+use super::send_turn::SendTurn;
+use super::unicast::Recipients;
+use super::{Placement, PublisherCore, PublisherState, SendFailure};
+use crate::backend::{DeviceKind, StreamOp};
+use crate::clock::now_ns;
+use crate::error::Result;
+use crate::memory::arena::SlotId;
+use crate::nvtx;
+use crate::pubsub::entry::{Description, Metadata};
 use crate::pubsub::ring;
 use crate::shm::segment::Segment;
+use crate::stream::Stream;
+use crate::tensor::Layout;
 
 impl PublisherCore {
     /// Sends the contents of `slot` to every subscriber, behind the work enqueued on `stream`.

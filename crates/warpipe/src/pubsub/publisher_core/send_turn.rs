@@ -8,8 +8,14 @@
 //! read the state, take samples back and free slots meanwhile.
 
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{MutexGuard, PoisonError};
+use std::time::Duration;
 
-use super::*;
+use super::{PublisherCore, PublisherState};
+use crate::clock::Stopwatch;
+use crate::error::{Error, Result};
+use crate::stream::Backoff;
 
 /// How long a sender without a limit of its own waits for another thread's send, which a full
 /// launch queue may block.

@@ -4,9 +4,25 @@
 //! A sample sent with an observer always signals the fence word of its slot, as with a history: the
 //! `ready` of a later receiver of the same slot is ordered behind that.
 
-use super::*;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use super::super::subscriber_link::SubscriberLink;
+use super::send_turn::SendTurn;
+use super::{PublisherCore, PublisherState, SendFailure};
+use crate::backend::StreamOp;
+use crate::clock::now_ns;
+use crate::error::{Error, Result};
+use crate::ipc::message::{self, CloseReason};
+use crate::ipc::peer::ProcessId;
+use crate::memory::arena::SlotId;
+use crate::pubsub::entry::{Description, Metadata};
 use crate::pubsub::ring::RingSpace;
+use crate::runtime::doorbell::LocalDoorbell;
 use crate::shm::segment::Segment;
+use crate::stream::Stream;
+use crate::tensor::Layout;
 
 /// The recipients of a sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

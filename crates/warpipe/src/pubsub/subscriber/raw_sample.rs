@@ -1,9 +1,17 @@
 //! Samples that are taken from the ring before any stream waits for them, for callers that check
 //! whether the data arrived before work on it begins.
 
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
-use super::*;
+use super::super::publisher_link::{LinkState, PublisherLink};
+use super::super::sample::Sample;
+use super::Subscriber;
+use super::attached::TakenSample;
+use crate::error::{Error, Result};
+use crate::pubsub::entry::Violation;
+use crate::stream::Stream;
 
 /// A sample that was taken and given to no caller yet. Dropped, it is released once its data is
 /// complete.
@@ -178,7 +186,11 @@ impl Subscriber {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
+    use crate::device::Device;
+    use crate::ipc::domain::Domain;
     use crate::pubsub::Publisher;
     use crate::tensor::Layout;
 

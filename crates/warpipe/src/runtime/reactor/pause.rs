@@ -3,7 +3,11 @@
 //!
 //! An unread socket stays readable: if epoll still reported it, the reactor would do nothing else.
 
-use super::*;
+use std::os::fd::RawFd;
+
+use rustix::event::epoll;
+
+use super::{Reactor, watched};
 
 impl Reactor {
     /// Stops polling a registration until the next tick.
@@ -58,9 +62,14 @@ impl Reactor {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicU32;
+    use std::os::fd::AsFd;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::{Arc, Mutex, Weak};
+    use std::time::{Duration, Instant};
 
+    use super::super::{EventSource, Next, OVERDUE_AFTER};
     use super::*;
+    use crate::runtime::doorbell::LocalDoorbell;
 
     /// Has no room for its doorbell's message until its third call.
     struct Short {
