@@ -5,6 +5,7 @@ mod bundle;
 mod cases;
 mod counts;
 mod nightly;
+mod pages;
 mod process;
 mod ptx;
 mod python;
@@ -29,6 +30,8 @@ const USAGE: &str = "usage: cargo xtask COMMAND
                   make BENCHMARKS.md and the README's figures from the reports in results/;
                   or see whether they are made from them; or take in the reports of a GPU
                   machine first, which replace those
+  pages           see that links resolve and that a test runs every snippet
+  book            make the book of docs/ in target/book, with mdBook (built once)
   gpu-bundle      assemble target/gpu-bundle, which tests a machine that has a GPU and no Rust";
 
 /// A failure, as told to a person: what failed, and the next step.
@@ -75,6 +78,12 @@ fn main() -> ExitCode {
             .map(|()| true),
         ["results", "--from", folder] => Workspace::find()
             .and_then(|workspace| results::write(&workspace, Some(folder.as_ref())))
+            .map(|()| true),
+        ["pages"] => Workspace::find()
+            .and_then(|workspace| pages::check(&workspace))
+            .map(|()| true),
+        ["book"] => Workspace::find()
+            .and_then(|workspace| pages::book(&workspace))
             .map(|()| true),
         ["gpu-bundle"] => Workspace::find()
             .and_then(|workspace| bundle::assemble(&workspace))

@@ -176,4 +176,7 @@ struct GuideToMembers;
 #[doc = include_str!("../../../docs/guide/pool.md")]
 #[doc = include_str!("../../../docs/guide/queue.md")]
 #[doc = include_str!("../../../docs/guide/service.md")]
+#[doc = include_str!("../../../docs/users/pipeline.md")]
+#[doc = include_str!("../../../docs/users/serving.md")]
+#[doc = include_str!("../../../docs/users/jobs.md")]
 struct Guide;
