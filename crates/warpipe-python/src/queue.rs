@@ -260,16 +260,35 @@ impl Queue {
         })?)
     }
 
-    /// Accepts no more jobs, and waits as ``drain``. Outcomes can be taken until the queue is
-    /// closed.
+    /// Accepts no more jobs, as ``concurrent.futures.Executor.shutdown``. Once every job is done or
+    /// dead-lettered, the queue's name is free and the workers' loops end: ``for lease in worker``
+    /// stops, and ``lease()`` raises ``QueueGoneError`` with ``graceful``. Until then workers may
+    /// still attach. Outcomes can be taken until the queue is closed.
+    ///
+    /// ``wait``: wait for that, at most ``timeout`` seconds (None: no limit). ``cancel_futures``:
+    /// cancel the jobs that no worker holds.
     ///
     /// Raises ``TimeoutError`` (the queue is shut all the same), ``ClosedError``.
-    #[pyo3(signature = (timeout = None))]
-    fn shutdown(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let shut =
-            py.detach(|| none_if_late(self.endpoint.end()?.queue().shutdown(Duration::ZERO)))?;
+    #[pyo3(signature = (wait = true, *, cancel_futures = false, timeout = None),
+        text_signature = "($self, wait=True, *, cancel_futures=False, timeout=None)")]
+    fn shutdown(
+        &self,
+        py: Python<'_>,
+        wait: bool,
+        cancel_futures: bool,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
+        optional(timeout, "timeout")?;
+        let shut = py.detach(|| -> Outcome<_> {
+            let end = self.endpoint.end()?;
+            let shut = none_if_late(end.queue().shutdown(Duration::ZERO))?;
+            if cancel_futures {
+                end.queue().cancel_waiting()?;
+            }
+            Ok(shut)
+        })?;
         self.endpoint.shut();
-        if shut.is_some() {
+        if shut.is_some() || !wait {
             Ok(())
         } else {
             self.drain(py, timeout)

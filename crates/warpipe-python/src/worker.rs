@@ -147,8 +147,8 @@ impl Worker {
 
     /// Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: no limit).
     ///
-    /// Raises ``TimeoutError``; ``QueueGoneError``; ``ProtocolError``, ``ClosedError``,
-    /// ``DriverError``.
+    /// Raises ``TimeoutError``; ``QueueGoneError``, which is ``graceful`` after the queue's
+    /// ``shutdown`` or ``close``; ``ProtocolError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn lease(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Lease>> {
         self.next_within(py, timeout.or(self.inbox.timeout))
@@ -182,7 +182,8 @@ impl Worker {
         slf
     }
 
-    /// The next job; the iteration ends when the queue closes gracefully.
+    /// The next job; the iteration ends when the queue is shut down and its jobs are done, or when
+    /// it closes gracefully.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Lease>> {
         self.next_within(py, self.inbox.timeout)
             .map_err(end_if_graceful)

@@ -151,7 +151,7 @@ def test_results_can_be_followed_while_another_thread_submits(open_queue, doubli
     def submit():
         for number in range(100):
             queue.submit(np.array([number]), timeout=LIMIT_SECONDS)
-        queue.shutdown(LIMIT_SECONDS)
+        queue.shutdown(timeout=LIMIT_SECONDS)
 
     submitter = threading.Thread(target=submit)
     submitter.start()

@@ -79,7 +79,7 @@ class Worker(_warpipe._Worker):
         return self
 
     async def __anext__(self) -> _warpipe.Lease:
-        """The next job; the iteration ends when the queue says goodbye."""
+        """The next job; the iteration ends when the queue is shut down and its jobs are done, or closes gracefully."""
         try:
             return await self.lease_async()
         except QueueGoneError as gone:

@@ -183,6 +183,7 @@ impl Dispatcher {
                 // An outcome that is taken makes room for a job.
                 self.notify_waiters(&mut table);
             }
+            self.end_if_drained(&mut table);
             if let Some(found) = found {
                 if let Some(limit) = poll_backoff.spin {
                     let came = match poll_backoff.asleep {
@@ -374,6 +375,20 @@ impl Dispatcher {
         if guard.changes != before {
             self.notify_waiters(guard);
         }
+        self.end_if_drained(guard);
+    }
+
+    /// After a shutdown, once the last job is done: releases the queue's name, and closes the
+    /// workers' links gracefully. Their answers and results lie on links of their own, which stay.
+    fn end_if_drained(&self, table: &mut JobTableGuard<'_>) {
+        if !table.is_shut || table.is_drained || table.is_closed || table.unfinished() > 0 {
+            return;
+        }
+        table.is_drained = true;
+        for session in &mut table.sessions {
+            session.is_leaving = true;
+        }
+        table.unlocked(|| self.publisher.close());
     }
 
     /// Wakes the threads that may wait for what has changed.
@@ -401,7 +416,8 @@ impl Dispatcher {
         self.return_undelivered(table, events);
         let members = self.publisher.linked_subscribers();
         for session in &mut table.sessions {
-            session.is_leaving = !members.iter().any(|member| member.id == session.id);
+            session.is_leaving =
+                table.is_drained || !members.iter().any(|member| member.id == session.id);
         }
         let JobTable {
             known, sessions, ..

@@ -101,6 +101,8 @@ pub(super) struct JobTable {
     pub(super) watches: Vec<Weak<LocalDoorbell>>,
     /// No job can be submitted any more.
     pub(super) is_shut: bool,
+    /// All jobs are done after the shutdown, and the workers were notified.
+    pub(super) is_drained: bool,
     /// The queue is gone.
     pub(super) is_closed: bool,
 }
@@ -128,6 +130,7 @@ impl JobTable {
             changes: 0,
             watches: Vec::new(),
             is_shut: false,
+            is_drained: false,
             is_closed: false,
         }
     }
@@ -344,6 +347,15 @@ impl JobTable {
         self.changes += 1;
         self.prune();
         Some(job)
+    }
+
+    /// Removes the jobs that no worker holds, with their numbers. Drop them without the lock.
+    pub(super) fn call_off_waiting(&mut self) -> Vec<(u64, Job)> {
+        let waiting = std::mem::take(&mut self.waiting);
+        let removed = waiting
+            .into_iter()
+            .filter_map(|id| self.call_off(id).map(|job| (id, job)));
+        removed.collect()
     }
 
     /// Whether the job has an outcome, or is no longer there.

@@ -390,8 +390,10 @@ impl Queue {
         )
     }
 
-    /// Takes no more jobs, and waits until every one is done or dead-lettered. The outcomes stay to
-    /// be taken, and the workers stay attached, until the queue is dropped.
+    /// Takes no more jobs, and waits until every one is done or dead-lettered. Then, also after a
+    /// timeout here, the queue's name is free, and each worker's [`lease`](super::Worker::lease)
+    /// ends with [`Error::QueueGone`] that says `graceful`. Until then workers may still attach.
+    /// The outcomes stay to be taken until the queue is dropped.
     ///
     /// # Errors
     /// As [`drain`](Self::drain); the queue is shut all the same.
@@ -399,6 +401,20 @@ impl Queue {
         self.dispatcher.owner_process.check()?;
         self.dispatcher.lock().is_shut = true;
         self.drain(timeout)
+    }
+
+    /// Cancels every job that no worker holds. Returns their numbers: they have no outcome.
+    ///
+    /// # Errors
+    /// [`Error::QueueClosed`]; [`Error::Forked`].
+    pub fn cancel_waiting(&self) -> Result<Vec<u64>> {
+        // The jobs are dropped here, without the lock.
+        let cancelled = self.dispatcher.wait_until(
+            Duration::ZERO,
+            |table| Some(Ok(table.call_off_waiting())),
+            || self.dispatcher.gone(),
+        )?;
+        Ok(cancelled.into_iter().map(|(id, _)| id).collect())
     }
 
     /// Waits until there are `count` workers.

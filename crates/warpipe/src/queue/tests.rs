@@ -559,3 +559,112 @@ fn a_name_that_is_too_long_for_a_queue_is_refused_as_it_was_given() {
     assert!(refused(Queue::builder(&long).build().err()));
     assert!(refused(Worker::builder(&long).build().err()));
 }
+
+/// Leases and completes jobs until the queue's graceful end. Returns how many there were.
+fn works_until_the_end(mut worker: Worker, stream: Stream) -> std::thread::JoinHandle<usize> {
+    std::thread::spawn(move || {
+        for done in 0.. {
+            match worker.lease(&stream) {
+                Ok(lease) => lease.complete(&stream).unwrap(),
+                Err(Error::QueueGone { graceful, .. }) => {
+                    assert!(graceful, "a shutdown is no loss");
+                    return done;
+                }
+                Err(error) => panic!("{error}"),
+            }
+        }
+        unreachable!("the loop has no other end")
+    })
+}
+
+#[test]
+fn a_shutdown_ends_the_workers_loops_after_the_last_job_and_frees_the_name() {
+    let fixture = QueueFixture::new("shutdown");
+    let queue = fixture.queue();
+    let jobs: Vec<_> = (0..8u8)
+        .map(|n| queue.submit_bytes(&[n], &fixture.stream).unwrap())
+        .collect();
+    // While jobs wait it returns late, and a worker may still attach.
+    let late = queue.shutdown(Duration::ZERO);
+    assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
+    let workers = [fixture.worker(), fixture.worker()]
+        .map(|worker| works_until_the_end(worker, fixture.device.stream().unwrap()));
+    // The workers' own links end without another call of this thread.
+    let done: usize = workers
+        .into_iter()
+        .map(|worker| worker.join().unwrap())
+        .sum();
+    assert_eq!(done, 8);
+    queue.shutdown(SOON).unwrap();
+    let state = queue.state().unwrap();
+    assert_eq!((state.workers, state.finished), (Vec::new(), 8));
+    for job in &jobs {
+        drop(job.wait(&fixture.stream, SOON).unwrap());
+    }
+    let after = Worker::builder("jobs")
+        .domain(&fixture.domain)
+        .device(&fixture.device)
+        .build();
+    assert!(matches!(after, Err(Error::NoPublisher { .. })), "{after:?}");
+    let next = fixture.queue();
+    assert_eq!(next.name(), "jobs");
+}
+
+#[test]
+fn a_shutdown_waits_for_the_job_that_a_worker_holds() {
+    let fixture = QueueFixture::new("shutdown-held");
+    let queue = fixture.queue();
+    let job = queue.submit_bytes(b"held", &fixture.stream).unwrap();
+    let mut worker = fixture.worker();
+    let lease = worker.lease(&fixture.stream).unwrap();
+    let late = queue.shutdown(Duration::from_millis(1));
+    assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
+    let idle = worker.lease_timeout(&fixture.stream, Duration::from_millis(1));
+    assert!(matches!(idle, Err(Error::Timeout { .. })), "{idle:?}");
+    lease.complete(&fixture.stream).unwrap();
+    let end = worker.lease(&fixture.stream);
+    let is_graceful = matches!(end, Err(Error::QueueGone { graceful: true, .. }));
+    assert!(is_graceful, "{end:?}");
+    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+}
+
+#[test]
+fn a_shutdown_without_jobs_ends_the_workers_at_once() {
+    let fixture = QueueFixture::new("shutdown-idle");
+    let queue = fixture.queue();
+    let worker = works_until_the_end(fixture.worker(), fixture.device.stream().unwrap());
+    queue.wait_for_workers(1, SOON).unwrap();
+    queue.shutdown(SOON).unwrap();
+    assert_eq!(worker.join().unwrap(), 0);
+}
+
+#[test]
+fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
+    let fixture = QueueFixture::new("shutdown-cancel");
+    let queue = fixture.build(|builder| builder.prefetch(1));
+    let jobs: Vec<_> = (0..3u8)
+        .map(|n| queue.submit_bytes(&[n], &fixture.stream).unwrap())
+        .collect();
+    let mut worker = fixture.worker();
+    let lease = worker.lease(&fixture.stream).unwrap();
+    assert_eq!(lease.job(), 1);
+    assert!(queue.shutdown(Duration::ZERO).is_err());
+    assert_eq!(queue.cancel_waiting().unwrap(), [2, 3]);
+    lease.complete(&fixture.stream).unwrap();
+    queue.shutdown(SOON).unwrap();
+    drop(jobs[0].wait(&fixture.stream, SOON).unwrap());
+    let gone = jobs[1].wait(&fixture.stream, SOON);
+    assert!(matches!(gone, Err(Error::NoSuchJob { job: 2, .. })));
+    // The last job that is cancelled ends the workers' loops, too.
+    let queue = fixture.queue();
+    let job = queue.submit_bytes(b"alone", &fixture.stream).unwrap();
+    assert!(queue.shutdown(Duration::ZERO).is_err());
+    assert!(job.call_off().unwrap());
+    assert!(matches!(
+        Worker::builder("jobs")
+            .domain(&fixture.domain)
+            .device(&fixture.device)
+            .build(),
+        Err(Error::NoPublisher { .. })
+    ));
+}

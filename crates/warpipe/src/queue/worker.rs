@@ -131,8 +131,9 @@ impl Worker {
     /// device, until the input is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::QueueGone`]; [`Error::Protocol`]; [`Error::Forked`]; errors of
-    /// the device.
+    /// [`Error::Timeout`]; [`Error::QueueGone`], which is `graceful` after the queue's
+    /// [shutdown](super::Queue::shutdown) or close: then a worker's loop is done;
+    /// [`Error::Protocol`]; [`Error::Forked`]; errors of the device.
     pub fn lease(&mut self, stream: &Stream) -> Result<Lease> {
         let timeout = self.jobs.timeout();
         self.lease_timeout(stream, timeout)
