@@ -5,6 +5,7 @@ mod bundle;
 mod cases;
 mod counts;
 mod nightly;
+mod packages;
 mod pages;
 mod process;
 mod ptx;

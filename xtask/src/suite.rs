@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::Outcome;
 use crate::counts::{Counts, Dialect};
+use crate::packages;
 use crate::pages;
 use crate::process::Task;
 use crate::ptx;
@@ -93,6 +94,7 @@ impl Suite<'_> {
         self.check("links and snippets of the pages", pages::check);
         self.check("PTX is fresh", ptx::check_fresh);
         self.check("PTX atomics are .sys", ptx::check_scope);
+        self.check("packages for a registry", packages::check);
     }
 
     fn tests(&mut self) {

@@ -20,22 +20,7 @@ pub struct Workspace {
 impl Workspace {
     /// Asks `cargo metadata`.
     pub fn find() -> Outcome<Workspace> {
-        let output = Command::new(cargo())
-            .args([
-                "metadata",
-                "--no-deps",
-                "--format-version=1",
-                "--manifest-path",
-            ])
-            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"))
-            .output()
-            .map_err(|error| format!("cargo metadata did not start: {error}"))?;
-        let said: serde_json::Value = serde_json::from_slice(&output.stdout).map_err(|_| {
-            format!(
-                "cargo metadata failed: {}",
-                String::from_utf8_lossy(&output.stderr)
-            )
-        })?;
+        let said = metadata()?;
         let folder = |key: &str| {
             said[key]
                 .as_str()
@@ -46,6 +31,14 @@ impl Workspace {
             root: folder("workspace_root")?,
             target: folder("target_directory")?,
         })
+    }
+
+    /// Every package of the workspace, as `cargo metadata` describes it.
+    pub fn packages(&self) -> Outcome<Vec<serde_json::Value>> {
+        match metadata()?["packages"].take() {
+            serde_json::Value::Array(packages) => Ok(packages),
+            _ => Err("cargo metadata does not list the packages".into()),
+        }
     }
 
     /// Every file below `crates/` with a name that ends in `.extension`, sorted.
@@ -74,6 +67,25 @@ impl Workspace {
     pub fn show<'a>(&self, path: &'a Path) -> std::path::Display<'a> {
         path.strip_prefix(&self.root).unwrap_or(path).display()
     }
+}
+
+fn metadata() -> Outcome<serde_json::Value> {
+    let output = Command::new(cargo())
+        .args([
+            "metadata",
+            "--no-deps",
+            "--format-version=1",
+            "--manifest-path",
+        ])
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"))
+        .output()
+        .map_err(|error| format!("cargo metadata did not start: {error}"))?;
+    serde_json::from_slice(&output.stdout).map_err(|_| {
+        format!(
+            "cargo metadata failed: {}",
+            String::from_utf8_lossy(&output.stderr)
+        )
+    })
 }
 
 /// The cargo that runs this program.

@@ -159,24 +159,24 @@ pub use tensor::{DType, Layout};
 
 /// Tests the examples of the README.
 #[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
+#[doc = include_str!("../README.md")]
 struct Readme;
 
 /// Tests the examples of the guide to members.
 #[cfg(doctest)]
-#[doc = include_str!("../../../docs/guide/members.md")]
+#[doc = include_str!("../docs/guide/members.md")]
 struct GuideToMembers;
 /// Tests the examples of the guide.
 #[cfg(doctest)]
-#[doc = include_str!("../../../docs/guide/channels.md")]
-#[doc = include_str!("../../../docs/guide/timeline.md")]
-#[doc = include_str!("../../../docs/guide/events.md")]
-#[doc = include_str!("../../../docs/guide/legacy-handles.md")]
-#[doc = include_str!("../../../docs/guide/handles.md")]
-#[doc = include_str!("../../../docs/guide/pool.md")]
-#[doc = include_str!("../../../docs/guide/queue.md")]
-#[doc = include_str!("../../../docs/guide/service.md")]
-#[doc = include_str!("../../../docs/users/pipeline.md")]
-#[doc = include_str!("../../../docs/users/serving.md")]
-#[doc = include_str!("../../../docs/users/jobs.md")]
+#[doc = include_str!("../docs/guide/channels.md")]
+#[doc = include_str!("../docs/guide/timeline.md")]
+#[doc = include_str!("../docs/guide/events.md")]
+#[doc = include_str!("../docs/guide/legacy-handles.md")]
+#[doc = include_str!("../docs/guide/handles.md")]
+#[doc = include_str!("../docs/guide/pool.md")]
+#[doc = include_str!("../docs/guide/queue.md")]
+#[doc = include_str!("../docs/guide/service.md")]
+#[doc = include_str!("../docs/users/pipeline.md")]
+#[doc = include_str!("../docs/users/serving.md")]
+#[doc = include_str!("../docs/users/jobs.md")]
 struct Guide;

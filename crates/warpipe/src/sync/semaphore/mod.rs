@@ -54,7 +54,7 @@ crate::ipc::messages!(
 
 /// The guide's examples run as tests.
 #[cfg(doctest)]
-#[doc = include_str!("../../../../../docs/guide/semaphore.md")]
+#[doc = include_str!("../../../docs/guide/semaphore.md")]
 struct Guide;
 
 /// The checks of the first waiter in line before it sleeps.

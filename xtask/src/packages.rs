@@ -1,0 +1,99 @@
+//! Which crates a registry gets, and that their packages are complete.
+
+use std::time::Duration;
+
+use crate::Outcome;
+use crate::process::Task;
+use crate::workspace::{Workspace, cargo};
+
+/// The crates for a registry; all others say `publish = false`.
+const PUBLISHED: &[&str] = &["warpipe", "warpipe-cli", "warpipe-kernels"];
+const BUILD_LIMIT: Duration = Duration::from_secs(3600);
+
+/// Packages every published crate and builds each from its package alone, as `cargo publish` does
+/// before an upload.
+pub fn check(workspace: &Workspace) -> Outcome<()> {
+    check_manifests(&workspace.packages()?)?;
+    let publish = Task::new(cargo()).args([
+        "publish",
+        "--workspace",
+        "--dry-run",
+        "--locked",
+        // CI may run in a tree with changes.
+        "--allow-dirty",
+    ]);
+    if publish.run(&workspace.root, BUILD_LIMIT)?.success {
+        Ok(())
+    } else {
+        Err("cargo would not publish the packages; its messages are above".into())
+    }
+}
+
+/// The crates are of one version, and those that are published have a full description.
+fn check_manifests(packages: &[serde_json::Value]) -> Outcome<()> {
+    let name = |package: &serde_json::Value| package["name"].as_str().unwrap_or("").to_owned();
+    // `publish = false` is an empty list of registries.
+    let published = packages.iter().filter(|package| {
+        package["publish"]
+            .as_array()
+            .is_none_or(|to| !to.is_empty())
+    });
+    let mut names: Vec<String> = published.clone().map(name).collect();
+    names.sort();
+    if names != PUBLISHED {
+        return Err(format!(
+            "cargo would publish {names:?}, and not {PUBLISHED:?}; say `publish = false` in the \
+             others, or correct the list in xtask/src/packages.rs"
+        ));
+    }
+    let version = &packages.first().ok_or("there are no packages")?["version"];
+    if let Some(other) = packages.iter().find(|other| other["version"] != *version) {
+        return Err(format!(
+            "{} has not version {version}; use `version.workspace = true`",
+            name(other)
+        ));
+    }
+    for package in published {
+        for field in ["description", "license", "readme", "keywords", "categories"] {
+            let value = &package[field];
+            if value.is_null() || value.as_array().is_some_and(Vec::is_empty) {
+                return Err(format!("{} lacks {field} in its Cargo.toml", name(package)));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn packages() -> Vec<Value> {
+        let full = |name: &str| {
+            json!({ "name": name, "version": "1.0.0", "publish": null, "description": "d",
+                    "license": "l", "readme": "r", "keywords": ["k"], "categories": ["c"] })
+        };
+        let mut packages: Vec<Value> = PUBLISHED.iter().map(|name| full(name)).collect();
+        packages.push(json!({ "name": "fake", "version": "1.0.0", "publish": [] }));
+        packages
+    }
+
+    #[test]
+    fn a_crate_that_lacks_a_field_a_version_or_its_place_is_named() {
+        assert_eq!(check_manifests(&packages()), Ok(()));
+        for (index, field, value, expected) in [
+            (0, "readme", Value::Null, "warpipe lacks readme"),
+            (1, "keywords", json!([]), "warpipe-cli lacks keywords"),
+            (3, "version", json!("1.0.1"), "fake has not version"),
+            (3, "publish", Value::Null, "cargo would publish"),
+            (2, "publish", json!([]), "cargo would publish"),
+        ] {
+            let mut packages = packages();
+            packages[index][field] = value;
+            let said = check_manifests(&packages).unwrap_err();
+            assert!(said.contains(expected), "{said}");
+        }
+    }
+}
