@@ -254,7 +254,9 @@ pub fn book(workspace: &Workspace) -> Outcome<()> {
     let summary = fs::read_to_string(workspace.root.join(SUMMARY))
         .map_err(|error| format!("{SUMMARY} not read: {error}"))?;
     let summary = summary.replace("](", "](docs/").replace("](docs/../", "](");
-    let book = "[book]\ntitle = \"warpipe\"\nsrc = \".\"\n[build]\nbuild-dir = \"../book\"\n";
+    // The default preprocessors would rename each README.md to index.html.
+    let book = "[book]\ntitle = \"warpipe\"\nsrc = \".\"\n[build]\nbuild-dir = \"../book\"\n\
+                use-default-preprocessors = false\n";
     for (name, text) in [("SUMMARY.md", summary.as_str()), ("book.toml", book)] {
         fs::write(source.join(name), text)
             .map_err(|error| format!("{name} not written: {error}"))?;

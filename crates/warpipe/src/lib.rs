@@ -24,33 +24,29 @@
 //! # Ok::<(), warpipe::Error>(())
 //! ```
 //!
-//! # Modules
+//! Here both ends are in one process, so that the example runs as it stands; in two processes the
+//! lines are the same. The example programs in `examples/` start their processes themselves.
 //!
-//! | items | what they are |
+//! # Choose by the job
+//!
+//! | to hand over | use |
 //! | --- | --- |
-//! | [`Publisher`], [`Subscriber`] | the channel, with one [`Policy`] for each subscriber |
-//! | [`SampleMut`], [`Sample`], [`Receipt`] | a tensor on loan, received, and released |
-//! | [`Timeline`] | a number that only grows: one process signals it, others wait for it |
-//! | [`Event`], [`EventHandle`] | interprocess events that detect lost and missing records |
-//! | [`Layout`], [`DType`] ([`tensor`]) | a tensor's element type, shape, strides and offset |
-//! | [`Device`], [`Stream`], [`Kernel`] | a device, the order of its work, and a function on it |
-//! | [`LegacyHandle`], [`LegacyMemory`] | legacy CUDA IPC handles, for other allocators' memory |
-//! | [`Semaphore`], [`Permit`] | a limit on concurrent work of streams and CPUs of many processes |
-//! | [`Memory`], [`Ticket`], [`SharedMemory`], [`Published`] | memory opened by fd or text |
-//! | [`Pool`], [`Buffer`], [`PoolClient`], [`LentBuffer`] | blocks of memory, lent to processes |
-//! | [`Queue`], [`Worker`], [`Lease`], [`JobHandle`], [`JobResult`] | jobs, each done once |
-//! | [`Client`], [`Server`], [`Request`], [`Pending`] | request and response |
-//! | [`Domain`], [`EndpointName`] | the directory of names, and a name in it |
-//! | [`Member`], [`Members`] ([`members`]) | the processes of a domain, and their states |
-//! | [`backend`] | the interface to a device: one trait, `cuda` and `host`, wrappers for tests |
-//! | [`nvtx`] | whether a profiler sees the ranges of send and receive |
-//! | [`clock`] | the clock that all processes of one machine share |
-//! | [`Error`], [`HandshakeFault`] | the errors, each with the next step |
+//! | a stream of tensors | [`Publisher`], [`Subscriber`], with a [`Policy`] for slow subscribers |
+//! | jobs, each done once even if workers die | [`Queue`], [`Worker`] |
+//! | requests and replies | [`Client`], [`Server`] |
+//! | memory of your own | [`Memory`], opened elsewhere by a [`Ticket`] |
+//! | memory of another allocator | [`LegacyHandle`], a CUDA IPC handle that knows its owner |
+//! | blocks of one process's memory | [`Pool`], [`PoolClient`] |
+//! | the order of streams | [`Timeline`] (a number that grows), [`Event`], [`Semaphore`] |
+//! | the list of live processes | [`Member`], [`Members`] |
 //!
-//! Private modules, each explained at its head: `ipc` (messages between processes), `shm` (shared
-//! memory pages), `runtime` (the threads of a process), `memory` (regions and slots), `fork`, `os`.
-//! `docs/design/link.md` draws the shared bytes, `docs/design/recovery.md` describes the recovery
-//! from each death, and `ARCHITECTURE.md` is the overview.
+//! Names live in a [`Domain`], a directory of this user. A [`Device`] is a GPU or the host, a
+//! [`Stream`] the order of its work, a [`Layout`] the element type, shape and strides of a tensor.
+//! [`SampleMut`] and [`Loan`] are memory to write and send, [`Sample`], [`Lease`], [`Request`] and
+//! [`JobResult`] memory that was received. Every [`Error`] names the next step.
+//!
+//! The guides (`docs/guide/`), `ARCHITECTURE.md` and the design documents (`docs/design/`) lie in
+//! the repository; `cargo xtask book` makes a book of them.
 //!
 //! # Guarantees
 //!
