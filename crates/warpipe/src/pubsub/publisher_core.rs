@@ -17,11 +17,10 @@ pub(crate) use unicast::{Disconnects, LinkedSubscriber, RetainedSlot, Subscriber
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use self::history::PendingReplay;
-use self::send_turn::SendTurns;
 use super::publisher::{PublisherBuilder, SlotHold, SlotReturn, SubscriberInfo};
 use super::subscriber_link::{LinkPhase, SubscriberLink};
 use crate::backend::StreamOp;
@@ -37,6 +36,7 @@ use crate::pubsub::entry::Description;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
+use crate::runtime::turn::{TurnLock, TurnState};
 use crate::shm::fence_words::FenceWords;
 use crate::stream::{Backoff, Stream};
 
@@ -61,9 +61,7 @@ pub(super) struct PublisherCore {
     reactor: Arc<Reactor>,
     /// Never held across a call of the driver that gives a stream work or asks one: see
     /// [`send_turn`].
-    state: Mutex<PublisherState>,
-    turn_is_over: Condvar,
-    turns: Arc<SendTurns>,
+    state: TurnLock<PublisherState>,
     /// The last fence value given out: no fence word has reached a later one.
     fences: AtomicU64,
     /// All streams that have worked on the links or the fence words.
@@ -86,9 +84,8 @@ pub(super) struct PublisherState {
     next_sequence: u64,
     history: VecDeque<HistoryEntry>,
     closed: bool,
-    /// A thread holds the send turn.
-    is_sending: bool,
-    awaiting_turn: u32,
+    /// The send turn.
+    turn: TurnState,
     /// Links that wait for the history until the send turn ends.
     joiners: VecDeque<u64>,
     /// Samples of the history that late subscribers have been given and that are not complete.
@@ -173,15 +170,14 @@ impl PublisherCore {
             this: me.clone(),
             me: me.clone(),
             reactor: reactor.clone(),
-            state: Mutex::new(PublisherState {
+            state: TurnLock::new(PublisherState {
                 arena: Arena::new(&device, options.shared.memory_limit),
                 is_announced: true,
                 links: Vec::new(),
                 next_sequence: 1,
                 history: VecDeque::new(),
                 closed: false,
-                is_sending: false,
-                awaiting_turn: 0,
+                turn: TurnState::default(),
                 joiners: VecDeque::new(),
                 due: Vec::new(),
                 is_polling_replays: false,
@@ -192,8 +188,6 @@ impl PublisherCore {
                 is_any_asleep: false,
                 disconnects: Disconnects::default(),
             }),
-            turn_is_over: Condvar::new(),
-            turns: Arc::default(),
             fences: AtomicU64::new(0),
             streams: Arc::new(streams),
             acceptor: Acceptor::new(
@@ -222,7 +216,7 @@ impl PublisherCore {
     }
 
     fn lock(&self) -> MutexGuard<'_, PublisherState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub(super) fn record_use(&self, stream: &Stream) {

@@ -9,3 +9,4 @@ pub(crate) mod heartbeat;
 pub(crate) mod reactor;
 pub(crate) mod spin;
 pub(crate) mod timed_lock;
+pub(crate) mod turn;

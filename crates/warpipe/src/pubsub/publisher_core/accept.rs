@@ -166,7 +166,7 @@ impl PublisherCore {
                 link.phase = LinkPhase::Joining;
                 state.joiners.push_back(id);
                 // The thread that is sending now makes the link live when it has finished.
-                if !state.is_sending {
+                if !state.turn.is_taken() {
                     self.replay(&mut state);
                 }
             }
@@ -273,7 +273,8 @@ impl PublisherCore {
     /// Returns a check whether every signal of a link that gets no more samples has been executed.
     /// This covers sends that began before now and have not enqueued their signals yet.
     fn past_signals(&self) -> impl FnMut() -> bool + Send + 'static {
-        let (turns, streams, mut fence) = (self.turns.clone(), self.streams.clone(), None);
+        let (turns, streams) = (self.state.counter().clone(), self.streams.clone());
+        let mut fence = None;
         let turn = turns.last();
         move || turns.is_over(turn) && fence.get_or_insert_with(|| streams.fence()).is_reached()
     }

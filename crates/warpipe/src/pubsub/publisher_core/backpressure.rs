@@ -7,7 +7,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::super::publisher::Policy;
 use super::super::subscriber_link::SubscriberLink;
-use super::send_turn::{SendTurn, SendTurnWait};
+use super::send_turn::{SendTurn, send_turn_wait};
 use super::unicast::Recipients;
 use super::{POLLS, PublisherCore, PublisherState, WAIT_SLICE, own_pid};
 use crate::clock::Stopwatch;
@@ -41,11 +41,11 @@ impl PublisherCore {
         self.owner_process.check()?;
         let mut clock = Stopwatch::default();
         let mut backoff = Backoff::spinning(POLLS);
-        let mut wait = SendTurnWait::within(limit);
+        let mut wait = send_turn_wait(limit);
         let mut state = self.lock();
         loop {
-            if state.is_sending {
-                state = self.wait_for_send_turn(state, &mut wait)?;
+            if state.turn.is_taken() {
+                state = self.state.wait(state, &mut wait, || self.send_of())?;
                 continue;
             }
             if state.closed {

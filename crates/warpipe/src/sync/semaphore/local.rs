@@ -231,7 +231,7 @@ impl LocalSemaphore {
 
     /// Keeps this process from connecting to members.
     #[cfg(test)]
-    pub(super) fn block_connecting(&self) -> impl Drop {
+    pub(super) fn block_connecting(&self) -> crate::runtime::timed_lock::TimedGuard<'_> {
         self.signals
             .connecting
             .lock(REPLY_TIMEOUT, String::new)
