@@ -1,6 +1,7 @@
 //! What the maintainers run: `cargo xtask test`, `verify`, `ptx`, `wheel`, `results`,
 //! `gpu-bundle`.
 
+mod aarch64;
 mod bundle;
 mod cases;
 mod counts;
@@ -27,6 +28,8 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   ptx             compile every CUDA source under crates/ and rewrite the committed PTX
   python          build the Python package and run its tests on the host
   wheel           build the Python package as a manylinux wheel in target/wheels
+  wheel --target aarch64
+                  the same for 64-bit ARM, tried under qemu-user with Debian's Python
   results [--check | --from FOLDER]
                   make BENCHMARKS.md and the README's figures from the reports in results/;
                   or see whether they are made from them; or take in the reports of a GPU
@@ -68,6 +71,9 @@ fn main() -> ExitCode {
             .and_then(|workspace| ptx::rewrite(&workspace))
             .map(|()| true),
         ["python"] => Workspace::find().map(|workspace| suite::run_python(&workspace)),
+        ["wheel", "--target", "aarch64"] => {
+            Workspace::find().and_then(|workspace| aarch64::wheel(&workspace))
+        }
         ["wheel"] => Workspace::find()
             .and_then(|workspace| python::wheel(&workspace))
             .map(|_| true),

@@ -17,8 +17,7 @@ const BUILDERS: &[&str] = &["maturin==1.16.0"];
 /// What builds the wheel for others: Zig binds to the C library of `manylinux2014` (glibc 2.17),
 /// whatever this machine's.
 const WHEEL_BUILDERS: &[&str] = &["maturin==1.16.0", "ziglang==0.17.0"];
-const PLATFORM: &str = "manylinux2014";
-const ZIG_TARGET: &str = "x86_64-linux-gnu.2.17";
+const MANYLINUX: &str = "manylinux2014";
 
 /// What the tests use. PyTorch, CuPy and Numba are used if this machine has them already.
 const TESTED_WITH: &[&str] = &[
@@ -45,26 +44,53 @@ const INSTALL_LIMIT: Duration = Duration::from_secs(900);
 const BUILD_LIMIT: Duration = Duration::from_secs(3600);
 const TEST_LIMIT: Duration = Duration::from_secs(1800);
 
+/// What a wheel is built for.
+pub struct Platform {
+    /// Rust's name; `None` is this machine.
+    pub rust: Option<&'static str>,
+    /// Zig's name, with the version of glibc.
+    pub zig: &'static str,
+}
+
+const X86_64: Platform = Platform {
+    rust: None,
+    zig: "x86_64-linux-gnu.2.17",
+};
+
 /// Builds the wheel that is given away, in `target/wheels/`, and sees that a program with it ends
 /// well. Returns its path.
 pub fn wheel(workspace: &Workspace) -> Outcome<PathBuf> {
-    let folder = workspace.target.join("wheels");
-    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
-    let link = format!("link-arg={}", unwinder(workspace, &tools)?.display());
-    let options = ["--release", "--strip", "--zig", "--compatibility", PLATFORM];
-    let wheel = build(workspace, &tools, &folder, &options, &["--", "-C", &link])?;
+    let wheel = build_wheel(workspace, &X86_64, &workspace.target.join("wheels"))?;
     try_ends(workspace, &wheel)?;
     println!("{}", wheel.display());
     Ok(wheel)
 }
 
+/// Builds the wheel for a platform in `folder`.
+pub fn build_wheel(workspace: &Workspace, platform: &Platform, folder: &Path) -> Outcome<PathBuf> {
+    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
+    let unwinder = unwinder(workspace, &tools, platform)?;
+    let link = format!("link-arg={}", unwinder.display());
+    let mut options = vec!["--release", "--strip", "--zig"];
+    options.extend(["--compatibility", MANYLINUX]);
+    options.extend(platform.rust.iter().flat_map(|rust| ["--target", *rust]));
+    build(workspace, &tools, folder, &options, &["--", "-C", &link])
+}
+
+/// The version in a wheel's name.
+pub fn version(wheel: &Path) -> Outcome<String> {
+    let name = wheel.file_name().unwrap_or_default().to_string_lossy();
+    let version = name.split('-').nth(1).map(str::to_owned);
+    version.ok_or_else(|| format!("{name} is no name of a wheel"))
+}
+
 /// The system's unwinder to link with. Zig would put one of its own into the library; but a thread
 /// that the interpreter's end unwinds (`pthread_exit`) is unwound by the system's, and two that
 /// meet in one stack crash.
-fn unwinder(workspace: &Workspace, tools: &Path) -> Outcome<PathBuf> {
+fn unwinder(workspace: &Workspace, tools: &Path, platform: &Platform) -> Outcome<PathBuf> {
     let (source, folder) = (
         workspace.root.join("xtask/wheel"),
-        workspace.target.join("unwinder"),
+        workspace.target.join("unwinder").join(platform.zig),
     );
     fs::create_dir_all(&folder)
         .map_err(|error| format!("{} not made: {error}", folder.display()))?;
@@ -79,7 +105,7 @@ fn unwinder(workspace: &Workspace, tools: &Path) -> Outcome<PathBuf> {
             "ziglang",
             "cc",
             "-target",
-            ZIG_TARGET,
+            platform.zig,
             "-shared",
             "-nostdlib",
             "-Wl,-soname,libgcc_s.so.1",
