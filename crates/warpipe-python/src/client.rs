@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use pyo3::exceptions::{PyBaseException, PyTimeoutError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -13,11 +14,12 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
+use crate::future::{Future, Source};
 use crate::job::{self, Waits, Watch};
 use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
 use crate::queue::QueueState;
-use crate::wait::{SLICE, Timeout, in_slices, late, optional};
+use crate::wait::{SLICE, Timeout, late, optional};
 
 /// Sends requests to the servers of a service: ``call`` waits for the reply, ``request`` returns a
 /// ``Pending``.
@@ -129,7 +131,7 @@ impl Client {
         timeout: Timeout,
     ) -> PyResult<Py<job::Result>> {
         self.request(py, tensor, metadata, stream, timeout)?
-            .result(py)
+            .result(py, None)
     }
 
     /// Sends a request. Its reply must come within ``timeout`` seconds (default: the client's;
@@ -165,6 +167,8 @@ impl Client {
         Ok(Pending {
             endpoint,
             job,
+            deadline_ns,
+            future: Future::default(),
             inner: Mutex::new(Some(Arc::new(DropDetached::new(pending)))),
             waits: Waits::default(),
         })
@@ -229,13 +233,15 @@ impl Drop for Client {
     }
 }
 
-/// A request without a reply yet: ``pending.result()``, or ``await pending`` in asyncio. Dropping
-/// or cancelling it cancels the request. The first call that asks takes the reply.
+/// A request, with the methods of a ``concurrent.futures.Future``; ``await pending`` in asyncio.
+/// Dropping or cancelling it cancels the request. It keeps the reply as long as it lives.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct Pending {
     endpoint: Arc<JobEndpoint>,
     job: u64,
+    deadline_ns: u64,
+    future: Future,
     /// `None` once the request is cancelled.
     inner: Mutex<Option<Arc<DropDetached<warpipe::Pending>>>>,
     waits: Waits,
@@ -257,8 +263,32 @@ impl Pending {
         self.slot()?.clone().ok_or_else(gone)
     }
 
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = optional(timeout, "timeout")?;
+        if self.future.wait(py, &self.endpoint, self, timeout)? {
+            return Ok(());
+        }
+        Err(late(format!("the reply to request {}", self.job), timeout).into())
+    }
+}
+
+impl Source for Pending {
+    fn job(&self) -> u64 {
+        self.job
+    }
+
     fn look(&self, slice: Duration) -> Outcome<Option<warpipe::JobResult>> {
         Ok(self.inner()?.wait_timeout(&self.endpoint.stream, slice)?)
+    }
+
+    fn is_done(&self) -> Outcome<bool> {
+        Ok(self.inner()?.is_done()?)
+    }
+
+    fn call_off(&self) -> Outcome<()> {
+        let inner = self.slot()?.take();
+        drop(inner);
+        Ok(())
     }
 }
 
@@ -273,39 +303,80 @@ impl Pending {
     /// The deadline of the reply, in nanoseconds of ``time.monotonic_ns()``.
     #[getter]
     fn deadline_ns(&self) -> PyResult<u64> {
-        Ok(self.inner()?.deadline_ns())
+        self.endpoint.check()?;
+        Ok(self.deadline_ns)
     }
 
-    /// Waits for the reply until the deadline. The reply's data is complete.
+    /// Waits for the reply, at most ``timeout`` seconds (None: until its deadline). Its data is complete.
+    /// Each call gives the same object.
     ///
-    /// Raises ``DeadlinePassedError`` (a TimeoutError); ``RejectedError`` by a server;
-    /// ``DeadLetteredError`` when all attempts failed; ``NoSuchJobError`` when the reply was taken
-    /// before, or the request cancelled; ``QueueClosedError`` when the client was closed.
-    pub fn result(&self, py: Python<'_>) -> PyResult<Py<job::Result>> {
-        let reply = in_slices(py, None, |slice| self.look(slice))?;
-        self.endpoint
-            .give(py, reply.ok_or_else(|| late("a reply".into(), None))?)
+    /// Raises ``TimeoutError``, after which it may be called again; ``DeadLetteredError`` when all
+    /// attempts failed, ``RejectedError``; ``concurrent.futures.CancelledError``;
+    /// ``DeadlinePassedError`` (a TimeoutError), ``QueueClosedError`` when the client was closed.
+    #[pyo3(signature = (timeout = None))]
+    pub fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<job::Result>> {
+        self.wait(py, timeout)?;
+        self.future.result(py, &self.endpoint)
+    }
+
+    /// Waits as ``result``, and gives the exception that it raises; None if there is a result.
+    ///
+    /// Raises ``TimeoutError``, ``concurrent.futures.CancelledError``.
+    #[pyo3(signature = (timeout = None))]
+    fn exception(
+        &self,
+        py: Python<'_>,
+        timeout: Option<f64>,
+    ) -> PyResult<Option<Py<PyBaseException>>> {
+        match self.wait(py, timeout) {
+            Ok(()) => self.future.exception(py, &self.endpoint),
+            // Of a queue that is closed, or an outcome that ``Queue.results`` gave.
+            Err(error) if self.done(py)? && !error.is_instance_of::<PyTimeoutError>(py) => {
+                Ok(Some(error.into_value(py)))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Whether ``result()`` would return, or raise, at once.
-    ///
-    /// Raises ``NoSuchJobError`` when the request was cancelled, ``QueueClosedError``.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
-        let inner = self.inner()?;
-        Ok(py.detach(|| inner.is_done()).map_err(Fault::from)?)
+        self.future.is_done(py, &self.endpoint, self)
     }
 
-    /// Cancels the request. Cancelling twice is no error.
-    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
-        let inner = self.slot()?.take();
-        py.detach(|| drop(inner));
-        Ok(())
+    /// Whether it was cancelled.
+    fn cancelled(&self) -> PyResult<bool> {
+        self.future.is_cancelled(&self.endpoint, self)
     }
 
-    /// The reply if it has come, else None.
+    /// Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the
+    /// package's thread ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done
+    /// already, at once on this thread. An exception of a callback is logged (logger ``warpipe``)
+    /// and stops no other. The object is kept until then.
+    #[pyo3(signature = (r#fn, /), text_signature = "($self, fn, /)")]
+    fn add_done_callback(slf: &Bound<'_, Self>, r#fn: &Bound<'_, PyAny>) -> PyResult<()> {
+        slf.get().endpoint.check()?;
+        let module = slf.py().import("warpipe._futures")?;
+        module.call_method1("add", (slf, r#fn)).map(drop)
+    }
+
+    /// Cancels it: no server gets it any more, and the answer of one that has it is discarded.
+    /// Returns whether it is cancelled: False if it was done before.
+    fn cancel(slf: &Bound<'_, Self>) -> PyResult<bool> {
+        let (py, this) = (slf.py(), slf.get());
+        let (is_cancelled, by_this) = this.future.cancel(py, &this.endpoint, this)?;
+        if by_this {
+            py.import("warpipe._futures")?.call_method1("run", (slf,))?;
+        }
+        Ok(is_cancelled)
+    }
+
+    /// The result if it has come, else None.
     fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<job::Result>>> {
-        let found = py.detach(|| self.look(Duration::ZERO))?;
-        found.map(|found| self.endpoint.give(py, found)).transpose()
+        let come = self
+            .future
+            .wait(py, &self.endpoint, self, Some(Duration::ZERO))?;
+        come.then(|| self.future.result(py, &self.endpoint))
+            .transpose()
     }
 
     fn _watch(&self, py: Python<'_>) -> PyResult<Watch> {
@@ -346,6 +417,7 @@ impl Pending {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
+        self.future.traverse(&visit)?;
         self.waits.traverse(&visit)
     }
 

@@ -4,27 +4,29 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use pyo3::exceptions::PyStopIteration;
+use pyo3::exceptions::{PyBaseException, PyStopIteration, PyTimeoutError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use warpipe::Error;
 
 use crate::detached::DropDetached;
-use crate::errors::{Fault, Outcome};
+use crate::errors::Outcome;
 use crate::frame::Frame;
+use crate::future::{Future, Source};
 use crate::job_endpoint::JobEndpoint;
-use crate::wait::{in_slices, late, none_if_late, seconds};
+use crate::wait::{in_slices, late, none_if_late, optional};
 
-/// A submitted job: its result comes with ``handle.result()``, or with ``await handle`` in asyncio.
+/// A submitted job, with the methods of a ``concurrent.futures.Future``; ``await handle`` in asyncio.
 ///
-/// The first call that asks takes the outcome. If the handle is dropped before, ``Queue.results()``
-/// gives the outcome.
+/// The first call that asks takes the outcome, and keeps it as long as the handle lives. If the
+/// handle is dropped before, ``Queue.results()`` gives the outcome.
 #[pyclass(frozen, module = "warpipe", weakref)]
 #[derive(Debug)]
 pub struct JobHandle {
     endpoint: Arc<JobEndpoint>,
     inner: DropDetached<warpipe::JobHandle>,
+    future: Future,
     waits: Waits,
 }
 
@@ -73,13 +75,47 @@ impl JobHandle {
         JobHandle {
             endpoint: endpoint.clone(),
             inner: DropDetached::new(inner),
+            future: Future::default(),
             waits: Waits::default(),
         }
     }
 
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = optional(timeout, "timeout")?;
+        if self.future.wait(py, &self.endpoint, self, timeout)? {
+            return Ok(());
+        }
+        let what = format!(
+            "the result of job {} of {:?}",
+            self.inner.id(),
+            self.endpoint.name
+        );
+        Err(late(what, timeout).into())
+    }
+}
+
+impl Source for JobHandle {
+    fn job(&self) -> u64 {
+        self.inner.id()
+    }
+
     fn look(&self, slice: Duration) -> Outcome<Option<warpipe::JobResult>> {
-        self.endpoint.check()?;
         none_if_late(self.inner.wait(&self.endpoint.stream, slice))
+    }
+
+    fn is_done(&self) -> Outcome<bool> {
+        Ok(self.inner.is_done()?)
+    }
+
+    fn call_off(&self) -> Outcome<()> {
+        self.inner.call_off()?;
+        Ok(())
+    }
+}
+
+impl Drop for JobHandle {
+    fn drop(&mut self) {
+        self.future.abandon(&self.endpoint);
     }
 }
 
@@ -92,50 +128,75 @@ impl JobHandle {
     }
 
     /// Waits for the result, at most ``timeout`` seconds (None: no limit). Its data is complete.
+    /// Each call gives the same object.
     ///
-    /// Raises ``TimeoutError``, after which ``result`` may be called again; ``DeadLetteredError``
-    /// when all attempts failed, ``RejectedError``; ``NoSuchJobError`` when the outcome was taken
-    /// before, ``QueueClosedError``.
+    /// Raises ``TimeoutError``, after which it may be called again; ``DeadLetteredError`` when all
+    /// attempts failed, ``RejectedError``; ``concurrent.futures.CancelledError``;
+    /// ``NoSuchJobError`` when ``Queue.results`` gave the outcome, ``QueueClosedError``.
     #[pyo3(signature = (timeout = None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<Result>> {
-        let timeout = timeout
-            .map(|timeout| seconds(timeout, "timeout"))
-            .transpose()?;
-        let result = in_slices(py, timeout, |slice| self.look(slice))?;
-        let what = || {
-            late(
-                format!(
-                    "the result of job {} of {:?}",
-                    self.inner.id(),
-                    self.endpoint.name
-                ),
-                timeout,
-            )
-        };
-        self.endpoint.give(py, result.ok_or_else(what)?)
+        self.wait(py, timeout)?;
+        self.future.result(py, &self.endpoint)
+    }
+
+    /// Waits as ``result``, and gives the exception that it raises; None if there is a result.
+    ///
+    /// Raises ``TimeoutError``, ``concurrent.futures.CancelledError``.
+    #[pyo3(signature = (timeout = None))]
+    fn exception(
+        &self,
+        py: Python<'_>,
+        timeout: Option<f64>,
+    ) -> PyResult<Option<Py<PyBaseException>>> {
+        match self.wait(py, timeout) {
+            Ok(()) => self.future.exception(py, &self.endpoint),
+            // Of a queue that is closed, or an outcome that ``Queue.results`` gave.
+            Err(error) if self.done(py)? && !error.is_instance_of::<PyTimeoutError>(py) => {
+                Ok(Some(error.into_value(py)))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Whether ``result()`` would return, or raise, at once.
-    ///
-    /// Raises ``QueueClosedError``.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
-        self.endpoint.check()?;
-        Ok(py.detach(|| self.inner.is_done()).map_err(Fault::from)?)
+        self.future.is_done(py, &self.endpoint, self)
     }
 
-    /// Cancels the job: no further worker gets it, and an answer of its present worker is
-    /// discarded. False if its outcome was taken before.
-    ///
-    /// Raises ``QueueClosedError``.
-    fn cancel(&self, py: Python<'_>) -> PyResult<bool> {
-        self.endpoint.check()?;
-        Ok(py.detach(|| self.inner.call_off()).map_err(Fault::from)?)
+    /// Whether it was cancelled.
+    fn cancelled(&self) -> PyResult<bool> {
+        self.future.is_cancelled(&self.endpoint, self)
+    }
+
+    /// Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the
+    /// package's thread ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done
+    /// already, at once on this thread. An exception of a callback is logged (logger ``warpipe``)
+    /// and stops no other. The object is kept until then.
+    #[pyo3(signature = (r#fn, /), text_signature = "($self, fn, /)")]
+    fn add_done_callback(slf: &Bound<'_, Self>, r#fn: &Bound<'_, PyAny>) -> PyResult<()> {
+        slf.get().endpoint.check()?;
+        let module = slf.py().import("warpipe._futures")?;
+        module.call_method1("add", (slf, r#fn)).map(drop)
+    }
+
+    /// Cancels it: no worker gets it any more, and the answer of one that has it is discarded.
+    /// Returns whether it is cancelled: False if it was done before.
+    fn cancel(slf: &Bound<'_, Self>) -> PyResult<bool> {
+        let (py, this) = (slf.py(), slf.get());
+        let (is_cancelled, by_this) = this.future.cancel(py, &this.endpoint, this)?;
+        if by_this {
+            py.import("warpipe._futures")?.call_method1("run", (slf,))?;
+        }
+        Ok(is_cancelled)
     }
 
     /// The result if it has come, else None.
     fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<Result>>> {
-        let found = py.detach(|| self.look(Duration::ZERO))?;
-        found.map(|found| self.endpoint.give(py, found)).transpose()
+        let come = self
+            .future
+            .wait(py, &self.endpoint, self, Some(Duration::ZERO))?;
+        come.then(|| self.future.result(py, &self.endpoint))
+            .transpose()
     }
 
     /// The descriptor that an event loop polls, and the number of its queue.
@@ -177,6 +238,7 @@ impl JobHandle {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
+        self.future.traverse(&visit)?;
         self.waits.traverse(&visit)
     }
 

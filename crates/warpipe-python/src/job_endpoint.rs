@@ -1,8 +1,9 @@
 //! Common to queues, clients and their handles: the library's endpoint, the stream for results, and
 //! the conversion of foreign tensors to jobs.
 
-use std::sync::Arc;
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -97,6 +98,8 @@ pub struct JobEndpoint {
     pub stream: OwnStream,
     pub number: u64,
     is_shut: AtomicBool,
+    /// Jobs that a shutdown cancelled.
+    cancelled: Mutex<HashSet<u64>>,
     /// How long to wait for room and memory.
     patience: Option<Duration>,
     copies: Arc<Copies>,
@@ -123,6 +126,7 @@ impl JobEndpoint {
             stream: OwnStream::new(py, device)?,
             number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             is_shut: AtomicBool::new(false),
+            cancelled: Mutex::default(),
             patience,
             copies: Arc::default(),
             end,
@@ -160,6 +164,32 @@ impl JobEndpoint {
     /// Whether the endpoint is shut: no job is submitted any more.
     pub fn is_shut(&self) -> bool {
         self.is_shut.load(Ordering::Acquire)
+    }
+
+    /// Cancels the jobs that no worker holds.
+    pub fn cancel_waiting(&self) -> Outcome<()> {
+        let cancelled = self.end()?.queue().cancel_waiting()?;
+        let mut known = self
+            .cancelled
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        known.extend(cancelled);
+        Ok(())
+    }
+
+    /// Whether a shutdown cancelled this job.
+    pub fn has_cancelled(&self, job: u64) -> bool {
+        let known = self
+            .cancelled
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        known.contains(&job)
+    }
+
+    /// Gives back a result that was taken and not used. Call without the interpreter.
+    pub fn put_back(&self, result: JobResult) {
+        // A queue that was closed meanwhile has no next call.
+        let _ = self.end().map(|end| end.put_back(result));
     }
 
     /// Waits until there are `count` workers, or servers: `what` is their name in the error.
@@ -346,8 +376,7 @@ impl JobEndpoint {
     /// Returns a result to Python. The result of an interrupted wait is there for the next call.
     pub fn give(&self, py: Python<'_>, result: JobResult) -> PyResult<Py<crate::job::Result>> {
         let result = hand_over(py, result, |result| {
-            // A queue that was closed meanwhile has no next call.
-            let _ = py.detach(|| self.end().map(|end| end.put_back(result)));
+            py.detach(|| self.put_back(result));
         })?;
         crate::job::Result::new(py, result, &self.device)
     }

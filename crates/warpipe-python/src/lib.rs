@@ -13,6 +13,7 @@
 //! | `members` | the members of a domain |
 //! | `handle` | handles that Python may close, and waits for their owners |
 //! | `queue`, `job`, `worker`, `lease` | jobs |
+//! | `future` | the outcome of a job or a request |
 //! | `inbox` | common to subscribers, workers and servers |
 //! | `client`, `server`, `job_endpoint` | services; `job_endpoint` is common to queues and clients
 //! |
@@ -50,6 +51,7 @@ mod errors;
 mod event;
 mod exclusive;
 mod frame;
+mod future;
 mod handle;
 mod in_place;
 mod inbox;

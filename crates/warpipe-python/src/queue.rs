@@ -283,7 +283,7 @@ impl Queue {
             let end = self.endpoint.end()?;
             let shut = none_if_late(end.queue().shutdown(Duration::ZERO))?;
             if cancel_futures {
-                end.queue().cancel_waiting()?;
+                self.endpoint.cancel_waiting()?;
             }
             Ok(shut)
         })?;

@@ -1,0 +1,132 @@
+"""Callbacks of futures: one thread for all of them, which sleeps on the queues' descriptors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from . import _warpipe
+from ._errors import Error
+
+_Future: TypeAlias = "_warpipe.JobHandle | _warpipe.Pending"
+_Callback: TypeAlias = Callable[[Any], object]
+
+# Every change rings: this is for what no ring tells.
+_PATIENCE_SECONDS = 1.0
+
+_log = logging.getLogger("warpipe")
+
+
+class _Callbacks:
+    """The callbacks of futures that are not done. The thread ends when there are none."""
+
+    def __init__(self) -> None:
+        # A signal handler may come in while its own thread holds it.
+        self._lock = threading.RLock()
+        self._waiting: dict[_Future, list[_Callback]] = {}
+        self._thread: threading.Thread | None = None
+        self._wake = -1
+
+    def add(self, future: _Future, callback: _Callback) -> None:
+        with self._lock:
+            if not future.done():
+                self._waiting.setdefault(future, []).append(callback)
+                self._rouse()
+                return
+        # Those that were added before it come before it.
+        self.run(future)
+        _call(callback, future)
+
+    def run(self, future: _Future) -> None:
+        """Runs the callbacks of a future that is done, in the order in which they were added."""
+        with self._lock:
+            callbacks = self._waiting.pop(future, [])
+        for callback in callbacks:
+            _call(callback, future)
+
+    def _rouse(self) -> None:
+        if self._thread is None:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._thread = threading.Thread(target=self._work, args=(self._wake,), name="warpipe-callbacks", daemon=True)
+            self._thread.start()
+        else:
+            os.eventfd_write(self._wake, 1)
+
+    def _work(self, wake: int) -> None:
+        poller = select.poll()
+        poller.register(wake, select.POLLIN)
+        watches: dict[int, _warpipe._Watch] = {}
+        while self._step(poller, watches):
+            for descriptor, _ in poller.poll(self._patience() * 1000):
+                if descriptor == wake:
+                    os.eventfd_read(wake)
+                for watch in watches.values():
+                    if watch.fileno() == descriptor:
+                        watch.quiet()
+        os.close(wake)
+
+    def _patience(self) -> float:
+        with self._lock:
+            deadlines = [future.deadline_ns for future in self._waiting if isinstance(future, _warpipe.Pending)]
+        left = (min(deadlines) - time.monotonic_ns()) / 1e9 if deadlines else _PATIENCE_SECONDS
+        return max(0.001, min(left, _PATIENCE_SECONDS))
+
+    def _step(self, poller: select.poll, watches: dict[int, _warpipe._Watch]) -> bool:
+        """Runs what is due, behind the descriptors that ring for the rest; False when none is left."""
+        with self._lock:
+            futures = list(self._waiting)
+            if not futures:
+                self._thread, self._wake = None, -1
+                return False
+        numbers = {future._queue for future in futures}
+        for number in watches.keys() - numbers:
+            poller.unregister(watches.pop(number).fileno())
+        for future in futures:
+            if future._queue not in watches:
+                try:
+                    watch = future._watch()
+                except Error:
+                    # Its queue is closed, so it is done.
+                    continue
+                watches[future._queue] = watch
+                poller.register(watch.fileno(), select.POLLIN)
+        for future in futures:
+            if future.done():
+                self.run(future)
+        return True
+
+
+def _call(callback: _Callback, future: _Future) -> None:
+    try:
+        callback(future)
+    except Exception:
+        _log.exception("a callback of %r raised", future)
+
+
+_callbacks = _Callbacks()
+
+
+def _reset() -> None:
+    # The child has no such thread. What the parent waits for stays with it, untouched.
+    global _callbacks
+    _inherited.append(_callbacks)
+    _callbacks = _Callbacks()
+
+
+_inherited: list[_Callbacks] = []
+os.register_at_fork(after_in_child=_reset)
+
+
+def add(future: _Future, callback: _Callback) -> None:
+    """Calls ``callback(future)`` once the future is done."""
+    _callbacks.add(future, callback)
+
+
+def run(future: _Future) -> None:
+    """Runs the callbacks of a future that this thread has cancelled."""
+    _callbacks.run(future)
