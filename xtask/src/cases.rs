@@ -15,7 +15,7 @@ const BUILD_LIMIT: Duration = Duration::from_secs(1800);
 const LIMIT: Duration = Duration::from_secs(3600);
 
 /// Parts of the names of the cases in which every call of the driver hangs in turn.
-const HANGS: &[&str] = &["is one that the next case lets hang", "of the driver hangs"];
+const HANGS: &[&str] = &["is one that the next case blocks", "of the driver hangs"];
 /// Of those in which every call is refused once.
 const REFUSALS: &[&str] = &["refuses any one call"];
 /// Of those in which a peer sends descriptors that do harm, or removes pages of what it shares.

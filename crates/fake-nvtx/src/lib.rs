@@ -1,7 +1,7 @@
 //! A fake profiler for tests: named by `NVTX_INJECTION64_PATH`, it puts its functions into the
 //! tables of NVTX 3 as profilers do; under the name `libnvToolsExt.so.1` it is a toolkit's library.
-//! What it is told it appends to the file that `FAKE_NVTX_LOG` names, in lines `thread push NAME`
-//! and `thread pop`. With `FAKE_NVTX_REFUSE` it refuses to start.
+//! It appends each range to the file that `FAKE_NVTX_LOG` names, in lines `thread push NAME` and
+//! `thread pop`. With `FAKE_NVTX_REFUSE` it refuses to start.
 //!
 //! **This module is marked for unsafe**: it is called over the C interface of NVTX.
 
@@ -34,7 +34,7 @@ const CORE2: c_uint = 5;
 const RANGE_PUSH_A: usize = 9;
 const RANGE_POP: usize = 11;
 
-/// What a profiler does when it is loaded: looks at the version, and at each table's size before it
+/// A profiler's initialization: checks the version, and at each table's size before it
 /// writes.
 ///
 /// # Safety

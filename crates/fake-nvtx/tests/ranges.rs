@@ -1,5 +1,5 @@
-//! What a profiler sees of a publisher and a subscriber, a queue and its worker, each case in a
-//! process of its own: the profiler and the environment belong to a process.
+//! The ranges that a profiler gets of a publisher and a subscriber, a queue and its worker. Each case
+//! has a process of its own: the profiler and the environment belong to a process.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ impl Case {
         self.env("NVTX_INJECTION64_PATH", library)
     }
 
-    /// What the child says of the state, and the profiler's lines by thread.
+    /// The child's line about the state, and the profiler's lines by thread.
     fn run(self) -> (String, HashMap<String, Vec<String>>) {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "child", "--ignored", "--nocapture"]);

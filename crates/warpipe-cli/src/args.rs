@@ -139,7 +139,7 @@ pub struct PubArgs {
     pub json: bool,
 }
 
-/// What a publisher does with a subscriber that has no room.
+/// The policy of a publisher for a subscriber that has no room.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum PolicyName {
     /// Waits for room, at most --timeout

@@ -7,7 +7,7 @@ use warpipe::Device;
 
 use crate::exit::split_next;
 
-/// What was asked for.
+/// The value of `--device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceArg {
     /// The first GPU if there is one, else the host.

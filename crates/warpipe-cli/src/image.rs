@@ -10,7 +10,7 @@ use std::io::{BufRead, Seek};
 use png::{BitDepth, Decoder, Transformations};
 use warpipe::{DType, Layout};
 
-/// What is wrong with a `.png` file.
+/// A fault of a `.png` file.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
     /// The decoder's word.

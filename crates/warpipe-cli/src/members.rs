@@ -61,14 +61,14 @@ pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
         output.say(|| line(member, names, roles), &Row::new("member", member))?;
     }
     while args.follow && !interrupt.came() {
-        let is_known = |who: &MemberInfo| {
+        let is_known = |info: &MemberInfo| {
             listed
                 .iter()
-                .any(|member| member.generation == who.generation)
+                .any(|member| member.generation == info.generation)
         };
         let change = members.changes(LOOK)?;
         if let Some(change) =
-            change.filter(|change| !matches!(change, Change::Joined(who) if is_known(who)))
+            change.filter(|change| !matches!(change, Change::Joined(info) if is_known(info)))
         {
             let (event, style) = event_of(&change);
             let text = || {

@@ -1,4 +1,4 @@
-//! What goes to standard output: lines for people, or one JSON object a line for programs.
+//! Standard output: lines for people, or one JSON object a line for programs.
 
 use std::io::{self, IsTerminal, Write};
 use std::time::Duration;

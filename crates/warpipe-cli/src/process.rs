@@ -70,7 +70,7 @@ pub fn follow_parent(parent_pid: i32) -> io::Result<()> {
             maximum: Some(0),
         },
     )?;
-    // The parent may have died before the kernel was asked to tell of it.
+    // The parent may have died before the kernel was asked for the signal.
     if getppid().map(Pid::as_raw_pid) != Some(parent_pid) {
         return Err(io::Error::other(
             "the process that started this one has gone",

@@ -12,7 +12,7 @@ use crate::interrupt::{Interrupt, LOOK};
 use crate::output::{Output, Style, bytes, count, styled};
 use crate::source::Source;
 
-/// What the library allows by itself.
+/// The library's default memory limit.
 const MEMORY_LIMIT_LEAST: u64 = 4 << 30;
 
 #[derive(Serialize)]

@@ -1,7 +1,7 @@
 //! Where `warpipe sub --save` puts what it receives: always inside one directory, never over
 //! another file.
 //!
-//! The file names come from a peer. What is left of one is its last part, its letters, digits, `_`,
+//! The file names come from a peer. Kept of a name are its last part, its letters, digits, `_`,
 //! `-` and `.`, without a leading dot and at most 100 bytes long; the sample's sequence number
 //! stands before it.
 
@@ -119,7 +119,7 @@ fn file_name(sequence: u64, origin: Option<&Origin>) -> FileName {
     FileName { stem, extension }
 }
 
-/// What may stay of a name that a peer chose.
+/// The safe part of a name that a peer chose.
 fn sanitize(name: &str) -> String {
     let last = name.rsplit(['/', '\\']).next().unwrap_or_default();
     let clean: String = last

@@ -20,7 +20,7 @@ pub struct InputError {
     fault: Fault,
 }
 
-/// What is wrong with a file.
+/// A fault of a file.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
     /// As a NumPy array.
@@ -49,7 +49,7 @@ pub enum Kind {
     Raw,
 }
 
-/// What a sample says of the file that it came from.
+/// A sample's metadata about the file that it came from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Origin {
     /// The file's name, without its directory.
@@ -109,7 +109,7 @@ impl Source {
         self.read(Source::load_open)
     }
 
-    /// What goes with the sample: JSON of at most [`METADATA_BYTES_MAX`] bytes. A name too long is
+    /// The metadata of the sample: JSON of at most [`METADATA_BYTES_MAX`] bytes. A name too long is
     /// cut.
     pub fn metadata(&self) -> Vec<u8> {
         let mut file = self

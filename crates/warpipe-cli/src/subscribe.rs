@@ -1,4 +1,4 @@
-//! `warpipe sub`: receives, tells, saves.
+//! `warpipe sub`: receives, reports, saves.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

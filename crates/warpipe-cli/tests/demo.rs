@@ -340,8 +340,7 @@ fn an_interrupt_ends_every_process_and_removes_the_domain() {
     assert!(is_cleared(&world), "the domain is left");
 }
 
-/// What a demo says when one of its processes is killed while it publishes, by others than the
-/// demo.
+/// A demo's output when another process kills one of its processes while it publishes.
 fn killed_from_outside(role: &str) -> String {
     let world = World::new();
     let mut running = demo(&world, &["--seconds", "1000"]);

@@ -1,4 +1,4 @@
-//! `members`: the list, and what is told of changes.
+//! `members`: the list, and the changes that it prints.
 
 mod support;
 
@@ -108,7 +108,7 @@ fn changes_are_told_as_they_come_until_it_is_interrupted() {
     assert_eq!(
         watch.wait_for("joined", 1)[0]["name"],
         "worker",
-        "who was listed is not told again"
+        "a listed member is not reported again"
     );
     worker.signal(Signal::STOP);
     assert_eq!(watch.wait_for("stalled", 1)[0]["name"], "worker");
@@ -118,7 +118,7 @@ fn changes_are_told_as_they_come_until_it_is_interrupted() {
     assert_eq!(watch.wait_for("died", 1)[0]["name"], "worker");
     assert!(
         world.path("domain").join("members+worker.sock").exists(),
-        "who only looks removes nothing"
+        "a listing removes nothing"
     );
     drop(early);
     assert_eq!(watch.wait_for("left", 1)[0]["name"], "early");

@@ -154,7 +154,7 @@ pub fn open_event(device: &Device, handle: &[u8]) -> Result<()> {
 /// Creates interprocess events until `each` says stop or none is left, then destroys them all.
 ///
 /// # Errors
-/// What `each` says of one that could not be created.
+/// The error of `each`.
 pub fn with_events(
     device: &Device,
     most: u32,

@@ -51,7 +51,7 @@ impl FakeDriver {
         }
     }
 
-    fn tell<T>(&self, control: &str, name: &str) -> Result<T> {
+    fn call<T>(&self, control: &str, name: &str) -> Result<T> {
         let name = CString::new(name)?;
         // SAFETY: the fake driver has these functions, which take a terminated text; `T` is what
         // the caller knows that they answer: a status, or a count.
@@ -64,7 +64,7 @@ impl FakeDriver {
     /// None in practice.
     pub fn block(&self, function: &str) -> Result<()> {
         ensure!(
-            self.tell::<c_int>("fakeCudaBlock", function)? == 0,
+            self.call::<c_int>("fakeCudaBlock", function)? == 0,
             "it blocks {function}"
         );
         Ok(())
@@ -76,7 +76,7 @@ impl FakeDriver {
     /// None in practice.
     pub fn release(&self, function: &str) -> Result<()> {
         ensure!(
-            self.tell::<c_int>("fakeCudaRelease", function)? == 0,
+            self.call::<c_int>("fakeCudaRelease", function)? == 0,
             "it releases {function}"
         );
         Ok(())
@@ -87,7 +87,7 @@ impl FakeDriver {
     /// # Errors
     /// None in practice.
     pub fn hanging(&self, function: &str) -> Result<u64> {
-        self.tell("fakeCudaHanging", function)
+        self.call("fakeCudaHanging", function)
     }
 
     /// How many calls of `function` were failed since the last [`reset`](Self::reset).
@@ -95,7 +95,7 @@ impl FakeDriver {
     /// # Errors
     /// None in practice.
     pub fn failed(&self, function: &str) -> Result<u64> {
-        self.tell("fakeCudaFailed", function)
+        self.call("fakeCudaFailed", function)
     }
 
     /// Fails call number `call` of `function`, from 1 and counted from the last

@@ -43,7 +43,9 @@ macro_rules! call {
         // SAFETY: the driver's function of this name has this signature, and every place that it
         // writes to lives.
         let code = unsafe {
-            let function = $graphs.library.get::<unsafe extern "C" fn($($type),*) -> c_int>(stringify!($name))?;
+            let function = $graphs
+                .library
+                .get::<unsafe extern "C" fn($($type),*) -> c_int>(stringify!($name))?;
             function($($argument),*)
         };
         ensure!(code == 0, "{}: {code}", stringify!($name));
@@ -71,7 +73,7 @@ impl Graphs {
     /// `cuStreamBeginCapture`: what the stream is given from now on is recorded.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver refuses the call.
     pub fn begin(&self, stream: &Stream, mode: Mode) -> Result<()> {
         call!(self, cuStreamBeginCapture_v2(stream.raw().0, mode as c_uint): Handle, c_uint);
         Ok(())
@@ -80,11 +82,14 @@ impl Graphs {
     /// `cuStreamEndCapture` and `cuGraphInstantiate`: what was recorded.
     ///
     /// # Errors
-    /// The capture has been invalidated, or what else the driver says.
+    /// The capture has been invalidated, or the driver refuses a call.
     pub fn end(&self, stream: &Stream) -> Result<Graph<'_>> {
         let (mut graph, mut launchable): (Handle, Handle) = (ptr::null_mut(), ptr::null_mut());
         call!(self, cuStreamEndCapture(stream.raw().0, &mut graph): Handle, *mut Handle);
-        call!(self, cuGraphInstantiateWithFlags(&mut launchable, graph, 0): *mut Handle, Handle, u64);
+        call!(
+            self,
+            cuGraphInstantiateWithFlags(&mut launchable, graph, 0): *mut Handle, Handle, u64
+        );
         Ok(Graph {
             graphs: self,
             graph,
@@ -95,7 +100,7 @@ impl Graphs {
     /// A stream that is ordered with the legacy default stream.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver refuses the call.
     pub fn blocking_stream(&self, device: &Device) -> Result<Stream> {
         let mut stream: Handle = ptr::null_mut();
         call!(self, cuStreamCreate(&mut stream, 0): *mut Handle, c_uint);
@@ -107,7 +112,7 @@ impl Graphs {
     /// `cuDevicePrimaryCtxReset`, which is what `cudaDeviceReset` does.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver refuses the call.
     pub fn reset_device(&self) -> Result<()> {
         call!(self, cuDevicePrimaryCtxReset_v2(0): c_int);
         Ok(())
@@ -118,7 +123,7 @@ impl Graph<'_> {
     /// `cuGraphLaunch`: enqueues the recorded work on a stream that does not capture.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver refuses the call.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         call!(self.graphs, cuGraphLaunch(self.launchable, stream.raw().0): Handle, Handle);
         Ok(())

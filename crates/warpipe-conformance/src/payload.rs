@@ -384,7 +384,7 @@ impl Drop for ErrorCounters {
         // SAFETY: registered in `new`, once; every user synchronises the streams of its checks
         // before it ends, and a case that failed ends its process instead of reusing the memory.
         unsafe {
-            // Beside a stream that stands still on purpose it stays, rather than wait for that
+            // Beside a stream that is blocked on purpose it stays, rather than wait for that
             // stream.
             let backend = self.device.backend();
             if !backend.unregister_would_block(self.page) && backend.unregister(self.page).is_ok() {

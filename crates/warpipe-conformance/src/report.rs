@@ -24,7 +24,7 @@ pub struct CaseResult {
     pub outcome: Outcome,
     /// Why it failed or was skipped.
     pub reason: String,
-    /// What it measured.
+    /// The figures that it measured.
     pub figures: BTreeMap<String, Value>,
 }
 
@@ -57,7 +57,7 @@ pub struct Line {
     pub seconds: f64,
     /// How it ended.
     #[serde(flatten)]
-    pub finding: CaseResult,
+    pub result: CaseResult,
 }
 
 /// The whole run.
@@ -84,7 +84,7 @@ impl Report {
     pub fn count(&self, outcome: Outcome) -> usize {
         self.cases
             .iter()
-            .filter(|line| line.finding.outcome == outcome)
+            .filter(|line| line.result.outcome == outcome)
             .count()
     }
 
@@ -96,7 +96,7 @@ impl Report {
     }
 }
 
-/// The version that the kernel's module or the driver's library tells:
+/// The version that the kernel's module or the driver's library reports:
 /// `/proc/driver/nvidia/version`.
 pub fn driver_version() -> Option<String> {
     let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;

@@ -17,7 +17,7 @@ use crate::context::{Context, Settings};
 use crate::process;
 use crate::report::{CaseResult, Line, Outcome, Report};
 
-/// Runs `cases` one after the other, telling of each as it ends.
+/// Runs `cases` one after the other, reporting each as it ends.
 ///
 /// # Errors
 /// No folder can be made. A failed case is no error.
@@ -46,25 +46,25 @@ pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
     for (index, case) in cases.iter().enumerate() {
         let start = Instant::now();
         let folder = home.folder(index)?;
-        let finding = attempt(settings, case, &folder)
+        let result = attempt(settings, case, &folder)
             .unwrap_or_else(|error| CaseResult::failed(format!("{error:#}")));
         let line = Line {
             name: case.name.to_string(),
             seconds: start.elapsed().as_secs_f64(),
-            finding,
+            result,
         };
-        tell(&line, &folder);
+        print(&line, &folder);
         report.cases.push(line);
     }
     Ok(report)
 }
 
-fn tell(line: &Line, folder: &Path) {
+fn print(line: &Line, folder: &Path) {
     let CaseResult {
         outcome,
         reason,
         figures,
-    } = &line.finding;
+    } = &line.result;
     let word = match outcome {
         Outcome::Passed => "ok",
         Outcome::Failed => "FAILED",
@@ -155,18 +155,18 @@ fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<CaseResult
             "it did not end within {limit:?}"
         )));
     };
-    let finding = match std::fs::read(&result) {
+    let result = match std::fs::read(&result) {
         Ok(bytes) if status.success() => {
             serde_json::from_slice(&bytes).context("a case's result")?
         }
         _ => CaseResult::failed(format!("its process ended with {}", explain(status))),
     };
-    if strays > 0 && finding.outcome == Outcome::Passed {
+    if strays > 0 && result.outcome == Outcome::Passed {
         return Ok(CaseResult::failed(format!(
             "it left {strays} processes behind"
         )));
     }
-    Ok(finding)
+    Ok(result)
 }
 
 /// Waits for the case; `None` when its time is up.

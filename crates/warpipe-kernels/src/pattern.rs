@@ -23,7 +23,7 @@ const fn scramble(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// What all words of one seed share.
+/// The part that all words of one seed share.
 #[inline]
 pub(crate) const fn base(seed: u64) -> u64 {
     scramble(seed ^ SEED_SALT)
@@ -35,7 +35,7 @@ pub(crate) const fn word(base: u64, index: u64) -> u64 {
     scramble(base.wrapping_add(index.wrapping_mul(GOLDEN)))
 }
 
-/// What `word` at `index` adds to the checksum.
+/// The term of `word` at `index` in the checksum.
 #[inline]
 pub(crate) const fn term(word: u64, index: u64) -> u64 {
     scramble((word ^ WORD_SALT).wrapping_add(index.wrapping_mul(GOLDEN)))

@@ -38,10 +38,10 @@ static FRAGMENTS: Kernel = Kernel::new(c"render_fragments", MODULE, twins::fragm
 /// Every kernel of this module.
 pub static ALL: &[Kernel] = &[VERTICES, CLEAR, TRIANGLES, FRAGMENTS];
 
-/// What a vertex takes on its way, in bytes.
+/// The bytes of a projected vertex.
 const VERTEX_BYTES: u64 = 32;
 
-/// What is drawn: device addresses, and how much there is.
+/// The mesh to draw: device addresses and counts.
 #[derive(Debug, Clone, Copy)]
 pub struct Mesh {
     /// Nine `f32`: the rows of the matrix that turns a position.
@@ -58,7 +58,7 @@ pub struct Mesh {
     pub triangles: u64,
 }
 
-/// What is drawn on.
+/// The image to draw on.
 #[derive(Debug, Clone, Copy)]
 pub struct Canvas {
     /// Four bytes for each pixel, in rows from the top: red, green, blue and 255.

@@ -51,7 +51,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
             attach_by_ticket(setup, &offer)
         })?;
     }
-    peer.control.tell(&())?;
+    peer.control.send(&())?;
     peer.end()?;
     let difference = median(&ours.rounds) - median(&floors.rounds);
     let note = format!(
@@ -71,7 +71,7 @@ pub fn offer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let memory = Memory::allocate(&device, terms.bytes)?;
     let published = memory.publish(&domain, "attach")?;
     let (ticket, export) = (published.ticket()?, memory.export()?);
-    control.tell(&Offer {
+    control.send(&Offer {
         ticket,
         mapped_bytes: export.info.mapped_bytes,
         owner: export.info.device,
@@ -91,7 +91,7 @@ fn attach_by_ticket(setup: &Setup, offer: &Offer) -> anyhow::Result<Duration> {
     drop(memory);
     let start = Instant::now();
     while setup.device.backend().bytes_held() > before {
-        ensure!(start.elapsed() < PATIENCE, "the memory is not let go");
+        ensure!(start.elapsed() < PATIENCE, "the memory is not released");
         std::thread::park_timeout(Duration::from_micros(200));
     }
     Ok(took)

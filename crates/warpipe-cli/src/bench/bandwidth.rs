@@ -80,7 +80,7 @@ fn measure(setup: &Setup, terms: Terms) -> anyhow::Result<Vec<Rates>> {
     let memory = Memory::allocate(&setup.device, terms.bytes)?;
     let peer = PeerProcess::start(&Role::Bandwidth(terms))?;
     let (fd, bytes, owner) = memory.export()?;
-    peer.control.tell(&(bytes, owner))?;
+    peer.control.send(&(bytes, owner))?;
     peer.control.send_fd(fd.as_fd())?;
     let rates = peer.control.hear()?;
     peer.end()?;
@@ -116,7 +116,7 @@ pub fn copy(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         figures.push(copier.figure("host to an import", [theirs, host], [own, host], terms)?);
         figures.push(copier.figure("an import to the host", [host, theirs], [host, own], terms)?);
     }
-    control.tell(&figures)
+    control.send(&figures)
 }
 
 /// Memory of this process on the owner's device, mapped for its own.

@@ -106,11 +106,11 @@ fn of_one_way(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<Vec<Figure>
         (true, _) => 3,
         (false, _) => 12,
     };
-    let (mut told, mut lost, mut shown, mut reused, mut pidfd) =
+    let (mut reported, mut lost, mut shown, mut reused, mut pidfd) =
         (vec![], vec![], vec![], vec![], vec![]);
     for _ in 0..runs {
         let after = kill_publisher(setup, way, busy)?;
-        told.push(after.told_ns);
+        reported.push(after.reported_ns);
         lost.extend(after.lost_ns);
         pidfd.extend(after.pidfd_ns);
         let after = kill_subscriber(setup, way, busy)?;
@@ -124,11 +124,11 @@ fn of_one_way(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<Vec<Figure>
     let mut figures = vec![
         figure(
             format!("publisher {words}: {began} -> PublisherGone"),
-            told,
+            reported,
             TOLD_MS_MAX,
         ),
         figure(
-            format!("subscriber {words}: {began} -> subscribers() tells"),
+            format!("subscriber {words}: {began} -> subscribers() reports"),
             shown,
             TOLD_MS_MAX,
         ),
@@ -224,7 +224,7 @@ fn end_beside<A: Send, B: Send>(
 ) -> anyhow::Result<(Witness, A, B)> {
     let child = match way {
         Way::Orphaned => {
-            peer.control.tell(&())?;
+            peer.control.send(&())?;
             let child = Pid::from_raw(peer.control.hear()?).context("the victim's child")?;
             Some(rustix::process::pidfd_open(child, PidfdFlags::empty()).context("pidfd_open")?)
         }
@@ -234,7 +234,7 @@ fn end_beside<A: Send, B: Send>(
         let (first, second) = (scope.spawn(first), scope.spawn(second));
         let began_ns = now_ns();
         if way == Way::Exec {
-            peer.control.tell(&())?
+            peer.control.send(&())?
         } else {
             peer.kill()?
         }
@@ -249,7 +249,7 @@ fn end_beside<A: Send, B: Send>(
 }
 
 struct AfterPublisher {
-    told_ns: u64,
+    reported_ns: u64,
     lost_ns: Option<u64>,
     pidfd_ns: Option<u64>,
 }
@@ -264,7 +264,7 @@ fn kill_publisher(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterPu
     peer.control.hear::<()>()?;
     let mut subscriber = subscriber(&setup.place())?;
     let stream = setup.device.stream()?;
-    peer.control.tell(&())?;
+    peer.control.send(&())?;
     let whole = subscriber.receive(&stream)?;
     whole.finish(PATIENCE)?;
     let late = if busy {
@@ -273,7 +273,7 @@ fn kill_publisher(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterPu
         None
     };
     peer.control.hear::<()>()?;
-    let told = || match subscriber.receive(&stream) {
+    let reported = || match subscriber.receive(&stream) {
         Err(Error::PublisherGone { .. }) => Ok(now_ns()),
         Err(error) => Err(error).context("instead of PublisherGone"),
         Ok(_) => bail!("a sample came from the dead"),
@@ -283,10 +283,10 @@ fn kill_publisher(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterPu
         Some(Err(Error::SampleLost { .. })) => Ok(Some(now_ns())),
         Some(other) => bail!("{other:?} instead of SampleLost"),
     };
-    let (witness, told, lost) = end_beside(&peer, way, told, lost)?;
+    let (witness, reported, lost) = end_beside(&peer, way, reported, lost)?;
     stream.synchronize(PATIENCE)?;
     Ok(AfterPublisher {
-        told_ns: told.saturating_sub(witness.began_ns),
+        reported_ns: reported.saturating_sub(witness.began_ns),
         lost_ns: lost.map(|lost| witness.since_released(lost)).transpose()?,
         pidfd_ns: witness.pidfd_ns,
     })
@@ -396,7 +396,7 @@ fn end(way: Way, control: &Control) -> anyhow::Result<()> {
         let error = std::process::Command::new("sleep").arg("60").exec();
         return Err(error).context("exec of sleep");
     }
-    control.tell(&fork_unseen()?)?;
+    control.send(&fork_unseen()?)?;
     control.hear::<()>()
 }
 
@@ -421,7 +421,7 @@ fn fork_unseen() -> anyhow::Result<i32> {
 fn publish(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let publisher = build(|| Publisher::builder(NAME).domain(&domain).device(&device))?;
-    control.tell(&())?;
+    control.send(&())?;
     control.hear::<()>()?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     let stream = device.stream()?;
@@ -431,7 +431,7 @@ fn publish(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         warpipe_kernels::spin(&stream, KERNEL)?;
         publisher.loan(&Layout::bytes_only(64)?)?.send(&stream)?;
     }
-    control.tell(&())?;
+    control.send(&())?;
     end(terms.way, control)
 }
 
@@ -446,6 +446,6 @@ fn hold(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     if terms.busy {
         warpipe_kernels::spin(&stream, KERNEL)?;
     }
-    control.tell(&())?;
+    control.send(&())?;
     end(terms.way, control)
 }

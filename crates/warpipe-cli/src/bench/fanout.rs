@@ -58,12 +58,12 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// The word that tells subscriber `index` that an item is ready.
+/// The word that signals subscriber `index` that an item is ready.
 fn ready(index: usize) -> usize {
     2 * index
 }
 
-/// The word that tells that it is done with it.
+/// The word that signals that the subscriber is done with it.
 fn done(index: usize) -> usize {
     2 * index + 1
 }
@@ -95,7 +95,7 @@ pub fn measure(
         let peer = PeerProcess::start(&Role::Fanout(terms))?;
         let (fd, bytes, owner) = memory.export()?;
         peer.control.send_fd(words.fd())?;
-        peer.control.tell(&(bytes, owner))?;
+        peer.control.send(&(bytes, owner))?;
         peer.control.send_fd(fd.as_fd())?;
         partners.push(peer);
     }
@@ -257,7 +257,7 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         sink.ours(terms.items)?;
     }
     sink.stream.synchronize(PATIENCE)?;
-    control.tell(&sink.errors.word(0).load())
+    control.send(&sink.errors.word(0).load())
 }
 
 struct Sink {

@@ -15,7 +15,7 @@ use super::fanout::{Gaps, Measured, await_releases, per_item};
 use super::figure::{Figure, Wanted};
 use super::peer_process::{Control, PeerProcess};
 use super::raw::{LINE_BYTES, SharedMemory};
-use super::rings::{DEPTH, LINES, Patience, Payload, Ring, bell};
+use super::rings::{DEPTH, LINES, Patience, Payload, Ring, doorbell};
 use super::setup::{BenchDomain, Choice, PATIENCE, Setup};
 
 const COUNTS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
@@ -60,14 +60,14 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 }
 
 fn measure(setup: &Setup, subscribers: usize, items: usize) -> anyhow::Result<Measured> {
-    let (memory, emptied) = (SharedMemory::create(subscribers * LINES)?, bell()?);
+    let (memory, emptied) = (SharedMemory::create(subscribers * LINES)?, doorbell()?);
     let device = Device::host();
     let publisher = Publisher::builder(NAME)
         .domain(&setup.domain)
         .device(&device)
         .depth(DEPTH as u32)
         .build()?;
-    let (mut partners, mut bells) = (Vec::new(), Vec::new());
+    let (mut partners, mut doorbells) = (Vec::new(), Vec::new());
     let processes = subscribers.min(PROCESSES_MAX);
     let threads = subscribers / processes;
     for process in 0..processes {
@@ -84,15 +84,15 @@ fn measure(setup: &Setup, subscribers: usize, items: usize) -> anyhow::Result<Me
         peer.control.send_fd(memory.fd())?;
         peer.control.send_fd(emptied.as_fd())?;
         for _ in 0..threads {
-            let filled = bell()?;
+            let filled = doorbell()?;
             peer.control.send_fd(filled.as_fd())?;
-            bells.push(filled);
+            doorbells.push(filled);
         }
         partners.push(peer);
     }
     publisher.wait_for_subscribers(subscribers, PATIENCE)?;
     let ring = |(index, filled)| Ring::new(&memory, index * LINES, filled, &emptied);
-    let rings = bells.iter().enumerate().map(ring).collect();
+    let rings = doorbells.iter().enumerate().map(ring).collect();
     let mut source = Source {
         rings,
         publisher,
@@ -152,7 +152,7 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let memory = SharedMemory::open(control.receive_fd()?, terms.subscribers * LINES)?;
     let emptied = control.receive_fd()?;
-    let bells = (0..terms.threads)
+    let doorbells = (0..terms.threads)
         .map(|_| control.receive_fd())
         .collect::<anyhow::Result<Vec<OwnedFd>>>()?;
     std::thread::scope(|scope| {
@@ -161,7 +161,7 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
             let (device, domain) = (&device, &domain);
             scope.spawn(move || read(terms, ring, device, domain))
         };
-        let threads: Vec<_> = bells.iter().enumerate().map(thread).collect();
+        let threads: Vec<_> = doorbells.iter().enumerate().map(thread).collect();
         threads.into_iter().try_for_each(|thread| {
             thread
                 .join()

@@ -144,10 +144,10 @@ pub fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
         .memory_limit(limit)
         .loan_timeout(PATIENCE)
         .build()?;
-    control.tell(&())?;
+    control.send(&())?;
     let subscriber = subscriber("bench/pong", &setup.domain, &setup.device)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
-    control.tell(&())?;
+    control.send(&())?;
     let mut end = End {
         stream: setup.device.stream()?,
         words,
@@ -180,7 +180,7 @@ pub fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
 /// Each gives the other its memory to read.
 fn exchange(control: &Control, device: &Device, own: &Memory) -> anyhow::Result<Memory> {
     let (fd, bytes, id) = own.export()?;
-    control.tell(&(bytes, id))?;
+    control.send(&(bytes, id))?;
     control.send_fd(std::os::fd::AsFd::as_fd(&fd))?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
     let fd = control.receive_fd()?;

@@ -24,7 +24,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
         .device(&setup.device)
         .build()?;
     let peer = PeerProcess::start(&Role::Idle(setup.place()))?;
-    peer.control.tell(&wait)?;
+    peer.control.send(&wait)?;
     let (asleep, waiting): (f64, f64) = peer.control.hear()?;
     peer.end()?;
     Ok(vec![
@@ -70,7 +70,7 @@ pub fn sleep(place: &BenchDomain, control: &Control) -> anyhow::Result<()> {
         Err(Error::Timeout { .. }) => Ok(()),
         other => anyhow::bail!("{other:?} instead of nothing"),
     })?;
-    control.tell(&(asleep, waiting))
+    control.send(&(asleep, waiting))
 }
 
 /// The process's CPU time, of all its threads, as a share of the time that passes.

@@ -27,7 +27,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let peer = PeerProcess::start(&Role::Legacy(terms))?;
     let handle: LegacyHandle = peer.control.hear()?;
     let figures = measure(setup, &handle)?;
-    peer.control.tell(&())?;
+    peer.control.send(&())?;
     peer.end()?;
     Ok(figures)
 }
@@ -37,7 +37,7 @@ pub fn export(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, _) = terms.place.open()?;
     let ptr = device.backend().allocate_plain(terms.bytes)?;
     // SAFETY: the memory is freed below, when nobody opens it any more.
-    control.tell(&unsafe { LegacyHandle::export(&device, ptr, terms.bytes) }?)?;
+    control.send(&unsafe { LegacyHandle::export(&device, ptr, terms.bytes) }?)?;
     control.hear::<()>()?;
     // SAFETY: allocated above and freed once; no work ever used it.
     Ok(unsafe { device.backend().free_plain(ptr) }?)

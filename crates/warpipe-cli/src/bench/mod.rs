@@ -125,7 +125,7 @@ const BENCHMARKS: [(What, Benchmark); 13] = [
     (What::Legacy, legacy::run),
 ];
 
-/// What a child process of a benchmark does.
+/// The role of a child process of a benchmark.
 #[derive(Debug, Serialize, Deserialize)]
 enum Role {
     Handoff(handoff::Terms),

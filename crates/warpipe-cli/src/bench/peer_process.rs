@@ -134,7 +134,7 @@ impl Control {
     }
 
     /// Sends one message.
-    pub fn tell(&self, message: &impl Serialize) -> anyhow::Result<()> {
+    pub fn send(&self, message: &impl Serialize) -> anyhow::Result<()> {
         let body = serde_json::to_vec(message)?;
         ensure!(
             body.len() <= MESSAGE_BYTES_MAX,

@@ -22,11 +22,11 @@ use super::{Role, figure};
 const FLOATS: u64 = 1024;
 
 const QUEUE: &str = "bench/queue";
-const WORKERS: &str = "bench/crew";
+const WORKERS: &str = "bench/workers";
 const PING: &str = "bench/queue-ping";
 const PONG: &str = "bench/queue-pong";
 
-/// What a job of the crew takes of the GPU.
+/// The GPU time of one job of the workers.
 const JOB: Duration = Duration::from_millis(1);
 
 /// Four workers' time for a job against one's, so that they do 3.5 times as much.
@@ -41,7 +41,7 @@ pub enum Terms {
         rounds: usize,
         trips: usize,
     },
-    /// Work for the crew's queue until it ends.
+    /// Work for the workers' queue until it ends.
     Work { place: BenchDomain },
 }
 
@@ -79,11 +79,11 @@ fn round_trip(setup: &Setup) -> anyhow::Result<Figure> {
         .device(device)
         .spin(spin(device))
         .build()?;
-    peer.control.tell(&())?;
+    peer.control.send(&())?;
     let mut pong = subscriber(PONG, domain, device)?;
     publisher.wait_for_subscribers(1, PATIENCE)?;
     queue.wait_for_workers(1, PATIENCE)?;
-    peer.control.tell(&())?;
+    peer.control.send(&())?;
     let stream = device.stream()?;
     let (mut floor, mut ours, mut floor_ns, mut ours_ns) =
         (Vec::new(), Vec::new(), Vec::new(), Vec::new());

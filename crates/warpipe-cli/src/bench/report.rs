@@ -24,9 +24,9 @@ pub fn heading(setup: &Setup) {
 pub fn figure(figure: &Figure) {
     println!("\n{}: {}", figure.bench, figure.name);
     println!("  {}", comparison(figure));
-    for (who, quantiles) in [("ours", &figure.ours_ns), ("floor", &figure.floor_ns)] {
+    for (side, quantiles) in [("ours", &figure.ours_ns), ("floor", &figure.floor_ns)] {
         if let Some(quantiles) = quantiles {
-            println!("  {who:<5} {}", spread(quantiles));
+            println!("  {side:<5} {}", spread(quantiles));
         }
     }
     if !figure.note.is_empty() {

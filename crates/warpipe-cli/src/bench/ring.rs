@@ -14,7 +14,7 @@ use super::figure::{Figure, Quantiles, Wanted};
 use super::peer_process::{Control, PeerProcess};
 use super::pin;
 use super::raw::{LINE_BYTES, SharedMemory};
-use super::rings::{DEPTH, LINES, Patience, Payload, Ring, bell};
+use super::rings::{DEPTH, LINES, Patience, Payload, Ring, doorbell};
 use super::setup::{BenchDomain, Choice, PATIENCE, Setup};
 
 const PING: &str = "bench/ring-ping";
@@ -72,24 +72,24 @@ struct Measured {
 
 fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
     let memory = SharedMemory::create(2 * LINES)?;
-    let bells = [bell()?, bell()?, bell()?, bell()?];
+    let doorbells = [doorbell()?, doorbell()?, doorbell()?, doorbell()?];
     let device = Device::host();
     let publisher = publisher(PING, &setup.domain, &device)?;
     let peer = PeerProcess::start(&Role::Ring(terms.clone()))?;
     peer.control.send_fd(memory.fd())?;
-    bells
+    doorbells
         .iter()
-        .try_for_each(|bell| peer.control.send_fd(bell.as_fd()))?;
+        .try_for_each(|doorbell| peer.control.send_fd(doorbell.as_fd()))?;
     let mut end = End {
-        out: Ring::new(&memory, 0, &bells[0], &bells[1]),
-        back: Ring::new(&memory, LINES, &bells[2], &bells[3]),
+        out: Ring::new(&memory, 0, &doorbells[0], &doorbells[1]),
+        back: Ring::new(&memory, LINES, &doorbells[2], &doorbells[3]),
         subscriber: subscriber(PONG, terms, &setup.domain, &device)?,
         publisher,
         stream: device.stream()?,
         patience: terms.patience(),
     };
     end.publisher.wait_for_subscribers(1, PATIENCE)?;
-    peer.control.tell(&())?;
+    peer.control.send(&())?;
     let _here = pin::this_thread(0)?;
     let mut measured = Measured::default();
     for round in 0..=terms.rounds {
@@ -210,13 +210,13 @@ fn subscriber(
 pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let memory = SharedMemory::open(control.receive_fd()?, 2 * LINES)?;
-    let bells = (0..4)
+    let doorbells = (0..4)
         .map(|_| control.receive_fd())
         .collect::<anyhow::Result<Vec<OwnedFd>>>()?;
     let publisher = publisher(PONG, &domain, &device)?;
     let mut end = End {
-        out: Ring::new(&memory, LINES, &bells[2], &bells[3]),
-        back: Ring::new(&memory, 0, &bells[0], &bells[1]),
+        out: Ring::new(&memory, LINES, &doorbells[2], &doorbells[3]),
+        back: Ring::new(&memory, 0, &doorbells[0], &doorbells[1]),
         subscriber: subscriber(PING, terms, &domain, &device)?,
         publisher,
         stream: device.stream()?,

@@ -26,7 +26,7 @@ const REACHED: usize = 0;
 const ASLEEP: usize = 8;
 
 /// An eventfd that both processes hold.
-pub fn bell() -> anyhow::Result<OwnedFd> {
+pub fn doorbell() -> anyhow::Result<OwnedFd> {
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
 
@@ -87,7 +87,7 @@ impl<'a> Ring<'a> {
         for (word, chunk) in self.slot(self.turn).iter().zip(payload.as_chunks::<8>().0) {
             word.store(u64::from_le_bytes(*chunk), Relaxed);
         }
-        tell(self.head(), self.turn, self.filled, patience);
+        signal(self.head(), self.turn, self.filled, patience);
         Ok(())
     }
 
@@ -102,7 +102,7 @@ impl<'a> Ring<'a> {
         {
             *chunk = word.load(Relaxed).to_le_bytes();
         }
-        tell(self.tail(), self.turn, self.emptied, patience);
+        signal(self.tail(), self.turn, self.emptied, patience);
         Ok(())
     }
 
@@ -117,7 +117,7 @@ impl<'a> Ring<'a> {
     }
 }
 
-fn tell(line: &[AtomicU64; LINE_BYTES / 8], turn: u64, bell: &OwnedFd, patience: Patience) {
+fn signal(line: &[AtomicU64; LINE_BYTES / 8], turn: u64, doorbell: &OwnedFd, patience: Patience) {
     line[REACHED].store(turn, Release);
     if patience == Patience::Spin {
         return;
@@ -126,14 +126,14 @@ fn tell(line: &[AtomicU64; LINE_BYTES / 8], turn: u64, bell: &OwnedFd, patience:
     // sees the value.
     fence(SeqCst);
     if line[ASLEEP].load(Acquire) != 0 {
-        let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(doorbell, &1u64.to_ne_bytes());
     }
 }
 
 fn await_reached(
     line: &[AtomicU64; LINE_BYTES / 8],
     turn: u64,
-    bell: &OwnedFd,
+    doorbell: &OwnedFd,
     patience: Patience,
 ) -> anyhow::Result<()> {
     let is_reached = || line[REACHED].load(Acquire) >= turn;
@@ -150,10 +150,13 @@ fn await_reached(
         line[ASLEEP].store(1, Relaxed);
         fence(SeqCst);
         if !is_reached() {
-            ensure!(wait_readable(bell.as_fd())?, "a bare ring stands still");
+            ensure!(
+                wait_readable(doorbell.as_fd())?,
+                "a bare ring makes no progress"
+            );
         }
         line[ASLEEP].store(0, Relaxed);
-        let _ = rustix::io::read(bell, &mut [0u8; 8]);
+        let _ = rustix::io::read(doorbell, &mut [0u8; 8]);
     }
     Ok(())
 }
@@ -167,7 +170,7 @@ fn spin(is_reached: impl Fn() -> bool) -> anyhow::Result<()> {
             }
             std::hint::spin_loop();
         }
-        ensure!(start.elapsed() < PATIENCE, "a bare ring stands still");
+        ensure!(start.elapsed() < PATIENCE, "a bare ring makes no progress");
     }
 }
 
@@ -178,7 +181,7 @@ mod tests {
     #[test]
     fn what_goes_into_the_bare_ring_comes_out_in_order() {
         let memory = SharedMemory::create(LINES).unwrap();
-        let (filled, emptied) = (bell().unwrap(), bell().unwrap());
+        let (filled, emptied) = (doorbell().unwrap(), doorbell().unwrap());
         let patience = Patience::Sleep { spins: 0 };
         std::thread::scope(|scope| {
             scope.spawn(|| {

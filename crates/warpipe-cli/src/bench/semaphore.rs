@@ -118,16 +118,16 @@ fn handed_over(setup: &Setup) -> anyhow::Result<Figure> {
     let peer = PeerProcess::start(&Role::Semaphore(terms.clone()))?;
     peer.control.send_fd(board.fd())?;
     let (fd, bytes, owner) = flag.export()?;
-    peer.control.tell(&(bytes, owner))?;
+    peer.control.send(&(bytes, owner))?;
     peer.control.send_fd(fd.as_fd())?;
     let mut end = End::new(&setup.device, &setup.domain, flag, board, 0)?;
     peer.control.hear::<()>()?;
     let (mut ours, mut floor) = (Vec::new(), Vec::new());
     for round in 0..=terms.rounds {
-        peer.control.tell(&())?;
+        peer.control.send(&())?;
         let spun = end.spin(terms.spins)?;
         peer.control.hear::<()>()?;
-        peer.control.tell(&())?;
+        peer.control.send(&())?;
         let handed = end.hand_over(terms.trips)?;
         peer.control.hear::<()>()?;
         if round > 0 {
@@ -162,14 +162,14 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         owner,
     )?;
     let mut end = End::new(&device, &domain, flag, board, 1)?;
-    control.tell(&())?;
+    control.send(&())?;
     for _ in 0..=terms.rounds {
         control.hear::<()>()?;
         end.spin(terms.spins)?;
-        control.tell(&())?;
+        control.send(&())?;
         control.hear::<()>()?;
         end.hand_over(terms.trips)?;
-        control.tell(&())?;
+        control.send(&())?;
     }
     Ok(())
 }
@@ -178,7 +178,7 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
 struct End {
     semaphore: Semaphore,
     stream: Stream,
-    /// What the kernels under a permit work on.
+    /// The memory that the kernels under a permit change.
     cell: Memory,
     flag: Memory,
     board: SharedMemory,

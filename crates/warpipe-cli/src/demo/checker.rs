@@ -6,7 +6,7 @@ use std::sync::mpsc::Receiver;
 use anyhow::Context;
 use warpipe::{Device, Error, Receipt, clock};
 
-use super::orders::tell;
+use super::orders::send_event;
 use super::protocol::{Counts, Event, Previous};
 use super::{DEPTH, ITEM_PATIENCE};
 use crate::registered::RegisteredPage;
@@ -73,10 +73,10 @@ impl Checker {
         for job in jobs {
             match job {
                 Job::Check(check) => self.conclude(&check)?,
-                Job::Report => tell(&Event::Reached {
+                Job::Report => send_event(&Event::Reached {
                     counts: self.book.counts,
                 })?,
-                Job::Held { numbers } => tell(&Event::Held {
+                Job::Held { numbers } => send_event(&Event::Held {
                     numbers,
                     counts: self.book.counts,
                 })?,
@@ -84,7 +84,7 @@ impl Checker {
             }
             self.tell_since()?;
         }
-        Ok(tell(&Event::Finished {
+        Ok(send_event(&Event::Finished {
             counts: self.book.counts,
         })?)
     }
@@ -107,7 +107,7 @@ impl Checker {
             Ok(()) => {
                 let wrong = self.page.word(wrong_words(turn)).load();
                 if self.book.verify(number, wrong, at_ns) {
-                    tell(&Event::First {
+                    send_event(&Event::First {
                         number,
                         at_ns,
                         after: previous,
@@ -116,7 +116,7 @@ impl Checker {
             }
             Err(Error::SampleLost { .. }) => {
                 self.book.lose(number);
-                tell(&Event::Lost { number, at_ns })?;
+                send_event(&Event::Lost { number, at_ns })?;
             }
             Err(error) => return Err(error).with_context(|| format!("item {number}")),
         }
@@ -129,7 +129,7 @@ impl Checker {
             return Ok(());
         };
         let (verified, apart_ns) = self.book.went(from_ns);
-        tell(&Event::Went {
+        send_event(&Event::Went {
             verified,
             apart_ns,
             gaps: self.book.counts.gaps,
@@ -207,7 +207,7 @@ mod tests {
         let mut book = Book::default();
         assert!(
             book.verify(5, 0, 100) && !book.verify(6, 0, 200),
-            "the first is told once"
+            "the first is reported once"
         );
         assert!(!book.verify(7, 3, 300), "three words are wrong");
         assert!(!book.verify(9, 0, 400), "8 is missing");

@@ -24,8 +24,8 @@ pub struct Before {
 }
 
 impl Before {
-    /// Counts now. What the first link of a process makes for all is kept until the process ends,
-    /// and counts here.
+    /// Counts now. The first link of a process creates objects that stay until the process ends;
+    /// they are part of this count.
     pub fn count(device: &Device, domain: &Domain) -> anyhow::Result<Before> {
         let name = format!("demo/before-{}", std::process::id());
         let publisher = Publisher::builder(&name)

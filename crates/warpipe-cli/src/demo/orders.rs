@@ -85,7 +85,7 @@ pub fn wait_for_order(limit: Duration) -> anyhow::Result<bool> {
 }
 
 /// Reports to the parent.
-pub fn tell(event: &Event) -> std::io::Result<()> {
+pub fn send_event(event: &Event) -> std::io::Result<()> {
     Output::new(true).say(String::new, event)
 }
 

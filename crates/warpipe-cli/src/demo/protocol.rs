@@ -117,7 +117,7 @@ pub enum Event {
     Held {
         /// The items that it has and does not release.
         numbers: Vec<u64>,
-        /// What it verified before.
+        /// The samples that it verified before.
         counts: Counts,
     },
     /// After `Await`.

@@ -11,7 +11,7 @@ use warpipe::{
 };
 
 use super::leftovers::Before;
-use super::orders::{Next, Orders, tell};
+use super::orders::{Next, Orders, send_event};
 use super::protocol::{Event, Order};
 use super::round_trips::{End, RoundTrips};
 use super::watch::Watch;
@@ -41,7 +41,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     let publisher = publisher(args, &domain, &device)?;
     let stream = device.stream()?;
     publisher.wait_for_subscribers(args.subscribers as usize, START_PATIENCE)?;
-    tell(&Event::Ready)?;
+    send_event(&Event::Ready)?;
     let mut publishing = Publishing {
         publisher: Arc::new(publisher),
         layout: Layout::bytes_only(args.item_bytes)?,
@@ -56,7 +56,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     // A subscriber that is late still reads what this process's device wrote.
     publishing.stream.synchronize(ITEM_PATIENCE)?;
     drop(publishing);
-    tell(&Event::Left {
+    send_event(&Event::Left {
         extra: before.extra()?,
     })?;
     Ok(Exit::Done)
@@ -182,7 +182,7 @@ impl Publishing {
     fn end_stretch(&mut self, stretch: Option<Stretch>) -> anyhow::Result<()> {
         self.send_filled()?;
         let first_ns = stretch.map_or(0, |stretch| stretch.first_ns);
-        Ok(tell(&Event::Published {
+        Ok(send_event(&Event::Published {
             items: self.number,
             first_ns,
         })?)
@@ -285,7 +285,7 @@ impl Publishing {
         );
         let watch = Watch::start(&self.publisher, pid, &held, self.layout)?;
         self.watch = Some(watch);
-        Ok(tell(&Event::Watching)?)
+        Ok(send_event(&Event::Watching)?)
     }
 
     /// Everything before is complete; then half of an item is written, and the rest does not come.
@@ -307,6 +307,6 @@ impl Publishing {
             sample.send(&self.stream).map_err(Error::from)?;
             writing = Some(number);
         }
-        Ok(tell(&Event::Stopped { complete, writing })?)
+        Ok(send_event(&Event::Stopped { complete, writing })?)
     }
 }

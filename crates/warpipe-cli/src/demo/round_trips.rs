@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use warpipe::backend::{DeviceKind, DevicePtr};
 use warpipe::{Device, Domain, Layout, Publisher, Stream, Subscriber};
 
-use super::orders::tell;
+use super::orders::send_event;
 use super::protocol::Event;
 use super::{ITEM_PATIENCE, START_PATIENCE};
 use crate::bench::raw::{Memory, Words, enqueue};
@@ -87,7 +87,7 @@ impl RoundTrips {
         })
     }
 
-    /// So many trips of each kind, asking; tells how long they took.
+    /// So many trips of each kind, asking; reports how long they took.
     pub fn ask(&mut self, trips: u32) -> anyhow::Result<()> {
         let (mut ours, mut floor) = (Histogram::default(), Histogram::default());
         for _ in 0..trips {
@@ -104,7 +104,7 @@ impl RoundTrips {
             self.check(back.ptr(), !u64::from(trip))?;
         }
         self.conclude()?;
-        Ok(tell(&Event::RoundTrips { ours, floor })?)
+        Ok(send_event(&Event::RoundTrips { ours, floor })?)
     }
 
     /// The same, answering.
@@ -116,7 +116,7 @@ impl RoundTrips {
             self.send(!u64::from(trip))?;
         }
         self.conclude()?;
-        Ok(tell(&Event::RoundTrips {
+        Ok(send_event(&Event::RoundTrips {
             ours: Histogram::default(),
             floor: Histogram::default(),
         })?)

@@ -53,7 +53,7 @@ pub struct Stage<'a> {
     counts: Vec<(Id, Counts)>,
     /// Processes that ended by SIGKILL.
     pub killed: u32,
-    /// What is left over.
+    /// Resources that are left over.
     pub left: Vec<String>,
     claims: Vec<Claim>,
     figures: Map<String, Value>,
@@ -377,7 +377,7 @@ impl<'a> Stage<'a> {
     }
 }
 
-/// What happened after a kill: lines in the order of their times.
+/// The events after a kill: lines in the order of their times.
 #[derive(Debug)]
 pub struct Timeline {
     pub killed_ns: u64,

@@ -14,7 +14,7 @@ use warpipe::{Device, Domain, Sample, Stream, Subscriber, clock};
 
 use super::checker::{CHECKS_MAX, Check, Checker, DONE, Job, wrong_words};
 use super::leftovers::Before;
-use super::orders::{Next, Orders, tell, wait_for_order, wait_for_order_or};
+use super::orders::{Next, Orders, send_event, wait_for_order, wait_for_order_or};
 use super::protocol::{Event, Order};
 use super::round_trips::{End, RoundTrips};
 use super::{ChildArgs, ENDPOINT, HELD, START_PATIENCE};
@@ -24,7 +24,7 @@ use crate::interrupt::{Interrupt, LOOK};
 use crate::process;
 use crate::registered::RegisteredPage;
 
-/// What work takes that nobody lets end.
+/// The length of work that is killed before it ends.
 const WORK: std::time::Duration = std::time::Duration::from_secs(9);
 
 /// In the child.
@@ -40,7 +40,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
         return Ok(Exit::Interrupted);
     };
     receive(&device, subscriber, page)?;
-    tell(&Event::Left {
+    send_event(&Event::Left {
         extra: before.extra()?,
     })?;
     Ok(Exit::Done)
@@ -56,7 +56,7 @@ fn receive(
     let checker = std::thread::Builder::new()
         .name("demo-checker".into())
         .spawn(move || checker.run(&queue))?;
-    tell(&Event::Ready)?;
+    send_event(&Event::Ready)?;
     let mut receiver = Receiver {
         publisher: subscriber.publisher_pid(),
         stream: device.stream()?,
@@ -170,7 +170,7 @@ impl Receiver {
             .take_if(|awaited| *awaited <= self.number)
             .is_some()
         {
-            tell(&Event::Waiting)?;
+            send_event(&Event::Waiting)?;
         }
         match self.due.take_if(|due| *due <= self.number) {
             Some(_) => self.job(Job::Report),
@@ -247,7 +247,7 @@ impl Receiver {
     fn look_at_publisher(&mut self) -> anyhow::Result<()> {
         let now = self.subscriber.publisher_pid();
         if self.publisher != now && self.publisher.is_some() {
-            tell(&Event::PublisherGone {
+            send_event(&Event::PublisherGone {
                 at_ns: clock::now_ns(),
             })?;
             self.number = 0;

@@ -1,4 +1,4 @@
-//! The publisher's watch over one subscriber: when its end is told, and when its slots are free and
+//! The publisher's watch over one subscriber: when its end is reported, when its slots are free and
 //! lent again.
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,7 +8,7 @@ use warpipe::backend::DevicePtr;
 use warpipe::{Layout, PeerState, Publisher, SlotReturn, clock};
 
 use super::ITEM_PATIENCE;
-use super::orders::tell;
+use super::orders::send_event;
 use super::protocol::Event;
 use super::publisher::Recent;
 
@@ -90,7 +90,7 @@ impl Watch {
                 .any(|other| other.pid == pid && is_well(other.state))
         };
         ask(deadline, || Ok(!is_there()))?;
-        tell(&Event::SubscriberGone {
+        send_event(&Event::SubscriberGone {
             at_ns: clock::now_ns(),
         })?;
         ask(deadline, || {
@@ -103,7 +103,7 @@ impl Watch {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .is_released = true;
-        tell(&Event::Released { at_ns })?;
+        send_event(&Event::Released { at_ns })?;
         self.lend_all(publisher, layout)
     }
 
@@ -113,7 +113,7 @@ impl Watch {
         loop {
             let awaited = self.awaited.lock().unwrap_or_else(PoisonError::into_inner);
             if awaited.slots.is_empty() {
-                return Ok(tell(&Event::LentAgain {
+                return Ok(send_event(&Event::LentAgain {
                     at_ns: awaited.lent_ns,
                 })?);
             }

@@ -16,16 +16,16 @@ use crate::registered::RegisteredPage;
 
 use super::memory::SEED;
 
-/// What the child says when it has read the parent's memory, before it tries to write.
+/// The child's line when it has read the parent's memory, before it tries to write.
 pub const READ: &str = "read";
-/// What it says when a write was let through.
+/// Its line when a write was let through.
 pub const WRITTEN: &str = "written";
-/// What it says, before the reason, when the driver refused a write.
+/// Its line, before the reason, when the driver refused a write.
 pub const REFUSED: &str = "refused: ";
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What a child is to do.
+/// The task of a child.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum Task {
     /// End.

@@ -1,4 +1,4 @@
-//! What one device must be able to do: share memory, share it for reading only, order work.
+//! Checks of one device: it can share memory, share it for reading only, order work.
 
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
@@ -241,7 +241,7 @@ pub fn stream_order(device: &Device) -> Check {
         let page = RegisteredPage::new(device)?;
         let (held, free) = (device.stream()?, device.stream()?);
         let result = hold_and_release(device, &page, &held, &free);
-        // Whatever happened, no stream may still wait for a word of a page that goes away.
+        // On every path, no stream may still wait for a word of a page that is unmapped.
         page.word(0).store(i64::MAX as u64);
         let idle = held
             .synchronize(PATIENCE)

@@ -62,7 +62,7 @@ impl Check {
         }
     }
 
-    /// What a trial came to. An error's own next step goes before `next`.
+    /// The check of a trial's result. An error's own next step goes before `next`.
     pub fn from_result(check: &'static str, result: anyhow::Result<String>, next: &str) -> Check {
         match result {
             Ok(detail) => Check::ok(check, detail),

@@ -1,4 +1,4 @@
-//! What does not depend on a device: descriptors, seeing a process die, the domain, MPS.
+//! Checks that do not depend on a device: descriptors, seeing a process die, the domain, MPS.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
@@ -18,7 +18,7 @@ use crate::exit::split_next;
 use crate::output;
 use crate::process;
 
-/// What a publisher with 32 subscribers and a few regions needs, with room to spare.
+/// More descriptors than a publisher with 32 subscribers and a few regions needs.
 const DESCRIPTORS_WANTED: usize = 512;
 
 /// Opens descriptors, all at once, and closes them again.
@@ -48,7 +48,7 @@ pub fn descriptors() -> Check {
     }
 }
 
-/// Whether peers would be told at once that this process's device is quiet, now that its driver has
+/// Whether peers would learn at once that this process's device is quiet, now that its driver has
 /// been started.
 pub fn lifeline() -> Check {
     let stats = warpipe::process_stats();
@@ -123,7 +123,9 @@ pub fn profiler() -> Check {
             name,
             "off: neither NVTX_INJECTION64_PATH nor WARPIPE_NVTX=1 asks for them",
         ),
-        State::On { library } => Check::ok(name, format!("send and receive are told to {library}")),
+        State::On { library } => {
+            Check::ok(name, format!("send and receive are reported to {library}"))
+        }
         State::Failed(error) => {
             let (what, next) = split_next(&error.to_string());
             Check::no(name, what, next.unwrap_or_default())

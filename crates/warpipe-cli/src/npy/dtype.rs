@@ -73,7 +73,7 @@ fn component_bytes(dtype: DType) -> usize {
     usize::from(dtype.bits() / 8) / parts
 }
 
-/// What to call `dtype` in a file: NumPy's name, or for the types it lacks the void of that width,
+/// The name of `dtype` in a file: NumPy's name, or for the types it lacks the void of that width,
 /// as `ml_dtypes` does.
 pub fn descr(dtype: DType) -> String {
     let name = NAMES

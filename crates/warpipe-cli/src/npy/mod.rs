@@ -14,7 +14,7 @@ use warpipe::{DType, Layout};
 
 pub use write::write;
 
-/// What is wrong with a `.npy` file.
+/// A fault of a `.npy` file.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
     /// It does not begin as one.
@@ -35,7 +35,7 @@ pub enum Fault {
     Header {
         /// Bytes into the header.
         at: usize,
-        /// What was due there.
+        /// The bytes that were expected there.
         reason: String,
     },
     /// A key that must be there is not.

@@ -1,4 +1,4 @@
-//! What a `.npy` file may be, what it may not be, and that no file at all makes the reader panic.
+//! Accepted and refused `.npy` files; no file makes the reader panic.
 
 use warpipe::{DType, Layout};
 

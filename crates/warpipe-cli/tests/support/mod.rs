@@ -62,7 +62,7 @@ impl World {
     }
 }
 
-/// What a command said, and how it ended.
+/// A command's output, and how it ended.
 #[derive(Debug)]
 pub struct Ended {
     pub code: Option<i32>,
@@ -140,7 +140,7 @@ impl Running {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// Waits for its end. What it says must fit the pipes while it runs.
+    /// Waits for its end. Its output must fit the pipes while it runs.
     pub fn end(mut self) -> Ended {
         assert!(ends(Pid::from_child(&self.child)), "it hangs");
         let mut out = std::mem::take(&mut self.said);

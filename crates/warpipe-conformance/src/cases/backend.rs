@@ -31,7 +31,7 @@ pub(super) const CASES: &[Case] = &[
     ),
     Case::new("a late signal is waited for", late_signals_are_waited_for),
     Case::new(
-        "an importer that writes into a sample faults, and the data stays",
+        "an importer that writes into a sample faults, and the data is unchanged",
         importers_cannot_write,
     )
     .ends_clients(),
@@ -191,7 +191,7 @@ fn importers_cannot_write(context: &Context) -> Result<()> {
     let mut vandal = context.peer()?;
     vandal.subscribe("read-only")?;
     Payload::of(WORDS, 5).send(&publisher, &stream)?;
-    vandal.tell(&Order::Overwrite { subscriber: 0 })?;
+    vandal.send(&Order::Overwrite { subscriber: 0 })?;
     match vandal.answer() {
         Ok(Ok(answer)) => bail!("a write into an imported region gave {answer:?}"),
         Ok(Err(fault)) => {

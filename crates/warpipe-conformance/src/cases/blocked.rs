@@ -21,20 +21,26 @@ use crate::peer::{
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("every function that the library calls is one that the next case lets hang", all_functions),
-    Case::new("while a function of the driver hangs, streams are rescued, hearts beat, and newcomers come", blocked)
-        .limit(400)
-        .long(400),
+    Case::new(
+        "every function that the library calls is one that the next case blocks",
+        all_functions,
+    ),
+    Case::new(
+        "while a function of the driver hangs, streams are rescued and new peers attach",
+        blocked,
+    )
+    .limit(400)
+    .long(400),
 ];
 
 /// Newcomers to endpoints of the process in which a function hangs: to a channel that nobody uses,
 /// and to what threads use that hang.
-const DOORS: &[(&str, Knock)] = &[
+const ENDPOINTS: &[(&str, Attach)] = &[
     ("idle channel", |context, patience| {
-        knock_at_channel(context, "door", patience)
+        attach_to_channel(context, "idle", patience)
     }),
     ("channel", |context, patience| {
-        knock_at_channel(context, "warm/channel", patience)
+        attach_to_channel(context, "warm/channel", patience)
     }),
     ("queue", |context, patience| {
         context
@@ -69,9 +75,9 @@ const DOORS: &[(&str, Knock)] = &[
     }),
 ];
 
-type Knock = fn(&Context, Duration) -> Result<()>;
+type Attach = fn(&Context, Duration) -> Result<()>;
 
-fn knock_at_channel(context: &Context, name: &str, patience: Duration) -> Result<()> {
+fn attach_to_channel(context: &Context, name: &str, patience: Duration) -> Result<()> {
     context
         .subscriber(name)
         .handshake_timeout(patience)
@@ -214,7 +220,7 @@ fn upstream(context: &Context, name: &str) -> Result<(Peer, String)> {
 
 fn hang(context: &Context, cell: usize, function: &str, waiting: &[&str]) -> Result<()> {
     let context = &context.apart(&format!("cell{cell}"))?;
-    let (up, down, door) = ("up", "down", "door");
+    let (up, down, idle) = ("up", "down", "idle");
     let _turns = Semaphore::builder(&format!("{up}/semaphore"))
         .permits(1)
         .domain(&context.domain)
@@ -225,10 +231,10 @@ fn hang(context: &Context, cell: usize, function: &str, waiting: &[&str]) -> Res
     peer.ask(&Order::Guard)?;
     peer.ask(&Order::Hung(HungOrder::Publish(vec![
         down.into(),
-        door.into(),
+        idle.into(),
     ])))?;
     let witness = context.subscriber(down).build()?;
-    peer.tell(&Order::Hung(HungOrder::Wait {
+    peer.send(&Order::Hung(HungOrder::Wait {
         name: up.into(),
         event,
     }))?;
@@ -259,28 +265,28 @@ fn hang(context: &Context, cell: usize, function: &str, waiting: &[&str]) -> Res
         "it is seen as {:?}",
         witness.publisher_state()
     );
-    let came = knock(context, waiting);
+    let came = attach(context, waiting);
     peer.ask(&Order::Hung(HungOrder::Release))
         .context("after the hang")?;
     came?;
-    knock(context, COME).context("after the hang")?;
+    attach(context, COME).context("after the hang")?;
     drop(witness);
     peer.ask(&Order::Settle).context("what is left")?;
     peer.dismiss()
 }
 
 /// That all newcomers come but those that may wait.
-fn knock(context: &Context, waiting: &[&str]) -> Result<()> {
-    let one = |name: &str, knock: Knock| -> Result<()> {
+fn attach(context: &Context, waiting: &[&str]) -> Result<()> {
+    let one = |name: &str, attach: Attach| -> Result<()> {
         if waiting.contains(&name) {
             // It may come, and it may not.
-            let _ = knock(context, LOOK);
+            let _ = attach(context, LOOK);
             return Ok(());
         }
         let mut last = Ok(());
         // A handshake has a time-out of its own, which a slow machine may need again.
         let came = eventually(PATIENCE, || {
-            last = knock(context, PATIENCE);
+            last = attach(context, PATIENCE);
             last.is_ok()
         });
         if came {
@@ -290,9 +296,9 @@ fn knock(context: &Context, waiting: &[&str]) -> Result<()> {
         }
     };
     std::thread::scope(|scope| {
-        let threads: Vec<_> = DOORS
+        let threads: Vec<_> = ENDPOINTS
             .iter()
-            .map(|&(name, knock)| scope.spawn(move || one(name, knock)))
+            .map(|&(name, attach)| scope.spawn(move || one(name, attach)))
             .collect();
         let ended: Result<Vec<()>> = threads
             .into_iter()

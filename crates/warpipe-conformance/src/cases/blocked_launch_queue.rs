@@ -26,13 +26,20 @@ use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a send that a full launch queue holds up stops no heartbeat, and returns when what its stream waits for dies",
+        "a send blocked by a full launch queue stops no heartbeat and ends at a peer's death",
         held_up_send,
     )
     .ends_clients(),
-    Case::new("subscribers come, leave and die while a full launch queue holds up a send", visitors).ends_clients(),
-    Case::new("a late joiner gets a sample that is being sent, and the history waits for no signal to come", joiner)
-        .needs_queues(),
+    Case::new(
+        "subscribers attach, leave and die while a full launch queue blocks a send",
+        subscribers,
+    )
+    .ends_clients(),
+    Case::new(
+        "a late joiner gets a sample in mid-send, and the history waits for no signal",
+        joiner,
+    )
+    .needs_queues(),
 ];
 
 const WORDS: u64 = 64;
@@ -163,7 +170,7 @@ fn held_up_send(context: &Context) -> Result<()> {
     witness.dismiss()
 }
 
-fn visitors(context: &Context) -> Result<()> {
+fn subscribers(context: &Context) -> Result<()> {
     let mut held = HeldUp::new(context)?;
     let (mut mortal, mut leaver, mut late) = (context.peer()?, context.peer()?, context.peer()?);
     mortal.subscribe("downstream")?;

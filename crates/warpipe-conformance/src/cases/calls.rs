@@ -12,7 +12,7 @@ use crate::fake_driver::FakeDriver;
 use crate::graph::Graphs;
 
 pub(super) const CASES: &[Case] = &[Case::new(
-    "a send makes three calls of the driver",
+    "a send makes three driver calls",
     calls_of_a_send,
 )];
 

@@ -21,27 +21,27 @@ use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a capture outlives a subscriber that comes and goes on another thread",
+        "a capture continues while a subscriber attaches and leaves on another thread",
         bystanders,
     ),
     Case::new(
-        "memory under a stream that is busy while another thread captures stays mapped",
+        "memory that a busy stream uses stays mapped while another thread captures",
         busy_streams,
     ),
     Case::new(
-        "a stream that is captured is refused by name, and nothing is recorded or lost",
+        "a capturing stream is refused by name, and nothing is recorded or lost",
         refusals,
     ),
     Case::new(
-        "work for queues and services is refused on a stream that is captured, and can be done after it",
+        "queue and service work is refused on a capturing stream, and possible after the capture",
         jobs,
     ),
     Case::new(
-        "what is dropped while its stream is captured comes back when the stream is past its work",
+        "memory dropped while its stream captures is returned after the stream's work",
         drops,
     ),
     Case::new(
-        "the default stream is refused while a stream that is ordered with it is captured",
+        "the default stream is refused while a stream ordered with it captures",
         default_stream,
     ),
 ];
@@ -98,7 +98,7 @@ fn bystanders(context: &Context) -> Result<()> {
     })
 }
 
-/// A stream that stands still until the sender is dropped.
+/// a stream that is blocked until the sender is dropped.
 fn held_up(context: &Context) -> Result<(Stream, Sender<()>)> {
     let (stream, (go, wait)): (_, (_, Receiver<()>)) = (context.stream()?, channel());
     stream.call(move || {

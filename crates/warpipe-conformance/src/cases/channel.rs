@@ -22,7 +22,7 @@ pub(super) const CASES: &[Case] = &[
         held_and_released_at_random,
     ),
     Case::new(
-        "a sample that is held long does not stop the others",
+        "a sample that is held for long does not block the others",
         held_long,
     ),
     Case::new("a late joiner gets the history first", history),
@@ -40,20 +40,20 @@ pub(super) const CASES: &[Case] = &[
         several_threads,
     ),
     Case::new(
-        "the iterator ends when the publisher says goodbye",
+        "the iterator ends when the publisher closes gracefully",
         iterator_ends,
     ),
     Case::new(
-        "poll and epoll wake up for a sample and for the end",
+        "poll and epoll wake up for a sample and for the publisher's end",
         pollable,
     ),
-    Case::new("a receipt says when the data was complete", receipts),
+    Case::new("a receipt reports when the data was complete", receipts),
     Case::new(
-        "a sample whose signal the driver refuses is lost to its readers",
+        "a sample is lost to its readers if the driver refuses its signal",
         refused_signal,
     ),
     Case::new(
-        "a sample that was given up keeps its place in the history, as lost",
+        "an abandoned sample keeps its position in the history, as lost",
         lost_history,
     ),
     Case::new(
@@ -152,7 +152,7 @@ fn sixty_four_subscribers(context: &Context) -> Result<()> {
     }
     for subscriber in 0..8 {
         peers.iter_mut().try_for_each(|peer| {
-            peer.tell(&Order::Receive {
+            peer.send(&Order::Receive {
                 subscriber,
                 count: 8,
                 hold: false,
@@ -260,14 +260,14 @@ fn iterator_ends(context: &Context) -> Result<()> {
     for sample in subscriber.samples(&stream) {
         ensure!(
             error_counters.finish(sample?)? == 0,
-            "a sample sent before the goodbye is whole"
+            "a sample sent before the close is whole"
         );
         received += 1;
     }
     ensure!(received == 5, "{received} samples of 5 before the end");
     match subscriber.receive(&stream) {
         Err(Error::PublisherGone { graceful: true, .. }) => Ok(()),
-        other => bail!("after the goodbye came {other:?}"),
+        other => bail!("after the close came {other:?}"),
     }
 }
 
@@ -290,7 +290,7 @@ fn pollable(context: &Context) -> Result<()> {
             !wait_readable(&subscriber, Duration::ZERO),
             "readable without a sample, in round {round}"
         );
-        peer.tell(&Order::Send(Batch::of(2, WORDS, round)))?;
+        peer.send(&Order::Send(Batch::of(2, WORDS, round)))?;
         let mut received = 0;
         while received < 2 {
             let woken = if round % 2 == 0 {
@@ -323,7 +323,7 @@ fn pollable(context: &Context) -> Result<()> {
     };
     ensure!(
         crate::process::eventually(PATIENCE, gone),
-        "the end is told"
+        "the end is reported"
     );
     Ok(())
 }

@@ -14,11 +14,11 @@ use crate::peer::{Batch, Order, PublisherPlan};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a second stream that is let in reads whole data, one that is not reads too early",
+        "a second stream reads whole data if it waits for the sample, and too early if not",
         second_stream,
     ),
     Case::new(
-        "a slot is given back behind the second stream's work",
+        "a slot is returned behind the second stream's work",
         released_behind,
     ),
     Case::new(
@@ -26,7 +26,7 @@ pub(super) const CASES: &[Case] = &[
         held_memory,
     ),
     Case::new(
-        "a second stream of a sample that is lost is told so",
+        "a second stream of a lost sample gets an error",
         lost_sample,
     ),
 ];

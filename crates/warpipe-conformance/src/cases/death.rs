@@ -14,36 +14,67 @@ use crate::peer::{Batch, Order, PolicyPlan, PublisherPlan, SubscriberPlan};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a killed publisher's ready samples are received, in order, then its end", ready_samples_survive)
-        .ends_clients(),
-    Case::new("a killed publisher's samples stay readable while they are held", held_samples_survive).ends_clients(),
-    Case::new("a sample whose writer is killed is lost, and the reader's stream goes on", unfinished_samples_are_lost)
-        .ends_clients(),
     Case::new(
-        "complete samples behind one that a killed publisher left incomplete are received, whatever the policy",
+        "a killed publisher's ready samples are received, in order, then its end",
+        ready_samples_survive,
+    )
+    .ends_clients(),
+    Case::new(
+        "a killed publisher's samples stay readable while they are held",
+        held_samples_survive,
+    )
+    .ends_clients(),
+    Case::new(
+        "a sample is lost when its writer is killed, and the reader's stream continues",
+        unfinished_samples_are_lost,
+    )
+    .ends_clients(),
+    Case::new(
+        "complete samples after a killed publisher's incomplete one are received in every policy",
         behind_a_lost_one,
     )
     .ends_clients(),
     Case::new(
-        "a complete sample of the history counts for a late joiner that its publisher could not tell so any more",
+        "a complete sample of the history reaches a late joiner after its publisher's death",
         history_survives,
     )
     .ends_clients(),
     Case::new(
-        "a stream that waits for a sample whose writer is killed goes on, though sample and subscriber are gone",
+        "a stream that waits for a killed writer's dropped sample continues",
         left_before_the_death,
     )
     .ends_clients(),
-    Case::new("a publisher killed between loan and send has sent nothing", killed_between_loan_and_send),
-    Case::new("a subscriber killed while it holds samples returns its slots", killed_holder_returns_its_slots)
-        .ends_clients(),
-    Case::new("a subscriber killed while it waits disturbs nobody", killed_sleeper),
-    Case::new("a subscriber killed in the handshake disturbs nobody", killed_in_the_handshake),
-    Case::new("a publisher killed in the handshake is a typed error", publisher_killed_in_the_handshake),
-    Case::new("times from a publisher's death to its subscriber being told (a measurement)", time_to_be_told)
-        .ends_clients(),
-    Case::new("times from a subscriber's death to its slots being free (a measurement)", time_to_reclaim)
-        .ends_clients(),
+    Case::new(
+        "a publisher killed between loan and send has sent nothing",
+        killed_between_loan_and_send,
+    ),
+    Case::new(
+        "a subscriber killed while it holds samples returns its slots",
+        killed_holder_returns_its_slots,
+    )
+    .ends_clients(),
+    Case::new(
+        "a subscriber killed while it waits does not affect others",
+        killed_sleeper,
+    ),
+    Case::new(
+        "a subscriber killed in the handshake does not affect others",
+        killed_in_the_handshake,
+    ),
+    Case::new(
+        "a publisher killed in the handshake is a typed error",
+        publisher_killed_in_the_handshake,
+    ),
+    Case::new(
+        "times from a publisher's death to its subscriber's error (a measurement)",
+        time_to_error,
+    )
+    .ends_clients(),
+    Case::new(
+        "times from a subscriber's death to its slots being free (a measurement)",
+        time_to_reclaim,
+    )
+    .ends_clients(),
 ];
 
 const WORDS: u64 = 1024;
@@ -52,11 +83,14 @@ const WORDS: u64 = 1024;
 fn expect_death(received: warpipe::Result<Sample>, pid: u32) -> Result<()> {
     match received {
         Err(Error::PublisherGone {
-            pid: told,
+            pid: reported,
             graceful: false,
             ..
         }) => {
-            ensure!(told == pid as i32, "process {told} is told dead, not {pid}");
+            ensure!(
+                reported == pid as i32,
+                "process {reported} is reported dead, not {pid}"
+            );
             Ok(())
         }
         other => bail!("after the publisher's death came {other:?}"),
@@ -152,7 +186,7 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
         .context("the reader's stream goes on")
 }
 
-/// A publisher with two streams: one of them stands still when it is killed. Nobody has taken
+/// A publisher with two streams: one of them is blocked when it is killed. Nobody has taken
 /// anything before its death is proven.
 fn behind_a_lost_one(context: &Context) -> Result<()> {
     let stream = context.stream()?;
@@ -257,7 +291,7 @@ fn left_before_the_death(context: &Context) -> Result<()> {
     peer.kill()?;
     stream
         .synchronize(PATIENCE)
-        .context("who waited for the dead is let go")?;
+        .context("the stream that waited for the dead publisher is released")?;
     drop((stream, peer));
     context.domain.clean()?;
     guard.settles()
@@ -291,7 +325,7 @@ fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
         );
         Ok(())
     };
-    // What the publisher and its witness hold from now on is all there is.
+    // From here on the publisher and its witness hold all regions.
     (0..4).try_for_each(|index| send(&mut witness, index))?;
     let mut guard = PublisherGuard::take(&publisher, &context.domain);
     for round in 0..5 {
@@ -321,7 +355,7 @@ fn killed_sleeper(context: &Context) -> Result<()> {
         let (mut victim, mut witness) = (context.peer()?, context.peer()?);
         victim.subscribe("quiet")?;
         witness.subscribe("quiet")?;
-        victim.tell(&Order::Receive {
+        victim.send(&Order::Receive {
             subscriber: 0,
             count: 100,
             hold: false,
@@ -336,26 +370,26 @@ fn killed_sleeper(context: &Context) -> Result<()> {
 }
 
 fn killed_in_the_handshake(context: &Context) -> Result<()> {
-    let publisher = context.publisher("door").build()?;
+    let publisher = context.publisher("attach").build()?;
     let stream = context.stream()?;
     Payload::of(WORDS, 0).send(&publisher, &stream)?;
     let guard = context.guard();
     for _ in 0..5 {
-        let mut mute = context.peer()?;
-        mute.ask(&Order::ConnectOnly("door".into()))?;
-        mute.kill()?;
+        let mut silent = context.peer()?;
+        silent.ask(&Order::ConnectOnly("attach".into()))?;
+        silent.kill()?;
     }
     // At any moment of a handshake: the order is on its way when the signal comes.
     let mut rng = context.rng();
     for _ in 0..10 {
         let mut victim = context.peer()?;
-        victim.ask(&Order::ConnectOnly("door".into()))?;
-        victim.tell(&Order::Subscribe(SubscriberPlan::of("door")))?;
+        victim.ask(&Order::ConnectOnly("attach".into()))?;
+        victim.send(&Order::Subscribe(SubscriberPlan::of("attach")))?;
         std::thread::park_timeout(Duration::from_micros(rng.below(1500)));
         victim.kill()?;
     }
     let mut witness = context.peer()?;
-    witness.subscribe("door")?;
+    witness.subscribe("attach")?;
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
     all_whole(&witness.receive(1)?, [2])?;
     witness.dismiss()?;
@@ -370,14 +404,14 @@ fn publisher_killed_in_the_handshake(context: &Context) -> Result<()> {
     let mut rng = context.rng();
     for round in 0..6 {
         let mut publisher = context.peer()?;
-        publisher.publish(PublisherPlan::of("door"))?;
+        publisher.publish(PublisherPlan::of("attach"))?;
         // Stopped, it does not answer: the subscriber is in the middle of its handshake when the
         // signal comes.
         if round % 2 == 0 {
             publisher.stop()?;
         }
         let built = std::thread::scope(|scope| {
-            let subscriber = scope.spawn(|| context.subscriber("door").build());
+            let subscriber = scope.spawn(|| context.subscriber("attach").build());
             std::thread::park_timeout(Duration::from_micros(rng.below(3000)));
             publisher.strike()?;
             publisher.ended()?;
@@ -394,29 +428,29 @@ fn publisher_killed_in_the_handshake(context: &Context) -> Result<()> {
     Ok(())
 }
 
-fn time_to_be_told(context: &Context) -> Result<()> {
+fn time_to_error(context: &Context) -> Result<()> {
     let stream = context.stream()?;
-    let (mut told_after_eof, mut told_after_kill) = (Vec::new(), Vec::new());
+    let (mut reported_after_eof, mut reported_after_kill) = (Vec::new(), Vec::new());
     for _ in 0..context.rounds(5, 50, 50) {
         let mut peer = context.peer()?;
         peer.publish(PublisherPlan::of("mortal"))?;
         let mut subscriber = context.subscriber("mortal").build()?;
-        let (told, eof, killed) = std::thread::scope(|scope| -> Result<_> {
-            let told = scope.spawn(|| (subscriber.receive(&stream), Instant::now()));
+        let (at, eof, killed) = std::thread::scope(|scope| -> Result<_> {
+            let receiver = scope.spawn(|| (subscriber.receive(&stream), Instant::now()));
             let killed = Instant::now();
             peer.strike()?;
             // The pipe that its answers come up closes when its sockets do.
             peer.last_lines()?;
             let eof = Instant::now();
-            let (received, at) = told.join().map_err(|_| anyhow::anyhow!("a panic"))?;
+            let (received, at) = receiver.join().map_err(|_| anyhow::anyhow!("a panic"))?;
             expect_death(received, peer.id())?;
             Ok((at, eof, killed))
         })?;
-        told_after_eof.push(told.saturating_duration_since(eof));
-        told_after_kill.push(told - killed);
+        reported_after_eof.push(at.saturating_duration_since(eof));
+        reported_after_kill.push(at - killed);
     }
-    context.figure_times("told_after_eof", &mut told_after_eof);
-    context.figure_times("told_after_kill", &mut told_after_kill);
+    context.figure_times("reported_after_eof", &mut reported_after_eof);
+    context.figure_times("reported_after_kill", &mut reported_after_kill);
     Ok(())
 }
 

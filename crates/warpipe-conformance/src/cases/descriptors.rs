@@ -30,21 +30,21 @@ use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "closing the sockets of the next case does not return (negative control)",
+        "a close of the next case's sockets does not return (negative control)",
         control,
     ),
     Case::new(
-        "sockets whose close does not return hold up no rescue, no heartbeat and no newcomer",
+        "a socket close that does not return delays no rescue, no heartbeat and no new peer",
         lingering,
     )
     .ends_clients(),
     Case::new(
-        "a file of a file system that does not answer holds up no rescue and no newcomer",
+        "a file of a file system that does not answer delays no rescue and no new peer",
         silent,
     )
     .ends_clients(),
     Case::new(
-        "a descriptor that is no memory of the device is refused, and the next that is opens",
+        "a descriptor that is no memory of the device is refused, and the next valid one opens",
         no_memory,
     ),
 ];
@@ -79,18 +79,19 @@ impl Lingering {
 
 fn control(_: &Context) -> Result<()> {
     let Lingering { socket, reader } = Lingering::new()?;
-    let (tell, told) = channel();
+    let (returned, returns) = channel();
     std::thread::spawn(move || {
         drop(socket);
-        let _ = tell.send(());
+        let _ = returned.send(());
     });
-    let ended = told.recv_timeout(Duration::from_secs(1));
+    let ended = returns.recv_timeout(Duration::from_secs(1));
     ensure!(
         ended == Err(RecvTimeoutError::Timeout),
         "its close returned"
     );
     drop(reader);
-    told.recv_timeout(PATIENCE)
+    returns
+        .recv_timeout(PATIENCE)
         .context("it returns when the other end is closed")
 }
 
@@ -134,7 +135,7 @@ impl Counts {
         Ok(self.came.load(SeqCst))
     }
 
-    /// Sends a packet that makes no sense with a descriptor, whose copy here is closed at once: the
+    /// Sends a packet that makes no sense with a descriptor, and closes the copy here at once: the
     /// receiver shall have the last one. On a thread, for this one may be the last.
     fn throw(self: &Arc<Self>, socket: OwnedFd, fd: OwnedFd) {
         let counts = self.clone();
@@ -220,14 +221,14 @@ impl Scene {
         let unfinished = self.unfinished.take().context("held since the beginning")?;
         match unfinished.finish(LONG / 2) {
             Err(Error::SampleLost { sequence: 1, .. }) => {}
-            other => bail!("a sample whose publisher is killed gave {other:?}"),
+            other => bail!("a killed publisher's sample gave {other:?}"),
         }
         self.stream.synchronize(PATIENCE)?;
         self.newcomer.dismiss()
     }
 }
 
-/// Throws descriptors at a publisher, a timeline, a subscriber and a timeline's guest of this
+/// Throws descriptors at a publisher, a timeline, a subscriber and an open timeline of this
 /// process. Returns how many came through.
 fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) -> Result<u64> {
     const EACH: u64 = 4;
@@ -258,12 +259,15 @@ fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) ->
                 .subscriber("evil")
                 .handshake_timeout(PATIENCE)
                 .build();
-            ensure!(met.is_err(), "a stranger was taken for a publisher");
+            ensure!(met.is_err(), "a hostile socket was taken for a publisher");
             let met = Timeline::opener("evil")
                 .domain(&context.domain)
                 .device(&context.device)
                 .open();
-            ensure!(met.is_err(), "a stranger was taken for a timeline's owner");
+            ensure!(
+                met.is_err(),
+                "a hostile socket was taken for a timeline's owner"
+            );
         }
         thrower.join().map_err(|_| anyhow!("a panic"))?
     })?;
@@ -382,18 +386,18 @@ fn silent(context: &Context) -> Result<()> {
     context.figure("came_through", came);
     // As a bare descriptor, too, on a thread: what fails here hangs.
     let (info, device, file) = (example(context)?, context.device.clone(), mounted.locate()?);
-    let (tell, told) = channel();
+    let (answer, answers) = channel();
     std::thread::spawn(move || {
-        tell.send(Memory::import_fd(&device, &file, &info, Access::Read).is_err())
+        answer.send(Memory::import_fd(&device, &file, &info, Access::Read).is_err())
     });
     ensure!(
-        told.recv_timeout(PATIENCE).context("it is asked")?,
+        answers.recv_timeout(PATIENCE).context("it is asked")?,
         "it is taken for memory"
     );
     scene.goes_on(context, &publisher, &timeline)
 }
 
-/// What is said of memory that is good.
+/// The description of valid memory.
 fn example(context: &Context) -> Result<MemoryInfo> {
     Ok(Memory::allocate(&context.device, 8 * WORDS)?.info())
 }

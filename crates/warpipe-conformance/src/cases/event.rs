@@ -18,33 +18,64 @@ use crate::process::eventually;
 use crate::shared::Shared;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("an event's waiter reads what its recorder's late kernel wrote, whoever made it", either_side_records),
-    Case::new("an event's waiter that does not wait reads wrong words (negative control)", without_waits),
-    Case::new("an event that was never recorded is an error to wait for, not complete", never_recorded),
     Case::new(
-        "an event whose maker is killed in the recorded kernel is lost, and its waiters are let go",
-        killed_maker,
+        "an event's waiter reads the data of its recorder's late kernel, in both directions",
+        either_side_records,
+    ),
+    Case::new(
+        "an event's waiter that does not wait reads wrong words (negative control)",
+        without_waits,
+    ),
+    Case::new(
+        "a wait for an event that was never recorded is an error, not complete",
+        never_recorded,
+    ),
+    Case::new(
+        "an event is lost when its exporter is killed in the kernel, and waiters are released",
+        killed_exporter,
     )
     .ends_clients(),
-    Case::new("an event that a guest recorded and was killed in is lost, and its maker records again", killed_guest)
-        .ends_clients(),
     Case::new(
-        "whoever waits for a killed guest's recording is let go though the driver holds up the maker's control thread",
-        held_up_attendant,
+        "an event is lost when an importer is killed in the kernel, and can be recorded again",
+        killed_importer,
     )
     .ends_clients(),
-    Case::new("a guest that records leaves CUDA's own event alone, which its maker records along", untouched_raw),
     Case::new(
-        "an event's recorders killed at any moment leave it complete or lost, and nobody waiting",
+        "a killed importer's waiters are released though the exporter's control thread is blocked",
+        blocked_control_thread,
+    )
+    .ends_clients(),
+    Case::new(
+        "an exporter's recording records CUDA's own event too, an importer's does not",
+        untouched_raw,
+    ),
+    Case::new(
+        "an event's recorders killed at any moment leave it complete or lost, no stream waiting",
         killed_anywhere,
     )
     .ends_clients()
     .long(600),
-    Case::new("what was complete when an event's maker died stays complete", complete_before_death).ends_clients(),
-    Case::new("an event that its maker drops is complete as far as it was recorded, and then over", dropped_event),
-    Case::new("a process has 4096 events with 1024 descriptors, and the next one is a typed error", limit_of_events),
-    Case::new("an eighth guest that records an event is refused, and a place that is left is free", limit_of_recorders),
-    Case::new("an event handle that is cut, changed, foreign or of the dead is a typed error", wrong_handles),
+    Case::new(
+        "a recording that was complete when its exporter died stays complete",
+        complete_before_death,
+    )
+    .ends_clients(),
+    Case::new(
+        "an event that its exporter drops completes its last recording, and then closes",
+        dropped_event,
+    ),
+    Case::new(
+        "a process has 4096 events with 1024 descriptors, and the next one is a typed error",
+        limit_of_events,
+    ),
+    Case::new(
+        "an eighth importer that records an event is refused, until another importer leaves",
+        limit_of_recorders,
+    ),
+    Case::new(
+        "an event handle that is truncated, changed, foreign or of the dead is a typed error",
+        wrong_handles,
+    ),
 ];
 
 fn parse(text: &str) -> Result<EventHandle> {
@@ -52,7 +83,7 @@ fn parse(text: &str) -> Result<EventHandle> {
 }
 
 /// A peer that has made an event, and the event as it is seen from here.
-fn maker(context: &Context, device: &Device) -> Result<(Peer, Event)> {
+fn exporter(context: &Context, device: &Device) -> Result<(Peer, Event)> {
     let mut peer = context.peer()?;
     let text = peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
     let event = Event::open(&parse(&text)?, device)?;
@@ -68,7 +99,7 @@ fn share(context: &Context, peers: &mut [&mut Peer]) -> Result<Shared> {
 }
 
 fn either_side_records(context: &Context) -> Result<()> {
-    let (mut peer, event) = maker(context, &context.device)?;
+    let (mut peer, event) = exporter(context, &context.device)?;
     let memory = share(context, &mut [&mut peer])?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     for seed in 1..=5 {
@@ -90,11 +121,11 @@ fn either_side_records(context: &Context) -> Result<()> {
         let wrong = peer.number(&Order::Signals(SignalOrder::Read { seed: 100 + seed }))?;
         ensure!(
             wrong == 0,
-            "the maker read {wrong} words before they were written"
+            "the exporter read {wrong} words before they were written"
         );
         ensure!(
             peer.signals(SignalOrder::CheckEvent)? == Answer::Number(1),
-            "and it is told so"
+            "and its check says so"
         );
         stream.synchronize(PATIENCE)?;
     }
@@ -107,7 +138,7 @@ fn without_waits(context: &Context) -> Result<()> {
         waits: false,
     };
     let blind = Device::from_backend(Wrapped::new(context.device.backend().clone(), delaying));
-    let (mut peer, event) = maker(context, &blind)?;
+    let (mut peer, event) = exporter(context, &blind)?;
     let memory = share(context, &mut [&mut peer])?;
     let (stream, mut error_counters) = (blind.stream()?, ErrorCounters::new(&blind)?);
     let mut wrong = 0;
@@ -130,7 +161,7 @@ fn without_waits(context: &Context) -> Result<()> {
 }
 
 fn never_recorded(context: &Context) -> Result<()> {
-    let (mut peer, event) = maker(context, &context.device)?;
+    let (mut peer, event) = exporter(context, &context.device)?;
     let stream = context.stream()?;
     for result in [
         event.wait(&stream).map(drop),
@@ -150,12 +181,12 @@ fn never_recorded(context: &Context) -> Result<()> {
 
 fn lost(result: warpipe::Result<bool>, pid: u32) -> Result<()> {
     match result {
-        Err(Error::EventLost { pid: told, .. }) if told == pid as i32 => Ok(()),
+        Err(Error::EventLost { pid: found, .. }) if found == pid as i32 => Ok(()),
         other => bail!("the death of process {pid} gave {other:?}"),
     }
 }
 
-fn killed_maker(context: &Context) -> Result<()> {
+fn killed_exporter(context: &Context) -> Result<()> {
     for _ in 0..context.rounds(3, 30, 30) {
         let mut victim = context.peer()?;
         let text = victim.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
@@ -180,7 +211,7 @@ fn killed_maker(context: &Context) -> Result<()> {
         victim.kill()?;
         stream
             .synchronize(PATIENCE)
-            .context("a waiting stream is let go")?;
+            .context("a waiting stream is released")?;
         lost(event.check(recording), victim.id())?;
         lost(event.query(), victim.id())?;
         lost(event.wait(&stream).map(|_| true), victim.id())?;
@@ -205,7 +236,7 @@ fn killed_maker(context: &Context) -> Result<()> {
     Ok(())
 }
 
-fn killed_guest(context: &Context) -> Result<()> {
+fn killed_importer(context: &Context) -> Result<()> {
     let event = Event::builder()
         .domain(&context.domain)
         .device(&context.device)
@@ -226,11 +257,11 @@ fn killed_guest(context: &Context) -> Result<()> {
     victim.kill()?;
     stream
         .synchronize(PATIENCE)
-        .context("the maker's stream is let go")?;
+        .context("the exporter's stream is released")?;
     lost(event.check(recording), victim.id())?;
     witness
         .signals(SignalOrder::Synchronize)
-        .context("a third one's stream is let go")?;
+        .context("a third one's stream is released")?;
     witness.refuses(SignalOrder::CheckEvent, "EventLost")?;
     event.record(&stream)?;
     witness.signals(SignalOrder::WaitEvent)?;
@@ -274,7 +305,7 @@ impl Hook for Gate {
     }
 }
 
-fn held_up_attendant(context: &Context) -> Result<()> {
+fn blocked_control_thread(context: &Context) -> Result<()> {
     let backend = Wrapped::new(context.device.backend().clone(), Gate::default());
     let (gate, slow) = (backend.hook(), Device::from_backend(backend.clone()));
     let pool = Pool::builder("pool")
@@ -301,9 +332,9 @@ fn held_up_attendant(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let recording = event.wait(&stream)?;
     gate.set(true);
-    let told = std::thread::scope(|scope| {
+    let outcome = std::thread::scope(|scope| {
         scope.spawn(|| drop(client.allocate(4096)));
-        let mut told = || -> Result<()> {
+        let mut run = || -> Result<()> {
             ensure!(
                 eventually(PATIENCE, || gate.has_held.load(SeqCst)),
                 "the control thread is in the driver"
@@ -311,15 +342,15 @@ fn held_up_attendant(context: &Context) -> Result<()> {
             victim.kill()?;
             stream
                 .synchronize(PATIENCE)
-                .context("the maker's stream is let go")?;
+                .context("the exporter's stream is released")?;
             lost(event.check(recording), victim.id())
         };
-        let told = told();
+        let outcome = run();
         gate.set(false);
-        told
+        outcome
     });
     drop((client, pool));
-    told
+    outcome
 }
 
 fn untouched_raw(context: &Context) -> Result<()> {
@@ -333,10 +364,10 @@ fn untouched_raw(context: &Context) -> Result<()> {
             .copied()
             .unwrap_or(0)
     };
-    let (peer, event) = maker(context, &device)?;
+    let (peer, event) = exporter(context, &device)?;
     let stream = device.stream()?;
     event.record(&stream)?;
-    ensure!(recorded() == 0, "a guest recorded CUDA's own event");
+    ensure!(recorded() == 0, "an importer recorded CUDA's own event");
     event.synchronize(PATIENCE)?;
     // It lives until the count is taken: dropping values records events, too.
     let own = Event::builder()
@@ -344,7 +375,10 @@ fn untouched_raw(context: &Context) -> Result<()> {
         .device(&device)
         .build()?;
     own.record(&stream)?;
-    ensure!(recorded() == 1, "a maker records CUDA's own event along");
+    ensure!(
+        recorded() == 1,
+        "an exporter records CUDA's own event along"
+    );
     stream.synchronize(PATIENCE)?;
     peer.dismiss()
 }
@@ -355,7 +389,7 @@ fn killed_anywhere(context: &Context) -> Result<()> {
     let kills = context.kills(10, 200, 100);
     for round in 0..kills {
         let (mut peer, mut witness) = (context.mortal(&mut rng)?, context.peer()?);
-        // The event's creator decides what releases the waiters: the creator's process or each waiter.
+        // The event's creator decides which side releases the waiters: its process or each waiter.
         let own = if round % 2 == 0 {
             Some(
                 Event::builder()
@@ -379,8 +413,8 @@ fn killed_anywhere(context: &Context) -> Result<()> {
         let _memory = share(context, &mut [&mut peer])?;
         peer.signals(SignalOrder::Record)?;
         for seed in 0..30 {
-            peer.tell(&Order::Signals(SignalOrder::Write { seed, slow_us: 500 }))?;
-            peer.tell(&Order::Signals(SignalOrder::Record))?;
+            peer.send(&Order::Signals(SignalOrder::Write { seed, slow_us: 500 }))?;
+            peer.send(&Order::Signals(SignalOrder::Record))?;
         }
         let mut recordings = vec![event.wait(&stream)?];
         witness.signals(SignalOrder::WaitEvent)?;
@@ -397,7 +431,7 @@ fn killed_anywhere(context: &Context) -> Result<()> {
         peer.ended()?;
         stream
             .synchronize(PATIENCE)
-            .context("a waiting stream is let go")?;
+            .context("a waiting stream is released")?;
         witness
             .signals(SignalOrder::Synchronize)
             .context("the other one's, too")?;
@@ -419,7 +453,7 @@ fn killed_anywhere(context: &Context) -> Result<()> {
 }
 
 fn complete_before_death(context: &Context) -> Result<()> {
-    let (mut victim, event) = maker(context, &context.device)?;
+    let (mut victim, event) = exporter(context, &context.device)?;
     victim.signals(SignalOrder::Record)?;
     event.synchronize(PATIENCE)?;
     let stream = context.stream()?;
@@ -427,14 +461,20 @@ fn complete_before_death(context: &Context) -> Result<()> {
     let recording = event.wait(&stream)?;
     victim.kill()?;
     let is_over = || matches!(event.record(&own), Err(Error::OwnerGone { .. }));
-    ensure!(eventually(PATIENCE, is_over), "the maker's death is told");
-    ensure!(event.check(recording)?, "what was complete stays so");
+    ensure!(
+        eventually(PATIENCE, is_over),
+        "the exporter's death is reported"
+    );
+    ensure!(
+        event.check(recording)?,
+        "a complete recording stays complete"
+    );
     stream.synchronize(PATIENCE)?;
     Ok(own.synchronize(PATIENCE)?)
 }
 
 fn dropped_event(context: &Context) -> Result<()> {
-    let (mut peer, event) = maker(context, &context.device)?;
+    let (mut peer, event) = exporter(context, &context.device)?;
     let memory = share(context, &mut [&mut peer])?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     peer.signals(SignalOrder::Write {
@@ -549,7 +589,7 @@ fn limit_of_recorders(context: &Context) -> Result<()> {
     let mut again = again;
     ensure!(
         eventually(PATIENCE, || again().unwrap_or(false)),
-        "the lanes of who has left are free"
+        "the lanes of importers that left are free"
     );
     peer.signals(SignalOrder::Synchronize)?;
     peer.dismiss()
@@ -589,13 +629,13 @@ fn wrong_handles(context: &Context) -> Result<()> {
     let kind = gone.as_ref().map_err(|fault| fault.kind.as_str());
     ensure!(
         matches!(kind, Err("NoOwner" | "OwnerGone" | "LegacyHandle")),
-        "a dead maker's handle gave {gone:?}"
+        "a dead exporter's handle gave {gone:?}"
     );
     match Event::open(&parse(&text)?, &context.device) {
         Err(Error::NoOwner {
             was_there: true, ..
         }) => {}
-        other => bail!("a dead maker's handle gave {other:?}"),
+        other => bail!("a dead exporter's handle gave {other:?}"),
     }
     peer.dismiss()
 }

@@ -16,24 +16,27 @@ use crate::payload::{ErrorCounters, Payload};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a device that refuses while a publisher is built leaves nothing, and it is built next",
+        "a call refused while a publisher is built leaks nothing, and the next build succeeds",
         publisher,
     ),
     Case::new(
-        "a device that refuses while a subscriber is built leaves nothing, and it is built next",
+        "a call refused while a subscriber is built leaks nothing, and the next build succeeds",
         subscriber,
     ),
     Case::new(
-        "a device that refuses a loan leaves both sides usable",
+        "a driver call refused in a loan leaves both sides usable",
         loan,
     ),
     Case::new(
-        "a device that refuses a send loses that sample alone, and its subscriber is told",
+        "a driver call refused in a send loses that sample alone, and its subscriber gets an error",
         send,
     ),
-    Case::new("a device that refuses a receive loses no sample", receive),
     Case::new(
-        "a device that refuses a release leaves both sides usable",
+        "a driver call refused in a receive loses no sample",
+        receive,
+    ),
+    Case::new(
+        "a driver call refused in a release leaves both sides usable",
         release,
     ),
 ];
@@ -208,7 +211,7 @@ impl<'a> Flow<'a> {
 
 impl Flow<'_> {
     /// A new region comes when it comes, and when it cannot be mapped the link is over; that is
-    /// told by the next receive. A new link, and its history, is the way on.
+    /// reported by the next receive. A new link, and its history, is the way on.
     fn subscribe_again(&mut self, step: Step, error: anyhow::Error) -> Result<()> {
         ensure!(
             step == Step::Receive && is_injected(&error) && error.to_string().contains("import"),

@@ -21,7 +21,7 @@ pub(super) const CASES: &[Case] = &[
         handles_refuse,
     ),
     Case::new(
-        "a forked child's timelines and events refuse everything, and the parent's go on",
+        "a forked child's timelines and events refuse everything, and the parent's continue",
         signals_refuse,
     ),
     Case::new(
@@ -30,7 +30,7 @@ pub(super) const CASES: &[Case] = &[
     )
     .ends_clients(),
     Case::new(
-        "a killed subscriber's slots come back although its forked child lives",
+        "a killed subscriber's slots are reclaimed although its forked child lives",
         slots_despite_a_child,
     )
     .ends_clients(),
@@ -39,7 +39,7 @@ pub(super) const CASES: &[Case] = &[
         semaphore_refuses,
     ),
     Case::new(
-        "a killed holder's permit comes back although its forked child lives",
+        "a killed holder's permit is reclaimed although its forked child lives",
         permit_despite_a_child,
     )
     .ends_clients(),

@@ -20,7 +20,7 @@ pub(super) const CASES: &[Case] = &[
     )
     .long(600),
     Case::new(
-        "a copy of elements is behind its stream's work, and no CPU waits for that",
+        "a copy of elements is ordered behind its stream's work, and the CPU does not wait",
         behind_work,
     ),
     Case::new(

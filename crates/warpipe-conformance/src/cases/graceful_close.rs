@@ -10,35 +10,35 @@ use crate::peer::{Order, Peer, PublisherPlan, SignalOrder, Task};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a queue is dropped and main returns at once: its workers are told of a goodbye",
+        "a queue is dropped and main returns at once: its workers see a graceful close",
         queues,
     )
     .long(600),
     Case::new(
-        "a timeline is dropped and main returns at once: its guests are told of a goodbye",
+        "a timeline is dropped and main returns at once: its users see a graceful close",
         timelines,
     )
     .long(600),
     Case::new(
-        "a publisher is dropped and main returns at once: its subscribers are told of a goodbye",
+        "a publisher is dropped and main returns at once: its subscribers see a graceful close",
         publishers,
     )
     .long(600),
 ];
 
-/// In each round one process comes, and ends.
+/// In each round one process starts, and ends.
 fn rounds(
     context: &Context,
     own: impl Fn(&mut Peer) -> Result<()>,
-    hear: impl Fn(Peer, &Stream) -> Result<Error>,
+    observe: impl Fn(Peer, &Stream) -> Result<Error>,
 ) -> Result<()> {
     let stream = context.stream()?;
     let rounds = context.rounds(40, 500, 100);
     for round in 1..=rounds {
         let mut peer = context.peer()?;
         own(&mut peer)?;
-        let told = hear(peer, &stream).with_context(|| format!("round {round}"))?;
-        match told {
+        let error = observe(peer, &stream).with_context(|| format!("round {round}"))?;
+        match error {
             Error::QueueGone { graceful: true, .. }
             | Error::OwnerGone { graceful: true, .. }
             | Error::PublisherGone { graceful: true, .. } => {}

@@ -27,7 +27,7 @@ pub(super) const CASES: &[Case] = &[
         through_a_ticket,
     ),
     Case::new(
-        "opened twice by tickets, memory is mapped once and closed in any order",
+        "memory that tickets open twice is mapped once and closed in any order",
         opened_twice,
     ),
     Case::new(
@@ -35,24 +35,24 @@ pub(super) const CASES: &[Case] = &[
         through_a_file,
     ),
     Case::new(
-        "memory goes over a user's own socket as a bare descriptor",
+        "memory is passed over a user's own socket as a bare descriptor",
         over_a_socket,
     ),
     Case::new(
-        "who waits for a name opens what its producer publishes later",
+        "a wait for a name opens the memory that its producer publishes later",
         later_producer,
     ),
     Case::new(
-        "a ticket says that its owner has closed, or that another holds the name",
+        "a ticket reports that its owner has closed, or that another process holds the name",
         closed_owner,
     ),
     Case::new(
-        "open memory stays whole when its owner is killed, and a ticket says that it is dead",
+        "open memory stays whole when its owner is killed, and a ticket reports the death",
         killed_owner,
     )
     .ends_clients(),
     Case::new(
-        "shared memory is unmapped only behind the streams that use it",
+        "shared memory is unmapped only after the streams that use it",
         kept_for_streams,
     ),
     Case::new(
@@ -60,7 +60,7 @@ pub(super) const CASES: &[Case] = &[
         no_descriptors,
     ),
     Case::new(
-        "a user who is not on the list opens no ticket, one who is does",
+        "only users on the allow list can open a ticket",
         other_users,
     ),
     Case::new(
@@ -68,7 +68,7 @@ pub(super) const CASES: &[Case] = &[
         other_device,
     ),
     Case::new(
-        "importers are killed at any moment and nothing is left of them",
+        "importers are killed at any moment and leave nothing behind",
         killed_importers,
     )
     .ends_clients()
@@ -198,7 +198,7 @@ fn over_a_socket(context: &Context) -> Result<()> {
     let path = context.domain.path().join("own.socket");
     let listener = UnixListener::bind(&path)?;
     let (mut peer, _) = publisher(context, "weights", 4, false)?;
-    peer.tell(&Order::Hold(HolderOrder::Send {
+    peer.send(&Order::Hold(HolderOrder::Send {
         path: path.display().to_string(),
     }))?;
     ensure!(wait_readable(&listener, PATIENCE), "the peer connects");
@@ -243,7 +243,7 @@ fn later_producer(context: &Context) -> Result<()> {
     }
     let mut waiting = context.peer()?;
     let wait_ms = PATIENCE.as_millis() as u64;
-    waiting.tell(&Order::Hold(HolderOrder::Open {
+    waiting.send(&Order::Hold(HolderOrder::Open {
         ticket: ticket.clone(),
         wait_ms,
     }))?;
@@ -387,26 +387,26 @@ fn other_users(context: &Context) -> Result<()> {
         .domain(&context.domain)
         .allow_uids(&[NOBODY])
         .build()?;
-    let mut stranger = context.peer()?;
-    stranger.ask(&Order::Hold(HolderOrder::Become(NOBODY)))?;
+    let mut other_user = context.peer()?;
+    other_user.ask(&Order::Hold(HolderOrder::Become(NOBODY)))?;
     for published in [&closed, &others] {
-        match stranger.try_ask(&Order::Hold(HolderOrder::Open {
+        match other_user.try_ask(&Order::Hold(HolderOrder::Open {
             ticket: published.ticket()?,
             wait_ms: 0,
         }))? {
             Err(fault) => ensure!(fault.kind == "AccessDenied", "{fault}"),
-            Ok(answer) => bail!("a stranger got {answer:?}"),
+            Ok(answer) => bail!("another user got {answer:?}"),
         }
     }
-    stranger.ask(&Order::Hold(HolderOrder::Open {
+    other_user.ask(&Order::Hold(HolderOrder::Open {
         ticket: open.ticket()?,
         wait_ms: 0,
     }))?;
     ensure!(
-        stranger.number(&Order::Hold(HolderOrder::Check { number: 0, seed: 1 }))? == 0,
+        other_user.number(&Order::Hold(HolderOrder::Check { number: 0, seed: 1 }))? == 0,
         "the bytes are right"
     );
-    stranger.dismiss()
+    other_user.dismiss()
 }
 
 fn other_device(context: &Context) -> Result<()> {
@@ -426,7 +426,7 @@ fn other_device(context: &Context) -> Result<()> {
         Err(Error::PeerAccess { owner, .. }) => {
             ensure!(
                 Some(owner) == ticket.device().map(|id| id.to_string()),
-                "the owner is told"
+                "the owner gets an error"
             );
         }
         Err(other) => bail!("neither open nor out of reach: {other}"),
@@ -443,11 +443,11 @@ fn killed_importers(context: &Context) -> Result<()> {
         let mut victim = context.mortal(&mut rng)?;
         // It is there, with its device.
         victim.ask(&Order::Hold(HolderOrder::Settle))?;
-        victim.tell(&Order::Hold(HolderOrder::Open {
+        victim.send(&Order::Hold(HolderOrder::Open {
             ticket: ticket.clone(),
             wait_ms: 0,
         }))?;
-        victim.tell(&Order::Hold(HolderOrder::Close { number: 0 }))?;
+        victim.send(&Order::Hold(HolderOrder::Close { number: 0 }))?;
         std::thread::park_timeout(Duration::from_micros(rng.below(2_000)));
         victim.kill()?;
     }

@@ -13,13 +13,26 @@ use crate::peer::{Batch, Order, Peer, PublisherPlan, SemaphoreOrder, SignalOrder
 use crate::shared::Shared;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a publisher that removes pages and is killed leaves no reader's stream waiting", link).ends_clients(),
-    Case::new("a timeline's guest and owner that remove pages and are killed leave no stream waiting", timeline)
-        .ends_clients(),
-    Case::new("an event's guest and maker that remove pages and are killed leave no stream waiting", event)
-        .ends_clients(),
-    Case::new("a semaphore's member that removes all pages of all keeps no stream from a dead holder's end", semaphore)
-        .ends_clients(),
+    Case::new(
+        "a publisher that removes pages and is killed leaves no reader's stream waiting",
+        link,
+    )
+    .ends_clients(),
+    Case::new(
+        "a timeline's waiter and owner that remove pages and are killed leave no stream waiting",
+        timeline,
+    )
+    .ends_clients(),
+    Case::new(
+        "an event's two ends that remove pages and are killed leave no stream waiting",
+        event,
+    )
+    .ends_clients(),
+    Case::new(
+        "a semaphore's member that removes all pages of every member blocks no rescue",
+        semaphore,
+    )
+    .ends_clients(),
 ];
 
 const SLOW_US: u64 = 5_000_000;
@@ -55,9 +68,9 @@ fn link(context: &Context) -> Result<()> {
 }
 
 fn timeline(context: &Context) -> Result<()> {
-    let (mut owner, mut guest) = (context.peer()?, context.peer()?);
+    let (mut owner, mut waiter) = (context.peer()?, context.peer()?);
     owner.signals(SignalOrder::CreateTimeline("holes".into()))?;
-    guest.signals(SignalOrder::OpenTimeline("holes".into()))?;
+    waiter.signals(SignalOrder::OpenTimeline("holes".into()))?;
     let timeline = Timeline::opener("holes")
         .domain(&context.domain)
         .device(&context.device)
@@ -71,47 +84,47 @@ fn timeline(context: &Context) -> Result<()> {
     })?;
     owner.signals(SignalOrder::Signal(1))?;
     timeline.wait(&stream, 1)?;
-    for peer in [&mut guest, &mut owner] {
+    for peer in [&mut waiter, &mut owner] {
         ensure!(
             remove_pages(peer)? == 0,
             "a page of the timeline could be removed"
         );
     }
-    guest.kill()?;
-    ensure!(!stream.is_idle()?, "a guest's death ends nothing");
+    waiter.kill()?;
+    ensure!(!stream.is_idle()?, "a waiter's death ends nothing");
     owner.kill()?;
     stream
         .synchronize(PATIENCE)
-        .context("a waiting stream is let go")?;
+        .context("a waiting stream is released")?;
     drop(memory);
     Ok(())
 }
 
 fn event(context: &Context) -> Result<()> {
-    let (mut maker, mut guest) = (context.peer()?, context.peer()?);
-    let text = maker.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
-    guest.signals(SignalOrder::OpenEvent(text.clone()))?;
+    let (mut exporter, mut importer) = (context.peer()?, context.peer()?);
+    let text = exporter.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
+    importer.signals(SignalOrder::OpenEvent(text.clone()))?;
     let event = Event::open(&text.parse()?, &context.device)?;
     let (stream, (memory, fd)) = (context.stream()?, Shared::create(&context.device)?);
-    maker.signals(SignalOrder::Map(Shared::path(&fd)))?;
-    maker.signals(SignalOrder::Write {
+    exporter.signals(SignalOrder::Map(Shared::path(&fd)))?;
+    exporter.signals(SignalOrder::Write {
         seed: 1,
         slow_us: SLOW_US,
     })?;
-    maker.signals(SignalOrder::Record)?;
+    exporter.signals(SignalOrder::Record)?;
     let recording = event.wait(&stream)?;
-    for peer in [&mut guest, &mut maker] {
+    for peer in [&mut importer, &mut exporter] {
         ensure!(
             remove_pages(peer)? == 0,
             "a page of the event could be removed"
         );
     }
-    guest.kill()?;
-    ensure!(!stream.is_idle()?, "a guest's death ends nothing");
-    maker.kill()?;
+    importer.kill()?;
+    ensure!(!stream.is_idle()?, "a importer's death ends nothing");
+    exporter.kill()?;
     stream
         .synchronize(PATIENCE)
-        .context("a waiting stream is let go")?;
+        .context("a waiting stream is released")?;
     ensure!(
         matches!(event.check(recording), Err(Error::EventLost { .. })),
         "the recording is lost"
@@ -148,7 +161,7 @@ fn semaphore(context: &Context) -> Result<()> {
     match holder.kill() {
         Ok(()) => stream
             .synchronize(PATIENCE)
-            .context("a waiting stream is let go"),
+            .context("a waiting stream is released"),
         Err(error) => Err(error),
     }
 }

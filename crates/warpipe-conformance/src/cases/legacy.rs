@@ -19,7 +19,7 @@ pub(super) const CASES: &[Case] = &[
         both_ways,
     ),
     Case::new(
-        "legacy memory opened again is the same and asks no driver",
+        "legacy memory opened again is the same mapping and makes no driver call",
         opened_once,
     ),
     Case::new(
@@ -27,12 +27,12 @@ pub(super) const CASES: &[Case] = &[
         own_process,
     ),
     Case::new(
-        "a killed exporter's legacy memory stays while it is open, and opens no more",
+        "a killed exporter's legacy memory stays while it is open, and cannot be opened again",
         killed_exporter,
     )
     .ends_clients(),
     Case::new(
-        "an importer killed with legacy memory open disturbs nobody",
+        "an importer killed with legacy memory open does not affect others",
         killed_importer,
     )
     .ends_clients(),
@@ -41,19 +41,19 @@ pub(super) const CASES: &[Case] = &[
         freed_by_exporter,
     ),
     Case::new(
-        "what no legacy handle can name is refused by its kind",
+        "memory that no legacy handle can name is refused by its kind",
         not_exportable,
     ),
     Case::new(
-        "cut, changed and invented handles are typed errors",
+        "truncated, changed and invented handles are typed errors",
         wrong_handles,
     ),
     Case::new(
-        "legacy memory is not closed under a stream that uses it",
+        "legacy memory is not closed while a stream uses it",
         used_by_stream,
     ),
     Case::new(
-        "a device that refuses a legacy export or open leaves nothing, and it works next",
+        "a refused legacy export or open leaks nothing, and the next one succeeds",
         refusing_device,
     ),
     Case::new(
@@ -172,7 +172,7 @@ fn killed_exporter(context: &Context) -> Result<()> {
     )?;
     memory.close(PATIENCE)?;
     for (handle, peer) in [(unopened, &other), (open, &holder)] {
-        // What was open is closed by another thread, if the share above was not the last.
+        // Another thread closes the memory if the share above was not the last.
         let is_gone = || {
             matches!(
                 handle.open(&context.device),
@@ -186,7 +186,7 @@ fn killed_exporter(context: &Context) -> Result<()> {
         );
         match refusal(&handle, &context.device)? {
             Error::ExporterGone { pid } => {
-                ensure!(pid == peer.id() as i32, "process {pid} is told gone")
+                ensure!(pid == peer.id() as i32, "process {pid} is reported gone")
             }
             error => bail!("a dead exporter gave {error:?}"),
         }
@@ -224,7 +224,7 @@ fn freed_by_exporter(context: &Context) -> Result<()> {
         Error::LegacyHandle {
             fault: LegacyFault::Stale { pid, .. },
         } => {
-            ensure!(pid == peer.id() as i32, "process {pid} is told to live");
+            ensure!(pid == peer.id() as i32, "process {pid} is reported alive");
         }
         other => bail!("freed memory gave {other:?}"),
     }
@@ -234,8 +234,14 @@ fn freed_by_exporter(context: &Context) -> Result<()> {
 fn not_exportable(context: &Context) -> Result<()> {
     let device = &context.device;
     let refused = |what: &str, ptr, due| match device_malloc::export(device, ptr) {
-        Err(Error::NotExportable { ptr: told, kind }) => {
-            ensure!((told, kind) == (ptr, due), "{what} is told to be {kind:?}");
+        Err(Error::NotExportable {
+            ptr: reported,
+            kind,
+        }) => {
+            ensure!(
+                (reported, kind) == (ptr, due),
+                "{what} is reported as {kind:?}"
+            );
             Ok(())
         }
         other => bail!("{what} gave {other:?}"),

@@ -16,7 +16,7 @@ use crate::process::{eventually, pidfd, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a member is told of once when it joins and once when it leaves",
+        "a member is reported once when it joins and once when it leaves",
         joined_and_left,
     ),
     Case::new(
@@ -24,40 +24,36 @@ pub(super) const CASES: &[Case] = &[
         stopped_and_on,
     ),
     Case::new(
-        "a killed member's death is told once, with its proof, and its endpoints are removed",
+        "a killed member's death is reported once, with its proof, and its endpoints are removed",
         killed,
     )
     .ends_clients(),
     Case::new(
-        "everything that one killed process was is told dead once each",
+        "each member that one killed process was is reported dead once",
         killed_as_many,
     )
     .ends_clients(),
     Case::new(
-        "what a member left that died unwatched is removed by the next watch, without a word",
+        "files of a member that died unwatched are removed by the next watch, with no change",
         unwatched,
     )
     .ends_clients(),
-    Case::new(
-        "a clean-up runs on its member's death, and on nothing else",
-        clean_ups,
-    )
-    .ends_clients(),
+    Case::new("a clean-up runs on its member's death alone", clean_ups).ends_clients(),
     Case::new(
         "a living member's name is taken, and a dead one's is free at once",
         taken_and_free,
     )
     .ends_clients(),
     Case::new(
-        "a member that was stopped before anybody looked is listed as stalled",
+        "a member that was stopped before the first listing is listed as stalled",
         stopped_before,
     ),
     Case::new(
-        "what is no member under a member's name neither hangs the list nor is on it",
-        strangers,
+        "a foreign file under a member's name neither blocks the listing nor appears in it",
+        foreign_files,
     ),
     Case::new(
-        "two watches see the same, and the end of one disturbs nobody",
+        "two watches see the same changes, and the end of one does not affect the other",
         two_watches,
     )
     .ends_clients(),
@@ -65,7 +61,7 @@ pub(super) const CASES: &[Case] = &[
 
 /// The next change of a watch.
 fn next(members: &Members) -> Result<Change> {
-    members.changes(PATIENCE)?.context("no change was told")
+    members.changes(PATIENCE)?.context("no change was reported")
 }
 
 /// The next change, which must be this one of this member.
@@ -78,7 +74,7 @@ fn expect(members: &Members, kind: &str, name: &str) -> Result<MemberInfo> {
     Ok(change.member().clone())
 }
 
-/// As [`expect`], with a heart that may stand still and go on before, on a machine that has much to
+/// As [`expect`], with a heartbeat that may stall and recover before, on a machine that has much to
 /// do.
 fn expect_end(members: &Members, kind: &str, name: &str) -> Result<MemberInfo> {
     loop {
@@ -132,19 +128,19 @@ fn joined_and_left(context: &Context) -> Result<()> {
     let members = Members::builder().domain(&context.domain).build()?;
     ensure!(
         members.list()?.len() == 1,
-        "who was there is listed at once: {:?}",
+        "a present member is listed at once: {:?}",
         members.list()?
     );
-    let told = expect(&members, "joined", "early")?;
+    let reported = expect(&members, "joined", "early")?;
     ensure!(
-        told.role == "early's role" && told.pid == early.id() as i32,
-        "{told:?}"
+        reported.role == "early's role" && reported.pid == early.id() as i32,
+        "{reported:?}"
     );
     let mut peer = member(context, "worker/1")?;
-    let told = expect_end(&members, "joined", "worker/1")?;
+    let reported = expect_end(&members, "joined", "worker/1")?;
     ensure!(
-        told.pid == peer.id() as i32 && told.since_ns > 0,
-        "{told:?}"
+        reported.pid == peer.id() as i32 && reported.since_ns > 0,
+        "{reported:?}"
     );
     peer.publish(PublisherPlan::of("frames"))?;
     let listed = members.list()?;
@@ -158,10 +154,16 @@ fn joined_and_left(context: &Context) -> Result<()> {
     ensure!(held == ["frames", "members/worker/1"], "it holds {held:?}");
     peer.ask(&Order::Leave)?;
     let left = expect_end(&members, "left", "worker/1")?;
-    ensure!(left.generation == told.generation, "the same incarnation");
+    ensure!(
+        left.generation == reported.generation,
+        "the same incarnation"
+    );
     join(&mut peer, "worker/1")?;
     let again = expect_end(&members, "joined", "worker/1")?;
-    ensure!(again.generation != told.generation, "another incarnation");
+    ensure!(
+        again.generation != reported.generation,
+        "another incarnation"
+    );
     peer.dismiss()?;
     expect_end(&members, "left", "worker/1")?;
     early.dismiss()?;
@@ -175,10 +177,11 @@ fn stopped_and_on(context: &Context) -> Result<()> {
     expect(&members, "joined", "sleepy")?;
     for _ in 0..2 {
         peer.stop()?;
-        let told = expect(&members, "stalled", "sleepy")?;
+        let reported = expect(&members, "stalled", "sleepy")?;
         ensure!(
-            told.state == PeerState::Stalled && told.silent_for >= Duration::from_millis(900),
-            "{told:?}"
+            reported.state == PeerState::Stalled
+                && reported.silent_for >= Duration::from_millis(900),
+            "{reported:?}"
         );
         ensure!(
             members.list()?[0].state == PeerState::Stalled,
@@ -186,8 +189,8 @@ fn stopped_and_on(context: &Context) -> Result<()> {
             members.list()?
         );
         peer.go_on()?;
-        let told = expect(&members, "recovered", "sleepy")?;
-        ensure!(told.state == PeerState::Alive, "{told:?}");
+        let reported = expect(&members, "recovered", "sleepy")?;
+        ensure!(reported.state == PeerState::Alive, "{reported:?}");
     }
     peer.dismiss()?;
     expect_end(&members, "left", "sleepy")?;
@@ -202,17 +205,21 @@ fn killed(context: &Context) -> Result<()> {
         expect_end(&members, "joined", "mortal")?;
         let proof = pidfd(peer.pid()?)?;
         peer.strike()?;
-        let told = expect_end(&members, "died", "mortal")?;
+        let reported = expect_end(&members, "died", "mortal")?;
         // Its lifeline ends with its last file, a moment before the process is to be reaped.
         ensure!(
             wait_readable(&proof, PATIENCE),
-            "it is told dead, and lives"
+            "it is reported dead while it lives"
         );
         ensure!(
-            told.state == PeerState::Dead && told.pid == peer.id() as i32,
-            "{told:?}"
+            reported.state == PeerState::Dead && reported.pid == peer.id() as i32,
+            "{reported:?}"
         );
-        let left: Vec<&str> = told.endpoints.iter().map(|name| name.as_str()).collect();
+        let left: Vec<&str> = reported
+            .endpoints
+            .iter()
+            .map(|name| name.as_str())
+            .collect();
         ensure!(left == ["its/frames", "members/mortal"], "it left {left:?}");
         let files = std::fs::read_dir(context.domain.path())?.count();
         ensure!(files == 0, "{files} files are left");
@@ -239,13 +246,13 @@ fn killed_as_many(context: &Context) -> Result<()> {
     let mut dead = Vec::new();
     while dead.len() < MANY {
         match next(&members)? {
-            Change::Died(who) => dead.push(who.name),
+            Change::Died(member) => dead.push(member.name),
             Change::Stalled(_) | Change::Recovered(_) => {}
             other => bail!("{other:?} of a killed process"),
         }
     }
     dead.sort();
-    ensure!(dead == names, "told dead are {dead:?}");
+    ensure!(dead == names, "reported dead are {dead:?}");
     ensure!(
         members.list()?.len() == 1,
         "the witness is left: {:?}",
@@ -272,7 +279,7 @@ fn unwatched(context: &Context) -> Result<()> {
         .build()?;
     ensure!(
         files() == 4 && looking.list()?.is_empty(),
-        "who only looks removes nothing"
+        "a listing removes nothing"
     );
     drop(looking);
     let members = Members::builder().domain(&context.domain).build()?;
@@ -282,7 +289,7 @@ fn unwatched(context: &Context) -> Result<()> {
 
 fn clean_ups(context: &Context) -> Result<()> {
     let (call, called) = channel();
-    let (tell, told) = channel();
+    let (changes, received) = channel();
     let mut first = true;
     let panics_once = move |_: &Change| {
         if std::mem::take(&mut first) {
@@ -291,7 +298,7 @@ fn clean_ups(context: &Context) -> Result<()> {
     };
     let watch = Members::builder().domain(&context.domain).on(panics_once);
     let members = watch
-        .on(move |change| drop(tell.send(change.clone())))
+        .on(move |change| drop(changes.send(change.clone())))
         .build()?;
     ensure!(
         matches!(members.changes(Duration::ZERO), Err(Error::Argument { .. })),
@@ -304,33 +311,35 @@ fn clean_ups(context: &Context) -> Result<()> {
     members.on_death_of("victim", |_| panic!("a clean-up that panics"))?;
     let mut victim = member(context, "victim")?;
     let leaver = member(context, "leaver")?;
-    hear(&told, &["joined leaver", "joined victim"])?;
+    expect_changes(&received, &["joined leaver", "joined victim"])?;
     victim.kill()?;
     leaver.dismiss()?;
-    hear(&told, &["died victim", "left leaver"])?;
+    expect_changes(&received, &["died victim", "left leaver"])?;
     let heard: Vec<String> = called.try_iter().collect();
     ensure!(heard == ["victim"], "clean-ups ran for {heard:?}");
     // It was for one death: the next of that name is another matter.
     let mut victim = member(context, "victim")?;
-    hear(&told, &["joined victim"])?;
+    expect_changes(&received, &["joined victim"])?;
     victim.kill()?;
-    hear(&told, &["died victim"])?;
+    expect_changes(&received, &["died victim"])?;
     ensure!(called.try_recv().is_err(), "a clean-up ran twice");
     Ok(())
 }
 
-/// Hears as many changes as are due, which must be these, in any order. (Hearts may stand still and
-/// go on.)
-fn hear(told: &Receiver<Change>, due: &[&str]) -> Result<()> {
+/// Receives as many changes as are due, which must be these, in any order. Heartbeats may stall
+/// and recover.
+fn expect_changes(received: &Receiver<Change>, due: &[&str]) -> Result<()> {
     let mut found = Vec::new();
     while found.len() < due.len() {
-        let change = told.recv_timeout(PATIENCE).context("no callback came")?;
+        let change = received
+            .recv_timeout(PATIENCE)
+            .context("no callback came")?;
         if !matches!(change, Change::Stalled(_) | Change::Recovered(_)) {
             found.push(format!("{} {}", kind_of(&change), change.member().name));
         }
     }
     found.sort();
-    ensure!(found == due, "told were {found:?}");
+    ensure!(found == due, "the changes were {found:?}");
     Ok(())
 }
 
@@ -387,16 +396,16 @@ fn stopped_before(context: &Context) -> Result<()> {
     );
     ensure!(
         members.changes(Duration::ZERO)?.is_none(),
-        "nothing is told of who has not answered"
+        "no change of a member that has not answered"
     );
     peer.go_on()?;
-    let told = expect(&members, "joined", "asleep")?;
-    ensure!(told.role == "asleep's role", "{told:?}");
+    let reported = expect(&members, "joined", "asleep")?;
+    ensure!(reported.role == "asleep's role", "{reported:?}");
     peer.dismiss()?;
     expect_end(&members, "left", "asleep").map(drop)
 }
 
-fn strangers(context: &Context) -> Result<()> {
+fn foreign_files(context: &Context) -> Result<()> {
     let at = |name: &str| context.domain.path().join(format!("members+{name}.sock"));
     let listen = |path: &PathBuf, kind: SocketType| -> Result<_> {
         let socket = rustix::net::socket(AddressFamily::UNIX, kind, None)?;
@@ -406,9 +415,9 @@ fn strangers(context: &Context) -> Result<()> {
         }
         Ok(socket)
     };
-    let (mute, stream, datagram) = (at("mute"), at("stream"), at("datagram"));
+    let (silent, stream, datagram) = (at("silent"), at("stream"), at("datagram"));
     let sockets = [
-        listen(&mute, SocketType::SEQPACKET)?,
+        listen(&silent, SocketType::SEQPACKET)?,
         listen(&stream, SocketType::STREAM)?,
         listen(&datagram, SocketType::DGRAM)?,
     ];
@@ -421,7 +430,7 @@ fn strangers(context: &Context) -> Result<()> {
     let members = Members::builder().domain(&context.domain).build()?;
     let real = member(context, "real")?;
     expect(&members, "joined", "real")?;
-    // What stays silent has had its time by the end of a whole further stall.
+    // A silent member has timed out by the end of a whole further stall interval.
     real.stop()?;
     expect(&members, "stalled", "real")?;
     real.go_on()?;
@@ -437,19 +446,19 @@ fn strangers(context: &Context) -> Result<()> {
         "{} are overlooked",
         members.overlooked()
     );
-    match Member::builder("mute").domain(&context.domain).build() {
+    match Member::builder("silent").domain(&context.domain).build() {
         Err(Error::ForeignFile { .. }) => {}
-        other => bail!("a stranger's name gave {other:?}"),
+        other => bail!("a foreign name gave {other:?}"),
     }
-    let present = [&mute, &stream, &datagram, &file, &folder, &link]
+    let present = [&silent, &stream, &datagram, &file, &folder, &link]
         .iter()
         .all(|path| path.symlink_metadata().is_ok());
-    ensure!(present, "a stranger's file is gone");
+    ensure!(present, "a foreign file is gone");
     real.dismiss()?;
     expect_end(&members, "left", "real")?;
     drop((sockets, publisher));
     std::fs::remove_dir(&folder)?;
-    [mute, stream, datagram, file, link]
+    [silent, stream, datagram, file, link]
         .iter()
         .try_for_each(std::fs::remove_file)?;
     nothing_more(&members, context)
@@ -461,8 +470,8 @@ fn two_watches(context: &Context) -> Result<()> {
         Members::builder().domain(&context.domain).build()?,
     );
     let mut peer = member(context, "seen")?;
-    let generations =
-        [&one, &other].map(|watch| expect(watch, "joined", "seen").map(|told| told.generation));
+    let generations = [&one, &other]
+        .map(|watch| expect(watch, "joined", "seen").map(|reported| reported.generation));
     let [first, second] = generations;
     ensure!(first? == second?, "both see the same incarnation");
     drop(one);
@@ -471,7 +480,7 @@ fn two_watches(context: &Context) -> Result<()> {
     peer.kill()?;
     ensure!(
         wait_readable(&other, PATIENCE),
-        "its descriptor tells of a change"
+        "its descriptor signals a change"
     );
     expect_end(&other, "died", "seen")?;
     nothing_more(&other, context)?;

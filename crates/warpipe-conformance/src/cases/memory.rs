@@ -28,7 +28,7 @@ pub(super) const CASES: &[Case] = &[
         loans_return,
     ),
     Case::new(
-        "without subscribers samples go out and their slots come back",
+        "without subscribers samples are sent and their slots are reused",
         nobody_listens,
     ),
 ];

@@ -59,7 +59,7 @@ pub struct Case {
     /// It faults a GPU, or kills a process that uses it: under MPS that is the end of every other
     /// client.
     pub ends_clients: bool,
-    /// A stream of its own process stands still behind work that no other stream of that process
+    /// A stream of its own process is blocked behind work that no other stream of that process
     /// may wait for, so they must not share hardware queues.
     pub needs_queues: bool,
 }

@@ -120,15 +120,15 @@ fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<(
         totals.dropped += view.subscriber.dropped();
     }
     totals.sent += sent;
-    let told: Vec<u64> = publisher
+    let counted: Vec<u64> = publisher
         .subscribers()
         .iter()
         .map(|one| one.dropped)
         .collect();
     let seen: Vec<u64> = views.iter().map(|view| view.subscriber.dropped()).collect();
     ensure!(
-        told == seen,
-        "the publisher counts {told:?} drops, the subscribers {seen:?}"
+        counted == seen,
+        "the publisher counts {counted:?} drops, the subscribers {seen:?}"
     );
     Ok(())
 }

@@ -10,7 +10,7 @@ use crate::peer::{Batch, Order, PublisherPlan, SubscriberPlan};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a second live publisher of a name is told the first one's pid",
+        "a second live publisher of a name gets an error with the first one's pid",
         taken_names_tell_their_holder,
     ),
     Case::new(
@@ -22,16 +22,16 @@ pub(super) const CASES: &[Case] = &[
         closed_names_are_free,
     ),
     Case::new(
-        "a subscriber finds nobody, or waits until somebody publishes",
+        "a subscriber finds no publisher, or waits for one",
         nobody_and_somebody,
     ),
     Case::new(
-        "reconnect follows a killed publisher's next incarnation and tells of the gap",
+        "reconnect follows a killed publisher's next incarnation and reports the gap",
         reconnect_after_death,
     )
     .ends_clients(),
     Case::new(
-        "reconnect follows a closed publisher's next incarnation and tells of the gap",
+        "reconnect follows a closed publisher's next incarnation and reports the gap",
         reconnect_after_goodbye,
     ),
 ];
@@ -105,7 +105,7 @@ fn nobody_and_somebody(context: &Context) -> Result<()> {
     }
     let mut early = context.peer()?;
     let wait_ms = Some(PATIENCE.as_millis() as u64);
-    early.tell(&Order::Subscribe(SubscriberPlan {
+    early.send(&Order::Subscribe(SubscriberPlan {
         wait_ms,
         ..SubscriberPlan::of("somebody")
     }))?;

@@ -17,7 +17,7 @@ use crate::process::{eventually, pid, pidfd, signal, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a publisher that calls exec is dead: its reader's stream goes on, and the sample is lost",
+        "a publisher that calls exec is dead: a reader's stream continues, the sample is lost",
         exec,
     )
     .ends_clients(),
@@ -27,7 +27,7 @@ pub(super) const CASES: &[Case] = &[
     )
     .ends_clients(),
     Case::new(
-        "a stream that waits for a killed process whose orphan lives is rescued in time",
+        "a stream that waits for a killed process is rescued in time although its orphan lives",
         rescued,
     )
     .ends_clients(),
@@ -37,7 +37,7 @@ pub(super) const CASES: &[Case] = &[
     )
     .ends_clients(),
     Case::new(
-        "what a killed worker left in the domain is removed once its orphan has ended",
+        "a killed worker's files in the domain are removed once its orphan has ended",
         left_names,
     )
     .ends_clients(),
@@ -52,7 +52,7 @@ pub(super) const CASES: &[Case] = &[
     )
     .ends_clients(),
     Case::new(
-        "a killed writer's block is used again after its last store, with a child that let go",
+        "a killed writer's block is used again after its last store, its child's files closed",
         after_the_child,
     )
     .ends_clients(),
@@ -111,10 +111,10 @@ fn exec(context: &Context) -> Result<()> {
         "the first sample is whole"
     );
     let unfinished = subscriber.receive(&stream)?;
-    peer.tell(&Order::Exec)?;
+    peer.send(&Order::Exec)?;
     match unfinished.finish(LONG / 2) {
         Err(Error::SampleLost { sequence: 2, .. }) => {}
-        other => bail!("a sample whose publisher called exec gave {other:?}"),
+        other => bail!("the sample of a publisher that called exec gave {other:?}"),
     }
     stream
         .synchronize(PATIENCE)
@@ -147,7 +147,7 @@ fn exec_of_a_holder(context: &Context) -> Result<()> {
     loan.send(&stream)?;
     peer.hold(1)?;
     ensure!(!returned.is_back()?, "it is held");
-    peer.tell(&Order::Exec)?;
+    peer.send(&Order::Exec)?;
     ensure!(
         eventually(PATIENCE, || returned.is_back().unwrap_or(false)),
         "the slot comes back"
@@ -172,7 +172,7 @@ fn rescued(context: &Context) -> Result<()> {
     peer.kill()?;
     match unfinished.finish(LONG / 2) {
         Err(Error::SampleLost { sequence: 1, .. }) => {}
-        other => bail!("a sample whose publisher's orphan lives gave {other:?}"),
+        other => bail!("a sample of a dead publisher with a living orphan gave {other:?}"),
     }
     stream
         .synchronize(PATIENCE)
@@ -214,7 +214,7 @@ fn left_names(context: &Context) -> Result<()> {
     peer.kill()?;
     ensure!(
         !eventually(LOOK, || files() <= own),
-        "a name is removed whose lock is held"
+        "a locked name is removed"
     );
     orphan.end();
     ensure!(
@@ -264,13 +264,13 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
             child = Some(Orphan(pid(peer.number(&Order::Fork)? as u32)?));
             peer.kill()?;
         }
-        End::Exec => peer.tell(&Order::Exec)?,
+        End::Exec => peer.send(&Order::Exec)?,
         End::Orphaned(lives) => {
             let orphan = Orphan::of(&mut peer)?;
             peer.kill()?;
             match pool.allocate_timeout(BYTES, lives) {
                 Err(Error::MemoryLimit { .. }) => orphan.end(),
-                other => bail!("the block of a dead writer whose orphan lives gave {other:?}"),
+                other => bail!("the block of a dead writer with a living orphan gave {other:?}"),
             }
         }
     }
@@ -279,7 +279,7 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
         .context("the block comes back")?;
     ensure!(
         start.elapsed() < LONG,
-        "the writer's own end brought it back: this machine is too slow to tell"
+        "the writer's own end brought it back: this machine is too slow for this case"
     );
     fill(&next, &stream, 2, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;

@@ -20,19 +20,19 @@ use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     case(
-        "owners of a queue are killed at any moment: its worker is told, and leases no job twice",
+        "owners of a queue are killed at any moment: its worker fails, and leases no job twice",
         queues,
     ),
     case(
-        "servers are killed at any moment, and every request is answered once, and right",
+        "servers are killed at any moment, and every request is answered once and correctly",
         servers,
     ),
     case(
-        "clients are killed at any moment, and the server goes on",
+        "clients are killed at any moment, and the server continues",
         clients,
     ),
     case(
-        "owners of a pool are killed at any moment: blocks stay whole, and borrowers are told",
+        "owners of a pool are killed at any moment: blocks stay whole, and borrowers get an error",
         pools,
     ),
     case(
@@ -40,7 +40,7 @@ pub(super) const CASES: &[Case] = &[
         memory,
     ),
     case(
-        "creators of a semaphore are killed at any moment: members are told, and no stream waits",
+        "creators of a semaphore are killed at any moment: members fail, and no stream waits",
         semaphores,
     ),
     case(
@@ -48,11 +48,11 @@ pub(super) const CASES: &[Case] = &[
         waiters,
     ),
     case(
-        "members are killed at any moment, and each death is told once",
+        "members are killed at any moment, and each death is reported once",
         members,
     ),
     case(
-        "owners of every kind are killed while they begin, and who opens is told so",
+        "owners of every kind are killed while they begin, and opening them is a typed error",
         beginners,
     ),
 ];
@@ -110,7 +110,7 @@ fn kill_under(
             victim.kill()
         });
         let begun = Instant::now();
-        let told = loop {
+        let outcome = loop {
             match step() {
                 Ok(())
                 | Err(
@@ -119,11 +119,11 @@ fn kill_under(
                 Err(error) => break Ok(error),
             }
             if begun.elapsed() > 2 * PATIENCE {
-                break Err(anyhow!("the survivor is not told"));
+                break Err(anyhow!("the survivor gets no error"));
             }
         };
         killer.join().map_err(|_| anyhow!("a panic"))??;
-        told
+        outcome
     })
 }
 
@@ -135,12 +135,12 @@ fn queues(context: &Context) -> Result<()> {
         let mut worker = context.worker("jobs").timeout(context.wait(rng)).build()?;
         let batch =
             Batch::of(JOBS, WORDS, rng.any() >> 16).slow(Duration::from_micros(rng.below(300)));
-        victim.tell(&Order::Task(Task::Submit {
+        victim.send(&Order::Task(Task::Submit {
             queue: "jobs".into(),
             batch,
         }))?;
         let (mut last, mut again) = (0, 0);
-        let told = kill_under(&mut victim, rng, 20_000, || {
+        let outcome = kill_under(&mut victim, rng, 20_000, || {
             let lease = worker.lease(&stream)?;
             leased += 1;
             again += u64::from(lease.job() != last + 1 || lease.attempt() != 1);
@@ -154,13 +154,13 @@ fn queues(context: &Context) -> Result<()> {
         );
         ensure!(
             matches!(
-                told,
+                outcome,
                 Error::QueueGone {
                     graceful: false,
                     ..
                 }
             ),
-            "its worker is told {told}"
+            "its worker got {outcome}"
         );
         drop(worker);
         Ok(stream.synchronize(PATIENCE)?)
@@ -178,7 +178,7 @@ fn servers(context: &Context) -> Result<()> {
         let mut heir = context.peer()?;
         for peer in [&mut victim, &mut heir] {
             peer.task(Task::Serve("sum".into()))?;
-            peer.tell(&Order::Task(Task::ServeOn {
+            peer.send(&Order::Task(Task::ServeOn {
                 slow_us: rng.below(1_000),
                 idle_ms,
             }))?;
@@ -221,13 +221,13 @@ fn clients(context: &Context) -> Result<()> {
     let mut server = context.peer()?;
     server.task(Task::Serve("sum".into()))?;
     let idle_ms = 1000 * PATIENCE.as_millis() as u64;
-    server.tell(&Order::Task(Task::ServeOn {
+    server.send(&Order::Task(Task::ServeOn {
         slow_us: 200,
         idle_ms,
     }))?;
     storm(context, |mut victim, rng, kill| {
         let batch = Batch::of(1_000_000, WORDS, rng.any() >> 16);
-        victim.tell(&Order::Task(Task::Call {
+        victim.send(&Order::Task(Task::Call {
             service: "sum".into(),
             batch,
         }))?;
@@ -285,25 +285,25 @@ fn pools(context: &Context) -> Result<()> {
             .text(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed }))?
             .parse::<Ticket>()?;
         let lent = LentBuffer::open(&ticket, &context.device)?;
-        victim.tell(&Order::Hold(HolderOrder::Lend {
+        victim.send(&Order::Hold(HolderOrder::Lend {
             bytes: BYTES,
             seed: seed + 1,
         }))?;
         let wait = context.wait(rng);
-        let told = kill_under(&mut victim, rng, 5_000, || {
+        let outcome = kill_under(&mut victim, rng, 5_000, || {
             client.allocate_timeout(BYTES, wait)?.free(&stream)?;
             blocks += 1;
             Ok(())
         })?;
         ensure!(
             matches!(
-                told,
+                outcome,
                 Error::OwnerGone {
                     graceful: false,
                     ..
                 }
             ),
-            "who asks is told {told}"
+            "the client got {outcome}"
         );
         ensure!(
             wrong_words(&lent, &stream, &mut error_counters, seed)? == 0,
@@ -335,7 +335,7 @@ fn memory(context: &Context) -> Result<()> {
         let ticket = victim
             .text(&publish(format!("weights{seed}"), seed))?
             .parse::<Ticket>()?;
-        victim.tell(&publish(format!("more{seed}"), seed + 1))?;
+        victim.send(&publish(format!("more{seed}"), seed + 1))?;
         let opened = ticket.open(&context.device)?;
         pause(rng, 5_000);
         victim.kill()?;
@@ -366,7 +366,7 @@ fn semaphores(context: &Context) -> Result<()> {
     let mut turns = 0u64;
     storm(context, |mut victim, rng, _| {
         victim.ask(&create("turns", rng.between(1, 3) as u32))?;
-        victim.tell(&Order::Semaphore(SemaphoreOrder::BeSlow {
+        victim.send(&Order::Semaphore(SemaphoreOrder::BeSlow {
             slow_us: rng.below(2_000),
         }))?;
         let member = Semaphore::opener("turns")
@@ -375,20 +375,20 @@ fn semaphores(context: &Context) -> Result<()> {
             .wait(PATIENCE)
             .open()?;
         let wait = context.wait(rng);
-        let told = kill_under(&mut victim, rng, 10_000, || {
+        let outcome = kill_under(&mut victim, rng, 10_000, || {
             member.acquire(&stream, wait)?.release(&stream)?;
             turns += 1;
             Ok(())
         })?;
         ensure!(
             matches!(
-                told,
+                outcome,
                 Error::OwnerGone {
                     graceful: false,
                     ..
                 }
             ),
-            "a member is told {told}"
+            "a member got {outcome}"
         );
         stream
             .synchronize(PATIENCE)
@@ -410,11 +410,11 @@ fn waiters(context: &Context) -> Result<()> {
     witness.signals(SignalOrder::OpenTimeline("values".into()))?;
     let mut value = 0;
     storm(context, |mut victim, rng, _| {
-        victim.tell(&Order::Signals(SignalOrder::OpenTimeline("values".into())))?;
+        victim.send(&Order::Signals(SignalOrder::OpenTimeline("values".into())))?;
         for ahead in 1..=4 {
-            victim.tell(&Order::Signals(SignalOrder::Wait(value + ahead)))?;
+            victim.send(&Order::Signals(SignalOrder::Wait(value + ahead)))?;
         }
-        victim.tell(&Order::Signals(SignalOrder::WaitHost(value + 4)))?;
+        victim.send(&Order::Signals(SignalOrder::WaitHost(value + 4)))?;
         if rng.once_in(2) {
             victim.answer()?.context("it opens")?;
         }
@@ -443,7 +443,7 @@ fn members(context: &Context) -> Result<()> {
     let mut all = 0;
     storm(context, |mut victim, rng, kill| {
         for number in 0..3 {
-            victim.tell(&Order::Join {
+            victim.send(&Order::Join {
                 name: format!("soul-{kill}-{number}"),
                 role: String::new(),
             })?;
@@ -451,19 +451,19 @@ fn members(context: &Context) -> Result<()> {
         victim.answer()?.context("it joins")?;
         pause(rng, 5_000);
         victim.kill()?;
-        // How often each was told to have joined, and to have died. One that died before anybody
+        // How often each was reported joined, and dead. One that died before anybody
         // looked is removed without a word.
-        let mut told: BTreeMap<String, (u32, u32)> = BTreeMap::new();
+        let mut reported: BTreeMap<String, (u32, u32)> = BTreeMap::new();
         let mut is_over = || -> Result<bool> {
             while let Some(change) = watch.changes(Duration::ZERO)? {
                 match change {
-                    Change::Joined(member) => told.entry(member.name).or_default().0 += 1,
-                    Change::Died(member) => told.entry(member.name).or_default().1 += 1,
+                    Change::Joined(member) => reported.entry(member.name).or_default().0 += 1,
+                    Change::Died(member) => reported.entry(member.name).or_default().1 += 1,
                     Change::Stalled(_) | Change::Recovered(_) => {}
-                    other => bail!("a killed member is told as {other:?}"),
+                    other => bail!("a killed member is reported as {other:?}"),
                 }
             }
-            Ok(told.values().all(|&counts| counts == (1, 1)) && watch.list()?.is_empty())
+            Ok(reported.values().all(|&counts| counts == (1, 1)) && watch.list()?.is_empty())
         };
         let mut failed = None;
         let ended = eventually(PATIENCE, || {
@@ -472,13 +472,13 @@ fn members(context: &Context) -> Result<()> {
         failed.map_or(Ok(()), Err)?;
         ensure!(
             ended,
-            "joined and died are told {told:?}, and {:?} are left",
+            "joined and died are reported {reported:?}, and {:?} are left",
             watch.list()
         );
-        all += told.len();
+        all += reported.len();
         Ok(())
     })?;
-    context.figure("told", all);
+    context.figure("reported", all);
     Ok(())
 }
 
@@ -530,7 +530,7 @@ fn beginners(context: &Context) -> Result<()> {
     let (mut opened, mut refused) = (0u64, 0u64);
     storm(context, |mut victim, rng, kill| {
         let (begin, open) = BEGINNINGS[kill as usize % BEGINNINGS.len()];
-        victim.tell(&begin())?;
+        victim.send(&begin())?;
         std::thread::scope(|scope| {
             let killer = scope.spawn(|| {
                 pause(rng, 15_000);
@@ -545,7 +545,7 @@ fn beginners(context: &Context) -> Result<()> {
                     Err(
                         Error::Handshake { .. } | Error::Timeout { .. } | Error::QueueGone { .. },
                     ) => refused += 1,
-                    Err(error) => bail!("who opens is told {error:?}"),
+                    Err(error) => bail!("opening gave {error:?}"),
                 }
             }
             killer.join().map_err(|_| anyhow!("a panic"))?

@@ -13,14 +13,14 @@ use crate::peer::{Order, Peer};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "block waits, then gives the loan back, and the loan can be sent later",
+        "block waits, then returns the loan, and the loan can be sent later",
         block,
     ),
     Case::new(
-        "block goes on as soon as the subscriber releases",
+        "block continues as soon as the subscriber releases",
         block_goes_on,
     ),
-    Case::new("fail gives the loan back at once", fail),
+    Case::new("fail returns the loan at once", fail),
     Case::new(
         "drop-newest keeps the first samples, and both sides count the same drops",
         drop_newest,
@@ -101,7 +101,7 @@ fn block(context: &Context) -> Result<()> {
 
 fn block_goes_on(context: &Context) -> Result<()> {
     let (publisher, stream, mut peer) = start(context, Policy::Block { timeout: PATIENCE })?;
-    peer.tell(&Order::Receive {
+    peer.send(&Order::Receive {
         subscriber: 0,
         count: 300,
         hold: false,

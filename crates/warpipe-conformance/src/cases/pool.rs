@@ -17,46 +17,46 @@ use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a lent block is another process's to use, and free when both have let it go",
+        "another process can use a lent block, which is free when both have released it",
         lent,
     ),
     Case::new(
-        "a block is not handed out before its owner's stream is past it, freed on another one it is",
+        "a block is reused after its owner's stream has completed, unless freed on another stream",
         owner_busy,
     ),
     Case::new(
-        "a block is not handed out before its borrower's stream is past it, freed on another one it is",
+        "a block is reused after its borrower's stream, unless it was freed on another stream",
         peer_busy,
     ),
     Case::new(
-        "a killed borrower's block comes back, and not before",
+        "a killed borrower's block is reclaimed, and not before its death",
         killed_borrower,
     )
     .ends_clients(),
     Case::new(
-        "a killed borrower that was writing writes nothing into the next one's block",
+        "a borrower killed while it writes writes nothing into the next borrower's block",
         killed_writer,
     )
     .ends_clients(),
     Case::new(
-        "peers allocate of a pool, wait for each other, and leave nothing",
+        "peers allocate from a pool, wait for each other, and leave nothing",
         remote_allocation,
     ),
     Case::new(
-        "a borrower that ends without a word of its blocks gives them back",
+        "a borrower that exits without releasing its blocks returns them",
         ended_borrower,
     ),
     Case::new(
-        "a killed owner's blocks stay good, and asking is a typed error",
+        "a killed owner's blocks stay valid, and a request is a typed error",
         killed_owner,
     )
     .ends_clients(),
     Case::new(
-        "a block that passes to another user is cleared, and to the same one it is not",
+        "a block that passes to another user is cleared, and to the same user it is not",
         other_user,
     ),
     Case::new(
-        "borrowers are killed at any moment and every block comes back",
+        "borrowers are killed at any moment and every block is reclaimed",
         storm,
     )
     .ends_clients()
@@ -168,7 +168,7 @@ fn lent(context: &Context) -> Result<()> {
     peer.dismiss()?;
     ensure!(
         eventually(PATIENCE, || pool.stats().peers == 0),
-        "who has left is forgotten"
+        "a client that left is removed"
     );
     Ok(())
 }
@@ -331,7 +331,7 @@ fn remote_allocation(context: &Context) -> Result<()> {
     }
     let mut other = context.peer()?;
     let wait_ms = PATIENCE.as_millis() as u64;
-    other.tell(&Order::Hold(HolderOrder::Allocate {
+    other.send(&Order::Hold(HolderOrder::Allocate {
         name: "pool".into(),
         bytes: BYTES,
         wait_ms,
@@ -342,7 +342,7 @@ fn remote_allocation(context: &Context) -> Result<()> {
     freed.free(&stream)?;
     ensure!(
         other.answer()?? == crate::peer::Answer::Number(0),
-        "it gets what was let go"
+        "it gets the released block"
     );
     let order = HolderOrder::FillAndFree {
         number: 0,
@@ -395,7 +395,7 @@ fn killed_owner(context: &Context) -> Result<()> {
     );
     ensure!(
         eventually(PATIENCE, || client.is_owner_gone()),
-        "its end is told"
+        "its end is reported"
     );
     match client.allocate(8) {
         Err(Error::OwnerGone {
@@ -502,10 +502,10 @@ fn storm(context: &Context) -> Result<()> {
             .iter_mut()
             .try_for_each(|peer| peer.ask(&Order::Hold(HolderOrder::Settle)).map(drop))?;
         for peer in &mut peers {
-            peer.tell(&Order::Hold(HolderOrder::Borrow(ticket.clone())))?;
+            peer.send(&Order::Hold(HolderOrder::Borrow(ticket.clone())))?;
             for number in 1..=4 {
                 let bytes = BYTES / (1 + rng.below(8));
-                peer.tell(&Order::Hold(HolderOrder::Allocate {
+                peer.send(&Order::Hold(HolderOrder::Allocate {
                     name: "pool".into(),
                     bytes,
                     wait_ms: 5_000,
@@ -517,7 +517,7 @@ fn storm(context: &Context) -> Result<()> {
                     slow_us,
                     is_behind: true,
                 };
-                peer.tell(&Order::Hold(order))?;
+                peer.send(&Order::Hold(order))?;
             }
         }
         drop(lent);

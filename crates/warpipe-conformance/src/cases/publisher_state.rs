@@ -13,7 +13,7 @@ use crate::context::Context;
 use crate::peer::SignalOrder;
 
 pub(super) const CASES: &[Case] = &[Case::new(
-    "while a stream waits for another process, links end, newcomers attach and memory is allocated",
+    "while a stream waits for another process, links end, new peers attach and memory is allocated",
     ended_links,
 )];
 
@@ -33,17 +33,17 @@ fn ended_links(context: &Context) -> Result<()> {
     let (held, stream) = (context.stream()?, context.stream()?);
     let publisher = context.publisher("frames").build()?;
     timeline.wait(&held, 1)?;
-    let (tell, told) = mpsc::channel();
+    let (done_sender, done_receiver) = mpsc::channel();
     let (publisher, stream) = (&publisher, &stream);
     let found = std::thread::scope(|scope| {
         let coming_and_going = scope.spawn(move || {
             let done = come_and_go(context, publisher, stream);
-            _ = tell.send(());
+            _ = done_sender.send(());
             done
         });
-        let is_done = told.recv_timeout(PATIENCE).is_ok();
+        let is_done = done_receiver.recv_timeout(PATIENCE).is_ok();
         let is_held = !held.is_idle()?;
-        // Whatever was found: what is held up goes on.
+        // Release the held stream, whatever the outcome.
         peer.signals(SignalOrder::Signal(1))?;
         let allocated = coming_and_going
             .join()

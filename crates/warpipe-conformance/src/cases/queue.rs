@@ -21,21 +21,21 @@ pub(super) const CASES: &[Case] = &[
         in_order_of_submission,
     ),
     Case::new(
-        "results come as they are done where that was asked for",
+        "results come in completion order if the queue is built so",
         as_completed,
     ),
     Case::new(
-        "a job whose worker is killed is done by another one, as its second attempt",
+        "a job is done by another worker after its worker is killed, as its second attempt",
         deaths::killed_holder,
     )
     .ends_clients(),
     Case::new(
-        "a job that was given and not leased when its worker was killed costs no attempt",
+        "a job delivered and not leased when its worker is killed costs no attempt",
         deaths::killed_before_leasing,
     )
     .ends_clients(),
     Case::new(
-        "a result that was ready when its worker was killed counts, and stays readable",
+        "a result that was ready when its worker was killed is accepted, and stays readable",
         deaths::result_survives,
     )
     .ends_clients(),
@@ -45,35 +45,35 @@ pub(super) const CASES: &[Case] = &[
     )
     .ends_clients(),
     Case::new(
-        "a job that kills its workers is dead-lettered with all reasons, and the next one is done",
+        "a job that kills its workers is dead-lettered with all reasons, and the next job is done",
         deaths::dead_lettered,
     )
     .ends_clients(),
     Case::new(
-        "a failure costs an attempt, a return none, and a rejection ends the job",
+        "a failure costs an attempt, a return costs none, and a rejection ends the job",
         answers,
     ),
     Case::new(
-        "a queue with its jobs takes no more, and gives the input back",
+        "a queue at its limit accepts no more jobs, and returns the input",
         back_pressure,
     ),
     Case::new(
         "a stopped worker's job is done by another, and its late result is discarded",
         lease_timeout,
     ),
-    Case::new("workers come and go while jobs are done", come_and_go),
+    Case::new("workers attach and leave while jobs are done", come_and_go),
     Case::new(
-        "a queue is drained, and takes no more when it is shut",
+        "a queue is drained, and accepts nothing after it is shut",
         drain_and_shutdown,
     ),
     Case::new(
-        "a worker whose queue's owner is killed is told",
+        "a worker gets an error when its queue's owner is killed",
         deaths::killed_owner,
     )
     .ends_clients(),
     Case::new(
-        "a result that nobody takes any more stays mapped until its kernels are done",
-        untold_result,
+        "an abandoned result stays mapped until its kernels are done",
+        result_after_owner_death,
     )
     .ends_clients(),
     Case::new(
@@ -85,7 +85,7 @@ pub(super) const CASES: &[Case] = &[
         order::result_is_ordered,
     ),
     Case::new(
-        "a plain subscriber of a queue is turned away, and no job is lost to it",
+        "a plain subscriber of a queue is refused, and no job is lost to it",
         plain_subscriber,
     ),
     Case::new(
@@ -156,7 +156,7 @@ fn in_order_of_submission(context: &Context) -> Result<()> {
     ];
     queue.wait_for_workers(3, PATIENCE)?;
     for (peer, slow_us) in workers.iter_mut().zip([0, 300, 2000]) {
-        peer.tell(&Order::Task(Task::Work { slow_us }))?;
+        peer.send(&Order::Task(Task::Work { slow_us }))?;
     }
     for seed in 0..60 {
         submit(&queue, &stream, seed, Duration::ZERO)?;
@@ -251,12 +251,12 @@ fn answers(context: &Context) -> Result<()> {
     peer.task(Task::Answer(Reply::Fail("still none".into())))?;
     match job.wait(&stream, PATIENCE) {
         Err(Error::DeadLettered { reasons, .. }) => {
-            let told: Vec<_> = ["no power", "without an answer", "still none"]
+            let expected: Vec<_> = ["no power", "without an answer", "still none"]
                 .into_iter()
                 .zip(&reasons)
                 .collect();
             ensure!(
-                told.len() == 3 && told.iter().all(|(part, all)| all.contains(part)),
+                expected.len() == 3 && expected.iter().all(|(part, all)| all.contains(part)),
                 "reasons: {reasons:?}"
             );
         }
@@ -297,7 +297,7 @@ fn back_pressure(context: &Context) -> Result<()> {
         bail!("a full queue gave {refused:?}")
     };
     let mut peer = worker(context, "jobs")?;
-    peer.tell(&Order::Task(Task::Work { slow_us: 0 }))?;
+    peer.send(&Order::Task(Task::Work { slow_us: 0 }))?;
     drop(wait(&jobs[0], &stream, 0, 1)?);
     let third = queue.submit(*input, &stream)?;
     drop(wait(&third, &stream, 2, 1)?);
@@ -337,7 +337,7 @@ fn lease_timeout(context: &Context) -> Result<()> {
     );
     hung.task(complete())?;
     // On a busy machine that may have been late, too: then it does it once more.
-    hung.tell(&Order::Task(Task::Work { slow_us: 0 }))?;
+    hung.send(&Order::Task(Task::Work { slow_us: 0 }))?;
     let done = next.wait(&stream, PATIENCE)?;
     expect(&done, 2, done.attempt())?;
     expect(&result, 1, attempt)?;
@@ -442,7 +442,7 @@ fn drain_and_shutdown(context: &Context) -> Result<()> {
         matches!(queue.drain(Duration::ZERO), Err(Error::Timeout { .. })),
         "there is work to do"
     );
-    peer.tell(&Order::Task(Task::Work { slow_us: 500 }))?;
+    peer.send(&Order::Task(Task::Work { slow_us: 500 }))?;
     queue.drain(PATIENCE)?;
     ensure!(
         queue.state()?.finished == 6,
@@ -466,11 +466,11 @@ fn drain_and_shutdown(context: &Context) -> Result<()> {
         ),
         "the queue is gone"
     );
-    ensure!(leased_lines(&mut peer)? == 6, "the worker is told");
+    ensure!(leased_lines(&mut peer)? == 6, "the worker gets an error");
     peer.dismiss()
 }
 
-fn untold_result(context: &Context) -> Result<()> {
+fn result_after_owner_death(context: &Context) -> Result<()> {
     context.warm_up()?;
     let guard = context.guard();
     let mut owner = context.peer()?;
@@ -486,7 +486,7 @@ fn untold_result(context: &Context) -> Result<()> {
     let end = worker.lease(&stream).map(drop);
     ensure!(
         matches!(end, Err(Error::QueueGone { .. })),
-        "a worker of a dead queue is told {end:?}"
+        "a worker of a dead queue got {end:?}"
     );
     drop(worker);
     let output = work(&held, Duration::from_millis(300))?;
@@ -506,10 +506,10 @@ fn untold_result(context: &Context) -> Result<()> {
 fn plain_subscriber(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let queue = context.queue("jobs").build()?;
-    let told = context.subscriber("jobs").build();
+    let built = context.subscriber("jobs").build();
     ensure!(
-        matches!(told, Err(Error::OtherKind { .. })),
-        "a subscriber of a queue is told {told:?}"
+        matches!(built, Err(Error::OtherKind { .. })),
+        "a subscriber of a queue got {built:?}"
     );
     let job = submit(&queue, &stream, 1, Duration::ZERO)?;
     let mut peer = worker(context, "jobs")?;

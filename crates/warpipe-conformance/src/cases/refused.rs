@@ -27,20 +27,27 @@ macro_rules! cases {
 }
 
 cases! {
-    "a channel of which the driver refuses any one call loses, tears and leaks nothing": channel = "channel";
-    "a queue of which the driver refuses any one call does every job once and leaks nothing": queue = "queue";
-    "a service of which the driver refuses any one call answers every request once and leaks nothing":
+    "a channel loses, tears and leaks nothing if the driver refuses any one call":
+        channel = "channel";
+    "a queue does every job once and leaks nothing if the driver refuses any one call":
+        queue = "queue";
+    "a service answers every request once and leaks nothing if the driver refuses any one call":
         service = "service";
-    "a pool of which the driver refuses any one call keeps every block and leaks nothing": pool = "pool";
-    "shared memory of which the driver refuses any one call is whole the next time and leaks nothing": memory = "memory";
-    "legacy memory of which the driver refuses any one call is whole the next time and leaks nothing":
+    "a pool keeps every block and leaks nothing if the driver refuses any one call":
+        pool = "pool";
+    "shared memory works the next time and leaks nothing if the driver refuses any one call":
+        memory = "memory";
+    "legacy memory works the next time and leaks nothing if the driver refuses any one call":
         legacy = "legacy handle";
-    "a timeline of which the driver refuses any one call goes on and leaks nothing": timeline = "timeline";
-    "an event of which the driver refuses any one call goes on and leaks nothing": event = "event";
-    "a semaphore of which the driver refuses any one call keeps every permit and leaks nothing": semaphore = "semaphore";
+    "a timeline continues and leaks nothing if the driver refuses any one call":
+        timeline = "timeline";
+    "an event continues and leaks nothing if the driver refuses any one call":
+        event = "event";
+    "a semaphore keeps every permit and leaks nothing if the driver refuses any one call":
+        semaphore = "semaphore";
 }
 
-/// No memory, a capture somewhere in the process, and whatever else.
+/// No memory, a capture somewhere in the process, and an unknown error.
 const CODES: [i32; 3] = [2, 900, 999];
 /// Turns in which the refusal may come.
 const TURNS: u64 = 3;
@@ -48,9 +55,9 @@ const TURNS: u64 = 3;
 const SHORT: usize = 40;
 /// How long anything may take.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How often one refusal may be told: by the call, by the link that it ended, by the newcomer that
-/// got none.
-const TOLD_MAX: u64 = 3;
+/// How often one refusal may be reported: by the call, by the ended link, by the new peer that
+/// was refused.
+const REPORTS_MAX: u64 = 3;
 /// Failed cells that are named.
 const NAMED: usize = 100;
 
@@ -72,7 +79,7 @@ impl fmt::Display for Cell {
 #[derive(Debug, Default)]
 struct Sum {
     refusals: u64,
-    told: u64,
+    reports: u64,
     failed: Vec<String>,
 }
 
@@ -113,7 +120,7 @@ fn matrix(context: &Context, name: &str) -> Result<()> {
     fake_driver.reset()?;
     context.figure("cells", all.len());
     context.figure("refusals", sum.refusals);
-    context.figure("told", sum.told);
+    context.figure("reports", sum.reports);
     ensure!(sum.failed.is_empty(), "{}", sum.failed.join("; "));
     ensure!(sum.refusals > 0, "nothing was refused");
     Ok(())
@@ -196,7 +203,7 @@ fn watch_over(all: &[Cell]) -> UnderWay {
 }
 
 /// Opens, again where that was refused. A name may be taken for a moment after its last owner.
-fn open(kind: Kind, site: &Site, told: &mut u64) -> Result<Box<dyn Workload>> {
+fn open(kind: Kind, site: &Site, reports: &mut u64) -> Result<Box<dyn Workload>> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         let error = match kind.open(site.clone()) {
@@ -204,15 +211,15 @@ fn open(kind: Kind, site: &Site, told: &mut u64) -> Result<Box<dyn Workload>> {
             Err(error) => error,
         };
         let is_taken = matches!(error.downcast_ref(), Some(warpipe::Error::NameTaken { .. }));
-        let is_over = Instant::now() >= deadline || *told >= TOLD_MAX;
+        let is_over = Instant::now() >= deadline || *reports >= REPORTS_MAX;
         ensure!(!is_over && is_refusal(&error), error.context("opening it"));
-        *told += u64::from(!is_taken);
+        *reports += u64::from(!is_taken);
         std::thread::park_timeout(Duration::from_millis(1));
     }
 }
 
 /// 1 if a call was refused, 0 if all went well.
-fn is_told(turn: Result<()>) -> Result<u64> {
+fn count_refused(turn: Result<()>) -> Result<u64> {
     match turn {
         Err(error) if is_refusal(&error) => Ok(1),
         other => other.map(|()| 0),
@@ -238,10 +245,10 @@ fn refuse(
     fake_driver.reset()?;
     fake_driver.fail(&cell.function, cell.call, cell.code)?;
     let mut seed = || seeds.next().context("a number");
-    let mut told = 0;
-    let mut workload = open(kind, site, &mut told)?;
+    let mut reports = 0;
+    let mut workload = open(kind, site, &mut reports)?;
     for _ in 0..TURNS {
-        told += is_told(workload.turn(seed()?))?;
+        reports += count_refused(workload.turn(seed()?))?;
     }
     if fake_driver.failed(&cell.function)? == 0 {
         // It comes while everything is dropped; or not at all, where threads took turns in another
@@ -252,7 +259,7 @@ fn refuse(
         });
         sum.refusals += fake_driver.failed(&cell.function)?;
         fake_driver.reset()?;
-        workload = open(kind, site, &mut told).context("again")?;
+        workload = open(kind, site, &mut reports).context("again")?;
     } else {
         sum.refusals += 1;
         fake_driver.reset()?;
@@ -261,15 +268,18 @@ fn refuse(
     let mut well = 0;
     while well < 2 {
         let is_refused =
-            is_told(workload.turn(seed()?)).context("when nothing is refused any more")?;
-        (well, told) = if is_refused == 0 {
-            (well + 1, told)
+            count_refused(workload.turn(seed()?)).context("when nothing is refused any more")?;
+        (well, reports) = if is_refused == 0 {
+            (well + 1, reports)
         } else {
-            (0, told + is_refused)
+            (0, reports + is_refused)
         };
-        ensure!(told <= TOLD_MAX, "one refusal was told {told} times");
+        ensure!(
+            reports <= REPORTS_MAX,
+            "one refusal was reported {reports} times"
+        );
     }
-    sum.told += told;
+    sum.reports += reports;
     workload.audit().context("at the end")?;
     drop(workload);
     guard.settles()

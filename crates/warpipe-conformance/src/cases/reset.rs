@@ -15,7 +15,7 @@ use crate::payload::{ErrorCounters, Payload};
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[Case::new(
-    "a device that was reset is opened anew, and what was made on it before touches nothing",
+    "a device is opened anew after a reset, and objects made before the reset touch nothing",
     reset,
 )];
 
@@ -67,7 +67,7 @@ fn reset(context: &Context) -> Result<()> {
     let wrong = wrong_words(&after, &stream_after, &mut error_counters, 3)?;
     ensure!(
         wrong == 0,
-        "{wrong} wrong words: the old memory was let go in the new context"
+        "{wrong} wrong words: the old memory was freed in the new context"
     );
     let publisher = Publisher::builder("after")
         .domain(&context.domain)

@@ -17,16 +17,25 @@ use crate::payload::Payload;
 use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a slot is lent again behind the copy of a send that failed", failed_copy),
     Case::new(
-        "a sample whose signal is refused is lost at once, and its slot lent again behind its writer",
+        "a slot is reused behind the copy of a send that failed",
+        failed_copy,
+    ),
+    Case::new(
+        "a sample is lost at once if its signal is refused, its slot reused behind its writer",
         refused_send,
     )
     .needs_queues(),
-    Case::new("a loan that was written on two streams is lent again behind both", two_writers),
-    Case::new("a slot whose fence is refused is lent again behind the stream's work", refused_fence),
     Case::new(
-        "a slot whose only reader leaves during the send is lent again behind the stream's work",
+        "a loan that was written on two streams is reused behind both",
+        two_writers,
+    ),
+    Case::new(
+        "a slot is reused behind the stream's work if its fence is refused",
+        refused_fence,
+    ),
+    Case::new(
+        "a slot is reused behind the stream's work if its only reader leaves during the send",
         departed_reader,
     ),
 ];
@@ -35,7 +44,7 @@ pub(super) const CASES: &[Case] = &[
 const WORDS: u64 = (512 << 10) / 8;
 const SLOTS: usize = 4;
 
-/// A publisher of four slots that does not wait for one, and a stream that stands still until the
+/// A publisher of four slots that does not wait for one, and a stream that is blocked until the
 /// gate is opened.
 struct Tight {
     failing: Arc<Wrapped<Failing>>,
@@ -154,7 +163,7 @@ fn failed_copy(context: &Context) -> Result<()> {
         eventually(PATIENCE, || tight.publisher.subscribers()[0].in_flight == 0),
         "it has released the sample"
     );
-    // It stays: behind a function that stands still, which the library does not see, the driver
+    // It stays: behind a function that blocks, which the library does not see, the driver
     // unregisters no segment of a link that has ended, and registers nothing else meanwhile.
     tight.check_with(context, full)
 }
@@ -168,7 +177,7 @@ fn refused_send(context: &Context) -> Result<()> {
     match loan.send(&tight.held) {
         Err(failed) => ensure!(
             failed.sample.is_none(),
-            "its subscriber has been told: {failed}"
+            "its subscriber has got an error: {failed}"
         ),
         Ok(sequence) => bail!("a refused signal sent {sequence}"),
     }
@@ -260,7 +269,7 @@ fn departed_reader(context: &Context) -> Result<()> {
     );
     match publisher.loan(&layout) {
         Err(Error::MemoryLimit { .. }) => {}
-        other => bail!("a slot whose stream is still to write it was asked for: {other:?}"),
+        other => bail!("a slot was asked for before its stream had written it: {other:?}"),
     }
     drop(gate);
     held.synchronize(PATIENCE)?;

@@ -16,28 +16,28 @@ use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a semaphore: 16 processes, never more inside than permits, and nobody is passed by",
+        "a semaphore: 16 processes, never more holders than permits, and no waiter is starved",
         contention,
     )
     .long(600),
     Case::new(
-        "a semaphore: who is held up times out, or is told at once that nothing is free",
+        "a semaphore: a blocked acquire times out, and try_acquire returns at once",
         timeouts,
     ),
     Case::new(
-        "a semaphore: the next holder's stream sees all of the last one's slow kernel",
+        "a semaphore: the next holder's stream sees all writes of the last holder's slow kernel",
         order,
     ),
     Case::new(
-        "a semaphore without its waits shows unfinished data (the control)",
+        "a semaphore without its waits shows unfinished data (negative control)",
         order_control,
     ),
     Case::new(
-        "a semaphore: a killed holder's permit comes back, and a killed waiter's place",
+        "a semaphore: a killed holder's permit and a killed waiter's slot are reclaimed",
         killed_holder_and_waiter,
     ),
     Case::new(
-        "a semaphore: streams go on when a holder is killed after its release",
+        "a semaphore: streams continue when a holder is killed after its release",
         killed_after_release,
     )
     .ends_clients(),
@@ -47,12 +47,12 @@ pub(super) const CASES: &[Case] = &[
     )
     .ends_clients(),
     Case::new(
-        "a semaphore: a survivor's stream goes on when the last holder and the creator are killed",
+        "a semaphore: streams continue when the last holder and the creator are killed",
         both_killed,
     )
     .ends_clients(),
     Case::new(
-        "a semaphore whose creator is killed: waiters are told, what is held stays valid",
+        "a semaphore's creator is killed: waiters get an error, held permits stay valid",
         killed_creator,
     )
     .ends_clients(),
@@ -66,8 +66,8 @@ pub(super) const CASES: &[Case] = &[
 
 const NAME: &str = "turns";
 
-/// Processes in a crowd.
-const CROWD: usize = 16;
+/// Processes that compete.
+const PROCESSES: usize = 16;
 
 /// The longest kernel there is: no wait for its end, its process is killed.
 const FOR_EVER: Duration = Duration::from_secs(10);
@@ -135,13 +135,13 @@ fn is_restored(semaphore: &Semaphore) -> Result<()> {
 fn contention(context: &Context) -> Result<()> {
     let rounds = u64::from(context.rounds(100, 2_000, 1_000));
     let (path, board) = board(context)?;
-    let mut crowd = (0..CROWD)
+    let mut peers = (0..PROCESSES)
         .map(|_| context.peer())
         .collect::<Result<Vec<_>>>()?;
     for permits in [1, 3] {
         let semaphore = create(context, permits)?;
         let visited = board.visits().load(SeqCst);
-        for peer in &mut crowd {
+        for peer in &mut peers {
             ask(
                 peer,
                 SemaphoreOrder::Open {
@@ -150,20 +150,20 @@ fn contention(context: &Context) -> Result<()> {
                 },
             )?;
         }
-        for peer in &mut crowd {
-            peer.tell(&Order::Semaphore(SemaphoreOrder::Compete {
+        for peer in &mut peers {
+            peer.send(&Order::Semaphore(SemaphoreOrder::Compete {
                 board: text(&path),
                 rounds,
             }))?;
         }
         let mut most = 0;
-        for peer in &mut crowd {
+        for peer in &mut peers {
             most = most.max(number(peer.answer()??)?);
         }
-        // Before one at most all others, and those whom somebody who looked a moment earlier did
-        // not see it behind.
+        // At most every other process goes first, and those that looked before this one
+        // queued.
         ensure!(
-            most <= 2 * CROWD as u64,
+            most <= 2 * PROCESSES as u64,
             "{most} permits went to others while one waited"
         );
         ensure!(
@@ -171,13 +171,13 @@ fn contention(context: &Context) -> Result<()> {
             "more than {permits} were inside"
         );
         ensure!(
-            board.visits().load(SeqCst) - visited == rounds * CROWD as u64,
+            board.visits().load(SeqCst) - visited == rounds * PROCESSES as u64,
             "everybody had his share"
         );
         is_restored(&semaphore)?;
         context.figure(&format!("most_passed_by_{permits}"), most);
     }
-    crowd.into_iter().try_for_each(Peer::dismiss)
+    peers.into_iter().try_for_each(Peer::dismiss)
 }
 
 fn timeouts(context: &Context) -> Result<()> {
@@ -206,7 +206,7 @@ fn timeouts(context: &Context) -> Result<()> {
         "{theirs:?}"
     );
     // A waiter that comes before us: what is freed is its own, though we ask first when it is free.
-    peer.tell(&Order::Semaphore(acquire(
+    peer.send(&Order::Semaphore(acquire(
         PATIENCE.as_millis() as u64,
         false,
     )))?;
@@ -240,8 +240,8 @@ fn order(context: &Context) -> Result<()> {
         "the second sees the first's data"
     );
     let rounds = context.rounds(50, 2_000, 1_000).into();
-    first.tell(&Order::Semaphore(turns(rounds, 500)))?;
-    second.tell(&Order::Semaphore(turns(rounds, 500)))?;
+    first.send(&Order::Semaphore(turns(rounds, 500)))?;
+    second.send(&Order::Semaphore(turns(rounds, 500)))?;
     for peer in [&mut first, &mut second] {
         peer.answer()??;
     }
@@ -289,7 +289,7 @@ fn killed_holder_and_waiter(context: &Context) -> Result<()> {
     for _ in 0..context.rounds(3, 50, 20) {
         let (mut holder, mut waiter) = (open(context)?, open(context)?);
         ask(&mut holder, acquire.clone())?;
-        waiter.tell(&Order::Semaphore(acquire.clone()))?;
+        waiter.send(&Order::Semaphore(acquire.clone()))?;
         ensure!(
             eventually(PATIENCE, || semaphore.waiting() == 1),
             "the waiter waits"
@@ -419,20 +419,22 @@ fn killed_creator(context: &Context) -> Result<()> {
         timeout_ms: 4 * PATIENCE.as_millis() as u64,
         on_stream: true,
     };
-    waiter.tell(&Order::Semaphore(acquire))?;
+    waiter.send(&Order::Semaphore(acquire))?;
     ensure!(
         eventually(PATIENCE, || semaphore.waiting() == 1),
         "the waiter waits"
     );
     creator.kill()?;
-    let told = waiter.answer()?;
+    let answer = waiter.answer()?;
     ensure!(
-        told.as_ref().is_err_and(|fault| fault.kind == "OwnerGone"),
-        "the waiter is told {told:?}"
+        answer
+            .as_ref()
+            .is_err_and(|fault| fault.kind == "OwnerGone"),
+        "the waiter got {answer:?}"
     );
     permit.release(&stream)?;
     stream.synchronize(PATIENCE)?;
-    let told = || {
+    let is_refused = || {
         matches!(
             semaphore.try_acquire_host(),
             Err(Error::OwnerGone {
@@ -442,7 +444,7 @@ fn killed_creator(context: &Context) -> Result<()> {
             })
         )
     };
-    ensure!(eventually(PATIENCE, told), "who asks is told");
+    ensure!(eventually(PATIENCE, is_refused), "an acquire is refused");
     waiter.dismiss()?;
     drop(semaphore);
     // The name is free for the next.
@@ -455,26 +457,26 @@ fn storm(context: &Context) -> Result<()> {
     let mut rng = context.rng();
     let join = |slot, rng: &mut Rng| -> Result<Peer> {
         let mut peer = open_by(context.mortal(rng)?, true)?;
-        peer.tell(&Order::Semaphore(SemaphoreOrder::CompeteUntilKilled {
+        peer.send(&Order::Semaphore(SemaphoreOrder::CompeteUntilKilled {
             board: text(&path),
             slot,
         }))?;
         Ok(peer)
     };
-    let mut crowd = (0..6)
+    let mut peers = (0..6)
         .map(|slot| join(slot, &mut rng))
         .collect::<Result<Vec<_>>>()?;
     let kills = context.kills(12, 500, 200);
     for round in 0..kills {
         let before = board.visits().load(SeqCst);
-        let slot = rng.below(crowd.len() as u64) as usize;
+        let slot = rng.below(peers.len() as u64) as usize;
         std::thread::park_timeout(Duration::from_micros(rng.below(2_000)));
-        crowd[slot].kill()?;
+        peers[slot].kill()?;
         let goes_on = eventually(PATIENCE, || board.visits().load(SeqCst) >= before + 20);
         ensure!(goes_on, "nobody gets in after kill {round}");
-        crowd[slot] = join(slot, &mut rng)?;
+        peers[slot] = join(slot, &mut rng)?;
     }
-    crowd.iter_mut().try_for_each(Peer::kill)?;
+    peers.iter_mut().try_for_each(Peer::kill)?;
     ensure!(
         board.crowds().load(SeqCst) == 0,
         "two of the living were inside at once"

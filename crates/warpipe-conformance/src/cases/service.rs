@@ -14,16 +14,16 @@ use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "several servers share the requests of several clients, whoever comes first",
+        "several servers share the requests of several clients, in any order of attaching",
         many_to_many,
     ),
     Case::new(
-        "a request whose server is killed is answered by another",
+        "a request is answered by another server after its server is killed",
         fail_over,
     )
     .ends_clients(),
     Case::new(
-        "a client whose servers have not come yet is answered when one does",
+        "a client without servers is answered when one attaches",
         late_server,
     ),
     Case::new(
@@ -31,11 +31,11 @@ pub(super) const CASES: &[Case] = &[
         deadline,
     ),
     Case::new(
-        "a server's refusal reaches the client at once, and its failure costs an attempt",
+        "a server's rejection reaches the client at once, and its failure costs an attempt",
         refusal,
     ),
     Case::new(
-        "a server goes on when a client is killed in a request",
+        "a server continues when a client is killed in a request",
         killed_client,
     )
     .ends_clients(),
@@ -77,14 +77,14 @@ fn many_to_many(context: &Context) -> Result<()> {
         let mut peer = context.peer()?;
         if list == 0 {
             peer.task(Task::Serve("sum".into()))?;
-            peer.tell(&Order::Task(Task::ServeOn {
+            peer.send(&Order::Task(Task::ServeOn {
                 slow_us: 200,
                 idle_ms: 1500,
             }))?;
             servers.push(peer);
         } else {
             let batch = Batch::of(CALLS, WORDS, 1000 * index as u64);
-            peer.tell(&Order::Task(Task::Call {
+            peer.send(&Order::Task(Task::Call {
                 service: "sum".into(),
                 batch,
             }))?;
@@ -180,7 +180,7 @@ fn deadline(context: &Context) -> Result<()> {
     server.go_on()?;
     ensure!(
         server.lease(Task::Accept)?.0 == 4,
-        "the one whose deadline has passed is not begun"
+        "a request is not begun after its deadline"
     );
     for _ in 0..2 {
         server.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
@@ -236,7 +236,7 @@ fn killed_client(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut server = server(context, "sum")?;
     let mut victim = context.peer()?;
-    victim.tell(&Order::Task(Task::Call {
+    victim.send(&Order::Task(Task::Call {
         service: "sum".into(),
         batch: Batch::of(1, WORDS, 1),
     }))?;
@@ -245,8 +245,8 @@ fn killed_client(context: &Context) -> Result<()> {
     let client = context.client("sum").build()?;
     let pending = ask(&client, &stream, 5, PATIENCE)?;
     server.lease(Task::Accept)?;
-    let told = server.try_ask(&Order::Task(Task::Answer(Reply::Complete { slow_us: 0 })))?;
-    if let Err(fault) = told {
+    let answer = server.try_ask(&Order::Task(Task::Answer(Reply::Complete { slow_us: 0 })))?;
+    if let Err(fault) = answer {
         ensure!(
             fault.kind == "QueueGone",
             "an answer to the dead gave {fault}"

@@ -14,23 +14,23 @@ use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a stopped subscriber is shown stalled, and goes on without a loss",
+        "a stopped subscriber is shown stalled, and continues without a loss",
         stalled_subscriber,
     ),
     Case::new(
-        "a stopped publisher is shown stalled, and goes on",
+        "a stopped publisher is shown stalled, and continues",
         stalled_publisher,
     ),
     Case::new(
-        "a subscriber that stays stopped is evicted, and the publisher goes on",
+        "a subscriber that stays stopped is evicted, and the publisher continues",
         eviction,
     ),
     Case::new(
-        "both ends are stopped for long and continued: nobody is evicted or shown stalled",
+        "both ends are stopped for long and continued: neither is evicted or shown stalled",
         both_stopped,
     ),
     Case::new(
-        "what an evicted subscriber holds stays untouched until it releases it",
+        "samples that an evicted subscriber holds stay untouched until it releases them",
         evicted_holder,
     ),
 ];
@@ -185,7 +185,7 @@ fn both_stopped(context: &Context) -> Result<()> {
     for sequence in 1..=4 {
         sender.stop()?;
         receiver.stop()?;
-        // That they stand still for so long is what is tried; nothing is waited for.
+        // The length of the stop is the subject of the case; nothing is waited for.
         std::thread::park_timeout(3 * evict_after);
         sender.go_on()?;
         // It answers, so it runs; the other is behind it by this much and no more.

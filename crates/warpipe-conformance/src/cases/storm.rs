@@ -16,16 +16,30 @@ use crate::process::eventually;
 use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("publishers killed at random: nothing torn, doubled, or lost that was ready", publishers)
-        .ends_clients()
-        .long(1800),
-    Case::new("publishers killed at random under one reconnecting subscriber", reconnecting).ends_clients().long(1800),
-    Case::new("publishers killed at random under a reconnecting subscriber that sleeps as long as it takes", sleeping)
-        .ends_clients()
-        .long(1800),
-    Case::new("subscribers killed at random: the publisher goes on and leaks nothing", subscribers)
-        .ends_clients()
-        .long(1800),
+    Case::new(
+        "publishers killed at random: nothing torn, doubled, or lost that was ready",
+        publishers,
+    )
+    .ends_clients()
+    .long(1800),
+    Case::new(
+        "publishers killed at random under one reconnecting subscriber",
+        reconnecting,
+    )
+    .ends_clients()
+    .long(1800),
+    Case::new(
+        "publishers killed at random under a reconnecting subscriber that sleeps until one is back",
+        sleeping,
+    )
+    .ends_clients()
+    .long(1800),
+    Case::new(
+        "subscribers killed at random: the publisher continues and leaks nothing",
+        subscribers,
+    )
+    .ends_clients()
+    .long(1800),
 ];
 
 const WORDS: u64 = 2048;
@@ -119,15 +133,15 @@ fn follow(
     mut error_counters: ErrorCounters,
     mut rng: Rng,
     last: u32,
-    tell: &Sender<Result<Seen>>,
+    seen_sender: &Sender<Result<Seen>>,
 ) -> Result<()> {
     let mut seen = Seen::default();
-    let mut told = 0;
-    while told < last {
+    let mut reported = 0;
+    while reported < last {
         let sample = subscriber.receive_timeout(stream, LONG)?;
         if sample.discontinuity().is_some() {
-            tell.send(Ok(std::mem::take(&mut seen)))?;
-            told += 1;
+            seen_sender.send(Ok(std::mem::take(&mut seen)))?;
+            reported += 1;
         }
         seen.add(sample, &mut error_counters, &mut rng)?;
     }
@@ -182,7 +196,7 @@ fn stream_and_strike(peer: &mut Peer, rng: &mut Rng, least: u64) -> Result<u64> 
 
 fn start_stream(peer: &mut Peer, rng: &mut Rng) -> Result<()> {
     let slow = Duration::from_micros(*rng.pick(&[0, 0, 50, 300, 2000]));
-    peer.tell(&Order::Stream(
+    peer.send(&Order::Stream(
         Batch::of(1, WORDS, rng.any() >> 16).slow(slow),
     ))
 }
@@ -244,7 +258,7 @@ fn publishers(context: &Context) -> Result<()> {
             .settles()
             .with_context(|| format!("after kill {kill}"))?;
     }
-    tell(context, kills, &toll)
+    report(context, kills, &toll)
 }
 
 fn reconnecting(context: &Context) -> Result<()> {
@@ -271,7 +285,7 @@ fn reconnecting(context: &Context) -> Result<()> {
         let drain = || drain(&mut subscriber, &stream, &mut error_counters, dice);
         one_kill(&mut peer, drain, &mut rng, &mut toll).with_context(|| format!("kill {kill}"))?;
     }
-    tell(context, kills, &toll)
+    report(context, kills, &toll)
 }
 
 /// No wait of the subscriber ends by itself within the case: without a wake-up it never returns.
@@ -287,19 +301,26 @@ fn sleeping(context: &Context) -> Result<()> {
         context.error_counters()?,
         Rng::new(rng.any()),
     );
-    let (tell_seen, told) = channel();
+    let (seen_sender, seen_receiver) = channel();
     let kills = context.kills(15, 200, 50);
     // Joined only if all went well: else it sleeps until this process ends.
     let following = std::thread::spawn(move || {
-        let ended = follow(subscriber, &stream, error_counters, dice, kills, &tell_seen);
-        let _ = ended.map_err(|error| tell_seen.send(Err(error)));
+        let ended = follow(
+            subscriber,
+            &stream,
+            error_counters,
+            dice,
+            kills,
+            &seen_sender,
+        );
+        let _ = ended.map_err(|error| seen_sender.send(Err(error)));
     });
     for kill in 1..=kills {
         let mut one = || -> Result<()> {
             start_stream(&mut peer, &mut rng)?;
             let ready = strike(&mut peer, &mut rng, 1)?;
             peer = speaker(context, &mut rng)?;
-            let seen = told
+            let seen = seen_receiver
                 .recv_timeout(PATIENCE)
                 .context("the next publisher's first sample did not come")??;
             toll.add(ready, &seen)
@@ -308,7 +329,7 @@ fn sleeping(context: &Context) -> Result<()> {
     }
     following.join().map_err(|_| anyhow::anyhow!("a panic"))?;
     drop(peer);
-    tell(context, kills, &toll)
+    report(context, kills, &toll)
 }
 
 /// A publisher that has sent one sample, mostly before its subscriber has come, and keeps still
@@ -317,8 +338,8 @@ fn sleeping(context: &Context) -> Result<()> {
 fn speaker(context: &Context, rng: &mut Rng) -> Result<Peer> {
     context.orphans_end()?;
     let mut peer = context.mortal(rng)?;
-    peer.tell(&Order::Publish(plan(rng, true)))?;
-    peer.tell(&Order::SendAndWait(Batch::of(1, WORDS, rng.any() >> 16)))?;
+    peer.send(&Order::Publish(plan(rng, true)))?;
+    peer.send(&Order::SendAndWait(Batch::of(1, WORDS, rng.any() >> 16)))?;
     for _ in 0..2 {
         peer.answer()??;
     }
@@ -360,7 +381,7 @@ fn subscribers(context: &Context) -> Result<()> {
     for kill in 1..=kills {
         let mut victim = context.mortal(&mut rng)?;
         victim.subscribe("storm")?;
-        victim.tell(&Order::Consume {
+        victim.send(&Order::Consume {
             subscriber: 0,
             hold: rng.below(4) as usize,
         })?;
@@ -390,7 +411,7 @@ fn subscribers(context: &Context) -> Result<()> {
     Ok(())
 }
 
-fn tell(context: &Context, kills: u32, toll: &Toll) -> Result<()> {
+fn report(context: &Context, kills: u32, toll: &Toll) -> Result<()> {
     context.figure_storm(kills)?;
     context.figure("received_whole", toll.received);
     context.figure("lost_unready", toll.lost);

@@ -25,7 +25,7 @@ pub(super) const CASES: &[Case] = &[
         queues,
     ),
     Case::new(
-        "bytes are written behind a stream that waits for what the same thread signals later",
+        "bytes are written behind a stream that waits for a later signal of the same thread",
         written_behind,
     ),
     Case::new(

@@ -15,7 +15,7 @@ use crate::shared::Shared;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
-        "a timeline's waiter reads what its owner's late kernel wrote",
+        "a timeline's waiter reads the data of its owner's late kernel",
         late_kernels_are_waited_for,
     ),
     Case::new(
@@ -27,36 +27,36 @@ pub(super) const CASES: &[Case] = &[
         late_signals,
     ),
     Case::new(
-        "two timelines carry a game of ping-pong of two processes",
+        "two timelines order alternating writes of two processes",
         ping_pong,
     ),
     Case::new(
-        "a timeline's owner killed in a kernel: all waiters are let go, told, and know the value",
+        "a timeline's owner killed in a kernel: waiters are released with an error and the value",
         killed_owner,
     )
     .ends_clients(),
     Case::new(
-        "a timeline's owner killed at any moment leaves one last value, that all survivors see",
+        "a timeline's owner killed at any moment leaves one last value that all survivors see",
         killed_anywhere,
     )
     .ends_clients()
     .long(600),
     Case::new(
-        "a wait for a timeline whose owner is dead is an error at once",
+        "a wait for a dead owner's timeline is an error at once",
         wait_after_death,
     )
     .ends_clients(),
     Case::new(
-        "a timeline's owner that closes keeps its promises and lets the others go",
+        "a timeline's owner that closes completes its signals and releases the waiters",
         closed_owner,
     ),
     Case::new(
-        "a timeline's waiter that is killed disturbs nobody",
+        "a timeline's waiter that is killed does not affect others",
         killed_waiter,
     )
     .ends_clients(),
     Case::new(
-        "a timeline's waiter that leaves and then loses its owner is let go",
+        "a timeline's waiter that leaves before its owner dies is released",
         left_then_lost,
     )
     .ends_clients(),
@@ -202,10 +202,10 @@ fn ping_pong(context: &Context) -> Result<()> {
 fn gone(result: warpipe::Result<bool>, pid: u32, was_graceful: bool) -> Result<()> {
     match result {
         Err(Error::OwnerGone {
-            pid: told,
+            pid: reported,
             graceful,
             ..
-        }) if graceful == was_graceful && told == pid as i32 => Ok(()),
+        }) if graceful == was_graceful && reported == pid as i32 => Ok(()),
         other => bail!("the end of process {pid} gave {other:?}"),
     }
 }
@@ -229,17 +229,19 @@ fn killed_owner(context: &Context) -> Result<()> {
             !timeline.check(6)? && !stream.is_idle()?,
             "the kernel runs, and the stream waits"
         );
-        witness.tell(&Order::Signals(SignalOrder::WaitHost(6)))?;
+        witness.send(&Order::Signals(SignalOrder::WaitHost(6)))?;
         victim.kill()?;
         stream
             .synchronize(PATIENCE)
-            .context("a waiting stream is let go")?;
+            .context("a waiting stream is released")?;
         gone(timeline.check(6), victim.id(), false)?;
         ensure!(timeline.check(5)? && timeline.value() == 5, "{timeline:?}");
-        let told = witness.answer()?;
+        let answer = witness.answer()?;
         ensure!(
-            told.as_ref().is_err_and(|fault| fault.kind == "OwnerGone"),
-            "a wait on the CPU gave {told:?}"
+            answer
+                .as_ref()
+                .is_err_and(|fault| fault.kind == "OwnerGone"),
+            "a wait on the CPU gave {answer:?}"
         );
         witness.signals(SignalOrder::Synchronize)?;
         witness.refuses(SignalOrder::Check(6), "OwnerGone")?;
@@ -267,11 +269,11 @@ fn killed_anywhere(context: &Context) -> Result<()> {
             [context.stream()?, context.stream()?],
         );
         for value in 1..=40 {
-            victim.tell(&Order::Signals(SignalOrder::Write {
+            victim.send(&Order::Signals(SignalOrder::Write {
                 seed: value,
                 slow_us: 150,
             }))?;
-            victim.tell(&Order::Signals(SignalOrder::Signal(value)))?;
+            victim.send(&Order::Signals(SignalOrder::Signal(value)))?;
             timeline.wait(&streams[value as usize % 2], value)?;
         }
         timeline.wait(&streams[0], Timeline::VALUE_MAX)?;
@@ -282,7 +284,7 @@ fn killed_anywhere(context: &Context) -> Result<()> {
         for stream in &streams {
             stream
                 .synchronize(PATIENCE)
-                .context("a waiting stream is let go")?;
+                .context("a waiting stream is released")?;
         }
         witness.signals(SignalOrder::Synchronize)?;
         let last = timeline.value();

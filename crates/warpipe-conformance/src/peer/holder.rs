@@ -22,7 +22,7 @@ use crate::context::Context;
 use crate::device_words::{fill, wrong_words};
 use crate::payload::ErrorCounters;
 
-/// What a peer is told to do with memory. Things are known by their number, in the order in which
+/// Orders about memory. Objects are named by their number, in the order in which
 /// they came, each kind counted for itself.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum HolderOrder {
@@ -61,7 +61,7 @@ pub enum HolderOrder {
         /// The pattern.
         seed: u64,
     },
-    /// Let go of shared memory.
+    /// Drop shared memory.
     Close {
         /// Its number.
         number: usize,

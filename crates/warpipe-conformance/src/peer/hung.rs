@@ -211,7 +211,7 @@ impl Hung {
 
 /// How many words another process's memory has.
 pub const FOREIGN_WORDS: u64 = 512;
-/// What they are.
+/// The seed of those words.
 pub const FOREIGN_SEED: u64 = 77;
 
 fn open_foreign(context: &Context, handle: &LegacyHandle) -> Result<()> {

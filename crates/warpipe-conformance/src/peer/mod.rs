@@ -44,7 +44,7 @@ pub struct Peer {
     child: Child,
     orders: Option<ChildStdin>,
     answers: ChildStdout,
-    /// What has come of the next lines.
+    /// The part of the next line received so far.
     pending: Vec<u8>,
     is_over: bool,
 }
@@ -103,14 +103,14 @@ impl Peer {
     ///
     /// # Errors
     /// The peer has ended.
-    pub fn tell(&mut self, order: &Order) -> Result<()> {
+    pub fn send(&mut self, order: &Order) -> Result<()> {
         let mut line = serde_json::to_vec(order)?;
         line.push(b'\n');
         self.orders
             .as_mut()
             .context("the orders are open")?
             .write_all(&line)
-            .context("telling a peer")
+            .context("sending an order to a peer")
     }
 
     /// The next line that the peer writes; `None` when it has ended.
@@ -164,7 +164,7 @@ impl Peer {
     /// # Errors
     /// As [`answer`](Self::answer).
     pub fn try_ask(&mut self, order: &Order) -> Result<Result<Answer, Fault>> {
-        self.tell(order)?;
+        self.send(order)?;
         self.answer()
     }
 

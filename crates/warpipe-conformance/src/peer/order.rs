@@ -295,7 +295,7 @@ pub enum Order {
     OpenLegacy {
         /// The handle.
         handle: LegacyHandle,
-        /// What its words must be.
+        /// The seed of its words.
         seed: u64,
     },
     /// Close what was opened last, with an error if that fails.
@@ -313,7 +313,7 @@ pub enum Order {
     },
     /// Leave it, as every member that this peer is.
     Leave,
-    /// What is done with memory and pools.
+    /// An order about memory and pools.
     Hold(super::HolderOrder),
     /// Something about timelines and events.
     Signals(super::SignalOrder),
@@ -399,7 +399,7 @@ impl Item {
 pub struct Fault {
     /// The variant of [`warpipe::Error`].
     pub kind: String,
-    /// What it says.
+    /// The text of the error.
     pub text: String,
 }
 

@@ -13,14 +13,14 @@ use crate::context::Context;
 use crate::payload::ErrorCounters;
 use crate::shared::Shared;
 
-/// What a peer is told about timelines and events. It has one stream for them.
+/// Orders about timelines and events. The peer has one stream for them.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum SignalOrder {
     /// Map the shared memory at this path.
     Map(String),
     /// Enqueue a kernel that writes all of it, late.
     Write {
-        /// What it writes.
+        /// The value that it writes.
         seed: u64,
         /// How late.
         slow_us: u64,
@@ -29,7 +29,7 @@ pub enum SignalOrder {
     Hold,
     /// Check all of it behind the stream's work. Answers with the number of wrong words.
     Read {
-        /// What it should be.
+        /// The value that it should read.
         seed: u64,
     },
     /// Make a timeline.

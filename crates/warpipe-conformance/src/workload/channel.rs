@@ -61,7 +61,7 @@ fn join(site: &Site) -> Result<Subscriber> {
 
 impl Channel {
     /// A link that is over, as where memory cannot be imported, has taken its samples along. Its
-    /// end is told, and a new one begins with the history.
+    /// end is reported, and a new one begins with the history.
     fn join_again(&mut self) -> Result<()> {
         if self.subscriber.is_none() {
             self.subscriber = Some(join(&self.site)?);

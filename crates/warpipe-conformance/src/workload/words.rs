@@ -30,7 +30,7 @@ impl Streams {
 }
 
 struct Steps {
-    guest: Timeline,
+    opened: Timeline,
     owner: Timeline,
     streams: Streams,
     site: Site,
@@ -42,12 +42,12 @@ pub(super) fn timeline(site: Site) -> Result<Box<dyn Workload>> {
         .domain(&context.domain)
         .device(&context.device)
         .build()?;
-    let guest = Timeline::opener(&site.name_of("timeline"))
+    let opened = Timeline::opener(&site.name_of("timeline"))
         .domain(&context.domain)
         .device(&context.device)
         .open()?;
     Ok(Box::new(Steps {
-        guest,
+        opened,
         owner,
         streams,
         site,
@@ -57,35 +57,35 @@ pub(super) fn timeline(site: Site) -> Result<Box<dyn Workload>> {
 impl Workload for Steps {
     fn turn(&mut self, seed: u64) -> Result<()> {
         self.owner.signal(&self.streams.near, seed)?;
-        self.guest.wait(&self.streams.far, seed)?;
-        self.guest.wait_host(seed, self.site.patience)?;
+        self.opened.wait(&self.streams.far, seed)?;
+        self.opened.wait_host(seed, self.site.patience)?;
         self.streams.settle(&self.site)?;
         ensure!(
-            self.guest.check(seed)? && self.guest.value() == seed,
+            self.opened.check(seed)? && self.opened.value() == seed,
             "{:?} after {seed}",
-            self.guest
+            self.opened
         );
         Ok(())
     }
 }
 
 struct Recorded {
-    guest: Event,
-    maker: Event,
+    opened: Event,
+    created: Event,
     streams: Streams,
     site: Site,
 }
 
 pub(super) fn event(site: Site) -> Result<Box<dyn Workload>> {
     let (context, streams) = (&site.context, Streams::new(&site)?);
-    let maker = Event::builder()
+    let created = Event::builder()
         .domain(&context.domain)
         .device(&context.device)
         .build()?;
-    let guest = Event::open(&maker.handle()?, &context.device)?;
+    let opened = Event::open(&created.handle()?, &context.device)?;
     Ok(Box::new(Recorded {
-        guest,
-        maker,
+        opened,
+        created,
         streams,
         site,
     }))
@@ -94,9 +94,9 @@ pub(super) fn event(site: Site) -> Result<Box<dyn Workload>> {
 impl Workload for Recorded {
     fn turn(&mut self, seed: u64) -> Result<()> {
         let (recorder, waiter) = if seed.is_multiple_of(2) {
-            (&self.maker, &self.guest)
+            (&self.created, &self.opened)
         } else {
-            (&self.guest, &self.maker)
+            (&self.opened, &self.created)
         };
         recorder.record(&self.streams.near)?;
         let recording = waiter.wait(&self.streams.far)?;

@@ -45,7 +45,7 @@ pub fn run(stage: &mut Stage) -> anyhow::Result<()> {
     stage.claim(
         "every survivor looked for what it left over",
         reports == living,
-        || format!("{reports} of {living} told"),
+        || format!("{reports} of {living} reported"),
     );
     let left = stage.left.join(", ");
     stage.claim("nothing is left over", left.is_empty(), || left);

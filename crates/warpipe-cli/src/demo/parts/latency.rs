@@ -38,7 +38,7 @@ fn run(stage: &mut Stage) -> anyhow::Result<Value> {
         .ok()
         .map(|memory| descriptor_path(memory.fd().as_raw_fd()));
     let (warm, _) = round_trips(stage, WARM_UP, floor.as_ref())?;
-    // Of the slow ones there is still time for so many; single slower ones tell nothing.
+    // Of the slow ones there is still time for so many; single slower ones show nothing.
     let each = warm
         .quantile(900)
         .unwrap_or(TURN)
@@ -53,10 +53,10 @@ fn run(stage: &mut Stage) -> anyhow::Result<Value> {
         bare.merge(&bare_turn);
     }
     let all = u64::from(trips * turns);
-    tell(stage, &ours, &bare, all)
+    report(stage, &ours, &bare, all)
 }
 
-fn tell(
+fn report(
     stage: &mut Stage,
     ours: &Histogram,
     bare: &Histogram,
@@ -107,13 +107,13 @@ fn round_trips(
         floor: floor.cloned(),
     };
     ends.iter().try_for_each(|&id| stage.order(id, &order))?;
-    let told = ends.map(|id| {
+    let figures = ends.map(|id| {
         stage.wait(id, "its round trips are done", |event| match event {
             Event::RoundTrips { ours, floor } => Some((ours.clone(), floor.clone())),
             _ => None,
         })
     });
-    let [asking, answering] = told;
+    let [asking, answering] = figures;
     answering?;
     asking
 }

@@ -205,22 +205,22 @@ fn say(
     text: &str,
     when: impl Fn(&Survivor) -> Option<u64>,
 ) {
-    let mut told: Vec<_> = survivors
+    let mut reports: Vec<_> = survivors
         .iter()
         .filter_map(|survivor| Some((when(survivor)?, &survivor.role)))
         .collect();
-    if told.len() <= LINES_MAX {
-        return told
+    if reports.len() <= LINES_MAX {
+        return reports
             .into_iter()
             .for_each(|(at_ns, role)| timeline.add(at_ns, format_args!("{role} {text}")));
     }
-    told.sort();
+    reports.sort();
     timeline.add(
-        told[0].0,
-        format_args!("the first of {} subscribers {text}", told.len()),
+        reports[0].0,
+        format_args!("the first of {} subscribers {text}", reports.len()),
     );
     timeline.add(
-        told[told.len() - 1].0,
+        reports[reports.len() - 1].0,
         format_args!("the last of them {text}"),
     );
 }

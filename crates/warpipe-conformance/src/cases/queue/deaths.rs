@@ -147,7 +147,7 @@ pub(super) fn dead_lettered(context: &Context) -> Result<()> {
                     .iter()
                     .zip(&victims)
                     .all(|(reason, pid)| reason.contains(pid)),
-                "who died: {reasons:?}"
+                "reasons: {reasons:?}"
             );
         }
         other => bail!("a job that killed its workers gave {other:?}"),
@@ -157,7 +157,7 @@ pub(super) fn dead_lettered(context: &Context) -> Result<()> {
             job.wait(&stream, Duration::ZERO),
             Err(Error::NoSuchJob { .. })
         ),
-        "it is told once"
+        "it is reported once"
     );
     let mut heir = worker(context, "jobs")?;
     let next = submit(&queue, &stream, 2, Duration::ZERO)?;
@@ -191,7 +191,7 @@ pub(super) fn killed_owner(context: &Context) -> Result<()> {
     };
     ensure!(
         matches!(end, Error::QueueGone { .. }),
-        "a worker of a dead queue is told {end:?}"
+        "a worker of a dead queue got {end:?}"
     );
     let input = held.to_vec(PATIENCE)?;
     ensure!(
@@ -224,7 +224,7 @@ pub(super) fn storm(context: &Context) -> Result<()> {
     let spawn = |rng: &mut Rng| -> Result<Peer> {
         let mut peer = context.mortal(rng)?;
         peer.task(Task::Attach("jobs".into()))?;
-        peer.tell(&Order::Task(Task::Work { slow_us: 1000 }))?;
+        peer.send(&Order::Task(Task::Work { slow_us: 1000 }))?;
         Ok(peer)
     };
     let mut workers = (0..3)
