@@ -19,7 +19,7 @@ const PROGRAMS: &[(&str, &str)] = &[
 /// The package with the examples that are carried along: its test program `examples` runs them, and
 /// finds them in `examples/`.
 const EXAMPLES_PACKAGE: &str = "warpipe";
-/// What is written beside them.
+/// The files that are written beside them.
 const SCRIPTS: &[(&str, &str, u32)] = &[
     ("run", include_str!("../bundle/run"), 0o755),
     ("report.py", include_str!("../bundle/report.py"), 0o644),
@@ -149,7 +149,7 @@ fn build_examples(workspace: &Workspace) -> Outcome<Vec<TestProgram>> {
     Ok(examples)
 }
 
-/// Runs `cargo build` and returns what it says of each artifact.
+/// Runs `cargo build` and returns its message for each artifact.
 fn build<'a>(
     workspace: &Workspace,
     arguments: impl Iterator<Item = &'a str>,

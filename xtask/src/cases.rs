@@ -1,5 +1,5 @@
 //! The methods of `cargo xtask verify` that are conformance cases, on the host and over the
-//! driver's double, and the tests of hostile peers.
+//! fake driver, and the tests of hostile peers.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::suite::place_fake_driver;
 use crate::workspace::{Workspace, cargo};
 
 const BUILD_LIMIT: Duration = Duration::from_secs(1800);
-/// What one selection of cases may take.
+/// The time limit of one selection of cases.
 const LIMIT: Duration = Duration::from_secs(3600);
 
 /// Parts of the names of the cases in which every call of the driver hangs in turn.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::AddAssign;
 
-/// What a step, or all of them, came to.
+/// The counts of a step, or of all of them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Checks that held.
@@ -14,7 +14,7 @@ pub struct Counts {
     pub skipped: u64,
 }
 
-/// Which tool's way of telling its counts to look for.
+/// The format in which a tool prints its counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dialect {
     /// The exit code is the whole result: one check.

@@ -1,4 +1,4 @@
-//! What the maintainers run: `cargo xtask test`, `verify`, `ptx`, `wheel`, `results`,
+//! The maintainers' commands: `cargo xtask test`, `verify`, `ptx`, `wheel`, `results`,
 //! `gpu-bundle`.
 
 mod aarch64;

@@ -14,7 +14,7 @@ use crate::workspace::{Workspace, cargo};
 const BUILD_LIMIT: Duration = Duration::from_secs(1800);
 /// How long each parser is fuzzed where nobody says.
 const FUZZ_TIME: Duration = Duration::from_secs(20);
-/// What a fuzzer takes beside its time: reading what it found before.
+/// A fuzzer's time beside its limit: reading what it found before.
 const FUZZ_SPARE: Duration = Duration::from_secs(300);
 
 /// Each of Miri's two runs, a few minutes on an idle machine.
@@ -146,7 +146,7 @@ pub fn tsan(workspace: &Workspace) -> Outcome<Counts> {
         workspace.target.join("verify/tsan"),
         workspace.target.join("verify/races"),
     );
-    // What an earlier run told is not this one's.
+    // An earlier run's reports are not this one's.
     let _ = fs::remove_dir_all(&logs);
     fs::create_dir_all(&logs).map_err(|error| format!("{} not made: {error}", logs.display()))?;
     let build = nightly("cargo")

@@ -25,7 +25,7 @@ pub struct Task {
     variables: Vec<(&'static str, OsString)>,
 }
 
-/// What a program came to.
+/// A program's result.
 pub struct Finished {
     /// Whether its exit code was zero.
     pub success: bool,

@@ -12,14 +12,14 @@ use crate::workspace::Workspace;
 
 const CRATE: &str = "crates/warpipe-python";
 
-/// What builds the package for this machine.
+/// The tool that builds the package for this machine.
 const BUILDERS: &[&str] = &["maturin==1.16.0"];
-/// What builds the wheel for others: Zig binds to the C library of `manylinux2014` (glibc 2.17),
+/// The tool that builds the wheel for others: Zig binds to the C library of `manylinux2014` (glibc 2.17),
 /// whatever this machine's.
 const WHEEL_BUILDERS: &[&str] = &["maturin==1.16.0", "ziglang==0.17.0"];
 const MANYLINUX: &str = "manylinux2014";
 
-/// What the tests use. PyTorch, CuPy and Numba are used if this machine has them already.
+/// The packages that the tests use. PyTorch, CuPy and Numba are used if this machine has them already.
 const TESTED_WITH: &[&str] = &[
     "pytest==9.2.0",
     "pytest-xdist==3.8.0",
@@ -179,7 +179,7 @@ pub fn tests_on_fake_driver(workspace: &Workspace, folder: &Path) -> Outcome<Cou
     counted(workspace, pytest)
 }
 
-/// What the tests run in.
+/// The environment that the tests run in.
 fn tested(workspace: &Workspace) -> Outcome<PathBuf> {
     environment(
         workspace,

@@ -1,5 +1,5 @@
 //! `cargo xtask verify`: the methods that find what tests cannot, and a bounded part of them for
-//! `cargo xtask test`. What each is for says `docs/design/verification.md`.
+//! `cargo xtask test`. `docs/design/verification.md` explains each.
 
 use std::time::{Duration, Instant};
 
@@ -79,7 +79,7 @@ impl Method {
     ];
 }
 
-/// What to run.
+/// The methods to run.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// For how long, together.

@@ -1,4 +1,4 @@
-//! A coordinator whose workers fail: one is stopped and continues, one is killed, cleaned up after,
+//! A coordinator with workers that fail: one is stopped and continues, one is killed, cleaned up after,
 //! and replaced.
 //!
 //! Three workers join the domain as members and publish frames, which the coordinator verifies. It
@@ -142,10 +142,10 @@ fn kill_and_clean_up(
     worker: Worker,
     stream: &Stream,
 ) -> Outcome<u64> {
-    let (tell, told) = channel();
+    let (error_sender, errors) = channel();
     let file = scratch(stage, &worker.name);
     members.on_death_of(&worker.name, move |_| {
-        drop(tell.send(std::fs::remove_file(&file)))
+        drop(error_sender.send(std::fs::remove_file(&file)))
     })?;
     let Worker {
         name,
@@ -166,7 +166,7 @@ fn kill_and_clean_up(
     ensure(endpoints == ["frames/worker-2", "members/worker-2"], || {
         format!("it left {endpoints:?}")
     })?;
-    told.recv_timeout(PATIENCE)??;
+    errors.recv_timeout(PATIENCE)??;
     let (mut whole, mut lost) = (0, 0);
     loop {
         match frames.receive(stream) {
@@ -259,8 +259,8 @@ fn expect(
         }
         let is_heartbeat = matches!(change, Change::Stalled(_) | Change::Recovered(_));
         ensure(is_heartbeat, || {
-            format!("{change:?} was told where {name} {what} was due")
+            format!("{change:?} came where {name} {what} was due")
         })?;
     }
-    Err(format!("nobody told that {name} {what}").into())
+    Err(format!("no change reported that {name} {what}").into())
 }

@@ -1,4 +1,4 @@
-//! Two processes serve a network whose weights lie in memory once.
+//! Two processes serve one network, with its weights in memory once.
 //!
 //! The owner of the model has its weights in memory of its own, and publishes them for reading.
 //! Each server opens them by ticket: it maps the owner's memory and loads nothing. A client sends

@@ -67,7 +67,7 @@ fn lay_pipes(stage: &Stage) -> Outcome<String> {
         stage.command("consumer")?.stdin(Stdio::from(tensors)),
     )?;
     consumer.finish()?;
-    drop(producer.child().stdin.take()); // tells the producer that its memory may go
+    drop(producer.child().stdin.take()); // signals the producer that its memory may be freed
     producer.finish()?;
     Ok(format!(
         "{TENSORS} tensors came by legacy handles and {TENSORS} by tickets, each with its values"

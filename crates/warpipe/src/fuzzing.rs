@@ -186,7 +186,7 @@ fn packets(bytes: &[u8]) {
 
 /// Message bodies: the requests and replies of every endpoint kind.
 fn bodies(bytes: &[u8]) {
-    let faces = [
+    let interfaces = [
         crate::sync::event::try_messages,
         crate::members::try_messages,
         crate::memory::try_messages,
@@ -194,7 +194,7 @@ fn bodies(bytes: &[u8]) {
         crate::sync::semaphore::try_messages,
         crate::sync::timeline::try_messages,
     ];
-    faces.into_iter().for_each(|face| face(bytes));
+    interfaces.into_iter().for_each(|read| read(bytes));
     // Types of this library that user programs may deserialize with serde.
     if let Ok(dtype) = ipc::decode::<DType>(bytes, "any") {
         assert_eq!(DType::from_name(dtype.name()), Some(dtype));
@@ -242,7 +242,7 @@ fn queue_seeds() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// The text of a ticket, and a text whose checksum is right whatever its contents.
+/// The text of a ticket, and a text with a valid checksum over any contents.
 fn tickets(bytes: &[u8]) {
     for text in [
         String::from_utf8_lossy(bytes).into_owned(),

@@ -53,7 +53,7 @@ fn device_of(stream: &CudaStream) -> Result<DeviceId> {
         Error::argument(
             "cudarc stream",
             format!("unusable ({error})"),
-            "a stream whose context works",
+            "a stream with a working context",
         )
     })?;
     Ok(DeviceId {

@@ -50,7 +50,7 @@
 //!
 //! # Guarantees
 //!
-//! * A sample is delivered whole or not at all. A sample whose sender died, or gave up, before its
+//! * A sample is delivered whole or not at all. If a sample's sender died, or gave up, before its
 //!   data was complete gives [`Error::SampleLost`] from [`Sample::finish`], [`Sample::wait`] and
 //!   [`Receipt::check`]. Call one of them before you use results that were computed from a sample.
 //! * A subscriber still receives the samples that were complete when its publisher died, then

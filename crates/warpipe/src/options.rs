@@ -22,7 +22,7 @@ use crate::ipc::{
 /// How long a handshake may take, if nothing else is chosen.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What an endpoint is made or opened with. Each kind of endpoint has setters for the options that
+/// The options that an endpoint is made or opened with. Each kind of endpoint has setters for the options that
 /// it has; the others keep their defaults, and it does not read them.
 #[derive(Debug, Clone)]
 pub(crate) struct EndpointOptions {
@@ -95,7 +95,7 @@ impl EndpointOptions {
     }
 }
 
-/// Setters of shared options, as methods of the builder in whose `impl` it stands. The first
+/// Setters of shared options, as methods of the builder that has the `impl`. The first
 /// argument is the path of the builder's [`EndpointOptions`]; a setter's documentation stands
 /// before its name, and may be left out for `domain`, `spin`, `allow_uids` and `allow_gids`.
 macro_rules! option_setters {

@@ -80,8 +80,8 @@ impl ProcessOrigin {
     }
 }
 
-/// Whether `/proc` counts processes as this one does, whose number is `pid`. In a PID namespace
-/// whose `/proc` was not mounted anew, the numbers there are other processes'.
+/// Whether `/proc` counts processes as this one does, which has the number `pid`. In a PID
+/// namespace with an old mount of `/proc`, the numbers there are other processes'.
 fn is_proc_of(pid: i32) -> bool {
     std::fs::read_link("/proc/self").is_ok_and(|link| link.to_str() == Some(&pid.to_string()))
 }

@@ -80,7 +80,7 @@ impl Rows {
         rows.check_apart().map_err(|stride| {
             let said = format!("elements of {into:?} lie on each other, or between each other");
             Error::layout(format!(
-                "{said} ({stride} bytes apart); copy into a tensor whose dimensions do not"
+                "{said} ({stride} bytes apart); copy into a tensor with dimensions that do not"
             ))
         })?;
         rows.join();

@@ -109,7 +109,7 @@ impl Stream {
         self.inner.device.backend()
     }
 
-    /// Refuses a stream of another device than `device`, whose addresses mean nothing to it.
+    /// Refuses a stream of another device than `device`: it cannot use the addresses of `device`.
     /// Checked for every stream that a user passes, usually by one comparison of pointers.
     #[inline]
     pub(crate) fn check_of(&self, device: &Device) -> Result<()> {

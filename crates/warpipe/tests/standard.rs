@@ -99,24 +99,24 @@ fn open_everything(folder: &Path) {
         .device(device)
         .build()
         .unwrap();
-    let guest = Timeline::opener("timeline")
+    let opened = Timeline::opener("timeline")
         .domain(domain)
         .device(device)
         .open()
         .unwrap();
-    let _timeline = none_taken("a timeline", (timeline, guest));
+    let _timeline = none_taken("a timeline", (timeline, opened));
     let semaphore = Semaphore::builder("semaphore")
         .permits(1)
         .domain(domain)
         .device(device)
         .build()
         .unwrap();
-    let guest = Semaphore::opener("semaphore")
+    let opened = Semaphore::opener("semaphore")
         .domain(domain)
         .device(device)
         .open()
         .unwrap();
-    let _semaphore = none_taken("a semaphore", (semaphore, guest));
+    let _semaphore = none_taken("a semaphore", (semaphore, opened));
     let _event = none_taken(
         "an event",
         Event::builder()

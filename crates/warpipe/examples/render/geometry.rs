@@ -79,7 +79,7 @@ pub fn received(sample: &Sample) -> Outcome<(u64, Mesh)> {
     ))
 }
 
-/// Positions and colours of a torus whose tube swells and shrinks in three places.
+/// Positions and colours of a torus with a tube that swells and shrinks in three places.
 fn vertices(phase: f32) -> (Vec<f32>, Vec<u8>) {
     let (mut positions, mut colours) = (Vec::new(), Vec::new());
     for along in (0..RING).map(|step| TAU * step as f32 / RING as f32) {

@@ -102,7 +102,7 @@ fn is_entered() -> bool {
     let mut is_entered = false;
     without_signals(|| {
         let depth = DEPTH.get();
-        // A thread that is inside already is waited for by whoever forks: it goes on.
+        // A forking thread waits for threads that are inside already: this one continues.
         let one_more = |seen| (seen < ONE_FORK || depth > 0).then_some(seen + 1);
         is_entered = GATE.fetch_update(Acquire, Relaxed, one_more).is_ok();
         DEPTH.set(depth + u64::from(is_entered));
@@ -168,7 +168,7 @@ pub(super) fn open(last: impl FnOnce()) {
             return;
         };
         let me = this_thread();
-        // A signal's handler that forks may have interrupted who makes the lifeline.
+        // A signal handler that forks may have interrupted the thread that makes the lifeline.
         if left == 0 && DEPTH.get() == 0 {
             last();
         }
@@ -286,7 +286,7 @@ mod tests {
             open(|| panic!("the outer one's"));
             drop(inner);
             assert_eq!(GATE.load(Acquire), this_thread() * ONE_FORK, "still closed");
-            open(|| panic!("who has a section may be making it"));
+            open(|| panic!("the thread inside a section may be making it"));
             assert_eq!(GATE.load(Acquire), 1);
             drop(section);
             close();
@@ -331,7 +331,7 @@ mod tests {
     static HANDLED: AtomicU64 = AtomicU64::new(0);
 
     extern "C" fn forks(_: libc::c_int) {
-        // SAFETY: the child ends at once; the errno of whoever was interrupted is put back.
+        // SAFETY: the child ends at once; the errno of the interrupted code is restored.
         unsafe {
             let place = libc::__errno_location();
             let code = *place;
@@ -448,7 +448,7 @@ mod tests {
                 in_a_forked_child(|| true);
                 if IS_HANDLERS_CHILD.load(Acquire) {
                     drop(NoForkSection::enter());
-                    // SAFETY: ends the process, whose other threads are not here.
+                    // SAFETY: ends the process, which has no other threads.
                     unsafe { libc::_exit(i32::from(GATE.load(Acquire) != 0)) };
                 }
             });

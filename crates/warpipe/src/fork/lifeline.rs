@@ -370,7 +370,7 @@ mod tests {
                 unsafe { libc::_exit(0) };
             }
             assert_eq!(SOCKET.number(), Some(number), "prompt as before");
-            assert_ne!(identity(number), shared, "the child lets go of another one");
+            assert_ne!(identity(number), shared, "the child releases another one");
             // SAFETY: reaps our own child.
             let answer = unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
             assert_eq!(answer, child);

@@ -302,9 +302,8 @@ fn a_forked_child_that_keeps_exported_memory_keeps_its_parents_lifeline() {
 }
 
 #[test]
-fn a_child_forked_before_anybody_knew_its_parent_keeps_the_lifeline_with_the_drivers_files() {
-    let test =
-        "a_child_forked_before_anybody_knew_its_parent_keeps_the_lifeline_with_the_drivers_files";
+fn a_child_forked_before_the_first_link_keeps_the_lifeline_with_the_drivers_files() {
+    let test = "a_child_forked_before_the_first_link_keeps_the_lifeline_with_the_drivers_files";
     if role().is_some() {
         // A file that looks like exported memory: the child keeps it.
         fork_link_and_die(&[
@@ -334,8 +333,8 @@ fn a_child_forked_before_anybody_knew_its_parent_keeps_the_lifeline_with_the_dri
 }
 
 #[test]
-fn a_child_forked_before_anybody_knew_its_parent_delays_nobody() {
-    let test = "a_child_forked_before_anybody_knew_its_parent_delays_nobody";
+fn a_child_forked_before_the_first_link_delays_no_peer() {
+    let test = "a_child_forked_before_the_first_link_delays_no_peer";
     if role().is_some() {
         fork_link_and_die(&[driver_file(MemfdFlags::CLOEXEC)]);
     }

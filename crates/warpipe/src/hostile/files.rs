@@ -76,7 +76,7 @@ const OBSTACLES: [(&str, Obstacle); 8] = [
 ];
 
 #[test]
-fn what_is_not_ours_stays_byte_for_byte_where_the_socket_or_the_lock_should_be() {
+fn foreign_files_in_place_of_the_socket_or_the_lock_are_left_unchanged() {
     for file in ["a.sock", ".a.new", "a.lock"] {
         for (what, make) in OBSTACLES {
             let scratch = Scratch::new();
@@ -110,7 +110,7 @@ fn what_is_not_ours_stays_byte_for_byte_where_the_socket_or_the_lock_should_be()
     }
 }
 
-/// A listening socket of our own type whose backlog has no room: connecting answers `EAGAIN`.
+/// A listening socket of our own type with a full backlog: connecting answers `EAGAIN`.
 fn full_backlog(path: &Path) -> Vec<OwnedFd> {
     use rustix::net::*;
     let socket = || {
@@ -268,7 +268,7 @@ fn of_two_that_race_for_a_name_one_wins_and_the_other_gets_an_error() {
 }
 
 #[test]
-fn a_look_at_the_names_never_costs_a_publisher_its_own() {
+fn listing_the_names_never_costs_a_publisher_its_name() {
     let scratch = Scratch::new();
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -392,7 +392,7 @@ fn of_several_cleaners_one_reports_the_removed_files() {
 }
 
 #[test]
-fn a_look_that_finds_nothing_makes_nothing() {
+fn listing_an_absent_domain_creates_nothing() {
     let scratch = Scratch::new();
     assert!(scratch.domain.forget(&name()));
     assert!(!scratch.domain.clear_name(&name()));

@@ -1,4 +1,4 @@
-//! A file of a FUSE file system whose server does not answer. **This module is marked for unsafe**:
+//! A file of a FUSE file system with a server that does not answer. **This module is marked for unsafe**:
 //! it mounts.
 //!
 //! Every query of such a file (`fstat`, `fstatfs`, `poll`, `ioctl`, a read) waits until the

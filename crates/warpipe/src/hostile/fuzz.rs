@@ -15,7 +15,7 @@ use crate::{DType, Device, Layout};
 const ROUNDS: u32 = 100_000;
 
 #[test]
-fn a_packet_decodes_to_what_was_sent_or_to_an_error() {
+fn a_packet_decodes_to_the_sent_message_or_to_an_error() {
     let mut random = Random(3);
     for round in 0..ROUNDS {
         let mut kinds = messages(random.edge());
@@ -79,7 +79,7 @@ fn a_layout_that_is_accepted_lies_inside_its_slot() {
 }
 
 #[test]
-fn strides_whose_product_passes_128_bits_are_refused_and_not_wrapped() {
+fn strides_with_a_product_above_128_bits_are_refused_and_not_wrapped() {
     for stride in [i64::MIN, i64::MAX, 1 << 62] {
         let layout = Layout::strided(DType::C128, &[i64::MAX as u64, 1], &[stride, 1], 0);
         assert!(

@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::crowd::as_user;
+use super::eviction::as_user;
 use super::stage::{Scratch, alone, assert_delivers, eventually, pipe, send_raw};
 use crate::ipc::PeerState;
 use crate::{Error, Layout};
@@ -73,7 +73,9 @@ fn a_region_that_cannot_be_sent_is_an_error_of_the_loan_and_ends_no_link() {
                 );
                 drop(full);
             });
-            eventually("it is told later", || publisher.loan(&large).is_ok());
+            eventually("it gets the region later", || {
+                publisher.loan(&large).is_ok()
+            });
             assert_delivers(&publisher, &mut subscriber, &vec![7; 64 << 20]);
             assert_eq!(publisher.subscribers().len(), 1);
         },

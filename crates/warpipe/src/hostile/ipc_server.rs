@@ -235,7 +235,7 @@ fn a_full_server_says_so_and_silent_connections_exclude_no_client() {
             ..AccessPolicy::default()
         },
     );
-    let mutes: Vec<OwnedFd> = (0..100).map(|_| scratch.connection()).collect();
+    let silent: Vec<OwnedFd> = (0..100).map(|_| scratch.connection()).collect();
     let first = attach(&scratch).unwrap();
     let second = attach(&scratch).unwrap();
     let refused = attach(&scratch).unwrap_err();
@@ -255,7 +255,7 @@ fn a_full_server_says_so_and_silent_connections_exclude_no_client() {
     drop(first);
     eventually("one has left", || book.here.load(SeqCst) == 1);
     assert_answers(&attach(&scratch).unwrap());
-    drop((mutes, second));
+    drop((silent, second));
 }
 
 /// A server under the test's control.
@@ -476,14 +476,14 @@ fn a_disconnected_client_gets_the_reason() {
             "{error}"
         );
     });
-    for told in [
+    for error in [
         session.request(b"?", LONG).unwrap_err(),
         session.post(b"?").unwrap_err(),
         session.owner_gone(),
     ] {
         assert!(
-            matches!(&told, Error::Refused { text, .. } if text == "enough"),
-            "{told}"
+            matches!(&error, Error::Refused { text, .. } if text == "enough"),
+            "{error}"
         );
     }
 }
@@ -545,7 +545,7 @@ fn a_servers_death_is_reported_when_its_process_is_proven_dead() {
     session.observe(witness.clone()).unwrap();
     assert_eq!(session.pid() as u32, child.0.id());
     child.0.kill().unwrap();
-    eventually("the death is told", || {
+    eventually("the death is reported", || {
         witness.0.lock().unwrap().contains(&"dead")
     });
     assert_eq!(*witness.0.lock().unwrap(), ["suspect", "dead"]);

@@ -170,9 +170,8 @@ fn a_handle_opened_again_calls_no_driver_and_the_last_one_closes() {
 }
 
 #[test]
-fn a_handle_that_says_its_allocation_is_longer_than_it_is_opens_nothing_of_what_is_open() {
-    let test =
-        "a_handle_that_says_its_allocation_is_longer_than_it_is_opens_nothing_of_what_is_open";
+fn a_handle_that_overstates_its_length_does_not_share_an_open_mapping() {
+    let test = "a_handle_that_overstates_its_length_does_not_share_an_open_mapping";
     if was_exporter() {
         return;
     }
@@ -223,7 +222,7 @@ fn many_threads_that_open_one_handle_ask_the_driver_once_and_leave_nothing() {
     });
     assert_eq!(calls(&counting, "open_legacy"), 1);
     kept.close(LONG).unwrap();
-    eventually("all are let go", || calls(&counting, "close_legacy") == 1);
+    eventually("all are closed", || calls(&counting, "close_legacy") == 1);
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -256,8 +255,8 @@ fn a_killed_exporters_memory_stays_while_it_is_open_and_opens_no_more() {
 }
 
 #[test]
-fn memory_that_a_living_exporter_has_freed_is_told_as_such() {
-    let test = "memory_that_a_living_exporter_has_freed_is_told_as_such";
+fn memory_that_a_living_exporter_has_freed_is_reported_as_stale() {
+    let test = "memory_that_a_living_exporter_has_freed_is_reported_as_stale";
     if was_exporter() {
         return;
     }
@@ -276,8 +275,8 @@ fn memory_that_a_living_exporter_has_freed_is_told_as_such() {
 }
 
 #[test]
-fn what_is_open_cannot_be_exported_again_and_not_be_closed_twice() {
-    let test = "what_is_open_cannot_be_exported_again_and_not_be_closed_twice";
+fn opened_memory_can_be_neither_exported_again_nor_closed_twice() {
+    let test = "opened_memory_can_be_neither_exported_again_nor_closed_twice";
     if was_exporter() {
         return;
     }
@@ -320,9 +319,8 @@ fn what_is_open_cannot_be_exported_again_and_not_be_closed_twice() {
 }
 
 #[test]
-fn memory_is_not_closed_under_a_stream_that_was_named_and_closed_under_one_that_was_not() {
-    let test =
-        "memory_is_not_closed_under_a_stream_that_was_named_and_closed_under_one_that_was_not";
+fn memory_is_not_closed_under_a_recorded_stream_and_is_closed_under_any_other() {
+    let test = "memory_is_not_closed_under_a_recorded_stream_and_is_closed_under_any_other";
     if was_exporter() {
         return;
     }
@@ -376,8 +374,8 @@ fn an_open_that_fails_leaves_nothing_and_can_be_tried_again() {
 }
 
 #[test]
-fn without_a_descriptor_left_an_open_says_so_and_works_again_later() {
-    let test = "without_a_descriptor_left_an_open_says_so_and_works_again_later";
+fn without_a_free_descriptor_an_open_is_an_error_and_works_again_later() {
+    let test = "without_a_free_descriptor_an_open_is_an_error_and_works_again_later";
     if was_exporter() {
         return;
     }
@@ -443,7 +441,7 @@ fn another_user_cannot_open_a_handle() {
     if was_exporter() {
         return;
     }
-    if role().as_deref() == Some("stranger") {
+    if role().as_deref() == Some("other_user") {
         // SAFETY: plain system calls; this process has one test and no other thread that depends on
         // the user.
         let codes = unsafe { [libc::setgid(65534), libc::setuid(65534)] };
@@ -458,8 +456,8 @@ fn another_user_cannot_open_a_handle() {
         return println!("skipped: only root can become another user");
     }
     let exporter = Exporter::start(test);
-    let mut stranger = command(module_path!(), test, "stranger");
-    let output = stranger
+    let mut other_user = command(module_path!(), test, "other_user");
+    let output = other_user
         .env("WARPIPE_HOSTILE_HANDLE", exporter.handle.to_string())
         .output()
         .unwrap();

@@ -272,7 +272,7 @@ fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_som
         host.say("send 4000000");
         host.say("send 40000000");
         let mut errors = Vec::new();
-        super::stage::eventually("it is told of what it lacks, more than once", || {
+        super::stage::eventually("it gets the missing message, sent again", || {
             let error = subscriber
                 .receive_timeout(&stream, Duration::from_millis(20))
                 .unwrap_err();
@@ -347,8 +347,8 @@ fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
 }
 
 #[test]
-fn what_a_publisher_sent_before_its_death_is_received_once_there_are_descriptors() {
-    let test = "what_a_publisher_sent_before_its_death_is_received_once_there_are_descriptors";
+fn samples_sent_before_a_publishers_death_are_received_once_there_are_descriptors() {
+    let test = "samples_sent_before_a_publishers_death_are_received_once_there_are_descriptors";
     ends_while_descriptors_lack(test, false);
 }
 
@@ -376,7 +376,7 @@ fn a_region_that_finds_no_room_in_the_subscriber_is_mapped_when_there_is_some() 
         let used = pages.split(' ').next().unwrap().parse::<u64>().unwrap() * 4096;
         set_soft(Resource::As, Some(used + (48 << 20)));
         host.say("send 100000000");
-        super::stage::eventually("it is told of what it lacks", || {
+        super::stage::eventually("it gets the missing message", || {
             let error = subscriber
                 .receive_timeout(&stream, Duration::from_millis(20))
                 .unwrap_err();
@@ -463,7 +463,7 @@ fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
 #[test]
 fn a_subscriber_costs_its_publisher_six_descriptors() {
     let test = "a_subscriber_costs_its_publisher_six_descriptors";
-    if role().as_deref() == Some("guest") {
+    if role().as_deref() == Some("importer") {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
         let _subscriber = Subscriber::builder("a")
             .domain(&domain)
@@ -478,7 +478,7 @@ fn a_subscriber_costs_its_publisher_six_descriptors() {
         let scratch = Scratch::new();
         let _publisher = scratch.publisher(|it| it);
         let start = || {
-            let mut command = command(module_path!(), test, "guest");
+            let mut command = command(module_path!(), test, "importer");
             command
                 .env("WARPIPE_HOSTILE_PATH", &scratch.path)
                 .stdin(Stdio::piped())
@@ -508,7 +508,7 @@ fn a_subscriber_costs_its_publisher_six_descriptors() {
 #[test]
 fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
     let test = "a_process_takes_its_own_share_of_the_links_and_leaves_the_rest";
-    if role().as_deref() == Some("crowd") {
+    if role().as_deref() == Some("many") {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
         let builder = || {
             Subscriber::builder("a")
@@ -516,20 +516,20 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
                 .device(&Device::host())
                 .build()
         };
-        let crowd: Vec<_> = (0..3).map(|_| builder().unwrap()).collect();
+        let builders: Vec<_> = (0..3).map(|_| builder().unwrap()).collect();
         let fault = match builder() {
             Err(Error::Handshake { fault, .. }) => fault,
             other => panic!("{other:?}"),
         };
         println!("refused {fault:?}");
         let _ = std::io::stdin().read_line(&mut String::new());
-        drop(crowd);
+        drop(builders);
         return;
     }
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| it.subscribers_per_process_max(3));
     let start = || {
-        let mut command = command(module_path!(), test, "crowd");
+        let mut command = command(module_path!(), test, "many");
         command
             .env("WARPIPE_HOSTILE_PATH", &scratch.path)
             .stdin(Stdio::piped())
@@ -643,8 +643,8 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
 }
 
 #[test]
-fn an_answer_that_finds_no_descriptor_is_no_death_and_what_it_gave_is_given_back() {
-    let test = "an_answer_that_finds_no_descriptor_is_no_death_and_what_it_gave_is_given_back";
+fn a_reply_without_a_free_descriptor_is_no_death_and_its_block_is_returned() {
+    let test = "a_reply_without_a_free_descriptor_is_no_death_and_its_block_is_returned";
     let device = Device::host();
     if role().as_deref() == Some("owner") {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
@@ -688,9 +688,9 @@ fn an_answer_that_finds_no_descriptor_is_no_death_and_what_it_gave_is_given_back
         let held = client.allocate(4096).unwrap();
         for _ in 0..2 {
             leave_no_descriptor();
-            let told = client.allocate(4096).map(drop).unwrap_err();
+            let error = client.allocate(4096).map(drop).unwrap_err();
             set_soft(Resource::Nofile, None);
-            assert!(is_descriptor_limit(&told), "{told}");
+            assert!(is_descriptor_limit(&error), "{error}");
             assert!(!client.is_owner_gone());
             drop(client.allocate(4096).unwrap());
         }

@@ -1,4 +1,4 @@
-//! Descriptors whose `close` takes as long as their sender wants: they block only the thread that
+//! Descriptors with a `close` that takes as long as their sender wants: they block only the thread that
 //! closes them.
 //!
 //! Each test runs twice: with the kernel as it is (from Linux 6.16 on it rejects most of these
@@ -210,8 +210,8 @@ pub(super) fn victim() {
 }
 
 #[test]
-fn lingering_descriptors_hold_no_publisher_up() {
-    let test = "lingering_descriptors_hold_no_publisher_up";
+fn lingering_descriptors_block_no_publisher() {
+    let test = "lingering_descriptors_block_no_publisher";
     on_both_kernels(test, || {
         let (scratch, victim) = (Scratch::new(), Victim::start(module_path!(), test));
         let publisher = scratch.publisher(|it| it.handshake_timeout(Duration::from_millis(300)));
@@ -386,7 +386,7 @@ fn lingering_descriptors_block_no_server() {
             assert_all_goes_on(victim, &elsewhere, &publisher, &mut good);
             let (session, _) = ClientSession::attach(&at, None, b"", Duration::ZERO).unwrap();
             drop(session);
-            returns("the end of the keeper", move || drop(server));
+            returns("the drop of the server", move || drop(server));
             thrown.clear();
             eventually("what hung is closed", || pending_closes() == 0);
         }
@@ -420,8 +420,8 @@ pub(super) fn misled(
 }
 
 #[test]
-fn lingering_descriptors_hold_no_subscriber_up() {
-    let test = "lingering_descriptors_hold_no_subscriber_up";
+fn lingering_descriptors_block_no_subscriber() {
+    let test = "lingering_descriptors_block_no_subscriber";
     on_both_kernels(test, || {
         let [one, two, three] = [
             Victim::start(module_path!(), test),

@@ -10,10 +10,10 @@ use super::stage::{Scratch, alone, assert_delivers, descriptors, settled_descrip
 use crate::{Device, Error, HandshakeFault, Layout};
 
 #[test]
-fn a_memfd_that_may_not_grow_is_an_error_of_the_loan_and_of_the_newcomer() {
+fn a_memfd_that_cannot_grow_is_an_error_of_the_loan_and_of_the_new_subscriber() {
     alone(
         module_path!(),
-        "a_memfd_that_may_not_grow_is_an_error_of_the_loan_and_of_the_newcomer",
+        "a_memfd_that_cannot_grow_is_an_error_of_the_loan_and_of_the_new_subscriber",
         || {
             // SAFETY: the process has no other test in it, and nothing here relies on the signal.
             unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };

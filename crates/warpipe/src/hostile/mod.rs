@@ -4,7 +4,7 @@
 //! still work.
 
 mod children;
-mod crowd;
+mod eviction;
 mod files;
 mod fuse;
 mod fuzz;

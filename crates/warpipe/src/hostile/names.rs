@@ -125,7 +125,7 @@ fn a_directory_of_another_user_is_no_domain() {
 }
 
 #[test]
-fn what_is_no_directory_or_has_no_parent_is_no_domain() {
+fn a_path_without_a_directory_or_a_parent_is_no_domain() {
     let scratch = Scratch::new();
     let file = scratch.path.join("file");
     std::fs::write(&file, b"mine").unwrap();

@@ -304,8 +304,8 @@ fn own() {
 }
 
 #[test]
-fn a_queue_tells_workers_apart_that_are_all_number_one_and_does_a_dead_ones_job_again() {
-    let test = "a_queue_tells_workers_apart_that_are_all_number_one_and_does_a_dead_ones_job_again";
+fn a_queue_distinguishes_workers_with_equal_pids_and_redelivers_a_dead_ones_job() {
+    let test = "a_queue_distinguishes_workers_with_equal_pids_and_redelivers_a_dead_ones_job";
     match role().as_deref() {
         Some("owner") => return own(),
         Some("worker") => return work(),
@@ -383,8 +383,8 @@ fn innermost(pid: i32) -> String {
 }
 
 #[test]
-fn members_and_holders_of_names_that_are_all_number_one_are_not_taken_for_each_other() {
-    let test = "members_and_holders_of_names_that_are_all_number_one_are_not_taken_for_each_other";
+fn members_and_name_holders_with_equal_pids_are_not_confused() {
+    let test = "members_and_name_holders_with_equal_pids_are_not_confused";
     if role().as_deref() == Some("member") {
         return join();
     }
@@ -410,7 +410,7 @@ fn members_and_holders_of_names_that_are_all_number_one_are_not_taken_for_each_o
             }
             first.kill();
             let died = loop {
-                match watch.changes(LONG).unwrap().expect("it is told of") {
+                match watch.changes(LONG).unwrap().expect("its end is reported") {
                     Change::Died(member) => break member,
                     other => assert_ne!(other.member().state, PeerState::Leaving, "{other:?}"),
                 }
@@ -426,8 +426,8 @@ fn members_and_holders_of_names_that_are_all_number_one_are_not_taken_for_each_o
 }
 
 #[test]
-fn numbers_in_a_proc_of_another_namespace_say_nothing_of_a_process() {
-    let test = "numbers_in_a_proc_of_another_namespace_say_nothing_of_a_process";
+fn pids_in_the_proc_of_another_namespace_identify_no_process() {
+    let test = "pids_in_the_proc_of_another_namespace_identify_no_process";
     if role().as_deref() == Some("bare") {
         for _ in orders() {
             let here = ProcessOrigin::here().unwrap();

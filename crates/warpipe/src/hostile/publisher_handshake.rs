@@ -91,7 +91,7 @@ fn a_greeting_that_is_none_is_refused_with_the_reason() {
             assert_eq!(
                 last_word(&empty),
                 None,
-                "an empty packet cannot be told from the end"
+                "an empty packet looks like the end"
             );
             drop(empty);
             eventually("every descriptor is closed", || descriptors() == before);
@@ -135,10 +135,10 @@ fn a_hello_with_descriptors_is_refused_and_they_are_closed() {
 }
 
 #[test]
-fn garbage_by_the_thousand_harms_nobody() {
+fn a_thousand_garbage_connections_affect_no_subscriber() {
     alone(
         module_path!(),
-        "garbage_by_the_thousand_harms_nobody",
+        "a_thousand_garbage_connections_affect_no_subscriber",
         || {
             let scratch = Scratch::new();
             let publisher = scratch.publisher(|it| it);
@@ -185,7 +185,7 @@ fn welcomed(scratch: &Scratch) -> OwnedFd {
 }
 
 #[test]
-fn words_that_make_no_sense_behind_the_hello_end_that_link_alone() {
+fn invalid_messages_after_the_hello_end_that_link_alone() {
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| it);
     let mut good = scratch.subscriber();
@@ -216,16 +216,16 @@ fn words_that_make_no_sense_behind_the_hello_end_that_link_alone() {
                 send_raw(&socket, &packet(&Message::Attached), &[]).unwrap();
             }
             send_raw(&socket, &packet(message), &[]).unwrap();
-            let farewell = std::iter::repeat_with(|| hear(&socket)).find(|heard| {
+            let last_message = std::iter::repeat_with(|| hear(&socket)).find(|heard| {
                 !matches!(
                     heard,
                     Received::Message(Message::Attached | Message::Region { .. }, _)
                 )
             });
-            let said = format!("{farewell:?}");
+            let said = format!("{last_message:?}");
             assert!(
                 matches!(
-                    farewell,
+                    last_message,
                     Some(Received::Message(Message::Close(CloseReason::Failed(_)), _))
                 ),
                 "{message:?}: {said}"
@@ -247,10 +247,10 @@ fn a_silent_client_is_refused_in_time_before_and_after_the_hello() {
             assert_delivers(&publisher, &mut scratch.subscriber(), b"before");
             eventually("the first has gone", || publisher.subscribers().is_empty());
             let before = settled_descriptors();
-            let (mute, half) = (scratch.connection(), welcomed(&scratch));
-            assert_eq!(last_word(&mute), None);
+            let (silent, half) = (scratch.connection(), welcomed(&scratch));
+            assert_eq!(last_word(&silent), None);
             assert_eq!(last_word(&half), None);
-            drop((mute, half));
+            drop((silent, half));
             eventually("every descriptor is closed", || descriptors() == before);
             assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
         },
@@ -261,14 +261,14 @@ fn a_silent_client_is_refused_in_time_before_and_after_the_hello() {
 fn silent_connections_exclude_no_subscriber() {
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| it.handshake_timeout(LONG));
-    let crowd: Vec<_> = (0..300).map(|_| scratch.connection()).collect();
+    let connections: Vec<_> = (0..300).map(|_| scratch.connection()).collect();
     assert_delivers(&publisher, &mut scratch.subscriber(), b"in spite of them");
-    drop(crowd);
+    drop(connections);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"and afterwards");
 }
 
 #[test]
-fn subscribers_above_the_limit_are_refused_and_places_come_back() {
+fn subscribers_above_the_limit_are_refused_until_others_leave() {
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| it.subscribers_max(3));
     let mut three: Vec<_> = (0..3).map(|_| scratch.subscriber()).collect();
@@ -355,18 +355,18 @@ fn a_limit_of_one_admits_one_of_many_that_come_at_once() {
 }
 
 #[test]
-fn a_link_whose_descriptors_nobody_reads_keeps_its_place_until_they_are_in_flight_no_more() {
+fn a_link_with_unread_descriptors_counts_until_they_are_no_longer_in_flight() {
     use rustix::event::{PollFd, PollFlags, poll};
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| {
         it.subscribers_max(2)
             .handshake_timeout(Duration::from_secs(2))
     });
-    let crowd: Vec<OwnedFd> = (0..2).map(|_| scratch.connection()).collect();
-    crowd
+    let connections: Vec<OwnedFd> = (0..2).map(|_| scratch.connection()).collect();
+    connections
         .iter()
         .for_each(|socket| send_raw(socket, &packet(&hello()), &[]).unwrap());
-    for socket in &crowd {
+    for socket in &connections {
         eventually("its time is over", || {
             let mut ends = [PollFd::new(socket, PollFlags::RDHUP)];
             poll(
@@ -389,7 +389,7 @@ fn a_link_whose_descriptors_nobody_reads_keeps_its_place_until_they_are_in_fligh
         }
     );
     assert!(full, "{error}");
-    drop(crowd);
+    drop(connections);
     assert_delivers(
         &publisher,
         &mut scratch.subscriber(),

@@ -73,10 +73,10 @@ const POLICIES: [Policy; 4] = [
 ];
 
 #[test]
-fn whatever_a_receiver_scribbles_the_good_one_gets_every_sample_whole() {
+fn a_scribbling_receiver_does_not_affect_the_other_ones_samples() {
     alone(
         module_path!(),
-        "whatever_a_receiver_scribbles_the_good_one_gets_every_sample_whole",
+        "a_scribbling_receiver_does_not_affect_the_other_ones_samples",
         || {
             for (policy, spins) in POLICIES.into_iter().zip([0, 30, 0, 30]) {
                 let scratch = Scratch::new();
@@ -138,7 +138,7 @@ fn whatever_a_receiver_scribbles_the_good_one_gets_every_sample_whole() {
 }
 
 #[test]
-fn a_receiver_that_calls_everything_done_has_nothing_unmapped_under_the_publishers_stream() {
+fn early_releases_unmap_nothing_under_the_publishers_stream() {
     let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
     let (publisher, another) = (scratch.publisher(|it| it), elsewhere.publisher(|it| it));
     let (stream, (go, wait)) = (stream(), mpsc::channel::<()>());
@@ -158,7 +158,7 @@ fn a_receiver_that_calls_everything_done_has_nothing_unmapped_under_the_publishe
     eventually("the liar is forgotten", || {
         publisher.subscribers().is_empty()
     });
-    // A link that ended later, and whose streams are idle, shows that this link's turn has passed.
+    // A link that ended later, with idle streams, shows that this link's turn has passed.
     let honest = Liar::attach(&elsewhere);
     let later = honest.segment();
     assert_delivers(&another, &mut elsewhere.subscriber(), b"elsewhere");
@@ -172,7 +172,7 @@ fn a_receiver_that_calls_everything_done_has_nothing_unmapped_under_the_publishe
 }
 
 #[test]
-fn a_slot_called_released_is_not_used_again_while_it_is_being_filled() {
+fn a_slot_released_early_is_not_reused_while_it_is_being_filled() {
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| {
         it.memory_limit(2 << 20)
@@ -195,8 +195,8 @@ fn a_slot_called_released_is_not_used_again_while_it_is_being_filled() {
 }
 
 #[test]
-fn slots_of_a_killed_scribbler_come_back_whatever_it_left_in_its_words() {
-    let test = "slots_of_a_killed_scribbler_come_back_whatever_it_left_in_its_words";
+fn slots_of_a_killed_scribbler_are_reclaimed_whatever_its_words_hold() {
+    let test = "slots_of_a_killed_scribbler_are_reclaimed_whatever_its_words_hold";
     if role().as_deref() == Some("scribbler") {
         let domain = crate::Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
         let scratch = std::mem::ManuallyDrop::new(Scratch {
@@ -224,7 +224,9 @@ fn slots_of_a_killed_scribbler_come_back_whatever_it_left_in_its_words() {
             publisher.send_bytes(&stream, &[round; 64 << 10]).unwrap();
         }
         scribbler.0.kill().unwrap();
-        eventually("the dead is buried", || publisher.subscribers().is_empty());
+        eventually("the dead subscriber is removed", || {
+            publisher.subscribers().is_empty()
+        });
         drop(scribbler);
     }
     // All of the memory can be allocated at once again.
@@ -272,7 +274,7 @@ fn one_sample_held_for_long_does_not_make_the_publisher_take_all_memory() {
 }
 
 #[test]
-fn a_sample_whose_wait_or_release_fails_once_is_neither_lost_nor_kept() {
+fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
     use crate::backend::testing::{Failing, Wrapped};
     let scratch = Scratch::new();
     let publisher: Publisher = scratch.publisher(|it| it.depth(2));
@@ -301,7 +303,7 @@ fn a_sample_whose_wait_or_release_fails_once_is_neither_lost_nor_kept() {
         assert_eq!(
             sample.sequence(),
             u64::from(round) + 1,
-            "the one whose wait failed"
+            "the sample of the failed wait"
         );
         drop(go);
         assert_eq!(sample.to_vec(LONG).unwrap(), [round; 100]);
@@ -328,9 +330,9 @@ fn a_sample_whose_wait_or_release_fails_once_is_neither_lost_nor_kept() {
 }
 
 #[test]
-fn another_users_receiver_that_says_ready_and_released_gets_no_slot_lent_again_under_its_writer() {
+fn forged_ready_and_released_words_of_another_user_reuse_no_slot_under_its_writer() {
     const NOBODY: u32 = 65534;
-    let test = "another_users_receiver_that_says_ready_and_released_gets_no_slot_lent_again_under_its_writer";
+    let test = "forged_ready_and_released_words_of_another_user_reuse_no_slot_under_its_writer";
     if !rustix::process::geteuid().is_root() {
         println!("skipped: only root can become another user");
         return;

@@ -157,10 +157,10 @@ const LIES: [Lie; 24] = [
 ];
 
 #[test]
-fn every_lie_in_an_entry_is_found_and_ends_the_link_alone() {
+fn every_invalid_field_of_an_entry_ends_that_link_alone() {
     alone(
         module_path!(),
-        "every_lie_in_an_entry_is_found_and_ends_the_link_alone",
+        "every_invalid_field_of_an_entry_ends_that_link_alone",
         || {
             let scratch = Scratch::new();
             drop(Fake::attach(&scratch, true));
@@ -176,13 +176,13 @@ fn every_lie_in_an_entry_is_found_and_ends_the_link_alone() {
                     matches!(&error, Error::Protocol { field, .. } if *field == lie),
                     "lie {number}, {lie}: {error}"
                 );
-                let farewell = hear(&fake.socket);
+                let last_message = hear(&fake.socket);
                 assert!(
                     matches!(
-                        farewell,
+                        last_message,
                         Received::Message(Message::Close(CloseReason::Failed(_)), _)
                     ),
-                    "{farewell:?}"
+                    "{last_message:?}"
                 );
                 fake.send(|_| ());
                 assert!(subscriber.receive(&stream).is_err(), "it stays closed");
@@ -201,7 +201,7 @@ fn every_lie_in_an_entry_is_found_and_ends_the_link_alone() {
 }
 
 #[test]
-fn a_region_never_announced_is_waited_for_and_then_an_error() {
+fn an_unannounced_region_times_out_with_an_error() {
     let scratch = Scratch::new();
     let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
     fake.send(|it| word(it, PACKED, |packed| packed | 5));
@@ -258,7 +258,7 @@ fn a_lossless_sequence_at_its_end_is_an_error_and_not_an_overflow() {
 }
 
 #[test]
-fn counts_that_a_peer_made_up_overflow_nothing() {
+fn forged_counts_overflow_nothing() {
     let scratch = Scratch::new();
     let (fake, subscriber) = Fake::attach(&scratch, true);
     fake.segment
@@ -281,10 +281,10 @@ fn counts_that_a_peer_made_up_overflow_nothing() {
 }
 
 #[test]
-fn messages_without_end_or_sense_behind_the_handshake_are_answered_once() {
+fn endless_invalid_messages_after_the_handshake_are_answered_once() {
     alone(
         module_path!(),
-        "messages_without_end_or_sense_behind_the_handshake_are_answered_once",
+        "endless_invalid_messages_after_the_handshake_are_answered_once",
         || {
             let scratch = Scratch::new();
             drop(Fake::attach(&scratch, true));
@@ -321,7 +321,7 @@ fn messages_without_end_or_sense_behind_the_handshake_are_answered_once() {
 }
 
 #[test]
-fn a_wake_channel_that_is_closed_or_rings_without_end_costs_nobody_a_hang() {
+fn a_wake_channel_that_is_closed_or_signals_endlessly_hangs_no_receiver() {
     let scratch = Scratch::new();
     for rings in [false, true] {
         let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
@@ -351,7 +351,7 @@ fn a_wake_channel_that_is_closed_or_rings_without_end_costs_nobody_a_hang() {
 }
 
 #[test]
-fn a_subscriber_that_goes_keeps_its_memory_mapped_under_its_streams_work() {
+fn a_closing_subscriber_keeps_memory_mapped_until_its_streams_are_done() {
     let scratch = Scratch::new();
     let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
     let (stream, (go, wait)) = (stream(), std::sync::mpsc::channel::<()>());
@@ -368,7 +368,7 @@ fn a_subscriber_that_goes_keeps_its_memory_mapped_under_its_streams_work() {
         "this side's two and the subscriber's"
     );
     drop(subscriber);
-    // A link that ended later, and whose streams are idle, shows that this link's turn has passed.
+    // A link that ended later, with idle streams, shows that this link's turn has passed.
     let (later, another) = Fake::attach(&scratch, true);
     drop(another);
     eventually("a later link is unmapped", || mappings(later.inode()) == 2);
@@ -386,10 +386,10 @@ fn a_subscriber_that_goes_keeps_its_memory_mapped_under_its_streams_work() {
 const ROUNDS_MAX: u64 = 4000;
 
 #[test]
-fn a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_errors() {
+fn concurrent_writes_to_a_segment_give_samples_inside_the_region_or_errors() {
     alone(
         module_path!(),
-        "a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_errors",
+        "concurrent_writes_to_a_segment_give_samples_inside_the_region_or_errors",
         || {
             let scratch = Scratch::new();
             drop(Fake::attach(&scratch, true));
@@ -450,7 +450,7 @@ fn a_segment_scribbled_on_while_it_is_read_gives_samples_inside_the_region_or_er
                 samples > 1000 && errors > 10,
                 "{samples} samples and {errors} errors: it tests nothing"
             );
-            eventually("everything is let go", || {
+            eventually("everything is released", || {
                 super::stage::descriptors() == before
             });
             let publisher = scratch.publisher(|it| it);

@@ -56,8 +56,8 @@ fn start(test: &str) -> Victim {
 }
 
 #[test]
-fn whatever_a_descriptor_is_taken_for_no_file_system_is_asked_first() {
-    let test = "whatever_a_descriptor_is_taken_for_no_file_system_is_asked_first";
+fn checking_a_descriptor_calls_no_file_system() {
+    let test = "checking_a_descriptor_calls_no_file_system";
     in_a_process(test, |silent, files| {
         type Taker = fn(&dyn Fn() -> PeerFd) -> bool;
         let takers: [(&str, Taker); 7] = [
@@ -111,8 +111,8 @@ fn whatever_a_descriptor_is_taken_for_no_file_system_is_asked_first() {
 }
 
 #[test]
-fn files_that_do_not_answer_hold_no_publisher_up() {
-    let test = "files_that_do_not_answer_hold_no_publisher_up";
+fn files_that_do_not_answer_block_no_publisher() {
+    let test = "files_that_do_not_answer_block_no_publisher";
     in_a_process(test, |silent, files| {
         let (scratch, victim) = (Scratch::new(), start(test));
         let publisher = scratch.publisher(|it| it);
@@ -181,7 +181,7 @@ fn offered(file: OwnedFd, place: usize) -> crate::Result<Subscriber> {
             offer.fds[place] = file;
             return offer.send(socket);
         }
-        // The lifeline of this process: a pipe whose writer is closed has ended.
+        // The lifeline of this process: a pipe has ended when its writer is closed.
         offer.fds.truncate(2);
         offer.send(socket);
         let due = [
@@ -196,8 +196,8 @@ fn offered(file: OwnedFd, place: usize) -> crate::Result<Subscriber> {
 }
 
 #[test]
-fn files_that_do_not_answer_hold_no_subscriber_up() {
-    let test = "files_that_do_not_answer_hold_no_subscriber_up";
+fn files_that_do_not_answer_block_no_subscriber() {
+    let test = "files_that_do_not_answer_block_no_subscriber";
     in_a_process(test, |silent, files| {
         let [one, two] = [start(test), start(test)];
         let (scratch, elsewhere) = (Scratch::new(), Scratch::new());
@@ -315,12 +315,12 @@ fn a_process_forks_while_many_files_cannot_be_closed() {
                 ));
             }
             eventually("all of them wait", || pending_closes() == 2 * LIFELINES);
-            let (told, tells) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
+            let (ready_reader, ready_writer) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).unwrap();
             let child = returns("fork", move || {
                 // SAFETY: the child makes system calls alone.
                 match unsafe { libc::fork() } {
                     0 => {
-                        let _ = rustix::io::write(&tells, b"x");
+                        let _ = rustix::io::write(&ready_writer, b"x");
                         // SAFETY: ends the process, or waits for the end of the connection, since
                         // it has those files.
                         unsafe { libc::_exit(0) }
@@ -328,8 +328,11 @@ fn a_process_forks_while_many_files_cannot_be_closed() {
                     child => child,
                 }
             });
-            assert!(wait_readable(told.as_fd(), LONG), "the child is there");
-            assert_eq!(rustix::io::read(&told, &mut [0; 2]), Ok(1));
+            assert!(
+                wait_readable(ready_reader.as_fd(), LONG),
+                "the child is there"
+            );
+            assert_eq!(rustix::io::read(&ready_reader, &mut [0; 2]), Ok(1));
             assert_delivers(&publisher, &mut good, b"and so is its parent");
             silent.abort();
             // SAFETY: waits for a child of this process.

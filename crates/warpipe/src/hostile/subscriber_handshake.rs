@@ -430,115 +430,123 @@ fn tcp_socket() -> OwnedFd {
 }
 
 #[test]
-fn a_welcome_that_lies_is_declined() {
-    alone(module_path!(), "a_welcome_that_lies_is_declined", || {
-        let depth = |depth: u32| offer(move |offer| offer.depth = depth);
-        run(vec![
-            ("depth 0", depth(0), fault!(HandshakeFault::Segment(_))),
-            (
-                "another depth",
-                depth(5),
-                fault!(HandshakeFault::Segment(_)),
-            ),
-            (
-                "the same pages, another depth",
-                depth(3),
-                fault!(HandshakeFault::Segment(_)),
-            ),
-            (
-                "huge depth",
-                depth(u32::MAX),
-                fault!(HandshakeFault::Segment(_)),
-            ),
-            (
-                "depth above the limit",
-                depth(4097),
-                fault!(HandshakeFault::Segment(_)),
-            ),
-            (
-                "another generation",
-                offer(|offer| offer.generation = [8; 16]),
-                fault!(HandshakeFault::Segment(_)),
-            ),
-            (
-                "a GPU",
-                offer(|offer| {
-                    offer.device = DeviceId {
-                        kind: DeviceKind::Cuda,
-                        uuid: [1; 16],
-                    }
-                }),
-                fault!(HandshakeFault::Device { .. }),
-            ),
-            (
-                "regions that never come",
-                offer(|offer| offer.regions = 3),
-                fault!(HandshakeFault::Silent(_)),
-            ),
-            (
-                "countless regions",
-                offer(|offer| offer.regions = u32::MAX),
-                fault!(HandshakeFault::Silent(_)),
-            ),
-            (
-                "a second welcome",
-                Box::new(|socket| {
-                    let offer = Offer::new();
-                    offer.send(socket);
-                    offer.send(socket);
-                }),
-                fault!(HandshakeFault::Unexpected { .. }),
-            ),
-        ]);
-    });
+fn a_welcome_with_false_fields_is_declined() {
+    alone(
+        module_path!(),
+        "a_welcome_with_false_fields_is_declined",
+        || {
+            let depth = |depth: u32| offer(move |offer| offer.depth = depth);
+            run(vec![
+                ("depth 0", depth(0), fault!(HandshakeFault::Segment(_))),
+                (
+                    "another depth",
+                    depth(5),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "the same pages, another depth",
+                    depth(3),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "huge depth",
+                    depth(u32::MAX),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "depth above the limit",
+                    depth(4097),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "another generation",
+                    offer(|offer| offer.generation = [8; 16]),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
+                    "a GPU",
+                    offer(|offer| {
+                        offer.device = DeviceId {
+                            kind: DeviceKind::Cuda,
+                            uuid: [1; 16],
+                        }
+                    }),
+                    fault!(HandshakeFault::Device { .. }),
+                ),
+                (
+                    "regions that never come",
+                    offer(|offer| offer.regions = 3),
+                    fault!(HandshakeFault::Silent(_)),
+                ),
+                (
+                    "countless regions",
+                    offer(|offer| offer.regions = u32::MAX),
+                    fault!(HandshakeFault::Silent(_)),
+                ),
+                (
+                    "a second welcome",
+                    Box::new(|socket| {
+                        let offer = Offer::new();
+                        offer.send(socket);
+                        offer.send(socket);
+                    }),
+                    fault!(HandshakeFault::Unexpected { .. }),
+                ),
+            ]);
+        },
+    );
 }
 
 #[test]
-fn a_region_that_is_none_is_declined() {
-    alone(module_path!(), "a_region_that_is_none_is_declined", || {
-        let good = || vec![memfd(2 << 20, SIZE_SEALS)];
-        let protocol: Judge = |error| matches!(error, Error::Protocol { .. });
-        let memory: Judge = |error| matches!(error, Error::NotDeviceMemory { .. });
-        run(vec![
-            ("out of order", region(1, 2 << 20, good), protocol),
-            ("a huge number", region(u32::MAX, 2 << 20, good), protocol),
-            ("no length", region(0, 0, good), protocol),
-            ("an odd length", region(0, (2 << 20) + 1, good), protocol),
-            ("a negative length", region(0, 1 << 63, good), protocol),
-            ("a length of all ones", region(0, u64::MAX, good), protocol),
-            ("larger than it is", region(0, 4 << 20, good), memory),
-            ("smaller than it is", region(0, 1 << 20, good), memory),
-            ("a pipe", region(0, 2 << 20, || vec![pipe()]), memory),
-            (
-                "a file",
-                region(0, 1 << 12, || vec![regular_file()]),
-                memory,
-            ),
-            (
-                "unsealed",
-                region(0, 2 << 20, || vec![memfd(2 << 20, SealFlags::empty())]),
-                memory,
-            ),
-            (
-                "more than the address space",
-                region(0, 1 << 62, || vec![memfd(1 << 62, SIZE_SEALS)]),
-                |error| matches!(error, Error::Os { call: "mmap", .. }),
-            ),
-            (
-                "no descriptor",
-                region(0, 2 << 20, Vec::new),
-                fault!(HandshakeFault::Descriptors { .. }),
-            ),
-            (
-                "two descriptors",
-                region(0, 2 << 20, || vec![memfd(2 << 20, SIZE_SEALS), pipe()]),
-                fault!(HandshakeFault::Descriptors {
-                    found: 2,
-                    wanted: 1
-                }),
-            ),
-        ]);
-    });
+fn a_descriptor_that_is_no_region_is_declined() {
+    alone(
+        module_path!(),
+        "a_descriptor_that_is_no_region_is_declined",
+        || {
+            let good = || vec![memfd(2 << 20, SIZE_SEALS)];
+            let protocol: Judge = |error| matches!(error, Error::Protocol { .. });
+            let memory: Judge = |error| matches!(error, Error::NotDeviceMemory { .. });
+            run(vec![
+                ("out of order", region(1, 2 << 20, good), protocol),
+                ("a huge number", region(u32::MAX, 2 << 20, good), protocol),
+                ("no length", region(0, 0, good), protocol),
+                ("an odd length", region(0, (2 << 20) + 1, good), protocol),
+                ("a negative length", region(0, 1 << 63, good), protocol),
+                ("a length of all ones", region(0, u64::MAX, good), protocol),
+                ("larger than it is", region(0, 4 << 20, good), memory),
+                ("smaller than it is", region(0, 1 << 20, good), memory),
+                ("a pipe", region(0, 2 << 20, || vec![pipe()]), memory),
+                (
+                    "a file",
+                    region(0, 1 << 12, || vec![regular_file()]),
+                    memory,
+                ),
+                (
+                    "unsealed",
+                    region(0, 2 << 20, || vec![memfd(2 << 20, SealFlags::empty())]),
+                    memory,
+                ),
+                (
+                    "more than the address space",
+                    region(0, 1 << 62, || vec![memfd(1 << 62, SIZE_SEALS)]),
+                    |error| matches!(error, Error::Os { call: "mmap", .. }),
+                ),
+                (
+                    "no descriptor",
+                    region(0, 2 << 20, Vec::new),
+                    fault!(HandshakeFault::Descriptors { .. }),
+                ),
+                (
+                    "two descriptors",
+                    region(0, 2 << 20, || vec![memfd(2 << 20, SIZE_SEALS), pipe()]),
+                    fault!(HandshakeFault::Descriptors {
+                        found: 2,
+                        wanted: 1
+                    }),
+                ),
+            ]);
+        },
+    );
 }
 
 #[test]
@@ -548,7 +556,7 @@ fn memory_of_huge_pages_is_declined_before_it_is_mapped() {
         "memory_of_huge_pages_is_declined_before_it_is_mapped",
         || {
             const HUGE: u64 = 2 << 20;
-            /// The depth whose segment is one huge page long.
+            /// The depth that makes a segment one huge page long.
             const DEPTH: u32 = 3270;
             assert_eq!(bytes_for(DEPTH), HUGE);
             if hugetlb_memfd(HUGE).is_none() {
@@ -575,7 +583,7 @@ fn memory_of_huge_pages_is_declined_before_it_is_mapped() {
 }
 
 #[test]
-fn garbage_for_an_answer_is_an_error_and_never_a_panic() {
+fn a_garbage_answer_is_an_error_and_never_a_panic() {
     let (scratch, mut random) = (Scratch::new(), Random(2));
     for round in 0..600 {
         let mut bytes = packet(&Message::Refused {

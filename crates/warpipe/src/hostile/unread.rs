@@ -17,8 +17,8 @@ const PLACES: u32 = 4;
 /// How a client ends its session.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Way {
-    Goodbye,
-    GoodbyeAndShutdown,
+    Close,
+    CloseAndShutdown,
     /// Its lifeline ends.
     Death,
 }
@@ -31,7 +31,7 @@ fn come_and_go(scratch: &Scratch, way: Way) -> OwnedFd {
     if way != Way::Death {
         let _ = send_raw(&socket, &packet(&Message::Close(CloseReason::Closed)), &[]);
     }
-    if way == Way::GoodbyeAndShutdown {
+    if way == Way::CloseAndShutdown {
         let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Write);
     }
     assert!(wait_readable(socket.as_fd(), LONG));
@@ -45,7 +45,7 @@ fn a_client_that_reads_nothing_keeps_counting_however_it_leaves() {
         module_path!(),
         "a_client_that_reads_nothing_keeps_counting_however_it_leaves",
         || {
-            for way in [Way::Goodbye, Way::GoodbyeAndShutdown, Way::Death] {
+            for way in [Way::Close, Way::CloseAndShutdown, Way::Death] {
                 let scratch = Scratch::new();
                 let limits = PeerLimits {
                     all: PLACES,

@@ -14,10 +14,10 @@ use crate::{Device, Domain, Error, Subscriber};
 const NOBODY: u32 = 65534;
 
 /// A user without any other process.
-const STRANGER: u32 = 61_234;
+const OTHER_USER: u32 = 61_234;
 
 /// Becomes the user nobody, subscribes, and prints the result.
-fn stranger() {
+fn other_user() {
     // SAFETY: plain system calls; this process has one test and no other thread that depends on the
     // user.
     let codes = unsafe { [libc::setgid(NOBODY), libc::setuid(NOBODY)] };
@@ -67,7 +67,7 @@ pub(super) fn as_user<T>(uid: u32, work: impl FnOnce() -> T) -> T {
 }
 
 fn visit(test: &str, scratch: &Scratch, silent: bool) -> String {
-    let mut command = command(module_path!(), test, "stranger");
+    let mut command = command(module_path!(), test, "other_user");
     command.env("WARPIPE_HOSTILE_PATH", &scratch.path);
     if silent {
         command.env("WARPIPE_HOSTILE_SILENT", "1");
@@ -84,8 +84,8 @@ fn visit(test: &str, scratch: &Scratch, silent: bool) -> String {
 #[test]
 fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list() {
     let test = "another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list";
-    if role().as_deref() == Some("stranger") {
-        return stranger();
+    if role().as_deref() == Some("other_user") {
+        return other_user();
     }
     if !rustix::process::geteuid().is_root() {
         println!("skipped: only root can become another user");
@@ -156,7 +156,7 @@ fn a_user_that_the_namespace_does_not_map_cannot_be_admitted() {
     let test = "a_user_that_the_namespace_does_not_map_cannot_be_admitted";
     let path = || std::env::var("WARPIPE_HOSTILE_PATH").unwrap();
     match role().as_deref() {
-        Some("stranger") => return stranger(),
+        Some("other_user") => return other_user(),
         Some("server") => {
             // All users that the namespace does not map read as this number here.
             let domain = Domain::at(path()).unwrap();
@@ -204,7 +204,7 @@ fn a_user_that_the_namespace_does_not_map_cannot_be_admitted() {
 #[test]
 fn another_users_living_endpoint_is_not_shown_as_stale() {
     let test = "another_users_living_endpoint_is_not_shown_as_stale";
-    if role().as_deref() == Some("stranger") {
+    if role().as_deref() == Some("other_user") {
         // SAFETY: plain system calls; this process has one test and no other thread that depends on
         // the user.
         let answer = unsafe { [libc::setgid(NOBODY), libc::setuid(NOBODY)] };
@@ -318,10 +318,10 @@ fn fill_what_is_in_flight() -> Option<Vec<OwnedFd>> {
 #[test]
 fn a_user_with_too_many_descriptors_in_flight_gets_a_limit_error() {
     let test = "a_user_with_too_many_descriptors_in_flight_gets_a_limit_error";
-    if role().as_deref() == Some("stranger") {
+    if role().as_deref() == Some("other_user") {
         // SAFETY: plain system calls; this process has one test and no other thread that depends on
         // the user.
-        let answer = unsafe { [libc::setgid(STRANGER), libc::setuid(STRANGER)] };
+        let answer = unsafe { [libc::setgid(OTHER_USER), libc::setuid(OTHER_USER)] };
         assert_eq!(answer, [0, 0]);
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
         let builder = crate::Publisher::builder("a")
@@ -351,7 +351,7 @@ fn a_user_with_too_many_descriptors_in_flight_gets_a_limit_error() {
         return;
     }
     let scratch = Scratch::new();
-    std::os::unix::fs::chown(&scratch.path, Some(STRANGER), Some(STRANGER)).unwrap();
+    std::os::unix::fs::chown(&scratch.path, Some(OTHER_USER), Some(OTHER_USER)).unwrap();
     let outcome = visit(test, &scratch, false);
     assert!(
         outcome == "no limit" || outcome.contains("RLIMIT_NOFILE (soft limit 64)"),

@@ -266,7 +266,7 @@ impl Domain {
     }
 
     /// Removes the files of one dead endpoint. False while its name is held: by a living process,
-    /// or for a moment by a dying one, whose sockets may close before its lock is free.
+    /// or for a moment by a dying one: its sockets may close before its lock is free.
     pub(crate) fn forget(&self, name: &EndpointName) -> bool {
         self.clear_up(name) != Cleared::Held
     }
@@ -280,7 +280,7 @@ impl Domain {
         Ok(cleared)
     }
 
-    /// The endpoints whose lock files name this author, and which it does not hold any more.
+    /// The endpoints with lock files that name this author, and which it does not hold any more.
     fn left_by(&self, author: Author) -> Result<Vec<EndpointName>> {
         let is_left = |name: &EndpointName| {
             let lock = self.open_lock(name, OFlags::RDONLY);

@@ -151,7 +151,7 @@ impl ConnectionQuota {
         })
     }
 
-    /// Releases the permits of links whose peers have read their queues or closed by now.
+    /// Releases the permits of links with peers that have read their queues or closed by now.
     pub(crate) fn release_closed(&self) {
         let mut unread = self
             .books
@@ -196,10 +196,10 @@ impl QuotaTable {
 }
 
 /// The idle connection to evict for a new one: the oldest of the user with the most idle
-/// connections. `crowd` is pairs of connection number, which grows, and user.
-pub(crate) fn eviction_candidate(crowd: impl Iterator<Item = (u64, u32)>) -> Option<u64> {
+/// connections. `connections` are pairs of connection number, which grows, and user.
+pub(crate) fn eviction_candidate(connections: impl Iterator<Item = (u64, u32)>) -> Option<u64> {
     let mut users: HashMap<u32, (usize, u64)> = HashMap::new();
-    for (id, uid) in crowd {
+    for (id, uid) in connections {
         let (count, oldest) = users.entry(uid).or_insert((0, id));
         (*count, *oldest) = (*count + 1, id.min(*oldest));
     }

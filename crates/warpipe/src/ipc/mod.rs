@@ -231,7 +231,7 @@ pub(crate) trait RequestHandler: Send + Sync {
     /// proof of death follows at once.
     fn on_orphaned(&self, _server_core: &ServerCore, _client: &ClientInfo) {}
 
-    /// Whether a client whose socket has closed without a graceful close may still use something
+    /// Whether a client that closed its socket without a graceful close may still use something
     /// that the server gave it. If so, the client counts and is kept until its process is proven
     /// dead. If not, it is disconnected.
     fn holds_anything(&self, client: &ClientInfo) -> bool;
@@ -268,11 +268,11 @@ pub(crate) trait SessionObserver: Send + Sync {
     fn on_proven_dead(&self) {}
 
     /// The server's process has exited, and a child that it forked may keep its device work
-    /// running. Whatever waits for the server is to be released, and nothing else. Also called
+    /// running. Waits for the server are to be released, and nothing else. Also called
     /// before [`on_proven_dead`](SessionObserver::on_proven_dead).
     fn on_orphaned(&self) {}
 
-    /// A reply came to a request whose caller has given up. Its contents count as received all the
+    /// A reply came to a request after its caller had given up. Its contents count as received all the
     /// same.
     fn on_stale_reply(&self, _request: &[u8], _incoming: IncomingReply) {}
 

@@ -28,8 +28,8 @@ use crate::runtime::closer::PeerFd;
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
 
-/// How long streams wait for a suspect process whose lifeline is open, unless the caller says
-/// otherwise. Counted while this process runs, since it observes nothing while it stands still.
+/// How long streams wait for a suspect process with an open lifeline, unless the caller says
+/// otherwise. Counted while this process runs, since it observes nothing while it is stopped.
 pub(crate) const ORPHAN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Identifies a process.

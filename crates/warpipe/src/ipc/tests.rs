@@ -15,7 +15,7 @@ impl RequestHandler for Echo {
         client: &ClientInfo,
         body: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
-        if body == b"stranger" {
+        if body == b"refused" {
             return Err(Rejection("no strangers".into()));
         }
         assert_eq!(client.uid, rustix::process::geteuid().as_raw());
@@ -64,7 +64,7 @@ struct Stage {
     seen: Receiver<String>,
     server: Option<IpcServer>,
     heard: Receiver<String>,
-    ear: Arc<RecordingObserver>,
+    observer: Arc<RecordingObserver>,
 }
 
 const WAIT: Duration = Duration::from_secs(10);
@@ -93,7 +93,7 @@ impl Stage {
             server: Some(server),
             seen,
             heard,
-            ear: Arc::new(RecordingObserver(Mutex::new(hears))),
+            observer: Arc::new(RecordingObserver(Mutex::new(hears))),
             domain,
             name,
         }
@@ -106,7 +106,7 @@ impl Stage {
             kind,
         };
         let (session, incoming) = ClientSession::attach(&at, None, body, Duration::ZERO)?;
-        session.observe(self.ear.clone())?;
+        session.observe(self.observer.clone())?;
         Ok((session, incoming))
     }
 }
@@ -141,7 +141,7 @@ fn a_client_of_another_kind_or_a_refused_one_gets_the_reason() {
         matches!(&other, Error::OtherKind { found, .. } if found == "timeline"),
         "{other}"
     );
-    let refused = stage.open_session(Kind::Timeline, b"stranger").unwrap_err();
+    let refused = stage.open_session(Kind::Timeline, b"refused").unwrap_err();
     assert!(
         matches!(&refused, Error::Refused { text, .. } if text == "no strangers"),
         "{refused}"

@@ -210,7 +210,7 @@ impl MemberTable {
     }
 
     /// All members, sorted by name, each with its author for the lock files. A name that has not
-    /// answered for as long as a heartbeat may stand still counts as stalled.
+    /// answered for as long as a heartbeat may pause counts as stalled.
     pub(super) fn list(&self) -> Vec<(MemberInfo, Option<Author>)> {
         let known = self.entries.values().map(|entry| {
             let author = entry.introduction.author;

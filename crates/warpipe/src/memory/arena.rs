@@ -26,9 +26,9 @@ pub(crate) type SlotId = u32;
 pub(crate) struct Slot {
     pub(crate) region: u32,
     pub(crate) offset: u64,
-    /// What was taken, a multiple of the alignment.
+    /// The length of the range, a multiple of the alignment.
     bytes: u64,
-    /// Who holds it: a loan, links, the history. 0 for a number not in use.
+    /// The number of holders: a loan, links, the history. 0 for a number not in use.
     holders: u32,
     /// The value that the slot's fence word must reach before it is free; 0 for none.
     fence: u64,
@@ -37,7 +37,7 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    /// What the slot takes of its region, in bytes.
+    /// The slot's length in its region, in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -61,9 +61,9 @@ pub(crate) struct Arena {
     chunks: Vec<Chunk>,
     slots: Vec<Slot>,
     unused: Vec<SlotId>,
-    /// Slots without holders whose fence has not been reached.
+    /// Slots without holders, with a fence that has not been reached.
     waiting: Vec<SlotId>,
-    /// Counts what was let go or freed.
+    /// Counts released and freed slots.
     changes: u64,
     /// Counts what was taken.
     taken: u64,
@@ -229,7 +229,7 @@ impl Arena {
         self.slots[id as usize].fence = value;
     }
 
-    /// Whether one holder is all that keeps the slot: let go, it would be free at once.
+    /// Whether the slot has one holder, so that its release would free the slot at once.
     pub(crate) fn is_sole(&self, id: SlotId) -> bool {
         let slot = &self.slots[id as usize];
         slot.holders == 1 && slot.fence == 0
@@ -254,12 +254,12 @@ impl Arena {
         }
     }
 
-    /// What tells this taking of a slot from every later one.
+    /// Distinguishes this use of a slot from every later one.
     pub(crate) fn serial(&self, id: SlotId) -> u64 {
         self.slots[id as usize].serial
     }
 
-    /// Frees the slots whose fence `is_reached`.
+    /// Frees each slot once its fence `is_reached`.
     #[inline]
     pub(crate) fn collect(&mut self, is_reached: impl Fn(SlotId, u64) -> bool) {
         let mut index = 0;
@@ -274,7 +274,7 @@ impl Arena {
         }
     }
 
-    /// A number that changes whenever something was let go or freed.
+    /// A number that changes whenever a slot was released or freed.
     pub(crate) fn changes(&self) -> u64 {
         self.changes
     }
@@ -306,7 +306,7 @@ impl Arena {
     }
 }
 
-/// What a slot of `bytes` takes: at least one unit, so that an empty tensor has an address.
+/// The length of a slot for `bytes`: at least one unit, so that an empty tensor has an address.
 fn needed(bytes: u64) -> Option<u64> {
     bytes.max(1).checked_next_multiple_of(ALIGNMENT)
 }

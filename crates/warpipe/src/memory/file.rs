@@ -261,7 +261,7 @@ mod tests {
     fn a_dead_writers_temporary_file_with_our_number_is_skipped() {
         let Folder(path, ticket) = &Folder::new("stale");
         let file = path.join("weights.ticket");
-        // Whatever numbers other tests use meanwhile, some of these are next.
+        // Other tests may open descriptors meanwhile; some of these numbers are still next.
         let stale = |number: u64| {
             path.join(format!(
                 ".weights.ticket.{}-{number}.new",

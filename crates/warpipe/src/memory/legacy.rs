@@ -1,4 +1,4 @@
-//! Legacy handles: a second door, for memory that another allocator made with `cudaMalloc`.
+//! Legacy CUDA IPC handles, for memory that another allocator made with `cudaMalloc`.
 //!
 //! A handle is 64 bytes of the driver that name one allocation, and the facts that the driver does
 //! not include: the tensor's place in the allocation, its exporter, its device and machine. The
@@ -172,7 +172,7 @@ impl LegacyHandle {
         self.offset
     }
 
-    /// The length in bytes of the allocation: all of it is open to whoever opens the handle.
+    /// The length in bytes of the allocation: all of it is open to a process that opens the handle.
     pub fn allocation_bytes(&self) -> u64 {
         self.allocation_bytes
     }
@@ -237,7 +237,7 @@ impl LegacyHandle {
     }
 }
 
-/// What the checksum is over.
+/// The bytes that the checksum covers.
 const CHECKED: usize = LegacyHandle::BYTES - 8;
 
 /// The bytes of a handle with the checksum that fits them.
@@ -316,7 +316,7 @@ fn parse(bytes: &[u8]) -> Result<LegacyHandle, LegacyFault> {
     })
 }
 
-/// Takes fields of fixed length, one after the other, whose sum is below the length of the whole.
+/// Takes fields of fixed length, one after the other. Their sum is below the whole length.
 struct Reader<'a>(&'a [u8; LegacyHandle::BYTES], usize);
 
 impl Reader<'_> {

@@ -142,7 +142,7 @@ impl Published {
     ///
     /// # Errors
     /// [`Error::Os`] when the machine's identity cannot be read; [`Error::Argument`] for a domain
-    /// whose path is not UTF-8.
+    /// with a path that is not UTF-8.
     pub fn ticket(&self) -> Result<Ticket> {
         self.ticket_of(..)
     }

@@ -63,7 +63,7 @@ impl SharedMemory {
         self.bytes
     }
 
-    /// What its owner lets this process do with it.
+    /// The access that the owner grants this process.
     pub fn access(&self) -> Access {
         self.mapping.access
     }

@@ -1,4 +1,4 @@
-//! Tickets: a text that names memory, for whoever may have it.
+//! Tickets: a text that names memory, for any process that may open it.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -51,7 +51,7 @@ pub struct Ticket {
     fields: Fields,
 }
 
-/// What the text holds.
+/// The contents of the text.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 struct Fields {
     /// The boot of its machine.
@@ -148,7 +148,7 @@ impl Ticket {
         &self.fields.name
     }
 
-    /// What is kept under it: memory, or a pool.
+    /// The kind of object under the name: memory, or a pool.
     pub fn kind(&self) -> Kind {
         self.fields.kind
     }
@@ -276,7 +276,7 @@ impl Ticket {
         self.fields.incarnation
     }
 
-    /// The user whose domain it is.
+    /// The user that owns the domain.
     pub(crate) fn owner(&self) -> u32 {
         self.fields.owner
     }
@@ -368,7 +368,7 @@ fn checksum(bytes: &[u8]) -> u32 {
     })
 }
 
-/// For [`fuzzing`](crate::fuzzing): texts whose checksum is right, whatever they say.
+/// For [`fuzzing`](crate::fuzzing): texts with a valid checksum over any contents.
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod forged {
     use super::*;
@@ -379,7 +379,7 @@ pub(crate) mod forged {
         format!("{PREFIX}{VERSION}:{digits}:{:08x}", checksum(bytes))
     }
 
-    /// What whole tickets say: one with everything, and one with as little as can be.
+    /// Two tickets: one with every field, and one with as few as possible.
     pub(crate) fn bodies() -> Vec<Vec<u8>> {
         let device = Some(DeviceId {
             kind: DeviceKind::Host,

@@ -545,18 +545,18 @@ fn a_block_granted_after_its_client_gave_up_comes_back() {
 
 #[test]
 fn a_block_of_a_peer_that_closed_gracefully_comes_back_at_its_death() {
-    let stage = Stage::new("goodbye");
+    let stage = Stage::new("close");
     let client = stage.client();
     let block = client.allocate(2 * MIB).unwrap();
     let allocator = stage.pool.allocator();
-    let goodbye = |process| {
+    let close = |process| {
         let mut state = allocator.lock();
         let borrower = state.borrowers.values_mut().next().unwrap();
         borrower.is_leaving = true;
         borrower.set_process(process);
     };
     let (alive, writer) = rustix::pipe::pipe().unwrap();
-    goodbye(Process::of_pipe(alive));
+    close(Process::of_pipe(alive));
     // Ticks pass while the process is alive.
     assert!(is_limit(
         stage.pool.allocate_timeout(1, Duration::from_millis(500))

@@ -179,7 +179,7 @@ fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) 
 
 impl UntrustedEntry {
     /// Copies the entry, every word at most once. Lengths are clamped here and checked in `check`.
-    /// What lies past them in the copy is left over from the last one and is never used.
+    /// The bytes past them in the copy are left over from the last one and are never used.
     #[inline]
     pub(crate) fn copy(&mut self, entry: &Entry) {
         let get = |index: usize| entry.words[index].load(Relaxed);

@@ -154,7 +154,7 @@ impl SenderRing {
         self.segment.header().receiver.asleep.load(SeqCst) != 0
     }
 
-    /// Gives up a position that [`space`](Self::space) gave and whose `ready` is enqueued, because
+    /// Gives up a position that [`space`](Self::space) gave and with its `ready` enqueued, because
     /// nothing is published there any more. The sample that lay in that entry before is over.
     pub(crate) fn forgo(&mut self, position: u64) {
         self.sent[self.segment.index(position) as usize] = Sent {
@@ -233,7 +233,7 @@ pub(crate) fn give_up(segment: &Segment, position: u64) {
     entry.aborted.store(position, Release);
 }
 
-/// Whether the sender has given up the sample at `position`, whose `ready` was found reached
+/// Whether the sender has given up the sample at `position`, with a `ready` that was found reached
 /// before, even if its entry has been used again since then. If the history no longer reaches back
 /// to that lap, and the entry has had a sample given up since, the sample counts as given up.
 #[inline]

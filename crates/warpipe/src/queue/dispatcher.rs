@@ -451,7 +451,7 @@ impl Dispatcher {
         }
     }
 
-    /// Removes workers whose answers have ended. Jobs that they had not taken return at no cost;
+    /// Removes workers after the end of their answers. Jobs that they had not taken return at no cost;
     /// each other unanswered job has failed an attempt.
     fn remove_disconnected(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
         for session in table

@@ -355,7 +355,7 @@ impl Queue {
         })
     }
 
-    /// The next result, in the builder's [`Order`], of a job whose [`JobHandle`] has not taken it.
+    /// The next result, in the builder's [`Order`], of a job that its [`JobHandle`] has not taken.
     /// Waits for it.
     ///
     /// # Errors

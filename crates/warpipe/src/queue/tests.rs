@@ -450,20 +450,20 @@ fn requeued_jobs_are_delivered_oldest_first() {
 
 #[test]
 fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
-    let fixture = QueueFixture::new("mute");
+    let fixture = QueueFixture::new("silent");
     let queue = fixture.queue();
-    let mute = Worker::builder("jobs")
+    let silent = Worker::builder("jobs")
         .domain(&fixture.domain)
         .device(&fixture.device);
     // Memory for one region, and no timeout.
-    let mut mute = mute
+    let mut silent = silent
         .memory_limit(2 << 20)
         .timeout(Duration::from_millis(20))
         .build()
         .unwrap();
     queue.wait_for_workers(1, SOON).unwrap();
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
-    let lease = mute.lease_timeout(&fixture.stream, SOON).unwrap();
+    let lease = silent.lease_timeout(&fixture.stream, SOON).unwrap();
     let all_its_memory = lease.output(&Layout::bytes_only(2 << 20).unwrap()).unwrap();
     assert!(matches!(
         lease.complete(&fixture.stream),
@@ -472,7 +472,7 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
     let mut other = fixture.worker();
     let lease = other.lease(&fixture.stream).unwrap();
     assert_eq!((lease.job(), lease.attempt()), (job.id(), 2));
-    drop((all_its_memory, mute));
+    drop((all_its_memory, silent));
 }
 
 #[test]
@@ -490,7 +490,7 @@ fn more_new_workers_than_are_attached_at_once_all_get_a_session() {
             most.fetch_max(queue.dispatcher.pending_workers.attaching(), SeqCst);
             assert!(
                 start.elapsed() < SOON,
-                "{} seats",
+                "{} permits",
                 queue.state().unwrap().workers.len()
             );
         }

@@ -1,8 +1,8 @@
-//! Closes descriptors whose `close` may take long.
+//! Closes descriptors with a `close` that may take long.
 //!
 //! `close` of a descriptor that a peer sent takes as long as the peer likes: a TCP socket with
 //! `SO_LINGER` and unsent data waits for its reader, a file on FUSE for its server. The same holds
-//! for a Unix socket in whose queue such a descriptor lies unread (its last `close` closes it) and
+//! for a Unix socket with such a descriptor unread in its queue (its last `close` closes it) and
 //! for a receive that has no room for it. Neither `shutdown` nor a receive with `MSG_PEEK` drops a
 //! descriptor (seen on Linux 6.18). So:
 //!
@@ -61,7 +61,7 @@ const IDLE_MAX: Duration = Duration::from_millis(100);
 /// The most packets that are read to empty a socket before it is left to a thread.
 const UNREAD_MAX: usize = 64;
 
-/// A connected socket whose other end is another process.
+/// A connected socket with its other end in another process.
 #[derive(Debug)]
 pub(crate) struct PeerSocket {
     /// `None` only while dropping.
@@ -196,7 +196,7 @@ pub(crate) struct PeerFd {
 enum FdToClose {
     /// A file that a forked child closes.
     ClosedOnFork(CloseOnForkFd),
-    /// A file whose `close` could block a forked child, which keeps it.
+    /// A file with a `close` that could block a forked child, which keeps it.
     KeptOnFork(OwnedFd),
 }
 
@@ -347,7 +347,7 @@ fn enqueue(uid: Option<u32>, fd: FdToClose) {
     }
 }
 
-/// Queues one of this library's own descriptors whose `close` takes a while.
+/// Queues one of this library's own descriptors with a slow `close`.
 pub(crate) fn close_later(fd: CloseOnForkFd) {
     enqueue(None, FdToClose::ClosedOnFork(fd));
 }
@@ -388,7 +388,7 @@ pub(crate) fn is_anybody_over_limit() -> bool {
         .any(|&uid| state.over_limit(uid).is_some())
 }
 
-/// The number of descriptors from peers whose `close` has not returned. A few for a moment are
+/// The number of descriptors from peers with a `close` that has not returned. A few for a moment are
 /// harmless. A number that stays means that a peer sends files that take long to close (a socket
 /// that lingers, a file on FUSE). Each costs this process a descriptor, and the first 4 of a user
 /// cost a thread each. From 64 of another user on (256 of this one), new connections of that user
@@ -553,6 +553,6 @@ mod tests {
         }
         let (ours, theirs) = pair();
         drop(theirs);
-        assert!(end(ours.as_fd()), "whose peer has gone");
+        assert!(end(ours.as_fd()), "its peer has gone");
     }
 }

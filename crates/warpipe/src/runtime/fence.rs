@@ -8,7 +8,7 @@
 //!
 //! # What the driver's answers prove
 //!
-//! A stream or an event whose query fails is *not* idle: memory that waits for it stays, and the
+//! A stream or an event with a failed query is *not* idle: memory that waits for it stays, and the
 //! query is repeated. Each such answer is counted ([`unanswered`]).
 //!
 //! | answer of `cuStreamQuery`, `cuEventQuery` | what it means here |
@@ -279,7 +279,7 @@ mod tests {
     use crate::backend::{DeviceId, DeviceKind, RawStream};
     use crate::device::Device;
 
-    /// A device whose queries fail, or whose streams capture, on demand.
+    /// A device with queries that fail, or streams that capture, on demand.
     #[derive(Debug, Default)]
     struct UnanswerableStreams {
         is_mute: AtomicBool,

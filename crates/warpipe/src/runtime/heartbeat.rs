@@ -3,7 +3,7 @@
 //!
 //! Silence is counted in this process's ticks that found the word unchanged, not by a clock. While
 //! this process does not run (both were stopped, the machine slept), it cannot distinguish a silent
-//! peer from one that stands still like itself. The peer may write any value; only a change counts.
+//! peer from one that is stopped like itself. The peer may write any value; only a change counts.
 //! For the same reason other waits for a peer are measured in time in which this process ran
 //! ([`Uptime`]).
 

@@ -38,7 +38,7 @@ pub(crate) fn memfd(name: &std::ffi::CStr, bytes: u64) -> Result<CloseOnForkFd> 
     Ok(fd)
 }
 
-/// Whether `fd` can be mapped: a memfd of exactly `bytes` bytes, whose size is final.
+/// Whether `fd` can be mapped: a memfd of exactly `bytes` bytes with a final size.
 pub(crate) fn check(fd: BorrowedFd<'_>, bytes: u64) -> Result<(), String> {
     host::check_memfd(fd, bytes, SIZE)
 }
@@ -53,7 +53,7 @@ pub(crate) fn close(fd: BorrowedFd<'_>) -> Result<(), String> {
 /// Why a page of the file could still be removed, if one can.
 pub(crate) fn check_closed(fd: BorrowedFd<'_>) -> Result<(), String> {
     let seals = rustix::fs::fcntl_get_seals(fd)
-        .map_err(|e| format!("a file whose seals cannot be read: {e}"))?;
+        .map_err(|e| format!("a file with unreadable seals: {e}"))?;
     if seals.contains(CLOSED) {
         return Ok(());
     }

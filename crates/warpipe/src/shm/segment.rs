@@ -3,7 +3,7 @@
 //! A sealed memfd: a header page, then `depth` entries. The publisher makes and maps it, the
 //! subscriber maps and seals it, and each registers its mapping behind the [seal] alone. The
 //! segment holds only atomics, because the other process may write any byte at any time. A value
-//! read from here is a peer's *allegation*: it proves nothing until it has been copied once and the
+//! read from here is *untrusted*: it proves nothing until it has been copied once and the
 //! copy has been checked (see [`entry`](crate::pubsub::entry)).
 //!
 //! `docs/design/link.md` draws it byte by byte; the offsets are asserted below.

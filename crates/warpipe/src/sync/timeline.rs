@@ -176,7 +176,7 @@ impl Opener<Timeline> {
 /// owner.signal(&writing, 1)?; // behind the work that is on `writing` so far
 /// frames.wait(&reading, 1)?; // orders later work on `reading` behind it; the CPU does not wait
 /// reading.synchronize(Duration::from_secs(1))?;
-/// assert!(frames.check(1)?); // an error if the owner died, and the stream was let go without it
+/// assert!(frames.check(1)?); // an error if the owner died, and the stream was released without it
 /// # drop((owner, frames)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
 /// ```
@@ -257,7 +257,7 @@ impl Timeline {
         &self.name
     }
 
-    /// The device whose streams signal and wait.
+    /// The device of the streams that signal and wait.
     pub fn device(&self) -> &Device {
         &self.device
     }

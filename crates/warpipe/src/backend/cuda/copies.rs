@@ -82,7 +82,7 @@ impl CudaBackend {
             wait.pause(|| {
                 let (bytes, most) = (src.len(), UPLOADS_MAX);
                 format!(
-                    "room for {bytes} more bytes behind streams that stand still (let them go on, or upload less: {most} bytes may be under way)"
+                    "room for {bytes} more bytes behind blocked streams (release the streams, or upload less: {most} bytes may be under way)"
                 )
             })?;
         }
@@ -260,7 +260,7 @@ impl CudaBackend {
         let mut wait = Wait::new();
         while !lease.is_past() {
             if !wait.backoff.is_spinning() {
-                // A stream whose work has failed writes no word.
+                // A stream writes no word after its work has failed.
                 // SAFETY: the stream is live as long as the copy that it was given.
                 unsafe { self.driver.stream_query(stream) }?;
             }

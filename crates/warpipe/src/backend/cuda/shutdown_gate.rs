@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(
             gate.state.load(SeqCst),
             ENDING,
-            "who was refused is counted no more"
+            "a refused caller is no longer counted"
         );
     }
 

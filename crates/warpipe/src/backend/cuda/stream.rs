@@ -26,7 +26,7 @@ type HostFunction = Box<dyn FnOnce() + Send>;
 pub enum SignalBy {
     /// Memory operations, one after another (`cuStreamBatchMemOp`).
     Batch,
-    /// One small kernel whose threads store in parallel (`cuLaunchKernel`).
+    /// One small kernel with threads that store in parallel (`cuLaunchKernel`).
     Kernel,
 }
 

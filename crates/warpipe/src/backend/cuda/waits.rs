@@ -60,7 +60,7 @@ struct Waits {
     registered: BTreeMap<DevicePtr, Registered>,
     /// Waits that may be open.
     noted: VecDeque<Wait>,
-    /// Host addresses of mappings whose unregistration is postponed.
+    /// Host addresses of mappings with a postponed unregistration.
     postponed: BTreeSet<usize>,
 }
 

@@ -278,7 +278,7 @@ pub(super) fn export_event(event: u64) -> Result<IpcBytes> {
     ))
 }
 
-/// Checks that the bytes name an event whose process is alive.
+/// Checks that the bytes name an event of a living process.
 pub(super) fn check_event(handle: &IpcBytes) -> Result<()> {
     let [host, namespace, started, pid, ..] =
         read(EVENT, handle).ok_or_else(|| refused("it is no handle of a host event"))?;

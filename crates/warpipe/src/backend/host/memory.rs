@@ -84,7 +84,7 @@ pub(super) fn import(fd: BorrowedFd<'_>, bytes: u64, access: Access) -> Result<R
     })
 }
 
-/// Why `fd` is not a memfd of exactly `bytes` bytes whose size is sealed, if it is not.
+/// The reason, if any, why `fd` is not a memfd of exactly `bytes` bytes with a sealed size.
 ///
 /// The seals are read first: that queries no file system, and only tmpfs and hugetlbfs answer it.
 /// `fstat` of a file on FUSE takes as long as its server likes.
@@ -97,7 +97,7 @@ pub(crate) fn check_memfd(fd: BorrowedFd<'_>, bytes: u64, wanted: SealFlags) -> 
     let seals =
         rustix::fs::fcntl_get_seals(fd).map_err(|_| "a file that cannot be sealed".to_string())?;
     if !seals.contains(wanted) {
-        return Err(format!("a memfd whose size is not sealed ({seals:?})"));
+        return Err(format!("a memfd without a sealed size ({seals:?})"));
     }
     let system =
         rustix::fs::fstatfs(fd).map_err(|e| format!("a descriptor that fstatfs refuses: {e}"))?;

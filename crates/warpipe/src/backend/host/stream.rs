@@ -3,7 +3,7 @@
 //!
 //! Work is enqueued and runs later, on the stream's own thread, so that a reader that does not wait
 //! reads too early, as on a GPU. Only memory operations may run at once: with an empty queue a
-//! signal cannot be early, and a wait whose value is reached is over. That keeps the hand-over of
+//! signal cannot be early, and a wait is over once its value is reached. That keeps the hand-over of
 //! host data free of a thread switch.
 
 use std::collections::VecDeque;

@@ -1,4 +1,4 @@
-//! A stream whose launch queue is full, for tests: a call that enqueues memory operations there
+//! A stream with a full launch queue, for tests: a call that enqueues memory operations there
 //! blocks until it is unblocked.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

@@ -202,7 +202,7 @@ impl Domain {
         }
     }
 
-    /// Removes a lock file whose two locks are held: no other process can have the name while the
+    /// Removes a lock file while both its locks are held: no other process can have the name while the
     /// name leads to this file. A process that has opened the file meanwhile sees that the name
     /// leads to another file by now.
     pub(super) fn unlink_lock(&self, lock: &CloseOnForkFd, name: &EndpointName) {

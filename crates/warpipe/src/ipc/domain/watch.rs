@@ -5,7 +5,7 @@
 //! grace period). So the [closer's](crate::runtime::closer) threads release it. In a process that
 //! ends, its release must come behind that of the lifeline: a copy of the instance lies in flight
 //! in a socket of its own, as the lifeline's pipe does, so it is released in a later pass of the
-//! dying task than the files, and after the lifeline, whose socket has a lower number. Where this
+//! dying task than the files, and after the lifeline: its socket has a lower number. Where this
 //! user may have no more descriptors in flight, the instance is an ordinary descriptor, and the
 //! proof of this process's death comes later by that time.
 

@@ -211,7 +211,7 @@ impl SessionState {
         }
     }
 
-    /// Takes a reply. A reply whose caller has given up goes to the observer.
+    /// Takes a reply. Goes to the observer if the caller has given up.
     pub(super) fn on_reply(&self, serial: u64, answer: Result<IncomingReply>) {
         if serial == NOTIFICATION {
             return answer

@@ -1,4 +1,4 @@
-//! What needs no second process: the format, what can be exported, and handles of this process.
+//! Tests in one process: the format, exportable memory, and handles of this process.
 
 use std::sync::Arc;
 

@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::LegacyHandle;
 use crate::error::{Error, LegacyFault};
 
-/// What a handle's text begins with; the rest is its bytes in hexadecimal.
+/// The prefix of a handle's text; the rest is its bytes in hexadecimal.
 const PREFIX: &str = "warpipe-legacy:";
 
 impl fmt::Display for LegacyHandle {

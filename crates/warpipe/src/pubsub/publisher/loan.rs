@@ -97,7 +97,7 @@ impl SampleMut {
     /// # Errors
     /// [`Error::Argument`] unless there are exactly `layout().bytes()` bytes and the stream is one
     /// of the publisher's device; [`Error::Timeout`] when too much is on its way behind streams
-    /// that stand still; [`Error::Driver`].
+    /// that are blocked; [`Error::Driver`].
     pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<()> {
         check_length(&self.layout, bytes)?;
         self.core.owner_process.check()?;

@@ -103,7 +103,7 @@ impl PublisherCore {
         }
     }
 
-    /// Stores the `ready` words that are due and whose samples are complete, and returns whether
+    /// Stores the `ready` words that are due for complete samples, and returns whether
     /// none is left. The fence thread calls this, and so does the tick in case the driver blocks
     /// the fence thread. Uses CPU stores alone.
     pub(super) fn poll_replays(&self, state: &mut PublisherState) -> bool {

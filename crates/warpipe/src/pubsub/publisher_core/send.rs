@@ -175,7 +175,7 @@ impl PublisherCore {
         sequence
     }
 
-    /// Ends a sample that was published and whose signals the driver refused: its readers see at
+    /// Ends a published sample after the driver refused its signals: its readers see at
     /// once that it is lost. Their streams continue, and its slot is free, only when `stream` is
     /// past the work that fills the slot, which was enqueued before and still runs.
     fn mark_lost(&self, state: &mut PublisherState, slot: SlotId, stream: &Stream) {

@@ -109,7 +109,7 @@ impl Attached {
         })
     }
 
-    /// Whether a sample is there whose region has been announced but not mapped yet.
+    /// Whether a sample waits for its region, which has been announced but not mapped yet.
     pub(super) fn is_region_due(&self) -> bool {
         // In this order: the region may have been mapped since the ring was polled, and then it is
         // no longer being mapped.

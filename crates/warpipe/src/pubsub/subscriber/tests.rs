@@ -137,7 +137,7 @@ impl Silent {
     }
 
     /// Fills the backlog.
-    fn crowd(&self) -> Vec<OwnedFd> {
+    fn connections(&self) -> Vec<OwnedFd> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let dial = || {
             let socket =
@@ -163,7 +163,7 @@ fn returns<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (tell, told) = std::sync::mpsc::channel();
     std::thread::spawn(move || tell.send(work()));
     told.recv_timeout(3 * LONG)
-        .expect("it waits for a publisher that stands still")
+        .expect("it waits for a stopped publisher")
 }
 
 #[test]
@@ -260,7 +260,7 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
     subscriber.options.shared.handshake_timeout = Duration::from_millis(1);
     drop(first);
     let silent = Silent::at(&place, 1);
-    let crowd = silent.crowd();
+    let connections = silent.connections();
     for _ in 0..3 {
         let waited = subscriber.receive_timeout(&stream, Duration::from_millis(20));
         assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
@@ -277,7 +277,7 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
         )
     };
     assert!(newcomer.is_err_and(fault), "nobody is taken in");
-    drop(crowd);
+    drop(connections);
     silent.leave();
     subscriber.options.shared.handshake_timeout = LONG;
     let next = place.publisher();

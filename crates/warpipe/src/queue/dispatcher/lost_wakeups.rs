@@ -211,7 +211,7 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
 
 #[test]
 fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_completes() {
-    let fixture = QueueFixture::new("goodbye");
+    let fixture = QueueFixture::new("close");
     let queue = fixture.build(|it| it.max_attempts(1));
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();

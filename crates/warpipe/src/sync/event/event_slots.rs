@@ -28,7 +28,7 @@ pub(super) struct ExporterState {
     pub(super) free: Vec<u32>,
     /// The clients that have a lane.
     recorders: HashMap<u64, RecorderWatch>,
-    /// Signalers whose latest counts have not reached all late importers.
+    /// Signalers with latest counts that have not reached all late importers.
     pub(super) lagging: Vec<Arc<Signaler>>,
 }
 
@@ -204,7 +204,7 @@ impl ExporterState {
         (1..LANES_PER_EVENT).for_each(|lane| self.end_lane(index as u32, lane));
     }
 
-    /// Ends a dropped event whose own work is done: remaining waits are released.
+    /// Ends a dropped event once its own work is done: remaining waits are released.
     pub(super) fn end(&mut self, index: u32) {
         self.end_all(index as usize);
         self.slots[index as usize].phase = SlotPhase::Ended;

@@ -58,7 +58,7 @@ pub(super) struct PageReply;
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum LaneReply {
-    /// This lane, whose count is `from`. No two grants of an event have the same number.
+    /// This lane, with the count `from`. No two grants of an event have the same number.
     Granted { lane: u8, from: u64, grant: u64 },
     /// All lanes are taken, or belonged to importers that died.
     Full,

@@ -192,7 +192,7 @@ impl EventExporter {
         }
     }
 
-    /// Releases an event whose last handle here is dropped.
+    /// Releases an event after its last handle here is dropped.
     pub(super) fn release(self: &Arc<Self>, index: u32) {
         let mut state = self.event_table.lock();
         if !state.slots[index as usize].is_shared {

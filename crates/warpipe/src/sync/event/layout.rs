@@ -141,7 +141,7 @@ impl EventPage {
         }
     }
 
-    /// The signaler of a lane whose count is `from`.
+    /// The signaler of a lane with the count `from`.
     pub(super) fn signaler(&self, index: u32, lane: usize, from: u64) -> Signaler {
         let event_words = self.event_words(index);
         match &self.own {

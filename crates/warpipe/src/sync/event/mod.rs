@@ -179,7 +179,7 @@ impl Event {
     /// returns the exporter's handle without CUDA's own 64 bytes.
     ///
     /// # Errors
-    /// [`Error::Forked`]; [`Error::Argument`] for a domain whose path is not text;
+    /// [`Error::Forked`]; [`Error::Argument`] for a domain with a path that is not text;
     /// [`Error::Driver`].
     pub fn handle(&self) -> Result<EventHandle> {
         self.inner.owner_process.check()?;

@@ -303,7 +303,7 @@ fn no_wait_lasts_for_ever_for_an_importer_that_lied_and_left() {
     };
     liar.inner.event_words.set_importer_latest(now_ns(), lie);
     let EventRole::Importer(importer, _) = &liar.inner.role else {
-        panic!("a guest")
+        panic!("an importer")
     };
     importer
         .send_recording(liar.inner.index, liar.inner.serial, lie, now_ns())
@@ -419,7 +419,7 @@ fn a_recording_that_the_driver_blocks_delays_no_importer_and_times_another_threa
         reading.synchronize(WAIT).unwrap();
         assert!(
             opened.check(second).unwrap(),
-            "a guest that came meanwhile gets it, too"
+            "an importer that opened it meanwhile gets it, too"
         );
     });
 }

@@ -101,11 +101,11 @@ fn sections_follow_each_other_also_where_the_driver_refuses_releases() {
     let streams: Vec<Stream> = (0..3).map(|_| device.stream().unwrap()).collect();
     let count = Arc::new(AtomicU64::new(0));
     for round in 0..ROUNDS {
-        let (who, stream) = (
+        let (semaphore, stream) = (
             if round % 2 == 0 { &creator } else { &member },
             &streams[round as usize % 3],
         );
-        let permit = who.acquire(stream, PATIENCE).unwrap();
+        let permit = semaphore.acquire(stream, PATIENCE).unwrap();
         let count = count.clone();
         stream
             .call(move || {
@@ -140,15 +140,15 @@ fn connecting_to_a_member_waits_for_another_thread_that_does_no_longer_than_its_
         .unwrap()
         .release(&first)
         .unwrap();
-    // As a thread does whose member does not answer.
+    // As a thread does when its member does not answer.
     let connecting = member
         .local
         .signals()
         .connecting
         .lock(PATIENCE, String::new)
         .unwrap();
-    let (who, on) = (member.clone(), second.clone());
-    let late = in_time(move || who.acquire(&on, SHORT).unwrap_err());
+    let (semaphore, on) = (member.clone(), second.clone());
+    let late = in_time(move || semaphore.acquire(&on, SHORT).unwrap_err());
     assert!(matches!(late, Error::Timeout { .. }), "{late}");
     assert_eq!(creator.available(), 1);
     drop(connecting);
@@ -171,8 +171,8 @@ fn a_release_that_is_held_up_holds_up_no_reactor_and_no_other_thread() {
     // Only a wrong member does this: the permit goes to others although its holder has not released
     // it.
     creator.local.shared_page.hand_on(0, CREATOR);
-    let (who, on) = (member.clone(), other.clone());
-    let permit = in_time(move || who.acquire(&on, PATIENCE).unwrap());
+    let (semaphore, on) = (member.clone(), other.clone());
+    let permit = in_time(move || semaphore.acquire(&on, PATIENCE).unwrap());
     let monitor = member.local.monitor().clone();
     in_time(move || monitor.on_tick(0));
     in_time(move || permit.release_now());
@@ -182,8 +182,8 @@ fn a_release_that_is_held_up_holds_up_no_reactor_and_no_other_thread() {
         .device(&device)
         .open()
         .unwrap();
-    let (who, on) = (third.clone(), other.clone());
-    in_time(move || who.acquire(&on, PATIENCE).unwrap()).release_now();
+    let (semaphore, on) = (third.clone(), other.clone());
+    in_time(move || semaphore.acquire(&on, PATIENCE).unwrap()).release_now();
     assert!(!release.is_finished(), "nothing holds it up");
     hook.hook().unblock();
     release.join().unwrap().unwrap();

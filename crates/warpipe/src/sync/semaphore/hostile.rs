@@ -212,6 +212,6 @@ fn descriptors_that_are_no_pidfd_or_no_lifeline_are_not_taken_for_a_members_deat
     assert_eq!(
         shared_page.word(0).load(),
         0,
-        "who lives owes what it promised"
+        "a living member owes its promised signals"
     );
 }

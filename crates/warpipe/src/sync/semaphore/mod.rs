@@ -164,7 +164,7 @@ impl Opener<Semaphore> {
                 name: name.to_string(),
                 field: "admission",
                 found: format!("member {member}, {permits} permits"),
-                allowed: format!("a visitor's number, and 1 to {PERMITS_MAX} permits"),
+                allowed: format!("a member's number, and 1 to {PERMITS_MAX} permits"),
             });
         }
         let reactor = session.reactor().clone();
@@ -216,7 +216,7 @@ impl Opener<Semaphore> {
 /// # Ok::<(), warpipe::Error>(())
 /// ```
 ///
-/// # Who comes first
+/// # Order of waiters
 ///
 /// While threads wait, permits go to the one that has waited longest, and no other overtakes it.
 /// That holds for 256 waiting threads on the machine; further threads wait for a wait slot, in no

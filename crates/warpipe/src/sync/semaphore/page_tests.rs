@@ -86,7 +86,7 @@ fn wherever_a_member_dies_its_permit_comes_back_once() {
     assert_eq!(
         granted(holding.check_wait(slot, 2)),
         0,
-        "passed on to who waits"
+        "passed on to the waiter"
     );
 
     let waiting = shared_page(1);

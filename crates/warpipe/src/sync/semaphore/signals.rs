@@ -78,7 +78,7 @@ impl PairPage {
     }
 }
 
-/// A member whose signals this process's streams wait for.
+/// A member that signals this process's waiting streams.
 #[derive(Debug)]
 struct HeardMember {
     pair_page: PairPage,

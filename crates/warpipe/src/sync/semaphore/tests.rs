@@ -68,7 +68,7 @@ fn a_permit_that_is_held_makes_others_time_out_until_it_is_released() {
 
 #[test]
 fn a_try_does_not_wait_to_connect_to_the_last_holder_and_holds_no_permit_meanwhile() {
-    let (stage, device) = (Stage::new("strangers"), Device::host());
+    let (stage, device) = (Stage::new("unknowns"), Device::host());
     let (creator, member) = stage.both(&device, 1);
     let ((go, held), (busy, stream)) = (
         mpsc::channel::<()>(),
@@ -98,7 +98,7 @@ fn a_try_does_not_wait_to_connect_to_the_last_holder_and_holds_no_permit_meanwhi
 }
 
 #[test]
-fn a_try_takes_a_permit_of_members_that_are_known_beside_one_of_a_stranger() {
+fn a_try_takes_a_permit_of_members_that_are_known_beside_one_of_a_unknown() {
     let (stage, device) = (Stage::new("beside"), Device::host());
     let (creator, member) = stage.both(&device, 2);
     let ((go, held), (busy, stream)) = (
@@ -110,12 +110,12 @@ fn a_try_takes_a_permit_of_members_that_are_known_beside_one_of_a_stranger() {
         creator.acquire(&busy, WAIT).unwrap(),
         member.acquire(&busy, WAIT).unwrap(),
     );
-    let (known, stranger) = (own.index, others.index);
+    let (known, unknown) = (own.index, others.index);
     own.release(&busy).unwrap();
     others.release(&busy).unwrap();
     // The other member does not respond.
     let connecting = creator.local.block_connecting();
-    creator.local.hint.store(stranger, Relaxed);
+    creator.local.hint.store(unknown, Relaxed);
     let permit = creator
         .try_acquire(&stream)
         .unwrap()
@@ -381,8 +381,8 @@ fn no_page_that_a_members_stream_waits_on_can_be_removed_or_is_anybody_elses() {
     );
     // This process holds both ends of each page: all mappings and descriptors that exist.
     let mut inodes = BTreeSet::new();
-    for (who, with) in [(&creator, &member), (&member, &third), (&third, &creator)] {
-        let pages = who.local.signals().shared_with(with.local.member);
+    for (one, with) in [(&creator, &member), (&member, &third), (&third, &creator)] {
+        let pages = one.local.signals().shared_with(with.local.member);
         assert!(!pages.is_empty());
         for page in pages {
             let (inode, is_removed) =

@@ -332,7 +332,7 @@ fn importers_agree_on_the_last_value_of_an_owner_that_died_between_their_copies(
     signaler.reach_in_part(4, 1);
     for importer in &importers {
         let TimelineRole::Importer { death_handler, .. } = &importer.role else {
-            panic!("a guest")
+            panic!("an opened timeline")
         };
         death_handler.on_proven_dead();
         assert_eq!((importer.value(), importer.check(4).unwrap()), (4, true));

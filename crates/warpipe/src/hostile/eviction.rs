@@ -70,10 +70,10 @@ fn is_closed(writer: &OwnedFd) -> bool {
 }
 
 #[test]
-fn what_one_user_sends_and_nobody_can_close_costs_no_other_user_anything() {
+fn descriptors_of_one_user_that_do_not_close_affect_no_other_user() {
     alone(
         module_path!(),
-        "what_one_user_sends_and_nobody_can_close_costs_no_other_user_anything",
+        "descriptors_of_one_user_that_do_not_close_affect_no_other_user",
         || {
             if !rustix::process::geteuid().is_root() {
                 return println!("skipped: only root can become another user");
@@ -141,10 +141,10 @@ fn what_one_user_sends_and_nobody_can_close_costs_no_other_user_anything() {
 }
 
 #[test]
-fn a_crowd_that_says_nothing_makes_way_by_itself() {
+fn one_users_silent_connections_are_evicted_for_other_users() {
     alone(
         module_path!(),
-        "a_crowd_that_says_nothing_makes_way_by_itself",
+        "one_users_silent_connections_are_evicted_for_other_users",
         || {
             if !rustix::process::geteuid().is_root() {
                 return println!("skipped: only root can become another user");
@@ -155,12 +155,16 @@ fn a_crowd_that_says_nothing_makes_way_by_itself() {
                 scratch.publisher(|it| it.allow_uids(&[BAD]).handshake_timeout(10 * LONG));
             // The first and slowest connection.
             let slow = scratch.connection();
-            let crowd: Vec<OwnedFd> =
+            let connections: Vec<OwnedFd> =
                 as_user(BAD, || (0..200).map(|_| scratch.connection()).collect());
             // Some connections were refused: so the publisher has seen all but the last ones.
             let is_refused = |socket: &OwnedFd| is_readable(socket);
-            eventually("they make way", || {
-                crowd.iter().filter(|socket| is_refused(socket)).count() >= 100
+            eventually("they are evicted", || {
+                connections
+                    .iter()
+                    .filter(|socket| is_refused(socket))
+                    .count()
+                    >= 100
             });
             send_raw(&slow, &packet(&hello()), &[]).unwrap();
             let welcome = hear(&slow);
