@@ -7,7 +7,7 @@ pub enum Error {
     Argument(String),
     Layout(String),
     DeviceMemory {},
-    PublisherGone {
+    PeerGone {
         graceful: bool,
     },
     QueueFull {

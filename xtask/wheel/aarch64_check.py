@@ -41,7 +41,7 @@ def subscribe(domain, publisher):
                 received += 1
                 assert frame.sequence == received and frame.dtype == "uint32" and frame.shape == (WORDS,)
                 assert bytes(memoryview(frame).cast("B")) == content(received)
-    except warpipe.PublisherGoneError as error:
+    except warpipe.PeerGoneError as error:
         assert received == FRAMES
         publisher.wait(SECONDS)
         return str(error)

@@ -157,7 +157,10 @@ fn child() {
     match state() {
         State::Off => println!("state: off"),
         State::On { library } => println!("state: on {library}"),
-        State::Failed(error) => println!("state: failed {error}"),
+        State::Failed(error) => {
+            let hint = error.hint().unwrap_or_default();
+            println!("state: failed {error}; {hint}");
+        }
         other => println!("state: {other:?}"),
     }
 }

@@ -37,7 +37,7 @@ fn is_passing(error: &Error) -> bool {
     matches!(
         error,
         Error::Timeout { .. }
-            | Error::NoPublisher { .. }
+            | Error::NotFound { .. }
             | Error::Handshake {
                 fault: Closed | Silent(_),
                 ..

@@ -5,8 +5,6 @@ use std::str::FromStr;
 
 use warpipe::Device;
 
-use crate::exit::split_next;
-
 /// The value of `--device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceArg {
@@ -33,8 +31,8 @@ impl DeviceArg {
             DeviceArg::Auto => {
                 let preferred = Device::preferred();
                 // How to get a GPU is for `doctor` to say.
-                let why = split_next(&preferred.why).0;
-                let why = why.split(" (libcuda").next().unwrap_or_default().to_owned();
+                let why = preferred.why.split(" (libcuda").next();
+                let why = why.unwrap_or_default().to_owned();
                 Ok(ChosenDevice {
                     device: preferred.device,
                     why,

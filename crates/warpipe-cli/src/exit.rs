@@ -2,7 +2,7 @@
 
 use std::io;
 
-use warpipe::Error;
+use warpipe::{Error, ErrorKind, Kind};
 
 use crate::source::InputError;
 
@@ -59,22 +59,18 @@ impl Exit {
     }
 
     fn of_library(error: &Error) -> Exit {
-        match error {
-            Error::Name { .. }
-            | Error::Domain { .. }
-            | Error::ForeignFile { .. }
-            | Error::NameTaken { .. } => Exit::Usage,
-            Error::Argument { .. } | Error::NoSuchDevice { .. } => Exit::Usage,
-            Error::NoPublisher { .. } | Error::Timeout { .. } => Exit::Nobody,
-            Error::PublisherGone { .. }
-            | Error::Handshake { .. }
-            | Error::Evicted { .. }
-            | Error::LinkClosed { .. } => Exit::PeerGone,
-            Error::SampleLost { .. } | Error::Protocol { .. } => Exit::Failed,
-            Error::Os { .. }
-            | Error::DescriptorLimit { .. }
-            | Error::InFlightLimit { .. }
-            | Error::AccessDenied { .. } => Exit::System,
+        match (error, error.kind()) {
+            // Before the kinds: the command line gave these.
+            (Error::Domain { .. } | Error::NoSuchDevice { .. }, _) => Exit::Usage,
+            (Error::Handshake { .. }, _) => Exit::PeerGone,
+            (Error::DeviceMemory { .. } | Error::PeerAccess { .. }, _) => Exit::Device,
+            (Error::AccessDenied { .. }, _) => Exit::System,
+            (_, ErrorKind::InvalidInput | ErrorKind::NameConflict) => Exit::Usage,
+            (_, ErrorKind::NotFound | ErrorKind::Timeout) => Exit::Nobody,
+            (_, ErrorKind::PeerGone | ErrorKind::LinkClosed) => Exit::PeerGone,
+            (_, ErrorKind::DataLost | ErrorKind::Protocol) => Exit::Failed,
+            (Error::DescriptorLimit { .. } | Error::InFlightLimit { .. }, _) => Exit::System,
+            (_, ErrorKind::System) => Exit::System,
             _ => Exit::Device,
         }
     }
@@ -86,22 +82,44 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(closed)
 }
 
-/// Errors of the library end in `; the next step`: what happened, and that step, in the command
-/// line's terms.
-pub fn split_next(message: &str) -> (String, Option<String>) {
-    let (happened, next) = message
-        .rsplit_once("; ")
-        .map_or((message, None), |(happened, next)| (happened, Some(next)));
-    (happened.to_owned(), next.map(in_command_terms))
+/// What happened, and the next step in the command line's terms. The library's errors have a hint;
+/// messages of this program end in `; the next step`.
+pub fn fact_and_hint(error: &anyhow::Error) -> (String, Option<String>) {
+    let fact = format!("{error:#}");
+    let library = error
+        .chain()
+        .find_map(|cause| cause.downcast_ref::<Error>());
+    match library {
+        Some(library) => (fact, hint(library)),
+        None => match fact.rsplit_once("; ") {
+            Some((fact, next)) => (fact.to_owned(), Some(next.to_owned())),
+            None => (fact, None),
+        },
+    }
 }
 
-fn in_command_terms(step: &str) -> String {
-    step.replace("Device::host()", "--device host")
-        .replace(
-            "wait for it with `wait_for_publisher`",
-            "wait longer with --timeout",
-        )
-        .replace("turn `reconnect` on", "use --reconnect")
+/// The next step in the command line's terms. Where those are the same as Rust's, the library's.
+pub fn hint(error: &Error) -> Option<String> {
+    let own = match error {
+        Error::NoDriver { .. } => "install the NVIDIA driver, or use --device host",
+        Error::DriverSymbol { .. } => "update the driver (R525 or newer), or use --device host",
+        Error::NoDevice { .. } => {
+            "check CUDA_VISIBLE_DEVICES and the container's device list, or use --device host"
+        }
+        Error::DevicePermission { .. } => {
+            "add this user to the group that owns it, or use --device host"
+        }
+        Error::NotFound {
+            kind: Kind::Publisher,
+            ..
+        } => "start the publisher, or wait longer with --timeout",
+        Error::PeerGone {
+            kind: Kind::Publisher,
+            ..
+        } => "subscribe again, or use --reconnect",
+        other => return other.hint().map(Into::into),
+    };
+    Some(own.to_owned())
 }
 
 #[cfg(test)]
@@ -141,17 +159,31 @@ mod tests {
     }
 
     #[test]
-    fn an_errors_own_next_step_is_told_apart_from_what_happened() {
+    fn an_error_of_the_library_is_told_with_a_next_step_of_the_command_line() {
         let error = Error::DriverSymbol {
             symbol: "cuMemCreate",
-        }
-        .to_string();
-        let (happened, next) = split_next(&error);
-        assert!(happened.ends_with("cuMemCreate"), "{happened}");
+        };
+        let (fact, hint) = fact_and_hint(&anyhow::Error::from(error).context("cannot publish"));
+        assert_eq!(fact, "cannot publish: the CUDA driver lacks cuMemCreate");
         assert_eq!(
-            next.as_deref(),
+            hint.as_deref(),
             Some("update the driver (R525 or newer), or use --device host")
         );
-        assert_eq!(split_next("broken"), ("broken".to_owned(), None));
+    }
+
+    #[test]
+    fn a_message_of_this_program_is_split_at_its_next_step() {
+        let own = anyhow::anyhow!("no such file; name another one");
+        assert_eq!(
+            fact_and_hint(&own),
+            (
+                "no such file".to_owned(),
+                Some("name another one".to_owned())
+            )
+        );
+        assert_eq!(
+            fact_and_hint(&anyhow::anyhow!("broken")),
+            ("broken".to_owned(), None)
+        );
     }
 }

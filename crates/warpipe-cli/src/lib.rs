@@ -50,7 +50,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, program: Program) -> 
             Ok(exit) => exit,
             Err(error) if exit::is_closed_pipe(&error) => Exit::Done,
             Err(error) => {
-                complain(&format!("{error:#}"));
+                complain(&error);
                 Exit::of(&error)
             }
         },
@@ -88,8 +88,8 @@ fn run(command: &Command) -> anyhow::Result<Exit> {
 }
 
 /// What went wrong, and on a line of its own what to do.
-fn complain(message: &str) {
-    let (happened, next) = exit::split_next(message);
+fn complain(error: &anyhow::Error) {
+    let (happened, next) = exit::fact_and_hint(error);
     eprintln!("warpipe: {}", output::printable(&happened));
     if let Some(next) = next {
         eprintln!("  next: {}", output::printable(&next));

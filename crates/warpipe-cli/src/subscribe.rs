@@ -126,10 +126,10 @@ impl Run<'_> {
             }
             match self.subscriber.receive_timeout(&self.stream, LOOK) {
                 Ok(sample) => return Ok(Next::Sample(Box::new(sample))),
-                Err(Error::PublisherGone { graceful: true, .. }) if !self.args.reconnect => {
+                Err(Error::PeerGone { graceful: true, .. }) if !self.args.reconnect => {
                     return Ok(Next::Closed);
                 }
-                Err(Error::Timeout { .. } | Error::NoPublisher { .. })
+                Err(Error::Timeout { .. } | Error::NotFound { .. })
                     if Instant::now() < deadline => {}
                 Err(Error::Timeout { what, .. }) => {
                     return Err(Error::Timeout {

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyString;
 use warpipe::backend::{DeviceId, DeviceKind, cuda};
 
-use crate::errors::{Fault, Outcome, in_python};
+use crate::errors::{Fault, Outcome};
 use crate::stream::imported;
 use crate::thread_exit;
 
@@ -72,7 +72,7 @@ impl Device {
     fn preferred(preferred: warpipe::device::Preferred) -> Device {
         Device {
             inner: preferred.device,
-            why: in_python(&preferred.why),
+            why: preferred.why,
         }
     }
 

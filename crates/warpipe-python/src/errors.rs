@@ -1,8 +1,10 @@
 //! Errors of the Rust library as exceptions of `warpipe._errors`, with their context as attributes.
 
+use std::borrow::Cow;
+
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
-use warpipe::Error;
+use warpipe::{Error, Kind};
 
 use crate::thread_exit;
 
@@ -81,29 +83,47 @@ impl From<Fault> for PyErr {
         thread_exit::prepare_exit();
         Python::attach(|py| match fault {
             Fault::Own(class, message) => raise(py, class, &message, |_| Ok(())),
-            Fault::Library(error) => raise(
-                py,
-                class_of(&error),
-                &in_python(&error.to_string()),
-                |dict| fill(dict, &error),
-            ),
+            Fault::Library(error) => raise(py, class_of(&error), &message(&error), |dict| {
+                dict.set_item("error_kind", error.kind().name())?;
+                fill(dict, &error)
+            }),
         })
     }
 }
 
-/// A message of the library, with its next step in Python's terms.
-pub fn in_python(said: &str) -> String {
-    let words = [
-        ("`wait_for_publisher`", "`wait=`"),
-        ("wait for it with a timeout", "wait for it with `wait=`"),
-        ("i64::MAX bytes", "2**63 - 1 bytes"),
-        ("turn `reconnect` on", "pass `reconnect=True`"),
-        ("Device::host()", "device=\"host\""),
-        ("`Lease::output`", "`lease.output`"),
-    ];
-    words.iter().fold(said.to_owned(), |said, (rust, python)| {
-        said.replace(rust, python)
-    })
+/// The fact and the next step, in one message.
+fn message(error: &Error) -> String {
+    match hint(error) {
+        Some(hint) => format!("{error}; {hint}"),
+        None => error.to_string(),
+    }
+}
+
+/// The next step in Python's words. Where those are the same as Rust's, the library's.
+fn hint(error: &Error) -> Option<Cow<'static, str>> {
+    let own = match error {
+        Error::NoDriver { .. } => "install the NVIDIA driver, or use device=\"host\"",
+        Error::DriverSymbol { .. } => "update the driver (R525 or newer), or use device=\"host\"",
+        Error::NoDevice { .. } => {
+            "check CUDA_VISIBLE_DEVICES and the container's device list, or use device=\"host\""
+        }
+        Error::DevicePermission { .. } => {
+            "add this user to the group that owns it, or use device=\"host\""
+        }
+        Error::Capturing { .. } => "call it outside of `torch.cuda.graph`, or on another stream",
+        Error::NotFound {
+            kind: Kind::Publisher,
+            ..
+        } => "start the publisher, or wait for it with `wait=`",
+        Error::NotFound { .. } => "start its owner, or wait for it with `wait=`",
+        Error::PeerGone {
+            kind: Kind::Publisher,
+            ..
+        } => "subscribe again, or pass `reconnect=True`",
+        Error::Forked => "open a new one in the child, or use `multiprocessing` with \"spawn\"",
+        other => return other.hint(),
+    };
+    Some(Cow::Borrowed(own))
 }
 
 /// The exception's class, by the variant. Variants that this package does not know yet are plain
@@ -127,11 +147,10 @@ fn class_of(error: &Error) -> &'static str {
         Error::Domain { .. } => "DomainError",
         Error::ForeignFile { .. } => "ForeignFileError",
         Error::NameTaken { .. } => "NameTakenError",
-        Error::NoPublisher { .. } => "NoPublisherError",
+        Error::NotFound { .. } => "NotFoundError",
         Error::AccessDenied { .. } => "AccessDeniedError",
         Error::Handshake { .. } => "HandshakeError",
         Error::Protocol { .. } => "ProtocolError",
-        Error::PublisherGone { .. } => "PublisherGoneError",
         Error::SampleLost { .. } => "SampleLostError",
         Error::Evicted { .. } => "EvictedError",
         Error::LinkClosed { .. } => "LinkClosedError",
@@ -140,12 +159,11 @@ fn class_of(error: &Error) -> &'static str {
         Error::MemoryLimit { .. } => "MemoryLimitError",
         Error::Layout { .. } => "LayoutError",
         Error::Argument { .. } => "ArgumentError",
-        Error::NoOwner { .. } => "NoOwnerError",
         Error::OtherKind { .. } => "OtherKindError",
         Error::Ticket(_) => "TicketError",
         Error::TicketExpired { .. } => "TicketExpiredError",
         Error::Range { .. } => "RangeError",
-        Error::OwnerGone { .. } => "OwnerGoneError",
+        Error::PeerGone { .. } => "PeerGoneError",
         Error::Refused { .. } => "RefusedError",
         Error::NotOwner { .. } => "NotOwnerError",
         Error::Backwards { .. } => "BackwardsError",
@@ -155,7 +173,6 @@ fn class_of(error: &Error) -> &'static str {
         Error::EventHandle { .. } => "EventHandleError",
         Error::EventLimit { .. } => "EventLimitError",
         Error::NotExportable { .. } => "NotExportableError",
-        Error::ExporterGone { .. } => "ExporterGoneError",
         Error::LegacyHandle { .. } => "LegacyHandleError",
         Error::Profiler { .. } => "ProfilerError",
         Error::Forked => "ForkedError",
@@ -167,7 +184,6 @@ fn class_of(error: &Error) -> &'static str {
         Error::DeadlinePassed { .. } => "DeadlinePassedError",
         Error::NoSuchJob { .. } => "NoSuchJobError",
         Error::QueueClosed { .. } => "QueueClosedError",
-        Error::QueueGone { .. } => "QueueGoneError",
         _ => "Error",
     }
 }
@@ -192,7 +208,6 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("pid", holder.pid)
         }
         Error::Name { name, .. }
-        | Error::NoPublisher { name }
         | Error::AccessDenied { name, .. }
         | Error::Handshake { name, .. }
         | Error::Protocol { name, .. }
@@ -200,15 +215,6 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
         | Error::LinkClosed { name, .. }
         | Error::Refused { name, .. }
         | Error::TicketExpired { name, .. } => dict.set_item("endpoint", name),
-        Error::PublisherGone {
-            name,
-            pid,
-            graceful,
-        } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("pid", pid)?;
-            dict.set_item("graceful", graceful)
-        }
         Error::SampleLost {
             name,
             sequence,
@@ -241,7 +247,7 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
 /// As [`fill`], of errors outside the channel.
 fn fill_primitives(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
     match error {
-        Error::NoOwner {
+        Error::NotFound {
             kind,
             name,
             was_there,
@@ -259,11 +265,12 @@ fn fill_primitives(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("kind", wanted.to_string())?;
             dict.set_item("found", found)
         }
-        Error::OwnerGone {
+        Error::PeerGone {
             kind,
             name,
             pid,
             graceful,
+            ..
         } => {
             dict.set_item("kind", kind.to_string())?;
             dict.set_item("endpoint", name)?;
@@ -311,7 +318,6 @@ fn fill_primitives(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("ptr", ptr)?;
             dict.set_item("kind", kind.to_string())
         }
-        Error::ExporterGone { pid } => dict.set_item("pid", pid),
         other => fill_of_job(dict, other),
     }
 }
@@ -343,10 +349,6 @@ fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("job", job)
         }
         Error::QueueClosed { name } => dict.set_item("endpoint", name),
-        Error::QueueGone { name, graceful, .. } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("graceful", graceful)
-        }
         _ => Ok(()),
     }
 }

@@ -154,7 +154,7 @@ impl Event {
     /// Opens an event by its handle (an ``EventHandle``, its text, or its bytes), also in the
     /// process that made it. ``domain`` is for where the maker's domain lies at another path.
     ///
-    /// Raises ``EventHandleError``, ``NoOwnerError``, ``OwnerGoneError``, ``TimeoutError``,
+    /// Raises ``EventHandleError``, ``NotFoundError``, ``PeerGoneError``, ``TimeoutError``,
     /// ``DomainError``, ``ConnectionError``, ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (handle, *, device = None, domain = None))]
@@ -206,7 +206,7 @@ impl Event {
     /// recording is what others wait for. The first one of an opened event asks its maker, which
     /// may take a moment.
     ///
-    /// Raises ``OwnerGoneError``, ``RefusedError`` when seven others record it, ``TimeoutError``
+    /// Raises ``PeerGoneError``, ``RefusedError`` when seven others record it, ``TimeoutError``
     /// after 10 s behind another thread's recording, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (*, stream))]
     fn record(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<Recording> {

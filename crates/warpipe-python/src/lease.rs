@@ -385,7 +385,7 @@ impl Lease {
     /// work on the tensor's stream is done; no CPU waits for that. ``metadata``: a dict or bytes,
     /// at most 200 bytes, for the submitter.
     ///
-    /// Raises ``ReleasedError`` when the job was answered before; ``QueueGoneError``;
+    /// Raises ``ReleasedError`` when the job was answered before; ``PeerGoneError``;
     /// ``TimeoutError`` when the owner holds too many earlier results; ``NotATensorError``,
     /// ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``MetadataError``,
     /// ``MemoryLimitError``, ``DriverError``.
@@ -408,7 +408,7 @@ impl Lease {
     /// Fails this attempt; another worker tries again, as often as the queue allows. The reason is
     /// cut to 200 bytes.
     ///
-    /// Raises ``ReleasedError`` when the job was answered before, ``QueueGoneError``,
+    /// Raises ``ReleasedError`` when the job was answered before, ``PeerGoneError``,
     /// ``TimeoutError``.
     #[pyo3(text_signature = "($self, reason)")]
     fn fail(slf: &Bound<'_, Lease>, reason: String) -> PyResult<()> {

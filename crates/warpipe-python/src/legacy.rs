@@ -91,7 +91,7 @@ impl LegacyHandle {
     /// ``cuIpcOpenMemHandle``: maps the memory here. An allocation that is open already, or that
     /// this process exported, has the same address again.
     ///
-    /// Raises ``ExporterGoneError``, ``LegacyHandleError``, ``PeerAccessError``, ``DeviceError``.
+    /// Raises ``PeerGoneError``, ``LegacyHandleError``, ``PeerAccessError``, ``DeviceError``.
     #[pyo3(signature = (*, device = None))]
     fn open<'py>(
         &self,

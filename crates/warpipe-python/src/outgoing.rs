@@ -59,7 +59,7 @@ pub fn dispatch(
                 *sample = back.map(|back| *back);
                 Err(match error {
                     // The loan's own publisher, which was closed here.
-                    Error::PublisherGone { name, .. } => Fault::closed("publisher", &name),
+                    Error::PeerGone { name, .. } => Fault::closed("publisher", &name),
                     error => error.into(),
                 })
             }

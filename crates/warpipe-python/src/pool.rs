@@ -231,7 +231,7 @@ impl Buffer {
     /// ``writable``. The ticket is valid until the block is released here; peers that have opened
     /// it by then keep it.
     ///
-    /// Raises ``OwnerGoneError`` when the pool is closed, ``ReleasedError``.
+    /// Raises ``PeerGoneError`` when the pool is closed, ``ReleasedError``.
     #[pyo3(signature = (*, writable = false))]
     fn lend(slf: &Bound<'_, Buffer>, writable: bool) -> PyResult<Ticket> {
         let owner = slf.as_super().get().owner()?;
@@ -263,7 +263,7 @@ impl PoolClient {
     /// Connects to the pool of this name, waiting up to ``wait`` seconds (None: no limit) until it
     /// exists.
     ///
-    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
+    /// Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
     /// ``InvalidNameError``.
     #[staticmethod]
     #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
@@ -319,7 +319,7 @@ impl PoolClient {
     /// A block of ``nbytes`` bytes of the owner's memory, for reading and writing, waiting up to
     /// ``timeout`` seconds (None: no limit) for releases.
     ///
-    /// Raises ``MemoryLimitError``, ``OwnerGoneError``, ``RefusedError``, ``ArgumentError``,
+    /// Raises ``MemoryLimitError``, ``PeerGoneError``, ``RefusedError``, ``ArgumentError``,
     /// ``ClosedError``, ``DeviceError``.
     #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
     fn allocate<'py>(
@@ -388,7 +388,7 @@ impl LentBuffer {
     /// Opens the block of a ticket of ``Buffer.lend``.
     ///
     /// Raises ``TicketExpiredError``, ``TicketError``, ``OtherKindError``, ``AccessDeniedError``,
-    /// ``RefusedError``, ``OwnerGoneError``, ``TimeoutError``, ``DeviceError``.
+    /// ``RefusedError``, ``PeerGoneError``, ``TimeoutError``, ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (ticket, *, device = None))]
     fn open<'py>(

@@ -262,7 +262,7 @@ impl Queue {
 
     /// Accepts no more jobs, as ``concurrent.futures.Executor.shutdown``. Once every job is done or
     /// dead-lettered, the queue's name is free and the workers' loops end: ``for lease in worker``
-    /// stops, and ``lease()`` raises ``QueueGoneError`` with ``graceful``. Until then workers may
+    /// stops, and ``lease()`` raises ``PeerGoneError`` with ``graceful``. Until then workers may
     /// still attach. Outcomes can be taken until the queue is closed.
     ///
     /// ``wait``: wait for that, at most ``timeout`` seconds (None: no limit). ``cancel_futures``:

@@ -149,7 +149,7 @@ impl Semaphore {
     /// Opens the semaphore of this name, waiting up to ``wait`` seconds (None: no limit) until it
     /// exists.
     ///
-    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
+    /// Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
     /// ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
@@ -217,7 +217,7 @@ impl Semaphore {
     /// Waits up to ``timeout`` seconds (None: no limit) for a permit. With ``stream``, that stream
     /// waits on the device for the last holder's work; without, the CPU does.
     ///
-    /// Raises ``TimeoutError``, ``OwnerGoneError``, ``ClosedError``, ``DriverError``.
+    /// Raises ``TimeoutError``, ``PeerGoneError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Some(10.0), *, stream = None), text_signature = "($self, timeout=10.0, *, stream=None)")]
     fn acquire(
         &self,

@@ -225,7 +225,7 @@ impl Request {
 
     /// Replies: the same as ``complete``.
     ///
-    /// Raises as ``complete``; ``QueueGoneError`` when the client has gone.
+    /// Raises as ``complete``; ``PeerGoneError`` when the client has gone.
     #[pyo3(signature = (tensor = None, *, metadata = None, stream = None),
         text_signature = "($self, tensor=None, *, metadata=None, stream=None)")]
     fn reply(

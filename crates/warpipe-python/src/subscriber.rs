@@ -35,7 +35,7 @@ const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
 ///
 /// One thread at a time receives; other threads wait. Frames may be used on any thread.
 ///
-/// Raises ``NoPublisherError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
+/// Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
 /// ``PeerAccessError``, ``DeviceError``.
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Subscriber", weakref)]
 #[derive(Debug)]
@@ -185,9 +185,9 @@ impl Subscriber {
     /// Waits for the next frame, at most ``timeout`` seconds (default: the subscriber's; None: no
     /// limit).
     ///
-    /// Raises ``TimeoutError``; ``PublisherGoneError`` once all its completed frames have been
+    /// Raises ``TimeoutError``; ``PeerGoneError`` once all its completed frames have been
     /// received (not with ``reconnect``); for a tensor that was sent in place
-    /// ``ExporterGoneError``, ``LegacyHandleError``; ``EvictedError``, ``ProtocolError``,
+    /// ``PeerGoneError``, ``LegacyHandleError``; ``EvictedError``, ``ProtocolError``,
     /// ``LinkClosedError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Frame>> {

@@ -123,7 +123,7 @@ impl Ticket {
     /// Fetches the memory from its owner and maps it, waiting up to ``wait`` seconds (None: no
     /// limit) for an owner that has not published yet. A pool's ticket is for ``LentBuffer.open``.
     ///
-    /// Raises ``NoOwnerError``, ``TicketExpiredError``, ``TicketError``, ``OtherKindError``,
+    /// Raises ``NotFoundError``, ``TicketExpiredError``, ``TicketError``, ``OtherKindError``,
     /// ``AccessDeniedError``, ``RangeError``, ``PeerAccessError``, ``DeviceError``.
     #[pyo3(signature = (*, device = None, wait = Some(0.0)), text_signature = "($self, *, device=None, wait=0.0)")]
     fn open<'py>(

@@ -67,7 +67,7 @@ impl Timeline {
 
     /// Opens a timeline, waiting up to ``wait`` seconds (None: no limit) until it exists.
     ///
-    /// Raises ``NoOwnerError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``,
+    /// Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``,
     /// ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
@@ -155,7 +155,7 @@ impl Timeline {
     /// most ``timeout`` seconds (None: no limit). Work of a stream after its wait is valid once
     /// ``check`` returns True.
     ///
-    /// Raises ``OwnerGoneError``, ``TimeoutError``, ``ArgumentError``, ``ClosedError``,
+    /// Raises ``PeerGoneError``, ``TimeoutError``, ``ArgumentError``, ``ClosedError``,
     /// ``DriverError``.
     #[pyo3(signature = (value, *, stream = None, timeout = Some(10.0)),
         text_signature = "($self, value, *, stream=None, timeout=10.0)")]
@@ -188,7 +188,7 @@ impl Timeline {
 
     /// Whether ``value`` has been reached; False if it may still be.
     ///
-    /// Raises ``OwnerGoneError`` if it never will be; ``ClosedError``.
+    /// Raises ``PeerGoneError`` if it never will be; ``ClosedError``.
     fn check(&self, py: Python<'_>, value: u64) -> PyResult<bool> {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.check(value)?))?)
     }

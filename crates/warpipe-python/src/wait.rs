@@ -258,8 +258,7 @@ pub fn attach<T: Send + 'static>(
             loop {
                 let left = || wait.map_or(SLICE, |wait| wait.saturating_sub(start.elapsed()));
                 match open(left().min(SLICE)) {
-                    Err(Error::NoOwner { .. } | Error::NoPublisher { .. })
-                        if !left().is_zero() && !call_off.is_told() => {}
+                    Err(Error::NotFound { .. }) if !left().is_zero() && !call_off.is_told() => {}
                     opened => return Ok(opened?),
                 }
             }

@@ -30,7 +30,7 @@ use crate::wait::{SLICE, Timeout, attach, optional, seconds};
 /// or the end of a ``with`` block: jobs that it has not leased go to other workers; leased jobs can
 /// still be answered.
 ///
-/// Raises ``NoPublisherError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
+/// Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
 /// ``PeerAccessError``, ``DeviceError``.
 #[pyclass(frozen, subclass, module = "warpipe", name = "_Worker", weakref)]
 #[derive(Debug)]
@@ -147,7 +147,7 @@ impl Worker {
 
     /// Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: no limit).
     ///
-    /// Raises ``TimeoutError``; ``QueueGoneError``, which is ``graceful`` after the queue's
+    /// Raises ``TimeoutError``; ``PeerGoneError``, which is ``graceful`` after the queue's
     /// ``shutdown`` or ``close``; ``ProtocolError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn lease(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Lease>> {

@@ -169,7 +169,7 @@ def test_a_closed_publisher_says_so_and_its_subscriber_ends(link):
         with pytest.raises(warpipe.ClosedError, match="open a new one"):
             use()
     assert [frame.tobytes() for frame in subscriber] == [b"last"]
-    with pytest.raises(warpipe.PublisherGoneError) as gone:
+    with pytest.raises(warpipe.PeerGoneError) as gone:
         subscriber.receive()
     assert gone.value.graceful and isinstance(gone.value, ConnectionError)
 
@@ -201,7 +201,7 @@ def test_names_are_checked_taken_and_missed_in_words(open_publisher, open_subscr
     assert taken.value.endpoint == "camera/front" and taken.value.pid
     with pytest.raises(warpipe.InvalidNameError, match="part starts with a dot"):
         open_publisher("../etc")
-    with pytest.raises(warpipe.NoPublisherError, match="wait=") as missing:
+    with pytest.raises(warpipe.NotFoundError, match="wait=") as missing:
         open_subscriber("nobody", wait=0.1)
     assert isinstance(missing.value, ConnectionRefusedError) and missing.value.endpoint == "nobody"
     assert [name for name, alive, _pid in domain.endpoints() if alive] == ["camera/front"]

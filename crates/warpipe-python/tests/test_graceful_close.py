@@ -134,11 +134,11 @@ def closes_gracefully(command, domain, device, **environment):
         finally:
             process.kill()
         assert process.returncode == 0
-        with pytest.raises(warpipe.PublisherGoneError) as gone:
+        with pytest.raises(warpipe.PeerGoneError) as gone:
             while True:
                 subscriber.receive(LIMIT_SECONDS).release()
         assert gone.value.graceful
-        with pytest.raises(warpipe.QueueGoneError) as gone:
+        with pytest.raises(warpipe.PeerGoneError) as gone:
             worker.lease(LIMIT_SECONDS)
         assert gone.value.graceful
         assert members.changes(LIMIT_SECONDS).what == "left"
@@ -233,10 +233,10 @@ def test_a_forked_child_that_ends_well_closes_gracefully_and_its_parent_lives_on
             subscriber = warpipe.Subscriber("a", **on)
             assert members.changes(LIMIT_SECONDS).what == "joined"
             assert said("end\n") == "ended\n"
-            with pytest.raises(warpipe.PublisherGoneError) as gone:
+            with pytest.raises(warpipe.PeerGoneError) as gone:
                 subscriber.receive(LIMIT_SECONDS)
             assert gone.value.graceful
-            with pytest.raises(warpipe.QueueGoneError) as gone:
+            with pytest.raises(warpipe.PeerGoneError) as gone:
                 worker.lease(LIMIT_SECONDS)
             assert gone.value.graceful
             assert members.changes(LIMIT_SECONDS).what == "left"
@@ -249,7 +249,7 @@ def test_a_forked_child_that_ends_well_closes_gracefully_and_its_parent_lives_on
         finally:
             process.kill()
         assert process.returncode == 0
-        with pytest.raises(warpipe.PublisherGoneError) as gone:
+        with pytest.raises(warpipe.PeerGoneError) as gone:
             parents.receive(LIMIT_SECONDS)
         assert gone.value.graceful
         for one in (parents, subscriber, worker):

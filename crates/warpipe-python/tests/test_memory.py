@@ -143,7 +143,7 @@ def test_a_ticket_goes_as_text_file_and_pickle(allocate, domain, device, tmp_pat
             memory.publish("weights", domain=domain)
     with pytest.raises(warpipe.TicketError):
         warpipe.Ticket("warpipe-ticket:1:00")
-    with pytest.raises(warpipe.NoOwnerError):
+    with pytest.raises(warpipe.NotFoundError):
         warpipe.Ticket.to("others", domain=domain).open(device=device)
 
 

@@ -119,14 +119,14 @@ def test_what_a_timeline_cannot_do_is_said(where, streams):
         warpipe.Timeline.create("frames", **where)
     with pytest.raises(warpipe.OtherKindError):
         warpipe.Semaphore.open("frames", **where)
-    with pytest.raises(warpipe.NoOwnerError) as nobody:
+    with pytest.raises(warpipe.NotFoundError) as nobody:
         warpipe.Timeline.open("others", **where)
     assert (nobody.value.kind, nobody.value.was_there) == ("timeline", False)
     owner.close()
     owner.close()
     with pytest.raises(warpipe.ClosedError):
         owner.signal(5)
-    with pytest.raises(warpipe.OwnerGoneError):
+    with pytest.raises(warpipe.PeerGoneError):
         frames.wait(9, timeout=LIMIT_SECONDS)
 
 
@@ -249,7 +249,7 @@ def test_the_death_of_an_owner_is_told(place, where, streams):  # noqa: F811
         timeline.wait(2, stream=streams[1])
         kill(child)
         streams[1].synchronize(LIMIT_SECONDS)
-        with pytest.raises(warpipe.OwnerGoneError) as gone:
+        with pytest.raises(warpipe.PeerGoneError) as gone:
             timeline.check(2)
         assert (gone.value.pid, gone.value.graceful, gone.value.kind) == (child.pid, False, "timeline")
 

@@ -57,10 +57,9 @@ def test_every_exception_is_an_error_of_warpipe_with_a_message_of_its_own():
 
 @pytest.mark.parametrize(
     "ours, theirs",
-    [("TimeoutError", TimeoutError), ("ConnectionError", ConnectionError), ("NoPublisherError", ConnectionRefusedError),
-     ("PublisherGoneError", ConnectionError), ("SampleLostError", ConnectionError), ("AccessDeniedError", PermissionError),
-     ("NoOwnerError", ConnectionRefusedError), ("OwnerGoneError", ConnectionResetError), ("EventLostError", ConnectionError),
-     ("TicketExpiredError", ConnectionError), ("ExporterGoneError", ConnectionError), ("TicketError", ValueError),
+    [("TimeoutError", TimeoutError), ("ConnectionError", ConnectionError), ("SampleLostError", ConnectionError), ("AccessDeniedError", PermissionError),
+     ("NotFoundError", ConnectionRefusedError), ("PeerGoneError", ConnectionResetError), ("EventLostError", ConnectionError),
+     ("TicketExpiredError", ConnectionError), ("TicketError", ValueError),
      ("NotExportableError", BufferError), ("DeadlinePassedError", TimeoutError),
      ("ArgumentError", ValueError), ("LayoutError", ValueError), ("DTypeError", TypeError), ("MemoryLimitError", MemoryError),
      ("DeviceMemoryError", MemoryError), ("ExportError", BufferError), ("SystemCallError", OSError)],

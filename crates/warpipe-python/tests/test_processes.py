@@ -52,10 +52,10 @@ def test_frames_of_a_killed_publisher_are_received_and_then_its_end(open_subscri
         kill(child)
         found = [int(subscriber.receive().numpy()[0]) for _ in range(3)]
         assert found == [_warpipe._pattern(number, 0) for number in range(3)]
-        with pytest.raises(warpipe.PublisherGoneError, match="has died") as gone:
+        with pytest.raises(warpipe.PeerGoneError, match="has died") as gone:
             subscriber.receive()
         assert (gone.value.pid, gone.value.graceful) == (child.pid, False)
-        with pytest.raises(warpipe.PublisherGoneError):
+        with pytest.raises(warpipe.PeerGoneError):
             next(subscriber)
 
 

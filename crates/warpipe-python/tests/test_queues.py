@@ -246,7 +246,7 @@ def test_what_cannot_be_is_an_error_at_once(open_queue, domain, device):
                            ({"lease_timeout": -1.0}, ValueError)]:
         with pytest.raises(error):
             open_queue(**options)
-    with pytest.raises(warpipe.NoPublisherError):
+    with pytest.raises(warpipe.NotFoundError):
         warpipe.Worker("jobs", domain=domain, device=device)
     queue = open_queue()
     with pytest.raises(warpipe.MetadataError, match="200"):
@@ -452,9 +452,9 @@ def test_closing_ends_the_waits_of_other_threads(open_queue, open_worker):
         thread.join(LIMIT_SECONDS)
         assert not thread.is_alive()
     assert len(ended) == 4
-    assert set(ended) <= {warpipe.QueueClosedError, warpipe.QueueGoneError}
+    assert set(ended) <= {warpipe.QueueClosedError, warpipe.PeerGoneError}
     # Whether its worker has heard of the end yet is another matter.
-    with contextlib.suppress(warpipe.QueueGoneError):
+    with contextlib.suppress(warpipe.PeerGoneError):
         held.complete()
 
 
@@ -526,7 +526,7 @@ def test_a_queue_that_closes_gracefully_ends_the_loop_of_its_worker(open_worker,
         pipe.send("close")
         assert said(pipe) == "closed"
         assert list(worker) == []
-        with pytest.raises(warpipe.QueueGoneError) as gone:
+        with pytest.raises(warpipe.PeerGoneError) as gone:
             worker.lease()
         assert gone.value.graceful and gone.value.endpoint == "jobs"
 
@@ -539,7 +539,7 @@ def test_a_queue_that_is_killed_is_an_error_to_its_worker(open_worker, place):  
         assert said(pipe) == 1
         lease = worker.lease()
         kill(owner)
-        with pytest.raises(warpipe.QueueGoneError) as gone:
+        with pytest.raises(warpipe.PeerGoneError) as gone:
             next(worker)
         assert not gone.value.graceful
         assert lease.numpy().tolist() == [0] * 4, "what was leased can still be read"

@@ -71,7 +71,7 @@ def test_a_shutdown_waits_for_the_lease_that_is_held(open_queue, open_worker):
         worker.lease(timeout=0.05)
     lease.complete(np.arange(3))
     queue.shutdown(timeout=LIMIT_SECONDS)
-    with pytest.raises(warpipe.QueueGoneError) as gone:
+    with pytest.raises(warpipe.PeerGoneError) as gone:
         worker.lease()
     assert gone.value.graceful
     assert next(queue.results(LIMIT_SECONDS)).numpy().tolist() == [0, 1, 2]
@@ -80,7 +80,7 @@ def test_a_shutdown_waits_for_the_lease_that_is_held(open_queue, open_worker):
 def test_a_worker_that_comes_after_it_finds_no_queue_and_may_wait_for_the_next(open_queue, open_worker, domain, device):
     queue = open_queue()
     queue.shutdown(timeout=LIMIT_SECONDS)
-    with pytest.raises(warpipe.NoPublisherError):
+    with pytest.raises(warpipe.NotFoundError):
         open_worker()
     following = warpipe.Queue("jobs", domain=domain, device=device)
     thread, jobs = works(open_worker())

@@ -69,7 +69,7 @@ fn consume(
 /// There is no publisher: the error has a variant of its own, and its text gives the next step.
 fn give_up(when: &str, subscriber: SubscriberBuilder) -> Outcome {
     match subscriber.build() {
-        Err(error @ Error::NoPublisher { .. }) => println!("gave up {when}: {error}"),
+        Err(error @ Error::NotFound { .. }) => println!("gave up {when}: {error}"),
         Err(error) => return Err(error.into()),
         Ok(_) => return Err("there is a publisher already; start the consumer first".into()),
     }

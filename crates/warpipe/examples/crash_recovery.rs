@@ -175,7 +175,7 @@ fn kill_and_clean_up(
                 Err(Error::SampleLost { .. }) => lost += 1,
                 Err(error) => return Err(error.into()),
             },
-            Err(Error::PublisherGone {
+            Err(Error::PeerGone {
                 graceful: false, ..
             }) => break,
             Err(error) => return Err(error.into()),

@@ -58,7 +58,7 @@ fn work(stage: &Stage) -> Outcome<String> {
     loop {
         let task = match worker.lease(&stream) {
             Ok(task) => task,
-            Err(Error::QueueGone { .. }) => {
+            Err(Error::PeerGone { .. }) => {
                 return Ok(format!("process {} took {tasks} tasks", std::process::id()));
             }
             Err(error) => return Err(error.into()),

@@ -1,30 +1,36 @@
 //! One error type for the whole library.
 //!
 //! Every variant carries the facts needed to act (the name, the peer, the bytes, the driver's own
-//! code), and its message ends with the next step. Match on the variant; print with `{}`.
+//! code). Match on [`Error::kind`] to decide what to do next, on the variant for its context. `{}`
+//! prints the fact; [`Error::hint`] is the next step for a person who reads Rust. The bindings of
+//! other languages have hints of their own.
 
 mod construct;
 mod fault;
+mod hint;
+mod kind;
 
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
 pub use fault::{Expiry, HandshakeFault, Holder, LegacyFault, TicketFault};
+pub use kind::ErrorKind;
 
 use crate::backend::PointerKind;
 
 /// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of this crate, with the next step in its message.
+/// An error of this crate: what happened, as data.
+///
+/// [`kind`](Error::kind) says what a program can do about it; [`hint`](Error::hint) says it to a
+/// person.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// No CUDA driver library could be loaded.
-    #[error(
-        "no CUDA driver: {searched} could not be loaded ({reason}); install the NVIDIA driver, or use Device::host()"
-    )]
+    #[error("no CUDA driver: {searched} could not be loaded ({reason})")]
     NoDriver {
         /// The library names tried, in order.
         searched: String,
@@ -32,25 +38,19 @@ pub enum Error {
         reason: String,
     },
     /// The driver lacks a function this library needs.
-    #[error(
-        "the CUDA driver lacks {symbol}; update the driver (R525 or newer), or use Device::host()"
-    )]
+    #[error("the CUDA driver lacks {symbol}")]
     DriverSymbol {
         /// The missing function, as the driver's headers name it.
         symbol: &'static str,
     },
     /// The driver works and lists no GPU that this process may use.
-    #[error(
-        "the CUDA driver lists no GPU{hint}; check CUDA_VISIBLE_DEVICES and the container's device list, or use Device::host()"
-    )]
+    #[error("the CUDA driver lists no GPU{cause}")]
     NoDevice {
         /// The known cause, or empty.
-        hint: String,
+        cause: String,
     },
     /// This user may not open the driver's device files.
-    #[error(
-        "no permission on {path}; add this user to the group that owns it, or use Device::host()"
-    )]
+    #[error("no permission on {path}")]
     DevicePermission {
         /// The device file.
         path: PathBuf,
@@ -64,7 +64,7 @@ pub enum Error {
         available: String,
     },
     /// A driver call failed.
-    #[error("{call} failed with {name} ({code}): {message}{next}")]
+    #[error("{call} failed with {name} ({code}): {message}")]
     Driver {
         /// The driver function.
         call: &'static str,
@@ -74,13 +74,13 @@ pub enum Error {
         name: String,
         /// The driver's text for the code.
         message: String,
-        /// The next step, starting with `"; "`, or empty.
+        /// The next step for this code, or empty; [`hint`](Error::hint) says it.
         next: &'static str,
     },
     /// A stream is being captured into a graph. The graph would record this library's operations
     /// and repeat them at every launch.
     #[error(
-        "{what} is part of a stream capture, which would record this instead of doing it; nothing was done: call it before the capture begins or after it has ended (outside of `torch.cuda.graph`, after cuStreamEndCapture), or on another stream"
+        "{what} is part of a stream capture, which would record this instead of doing it; nothing was done"
     )]
     Capturing {
         /// The capturing stream, for example `stream 0x7f0c10`. The legacy default stream (0)
@@ -89,16 +89,14 @@ pub enum Error {
     },
     /// The device has been reset since it was opened, which destroyed all that was made on it.
     #[error(
-        "{device} was reset after it was opened (cudaDeviceReset, cuDevicePrimaryCtxReset), and all that was made on it is gone; drop it, and open the device again"
+        "{device} was reset after it was opened (cudaDeviceReset, cuDevicePrimaryCtxReset), and all that was made on it is gone"
     )]
     DeviceReset {
         /// The device's name.
         device: String,
     },
     /// The device has no room for an allocation.
-    #[error(
-        "{device} has no room for {bytes} bytes{detail}; free memory or lower the publisher's memory limit"
-    )]
+    #[error("{device} has no room for {bytes} bytes{detail}")]
     DeviceMemory {
         /// The device's name.
         device: String,
@@ -108,9 +106,7 @@ pub enum Error {
         detail: String,
     },
     /// A descriptor that should be shareable device memory is not.
-    #[error(
-        "the descriptor received is not {wanted}: {found}; the peer runs another backend or is broken"
-    )]
+    #[error("the descriptor received is not {wanted}: {found}")]
     NotDeviceMemory {
         /// The kind that was expected.
         wanted: &'static str,
@@ -118,9 +114,7 @@ pub enum Error {
         found: String,
     },
     /// Two devices that cannot reach each other's memory.
-    #[error(
-        "{reader} cannot read memory of {owner}: {reason}; put both ends on one GPU or on GPUs joined by NVLink or PCIe peer access"
-    )]
+    #[error("{reader} cannot read memory of {owner}: {reason}")]
     PeerAccess {
         /// The device that wants to read.
         reader: String,
@@ -140,9 +134,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The process, or the system, has no descriptor left.
-    #[error(
-        "no file descriptor left for {context} (soft limit {soft}); raise it with `ulimit -n` or close something"
-    )]
+    #[error("no file descriptor left for {context} (soft limit {soft})")]
     DescriptorLimit {
         /// The operation that needed one.
         context: String,
@@ -151,7 +143,7 @@ pub enum Error {
     },
     /// This user has more descriptors in flight between processes than it may have.
     #[error(
-        "this user has too many descriptors in flight for {context}: RLIMIT_NOFILE (soft limit {soft}) counts what its processes sent over sockets and nobody received; raise it with `ulimit -n`, or end some of them"
+        "this user has too many descriptors in flight for {context}: RLIMIT_NOFILE (soft limit {soft}) counts what its processes sent over sockets and nobody received"
     )]
     InFlightLimit {
         /// The operation that needed one.
@@ -160,9 +152,7 @@ pub enum Error {
         soft: u64,
     },
     /// A name that no endpoint may have.
-    #[error(
-        "{name:?} is not an endpoint name: {reason}; use 1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /, no part starting with a dot"
-    )]
+    #[error("{name:?} is not an endpoint name: {reason}")]
     Name {
         /// The name, as given.
         name: String,
@@ -170,7 +160,7 @@ pub enum Error {
         reason: &'static str,
     },
     /// A domain directory that cannot be trusted or used.
-    #[error("{} cannot be a domain: {reason}; use a directory that you own with mode 0700, or set WARPIPE_DOMAIN", path.display())]
+    #[error("{} cannot be a domain: {reason}", path.display())]
     Domain {
         /// The directory.
         path: PathBuf,
@@ -178,7 +168,7 @@ pub enum Error {
         reason: String,
     },
     /// A foreign file stands in the place of an endpoint's file.
-    #[error("{} is {found}, not an endpoint of this library; it is left alone: move it away or take another name", path.display())]
+    #[error("{} is {found}, not an endpoint of this library", path.display())]
     ForeignFile {
         /// The file.
         path: PathBuf,
@@ -186,24 +176,16 @@ pub enum Error {
         found: &'static str,
     },
     /// The name is held by a live endpoint.
-    #[error("{name:?} is held by {holder}; stop it or take another name")]
+    #[error("{name:?} is held by {holder}")]
     NameTaken {
         /// The endpoint name.
         name: String,
         /// Its holder, for example `process 4711`.
         holder: Holder,
     },
-    /// No publisher has this name.
-    #[error(
-        "nobody publishes {name:?}; start the publisher, or wait for it with `wait_for_publisher`"
-    )]
-    NoPublisher {
-        /// The endpoint name.
-        name: String,
-    },
     /// No endpoint has this name.
-    #[error("no {kind} named {name:?}: {}; start its owner, or wait for it with a timeout", if *.was_there { "its owner has died and left the name behind" } else { "nobody has made it yet, or it is closed" })]
-    NoOwner {
+    #[error("no {kind} named {name:?}: {}", if *.was_there { "its owner has died and left the name behind" } else { "nobody has made it yet, or it is closed" })]
+    NotFound {
         /// The kind that was expected.
         kind: crate::Kind,
         /// The endpoint name.
@@ -212,7 +194,7 @@ pub enum Error {
         was_there: bool,
     },
     /// An endpoint of another kind has this name.
-    #[error("{name:?} is a {found}, not a {wanted}; take the right name, or open it as what it is")]
+    #[error("{name:?} is a {found}, not a {wanted}")]
     OtherKind {
         /// The endpoint name.
         name: String,
@@ -225,9 +207,7 @@ pub enum Error {
     #[error("not a usable ticket: {0}")]
     Ticket(TicketFault),
     /// The memory that a ticket names is no longer available under its name.
-    #[error(
-        "what this ticket names in {name:?} is not there any more: {expiry}; get a new ticket from its owner"
-    )]
+    #[error("what this ticket names in {name:?} is not there any more: {expiry}")]
     TicketExpired {
         /// The endpoint name.
         name: String,
@@ -235,7 +215,7 @@ pub enum Error {
         expiry: Expiry,
     },
     /// A range that does not lie inside the memory.
-    #[error("bytes {offset}..{} lie outside of {name:?}, which has {available}; take a range inside", u128::from(*.offset) + u128::from(*.bytes))]
+    #[error("bytes {offset}..{} lie outside of {name:?}, which has {available}", u128::from(*.offset) + u128::from(*.bytes))]
     Range {
         /// The name of the memory.
         name: String,
@@ -246,30 +226,16 @@ pub enum Error {
         /// The length of the memory.
         available: u64,
     },
-    /// The owning process has gone, and operations that only it could do are no longer possible.
-    #[error("the owner of {kind} {name:?} (process {pid}) {}; open it again when it is back", if *.graceful { "has closed it" } else { "has died" })]
-    OwnerGone {
-        /// The kind of the endpoint.
-        kind: crate::Kind,
-        /// The endpoint name.
-        name: String,
-        /// Its process id, as this process sees it.
-        pid: i32,
-        /// Whether it closed gracefully.
-        graceful: bool,
-    },
     /// The other side refused a request.
     #[error("{name:?} refused: {text}")]
     Refused {
         /// The endpoint name.
         name: String,
-        /// The reason and, from this library, the next step.
+        /// The other side's reason.
         text: String,
     },
     /// Only the process that made a timeline signals it.
-    #[error(
-        "timeline {name:?} belongs to process {pid}, which alone may signal it; signal a timeline of your own"
-    )]
+    #[error("timeline {name:?} belongs to process {pid}, which alone may signal it")]
     NotOwner {
         /// The timeline's name.
         name: String,
@@ -277,9 +243,7 @@ pub enum Error {
         pid: i32,
     },
     /// A timeline's value only grows.
-    #[error(
-        "timeline {name:?} has been signalled to {last}, and cannot go to {value}; signal a larger value"
-    )]
+    #[error("timeline {name:?} has been signalled to {last}, and cannot go to {value}")]
     Backwards {
         /// The timeline's name.
         name: String,
@@ -290,7 +254,7 @@ pub enum Error {
     },
     /// The CPU was to signal a timeline while a stream has yet to signal it.
     #[error(
-        "timeline {name:?} stands at {reached}, and a stream has yet to signal {last}: {value} cannot come before it; signal it on a stream, or wait for {last}"
+        "timeline {name:?} stands at {reached}, and a stream has yet to signal {last}: {value} cannot come before it"
     )]
     SignalPending {
         /// The timeline's name.
@@ -303,16 +267,14 @@ pub enum Error {
         reached: u64,
     },
     /// An event that was never recorded: there is nothing to wait for.
-    #[error(
-        "event {event} has never been recorded; record it first, then tell others to wait for it"
-    )]
+    #[error("event {event} has never been recorded")]
     EventNotRecorded {
         /// The event, as `endpoint#number`.
         event: String,
     },
     /// An event that lost its recorder, or maker, before the recorded work was done.
     #[error(
-        "event {event} was lost: the work that process {pid} recorded did not complete before that process, or the event's maker, was gone; discard what depends on it"
+        "event {event} was lost: the work that process {pid} recorded did not complete before that process, or the event's maker, was gone"
     )]
     EventLost {
         /// The event, as `endpoint#number`.
@@ -327,7 +289,7 @@ pub enum Error {
         fault: crate::EventHandleFault,
     },
     /// The endpoint's owner does not let this user in.
-    #[error("{name:?} does not admit this user ({detail}); ask its owner to allow the uid or gid")]
+    #[error("{name:?} does not admit this user ({detail})")]
     AccessDenied {
         /// The endpoint name.
         name: String,
@@ -345,7 +307,7 @@ pub enum Error {
     /// A peer wrote a value into a link that no correct peer writes. Its link is closed; no other
     /// link is affected.
     #[error(
-        "the peer of {name:?} broke the link's protocol: {field} is {found}, allowed is {allowed}; the link is closed: reconnect, and report the peer"
+        "the peer of {name:?} broke the link's protocol: {field} is {found}, allowed is {allowed}"
     )]
     Protocol {
         /// The endpoint name.
@@ -357,20 +319,26 @@ pub enum Error {
         /// The values that are legal.
         allowed: String,
     },
-    /// The publisher has gone, and every sample that it completed has been received.
-    #[error("the publisher of {name:?} (process {pid}) {}; subscribe again, or turn `reconnect` on", if *.graceful { "has closed" } else { "has died" })]
-    PublisherGone {
-        /// The endpoint name.
+    /// The process that owned an endpoint, or exported memory, has gone: it closed, or died. What
+    /// it had completed before has been delivered; what only it could do is no longer possible.
+    #[error("{}", construct::peer_gone(.kind, .name, *.pid, *.graceful, .detail))]
+    PeerGone {
+        /// The kind of the object that it owned.
+        kind: crate::Kind,
+        /// The object's endpoint name; empty for [`Kind::LegacyMemory`](crate::Kind), which has
+        /// none.
         name: String,
-        /// Its process id, as this process sees it.
+        /// The process id of the peer, as this process sees it.
         pid: i32,
-        /// Whether it closed gracefully.
+        /// Whether it closed gracefully. Otherwise it died, or its link failed.
         graceful: bool,
+        /// How the end was detected, if more is known than the fields above say; else empty.
+        detail: String,
     },
     /// The sender died, or gave up, before this sample's data was complete. The device may have
     /// read bytes that are not the sample's: discard what was computed from them.
     #[error(
-        "sample {sequence} of {name:?} was lost: its sender (process {pid}) died or gave up before the data was complete; discard what was computed from it"
+        "sample {sequence} of {name:?} was lost: its sender (process {pid}) died or gave up before the data was complete"
     )]
     SampleLost {
         /// The endpoint name.
@@ -382,7 +350,7 @@ pub enum Error {
     },
     /// The publisher closed this subscriber's link because the subscriber was unresponsive for too
     /// long.
-    #[error("the publisher of {name:?} evicted this subscriber: {reason}; subscribe again")]
+    #[error("the publisher of {name:?} evicted this subscriber: {reason}")]
     Evicted {
         /// The endpoint name.
         name: String,
@@ -390,7 +358,7 @@ pub enum Error {
         reason: String,
     },
     /// This side has closed the link, for a reason that was reported when it happened.
-    #[error("the link to {name:?} is closed: {reason}; subscribe again")]
+    #[error("the link to {name:?} is closed: {reason}")]
     LinkClosed {
         /// The endpoint name.
         name: String,
@@ -398,9 +366,7 @@ pub enum Error {
         reason: String,
     },
     /// A wait ran out.
-    #[error(
-        "{what} did not come within {waited:?}; wait longer, or see `warpipe doctor` and the peer's state"
-    )]
+    #[error("{what} did not come within {waited:?}")]
     Timeout {
         /// The awaited event.
         what: String,
@@ -409,7 +375,7 @@ pub enum Error {
     },
     /// A subscriber with [`Policy::Fail`](crate::Policy::Fail) has no room.
     #[error(
-        "subscriber {subscriber} of {name:?} has no room: it has not released the {depth} samples of its depth; receive and release faster, raise the depth, or choose another policy"
+        "subscriber {subscriber} of {name:?} has no room: it has not released the {depth} samples of its depth"
     )]
     Full {
         /// The endpoint name.
@@ -421,7 +387,7 @@ pub enum Error {
     },
     /// The publisher's memory limit leaves no room for a slot.
     #[error(
-        "{name:?} has no room for {bytes} bytes: {used} of {limit} bytes are in use and not yet released; release some, or raise the memory limit"
+        "{name:?} has no room for {bytes} bytes: {used} of {limit} bytes are in use and not yet released"
     )]
     MemoryLimit {
         /// The endpoint name.
@@ -434,20 +400,12 @@ pub enum Error {
         limit: u64,
     },
     /// Memory that no legacy handle can name.
-    #[error("{ptr:#x} is {kind}, which no legacy handle can name; {}", .kind.next())]
+    #[error("{ptr:#x} is {kind}, which no legacy handle can name")]
     NotExportable {
         /// The address.
         ptr: u64,
         /// The kind of the memory.
         kind: PointerKind,
-    },
-    /// The process that exported some memory is gone, and with it the memory.
-    #[error(
-        "process {pid}, which exported this memory, is gone, and the memory with it; a legacy handle dies with its exporter: export again, or use a channel, whose memory outlives its sender"
-    )]
-    ExporterGone {
-        /// Its process id.
-        pid: i32,
     },
     /// A legacy handle that cannot be used.
     #[error("not a usable legacy handle: {fault}")]
@@ -456,14 +414,14 @@ pub enum Error {
         fault: LegacyFault,
     },
     /// The process has as many interprocess events as it may have.
-    #[error("this process has {limit} interprocess events, and may have no more; drop some")]
+    #[error("this process has {limit} interprocess events, and may have no more")]
     EventLimit {
         /// The limit.
         limit: u32,
     },
     /// A queue has as many jobs as it may have.
     #[error(
-        "the queue {name:?} has its {limit} jobs, and none of them made room within {waited:?}; take results, add workers, or raise the limit"
+        "the queue {name:?} has its {limit} jobs, and none of them made room within {waited:?}"
     )]
     QueueFull {
         /// The queue's name.
@@ -475,7 +433,7 @@ pub enum Error {
     },
     /// Every attempt at a job failed.
     #[error(
-        "job {job} of {name:?} was dead-lettered after {} attempts ({}); see to the cause and submit it again",
+        "job {job} of {name:?} was dead-lettered after {} attempts ({})",
         .reasons.len(), .reasons.join("; ")
     )]
     DeadLettered {
@@ -487,7 +445,7 @@ pub enum Error {
         reasons: Vec<String>,
     },
     /// The worker or server rejected the job.
-    #[error("job {job} of {name:?} was rejected: {reason}; change it before it is submitted again")]
+    #[error("job {job} of {name:?} was rejected: {reason}")]
     Rejected {
         /// The queue's or service's name.
         name: String,
@@ -497,7 +455,7 @@ pub enum Error {
         reason: String,
     },
     /// A deadline has passed.
-    #[error("the deadline of job {job} of {name:?} has passed; allow more time, or add servers")]
+    #[error("the deadline of job {job} of {name:?} has passed")]
     DeadlinePassed {
         /// The queue's or service's name.
         name: String,
@@ -505,9 +463,7 @@ pub enum Error {
         job: u64,
     },
     /// The job is not in its queue any more: its outcome was taken, or the job was cancelled.
-    #[error(
-        "the outcome of job {job} of {name:?} was taken, or the job was called off; wait for it in one place only"
-    )]
+    #[error("the outcome of job {job} of {name:?} was taken, or the job was called off")]
     NoSuchJob {
         /// The queue's name.
         name: String,
@@ -515,22 +471,10 @@ pub enum Error {
         job: u64,
     },
     /// This process has shut its queue.
-    #[error("the queue {name:?} is shut; make a new one to submit more jobs")]
+    #[error("the queue {name:?} is shut")]
     QueueClosed {
         /// The queue's name.
         name: String,
-    },
-    /// A worker's queue has gone.
-    #[error(
-        "the queue {name:?} has gone ({reason}); what was leased from it has nobody to go to: attach to the next one"
-    )]
-    QueueGone {
-        /// The queue's name.
-        name: String,
-        /// How the end was detected.
-        reason: String,
-        /// Whether its owner closed gracefully; otherwise it died, or the link failed.
-        graceful: bool,
     },
     /// A tensor layout that is invalid, or does not fit.
     #[error("not a usable tensor layout: {reason}")]
@@ -539,9 +483,7 @@ pub enum Error {
         reason: String,
     },
     /// A profiler's library that was requested cannot be used. Nothing else is affected.
-    #[error(
-        "no ranges for a profiler: {library} {reason}; correct NVTX_INJECTION64_PATH or WARPIPE_NVTX, or set WARPIPE_NVTX=0"
-    )]
+    #[error("no ranges for a profiler: {library} {reason}")]
     Profiler {
         /// The library's path or name.
         library: String,

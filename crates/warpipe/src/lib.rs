@@ -43,7 +43,8 @@
 //! Names live in a [`Domain`], a directory of this user. A [`Device`] is a GPU or the host, a
 //! [`Stream`] the order of its work, a [`Layout`] the element type, shape and strides of a tensor.
 //! [`SampleMut`] and [`Loan`] are memory to write and send, [`Sample`], [`Lease`], [`Request`] and
-//! [`JobResult`] memory that was received. Every [`Error`] names the next step.
+//! [`JobResult`] memory that was received. [`Error::kind`] says what
+//! to do about an error.
 //!
 //! The guides (`docs/guide/`), `ARCHITECTURE.md` and the design documents (`docs/design/`) lie in
 //! the repository; `cargo xtask book` makes a book of them.
@@ -54,7 +55,7 @@
 //!   data was complete gives [`Error::SampleLost`] from [`Sample::finish`], [`Sample::wait`] and
 //!   [`Receipt::check`]. Call one of them before you use results that were computed from a sample.
 //! * A subscriber still receives the samples that were complete when its publisher died, then
-//!   [`Error::PublisherGone`].
+//!   [`Error::PeerGone`].
 //! * Memory held by a killed subscriber is used again once its death is proven. Memory held by a
 //!   stopped subscriber stays untouched.
 //! * Every call that waits for another process takes a timeout. Calls of the driver take as long as
@@ -62,8 +63,9 @@
 //!
 //! # Errors
 //!
-//! One [`enum`](Error) with context for each case; its text ends with the next step. Nothing that
-//! comes from outside this process (a file, an argument, a peer's bytes or descriptors, the
+//! One [`enum`](Error) with context for each case. [`Error::kind`] says what a program can do next,
+//! the text what happened, and [`Error::hint`] the next step for a person. Nothing that comes from
+//! outside this process (a file, an argument, a peer's bytes or descriptors, the
 //! driver's answers) makes the library panic.
 //!
 //! # Threads
@@ -125,7 +127,9 @@ mod sync;
 pub mod tensor;
 
 pub use device::Device;
-pub use error::{Error, Expiry, HandshakeFault, Holder, LegacyFault, Result, TicketFault};
+pub use error::{
+    Error, ErrorKind, Expiry, HandshakeFault, Holder, LegacyFault, Result, TicketFault,
+};
 pub use ipc::Kind;
 pub use ipc::PeerState;
 pub use ipc::domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};

@@ -334,7 +334,7 @@ fn check_rank(rank: usize) -> Result<()> {
 }
 
 fn too_large() -> Error {
-    Error::layout("more than i64::MAX bytes")
+    Error::layout("more than 2^63 - 1 bytes")
 }
 
 fn to_bytes(value: i128) -> Result<u64> {

@@ -41,7 +41,7 @@ impl Subscriber {
         let mut line = self.0.borrow_mut();
         match (line.answers.pop_front(), line.end) {
             (Some((metadata, data)), _) => Ok(Some(RawSample { metadata, data })),
-            (None, Some(graceful)) => Err(Error::PublisherGone { graceful }),
+            (None, Some(graceful)) => Err(Error::PeerGone { graceful }),
             (None, None) => Ok(None),
         }
     }

@@ -51,10 +51,10 @@ pub fn mismatch() {
         ),
         "{error:?}"
     );
-    let text = error.to_string();
+    let (text, hint) = (error.to_string(), error.hint().unwrap_or_default());
     assert!(
-        text.contains("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH") && text.contains("reboot"),
-        "{text}"
+        text.contains("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH") && hint.contains("reboot"),
+        "{text}; {hint}"
     );
 }
 

@@ -126,7 +126,7 @@ pub fn legacy() {
     second.close(PATIENCE).unwrap();
     assert_eq!(device.backend().bytes_held(), 0);
     match exporter.handle.open(&device) {
-        Err(Error::ExporterGone { pid }) => assert_eq!(pid, exporter.child.id() as i32),
+        Err(Error::PeerGone { pid, .. }) => assert_eq!(pid, exporter.child.id() as i32),
         other => panic!("{other:?}"),
     }
 }

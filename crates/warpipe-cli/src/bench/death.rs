@@ -274,7 +274,7 @@ fn kill_publisher(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterPu
     };
     peer.control.hear::<()>()?;
     let reported = || match subscriber.receive(&stream) {
-        Err(Error::PublisherGone { .. }) => Ok(now_ns()),
+        Err(Error::PeerGone { .. }) => Ok(now_ns()),
         Err(error) => Err(error).context("instead of PublisherGone"),
         Ok(_) => bail!("a sample came from the dead"),
     };

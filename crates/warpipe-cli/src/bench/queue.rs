@@ -279,7 +279,7 @@ fn work(place: &BenchDomain) -> anyhow::Result<()> {
                 warpipe_kernels::spin(&stream, JOB)?;
                 lease.complete(&stream)?;
             }
-            Err(Error::QueueGone { .. }) => return Ok(stream.synchronize(PATIENCE)?),
+            Err(Error::PeerGone { .. }) => return Ok(stream.synchronize(PATIENCE)?),
             Err(error) => return Err(error.into()),
         }
     }

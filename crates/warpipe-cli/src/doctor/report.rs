@@ -4,7 +4,7 @@ use std::io;
 
 use serde::Serialize;
 
-use crate::exit::{Exit, split_next};
+use crate::exit::{Exit, fact_and_hint};
 use crate::output::{Output, Style, styled};
 
 /// How a check ended.
@@ -67,8 +67,7 @@ impl Check {
         match result {
             Ok(detail) => Check::ok(check, detail),
             Err(error) => {
-                let message = format!("{error:#}");
-                let (detail, own) = split_next(&message);
+                let (detail, own) = fact_and_hint(&error);
                 Check::failed(check, detail, own.unwrap_or_else(|| next.to_owned()))
             }
         }

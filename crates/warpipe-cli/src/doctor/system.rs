@@ -14,7 +14,7 @@ use warpipe::nvtx::{self, State};
 
 use super::child::{Task, command};
 use super::report::Check;
-use crate::exit::split_next;
+use crate::exit::hint;
 use crate::output;
 use crate::process;
 
@@ -126,10 +126,7 @@ pub fn profiler() -> Check {
         State::On { library } => {
             Check::ok(name, format!("send and receive are reported to {library}"))
         }
-        State::Failed(error) => {
-            let (what, next) = split_next(&error.to_string());
-            Check::no(name, what, next.unwrap_or_default())
-        }
+        State::Failed(error) => Check::no(name, error.to_string(), hint(error).unwrap_or_default()),
         _ => Check::ok(name, "of a kind that this program does not know"),
     }
 }

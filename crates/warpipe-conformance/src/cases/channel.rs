@@ -266,7 +266,7 @@ fn iterator_ends(context: &Context) -> Result<()> {
     }
     ensure!(received == 5, "{received} samples of 5 before the end");
     match subscriber.receive(&stream) {
-        Err(Error::PublisherGone { graceful: true, .. }) => Ok(()),
+        Err(Error::PeerGone { graceful: true, .. }) => Ok(()),
         other => bail!("after the close came {other:?}"),
     }
 }
@@ -315,7 +315,7 @@ fn pollable(context: &Context) -> Result<()> {
     let gone = || {
         matches!(
             subscriber.try_receive(&stream),
-            Err(Error::PublisherGone {
+            Err(Error::PeerGone {
                 graceful: false,
                 ..
             })
@@ -439,10 +439,7 @@ fn handles_outlive_each_other(context: &Context) -> Result<()> {
         "a sample is whole after its publisher"
     );
     match loan.send(&stream) {
-        Err(failed) => ensure!(
-            matches!(failed.error, Error::PublisherGone { .. }),
-            "{failed}"
-        ),
+        Err(failed) => ensure!(matches!(failed.error, Error::PeerGone { .. }), "{failed}"),
         Ok(sequence) => bail!("a closed publisher sent {sequence}"),
     }
     Ok(stream.synchronize(PATIENCE)?)

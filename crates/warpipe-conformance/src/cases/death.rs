@@ -82,7 +82,7 @@ const WORDS: u64 = 1024;
 /// The end of a channel after its publisher was killed.
 fn expect_death(received: warpipe::Result<Sample>, pid: u32) -> Result<()> {
     match received {
-        Err(Error::PublisherGone {
+        Err(Error::PeerGone {
             pid: reported,
             graceful: false,
             ..
@@ -418,7 +418,7 @@ fn publisher_killed_in_the_handshake(context: &Context) -> Result<()> {
             subscriber.join().map_err(|_| anyhow::anyhow!("a panic"))
         })?;
         match built {
-            Err(Error::Handshake { .. } | Error::NoPublisher { .. }) => {}
+            Err(Error::Handshake { .. } | Error::NotFound { .. }) => {}
             Ok(mut subscriber) if round % 2 == 1 => {
                 expect_death(subscriber.receive(&context.stream()?), publisher.id())?;
             }

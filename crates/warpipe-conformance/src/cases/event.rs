@@ -220,7 +220,7 @@ fn killed_exporter(context: &Context) -> Result<()> {
         ensure!(
             matches!(
                 recorded,
-                Err(Error::OwnerGone {
+                Err(Error::PeerGone {
                     graceful: false,
                     ..
                 })
@@ -460,7 +460,7 @@ fn complete_before_death(context: &Context) -> Result<()> {
     let own = context.stream()?;
     let recording = event.wait(&stream)?;
     victim.kill()?;
-    let is_over = || matches!(event.record(&own), Err(Error::OwnerGone { .. }));
+    let is_over = || matches!(event.record(&own), Err(Error::PeerGone { .. }));
     ensure!(
         eventually(PATIENCE, is_over),
         "the exporter's death is reported"
@@ -492,7 +492,7 @@ fn dropped_event(context: &Context) -> Result<()> {
     let is_over = || {
         matches!(
             event.record(&stream),
-            Err(Error::OwnerGone { graceful: true, .. })
+            Err(Error::PeerGone { graceful: true, .. })
         )
     };
     ensure!(
@@ -504,8 +504,8 @@ fn dropped_event(context: &Context) -> Result<()> {
     drop(event);
     match Event::open(&handle, &context.device) {
         Err(
-            Error::NoOwner { .. }
-            | Error::OwnerGone { graceful: true, .. }
+            Error::NotFound { .. }
+            | Error::PeerGone { graceful: true, .. }
             | Error::EventHandle { .. },
         ) => {}
         other => bail!("opening a dropped event gave {other:?}"),
@@ -628,11 +628,11 @@ fn wrong_handles(context: &Context) -> Result<()> {
     let gone = peer.try_ask(&Order::Signals(SignalOrder::OpenEvent(text.clone())))?;
     let kind = gone.as_ref().map_err(|fault| fault.kind.as_str());
     ensure!(
-        matches!(kind, Err("NoOwner" | "OwnerGone" | "LegacyHandle")),
+        matches!(kind, Err("NotFound" | "PeerGone" | "LegacyHandle")),
         "a dead exporter's handle gave {gone:?}"
     );
     match Event::open(&parse(&text)?, &context.device) {
-        Err(Error::NoOwner {
+        Err(Error::NotFound {
             was_there: true, ..
         }) => {}
         other => bail!("a dead exporter's handle gave {other:?}"),

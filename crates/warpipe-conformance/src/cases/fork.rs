@@ -271,7 +271,7 @@ fn death_is_seen_despite_a_child(context: &Context) -> Result<()> {
         );
     }
     match subscriber.receive(&stream) {
-        Err(Error::PublisherGone {
+        Err(Error::PeerGone {
             graceful: false, ..
         }) => {}
         other => anyhow::bail!("after the death came {other:?}"),

@@ -39,9 +39,7 @@ fn rounds(
         own(&mut peer)?;
         let error = observe(peer, &stream).with_context(|| format!("round {round}"))?;
         match error {
-            Error::QueueGone { graceful: true, .. }
-            | Error::OwnerGone { graceful: true, .. }
-            | Error::PublisherGone { graceful: true, .. } => {}
+            Error::PeerGone { graceful: true, .. } => {}
             other => bail!("round {round}: {other:?}"),
         }
     }

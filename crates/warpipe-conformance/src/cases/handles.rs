@@ -234,7 +234,7 @@ fn receive(socket: &std::os::unix::net::UnixStream) -> Result<(OwnedFd, MemoryIn
 fn later_producer(context: &Context) -> Result<()> {
     let ticket = Ticket::to(&context.domain, "late")?;
     match ticket.open(&context.device) {
-        Err(Error::NoOwner {
+        Err(Error::NotFound {
             kind: Kind::Memory,
             was_there: false,
             ..
@@ -301,7 +301,7 @@ fn killed_owner(context: &Context) -> Result<()> {
         other => bail!("after its owner's death, {other:?}"),
     }
     match Ticket::to(&context.domain, "weights")?.open(&context.device) {
-        Err(Error::NoOwner {
+        Err(Error::NotFound {
             was_there: true, ..
         }) => Ok(()),
         other => bail!("a name left by the dead gave {other:?}"),

@@ -173,19 +173,14 @@ fn killed_exporter(context: &Context) -> Result<()> {
     memory.close(PATIENCE)?;
     for (handle, peer) in [(unopened, &other), (open, &holder)] {
         // Another thread closes the memory if the share above was not the last.
-        let is_gone = || {
-            matches!(
-                handle.open(&context.device),
-                Err(Error::ExporterGone { .. })
-            )
-        };
+        let is_gone = || matches!(handle.open(&context.device), Err(Error::PeerGone { .. }));
         ensure!(
             crate::process::eventually(PATIENCE, is_gone),
             "{:?}",
             handle.open(&context.device)
         );
         match refusal(&handle, &context.device)? {
-            Error::ExporterGone { pid } => {
+            Error::PeerGone { pid, .. } => {
                 ensure!(pid == peer.id() as i32, "process {pid} is reported gone")
             }
             error => bail!("a dead exporter gave {error:?}"),

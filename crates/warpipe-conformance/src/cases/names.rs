@@ -100,7 +100,7 @@ fn closed_names_are_free(context: &Context) -> Result<()> {
 
 fn nobody_and_somebody(context: &Context) -> Result<()> {
     match context.subscriber("nobody").build() {
-        Err(Error::NoPublisher { name }) => ensure!(name == "nobody", "the name {name:?}"),
+        Err(Error::NotFound { name, .. }) => ensure!(name == "nobody", "the name {name:?}"),
         other => bail!("a name that nobody publishes gave {other:?}"),
     }
     let mut early = context.peer()?;

@@ -120,7 +120,7 @@ fn exec(context: &Context) -> Result<()> {
         .synchronize(PATIENCE)
         .context("the reader's stream goes on")?;
     match subscriber.receive(&stream) {
-        Err(Error::PublisherGone {
+        Err(Error::PeerGone {
             graceful: false, ..
         }) => {}
         other => bail!("after the exec came {other:?}"),

@@ -155,7 +155,7 @@ fn queues(context: &Context) -> Result<()> {
         ensure!(
             matches!(
                 outcome,
-                Error::QueueGone {
+                Error::PeerGone {
                     graceful: false,
                     ..
                 }
@@ -298,7 +298,7 @@ fn pools(context: &Context) -> Result<()> {
         ensure!(
             matches!(
                 outcome,
-                Error::OwnerGone {
+                Error::PeerGone {
                     graceful: false,
                     ..
                 }
@@ -383,7 +383,7 @@ fn semaphores(context: &Context) -> Result<()> {
         ensure!(
             matches!(
                 outcome,
-                Error::OwnerGone {
+                Error::PeerGone {
                     graceful: false,
                     ..
                 }
@@ -540,10 +540,10 @@ fn beginners(context: &Context) -> Result<()> {
                 match open(context) {
                     Ok(()) => opened += 1,
                     Err(
-                        Error::NoPublisher { .. } | Error::NoOwner { .. } | Error::OwnerGone { .. },
-                    ) => refused += 1,
-                    Err(
-                        Error::Handshake { .. } | Error::Timeout { .. } | Error::QueueGone { .. },
+                        Error::NotFound { .. }
+                        | Error::PeerGone { .. }
+                        | Error::Handshake { .. }
+                        | Error::Timeout { .. },
                     ) => refused += 1,
                     Err(error) => bail!("opening gave {error:?}"),
                 }

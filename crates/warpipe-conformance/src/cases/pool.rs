@@ -398,7 +398,7 @@ fn killed_owner(context: &Context) -> Result<()> {
         "its end is reported"
     );
     match client.allocate(8) {
-        Err(Error::OwnerGone {
+        Err(Error::PeerGone {
             kind: Kind::Pool,
             graceful: false,
             pid,
@@ -420,7 +420,7 @@ fn killed_owner(context: &Context) -> Result<()> {
         .device(&context.device)
         .open()
     {
-        Err(Error::NoOwner {
+        Err(Error::NotFound {
             kind: Kind::Pool,
             was_there: true,
             ..

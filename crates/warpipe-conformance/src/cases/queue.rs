@@ -485,14 +485,14 @@ fn result_after_owner_death(context: &Context) -> Result<()> {
     owner.kill()?;
     let end = worker.lease(&stream).map(drop);
     ensure!(
-        matches!(end, Err(Error::QueueGone { .. })),
+        matches!(end, Err(Error::PeerGone { .. })),
         "a worker of a dead queue got {end:?}"
     );
     drop(worker);
     let output = work(&held, Duration::from_millis(300))?;
     let answered = held.complete_with(output, &stream);
     ensure!(
-        matches!(answered, Ok(()) | Err(Error::QueueGone { .. })),
+        matches!(answered, Ok(()) | Err(Error::PeerGone { .. })),
         "an answer to the dead gave {answered:?}"
     );
     stream

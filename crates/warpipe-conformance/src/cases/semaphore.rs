@@ -427,9 +427,7 @@ fn killed_creator(context: &Context) -> Result<()> {
     creator.kill()?;
     let answer = waiter.answer()?;
     ensure!(
-        answer
-            .as_ref()
-            .is_err_and(|fault| fault.kind == "OwnerGone"),
+        answer.as_ref().is_err_and(|fault| fault.kind == "PeerGone"),
         "the waiter got {answer:?}"
     );
     permit.release(&stream)?;
@@ -437,7 +435,7 @@ fn killed_creator(context: &Context) -> Result<()> {
     let is_refused = || {
         matches!(
             semaphore.try_acquire_host(),
-            Err(Error::OwnerGone {
+            Err(Error::PeerGone {
                 kind: Kind::Semaphore,
                 graceful: false,
                 ..

@@ -248,7 +248,7 @@ fn killed_client(context: &Context) -> Result<()> {
     let answer = server.try_ask(&Order::Task(Task::Answer(Reply::Complete { slow_us: 0 })))?;
     if let Err(fault) = answer {
         ensure!(
-            fault.kind == "QueueGone",
+            fault.kind == "PeerGone",
             "an answer to the dead gave {fault}"
         );
     }

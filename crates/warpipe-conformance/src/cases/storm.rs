@@ -112,7 +112,7 @@ fn drain(
     loop {
         match subscriber.receive_timeout(stream, SHORT) {
             Ok(sample) => seen.add(sample, error_counters, &mut rng)?,
-            Err(Error::PublisherGone {
+            Err(Error::PeerGone {
                 graceful: false, ..
             }) => return Ok(seen),
             // With `reconnect` the end shows as the absence of a publisher.

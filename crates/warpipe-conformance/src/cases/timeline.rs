@@ -201,7 +201,7 @@ fn ping_pong(context: &Context) -> Result<()> {
 
 fn gone(result: warpipe::Result<bool>, pid: u32, was_graceful: bool) -> Result<()> {
     match result {
-        Err(Error::OwnerGone {
+        Err(Error::PeerGone {
             pid: reported,
             graceful,
             ..
@@ -238,13 +238,11 @@ fn killed_owner(context: &Context) -> Result<()> {
         ensure!(timeline.check(5)? && timeline.value() == 5, "{timeline:?}");
         let answer = witness.answer()?;
         ensure!(
-            answer
-                .as_ref()
-                .is_err_and(|fault| fault.kind == "OwnerGone"),
+            answer.as_ref().is_err_and(|fault| fault.kind == "PeerGone"),
             "a wait on the CPU gave {answer:?}"
         );
         witness.signals(SignalOrder::Synchronize)?;
-        witness.refuses(SignalOrder::Check(6), "OwnerGone")?;
+        witness.refuses(SignalOrder::Check(6), "PeerGone")?;
         let value = witness.number(&Order::Signals(SignalOrder::Value))?;
         ensure!(value == 5, "the witness sees {value}");
         witness.dismiss()?;
@@ -326,7 +324,7 @@ fn wait_after_death(context: &Context) -> Result<()> {
         .device(&context.device)
         .open()
     {
-        Err(Error::NoOwner {
+        Err(Error::NotFound {
             was_there: true, ..
         }) => {}
         other => bail!("opening a dead owner's timeline gave {other:?}"),

@@ -452,9 +452,13 @@ mod tests {
     #[test]
     fn a_fault_names_the_variant_also_behind_other_words() {
         assert_eq!(kind_of(&warpipe::Error::Forked), "Forked");
-        let wrapped = anyhow::Error::from(warpipe::Error::NoPublisher { name: "a".into() })
-            .context("while looking");
-        assert_eq!(Fault::of_any(&wrapped).kind, "NoPublisher");
+        let wrapped = anyhow::Error::from(warpipe::Error::NotFound {
+            kind: warpipe::Kind::Publisher,
+            name: "a".into(),
+            was_there: false,
+        })
+        .context("while looking");
+        assert_eq!(Fault::of_any(&wrapped).kind, "NotFound");
         assert_eq!(Fault::of_any(&anyhow::anyhow!("no")).kind, "Other");
     }
 }

@@ -126,7 +126,7 @@ impl WorkerActor {
                     HeldJob::Job(lease).complete(Duration::from_micros(slow_us))?;
                     done += 1;
                 }
-                Err(Error::QueueGone { .. }) => return Ok(done),
+                Err(Error::PeerGone { .. }) => return Ok(done),
                 Err(error) => return Err(error.into()),
             }
         }
@@ -140,7 +140,7 @@ impl WorkerActor {
                 Ok(request) => {
                     match HeldJob::Request(request).complete(Duration::from_micros(slow_us)) {
                         // A client that has its reply, or that is tired of waiting, may go.
-                        Ok(()) | Err(Error::QueueGone { .. }) => done += 1,
+                        Ok(()) | Err(Error::PeerGone { .. }) => done += 1,
                         Err(error) => return Err(error.into()),
                     }
                 }

@@ -82,7 +82,7 @@ impl Jobs {
             .as_mut()
             .context("a worker")?
             .try_lease(&self.working);
-        if matches!(leased, Err(Error::QueueGone { .. })) {
+        if matches!(leased, Err(Error::PeerGone { .. })) {
             self.worker = None;
         }
         if let Some(lease) = leased? {

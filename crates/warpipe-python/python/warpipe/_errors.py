@@ -1,7 +1,7 @@
 """The exceptions of warpipe: one tree under ``Error``, mirroring the Rust library's ``enum Error``.
 
 Where Python has a family of its own for a kind of failure (``TimeoutError``, ``ConnectionError``, ``ValueError``,
-``MemoryError``, ...), the exception belongs to both. Messages end with the next step.
+``MemoryError``, ...), the exception belongs to both. Messages end with the next step, in Python's words.
 """
 
 from __future__ import annotations
@@ -10,9 +10,15 @@ import builtins
 
 
 class Error(Exception):
-    """The base of everything that warpipe raises."""
+    """The base of everything that warpipe raises.
+
+    Attribute: ``error_kind``, what a program can do next, as the Rust library's ``ErrorKind`` in snake case:
+    ``"peer_gone"``, ``"timeout"``, ``"limit_reached"``, ...
+    """
 
     __module__ = "warpipe"
+
+    error_kind: str = "invalid_input"
 
 
 # Devices and the system.
@@ -117,10 +123,6 @@ class ConnectionError(Error, builtins.ConnectionError):
     endpoint: str
 
 
-class NoPublisherError(ConnectionError, ConnectionRefusedError):
-    """Nobody publishes under this name."""
-
-
 class AccessDeniedError(ConnectionError, PermissionError):
     """The endpoint's owner does not let this user in."""
 
@@ -133,9 +135,11 @@ class ProtocolError(ConnectionError):
     """A peer wrote into a link what no correct peer writes."""
 
 
-class PublisherGoneError(ConnectionError, ConnectionResetError):
-    """The publisher has gone. Attributes: ``pid``, ``graceful`` (whether it said goodbye)."""
+class PeerGoneError(ConnectionError, ConnectionResetError):
+    """The process that owned an endpoint, or exported memory, has gone. Attributes: ``kind`` (what it owned: ``"publisher"``,
+    ``"queue"``, ``"timeline"``, ``"legacy memory"``, ...), ``pid``, ``graceful`` (whether it closed; otherwise it died)."""
 
+    kind: str
     pid: int
     graceful: bool
 
@@ -155,8 +159,8 @@ class LinkClosedError(ConnectionError):
     """This side has closed the link, for a reason that was told when it happened."""
 
 
-class NoOwnerError(ConnectionError, ConnectionRefusedError):
-    """Nobody keeps what was asked for under this name. Attributes: ``kind``, ``was_there`` (its owner has died)."""
+class NotFoundError(ConnectionError, ConnectionRefusedError):
+    """No endpoint has this name. Attributes: ``kind`` (what was looked for), ``was_there`` (its owner has died)."""
 
     kind: str
     was_there: bool
@@ -167,14 +171,6 @@ class OtherKindError(ConnectionError):
 
     kind: str
     found: str
-
-
-class OwnerGoneError(ConnectionError, ConnectionResetError):
-    """The owner has gone. Attributes: ``kind``, ``pid``, ``graceful`` (whether it said goodbye)."""
-
-    kind: str
-    pid: int
-    graceful: bool
 
 
 class RefusedError(ConnectionError):
@@ -189,12 +185,6 @@ class EventLostError(Error, builtins.ConnectionError):
     """An event's recorder died before its work was done. Attributes: ``event``, ``pid``."""
 
     event: str
-    pid: int
-
-
-class ExporterGoneError(Error, builtins.ConnectionError):
-    """The process that exported a legacy handle is dead, and its memory with it. Attribute: ``pid``."""
-
     pid: int
 
 
@@ -325,9 +315,13 @@ class ProfilerError(Error):
 class ClosedError(Error, ValueError):
     """An endpoint that is used after it was closed."""
 
+    error_kind: str = "invalid_state"
+
 
 class ReleasedError(Error, ValueError):
     """A frame or a loan that is used after it was given back."""
+
+    error_kind: str = "invalid_state"
 
 
 class ForkedError(Error, RuntimeError):
@@ -386,12 +380,6 @@ class QueueClosedError(ClosedError):
     """The queue was shut, or closed, in this process. Attribute: ``endpoint``."""
 
     endpoint: str
-
-
-class QueueGoneError(ConnectionError, ConnectionResetError):
-    """A worker's queue, or a server's client, has gone. Attribute: ``graceful`` (whether it said goodbye)."""
-
-    graceful: bool
 
 
 for _class in list(globals().values()):

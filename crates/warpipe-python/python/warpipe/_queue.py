@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import Any
 
 from . import _warpipe
-from ._errors import QueueGoneError
+from ._errors import PeerGoneError
 from ._loop import end_of, found, late, next_of
 
 # Every change rings: this is for what no ring tells.
@@ -82,7 +82,7 @@ class Worker(_warpipe._Worker):
         """The next job; the iteration ends when the queue is shut down and its jobs are done, or closes gracefully."""
         try:
             return await self.lease_async()
-        except QueueGoneError as gone:
+        except PeerGoneError as gone:
             if gone.graceful:
                 raise StopAsyncIteration from None
             raise

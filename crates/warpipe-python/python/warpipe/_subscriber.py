@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import EllipsisType
 
 from . import _warpipe
-from ._errors import PublisherGoneError
+from ._errors import PeerGoneError
 from ._loop import next_of
 
 
@@ -29,7 +29,7 @@ class Subscriber(_warpipe._Subscriber):
         """The next frame; the iteration ends when the publisher says goodbye."""
         try:
             return await self.receive_async(self._iteration)
-        except PublisherGoneError as gone:
+        except PeerGoneError as gone:
             if gone.graceful:
                 raise StopAsyncIteration from None
             raise

@@ -34,30 +34,6 @@ pub enum PointerKind {
     Unknown,
 }
 
-impl PointerKind {
-    /// The next step for memory that cannot be exported.
-    pub(crate) fn next(self) -> &'static str {
-        match self {
-            PointerKind::Device => "try again",
-            PointerKind::Null => "allocate it first",
-            PointerKind::Host | PointerKind::Pinned => {
-                "send it through a channel, or copy it to memory of cudaMalloc"
-            }
-            PointerKind::Managed => "copy it to memory of cudaMalloc",
-            PointerKind::Pool => {
-                "copy it to memory of cudaMalloc (PyTorch: leave `backend:cudaMallocAsync` out of PYTORCH_CUDA_ALLOC_CONF)"
-            }
-            PointerKind::Vmm => {
-                "export its descriptor instead (PyTorch: leave `expandable_segments` out of PYTORCH_CUDA_ALLOC_CONF)"
-            }
-            PointerKind::Import => "pass on the handle with which it was opened",
-            PointerKind::Unknown => {
-                "it was freed, or never was device memory: export it while it lives"
-            }
-        }
-    }
-}
-
 impl fmt::Display for PointerKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

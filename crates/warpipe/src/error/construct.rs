@@ -3,6 +3,7 @@
 use std::io;
 
 use super::{Error, LegacyFault};
+use crate::Kind;
 
 impl Error {
     /// An operating system error with its context. Errors of descriptor limits have variants of
@@ -42,6 +43,17 @@ impl Error {
         }
     }
 
+    /// The owner of an endpoint has gone.
+    pub(crate) fn peer_gone(kind: Kind, name: impl Into<String>, pid: i32, graceful: bool) -> Self {
+        Error::PeerGone {
+            kind,
+            name: name.into(),
+            pid,
+            graceful,
+            detail: String::new(),
+        }
+    }
+
     pub(crate) fn legacy(fault: LegacyFault) -> Self {
         Error::LegacyHandle { fault }
     }
@@ -51,6 +63,33 @@ impl Error {
             reason: reason.into(),
         }
     }
+}
+
+/// The text of [`Error::PeerGone`].
+pub(super) fn peer_gone(kind: &Kind, name: &str, pid: i32, graceful: bool, detail: &str) -> String {
+    let object = match kind {
+        Kind::LegacyMemory => "the exporter of this memory".to_string(),
+        Kind::Publisher => format!("the publisher of {name:?}"),
+        other => format!("the owner of {other} {name:?}"),
+    };
+    let end = if graceful {
+        "has closed it"
+    } else if detail.is_empty() {
+        "has died"
+    } else {
+        "is gone"
+    };
+    let end = if *kind == Kind::Publisher && graceful {
+        "has closed"
+    } else {
+        end
+    };
+    let detail = if detail.is_empty() {
+        String::new()
+    } else {
+        format!(" ({detail})")
+    };
+    format!("{object} (process {pid}) {end}{detail}")
 }
 
 fn descriptor_limit() -> u64 {

@@ -23,12 +23,10 @@ impl std::fmt::Display for Holder {
 #[non_exhaustive]
 pub enum TicketFault {
     /// It does not begin with the prefix of a ticket.
-    #[error("it does not begin with `warpipe-ticket:`; pass on the whole text of a ticket")]
+    #[error("it does not begin with `warpipe-ticket:`")]
     NoTicket,
     /// A ticket of another version of this library.
-    #[error(
-        "it is of version {theirs}, this library reads version {ours}; run one version of warpipe on both sides"
-    )]
+    #[error("it is of version {theirs}, this library reads version {ours}")]
     Version {
         /// The ticket's version.
         theirs: u16,
@@ -36,7 +34,7 @@ pub enum TicketFault {
         ours: u16,
     },
     /// It was cut short or changed in transit.
-    #[error("it was cut short or changed on its way; pass on the whole text")]
+    #[error("it was cut short or changed on its way")]
     Damaged,
     /// It is longer than any ticket may be.
     #[error("it is longer than {limit} bytes")]
@@ -45,9 +43,7 @@ pub enum TicketFault {
         limit: usize,
     },
     /// It was written on another machine, or before this machine was rebooted.
-    #[error(
-        "it was written on another machine, or before the last reboot; memory is shared within one machine"
-    )]
+    #[error("it was written on another machine, or before the last reboot")]
     ForeignHost,
 }
 
@@ -73,9 +69,7 @@ pub enum Expiry {
 #[non_exhaustive]
 pub enum HandshakeFault {
     /// The peer speaks another version of the protocol.
-    #[error(
-        "it speaks protocol version {theirs}, this is {ours}; run one version of warpipe on both sides"
-    )]
+    #[error("it speaks protocol version {theirs}, this is {ours}")]
     Version {
         /// The peer's version.
         theirs: u16,
@@ -120,9 +114,7 @@ pub enum HandshakeFault {
     #[error("the wake channel is unusable: {0}")]
     Wake(String),
     /// The two ends run on devices that cannot share memory.
-    #[error(
-        "publisher on {publisher}, subscriber on {subscriber}: no memory in common; choose the same backend on both sides"
-    )]
+    #[error("publisher on {publisher}, subscriber on {subscriber}: no memory in common")]
     Device {
         /// The publisher's device.
         publisher: String,
@@ -130,7 +122,7 @@ pub enum HandshakeFault {
         subscriber: String,
     },
     /// The other side has as many links as it may.
-    #[error("it has its {max} links {limit}; let one go, or raise the limit where it is built")]
+    #[error("it has its {max} links {limit}")]
     Full {
         /// The limit that was reached.
         limit: crate::PeerLimit,
@@ -141,16 +133,16 @@ pub enum HandshakeFault {
     #[error("the peer refused: {0}")]
     Refused(String),
     /// The other side closed without a message.
-    #[error("the peer closed the connection; it may be shutting down: try again")]
+    #[error("the peer closed the connection")]
     Closed,
     /// The other side did not answer in time.
-    #[error("the peer did not answer within {0:?}; it may be stopped: see its state")]
+    #[error("the peer did not answer within {0:?}")]
     Silent(Duration),
     /// The peer's death cannot be observed from this process.
-    #[error("no pidfd for the peer ({0}); both must live under one kernel, 5.4 or newer")]
+    #[error("no pidfd for the peer ({0})")]
     Unwatchable(String),
     /// The descriptor sent as the peer's lifeline is not the read end of a pipe.
-    #[error("the peer sent no lifeline ({0}); both must run the same version")]
+    #[error("the peer sent no lifeline ({0})")]
     Lifeline(String),
 }
 
@@ -159,10 +151,10 @@ pub enum HandshakeFault {
 #[non_exhaustive]
 pub enum LegacyFault {
     /// The text or the bytes are no handle at all, or were changed in transit.
-    #[error("it is garbled ({0}); pass it on as it was exported")]
+    #[error("it is garbled ({0})")]
     Garbled(&'static str),
     /// A handle that was cut short, or is followed by other bytes.
-    #[error("it has {found} bytes where {wanted} are due; pass on all of it")]
+    #[error("it has {found} bytes where {wanted} are due")]
     Length {
         /// Its length.
         found: usize,
@@ -170,7 +162,7 @@ pub enum LegacyFault {
         wanted: usize,
     },
     /// Another version's handle.
-    #[error("it is of version {theirs}, this is {ours}; run one version of warpipe on both sides")]
+    #[error("it is of version {theirs}, this is {ours}")]
     Version {
         /// The handle's version.
         theirs: u16,
@@ -178,9 +170,7 @@ pub enum LegacyFault {
         ours: u16,
     },
     /// A range that does not lie in its allocation.
-    #[error(
-        "bytes {offset} to {offset}+{bytes} do not lie in an allocation of {allocation} bytes; export a range that does"
-    )]
+    #[error("bytes {offset} to {offset}+{bytes} do not lie in an allocation of {allocation} bytes")]
     Range {
         /// Where the range begins.
         offset: u64,
@@ -190,14 +180,10 @@ pub enum LegacyFault {
         allocation: u64,
     },
     /// It was exported on another machine, or before this machine was rebooted.
-    #[error(
-        "it comes from another machine, or from before a reboot; memory is shared within one machine: export it again"
-    )]
+    #[error("it comes from another machine, or from before a reboot")]
     ForeignHost,
     /// It names a device of another backend.
-    #[error(
-        "it names memory of {owner}, and {device} cannot open that; open it with the device that owns it"
-    )]
+    #[error("it names memory of {owner}, and {device} cannot open that")]
     Device {
         /// The device that owns the memory.
         owner: String,
@@ -205,11 +191,11 @@ pub enum LegacyFault {
         device: String,
     },
     /// The device or its driver refuses it.
-    #[error("it cannot be opened ({0}); export it again")]
+    #[error("it cannot be opened ({0})")]
     Refused(String),
     /// The exporter lives, but the memory cannot be opened.
     #[error(
-        "process {pid} lives, but its memory cannot be opened ({reason}): it has freed it, or runs as another user; export it again"
+        "process {pid} lives, but its memory cannot be opened ({reason}): it has freed it, or runs as another user"
     )]
     Stale {
         /// The exporter's process id.
@@ -218,7 +204,7 @@ pub enum LegacyFault {
         reason: String,
     },
     /// An address that is not open (any more).
-    #[error("nothing is open at {ptr:#x}; close what was opened, once")]
+    #[error("nothing is open at {ptr:#x}")]
     NotOpen {
         /// The address.
         ptr: u64,

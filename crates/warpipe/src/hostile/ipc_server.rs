@@ -431,7 +431,7 @@ fn unrequested_answers_are_dropped_and_a_silent_server_times_out() {
             eventually("nonsense is the end", || session.is_over());
             assert!(matches!(
                 session.request(b"?", LONG),
-                Err(Error::OwnerGone {
+                Err(Error::PeerGone {
                     graceful: false,
                     ..
                 })
@@ -554,7 +554,7 @@ fn a_servers_death_is_reported_when_its_process_is_proven_dead() {
     assert!(
         matches!(
             absent,
-            Error::NoOwner {
+            Error::NotFound {
                 was_there: true,
                 ..
             }

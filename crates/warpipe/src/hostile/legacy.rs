@@ -249,7 +249,7 @@ fn a_killed_exporters_memory_stays_while_it_is_open_and_opens_no_more() {
     assert_whole(&memory);
     memory.close(LONG).unwrap();
     match exporter.handle.open(&device) {
-        Err(Error::ExporterGone { pid }) => assert_eq!(pid, exporter.process.0.id() as i32),
+        Err(Error::PeerGone { pid, .. }) => assert_eq!(pid, exporter.process.0.id() as i32),
         other => panic!("{other:?}"),
     }
 }

@@ -340,7 +340,7 @@ fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
         );
         let end = subscriber.receive(&stream).unwrap_err();
         assert!(
-            matches!(end, Error::PublisherGone { graceful, .. } if graceful == is_graceful),
+            matches!(end, Error::PeerGone { graceful, .. } if graceful == is_graceful),
             "{end}"
         );
     });

@@ -201,7 +201,7 @@ fn subscribe() {
         }
         match subscriber.receive(&stream) {
             Ok(sample) => println!("outcome: {} bytes", sample.to_vec(LONG).unwrap().len()),
-            Err(Error::PublisherGone { graceful, .. }) => {
+            Err(Error::PeerGone { graceful, .. }) => {
                 println!("outcome: gone, graceful {graceful}")
             }
             Err(error) => println!("outcome: {error:?}"),

@@ -29,6 +29,7 @@ use self::lock::{Cleared, is_owned, read_author};
 pub(crate) use self::watch::Arrivals;
 use crate::error::{Error, HandshakeFault, Holder, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::ipc::Kind;
 use crate::ipc::client_handshake::HandshakeLimit;
 use crate::os;
 use crate::runtime::closer::{Listener, PeerSocket};
@@ -432,13 +433,16 @@ impl Domain {
     }
 
     /// Connects to the endpoint `name`; retries while its backlog is full.
+    #[cfg(test)]
     pub(crate) fn connect(
         &self,
         name: &EndpointName,
         limit: &HandshakeLimit,
     ) -> Result<PeerSocket> {
-        self.connect_or(name, Some(limit), |_| Error::NoPublisher {
+        self.connect_or(name, Some(limit), |was_there| Error::NotFound {
+            kind: Kind::Publisher,
             name: name.to_string(),
+            was_there,
         })
     }
 
@@ -474,10 +478,16 @@ impl Domain {
     }
 
     /// Connects to the endpoint `name` at once; `None` while its backlog is full.
-    pub(crate) fn connect_now(&self, name: &EndpointName) -> Result<Option<PeerSocket>> {
+    pub(crate) fn connect_now(
+        &self,
+        name: &EndpointName,
+        kind: Kind,
+    ) -> Result<Option<PeerSocket>> {
         let file = name.file("", ".sock");
-        let absent = |_| Error::NoPublisher {
+        let absent = |was_there| Error::NotFound {
+            kind,
             name: name.to_string(),
+            was_there,
         };
         match self.dial(&file) {
             Ok(socket) => Ok(Some(socket)),

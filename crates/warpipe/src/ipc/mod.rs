@@ -89,6 +89,8 @@ pub enum Kind {
     Queue,
     /// The results of a queue's worker.
     Results,
+    /// Memory that a process exported by a legacy handle. It has no endpoint name.
+    LegacyMemory,
 }
 
 impl fmt::Display for Kind {
@@ -103,6 +105,7 @@ impl fmt::Display for Kind {
             Kind::Publisher => "publisher",
             Kind::Queue => "queue",
             Kind::Results => "worker's results",
+            Kind::LegacyMemory => "legacy memory",
         })
     }
 }

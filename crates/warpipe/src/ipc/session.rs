@@ -41,7 +41,7 @@ impl ClientSession {
     /// Connects, and waits up to `wait` for the server to exist. Returns the session and the first
     /// reply.
     ///
-    /// [`Error::NoOwner`] when no server has the name, [`Error::OtherKind`],
+    /// [`Error::NotFound`] when no server has the name, [`Error::OtherKind`],
     /// [`Error::AccessDenied`], [`Error::Refused`], [`Error::Handshake`].
     pub(crate) fn attach(
         at: &Address<'_>,
@@ -69,7 +69,7 @@ impl ClientSession {
             };
             let absent = match again {
                 Err(
-                    error @ (Error::NoOwner { .. }
+                    error @ (Error::NotFound { .. }
                     | Error::Handshake {
                         fault: HandshakeFault::Closed,
                         ..
@@ -127,7 +127,7 @@ impl ClientSession {
     /// Sends a request and waits for the reply. Call it after [`observe`](Self::observe), and never
     /// on the reactor's thread, which reads the reply.
     ///
-    /// [`Error::Refused`], [`Error::OwnerGone`], [`Error::Timeout`].
+    /// [`Error::Refused`], [`Error::PeerGone`], [`Error::Timeout`].
     pub(crate) fn request(&self, body: &[u8], timeout: Duration) -> Result<IncomingReply> {
         self.ask_unless(body, timeout, &|| false)
     }
@@ -177,7 +177,7 @@ impl ClientSession {
 
     /// Sends a request without waiting for its reply: for threads that must not wait.
     ///
-    /// [`Error::OwnerGone`], [`Error::Timeout`] when the server does not read its socket.
+    /// [`Error::PeerGone`], [`Error::Timeout`] when the server does not read its socket.
     pub(crate) fn post(&self, body: &[u8]) -> Result<()> {
         let inner = &self.inner;
         inner.owner_process.check()?;

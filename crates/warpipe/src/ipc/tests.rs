@@ -160,14 +160,14 @@ fn a_client_hears_of_a_graceful_end_and_asks_in_vain_afterwards() {
     assert_eq!(stage.heard.recv_timeout(WAIT).unwrap(), "ended true");
     let gone = session.request(b"still there?", WAIT).unwrap_err();
     assert!(
-        matches!(gone, Error::OwnerGone { graceful: true, .. }),
+        matches!(gone, Error::PeerGone { graceful: true, .. }),
         "{gone}"
     );
     let nobody = stage.open_session(Kind::Timeline, b"").unwrap_err();
     assert!(
         matches!(
             nobody,
-            Error::NoOwner {
+            Error::NotFound {
                 was_there: false,
                 ..
             }
@@ -199,7 +199,7 @@ fn a_client_that_waits_finds_the_server_that_comes_later() {
         drop(server);
     });
     let absent = ClientSession::attach(&at, None, b"", Duration::from_millis(50)).unwrap_err();
-    assert!(matches!(absent, Error::NoOwner { .. }), "{absent}");
+    assert!(matches!(absent, Error::NotFound { .. }), "{absent}");
 }
 
 #[test]

@@ -274,7 +274,7 @@ impl DirectoryMonitor {
             };
             match PendingSession::begin(&at, None, &[], false) {
                 Ok(call) => self.await_answer(name, call),
-                Err(Error::NoOwner { .. }) => self.clear(&name),
+                Err(Error::NotFound { .. }) => self.clear(&name),
                 Err(_) => overlooked += 1,
             }
         }

@@ -28,6 +28,7 @@ pub use imports::LegacyMemory;
 use crate::backend::{DeviceId, DeviceKind, DevicePtr, IpcBytes, PointerKind};
 use crate::device::Device;
 use crate::error::{Error, LegacyFault, Result};
+use crate::ipc::Kind;
 use crate::origin::{self, Liveness, ProcessOrigin};
 
 const MAGIC: [u8; 8] = *b"WPLEGACY";
@@ -127,7 +128,7 @@ impl LegacyHandle {
     /// two have peer access.
     ///
     /// # Errors
-    /// [`Error::ExporterGone`] when the exporter is dead; [`Error::LegacyHandle`] when it has freed
+    /// [`Error::PeerGone`] when the exporter is dead; [`Error::LegacyHandle`] when it has freed
     /// the memory, or for a handle of another machine or backend; [`Error::PeerAccess`],
     /// [`Error::NoSuchDevice`] for a GPU that this process cannot reach or see;
     /// [`Error::DescriptorLimit`], [`Error::Driver`].
@@ -156,7 +157,7 @@ impl LegacyHandle {
         };
         let pid = self.origin.pid;
         match self.origin.life(here) {
-            Liveness::Gone => Error::ExporterGone { pid },
+            Liveness::Gone => Error::peer_gone(Kind::LegacyMemory, "", pid, false),
             Liveness::Alive => Error::legacy(LegacyFault::Stale { pid, reason }),
             Liveness::Unknown => Error::legacy(LegacyFault::Refused(reason)),
         }

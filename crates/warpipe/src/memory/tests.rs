@@ -139,7 +139,7 @@ fn a_ticket_distinguishes_a_missing_owner_from_one_that_is_gone() {
     assert!(
         matches!(
             early,
-            Error::NoOwner {
+            Error::NotFound {
                 kind: Kind::Memory,
                 was_there: false,
                 ..

@@ -168,7 +168,7 @@ impl Ticket {
     /// has the memory open.
     ///
     /// # Errors
-    /// [`Error::NoOwner`]: it has not been published yet, or its owner has died (`was_there`).
+    /// [`Error::NotFound`]: it has not been published yet, or its owner has died (`was_there`).
     /// [`Error::TicketExpired`]: its owner is gone, or another owner holds the name.
     /// [`Error::Ticket`] for one of another machine. [`Error::AccessDenied`], [`Error::Refused`],
     /// [`Error::OtherKind`]. [`Error::Range`], [`Error::PeerAccess`], [`Error::DescriptorLimit`],
@@ -252,7 +252,7 @@ impl Ticket {
         };
         let attached = ClientSession::attach(&at, Some(device.info().id), body, wait);
         let (session, incoming) = attached.map_err(|error| match error {
-            Error::NoOwner { was_there, .. } if incarnation.is_some() => {
+            Error::NotFound { was_there, .. } if incarnation.is_some() => {
                 self.expired(Expiry::Gone { died: was_there })
             }
             Error::OtherKind { .. } if incarnation.is_some() => self.expired(Expiry::Replaced),

@@ -338,12 +338,7 @@ impl PoolAllocator {
         let mut state = self.lock();
         let Some(&incarnation) = self.generation.get().filter(|_| !state.is_closed) else {
             let (name, pid) = (self.name.to_string(), std::process::id() as i32);
-            return Err(Error::OwnerGone {
-                kind: Kind::Pool,
-                name,
-                pid,
-                graceful: true,
-            });
+            return Err(Error::peer_gone(Kind::Pool, name, pid, true));
         };
         let wanted = Wanted {
             id: state.lend(slot, bytes, access),

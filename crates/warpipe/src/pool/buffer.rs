@@ -341,7 +341,7 @@ impl Buffer {
     /// opened it by then keeps it.
     ///
     /// # Errors
-    /// [`Error::OwnerGone`] when the pool is closed; [`Error::Os`]; [`Error::Forked`].
+    /// [`Error::PeerGone`] when the pool is closed; [`Error::Os`]; [`Error::Forked`].
     pub fn lend(&self, access: Access) -> Result<Ticket> {
         self.allocator.lend(self.slot, self.bytes, access)
     }

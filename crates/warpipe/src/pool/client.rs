@@ -27,7 +27,7 @@ impl Opener<PoolClient> {
     /// Connects to the pool of this name, to use its memory on the opener's device.
     ///
     /// # Errors
-    /// [`Error::NoOwner`] when no process serves it, or its owner has died (`was_there`);
+    /// [`Error::NotFound`] when no process serves it, or its owner has died (`was_there`);
     /// [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Refused`] (also for a device that
     /// cannot reach its memory); [`Error::Name`].
     pub fn open(self) -> Result<PoolClient> {
@@ -123,7 +123,7 @@ impl PoolClient {
     /// this process has died.
     ///
     /// # Errors
-    /// [`Error::MemoryLimit`] when the blocks in use leave no room; [`Error::OwnerGone`];
+    /// [`Error::MemoryLimit`] when the blocks in use leave no room; [`Error::PeerGone`];
     /// [`Error::Refused`]; [`Error::Argument`] for 0 bytes, or beyond 1024 blocks at once;
     /// [`Error::Timeout`], [`Error::DescriptorLimit`], [`Error::DeviceMemory`],
     /// [`Error::PeerAccess`], [`Error::Driver`].
@@ -199,7 +199,7 @@ impl LentBuffer {
     /// # Errors
     /// [`Error::TicketExpired`]: the owner has released the block, or is gone. [`Error::OtherKind`]
     /// for a ticket that is not a pool's, [`Error::Ticket`] for one of another machine.
-    /// [`Error::AccessDenied`], [`Error::Refused`], [`Error::OwnerGone`], [`Error::Timeout`];
+    /// [`Error::AccessDenied`], [`Error::Refused`], [`Error::PeerGone`], [`Error::Timeout`];
     /// [`Error::Argument`] beyond 1024 blocks at once; [`Error::DescriptorLimit`],
     /// [`Error::PeerAccess`], [`Error::DeviceMemory`], [`Error::Driver`].
     pub fn open(ticket: &Ticket, device: &Device) -> Result<LentBuffer> {
@@ -225,7 +225,7 @@ impl LentBuffer {
             Ok(Ok(block)) => Ok(block),
             Ok(Err(AllocReply::TooMany)) => Err(pool_session.too_many()),
             Ok(Err(_)) => Err(ticket.expired(Expiry::Returned)),
-            Err(Error::OwnerGone { graceful, .. }) => {
+            Err(Error::PeerGone { graceful, .. }) => {
                 Err(ticket.expired(Expiry::Gone { died: !graceful }))
             }
             Err(other) => Err(other),

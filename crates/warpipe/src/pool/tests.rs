@@ -293,7 +293,7 @@ fn a_pool_that_has_ended_lends_and_grants_nothing() {
     drop(std::mem::replace(&mut stage.pool, other));
     assert!(matches!(
         block.lend(Access::Read),
-        Err(Error::OwnerGone {
+        Err(Error::PeerGone {
             kind: Kind::Pool,
             ..
         })
@@ -301,7 +301,7 @@ fn a_pool_that_has_ended_lends_and_grants_nothing() {
     assert!(eventually(|| client.is_owner_gone()));
     assert!(matches!(
         client.allocate(8),
-        Err(Error::OwnerGone { graceful: true, .. })
+        Err(Error::PeerGone { graceful: true, .. })
     ));
     let gone = LentBuffer::open(&ticket, &stage.device).unwrap_err();
     assert!(

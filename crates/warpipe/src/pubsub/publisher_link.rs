@@ -5,6 +5,7 @@ mod handshake;
 mod monitor;
 mod regions;
 
+use crate::ipc::Kind;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -231,11 +232,10 @@ impl PublisherLink {
             (Some(error), _) => error,
             (None, LinkState::Evicted) => Error::Evicted { name, reason },
             (None, LinkState::Failed) => Error::LinkClosed { name, reason },
-            (None, link_state) => Error::PublisherGone {
-                name,
-                pid: self.peer.pid,
-                graceful: link_state == LinkState::Closed,
-            },
+            (None, link_state) => {
+                let graceful = link_state == LinkState::Closed;
+                Error::peer_gone(Kind::Publisher, name, self.peer.pid, graceful)
+            }
         }
     }
 

@@ -268,7 +268,7 @@ impl Subscriber {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] instead when there
     /// is a sample and this process lacks resources for its memory (the sample comes once there is
-    /// room); [`Error::PublisherGone`] once every sample that the publisher completed has been
+    /// room); [`Error::PeerGone`] once every sample that the publisher completed has been
     /// received (not with `reconnect`); [`Error::Evicted`]; [`Error::Protocol`];
     /// [`Error::Capturing`] for a stream that is being captured, and nothing is taken;
     /// [`Error::Forked`]; errors of the device.
@@ -398,7 +398,7 @@ impl Subscriber {
     /// attached.
     fn follow(&mut self) -> Result<bool> {
         let Some(attempt) = &self.attempt else {
-            if let Some(socket) = self.domain.connect_now(&self.name)? {
+            if let Some(socket) = self.domain.connect_now(&self.name, self.options.kind)? {
                 self.attempt = Some(ReconnectAttempt::start(self.connect_options(), socket)?);
             }
             return Ok(false);
@@ -429,7 +429,7 @@ impl Subscriber {
         if let Some(old) = self.attached.take() {
             self.dropped_before = self.dropped_before.saturating_add(old.link.dropped());
             old.link.leave();
-            let graceful = matches!(end, Error::PublisherGone { graceful: true, .. });
+            let graceful = matches!(end, Error::PeerGone { graceful: true, .. });
             self.discontinuity.get_or_insert(Discontinuity {
                 previous_pid: old.link.peer.pid,
                 graceful,
@@ -476,7 +476,7 @@ impl Iterator for Samples<'_> {
             return None;
         }
         match self.subscriber.receive(self.stream) {
-            Err(Error::PublisherGone { graceful: true, .. }) => {
+            Err(Error::PeerGone { graceful: true, .. }) => {
                 self.is_over = true;
                 None
             }
@@ -494,7 +494,7 @@ fn is_passing(error: &Error) -> bool {
     use crate::error::HandshakeFault::{Closed, Silent};
     matches!(
         error,
-        Error::NoPublisher { .. }
+        Error::NotFound { .. }
             | Error::Handshake {
                 fault: Closed | Silent(_),
                 ..
@@ -507,6 +507,6 @@ fn is_passing(error: &Error) -> bool {
 fn is_an_end(error: &Error) -> bool {
     matches!(
         error,
-        Error::PublisherGone { .. } | Error::Evicted { .. } | Error::LinkClosed { .. }
+        Error::PeerGone { .. } | Error::Evicted { .. } | Error::LinkClosed { .. }
     )
 }

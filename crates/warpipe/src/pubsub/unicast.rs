@@ -64,7 +64,7 @@ impl SampleMut {
     ///
     /// # Errors
     /// [`Error::Timeout`](crate::Error::Timeout);
-    /// [`Error::PublisherGone`](crate::Error::PublisherGone) when the publisher was closed;
+    /// [`Error::PeerGone`](crate::Error::PeerGone) when the publisher was closed;
     /// [`Error::Forked`](crate::Error::Forked).
     pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
         self.core.wait_for_room(Recipients::All, timeout)

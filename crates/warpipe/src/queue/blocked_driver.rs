@@ -328,7 +328,7 @@ fn a_queue_ends_at_once_while_the_driver_holds_up_a_job_that_is_given_out() {
     in_time(move || drop(queue));
     let told = worker.lease_timeout(&stream, PATIENCE).unwrap_err();
     assert!(
-        matches!(told, Error::QueueGone { graceful: true, .. }),
+        matches!(told, Error::PeerGone { graceful: true, .. }),
         "{told}"
     );
     hook.hook().unblock();

@@ -1,5 +1,6 @@
 //! A worker's handle of a job: the [`Lease`], which is the input and the [`Duty`] to answer.
 
+use crate::ipc::Kind;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -47,11 +48,13 @@ impl ResultPublisher {
         self.queue_pid
     }
 
-    pub(super) fn queue_gone(&self, reason: impl ToString, graceful: bool) -> Error {
-        Error::QueueGone {
+    pub(super) fn queue_gone(&self, detail: impl ToString, graceful: bool) -> Error {
+        Error::PeerGone {
+            kind: Kind::Queue,
             name: self.queue.clone(),
-            reason: reason.to_string(),
+            pid: self.queue_pid,
             graceful,
+            detail: detail.to_string(),
         }
     }
 
@@ -225,7 +228,7 @@ impl Duty {
     /// most `timeout`. Sends no answer.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::QueueGone`]; [`Error::Forked`].
+    /// [`Error::Timeout`]; [`Error::PeerGone`]; [`Error::Forked`].
     pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
         self.results.wait_for_room(timeout)
     }
@@ -349,7 +352,7 @@ impl Duty {
             return Some(Error::argument(
                 "output",
                 found,
-                "one of this worker's `Lease::output`",
+                "an output of this worker's leases",
             ));
         }
         let other = output.lease.filter(|lease| *lease != self.tag)?;
@@ -489,7 +492,7 @@ impl Lease {
     /// stream that the job was leased with, or has been made to wait for that stream.
     ///
     /// # Errors
-    /// [`Error::QueueGone`]; [`Error::Timeout`] when the owner holds too many earlier results;
+    /// [`Error::PeerGone`]; [`Error::Timeout`] when the owner holds too many earlier results;
     /// [`Error::Argument`] for a stream of another device, or an output of another lease;
     /// [`Error::Driver`]. The attempt has failed then: [`Duty::complete`] can try again.
     pub fn complete(self, stream: &Stream) -> Result<()> {

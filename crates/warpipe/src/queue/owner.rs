@@ -392,7 +392,7 @@ impl Queue {
 
     /// Takes no more jobs, and waits until every one is done or dead-lettered. Then, also after a
     /// timeout here, the queue's name is free, and each worker's [`lease`](super::Worker::lease)
-    /// ends with [`Error::QueueGone`] that says `graceful`. Until then workers may still attach.
+    /// ends with [`Error::PeerGone`] that says `graceful`. Until then workers may still attach.
     /// The outcomes stay to be taken until the queue is dropped.
     ///
     /// # Errors

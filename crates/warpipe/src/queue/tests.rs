@@ -232,7 +232,7 @@ fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
         );
         let after = worker.lease(&fixture.stream);
         assert!(
-            matches!(after, Err(Error::QueueGone { .. })),
+            matches!(after, Err(Error::PeerGone { .. })),
             "after that came {after:?}"
         );
     }
@@ -311,7 +311,7 @@ fn many_threads_submit_and_wait_at_once_and_each_gets_its_own() {
                     lease.complete_with(output, &stream).unwrap();
                     done += 1;
                 }
-                Err(Error::QueueGone { .. }) => return done,
+                Err(Error::PeerGone { .. }) => return done,
                 Err(other) => panic!("{other}"),
             }
         }
@@ -566,7 +566,7 @@ fn works_until_the_end(mut worker: Worker, stream: Stream) -> std::thread::JoinH
         for done in 0.. {
             match worker.lease(&stream) {
                 Ok(lease) => lease.complete(&stream).unwrap(),
-                Err(Error::QueueGone { graceful, .. }) => {
+                Err(Error::PeerGone { graceful, .. }) => {
                     assert!(graceful, "a shutdown is no loss");
                     return done;
                 }
@@ -605,7 +605,7 @@ fn a_shutdown_ends_the_workers_loops_after_the_last_job_and_frees_the_name() {
         .domain(&fixture.domain)
         .device(&fixture.device)
         .build();
-    assert!(matches!(after, Err(Error::NoPublisher { .. })), "{after:?}");
+    assert!(matches!(after, Err(Error::NotFound { .. })), "{after:?}");
     let next = fixture.queue();
     assert_eq!(next.name(), "jobs");
 }
@@ -623,7 +623,7 @@ fn a_shutdown_waits_for_the_job_that_a_worker_holds() {
     assert!(matches!(idle, Err(Error::Timeout { .. })), "{idle:?}");
     lease.complete(&fixture.stream).unwrap();
     let end = worker.lease(&fixture.stream);
-    let is_graceful = matches!(end, Err(Error::QueueGone { graceful: true, .. }));
+    let is_graceful = matches!(end, Err(Error::PeerGone { graceful: true, .. }));
     assert!(is_graceful, "{end:?}");
     assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
 }
@@ -665,6 +665,6 @@ fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
             .domain(&fixture.domain)
             .device(&fixture.device)
             .build(),
-        Err(Error::NoPublisher { .. })
+        Err(Error::NotFound { .. })
     ));
 }

@@ -60,7 +60,7 @@ impl WorkerBuilder {
     /// Finds the queue and attaches.
     ///
     /// # Errors
-    /// [`Error::NoPublisher`] when the queue does not exist; [`Error::OtherKind`] when the name is
+    /// [`Error::NotFound`] when the queue does not exist; [`Error::OtherKind`] when the name is
     /// no queue's; those of [`PublisherBuilder::build`](crate::PublisherBuilder::build) and
     /// [`SubscriberBuilder::build`](crate::SubscriberBuilder::build).
     pub fn build(self) -> Result<Worker> {
@@ -131,7 +131,7 @@ impl Worker {
     /// device, until the input is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::QueueGone`], which is `graceful` after the queue's
+    /// [`Error::Timeout`]; [`Error::PeerGone`], which is `graceful` after the queue's
     /// [shutdown](super::Queue::shutdown) or close: then a worker's loop is done;
     /// [`Error::Protocol`]; [`Error::Forked`]; errors of the device.
     pub fn lease(&mut self, stream: &Stream) -> Result<Lease> {
@@ -193,7 +193,7 @@ impl Worker {
 
     fn told(&self, error: Error) -> Error {
         match error {
-            Error::PublisherGone { graceful, .. } => self.results.queue_gone(error, graceful),
+            Error::PeerGone { graceful, .. } => self.results.queue_gone("", graceful),
             Error::Evicted { .. } | Error::LinkClosed { .. } => {
                 self.results.queue_gone(error, false)
             }

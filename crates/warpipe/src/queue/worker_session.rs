@@ -164,12 +164,12 @@ impl WorkerSession {
     fn disconnect(&mut self, error: &Error) {
         let is_settled = !matches!(
             error,
-            Error::PublisherGone {
+            Error::PeerGone {
                 graceful: false,
                 ..
             }
         );
-        self.has_closed = matches!(error, Error::PublisherGone { graceful: true, .. });
+        self.has_closed = matches!(error, Error::PeerGone { graceful: true, .. });
         self.end = Some((error.to_string(), is_settled, Instant::now()));
     }
 

@@ -375,7 +375,7 @@ impl Server {
                     });
                     self.next_id += 1;
                 }
-                Err(Error::NoPublisher { .. }) => drop(self.gone.insert(name)),
+                Err(Error::NotFound { .. }) => drop(self.gone.insert(name)),
                 _ => drop(self.failed.insert(name, Instant::now())),
             }
         }
@@ -455,7 +455,7 @@ impl Request {
     /// Replies without a tensor once the work enqueued on `stream` is done.
     ///
     /// # Errors
-    /// [`Error::QueueGone`] when the client has; the others of [`Lease::complete`].
+    /// [`Error::PeerGone`] when the client has; the others of [`Lease::complete`].
     pub fn reply(self, stream: &Stream) -> Result<()> {
         self.lease.complete(stream)
     }

@@ -118,7 +118,7 @@ impl Opener<Timeline> {
     /// Opens an existing timeline of any process, including this one.
     ///
     /// # Errors
-    /// [`Error::NoOwner`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
+    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
     /// [`Error::Protocol`], or an error of the device or the system.
     pub fn open(self) -> Result<Timeline> {
         let Attachment {
@@ -343,7 +343,7 @@ impl Timeline {
     /// that signal.
     ///
     /// # Errors
-    /// [`Error::OwnerGone`] at once, if the owner is gone and did not reach the value;
+    /// [`Error::PeerGone`] at once, if the owner is gone and did not reach the value;
     /// [`Error::Argument`] above [`VALUE_MAX`](Self::VALUE_MAX), for an owner above its last value,
     /// or for a stream of another device; [`Error::Capturing`] for a stream that is being captured;
     /// [`Error::Driver`].
@@ -369,7 +369,7 @@ impl Timeline {
     /// Waits on the CPU until `value` is reached.
     ///
     /// # Errors
-    /// [`Error::OwnerGone`], [`Error::Timeout`], [`Error::Argument`] above
+    /// [`Error::PeerGone`], [`Error::Timeout`], [`Error::Argument`] above
     /// [`VALUE_MAX`](Self::VALUE_MAX).
     pub fn wait_host(&self, value: u64, timeout: Duration) -> Result<()> {
         self.owner_process.check()?;
@@ -396,7 +396,7 @@ impl Timeline {
     /// Whether `value` has been reached: true, or false if it may still be.
     ///
     /// # Errors
-    /// [`Error::OwnerGone`]: it never will be. The stream's work behind its wait is not valid.
+    /// [`Error::PeerGone`]: it never will be. The stream's work behind its wait is not valid.
     pub fn check(&self, value: u64) -> Result<bool> {
         self.owner_process.check()?;
         match self.wait_status(value) {
@@ -477,12 +477,7 @@ impl Timeline {
             } => session.owner_gone(),
             _ => {
                 let (name, pid) = (self.name.clone(), std::process::id() as i32);
-                Error::OwnerGone {
-                    kind: Kind::Timeline,
-                    name,
-                    pid,
-                    graceful: false,
-                }
+                Error::peer_gone(Kind::Timeline, name, pid, false)
             }
         }
     }

@@ -190,7 +190,7 @@ pub(super) fn killed_owner(context: &Context) -> Result<()> {
         }
     };
     ensure!(
-        matches!(end, Error::QueueGone { .. }),
+        matches!(end, Error::PeerGone { .. }),
         "a worker of a dead queue got {end:?}"
     );
     let input = held.to_vec(PATIENCE)?;
@@ -201,7 +201,7 @@ pub(super) fn killed_owner(context: &Context) -> Result<()> {
     // Whether its death is seen on this link by now or not: an answer to a dead peer does no harm.
     let answered = held.complete(&stream);
     ensure!(
-        matches!(answered, Ok(()) | Err(Error::QueueGone { .. })),
+        matches!(answered, Ok(()) | Err(Error::PeerGone { .. })),
         "an answer to the dead gave {answered:?}"
     );
     drop(worker);

@@ -128,7 +128,7 @@ pub(super) fn check_abilities(driver: &Driver, device: CUdevice) -> Result<()> {
                 code: CUresult::NOT_SUPPORTED.0,
                 name: "CUDA_ERROR_NOT_SUPPORTED".into(),
                 message: format!("this GPU or its driver has no {ability}"),
-                next: "; use another GPU, a newer driver, or Device::host()",
+                next: "use another GPU, a newer driver, or Device::host()",
             });
         }
     }

@@ -103,11 +103,11 @@ fn permission_error(path: &Path) -> Option<Error> {
 
 /// [`Error::NoDevice`], with the value of `CUDA_VISIBLE_DEVICES` if that may hide the GPUs.
 pub(super) fn no_device() -> Error {
-    let hint = match std::env::var_os("CUDA_VISIBLE_DEVICES") {
+    let cause = match std::env::var_os("CUDA_VISIBLE_DEVICES") {
         Some(value) => format!(" (CUDA_VISIBLE_DEVICES is {value:?})"),
         None => String::new(),
     };
-    Error::NoDevice { hint }
+    Error::NoDevice { cause }
 }
 
 /// 0 before the driver is initialised. A child inherits it on purpose.
@@ -165,47 +165,45 @@ fn is_capture_code(code: i32) -> bool {
 fn next(code: CUresult) -> &'static str {
     match code {
         CUresult::STUB_LIBRARY => {
-            "; the CUDA toolkit's stub was loaded: take its `stubs` directory out of LD_LIBRARY_PATH"
+            "the CUDA toolkit's stub was loaded: take its `stubs` directory out of LD_LIBRARY_PATH"
         }
         CUresult::DEVICE_UNAVAILABLE => {
-            "; another process has the GPU for itself: end it, or set the compute mode to default"
+            "another process has the GPU for itself: end it, or set the compute mode to default"
         }
         CUresult::INVALID_CONTEXT | CUresult::CONTEXT_IS_DESTROYED => {
-            "; somebody reset the device's primary context: open the device again"
+            "somebody reset the device's primary context: open the device again"
         }
-        CUresult::DEINITIALIZED => "; the process is ending: close what is open before its end",
+        CUresult::DEINITIALIZED => "the process is ending: close what is open before its end",
         CUresult::NO_BINARY_FOR_GPU => {
-            "; the GPU is older than compute capability 7.0: use a newer one"
+            "the GPU is older than compute capability 7.0: use a newer one"
         }
         CUresult::INVALID_PTX | CUresult::UNSUPPORTED_PTX_VERSION => {
-            "; update the driver (R525 or newer), or check the kernel's PTX"
+            "update the driver (R525 or newer), or check the kernel's PTX"
         }
-        CUresult::OPERATING_SYSTEM => "; see the kernel's log (dmesg) for the driver's words",
+        CUresult::OPERATING_SYSTEM => "see the kernel's log (dmesg) for the driver's words",
         CUresult::ILLEGAL_ADDRESS => {
-            "; work on this GPU touched memory it may not (a write to a read-only import?): restart this process"
+            "work on this GPU touched memory it may not (a write to a read-only import?): restart this process"
         }
         CUresult::LAUNCH_FAILED => {
-            "; work on this GPU failed, under MPS perhaps another client's: restart this process"
+            "work on this GPU failed, under MPS perhaps another client's: restart this process"
         }
         CUresult(code) if is_capture_code(code) => {
-            "; a stream is being captured into a graph: make this call before the capture begins or after it ends"
+            "a stream is being captured into a graph: make this call before the capture begins or after it ends"
         }
-        CUresult::NOT_PERMITTED => {
-            "; check the container's or the system's restrictions on the GPU"
-        }
-        CUresult::SYSTEM_NOT_READY => "; wait for, or start, the NVIDIA fabric manager",
+        CUresult::NOT_PERMITTED => "check the container's or the system's restrictions on the GPU",
+        CUresult::SYSTEM_NOT_READY => "wait for, or start, the NVIDIA fabric manager",
         CUresult::SYSTEM_DRIVER_MISMATCH => {
-            "; library and kernel module differ in version: reboot after the update, or match the container's library"
+            "library and kernel module differ in version: reboot after the update, or match the container's library"
         }
         CUresult::COMPAT_NOT_SUPPORTED_ON_DEVICE => {
-            "; take the forward-compatibility library out of LD_LIBRARY_PATH, or update the driver"
+            "take the forward-compatibility library out of LD_LIBRARY_PATH, or update the driver"
         }
         CUresult::MPS_CONNECTION_FAILED
         | CUresult::MPS_RPC_FAILURE
         | CUresult::MPS_SERVER_NOT_READY
         | CUresult::MPS_MAX_CLIENTS_REACHED
         | CUresult::MPS_CLIENT_TERMINATED => {
-            "; look at the MPS server (its log, its client limit), then try again"
+            "look at the MPS server (its log, its client limit), then try again"
         }
         _ => "",
     }

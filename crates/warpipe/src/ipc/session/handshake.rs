@@ -41,7 +41,7 @@ impl PendingSession {
     ) -> Result<PendingSession> {
         let limit = HandshakeLimit::new(REPLY_TIMEOUT);
         let reactor = Reactor::of_process()?;
-        let absent = |was_there| Error::NoOwner {
+        let absent = |was_there| Error::NotFound {
             kind: at.kind,
             name: at.name.to_string(),
             was_there,

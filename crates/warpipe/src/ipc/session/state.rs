@@ -102,12 +102,7 @@ impl SessionState {
             };
         }
         let graceful = self.is_graceful.load(SeqCst);
-        Error::OwnerGone {
-            kind: self.kind,
-            name: self.name.clone(),
-            pid: self.peer.pid,
-            graceful,
-        }
+        Error::peer_gone(self.kind, self.name.clone(), self.peer.pid, graceful)
     }
 
     pub(super) fn send(&self, message: &Message) -> std::result::Result<(), Errno> {

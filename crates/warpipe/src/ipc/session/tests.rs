@@ -73,7 +73,7 @@ fn a_request_to_a_server_that_has_just_closed_reports_a_graceful_close() {
         request.join().unwrap()
     });
     assert!(
-        matches!(result, Err(Error::OwnerGone { graceful: true, .. })),
+        matches!(result, Err(Error::PeerGone { graceful: true, .. })),
         "{result:?}"
     );
     let _ = std::fs::remove_dir_all(folder);
@@ -98,7 +98,7 @@ fn owner_gone_waits_until_the_graceful_close_has_been_read() {
         request.join().unwrap()
     });
     assert!(
-        matches!(result, Error::OwnerGone { graceful: true, .. }),
+        matches!(result, Error::PeerGone { graceful: true, .. }),
         "{result:?}"
     );
     let _ = std::fs::remove_dir_all(folder);

@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::backend::DevicePtr;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
+use crate::ipc::Kind;
 use crate::memory::arena::SlotId;
 use crate::memory::region::Region;
 use crate::pubsub::entry::Metadata;
@@ -237,17 +238,13 @@ impl SlotReturn {
     /// Whether the slot is free again. Does not wait.
     ///
     /// # Errors
-    /// [`Error::PublisherGone`] when the publisher was dropped before: the answer is no longer
+    /// [`Error::PeerGone`] when the publisher was dropped before: the answer is no longer
     /// known. [`Error::Forked`].
     pub fn is_back(&self) -> Result<bool> {
         self.owner_process.check()?;
         let pid = std::process::id() as i32;
         let core = self.core.upgrade();
-        let core = core.ok_or_else(|| Error::PublisherGone {
-            name: String::new(),
-            pid,
-            graceful: true,
-        })?;
+        let core = core.ok_or_else(|| Error::peer_gone(Kind::Publisher, "", pid, true))?;
         Ok(core.is_back(self.slot, self.serial))
     }
 }

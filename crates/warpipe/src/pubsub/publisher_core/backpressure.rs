@@ -12,6 +12,7 @@ use super::unicast::Recipients;
 use super::{POLLS, PublisherCore, PublisherState, WAIT_SLICE, own_pid};
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
+use crate::ipc::Kind;
 use crate::ipc::message;
 use crate::runtime::doorbell::PeerDoorbell;
 use crate::stream::Backoff;
@@ -49,11 +50,8 @@ impl PublisherCore {
                 continue;
             }
             if state.closed {
-                return Err(Error::PublisherGone {
-                    name: self.name.clone(),
-                    pid: own_pid(),
-                    graceful: true,
-                });
+                let name = self.name.clone();
+                return Err(Error::peer_gone(Kind::Publisher, name, own_pid(), true));
             }
             to.check(&self.name, &mut state)?;
             // Room does not depend on which slots have been reclaimed.

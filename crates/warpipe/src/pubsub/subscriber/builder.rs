@@ -80,7 +80,7 @@ impl SubscriberBuilder {
     /// Finds the publisher and attaches.
     ///
     /// # Errors
-    /// [`NoPublisher`](crate::Error::NoPublisher), [`OtherKind`](crate::Error::OtherKind),
+    /// [`NotFound`](crate::Error::NotFound), [`OtherKind`](crate::Error::OtherKind),
     /// [`Handshake`](crate::Error::Handshake), [`AccessDenied`](crate::Error::AccessDenied),
     /// [`PeerAccess`](crate::Error::PeerAccess),
     /// [`NotDeviceMemory`](crate::Error::NotDeviceMemory),

@@ -97,8 +97,10 @@ impl Subscriber {
     /// `receive`.
     pub(crate) fn take_raw_sample(&mut self) -> Result<Option<RawSample>> {
         let Some(attached) = &mut self.attached else {
-            return Err(Error::NoPublisher {
+            return Err(Error::NotFound {
+                kind: self.options.kind,
                 name: self.name.to_string(),
+                was_there: false,
             });
         };
         // Read before the ring, as in `Attached::poll`.
@@ -166,8 +168,10 @@ impl Subscriber {
     pub(crate) fn fail(&self, violation: Violation) -> Error {
         match &self.attached {
             Some(attached) => attached.fail(violation),
-            None => Error::NoPublisher {
+            None => Error::NotFound {
+                kind: self.options.kind,
                 name: self.name.to_string(),
+                was_there: false,
             },
         }
     }

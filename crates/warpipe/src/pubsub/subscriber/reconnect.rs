@@ -133,7 +133,7 @@ mod tests {
                 },
             };
             let socket = domain
-                .connect_now(&name)
+                .connect_now(&name, Kind::Publisher)
                 .unwrap()
                 .expect("the backlog has room");
             let mut attempt = Some(ReconnectAttempt::start(connect_options, socket).unwrap());

@@ -116,10 +116,10 @@ impl EventHandle {
 #[non_exhaustive]
 pub enum EventHandleFault {
     /// The text or the bytes are not a handle, or were cut or changed.
-    #[error("it is garbled ({0}); pass it on whole, as it was exported")]
+    #[error("it is garbled ({0})")]
     Garbled(&'static str),
     /// A handle of another version.
-    #[error("it is of version {theirs}, this is {ours}; run one version of warpipe on both sides")]
+    #[error("it is of version {theirs}, this is {ours}")]
     Version {
         /// The handle's version.
         theirs: u16,
@@ -127,12 +127,10 @@ pub enum EventHandleFault {
         ours: u16,
     },
     /// The event was dropped; its exporter may be alive.
-    #[error("its maker has dropped the event; ask for a handle of a new one")]
+    #[error("its maker has dropped the event")]
     Dropped,
     /// The handle names an event of another kind of device.
-    #[error(
-        "it names an event of {owner}, and {device} cannot share that; open it with a device of the same kind"
-    )]
+    #[error("it names an event of {owner}, and {device} cannot share that")]
     Device {
         /// The exporter's device.
         owner: String,

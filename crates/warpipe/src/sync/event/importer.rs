@@ -324,12 +324,7 @@ impl EventImporter {
             return self.owner_gone();
         }
         let (name, pid) = (self.name().to_string(), self.session().pid());
-        Error::OwnerGone {
-            kind: Kind::Events,
-            name,
-            pid,
-            graceful: true,
-        }
+        Error::peer_gone(Kind::Events, name, pid, true)
     }
 }
 

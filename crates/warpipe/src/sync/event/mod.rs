@@ -234,8 +234,8 @@ impl Event {
     /// this user.
     ///
     /// # Errors
-    /// [`Error::EventHandle`]; [`Error::NoOwner`] when its exporter is gone, or
-    /// [`Error::OwnerGone`] when it ends meanwhile; [`Error::Timeout`] when it does not answer;
+    /// [`Error::EventHandle`]; [`Error::NotFound`] when its exporter is gone, or
+    /// [`Error::PeerGone`] when it ends meanwhile; [`Error::Timeout`] when it does not answer;
     /// [`Error::Domain`], [`Error::AccessDenied`], [`Error::Handshake`], [`Error::Protocol`],
     /// [`Error::LegacyHandle`], or an error of the device or the system.
     pub fn open(handle: &EventHandle, device: &Device) -> Result<Event> {
@@ -333,7 +333,7 @@ impl Event {
     /// the event open, each recording of an opened event waits until the exporter has forwarded it.
     ///
     /// # Errors
-    /// [`Error::OwnerGone`] when its exporter has died or dropped it; [`Error::Refused`] when seven
+    /// [`Error::PeerGone`] when its exporter has died or dropped it; [`Error::Refused`] when seven
     /// others record it; [`Error::Argument`] for a stream of another device; [`Error::Capturing`]
     /// for a stream that is being captured; [`Error::Timeout`] after 10 s in which another thread's
     /// recording is blocked, by the driver (its stream's launch queue is full) or by the exporter;

@@ -118,7 +118,7 @@ fn an_event_opened_in_its_own_process_is_the_event_itself_until_it_is_dropped() 
     assert!(
         matches!(
             gone,
-            Error::NoOwner {
+            Error::NotFound {
                 was_there: false,
                 ..
             }
@@ -378,7 +378,7 @@ fn a_failed_open_while_the_exporter_ends_is_reported_as_owner_gone() {
         drop(event);
         opening.join().unwrap()
     });
-    assert!(matches!(refused, Error::OwnerGone { .. }), "{refused}");
+    assert!(matches!(refused, Error::PeerGone { .. }), "{refused}");
 }
 
 #[test]

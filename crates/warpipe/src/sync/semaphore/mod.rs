@@ -147,7 +147,7 @@ impl Opener<Semaphore> {
     /// Opens the semaphore of this name.
     ///
     /// # Errors
-    /// [`Error::NoOwner`], [`Error::OtherKind`], [`Error::AccessDenied`]; [`Error::Refused`], also
+    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`]; [`Error::Refused`], also
     /// when it is for another kind of device; [`Error::Protocol`] for a creator that is broken;
     /// [`Error::Driver`], [`Error::Os`].
     pub fn open(self) -> Result<Semaphore> {
@@ -230,7 +230,7 @@ impl Opener<Semaphore> {
 /// * A holder after its release, before its device work was done: the streams behind it go on at
 ///   its proven death.
 /// * A waiter: its wait slot is freed at its proven death, and a permit granted to it is handed on.
-/// * The creator: present and later waits end with [`Error::OwnerGone`]. Permits that are held stay
+/// * The creator: present and later waits end with [`Error::PeerGone`]. Permits that are held stay
 ///   valid and can be released. Streams continue as above; each process releases its own.
 #[derive(Debug, Clone)]
 pub struct Semaphore {
@@ -291,7 +291,7 @@ impl Semaphore {
     /// answer.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::OwnerGone`]; [`Error::Driver`], and the permit is free again.
+    /// [`Error::Timeout`]; [`Error::PeerGone`]; [`Error::Driver`], and the permit is free again.
     /// [`Error::Forked`].
     pub fn acquire(&self, stream: &Stream, timeout: Duration) -> Result<Permit> {
         self.local.check_stream(stream)?;
@@ -365,7 +365,7 @@ impl Semaphore {
     /// holder is done.
     ///
     /// # Errors
-    /// [`Error::OwnerGone`], [`Error::Forked`].
+    /// [`Error::PeerGone`], [`Error::Forked`].
     pub fn try_acquire_host(&self) -> Result<Option<Permit>> {
         let Some(permit) = self.try_take()? else {
             return Ok(None);

@@ -187,7 +187,7 @@ fn waits_end_when_the_creator_closes_and_held_permits_stay_valid() {
         assert!(
             matches!(
                 told,
-                Error::OwnerGone {
+                Error::PeerGone {
                     graceful: true,
                     kind: Kind::Semaphore,
                     ..
@@ -199,7 +199,7 @@ fn waits_end_when_the_creator_closes_and_held_permits_stay_valid() {
     held.release_now();
     assert!(matches!(
         member.try_acquire_host(),
-        Err(Error::OwnerGone { .. })
+        Err(Error::PeerGone { .. })
     ));
 }
 
@@ -232,7 +232,7 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
     assert!(
         matches!(
             nobody,
-            Error::NoOwner {
+            Error::NotFound {
                 kind: Kind::Semaphore,
                 ..
             }

@@ -180,7 +180,7 @@ fn an_owner_that_closes_signals_what_it_promised_and_lets_the_others_go() {
     assert!(
         matches!(
             gone,
-            Error::OwnerGone {
+            Error::PeerGone {
                 kind: Kind::Timeline,
                 graceful: true,
                 ..
@@ -190,11 +190,11 @@ fn an_owner_that_closes_signals_what_it_promised_and_lets_the_others_go() {
     );
     assert!(matches!(
         importer.wait(&late, 4),
-        Err(Error::OwnerGone { .. })
+        Err(Error::PeerGone { .. })
     ));
     assert!(matches!(
         importer.wait_host(4, WAIT),
-        Err(Error::OwnerGone { .. })
+        Err(Error::PeerGone { .. })
     ));
     assert_eq!(importer.value(), 3);
     assert!(matches!(
@@ -202,7 +202,7 @@ fn an_owner_that_closes_signals_what_it_promised_and_lets_the_others_go() {
             .domain(&stage.domain)
             .device(&stage.device)
             .open(),
-        Err(Error::NoOwner { .. })
+        Err(Error::NotFound { .. })
     ));
 }
 
@@ -228,7 +228,7 @@ fn a_wait_for_a_timeline_finds_one_that_is_created_later() {
     assert!(
         matches!(
             absent,
-            Error::NoOwner {
+            Error::NotFound {
                 kind: Kind::Timeline,
                 ..
             }
@@ -290,7 +290,7 @@ fn an_importer_that_scribbles_harms_neither_the_owner_nor_the_other_importers() 
         importer.check(21).unwrap(),
         "the owner's own word counts in the end"
     );
-    assert!(matches!(importer.check(22), Err(Error::OwnerGone { .. })));
+    assert!(matches!(importer.check(22), Err(Error::PeerGone { .. })));
 }
 
 #[test]

@@ -1,0 +1,222 @@
+//! The next step for a person, in the words of this crate.
+
+use std::borrow::Cow;
+
+use super::{Error, HandshakeFault, LegacyFault, TicketFault};
+use crate::EventHandleFault;
+use crate::backend::PointerKind;
+
+const ONE_VERSION: &str = "run one version of warpipe on both sides";
+const WHOLE_TEXT: &str = "pass it on whole, as it was exported";
+const ONE_MACHINE: &str = "memory is shared within one machine: export it again there";
+
+impl Error {
+    /// The next step for a person, in the words of this crate; `None` if the error's own text is
+    /// all there is to say. A sentence without a full stop, to print behind the error.
+    ///
+    /// ```
+    /// # let domain = warpipe::Domain::at(std::env::temp_dir().join(format!("hint-{}", std::process::id())))?;
+    /// let error = warpipe::Subscriber::builder("nobody").domain(&domain).build().unwrap_err();
+    /// eprintln!("{error}");
+    /// if let Some(hint) = error.hint() {
+    ///     eprintln!("  next: {hint}");
+    /// }
+    /// # std::fs::remove_dir_all(domain.path()).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    pub fn hint(&self) -> Option<Cow<'static, str>> {
+        if let Error::SignalPending { last, .. } = self {
+            return Some(format!("signal it on a stream, or wait for {last}").into());
+        }
+        let hint = self.fixed_hint();
+        (!hint.is_empty()).then_some(Cow::Borrowed(hint))
+    }
+
+    fn fixed_hint(&self) -> &'static str {
+        match self {
+            Error::NoDriver { .. } => "install the NVIDIA driver, or use Device::host()",
+            Error::DriverSymbol { .. } => {
+                "update the driver (R525 or newer), or use Device::host()"
+            }
+            Error::NoDevice { .. } => {
+                "check CUDA_VISIBLE_DEVICES and the container's device list, or use Device::host()"
+            }
+            Error::DevicePermission { .. } => {
+                "add this user to the group that owns it, or use Device::host()"
+            }
+            Error::NoSuchDevice { .. } => "take one of these",
+            Error::Driver { next, .. } => next,
+            Error::Capturing { .. } => {
+                "call it before the capture begins or after it has ended (cuStreamEndCapture), or on another stream"
+            }
+            Error::DeviceReset { .. } => "drop the device, and open it again",
+            Error::DeviceMemory { .. } => "free memory or lower the publisher's memory limit",
+            Error::NotDeviceMemory { .. } => "the peer runs another backend or is broken",
+            Error::PeerAccess { .. } => {
+                "put both ends on one GPU or on GPUs joined by NVLink or PCIe peer access"
+            }
+            Error::DescriptorLimit { .. } => "raise it with `ulimit -n` or close something",
+            Error::InFlightLimit { .. } => {
+                "raise it with `ulimit -n`, or end some of the processes"
+            }
+            Error::Domain { .. } => {
+                "use a directory that you own with mode 0700, or set WARPIPE_DOMAIN"
+            }
+            Error::Profiler { .. } => {
+                "correct NVTX_INJECTION64_PATH or WARPIPE_NVTX, or set WARPIPE_NVTX=0"
+            }
+            Error::Os { .. } | Error::Injected { .. } => "",
+            Error::Argument { .. } | Error::Layout { .. } => "",
+            Error::Forked => {
+                "open a new one in the child (CUDA cannot follow a fork at all: use spawn or exec)"
+            }
+            other => other.hint_of_names(),
+        }
+    }
+
+    /// Names, tickets and handles.
+    fn hint_of_names(&self) -> &'static str {
+        match self {
+            Error::Name { .. } => {
+                "use 1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /, no part starting with a dot"
+            }
+            Error::ForeignFile { .. } => "it is left alone: move it away, or take another name",
+            Error::NameTaken { .. } => "stop it or take another name",
+            Error::NotFound {
+                kind: crate::Kind::Publisher,
+                ..
+            } => "start the publisher, or wait for it with `wait_for_publisher`",
+            Error::NotFound { .. } => "start its owner, or wait for it with a timeout",
+            Error::OtherKind { .. } => "take the right name, or open it as what it is",
+            Error::AccessDenied { .. } => "ask its owner to allow the uid or gid",
+            Error::TicketExpired { .. } => "get a new ticket from its owner",
+            Error::Range { .. } => "take a range inside",
+            Error::Ticket(fault) => match fault {
+                TicketFault::Version { .. } => ONE_VERSION,
+                TicketFault::ForeignHost => ONE_MACHINE,
+                _ => "pass on the whole text of a ticket",
+            },
+            Error::EventHandle { fault } => match fault {
+                EventHandleFault::Garbled(_) => WHOLE_TEXT,
+                EventHandleFault::Version { .. } => ONE_VERSION,
+                EventHandleFault::Dropped => "ask for a handle of a new one",
+                EventHandleFault::Device { .. } => "open it with a device of the same kind",
+            },
+            Error::LegacyHandle { fault } => match fault {
+                LegacyFault::Garbled(_) | LegacyFault::Length { .. } => WHOLE_TEXT,
+                LegacyFault::Version { .. } => ONE_VERSION,
+                LegacyFault::Range { .. } => "export a range that does",
+                LegacyFault::ForeignHost => ONE_MACHINE,
+                LegacyFault::Device { .. } => "open it with the device that owns it",
+                LegacyFault::Refused(_) | LegacyFault::Stale { .. } => "export it again",
+                LegacyFault::NotOpen { .. } => "close what was opened, once",
+            },
+            Error::NotExportable { kind, .. } => of_pointer(*kind),
+            other => other.hint_of_peers(),
+        }
+    }
+
+    /// Links, and the processes at their other ends.
+    fn hint_of_peers(&self) -> &'static str {
+        match self {
+            Error::Handshake { fault, .. } => match fault {
+                HandshakeFault::Version { .. } | HandshakeFault::Lifeline(_) => ONE_VERSION,
+                HandshakeFault::Device { .. } => "choose the same backend on both sides",
+                HandshakeFault::Full { .. } => {
+                    "close a link, or raise the limit where the endpoint is built"
+                }
+                HandshakeFault::Closed => "it may be shutting down: try again",
+                HandshakeFault::Silent(_) => "it may be stopped: see its state",
+                HandshakeFault::Unwatchable(_) => "both must live under one kernel, 5.4 or newer",
+                _ => "",
+            },
+            Error::Protocol { .. } => "the link is closed: reconnect, and report the peer",
+            Error::PeerGone { kind, .. } => match kind {
+                crate::Kind::Publisher => "subscribe again, or turn `reconnect` on",
+                crate::Kind::Queue => {
+                    "its jobs have ended with it: attach to the next queue of this name"
+                }
+                crate::Kind::LegacyMemory => {
+                    "a legacy handle dies with its exporter: export again, or use a channel, whose memory outlives its sender"
+                }
+                _ => "open it again when it is back",
+            },
+            Error::Evicted { .. } | Error::LinkClosed { .. } => "subscribe again",
+            Error::SampleLost { .. } => "discard what was computed from it",
+            Error::EventLost { .. } => "discard what depends on it",
+            Error::Timeout { .. } => "wait longer, or see `warpipe doctor` and the peer's state",
+            Error::Full { .. } => {
+                "receive and release faster, raise the depth, or choose another policy"
+            }
+            Error::MemoryLimit { .. } => "release some, or raise the memory limit",
+            Error::NotOwner { .. } => "signal a timeline of your own",
+            Error::Backwards { .. } => "signal a larger value",
+            Error::EventNotRecorded { .. } => "record it first, then tell others to wait for it",
+            Error::EventLimit { .. } => "drop some",
+            other => other.hint_of_jobs(),
+        }
+    }
+
+    fn hint_of_jobs(&self) -> &'static str {
+        match self {
+            Error::QueueFull { .. } => "take results, add workers, or raise the limit",
+            Error::DeadLettered { .. } => "see to the cause and submit it again",
+            Error::Rejected { .. } => "change it before it is submitted again",
+            Error::DeadlinePassed { .. } => "allow more time, or add servers",
+            Error::NoSuchJob { .. } => "wait for it in one place only",
+            Error::QueueClosed { .. } => "make a new one to submit more jobs",
+            _ => "",
+        }
+    }
+}
+
+/// The next step for memory that cannot be exported.
+fn of_pointer(kind: PointerKind) -> &'static str {
+    match kind {
+        PointerKind::Device => "try again",
+        PointerKind::Null => "allocate it first",
+        PointerKind::Host | PointerKind::Pinned => {
+            "send it through a channel, or copy it to memory of cudaMalloc"
+        }
+        PointerKind::Managed => "copy it to memory of cudaMalloc",
+        PointerKind::Pool => {
+            "copy it to memory of cudaMalloc (PyTorch: leave `backend:cudaMallocAsync` out of PYTORCH_CUDA_ALLOC_CONF)"
+        }
+        PointerKind::Vmm => {
+            "export its descriptor instead (PyTorch: leave `expandable_segments` out of PYTORCH_CUDA_ALLOC_CONF)"
+        }
+        PointerKind::Import => "pass on the handle with which it was opened",
+        PointerKind::Unknown => {
+            "it was freed, or never was device memory: export it while it lives"
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_states_the_fact_and_its_hint_the_next_step() {
+        let error = Error::DriverSymbol {
+            symbol: "cuMemCreate",
+        };
+        assert_eq!(error.to_string(), "the CUDA driver lacks cuMemCreate");
+        assert_eq!(
+            error.hint().as_deref(),
+            Some("update the driver (R525 or newer), or use Device::host()")
+        );
+    }
+
+    #[test]
+    fn a_hint_names_the_value_to_wait_for() {
+        let error = Error::SignalPending {
+            name: "t".into(),
+            value: 4,
+            last: 7,
+            reached: 1,
+        };
+        let hint = error.hint().unwrap();
+        assert!(hint.ends_with("wait for 7"), "{hint}");
+    }
+}

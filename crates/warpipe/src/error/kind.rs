@@ -1,0 +1,189 @@
+//! The kinds of errors: one for each thing that a program can do next.
+
+use super::{Error, HandshakeFault, LegacyFault};
+use crate::EventHandleFault;
+
+/// What a program can do about an [`Error`].
+///
+/// Several variants of [`Error`] share a kind when the program's next step is the same. The variant
+/// has the context.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// No usable device: use another one or the host device, or mend the installation.
+    DeviceUnavailable,
+    /// A device or its driver failed, or cannot do what was asked. Open the device again, or end
+    /// the process: work that was under way may not be complete.
+    DeviceFailed,
+    /// The operating system, a directory or a library of the system is not as it must be.
+    System,
+    /// A limit is reached. Release something, wait, or raise the limit.
+    LimitReached,
+    /// Nothing has this name or number now. Wait for it, or look for another one.
+    NotFound,
+    /// Something else has this name. Take another name.
+    NameConflict,
+    /// The other side does not permit this. Trying again does not help.
+    Refused,
+    /// The two sides do not speak the same protocol, or the peer broke it. Run one version.
+    Protocol,
+    /// The peer closed or died. Open the endpoint again when it is back.
+    PeerGone,
+    /// This link has ended; its peer may be alive. Connect again.
+    LinkClosed,
+    /// The writer of some data was lost before the data was complete. Discard what was computed
+    /// from it.
+    DataLost,
+    /// A wait or a deadline has passed. Wait again, or look at the peer's state.
+    Timeout,
+    /// A job or request came to no result. The reason is in the variant.
+    JobFailed,
+    /// An argument, name, layout, ticket or handle is not valid. Correct the caller.
+    InvalidInput,
+    /// The object cannot do this in its present state. Correct the order of the calls.
+    InvalidState,
+}
+
+impl ErrorKind {
+    /// The kind's name in snake case, for logs and other languages: `peer_gone`.
+    pub fn name(self) -> &'static str {
+        match self {
+            ErrorKind::DeviceUnavailable => "device_unavailable",
+            ErrorKind::DeviceFailed => "device_failed",
+            ErrorKind::System => "system",
+            ErrorKind::LimitReached => "limit_reached",
+            ErrorKind::NotFound => "not_found",
+            ErrorKind::NameConflict => "name_conflict",
+            ErrorKind::Refused => "refused",
+            ErrorKind::Protocol => "protocol",
+            ErrorKind::PeerGone => "peer_gone",
+            ErrorKind::LinkClosed => "link_closed",
+            ErrorKind::DataLost => "data_lost",
+            ErrorKind::Timeout => "timeout",
+            ErrorKind::JobFailed => "job_failed",
+            ErrorKind::InvalidInput => "invalid_input",
+            ErrorKind::InvalidState => "invalid_state",
+        }
+    }
+}
+
+impl Error {
+    /// What a program can do about this error.
+    ///
+    /// ```
+    /// use warpipe::{Device, ErrorKind};
+    /// match Device::cuda(0) {
+    ///     Err(error) if error.kind() == ErrorKind::DeviceUnavailable => println!("{error}"),
+    ///     other => drop(other?),
+    /// }
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Error::NoDriver { .. }
+            | Error::DriverSymbol { .. }
+            | Error::NoDevice { .. }
+            | Error::DevicePermission { .. }
+            | Error::NoSuchDevice { .. } => ErrorKind::DeviceUnavailable,
+            Error::Driver { .. }
+            | Error::DeviceReset { .. }
+            | Error::NotDeviceMemory { .. }
+            | Error::PeerAccess { .. }
+            | Error::Injected { .. } => ErrorKind::DeviceFailed,
+            Error::Os { .. } | Error::Domain { .. } | Error::Profiler { .. } => ErrorKind::System,
+            Error::DeviceMemory { .. }
+            | Error::DescriptorLimit { .. }
+            | Error::InFlightLimit { .. }
+            | Error::Full { .. }
+            | Error::MemoryLimit { .. }
+            | Error::EventLimit { .. }
+            | Error::QueueFull { .. } => ErrorKind::LimitReached,
+            Error::NotFound { .. } | Error::TicketExpired { .. } | Error::NoSuchJob { .. } => {
+                ErrorKind::NotFound
+            }
+            Error::ForeignFile { .. } | Error::NameTaken { .. } | Error::OtherKind { .. } => {
+                ErrorKind::NameConflict
+            }
+            Error::AccessDenied { .. } | Error::Refused { .. } => ErrorKind::Refused,
+            Error::Protocol { .. } => ErrorKind::Protocol,
+            Error::PeerGone { .. } => ErrorKind::PeerGone,
+            Error::Evicted { .. } | Error::LinkClosed { .. } => ErrorKind::LinkClosed,
+            Error::SampleLost { .. } | Error::EventLost { .. } => ErrorKind::DataLost,
+            Error::Timeout { .. } | Error::DeadlinePassed { .. } => ErrorKind::Timeout,
+            Error::DeadLettered { .. } | Error::Rejected { .. } => ErrorKind::JobFailed,
+            Error::Handshake { fault, .. } => of_handshake(fault),
+            Error::EventHandle { fault } => of_event_handle(fault),
+            Error::LegacyHandle { fault } => of_legacy_handle(fault),
+            Error::Name { .. }
+            | Error::Ticket(_)
+            | Error::Range { .. }
+            | Error::Backwards { .. }
+            | Error::NotExportable { .. }
+            | Error::Layout { .. }
+            | Error::Argument { .. } => ErrorKind::InvalidInput,
+            Error::Capturing { .. }
+            | Error::NotOwner { .. }
+            | Error::SignalPending { .. }
+            | Error::EventNotRecorded { .. }
+            | Error::QueueClosed { .. }
+            | Error::Forked => ErrorKind::InvalidState,
+        }
+    }
+}
+
+fn of_handshake(fault: &HandshakeFault) -> ErrorKind {
+    match fault {
+        HandshakeFault::Full { .. } => ErrorKind::LimitReached,
+        HandshakeFault::Refused(_) => ErrorKind::Refused,
+        HandshakeFault::Closed => ErrorKind::PeerGone,
+        HandshakeFault::Silent(_) => ErrorKind::Timeout,
+        HandshakeFault::Device { .. } => ErrorKind::DeviceFailed,
+        HandshakeFault::Version { .. }
+        | HandshakeFault::Magic
+        | HandshakeFault::Garbled { .. }
+        | HandshakeFault::Oversized { .. }
+        | HandshakeFault::Unexpected { .. }
+        | HandshakeFault::Descriptors { .. }
+        | HandshakeFault::Segment(_)
+        | HandshakeFault::Wake(_)
+        | HandshakeFault::Unwatchable(_)
+        | HandshakeFault::Lifeline(_) => ErrorKind::Protocol,
+    }
+}
+
+fn of_event_handle(fault: &EventHandleFault) -> ErrorKind {
+    match fault {
+        EventHandleFault::Dropped => ErrorKind::NotFound,
+        _ => ErrorKind::InvalidInput,
+    }
+}
+
+fn of_legacy_handle(fault: &LegacyFault) -> ErrorKind {
+    match fault {
+        LegacyFault::Stale { .. } => ErrorKind::NotFound,
+        LegacyFault::Refused(_) => ErrorKind::DeviceFailed,
+        _ => ErrorKind::InvalidInput,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What another process did to this one is told apart by what to do next.
+    #[test]
+    fn a_handshake_that_failed_has_the_kind_of_its_fault() {
+        let kind = |fault| {
+            let name = "a".to_string();
+            Error::Handshake { name, fault }.kind()
+        };
+        assert_eq!(kind(HandshakeFault::Closed), ErrorKind::PeerGone);
+        assert_eq!(kind(HandshakeFault::Magic), ErrorKind::Protocol);
+        assert_eq!(
+            kind(HandshakeFault::Refused("no".into())),
+            ErrorKind::Refused
+        );
+        let wait = std::time::Duration::from_secs(1);
+        assert_eq!(kind(HandshakeFault::Silent(wait)), ErrorKind::Timeout);
+    }
+}
