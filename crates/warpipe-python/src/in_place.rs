@@ -6,8 +6,8 @@
 //!
 //! The slot is empty; everything is in the metadata, which is complete before any device work: the
 //! magic bytes, a version, the element type's code and bits, the rank with the top bit for strides,
-//! the shape, the strides and the offset (variable length, 7 bits a byte), the handle, and the
-//! user's metadata. It is untrusted: the sender states it.
+//! the shape, the strides, the offset and the handle's length (variable length, 7 bits a byte), the
+//! handle, and the user's metadata. It is untrusted: the sender states it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -25,7 +25,7 @@ use crate::source::{Source, SourceLocation};
 use crate::wait::in_slices;
 
 const MAGIC: [u8; 5] = *b"\xf5WPIP";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 const STRIDED: u8 = 0x80;
 
 /// The most allocations that a subscriber keeps open for later samples.
@@ -153,7 +153,9 @@ pub fn carrier(device: &warpipe::Device, source: &Source, metadata: &[u8]) -> Ou
     // after all its readers.
     let handle = unsafe { LegacyHandle::export(device, *address, source.layout.bytes()) }?;
     let mut bytes = describe(&source.layout);
-    bytes.extend(handle.to_bytes());
+    let handle = handle.to_bytes();
+    put(&mut bytes, handle.len() as u64);
+    bytes.extend(handle);
     let room = BYTES_MAX.saturating_sub(bytes.len());
     if metadata.len() > room {
         return Err(refuse(format!(
@@ -255,8 +257,9 @@ pub fn read(metadata: &[u8]) -> Outcome<Option<Named>> {
     } else {
         Layout::contiguous(dtype, &shape)?
     };
+    let length = usize::try_from(number()?).unwrap_or(usize::MAX);
     let (handle, metadata) = rest
-        .split_at_checked(LegacyHandle::BYTES)
+        .split_at_checked(length)
         .ok_or_else(|| wrong("it is cut short"))?;
     let handle = LegacyHandle::from_bytes(handle)?;
     if layout.bytes() != handle.bytes() {

@@ -144,7 +144,7 @@ impl LegacyHandle {
         PyBytes::new(py, self.inner.raw())
     }
 
-    /// The handle as 160 bytes.
+    /// The handle as bytes, of variable length.
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.inner.to_bytes())
     }

@@ -195,10 +195,10 @@ def test_late_subscribers_get_it_from_the_history(open_publisher, open_subscribe
 
 def test_what_looks_like_a_carrier_and_is_none_is_refused(link):
     publisher, subscriber = link
-    publisher.send(b"", metadata=b"\xf5WPIP\x01\x00")
+    publisher.send(b"", metadata=b"\xf5WPIP\x02\x00")
     with pytest.raises(warpipe.ProtocolError, match="cut short"):
         subscriber.receive()
-    publisher.send(b"", metadata=b"\xf5WPIP\x01\x00\x20\x01\x04" + bytes(160))
+    publisher.send(b"", metadata=b"\xf5WPIP\x02\x00\x20\x01\x04\xa0\x01" + bytes(160))
     with pytest.raises(warpipe.LegacyHandleError):
         subscriber.receive()
     publisher.send(b"ok")

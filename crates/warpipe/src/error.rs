@@ -14,7 +14,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-pub use fault::{Expiry, HandshakeFault, Holder, LegacyFault, TicketFault};
+pub use fault::{Expiry, HandleFault, HandshakeFault, Holder, LegacyFault, TicketFault};
 pub use kind::ErrorKind;
 
 use crate::backend::PointerKind;

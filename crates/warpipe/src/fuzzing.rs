@@ -290,9 +290,10 @@ fn event_seeds() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// The 160 bytes around the 64 of `cuIpcGetMemHandle`.
+/// The text and the bytes of a legacy handle, and bytes whose checksum is right whatever their
+/// contents.
 fn legacy_handles(bytes: &[u8]) {
-    for bytes in [bytes.to_vec(), legacy::forged(bytes)] {
+    for bytes in [bytes.to_vec(), legacy::forged::handle(bytes)] {
         comes_back(LegacyHandle::from_bytes(&bytes).ok(), |handle| {
             LegacyHandle::from_bytes(&handle.to_bytes()).ok()
         });
@@ -304,9 +305,10 @@ fn legacy_handles(bytes: &[u8]) {
 }
 
 fn legacy_seeds() -> Vec<Vec<u8>> {
-    [0, 1, 2]
-        .map(|fill| vec![fill; LegacyHandle::BYTES])
-        .to_vec()
+    let body = legacy::forged::body();
+    let whole = legacy::forged::handle(&body);
+    let text = LegacyHandle::from_bytes(&whole).map(|handle| handle.to_string().into_bytes());
+    text.into_iter().chain([whole, body]).collect()
 }
 
 /// An accepted value is unchanged by encoding and decoding.

@@ -128,7 +128,7 @@ pub mod tensor;
 
 pub use device::Device;
 pub use error::{
-    Error, ErrorKind, Expiry, HandshakeFault, Holder, LegacyFault, Result, TicketFault,
+    Error, ErrorKind, Expiry, HandleFault, HandshakeFault, Holder, LegacyFault, Result, TicketFault,
 };
 pub use ipc::Kind;
 pub use ipc::PeerState;

@@ -7,11 +7,13 @@
 use std::io;
 use std::sync::Mutex;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
 
 /// The identity of a process, unique among all processes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct ProcessOrigin {
     /// The boot of the machine: a hash of `/proc/sys/kernel/random/boot_id`.
     pub(crate) host: u64,

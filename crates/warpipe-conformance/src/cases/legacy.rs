@@ -288,7 +288,7 @@ fn wrong_handles(context: &Context) -> Result<()> {
         &text[1..],
         "",
         "warpipe-legacy:00",
-        &text.replace("57504c", "57504d"),
+        &text.replace("575048", "575049"),
     ] {
         match wrong.parse::<LegacyHandle>() {
             Err(Error::LegacyHandle { .. }) => {}

@@ -18,30 +18,50 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// The fault of a ticket's text.
+/// The fault of a text, or of bytes, that are to name something of another process.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum TicketFault {
-    /// It does not begin with the prefix of a ticket.
-    #[error("it does not begin with `warpipe-ticket:`")]
-    NoTicket,
-    /// A ticket of another version of this library.
+pub enum HandleFault {
+    /// It does not begin as any of the library's handles does.
+    #[error("it does not begin as {wanted} does")]
+    NoHandle {
+        /// The kind that was expected, with its article.
+        wanted: &'static str,
+    },
+    /// It names something of another kind.
+    #[error("it is {found}, not {wanted}")]
+    OtherKind {
+        /// The kind that was expected, with its article.
+        wanted: &'static str,
+        /// Its kind.
+        found: &'static str,
+    },
+    /// It is of another version of this library.
     #[error("it is of version {theirs}, this library reads version {ours}")]
     Version {
-        /// The ticket's version.
+        /// Its version.
         theirs: u16,
         /// The version of this library.
         ours: u16,
     },
-    /// It was cut short or changed in transit.
-    #[error("it was cut short or changed on its way")]
-    Damaged,
-    /// It is longer than any ticket may be.
+    /// It is longer than any may be.
     #[error("it is longer than {limit} bytes")]
     Oversized {
         /// The limit.
         limit: usize,
     },
+    /// It was cut short or changed in transit.
+    #[error("it was cut short or changed on its way ({0})")]
+    Damaged(&'static str),
+}
+
+/// The fault of a ticket's text.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TicketFault {
+    /// The text is not that of a whole ticket.
+    #[error(transparent)]
+    Text(#[from] HandleFault),
     /// It was written on another machine, or before this machine was rebooted.
     #[error("it was written on another machine, or before the last reboot")]
     ForeignHost,
@@ -150,25 +170,12 @@ pub enum HandshakeFault {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LegacyFault {
-    /// The text or the bytes are no handle at all, or were changed in transit.
+    /// The text or the bytes are not those of a whole handle.
+    #[error(transparent)]
+    Text(#[from] HandleFault),
+    /// Its contents cannot be those of an export.
     #[error("it is garbled ({0})")]
     Garbled(&'static str),
-    /// A handle that was cut short, or is followed by other bytes.
-    #[error("it has {found} bytes where {wanted} are due")]
-    Length {
-        /// Its length.
-        found: usize,
-        /// The length that is due.
-        wanted: usize,
-    },
-    /// Another version's handle.
-    #[error("it is of version {theirs}, this is {ours}")]
-    Version {
-        /// The handle's version.
-        theirs: u16,
-        /// The version of this library.
-        ours: u16,
-    },
     /// A range that does not lie in its allocation.
     #[error("bytes {offset} to {offset}+{bytes} do not lie in an allocation of {allocation} bytes")]
     Range {

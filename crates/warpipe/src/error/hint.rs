@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::{Error, HandshakeFault, LegacyFault, TicketFault};
+use super::{Error, HandleFault, HandshakeFault, LegacyFault, TicketFault};
 use crate::EventHandleFault;
 use crate::backend::PointerKind;
 
@@ -92,19 +92,17 @@ impl Error {
             Error::TicketExpired { .. } => "get a new ticket from its owner",
             Error::Range { .. } => "take a range inside",
             Error::Ticket(fault) => match fault {
-                TicketFault::Version { .. } => ONE_VERSION,
+                TicketFault::Text(fault) => of_text(fault),
                 TicketFault::ForeignHost => ONE_MACHINE,
-                _ => "pass on the whole text of a ticket",
             },
             Error::EventHandle { fault } => match fault {
-                EventHandleFault::Garbled(_) => WHOLE_TEXT,
-                EventHandleFault::Version { .. } => ONE_VERSION,
+                EventHandleFault::Text(fault) => of_text(fault),
                 EventHandleFault::Dropped => "ask for a handle of a new one",
                 EventHandleFault::Device { .. } => "open it with a device of the same kind",
             },
             Error::LegacyHandle { fault } => match fault {
-                LegacyFault::Garbled(_) | LegacyFault::Length { .. } => WHOLE_TEXT,
-                LegacyFault::Version { .. } => ONE_VERSION,
+                LegacyFault::Text(fault) => of_text(fault),
+                LegacyFault::Garbled(_) => WHOLE_TEXT,
                 LegacyFault::Range { .. } => "export a range that does",
                 LegacyFault::ForeignHost => ONE_MACHINE,
                 LegacyFault::Device { .. } => "open it with the device that owns it",
@@ -166,6 +164,17 @@ impl Error {
             Error::NoSuchJob { .. } => "wait for it in one place only",
             Error::QueueClosed { .. } => "make a new one to submit more jobs",
             _ => "",
+        }
+    }
+}
+
+/// What to do about a text, or bytes, that name nothing.
+fn of_text(fault: &HandleFault) -> &'static str {
+    match fault {
+        HandleFault::Version { .. } => ONE_VERSION,
+        HandleFault::OtherKind { .. } => "open it as what it is",
+        HandleFault::NoHandle { .. } | HandleFault::Oversized { .. } | HandleFault::Damaged(_) => {
+            WHOLE_TEXT
         }
     }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::stage::{Guarded, LONG, Random, alone, command, eventually, role};
 use crate::backend::testing::{Counting, Failing, Wrapped};
 use crate::backend::{Backend, IPC_EVENTS_MAX, IpcBytes};
+use crate::memory::legacy::forged;
 use crate::{Device, Error, LegacyFault, LegacyHandle, LegacyMemory, Stream};
 
 const BYTES: u64 = 64 << 10;
@@ -176,13 +177,9 @@ fn a_handle_that_overstates_its_length_does_not_share_an_open_mapping() {
         return;
     }
     let (exporter, device) = (Exporter::start(test), Device::host());
-    let mut bytes = exporter.handle.to_bytes();
     // The allocation's length, and the range's offset in it; the checksum is not secret.
-    bytes[64..72].copy_from_slice(&(1u64 << 40).to_le_bytes());
-    bytes[72..80].copy_from_slice(&(1u64 << 39).to_le_bytes());
-    let sum = crate::origin::hash(&bytes[..152]);
-    bytes[152..].copy_from_slice(&sum.to_le_bytes());
-    let forged = LegacyHandle::from_bytes(&bytes).unwrap();
+    let forged = forged::with_range(&exporter.handle, 1 << 40, 1 << 39);
+    let forged = LegacyHandle::from_bytes(&forged.to_bytes()).unwrap();
     assert!(
         forged.open(&device).is_err(),
         "the driver's bytes are of something shorter"

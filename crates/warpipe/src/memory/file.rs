@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::inotify;
 
-use super::ticket::{TEXT_BYTES_MAX, Ticket};
-use crate::error::{Error, Result, TicketFault};
+use super::ticket::Ticket;
+use crate::error::{Error, HandleFault, Result, TicketFault};
 use crate::ipc::domain::watch::Inotify;
+use crate::ipc::handle::TEXT_BYTES_MAX;
 use crate::ipc::message;
 use crate::os::above_standard;
 
@@ -79,15 +80,13 @@ impl Ticket {
             .open(path)
             .map_err(failed("open"))?;
         if !file.metadata().map_err(failed("fstat"))?.is_file() {
-            return Err(Error::Ticket(TicketFault::NoTicket));
+            return Err(no_text());
         }
         let mut bytes = Vec::new();
         file.take(TEXT_BYTES_MAX as u64 + 1)
             .read_to_end(&mut bytes)
             .map_err(failed("read"))?;
-        String::from_utf8(bytes)
-            .map_err(|_| Error::Ticket(TicketFault::NoTicket))?
-            .parse()
+        String::from_utf8(bytes).map_err(|_| no_text())?.parse()
     }
 
     /// As [`read_file`](Self::read_file), and waits up to `timeout` for the file to appear
@@ -176,6 +175,13 @@ fn temporary_of(path: &Path, failed: impl Fn(std::io::Error) -> Error) -> Result
     }
 }
 
+/// The error of a file that cannot hold a ticket.
+fn no_text() -> Error {
+    Error::Ticket(TicketFault::Text(HandleFault::NoHandle {
+        wanted: "a ticket",
+    }))
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
@@ -238,7 +244,7 @@ mod tests {
         for bytes in [
             &b""[..],
             b"\xff\xfe",
-            b"warpipe-ticket:1:zz:0",
+            b"warpipe-ticket:zz",
             &[b'x'; TEXT_BYTES_MAX + 1],
         ] {
             std::fs::write(&file, bytes).unwrap();

@@ -4,35 +4,22 @@
 //! not include: the tensor's place in the allocation, its exporter, its device and machine. The
 //! user sends it by any means. It is no right to the memory: it becomes invalid with its exporter's
 //! death, and any process of the same user that has the bytes can open it.
-//!
-//! # The bytes
-//!
-//! All numbers are little-endian. The checksum is FNV-1a over everything before it.
-//!
-//! | at | what |
-//! | --- | --- |
-//! | 0 | `WPLEGACY` |
-//! | 8 | version, 16 bit; device kind, 8 bit (0 host, 1 CUDA); a zero byte; pid, 32 bit |
-//! | 16 | the device's UUID |
-//! | 32 | hash of the boot's id; the PID namespace; the exporter's start; the allocation's number (64 bit each) |
-//! | 64 | the allocation's length; where the range begins in it; the range's length (64 bit each) |
-//! | 88 | the driver's 64 bytes |
-//! | 152 | checksum, 64 bit |
 
 mod exports;
 mod imports;
-mod text;
 
 pub use imports::LegacyMemory;
 
-use crate::backend::{DeviceId, DeviceKind, DevicePtr, IpcBytes, PointerKind};
-use crate::device::Device;
-use crate::error::{Error, LegacyFault, Result};
-use crate::ipc::Kind;
-use crate::origin::{self, Liveness, ProcessOrigin};
+use std::fmt;
 
-const MAGIC: [u8; 8] = *b"WPLEGACY";
-const VERSION: u16 = 1;
+use serde::{Deserialize, Serialize};
+
+use crate::backend::{DeviceId, DevicePtr, PointerKind};
+use crate::device::Device;
+use crate::error::{Error, HandleFault, LegacyFault, Result};
+use crate::ipc::Kind;
+use crate::ipc::handle::{self, DriverHandle, HandleKind, text_form};
+use crate::origin::{Liveness, ProcessOrigin};
 
 /// `cuIpcGetMemHandle`: names a range of memory that was allocated with `cudaMalloc`
 /// (`cuMemAlloc`), by PyTorch for example, for another process of the same machine and user.
@@ -41,8 +28,8 @@ const VERSION: u16 = 1;
 /// every importer maps the whole allocation around it. Tensors that this library allocates have
 /// none of these limits.
 ///
-/// It is plain data, and goes from process to process as text (`Display`, `FromStr`), as bytes or
-/// by serde.
+/// It is plain data, and goes from process to process as text (`Display`, `FromStr`; serde writes the
+/// same) or as bytes.
 ///
 /// ```
 /// use warpipe::{Device, LegacyHandle};
@@ -60,8 +47,15 @@ const VERSION: u16 = 1;
 /// # unsafe { device.backend().free_plain(pointer)? };
 /// # Ok::<(), warpipe::Error>(())
 /// ```
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct LegacyHandle {
+    fields: LegacyFields,
+}
+
+/// What the bytes hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+struct LegacyFields {
     origin: ProcessOrigin,
     owner: DeviceId,
     /// The allocation's number in its process: the driver's bytes for a freed one and a later one
@@ -70,13 +64,10 @@ pub struct LegacyHandle {
     allocation_bytes: u64,
     offset: u64,
     bytes: u64,
-    raw: IpcBytes,
+    raw: DriverHandle,
 }
 
 impl LegacyHandle {
-    /// The length of a handle's bytes.
-    pub const BYTES: usize = 160;
-
     /// `cuMemGetAddressRange` + `cuIpcGetMemHandle`: a handle for `bytes` bytes at `ptr`, which may
     /// lie anywhere in their allocation.
     ///
@@ -108,15 +99,16 @@ impl LegacyHandle {
         // the caller's promise.
         let raw = unsafe { device.backend().export_legacy(found.base) }?;
         let (allocation, allocation_bytes) = (found.allocation, found.bytes);
-        let handle = LegacyHandle {
+        let fields = LegacyFields {
             origin,
             owner,
             allocation,
             allocation_bytes,
             offset,
             bytes,
-            raw,
+            raw: DriverHandle(raw),
         };
+        let handle = LegacyHandle { fields };
         exports::remember(&handle, found.base)?;
         Ok(handle)
     }
@@ -134,15 +126,19 @@ impl LegacyHandle {
     /// [`Error::DescriptorLimit`], [`Error::Driver`].
     pub fn open(&self, device: &Device) -> Result<LegacyMemory> {
         let here = ProcessOrigin::here()?;
-        if self.origin.host != here.host {
+        if self.fields.origin.host != here.host {
             return Err(Error::legacy(LegacyFault::ForeignHost));
         }
-        if self.owner.kind != device.info().id.kind {
-            return Err(other_device(self.owner, device));
+        if self.fields.owner.kind != device.info().id.kind {
+            return Err(other_device(self.fields.owner, device));
         }
-        if self.origin == here {
+        if self.fields.origin == here {
             let base = exports::find(self, device)?;
-            return Ok(LegacyMemory::own(device, base + self.offset, self.bytes));
+            return Ok(LegacyMemory::own(
+                device,
+                base + self.fields.offset,
+                self.fields.bytes,
+            ));
         }
         imports::open(self, device).map_err(|error| self.explain(error, &here))
     }
@@ -155,8 +151,8 @@ impl LegacyHandle {
         else {
             return error;
         };
-        let pid = self.origin.pid;
-        match self.origin.life(here) {
+        let pid = self.fields.origin.pid;
+        match self.fields.origin.life(here) {
             Liveness::Gone => Error::peer_gone(Kind::LegacyMemory, "", pid, false),
             Liveness::Alive => Error::legacy(LegacyFault::Stale { pid, reason }),
             Liveness::Unknown => Error::legacy(LegacyFault::Refused(reason)),
@@ -165,68 +161,37 @@ impl LegacyHandle {
 
     /// The range's length in bytes.
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.fields.bytes
     }
 
     /// Where the range begins, in bytes from its allocation's first.
     pub fn offset(&self) -> u64 {
-        self.offset
+        self.fields.offset
     }
 
     /// The length in bytes of the allocation: all of it is open to a process that opens the handle.
     pub fn allocation_bytes(&self) -> u64 {
-        self.allocation_bytes
+        self.fields.allocation_bytes
     }
 
     /// The device that owns the memory.
     pub fn device(&self) -> DeviceId {
-        self.owner
+        self.fields.owner
     }
 
     /// The exporter's process id, in its own PID namespace.
     pub fn pid(&self) -> i32 {
-        self.origin.pid
+        self.fields.origin.pid
     }
 
     /// The `CUipcMemHandle` itself, of the allocation's base.
     pub fn raw(&self) -> &[u8; 64] {
-        &self.raw
+        &self.fields.raw.0
     }
 
-    /// The handle as bytes.
-    pub fn to_bytes(&self) -> [u8; LegacyHandle::BYTES] {
-        let mut bytes = [0; LegacyHandle::BYTES];
-        let mut at = 0;
-        let mut put = |field: &[u8]| {
-            bytes[at..at + field.len()].copy_from_slice(field);
-            at += field.len();
-        };
-        put(&MAGIC);
-        put(&VERSION.to_le_bytes());
-        put(&[kind_code(self.owner.kind), 0]);
-        put(&self.origin.pid.to_le_bytes());
-        put(&self.owner.uuid);
-        let ProcessOrigin {
-            host,
-            namespace,
-            started,
-            ..
-        } = self.origin;
-        for number in [
-            host,
-            namespace,
-            started,
-            self.allocation,
-            self.allocation_bytes,
-            self.offset,
-            self.bytes,
-        ] {
-            put(&number.to_le_bytes());
-        }
-        put(&self.raw);
-        let sum = origin::hash(&bytes[..CHECKED]);
-        bytes[CHECKED..].copy_from_slice(&sum.to_le_bytes());
-        bytes
+    /// The handle as bytes, of variable length.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        handle::to_bytes(HandleKind::Legacy, &self.fields)
     }
 
     /// The handle that [`to_bytes`](Self::to_bytes) made. The bytes are not trusted.
@@ -234,120 +199,83 @@ impl LegacyHandle {
     /// # Errors
     /// [`Error::LegacyHandle`] for anything else.
     pub fn from_bytes(bytes: &[u8]) -> Result<LegacyHandle> {
-        parse(bytes).map_err(Error::legacy)
+        LegacyHandle::of_payload(handle::from_bytes(HandleKind::Legacy, bytes))
+    }
+
+    fn of_payload(payload: Result<LegacyFields, HandleFault>) -> Result<LegacyHandle> {
+        let fields = payload.map_err(|fault| Error::legacy(fault.into()))?;
+        if fields.origin.pid <= 0 {
+            return Err(Error::legacy(LegacyFault::Garbled("it names no process")));
+        }
+        check_range(fields.offset, fields.bytes, fields.allocation_bytes)?;
+        Ok(LegacyHandle { fields })
     }
 }
 
-/// The bytes that the checksum covers.
-const CHECKED: usize = LegacyHandle::BYTES - 8;
+text_form!(LegacyHandle, HandleKind::Legacy);
 
-/// The bytes of a handle with the checksum that fits them.
+impl fmt::Debug for LegacyHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (bytes, offset, pid) = (self.bytes(), self.offset(), self.pid());
+        write!(
+            f,
+            "LegacyHandle({bytes} bytes from {offset} on, of process {pid} on {})",
+            self.device()
+        )
+    }
+}
+
+/// For [`fuzzing`](crate::fuzzing) and hostile tests: handles with a valid checksum.
 #[cfg(any(test, feature = "testing"))]
-pub(crate) fn forged(bytes: &[u8]) -> Vec<u8> {
-    let mut bytes = bytes.to_vec();
-    if bytes.len() >= LegacyHandle::BYTES {
-        bytes.truncate(LegacyHandle::BYTES);
-        bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
-        bytes[MAGIC.len()..][..2].copy_from_slice(&VERSION.to_le_bytes());
-        let sum = origin::hash(&bytes[..CHECKED]);
-        bytes[CHECKED..].copy_from_slice(&sum.to_le_bytes());
-    }
-    bytes
-}
+pub(crate) mod forged {
+    use super::*;
+    use crate::backend::DeviceKind;
 
-fn parse(bytes: &[u8]) -> Result<LegacyHandle, LegacyFault> {
-    let wrong = LegacyFault::Length {
-        found: bytes.len(),
-        wanted: LegacyHandle::BYTES,
-    };
-    let mut reader = Reader(bytes.try_into().map_err(|_| wrong)?, 0);
-    if reader.take() != MAGIC {
-        return Err(LegacyFault::Garbled(
-            "it does not begin with the magic bytes",
-        ));
+    /// A handle around any contents.
+    pub(crate) fn handle(payload: &[u8]) -> Vec<u8> {
+        handle::seal(HandleKind::Legacy, payload)
     }
-    let version = u16::from_le_bytes(reader.take());
-    if version != VERSION {
-        return Err(LegacyFault::Version {
-            theirs: version,
-            ours: VERSION,
-        });
-    }
-    if origin::hash(&bytes[..CHECKED]).to_le_bytes() != bytes[CHECKED..] {
-        return Err(LegacyFault::Garbled("its checksum is wrong"));
-    }
-    let [kind, zero] = reader.take();
-    let kind = match (kind, zero) {
-        (0, 0) => DeviceKind::Host,
-        (1, 0) => DeviceKind::Cuda,
-        _ => return Err(LegacyFault::Garbled("it names no kind of device")),
-    };
-    let pid = i32::from_le_bytes(reader.take());
-    let owner = DeviceId {
-        kind,
-        uuid: reader.take(),
-    };
-    let [
-        host,
-        namespace,
-        started,
-        allocation,
-        allocation_bytes,
-        offset,
-        length,
-    ] = std::array::from_fn(|_| u64::from_le_bytes(reader.take()));
-    if pid <= 0 {
-        return Err(LegacyFault::Garbled("it names no process"));
-    }
-    fits(offset, length, allocation_bytes)?;
-    let origin = ProcessOrigin {
-        host,
-        namespace,
-        started,
-        pid,
-    };
-    Ok(LegacyHandle {
-        origin,
-        owner,
-        allocation,
-        allocation_bytes,
-        offset,
-        bytes: length,
-        raw: reader.take(),
-    })
-}
 
-/// Takes fields of fixed length, one after the other. Their sum is below the whole length.
-struct Reader<'a>(&'a [u8; LegacyHandle::BYTES], usize);
-
-impl Reader<'_> {
-    fn take<const N: usize>(&mut self) -> [u8; N] {
-        let field = std::array::from_fn(|index| self.0[self.1 + index]);
-        self.1 += N;
-        field
+    /// The contents of a valid handle.
+    pub(crate) fn body() -> Vec<u8> {
+        let fields = LegacyFields {
+            origin: ProcessOrigin {
+                host: u64::MAX,
+                namespace: 4_026_531_836,
+                started: 1 << 20,
+                pid: 4711,
+            },
+            owner: DeviceId {
+                kind: DeviceKind::Cuda,
+                uuid: [3; 16],
+            },
+            allocation: 7,
+            allocation_bytes: 1 << 20,
+            offset: 64,
+            bytes: 256,
+            raw: DriverHandle([5; 64]),
+        };
+        postcard::to_stdvec(&fields).unwrap_or_default()
     }
-}
 
-fn kind_code(kind: DeviceKind) -> u8 {
-    match kind {
-        DeviceKind::Host => 0,
-        DeviceKind::Cuda => 1,
-    }
-}
-
-fn fits(offset: u64, bytes: u64, allocation: u64) -> Result<(), LegacyFault> {
-    match offset.checked_add(bytes) {
-        Some(end) if end <= allocation && bytes > 0 => Ok(()),
-        _ => Err(LegacyFault::Range {
-            offset,
-            bytes,
-            allocation,
-        }),
+    /// The handle that says another allocation and offset.
+    #[cfg(test)]
+    pub(crate) fn with_range(handle: &LegacyHandle, allocation: u64, offset: u64) -> LegacyHandle {
+        let mut forged = *handle;
+        (forged.fields.allocation_bytes, forged.fields.offset) = (allocation, offset);
+        forged
     }
 }
 
 fn check_range(offset: u64, bytes: u64, allocation: u64) -> Result<()> {
-    fits(offset, bytes, allocation).map_err(Error::legacy)
+    match offset.checked_add(bytes) {
+        Some(end) if end <= allocation && bytes > 0 => Ok(()),
+        _ => Err(Error::legacy(LegacyFault::Range {
+            offset,
+            bytes,
+            allocation,
+        })),
+    }
 }
 
 fn other_device(owner: DeviceId, device: &Device) -> Error {

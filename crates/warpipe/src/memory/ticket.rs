@@ -1,8 +1,6 @@
 //! Tickets: a text that names memory, for any process that may open it.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,24 +11,18 @@ use super::published::{self, PUBLISHED_ID, TicketRequest};
 use super::shared::{SharedMemory, check_reach};
 use crate::backend::DeviceId;
 use crate::device::Device;
-use crate::error::{Error, Expiry, Result, TicketFault};
+use crate::error::{Error, Expiry, HandleFault, Result, TicketFault};
 use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::handle::{self, HandleKind, text_form};
 use crate::ipc::{Address, ClientSession, Kind, encode};
 use crate::origin::ProcessOrigin;
 
 /// One run of an endpoint.
 pub(crate) type Incarnation = [u8; 16];
 
-/// The version of the text.
-const VERSION: u16 = 1;
-
-const PREFIX: &str = "warpipe-ticket:";
-
-/// The longest text: a domain's path may have 4096 bytes, each of which takes two digits.
-pub(super) const TEXT_BYTES_MAX: usize = 10 << 10;
-
 /// Names memory of a process on this machine: domain, endpoint, its incarnation, the memory's
-/// number, a range of its bytes, and its device. A text ([`Display`](fmt::Display) and [`FromStr`];
+/// number, a range of its bytes, and its device. A text ([`Display`](std::fmt::Display) and
+/// [`FromStr`](std::str::FromStr);
 /// serde writes the same), of a few hundred letters, digits and colons: it can go through a file
 /// ([`write_file`](Ticket::write_file)), a pipe, a socket, an environment variable or MPI. It is no
 /// secret and gives no right: the owner checks each client's credentials.
@@ -265,6 +257,19 @@ impl Ticket {
         Ok((session, incoming))
     }
 
+    fn to_bytes(&self) -> Vec<u8> {
+        handle::to_bytes(HandleKind::Ticket, &self.fields)
+    }
+
+    fn of_payload(payload: Result<Fields, HandleFault>) -> Result<Ticket> {
+        let fields = payload.map_err(|fault| Error::Ticket(fault.into()))?;
+        if EndpointName::new(&fields.name).is_err() {
+            let fault = HandleFault::Damaged("it has no name of an endpoint");
+            return Err(Error::Ticket(fault.into()));
+        }
+        Ok(Ticket { fields })
+    }
+
     pub(crate) fn expired(&self, expiry: Expiry) -> Error {
         Error::TicketExpired {
             name: self.fields.name.clone(),
@@ -286,87 +291,7 @@ impl Ticket {
     }
 }
 
-impl fmt::Display for Ticket {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let bytes = postcard::to_stdvec(&self.fields).map_err(|_| fmt::Error)?;
-        write!(f, "{PREFIX}{VERSION}:")?;
-        bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}"))?;
-        write!(f, ":{:08x}", checksum(&bytes))
-    }
-}
-
-impl FromStr for Ticket {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Ticket> {
-        parse(text).map_err(Error::Ticket)
-    }
-}
-
-impl TryFrom<String> for Ticket {
-    type Error = Error;
-
-    fn try_from(text: String) -> Result<Ticket> {
-        text.parse()
-    }
-}
-
-impl From<Ticket> for String {
-    fn from(ticket: Ticket) -> String {
-        ticket.to_string()
-    }
-}
-
-fn parse(text: &str) -> std::result::Result<Ticket, TicketFault> {
-    if text.len() > TEXT_BYTES_MAX {
-        return Err(TicketFault::Oversized {
-            limit: TEXT_BYTES_MAX,
-        });
-    }
-    let rest = text
-        .trim()
-        .strip_prefix(PREFIX)
-        .ok_or(TicketFault::NoTicket)?;
-    let (version, rest) = rest.split_once(':').ok_or(TicketFault::Damaged)?;
-    match version.parse() {
-        Ok(VERSION) => {}
-        Ok(theirs) => {
-            return Err(TicketFault::Version {
-                theirs,
-                ours: VERSION,
-            });
-        }
-        Err(_) => return Err(TicketFault::Damaged),
-    }
-    let (digits, sum) = rest.split_once(':').ok_or(TicketFault::Damaged)?;
-    let bytes = from_hex(digits).ok_or(TicketFault::Damaged)?;
-    if sum.len() != 8 || u32::from_str_radix(sum, 16) != Ok(checksum(&bytes)) {
-        return Err(TicketFault::Damaged);
-    }
-    match postcard::take_from_bytes::<Fields>(&bytes) {
-        Ok((fields, [])) if EndpointName::new(&fields.name).is_ok() => Ok(Ticket { fields }),
-        _ => Err(TicketFault::Damaged),
-    }
-}
-
-fn from_hex(digits: &str) -> Option<Vec<u8>> {
-    let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);
-    let (pairs, rest) = digits.as_bytes().as_chunks::<2>();
-    if !rest.is_empty() {
-        return None;
-    }
-    pairs
-        .iter()
-        .map(|&[high, low]| Some(digit(high)? << 4 | digit(low)?))
-        .collect()
-}
-
-/// FNV-1a, against texts that were cut or garbled; it is no signature.
-fn checksum(bytes: &[u8]) -> u32 {
-    bytes.iter().fold(0x811c_9dc5, |sum, &byte| {
-        (sum ^ u32::from(byte)).wrapping_mul(0x0100_0193)
-    })
-}
+text_form!(Ticket, HandleKind::Ticket);
 
 /// For [`fuzzing`](crate::fuzzing): texts with a valid checksum over any contents.
 #[cfg(any(test, feature = "testing"))]
@@ -375,8 +300,7 @@ pub(crate) mod forged {
     use crate::backend::DeviceKind;
 
     pub(crate) fn text(bytes: &[u8]) -> String {
-        let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-        format!("{PREFIX}{VERSION}:{digits}:{:08x}", checksum(bytes))
+        handle::to_text(HandleKind::Ticket, &handle::seal(HandleKind::Ticket, bytes))
     }
 
     /// Two tickets: one with every field, and one with as few as possible.
@@ -459,50 +383,34 @@ mod tests {
     }
 
     #[test]
-    fn every_text_that_is_cut_short_is_refused() {
+    fn every_text_that_is_cut_short_or_changed_is_refused() {
         let text = ticket().to_string();
         for end in 0..text.len() {
-            let fault = parse(&text[..end]).unwrap_err();
+            let refused = text[..end].parse::<Ticket>().unwrap_err();
             assert!(
-                matches!(fault, TicketFault::NoTicket | TicketFault::Damaged),
-                "{end}: {fault}"
+                matches!(refused, Error::Ticket(TicketFault::Text(_))),
+                "{end}: {refused}"
             );
         }
-    }
-
-    #[test]
-    fn every_letter_that_is_changed_is_noticed() {
-        let text = ticket().to_string();
         for at in 0..text.len() {
             for letter in [b'0', b'f', b':', b'z', b' '] {
                 let mut other = text.clone().into_bytes();
                 other[at] = letter;
                 let other = String::from_utf8(other).unwrap();
-                assert!(other == text || parse(&other).is_err(), "{at}: {other}");
+                assert!(
+                    other == text || other.parse::<Ticket>().is_err(),
+                    "{at}: {other}"
+                );
             }
         }
-    }
-
-    #[test]
-    fn other_versions_and_foreign_texts_are_told_apart() {
-        let newer = ticket().to_string().replace(":1:", ":2:");
-        assert_eq!(
-            parse(&newer),
-            Err(TicketFault::Version {
-                theirs: 2,
-                ours: VERSION
-            })
-        );
-        assert_eq!(parse("MIIB"), Err(TicketFault::NoTicket));
-        assert_eq!(
-            parse(&"x".repeat(TEXT_BYTES_MAX + 1)),
-            Err(TicketFault::Oversized {
-                limit: TEXT_BYTES_MAX
-            })
-        );
         let mut named = ticket();
         named.fields.name = "../etc".into();
-        assert_eq!(parse(&named.to_string()), Err(TicketFault::Damaged));
+        let refused = named.to_string().parse::<Ticket>().unwrap_err();
+        let fault = TicketFault::Text(HandleFault::Damaged("it has no name of an endpoint"));
+        assert!(
+            matches!(&refused, Error::Ticket(found) if *found == fault),
+            "{refused}"
+        );
     }
 
     #[test]

@@ -24,7 +24,7 @@ fn exports() -> MutexGuard<'static, Exports> {
 /// Which allocation lies at `base` from now on.
 pub(super) fn remember(handle: &LegacyHandle, base: DevicePtr) -> Result<()> {
     let mut exports = exports();
-    let key = (handle.owner, base);
+    let key = (handle.fields.owner, base);
     if exports.len() >= EXPORTS_MAX && !exports.contains_key(&key) {
         return Err(Error::argument(
             "exported allocations",
@@ -32,20 +32,20 @@ pub(super) fn remember(handle: &LegacyHandle, base: DevicePtr) -> Result<()> {
             format!("at most {EXPORTS_MAX}"),
         ));
     }
-    exports.insert(key, (handle.allocation, handle.raw));
+    exports.insert(key, (handle.fields.allocation, handle.fields.raw.0));
     Ok(())
 }
 
 /// The base of an allocation of this process, if it still is the one that was exported.
 pub(super) fn find(handle: &LegacyHandle, device: &Device) -> Result<DevicePtr> {
-    if handle.owner != device.info().id {
-        return Err(other_device(handle.owner, device));
+    if handle.fields.owner != device.info().id {
+        return Err(other_device(handle.fields.owner, device));
     }
     let mut exports = exports();
-    let wanted = (handle.allocation, handle.raw);
+    let wanted = (handle.fields.allocation, handle.fields.raw.0);
     let known = exports
         .iter()
-        .find(|((owner, _), known)| *owner == handle.owner && **known == wanted);
+        .find(|((owner, _), known)| *owner == handle.fields.owner && **known == wanted);
     let stale = |reason: &str| {
         Error::legacy(LegacyFault::Stale {
             pid: handle.pid(),
@@ -56,12 +56,13 @@ pub(super) fn find(handle: &LegacyHandle, device: &Device) -> Result<DevicePtr> 
         return Err(stale("it is not exported by this process"));
     };
     let found = device.backend().locate(base)?;
-    if (found.kind, found.base, found.allocation) != (PointerKind::Device, base, handle.allocation)
+    if (found.kind, found.base, found.allocation)
+        != (PointerKind::Device, base, handle.fields.allocation)
     {
-        exports.remove(&(handle.owner, base));
+        exports.remove(&(handle.fields.owner, base));
         return Err(stale("it was freed here"));
     }
-    if found.bytes < handle.allocation_bytes {
+    if found.bytes < handle.fields.allocation_bytes {
         return Err(stale("it is shorter than the handle says"));
     }
     Ok(base)

@@ -169,29 +169,23 @@ impl Drop for LegacyMemory {
 
 /// Opens what a handle of another process names, or holds once more what is open.
 pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<LegacyMemory> {
-    let LegacyHandle {
-        origin,
-        owner,
-        allocation,
-        raw,
-        ..
-    } = *handle;
+    let fields = &handle.fields;
     let key = LegacyImportKey {
         reader: device.info().id,
-        owner,
-        origin,
-        allocation,
-        raw,
+        owner: fields.owner,
+        origin: fields.origin,
+        allocation: fields.allocation,
+        raw: fields.raw.0,
     };
     loop {
         let import = find(&key, device)?;
         // An import that is over has left the table before its lock was released, so the next
         // look-up finds another.
-        if let Some((hold, base)) = ImportHold::take(import, handle.allocation_bytes)? {
+        if let Some((hold, base)) = ImportHold::take(import, fields.allocation_bytes)? {
             return Ok(LegacyMemory::new(
                 device,
-                base + handle.offset,
-                handle.bytes,
+                base + fields.offset,
+                fields.bytes,
                 Some(hold),
             ));
         }

@@ -1,29 +1,13 @@
 //! An event's handle: text, or bytes, that names the event to other processes.
 
-use std::fmt;
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
 use crate::backend::{DeviceId, IpcBytes};
-use crate::error::{Error, Result};
+use crate::error::{Error, HandleFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::origin;
-
-/// The prefix of a handle's text.
-const PREFIX: &str = "warpipe-event:";
-
-/// The first bytes of a handle.
-const MAGIC: [u8; 4] = *b"WPEV";
-
-const VERSION: u16 = 1;
-
-/// Magic, version, checksum.
-const HEAD_BYTES: usize = 4 + 2 + 8;
-
-/// The longest handle: a path of 4096 bytes and the other fields.
-const BYTES_MAX: usize = 8192;
+use crate::ipc::handle::{self, DriverHandle, HandleKind, text_form};
 
 /// Names an event to other processes: its domain, its exporter's endpoint, its number there, and on
 /// CUDA the 64 bytes of `cuIpcGetEventHandle`. It is a name and grants no access: the domain must
@@ -49,20 +33,14 @@ pub(super) struct HandleBody {
     /// The serial number of the event among those that have used this slot.
     pub(super) serial: u64,
     pub(super) device: DeviceId,
-    /// The two halves of the `CUipcEventHandle`.
-    pub(super) ipc: Option<([u8; 32], [u8; 32])>,
+    /// The `CUipcEventHandle`.
+    pub(super) ipc: Option<DriverHandle>,
 }
 
 impl EventHandle {
     /// The handle as bytes, of variable length.
     pub fn to_bytes(&self) -> Vec<u8> {
-        // Strings and numbers can always be serialized; the export refused a path that is not text.
-        let body = postcard::to_stdvec(&self.body).unwrap_or_default();
-        let mut bytes = MAGIC.to_vec();
-        bytes.extend(VERSION.to_le_bytes());
-        bytes.extend(origin::hash(&body).to_le_bytes());
-        bytes.extend(body);
-        bytes
+        handle::to_bytes(HandleKind::Event, &self.body)
     }
 
     /// Parses and checks bytes of [`to_bytes`](Self::to_bytes).
@@ -70,38 +48,23 @@ impl EventHandle {
     /// # Errors
     /// [`Error::EventHandle`].
     pub fn from_bytes(bytes: &[u8]) -> Result<EventHandle> {
-        let garbled = |what| fault(EventHandleFault::Garbled(what));
-        if bytes.len() < HEAD_BYTES || bytes.len() > BYTES_MAX {
-            return Err(garbled("it has no such length"));
+        EventHandle::of_payload(handle::from_bytes(HandleKind::Event, bytes))
+    }
+
+    fn of_payload(payload: Result<HandleBody, HandleFault>) -> Result<EventHandle> {
+        let body = payload.map_err(|found| fault(found.into()))?;
+        if EndpointName::new(&body.endpoint).is_err() {
+            return Err(fault(
+                HandleFault::Damaged("it has no name of an endpoint").into(),
+            ));
         }
-        let (head, body) = bytes.split_at(HEAD_BYTES);
-        if head[..4] != MAGIC {
-            return Err(garbled("it does not begin as a handle does"));
-        }
-        let theirs = u16::from_le_bytes([head[4], head[5]]);
-        if theirs != VERSION {
-            return Err(fault(EventHandleFault::Version {
-                theirs,
-                ours: VERSION,
-            }));
-        }
-        if head[6..] != origin::hash(body).to_le_bytes() {
-            return Err(garbled("its checksum is wrong"));
-        }
-        match postcard::take_from_bytes::<HandleBody>(body) {
-            Ok((body, [])) if EndpointName::new(&body.endpoint).is_ok() => Ok(EventHandle { body }),
-            _ => Err(garbled("its contents are no handle's")),
-        }
+        Ok(EventHandle { body })
     }
 
     /// The 64 bytes of `cuIpcGetEventHandle`, for an importer without this library. An event opened
     /// by them has CUDA's hazards.
     pub fn ipc_bytes(&self) -> Option<IpcBytes> {
-        let (first, second) = self.body.ipc?;
-        let mut bytes = [0; 64];
-        bytes[..32].copy_from_slice(&first);
-        bytes[32..].copy_from_slice(&second);
-        Some(bytes)
+        self.body.ipc.map(|DriverHandle(bytes)| bytes)
     }
 
     /// The handle's domain, which must exist and belong to this user. It is not created if it is
@@ -115,17 +78,9 @@ impl EventHandle {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EventHandleFault {
-    /// The text or the bytes are not a handle, or were cut or changed.
-    #[error("it is garbled ({0})")]
-    Garbled(&'static str),
-    /// A handle of another version.
-    #[error("it is of version {theirs}, this is {ours}")]
-    Version {
-        /// The handle's version.
-        theirs: u16,
-        /// This library's version.
-        ours: u16,
-    },
+    /// The text or the bytes are not those of a whole handle.
+    #[error(transparent)]
+    Text(#[from] HandleFault),
     /// The event was dropped; its exporter may be alive.
     #[error("its maker has dropped the event")]
     Dropped,
@@ -139,61 +94,11 @@ pub enum EventHandleFault {
     },
 }
 
-/// The halves of a `CUipcEventHandle`, as a handle carries them.
-pub(super) fn halves(bytes: &IpcBytes) -> ([u8; 32], [u8; 32]) {
-    let (mut first, mut second) = ([0; 32], [0; 32]);
-    first.copy_from_slice(&bytes[..32]);
-    second.copy_from_slice(&bytes[32..]);
-    (first, second)
-}
-
 pub(super) fn fault(fault: EventHandleFault) -> Error {
     Error::EventHandle { fault }
 }
 
-impl fmt::Display for EventHandle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(PREFIX)?;
-        self.to_bytes()
-            .iter()
-            .try_for_each(|byte| write!(f, "{byte:02x}"))
-    }
-}
-
-impl FromStr for EventHandle {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<EventHandle> {
-        let garbled = |what| fault(EventHandleFault::Garbled(what));
-        let digits = text
-            .strip_prefix(PREFIX)
-            .ok_or_else(|| garbled("it does not begin as a handle does"))?
-            .as_bytes();
-        if digits.len() > 2 * BYTES_MAX || !digits.len().is_multiple_of(2) {
-            return Err(garbled("it has no such length"));
-        }
-        let value = |digit: u8| char::from(digit).to_digit(16).map(|value| value as u8);
-        let byte = |pair: &[u8]| Some(value(pair[0])? << 4 | value(pair[1])?);
-        let bytes: Option<Vec<u8>> = digits.chunks_exact(2).map(byte).collect();
-        EventHandle::from_bytes(
-            &bytes.ok_or_else(|| garbled("it has digits that are not hexadecimal"))?,
-        )
-    }
-}
-
-impl TryFrom<String> for EventHandle {
-    type Error = Error;
-
-    fn try_from(text: String) -> Result<EventHandle> {
-        text.parse()
-    }
-}
-
-impl From<EventHandle> for String {
-    fn from(handle: EventHandle) -> String {
-        handle.to_string()
-    }
-}
+text_form!(EventHandle, HandleKind::Event);
 
 /// For [`fuzzing`](crate::fuzzing): bytes with a valid checksum and any contents.
 #[cfg(any(test, feature = "testing"))]
@@ -202,13 +107,7 @@ pub(crate) mod forged {
     use crate::backend::DeviceKind;
 
     pub(crate) fn handle(body: &[u8]) -> Vec<u8> {
-        [
-            &MAGIC[..],
-            &VERSION.to_le_bytes(),
-            &origin::hash(body).to_le_bytes(),
-            body,
-        ]
-        .concat()
+        handle::seal(HandleKind::Event, body)
     }
 
     /// The bodies of valid handles: one of CUDA, and one of the host.
@@ -225,7 +124,7 @@ pub(crate) mod forged {
             },
             ipc,
         };
-        let cuda = body(DeviceKind::Cuda, Some(([1; 32], [2; 32])));
+        let cuda = body(DeviceKind::Cuda, Some(DriverHandle([1; 64])));
         let host = body(DeviceKind::Host, None);
         [cuda, host].iter().flat_map(postcard::to_stdvec).collect()
     }
@@ -244,7 +143,7 @@ mod tests {
             index: 300,
             serial: 2,
             device: Device::host().info().id,
-            ipc: Some(halves(&std::array::from_fn(|index| index as u8))),
+            ipc: Some(DriverHandle(std::array::from_fn(|index| index as u8))),
         };
         EventHandle { body }
     }

@@ -33,7 +33,7 @@ use std::time::Duration;
 
 use self::exporter::{EventExporter, NewEvent};
 pub use self::handle::{EventHandle, EventHandleFault};
-use self::handle::{HandleBody, fault, halves};
+use self::handle::{HandleBody, fault};
 use self::importer::EventImporter;
 use self::layout::EventWords;
 use self::recording::LatestRecording as _;
@@ -44,6 +44,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::Domain;
+use crate::ipc::handle::DriverHandle;
 use crate::options::{EndpointOptions, option_setters};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedGuard, TimedLock};
@@ -213,7 +214,7 @@ impl Event {
                     .map(|raw| unsafe { device.backend().export_event(raw) })
                     .transpose()?;
                 let (endpoint, device) = (exporter.name.to_string(), device.info().id);
-                let (generation, ipc) = (exporter.generation, ipc.as_ref().map(halves));
+                let (generation, ipc) = (exporter.generation, ipc.map(DriverHandle));
                 HandleBody {
                     domain,
                     endpoint,

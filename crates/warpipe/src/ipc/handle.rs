@@ -1,0 +1,321 @@
+//! The one form of what names something to another process: tickets, event handles and legacy
+//! handles, as bytes and as text.
+//!
+//! | byte | contents |
+//! | --- | --- |
+//! | 0 | `WPH` |
+//! | 3 | kind: `T` a ticket, `E` an event handle, `L` a legacy handle |
+//! | 4 | version of the form and of all payloads, 16 bit, little-endian |
+//! | 6 | payload, by `postcard` |
+//! | last 4 | CRC-32 (IEEE) of everything before, little-endian |
+//!
+//! The text is `warpipe-ticket:`, `warpipe-event:` or `warpipe-legacy:`, and these bytes as
+//! lowercase hexadecimal digits.
+//!
+//! The bytes are untrusted. Their length is limited before anything is allocated. The checksum
+//! shows that they were cut or changed on their way; it proves nothing about their author, so each
+//! kind checks what its payload says.
+
+use data_encoding::HEXLOWER;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::backend::IpcBytes;
+use crate::error::HandleFault;
+
+/// Counts changes of the form and of any kind's payload.
+pub(crate) const VERSION: u16 = 2;
+
+const MAGIC: [u8; 3] = *b"WPH";
+
+const HEAD_BYTES: usize = 6;
+const CHECKSUM_BYTES: usize = 4;
+
+/// The longest form: a domain's path may have 4096 bytes.
+pub(crate) const BYTES_MAX: usize = 5 << 10;
+
+/// The longest text, with room for white space around it.
+pub(crate) const TEXT_BYTES_MAX: usize = 2 * BYTES_MAX + 64;
+
+/// What the form names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HandleKind {
+    Ticket,
+    Event,
+    Legacy,
+}
+
+impl HandleKind {
+    const ALL: [HandleKind; 3] = [HandleKind::Ticket, HandleKind::Event, HandleKind::Legacy];
+
+    fn code(self) -> u8 {
+        match self {
+            HandleKind::Ticket => b'T',
+            HandleKind::Event => b'E',
+            HandleKind::Legacy => b'L',
+        }
+    }
+
+    fn prefix(self) -> &'static str {
+        match self {
+            HandleKind::Ticket => "warpipe-ticket:",
+            HandleKind::Event => "warpipe-event:",
+            HandleKind::Legacy => "warpipe-legacy:",
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            HandleKind::Ticket => "a ticket",
+            HandleKind::Event => "an event handle",
+            HandleKind::Legacy => "a legacy handle",
+        }
+    }
+
+    /// The fault of a form that is not of this kind, but of the one with that property.
+    fn other(self, is_found: impl Fn(HandleKind) -> bool) -> HandleFault {
+        let wanted = self.name();
+        match HandleKind::ALL.into_iter().find(|&kind| is_found(kind)) {
+            Some(found) => HandleFault::OtherKind {
+                wanted,
+                found: found.name(),
+            },
+            None => HandleFault::NoHandle { wanted },
+        }
+    }
+}
+
+/// The bytes of a payload that can be serialized, as numbers, bytes and texts always can. Of
+/// another they are bytes that [`from_bytes`] refuses.
+pub(crate) fn to_bytes(kind: HandleKind, payload: &impl Serialize) -> Vec<u8> {
+    seal(kind, &postcard::to_stdvec(payload).unwrap_or_default())
+}
+
+/// The bytes around a payload.
+pub(crate) fn seal(kind: HandleKind, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(HEAD_BYTES + payload.len() + CHECKSUM_BYTES);
+    bytes.extend(MAGIC);
+    bytes.push(kind.code());
+    bytes.extend(VERSION.to_le_bytes());
+    bytes.extend(payload);
+    bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
+    bytes
+}
+
+/// The payload of untrusted bytes.
+pub(crate) fn from_bytes<T: DeserializeOwned>(
+    kind: HandleKind,
+    bytes: &[u8],
+) -> Result<T, HandleFault> {
+    if bytes.len() > BYTES_MAX {
+        return Err(HandleFault::Oversized { limit: BYTES_MAX });
+    }
+    let cut = HandleFault::Damaged("it was cut short");
+    let (&[m0, m1, m2, code, v0, v1], _) = bytes.split_first_chunk().ok_or(cut.clone())?;
+    if [m0, m1, m2] != MAGIC {
+        return Err(HandleFault::NoHandle {
+            wanted: kind.name(),
+        });
+    }
+    if code != kind.code() {
+        return Err(kind.other(|found| code == found.code()));
+    }
+    let theirs = u16::from_le_bytes([v0, v1]);
+    if theirs != VERSION {
+        return Err(HandleFault::Version {
+            theirs,
+            ours: VERSION,
+        });
+    }
+    let (checked, &sum) = bytes.split_last_chunk().ok_or(cut.clone())?;
+    let payload = checked.get(HEAD_BYTES..).ok_or(cut)?;
+    if crc32fast::hash(checked) != u32::from_le_bytes(sum) {
+        return Err(HandleFault::Damaged("its checksum is wrong"));
+    }
+    match postcard::take_from_bytes(payload) {
+        Ok((payload, [])) => Ok(payload),
+        _ => Err(HandleFault::Damaged("its contents are not of its kind")),
+    }
+}
+
+/// The text of bytes from [`to_bytes`].
+pub(crate) fn to_text(kind: HandleKind, bytes: &[u8]) -> String {
+    let mut text = kind.prefix().to_string();
+    HEXLOWER.encode_append(bytes, &mut text);
+    text
+}
+
+/// The payload of an untrusted text, which may have white space around it.
+pub(crate) fn from_text<T: DeserializeOwned>(
+    kind: HandleKind,
+    text: &str,
+) -> Result<T, HandleFault> {
+    if text.len() > TEXT_BYTES_MAX {
+        return Err(HandleFault::Oversized {
+            limit: TEXT_BYTES_MAX,
+        });
+    }
+    let text = text.trim_ascii();
+    let digits = text
+        .strip_prefix(kind.prefix())
+        .ok_or_else(|| kind.other(|found| text.starts_with(found.prefix())))?;
+    let bytes = HEXLOWER
+        .decode(digits.as_bytes())
+        .map_err(|_| HandleFault::Damaged("its digits are not hexadecimal, or one is missing"))?;
+    from_bytes(kind, &bytes)
+}
+
+/// The text form of a type with `to_bytes` and `of_payload`: `Display`, `FromStr`, and the
+/// conversions from and to `String` through which serde writes and reads the text.
+macro_rules! text_form {
+    ($handle:ident, $kind:expr) => {
+        impl std::fmt::Display for $handle {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(&$crate::ipc::handle::to_text($kind, &self.to_bytes()))
+            }
+        }
+
+        impl std::str::FromStr for $handle {
+            type Err = $crate::error::Error;
+
+            fn from_str(text: &str) -> $crate::error::Result<$handle> {
+                $handle::of_payload($crate::ipc::handle::from_text($kind, text))
+            }
+        }
+
+        impl TryFrom<String> for $handle {
+            type Error = $crate::error::Error;
+
+            fn try_from(text: String) -> $crate::error::Result<$handle> {
+                text.parse()
+            }
+        }
+
+        impl From<$handle> for String {
+            fn from(handle: $handle) -> String {
+                handle.to_string()
+            }
+        }
+    };
+}
+pub(crate) use text_form;
+
+/// The 64 bytes of a `CUipcMemHandle` or a `CUipcEventHandle` in a payload: serde has arrays of up
+/// to 32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct DriverHandle(pub(crate) IpcBytes);
+
+impl Serialize for DriverHandle {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (halves, _) = self.0.as_chunks::<32>();
+        [halves[0], halves[1]].serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for DriverHandle {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<DriverHandle, D::Error> {
+        let halves = <[[u8; 32]; 2]>::deserialize(deserializer)?;
+        let mut bytes = [0; 64];
+        bytes.copy_from_slice(halves.as_flattened());
+        Ok(DriverHandle(bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KIND: HandleKind = HandleKind::Event;
+
+    fn read(bytes: &[u8]) -> Result<(u32, String), HandleFault> {
+        from_bytes(KIND, bytes)
+    }
+
+    #[test]
+    fn a_payload_comes_back_from_bytes_and_text_and_white_space_around_it_is_no_part() {
+        let payload = (7u32, "camera/front".to_string());
+        let bytes = to_bytes(KIND, &payload);
+        assert_eq!(read(&bytes), Ok(payload.clone()));
+        let text = to_text(KIND, &bytes);
+        assert_eq!(from_text(KIND, &format!(" {text}\n")), Ok(payload));
+        let driver = DriverHandle(std::array::from_fn(|index| index as u8));
+        let bytes = to_bytes(HandleKind::Legacy, &driver);
+        assert_eq!(from_bytes(HandleKind::Legacy, &bytes), Ok(driver));
+    }
+
+    #[test]
+    fn every_cut_and_every_flipped_bit_is_refused() {
+        let bytes = to_bytes(KIND, &(7u32, "camera/front"));
+        for length in 0..bytes.len() {
+            let fault = read(&bytes[..length]).unwrap_err();
+            assert!(
+                matches!(fault, HandleFault::Damaged(_)),
+                "{length}: {fault}"
+            );
+        }
+        for bit in 0..8 * bytes.len() {
+            let mut changed = bytes.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            assert!(read(&changed).is_err(), "bit {bit}");
+        }
+        let text = to_text(KIND, &bytes);
+        for end in 0..text.len() {
+            assert!(from_text::<(u32, String)>(KIND, &text[..end]).is_err());
+        }
+        for garbage in [
+            text.to_ascii_uppercase(),
+            text.replace(':', ": "),
+            format!("{text}0"),
+            format!("{text}00"),
+            format!("{}{}", KIND.prefix(), "ä".repeat(40)),
+        ] {
+            assert!(
+                from_text::<(u32, String)>(KIND, &garbage).is_err(),
+                "{garbage}"
+            );
+        }
+    }
+
+    #[test]
+    fn another_kind_version_or_length_is_refused_by_name() {
+        let (wanted, found) = ("an event handle", "a ticket");
+        let other = to_bytes(HandleKind::Ticket, &(7u32, "x"));
+        assert_eq!(read(&other), Err(HandleFault::OtherKind { wanted, found }));
+        let text = to_text(HandleKind::Ticket, &other);
+        let refused = from_text::<(u32, String)>(KIND, &text);
+        assert_eq!(refused, Err(HandleFault::OtherKind { wanted, found }));
+        let mut unknown = other.clone();
+        unknown[3] = b'?';
+        assert_eq!(read(&unknown), Err(HandleFault::NoHandle { wanted }));
+        assert_eq!(
+            read(b"a text of yours"),
+            Err(HandleFault::NoHandle { wanted })
+        );
+
+        let mut newer = to_bytes(KIND, &(7u32, "x"));
+        newer[4..6].copy_from_slice(&9u16.to_le_bytes());
+        let (theirs, ours) = (9, VERSION);
+        assert_eq!(read(&newer), Err(HandleFault::Version { theirs, ours }));
+
+        let limit = BYTES_MAX;
+        assert_eq!(
+            read(&[0; BYTES_MAX + 1]),
+            Err(HandleFault::Oversized { limit })
+        );
+        let long = "x".repeat(TEXT_BYTES_MAX + 1);
+        let limit = TEXT_BYTES_MAX;
+        let refused = from_text::<(u32, String)>(KIND, &long);
+        assert_eq!(refused, Err(HandleFault::Oversized { limit }));
+    }
+
+    #[test]
+    fn a_payload_with_bytes_behind_it_is_refused() {
+        let mut payload = postcard::to_stdvec(&(7u32, "x")).unwrap();
+        assert!(read(&seal(KIND, &payload)).is_ok());
+        payload.push(0);
+        assert!(matches!(
+            read(&seal(KIND, &payload)),
+            Err(HandleFault::Damaged(_))
+        ));
+    }
+}
