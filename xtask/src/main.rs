@@ -5,6 +5,7 @@ mod aarch64;
 mod bundle;
 mod cases;
 mod counts;
+mod layers;
 mod nightly;
 mod packages;
 mod pages;
@@ -34,6 +35,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
                   make BENCHMARKS.md and the README's figures from the reports in results/;
                   or see whether they are made from them; or take in the reports of a GPU
                   machine first, which replace those
+  style           the rules of the sources: layers, imports, lengths
   pages           see that links resolve and that a test runs every snippet
   book            make the book of docs/ in target/book, with mdBook (built once)
   gpu-bundle      assemble target/gpu-bundle, which tests a machine that has a GPU and no Rust";
@@ -71,6 +73,10 @@ fn main() -> ExitCode {
             .and_then(|workspace| ptx::rewrite(&workspace))
             .map(|()| true),
         ["python"] => Workspace::find().map(|workspace| suite::run_python(&workspace)),
+        ["style"] => Workspace::find().and_then(|workspace| {
+            style::report(&workspace)?;
+            layers::check(&workspace).map(|()| true)
+        }),
         ["wheel", "--target", "aarch64"] => {
             Workspace::find().and_then(|workspace| aarch64::wheel(&workspace))
         }

@@ -72,7 +72,7 @@ fn speaks_of_persons(line: &str) -> bool {
 }
 
 /// Whether the file is a module that its parent declares for tests alone.
-fn is_test_module(path: &Path) -> bool {
+pub fn is_test_module(path: &Path) -> bool {
     let (Some(folder), Some(stem)) = (path.parent(), path.file_stem()) else {
         return false;
     };

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::Outcome;
 use crate::counts::{Counts, Dialect};
+use crate::layers;
 use crate::packages;
 use crate::pages;
 use crate::process::Task;
@@ -91,6 +92,7 @@ impl Suite<'_> {
         self.program("documentation", docs, BUILD_LIMIT, Dialect::ExitCode);
         self.check("figures are those of the reports", results::check);
         self.check("no file imports all names of its parent", style::report);
+        self.check("a module uses its layer and those below", layers::check);
         self.check("links and snippets of the pages", pages::check);
         self.check("PTX is fresh", ptx::check_fresh);
         self.check("PTX atomics are .sys", ptx::check_scope);

@@ -101,8 +101,8 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::Driver`] or [`Error::Os`].
-    pub fn stream(&self) -> Result<crate::Stream> {
-        crate::Stream::new(self)
+    pub fn stream(&self) -> Result<crate::stream::Stream> {
+        crate::stream::Stream::new(self)
     }
 }
 

@@ -14,10 +14,13 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-pub use fault::{Expiry, HandleFault, HandshakeFault, Holder, LegacyFault, TicketFault};
+pub use fault::{
+    EventHandleFault, Expiry, HandleFault, HandshakeFault, Holder, LegacyFault, PeerLimit,
+    PointerKind, TicketFault,
+};
 pub use kind::ErrorKind;
 
-use crate::backend::PointerKind;
+use crate::kind::Kind;
 
 /// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -187,7 +190,7 @@ pub enum Error {
     #[error("no {kind} named {name:?}: {}", if *.was_there { "its owner has died and left the name behind" } else { "nobody has made it yet, or it is closed" })]
     NotFound {
         /// The kind that was expected.
-        kind: crate::Kind,
+        kind: Kind,
         /// The endpoint name.
         name: String,
         /// Whether a dead process has left the name behind.
@@ -199,7 +202,7 @@ pub enum Error {
         /// The endpoint name.
         name: String,
         /// The kind that was expected.
-        wanted: crate::Kind,
+        wanted: Kind,
         /// The kind that was found.
         found: String,
     },
@@ -286,7 +289,7 @@ pub enum Error {
     #[error("not a usable event handle: {fault}")]
     EventHandle {
         /// The fault.
-        fault: crate::EventHandleFault,
+        fault: EventHandleFault,
     },
     /// The endpoint's owner does not let this user in.
     #[error("{name:?} does not admit this user ({detail})")]
@@ -324,8 +327,8 @@ pub enum Error {
     #[error("{}", construct::peer_gone(.kind, .name, *.pid, *.graceful, .detail))]
     PeerGone {
         /// The kind of the object that it owned.
-        kind: crate::Kind,
-        /// The object's endpoint name; empty for [`Kind::LegacyMemory`](crate::Kind), which has
+        kind: Kind,
+        /// The object's endpoint name; empty for [`Kind::LegacyMemory`](crate::kind::Kind), which has
         /// none.
         name: String,
         /// The process id of the peer, as this process sees it.
@@ -373,7 +376,7 @@ pub enum Error {
         /// The timeout.
         waited: Duration,
     },
-    /// A subscriber with [`Policy::Fail`](crate::Policy::Fail) has no room.
+    /// A subscriber with [`Policy::Fail`](crate::pubsub::Policy::Fail) has no room.
     #[error(
         "subscriber {subscriber} of {name:?} has no room: it has not released the {depth} samples of its depth"
     )]

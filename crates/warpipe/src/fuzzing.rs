@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::backend::pointer::mapping_of;
 use crate::backend::{Access, DeviceId, DeviceKind};
+use crate::error::PeerLimit;
 use crate::ipc::domain::EndpointName;
-use crate::ipc::limits::PeerLimit;
 use crate::ipc::message::{self, CloseReason, Message};
 use crate::ipc::{self, Kind};
 use crate::memory::{legacy, ticket};

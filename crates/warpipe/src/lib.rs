@@ -51,9 +51,9 @@
 //!
 //! # Guarantees
 //!
-//! * A sample is delivered whole or not at all. If a sample's sender died, or gave up, before its
-//!   data was complete gives [`Error::SampleLost`] from [`Sample::finish`], [`Sample::wait`] and
-//!   [`Receipt::check`]. Call one of them before you use results that were computed from a sample.
+//! * A sample is delivered whole or not at all. If its sender died, or gave up, before its data was
+//!   complete, [`Sample::finish`], [`Sample::wait`] and [`Receipt::check`] return
+//!   [`Error::SampleLost`]. Call one of them before you use results that were computed from a sample.
 //! * A subscriber still receives the samples that were complete when its publisher died, then
 //!   [`Error::PeerGone`].
 //! * Memory held by a killed subscriber is used again once its death is proven. Memory held by a
@@ -95,6 +95,7 @@
 
 mod atomic;
 pub mod backend;
+mod backoff;
 pub mod clock;
 pub mod device;
 mod error;
@@ -108,6 +109,7 @@ mod hostile;
 pub mod interop_cudarc;
 mod ipc;
 pub mod kernel;
+mod kind;
 pub mod members;
 mod memory;
 pub mod nvtx;
@@ -128,13 +130,13 @@ pub mod tensor;
 
 pub use device::Device;
 pub use error::{
-    Error, ErrorKind, Expiry, HandleFault, HandshakeFault, Holder, LegacyFault, Result, TicketFault,
+    Error, ErrorKind, EventHandleFault, Expiry, HandleFault, HandshakeFault, Holder, LegacyFault,
+    PeerLimit, Result, TicketFault,
 };
-pub use ipc::Kind;
 pub use ipc::PeerState;
 pub use ipc::domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
-pub use ipc::limits::PeerLimit;
 pub use kernel::Kernel;
+pub use kind::Kind;
 pub use members::{Change, Member, MemberBuilder, MemberInfo, Members, MembersBuilder};
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use memory::{Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};
@@ -152,7 +154,7 @@ pub use rpc::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
 pub use runtime::closer::pending_closes;
 pub use stats::{ProcessStats, process_stats};
 pub use stream::Stream;
-pub use sync::event::{Event, EventBuilder, EventHandle, EventHandleFault, Recording};
+pub use sync::event::{Event, EventBuilder, EventHandle, Recording};
 pub use sync::semaphore::{Permit, Semaphore, SemaphoreBuilder};
 pub use sync::timeline::{Timeline, TimelineBuilder};
 pub use tensor::{DType, Layout};

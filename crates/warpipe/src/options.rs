@@ -16,14 +16,12 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    AccessPolicy, Address, ClientSession, IncomingReply, IpcServer, Kind, RequestHandler,
+    AccessPolicy, Address, ClientSession, HANDSHAKE_TIMEOUT, IncomingReply, IpcServer, Kind,
+    RequestHandler,
 };
 
-/// How long a handshake may take, if nothing else is chosen.
-pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// The options that an endpoint is made or opened with. Each kind of endpoint has setters for the options that
-/// it has; the others keep their defaults, and it does not read them.
+/// The options that an endpoint is made or opened with. Each kind of endpoint has setters for the
+/// options that it has; the others keep their defaults, and it does not read them.
 #[derive(Debug, Clone)]
 pub(crate) struct EndpointOptions {
     domain: Option<Domain>,

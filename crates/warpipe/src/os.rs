@@ -2,6 +2,7 @@
 //! libc.
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, FileType, OFlags, StatxFlags};
 use rustix::io::Errno;
@@ -236,6 +237,15 @@ fn last_error() -> Errno {
     std::io::Error::last_os_error()
         .raw_os_error()
         .map_or(Errno::IO, Errno::from_raw_os_error)
+}
+
+/// The duration as the kernel takes it.
+pub(crate) fn timespec(duration: Duration) -> rustix::event::Timespec {
+    let tv_sec = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX);
+    rustix::event::Timespec {
+        tv_sec,
+        tv_nsec: i64::from(duration.subsec_nanos()),
+    }
 }
 
 #[cfg(test)]

@@ -1,54 +1,13 @@
 //! The kind of memory behind an address. A legacy handle can export one kind of them.
 
-use std::fmt;
-
 use super::{DeviceId, DevicePtr};
+pub use crate::error::PointerKind;
 
 /// The bytes of a `CUipcMemHandle` or a `CUipcEventHandle`.
 pub type IpcBytes = [u8; 64];
 
 /// The most interprocess events that one process may have: the driver's limit.
 pub const IPC_EVENTS_MAX: u32 = 4096;
-
-/// The kind of memory that an address lies in (`cuPointerGetAttribute`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum PointerKind {
-    /// Device memory of `cuMemAlloc` (`cudaMalloc`): the one kind that a legacy handle can name.
-    Device,
-    /// The null pointer.
-    Null,
-    /// Ordinary memory of the process, unknown to every device.
-    Host,
-    /// Page-locked host memory (`cuMemHostAlloc`, `cuMemHostRegister`).
-    Pinned,
-    /// Managed memory (`cuMemAllocManaged`).
-    Managed,
-    /// Memory of a pool (`cuMemAllocAsync`).
-    Pool,
-    /// Memory mapped by the virtual memory functions (`cuMemMap`), like this library's own regions.
-    Vmm,
-    /// Memory that this process itself has opened by a legacy handle.
-    Import,
-    /// An address without an allocation: freed, or never allocated.
-    Unknown,
-}
-
-impl fmt::Display for PointerKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            PointerKind::Device => "device memory",
-            PointerKind::Null => "null",
-            PointerKind::Host => "ordinary host memory",
-            PointerKind::Pinned => "page-locked host memory",
-            PointerKind::Managed => "managed memory",
-            PointerKind::Pool => "memory of a pool (cuMemAllocAsync)",
-            PointerKind::Vmm => "memory of the virtual memory functions (cuMemMap)",
-            PointerKind::Import => "another process's memory, opened by a legacy handle",
-            PointerKind::Unknown => "no memory that is there",
-        })
-    }
-}
 
 /// The allocation in which an address lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

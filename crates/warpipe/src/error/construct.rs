@@ -3,7 +3,7 @@
 use std::io;
 
 use super::{Error, LegacyFault};
-use crate::Kind;
+use crate::kind::Kind;
 
 impl Error {
     /// An operating system error with its context. Errors of descriptor limits have variants of

@@ -1,6 +1,9 @@
 //! The exact fault, for error kinds with many causes.
 
+use std::fmt;
 use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
 
 /// The holder of a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -145,7 +148,7 @@ pub enum HandshakeFault {
     #[error("it has its {max} links {limit}")]
     Full {
         /// The limit that was reached.
-        limit: crate::PeerLimit,
+        limit: PeerLimit,
         /// The value of the limit.
         max: u32,
     },
@@ -216,4 +219,86 @@ pub enum LegacyFault {
         /// The address.
         ptr: u64,
     },
+}
+
+/// The limit of an endpoint that a new connection has reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum PeerLimit {
+    /// The limit of all peers.
+    All,
+    /// The limit of all processes of one user other than the endpoint's own.
+    User,
+    /// The limit of one process.
+    Process,
+}
+
+impl fmt::Display for PeerLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            PeerLimit::All => "in all",
+            PeerLimit::User => "for each other user",
+            PeerLimit::Process => "for each process",
+        })
+    }
+}
+
+/// The reason why an event handle is invalid.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum EventHandleFault {
+    /// The text or the bytes are not those of a whole handle.
+    #[error(transparent)]
+    Text(#[from] HandleFault),
+    /// The event was dropped; its exporter may be alive.
+    #[error("its maker has dropped the event")]
+    Dropped,
+    /// The handle names an event of another kind of device.
+    #[error("it names an event of {owner}, and {device} cannot share that")]
+    Device {
+        /// The exporter's device.
+        owner: String,
+        /// The device on which it was opened.
+        device: String,
+    },
+}
+
+/// The kind of memory that an address lies in (`cuPointerGetAttribute`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PointerKind {
+    /// Device memory of `cuMemAlloc` (`cudaMalloc`): the one kind that a legacy handle can name.
+    Device,
+    /// The null pointer.
+    Null,
+    /// Ordinary memory of the process, unknown to every device.
+    Host,
+    /// Page-locked host memory (`cuMemHostAlloc`, `cuMemHostRegister`).
+    Pinned,
+    /// Managed memory (`cuMemAllocManaged`).
+    Managed,
+    /// Memory of a pool (`cuMemAllocAsync`).
+    Pool,
+    /// Memory mapped by the virtual memory functions (`cuMemMap`), like this library's own regions.
+    Vmm,
+    /// Memory that this process itself has opened by a legacy handle.
+    Import,
+    /// An address without an allocation: freed, or never allocated.
+    Unknown,
+}
+
+impl fmt::Display for PointerKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            PointerKind::Device => "device memory",
+            PointerKind::Null => "null",
+            PointerKind::Host => "ordinary host memory",
+            PointerKind::Pinned => "page-locked host memory",
+            PointerKind::Managed => "managed memory",
+            PointerKind::Pool => "memory of a pool (cuMemAllocAsync)",
+            PointerKind::Vmm => "memory of the virtual memory functions (cuMemMap)",
+            PointerKind::Import => "another process's memory, opened by a legacy handle",
+            PointerKind::Unknown => "no memory that is there",
+        })
+    }
 }

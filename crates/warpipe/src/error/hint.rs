@@ -2,9 +2,10 @@
 
 use std::borrow::Cow;
 
-use super::{Error, HandleFault, HandshakeFault, LegacyFault, TicketFault};
-use crate::EventHandleFault;
-use crate::backend::PointerKind;
+use super::{
+    Error, EventHandleFault, HandleFault, HandshakeFault, LegacyFault, PointerKind, TicketFault,
+};
+use crate::kind::Kind;
 
 const ONE_VERSION: &str = "run one version of warpipe on both sides";
 const WHOLE_TEXT: &str = "pass it on whole, as it was exported";
@@ -83,7 +84,7 @@ impl Error {
             Error::ForeignFile { .. } => "it is left alone: move it away, or take another name",
             Error::NameTaken { .. } => "stop it or take another name",
             Error::NotFound {
-                kind: crate::Kind::Publisher,
+                kind: Kind::Publisher,
                 ..
             } => "start the publisher, or wait for it with `wait_for_publisher`",
             Error::NotFound { .. } => "start its owner, or wait for it with a timeout",
@@ -130,11 +131,9 @@ impl Error {
             },
             Error::Protocol { .. } => "the link is closed: reconnect, and report the peer",
             Error::PeerGone { kind, .. } => match kind {
-                crate::Kind::Publisher => "subscribe again, or turn `reconnect` on",
-                crate::Kind::Queue => {
-                    "its jobs have ended with it: attach to the next queue of this name"
-                }
-                crate::Kind::LegacyMemory => {
+                Kind::Publisher => "subscribe again, or turn `reconnect` on",
+                Kind::Queue => "its jobs have ended with it: attach to the next queue of this name",
+                Kind::LegacyMemory => {
                     "a legacy handle dies with its exporter: export again, or use a channel, whose memory outlives its sender"
                 }
                 _ => "open it again when it is back",

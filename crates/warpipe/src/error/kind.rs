@@ -1,7 +1,6 @@
 //! The kinds of errors: one for each thing that a program can do next.
 
-use super::{Error, HandshakeFault, LegacyFault};
-use crate::EventHandleFault;
+use super::{Error, EventHandleFault, HandshakeFault, LegacyFault};
 
 /// What a program can do about an [`Error`].
 ///

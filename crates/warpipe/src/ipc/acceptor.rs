@@ -211,7 +211,7 @@ impl Acceptor {
         let screened = self
             .claim
             .listener
-            .screen(socket.as_fd(), &peer, is_admitted);
+            .screen(socket.as_fd(), peer.uid, is_admitted);
         if let Err((denied, reason)) = screened {
             return say(&socket, &refusal(denied, reason));
         }

@@ -456,7 +456,7 @@ impl Domain {
         absent: impl FnOnce(bool) -> Error,
     ) -> Result<PeerSocket> {
         let file = name.file("", ".sock");
-        let mut backoff = crate::stream::Backoff::default();
+        let mut backoff = crate::backoff::Backoff::default();
         loop {
             match self.dial(&file) {
                 Ok(socket) => return Ok(socket),

@@ -3,37 +3,13 @@
 //! flight (`RLIMIT_NOFILE`, `unix(7)`).
 
 use std::collections::HashMap;
-use std::fmt;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use serde::{Deserialize, Serialize};
-
+use crate::error::PeerLimit;
 use crate::ipc::peer::{Peer, ProcessId};
 use crate::os::unread_by_peer;
 use crate::runtime::closer::PeerSocket;
-
-/// The limit of an endpoint that a new connection has reached.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum PeerLimit {
-    /// The limit of all peers.
-    All,
-    /// The limit of all processes of one user other than the endpoint's own.
-    User,
-    /// The limit of one process.
-    Process,
-}
-
-impl fmt::Display for PeerLimit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            PeerLimit::All => "in all",
-            PeerLimit::User => "for each other user",
-            PeerLimit::Process => "for each process",
-        })
-    }
-}
 
 /// The limits of one endpoint.
 #[derive(Debug, Clone, Copy)]

@@ -17,16 +17,16 @@ use rustix::net::{
 use serde::{Deserialize, Serialize};
 
 use crate::backend::{Access, DeviceId};
+use crate::backoff::Backoff;
+use crate::error::PeerLimit;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::NoForkSection;
 use crate::fork::lifeline::Lifeline;
 use crate::ipc::Kind;
 use crate::ipc::client_handshake::HandshakeLimit;
-use crate::ipc::limits::PeerLimit;
 use crate::os::take_standard;
 use crate::runtime::closer::{PeerFd, peek, peer_of};
 use crate::shm::segment::VERSION;
-use crate::stream::Backoff;
 
 /// The longest packet, frame included.
 pub(crate) const PACKET_BYTES_MAX: usize = 1024;
@@ -40,11 +40,6 @@ pub(crate) const LIFELINE: usize = 2;
 
 /// The longest text in a message.
 const TEXT_BYTES_MAX: usize = 256;
-
-/// Whether the first message of a connecting process brings descriptors. If so, a listener has to
-/// let descriptors in before the peer has been checked. A connection lets none in once its first
-/// message has been read.
-pub(crate) const FIRST_BRINGS_DESCRIPTORS: bool = true;
 
 const MAGIC: [u8; 4] = *b"WARP";
 const FRAME_BYTES: usize = 8;
@@ -439,13 +434,5 @@ pub(crate) fn decode(packet: &[u8]) -> Result<Message, HandshakeFault> {
 pub(crate) fn wait_readable(socket: BorrowedFd<'_>, timeout: Duration) -> bool {
     use rustix::event::{PollFd, PollFlags};
     let mut poll = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
-    rustix::event::poll(&mut poll, Some(&timespec(timeout))).is_ok_and(|ready| ready > 0)
-}
-
-pub(crate) fn timespec(duration: Duration) -> rustix::event::Timespec {
-    let tv_sec = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX);
-    rustix::event::Timespec {
-        tv_sec,
-        tv_nsec: i64::from(duration.subsec_nanos()),
-    }
+    rustix::event::poll(&mut poll, Some(&crate::os::timespec(timeout))).is_ok_and(|ready| ready > 0)
 }

@@ -22,11 +22,10 @@ mod session;
 #[cfg(test)]
 mod tests;
 
-use std::fmt;
 use std::time::Duration;
 
+use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 
 pub use self::peer_state::PeerState;
 pub(crate) use self::server::{IpcServer, ServerCore};
@@ -37,6 +36,7 @@ use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::limits::PeerLimits;
 use crate::ipc::peer::is_admitted;
+pub(crate) use crate::kind::Kind;
 use crate::runtime::closer::PeerFd;
 
 /// Decodes bytes as each message of an endpoint type, for `fuzzing`. A decoded message must survive
@@ -65,51 +65,11 @@ pub(crate) const FDS_MAX: usize = 4;
 /// The serial number of a reply to no request: see [`ServerCore::tell`].
 const NOTIFICATION: u64 = 0;
 
+/// How long a handshake may take, if nothing else is chosen.
+pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// How long a handshake or a reply may take unless the caller gives a limit.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// The kind of an endpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum Kind {
-    /// Memory, or an endpoint named by tickets.
-    Memory,
-    /// A timeline.
-    Timeline,
-    /// Events.
-    Events,
-    /// A pool of blocks.
-    Pool,
-    /// A semaphore.
-    Semaphore,
-    /// A member of the domain.
-    Member,
-    /// A publisher.
-    Publisher,
-    /// A queue, or a client's requests.
-    Queue,
-    /// The results of a queue's worker.
-    Results,
-    /// Memory that a process exported by a legacy handle. It has no endpoint name.
-    LegacyMemory,
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Kind::Memory => "memory",
-            Kind::Timeline => "timeline",
-            Kind::Events => "event",
-            Kind::Pool => "pool",
-            Kind::Semaphore => "semaphore",
-            Kind::Member => "member",
-            Kind::Publisher => "publisher",
-            Kind::Queue => "queue",
-            Kind::Results => "worker's results",
-            Kind::LegacyMemory => "legacy memory",
-        })
-    }
-}
 
 /// Which users may connect besides the server's own, and how many connections they may have.
 #[derive(Debug, Clone, Default)]

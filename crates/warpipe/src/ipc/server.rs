@@ -19,10 +19,10 @@ use super::{
 };
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Peer, Process};
-use crate::options::HANDSHAKE_TIMEOUT;
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, new_generation};
 

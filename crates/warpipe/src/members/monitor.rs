@@ -14,8 +14,8 @@ use super::table::{MemberEntry, MemberTable, UnresponsiveMember};
 use super::{Change, MEMBERS_MAX, member_name};
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
-use crate::ipc::message::timespec;
 use crate::ipc::{Address, Kind, PendingSession, SessionObserver};
+use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::{STALLED_AFTER, TICK};
 

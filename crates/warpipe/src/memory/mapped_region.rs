@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 use super::region::Region;
 use super::weak_cache::WeakCache;
 use crate::backend::{Access, DeviceId, DevicePtr};
+use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
-use crate::stream::{Backoff, Stream};
+use crate::stream::Stream;
 
 /// A region that this process allocated, or has imported.
 #[derive(Debug)]

@@ -454,7 +454,7 @@ fn eventually(is_so: impl Fn() -> bool) -> bool {
 
 fn eventually_within(limit: Duration, is_so: impl Fn() -> bool) -> bool {
     let start = std::time::Instant::now();
-    let mut backoff = crate::stream::Backoff::default();
+    let mut backoff = crate::backoff::Backoff::default();
     while !is_so() {
         if start.elapsed() > limit {
             return false;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
 use super::last_writers::{LastWriter, LastWriters};
 use crate::backend::{Access, DevicePtr, StreamOp};
+use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -21,7 +22,7 @@ use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;
 use crate::shm::fence_words::FenceWords;
 use crate::shm::page::SharedPage;
-use crate::stream::{Backoff, Stream};
+use crate::stream::Stream;
 
 /// The limit for clearing a block. Memory is written at terabytes a second; the limit allows for
 /// other processes' time slices.

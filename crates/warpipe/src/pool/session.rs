@@ -12,6 +12,7 @@ use super::{
     released_at,
 };
 use crate::backend::{Access, DeviceId, StreamOp, TimelineWord};
+use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::{ClientSession, IncomingReply, REPLY_TIMEOUT, SessionObserver, decode, encode};
@@ -20,7 +21,7 @@ use crate::memory::region::Region;
 use crate::memory::weak_cache::WeakCache;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::shm::page::SharedPage;
-use crate::stream::{Backoff, Stream};
+use crate::stream::Stream;
 
 /// The limit for the owner's clearing of a block.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);

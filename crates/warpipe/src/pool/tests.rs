@@ -75,7 +75,7 @@ fn busy(device: &Device) -> (Stream, mpsc::Sender<()>) {
 }
 
 fn eventually(is_so: impl Fn() -> bool) -> bool {
-    let (start, mut backoff) = (Instant::now(), crate::stream::Backoff::default());
+    let (start, mut backoff) = (Instant::now(), crate::backoff::Backoff::default());
     while !is_so() {
         if start.elapsed() > WAIT {
             return false;

@@ -24,6 +24,7 @@ use self::history::PendingReplay;
 use super::publisher::{PublisherBuilder, SlotHold, SlotReturn, SubscriberInfo};
 use super::subscriber_link::{LinkPhase, SubscriberLink};
 use crate::backend::StreamOp;
+use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -38,7 +39,7 @@ use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
 use crate::runtime::turn::{TurnLock, TurnState};
 use crate::shm::fence_words::FenceWords;
-use crate::stream::{Backoff, Stream};
+use crate::stream::Stream;
 
 /// How often a sender polls for room before it sleeps: a few milliseconds, within which a full
 /// pipeline usually moves on. Each poll is short, because room that is seen late makes the sample

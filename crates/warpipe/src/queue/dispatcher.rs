@@ -16,15 +16,15 @@ use super::owner::QueueBuilder;
 use super::pending_workers::PendingWorkers;
 use super::results_name;
 use super::worker_session::{JobEvent, WorkerSession};
+use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::message::timespec;
+use crate::os::timespec;
 use crate::pubsub::{Disconnects, Publisher, SubscriberChanges};
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::runtime::spin::{Came, Spin};
-use crate::stream::Backoff;
 
 /// How often a waiter polls for the data of a result before it sleeps.
 const POLLS: u32 = 16_000;

@@ -90,7 +90,7 @@ fn descriptor_of(server: &Server) -> OwnedFd {
 fn is_readable(descriptor: &OwnedFd, limit: Duration) -> bool {
     use rustix::event::{PollFd, PollFlags, poll};
     let mut fds = [PollFd::from_borrowed_fd(descriptor.as_fd(), PollFlags::IN)];
-    poll(&mut fds, Some(&crate::ipc::message::timespec(limit))).unwrap() > 0
+    poll(&mut fds, Some(&crate::os::timespec(limit))).unwrap() > 0
 }
 
 #[test]

@@ -30,8 +30,6 @@ use rustix::net::{AddressFamily, RecvFlags, ReturnFlags, Shutdown, sockopt};
 
 use crate::fork::per_process::PerProcess;
 use crate::fork::{CloseOnForkFd, NoForkSection, OwnerProcess};
-use crate::ipc::message::FIRST_BRINGS_DESCRIPTORS;
-use crate::ipc::peer::Peer;
 use crate::os;
 
 /// The most threads of one queue that may hang in `close`.
@@ -94,6 +92,11 @@ impl Drop for PeerSocket {
     }
 }
 
+/// Whether the first message of a connecting process brings descriptors. If so, a listener has to
+/// let descriptors in before the peer has been checked. A connection lets none in once its first
+/// message has been read.
+const FIRST_BRINGS_DESCRIPTORS: bool = true;
+
 /// A listening socket. A client can send to it before its credentials are checked. So it lets no
 /// descriptors in unless the first message brings some, and its connections inherit that.
 #[derive(Debug)]
@@ -137,23 +140,20 @@ impl Listener {
     pub(crate) fn screen(
         &self,
         socket: BorrowedFd<'_>,
-        peer: &Peer,
+        uid: u32,
         is_admitted: impl FnOnce() -> bool,
     ) -> Result<(), (bool, String)> {
-        let over_limit = over_limit(peer.uid);
+        let over_limit = over_limit(uid);
         if over_limit.is_some() {
             self.set_wary(true);
         }
         if !is_admitted() {
-            return Err((true, format!("uid {} is not on its list", peer.uid)));
+            return Err((true, format!("uid {uid} is not on its list")));
         }
         if let Some(count) = over_limit {
             return Err((
                 false,
-                format!(
-                    "{count} descriptors that uid {} sent cannot be closed",
-                    peer.uid
-                ),
+                format!("{count} descriptors that uid {uid} sent cannot be closed"),
             ));
         }
         if self.is_wary.load(Relaxed) {

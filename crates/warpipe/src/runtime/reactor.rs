@@ -30,7 +30,7 @@ use crate::clock::now_ns;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::fork::per_process::PerProcess;
-use crate::ipc::message::timespec;
+use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
 
 /// How often heartbeats are written and checked.

@@ -12,9 +12,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
-use crate::stream::Backoff;
 
 /// How long a thread waits for another one that the driver holds up, unless its caller gives a
 /// limit.

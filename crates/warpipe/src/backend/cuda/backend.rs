@@ -24,10 +24,10 @@ use crate::backend::{
     Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
     RawStream, Rows, StreamOp, TimelineWord,
 };
+use crate::backoff::Backoff;
 use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
 use crate::kernel::Kernel;
-use crate::stream::Backoff;
 
 /// One GPU, through its primary context. See the [module](super).
 #[derive(Debug)]

@@ -15,8 +15,8 @@ use super::backend::CudaBackend;
 use super::shutdown_gate;
 use super::staging::{LARGEST, Purpose, StagingLease, UPLOADS_MAX};
 use super::sys::{CUdeviceptr, CUstream};
+use crate::backoff::Backoff;
 use crate::error::{Error, Result};
-use crate::stream::Backoff;
 
 /// Pieces of one download that are in progress at once.
 const WINDOW: usize = 4;

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use super::sys::{self, CUdevice, CUresult, Driver};
 use super::{fault, shutdown_gate};
 use crate::backend::{DeviceId, DeviceInfo, DeviceKind};
+use crate::backoff::Backoff;
 use crate::error::{Error, Result};
-use crate::stream::Backoff;
 
 /// The limit for an MPS server that is not ready.
 const MPS_PATIENCE: Duration = Duration::from_secs(5);

@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use super::fault;
+use crate::backoff::Backoff;
 use crate::error::{Error, Result};
-use crate::stream::Backoff;
 
 /// The limit for the wait for running calls at the end of the process.
 const PATIENCE: Duration = Duration::from_secs(2);

@@ -1,11 +1,11 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::*;
+use crate::backoff::Backoff;
 use crate::ipc::Address;
+use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::options::HANDSHAKE_TIMEOUT;
-use crate::stream::Backoff;
 
 const LONG: Duration = Duration::from_secs(60);
 

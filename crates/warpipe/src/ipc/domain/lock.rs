@@ -20,11 +20,11 @@ use rustix::io::Errno;
 
 use super::author::{Author, LOCK_BYTES_MAX};
 use super::{Domain, EndpointName};
+use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::message::is_short;
 use crate::os::{ofd_is_locked, ofd_write_lock};
-use crate::stream::Backoff;
 
 /// The bytes that are locked; see the [module](self).
 const OWNER: u8 = 0;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::LegacyHandle;
 use crate::backend::{DeviceId, DevicePtr, IpcBytes};
+use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, LegacyFault, Result};
 use crate::fork::OwnerProcess;
@@ -14,7 +15,7 @@ use crate::fork::per_process::PerProcess;
 use crate::origin::ProcessOrigin;
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;
-use crate::stream::{Backoff, Stream};
+use crate::stream::Stream;
 
 /// The most allocations that may be open at once.
 const IMPORTS_MAX: usize = 1 << 16;

@@ -10,12 +10,11 @@ use super::super::subscriber_link::SubscriberLink;
 use super::send_turn::{SendTurn, send_turn_wait};
 use super::unicast::Recipients;
 use super::{POLLS, PublisherCore, PublisherState, WAIT_SLICE, own_pid};
+use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
-use crate::ipc::message;
 use crate::runtime::doorbell::PeerDoorbell;
-use crate::stream::Backoff;
 
 impl PublisherCore {
     /// Waits until every recipient that may not miss a sample has room for one and no other thread
@@ -141,7 +140,7 @@ impl PublisherCore {
             .map(|peer_doorbell| PollFd::new(*peer_doorbell, PollFlags::IN))
             .collect();
         polls.push(PollFd::new(&self.doorbell, PollFlags::IN));
-        if rustix::event::poll(&mut polls, Some(&message::timespec(limit))).is_err() {
+        if rustix::event::poll(&mut polls, Some(&crate::os::timespec(limit))).is_err() {
             return;
         }
         let rang = |poll: &PollFd<'_>| !poll.revents().is_empty();

@@ -11,7 +11,7 @@ use super::{RETRY, Subscriber};
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::Arrivals;
-use crate::ipc::message::timespec;
+use crate::os::timespec;
 use crate::pubsub::sample::Sample;
 use crate::stream::Stream;
 

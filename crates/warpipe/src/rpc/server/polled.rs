@@ -11,7 +11,7 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 use super::{Request, SCAN_INTERVAL, Server};
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
-use crate::ipc::message::timespec;
+use crate::os::timespec;
 use crate::stream::Stream;
 
 /// The timer for the directory scan of a server that is polled and so sleeps in no call of its own.

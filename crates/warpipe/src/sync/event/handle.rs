@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::{DeviceId, IpcBytes};
-use crate::error::{Error, HandleFault, Result};
+use crate::error::{Error, EventHandleFault, HandleFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::handle::{self, DriverHandle, HandleKind, text_form};
 
@@ -72,26 +72,6 @@ impl EventHandle {
     pub(super) fn domain(&self) -> Result<Domain> {
         Domain::of_user(&self.body.domain, rustix::process::geteuid().as_raw())
     }
-}
-
-/// The reason why an event handle is invalid.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum EventHandleFault {
-    /// The text or the bytes are not those of a whole handle.
-    #[error(transparent)]
-    Text(#[from] HandleFault),
-    /// The event was dropped; its exporter may be alive.
-    #[error("its maker has dropped the event")]
-    Dropped,
-    /// The handle names an event of another kind of device.
-    #[error("it names an event of {owner}, and {device} cannot share that")]
-    Device {
-        /// The exporter's device.
-        owner: String,
-        /// The device on which it was opened.
-        device: String,
-    },
 }
 
 pub(super) fn fault(fault: EventHandleFault) -> Error {

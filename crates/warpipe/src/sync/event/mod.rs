@@ -32,7 +32,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use self::exporter::{EventExporter, NewEvent};
-pub use self::handle::{EventHandle, EventHandleFault};
+pub use self::handle::EventHandle;
 use self::handle::{HandleBody, fault};
 use self::importer::EventImporter;
 use self::layout::EventWords;
@@ -41,7 +41,7 @@ pub use self::recording::Recording;
 use crate::backend::RawEvent;
 use crate::clock::now_ns;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, EventHandleFault, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::Domain;
 use crate::ipc::handle::DriverHandle;

@@ -14,6 +14,7 @@ use super::page::{
 use super::server::{MemberPresence, PageOffer, SemaphoreRequest, SemaphoreServer};
 use super::signals::MemberSignals;
 use crate::backend::StreamOp;
+use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -22,7 +23,7 @@ use crate::ipc::{ClientSession, IpcServer, REPLY_TIMEOUT, Rejection, decode, enc
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::Fence;
 use crate::runtime::reactor::{DropReadiness, Reactor};
-use crate::stream::{Backoff, Stream};
+use crate::stream::Stream;
 
 /// Leaves a half-built semaphore to the reaper.
 pub(super) fn drop_deferred(remains: impl Send + 'static, why: Error) -> Error {

@@ -35,6 +35,7 @@ use self::member_monitor::MemberMonitor;
 use self::page::{CREATOR, IN_FLIGHT_MAX, PERMITS_MAX, SemaphorePage};
 use self::server::{SemaphoreServer, SemaphoreWelcome};
 use self::signals::MemberSignals;
+use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -43,7 +44,7 @@ use crate::ipc::{Kind, REPLY_TIMEOUT};
 use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
 use crate::runtime::reactor::Reactor;
 use crate::shm::page::SharedPage;
-use crate::stream::{Backoff, Stream};
+use crate::stream::Stream;
 
 crate::ipc::messages!(
     server::SemaphoreRequest,

@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::backend::StreamOp;
+use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -31,7 +32,7 @@ use crate::runtime::timed_lock::TimedLock;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX};
 use crate::shm::page::{SharedPage, UnsealedPage};
 use crate::shm::signaler::Signaler;
-use crate::stream::{Backoff, Stream};
+use crate::stream::Stream;
 
 /// The most listeners of one member: the creator and all others.
 const LISTENERS_MAX: usize = 257;
