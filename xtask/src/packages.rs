@@ -1,5 +1,7 @@
 //! Which crates a registry gets, and that their packages are complete.
 
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::Outcome;
@@ -14,6 +16,7 @@ const BUILD_LIMIT: Duration = Duration::from_secs(3600);
 /// before an upload.
 pub fn check(workspace: &Workspace) -> Outcome<()> {
     check_manifests(&workspace.packages()?)?;
+    forget_unpacked(&registry_sources())?;
     let publish = Task::new(cargo()).args([
         "publish",
         "--workspace",
@@ -27,6 +30,41 @@ pub fn check(workspace: &Workspace) -> Outcome<()> {
     } else {
         Err("cargo would not publish the packages; its messages are above".into())
     }
+}
+
+/// The folder in which cargo keeps the unpacked packages of every registry.
+fn registry_sources() -> PathBuf {
+    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| Some(std::env::home_dir()?.join(".cargo")));
+    home.unwrap_or_default().join("registry/src")
+}
+
+/// Removes what earlier dry runs unpacked. For a dry run cargo makes a registry of the folder
+/// `target/package`, which has no host and so a name that begins with `-`, and it does not unpack a
+/// package again that has the same version.
+fn forget_unpacked(sources: &Path) -> Outcome<()> {
+    let Ok(registries) = fs::read_dir(sources) else {
+        return Ok(());
+    };
+    let local = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().starts_with('-');
+    for registry in registries.flatten().filter(local) {
+        for package in fs::read_dir(registry.path())
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            let name = package.file_name().to_string_lossy().into_owned();
+            let is_ours = name
+                .rsplit_once('-')
+                .is_some_and(|(name, _)| PUBLISHED.contains(&name));
+            if is_ours {
+                fs::remove_dir_all(package.path()).map_err(|error| {
+                    format!("{} not removed: {error}", package.path().display())
+                })?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The crates are of one version, and those that are published have a full description.
@@ -78,6 +116,23 @@ mod tests {
         let mut packages: Vec<Value> = PUBLISHED.iter().map(|name| full(name)).collect();
         packages.push(json!({ "name": "fake", "version": "1.0.0", "publish": [] }));
         packages
+    }
+
+    #[test]
+    fn packages_of_an_earlier_dry_run_are_removed_and_those_of_registries_stay() {
+        let sources = std::env::temp_dir().join(format!("warpipe-unpacked-{}", std::process::id()));
+        let folders = [
+            "-7d/warpipe-0.1.0",
+            "-7d/warp-0.1.0",
+            "index.io-1/warpipe-0.1.0",
+        ];
+        for folder in folders {
+            fs::create_dir_all(sources.join(folder)).unwrap();
+        }
+        forget_unpacked(&sources).unwrap();
+        let left = folders.map(|folder| sources.join(folder).exists());
+        fs::remove_dir_all(&sources).unwrap();
+        assert_eq!(left, [false, true, true]);
     }
 
     #[test]

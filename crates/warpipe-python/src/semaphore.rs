@@ -13,7 +13,7 @@ use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::process::Home;
 use crate::stream::Consumer;
-use crate::wait::{attach, legacy_view, optional};
+use crate::wait::{attach, on_a_thread, optional};
 
 /// A practically endless wait that a clock can still represent.
 const VERY_LONG: Duration = Duration::from_secs(1 << 32);
@@ -111,7 +111,7 @@ fn line_up(
 ) -> PyResult<warpipe::Permit> {
     let semaphore = handle.get()?;
     let goes_on = || handle.get().map(drop);
-    legacy_view(py, "warpipe-permit", goes_on, move |call_off| {
+    on_a_thread(py, "warpipe-permit", goes_on, move |call_off| {
         let stream = consumer.as_ref().map(Consumer::linked);
         Ok(semaphore.acquire_unless(stream, timeout, call_off.flag())?)
     })

@@ -145,7 +145,7 @@ impl Wanted<'_> {
                 Err(error) => return Err(error),
             };
             if !matches!(tensor.device.0, dlpack::CPU | dlpack::CUDA_HOST) {
-                return Err(legacy_view(&location_of(tensor.device), device));
+                return Err(elsewhere(&location_of(tensor.device), device));
             }
             let array_description = ArrayDescription::of_import(&tensor);
             return self.of_host(&array_description, SourceOwner::Capsule(Box::new(tensor)));
@@ -153,12 +153,12 @@ impl Wanted<'_> {
         if !matches!(kind, dlpack::CUDA | dlpack::CUDA_MANAGED)
             || (dlpack::CUDA, ordinal) != dlpack::device_of(device)
         {
-            return Err(legacy_view(&location_of((kind, ordinal)), device));
+            return Err(elsewhere(&location_of((kind, ordinal)), device));
         }
         let (reader, is_current) = reader(found, device, stream, own)?;
         let tensor = dlpack::import(&capsule(found, Some(reader.number()))?)?;
         if tensor.device != (kind, ordinal) {
-            return Err(legacy_view(&location_of(tensor.device), device));
+            return Err(elsewhere(&location_of(tensor.device), device));
         }
         let array_description = ArrayDescription::of_import(&tensor);
         let keep = if is_current && !self.lasting && is_from(found, "torch")? {
@@ -181,7 +181,7 @@ impl Wanted<'_> {
             ..
         } = self;
         if !is_cuda(device) {
-            return Err(legacy_view(&location_of((dlpack::CUDA, 0)), device));
+            return Err(elsewhere(&location_of((dlpack::CUDA, 0)), device));
         }
         let array_description = ArrayDescription::of_interface(found, interface)?;
         check_owner(found.py(), &array_description, device)?;
@@ -381,7 +381,7 @@ fn check_owner(
             };
             let ordinal = py.detach(|| (0..cuda::device_count().unwrap_or(0)).find(is_owner));
             let place = ordinal.map_or_else(String::new, |ordinal| format!("cuda:{ordinal}, "));
-            Err(legacy_view(&format!("{place}{}", found.owner), device))
+            Err(elsewhere(&format!("{place}{}", found.owner), device))
         }
         PointerKind::Unknown => {
             let said = format!(
@@ -405,7 +405,7 @@ fn is_from(found: &Bound<'_, PyAny>, package: &str) -> PyResult<bool> {
     Ok(root == package || (package == "jax" && root == "jaxlib"))
 }
 
-fn legacy_view(place: &str, device: &warpipe::Device) -> PyErr {
+fn elsewhere(place: &str, device: &warpipe::Device) -> PyErr {
     let here = if is_cuda(device) {
         format!("cuda:{}, {}", device.info().ordinal, device.info().id)
     } else {

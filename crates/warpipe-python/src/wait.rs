@@ -200,9 +200,9 @@ impl Drop for CallOff {
 }
 
 /// Runs `call`, which may wait for another process for long, on a thread of its own, while this
-/// thread checks for signals and whether it `goes_on`. A wait that ends before leaves the call to
-/// end by itself; its result is dropped there.
-pub fn legacy_view<T: Send + 'static>(
+/// thread checks for signals and whether it `goes_on`. A wait that ends before calls it off and
+/// gives it two slices to see that; then it leaves the call to end by itself. Its result is dropped.
+pub fn on_a_thread<T: Send + 'static>(
     py: Python<'_>,
     thread: &str,
     goes_on: impl Fn() -> Outcome<()> + Send + Sync,
@@ -215,21 +215,24 @@ pub fn legacy_view<T: Send + 'static>(
     std::thread::Builder::new().name(thread.into()).spawn(run)?;
     // Shared with the closure that runs without the interpreter.
     let taken = Mutex::new(taken);
-    let come = in_slices(py, None, |slice| {
-        match taken
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .recv_timeout(slice)
-        {
-            Ok(result) => Ok(Some(result?)),
-            Err(RecvTimeoutError::Timeout) => goes_on().map(|()| None),
-            Err(RecvTimeoutError::Disconnected) => Err(Fault::Own(
-                "Error",
-                "the thread that waited has gone".into(),
-            )),
-        }
-    })?;
-    Ok(come
+    let receive = |limit| {
+        let taken = taken.lock().unwrap_or_else(PoisonError::into_inner);
+        taken.recv_timeout(limit)
+    };
+    let come = in_slices(py, None, |slice| match receive(slice) {
+        Ok(result) => Ok(Some(result?)),
+        Err(RecvTimeoutError::Timeout) => goes_on().map(|()| None),
+        Err(RecvTimeoutError::Disconnected) => Err(Fault::Own(
+            "Error",
+            "the thread that waited has gone".into(),
+        )),
+    });
+    if come.is_err() {
+        // Else an open that was given up could still open what appears right after it.
+        drop(call_off);
+        drop(py.detach(|| receive(2 * SLICE)));
+    }
+    Ok(come?
         .map(DropDetached::into_inner)
         .ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
 }
@@ -239,7 +242,7 @@ pub fn asking<T: Send + 'static>(
     py: Python<'_>,
     call: impl FnOnce() -> Result<T, Error> + Send + 'static,
 ) -> PyResult<T> {
-    legacy_view(py, "warpipe-asks", || Ok(()), |_| Ok(call()?))
+    on_a_thread(py, "warpipe-asks", || Ok(()), |_| Ok(call()?))
 }
 
 /// Opens another process's endpoint, waiting up to `wait` (None: no limit) until it exists. `open`
@@ -249,7 +252,7 @@ pub fn attach<T: Send + 'static>(
     wait: Option<Duration>,
     mut open: impl FnMut(Duration) -> Result<T, Error> + Send + 'static,
 ) -> PyResult<T> {
-    legacy_view(
+    on_a_thread(
         py,
         "warpipe-opens",
         || Ok(()),
