@@ -1,6 +1,7 @@
 """Streams: a consumer that does not wait reads what a slow producer wrote; without the library's wait it does not."""
 
 import gc
+import os
 import weakref
 
 import numpy as np
@@ -114,6 +115,9 @@ def test_a_consumer_that_does_not_synchronise_reads_the_right_values(device, lin
     assert all(verdicts(device, link, stream).values())
 
 
+@pytest.mark.skipif(
+    bool(os.environ.get("WARPIPE_TEST_MPS")), reason="under MPS the streams may share a hardware queue, which orders them"
+)
 def test_without_the_wait_it_reads_wrong_values(device, link, stream, without_waits):
     assert not any(verdicts(device, link, stream).values())
 
