@@ -17,14 +17,23 @@ const BUILD_LIMIT: Duration = Duration::from_secs(3600);
 pub fn check(workspace: &Workspace) -> Outcome<()> {
     check_manifests(&workspace.packages()?)?;
     forget_unpacked(&registry_sources())?;
-    let publish = Task::new(cargo()).args([
-        "publish",
-        "--workspace",
-        "--dry-run",
-        "--locked",
-        // CI may run in a tree with changes.
-        "--allow-dirty",
-    ]);
+    // Nor does it build a package of a registry again: what an earlier dry run built would do.
+    let target = workspace.target.join("publish");
+    if target.exists() {
+        fs::remove_dir_all(&target)
+            .map_err(|error| format!("{} not removed: {error}", target.display()))?;
+    }
+    let publish = Task::new(cargo())
+        .args([
+            "publish",
+            "--workspace",
+            "--dry-run",
+            "--locked",
+            // CI may run in a tree with changes.
+            "--allow-dirty",
+            "--target-dir",
+        ])
+        .args([target]);
     if publish.run(&workspace.root, BUILD_LIMIT)?.success {
         Ok(())
     } else {
