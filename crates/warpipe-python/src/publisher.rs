@@ -474,7 +474,6 @@ impl Publisher {
     /// no error.
     /// Waits, as long as ``send`` waits for room, for tensors that were sent with ``zero_copy``;
     /// those that are still read after that are kept until this process ends.
-    /// reads after that are kept until this process ends.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.home.check()?;
         // Before the publisher is dropped: only the publisher knows.
