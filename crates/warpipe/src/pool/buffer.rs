@@ -381,12 +381,7 @@ impl Drop for Buffer {
             return self.allocator.release(slot);
         }
         let allocator = self.allocator.clone();
-        self.allocator.reactor().drop_after(move || {
-            let is_reached = fence.is_reached();
-            if is_reached {
-                allocator.release(slot);
-            }
-            is_reached
-        });
+        let reactor = self.allocator.reactor();
+        reactor.call_after(fence, move || allocator.release(slot));
     }
 }

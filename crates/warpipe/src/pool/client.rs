@@ -333,10 +333,9 @@ impl Drop for LentBuffer {
             value: *value,
             is_released: false,
         };
-        pool_session.shared.reactor().drop_after(move || {
-            let _released_when_dropped = &guard;
-            fence.is_reached()
-        });
+        // The guard releases the block when it is dropped.
+        let reactor = pool_session.shared.reactor();
+        reactor.drop_value_after(fence, guard);
         self.guard.is_released = true;
     }
 }

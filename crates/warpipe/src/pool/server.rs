@@ -12,6 +12,7 @@ use crate::ipc::{
     ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
 use crate::memory::arena::SlotId;
+use crate::runtime::fence::LazyFence;
 use crate::shm::page::SharedPage;
 
 /// A block that is granted to a peer and not sent yet.
@@ -242,16 +243,12 @@ impl PoolAllocator {
     fn free_deferred(&self, borrower: Borrower) {
         let (page, slots) = borrower.into_slots();
         self.drop_page_deferred(page);
-        let (allocator, streams, mut fence) = (self.me.clone(), self.streams().clone(), None);
-        self.reactor().drop_after(move || {
-            if !fence.get_or_insert_with(|| streams.fence()).is_reached() {
-                return false;
-            }
+        let (allocator, fence) = (self.me.clone(), LazyFence::new(self.streams().clone()));
+        self.reactor().call_after(fence, move || {
             if let Some(allocator) = allocator.upgrade() {
                 let mut state = allocator.lock();
                 slots.iter().for_each(|&slot| state.release_borrower(slot));
             }
-            true
         });
     }
 }

@@ -35,7 +35,7 @@ use crate::ipc::message::{self, CloseReason, Message};
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
 use crate::pubsub::entry::Description;
 use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::fence::StreamSet;
+use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
 use crate::runtime::turn::{TurnLock, TurnState};
 use crate::shm::fence_words::FenceWords;
@@ -342,22 +342,17 @@ impl PublisherCore {
 
     /// Calls `then` on the fence thread when the streams are proven to be past their work so far.
     /// This is the only way to know where the driver has refused a fence.
-    fn once_past(&self, streams: &[Stream], then: impl FnOnce(&PublisherCore) + Send + 'static) {
+    fn once_past(&self, streams: &[Stream], then: impl Fn(&PublisherCore) + Send + 'static) {
         let Some(core) = self.this.upgrade() else {
             return;
         };
         let past = StreamSet::default();
         streams.iter().for_each(|stream| past.record_use(stream));
-        let (mut fence, mut then) = (None, Some(then));
-        // There is no time limit: a waiter for the slot, or for the end of the sample, depends on
-        // this alone.
-        self.reactor.drop_after(move || {
-            let is_past = fence.get_or_insert_with(|| past.fence()).is_reached();
-            if is_past && let Some(then) = then.take() {
-                then(&core);
-                core.ring();
-            }
-            is_past
+        // A waiter for the slot, or for the end of the sample, depends on this alone.
+        let fence = LazyFence::new(Arc::new(past));
+        self.reactor.call_after(fence, move || {
+            then(&core);
+            core.ring();
         });
     }
 
@@ -444,15 +439,12 @@ impl PublisherCore {
         self.ring();
         // Never on this thread, even if every stream is idle: unregistering memory may make the
         // driver wait for a stream that waits for a peer.
-        let (core, mut fence) = (self.clone(), None);
+        let (core, mut fence) = (self.clone(), LazyFence::new(self.streams.clone()));
         self.reactor.drop_after(move || {
             if Arc::strong_count(&core) > 1 {
                 return DropReadiness::Held;
             }
-            let is_past = fence
-                .get_or_insert_with(|| core.streams.fence())
-                .is_reached();
-            DropReadiness::from(is_past && core.poll_replays(&mut core.lock()))
+            DropReadiness::from(fence.is_reached() && core.poll_replays(&mut core.lock()))
         });
     }
 }

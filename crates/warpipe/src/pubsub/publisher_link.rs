@@ -30,7 +30,8 @@ use crate::pubsub::entry::{Completion, Violation};
 use crate::pubsub::ring::{self, count_release};
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
-use crate::runtime::fence::{Fence, StreamSet};
+use crate::runtime::drop_after_fence::DropAfterFence;
+use crate::runtime::fence::Fence;
 use crate::runtime::heartbeat::PeerHeartbeat;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor, Registration};
 use crate::shm::segment::Segment;
@@ -67,7 +68,8 @@ impl LinkFault {
     }
 }
 
-/// The memory of the link, dropped when no stream uses it any more.
+/// The memory of the link, dropped when no stream uses it any more. The monitor runs until then: a
+/// stream may wait for this link's publisher, and is released by that publisher's death.
 #[derive(Debug)]
 struct LinkMemory {
     /// Declared first: the registration ends before its descriptor is closed.
@@ -77,12 +79,13 @@ struct LinkMemory {
     monitor: Arc<PublisherMonitor>,
     segment: Arc<Segment>,
     regions: Mutex<Vec<Arc<Region>>>,
-    /// All streams that have waited for, read or released a sample.
-    streams: StreamSet,
     /// Held until the memory is dropped, so that the publisher sees the end of the socket only
     /// after the last release.
     #[expect(dead_code, reason = "held, not used")]
     socket: Arc<PeerSocket>,
+    /// The stream for copies to the host, made for the first copy: a stream for each copy would
+    /// cost more than the hand-over.
+    copies: OnceLock<Stream>,
 }
 
 /// One link, shared by its subscriber and all its samples.
@@ -105,11 +108,8 @@ pub(crate) struct PublisherLink {
     fault: Mutex<LinkFault>,
     socket: Arc<PeerSocket>,
     reactor: Arc<Reactor>,
-    /// The stream for copies to the host, made for the first copy: a stream for each copy would
-    /// cost more than the hand-over.
-    copies: OnceLock<Stream>,
-    /// `None` only while dropping.
-    memory: Option<LinkMemory>,
+    /// Its streams are those that have waited for, read or released a sample.
+    memory: DropAfterFence<LinkMemory>,
 }
 
 impl PublisherLink {
@@ -144,9 +144,10 @@ impl PublisherLink {
             )),
             segment,
             regions: Mutex::new(regions),
-            streams: StreamSet::default(),
             socket: socket.clone(),
+            copies: OnceLock::new(),
         };
+        let memory = DropAfterFence::new(Arc::default(), memory)?;
         let link = Arc::new_cyclic(|me: &Weak<PublisherLink>| PublisherLink {
             words: OnceLock::new(),
             me: me.clone(),
@@ -164,13 +165,12 @@ impl PublisherLink {
             fault: Mutex::default(),
             socket,
             reactor: reactor.clone(),
-            copies: OnceLock::new(),
-            memory: Some(memory),
+            memory,
         });
         let me: Weak<dyn EventSource> = Arc::downgrade(&link) as Weak<dyn EventSource>;
         link.monitor().read_by(Arc::downgrade(&link));
         let monitor: Weak<dyn EventSource> =
-            Arc::downgrade(&link.memory().monitor) as Weak<dyn EventSource>;
+            Arc::downgrade(&link.memory.monitor) as Weak<dyn EventSource>;
         let words = [
             reactor.register(link.socket.as_fd(), &me, SOCKET)?,
             link.peer.watch(DeathEvidence::Suspect, &me, SUSPECT)?,
@@ -178,22 +178,17 @@ impl PublisherLink {
         let death = link
             .peer
             .watch(DeathEvidence::Orphaned(orphan_timeout), &monitor, 0)?;
-        let _ = (link.words.set(words), link.memory().death.set(death));
+        let _ = (link.words.set(words), link.memory.death.set(death));
         reactor.register_ticks(me);
         Ok(link)
     }
 
-    #[inline]
-    fn memory(&self) -> &LinkMemory {
-        self.memory.as_ref().expect("present until dropped")
-    }
-
     pub(super) fn segment(&self) -> &Arc<Segment> {
-        &self.memory().segment
+        &self.memory.segment
     }
 
     pub(super) fn regions(&self) -> MutexGuard<'_, Vec<Arc<Region>>> {
-        self.memory()
+        self.memory
             .regions
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -206,7 +201,7 @@ impl PublisherLink {
 
     #[inline]
     fn monitor(&self) -> &PublisherMonitor {
-        &self.memory().monitor
+        &self.memory.monitor
     }
 
     /// Samples that the publisher did not give to this subscriber because of its policy.
@@ -263,7 +258,7 @@ impl PublisherLink {
         };
         self.record_use(stream);
         // SAFETY: the word lies in the link segment, which is dropped only when this stream,
-        // recorded above, is proven to be past it (see `Drop`).
+        // recorded above, is proven to be past it (`DropAfterFence`).
         unsafe { stream.batch_checked(&[wait])? };
         Ok(true)
     }
@@ -306,19 +301,18 @@ impl PublisherLink {
     }
 
     fn record_use(&self, stream: &Stream) {
-        self.memory().streams.record_use(stream);
+        self.memory.streams().record_use(stream);
     }
 
     /// Enqueues the release of `position` behind the stream's work.
     pub(super) fn release(&self, position: u64, stream: &Stream) -> Result<()> {
-        let memory = self.memory();
         let op = StreamOp::Signal {
-            word: memory.segment.released_word(position),
+            word: self.segment().released_word(position),
             value: position,
         };
         self.record_use(stream);
         // SAFETY: the word lies in the link segment, which is dropped only when this stream,
-        // recorded above, is proven to be past it (see `Drop`).
+        // recorded above, is proven to be past it (`DropAfterFence`).
         unsafe { stream.batch(&[op])? };
         self.notify_release();
         Ok(())
@@ -420,11 +414,11 @@ impl PublisherLink {
     /// The stream for copies to the host. It only ever copies complete data, so it never waits for
     /// anything but other copies.
     pub(super) fn copies(&self) -> Result<&Stream> {
-        if let Some(stream) = self.copies.get() {
+        if let Some(stream) = self.memory.copies.get() {
             return Ok(stream);
         }
         let made = self.device.stream()?;
-        Ok(self.copies.get_or_init(|| made))
+        Ok(self.memory.copies.get_or_init(|| made))
     }
 
     /// Closes the link because of `error`. Nothing else of this process is touched.
@@ -556,28 +550,5 @@ impl EventSource for PublisherLink {
         self.peer_heartbeat
             .tick(header.sender.heartbeat_ns.load(Relaxed));
         self.map_again();
-    }
-}
-
-impl Drop for PublisherLink {
-    fn drop(&mut self) {
-        let Some(memory) = self.memory.take() else {
-            return;
-        };
-        if !self.owner_process.is_current() {
-            let copies = self.copies.take();
-            return std::mem::forget((memory, copies));
-        }
-        // Never on this thread, even if every stream is idle: unregistering memory may make the
-        // driver wait for a stream that waits for a peer. The monitor runs until then: such a
-        // stream may wait for this link's publisher, and is released by that publisher's death.
-        let mut fence = None;
-        self.reactor.drop_after(move || {
-            // Names the whole struct, because a closure captures only the fields that it names.
-            let memory = &memory;
-            fence
-                .get_or_insert_with(|| memory.streams.fence())
-                .is_reached()
-        });
     }
 }

@@ -1,12 +1,16 @@
 //! Values that streams may still touch: dropped only with this process's own proof that the streams
 //! are past them.
+//!
+//! Each deferral waits for a [`LazyFence`] on the fence thread, and is dropped by the reaper: never
+//! on the caller's thread, even if every stream is idle, because a driver that unregisters memory
+//! may wait for a stream that waits for a peer.
 
 use std::ops::Deref;
 use std::sync::Arc;
 
 use crate::error::Result;
 use crate::fork::OwnerProcess;
-use crate::runtime::fence::StreamSet;
+use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::Reactor;
 
 /// A value tied to the streams that work on it. When dropped, the value goes to the reaper once the
@@ -62,10 +66,37 @@ impl<T: Send + 'static> Drop for DropAfterFence<T> {
             // In a forked child the value is the parent's.
             return std::mem::forget(value);
         }
-        let (streams, mut fence) = (self.streams.clone(), None);
-        self.reactor.drop_after(move || {
-            let _held = &value;
-            fence.get_or_insert_with(|| streams.fence()).is_reached()
+        let fence = LazyFence::new(self.streams.clone());
+        self.reactor.drop_value_after(fence, value);
+    }
+}
+
+impl Reactor {
+    /// Has the reaper drop `value` once `fence` is reached.
+    pub(crate) fn drop_value_after<T: Send + 'static>(
+        &self,
+        fence: impl Into<LazyFence>,
+        value: T,
+    ) {
+        self.call_after(fence, move || {
+            let _owned = &value;
+        });
+    }
+
+    /// Has the fence thread call `then` once, when `fence` is reached. The reaper drops `then`
+    /// afterwards. There is no time limit.
+    pub(crate) fn call_after(
+        &self,
+        fence: impl Into<LazyFence>,
+        mut then: impl FnMut() + Send + 'static,
+    ) {
+        let mut fence = fence.into();
+        self.drop_after(move || {
+            let is_reached = fence.is_reached();
+            if is_reached {
+                then();
+            }
+            is_reached
         });
     }
 }

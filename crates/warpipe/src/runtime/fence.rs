@@ -30,7 +30,7 @@
 use std::ptr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::RawEvent;
 use crate::error::{Error, Result};
@@ -225,6 +225,42 @@ impl Fence {
     }
 }
 
+/// A fence that is recorded when it is first asked about, behind all work that its streams have
+/// been given by then: recording may be held up by a full launch queue, so it is left to the fence
+/// thread.
+#[derive(Debug)]
+pub(crate) struct LazyFence {
+    streams: Arc<StreamSet>,
+    /// `None` until it is recorded.
+    fence: Option<Fence>,
+}
+
+impl LazyFence {
+    pub(crate) fn new(streams: Arc<StreamSet>) -> LazyFence {
+        LazyFence {
+            streams,
+            fence: None,
+        }
+    }
+
+    /// Whether the streams have done the work that they had been given at the first call.
+    pub(crate) fn is_reached(&mut self) -> bool {
+        self.fence
+            .get_or_insert_with(|| self.streams.fence())
+            .is_reached()
+    }
+}
+
+impl From<Fence> for LazyFence {
+    /// A fence that has been recorded already.
+    fn from(fence: Fence) -> LazyFence {
+        LazyFence {
+            streams: Arc::default(),
+            fence: Some(fence),
+        }
+    }
+}
+
 /// An event behind one stream's work.
 #[derive(Debug)]
 struct FencePoint {
@@ -271,7 +307,7 @@ impl Drop for FencePoint {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicBool;
-    use std::sync::{Arc, mpsc};
+    use std::sync::mpsc;
     use std::time::Duration;
 
     use super::*;
@@ -392,6 +428,29 @@ mod tests {
         drop(go);
         busy.synchronize(Duration::from_secs(5)).unwrap();
         assert!(fence.is_reached());
+    }
+
+    #[test]
+    fn a_lazy_fence_covers_the_work_given_before_it_is_first_asked_and_none_after() {
+        let device = Device::host();
+        let (stream, streams) = (device.stream().unwrap(), Arc::new(StreamSet::default()));
+        let mut fence = LazyFence::new(streams.clone());
+        streams.record_use(&stream);
+        let (go, wait) = mpsc::channel::<()>();
+        stream.call(move || assert!(wait.recv().is_err())).unwrap();
+        assert!(!fence.is_reached(), "the work is enqueued before the call");
+        let (later, wait) = mpsc::channel::<()>();
+        stream.call(move || assert!(wait.recv().is_err())).unwrap();
+        drop(go);
+        let start = std::time::Instant::now();
+        while !fence.is_reached() {
+            assert!(
+                start.elapsed() < Duration::from_secs(5),
+                "it waits for later work"
+            );
+            std::thread::yield_now();
+        }
+        drop(later);
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::runtime::closer::PeerFd;
-use crate::runtime::fence::StreamSet;
+use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::shm::seal;
 
@@ -208,15 +208,12 @@ impl SharedPage {
         if !self.owner_process.is_current() {
             return std::mem::forget(self);
         }
-        let mut fence = None;
+        let mut fence = LazyFence::new(streams);
         reactor.drop_after(move || {
             if Arc::strong_count(&self) > 1 {
                 return DropReadiness::Held;
             }
-            fence
-                .get_or_insert_with(|| streams.fence())
-                .is_reached()
-                .into()
+            fence.is_reached().into()
         });
     }
 }

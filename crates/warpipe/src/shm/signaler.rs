@@ -15,7 +15,7 @@ use std::time::Duration;
 use crate::backend::StreamOp;
 use crate::error::{Error, Result};
 use crate::runtime::fence::{Fence, StreamSet};
-use crate::runtime::reactor::{DropReadiness, Reactor};
+use crate::runtime::reactor::Reactor;
 use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedLock};
 use crate::shm::counter::SharedCounter;
 use crate::stream::Stream;
@@ -304,13 +304,8 @@ impl Signaler {
             .chain([&self.own])
             .cloned()
             .collect();
-        let mut fence = Fence::behind(stream);
-        reactor.drop_after(move || {
-            let is_past = fence.is_reached();
-            if is_past {
-                counters.iter().for_each(|counter| counter.bring_up(value));
-            }
-            DropReadiness::from(is_past)
+        reactor.call_after(Fence::behind(stream), move || {
+            counters.iter().for_each(|counter| counter.bring_up(value));
         });
     }
 

@@ -33,7 +33,7 @@ use crate::ipc::{
     ClientSession, IncomingReply, IpcServer, Kind, REPLY_TIMEOUT, SessionObserver, encode,
 };
 use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
-use crate::runtime::fence::{Fence, StreamSet};
+use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX, WaitStatus};
 use crate::shm::page::{SharedPage, UnsealedPage};
@@ -526,16 +526,18 @@ fn close_owner(
     signalling: Arc<StreamSet>,
     waiting: Arc<StreamSet>,
 ) {
-    let (mut signalled, mut waited, mut has_ended) = (None, None, false);
+    let mut signalled = LazyFence::new(signalling);
+    let mut waited = LazyFence::new(waiting);
+    let mut has_ended = false;
     reactor.drop_after(move || {
         let is_caught_up = signaler.catch_up();
-        if !is_fence_passed(&mut signalled, &signalling) || !is_caught_up {
+        if !signalled.is_reached() || !is_caught_up {
             return DropReadiness::Busy;
         }
         if !std::mem::replace(&mut has_ended, true) {
             signaler.end();
         }
-        if !is_fence_passed(&mut waited, &waiting) {
+        if !waited.is_reached() {
             return DropReadiness::Busy;
         }
         if Arc::strong_count(&signaler) > 1 {
@@ -554,9 +556,9 @@ fn close_importer(
     mut session: Option<ClientSession>,
     waiting: Arc<StreamSet>,
 ) {
-    let mut waited = None;
+    let mut waited = LazyFence::new(waiting);
     reactor.drop_after(move || {
-        if !is_fence_passed(&mut waited, &waiting) {
+        if !waited.is_reached() {
             return DropReadiness::Busy;
         }
         drop(session.take());
@@ -566,10 +568,6 @@ fn close_importer(
             DropReadiness::Ready
         }
     });
-}
-
-fn is_fence_passed(fence: &mut Option<Fence>, streams: &StreamSet) -> bool {
-    fence.get_or_insert_with(|| streams.fence()).is_reached()
 }
 
 /// Maps the page that the owner created for this process alone, and seals it, so that no other

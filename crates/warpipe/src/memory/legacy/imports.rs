@@ -13,7 +13,7 @@ use crate::error::{Error, LegacyFault, Result};
 use crate::fork::OwnerProcess;
 use crate::fork::per_process::PerProcess;
 use crate::origin::ProcessOrigin;
-use crate::runtime::fence::StreamSet;
+use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::Reactor;
 use crate::stream::Stream;
 
@@ -136,7 +136,7 @@ impl LegacyMemory {
         );
         while !fence.is_reached() {
             if start.elapsed() >= timeout {
-                hold.close_after(move || fence.is_reached());
+                hold.close_after(fence);
                 return Err(Error::Timeout {
                     what: "the work on legacy memory".into(),
                     waited: timeout,
@@ -163,7 +163,7 @@ impl Drop for LegacyMemory {
         } else {
             Some(hold)
         } {
-            hold.close_after(move || fence.is_reached());
+            hold.close_after(fence);
         }
     }
 }
@@ -300,17 +300,12 @@ impl ImportHold {
         })
     }
 
-    /// Gives it up once `is_quiet`, on a thread that may be held up by the driver.
-    fn close_after(self, mut is_quiet: impl FnMut() -> bool + Send + 'static) {
+    /// Gives it up once `fence` is reached, on a thread that may be held up by the driver.
+    fn close_after(self, fence: Fence) {
         let Some(reactor) = self.import.as_ref().map(|import| import.reactor.clone()) else {
             return;
         };
-        reactor.drop_after(move || {
-            // The closure owns the hold, which is given up when the closure is dropped: after the
-            // proof.
-            let _held = &self;
-            is_quiet()
-        });
+        reactor.drop_value_after(fence, self);
     }
 
     /// Gives it up now.

@@ -12,7 +12,7 @@ use crate::memory::arena::SlotId;
 use crate::memory::region::Region;
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::publisher_core::{PublisherCore, SendFailure};
-use crate::runtime::fence::StreamSet;
+use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::Reactor;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -275,16 +275,13 @@ impl Drop for SlotHold {
             // A forked child must not unmap the parent's region.
             return std::mem::forget(region);
         }
-        if Arc::strong_count(&region) > 1 {
-            return;
+        // The publisher is gone and this is the last hold, as exactly one of several that are
+        // dropped at once is told. As in the publisher's `close`, the streams of this process have
+        // to be past the region first.
+        if let Some(region) = Arc::into_inner(region) {
+            let fence = LazyFence::new(self.streams.clone());
+            self.reactor.drop_value_after(fence, region);
         }
-        // The publisher is gone and this is the last hold. As in the publisher's `close`, the
-        // streams of this process have to be past the region first.
-        let (streams, mut fence) = (self.streams.clone(), None);
-        self.reactor.drop_after(move || {
-            let _held = &region;
-            fence.get_or_insert_with(|| streams.fence()).is_reached()
-        });
     }
 }
 

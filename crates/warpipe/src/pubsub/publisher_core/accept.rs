@@ -11,6 +11,7 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::acceptor::{Connection, ConnectionOwner, Hello, refusal};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::DeathEvidence;
+use crate::runtime::fence::LazyFence;
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next};
 use crate::shm::segment::OpenError;
@@ -273,10 +274,10 @@ impl PublisherCore {
     /// Returns a check whether every signal of a link that gets no more samples has been executed.
     /// This covers sends that began before now and have not enqueued their signals yet.
     fn past_signals(&self) -> impl FnMut() -> bool + Send + 'static {
-        let (turns, streams) = (self.state.counter().clone(), self.streams.clone());
-        let mut fence = None;
+        let turns = self.state.counter().clone();
+        let mut fence = LazyFence::new(self.streams.clone());
         let turn = turns.last();
-        move || turns.is_over(turn) && fence.get_or_insert_with(|| streams.fence()).is_reached()
+        move || turns.is_over(turn) && fence.is_reached()
     }
 
     fn evict_stalled(&self, state: &mut PublisherState) {

@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 
 use super::Recording;
 use super::event_slots::{EventSlot, ExporterState, NewListener};
-use super::exporter::is_fence_passed;
 use super::layout::{EventPage, PAGE_BYTES};
 use crate::clock::now_ns;
 use crate::device::Device;
@@ -14,7 +13,7 @@ use crate::error::Result;
 use crate::ipc::{
     ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
-use crate::runtime::fence::StreamSet;
+use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::shm::page::UnsealedPage;
 use crate::shm::signaler::Signaler;
@@ -259,7 +258,7 @@ impl RequestHandler for EventTable {
         let (signalers, shared) = self.lock().gone(client.id, disconnected);
         self.stop_signaling(client, signalers);
         for event_page in shared {
-            let (streams, mut fence) = (self.streams.clone(), None);
+            let mut fence = LazyFence::new(self.streams.clone());
             self.reactor.drop_after(move || {
                 // A device may write once more after its process's end, and streams of this process
                 // may wait there.
@@ -267,7 +266,7 @@ impl RequestHandler for EventTable {
                 if !event_page.is_last() {
                     return DropReadiness::Held;
                 }
-                is_fence_passed(&mut fence, &streams).into()
+                fence.is_reached().into()
             });
         }
     }

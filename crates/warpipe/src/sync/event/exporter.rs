@@ -15,7 +15,7 @@ use crate::fork::OwnerProcess;
 use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{AccessPolicy, Address, IpcServer, Kind};
-use crate::runtime::fence::{Fence, StreamSet};
+use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor, new_generation};
 use crate::shm::counter::SharedCounter;
 use crate::shm::signaler::Signaler;
@@ -201,13 +201,9 @@ impl EventExporter {
         }
         state.slots[index as usize].phase = SlotPhase::Disconnected;
         drop(state);
-        let (exporter, mut fence) = (self.clone(), None);
-        self.reactor.drop_after(move || {
-            let is_over = is_fence_passed(&mut fence, exporter.streams());
-            if is_over {
-                exporter.event_table.lock().end(index);
-            }
-            is_over
+        let (exporter, fence) = (self.clone(), LazyFence::new(self.streams().clone()));
+        self.reactor.call_after(fence, move || {
+            exporter.event_table.lock().end(index);
         });
     }
 }
@@ -227,9 +223,9 @@ impl Drop for EventExporter {
         }
         drop(self.server.take());
         let mut state = std::mem::take(&mut *self.event_table.lock());
-        let (streams, mut fence) = (self.event_table.streams.clone(), None);
+        let mut fence = LazyFence::new(self.event_table.streams.clone());
         self.reactor.drop_after(move || {
-            if !is_fence_passed(&mut fence, &streams) {
+            if !fence.is_reached() {
                 return DropReadiness::Busy;
             }
             (0..state.slots.len())
@@ -244,8 +240,4 @@ impl Drop for EventExporter {
             }
         });
     }
-}
-
-pub(super) fn is_fence_passed(fence: &mut Option<Fence>, streams: &StreamSet) -> bool {
-    fence.get_or_insert_with(|| streams.fence()).is_reached()
 }

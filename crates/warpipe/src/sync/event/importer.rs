@@ -8,7 +8,6 @@ use serde::de::DeserializeOwned;
 
 use super::Recording;
 use super::event_table::{EventRequest, LaneReply, PageReply};
-use super::exporter::is_fence_passed;
 use super::handle::{HandleBody, fault};
 use super::layout::{EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, PAGES_MAX};
 use crate::device::Device;
@@ -19,7 +18,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode,
 };
-use crate::runtime::fence::StreamSet;
+use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
 use crate::shm::signaler::Signaler;
 
@@ -249,9 +248,9 @@ impl EventImporter {
         }) else {
             return;
         };
-        let (importer, mut fence) = (self.clone(), None);
+        let (importer, mut fence) = (self.clone(), LazyFence::new(self.streams.clone()));
         self.reactor.drop_after(move || {
-            if !is_fence_passed(&mut fence, &importer.streams) {
+            if !fence.is_reached() {
                 return DropReadiness::Busy;
             }
             if let Err(Error::Timeout { .. }) = importer.session().post(&close) {

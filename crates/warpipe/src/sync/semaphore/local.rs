@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::{ClientSession, IpcServer, REPLY_TIMEOUT, Rejection, decode, encode};
 use crate::runtime::closer::PeerFd;
-use crate::runtime::fence::Fence;
+use crate::runtime::fence::{Fence, LazyFence};
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::stream::Stream;
 
@@ -426,14 +426,9 @@ impl LocalSemaphore {
     /// Hands a permit on once `stream`, which gives no signal, has completed its work so far: the
     /// stream is being captured, or the driver refuses the signal.
     pub(super) fn hand_on_deferred(self: &Arc<Self>, permit: u32, stream: &Stream) {
-        let (local, mut fence) = (self.clone(), Fence::behind(stream));
-        // This has no time limit.
-        self.reactor.drop_after(move || {
-            let is_past = fence.is_reached();
-            if is_past {
-                local.shared_page.hand_on(permit, local.member);
-            }
-            is_past
+        let local = self.clone();
+        self.reactor.call_after(Fence::behind(stream), move || {
+            local.shared_page.hand_on(permit, local.member);
         });
     }
 }
@@ -454,18 +449,18 @@ impl Drop for LocalSemaphore {
             self.signals.clone(),
             self.monitor.clone(),
         );
-        let (streams, mut fence) = (signals.streams().clone(), None);
+        let mut fence = LazyFence::new(signals.streams().clone());
         // A creator whose streams wait for members must still see them die; otherwise the name is
         // free at once.
         if matches!(role, Some(SemaphoreRole::Creator { .. }))
-            && fence.insert(streams.fence_busy()).is_reached()
+            && signals.streams().fence_busy().is_reached()
         {
             drop(role.take());
         }
         // Other processes wait for the name, and for the close.
         self.reactor.drop_after(move || {
             let (shared_page, signals, monitor) = (&shared_page, &signals, &monitor);
-            if !fence.get_or_insert_with(|| streams.fence()).is_reached() || !signals.catch_up() {
+            if !fence.is_reached() || !signals.catch_up() {
                 return DropReadiness::Busy;
             }
             // The close comes only now: a member that has closed owes no signal. The page is

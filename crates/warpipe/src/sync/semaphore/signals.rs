@@ -27,7 +27,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::StreamSet;
-use crate::runtime::reactor::{DropReadiness, Reactor};
+use crate::runtime::reactor::Reactor;
 use crate::runtime::timed_lock::TimedLock;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX};
 use crate::shm::page::{SharedPage, UnsealedPage};
@@ -342,16 +342,8 @@ impl MemberSignals {
 
     /// Drops a page behind the enqueued work of its streams.
     fn drop_page_deferred(&self, pair_page: PairPage) {
-        let (streams, mut fence) = (self.streams.clone(), None);
-        self.reactor.drop_after(move || {
-            if Arc::strong_count(&pair_page.page) > 1 {
-                return DropReadiness::Held;
-            }
-            fence
-                .get_or_insert_with(|| streams.fence())
-                .is_reached()
-                .into()
-        });
+        let streams = self.streams.clone();
+        pair_page.page.drop_after_streams(streams, &self.reactor);
     }
 
     /// For tests: the pages shared with `member`, in either role.

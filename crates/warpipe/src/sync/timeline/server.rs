@@ -3,14 +3,14 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{LANE_OFFSET, PageSealed, TimelineGrant, is_fence_passed};
+use super::{LANE_OFFSET, PageSealed, TimelineGrant};
 use crate::device::Device;
 use crate::error::Result;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::{
     ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
-use crate::runtime::fence::StreamSet;
+use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::DropReadiness;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter};
 use crate::shm::page::UnsealedPage;
@@ -38,13 +38,14 @@ impl TimelineServer {
         let Some(copy) = self.signaler.remove(client.id) else {
             return;
         };
-        let (signaler, streams, mut fence) = (self.signaler.clone(), self.signalling.clone(), None);
+        let signaler = self.signaler.clone();
+        let mut fence = LazyFence::new(self.signalling.clone());
         server_core.reactor().drop_after(move || {
             // Before the fence: a signal that is being enqueued holds the page.
             if Arc::strong_count(copy.page()) > 1 {
                 return DropReadiness::Held;
             }
-            if !is_fence_passed(&mut fence, &streams) {
+            if !fence.is_reached() {
                 return DropReadiness::Busy;
             }
             copy.end_at(signaler.own().value());
