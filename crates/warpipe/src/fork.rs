@@ -14,6 +14,7 @@
 pub(crate) mod driver_files;
 mod fd_table;
 mod gate;
+pub(crate) mod leak_on_fork;
 pub(crate) mod lifeline;
 pub(crate) mod per_process;
 

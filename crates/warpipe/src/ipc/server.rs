@@ -18,7 +18,8 @@ use super::{
     Rejection, RequestHandler,
 };
 use crate::error::{Error, Result};
-use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::fork::CloseOnForkFd;
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message, Received};
@@ -45,7 +46,7 @@ fn tag(id: u64, kind: u64) -> u64 {
 /// the name.
 #[derive(Debug)]
 pub(crate) struct IpcServer {
-    server_core: Arc<ServerCore>,
+    server_core: LeakOnFork<Arc<ServerCore>>,
 }
 
 impl IpcServer {
@@ -60,7 +61,6 @@ impl IpcServer {
             .domain
             .claim(at.name, access_policy.is_open_to_others())?;
         let server_core = Arc::new_cyclic(|me: &Weak<ServerCore>| ServerCore {
-            owner_process: OwnerProcess::current(),
             generation: new_generation(),
             acceptor: Acceptor::new(
                 claim,
@@ -82,7 +82,9 @@ impl IpcServer {
         });
         server_core.acceptor.listen()?;
         reactor.register_ticks(server_core.me.clone());
-        Ok(IpcServer { server_core })
+        Ok(IpcServer {
+            server_core: LeakOnFork::new(server_core),
+        })
     }
 
     pub(crate) fn server_core(&self) -> &Arc<ServerCore> {
@@ -92,11 +94,8 @@ impl IpcServer {
 
 impl Drop for IpcServer {
     fn drop(&mut self) {
-        if self.server_core.owner_process.is_current() {
-            self.server_core.close();
-        } else {
-            // In a forked child nothing of the server is to be closed.
-            std::mem::forget(self.server_core.clone());
+        if let Ok(server_core) = self.server_core.get() {
+            server_core.close();
         }
     }
 }
@@ -126,7 +125,6 @@ enum ConnectionPhase {
 
 /// The part of a server that it shares with the reactor and its handler's callers.
 pub(crate) struct ServerCore {
-    owner_process: OwnerProcess,
     generation: [u8; 16],
     acceptor: Arc<Acceptor>,
     handler: Arc<dyn RequestHandler>,
@@ -449,7 +447,7 @@ impl EventSource for ServerCore {
     }
 
     fn on_ready(&self, tag: u64) -> Next {
-        if !self.owner_process.is_current() || self.is_closed.load(Ordering::SeqCst) {
+        if self.is_closed.load(Ordering::SeqCst) {
             return Next::Stop;
         }
         match (tag >> 2, tag & 3) {

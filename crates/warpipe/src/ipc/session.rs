@@ -19,13 +19,14 @@ use super::{Address, BODY_BYTES_MAX, IncomingReply, REPLY_TIMEOUT, SessionObserv
 use crate::backend::DeviceId;
 use crate::clock::Stopwatch;
 use crate::error::{Error, HandshakeFault, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::message::{self, CloseReason, Message};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT};
 use crate::runtime::reactor::{EventSource, Reactor};
 
 /// A session at a server of this or another process. Dropping it closes the session gracefully.
 pub(crate) struct ClientSession {
-    inner: Arc<SessionState>,
+    inner: LeakOnFork<Arc<SessionState>>,
 }
 
 impl std::fmt::Debug for ClientSession {
@@ -104,7 +105,7 @@ impl ClientSession {
             .observer
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = Some(observer);
-        let me: Weak<dyn EventSource> = Arc::downgrade(&self.inner) as Weak<dyn EventSource>;
+        let me = Arc::downgrade(&self.inner) as Weak<dyn EventSource>;
         let reactor = &self.inner.reactor;
         let registrations = [
             reactor.register(self.inner.socket.as_fd(), &me, SOCKET)?,
@@ -140,8 +141,7 @@ impl ClientSession {
         timeout: Duration,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<IncomingReply> {
-        let inner = &self.inner;
-        inner.owner_process.check()?;
+        let inner = self.inner.get()?;
         if body.len() > BODY_BYTES_MAX {
             return Err(Error::argument(
                 "message",
@@ -179,8 +179,7 @@ impl ClientSession {
     ///
     /// [`Error::PeerGone`], [`Error::Timeout`] when the server does not read its socket.
     pub(crate) fn post(&self, body: &[u8]) -> Result<()> {
-        let inner = &self.inner;
-        inner.owner_process.check()?;
+        let inner = self.inner.get()?;
         if inner.lock().is_over {
             return Err(inner.owner_gone());
         }
@@ -249,22 +248,20 @@ impl ClientSession {
 
 impl Drop for ClientSession {
     fn drop(&mut self) {
-        if !self.inner.owner_process.is_current() {
-            return std::mem::forget(self.inner.clone());
-        }
+        let Ok(inner) = self.inner.get() else { return };
         let _ = message::send(
-            self.inner.socket.as_fd(),
+            inner.socket.as_fd(),
             &Message::Close(CloseReason::Closed),
             &[],
         );
-        self.inner
+        inner
             .registrations
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clear();
         // The reactor's thread may hold the last reference for a moment. The server sees the end
         // now all the same.
-        let _ = rustix::net::shutdown(&self.inner.socket, rustix::net::Shutdown::Both);
+        let _ = rustix::net::shutdown(&inner.socket, rustix::net::Shutdown::Both);
     }
 }
 

@@ -10,19 +10,24 @@ use super::monitor::{DirectoryMonitor, WatchShared};
 use super::table::with_endpoints;
 use super::{Change, MemberInfo, endpoint};
 use crate::error::{Error, Result};
-use crate::fork::OwnerProcess;
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::Domain;
 use crate::options::{EndpointOptions, option_setters};
 
-/// The members of a domain, followed until this is dropped.
+/// The members of a domain, followed until this is dropped. The drop does not wait for a callback
+/// that is running.
 ///
 /// Costs two threads and, for each member, a socket, a pidfd and a page. A watch is not a member:
 /// no other watch sees it.
 pub struct Members {
-    owner_process: OwnerProcess,
+    watch: LeakOnFork<Watch>,
+    calls_back: bool,
+}
+
+/// The threads that watch, until this is dropped.
+struct Watch {
     shared: Arc<WatchShared>,
     monitor: Option<JoinHandle<()>>,
-    calls_back: bool,
 }
 
 /// Settings of a watch; from [`Members::builder`].
@@ -35,7 +40,7 @@ pub struct MembersBuilder {
 impl std::fmt::Debug for Members {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Members")
-            .field("domain", &self.shared.domain.path())
+            .field("domain", &self.watch.shared.domain.path())
             .finish_non_exhaustive()
     }
 }
@@ -75,21 +80,18 @@ impl MembersBuilder {
     /// # Errors
     /// [`Error::Os`], [`Error::DescriptorLimit`] when there is no watch, thread or descriptor left.
     pub fn build(self) -> Result<Members> {
-        let owner_process = OwnerProcess::current();
         let shared = Arc::new(WatchShared::new(self.shared.domain()?, self.cleans)?);
         let monitor = DirectoryMonitor::new(shared.clone())?;
         let calls_back = !self.callbacks.is_empty();
         let queue = shared.queue.clone();
-        let mut members = Members {
-            owner_process,
+        let mut watch = LeakOnFork::new(Watch {
             shared,
             monitor: None,
-            calls_back,
-        };
+        });
         start_thread("warpipe-notify", move || queue.serve(self.callbacks))?;
-        members.monitor = Some(start_thread("warpipe-members", move || monitor.run())?);
-        members.shared.wait_until_settled();
-        Ok(members)
+        watch.monitor = Some(start_thread("warpipe-members", move || monitor.run())?);
+        watch.shared.wait_until_settled();
+        Ok(Members { watch, calls_back })
     }
 }
 
@@ -131,9 +133,9 @@ impl Members {
     /// # Errors
     /// [`Error::Os`] when the directory cannot be read; [`Error::Forked`].
     pub fn list(&self) -> Result<Vec<MemberInfo>> {
-        self.owner_process.check()?;
-        let list = self.shared.table().list();
-        with_endpoints(list, &self.shared.domain)
+        let shared = &self.watch.get()?.shared;
+        let list = shared.table().list();
+        with_endpoints(list, &shared.domain)
     }
 
     /// The next change, waited for at most `timeout`; `None` if there was none. The members that
@@ -142,7 +144,7 @@ impl Members {
     /// # Errors
     /// [`Error::Argument`] if this watch has callbacks, which get the changes; [`Error::Forked`].
     pub fn changes(&self, timeout: Duration) -> Result<Option<Change>> {
-        self.owner_process.check()?;
+        let shared = &self.watch.get()?.shared;
         if self.calls_back {
             return Err(Error::argument(
                 "changes",
@@ -150,7 +152,7 @@ impl Members {
                 "either the one or the other",
             ));
         }
-        Ok(self.shared.queue.take(timeout))
+        Ok(shared.queue.take(timeout))
     }
 
     /// Puts back a change from [`changes`](Self::changes), so that it is the next one: for a caller
@@ -159,8 +161,7 @@ impl Members {
     /// # Errors
     /// [`Error::Forked`].
     pub fn put_back(&self, change: Change) -> Result<()> {
-        self.owner_process.check()?;
-        self.shared.queue.put_back(change);
+        self.watch.get()?.shared.queue.put_back(change);
         Ok(())
     }
 
@@ -176,15 +177,16 @@ impl Members {
         name: &str,
         cleanup: impl FnOnce(&MemberInfo) + Send + 'static,
     ) -> Result<()> {
-        self.owner_process.check()?;
+        let shared = &self.watch.get()?.shared;
         endpoint(name)?;
-        self.shared.table().register(name, Box::new(cleanup))
+        shared.table().register(name, Box::new(cleanup))
     }
 
     /// The states of all members, also of those that hold no lock in the domain.
     #[cfg(test)]
     pub(super) fn states(&self) -> Vec<crate::ipc::PeerState> {
-        self.shared
+        self.watch
+            .shared
             .table()
             .list()
             .into_iter()
@@ -196,14 +198,14 @@ impl Members {
     /// [`Stalled`](Change::Stalled) and [`Recovered`](Change::Recovered), then members that joined
     /// and left meanwhile. [`list`](Self::list) stays right, and clean-ups still run.
     pub fn merged(&self) -> u64 {
-        self.shared.queue.merged()
+        self.watch.shared.queue.merged()
     }
 
     /// How many names under `members/` the last scan could not follow: they answer as another kind
     /// or in an unknown way, or [`MEMBERS_MAX`](super::MEMBERS_MAX) are followed already, or this
     /// process has no descriptor left.
     pub fn overlooked(&self) -> usize {
-        self.shared.table().overlooked
+        self.watch.shared.table().overlooked
     }
 }
 
@@ -211,19 +213,12 @@ impl AsFd for Members {
     /// A descriptor that is readable while [`changes`](Members::changes) has a change (an eventfd;
     /// only for polling).
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.shared.queue.doorbell.as_fd()
+        self.watch.shared.queue.doorbell.as_fd()
     }
 }
 
-impl Drop for Members {
-    /// Ends the watch. Does not wait for a callback that is running.
+impl Drop for Watch {
     fn drop(&mut self) {
-        if !self.owner_process.is_current() {
-            // A forked child: the threads exist only in the parent, and the state belongs to it.
-            std::mem::forget(self.shared.clone());
-            std::mem::forget(self.monitor.take());
-            return;
-        }
         self.shared.close();
         self.shared.queue.close();
         // Bounded: the monitor waits only, for a moment, for an endpoint that it is clearing.

@@ -8,7 +8,7 @@ use super::ClientSession;
 use super::state::SessionState;
 use crate::backend::DeviceId;
 use crate::error::{Error, HandshakeFault, Result};
-use crate::fork::OwnerProcess;
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
 use crate::ipc::message::Message;
 use crate::ipc::peer::Peer;
@@ -89,7 +89,6 @@ impl PendingSession {
         } = self.handshake;
         let inner = Arc::new(SessionState {
             registrations: Mutex::default(),
-            owner_process: OwnerProcess::current(),
             name,
             kind,
             peer,
@@ -104,7 +103,12 @@ impl PendingSession {
             replied: Condvar::new(),
             reactor: self.reactor,
         });
-        (ClientSession { inner }, admitted.incoming)
+        (
+            ClientSession {
+                inner: LeakOnFork::new(inner),
+            },
+            admitted.incoming,
+        )
     }
 
     /// The server's process, as the kernel reports it.

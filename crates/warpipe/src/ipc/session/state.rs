@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use crate::error::{Error, Result};
-use crate::fork::OwnerProcess;
 use crate::ipc::message::{self, Message, Received};
 use crate::ipc::peer::Peer;
 use crate::ipc::{IncomingReply, Kind, NOTIFICATION, SessionObserver};
@@ -38,7 +37,6 @@ pub(super) const ORPHANED: u64 = 3;
 pub(super) struct SessionState {
     /// Declared first: the registrations end before their descriptors are closed.
     pub(super) registrations: Mutex<Vec<Registration>>,
-    pub(super) owner_process: OwnerProcess,
     pub(super) name: String,
     pub(super) kind: Kind,
     pub(super) peer: Peer,
@@ -304,7 +302,6 @@ impl SessionState {
 impl EventSource for SessionState {
     fn on_ready(&self, tag: u64) -> Next {
         match tag {
-            _ if !self.owner_process.is_current() => Next::Stop,
             SUSPECT => {
                 // The server's last messages are still in the socket, its graceful close for one:
                 // at most a socket buffer full. The socket's end may never come, since another

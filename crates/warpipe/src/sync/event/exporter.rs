@@ -11,7 +11,6 @@ use super::{EventInner, Recording};
 use crate::backend::IPC_EVENTS_MAX;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::OwnerProcess;
 use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{AccessPolicy, Address, IpcServer, Kind};
@@ -22,7 +21,6 @@ use crate::shm::signaler::Signaler;
 
 /// The events of one process, domain and device, and their server.
 pub(super) struct EventExporter {
-    owner_process: OwnerProcess,
     server: Option<IpcServer>,
     pub(super) event_table: Arc<EventTable>,
     pub(super) reactor: Arc<Reactor>,
@@ -83,7 +81,6 @@ impl EventExporter {
         };
         let server = IpcServer::open(&at, AccessPolicy::default(), event_table.clone())?;
         Ok(EventExporter {
-            owner_process: OwnerProcess::current(),
             generation: server.server_core().generation(),
             server: Some(server),
             event_table,
@@ -218,9 +215,6 @@ pub(super) struct NewEvent {
 
 impl Drop for EventExporter {
     fn drop(&mut self) {
-        if !self.owner_process.is_current() {
-            return std::mem::forget((self.server.take(), self.event_table.clone()));
-        }
         drop(self.server.take());
         let mut state = std::mem::take(&mut *self.event_table.lock());
         let mut fence = LazyFence::new(self.event_table.streams.clone());

@@ -12,7 +12,6 @@ use super::handle::{HandleBody, fault};
 use super::layout::{EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, PAGES_MAX};
 use crate::device::Device;
 use crate::error::{Error, EventHandleFault, Result};
-use crate::fork::OwnerProcess;
 use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
@@ -25,7 +24,6 @@ use crate::shm::signaler::Signaler;
 /// The session with another process's events, shared by all events that this process has opened
 /// there.
 pub(super) struct EventImporter {
-    owner_process: OwnerProcess,
     session: Option<ClientSession>,
     /// The part that all handles from that exporter have in common.
     body: HandleBody,
@@ -90,7 +88,6 @@ impl EventImporter {
         let reactor = session.reactor().clone();
         reactor.register_ticks(Arc::downgrade(&open_events) as Weak<dyn EventSource>);
         let importer = Arc::new(EventImporter {
-            owner_process: OwnerProcess::current(),
             session: Some(session),
             body: HandleBody {
                 ipc: None,
@@ -330,9 +327,6 @@ impl EventImporter {
 impl Drop for EventImporter {
     fn drop(&mut self) {
         let pages = std::mem::take(self.pages.get_mut().unwrap_or_else(PoisonError::into_inner));
-        if !self.owner_process.is_current() {
-            return std::mem::forget((self.session.take(), pages, self.open_events.clone()));
-        }
         // Every event of this session has been closed, each behind its streams' work.
         drop(self.session.take());
         self.reactor.drop_after(move || {

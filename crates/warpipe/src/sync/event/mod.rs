@@ -42,7 +42,7 @@ use crate::backend::RawEvent;
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, EventHandleFault, Result};
-use crate::fork::OwnerProcess;
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::Domain;
 use crate::ipc::handle::DriverHandle;
 use crate::options::{EndpointOptions, option_setters};
@@ -100,7 +100,6 @@ impl EventBuilder {
                 } = new_event;
                 let inner = Arc::new(EventInner {
                     device: device.clone(),
-                    owner_process: OwnerProcess::current(),
                     raw: Some(raw),
                     index,
                     serial,
@@ -110,7 +109,9 @@ impl EventBuilder {
                     role: EventRole::Exporter(exporter.clone()),
                 });
                 exporter.set_live(index, &inner);
-                Ok(Event { inner })
+                Ok(Event {
+                    inner: LeakOnFork::new(inner),
+                })
             }
             Err(error) => {
                 // SAFETY: created above, and no other code has seen it.
@@ -145,12 +146,11 @@ impl EventBuilder {
 /// ```
 #[derive(Clone)]
 pub struct Event {
-    inner: Arc<EventInner>,
+    inner: LeakOnFork<Arc<EventInner>>,
 }
 
 struct EventInner {
     device: Device,
-    owner_process: OwnerProcess,
     /// CUDA's own event, for callers outside this library; this library waits for the lane.
     raw: Option<RawEvent>,
     index: u32,
@@ -183,7 +183,6 @@ impl Event {
     /// [`Error::Forked`]; [`Error::Argument`] for a domain with a path that is not text;
     /// [`Error::Driver`].
     pub fn handle(&self) -> Result<EventHandle> {
-        self.inner.owner_process.check()?;
         let EventInner {
             device,
             raw,
@@ -191,7 +190,7 @@ impl Event {
             serial,
             role,
             ..
-        } = &*self.inner;
+        } = &**self.inner.get()?;
         let body = match role {
             EventRole::Exporter(exporter) => {
                 // The importer may run in another directory.
@@ -266,7 +265,9 @@ impl Event {
             let inner = exporter
                 .find(body.index, body.serial)
                 .ok_or_else(|| fault(EventHandleFault::Dropped))?;
-            return Ok(Event { inner });
+            return Ok(Event {
+                inner: LeakOnFork::new(inner),
+            });
         }
         let importer = EventImporter::for_body(body, &domain()?, device)?;
         Event::of_importer(importer, handle, device)
@@ -293,7 +294,6 @@ impl Event {
             Ok(opened) => {
                 let inner = EventInner {
                     device: device.clone(),
-                    owner_process: OwnerProcess::current(),
                     raw,
                     index: body.index,
                     serial: body.serial,
@@ -303,7 +303,7 @@ impl Event {
                     role: EventRole::Importer(importer, opened.open_id),
                 };
                 Ok(Event {
-                    inner: Arc::new(inner),
+                    inner: LeakOnFork::new(Arc::new(inner)),
                 })
             }
             Err(error) => {
@@ -349,9 +349,9 @@ impl Event {
     /// # Errors
     /// As for [`record`](Self::record).
     pub fn try_record(&self, stream: &Stream) -> Result<Option<Recording>> {
-        self.inner.owner_process.check()?;
-        stream.check_usable(&self.inner.device)?;
-        let Ok(turn) = self.inner.recording.lock(Duration::ZERO, String::new) else {
+        let inner = self.inner.get()?;
+        stream.check_usable(&inner.device)?;
+        let Ok(turn) = inner.recording.lock(Duration::ZERO, String::new) else {
             return Ok(None);
         };
         self.record_in(&turn, stream).map(Some)
@@ -363,8 +363,12 @@ impl Event {
     /// # Errors
     /// [`Error::Forked`].
     pub fn wait_for_turn(&self, timeout: Duration) -> Result<bool> {
-        self.inner.owner_process.check()?;
-        Ok(self.inner.recording.lock(timeout, String::new).is_ok())
+        Ok(self
+            .inner
+            .get()?
+            .recording
+            .lock(timeout, String::new)
+            .is_ok())
     }
 
     /// Whether [`record`](Self::record) already has a lane and need not request one: see
@@ -379,19 +383,16 @@ impl Event {
     /// # Errors
     /// As for [`record`](Self::record).
     pub fn prepare(&self) -> Result<()> {
-        self.inner.owner_process.check()?;
-        let turn = self
-            .inner
-            .recording
-            .lock(LOCK_TIMEOUT, || "recording".into())?;
-        self.inner.lane_in(&turn).map(drop)
+        let inner = self.inner.get()?;
+        let turn = inner.recording.lock(LOCK_TIMEOUT, || "recording".into())?;
+        inner.lane_in(&turn).map(drop)
     }
 
     /// Like [`record`](Self::record), with another limit for the wait for a recording thread.
     fn record_within(&self, stream: &Stream, limit: Duration) -> Result<Recording> {
-        self.inner.owner_process.check()?;
-        stream.check_usable(&self.inner.device)?;
-        let turn = self.inner.recording.lock(limit, || "recording".into())?;
+        let inner = self.inner.get()?;
+        stream.check_usable(&inner.device)?;
+        let turn = inner.recording.lock(limit, || "recording".into())?;
         self.record_in(&turn, stream)
     }
 
@@ -488,11 +489,10 @@ impl Event {
     /// # Errors
     /// [`Error::EventLost`]: it never will be. The stream's work behind its wait is not valid.
     pub fn check(&self, recording: Recording) -> Result<bool> {
-        self.inner.owner_process.check()?;
+        let inner = self.inner.get()?;
         // For the exporter, a recording that it has seen complete counts, whatever the recorder's
         // page says now.
-        if self
-            .inner
+        if inner
             .event_words
             .lane(recording.lane)
             .wait_status(recording.count)
@@ -500,10 +500,9 @@ impl Event {
         {
             return Ok(true);
         }
-        let lane = self.inner.lane(recording.lane);
+        let lane = inner.lane(recording.lane);
         let mut wait_status = lane.wait_status(recording.count);
-        if let (WaitStatus::Pending, EventRole::Importer(importer, _)) =
-            (wait_status, &self.inner.role)
+        if let (WaitStatus::Pending, EventRole::Importer(importer, _)) = (wait_status, &inner.role)
             && importer.is_dead()
         {
             lane.end();
@@ -520,10 +519,12 @@ impl Event {
     }
 
     fn latest(&self) -> Result<Recording> {
-        self.inner.owner_process.check()?;
-        self.inner.latest().ok_or_else(|| Error::EventNotRecorded {
-            event: self.label(),
-        })
+        self.inner
+            .get()?
+            .latest()
+            .ok_or_else(|| Error::EventNotRecorded {
+                event: self.label(),
+            })
     }
 
     fn label(&self) -> String {
@@ -592,9 +593,6 @@ impl fmt::Debug for Event {
 
 impl Drop for EventInner {
     fn drop(&mut self) {
-        if !self.owner_process.is_current() {
-            return;
-        }
         if let Some(raw) = self.raw {
             // SAFETY: created or opened by this handle and destroyed only here; the device keeps
             // the recordings.

@@ -18,7 +18,7 @@ use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::fork::CloseOnForkFd;
 use crate::ipc::{ClientSession, IpcServer, REPLY_TIMEOUT, Rejection, decode, encode};
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::{Fence, LazyFence};
@@ -49,7 +49,6 @@ pub(super) enum SemaphoreRole {
 #[derive(Debug)]
 pub(super) struct LocalSemaphore {
     pub(super) shared_page: Arc<SemaphorePage>,
-    pub(super) owner_process: OwnerProcess,
     device: Device,
     pub(super) name: String,
     pub(super) member: u32,
@@ -77,7 +76,6 @@ impl LocalSemaphore {
     ) -> LocalSemaphore {
         LocalSemaphore {
             shared_page,
-            owner_process: OwnerProcess::current(),
             device: device.clone(),
             name: signals.name().to_string(),
             member,
@@ -102,7 +100,6 @@ impl LocalSemaphore {
     }
 
     pub(super) fn check_open(&self) -> Result<()> {
-        self.owner_process.check()?;
         match &self.role {
             Some(SemaphoreRole::Member { session }) if self.monitor.is_over() => {
                 Err(session.owner_gone())
@@ -436,14 +433,6 @@ impl LocalSemaphore {
 impl Drop for LocalSemaphore {
     fn drop(&mut self) {
         let mut role = self.role.take();
-        if !self.owner_process.is_current() {
-            return std::mem::forget((
-                role,
-                self.shared_page.clone(),
-                self.signals.clone(),
-                self.monitor.clone(),
-            ));
-        }
         let (shared_page, signals, monitor) = (
             self.shared_page.clone(),
             self.signals.clone(),

@@ -13,7 +13,6 @@ use super::page::{CREATOR, SemaphorePage};
 use super::server::SemaphoreNotice;
 use super::signals::MemberSignals;
 use crate::error::{Error, Result};
-use crate::fork::OwnerProcess;
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Process};
 use crate::ipc::{IncomingReply, SessionObserver, decode};
 use crate::runtime::closer::PeerFd;
@@ -24,7 +23,6 @@ const NOTICES_MAX: usize = 512;
 
 /// Watches the creator and the members whose signals this process's streams wait for.
 pub(super) struct MemberMonitor {
-    owner_process: OwnerProcess,
     shared_page: Arc<SemaphorePage>,
     signals: Arc<MemberSignals>,
     weak_self: Weak<MemberMonitor>,
@@ -53,7 +51,6 @@ impl MemberMonitor {
         member: u32,
     ) -> Arc<MemberMonitor> {
         Arc::new_cyclic(|weak_self: &Weak<MemberMonitor>| MemberMonitor {
-            owner_process: OwnerProcess::current(),
             shared_page,
             signals,
             weak_self: weak_self.clone(),
@@ -176,9 +173,7 @@ impl SessionObserver for MemberMonitor {
 
 impl EventSource for MemberMonitor {
     fn on_ready(&self, tag: u64) -> Next {
-        if self.owner_process.is_current()
-            && let Ok(member) = u32::try_from(tag)
-        {
+        if let Ok(member) = u32::try_from(tag) {
             self.handle_death(member);
         }
         Next::Stop

@@ -39,6 +39,7 @@ use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{Kind, REPLY_TIMEOUT};
 use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
@@ -132,14 +133,14 @@ impl SemaphoreBuilder {
             semaphore_server,
         };
         Ok(Semaphore {
-            local: Arc::new(LocalSemaphore::new(
+            local: LeakOnFork::new(Arc::new(LocalSemaphore::new(
                 shared_page,
                 &device,
                 CREATOR,
                 signals,
                 monitor,
                 role,
-            )),
+            ))),
         })
     }
 }
@@ -185,7 +186,7 @@ impl Opener<Semaphore> {
         listening?;
         reactor.register_ticks(monitor.watched());
         Ok(Semaphore {
-            local: Arc::new(local),
+            local: LeakOnFork::new(Arc::new(local)),
         })
     }
 }
@@ -235,7 +236,7 @@ impl Opener<Semaphore> {
 ///   valid and can be released. Streams continue as above; each process releases its own.
 #[derive(Debug, Clone)]
 pub struct Semaphore {
-    local: Arc<LocalSemaphore>,
+    local: LeakOnFork<Arc<LocalSemaphore>>,
 }
 
 impl Semaphore {
@@ -385,7 +386,7 @@ impl Semaphore {
 
     /// Like [`try_take`](Self::try_take), among the permits that `may` accepts.
     fn try_take_of(&self, may: impl Fn(u32) -> bool) -> Result<Option<Permit>> {
-        let local = &self.local;
+        let local = self.local.get()?;
         local.check_open()?;
         if local.shared_page.has_waiters() {
             return Ok(None);
@@ -466,7 +467,7 @@ impl Semaphore {
 #[derive(Debug)]
 #[must_use = "a permit that is dropped is released"]
 pub struct Permit {
-    local: Arc<LocalSemaphore>,
+    local: LeakOnFork<Arc<LocalSemaphore>>,
     index: u32,
     stream: Option<Stream>,
     passed: u64,
@@ -504,8 +505,7 @@ impl Permit {
     }
 
     fn release_behind(&mut self, stream: &Stream) -> Result<()> {
-        let (local, index) = (self.local.clone(), self.index);
-        local.owner_process.check()?;
+        let (local, index) = (self.local.get()?.clone(), self.index);
         if let Err(error @ Error::Capturing { .. }) = stream.check_not_capturing() {
             self.is_open = false;
             local.hand_on_deferred(index, stream);
@@ -529,22 +529,18 @@ impl Permit {
     }
 
     fn hand_on(&mut self) {
-        if std::mem::replace(&mut self.is_open, false) && self.local.owner_process.is_current() {
-            self.local.hint.store(self.index, Relaxed);
-            self.local
-                .shared_page
-                .hand_on(self.index, self.local.member);
+        if std::mem::replace(&mut self.is_open, false)
+            && let Ok(local) = self.local.get()
+        {
+            local.hint.store(self.index, Relaxed);
+            local.shared_page.hand_on(self.index, local.member);
         }
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        if let Some(stream) = self
-            .stream
-            .take()
-            .filter(|_| self.is_open && self.local.owner_process.is_current())
-        {
+        if let Some(stream) = self.stream.take().filter(|_| self.is_open) {
             // Every failure has been handled, and a drop cannot report one.
             self.stream = Some(stream.clone());
             let _ = self.release_behind(&stream);
