@@ -41,6 +41,13 @@ impl Counts {
         skipped: 0,
     };
 
+    /// One check that was not made.
+    pub const ONE_SKIPPED: Counts = Counts {
+        passed: 0,
+        failed: 0,
+        skipped: 1,
+    };
+
     /// The counts of a program from its lines and its exit. A program that failed has at least one
     /// failed check, and one that says no counts where it should has failed, whatever its exit code
     /// says.

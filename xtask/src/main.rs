@@ -2,6 +2,7 @@
 //! `gpu-bundle`.
 
 mod aarch64;
+mod api;
 mod bundle;
 mod cases;
 mod counts;
@@ -36,6 +37,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
                   or see whether they are made from them; or take in the reports of a GPU
                   machine first, which replace those
   style           the rules of the sources: layers, imports, lengths
+  api             write the list of the public API, crates/warpipe/public-api.txt
   pages           see that links resolve and that a test runs every snippet
   book            make the book of docs/ in target/book, with mdBook (built once)
   gpu-bundle      assemble target/gpu-bundle, which tests a machine that has a GPU and no Rust";
@@ -91,6 +93,9 @@ fn main() -> ExitCode {
             .map(|()| true),
         ["results", "--from", folder] => Workspace::find()
             .and_then(|workspace| results::write(&workspace, Some(folder.as_ref())))
+            .map(|()| true),
+        ["api"] => Workspace::find()
+            .and_then(|workspace| api::write(&workspace))
             .map(|()| true),
         ["pages"] => Workspace::find()
             .and_then(|workspace| pages::check(&workspace))

@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::Outcome;
+use crate::api;
 use crate::counts::{Counts, Dialect};
 use crate::layers;
 use crate::packages;
@@ -94,6 +95,7 @@ impl Suite<'_> {
         self.check("no file imports all names of its parent", style::report);
         self.check("a module uses its layer and those below", layers::check);
         self.check("links and snippets of the pages", pages::check);
+        self.step("public API is the list's", api::check);
         self.check("PTX is fresh", ptx::check_fresh);
         self.check("PTX atomics are .sys", ptx::check_scope);
         self.check("packages for a registry", packages::check);

@@ -1,4 +1,4 @@
-//! Copies of many rows: the driver's 3D copy, and the CPU twin of the backend's own kernel.
+//! Copies of many rows: the driver's 3D copy, and the host version of the backend's own kernel.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -79,7 +79,7 @@ impl Gather {
         }
     }
 
-    /// The twin of `warpipe_gather`: each unit by its number, as a thread finds it.
+    /// The host version of `warpipe_gather`: each unit by its number, as a thread finds it.
     pub fn run(&self) {
         for unit in 0..self.units {
             let (mut rest, mut to, mut from) = (unit, self.to, self.from);

@@ -1,12 +1,12 @@
 //! Modules and launches: a kernel's name and parameters come from the PTX, its work from the CPU
-//! twin of that name.
+//! host version of that name.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use warpipe::kernel::{HostTwin, Launch};
+use warpipe::{HostKernel, KernelLaunch};
 
 use crate::capture;
 use crate::gather::Gather;
@@ -25,13 +25,13 @@ struct Entry {
 
 /// The target of a `CUfunction`.
 struct Function {
-    twin: Twin,
+    host_version: HostVersion,
     parameters: usize,
 }
 
-enum Twin {
+enum HostVersion {
     /// A kernel of `warpipe-kernels`: every parameter is 64 bits wide.
-    Plain(HostTwin),
+    Plain(HostKernel),
     /// The backend's own kernel that stores many words.
     Broadcast,
     /// The backend's own kernel that copies between tensors of different layouts.
@@ -191,7 +191,7 @@ unsafe extern "C" fn cuModuleGetFunction(
             .find(|entry| entry.name.as_bytes() == name.to_bytes())
             .ok_or(NOT_FOUND)?;
         let function = Arc::new(Function {
-            twin: twin(entry)?,
+            host_version: host_version(entry)?,
             parameters: entry.parameters.len(),
         });
         let handle = Arc::as_ptr(&function).addr();
@@ -201,13 +201,13 @@ unsafe extern "C" fn cuModuleGetFunction(
     })
 }
 
-/// The CPU twin of an entry.
-fn twin(entry: &Entry) -> Outcome<Twin> {
+/// The host version of an entry.
+fn host_version(entry: &Entry) -> Outcome<HostVersion> {
     if entry.name == "warpipe_broadcast" && entry.parameters == [size_of::<Signals>()] {
-        return Ok(Twin::Broadcast);
+        return Ok(HostVersion::Broadcast);
     }
     if entry.name == "warpipe_gather" && entry.parameters == [size_of::<Gather>()] {
-        return Ok(Twin::Gather);
+        return Ok(HostVersion::Gather);
     }
     let mut kernels = warpipe_kernels::ALL
         .iter()
@@ -215,7 +215,7 @@ fn twin(entry: &Entry) -> Outcome<Twin> {
     let kernel = kernels.find(|kernel| kernel.name().to_bytes() == entry.name.as_bytes());
     match kernel {
         Some(kernel) if entry.parameters.iter().all(|&bytes| bytes == 8) => {
-            Ok(Twin::Plain(kernel.twin()))
+            Ok(HostVersion::Plain(kernel.host_kernel()))
         }
         _ => Err(NO_BINARY_FOR_GPU),
     }
@@ -277,30 +277,30 @@ unsafe extern "C" fn cuLaunchKernel(
         if parameters.iter().any(|parameter| parameter.is_null()) {
             return Err(INVALID_VALUE);
         }
-        let work: Arc<dyn Fn() + Send + Sync> = match function.twin {
-            Twin::Plain(twin) => {
-                // SAFETY: each leads to a parameter of 64 bits, see `twin`.
+        let work: Arc<dyn Fn() + Send + Sync> = match function.host_version {
+            HostVersion::Plain(host_version) => {
+                // SAFETY: each leads to a parameter of 64 bits, see `host_version`.
                 let args: Vec<u64> = parameters
                     .iter()
                     .map(|&value| unsafe { value.cast::<u64>().read() })
                     .collect();
                 // SAFETY: the program launched this kernel with these arguments.
                 Arc::new(move || unsafe {
-                    twin(Launch {
+                    host_version(KernelLaunch {
                         grid: grid_x,
                         block: block_x,
                         args: &args,
                     })
                 })
             }
-            Twin::Broadcast => {
-                // SAFETY: the one parameter has this layout, see `twin`.
+            HostVersion::Broadcast => {
+                // SAFETY: the one parameter has this layout, see `host_version`.
                 let list = unsafe { parameters[0].cast::<Signals>().read() };
                 check(&list)?;
                 Arc::new(move || broadcast(&list, block_x))
             }
-            Twin::Gather => {
-                // SAFETY: the one parameter has this layout, see `twin`.
+            HostVersion::Gather => {
+                // SAFETY: the one parameter has this layout, see `host_version`.
                 let gather = unsafe { parameters[0].cast::<Gather>().read() };
                 gather.check(stream.device)?;
                 Arc::new(move || gather.run())
@@ -320,7 +320,7 @@ fn check(list: &Signals) -> Outcome {
     if sound { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
-/// The twin of `warpipe_broadcast`: thread `i` stores word `i`.
+/// The host version of `warpipe_broadcast`: thread `i` stores word `i`.
 fn broadcast(list: &Signals, threads: u32) {
     let count = usize::try_from(list.count)
         .unwrap_or(64)
@@ -367,7 +367,7 @@ mod tests {
                 .iter()
                 .find(|entry| entry.name.as_bytes() == kernel.name().to_bytes());
             assert!(
-                twin(entry.expect("the module has the kernel")).is_ok(),
+                host_version(entry.expect("the module has the kernel")).is_ok(),
                 "{kernel:?}"
             );
         }

@@ -4,7 +4,7 @@
 //! * Device memory is a memfd; its device address is where it is mapped, its handle for sharing a
 //!   duplicate descriptor.
 //! * A stream is a thread: enqueued work runs later, on that thread.
-//! * A kernel is its CPU twin, found by its name in the module's PTX.
+//! * A kernel is its host version, found by its name in the module's PTX.
 //! * A device can be reset: everything made on it is destroyed, and the next retain makes its
 //!   context anew.
 //! * A stream can be captured: its work becomes a graph, and calls on other threads that are

@@ -52,8 +52,8 @@ impl DeviceArg {
     /// The choice that names an open device, for a child process of the same environment.
     pub fn of(device: &Device) -> DeviceArg {
         match device.info().id.kind {
-            warpipe::backend::DeviceKind::Host => DeviceArg::Host,
-            warpipe::backend::DeviceKind::Cuda => DeviceArg::Cuda(device.info().ordinal),
+            warpipe::DeviceKind::Host => DeviceArg::Host,
+            _ => DeviceArg::Cuda(device.info().ordinal),
         }
     }
 }

@@ -4,8 +4,8 @@
 use std::ptr::NonNull;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
-use warpipe::Device;
-use warpipe::backend::{DevicePtr, TimelineWord};
+use warpipe::backend::TimelineWord;
+use warpipe::{Device, DevicePtr};
 
 const PAGE_BYTES: usize = 65_536;
 

@@ -4,8 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use warpipe::backend::DevicePtr;
-use warpipe::{Device, LegacyHandle, LegacyMemory, Stream};
+use warpipe::{Device, DevicePtr, LegacyHandle, LegacyMemory, Stream};
 
 use crate::PATIENCE;
 use crate::payload::{ErrorCounters, fill_words};

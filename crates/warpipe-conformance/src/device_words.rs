@@ -4,8 +4,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use warpipe::backend::DevicePtr;
-use warpipe::{Buffer, LentBuffer, Memory, SharedMemory, Stream};
+use warpipe::{Buffer, DevicePtr, LentBuffer, Memory, SharedMemory, Stream};
 
 use crate::PATIENCE;
 use crate::payload::{Check, ErrorCounters, fill_words};

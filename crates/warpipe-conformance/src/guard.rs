@@ -9,8 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::backend::DeviceKind;
-use warpipe::{Device, Domain, Publisher};
+use warpipe::{Device, DeviceKind, Domain, Publisher};
 
 use crate::process::eventually;
 
@@ -165,7 +164,7 @@ fn mappings() -> u64 {
 fn threads_of(device: &Device) -> u64 {
     match device.info().id.kind {
         DeviceKind::Host => thread_names().len() as u64,
-        DeviceKind::Cuda => 0,
+        _ => 0,
     }
 }
 

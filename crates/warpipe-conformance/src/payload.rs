@@ -7,8 +7,9 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use warpipe::backend::DevicePtr;
-use warpipe::{DType, Device, Layout, Lease, Loan, Publisher, Sample, SampleMut, SlotHold, Stream};
+use warpipe::{
+    DType, Device, DevicePtr, Layout, Lease, Loan, Publisher, Sample, SampleMut, SlotHold, Stream,
+};
 use warpipe_kernels as kernels;
 
 use crate::PATIENCE;

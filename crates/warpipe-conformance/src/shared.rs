@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use rustix::mm::{MapFlags, ProtFlags};
-use warpipe::backend::DevicePtr;
-use warpipe::{Device, Stream};
+use warpipe::{Device, DevicePtr, Stream};
 
 use crate::PATIENCE;
 use crate::payload::{Check, ErrorCounters, fill_words};

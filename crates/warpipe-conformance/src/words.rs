@@ -5,8 +5,8 @@ use std::os::fd::AsFd;
 
 use anyhow::{Context as _, Result};
 use rustix::mm::{MapFlags, ProtFlags};
-use warpipe::backend::{DevicePtr, StreamOp, TimelineWord};
-use warpipe::{Device, Stream};
+use warpipe::backend::{StreamOp, TimelineWord};
+use warpipe::{Device, DevicePtr, Stream};
 
 /// Two words: one that the case signals and its peer waits for, and one the other way.
 #[derive(Debug)]

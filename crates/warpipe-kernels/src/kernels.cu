@@ -2,7 +2,7 @@
 //
 // Every parameter is 64 bits wide, because a launch passes 64-bit words: a float comes as its bit pattern in the
 // low half. Every block is a multiple of 32 threads. What another process or the CPU may read while a kernel runs
-// is changed by system-scope atomics only. The CPU twins (twins.rs) and the pattern (pattern.rs) must stay equal
+// is changed by system-scope atomics only. The host versions (host.rs) and the pattern (pattern.rs) must stay equal
 // to this file, bit for bit.
 
 typedef unsigned long long u64;
@@ -120,7 +120,7 @@ extern "C" __global__ void pass_on(u64 *flag, u64 due, u64 next, u64 nanoseconds
     atomicExch_system(flag, next);
 }
 
-// One thread an output; neighbours read neighbouring weights. The sum's order and its single roundings are the twin's.
+// One thread an output; neighbours read neighbouring weights. The sum's order and its single roundings are the host version's.
 extern "C" __global__ void dense(float *out, const float *in, const float *weights, const float *bias, u64 rows,
                                  u64 inputs, u64 outputs, u64 relu) {
     const u64 step = grid_stride();

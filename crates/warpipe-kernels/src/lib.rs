@@ -1,5 +1,5 @@
 //! The kernels that warpipe's demos, tests and benchmarks launch, each as PTX for a GPU and as a
-//! CPU twin.
+//! host version.
 //!
 //! * `kernels.cu` is the source, `kernels.ptx` what NVRTC 12.0 made of it for `compute_70`: it runs
 //!   on any driver from R525 on, and no toolkit is needed to build or use this crate.
@@ -12,26 +12,25 @@
 //! Both sides of a kernel give the same bits, with one exception: the sign and payload of a NaN.
 //!
 //! ```
-//! use warpipe::kernel::Launch;
+//! use warpipe::KernelLaunch;
 //! let mut words = [0u64; 100];
 //! let args = [words.as_mut_ptr() as u64, 100, 7];
 //! // SAFETY: the arguments are what `fill` takes, and name 100 words of this function's own.
-//! unsafe { (warpipe_kernels::FILL.twin())(Launch { grid: 1, block: 256, args: &args }) };
+//! unsafe { (warpipe_kernels::FILL.host_kernel())(KernelLaunch { grid: 1, block: 256, args: &args }) };
 //! assert_eq!(words[42], warpipe_kernels::pattern(7, 42));
 //! ```
 #![deny(missing_docs)]
 
+mod host;
 mod pattern;
 pub mod render;
-mod twins;
 
 pub use pattern::{checksum_of, pattern};
 
 use std::ffi::CStr;
 use std::time::Duration;
 
-use warpipe::backend::DevicePtr;
-use warpipe::{Device, Kernel, Result, Stream};
+use warpipe::{Device, DevicePtr, Kernel, Result, Stream};
 
 /// The longest that [`spin`], [`slow_fill`] and [`pass_on`] wait; what is asked for beyond it is
 /// cut.
@@ -46,27 +45,27 @@ static MODULE: &CStr = match CStr::from_bytes_with_nul(TEXT.as_bytes()) {
 };
 
 /// `fill(words, count, seed)`; see [`fill()`].
-pub static FILL: Kernel = Kernel::new(c"fill", MODULE, twins::fill);
+pub static FILL: Kernel = Kernel::new(c"fill", MODULE, host::fill);
 /// `check(words, count, seed, errors)`; see [`check()`].
-pub static CHECK: Kernel = Kernel::new(c"check", MODULE, twins::check);
+pub static CHECK: Kernel = Kernel::new(c"check", MODULE, host::check);
 /// `checksum(words, count, sum)`; see [`checksum()`].
-pub static CHECKSUM: Kernel = Kernel::new(c"checksum", MODULE, twins::checksum);
+pub static CHECKSUM: Kernel = Kernel::new(c"checksum", MODULE, host::checksum);
 /// `scale(out, in, count, factor_bits)`; see [`scale()`].
-pub static SCALE: Kernel = Kernel::new(c"scale", MODULE, twins::scale);
+pub static SCALE: Kernel = Kernel::new(c"scale", MODULE, host::scale);
 /// `add(out, in, count, addend_bits)`; see [`add()`].
-pub static ADD: Kernel = Kernel::new(c"add", MODULE, twins::add);
+pub static ADD: Kernel = Kernel::new(c"add", MODULE, host::add);
 /// `square_root(out, in, count)`; see [`square_root()`].
-pub static SQUARE_ROOT: Kernel = Kernel::new(c"square_root", MODULE, twins::square_root);
+pub static SQUARE_ROOT: Kernel = Kernel::new(c"square_root", MODULE, host::square_root);
 /// `spin(nanoseconds)`; see [`spin()`].
-pub static SPIN: Kernel = Kernel::new(c"spin", MODULE, twins::spin);
+pub static SPIN: Kernel = Kernel::new(c"spin", MODULE, host::spin);
 /// `slow_fill(words, count, seed, nanoseconds)`; see [`slow_fill()`].
-pub static SLOW_FILL: Kernel = Kernel::new(c"slow_fill", MODULE, twins::slow_fill);
+pub static SLOW_FILL: Kernel = Kernel::new(c"slow_fill", MODULE, host::slow_fill);
 /// `touch(words, count)`; see [`touch()`].
-pub static TOUCH: Kernel = Kernel::new(c"touch", MODULE, twins::touch);
+pub static TOUCH: Kernel = Kernel::new(c"touch", MODULE, host::touch);
 /// `pass_on(flag, due, next, nanoseconds)`; see [`pass_on()`].
-pub static PASS_ON: Kernel = Kernel::new(c"pass_on", MODULE, twins::pass_on);
+pub static PASS_ON: Kernel = Kernel::new(c"pass_on", MODULE, host::pass_on);
 /// `dense(out, in, weights, bias, rows, inputs, outputs, relu)`; see [`dense()`].
-pub static DENSE: Kernel = Kernel::new(c"dense", MODULE, twins::dense);
+pub static DENSE: Kernel = Kernel::new(c"dense", MODULE, host::dense);
 
 /// Every kernel of this module; those that draw are in [`render::ALL`].
 pub static ALL: &[Kernel] = &[

@@ -2,7 +2,7 @@
 // file by itself (`cargo xtask ptx`).
 //
 // As in kernels.cu every parameter is 64 bits wide. What is rounded is rounded once, by the functions that are never
-// fused, and the rest is integers: the CPU twins (render/twins.rs) give the same bits. Indices come from another
+// fused, and the rest is integers: the host versions (render/host.rs) give the same bits. Indices come from another
 // process, so a triangle that names no vertex is skipped.
 
 typedef unsigned long long u64;

@@ -10,15 +10,14 @@
 //! below. Triangles with counter-clockwise corners face it; what is nearer than one unit, or
 //! names no vertex, is not drawn.
 //!
-//! `render.cu` is the source, `render.ptx` what NVRTC 12.0 made of it; the twins give the same
+//! `render.cu` is the source, `render.ptx` what NVRTC 12.0 made of it; the host versions give the same
 //! bits.
 
-mod twins;
+mod host;
 
 use std::ffi::CStr;
 
-use warpipe::backend::DevicePtr;
-use warpipe::{Device, Kernel, Result, Stream};
+use warpipe::{Device, DevicePtr, Kernel, Result, Stream};
 
 use crate::{BLOCK, grid_for};
 
@@ -30,10 +29,10 @@ static MODULE: &CStr = match CStr::from_bytes_with_nul(TEXT.as_bytes()) {
     Err(_) => panic!("render.ptx holds a NUL byte; run `cargo xtask ptx`"),
 };
 
-static VERTICES: Kernel = Kernel::new(c"render_vertices", MODULE, twins::vertices);
-static CLEAR: Kernel = Kernel::new(c"render_clear", MODULE, twins::clear);
-static TRIANGLES: Kernel = Kernel::new(c"render_triangles", MODULE, twins::triangles);
-static FRAGMENTS: Kernel = Kernel::new(c"render_fragments", MODULE, twins::fragments);
+static VERTICES: Kernel = Kernel::new(c"render_vertices", MODULE, host::vertices);
+static CLEAR: Kernel = Kernel::new(c"render_clear", MODULE, host::clear);
+static TRIANGLES: Kernel = Kernel::new(c"render_triangles", MODULE, host::triangles);
+static FRAGMENTS: Kernel = Kernel::new(c"render_fragments", MODULE, host::fragments);
 
 /// Every kernel of this module.
 pub static ALL: &[Kernel] = &[VERTICES, CLEAR, TRIANGLES, FRAGMENTS];
@@ -138,7 +137,7 @@ pub unsafe fn draw(stream: &Stream, mesh: &Mesh, canvas: &Canvas) -> Result<()> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use warpipe::kernel::Launch;
+    use warpipe::KernelLaunch;
 
     const SIZE: u64 = 32;
     const UPRIGHT: [f32; 9] = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0];
@@ -151,7 +150,7 @@ mod tests {
         values.as_ptr().expose_provenance() as u64
     }
 
-    /// Draws with the twins, on memory of this function's own.
+    /// Draws with the host versions, on memory of this function's own.
     fn drawn(positions: &[[f32; 3]], colours: &[u32], indices: &[[u32; 3]]) -> Vec<u32> {
         let (device, all) = (Device::host(), (SIZE * SIZE) as usize);
         let mut pixels = vec![0u32; all];
@@ -269,7 +268,8 @@ mod tests {
     }
 
     #[test]
-    fn every_kernel_is_an_entry_of_the_committed_ptx_with_as_many_parameters_as_its_twin_takes() {
+    fn every_kernel_is_an_entry_of_the_committed_ptx_with_as_many_parameters_as_its_host_version_takes()
+     {
         for (kernel, count) in ALL.iter().zip([7, 2, 7, 7]) {
             let name = kernel.name().to_str().unwrap();
             let (_, after) = TEXT
@@ -285,9 +285,9 @@ mod tests {
                 "{name}"
             );
             let wrong = std::panic::catch_unwind(|| {
-                // SAFETY: a wrong number of arguments stops the twin before it touches memory.
+                // SAFETY: a wrong number of arguments stops the host version before it touches memory.
                 unsafe {
-                    (kernel.twin())(Launch {
+                    (kernel.host_kernel())(KernelLaunch {
                         grid: 1,
                         block: 256,
                         args: &[0; 3],

@@ -7,8 +7,7 @@ use std::ptr;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use warpipe::tensor::RANK_MAX;
-use warpipe::{DType, Layout};
+use warpipe::{DType, Layout, RANK_MAX};
 
 use crate::device::is_cuda;
 use crate::dlpack::row_major;

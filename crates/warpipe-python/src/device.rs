@@ -69,7 +69,7 @@ impl Device {
         Device::named(name.to_str()?)
     }
 
-    fn preferred(preferred: warpipe::device::Preferred) -> Device {
+    fn preferred(preferred: warpipe::PreferredDevice) -> Device {
         Device {
             inner: preferred.device,
             why: preferred.why,

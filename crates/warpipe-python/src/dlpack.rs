@@ -10,8 +10,7 @@ use std::ptr::NonNull;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::critical_section::with_critical_section;
-use warpipe::DType;
-use warpipe::tensor::RANK_MAX;
+use warpipe::{DType, RANK_MAX};
 
 use crate::device::is_cuda;
 use crate::errors::Fault;

@@ -5,8 +5,7 @@ use std::sync::Mutex;
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyString, PyType};
-use warpipe::DType;
-use warpipe::tensor::RANK_MAX;
+use warpipe::{DType, RANK_MAX};
 
 use crate::errors::Fault;
 use crate::stream::imported;

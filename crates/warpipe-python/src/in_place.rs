@@ -15,8 +15,7 @@ use std::time::Duration;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyString};
-use warpipe::tensor::RANK_MAX;
-use warpipe::{DType, Layout, LegacyHandle, LegacyMemory, SlotReturn};
+use warpipe::{DType, Layout, LegacyHandle, LegacyMemory, RANK_MAX, SlotReturn};
 
 use crate::detached::detached;
 use crate::errors::{Fault, Outcome};

@@ -62,6 +62,7 @@ impl QueueState {
             waiting,
             leased,
             finished,
+            ..
         } = endpoint.end()?.state()?;
         Ok(QueueState {
             workers,

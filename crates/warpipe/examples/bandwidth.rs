@@ -29,8 +29,7 @@ use std::time::Instant;
 use rustix::mm::{MapFlags, ProtFlags};
 use stage::talk::Talk;
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::backend::{Access, DeviceKind, DevicePtr};
-use warpipe::{Device, Memory, SharedMemory, Stream, Ticket};
+use warpipe::{Access, Device, DeviceKind, DevicePtr, Memory, SharedMemory, Stream, Ticket};
 
 /// Copies in a row that give one rate.
 const COPIES: u64 = 8;

@@ -28,8 +28,7 @@ use rustix::process::{
 };
 use stage::talk::Talk;
 use stage::{Outcome, PATIENCE, Stage, ensure, play_after};
-use warpipe::backend::Access;
-use warpipe::{Memory, Ticket};
+use warpipe::{Access, Memory, Ticket};
 
 /// Small enough that a 32-bit float represents each integer up to twice this.
 const COUNT: u64 = 1 << 16;

@@ -31,8 +31,7 @@ use std::process::{ExitCode, Stdio};
 
 use stage::talk::Talk;
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::backend::DevicePtr;
-use warpipe::{Device, LegacyHandle, Memory, Stream, Ticket};
+use warpipe::{Device, DevicePtr, LegacyHandle, Memory, Stream, Ticket};
 
 /// The tensors are [n, 2n] for n from 1 to this.
 const TENSORS: i64 = 9;

@@ -22,8 +22,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::backend::Access;
-use warpipe::{Buffer, Change, Error, LentBuffer, Member, Members, Pool, PoolStats, Ticket};
+use warpipe::{
+    Access, Buffer, Change, Error, LentBuffer, Member, Members, Pool, PoolStats, Ticket,
+};
 
 const NAME: &str = "scratch";
 const BLOCKS: u64 = 4;

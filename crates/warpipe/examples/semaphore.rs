@@ -26,8 +26,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
-use warpipe::backend::Access;
-use warpipe::{Device, Memory, Publisher, Semaphore, SharedMemory, Stream, Subscriber, Ticket};
+use warpipe::{
+    Access, Device, Memory, Publisher, Semaphore, SharedMemory, Stream, Subscriber, Ticket,
+};
 
 const PROCESSES: u64 = 6;
 const ROUNDS: u64 = 20;

@@ -19,7 +19,8 @@ pub struct Device {
 
 /// The device that [`Device::preferred`] took, and why.
 #[derive(Debug)]
-pub struct Preferred {
+#[non_exhaustive]
+pub struct PreferredDevice {
     /// The device.
     pub device: Device,
     /// For messages to people: `first GPU`, or why there is none.
@@ -29,13 +30,13 @@ pub struct Preferred {
 impl Device {
     /// The first GPU if there is one, else the host, and the reason. The driver honours
     /// `CUDA_VISIBLE_DEVICES`.
-    pub fn preferred() -> Preferred {
+    pub fn preferred() -> PreferredDevice {
         match Device::cuda(0) {
             Ok(device) => {
                 let why = format!("first GPU: {}, {}", device.info().name, device.info().id);
-                Preferred { device, why }
+                PreferredDevice { device, why }
             }
-            Err(error) => Preferred {
+            Err(error) => PreferredDevice {
                 device: Device::host(),
                 why: error.to_string(),
             },
@@ -92,7 +93,9 @@ impl Device {
         self.backend.info()
     }
 
-    /// The backend that drives this device.
+    /// The backend that drives this device: the calls behind this library, most of them unsafe. For
+    /// this workspace's tools alone: it may change in any version.
+    #[doc(hidden)]
     pub fn backend(&self) -> &Arc<dyn Backend> {
         &self.backend
     }

@@ -20,6 +20,8 @@ pub use fault::{
 };
 pub use kind::ErrorKind;
 
+pub(crate) use construct::returns_to_caller;
+
 use crate::kind::Kind;
 
 /// The result of every fallible call of this crate.

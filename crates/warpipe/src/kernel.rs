@@ -5,7 +5,7 @@ use std::fmt;
 
 /// The arguments of a kernel's CPU version: those of the whole launch, once.
 #[derive(Debug, Clone, Copy)]
-pub struct Launch<'a> {
+pub struct KernelLaunch<'a> {
     /// Blocks.
     pub grid: u32,
     /// Threads a block.
@@ -18,13 +18,13 @@ pub struct Launch<'a> {
 ///
 /// # Safety
 /// As for the kernel itself: the arguments name memory that is valid for the kernel's accesses.
-pub type HostTwin = unsafe fn(Launch<'_>);
+pub type HostKernel = unsafe fn(KernelLaunch<'_>);
 
 /// One kernel under both backends. All its parameters are 64 bits wide.
 ///
 /// ```
-/// use warpipe::{Kernel, kernel::Launch};
-/// unsafe fn nothing(_: Launch<'_>) {}
+/// use warpipe::{Kernel, KernelLaunch};
+/// unsafe fn nothing(_: KernelLaunch<'_>) {}
 /// const PTX: &std::ffi::CStr = c".version 8.0\n.target sm_70\n.address_size 64\n.visible .entry nothing() { ret; }";
 /// static NOTHING: Kernel = Kernel::new(c"nothing", PTX, nothing);
 /// assert_eq!(NOTHING.name().to_str(), Ok("nothing"));
@@ -33,13 +33,17 @@ pub type HostTwin = unsafe fn(Launch<'_>);
 pub struct Kernel {
     name: &'static CStr,
     ptx: &'static CStr,
-    twin: HostTwin,
+    host_kernel: HostKernel,
 }
 
 impl Kernel {
     /// A kernel called `name` in the module `ptx`, and its CPU version.
-    pub const fn new(name: &'static CStr, ptx: &'static CStr, twin: HostTwin) -> Self {
-        Kernel { name, ptx, twin }
+    pub const fn new(name: &'static CStr, ptx: &'static CStr, host_kernel: HostKernel) -> Self {
+        Kernel {
+            name,
+            ptx,
+            host_kernel,
+        }
     }
 
     /// The kernel's entry name in the PTX.
@@ -54,8 +58,8 @@ impl Kernel {
     }
 
     /// The CPU version.
-    pub fn twin(&self) -> HostTwin {
-        self.twin
+    pub fn host_kernel(&self) -> HostKernel {
+        self.host_kernel
     }
 }
 

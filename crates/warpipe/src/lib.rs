@@ -94,10 +94,12 @@
 #![deny(missing_docs)]
 
 mod atomic;
+#[doc(hidden)]
 pub mod backend;
 mod backoff;
 pub mod clock;
-pub mod device;
+mod device;
+mod device_types;
 mod error;
 mod fork;
 #[cfg(any(test, feature = "testing"))]
@@ -108,9 +110,9 @@ mod hostile;
 #[cfg(feature = "cudarc")]
 pub mod interop_cudarc;
 mod ipc;
-pub mod kernel;
+mod kernel;
 mod kind;
-pub mod members;
+mod members;
 mod memory;
 pub mod nvtx;
 mod options;
@@ -126,16 +128,17 @@ mod shm;
 mod stats;
 mod stream;
 mod sync;
-pub mod tensor;
+mod tensor;
 
-pub use device::Device;
+pub use device::{Device, PreferredDevice};
+pub use device_types::{Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream};
 pub use error::{
     Error, ErrorKind, EventHandleFault, Expiry, HandleFault, HandshakeFault, Holder, LegacyFault,
-    PeerLimit, Result, TicketFault,
+    PeerLimit, PointerKind, Result, TicketFault,
 };
 pub use ipc::PeerState;
 pub use ipc::domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
-pub use kernel::Kernel;
+pub use kernel::{HostKernel, Kernel, KernelLaunch};
 pub use kind::Kind;
 pub use members::{Change, Member, MemberBuilder, MemberInfo, Members, MembersBuilder};
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
@@ -157,7 +160,7 @@ pub use stream::Stream;
 pub use sync::event::{Event, EventBuilder, EventHandle, Recording};
 pub use sync::semaphore::{Permit, Semaphore, SemaphoreBuilder};
 pub use sync::timeline::{Timeline, TimelineBuilder};
-pub use tensor::{DType, Layout};
+pub use tensor::{DType, Layout, RANK_MAX};
 
 /// Tests the examples of the README.
 #[cfg(doctest)]

@@ -7,10 +7,9 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use warpipe::backend::Access;
 use warpipe::{
-    Device, Domain, Event, Member, Members, Memory, Pool, Publisher, Queue, Semaphore, Subscriber,
-    Ticket, Timeline, Worker,
+    Access, Device, Domain, Event, Member, Members, Memory, Pool, Publisher, Queue, Semaphore,
+    Subscriber, Ticket, Timeline, Worker,
 };
 
 const WAIT: Duration = Duration::from_secs(40);

@@ -6,8 +6,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use rustix::mm::{MapFlags, ProtFlags};
-use warpipe::backend::{Access, Backend, DeviceId, RawRegion, RawStream, StreamOp, TimelineWord};
-use warpipe::{Device, Error, Stream};
+use warpipe::backend::{Backend, RawRegion, StreamOp, TimelineWord};
+use warpipe::{Access, Device, DeviceId, Error, RawStream, Stream};
 
 use super::control::control;
 use super::exit::*;

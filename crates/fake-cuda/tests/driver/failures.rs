@@ -3,8 +3,8 @@
 use std::os::fd::AsFd;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
-use warpipe::backend::{Access, StreamOp};
-use warpipe::{Device, Error};
+use warpipe::backend::StreamOp;
+use warpipe::{Access, Device, Error};
 
 use super::cases::{MIB, PATIENCE, REGION_BYTES, census, download, export, gpu, import, release};
 

@@ -4,8 +4,8 @@ use std::ffi::c_void;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use warpipe::backend::{IPC_EVENTS_MAX, PointerKind};
-use warpipe::{Device, Error, LegacyFault, LegacyHandle, LegacyMemory};
+use warpipe::backend::IPC_EVENTS_MAX;
+use warpipe::{Device, Error, LegacyFault, LegacyHandle, LegacyMemory, PointerKind};
 
 use super::cases::{MIB, PATIENCE, download, driver_library, gpu, release, words};
 use super::process::{self, CASE};

@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
-use warpipe::backend::DeviceId;
-use warpipe::{Memory, Ticket};
+use warpipe::{DeviceId, Memory, Ticket};
 
 use super::Role;
 use super::figure::{Figure, Wanted, median};

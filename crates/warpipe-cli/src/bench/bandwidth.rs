@@ -8,8 +8,7 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use warpipe::backend::{Access, DeviceId, DevicePtr};
-use warpipe::{Device, Stream};
+use warpipe::{Access, Device, DeviceId, DevicePtr, Stream};
 
 use super::Role;
 use super::figure::{Figure, Wanted};

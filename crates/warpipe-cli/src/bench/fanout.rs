@@ -5,8 +5,7 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use warpipe::backend::DeviceId;
-use warpipe::{DType, Device, Layout, Publisher, Stream, Subscriber};
+use warpipe::{DType, Device, DeviceId, Layout, Publisher, Stream, Subscriber};
 
 use super::figure::{Figure, Wanted};
 use super::peer_process::{Control, PeerProcess};

@@ -9,8 +9,9 @@
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use warpipe::backend::{DeviceId, DevicePtr};
-use warpipe::{DType, Device, Domain, Layout, Publisher, Sample, Stream, Subscriber};
+use warpipe::{
+    DType, Device, DeviceId, DevicePtr, Domain, Layout, Publisher, Sample, Stream, Subscriber,
+};
 
 use super::figure::{Figure, Wanted};
 use super::peer_process::{Control, PeerProcess};

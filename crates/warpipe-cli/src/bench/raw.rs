@@ -8,10 +8,8 @@ use std::time::Instant;
 use anyhow::{Context, ensure};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
-use warpipe::backend::{
-    Access, DeviceId, DeviceKind, DevicePtr, RawRegion, StreamOp, TimelineWord,
-};
-use warpipe::{Device, Stream};
+use warpipe::backend::{RawRegion, StreamOp, TimelineWord};
+use warpipe::{Access, Device, DeviceId, DeviceKind, DevicePtr, Stream};
 
 use super::setup::PATIENCE;
 

@@ -13,8 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
-use warpipe::backend::{Access, DeviceId};
-use warpipe::{Device, Domain, Semaphore, Stream};
+use warpipe::{Access, Device, DeviceId, Domain, Semaphore, Stream};
 
 use super::Role;
 use super::figure::{Figure, Wanted};

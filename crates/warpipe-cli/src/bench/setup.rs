@@ -6,8 +6,7 @@ use std::time::Duration;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
-use warpipe::backend::DeviceKind;
-use warpipe::{Device, Domain};
+use warpipe::{Device, DeviceKind, Domain};
 
 use super::BenchArgs;
 

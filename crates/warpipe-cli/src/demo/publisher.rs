@@ -5,9 +5,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use warpipe::backend::DevicePtr;
 use warpipe::{
-    Device, Domain, Error, Layout, Policy, Publisher, SampleMut, SlotReturn, Stream, clock,
+    Device, DevicePtr, Domain, Error, Layout, Policy, Publisher, SampleMut, SlotReturn, Stream,
+    clock,
 };
 
 use super::leftovers::Before;

@@ -9,8 +9,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use warpipe::backend::{DeviceKind, DevicePtr};
-use warpipe::{Device, Domain, Layout, Publisher, Stream, Subscriber};
+use warpipe::{Device, DeviceKind, DevicePtr, Domain, Layout, Publisher, Stream, Subscriber};
 
 use super::orders::send_event;
 use super::protocol::Event;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
-use warpipe::backend::DeviceKind;
+use warpipe::DeviceKind;
 
 use super::processes::{Id, Processes};
 use super::protocol::{Counts, Event, Order};

@@ -4,8 +4,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use warpipe::backend::DevicePtr;
-use warpipe::{Layout, PeerState, Publisher, SlotReturn, clock};
+use warpipe::{DevicePtr, Layout, PeerState, Publisher, SlotReturn, clock};
 
 use super::ITEM_PATIENCE;
 use super::orders::send_event;

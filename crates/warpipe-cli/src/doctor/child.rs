@@ -6,8 +6,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use warpipe::backend::{Access, DeviceKind, RawRegion};
-use warpipe::{Device, Stream};
+use warpipe::backend::RawRegion;
+use warpipe::{Access, Device, DeviceKind, Stream};
 
 use crate::device_arg::DeviceArg;
 use crate::exit::Exit;

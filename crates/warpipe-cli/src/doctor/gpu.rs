@@ -1,7 +1,7 @@
 //! Finding GPUs, and what they can do with each other's memory.
 
-use warpipe::backend::{Access, cuda};
-use warpipe::{Device, Error};
+use warpipe::backend::cuda;
+use warpipe::{Access, Device, Error};
 
 use super::memory::Scratch;
 use super::report::{Check, Report};

@@ -7,8 +7,8 @@ use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use warpipe::backend::{Access, DeviceKind, RawRegion, StreamOp};
-use warpipe::{Device, Stream};
+use warpipe::backend::{RawRegion, StreamOp};
+use warpipe::{Access, Device, DeviceKind, Stream};
 
 use super::child::{READ, REFUSED, Task, WRITTEN, command};
 use super::report::Check;
@@ -311,6 +311,6 @@ fn next(device: &Device) -> &'static str {
         DeviceKind::Host => {
             "check the sandbox or container: it must allow memfd_create, mmap and exec of /proc/self/exe"
         }
-        DeviceKind::Cuda => "update the NVIDIA driver (R525 or newer), or use --device host",
+        _ => "update the NVIDIA driver (R525 or newer), or use --device host",
     }
 }

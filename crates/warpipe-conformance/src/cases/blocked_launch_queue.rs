@@ -10,11 +10,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
+use warpipe::backend::StreamOp;
 use warpipe::backend::host::HostBackend;
 use warpipe::backend::testing::{Hook, Wrapped};
-use warpipe::backend::{RawStream, StreamOp};
 use warpipe::{
-    DType, Device, Error, Layout, PeerState, Policy, Publisher, Sample, Stream, Subscriber,
+    DType, Device, Error, Layout, PeerState, Policy, Publisher, RawStream, Sample, Stream,
+    Subscriber,
 };
 
 use super::Case;

@@ -8,8 +8,9 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::backend::Access;
-use warpipe::{Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, Stream, Timeline};
+use warpipe::{
+    Access, Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, Stream, Timeline,
+};
 
 use super::Case;
 use crate::PATIENCE;

@@ -18,8 +18,7 @@ use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType,
 };
-use warpipe::backend::Access;
-use warpipe::{Error, Memory, MemoryInfo, Sample, Stream, Timeline};
+use warpipe::{Access, Error, Memory, MemoryInfo, Sample, Stream, Timeline};
 
 use super::{Case, skip};
 use crate::PATIENCE;

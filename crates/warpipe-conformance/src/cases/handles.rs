@@ -10,9 +10,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
-use warpipe::backend::Access;
 use warpipe::backend::testing::{Counting, Wrapped};
-use warpipe::{Device, Error, Expiry, Kind, Memory, MemoryInfo, SharedMemory, Ticket};
+use warpipe::{Access, Device, Error, Expiry, Kind, Memory, MemoryInfo, SharedMemory, Ticket};
 
 use super::{Case, skip};
 use crate::PATIENCE;

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use warpipe::backend::IPC_EVENTS_MAX;
 use warpipe::backend::testing::{Counting, Failing, Wrapped};
-use warpipe::backend::{IPC_EVENTS_MAX, PointerKind};
-use warpipe::{Device, Error, LegacyFault, LegacyHandle};
+use warpipe::{Device, Error, LegacyFault, LegacyHandle, PointerKind};
 
 use super::Case;
 use crate::PATIENCE;

@@ -246,7 +246,7 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     let mut peer = context.peer()?;
     let block = pool.allocate(BYTES)?;
-    let ticket = block.lend(warpipe::backend::Access::ReadWrite)?;
+    let ticket = block.lend(warpipe::Access::ReadWrite)?;
     let number = peer.number(&Order::Hold(HolderOrder::Borrow(ticket)))? as usize;
     drop(block);
     let start = Instant::now();

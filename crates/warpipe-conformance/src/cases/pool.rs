@@ -4,8 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::backend::Access;
-use warpipe::{Buffer, Error, Expiry, Kind, LentBuffer, Pool, PoolClient, Ticket};
+use warpipe::{Access, Buffer, Error, Expiry, Kind, LentBuffer, Pool, PoolClient, Ticket};
 
 use super::Case;
 use super::handles::{NOBODY, open_to_others};

@@ -4,8 +4,7 @@
 use std::sync::mpsc;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::backend::DevicePtr;
-use warpipe::{Device, Publisher, Stream, Timeline};
+use warpipe::{Device, DevicePtr, Publisher, Stream, Timeline};
 
 use super::Case;
 use crate::PATIENCE;

@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::backend::testing::{Failing, Hook, Wrapped};
-use warpipe::backend::{Backend, RawStream, StreamOp};
-use warpipe::{DType, Device, Error, Layout, Policy, Publisher, SampleMut, Stream, Subscriber};
+use warpipe::backend::{Backend, StreamOp};
+use warpipe::{
+    DType, Device, Error, Layout, Policy, Publisher, RawStream, SampleMut, Stream, Subscriber,
+};
 
 use super::Case;
 use crate::PATIENCE;

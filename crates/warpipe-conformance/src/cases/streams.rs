@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use warpipe::backend::testing::{Counting, Wrapped};
-use warpipe::backend::{Access, DeviceId};
 use warpipe::{
-    Device, Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, Stream, Timeline,
+    Access, Device, DeviceId, Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, Stream,
+    Timeline,
 };
 
 use super::Case;

@@ -10,10 +10,9 @@ use anyhow::{Context as _, Result, ensure};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
-use warpipe::backend::Access;
 use warpipe::{
-    Buffer, Domain, LentBuffer, Memory, MemoryInfo, Pool, PoolClient, Published, SharedMemory,
-    Stream, Ticket,
+    Access, Buffer, Domain, LentBuffer, Memory, MemoryInfo, Pool, PoolClient, Published,
+    SharedMemory, Stream, Ticket,
 };
 
 use super::order::Answer;

@@ -9,9 +9,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use rustix::mm::{MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
-use warpipe::backend::DevicePtr;
 use warpipe::backend::testing::{Delaying, Wrapped};
-use warpipe::{Device, Permit, Semaphore, Stream};
+use warpipe::{Device, DevicePtr, Permit, Semaphore, Stream};
 use warpipe_kernels as kernels;
 
 use super::order::Answer;

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use warpipe::backend::Access;
-use warpipe::{LentBuffer, Memory, Pool, PoolClient, Stream};
+use warpipe::{Access, LentBuffer, Memory, Pool, PoolClient, Stream};
 
 use super::{Site, Workload};
 use crate::device_malloc::{self, DeviceMalloc};

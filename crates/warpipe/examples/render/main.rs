@@ -38,8 +38,7 @@ mod stage;
 use std::process::ExitCode;
 
 use stage::{Outcome, PATIENCE, Stage, play};
-use warpipe::backend::DeviceKind;
-use warpipe::{Policy, Publisher, Result, Subscriber};
+use warpipe::{DeviceKind, Policy, Publisher, Result, Subscriber};
 
 const WIDTH: u32 = 1280;
 const HEIGHT: u32 = 720;

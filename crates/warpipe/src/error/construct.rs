@@ -97,3 +97,50 @@ fn descriptor_limit() -> u64 {
         .current
         .unwrap_or(u64::MAX)
 }
+
+/// Implements `Error` for an error that gives its caller a value back beside the library's error:
+/// its text and source are those of its field `error`, and so it converts into that.
+macro_rules! returns_to_caller {
+    ($error:ident) => {
+        impl std::fmt::Display for $error {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                std::fmt::Display::fmt(&self.error, f)
+            }
+        }
+
+        impl std::error::Error for $error {
+            fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+                self.error.source()
+            }
+        }
+
+        impl From<$error> for $crate::error::Error {
+            fn from(failed: $error) -> $crate::error::Error {
+                failed.error
+            }
+        }
+    };
+}
+pub(crate) use returns_to_caller;
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use super::*;
+
+    #[test]
+    fn an_error_that_gives_its_loan_back_says_each_cause_once() {
+        let failed = crate::SendError {
+            error: Error::os("mmap", "a region", rustix::io::Errno::NOMEM),
+            sample: None,
+        };
+        let (text, mut causes) = (failed.to_string(), Vec::new());
+        let mut source = failed.source();
+        while let Some(cause) = source {
+            causes.push(cause.to_string());
+            source = cause.source();
+        }
+        assert!(!causes.contains(&text), "{text}: {causes:?}");
+    }
+}

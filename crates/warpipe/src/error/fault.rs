@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// The holder of a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Holder {
     /// The holder's process id, if it is known.
     pub pid: Option<i32>,
@@ -72,6 +73,7 @@ pub enum TicketFault {
 
 /// Why a ticket's memory is not available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Expiry {
     /// Its owner has closed it, or has died; no process holds the name.
     #[error("its owner {}", if *.died { "has died" } else { "has closed it" })]

@@ -140,6 +140,7 @@ struct DomainInner {
 
 /// An endpoint that [`Domain::endpoints`] found.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Endpoint {
     /// The endpoint's name.
     pub name: EndpointName,

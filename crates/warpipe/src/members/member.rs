@@ -29,8 +29,7 @@ impl MemberBuilder {
         domain,
     }
 
-    /// Tells people and programs the purpose of the process: up to
-    /// [`ROLE_BYTES_MAX`](super::ROLE_BYTES_MAX) bytes; empty by default.
+    /// Tells people and programs the purpose of the process: up to 64 bytes; empty by default.
     pub fn role(mut self, role: &str) -> Self {
         self.role = role.to_string();
         self

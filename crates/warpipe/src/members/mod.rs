@@ -58,10 +58,10 @@ use crate::ipc::domain::{Author, EndpointName};
 crate::ipc::messages!(Introduction);
 
 /// The most members that one watch follows. Further names wait until there is room.
-pub const MEMBERS_MAX: usize = 1024;
+pub(crate) const MEMBERS_MAX: usize = 1024;
 
 /// The longest role, in bytes.
-pub const ROLE_BYTES_MAX: usize = 64;
+pub(crate) const ROLE_BYTES_MAX: usize = 64;
 
 /// The directory of members' names.
 const FOLDER: &str = "members/";

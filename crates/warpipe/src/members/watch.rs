@@ -202,8 +202,8 @@ impl Members {
     }
 
     /// How many names under `members/` the last scan could not follow: they answer as another kind
-    /// or in an unknown way, or [`MEMBERS_MAX`](super::MEMBERS_MAX) are followed already, or this
-    /// process has no descriptor left.
+    /// or in an unknown way, or 1024 are followed already, or this process has no
+    /// descriptor left.
     pub fn overlooked(&self) -> usize {
         self.watch.shared.table().overlooked
     }

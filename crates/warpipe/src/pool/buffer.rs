@@ -151,6 +151,7 @@ impl Drop for PoolInner {
 /// The state of a pool, from [`Pool::stats`]. A block that the owner and a peer both have counts in
 /// both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PoolStats {
     /// Regions allocated on the device.
     pub regions: usize,

@@ -25,6 +25,7 @@ use crate::tensor::Layout;
 
 /// The action when a subscriber's ring is full. Declared by the publisher, for each subscriber.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Policy {
     /// `send` waits for room, then fails with [`Error::Timeout`], and no subscriber gets the
     /// sample.
@@ -50,6 +51,7 @@ impl Policy {
 
 /// The credentials of a subscriber that asks to attach. A publisher's policy can depend on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Applicant {
     /// Its process id.
     pub pid: i32,
@@ -255,6 +257,7 @@ impl fmt::Debug for PublisherBuilder {
 
 /// The state of one subscriber. See [`Publisher::subscribers`].
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SubscriberInfo {
     /// Its process id.
     pub pid: i32,

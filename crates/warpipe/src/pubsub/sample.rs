@@ -13,6 +13,7 @@ use crate::tensor::Layout;
 
 /// A break between a sample and the one received before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Discontinuity {
     /// The process that published the earlier samples.
     pub previous_pid: i32,

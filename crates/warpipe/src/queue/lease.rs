@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::loan::Loan;
 use super::wire::{Answer, AnswerKind, DeliveryTag, user_of_job};
 use crate::backend::DevicePtr;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, returns_to_caller};
 use crate::fork::OwnerProcess;
 use crate::ipc::peer::ProcessId;
 use crate::nvtx;
@@ -189,11 +189,9 @@ pub struct Duty {
 }
 
 /// An answer that failed, with the parts for another attempt.
-#[derive(Debug, thiserror::Error)]
-#[error("{error}")]
+#[derive(Debug)]
 pub struct AnswerError {
     /// The reason. After [`Error::Timeout`] the answer can be tried again.
-    #[source]
     pub error: Error,
     /// `None` if the queue has received the answer all the same. Dropping the duty fails the
     /// attempt.
@@ -202,11 +200,7 @@ pub struct AnswerError {
     pub output: Option<Box<Loan>>,
 }
 
-impl From<AnswerError> for Error {
-    fn from(failed: AnswerError) -> Error {
-        failed.error
-    }
-}
+returns_to_caller!(AnswerError);
 
 impl Duty {
     /// The job's number, from 1.

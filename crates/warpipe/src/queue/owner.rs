@@ -11,7 +11,7 @@ use super::loan::Loan;
 use super::queue_name;
 use super::watch::QueueWatch;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, returns_to_caller};
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::options::{EndpointOptions, option_setters};
@@ -25,6 +25,7 @@ const PREFETCH_MAX: u32 = 256;
 
 /// In which order [`Queue::next_result`] gives results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Order {
     /// In the order of submission.
     Submission,
@@ -166,6 +167,7 @@ impl QueueBuilder {
 
 /// The state of a queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct QueueState {
     /// Process ids of the workers that can be given jobs.
     pub workers: Vec<i32>,
@@ -507,18 +509,12 @@ impl Drop for Queue {
 }
 
 /// A job that was not accepted, with its input for another attempt.
-#[derive(Debug, thiserror::Error)]
-#[error("{error}")]
+#[derive(Debug)]
 pub struct SubmitError {
     /// The reason.
-    #[source]
     pub error: Error,
     /// The input; `None` if the driver failed after a worker had seen the job.
     pub loan: Option<Box<Loan>>,
 }
 
-impl From<SubmitError> for Error {
-    fn from(failed: SubmitError) -> Error {
-        failed.error
-    }
-}
+returns_to_caller!(SubmitError);

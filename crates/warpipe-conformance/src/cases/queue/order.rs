@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use warpipe::Device;
-use warpipe::backend::DeviceKind;
 use warpipe::backend::testing::{Delaying, Wrapped};
+use warpipe::{Device, DeviceKind};
 
 use super::WORDS;
 use crate::PATIENCE;

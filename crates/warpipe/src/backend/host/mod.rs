@@ -23,7 +23,7 @@ use super::{
 };
 use crate::error::{Error, LegacyFault, Result};
 use crate::fork::per_process::InheritedOnFork;
-use crate::kernel::{Kernel, Launch};
+use crate::kernel::{Kernel, KernelLaunch};
 
 /// The backend of [`Device::host`](crate::Device::host).
 #[derive(Debug)]
@@ -250,12 +250,12 @@ impl Backend for HostBackend {
         block: u32,
         args: &[u64],
     ) -> Result<()> {
-        let (twin, args): (_, Box<[u64]>) = (kernel.twin(), args.into());
+        let (host_version, args): (_, Box<[u64]>) = (kernel.host_kernel(), args.into());
         let work = move || {
             // SAFETY: the caller of `launch` promised arguments that fit the kernel and memory that
             // outlives it.
             unsafe {
-                twin(Launch {
+                host_version(KernelLaunch {
                     grid,
                     block,
                     args: &args,

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::backend::DevicePtr;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, returns_to_caller};
 use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::memory::arena::SlotId;
@@ -316,18 +316,12 @@ pub(super) fn check_length(layout: &Layout, bytes: &[u8]) -> Result<()> {
 }
 
 /// A send that failed, with the loan for another attempt.
-#[derive(Debug, thiserror::Error)]
-#[error("{error}")]
+#[derive(Debug)]
 pub struct SendError {
     /// The reason.
-    #[source]
     pub error: Error,
     /// The loan; `None` if the driver failed after the sample was announced to subscribers.
     pub sample: Option<Box<SampleMut>>,
 }
 
-impl From<SendError> for Error {
-    fn from(failed: SendError) -> Error {
-        failed.error
-    }
-}
+returns_to_caller!(SendError);

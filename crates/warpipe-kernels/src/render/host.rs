@@ -1,12 +1,12 @@
-//! The CPU twins of the drawing kernels: the same steps as in `render.cu`, the same bits.
+//! The host versions of the drawing kernels: the same steps as in `render.cu`, the same bits.
 //!
 //! **This module is marked for unsafe**: the arguments are addresses, as for a kernel.
 
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 
-use warpipe::kernel::Launch;
+use warpipe::KernelLaunch;
 
-use crate::twins::arguments;
+use crate::host::arguments;
 
 const SUBPIXELS: i64 = 16;
 const COORDINATE_MAX: f32 = 524_288.0;
@@ -70,7 +70,7 @@ fn fixed(value: f32) -> i32 {
 /// # Safety
 /// As for the kernel `render_vertices`: the arguments are its own, and the memory they name is
 /// valid.
-pub(super) unsafe fn vertices(launch: Launch<'_>) {
+pub(super) unsafe fn vertices(launch: KernelLaunch<'_>) {
     let [out, rotation, positions, colours, count, width, height] = arguments(&launch);
     let half = [width, height].map(|side| (side * SUBPIXELS as u64 / 2) as f32);
     let focal = half[1] * 4.0;
@@ -116,7 +116,7 @@ pub(super) unsafe fn vertices(launch: Launch<'_>) {
 
 /// # Safety
 /// As for the kernel `render_clear`: the arguments are its own, and the memory they name is valid.
-pub(super) unsafe fn clear(launch: Launch<'_>) {
+pub(super) unsafe fn clear(launch: KernelLaunch<'_>) {
     let [visibility, count] = arguments(&launch);
     for index in 0..count {
         // SAFETY: there are `count` words, as the caller promises.
@@ -233,7 +233,7 @@ impl Triangle {
 /// # Safety
 /// As for the kernel `render_triangles`: the arguments are its own, and the memory they name is
 /// valid.
-pub(super) unsafe fn triangles(launch: Launch<'_>) {
+pub(super) unsafe fn triangles(launch: KernelLaunch<'_>) {
     let [
         visibility,
         width,
@@ -275,7 +275,7 @@ pub(super) unsafe fn triangles(launch: Launch<'_>) {
 /// # Safety
 /// As for the kernel `render_fragments`: the arguments are its own, and the memory they name is
 /// valid.
-pub(super) unsafe fn fragments(launch: Launch<'_>) {
+pub(super) unsafe fn fragments(launch: KernelLaunch<'_>) {
     let [pixels, visibility, width, height, vertices, count, indices] = arguments(&launch);
     let scene = Scene {
         vertices,

@@ -1,4 +1,4 @@
-//! The CPU twins: each does the work of its kernel's whole grid, and gives the same bits.
+//! The host versions: each does the work of its kernel's whole grid, and gives the same bits.
 //!
 //! They work on raw pointers, one element at a time, because the memory may be shared with other
 //! processes (and a test may well read it too early on purpose), so that no reference to it would
@@ -9,15 +9,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use warpipe::kernel::Launch;
+use warpipe::KernelLaunch;
 
 use crate::WAIT_MAX;
 use crate::pattern::{base, term, word};
 
 /// The arguments, exactly as many as the kernel takes. Another number is a mistake of the launching
-/// code, which the twins' safety contract excludes; stopping is better than reading what is not
+/// code, which the host versions' safety contract excludes; stopping is better than reading what is not
 /// there.
-pub(crate) fn arguments<const N: usize>(launch: &Launch<'_>) -> [u64; N] {
+pub(crate) fn arguments<const N: usize>(launch: &KernelLaunch<'_>) -> [u64; N] {
     match launch.args.try_into() {
         Ok(arguments) => arguments,
         Err(_) => panic!(
@@ -61,7 +61,7 @@ fn wait_for(nanoseconds: u64) {
 
 /// # Safety
 /// As for the kernel `fill`: the arguments are its own, and the memory they name is valid.
-pub(crate) unsafe fn fill(launch: Launch<'_>) {
+pub(crate) unsafe fn fill(launch: KernelLaunch<'_>) {
     let [words, count, seed] = arguments(&launch);
     let base = base(seed);
     // SAFETY: `words` names `count` writable words, as the caller promises.
@@ -70,7 +70,7 @@ pub(crate) unsafe fn fill(launch: Launch<'_>) {
 
 /// # Safety
 /// As for the kernel `check`: the arguments are its own, and the memory they name is valid.
-pub(crate) unsafe fn check(launch: Launch<'_>) {
+pub(crate) unsafe fn check(launch: KernelLaunch<'_>) {
     let [words, count, seed, errors] = arguments(&launch);
     let base = base(seed);
     // SAFETY: `words` names `count` readable words, as the caller promises.
@@ -85,7 +85,7 @@ pub(crate) unsafe fn check(launch: Launch<'_>) {
 
 /// # Safety
 /// As for the kernel `checksum`: the arguments are its own, and the memory they name is valid.
-pub(crate) unsafe fn checksum(launch: Launch<'_>) {
+pub(crate) unsafe fn checksum(launch: KernelLaunch<'_>) {
     let [words, count, sum] = arguments(&launch);
     // SAFETY: `words` names `count` readable words, as the caller promises.
     let found = unsafe { read::<u64>(words, count) };
@@ -98,7 +98,7 @@ pub(crate) unsafe fn checksum(launch: Launch<'_>) {
 
 /// # Safety
 /// As for the kernel `scale`: the arguments are its own, and the memory they name is valid.
-pub(crate) unsafe fn scale(launch: Launch<'_>) {
+pub(crate) unsafe fn scale(launch: KernelLaunch<'_>) {
     let [out, input, count, factor_bits] = arguments(&launch);
     let factor = f32::from_bits(factor_bits as u32);
     // SAFETY: both ranges hold `count` floats and are equal or apart, as the caller promises.
@@ -107,7 +107,7 @@ pub(crate) unsafe fn scale(launch: Launch<'_>) {
 
 /// # Safety
 /// As for the kernel `add`: the arguments are its own, and the memory they name is valid.
-pub(crate) unsafe fn add(launch: Launch<'_>) {
+pub(crate) unsafe fn add(launch: KernelLaunch<'_>) {
     let [out, input, count, addend_bits] = arguments(&launch);
     let addend = f32::from_bits(addend_bits as u32);
     // SAFETY: both ranges hold `count` floats and are equal or apart, as the caller promises.
@@ -116,7 +116,7 @@ pub(crate) unsafe fn add(launch: Launch<'_>) {
 
 /// # Safety
 /// As for the kernel `square_root`: the arguments are its own, and the memory they name is valid.
-pub(crate) unsafe fn square_root(launch: Launch<'_>) {
+pub(crate) unsafe fn square_root(launch: KernelLaunch<'_>) {
     let [out, input, count] = arguments(&launch);
     // SAFETY: both ranges hold `count` floats and are equal or apart, as the caller promises.
     unsafe { map_floats(out, input, count, f32::sqrt) };
@@ -138,14 +138,14 @@ unsafe fn map_floats(out: u64, input: u64, count: u64, function: impl Fn(f32) ->
 
 /// # Safety
 /// As for the kernel `spin`: the argument is its own. It uses no memory.
-pub(crate) unsafe fn spin(launch: Launch<'_>) {
+pub(crate) unsafe fn spin(launch: KernelLaunch<'_>) {
     let [nanoseconds] = arguments(&launch);
     wait_for(nanoseconds);
 }
 
 /// # Safety
 /// As for the kernel `slow_fill`: the arguments are its own, and the memory they name is valid.
-pub(crate) unsafe fn slow_fill(launch: Launch<'_>) {
+pub(crate) unsafe fn slow_fill(launch: KernelLaunch<'_>) {
     let [words, count, seed, nanoseconds] = arguments(&launch);
     wait_for(nanoseconds);
     let base = base(seed);
@@ -155,7 +155,7 @@ pub(crate) unsafe fn slow_fill(launch: Launch<'_>) {
 
 /// # Safety
 /// As for the kernel `touch`: the arguments are its own, and the memory they name is valid.
-pub(crate) unsafe fn touch(launch: Launch<'_>) {
+pub(crate) unsafe fn touch(launch: KernelLaunch<'_>) {
     let [words, count] = arguments(&launch);
     let start: *const u64 = with_exposed_provenance(words as usize);
     // SAFETY: `words` names `count` words that nothing else uses, as the caller promises.
@@ -168,7 +168,7 @@ pub(crate) unsafe fn touch(launch: Launch<'_>) {
 
 /// # Safety
 /// As for the kernel `pass_on`: the arguments are its own, and the memory they name is valid.
-pub(crate) unsafe fn pass_on(launch: Launch<'_>) {
+pub(crate) unsafe fn pass_on(launch: KernelLaunch<'_>) {
     let [flag, due, next, nanoseconds] = arguments(&launch);
     // SAFETY: `flag` names one word that is used only atomically, as the caller promises; the
     // reference lives for this call only.
@@ -181,7 +181,7 @@ pub(crate) unsafe fn pass_on(launch: Launch<'_>) {
         if start.elapsed() >= limit {
             return;
         }
-        // Beside another process's twin on few CPUs, spinning alone would keep it from its turn.
+        // Beside another process's host version on few CPUs, spinning alone would keep it from its turn.
         thread::yield_now();
     }
     flag.store(next, Ordering::Release);
@@ -189,7 +189,7 @@ pub(crate) unsafe fn pass_on(launch: Launch<'_>) {
 
 /// # Safety
 /// As for the kernel `dense`: the arguments are its own, and the memory they name is valid.
-pub(crate) unsafe fn dense(launch: Launch<'_>) {
+pub(crate) unsafe fn dense(launch: KernelLaunch<'_>) {
     let [out, input, weights, bias, rows, inputs, outputs, relu] = arguments(&launch);
     let [input, weights, bias] =
         [input, weights, bias].map(|at| with_exposed_provenance::<f32>(at as usize));
@@ -243,7 +243,7 @@ mod tests {
             .expect("the kernel is listed");
         // SAFETY: every test here passes the kernel's own arguments, over memory that it owns.
         unsafe {
-            (kernel.twin())(Launch {
+            (kernel.host_kernel())(KernelLaunch {
                 grid: 1,
                 block: 256,
                 args,
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn the_checksum_twin_agrees_with_the_pure_function_and_sees_damage() {
+    fn the_checksum_host_version_agrees_with_the_pure_function_and_sees_damage() {
         let mut cases = Cases(3);
         for _ in 0..50 {
             let mut words: Vec<u64> = (0..2 + cases.below(2000)).map(|_| cases.next()).collect();
@@ -485,7 +485,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a kernel of 2 arguments was launched with 1")]
-    fn a_wrong_number_of_arguments_stops_the_twin_before_it_touches_memory() {
+    fn a_wrong_number_of_arguments_stops_the_host_version_before_it_touches_memory() {
         run("touch", &[0]);
     }
 }
