@@ -46,7 +46,7 @@ def on(device: warpipe.Device, array: Any) -> Any:
 
 
 def worker(domain: str, device: str | None) -> None:
-    """Writes the cumulative sums of each job's numbers into the result's memory, until the queue says goodbye."""
+    """Writes the cumulative sums of each job's numbers into the result's memory, until the queue closes gracefully."""
     with warpipe.Worker("sums", domain=domain, device=device, wait=LIMIT_SECONDS) as jobs:
         for lease in jobs:
             with lease, lease.output(lease.shape, lease.dtype) as out:

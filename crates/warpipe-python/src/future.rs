@@ -1,20 +1,27 @@
-//! The outcome of a job or a request, as a `concurrent.futures.Future` has one.
+//! The outcome of a job or a request, as a `concurrent.futures.Future` has one: the base of
+//! `JobHandle` and `Pending`.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+mod job_or_request;
+mod task_waits;
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::PyBaseException;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::OnceLockExt;
+use pyo3::types::PyTuple;
 use warpipe::Error;
 
 use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
-use crate::job;
+use crate::job::{self, Watch};
 use crate::job_endpoint::JobEndpoint;
-use crate::wait::in_slices;
+use crate::wait::{SLICE, in_slices, late, optional};
+
+use job_or_request::Source;
+use task_waits::Waits;
 
 /// An outcome that Python has not been given yet.
 #[derive(Debug)]
@@ -32,26 +39,40 @@ enum Given {
     Cancelled,
 }
 
-/// The job or request behind a future. Its methods are called without the interpreter.
-pub trait Source: Sync {
-    /// Its number, from 1.
-    fn job(&self) -> u64;
-    /// Takes the outcome if it comes within `slice`.
-    fn look(&self, slice: Duration) -> Outcome<Option<warpipe::JobResult>>;
-    /// Whether the outcome is there.
-    fn is_done(&self) -> Outcome<bool>;
-    /// Cancels it.
-    fn call_off(&self) -> Outcome<()>;
+#[derive(Debug, Default)]
+struct State {
+    /// The outcome is known: it is in `settled`, or given.
+    is_settled: bool,
+    is_cancelled: bool,
+    settled: Option<Settled>,
+    /// Threads that are about to give the outcome to Python.
+    claims: u32,
+    /// A thread waits in the library, and takes the outcome when it comes.
+    is_looking: bool,
+    /// A thread cancels in the library.
+    is_calling_off: bool,
 }
 
-/// Takes the outcome of a [`Source`] once, and gives it any number of times.
-#[derive(Debug, Default)]
-pub struct Future {
-    /// Held while a thread looks for the outcome, never while Python runs.
-    looking: Mutex<()>,
-    settled: Mutex<Option<Settled>>,
-    is_settled: AtomicBool,
-    given: OnceLock<Given>,
+impl State {
+    /// Gives back an outcome that comes too late.
+    fn settle(&mut self, outcome: Settled) -> Option<Settled> {
+        if self.is_settled {
+            return Some(outcome);
+        }
+        self.is_settled = true;
+        self.is_cancelled = matches!(outcome, Settled::Cancelled);
+        self.settled.replace(outcome)
+    }
+}
+
+/// Ends the marks of a thread that works in the library, whatever comes of that.
+struct Turn<'a>(&'a Future, fn(&mut State));
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.1(&mut self.0.state());
+        self.0.changed.notify_all();
+    }
 }
 
 /// Whether an outcome is for good. Others are the queue's state, and are asked for anew.
@@ -66,185 +87,443 @@ fn is_final(fault: &Fault) -> bool {
 
 /// Whether no other outcome can come.
 fn is_over(fault: &Fault) -> bool {
-    is_final(fault)
-        || matches!(
-            fault,
-            Fault::Library(Error::NoSuchJob { .. } | Error::QueueClosed { .. })
-        )
+    is_final(fault) || is_taken(fault) || matches!(fault, Fault::Library(Error::QueueClosed { .. }))
+}
+
+fn is_taken(fault: &Fault) -> bool {
+    matches!(fault, Fault::Library(Error::NoSuchJob { .. }))
+}
+
+/// The outcome of a job or a request, with the methods of a ``concurrent.futures.Future``: the base
+/// of ``JobHandle`` and ``Pending``.
+#[pyclass(frozen, subclass, module = "warpipe", name = "_Future", weakref)]
+#[derive(Debug)]
+pub struct Future {
+    endpoint: Arc<JobEndpoint>,
+    source: Source,
+    state: Mutex<State>,
+    changed: Condvar,
+    given: OnceLock<Given>,
+    waits: Waits,
 }
 
 impl Future {
-    fn settled(&self) -> MutexGuard<'_, Option<Settled>> {
-        self.settled.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Of a job.
+    pub fn of_job(endpoint: &Arc<JobEndpoint>, handle: warpipe::JobHandle) -> Future {
+        Future::of(endpoint, Source::of_job(handle))
     }
 
-    fn is_settled(&self) -> bool {
-        self.is_settled.load(Ordering::Acquire)
+    /// Of a request.
+    pub fn of_request(endpoint: &Arc<JobEndpoint>, pending: warpipe::Pending) -> Future {
+        Future::of(endpoint, Source::of_request(pending))
     }
 
-    fn settle(&self, outcome: Settled) {
-        *self.settled() = Some(outcome);
-        self.is_settled.store(true, Ordering::Release);
-    }
-
-    /// Looks for the outcome for at most `slice`. Call without the interpreter.
-    fn look(
-        &self,
-        endpoint: &JobEndpoint,
-        source: &impl Source,
-        slice: Duration,
-    ) -> Outcome<Option<()>> {
-        endpoint.check()?;
-        if self.is_settled() {
-            return Ok(Some(()));
+    fn of(endpoint: &Arc<JobEndpoint>, source: Source) -> Future {
+        Future {
+            endpoint: endpoint.clone(),
+            source,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            given: OnceLock::new(),
+            waits: Waits::default(),
         }
-        let _looking = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.is_settled() {
-            return Ok(Some(()));
-        }
-        let outcome = match source.look(slice) {
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Looks for the outcome for at most `slice`, twice that if another thread looks, and claims
+    /// it. An error inside is the outcome for now, and not kept. Call without the interpreter.
+    fn look(&self, slice: Duration) -> Outcome<Option<Outcome<()>>> {
+        self.endpoint.check()?;
+        let Some(_turn) = self.turn(slice)? else {
+            let mut state = self.state();
+            state.claims += u32::from(state.is_settled);
+            return Ok(state.is_settled.then_some(Ok(())));
+        };
+        let outcome = match self.source.look(&self.endpoint, slice) {
             Ok(None) => return Ok(None),
             Ok(Some(result)) => Settled::Result(result),
-            Err(Fault::Library(Error::NoSuchJob { .. }))
-                if endpoint.has_cancelled(source.job()) =>
-            {
-                Settled::Cancelled
-            }
             Err(fault) if is_final(&fault) => Settled::Failed(fault),
+            Err(fault) if is_taken(&fault) => match self.is_called_off(slice) {
+                Some(true) => Settled::Cancelled,
+                Some(false) => return Ok(Some(Err(fault))),
+                None => return Ok(None),
+            },
+            Err(fault) if is_over(&fault) => return Ok(Some(Err(fault))),
             Err(fault) => return Err(fault),
         };
-        self.settle(outcome);
-        Ok(Some(()))
+        let mut state = self.state();
+        let unused = state.settle(outcome);
+        state.claims += 1;
+        drop((state, unused));
+        Ok(Some(Ok(())))
     }
 
-    /// Waits for the outcome; false after `timeout`. An interrupted wait has taken nothing.
-    pub fn wait(
-        &self,
-        py: Python<'_>,
-        endpoint: &JobEndpoint,
-        source: &impl Source,
-        timeout: Option<Duration>,
-    ) -> PyResult<bool> {
-        let found = in_slices(py, timeout, |slice| self.look(endpoint, source, slice))?;
-        py.check_signals().inspect_err(|_| {
-            py.detach(|| self.put_back(endpoint));
-        })?;
-        Ok(found.is_some())
+    /// Waits until no other thread looks. `None` if that does not happen within `slice`, or it has
+    /// found the outcome. With a `slice` of zero it waits only for what is there already.
+    fn turn(&self, slice: Duration) -> Outcome<Option<Turn<'_>>> {
+        let busy = |state: &mut State| state.is_looking && !state.is_settled;
+        let is_busy = busy(&mut self.state());
+        if is_busy && slice.is_zero() && !self.source.is_done(&self.endpoint)? {
+            return Ok(None);
+        }
+        let limit = if slice.is_zero() { SLICE } else { slice };
+        let waited = self.changed.wait_timeout_while(self.state(), limit, busy);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if state.is_settled || state.is_looking {
+            return Ok(None);
+        }
+        state.is_looking = true;
+        Ok(Some(Turn(self, |state| state.is_looking = false)))
     }
 
-    fn put_back(&self, endpoint: &JobEndpoint) {
-        let _looking = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut settled = self.settled();
-        if let Some(Settled::Result(_)) = &*settled
-            && let Some(Settled::Result(result)) = settled.take()
-        {
-            self.is_settled.store(false, Ordering::Release);
-            drop(settled);
-            endpoint.put_back(result);
+    /// Whether a job that the queue has no more was cancelled here; `None` if a thread that cancels
+    /// is not done within `limit`.
+    fn is_called_off(&self, limit: Duration) -> Option<bool> {
+        let busy = |state: &mut State| state.is_calling_off;
+        let waited = self.changed.wait_timeout_while(self.state(), limit, busy);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match (state.is_cancelled, state.is_calling_off) {
+            (true, _) => Some(true),
+            (false, true) => None,
+            (false, false) => {
+                drop(state);
+                self.endpoint.has_cancelled(self.source.job(), limit)
+            }
         }
     }
 
-    /// The outcome of a future that is settled.
-    fn given(&self, py: Python<'_>, endpoint: &JobEndpoint) -> &Given {
+    /// Waits for the outcome; `None` after `timeout`. An interrupted wait has taken nothing. An
+    /// error inside is the outcome for now.
+    fn outcome(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Duration>,
+    ) -> PyResult<Option<Outcome<&Given>>> {
+        match in_slices(py, timeout, |slice| self.look(slice))? {
+            None => Ok(None),
+            Some(Err(fault)) => Ok(Some(Err(fault))),
+            Some(Ok(())) => {
+                py.check_signals().inspect_err(|_| {
+                    py.detach(|| self.put_back());
+                })?;
+                let given = self.given(py);
+                self.state().claims -= 1;
+                Ok(Some(Ok(given)))
+            }
+        }
+    }
+
+    /// [`outcome`](Self::outcome), and an error after the timeout.
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Outcome<&Given>> {
+        let timeout = optional(timeout, "timeout")?;
+        let outcome = self.outcome(py, timeout)?;
+        Ok(outcome.ok_or_else(|| late(self.source.described(&self.endpoint), timeout))?)
+    }
+
+    /// Ends a claim, and gives a result that no other thread claims back to its queue.
+    fn put_back(&self) {
+        let mut state = self.state();
+        state.claims = state.claims.saturating_sub(1);
+        if state.claims > 0 || !matches!(state.settled, Some(Settled::Result(_))) {
+            return;
+        }
+        let taken = state.settled.take();
+        state.is_settled = false;
+        drop(state);
+        if let Some(Settled::Result(result)) = taken {
+            self.endpoint.put_back(result);
+        }
+    }
+
+    /// The outcome that this thread has claimed.
+    fn given(&self, py: Python<'_>) -> &Given {
         self.given.get_or_init_py_attached(py, || {
-            let settled = self.settled().take();
+            let settled = self.state().settled.take();
             let failed = |error: PyErr| Given::Failed(error.into_value(py));
             match settled {
-                Some(Settled::Result(result)) => job::Result::new(py, result, &endpoint.device)
-                    .map_or_else(failed, Given::Result),
+                Some(Settled::Result(result)) => {
+                    job::Result::new(py, result, &self.endpoint.device)
+                        .map_or_else(failed, Given::Result)
+                }
                 Some(Settled::Failed(fault)) => failed(fault.into()),
                 Some(Settled::Cancelled) | None => Given::Cancelled,
             }
         })
     }
 
-    /// The result, or its exception.
-    pub fn result(&self, py: Python<'_>, endpoint: &JobEndpoint) -> PyResult<Py<job::Result>> {
-        match self.given(py, endpoint) {
+    /// Whether the outcome is there, or none can come. Call without the interpreter.
+    fn is_done(&self) -> Outcome<bool> {
+        self.endpoint.check()?;
+        if self.state().is_settled {
+            return Ok(true);
+        }
+        match self.source.is_done(&self.endpoint) {
+            // A thread that cancels it may be about to say so.
+            Ok(true) => Ok(self.is_called_off(SLICE).is_some()),
+            Err(fault) if is_over(&fault) => Ok(true),
+            found => found,
+        }
+    }
+
+    fn is_cancelled(&self) -> Outcome<bool> {
+        self.endpoint.check()?;
+        let state = self.state();
+        if state.is_settled {
+            return Ok(state.is_cancelled);
+        }
+        drop(state);
+        let job = self.source.job();
+        Ok(self.endpoint.has_cancelled(job, SLICE) == Some(true))
+    }
+
+    /// Cancels it, if it has no outcome yet; says whether it is cancelled, and whether this call
+    /// did it. Call without the interpreter.
+    fn call_off(&self) -> Outcome<(bool, bool)> {
+        if self.is_cancelled()? {
+            return Ok((true, false));
+        }
+        // Another thread's cancellation is this one's, too.
+        let busy = |state: &mut State| state.is_calling_off;
+        let waited = self.changed.wait_timeout_while(self.state(), SLICE, busy);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if state.is_settled || state.is_calling_off {
+            return Ok((state.is_cancelled, false));
+        }
+        state.is_calling_off = true;
+        drop(state);
+        let _turn = Turn(self, |state| state.is_calling_off = false);
+        let off = match self.source.is_done(&self.endpoint) {
+            Ok(false) => self.source.call_off(),
+            Ok(true) => Ok(false),
+            Err(fault) => Err(fault),
+        };
+        match off {
+            Ok(true) => {
+                let mut state = self.state();
+                let unused = state.settle(Settled::Cancelled);
+                let is_cancelled = state.is_cancelled;
+                drop((state, unused));
+                Ok((is_cancelled, is_cancelled))
+            }
+            Ok(false) => Ok((false, false)),
+            Err(fault) if is_over(&fault) => Ok((false, false)),
+            Err(fault) => Err(fault),
+        }
+    }
+}
+
+impl Drop for Future {
+    fn drop(&mut self) {
+        if self.endpoint.check().is_err() {
+            return;
+        }
+        match self.source {
+            // ``Queue.results()`` gives what nobody asked this handle for.
+            Source::Job(_) => detached(|| self.put_back()),
+            Source::Request { .. } => {
+                let unused = self.state().settled.take();
+                detached(|| drop(unused));
+            }
+        }
+    }
+}
+
+#[pymethods]
+impl Future {
+    /// The number of the job, or the request, from 1.
+    #[getter]
+    fn job(&self) -> u64 {
+        self.source.job()
+    }
+
+    /// Waits for the result, at most ``timeout`` seconds (None: no limit; a request has its
+    /// deadline). Its data is complete. Each call gives the same object.
+    ///
+    /// Raises ``TimeoutError``, after which it may be called again; ``DeadLetteredError`` when all
+    /// attempts failed, ``RejectedError``; ``concurrent.futures.CancelledError``;
+    /// ``DeadlinePassedError`` (a TimeoutError) of a request; ``NoSuchJobError`` when
+    /// ``Queue.results`` gave the outcome; ``QueueClosedError`` when the queue or client was closed.
+    #[pyo3(signature = (timeout = None))]
+    pub fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<job::Result>> {
+        match self.wait(py, timeout)?? {
             Given::Result(result) => Ok(result.clone_ref(py)),
             Given::Failed(error) => Err(PyErr::from_value(error.bind(py).clone().into_any())),
             Given::Cancelled => Err(cancelled(py)),
         }
     }
 
-    /// The exception, or None.
-    pub fn exception(
+    /// Waits as ``result``, and gives the exception that it raises; None if there is a result.
+    ///
+    /// Raises ``TimeoutError``, ``concurrent.futures.CancelledError``.
+    #[pyo3(signature = (timeout = None))]
+    fn exception(
         &self,
         py: Python<'_>,
-        endpoint: &JobEndpoint,
+        timeout: Option<f64>,
     ) -> PyResult<Option<Py<PyBaseException>>> {
-        match self.given(py, endpoint) {
-            Given::Result(_) => Ok(None),
-            Given::Failed(error) => Ok(Some(error.clone_ref(py))),
-            Given::Cancelled => Err(cancelled(py)),
+        match self.wait(py, timeout)? {
+            Ok(Given::Result(_)) => Ok(None),
+            Ok(Given::Failed(error)) => Ok(Some(error.clone_ref(py))),
+            Ok(Given::Cancelled) => Err(cancelled(py)),
+            Err(fault) => Ok(Some(PyErr::from(fault).into_value(py))),
         }
     }
 
-    /// Whether there is an outcome, or none can come.
-    pub fn is_done(
-        &self,
-        py: Python<'_>,
-        endpoint: &JobEndpoint,
-        source: &impl Source,
-    ) -> PyResult<bool> {
-        endpoint.check()?;
-        if self.is_settled() {
-            return Ok(true);
-        }
-        match py.detach(|| source.is_done()) {
-            Err(fault) if is_over(&fault) => Ok(true),
-            found => Ok(found?),
-        }
+    /// Whether ``result()`` would return, or raise, at once.
+    fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(py.detach(|| self.is_done())?)
     }
 
     /// Whether it was cancelled.
-    pub fn is_cancelled(&self, endpoint: &JobEndpoint, source: &impl Source) -> PyResult<bool> {
-        endpoint.check()?;
-        Ok(matches!(self.given.get(), Some(Given::Cancelled))
-            || matches!(&*self.settled(), Some(Settled::Cancelled))
-            || (!self.is_settled() && endpoint.has_cancelled(source.job())))
+    fn cancelled(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(py.detach(|| self.is_cancelled())?)
     }
 
-    /// Cancels it, if it has no outcome yet; says whether it is cancelled, and whether this call did
-    /// it.
-    pub fn cancel(
-        &self,
-        py: Python<'_>,
-        endpoint: &JobEndpoint,
-        source: &impl Source,
-    ) -> PyResult<(bool, bool)> {
-        if self.is_cancelled(endpoint, source)? {
-            return Ok((true, false));
-        }
-        let done = py.detach(|| -> Outcome<bool> {
-            let _looking = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
-            if self.is_settled() || source.is_done()? {
-                return Ok(false);
-            }
-            source.call_off()?;
-            self.settle(Settled::Cancelled);
-            Ok(true)
-        });
-        match done {
-            Ok(done) => Ok((done, done)),
-            Err(fault) if is_over(&fault) => Ok((false, false)),
-            Err(fault) => Err(fault.into()),
-        }
+    /// Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the
+    /// package's thread ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done
+    /// already, at once on this thread. An exception of a callback is logged (logger ``warpipe``)
+    /// and stops no other. The object is kept until then.
+    #[pyo3(signature = (r#fn, /), text_signature = "($self, fn, /)")]
+    fn add_done_callback(slf: &Bound<'_, Self>, r#fn: &Bound<'_, PyAny>) -> PyResult<()> {
+        slf.get().endpoint.check()?;
+        let module = slf.py().import("warpipe._futures")?;
+        module.call_method1("add", (slf, r#fn)).map(drop)
     }
 
-    /// Gives a result that nobody asked for back to its queue.
-    pub fn abandon(&self, endpoint: &JobEndpoint) {
-        if endpoint.check().is_ok() {
-            detached(|| self.put_back(endpoint));
+    /// Cancels it: no worker, or server, gets it any more, and the answer of one that has it is
+    /// discarded. Returns whether it is cancelled: False if it was done before.
+    fn cancel(slf: &Bound<'_, Self>) -> PyResult<bool> {
+        let (py, this) = (slf.py(), slf.get());
+        let (is_cancelled, by_this) = py.detach(|| this.call_off())?;
+        if by_this {
+            py.import("warpipe._futures")?.call_method1("run", (slf,))?;
+        }
+        Ok(is_cancelled)
+    }
+
+    /// The result if it has come, else None.
+    fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<job::Result>>> {
+        match self.outcome(py, Some(Duration::ZERO))?.transpose()? {
+            None => Ok(None),
+            Some(Given::Result(result)) => Ok(Some(result.clone_ref(py))),
+            Some(_) => self.result(py, None).map(Some),
         }
     }
 
-    /// For the garbage collector: an exception references frames, and they the future.
-    pub fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+    /// The descriptor that an event loop polls, and the number of its queue.
+    fn _watch(&self, py: Python<'_>) -> PyResult<Watch> {
+        Watch::of(py, &self.endpoint)
+    }
+
+    #[getter]
+    fn _queue(&self) -> u64 {
+        self.endpoint.number
+    }
+
+    fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let module = slf.py().import("warpipe._queue")?;
+        module
+            .call_method1("outcome_of", (slf,))?
+            .call_method0("__await__")
+    }
+
+    /// One step of the asyncio task that wraps this object: see ``asyncio.create_task``.
+    #[pyo3(signature = (value, /))]
+    fn send<'py>(slf: &Bound<'py, Self>, value: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let value = PyTuple::new(slf.py(), [value])?;
+        slf.get().waits.step(slf.as_any(), "send", &value)
+    }
+
+    /// Ends a step of that task with an error, as a cancellation does.
+    #[pyo3(signature = (*error), text_signature = "($self, *error)")]
+    fn throw<'py>(
+        slf: &Bound<'py, Self>,
+        error: &Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        slf.get().waits.step(slf.as_any(), "throw", error)
+    }
+
+    /// Ends the wait of that task; the job, or the request, itself goes on.
+    fn close<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let none = PyTuple::empty(slf.py());
+        slf.get().waits.step(slf.as_any(), "close", &none)
+    }
+
+    /// An exception references frames, and they the future; so does a coroutine that waits.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         match self.given.get() {
-            Some(Given::Result(result)) => visit.call(result),
-            Some(Given::Failed(error)) => visit.call(error),
-            Some(Given::Cancelled) | None => Ok(()),
+            Some(Given::Result(result)) => visit.call(result)?,
+            Some(Given::Failed(error)) => visit.call(error)?,
+            Some(Given::Cancelled) | None => {}
+        }
+        self.waits.traverse(&visit)
+    }
+
+    fn __clear__(&self) {
+        self.waits.clear();
+    }
+
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let (class, this) = (slf.get_type().name()?, slf.get());
+        Ok(format!(
+            "{class}({:?}, job={})",
+            this.endpoint.name,
+            this.source.job()
+        ))
+    }
+}
+
+/// A submitted job, with the methods of a ``concurrent.futures.Future``; ``await handle`` in asyncio.
+///
+/// The first call that asks takes the outcome, and keeps it as long as the handle lives. If the
+/// handle is dropped before, ``Queue.results()`` gives the outcome.
+#[pyclass(frozen, extends = Future, module = "warpipe")]
+#[derive(Debug)]
+pub struct JobHandle;
+
+impl JobHandle {
+    /// Wraps a job of this queue.
+    pub fn new(
+        py: Python<'_>,
+        endpoint: &Arc<JobEndpoint>,
+        handle: warpipe::JobHandle,
+    ) -> PyResult<Py<JobHandle>> {
+        let future = PyClassInitializer::from(Future::of_job(endpoint, handle));
+        Py::new(py, future.add_subclass(JobHandle))
+    }
+}
+
+/// A request, with the methods of a ``concurrent.futures.Future``; ``await pending`` in asyncio.
+/// Dropping or cancelling it cancels the request. It keeps the reply as long as it lives.
+#[pyclass(frozen, extends = Future, module = "warpipe")]
+#[derive(Debug)]
+pub struct Pending;
+
+impl Pending {
+    /// Wraps a request of this client.
+    pub fn new(
+        py: Python<'_>,
+        endpoint: &Arc<JobEndpoint>,
+        pending: warpipe::Pending,
+    ) -> PyResult<Py<Pending>> {
+        let future = PyClassInitializer::from(Future::of_request(endpoint, pending));
+        Py::new(py, future.add_subclass(Pending))
+    }
+}
+
+#[pymethods]
+impl Pending {
+    /// The deadline of the reply, in nanoseconds of ``time.monotonic_ns()``.
+    #[getter]
+    fn deadline_ns(slf: &Bound<'_, Self>) -> PyResult<u64> {
+        let future = slf.as_super().get();
+        future.endpoint.check()?;
+        match future.source {
+            Source::Request { deadline_ns, .. } => Ok(deadline_ns),
+            Source::Job(_) => unreachable!("a request has a deadline"),
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -88,6 +88,14 @@ impl QueueOrClient {
     }
 }
 
+/// What shutdowns cancel.
+#[derive(Debug, Default)]
+struct Cancelled {
+    jobs: HashSet<u64>,
+    /// Shutdowns that may have cancelled jobs that are not in `jobs` yet.
+    underway: u32,
+}
+
 /// Submits jobs and receives results.
 #[derive(Debug)]
 pub struct JobEndpoint {
@@ -98,8 +106,8 @@ pub struct JobEndpoint {
     pub stream: OwnStream,
     pub number: u64,
     is_shut: AtomicBool,
-    /// Jobs that a shutdown cancelled.
-    cancelled: Mutex<HashSet<u64>>,
+    cancelled: Mutex<Cancelled>,
+    cancelled_changed: Condvar,
     /// How long to wait for room and memory.
     patience: Option<Duration>,
     copies: Arc<Copies>,
@@ -127,6 +135,7 @@ impl JobEndpoint {
             number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             is_shut: AtomicBool::new(false),
             cancelled: Mutex::default(),
+            cancelled_changed: Condvar::new(),
             patience,
             copies: Arc::default(),
             end,
@@ -166,24 +175,33 @@ impl JobEndpoint {
         self.is_shut.load(Ordering::Acquire)
     }
 
-    /// Cancels the jobs that no worker holds.
-    pub fn cancel_waiting(&self) -> Outcome<()> {
-        let cancelled = self.end()?.queue().cancel_waiting()?;
-        let mut known = self
-            .cancelled
+    fn cancelled(&self) -> MutexGuard<'_, Cancelled> {
+        self.cancelled
             .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        known.extend(cancelled);
-        Ok(())
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a shutdown cancelled this job.
-    pub fn has_cancelled(&self, job: u64) -> bool {
-        let known = self
-            .cancelled
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        known.contains(&job)
+    /// Cancels the jobs that no worker holds.
+    pub fn cancel_waiting(&self) -> Outcome<()> {
+        self.cancelled().underway += 1;
+        let done = self.end().and_then(|end| Ok(end.queue().cancel_waiting()?));
+        let mut cancelled = self.cancelled();
+        cancelled.underway -= 1;
+        cancelled.jobs.extend(done.iter().flatten());
+        drop(cancelled);
+        self.cancelled_changed.notify_all();
+        done.map(drop)
+    }
+
+    /// Whether a shutdown cancelled this job; `None` if one that is underway does not say so within
+    /// `limit`. Call without the interpreter.
+    pub fn has_cancelled(&self, job: u64, limit: Duration) -> Option<bool> {
+        let unsure = |known: &mut Cancelled| known.underway > 0 && !known.jobs.contains(&job);
+        let waited = self
+            .cancelled_changed
+            .wait_timeout_while(self.cancelled(), limit, unsure);
+        let (mut known, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        (!unsure(&mut known)).then(|| known.jobs.contains(&job))
     }
 
     /// Gives back a result that was taken and not used. Call without the interpreter.

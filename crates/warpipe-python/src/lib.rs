@@ -13,7 +13,7 @@
 //! | `members` | the members of a domain |
 //! | `handle` | handles that Python may close, and waits for their owners |
 //! | `queue`, `job`, `worker`, `lease` | jobs |
-//! | `future` | the outcome of a job or a request |
+//! | `future` | `JobHandle` and `Pending`: the outcome of a job or a request |
 //! | `inbox` | common to subscribers, workers and servers |
 //! | `client`, `server`, `job_endpoint` | services; `job_endpoint` is common to queues and clients
 //! |
@@ -144,7 +144,8 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<pool::LentBuffer>()?;
     module.add_class::<queue::Queue>()?;
     module.add_class::<queue::QueueState>()?;
-    module.add_class::<job::JobHandle>()?;
+    module.add_class::<future::Future>()?;
+    module.add_class::<future::JobHandle>()?;
     module.add_class::<job::Result>()?;
     module.add_class::<job::Results>()?;
     module.add_class::<job::Watch>()?;
@@ -152,7 +153,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<lease::Lease>()?;
     module.add_class::<lease::Output>()?;
     module.add_class::<client::Client>()?;
-    module.add_class::<client::Pending>()?;
+    module.add_class::<future::Pending>()?;
     module.add_class::<server::Server>()?;
     module.add_class::<server::Request>()
 }

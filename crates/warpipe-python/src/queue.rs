@@ -11,7 +11,8 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
-use crate::job::{JobHandle, Results};
+use crate::future::JobHandle;
+use crate::job::Results;
 use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
 use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
@@ -24,7 +25,7 @@ use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, secon
 /// to 256. ``max_attempts``: how often a job is tried before it is dead-lettered.
 /// ``lease_timeout``: seconds that a worker may hold jobs without answering any; then they go to
 /// other workers (None: wait for its death). ``order``: of ``results()``, ``"submission"`` or
-/// ``"completion"`` (also ``"completed"``). ``limit``: the most jobs without a taken outcome.
+/// ``"completion"``. ``limit``: the most jobs without a taken outcome.
 /// ``submit_timeout``: seconds to wait for room, and for memory (None: no limit). ``memory_limit``:
 /// bytes of device memory for inputs.
 ///
@@ -91,7 +92,7 @@ impl QueueState {
 fn order(name: &str) -> Outcome<Order> {
     match name {
         "submission" => Ok(Order::Submission),
-        "completion" | "completed" => Ok(Order::Completion),
+        "completion" => Ok(Order::Completion),
         _ => Err(Fault::argument(
             "order",
             format!("{name:?}"),
@@ -200,7 +201,7 @@ impl Queue {
         metadata: Option<&Bound<'_, PyAny>>,
         stream: Option<&Bound<'_, PyAny>>,
         timeout: Timeout,
-    ) -> PyResult<JobHandle> {
+    ) -> PyResult<Py<JobHandle>> {
         let input = self.endpoint.input(py, tensor, metadata, stream)?;
         let handle = self.endpoint.submit(
             py,
@@ -208,7 +209,7 @@ impl Queue {
             timeout.or(self.submit_timeout),
             |end, loan, stream| end.queue().submit_timeout(loan, stream, Duration::ZERO),
         )?;
-        Ok(JobHandle::new(&self.endpoint, handle))
+        JobHandle::new(py, &self.endpoint, handle)
     }
 
     /// Lends memory for a job's input, to be filled in place and given to ``submit``: no copy.

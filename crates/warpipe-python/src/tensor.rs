@@ -5,7 +5,9 @@ use std::ffi::c_int;
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use pyo3::exceptions::PyBaseException;
 use pyo3::ffi;
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 use warpipe::Layout;
@@ -40,7 +42,7 @@ struct State {
     pinned: Option<Memory>,
     /// The error of the last buffer. NumPy discards it and asks for the array interface next, which
     /// raises it: else a Ctrl-C would be lost, and a wait that ran out would begin again.
-    discarded: Option<PyErr>,
+    discarded: Option<Py<PyBaseException>>,
 }
 
 impl Holding {
@@ -84,7 +86,8 @@ impl Holding {
     /// Prepares `memory` for a buffer.
     fn settle_buffer(&self, py: Python<'_>, memory: &Memory) -> PyResult<()> {
         let settled = memory.settle(py);
-        let failure = settled.as_ref().err().map(|error| error.clone_ref(py));
+        let failure = settled.as_ref().err();
+        let failure = failure.map(|error| error.value(py).clone().unbind());
         let before = std::mem::replace(&mut self.state()?.discarded, failure);
         drop(before);
         settled
@@ -278,7 +281,7 @@ impl Tensor {
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         if let Some(error) = self.owner.state()?.discarded.take() {
-            return Err(error);
+            return Err(PyErr::from_value(error.into_bound(py).into_any()));
         }
         array::array_interface(py, &self.owner.pinned()?)
     }
@@ -318,5 +321,24 @@ impl Tensor {
 
     fn __enter__(slf: Py<Tensor>) -> Py<Tensor> {
         slf
+    }
+
+    /// An error references frames, and they this object.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        match self.owner.state.try_lock() {
+            Ok(state) => match &state.discarded {
+                Some(error) => visit.call(error),
+                None => Ok(()),
+            },
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn __clear__(&self) {
+        if let Ok(mut state) = self.owner.state() {
+            let error = state.discarded.take();
+            drop(state);
+            drop(error);
+        }
     }
 }

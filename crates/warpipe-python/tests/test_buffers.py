@@ -1,6 +1,8 @@
 """Memory of the host by Python's buffer protocol."""
 
 import array
+import gc
+import weakref
 import zlib
 
 import pytest
@@ -156,6 +158,50 @@ def test_a_wait_that_runs_out_is_told_once_and_not_waited_for_twice(open_publish
     gate.signal(1)
     frame.wait(LIMIT_SECONDS)
     assert len(np.asarray(frame)) == 4
+
+
+@on_host
+def test_a_buffer_that_was_refused_keeps_no_sample_behind(open_publisher, open_subscriber, domain, device):
+    gate = warpipe.Timeline.create("gate", domain=domain, device=device)
+    publisher, subscriber = open_publisher(), open_subscriber(timeout=0.05)
+    stream = warpipe.Stream(device)
+    warpipe.Timeline.open("gate", domain=domain, device=device).wait(1, stream=stream)
+    publisher.loan(4, "uint8").send(stream=stream)
+
+    def refused():
+        frame = subscriber.receive()
+        try:
+            memoryview(frame)
+        except warpipe.TimeoutError:
+            pass
+        return weakref.ref(frame)
+
+    frame = refused()
+    gc.collect()
+    assert frame() is None
+    gate.signal(1)
+
+
+@on_host
+def test_views_outlive_the_sample_its_release_and_its_link(link):
+    publisher, subscriber = link
+    with publisher.loan((2, 3), "int32") as out:
+        written = memoryview(out)
+        assert not written.readonly
+        written.cast("B")[:] = bytes(range(24))
+    frame = subscriber.receive()
+    first = memoryview(frame)
+    second, third = memoryview(first), first[1:]
+    assert first.readonly and second.readonly
+    wanted = np.frombuffer(bytes(range(24)), np.int32).reshape(2, 3).tolist()
+    frame.release()
+    subscriber.close()
+    publisher.close()
+    del frame
+    gc.collect()
+    first.release()
+    second.release()
+    assert third.tolist() == wanted[1:]
 
 
 @pytest.mark.skipif(DEVICE == "host", reason="for memory of a GPU")

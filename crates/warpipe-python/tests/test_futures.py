@@ -4,6 +4,9 @@ import asyncio
 import concurrent.futures
 import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -188,3 +191,205 @@ def test_a_forked_child_has_callbacks_of_its_own_and_none_of_its_parents(pair):
     worker.lease().complete()
     until(lambda: seen == [handle], "the callback")
     seen.clear()
+
+
+def test_a_callback_that_ends_its_thread_ends_no_other_callback(pair, caplog):
+    queue, worker = pair
+    first, second, seen, done = queue.submit(b"x"), queue.submit(b"y"), [], threading.Event()
+    first.add_done_callback(lambda _: sys.exit(3))
+    first.add_done_callback(seen.append)
+    second.add_done_callback(lambda _: done.set())
+    worker.lease().complete()
+    until(lambda: len(seen) == 1, "the callback after it")
+    worker.lease().complete()
+    assert done.wait(LIMIT_SECONDS)
+    assert "SystemExit: 3" in caplog.text
+    caplog.clear()
+
+
+def test_a_callback_that_ctrl_c_ends_on_its_caller_leaves_the_others_to_the_thread(pair):
+    queue, _ = pair
+    handle, seen = queue.submit(b"x"), []
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    handle.add_done_callback(interrupted)
+    handle.add_done_callback(lambda _: seen.append(threading.current_thread().name))
+    with pytest.raises(KeyboardInterrupt):
+        handle.cancel()
+    until(lambda: seen == ["warpipe-callbacks"], "the callback after it")
+
+
+def test_a_callback_is_not_kept_when_its_thread_cannot_start_and_the_next_starts_one(pair, monkeypatch):
+    queue, worker = pair
+    handle, seen, done = queue.submit(b"x"), [], threading.Event()
+    until(lambda: callback_threads() == [], "the end of another test's thread")
+
+    def refused(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError):
+            handle.add_done_callback(seen.append)
+    handle.add_done_callback(lambda _: done.set())
+    worker.lease().complete()
+    assert done.wait(LIMIT_SECONDS) and seen == []
+
+
+@pytest.fixture
+def interrupts():
+    """Makes a signal come soon, whose handler does something and raises."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def soon(work):
+        def handler(*_):
+            work()
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+    yield soon
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("ask", ["result", "exception"])
+def test_an_interrupt_that_comes_with_the_outcome_is_raised_and_not_the_outcome(pair, interrupts, ask):
+    queue, worker = pair
+    handle = queue.submit(b"x")
+
+    def completes():
+        worker.lease().complete()
+        until(handle.done, "the outcome")
+
+    interrupts(completes)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(handle, ask)(LIMIT_SECONDS)
+    assert handle.exception(LIMIT_SECONDS) is None
+
+
+def test_an_event_loop_does_not_wait_for_a_thread_that_waits_for_the_same_outcome(pair):
+    queue, worker = pair
+    handle, threads = queue.submit(b"x"), []
+    for _ in range(3):
+        threads.append(threading.Thread(target=handle.result, args=(LIMIT_SECONDS,)))
+        threads[-1].start()
+
+    async def awaits():
+        waits = [asyncio.create_task(handle) for _ in range(3)]
+        looks = []
+        for _ in range(20):
+            looks.append(handle._poll())
+            await asyncio.sleep(0)
+        waits.pop().cancel()
+        worker.lease().complete(np.arange(3))
+        return looks, await asyncio.gather(*waits)
+
+    looks, results = asyncio.run(asyncio.wait_for(awaits(), LIMIT_SECONDS))
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    assert looks == [None] * 20 and results == [handle.result()] * 2
+
+
+def test_loops_of_several_threads_await_one_outcome(pair):
+    queue, worker = pair
+    handle, results = queue.submit(b"x"), []
+
+    async def awaits():
+        return await handle
+
+    threads = [threading.Thread(target=lambda: results.append(asyncio.run(awaits()))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    worker.lease().complete(np.arange(3))
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    assert results == [handle.result()] * 4
+
+
+def test_each_waiter_of_a_job_that_a_shutdown_cancels_is_told_so(open_queue):
+    for _ in range(10):
+        queue, told = open_queue(), []
+        handles = [queue.submit(b"x") for _ in range(40)]
+
+        def waits(handle):
+            try:
+                handle.result(LIMIT_SECONDS)
+            except concurrent.futures.CancelledError:
+                told.append(True)
+            except warpipe.Error as error:
+                told.append(error)
+
+        threads = [threading.Thread(target=waits, args=(handle,)) for handle in handles[:10]]
+        for handle in handles:
+            handle.add_done_callback(lambda future: told.append(future.cancelled()))
+        for thread in threads:
+            thread.start()
+        queue.shutdown(cancel_futures=True)
+        for thread in threads:
+            thread.join(LIMIT_SECONDS)
+        until(lambda: len(told) == 50, "the callbacks")
+        assert told == [True] * 50
+        queue.close()
+
+
+def test_cancellations_of_several_threads_agree_and_one_of_them_calls_back(pair):
+    queue, _ = pair
+    for _ in range(20):
+        handle, said, called = queue.submit(b"x"), [], []
+        handle.add_done_callback(called.append)
+        threads = [threading.Thread(target=lambda: said.append(handle.cancel())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_SECONDS)
+        until(lambda: called == [handle], "the callback")
+        assert said == [True] * 4
+
+
+FORKING = """
+import os, threading, warpipe
+on = {"domain": warpipe.Domain(DOMAIN), "device": "host"}
+queue, worker = warpipe.Queue("jobs", **on), warpipe.Worker("jobs", timeout=30, **on)
+children, parents, done = [], [], threading.Event()
+first, second = queue.submit(b"x"), queue.submit(b"y")
+first.add_done_callback(lambda _: children.append(os.fork()))
+first.add_done_callback(lambda _: parents.append(os.getpid()))
+first.add_done_callback(lambda _: done.set())
+second.add_done_callback(lambda _: parents.append(os.getpid()))
+second.add_done_callback(lambda _: done.set())
+for _ in range(2):
+    worker.lease().complete()
+    assert done.wait(30)
+    done.clear()
+print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]), parents == [os.getpid()] * 2, flush=True)
+"""
+
+
+def test_a_callback_may_fork_and_the_child_calls_none_of_its_parents(tmp_path):
+    code = FORKING.replace("DOMAIN", repr(str(tmp_path)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 True\n", "")
+
+
+EXITING = """
+import atexit, sys, warpipe
+on = {"domain": warpipe.Domain(DOMAIN), "device": "host"}
+late = []
+atexit.register(lambda: late[0].add_done_callback(lambda future: print("late", future.done())))
+queue, worker = warpipe.Queue("jobs", **on), warpipe.Worker("jobs", timeout=30, **on)
+late += [queue.submit(b"x") for _ in range(10)]
+for handle in late[1:]:
+    handle.add_done_callback(lambda _: None)
+worker.lease().complete()
+print("end", flush=True)
+"""
+
+
+def test_a_program_ends_with_callbacks_that_never_ran(tmp_path):
+    code = EXITING.replace("DOMAIN", repr(str(tmp_path)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\nlate True\n", "")

@@ -133,10 +133,10 @@ def test_a_gather_is_behind_the_tensors_own_stream_and_holds_the_tensor_until_it
         pytest.skip("what lies on the host is read by the CPU, at once")
     publisher, subscriber = link
     gate = warpipe.Timeline.create("gate", domain=domain, device=device)
-    guest = warpipe.Timeline.open("gate", domain=domain, device=device)
+    opened = warpipe.Timeline.open("gate", domain=domain, device=device)
     stream = warpipe.Stream(device)
     memory = warpipe.Memory.allocate(IMAGE.nbytes, device=device)
-    guest.wait(1, stream=stream)
+    opened.wait(1, stream=stream)
     memory.write(IMAGE.tobytes(), stream=stream)
     view = IMAGE[:, ::-1, 1:4]
     tensor = ByInterface(memory, IMAGE, view, stream=stream.ptr)
@@ -262,7 +262,7 @@ from warpipe import _warpipe
 from test_gaps import ByInterface, IMAGE
 device = warpipe.Device("cuda")
 gate = warpipe.Timeline.create("gate", domain=sys.argv[1], device=device)
-guest = warpipe.Timeline.open("gate", domain=sys.argv[1], device=device)
+opened = warpipe.Timeline.open("gate", domain=sys.argv[1], device=device)
 publisher = warpipe.Publisher("a", domain=sys.argv[1], device=device)
 subscriber = warpipe.Subscriber("a", domain=sys.argv[1], device=device)
 memory = warpipe.Memory.allocate(IMAGE.nbytes, device=device)
@@ -272,7 +272,7 @@ publisher.send(first)
 stream = warpipe.Stream(device)
 scratch = warpipe.Memory.allocate(4096, device=device)
 adder = _warpipe._Adder(device, stream, 4, 1.0)
-guest.wait(1, stream=stream)
+opened.wait(1, stream=stream)
 for _ in range(1020):
     adder.launch(scratch.ptr, scratch.ptr)
 done = threading.Event()

@@ -148,12 +148,12 @@ def test_a_consumer_waits_for_the_tensors_work(link, device, domain):
     """The stream that the tensor is sent behind is stopped: the data is not there before it goes on."""
     publisher, subscriber = link
     gate = warpipe.Timeline.create("gate", domain=domain, device=device)
-    guest = warpipe.Timeline.open("gate", domain=domain, device=device)
+    opened = warpipe.Timeline.open("gate", domain=domain, device=device)
     stream, tensor = warpipe.Stream(device), Tensor(device)
     tensor.fill(np.zeros(4, np.int32))
     tensor.view.wait()
     array_before_work = tensor if device.kind != "host" else np.asarray(tensor.view)
-    guest.wait(1, stream=stream)
+    opened.wait(1, stream=stream)
     tensor.fill(np.full(4, 5, np.int32), stream=stream)
     publisher.send(array_before_work, stream=stream, zero_copy="require")
     frame = subscriber.receive()
@@ -171,11 +171,11 @@ def test_a_consumer_waits_for_the_tensors_work(link, device, domain):
 def test_it_is_kept_until_the_consumers_stream_is_past_it(link, device, domain, tensor):
     publisher, subscriber = link
     gate = warpipe.Timeline.create("gate", domain=domain, device=device)
-    guest = warpipe.Timeline.open("gate", domain=domain, device=device)
+    opened = warpipe.Timeline.open("gate", domain=domain, device=device)
     stream = warpipe.Stream(device)
     publisher.send(tensor, zero_copy="require")
     frame = subscriber.receive()
-    guest.wait(1, stream=stream)
+    opened.wait(1, stream=stream)
     frame.release(stream=stream)
     assert publisher.in_place == 1
     gate.signal(1)

@@ -114,9 +114,9 @@ def test_bytes_that_come_without_a_stream_are_there_when_the_call_returns(alloca
 def test_a_read_waits_for_the_stream_that_writes_and_gives_up_in_time(allocate, device, domain):
     stream = warpipe.Stream(device)
     gate = warpipe.Timeline.create("gate", domain=domain, device=device)
-    guest = warpipe.Timeline.open("gate", domain=domain, device=device)
+    opened = warpipe.Timeline.open("gate", domain=domain, device=device)
     memory = allocate()
-    guest.wait(1, stream=stream)
+    opened.wait(1, stream=stream)
     memory.write(b"late", stream=stream)
     with pytest.raises(warpipe.TimeoutError):
         memory.wait(0.05)

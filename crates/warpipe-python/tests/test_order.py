@@ -137,11 +137,11 @@ def test_a_signal_ends_the_wait(where, streams, wait):
     semaphore = warpipe.Semaphore.create("turns", **where)
     held = semaphore.acquire()
     members = warpipe.Members.watch(where["domain"])
-    guest = warpipe.Timeline.open("frames", **where)
-    guest.wait(1, stream=streams[0])
+    opened = warpipe.Timeline.open("frames", **where)
+    opened.wait(1, stream=streams[0])
     event.record(stream=streams[0])
     waits = {
-        "timeline": lambda: guest.wait(1, timeout=None),
+        "timeline": lambda: opened.wait(1, timeout=None),
         "event": lambda: event.synchronize(None),
         "permit": lambda: semaphore.acquire(timeout=None),
         "owner": lambda: warpipe.Timeline.open("nobody", wait=None, **where),
@@ -206,10 +206,10 @@ def test_the_next_holders_stream_waits_for_the_last_ones_work(where, streams):
     """The first holder's stream is stopped by a timeline; released, its permit goes on and its work does not."""
     first, second = streams
     gate = warpipe.Timeline.create("gate", **where)
-    guest = warpipe.Timeline.open("gate", **where)
+    opened = warpipe.Timeline.open("gate", **where)
     semaphore = warpipe.Semaphore.create("turns", **where)
     with semaphore.acquire(stream=first):
-        guest.wait(1, stream=first)
+        opened.wait(1, stream=first)
     with semaphore.acquire(stream=second):
         assert not second.is_idle()
         gate.signal(1)

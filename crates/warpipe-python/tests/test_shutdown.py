@@ -134,3 +134,36 @@ def test_a_stopped_worker_holds_up_no_shutdown_for_longer_than_its_lease(open_qu
             os.kill(stopped.pid, signal.SIGCONT)
     assert handle.result(LIMIT_SECONDS).numpy().tolist() == [14, 14, 14]
     until(lambda: queue.state.workers == [], "the end of the workers")
+
+
+def test_a_submission_that_waits_for_room_ends_with_the_shutdown(open_queue):
+    queue, said = open_queue(limit=1, submit_timeout=None), []
+    queue.submit(b"x")
+
+    def submits():
+        with pytest.raises(warpipe.QueueClosedError) as closed:
+            queue.submit(b"y")
+        said.append(closed)
+
+    thread = threading.Thread(target=submits)
+    thread.start()
+    queue.shutdown(wait=False)
+    assert ended(thread) and len(said) == 1
+
+
+def test_shutdowns_drains_and_results_of_several_threads_end_together(open_queue, open_worker):
+    queue, worker, said = open_queue(), open_worker(), []
+    for _ in range(3):
+        queue.submit(b"x")
+    waits = [queue.shutdown, queue.shutdown, queue.drain, lambda: list(queue.results(follow=True))]
+    threads = [threading.Thread(target=lambda wait=wait: said.append(wait())) for wait in waits]
+    for thread in threads:
+        thread.start()
+    for lease in worker:
+        lease.complete()
+    assert all(ended(thread) for thread in threads)
+    assert sorted(len(results) for results in said if results is not None) == [3] and len(said) == 4
+    queue.shutdown(cancel_futures=True)
+    queue.close()
+    with pytest.raises(warpipe.QueueClosedError):
+        queue.shutdown()

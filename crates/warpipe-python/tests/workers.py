@@ -11,7 +11,7 @@ import warpipe
 
 
 def double(pipe, domain, device, name="jobs"):
-    """Doubles every job's input, in place of an output, until the queue says goodbye. Says how many it did."""
+    """Doubles every job's input, in place of an output, until the queue closes gracefully. Says how many it did."""
     done = 0
     with warpipe.Worker(name, domain=domain, device=device, wait=LIMIT_SECONDS, timeout=LIMIT_SECONDS) as worker:
         pipe.send("ready")

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from . import _warpipe
 from ._errors import Error
 
-_Future: TypeAlias = "_warpipe.JobHandle | _warpipe.Pending"
+_Future: TypeAlias = _warpipe._Future
 _Callback: TypeAlias = Callable[[Any], object]
 
 # Every change rings: this is for what no ring tells.
@@ -26,6 +26,7 @@ class _Callbacks:
     """The callbacks of futures that are not done. The thread ends when there are none."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         # A signal handler may come in while its own thread holds it.
         self._lock = threading.RLock()
         self._waiting: dict[_Future, list[_Callback]] = {}
@@ -35,27 +36,51 @@ class _Callbacks:
     def add(self, future: _Future, callback: _Callback) -> None:
         with self._lock:
             if not future.done():
-                self._waiting.setdefault(future, []).append(callback)
+                # First: a callback is not entered that no thread will call.
                 self._rouse()
+                self._waiting.setdefault(future, []).append(callback)
                 return
         # Those that were added before it come before it.
         self.run(future)
-        _call(callback, future)
+        self._call(future, [callback])
 
     def run(self, future: _Future) -> None:
         """Runs the callbacks of a future that is done, in the order in which they were added."""
         with self._lock:
             callbacks = self._waiting.pop(future, [])
-        for callback in callbacks:
-            _call(callback, future)
+        self._call(future, callbacks)
+
+    def _call(self, future: _Future, callbacks: list[_Callback]) -> None:
+        # A callback may fork: the others are its parent's.
+        while callbacks and self._is_here():
+            callback = callbacks.pop(0)
+            try:
+                callback(future)
+            except Exception:
+                _log.exception("a callback of %r raised", future)
+            except BaseException:
+                # Ctrl-C, or an exit, ends what this thread does. The thread of callbacks has the rest.
+                if callbacks and self._is_here():
+                    with self._lock:
+                        self._waiting[future] = callbacks + self._waiting.get(future, [])
+                        self._rouse()
+                raise
+
+    def _is_here(self) -> bool:
+        return self._process == os.getpid()
 
     def _rouse(self) -> None:
-        if self._thread is None:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._thread = threading.Thread(target=self._work, args=(self._wake,), name="warpipe-callbacks", daemon=True)
-            self._thread.start()
-        else:
+        if self._thread is not None and self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
+            return
+        wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        thread = threading.Thread(target=self._work, args=(wake,), name="warpipe-callbacks", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            os.close(wake)
+            raise
+        self._thread, self._wake = thread, wake
 
     def _work(self, wake: int) -> None:
         poller = select.poll()
@@ -78,6 +103,8 @@ class _Callbacks:
 
     def _step(self, poller: select.poll, watches: dict[int, _warpipe._Watch]) -> bool:
         """Runs what is due, behind the descriptors that ring for the rest; False when none is left."""
+        if not self._is_here():
+            return False
         with self._lock:
             futures = list(self._waiting)
             if not futures:
@@ -96,16 +123,12 @@ class _Callbacks:
                 watches[future._queue] = watch
                 poller.register(watch.fileno(), select.POLLIN)
         for future in futures:
-            if future.done():
-                self.run(future)
-        return True
-
-
-def _call(callback: _Callback, future: _Future) -> None:
-    try:
-        callback(future)
-    except Exception:
-        _log.exception("a callback of %r raised", future)
+            if self._is_here() and future.done():
+                try:
+                    self.run(future)
+                except BaseException:
+                    _log.exception("a callback of %r raised", future)
+        return self._is_here()
 
 
 _callbacks = _Callbacks()

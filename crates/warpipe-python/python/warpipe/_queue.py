@@ -15,11 +15,11 @@ from ._loop import end_of, found, late, next_of
 _PATIENCE_SECONDS = 1.0
 
 
-async def outcome_of(handle: _warpipe.JobHandle | _warpipe.Pending) -> _warpipe.JobResult:
+async def outcome_of(future: _warpipe._Future) -> _warpipe.JobResult:
     """Waits for a job's result, or a reply, in the running event loop. Cancelling it loses nothing."""
-    end = handle.deadline_ns / 1e9 if isinstance(handle, _warpipe.Pending) else float("inf")
+    end = future.deadline_ns / 1e9 if isinstance(future, _warpipe.Pending) else float("inf")
     while True:
-        outcome = await found(handle._queue, handle._watch, handle._poll, end, _PATIENCE_SECONDS)
+        outcome = await found(future._queue, future._watch, future._poll, end, _PATIENCE_SECONDS)
         if outcome is not None:
             return outcome
         # At its deadline the next look raises; until then it is a rounding's time away.
@@ -28,7 +28,7 @@ async def outcome_of(handle: _warpipe.JobHandle | _warpipe.Pending) -> _warpipe.
 
 def step(
     waits: dict[asyncio.Task[Any] | None, Coroutine[Any, Any, _warpipe.JobResult]],
-    awaited: _warpipe.JobHandle | _warpipe.Pending,
+    awaited: _warpipe._Future,
     how: str,
     arguments: tuple[Any, ...],
 ) -> Any:

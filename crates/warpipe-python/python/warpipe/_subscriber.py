@@ -26,7 +26,7 @@ class Subscriber(_warpipe._Subscriber):
         return self
 
     async def __anext__(self) -> _warpipe.Sample:
-        """The next frame; the iteration ends when the publisher says goodbye."""
+        """The next frame; the iteration ends when the publisher closes gracefully."""
         try:
             return await self.receive_async(self._iteration)
         except PeerGoneError as gone:
