@@ -105,7 +105,9 @@ mod fork;
 #[cfg(any(test, feature = "testing"))]
 #[doc(hidden)]
 pub mod fuzzing;
+// A tree of its own beside the sources: as unit tests its files reach the library's internals.
 #[cfg(test)]
+#[path = "../tests/hostile/mod.rs"]
 mod hostile;
 #[cfg(feature = "cudarc")]
 pub mod interop_cudarc;
