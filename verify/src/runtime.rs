@@ -35,6 +35,9 @@ pub(crate) mod heartbeat {
     }
 }
 
+#[path = "../../crates/warpipe/src/runtime/releasable.rs"]
+pub(crate) mod releasable;
+
 pub(crate) mod reactor {
     pub(crate) const TICK: std::time::Duration = std::time::Duration::from_millis(100);
 

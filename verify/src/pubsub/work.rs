@@ -67,9 +67,6 @@ pub(crate) struct RawSample {
     data: Rc<RefCell<Data>>,
 }
 
-#[derive(Debug)]
-pub(crate) struct CompletionWait;
-
 impl RawSample {
     pub(crate) fn metadata(&self) -> &[u8] {
         &self.metadata
@@ -81,10 +78,6 @@ impl RawSample {
             Data::Complete => Ok(true),
             Data::Lost => Err(Error::Argument("the data was never complete".into())),
         }
-    }
-
-    pub(crate) fn completion_wait(&self) -> CompletionWait {
-        CompletionWait
     }
 }
 

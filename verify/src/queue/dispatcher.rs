@@ -1,16 +1,17 @@
-//! Stand-in for a queue's dispatcher: the upkeep of the job table, as in `queue/dispatcher.rs`, and
-//! the links to its workers.
+//! Stand-in for a queue's dispatcher: it applies answers and ends of workers to the job table as
+//! `queue/dispatcher.rs` does, and its links to the workers are the model's.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use super::delivery::JobTableGuard;
 use super::job_table::{JobTable, QueueRules};
-use super::states::{Fault, World};
-use super::worker_session::{JobEvent, WorkerSession};
+use super::states::{self, Fault, World};
+use super::worker_session::{Jobs, WorkerSession};
 use crate::error::{Error, Result};
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::{RetainedSlot, Subscriber};
+use crate::runtime::releasable::ReleasableGuard;
 use crate::stream::Stream;
 
 pub(crate) struct Options {
@@ -28,11 +29,49 @@ impl Publisher {
 pub(crate) struct Dispatcher {
     pub(crate) options: Options,
     pub(crate) publisher: Publisher,
-    pub(crate) table: Mutex<JobTable>,
+    pub(super) state: Mutex<State>,
     pub(crate) world: Mutex<World>,
     fault: Fault,
-    changed: Condvar,
     me: Weak<Dispatcher>,
+}
+
+/// As the library's; nothing waits here.
+#[derive(Debug, Default)]
+pub(super) struct Waiters {
+    pub(super) submitting: u32,
+    pub(super) is_delivery_awaited: bool,
+}
+
+impl Waiters {
+    pub(super) fn delivery_is_over(&mut self) -> bool {
+        std::mem::take(&mut self.is_delivery_awaited)
+    }
+}
+
+/// As the library's, with the model's clock.
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) table: Jobs,
+    pub(super) sessions: Vec<WorkerSession>,
+    known: HashSet<u64>,
+    pub(super) waiters: Waiters,
+}
+
+pub(super) type StateGuard<'a> = ReleasableGuard<'a, State>;
+
+impl State {
+    pub(super) fn now(&self) -> Duration {
+        states::now()
+    }
+
+    pub(super) fn pick_worker(&self, job: u64, but: &[u64]) -> Option<u64> {
+        let open = self
+            .sessions
+            .iter()
+            .filter(|session| session.is_open() && !but.contains(&session.id));
+        let rooms = open.map(|session| (session.id, session.room()));
+        self.table.pick_worker(job, rooms)
+    }
 }
 
 /// A job's input before it is submitted.
@@ -73,14 +112,18 @@ impl Sample {
 }
 
 impl Dispatcher {
-    pub(crate) fn new(rules: QueueRules, fault: Fault, world: World) -> Arc<Dispatcher> {
+    pub(super) fn new(rules: QueueRules, fault: Fault, world: World) -> Arc<Dispatcher> {
         Arc::new_cyclic(|me| Dispatcher {
             options: Options { limit: 16 },
             publisher: Publisher,
-            table: Mutex::new(JobTable::new(rules)),
+            state: Mutex::new(State {
+                table: JobTable::new(rules),
+                sessions: Vec::new(),
+                known: HashSet::new(),
+                waiters: Waiters::default(),
+            }),
             world: Mutex::new(world),
             fault,
-            changed: Condvar::new(),
             me: me.clone(),
         })
     }
@@ -93,15 +136,12 @@ impl Dispatcher {
         self.world.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn lock(&self) -> JobTableGuard<'_> {
-        JobTableGuard::new(self, self.lock_table())
-    }
-
-    pub(crate) fn lock_table(&self) -> MutexGuard<'_, JobTable> {
+    pub(super) fn lock(&self) -> StateGuard<'_> {
         // One thread plays all parts: a lock that is held is a fault.
-        self.table
-            .try_lock()
-            .unwrap_or_else(|_| panic!("the books are locked across a call of the driver"))
+        let state = self.state.try_lock();
+        let state =
+            state.unwrap_or_else(|_| panic!("the state is locked across a call of the driver"));
+        ReleasableGuard::new(&self.state, state)
     }
 
     pub(crate) fn gone(&self) -> Error {
@@ -125,86 +165,78 @@ impl Dispatcher {
     }
 
     /// As `Dispatcher::process_events`.
-    pub(crate) fn process_events(&self, guard: &mut JobTableGuard<'_>) {
-        let table = &mut **guard;
-        let mut events = Vec::new();
-        self.update_workers(table, &mut events);
-        let (timeout, now) = (table.rules.lease_timeout, table.now());
-        for session in &mut table.sessions {
-            if session.end.is_none() {
-                session.receive_answers(now, &mut events);
+    pub(super) fn process_events(&self, guard: &mut StateGuard<'_>) {
+        self.update_workers(guard);
+        let now = guard.now();
+        let State {
+            table, sessions, ..
+        } = &mut **guard;
+        for session in &mut *sessions {
+            if session.has_news() {
+                session.receive_answers(table, now);
             }
-            session.collect_results(&mut events);
-            if let Some(timeout) = timeout.filter(|_| !session.leases.is_empty()) {
-                session.expire(timeout, now, &mut events);
-            }
+            session.collect_results(table);
         }
-        if table.sessions.iter().any(|session| session.end.is_some()) {
-            self.remove_disconnected(table, &mut events);
+        table.expire(now);
+        if sessions.iter().any(|session| session.end.is_some()) {
+            self.remove_disconnected(guard);
         }
-        events.into_iter().for_each(|event| table.apply(event));
         self.dispatch(guard);
     }
 
     /// As `Dispatcher::update_workers`.
-    fn update_workers(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
-        self.return_undelivered(table, events);
+    fn update_workers(&self, state: &mut State) {
+        self.return_undelivered(&mut state.table);
         let members = self.world().members();
-        for session in &mut table.sessions {
+        for session in &mut state.sessions {
             session.is_leaving = !members.iter().any(|(id, _)| *id == session.id);
         }
-        table
+        state
             .known
             .retain(|id| members.iter().any(|(member, _)| member == id));
         for (id, line) in members {
-            if table.known.insert(id) {
-                table
-                    .sessions
-                    .push(WorkerSession::new(id, id as i32, Subscriber(line)));
+            if state.known.insert(id) {
+                let session = WorkerSession::new(id, id as i32, Subscriber(line));
+                state.sessions.push(session);
+                state.table.add_worker(id, id as i32);
             }
         }
     }
 
     /// As `Dispatcher::remove_disconnected`.
-    fn remove_disconnected(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
-        for session in table
-            .sessions
-            .iter()
-            .filter(|session| session.end.is_some())
-        {
-            self.world().expel(session.id);
-        }
-        self.return_undelivered(table, events);
-        for mut session in table
-            .sessions
-            .extract_if(.., |session| session.has_ended())
-            .collect::<Vec<_>>()
-        {
-            let mut left = Vec::new();
-            let reason = session.abandon_leases(&mut left);
-            if self.fault != Fault::ForgetsLeases {
-                events.append(&mut left);
+    fn remove_disconnected(&self, state: &mut State) {
+        for session in &state.sessions {
+            if session.end.is_some() {
+                self.world().expel(session.id);
             }
-            let reason = if self.fault == Fault::NotesEveryEnd {
-                reason.or(Some(String::new()))
-            } else {
-                reason
+        }
+        let table = &mut state.table;
+        self.return_undelivered(table);
+        for session in state.sessions.extract_if(.., |session| session.has_ended()) {
+            let reason = session.end_reason();
+            let (undone, is_being_delivered) = table.remove_worker(session.id);
+            for job in undone {
+                if self.fault != Fault::ForgetsLeases {
+                    table.record_failure(job, reason.clone());
+                }
+            }
+            let is_noted = match self.fault {
+                Fault::NotesEveryEnd => true,
+                Fault::NotesNoEnd => false,
+                _ => is_being_delivered,
             };
-            if let Some(reason) = reason.filter(|_| self.fault != Fault::NotesNoEnd) {
+            if is_noted {
                 table.record_worker_end(session.id, reason);
             }
         }
     }
 
     /// As `Dispatcher::return_undelivered`.
-    fn return_undelivered(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
+    fn return_undelivered(&self, table: &mut Jobs) {
         let untaken = self.world().take_disconnects();
         for (id, position) in untaken {
             if self.fault != Fault::ForgetsUntaken {
-                table
-                    .session(id)
-                    .into_iter()
-                    .for_each(|session| session.undo_delivery(position, events));
+                table.return_untaken(id, position);
             }
             if self.fault != Fault::NotesNoUntaken {
                 table.record_untaken(id, position);
@@ -212,10 +244,10 @@ impl Dispatcher {
         }
     }
 
-    pub(crate) fn wait_until<T>(
+    pub(super) fn wait_until<T>(
         self: &Arc<Self>,
         _: Duration,
-        mut look: impl FnMut(&mut JobTableGuard<'_>) -> Option<Result<T>>,
+        mut look: impl FnMut(&mut StateGuard<'_>) -> Option<Result<T>>,
         late: impl FnOnce() -> Error,
     ) -> Result<T> {
         let mut guard = self.lock();
@@ -223,11 +255,7 @@ impl Dispatcher {
         look(&mut guard).unwrap_or_else(|| Err(late()))
     }
 
-    pub(crate) fn wait_for_change(&self, table: &mut JobTableGuard<'_>, _: Duration) {
-        table.sleep(&self.changed, Duration::ZERO);
-    }
+    pub(super) fn wait_for_change(&self, _: &mut StateGuard<'_>, _: Duration) {}
 
-    pub(crate) fn notify_submitters(&self, _: &mut JobTable) {}
-
-    pub(crate) fn schedule_dispatch(&self, _: &mut JobTable) {}
+    pub(super) fn notify_submitters(&self, _: &mut Waiters) {}
 }

@@ -1,4 +1,4 @@
-//! Stand-in for a queue: its job table, its sessions, the dispatch of jobs and their metadata are
+//! Stand-in for a queue: its job table, its sessions, the delivery of jobs and their metadata are
 //! the library's.
 
 #[path = "../../../crates/warpipe/src/queue/delivery.rs"]
@@ -10,6 +10,8 @@ pub(crate) mod job_table;
 pub mod states;
 #[path = "../../../crates/warpipe/src/queue/wire.rs"]
 pub(crate) mod wire;
+#[path = "../../../crates/warpipe/src/queue/worker_leases.rs"]
+pub(crate) mod worker_leases;
 #[path = "../../../crates/warpipe/src/queue/worker_session.rs"]
 pub(crate) mod worker_session;
 

@@ -18,6 +18,7 @@ use super::job_table::{Outcome, QueueRules};
 use super::loan::Loan;
 use super::owner::Order;
 use super::wire::{Answer, AnswerKind, DeliveryTag};
+use super::worker_session::Completed;
 use crate::pubsub::{Data, Line};
 use crate::stream::Stream;
 
@@ -321,13 +322,13 @@ impl Dispatcher {
                 let Some(id) = open(&self.world()) else {
                     return;
                 };
-                if self.lock().call_off(id).is_some() {
+                if self.lock().table.call_off(id).is_some() {
                     self.world().jobs.entry(id).or_default().is_called_off = true;
                 }
             }
             Act::Work => self.process_events(&mut self.lock()),
             Act::TakeNext => {
-                let next = self.lock().take_next();
+                let next = self.lock().table.take_next();
                 next.into_iter()
                     .for_each(|(id, outcome)| self.took(id, outcome));
             }
@@ -343,23 +344,23 @@ impl Dispatcher {
 
     fn submit(&self) {
         let mut guard = self.lock();
-        if guard.delivery.is_some() || self.world().jobs.len() as u64 >= JOBS_MAX {
+        if guard.table.is_delivering() || self.world().jobs.len() as u64 >= JOBS_MAX {
             return;
         }
         self.world()
             .jobs
-            .insert(guard.next_job().0, Truth::default());
+            .insert(guard.table.next_job().0, Truth::default());
         let loan = Loan::new(self.sample());
         let _ = self.enter(&mut guard, loan, &Stream, 0);
     }
 
-    fn took(&self, id: u64, outcome: Outcome) {
+    fn took(&self, id: u64, outcome: Outcome<Completed>) {
         let mut world = self.world();
         let truth = world.jobs.entry(id).or_default();
         truth.outcomes += 1;
         let attempts = match &outcome {
             Outcome::DeadLettered { reasons } => reasons.len() as u32,
-            Outcome::Done { attempt, .. } => *attempt,
+            Outcome::Done(Completed::Received { attempt, .. }) => *attempt,
             _ => 0,
         };
         let is_wrong =
@@ -374,13 +375,14 @@ impl Dispatcher {
 
     /// The invariant of every state.
     fn check(&self) -> Result<(), String> {
-        let (table, world) = (self.lock_table(), self.world());
+        let (state, world) = (self.lock(), self.world());
+        let table = &state.table;
         if let Some(wrong) = &world.wrong {
             return Err(wrong.clone());
         }
         for (&id, truth) in world.jobs.iter().filter(|(_, truth)| !truth.is_over()) {
             let waiting = table.waiting.iter().filter(|&&other| other == id).count();
-            let leases = table.sessions.iter().flat_map(|session| &session.leases);
+            let leases = table.workers.iter().flat_map(|worker| &worker.leases);
             let leased = leases
                 .filter(|lease| lease.tag.job == id && !lease.is_late)
                 .count();
@@ -396,7 +398,7 @@ impl Dispatcher {
             .iter()
             .filter(|(_, truth)| !truth.is_over())
             .count();
-        if table.len() != open || table.delivery.is_some() {
+        if table.len() != open || table.is_delivering() {
             return Err(format!("{} jobs are in the books, of {open}", table.len()));
         }
         Ok(())
@@ -429,7 +431,7 @@ impl Dispatcher {
                 self.check()?;
             }
         }
-        match self.lock_table().len() {
+        match self.lock().table.len() {
             0 => Ok(()),
             left => Err(format!("{left} jobs have no outcome in the end")),
         }
@@ -437,14 +439,16 @@ impl Dispatcher {
 
     /// All that tells one state from another.
     fn print(&self) -> String {
-        let (table, world) = (self.lock_table(), self.world());
-        let sessions: Vec<_> = table
+        let (state, world) = (self.lock(), self.world());
+        let table = &state.table;
+        let sessions: Vec<_> = state
             .sessions
             .iter()
             .map(|session| {
                 let pending_results: Vec<_> =
                     session.pending_results.iter().map(|it| it.tag).collect();
-                let leases: Vec<_> = session.leases.iter().map(|it| format!("{it:?}")).collect();
+                let leases = table.workers.iter().find(|it| it.worker == session.id);
+                let leases = leases.map(|it| &it.leases);
                 let end = session
                     .end
                     .as_ref()

@@ -159,7 +159,7 @@ fn a_submit_behind_one_that_is_held_up_times_out_and_gives_its_loan_back_unharme
     );
     let (queue, on, loan) = (scene.queue.clone(), stream.clone(), *refused.loan.unwrap());
     let other = std::thread::spawn(move || queue.submit_timeout(loan, &on, PATIENCE).unwrap());
-    while scene.queue.dispatcher.lock().submit_waiters == 0 {
+    while scene.queue.dispatcher.lock().waiters.submitting == 0 {
         std::thread::yield_now();
     }
     let job = scene.let_go(&submitted).unwrap();
@@ -168,7 +168,7 @@ fn a_submit_behind_one_that_is_held_up_times_out_and_gives_its_loan_back_unharme
     assert_eq!(done, job.id());
     let (_worker, done, bytes) = work(worker, &stream);
     assert_eq!((done, &bytes[..]), (other.id(), &b"unharmed"[..]));
-    assert_eq!(scene.queue.dispatcher.lock().submit_waiters, 0);
+    assert_eq!(scene.queue.dispatcher.lock().waiters.submitting, 0);
 }
 
 #[test]

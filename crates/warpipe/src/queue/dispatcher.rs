@@ -1,68 +1,75 @@
-//! Runs a queue. A thread that waits for the queue does the queue's work itself. When none waits,
-//! the queue's own thread does the work, and sleeps on the descriptors of all workers.
+//! Runs a queue: takes answers in, meets workers that come and go, and applies both to the job
+//! table. Any thread may do this work, under the queue's lock.
 
 #[cfg(test)]
 mod lost_wakeups;
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::collections::HashSet;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
-use super::delivery::JobTableGuard;
 use super::job_handle::JobResult;
-use super::job_table::JobTable;
+use super::job_table::{JobTable, QueueRules, Stage};
 use super::owner::QueueBuilder;
 use super::pending_workers::PendingWorkers;
 use super::results_name;
-use super::worker_session::{JobEvent, WorkerSession};
-use crate::backoff::Backoff;
-use crate::clock::Stopwatch;
+use super::waiters::{OWN_DOORBELL, Waiters};
+use super::worker_session::{Completed, Jobs, WorkerSession};
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::os::timespec;
 use crate::pubsub::{Disconnects, Publisher, SubscriberChanges};
+use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{DropReadiness, Reactor};
-use crate::runtime::spin::{Came, Spin};
-
-/// How often a waiter polls for the data of a result before it sleeps.
-const POLLS: u32 = 16_000;
-
-/// How often a waiter waits for the word of one result alone, and for how long each time.
-const WORD_WAITS: u32 = 8;
-const WORD_WAIT: Duration = Duration::from_micros(250);
-
-/// How the polls of a waiter become rarer.
-struct PollBackoff {
-    backoff: Backoff,
-    words: u32,
-    /// How long the waiter polls; `None` before it had to wait.
-    spin: Option<Duration>,
-    asleep: Option<Instant>,
-}
-
-impl Default for PollBackoff {
-    fn default() -> PollBackoff {
-        PollBackoff {
-            backoff: Backoff::spinning(POLLS),
-            words: WORD_WAITS,
-            spin: None,
-            asleep: None,
-        }
-    }
-}
-
-/// A sleep is cut into slices, so that a fault elsewhere costs a slice instead of a hang.
-const WAIT_SLICE: Duration = Duration::from_millis(50);
-
-/// The tag of the queue's own doorbell. Workers have the tags from 1.
-const OWN_DOORBELL: u64 = 0;
+use crate::runtime::releasable::ReleasableGuard;
+use crate::runtime::spin::Spin;
 
 /// Each ring wakes one sleeper, once.
 const EPOLL_FLAGS: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
 
-/// The state that all handles of one queue share.
+/// All that the queue's lock guards. The lock is never held across a call of the driver that gives
+/// a stream work: see [`delivery`](super::delivery).
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) table: Jobs,
+    pub(super) sessions: Vec<WorkerSession>,
+    /// Subscribers that have a session, are about to get one, or have been refused.
+    known: HashSet<u64>,
+    pub(super) waiters: Waiters,
+    /// The clock of leases.
+    pub(super) uptime: Uptime,
+}
+
+pub(super) type StateGuard<'a> = ReleasableGuard<'a, State>;
+
+impl State {
+    /// The current time of the lease clock; zero where leases have no limit, since it is not used
+    /// there.
+    pub(super) fn now(&self) -> Duration {
+        match self.table.rules.lease_timeout {
+            Some(_) => self.uptime.ran(),
+            None => Duration::ZERO,
+        }
+    }
+
+    /// The worker that gets this job, unless it is one of `but`.
+    pub(super) fn pick_worker(&self, job: u64, but: &[u64]) -> Option<u64> {
+        let open = self
+            .sessions
+            .iter()
+            .filter(|session| session.is_open() && !but.contains(&session.id));
+        let rooms = open.map(|session| (session.id, session.room()));
+        self.table.pick_worker(job, rooms)
+    }
+
+    pub(super) fn session(&mut self, id: u64) -> Option<&mut WorkerSession> {
+        self.sessions.iter_mut().find(|session| session.id == id)
+    }
+}
+
+/// The part that all handles of one queue share.
 #[derive(Debug)]
 pub(super) struct Dispatcher {
     pub(super) owner_process: OwnerProcess,
@@ -71,12 +78,12 @@ pub(super) struct Dispatcher {
     pub(super) publisher: Publisher,
     pub(super) observer: Arc<SubscriberChanges>,
     pub(super) pending_workers: PendingWorkers,
-    spin: Spin,
-    table: Mutex<JobTable>,
-    changed: Condvar,
+    pub(super) spin: Spin,
+    state: Mutex<State>,
+    pub(super) changed: Condvar,
     /// Wakes the queue's own thread when no other thread leads any more.
-    resume: Condvar,
-    readable: CloseOnForkFd,
+    pub(super) resume: Condvar,
+    pub(super) readable: CloseOnForkFd,
 }
 
 /// The name of a worker's answers, to be removed once no process holds it. A dying owner holds it
@@ -111,7 +118,7 @@ impl Dispatcher {
         domain: Domain,
         publisher: Publisher,
         observer: Arc<SubscriberChanges>,
-        table: JobTable,
+        rules: QueueRules,
     ) -> Result<Arc<Dispatcher>> {
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a queue", e))?;
@@ -130,7 +137,13 @@ impl Dispatcher {
             publisher,
             observer,
             pending_workers: PendingWorkers::default(),
-            table: Mutex::new(table),
+            state: Mutex::new(State {
+                table: JobTable::new(rules),
+                sessions: Vec::new(),
+                known: HashSet::new(),
+                waiters: Waiters::default(),
+                uptime: Uptime::default(),
+            }),
             changed: Condvar::new(),
             resume: Condvar::new(),
             readable,
@@ -143,14 +156,9 @@ impl Dispatcher {
         Ok(dispatcher)
     }
 
-    pub(super) fn lock(&self) -> JobTableGuard<'_> {
-        JobTableGuard::new(self, self.lock_table())
-    }
-
-    /// The lock is never held across a call of the driver that gives a stream work: see
-    /// [`delivery`](super::delivery).
-    pub(super) fn lock_table(&self) -> MutexGuard<'_, JobTable> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock(&self) -> StateGuard<'_> {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        ReleasableGuard::new(&self.state, state)
     }
 
     pub(super) fn gone(&self) -> Error {
@@ -159,281 +167,87 @@ impl Dispatcher {
         }
     }
 
-    /// Does the queue's work until `look` returns a value.
-    pub(super) fn wait_until<T>(
-        self: &Arc<Self>,
-        timeout: Duration,
-        mut look: impl FnMut(&mut JobTableGuard<'_>) -> Option<Result<T>>,
-        what: impl FnOnce() -> Error,
-    ) -> Result<T> {
-        self.owner_process.check()?;
-        let (mut clock, mut poll_backoff) = (Stopwatch::default(), PollBackoff::default());
-        let mut table = self.lock();
-        self.begin_polling(&mut table);
-        let found = loop {
-            self.process_events(&mut table);
-            if table.is_closed {
-                // A ring wakes one thread: this wakes the next one, too.
-                self.observer.doorbell.ring();
-                break Err(self.gone());
-            }
-            let before = table.changes;
-            let found = look(&mut table);
-            if table.changes != before {
-                // An outcome that is taken makes room for a job.
-                self.notify_waiters(&mut table);
-            }
-            self.end_if_drained(&mut table);
-            if let Some(found) = found {
-                if let Some(limit) = poll_backoff.spin {
-                    let came = match poll_backoff.asleep {
-                        Some(asleep) => Came::Asleep {
-                            slept: asleep.elapsed(),
-                        },
-                        None => Came::Polling {
-                            elapsed: clock.elapsed(),
-                        },
-                    };
-                    self.spin.tell(limit, came);
-                }
-                break found;
-            }
-            let waited = clock.elapsed();
-            if waited >= timeout {
-                break Err(what());
-            }
-            self.pause(&mut table, waited, timeout - waited, &mut poll_backoff);
-        };
-        self.end_polling(&mut table);
-        found
-    }
-
     /// Puts back a result that was taken and not used, and wakes the threads that may wait for it.
     pub(super) fn put_back(&self, result: JobResult) -> Result<bool> {
-        let mut table = self.lock();
-        if table.is_closed {
+        let mut guard = self.lock();
+        if guard.table.is_closed() {
             // The lock is released before the result is dropped.
-            drop(table);
+            drop(guard);
             return Err(self.gone());
         }
-        let refused = table.put_back(result).err();
-        self.notify_waiters(&mut table);
-        drop(table);
+        let (id, result) = (result.job(), Completed::PutBack(Box::new(result)));
+        let refused = guard.table.put_back(id, result).err();
+        self.notify_waiters(&mut guard.waiters);
+        drop(guard);
         Ok(refused.is_none())
     }
 
-    fn pause(
-        &self,
-        table: &mut JobTableGuard<'_>,
-        waited: Duration,
-        left: Duration,
-        poll_backoff: &mut PollBackoff,
-    ) {
-        let has_pending_result = table
-            .sessions
-            .iter()
-            .any(|session| !session.pending_results.is_empty());
-        if poll_backoff.words > 0
-            && let Some(word) = table.only_pending_result()
-        {
-            poll_backoff.words -= 1;
-            return table.unlocked(|| word.wait(WORD_WAIT.min(left)));
-        }
-        let pause = match has_pending_result {
-            true => poll_backoff.backoff.step(),
-            false if waited < *poll_backoff.spin.get_or_insert_with(|| self.spin.limit()) => {
-                Duration::ZERO
-            }
-            false => WAIT_SLICE,
-        };
-        if pause.is_zero() {
-            return table.unlocked(|| (0..8).for_each(|_| std::hint::spin_loop()));
-        }
-        if !has_pending_result {
-            poll_backoff.asleep = Some(Instant::now());
-            self.end_polling(table);
-        }
-        match has_pending_result || table.has_leader {
-            true => self.wait_for_change(table, pause.min(left)),
-            false => self.wait_as_leader(table, pause.min(left)),
-        }
-        if !has_pending_result {
-            self.begin_polling(table);
-        }
-    }
-
-    /// Sleeps until another thread has found a change.
-    pub(super) fn wait_for_change(&self, table: &mut JobTableGuard<'_>, limit: Duration) {
-        table.sleepers += 1;
-        table.sleep(&self.changed, limit);
-        table.sleepers -= 1;
-    }
-
-    /// Sleeps on the descriptors itself: being woken by the queue's thread would cost a second
-    /// wake-up.
-    fn wait_as_leader(&self, table: &mut JobTableGuard<'_>, limit: Duration) {
-        table.has_leader = true;
-        table.unlocked(|| self.sleep(limit));
-        table.has_leader = false;
-        if table.is_parked {
-            self.resume.notify_one();
-        }
-    }
-
-    /// Sleeps until a worker or the queue itself rings, and drains the doorbells that rang. Each
-    /// ring wakes one sleeper, which then does all pending work. Returns whether any rang.
-    fn sleep(&self, limit: Duration) -> bool {
-        let mut room = [const { std::mem::MaybeUninit::uninit() }; 16];
-        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else {
-            return false;
-        };
-        for event in &*events {
-            match event.data.u64() {
-                OWN_DOORBELL => self.observer.doorbell.drain(),
-                id => self
-                    .lock()
-                    .session(id)
-                    .into_iter()
-                    .for_each(|session| session.subscriber.quiet()),
-            }
-        }
-        !events.is_empty()
-    }
-
-    /// A thread polls from now on: workers need not ring.
-    fn begin_polling(&self, table: &mut JobTable) {
-        table.pollers += 1;
-        if table.pollers == 1 {
-            table
-                .sessions
-                .iter()
-                .for_each(|session| session.subscriber.set_asleep(false));
-        }
-    }
-
-    /// The thread no longer polls. Answers that came before the workers were asked to ring did not
-    /// ring.
-    fn end_polling(&self, table: &mut JobTable) {
-        table.pollers -= 1;
-        if table.pollers == 0 {
-            table
-                .sessions
-                .iter()
-                .for_each(|session| session.subscriber.set_asleep(true));
-            let has_news = |session: &WorkerSession| {
-                session.end.is_none() && session.subscriber.may_have_news()
-            };
-            let is_due = table
-                .sessions
-                .iter()
-                .any(|session| has_news(session) || !session.pending_results.is_empty());
-            // A job that could not be delivered waits for events that may not ring, such as results
-            // that are released; a leader polls soon enough.
-            let wakes_runner = (is_due || table.waiting() > 0) && table.sleeps_long;
-            if wakes_runner || is_due && table.has_leader {
-                self.observer.doorbell.ring();
-            }
-        }
-    }
-
-    /// A waiting job is retried in slices: what makes room for it, a device or the release of a
-    /// result, rings no doorbell.
-    pub(super) fn schedule_dispatch(&self, table: &mut JobTable) {
-        if table.sleeps_idle && table.first_waiting().is_some() && !table.sessions.is_empty() {
-            self.observer.doorbell.ring();
-        }
-    }
-
     /// Does all pending work.
-    pub(super) fn process_events(self: &Arc<Self>, guard: &mut JobTableGuard<'_>) {
-        let table = &mut **guard;
-        if table.is_closed {
+    pub(super) fn process_events(self: &Arc<Self>, guard: &mut StateGuard<'_>) {
+        if guard.table.is_closed() {
             return;
         }
-        let before = table.changes;
-        let mut events = Vec::new();
+        let before = guard.table.revision;
         if self.observer.take_news() {
-            self.update_workers(table, &mut events);
+            self.update_workers(guard);
         }
-        let (timeout, now) = (table.rules.lease_timeout, table.now());
-        for session in &mut table.sessions {
-            if session.end.is_none() && session.subscriber.may_have_news() {
-                session.receive_answers(now, &mut events);
+        let now = guard.now();
+        let State {
+            table, sessions, ..
+        } = &mut **guard;
+        for session in &mut *sessions {
+            if session.has_news() {
+                session.receive_answers(table, now);
             }
-            if !session.pending_results.is_empty() {
-                session.collect_results(&mut events);
-            }
-            if let Some(timeout) = timeout.filter(|_| !session.leases.is_empty()) {
-                session.expire(timeout, now, &mut events);
-            }
+            session.collect_results(table);
         }
-        if table.sessions.iter().any(|session| session.end.is_some()) {
-            self.remove_disconnected(table, &mut events);
+        table.expire(now);
+        if sessions.iter().any(|session| session.end.is_some()) {
+            self.remove_disconnected(guard);
         }
-        events.into_iter().for_each(|event| table.apply(event));
         self.dispatch(guard);
-        if guard.changes != before {
-            self.notify_waiters(guard);
+        if guard.table.revision != before {
+            self.notify_waiters(&mut guard.waiters);
         }
         self.end_if_drained(guard);
     }
 
     /// After a shutdown, once the last job is done: releases the queue's name, and closes the
     /// workers' links gracefully. Their answers and results lie on links of their own, which stay.
-    fn end_if_drained(&self, table: &mut JobTableGuard<'_>) {
-        if !table.is_shut || table.is_drained || table.is_closed || table.unfinished() > 0 {
+    pub(super) fn end_if_drained(&self, guard: &mut StateGuard<'_>) {
+        if guard.table.stage != Stage::Shut || guard.table.unfinished() > 0 {
             return;
         }
-        table.is_drained = true;
-        for session in &mut table.sessions {
+        guard.table.stage = Stage::Draining;
+        for session in &mut guard.sessions {
             session.is_leaving = true;
         }
-        table.unlocked(|| self.publisher.close());
-    }
-
-    /// Wakes the threads that may wait for what has changed.
-    fn notify_waiters(&self, table: &mut JobTable) {
-        table.notify_watches();
-        if table.sleepers > 0 {
-            self.changed.notify_all();
+        guard.unlocked(|| self.publisher.close());
+        if guard.table.stage == Stage::Draining {
+            guard.table.stage = Stage::Drained;
+            self.notify_waiters(&mut guard.waiters);
         }
-        if table.has_leader {
-            self.observer.doorbell.ring();
-        }
-    }
-
-    /// Wakes the threads that wait until a job has been delivered, and a thread to deliver the
-    /// next.
-    pub(super) fn notify_submitters(&self, table: &mut JobTable) {
-        if table.sleepers > 0 {
-            self.changed.notify_all();
-        }
-        self.observer.doorbell.ring();
     }
 
     /// Subscribers came or went.
-    fn update_workers(self: &Arc<Self>, table: &mut JobTable, events: &mut Vec<JobEvent>) {
-        self.return_undelivered(table, events);
+    fn update_workers(self: &Arc<Self>, state: &mut State) {
+        self.return_undelivered(&mut state.table);
         let members = self.publisher.linked_subscribers();
-        for session in &mut table.sessions {
-            session.is_leaving =
-                table.is_drained || !members.iter().any(|member| member.id == session.id);
+        let is_member = |id: u64| members.iter().any(|member| member.id == id);
+        let is_drained = state.table.stage >= Stage::Draining;
+        let (sessions, known) = (&mut state.sessions, &mut state.known);
+        for session in &mut *sessions {
+            session.is_leaving = is_drained || !is_member(session.id);
         }
-        let JobTable {
-            known, sessions, ..
-        } = &mut *table;
-        known.retain(|id| {
-            members.iter().any(|member| member.id == *id)
-                || sessions.iter().any(|session| session.id == *id)
-        });
+        known.retain(|&id| is_member(id) || sessions.iter().any(|session| session.id == id));
         for member in &members {
             // A worker without a free slot is handled when an attach ends, which rings.
-            if self.pending_workers.has_free_slot() && table.known.insert(member.id) {
+            if self.pending_workers.has_free_slot() && known.insert(member.id) {
                 self.attach_worker(*member);
             }
         }
         for (member, subscriber) in self.pending_workers.take() {
-            if !members.iter().any(|present| present.id == member.id) {
+            if !is_member(member.id) {
                 // The worker has gone meanwhile, and no other event will report it.
                 continue;
             }
@@ -443,37 +257,31 @@ impl Dispatcher {
                     .expel(member.id, "its queue has no room for it");
                 continue;
             }
-            subscriber.set_asleep(table.pollers == 0);
-            table
-                .sessions
-                .push(WorkerSession::new(member.id, member.pid, subscriber));
-            table.changes += 1;
+            subscriber.set_asleep(state.waiters.polling == 0);
+            sessions.push(WorkerSession::new(member.id, member.pid, subscriber));
+            state.table.add_worker(member.id, member.pid);
         }
     }
 
     /// Removes workers after the end of their answers. Jobs that they had not taken return at no cost;
     /// each other unanswered job has failed an attempt.
-    fn remove_disconnected(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
-        for session in table
-            .sessions
-            .iter()
-            .filter(|session| session.end.is_some())
-        {
-            if let Some((why, ..)) = session
-                .end
-                .as_ref()
-                .filter(|_| self.publisher.has_subscriber(session.id))
+    fn remove_disconnected(&self, state: &mut State) {
+        for session in &state.sessions {
+            if let Some((why, ..)) = &session.end
+                && self.publisher.has_subscriber(session.id)
             {
                 self.publisher.expel(session.id, why);
             }
         }
-        self.return_undelivered(table, events);
-        for mut session in table
-            .sessions
-            .extract_if(.., |session| session.has_ended())
-            .collect::<Vec<_>>()
-        {
-            if let Some(reason) = session.abandon_leases(events) {
+        let table = &mut state.table;
+        self.return_undelivered(table);
+        for session in state.sessions.extract_if(.., |session| session.has_ended()) {
+            let reason = session.end_reason();
+            let (undone, is_being_delivered) = table.remove_worker(session.id);
+            for job in undone {
+                table.record_failure(job, reason.clone());
+            }
+            if is_being_delivered {
                 table.record_worker_end(session.id, reason);
             }
             let _ = epoll::delete(&self.readable, session.subscriber.descriptor());
@@ -482,13 +290,10 @@ impl Dispatcher {
 
     /// Returns jobs that gone workers had not taken, and removes the files that dead workers left:
     /// each name is used once, so no other process takes it again.
-    fn return_undelivered(&self, table: &mut JobTable, events: &mut Vec<JobEvent>) {
+    fn return_undelivered(&self, table: &mut Jobs) {
         let departures = self.publisher.take_disconnects(false);
         for &(id, position) in &departures.untaken {
-            table
-                .session(id)
-                .into_iter()
-                .for_each(|session| session.undo_delivery(position, events));
+            table.return_untaken(id, position);
             table.record_untaken(id, position);
         }
         self.remove_stale_names(departures);
@@ -510,63 +315,17 @@ impl Dispatcher {
         }
     }
 
-    /// The body of the queue's own thread.
-    fn run(self: Arc<Self>) {
-        let mut has_rung = false;
-        loop {
-            let poll_interval = {
-                let mut table = self.lock();
-                // Set by this thread alone: a ring meant for it may have woken another one.
-                (table.sleeps_long, table.sleeps_idle) = (false, false);
-                if table.is_closed {
-                    return self.observer.doorbell.ring();
-                }
-                self.process_events(&mut table);
-                if table.is_closed {
-                    continue;
-                }
-                if table.has_leader {
-                    self.park(table, has_rung);
-                    has_rung = false;
-                    continue;
-                }
-                let poll_interval = if table.pollers > 0 {
-                    WAIT_SLICE
-                } else {
-                    table.poll_interval()
-                };
-                (table.sleeps_long, table.sleeps_idle) =
-                    (poll_interval >= WAIT_SLICE, poll_interval > WAIT_SLICE);
-                poll_interval
-            };
-            has_rung = self.sleep(poll_interval);
-        }
-    }
-
-    /// Leaves the descriptors to a user's thread. A ring that arrived here may have been meant for
-    /// that thread.
-    fn park(&self, mut table: JobTableGuard<'_>, has_rung: bool) {
-        if has_rung {
-            self.observer.doorbell.ring();
-        }
-        table.is_parked = true;
-        table.sleep(&self.resume, WAIT_SLICE);
-        table.is_parked = false;
-    }
-
     /// Ends the queue: notifies waiting threads and workers, and drops the data of unfinished jobs.
     pub(super) fn close(&self) {
-        let mut table = self.lock();
-        let rules = table.rules;
+        let mut guard = self.lock();
+        let rules = guard.table.rules;
         // Dropped without the lock: this sends `Close` to workers and defers the drop of memory.
-        let mut old = std::mem::replace(&mut *table, JobTable::new(rules));
-        (table.is_closed, table.is_shut) = (true, true);
-        table.pollers = old.pollers;
-        table.sleepers = old.sleepers;
-        table.has_leader = old.has_leader;
-        drop(table);
-        old.notify_watches();
-        drop(old);
+        let old_jobs = std::mem::replace(&mut guard.table, JobTable::new(rules));
+        let old_sessions = std::mem::take(&mut guard.sessions);
+        guard.table.stage = Stage::Closed;
+        guard.waiters.notify_watches();
+        drop(guard);
+        drop((old_jobs, old_sessions));
         self.changed.notify_all();
         // Closed now: the last holder of the state is the queue's own thread, which may not run
         // again if `main` returns.

@@ -4,8 +4,9 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::dispatcher::Dispatcher;
-use super::job_table::{JobTable, Outcome};
+use super::job_table::Outcome;
 use super::wire::user_of_answer;
+use super::worker_session::{Completed, Jobs};
 use crate::backend::DevicePtr;
 use crate::error::{Error, Result};
 use crate::pubsub::Sample;
@@ -57,7 +58,8 @@ impl JobHandle {
             what: format!("the result of job {} of {:?}", self.id, self.name),
             waited: timeout,
         };
-        let (id, outcome) = dispatcher.wait_until(timeout, |table| self.try_take(table), late)?;
+        let (id, outcome) =
+            dispatcher.wait_until(timeout, |state| self.try_take(&mut state.table), late)?;
         into_result(&self.name, id, outcome, stream)
     }
 
@@ -87,7 +89,7 @@ impl JobHandle {
             })?;
         dispatcher.wait_until(
             Duration::ZERO,
-            |table| Some(Ok(table.is_settled(self.id))),
+            |state| Some(Ok(state.table.is_settled(self.id))),
             || dispatcher.gone(),
         )
     }
@@ -107,14 +109,14 @@ impl JobHandle {
         // Dropped here, without the lock.
         let job = dispatcher.wait_until(
             Duration::ZERO,
-            |table| Some(Ok(table.call_off(self.id))),
+            |state| Some(Ok(state.table.call_off(self.id))),
             || dispatcher.gone(),
         )?;
         Ok(job.is_some())
     }
 
-    fn try_take(&self, table: &mut JobTable) -> Option<Result<(u64, Outcome)>> {
-        match table.take_outcome(self.id) {
+    fn try_take(&self, jobs: &mut Jobs) -> Option<Result<(u64, Outcome<Completed>)>> {
+        match jobs.take_outcome(self.id) {
             Ok(outcome) => outcome.map(Ok),
             Err(()) => Some(Err(Error::NoSuchJob {
                 name: self.name.clone(),
@@ -128,22 +130,22 @@ impl JobHandle {
 pub(super) fn into_result(
     name: &str,
     job: u64,
-    outcome: Outcome,
+    outcome: Outcome<Completed>,
     stream: &Stream,
 ) -> Result<JobResult> {
     let name = name.to_string();
     match outcome {
-        Outcome::Done {
+        Outcome::Done(Completed::Received {
             arrival,
             attempt,
             pid,
-        } => Ok(JobResult {
+        }) => Ok(JobResult {
             sample: arrival.into_sample(stream),
             job,
             attempt,
             worker_pid: pid,
         }),
-        Outcome::Unused(result) => Ok(result.received_on(stream)),
+        Outcome::Done(Completed::PutBack(result)) => Ok(result.received_on(stream)),
         Outcome::DeadLettered { reasons } => Err(Error::DeadLettered { name, job, reasons }),
         Outcome::Rejected { reason } => Err(Error::Rejected { name, job, reason }),
         Outcome::Expired => Err(Error::DeadlinePassed { name, job }),

@@ -1,46 +1,39 @@
-//! The job table of a queue: its jobs, their outcomes, and which worker gets the next job. No
-//! shared memory, no driver.
+//! The job table of a queue: its jobs, how often each was tried, which worker holds it, and how it
+//! ended. Pure: no lock, no clock (time is an argument), no link and no stream; inputs `I` and
+//! results `R` are kept and given back. After every call:
+//!
+//! - an open job waits, or one worker that is not late holds it, or it is being delivered: once;
+//! - a job gets one outcome, which is taken once or put back; `unfinished` counts those without;
+//! - a job has fewer failed attempts than `max_attempts`, or is dead-lettered with that many;
+//! - an answer counts if its worker holds that lease, has not answered it, and is not late;
+//! - at most one delivery is in progress, and its lease has no position until it is over.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
-use std::sync::{Arc, Weak};
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use super::delivery::Delivery;
-use super::job_handle::JobResult;
 use super::owner::Order;
-use super::wire::DeliveryTag;
-use super::worker_session::{JobEvent, WorkerSession};
+use super::wire::{AnswerKind, DeliveryTag};
+use super::worker_leases::WorkerLeases;
 use crate::ipc::message::text;
-use crate::pubsub::{CompletionWait, RawSample, RetainedSlot};
-use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::heartbeat::Uptime;
-use crate::runtime::reactor::TICK;
-
-/// The interval of polls without a ring.
-const IDLE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A job without an outcome, or with one that was not taken yet.
 #[derive(Debug)]
-pub(super) struct Job {
-    /// The input; `None` once it has an outcome.
-    pub(super) parcel: Option<Arc<RetainedSlot>>,
+pub(super) struct Job<I, R> {
+    /// `None` while the job is being submitted, and once it has an outcome.
+    pub(super) input: Option<I>,
     pub(super) metadata: Vec<u8>,
-    pub(super) deadline_ns: u64,
+    deadline_ns: u64,
     /// How often it has been delivered.
     deliveries: u32,
     /// One reason for each attempt that failed.
     reasons: Vec<String>,
-    outcome: Option<Outcome>,
+    outcome: Option<Outcome<R>>,
 }
 
 /// How a job ended.
-#[derive(Debug)]
-pub(super) enum Outcome {
-    Done {
-        arrival: RawSample,
-        attempt: u32,
-        pid: i32,
-    },
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Outcome<R> {
+    Done(R),
     DeadLettered {
         reasons: Vec<String>,
     },
@@ -50,8 +43,6 @@ pub(super) enum Outcome {
     },
     /// Its worker saw that the deadline had passed.
     Expired,
-    /// The result was taken and put back.
-    Unused(Box<JobResult>),
 }
 
 /// The rules of a queue.
@@ -63,16 +54,48 @@ pub(super) struct QueueRules {
     pub(super) order: Order,
 }
 
+/// How far a queue has come to its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Stage {
+    Open,
+    /// No job can be submitted any more.
+    Shut,
+    /// All jobs are done after the shutdown. A thread releases the name and notifies the workers.
+    Draining,
+    Drained,
+    /// The queue is gone.
+    Closed,
+}
+
+/// The delivery that a thread makes.
 #[derive(Debug)]
-pub(super) struct JobTable {
+struct Delivery {
+    tag: DeliveryTag,
+    /// The worker that gets the lease.
+    worker: Option<u64>,
+    /// The job is being submitted: its outcome is not taken before the submit has finished.
+    is_new: bool,
+    /// Positions that the same worker left untaken meanwhile.
+    untaken: Vec<u64>,
+    /// Why that worker ended meanwhile without an answer.
+    end: Option<String>,
+}
+
+/// The result of a delivery.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DeliveryResult {
+    /// The worker has the job, at this position.
+    At(u64),
+    /// The worker may have been given an entry without a valid job: its answer is discarded.
+    Unconfirmed,
+    Nobody,
+}
+
+#[derive(Debug)]
+pub(super) struct JobTable<I, R> {
     pub(super) rules: QueueRules,
-    /// The clock of leases.
-    pub(super) uptime: Uptime,
-    jobs: BTreeMap<u64, Job>,
-    /// A thread is delivering a job, without the lock.
-    pub(super) delivery: Option<Delivery>,
-    /// The number of threads that wait for that delivery, to submit.
-    pub(super) submit_waiters: u32,
+    pub(super) stage: Stage,
+    jobs: BTreeMap<u64, Job<I, R>>,
     /// Jobs to be delivered, in order.
     pub(super) waiting: VecDeque<u64>,
     /// Jobs with an outcome, in order of completion. Jobs that were taken by their handle are
@@ -80,69 +103,44 @@ pub(super) struct JobTable {
     pub(super) finished: VecDeque<u64>,
     unfinished: usize,
     next_job: u64,
-    pub(super) sessions: Vec<WorkerSession>,
-    /// Subscribers that have a session, are about to get one, or have been refused.
-    pub(super) known: HashSet<u64>,
-    /// The number of users' threads that poll.
-    pub(super) pollers: u32,
-    /// The number of users' threads that sleep until a change.
-    pub(super) sleepers: u32,
-    /// A user's thread sleeps on the descriptors.
-    pub(super) has_leader: bool,
-    /// The queue's own thread leaves the descriptors to the leader.
-    pub(super) is_parked: bool,
-    /// The queue's own thread sleeps for a slice or more.
-    pub(super) sleeps_long: bool,
-    /// The queue's own thread sleeps until it is rung, and polls nothing meanwhile.
-    pub(super) sleeps_idle: bool,
-    /// Counts the changes that may end a wait.
-    pub(super) changes: u64,
-    /// Rung at every change: event loops sleep on them.
-    pub(super) watches: Vec<Weak<LocalDoorbell>>,
-    /// No job can be submitted any more.
-    pub(super) is_shut: bool,
-    /// All jobs are done after the shutdown, and the workers were notified.
-    pub(super) is_drained: bool,
-    /// The queue is gone.
-    pub(super) is_closed: bool,
+    pub(super) workers: Vec<WorkerLeases>,
+    delivery: Option<Delivery>,
+    /// Counts the changes that a wait for jobs or workers may be waiting for.
+    pub(super) revision: u64,
 }
 
-impl JobTable {
-    pub(super) fn new(rules: QueueRules) -> JobTable {
+impl<I, R> JobTable<I, R> {
+    pub(super) fn new(rules: QueueRules) -> JobTable<I, R> {
         JobTable {
             rules,
-            uptime: Uptime::default(),
+            stage: Stage::Open,
             jobs: BTreeMap::new(),
-            delivery: None,
-            submit_waiters: 0,
             waiting: VecDeque::new(),
             finished: VecDeque::new(),
             unfinished: 0,
             next_job: 1,
-            sessions: Vec::new(),
-            known: HashSet::new(),
-            pollers: 0,
-            sleepers: 0,
-            has_leader: false,
-            is_parked: false,
-            sleeps_long: false,
-            sleeps_idle: false,
-            changes: 0,
-            watches: Vec::new(),
-            is_shut: false,
-            is_drained: false,
-            is_closed: false,
+            workers: Vec::new(),
+            delivery: None,
+            revision: 0,
         }
     }
 
-    /// The current time of the lease clock; zero where leases have no limit, since it is not used
-    /// there.
-    pub(super) fn now(&self) -> Duration {
-        if self.rules.lease_timeout.is_some() {
-            self.uptime.ran()
-        } else {
-            Duration::ZERO
-        }
+    pub(super) fn is_shut(&self) -> bool {
+        self.stage >= Stage::Shut
+    }
+
+    /// Takes no more jobs.
+    pub(super) fn shut(&mut self) {
+        self.stage = self.stage.max(Stage::Shut);
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.stage == Stage::Closed
+    }
+
+    /// Whether a thread makes a delivery.
+    pub(super) fn is_delivering(&self) -> bool {
+        self.delivery.is_some()
     }
 
     /// Jobs without an outcome, or with one that was not taken.
@@ -168,39 +166,38 @@ impl JobTable {
         (self.next_job, self.first_waiting().is_none())
     }
 
-    /// Adds the next job. Its input must then be [kept](Self::store_input), or the job
-    /// [withdrawn](Self::undo_insert).
-    pub(super) fn insert(&mut self, metadata: Vec<u8>, deadline_ns: u64) {
-        let (parcel, deliveries, reasons, outcome) = (None, 1, Vec::new(), None);
-        self.jobs.insert(
-            self.next_job,
-            Job {
-                parcel,
-                metadata,
-                deadline_ns,
-                deliveries,
-                reasons,
-                outcome,
-            },
-        );
+    /// Adds the next job, which is being submitted and delivered to `worker`, if there is one. A
+    /// call of [`store_input`](Self::store_input) or [`undo_insert`](Self::undo_insert) must follow,
+    /// and then one of [`finish_delivery`](Self::finish_delivery).
+    pub(super) fn insert(&mut self, tag: DeliveryTag, worker: Option<u64>, metadata: Vec<u8>) {
+        let job = Job {
+            input: None,
+            metadata,
+            deadline_ns: tag.deadline_ns,
+            deliveries: 1,
+            reasons: Vec::new(),
+            outcome: None,
+        };
+        self.jobs.insert(self.next_job, job);
         self.next_job += 1;
         self.unfinished += 1;
+        self.begin_delivery(tag, worker, true);
     }
 
-    /// Keeps the input of a job that was entered, until it has an outcome. The job was delivered
+    /// Keeps the input of a job that was inserted, until it has an outcome. The job was delivered
     /// already, or waits.
-    pub(super) fn store_input(&mut self, id: u64, parcel: RetainedSlot, is_out: bool) {
+    pub(super) fn store_input(&mut self, id: u64, input: I, is_out: bool) {
         let Some(job) = self.unfinished_job(id) else {
             return;
         };
-        job.parcel = Some(Arc::new(parcel));
+        job.input = Some(input);
         if !is_out {
             job.deliveries = 0;
             self.enqueue(id);
         }
     }
 
-    /// Removes the job that was entered last. If no worker has seen it, the next job gets its
+    /// Removes the job that was inserted last. If no worker has seen it, the next job gets its
     /// number. Returns its metadata.
     pub(super) fn undo_insert(&mut self, id: u64, is_untold: bool) -> Vec<u8> {
         if is_untold {
@@ -223,7 +220,7 @@ impl JobTable {
     }
 
     /// A waiting job, with the delivery tag that it would get.
-    pub(super) fn next_delivery(&self, id: u64) -> Option<(DeliveryTag, &Job)> {
+    pub(super) fn next_delivery(&self, id: u64) -> Option<(DeliveryTag, &Job<I, R>)> {
         let job = self.jobs.get(&id)?;
         let attempt = job.reasons.len() as u32 + 1;
         Some((
@@ -237,12 +234,14 @@ impl JobTable {
         ))
     }
 
-    /// The first job that waits is about to be delivered.
-    pub(super) fn start_delivery(&mut self, tag: DeliveryTag) {
+    /// The first job that waits is about to be delivered to `worker`. A call of
+    /// [`finish_delivery`](Self::finish_delivery) must follow.
+    pub(super) fn start_delivery(&mut self, tag: DeliveryTag, worker: u64) {
         self.waiting.pop_front();
         if let Some(job) = self.jobs.get_mut(&tag.job) {
             job.deliveries = tag.number;
         }
+        self.begin_delivery(tag, Some(worker), false);
     }
 
     /// Undoes [`start_delivery`](Self::start_delivery): the job waits as before.
@@ -253,45 +252,201 @@ impl JobTable {
         }
     }
 
-    /// The session that gets this job: of those with capacity the one with the fewest leases.
-    pub(super) fn pick_worker(&self, job: u64, but: &[u64]) -> Option<u64> {
+    fn begin_delivery(&mut self, tag: DeliveryTag, worker: Option<u64>, is_new: bool) {
+        debug_assert!(self.delivery.is_none());
+        if let Some(leases) = worker.and_then(|id| self.worker(id)) {
+            leases.add(tag);
+        }
+        self.delivery = Some(Delivery {
+            tag,
+            worker,
+            is_new,
+            untaken: Vec::new(),
+            end: None,
+        });
+    }
+
+    /// Records the result of the delivery for its lease.
+    pub(super) fn finish_delivery(&mut self, result: DeliveryResult, now: Duration) {
+        let Some(delivery) = self.delivery.take() else {
+            return;
+        };
+        let tag = delivery.tag;
+        if let Some(leases) = delivery.worker.and_then(|id| self.worker(id)) {
+            match result {
+                DeliveryResult::At(position) => {
+                    leases.set_position(tag, position, now);
+                    for position in delivery.untaken {
+                        self.return_untaken(delivery.worker.unwrap_or(0), position);
+                    }
+                }
+                // No sample has position 0.
+                DeliveryResult::Unconfirmed => leases.set_position(tag, 0, now),
+                DeliveryResult::Nobody => _ = leases.remove(tag),
+            }
+        } else if let (DeliveryResult::At(position), Some(reason)) = (result, delivery.end) {
+            // The worker is gone and has not answered.
+            match delivery.untaken.contains(&position) {
+                true => self.requeue(tag.job),
+                false => self.record_failure(tag.job, reason),
+            }
+        }
+    }
+
+    /// The call that delivers has panicked: no worker has the job.
+    pub(super) fn abort_delivery(&mut self) {
+        let Some((job, is_new)) = self.delivery.as_ref().map(|it| (it.tag.job, it.is_new)) else {
+            return;
+        };
+        self.finish_delivery(DeliveryResult::Nobody, Duration::ZERO);
+        if is_new {
+            self.call_off(job);
+        } else {
+            self.record_failure(job, "a panic while it was given out".into());
+        }
+    }
+
+    /// The worker that gets this job: of those with capacity the one with the fewest leases.
+    /// `rooms` are the workers that take jobs, and the entries of their rings that no result holds.
+    pub(super) fn pick_worker(
+        &self,
+        job: u64,
+        rooms: impl Iterator<Item = (u64, usize)>,
+    ) -> Option<u64> {
         let (prefetch, oldest) = (
             self.rules.prefetch,
             self.jobs.keys().next().is_none_or(|&first| job <= first),
         );
-        let able = self
-            .sessions
-            .iter()
-            .filter(|session| session.has_capacity(prefetch, oldest) && !but.contains(&session.id));
-        able.min_by_key(|session| session.leases.len())
-            .map(|session| session.id)
+        let able = rooms.filter_map(|(id, room)| {
+            let leases = self.workers.iter().find(|leases| leases.worker == id)?;
+            let has_capacity = leases.has_capacity(prefetch, room, oldest);
+            has_capacity.then_some((id, leases.leases.len()))
+        });
+        able.min_by_key(|&(_, held)| held).map(|(id, _)| id)
     }
 
-    pub(super) fn session(&mut self, id: u64) -> Option<&mut WorkerSession> {
-        self.sessions.iter_mut().find(|session| session.id == id)
+    pub(super) fn add_worker(&mut self, id: u64, pid: i32) {
+        self.workers.push(WorkerLeases::new(id, pid));
+        self.revision += 1;
     }
 
-    /// Applies an answer, or the end of a worker, to its job.
-    pub(super) fn apply(&mut self, event: JobEvent) {
-        match event {
-            JobEvent::Failed(job, reason) => self.record_failure(job, reason),
-            JobEvent::Returned(job) => self.requeue(job),
-            JobEvent::Rejected(job, reason) => self.finish(job, Outcome::Rejected { reason }),
-            JobEvent::Expired(job) => self.finish(job, Outcome::Expired),
-            JobEvent::Done {
-                job,
-                attempt,
-                pid,
-                arrival,
-            } => self.finish(
-                job,
-                Outcome::Done {
-                    arrival,
-                    attempt,
-                    pid,
-                },
-            ),
+    fn worker(&mut self, id: u64) -> Option<&mut WorkerLeases> {
+        self.workers.iter_mut().find(|leases| leases.worker == id)
+    }
+
+    /// Removes a worker. Returns the jobs that it leaves undone, for
+    /// [`record_failure`](Self::record_failure), and whether one is being delivered to it, for
+    /// [`record_worker_end`](Self::record_worker_end).
+    pub(super) fn remove_worker(&mut self, id: u64) -> (Vec<u64>, bool) {
+        let Some(index) = self.workers.iter().position(|leases| leases.worker == id) else {
+            return (Vec::new(), false);
+        };
+        self.workers.swap_remove(index).left_undone()
+    }
+
+    /// Jobs that workers hold.
+    pub(super) fn leased(&self) -> usize {
+        self.workers.iter().map(|leases| leases.leases.len()).sum()
+    }
+
+    /// Applies a worker's answer. With a result it returns the lease, for
+    /// [`complete`](Self::complete) or [`lose`](Self::lose); an error if the worker holds none of
+    /// that number which it has not answered.
+    pub(super) fn answer(
+        &mut self,
+        worker: u64,
+        (job, number): (u64, u32),
+        kind: AnswerKind,
+        now: Duration,
+    ) -> Result<Option<DeliveryTag>, ()> {
+        let leases = self.worker(worker).ok_or(())?;
+        let tag = leases.answer(job, number, now).ok_or(())?;
+        if kind == AnswerKind::Completed {
+            return Ok(Some(tag));
         }
+        if leases.remove(tag) {
+            match kind {
+                AnswerKind::Failed(reason) => self.record_failure(job, reason),
+                AnswerKind::Rejected(reason) => self.finish(job, Outcome::Rejected { reason }),
+                AnswerKind::Expired => self.finish(job, Outcome::Expired),
+                AnswerKind::Returned | AnswerKind::Completed => self.requeue(job),
+            }
+        }
+        Ok(None)
+    }
+
+    /// The result that answered a lease is complete.
+    pub(super) fn complete(&mut self, worker: u64, tag: DeliveryTag, result: R) {
+        if self.worker(worker).is_some_and(|leases| leases.remove(tag)) {
+            self.finish(tag.job, Outcome::Done(result));
+        }
+    }
+
+    /// The result that answered a lease was lost.
+    pub(super) fn lose(&mut self, worker: u64, tag: DeliveryTag, reason: String) {
+        if self.worker(worker).is_some_and(|leases| leases.remove(tag)) {
+            self.record_failure(tag.job, reason);
+        }
+    }
+
+    /// Fails the attempts of the leases that have made no progress for the lease timeout.
+    pub(super) fn expire(&mut self, now: Duration) {
+        let Some(timeout) = self.rules.lease_timeout else {
+            return;
+        };
+        let mut late = Vec::new();
+        for leases in &mut self.workers {
+            let pid = leases.pid;
+            late.extend(
+                leases
+                    .expire(timeout, now)
+                    .into_iter()
+                    .map(|job| (job, pid)),
+            );
+        }
+        for (job, pid) in late {
+            let reason = format!("no answer from process {pid} within {timeout:?}");
+            self.record_failure(job, reason);
+        }
+    }
+
+    /// The time until the next lease expires.
+    pub(super) fn next_expiry(&self, now: Duration) -> Option<Duration> {
+        let timeout = self.rules.lease_timeout?;
+        let oldest = self.workers.iter().filter_map(WorkerLeases::oldest).min()?;
+        // The timeout may have any value, even one beyond the clock's range.
+        Some(timeout.saturating_sub(now.saturating_sub(oldest)))
+    }
+
+    /// Returns a job that the worker was given and had not taken, as if it had not been delivered.
+    pub(super) fn return_untaken(&mut self, worker: u64, position: u64) {
+        if let Some(job) = self
+            .worker(worker)
+            .and_then(|leases| leases.remove_untaken(position))
+        {
+            self.requeue(job);
+        }
+    }
+
+    /// Records that a worker has gone and left a job untaken, whose position only the delivering
+    /// thread knows yet.
+    pub(super) fn record_untaken(&mut self, worker: u64, position: u64) {
+        if let Some(delivery) = self.delivery_to(worker) {
+            delivery.untaken.push(position);
+        }
+    }
+
+    /// Records that a worker has gone and left a lease unanswered, whose position only the
+    /// delivering thread knows yet.
+    pub(super) fn record_worker_end(&mut self, worker: u64, reason: String) {
+        if let Some(delivery) = self.delivery_to(worker) {
+            delivery.end = Some(reason);
+        }
+    }
+
+    fn delivery_to(&mut self, worker: u64) -> Option<&mut Delivery> {
+        let delivery = self.delivery.as_mut()?;
+        (delivery.worker == Some(worker)).then_some(delivery)
     }
 
     /// Records a failed attempt: the job is tried again, or dead-lettered.
@@ -321,36 +476,36 @@ impl JobTable {
     fn enqueue(&mut self, id: u64) {
         let index = self.waiting.partition_point(|&other| other < id);
         self.waiting.insert(index, id);
-        self.changes += 1;
+        self.revision += 1;
     }
 
     /// Ends a job, once.
-    pub(super) fn finish(&mut self, id: u64, outcome: Outcome) {
+    pub(super) fn finish(&mut self, id: u64, outcome: Outcome<R>) {
         if let Some(job) = self.unfinished_job(id) {
-            (job.outcome, job.parcel) = (Some(outcome), None);
+            (job.outcome, job.input) = (Some(outcome), None);
             self.unfinished -= 1;
             self.finished.push_back(id);
-            self.changes += 1;
+            self.revision += 1;
         }
     }
 
-    fn unfinished_job(&mut self, id: u64) -> Option<&mut Job> {
+    fn unfinished_job(&mut self, id: u64) -> Option<&mut Job<I, R>> {
         self.jobs.get_mut(&id).filter(|job| job.outcome.is_none())
     }
 
     /// Removes a job, whatever its state: a later answer is discarded. `None` if there is no such
     /// job. Drop the returned job without the lock: a result that was put back gives its stream
     /// work.
-    pub(super) fn call_off(&mut self, id: u64) -> Option<Job> {
+    pub(super) fn call_off(&mut self, id: u64) -> Option<Job<I, R>> {
         let job = self.jobs.remove(&id)?;
         self.unfinished -= usize::from(job.outcome.is_none());
-        self.changes += 1;
+        self.revision += 1;
         self.prune();
         Some(job)
     }
 
     /// Removes the jobs that no worker holds, with their numbers. Drop them without the lock.
-    pub(super) fn call_off_waiting(&mut self) -> Vec<(u64, Job)> {
+    pub(super) fn call_off_waiting(&mut self) -> Vec<(u64, Job<I, R>)> {
         let waiting = std::mem::take(&mut self.waiting);
         let removed = waiting
             .into_iter()
@@ -363,24 +518,14 @@ impl JobTable {
         self.jobs.get(&id).is_none_or(|job| job.outcome.is_some())
     }
 
-    /// Rings all watches, and removes those that were dropped.
-    pub(super) fn notify_watches(&mut self) {
-        self.watches.retain(|watch| {
-            watch
-                .upgrade()
-                .inspect(|doorbell| doorbell.ring())
-                .is_some()
-        });
-    }
-
     /// The outcome of one job, if it is there; an error if there is no such job.
-    pub(super) fn take_outcome(&mut self, id: u64) -> Result<Option<(u64, Outcome)>, ()> {
+    pub(super) fn take_outcome(&mut self, id: u64) -> Result<Option<(u64, Outcome<R>)>, ()> {
         let job = self.jobs.get(&id).ok_or(())?;
         if job.outcome.is_none() || self.is_being_submitted(id) {
             return Ok(None);
         }
         // A thread may wait for the room.
-        self.changes += 1;
+        self.revision += 1;
         self.prune();
         Ok(self
             .jobs
@@ -396,24 +541,23 @@ impl JobTable {
             .is_some_and(|delivery| delivery.is_new && delivery.tag.job == id)
     }
 
-    /// Puts back a result that was taken and not used. The result is returned if its job is there
-    /// again already, or the queue is gone: drop it without the lock.
-    pub(super) fn put_back(&mut self, result: JobResult) -> Result<(), JobResult> {
-        let id = result.job();
-        if self.is_closed || id == 0 || id >= self.next_job || self.jobs.contains_key(&id) {
+    /// Puts back a result that was taken and not used. It is returned if there was no such job, or
+    /// the job is there again already: drop it without the lock.
+    pub(super) fn put_back(&mut self, id: u64, result: R) -> Result<(), R> {
+        if self.is_closed() || id == 0 || id >= self.next_job || self.jobs.contains_key(&id) {
             return Err(result);
         }
         let job = Job {
-            parcel: None,
+            input: None,
             metadata: Vec::new(),
             deadline_ns: 0,
             deliveries: 0,
             reasons: Vec::new(),
-            outcome: Some(Outcome::Unused(Box::new(result))),
+            outcome: Some(Outcome::Done(result)),
         };
         self.jobs.insert(id, job);
         self.finished.push_front(id);
-        self.changes += 1;
+        self.revision += 1;
         Ok(())
     }
 
@@ -428,7 +572,7 @@ impl JobTable {
     }
 
     /// The next outcome in the queue's order, if it is there.
-    pub(super) fn take_next(&mut self) -> Option<(u64, Outcome)> {
+    pub(super) fn take_next(&mut self) -> Option<(u64, Outcome<R>)> {
         let id = match self.rules.order {
             Order::Submission => *self.jobs.keys().next()?,
             Order::Completion => {
@@ -447,45 +591,5 @@ impl JobTable {
             }
         };
         self.take_outcome(id).ok().flatten()
-    }
-
-    /// The data of the only result that was announced and is not complete.
-    pub(super) fn only_pending_result(&self) -> Option<CompletionWait> {
-        let mut pending_results = self
-            .sessions
-            .iter()
-            .flat_map(|session| &session.pending_results);
-        let first = pending_results.next()?;
-        pending_results
-            .next()
-            .is_none()
-            .then(|| first.arrival.completion_wait())
-    }
-
-    /// The interval at which to poll although nothing rings: a device that completes a result
-    /// cannot ring.
-    pub(super) fn poll_interval(&self) -> Duration {
-        let pending_results = self
-            .sessions
-            .iter()
-            .any(|session| !session.pending_results.is_empty());
-        let parting = self.sessions.iter().any(|session| session.end.is_some());
-        let limit = match (pending_results, parting || !self.waiting.is_empty()) {
-            (true, _) => Duration::from_micros(250),
-            (false, true) => Duration::from_millis(50),
-            (false, false) => IDLE_INTERVAL,
-        };
-        let expiry = self.rules.lease_timeout.and_then(|timeout| {
-            let oldest = self
-                .sessions
-                .iter()
-                .filter_map(WorkerSession::oldest_lease)
-                .min()?;
-            // The timeout may have any value, even one beyond the clock's range; such a lease is
-            // checked with every tick.
-            let left = timeout.saturating_sub(self.now().saturating_sub(oldest));
-            Some(left.saturating_add(Duration::from_millis(1)).min(TICK))
-        });
-        limit.min(expiry.unwrap_or(limit))
     }
 }

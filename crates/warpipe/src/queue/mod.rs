@@ -17,15 +17,19 @@ mod delivery;
 mod dispatcher;
 mod job_handle;
 mod job_table;
+#[cfg(test)]
+mod job_table_tests;
 mod lease;
 mod loan;
 mod owner;
 mod pending_workers;
 #[cfg(test)]
 mod tests;
+mod waiters;
 mod watch;
 pub(crate) mod wire;
 mod worker;
+mod worker_leases;
 mod worker_session;
 
 pub use job_handle::{JobHandle, JobResult};

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::delivery::JobTableGuard;
-use super::dispatcher::Dispatcher;
+use super::dispatcher::{Dispatcher, State, StateGuard};
 use super::job_handle::{JobHandle, JobResult, into_result};
-use super::job_table::{JobTable, QueueRules};
+use super::job_table::{QueueRules, Stage};
 use super::loan::Loan;
 use super::queue_name;
 use super::watch::QueueWatch;
@@ -139,7 +138,7 @@ impl QueueBuilder {
             lease_timeout: self.lease_timeout,
             order: self.order,
         };
-        let dispatcher = Dispatcher::new(self, domain, publisher, observer, JobTable::new(rules))?;
+        let dispatcher = Dispatcher::new(self, domain, publisher, observer, rules)?;
         Ok(Queue { dispatcher })
     }
 
@@ -332,8 +331,8 @@ impl Queue {
             });
         }
         let mut input = Some(input);
-        let enter = |guard: &mut JobTableGuard<'_>| {
-            if guard.is_shut {
+        let enter = |guard: &mut StateGuard<'_>| {
+            if guard.table.is_shut() {
                 return Some(Err(SubmitError {
                     error: dispatcher.gone(),
                     loan: None,
@@ -372,7 +371,7 @@ impl Queue {
         };
         let (id, outcome) =
             self.dispatcher
-                .wait_until(timeout, |table| table.take_next().map(Ok), late)?;
+                .wait_until(timeout, |state| state.table.take_next().map(Ok), late)?;
         into_result(self.name(), id, outcome, stream)
     }
 
@@ -381,15 +380,16 @@ impl Queue {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn drain(&self, timeout: Duration) -> Result<()> {
+        self.wait_for_end(timeout, |state| state.table.unfinished() == 0)
+    }
+
+    fn wait_for_end(&self, timeout: Duration, is_over: impl Fn(&State) -> bool) -> Result<()> {
         let late = || Error::Timeout {
             what: format!("the end of the jobs of {:?}", self.name()),
             waited: timeout,
         };
-        self.dispatcher.wait_until(
-            timeout,
-            |table| (table.unfinished() == 0).then_some(Ok(())),
-            late,
-        )
+        self.dispatcher
+            .wait_until(timeout, |state| is_over(state).then_some(Ok(())), late)
     }
 
     /// Takes no more jobs, and waits until every one is done or dead-lettered. Then, also after a
@@ -401,8 +401,8 @@ impl Queue {
     /// As [`drain`](Self::drain); the queue is shut all the same.
     pub fn shutdown(&self, timeout: Duration) -> Result<()> {
         self.dispatcher.owner_process.check()?;
-        self.dispatcher.lock().is_shut = true;
-        self.drain(timeout)
+        self.dispatcher.lock().table.shut();
+        self.wait_for_end(timeout, |state| state.table.stage >= Stage::Drained)
     }
 
     /// Cancels every job that no worker holds. Returns their numbers: they have no outcome.
@@ -413,7 +413,7 @@ impl Queue {
         // The jobs are dropped here, without the lock.
         let cancelled = self.dispatcher.wait_until(
             Duration::ZERO,
-            |table| Some(Ok(table.call_off_waiting())),
+            |state| Some(Ok(state.table.call_off_waiting())),
             || self.dispatcher.gone(),
         )?;
         Ok(cancelled.into_iter().map(|(id, _)| id).collect())
@@ -428,8 +428,8 @@ impl Queue {
             what: format!("worker {count} of {:?}", self.name()),
             waited: timeout,
         };
-        let is_there = |table: &JobTable| {
-            table
+        let is_there = |state: &State| {
+            state
                 .sessions
                 .iter()
                 .filter(|session| session.is_open())
@@ -437,7 +437,7 @@ impl Queue {
                 >= count
         };
         self.dispatcher
-            .wait_until(timeout, |table| is_there(table).then_some(Ok(())), late)
+            .wait_until(timeout, |state| is_there(state).then_some(Ok(())), late)
     }
 
     /// The current state.
@@ -446,22 +446,14 @@ impl Queue {
     /// [`Error::Forked`].
     pub fn state(&self) -> Result<QueueState> {
         self.dispatcher.owner_process.check()?;
-        let mut table = self.dispatcher.lock();
-        self.dispatcher.catch_up(&mut table);
+        let mut guard = self.dispatcher.lock();
+        self.dispatcher.catch_up(&mut guard);
+        let open = guard.sessions.iter().filter(|session| session.is_open());
         Ok(QueueState {
-            workers: table
-                .sessions
-                .iter()
-                .filter(|session| session.is_open())
-                .map(|session| session.pid)
-                .collect(),
-            waiting: table.waiting(),
-            leased: table
-                .sessions
-                .iter()
-                .map(|session| session.leases.len())
-                .sum(),
-            finished: table.len() - table.unfinished(),
+            workers: open.map(|session| session.pid).collect(),
+            waiting: guard.table.waiting(),
+            leased: guard.table.leased(),
+            finished: guard.table.len() - guard.table.unfinished(),
         })
     }
 
@@ -472,10 +464,7 @@ impl Queue {
     pub fn watch(&self) -> Result<QueueWatch> {
         self.dispatcher.owner_process.check()?;
         let doorbell = Arc::new(LocalDoorbell::new()?);
-        self.dispatcher
-            .lock()
-            .watches
-            .push(Arc::downgrade(&doorbell));
+        self.dispatcher.lock().waiters.add_watch(&doorbell);
         Ok(QueueWatch::new(doorbell))
     }
 

@@ -402,13 +402,7 @@ fn the_oldest_job_gets_a_place_although_the_results_behind_it_fill_all_others() 
     let is_given_more = || {
         let mut guard = queue.dispatcher.lock();
         queue.dispatcher.process_events(&mut guard);
-        guard.delivery.is_some()
-            || guard
-                .sessions
-                .iter()
-                .map(|session| session.leases.len())
-                .sum::<usize>()
-                > 1
+        guard.table.is_delivering() || guard.table.leased() > 1
     };
     while is_given_more() {
         honest

@@ -3,7 +3,7 @@
 //!
 //! A call that gives a stream work blocks while the stream's launch queue is full, for as long as
 //! the stream waits for a peer. The reactor, which releases such a stream when that peer dies, takes
-//! locks with every tick. So a lock is released for the call ([`TurnGuard::unlocked`]), and the turn
+//! locks with every tick. So a lock is released for the call ([`ReleasableGuard::unlocked`]), and the turn
 //! keeps other threads from changing in between what belongs to it. They wait for it no longer than
 //! their own limit. No thread of the library waits for a turn.
 
@@ -15,6 +15,7 @@ use std::time::Duration;
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
+use crate::runtime::releasable::ReleasableGuard;
 
 /// How long a thread waits for another one that the driver holds up, unless its caller gives a
 /// limit.
@@ -110,7 +111,7 @@ impl<S: HasTurn> TurnLock<S> {
         self.counter.begin();
         TurnGuard {
             lock: self,
-            state: Some(state),
+            state: ReleasableGuard::new(&self.state, state),
         }
     }
 
@@ -204,47 +205,22 @@ impl TurnWait {
 #[derive(Debug)]
 pub(crate) struct TurnGuard<'a, S: HasTurn> {
     lock: &'a TurnLock<S>,
-    /// `None` while the lock is released.
-    state: Option<MutexGuard<'a, S>>,
+    state: ReleasableGuard<'a, S>,
 }
 
-impl<S: HasTurn> TurnGuard<'_, S> {
-    /// Makes a driver call without the lock.
-    #[inline]
-    pub(crate) fn unlocked<T>(&mut self, call: impl FnOnce() -> T) -> T {
-        drop(self.state.take());
-        let made = call();
-        self.relock();
-        made
-    }
+impl<'a, S: HasTurn> Deref for TurnGuard<'a, S> {
+    type Target = ReleasableGuard<'a, S>;
 
-    /// Releases the lock, and keeps the turn.
-    pub(crate) fn unlock(&mut self) {
-        self.state = None;
-    }
-
-    /// Locks the state again, after a driver call that panicked too.
     #[inline]
-    pub(crate) fn relock(&mut self) {
-        if self.state.is_none() {
-            self.state = Some(self.lock.lock());
-        }
+    fn deref(&self) -> &ReleasableGuard<'a, S> {
+        &self.state
     }
 }
 
-impl<S: HasTurn> Deref for TurnGuard<'_, S> {
-    type Target = S;
-
+impl<'a, S: HasTurn> DerefMut for TurnGuard<'a, S> {
     #[inline]
-    fn deref(&self) -> &S {
-        self.state.as_ref().expect("locked but for `unlocked`")
-    }
-}
-
-impl<S: HasTurn> DerefMut for TurnGuard<'_, S> {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut S {
-        self.state.as_mut().expect("locked but for `unlocked`")
+    fn deref_mut(&mut self) -> &mut ReleasableGuard<'a, S> {
+        &mut self.state
     }
 }
 
@@ -257,7 +233,7 @@ impl<S: HasTurn> Drop for TurnGuard<'_, S> {
         turn.is_taken = false;
         let others_wait = turn.waiting > 0;
         lock.counter.end();
-        drop(self.state.take());
+        self.unlock();
         if others_wait {
             lock.is_free.notify_all();
         }

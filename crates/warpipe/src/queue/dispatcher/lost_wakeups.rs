@@ -15,18 +15,18 @@ use crate::pubsub::{LinkedSubscriber, Subscriber};
 const LONG: Duration = Duration::from_secs(600);
 
 /// Makes the queue's own thread leave all work to a leader thread that does not exist.
-fn with_leader(queue: &Queue) -> JobTableGuard<'_> {
+fn with_leader(queue: &Queue) -> StateGuard<'_> {
     let dispatcher = &queue.dispatcher;
-    dispatcher.lock().has_leader = true;
+    dispatcher.lock().waiters.has_leader = true;
     dispatcher.observer.doorbell.ring();
     let start = Instant::now();
     loop {
-        let table = dispatcher.lock();
-        if table.is_parked {
+        let state = dispatcher.lock();
+        if state.waiters.is_parked {
             dispatcher.observer.doorbell.drain();
-            return table;
+            return state;
         }
-        drop(table);
+        drop(state);
         assert!(start.elapsed() < SOON, "the queue's thread does not leave");
         std::thread::yield_now();
     }
@@ -50,12 +50,12 @@ fn a_wait_for_room_ends_when_an_outcome_is_taken_or_a_job_is_called_off() {
     let (told, woken) = mpsc::channel();
     let dispatcher = queue.dispatcher.clone();
     std::thread::spawn(move || {
-        let mut table = dispatcher.lock();
-        dispatcher.wait_for_change(&mut table, LONG);
-        drop(table);
+        let mut state = dispatcher.lock();
+        dispatcher.wait_for_change(&mut state, LONG);
+        drop(state);
         let _ = told.send(());
     });
-    while queue.dispatcher.lock().sleepers == 0 {
+    while queue.dispatcher.lock().waiters.sleeping == 0 {
         std::thread::yield_now();
     }
     assert!(job.call_off().unwrap());
@@ -72,40 +72,38 @@ fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_a
     let mut worker = one_worker(&fixture, &queue);
     queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream).unwrap();
-    let (dispatcher, mut table) = (&queue.dispatcher, with_leader(&queue));
-    table.sleeps_long = false;
-    dispatcher.begin_polling(&mut table);
+    let (dispatcher, mut state) = (&queue.dispatcher, with_leader(&queue));
+    dispatcher.begin_polling(&mut state);
     lease.complete(&fixture.stream).unwrap();
-    while !table.sessions[0].subscriber.may_have_news() {
+    while !state.sessions[0].subscriber.may_have_news() {
         std::thread::yield_now();
     }
     assert!(!has_rung(dispatcher), "a polled worker does not ring");
-    dispatcher.end_polling(&mut table);
+    dispatcher.end_polling(&mut state);
     assert!(has_rung(dispatcher), "nobody looks at the answer");
-    table.has_leader = false;
+    state.waiters.has_leader = false;
 }
 
 #[test]
-fn a_waiting_job_schedules_a_dispatch() {
+fn a_thread_that_leaves_a_job_waiting_wakes_the_queues_own_thread() {
     let fixture = QueueFixture::new("credit");
     let queue = fixture.build(|it| it.prefetch(1));
     let mut worker = one_worker(&fixture, &queue);
     let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
     let lease = worker.lease(&fixture.stream).unwrap();
-    let (dispatcher, mut table) = (&queue.dispatcher, with_leader(&queue));
-    assert_eq!(table.waiting(), 1);
-    table.sleeps_idle = true;
-    dispatcher.schedule_dispatch(&mut table);
-    assert!(
-        has_rung(dispatcher),
-        "nobody looks whether there is room now"
-    );
-    // The ring woke another thread, and the queue's own thread still sleeps.
-    dispatcher.observer.doorbell.drain();
-    dispatcher.schedule_dispatch(&mut table);
-    assert!(has_rung(dispatcher), "it sleeps on");
-    table.has_leader = false;
-    drop((table, lease, jobs));
+    let (dispatcher, mut state) = (&queue.dispatcher, with_leader(&queue));
+    assert_eq!(state.table.waiting(), 1);
+    state.waiters.runner_sleep = LONG;
+    // The second time, the ring before has woken another thread, and the queue's own thread still
+    // sleeps.
+    for _ in 0..2 {
+        dispatcher.begin_polling(&mut state);
+        dispatcher.end_polling(&mut state);
+        assert!(has_rung(dispatcher), "nobody looks whether there is room");
+        dispatcher.observer.doorbell.drain();
+    }
+    state.waiters.has_leader = false;
+    drop((state, lease, jobs));
 }
 
 #[test]
@@ -147,6 +145,19 @@ fn a_worker_that_left_before_it_got_a_session_gets_none() {
     drop(answers);
 }
 
+/// Another thread found the last outcome, and closes the publisher.
+#[test]
+fn a_shutdown_waits_for_the_thread_that_releases_the_name() {
+    let fixture = QueueFixture::new("release");
+    let queue = fixture.queue();
+    queue.dispatcher.lock().table.stage = Stage::Draining;
+    let late = queue.shutdown(Duration::ZERO);
+    assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
+    queue.dispatcher.lock().table.stage = Stage::Shut;
+    queue.shutdown(SOON).unwrap();
+    assert_eq!(fixture.queue().name(), "jobs");
+}
+
 #[test]
 fn a_lease_without_an_end_is_no_overflow() {
     let fixture = QueueFixture::new("endless");
@@ -154,7 +165,7 @@ fn a_lease_without_an_end_is_no_overflow() {
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream).unwrap();
-    assert!(queue.dispatcher.lock().poll_interval() <= Duration::from_secs(10));
+    assert!(queue.dispatcher.lock().next_look() <= Duration::from_secs(10));
     lease.complete(&fixture.stream).unwrap();
     assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
 }
@@ -192,7 +203,7 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
         0,
         "jobs wait that nobody wants"
     );
-    let left = queue.dispatcher.lock().waiting.len();
+    let left = queue.dispatcher.lock().table.waiting.len();
     assert!(left <= 32, "{left} numbers of jobs that nobody wants");
     let mut worker = one_worker(&fixture, &queue);
     for _ in 0..100 {
@@ -205,7 +216,7 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
         queue.drain(SOON).unwrap();
         assert!(job.call_off().unwrap());
     }
-    let left = queue.dispatcher.lock().finished.len();
+    let left = queue.dispatcher.lock().table.finished.len();
     assert!(left <= 32, "{left} outcomes that nobody can take");
 }
 
@@ -263,7 +274,7 @@ fn a_job_that_found_all_slots_held_is_delivered_once_results_are_released() {
     // The oldest job gets the last place, and the next one none.
     let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
     let lease = worker.lease(&fixture.stream).unwrap();
-    assert_eq!(queue.dispatcher.lock().waiting(), 1);
+    assert_eq!(queue.dispatcher.lock().table.waiting(), 1);
     drop(held);
     let next = worker.lease_timeout(&fixture.stream, SOON / 2).unwrap();
     assert_eq!(next.job(), jobs[1].id());

@@ -1,0 +1,274 @@
+//! The job table alone: no queue, no worker, no clock.
+
+use std::time::Duration;
+
+use super::job_table::{DeliveryResult, JobTable, Outcome, QueueRules};
+use super::owner::Order;
+use super::wire::{AnswerKind, DeliveryTag};
+
+type Table = JobTable<&'static str, &'static str>;
+
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Entries of a worker's ring.
+const ROOM: usize = 4;
+
+fn table(order: Order, workers: u64) -> Table {
+    let mut table = Table::new(QueueRules {
+        prefetch: 2,
+        max_attempts: 2,
+        lease_timeout: Some(TIMEOUT),
+        order,
+    });
+    (1..=workers).for_each(|id| table.add_worker(id, 100 + id as i32));
+    table
+}
+
+/// Submits a job while no worker is picked for it: it waits.
+fn submit(table: &mut Table) -> u64 {
+    let (job, _) = table.next_job();
+    let tag = DeliveryTag {
+        job,
+        number: 1,
+        attempt: 1,
+        deadline_ns: 0,
+    };
+    table.insert(tag, None, Vec::new());
+    table.store_input(job, "input", false);
+    table.finish_delivery(DeliveryResult::Nobody, Duration::ZERO);
+    job
+}
+
+/// Starts the delivery of the first job that waits.
+fn start(table: &mut Table) -> Option<(u64, DeliveryTag)> {
+    let job = table.first_waiting()?;
+    let rooms: Vec<_> = table.workers.iter().map(|it| (it.worker, ROOM)).collect();
+    let worker = table.pick_worker(job, rooms.into_iter())?;
+    let (tag, _) = table.next_delivery(job)?;
+    table.start_delivery(tag, worker);
+    Some((worker, tag))
+}
+
+/// Delivers the first job that waits, at `position` of the worker's ring.
+fn deliver(table: &mut Table, position: u64, now: Duration) -> Option<(u64, DeliveryTag)> {
+    let given = start(table)?;
+    table.finish_delivery(DeliveryResult::At(position), now);
+    Some(given)
+}
+
+fn answer(table: &mut Table, (worker, tag): (u64, DeliveryTag), kind: AnswerKind) -> bool {
+    let lease = (tag.job, tag.number);
+    matches!(
+        table.answer(worker, lease, kind, Duration::ZERO),
+        Ok(Some(_))
+    )
+}
+
+fn complete(table: &mut Table, (worker, tag): (u64, DeliveryTag)) {
+    assert!(answer(table, (worker, tag), AnswerKind::Completed));
+    table.complete(worker, tag, "result");
+}
+
+fn failed() -> AnswerKind {
+    AnswerKind::Failed("broken".into())
+}
+
+#[test]
+fn a_job_that_fails_as_often_as_it_may_is_dead_lettered_with_every_reason() {
+    let mut table = table(Order::Submission, 1);
+    let job = submit(&mut table);
+    for attempt in 1..=2 {
+        let given = deliver(&mut table, u64::from(attempt), Duration::ZERO).unwrap();
+        assert_eq!((given.1.attempt, given.1.number), (attempt, attempt));
+        answer(&mut table, given, failed());
+    }
+    assert!(deliver(&mut table, 3, Duration::ZERO).is_none());
+    let reasons = vec!["broken".to_string(); 2];
+    assert_eq!(
+        table.take_next(),
+        Some((job, Outcome::DeadLettered { reasons }))
+    );
+    assert_eq!((table.len(), table.unfinished(), table.leased()), (0, 0, 0));
+}
+
+#[test]
+fn a_job_that_is_given_back_costs_no_attempt_and_goes_before_later_jobs() {
+    let mut table = table(Order::Submission, 1);
+    let [first, _] = [submit(&mut table), submit(&mut table)];
+    let given = deliver(&mut table, 1, Duration::ZERO).unwrap();
+    answer(&mut table, given, AnswerKind::Returned);
+    let (_, tag) = deliver(&mut table, 2, Duration::ZERO).unwrap();
+    assert_eq!((tag.job, tag.attempt, tag.number), (first, 1, 2));
+}
+
+#[test]
+fn a_second_answer_and_one_with_another_number_are_refused() {
+    let mut table = table(Order::Submission, 2);
+    submit(&mut table);
+    let (worker, tag) = deliver(&mut table, 1, Duration::ZERO).unwrap();
+    let mut said = |worker, job, number| {
+        table
+            .answer(worker, (job, number), AnswerKind::Completed, Duration::ZERO)
+            .is_ok()
+    };
+    assert!(!said(worker, tag.job, tag.number + 1));
+    assert!(!said(worker, tag.job + 1, tag.number));
+    assert!(!said(3 - worker, tag.job, tag.number));
+    assert!(said(worker, tag.job, tag.number));
+    assert!(!said(worker, tag.job, tag.number));
+}
+
+#[test]
+fn a_late_worker_gets_no_job_before_it_has_answered_and_its_late_answer_changes_nothing() {
+    let mut table = table(Order::Submission, 1);
+    let job = submit(&mut table);
+    let late = deliver(&mut table, 1, Duration::ZERO).unwrap();
+    assert_eq!(table.next_expiry(TIMEOUT / 2), Some(TIMEOUT / 2));
+    table.expire(TIMEOUT / 2);
+    assert_eq!(table.waiting(), 0);
+    table.expire(TIMEOUT);
+    assert_eq!((table.waiting(), table.next_expiry(TIMEOUT)), (1, None));
+    assert!(deliver(&mut table, 2, TIMEOUT).is_none());
+    complete(&mut table, late);
+    assert!(!table.is_settled(job));
+    let (_, tag) = deliver(&mut table, 2, TIMEOUT).unwrap();
+    assert_eq!((tag.job, tag.attempt), (job, 2));
+}
+
+#[test]
+fn an_answer_is_progress_for_every_lease_of_its_worker() {
+    let mut table = table(Order::Submission, 1);
+    let [_, second] = [submit(&mut table), submit(&mut table)];
+    let [first, _] = [1, 2].map(|at| deliver(&mut table, at, Duration::ZERO).unwrap());
+    let lease = (first.1.job, first.1.number);
+    table.answer(1, lease, failed(), TIMEOUT / 2).unwrap();
+    table.expire(TIMEOUT);
+    assert_eq!(table.leased(), 1);
+    table.expire(TIMEOUT + TIMEOUT / 2);
+    assert!(!table.is_settled(second));
+    assert_eq!(table.waiting(), 2);
+}
+
+#[test]
+fn a_worker_that_goes_costs_an_attempt_of_what_it_took_and_none_of_what_it_had_not_taken() {
+    let mut table = table(Order::Submission, 1);
+    let jobs = [submit(&mut table), submit(&mut table)];
+    for position in [1, 2] {
+        deliver(&mut table, position, Duration::ZERO).unwrap();
+    }
+    table.return_untaken(1, 2);
+    let (undone, is_being_delivered) = table.remove_worker(1);
+    assert_eq!((&undone[..], is_being_delivered), (&jobs[..1], false));
+    table.record_failure(undone[0], "it died".into());
+    table.add_worker(2, 102);
+    let attempts = [1, 2].map(|at| deliver(&mut table, at, Duration::ZERO).unwrap().1.attempt);
+    assert_eq!(attempts, [2, 1]);
+}
+
+#[test]
+fn the_entry_of_a_worker_that_goes_during_the_delivery_decides_whether_an_attempt_was_begun() {
+    for (is_taken, attempt) in [(true, 2), (false, 1)] {
+        let mut table = table(Order::Submission, 1);
+        submit(&mut table);
+        start(&mut table).unwrap();
+        assert_eq!(table.remove_worker(1), (Vec::new(), true));
+        table.record_worker_end(1, "it died".into());
+        if !is_taken {
+            table.record_untaken(1, 7);
+        }
+        assert_eq!(table.waiting(), 0, "it is still being delivered");
+        table.finish_delivery(DeliveryResult::At(7), Duration::ZERO);
+        table.add_worker(2, 102);
+        let (_, tag) = deliver(&mut table, 1, Duration::ZERO).unwrap();
+        assert_eq!(tag.attempt, attempt);
+    }
+}
+
+#[test]
+fn a_delivery_that_panics_leaves_no_lease_and_no_new_job() {
+    let mut table = table(Order::Submission, 1);
+    let job = submit(&mut table);
+    start(&mut table).unwrap();
+    table.abort_delivery();
+    assert_eq!((table.leased(), table.waiting()), (0, 1));
+    assert!(!table.is_settled(job), "another attempt is left");
+    let (next, _) = table.next_job();
+    let tag = DeliveryTag {
+        job: next,
+        number: 1,
+        attempt: 1,
+        deadline_ns: 0,
+    };
+    table.insert(tag, Some(1), Vec::new());
+    table.abort_delivery();
+    assert!(table.take_outcome(next).is_err(), "it was not submitted");
+    assert_eq!((table.len(), table.unfinished(), table.leased()), (1, 1, 0));
+}
+
+#[test]
+fn the_outcome_of_a_job_whose_submit_may_still_fail_is_not_taken() {
+    let mut table = table(Order::Completion, 1);
+    let (job, _) = table.next_job();
+    let tag = DeliveryTag {
+        job,
+        number: 1,
+        attempt: 1,
+        deadline_ns: 0,
+    };
+    table.insert(tag, Some(1), Vec::new());
+    complete(&mut table, (1, tag));
+    assert_eq!(table.take_next(), None);
+    table.store_input(job, "input", true);
+    table.finish_delivery(DeliveryResult::At(1), Duration::ZERO);
+    assert_eq!(table.take_next(), Some((job, Outcome::Done("result"))));
+}
+
+#[test]
+fn outcomes_come_in_the_order_that_was_asked_for_and_once() {
+    for order in [Order::Submission, Order::Completion] {
+        let mut table = table(order, 1);
+        let jobs = [submit(&mut table), submit(&mut table)];
+        let given = [1, 2].map(|at| deliver(&mut table, at, Duration::ZERO).unwrap());
+        complete(&mut table, given[1]);
+        let early = table.take_next().map(|(job, _)| job);
+        complete(&mut table, given[0]);
+        let rest = [table.take_next(), table.take_next()].map(|next| next.map(|(job, _)| job));
+        match order {
+            Order::Submission => {
+                assert_eq!((early, rest), (None, [Some(jobs[0]), Some(jobs[1])]));
+            }
+            Order::Completion => {
+                assert_eq!((early, rest), (Some(jobs[1]), [Some(jobs[0]), None]));
+            }
+        }
+        assert!(jobs.iter().all(|&job| table.take_outcome(job).is_err()));
+        assert_eq!(table.put_back(jobs[0], "result"), Ok(()));
+        assert_eq!(table.put_back(jobs[0], "result"), Err("result"));
+        assert_eq!(table.put_back(9, "result"), Err("result"));
+        assert_eq!(table.take_next(), Some((jobs[0], Outcome::Done("result"))));
+    }
+}
+
+#[test]
+fn a_job_that_is_called_off_is_over_whatever_its_worker_answers() {
+    let mut table = table(Order::Submission, 1);
+    let job = submit(&mut table);
+    let given = deliver(&mut table, 1, Duration::ZERO).unwrap();
+    assert!(table.call_off(job).is_some());
+    complete(&mut table, given);
+    assert_eq!((table.len(), table.leased()), (0, 0));
+    assert!(table.take_next().is_none() && table.call_off(job).is_none());
+}
+
+#[test]
+fn the_worker_with_the_fewest_leases_gets_the_job_and_the_last_entry_is_the_oldest_jobs() {
+    let mut table = table(Order::Submission, 2);
+    let [oldest, next] = [submit(&mut table), submit(&mut table)];
+    let pick =
+        |table: &Table, job, rooms: [(u64, usize); 2]| table.pick_worker(job, rooms.into_iter());
+    assert_eq!(pick(&table, next, [(1, 1), (2, 0)]), None);
+    assert_eq!(pick(&table, oldest, [(1, 1), (2, 0)]), Some(1));
+    let (busy, _) = deliver(&mut table, 1, Duration::ZERO).unwrap();
+    assert_eq!(pick(&table, next, [(1, ROOM), (2, ROOM)]), Some(3 - busy));
+    assert_eq!(pick(&table, next, [(9, ROOM), (busy, ROOM)]), Some(busy));
+}

@@ -1,0 +1,355 @@
+//! Waiting for a queue. Threads wait in one loop ([`Dispatcher::wait_until`]): a thread that waits
+//! polls for a while, and does the queue's work meanwhile; then it sleeps.
+//!
+//! - The queue's own thread looks again in time: it sleeps no longer than [`State::next_look`]
+//!   says, or is rung.
+//! - While no thread polls, workers are asked to ring; answers that came before are looked at.
+//! - A change of the jobs or the workers wakes every thread and every event loop that waits.
+
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+
+use super::dispatcher::{Dispatcher, State, StateGuard};
+use crate::backoff::Backoff;
+use crate::clock::Stopwatch;
+use crate::error::{Error, Result};
+use crate::os::timespec;
+use crate::pubsub::CompletionWait;
+use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reactor::TICK;
+use crate::runtime::spin::Came;
+
+/// The interval of looks without a ring.
+const IDLE_INTERVAL: Duration = Duration::from_secs(10);
+
+/// How often a waiter polls for the data of a result before it sleeps.
+const POLLS: u32 = 16_000;
+
+/// How often a waiter waits for the word of one result alone, and for how long each time.
+const WORD_WAITS: u32 = 8;
+const WORD_WAIT: Duration = Duration::from_micros(250);
+
+/// How the polls of a waiter become rarer.
+struct PollBackoff {
+    backoff: Backoff,
+    words: u32,
+    /// How long the waiter polls; `None` before it had to wait.
+    spin: Option<Duration>,
+    asleep: Option<Instant>,
+}
+
+impl Default for PollBackoff {
+    fn default() -> PollBackoff {
+        PollBackoff {
+            backoff: Backoff::spinning(POLLS),
+            words: WORD_WAITS,
+            spin: None,
+            asleep: None,
+        }
+    }
+}
+
+/// A sleep is cut into slices, so that a fault elsewhere costs a slice instead of a hang.
+const WAIT_SLICE: Duration = Duration::from_millis(50);
+
+/// The tag of the queue's own doorbell. Workers have the tags from 1.
+pub(super) const OWN_DOORBELL: u64 = 0;
+
+/// The threads and event loops that wait, counted under the queue's lock.
+#[derive(Debug, Default)]
+pub(super) struct Waiters {
+    /// Users' threads that poll.
+    pub(super) polling: u32,
+    /// Threads that sleep until a change.
+    pub(super) sleeping: u32,
+    /// Threads that wait for another thread's delivery, to submit.
+    pub(super) submitting: u32,
+    /// A thread found a job to deliver while another thread delivered one.
+    pub(super) is_delivery_awaited: bool,
+    /// How long the queue's own thread sleeps at most; zero while it is awake.
+    pub(super) runner_sleep: Duration,
+    /// A user's thread sleeps on the descriptors.
+    pub(super) has_leader: bool,
+    /// The queue's own thread leaves the descriptors to the leader.
+    pub(super) is_parked: bool,
+    /// Rung at every change: event loops sleep on them.
+    watches: Vec<Weak<LocalDoorbell>>,
+}
+
+impl Waiters {
+    pub(super) fn add_watch(&mut self, watch: &Arc<LocalDoorbell>) {
+        self.watches.push(Arc::downgrade(watch));
+    }
+
+    /// Rings all watches, and removes those that were dropped.
+    pub(super) fn notify_watches(&mut self) {
+        self.watches.retain(|watch| {
+            watch
+                .upgrade()
+                .inspect(|doorbell| doorbell.ring())
+                .is_some()
+        });
+    }
+
+    /// Whether threads waited for the delivery that is over.
+    pub(super) fn delivery_is_over(&mut self) -> bool {
+        std::mem::take(&mut self.is_delivery_awaited) || self.submitting > 0
+    }
+}
+
+impl State {
+    /// The data of the only result that was announced and is not complete.
+    fn only_pending_result(&self) -> Option<CompletionWait> {
+        let mut pending_results = self
+            .sessions
+            .iter()
+            .flat_map(|session| &session.pending_results);
+        let first = pending_results.next()?;
+        pending_results
+            .next()
+            .is_none()
+            .then(|| first.arrival.completion_wait())
+    }
+
+    fn has_pending_result(&self) -> bool {
+        self.sessions
+            .iter()
+            .any(|session| !session.pending_results.is_empty())
+    }
+
+    /// The time after which a thread must look although nothing rings.
+    pub(super) fn next_look(&self) -> Duration {
+        if self.sessions.iter().any(|session| session.has_news()) {
+            return Duration::ZERO;
+        }
+        let parting = self.sessions.iter().any(|session| session.end.is_some());
+        // What makes room for a job, a device or the release of a result, rings no doorbell.
+        let has_work = parting || !self.table.waiting.is_empty();
+        let limit = match (self.has_pending_result(), has_work) {
+            // A device that completes a result cannot ring.
+            (true, _) => Duration::from_micros(250),
+            (false, true) => WAIT_SLICE,
+            (false, false) => IDLE_INTERVAL,
+        };
+        let expiry = self.table.next_expiry(self.now());
+        limit.min(expiry.map_or(limit, |left| {
+            // The clock of leases is read with every tick.
+            left.saturating_add(Duration::from_millis(1)).min(TICK)
+        }))
+    }
+}
+
+impl Dispatcher {
+    /// Does the queue's work until `look` returns a value.
+    pub(super) fn wait_until<T>(
+        self: &Arc<Self>,
+        timeout: Duration,
+        mut look: impl FnMut(&mut StateGuard<'_>) -> Option<Result<T>>,
+        what: impl FnOnce() -> Error,
+    ) -> Result<T> {
+        self.owner_process.check()?;
+        let (mut clock, mut poll_backoff) = (Stopwatch::default(), PollBackoff::default());
+        let mut guard = self.lock();
+        self.begin_polling(&mut guard);
+        let found = loop {
+            self.process_events(&mut guard);
+            if guard.table.is_closed() {
+                // A ring wakes one thread: this wakes the next one, too.
+                self.observer.doorbell.ring();
+                break Err(self.gone());
+            }
+            let before = guard.table.revision;
+            let found = look(&mut guard);
+            if guard.table.revision != before {
+                // An outcome that is taken makes room for a job.
+                self.notify_waiters(&mut guard.waiters);
+            }
+            self.end_if_drained(&mut guard);
+            if let Some(found) = found {
+                if let Some(limit) = poll_backoff.spin {
+                    let came = match poll_backoff.asleep {
+                        Some(asleep) => Came::Asleep {
+                            slept: asleep.elapsed(),
+                        },
+                        None => Came::Polling {
+                            elapsed: clock.elapsed(),
+                        },
+                    };
+                    self.spin.tell(limit, came);
+                }
+                break found;
+            }
+            let waited = clock.elapsed();
+            if waited >= timeout {
+                break Err(what());
+            }
+            self.pause(&mut guard, waited, timeout - waited, &mut poll_backoff);
+        };
+        self.end_polling(&mut guard);
+        found
+    }
+
+    fn pause(
+        &self,
+        guard: &mut StateGuard<'_>,
+        waited: Duration,
+        left: Duration,
+        poll_backoff: &mut PollBackoff,
+    ) {
+        let has_pending_result = guard.has_pending_result();
+        if poll_backoff.words > 0
+            && let Some(word) = guard.only_pending_result()
+        {
+            poll_backoff.words -= 1;
+            return guard.unlocked(|| word.wait(WORD_WAIT.min(left)));
+        }
+        let pause = match has_pending_result {
+            true => poll_backoff.backoff.step(),
+            false if waited < *poll_backoff.spin.get_or_insert_with(|| self.spin.limit()) => {
+                Duration::ZERO
+            }
+            false => WAIT_SLICE,
+        };
+        if pause.is_zero() {
+            return guard.unlocked(|| (0..8).for_each(|_| std::hint::spin_loop()));
+        }
+        if !has_pending_result {
+            poll_backoff.asleep = Some(Instant::now());
+            self.end_polling(guard);
+        }
+        match has_pending_result || guard.waiters.has_leader {
+            true => self.wait_for_change(guard, pause.min(left)),
+            false => self.wait_as_leader(guard, pause.min(left)),
+        }
+        if !has_pending_result {
+            self.begin_polling(guard);
+        }
+    }
+
+    /// Sleeps until another thread has found a change.
+    pub(super) fn wait_for_change(&self, guard: &mut StateGuard<'_>, limit: Duration) {
+        guard.waiters.sleeping += 1;
+        guard.sleep(&self.changed, limit);
+        guard.waiters.sleeping -= 1;
+    }
+
+    /// Sleeps on the descriptors itself: being woken by the queue's thread would cost a second
+    /// wake-up.
+    fn wait_as_leader(&self, guard: &mut StateGuard<'_>, limit: Duration) {
+        guard.waiters.has_leader = true;
+        guard.unlocked(|| self.sleep(limit));
+        guard.waiters.has_leader = false;
+        if guard.waiters.is_parked {
+            self.resume.notify_one();
+        }
+    }
+
+    /// Sleeps until a worker or the queue itself rings, and drains the doorbells that rang. Each
+    /// ring wakes one sleeper, which then does all pending work. Returns whether any rang.
+    fn sleep(&self, limit: Duration) -> bool {
+        let mut room = [const { std::mem::MaybeUninit::uninit() }; 16];
+        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else {
+            return false;
+        };
+        for event in &*events {
+            match event.data.u64() {
+                OWN_DOORBELL => self.observer.doorbell.drain(),
+                id => self
+                    .lock()
+                    .session(id)
+                    .into_iter()
+                    .for_each(|session| session.subscriber.quiet()),
+            }
+        }
+        !events.is_empty()
+    }
+
+    /// A thread polls from now on: workers need not ring.
+    pub(super) fn begin_polling(&self, state: &mut State) {
+        state.waiters.polling += 1;
+        if state.waiters.polling == 1 {
+            state
+                .sessions
+                .iter()
+                .for_each(|session| session.subscriber.set_asleep(false));
+        }
+    }
+
+    /// The thread no longer polls. Answers that came before the workers were asked to ring did not
+    /// ring.
+    pub(super) fn end_polling(&self, state: &mut State) {
+        state.waiters.polling -= 1;
+        if state.waiters.polling == 0 {
+            state
+                .sessions
+                .iter()
+                .for_each(|session| session.subscriber.set_asleep(true));
+            if state.waiters.runner_sleep > state.next_look() {
+                self.observer.doorbell.ring();
+            }
+        }
+    }
+
+    /// Wakes the threads that may wait for what has changed.
+    pub(super) fn notify_waiters(&self, waiters: &mut Waiters) {
+        waiters.notify_watches();
+        if waiters.sleeping > 0 {
+            self.changed.notify_all();
+        }
+        if waiters.has_leader {
+            self.observer.doorbell.ring();
+        }
+    }
+
+    /// Wakes the threads that wait until a job has been delivered, and a thread to deliver the
+    /// next.
+    pub(super) fn notify_submitters(&self, waiters: &mut Waiters) {
+        if waiters.sleeping > 0 {
+            self.changed.notify_all();
+        }
+        self.observer.doorbell.ring();
+    }
+
+    /// The body of the queue's own thread.
+    pub(super) fn run(self: Arc<Self>) {
+        let mut has_rung = false;
+        loop {
+            let mut guard = self.lock();
+            // Set by this thread alone: a ring meant for it may have woken another one.
+            guard.waiters.runner_sleep = Duration::ZERO;
+            if guard.table.is_closed() {
+                return self.observer.doorbell.ring();
+            }
+            self.process_events(&mut guard);
+            if guard.table.is_closed() {
+                continue;
+            }
+            if guard.waiters.has_leader {
+                self.park(guard, has_rung);
+                has_rung = false;
+                continue;
+            }
+            let interval = match guard.waiters.polling {
+                0 => guard.next_look(),
+                _ => WAIT_SLICE,
+            };
+            guard.waiters.runner_sleep = interval;
+            drop(guard);
+            has_rung = self.sleep(interval);
+        }
+    }
+
+    /// Leaves the descriptors to a user's thread. A ring that arrived here may have been meant for
+    /// that thread.
+    fn park(&self, mut guard: StateGuard<'_>, has_rung: bool) {
+        if has_rung {
+            self.observer.doorbell.ring();
+        }
+        guard.waiters.is_parked = true;
+        guard.waiters.runner_sleep = WAIT_SLICE;
+        guard.sleep(&self.resume, WAIT_SLICE);
+        guard.waiters.is_parked = false;
+    }
+}
