@@ -32,6 +32,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   wheel           build the Python package as a manylinux wheel in target/wheels
   wheel --target aarch64
                   the same for 64-bit ARM, tried under qemu-user with Debian's Python
+  sdist           build the Python package's source distribution, and see that it compiles
   results [--check | --from FOLDER]
                   make BENCHMARKS.md and the README's figures from the reports in results/;
                   or see whether they are made from them; or take in the reports of a GPU
@@ -85,6 +86,9 @@ fn main() -> ExitCode {
         ["wheel"] => Workspace::find()
             .and_then(|workspace| python::wheel(&workspace))
             .map(|_| true),
+        ["sdist"] => Workspace::find()
+            .and_then(|workspace| python::sdist(&workspace))
+            .map(|()| true),
         ["results"] => Workspace::find()
             .and_then(|workspace| results::write(&workspace, None))
             .map(|()| true),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::Outcome;
 use crate::counts::{Counts, Dialect};
 use crate::process::Task;
-use crate::workspace::Workspace;
+use crate::workspace::{Workspace, cargo};
 
 const CRATE: &str = "crates/warpipe-python";
 
@@ -75,6 +75,44 @@ pub fn build_wheel(workspace: &Workspace, platform: &Platform, folder: &Path) ->
     options.extend(["--compatibility", MANYLINUX]);
     options.extend(platform.rust.iter().flat_map(|rust| ["--target", *rust]));
     build(workspace, &tools, folder, &options, &["--", "-C", &link])
+}
+
+/// Builds the source distribution in `target/sdist/`, and sees that the package compiles from it
+/// alone.
+pub fn sdist(workspace: &Workspace) -> Outcome<()> {
+    let tools = environment(workspace, "python-build", BUILDERS, &[])?;
+    let folder = workspace.target.join("sdist");
+    let _ = fs::remove_dir_all(&folder);
+    let maturin = Task::new(tools.join("bin/maturin"))
+        .args(["sdist", "--out"])
+        .args([&folder])
+        .env("VIRTUAL_ENV", &tools);
+    if !maturin
+        .run(&workspace.root.join(CRATE), BUILD_LIMIT)?
+        .success
+    {
+        return Err("maturin made no source distribution; its words are above".into());
+    }
+    let archive = left_by_maturin(&folder, "gz")?;
+    // Its own manifest at its root is a workspace's, so cargo looks no further up.
+    let unpacked = folder.join("unpacked");
+    make(&unpacked)?;
+    let tar = Task::new("tar")
+        .args(["-xzf"])
+        .args([&archive])
+        .args(["--strip-components=1", "-C"])
+        .args([&unpacked]);
+    if !tar.run(&workspace.root, INSTALL_LIMIT)?.success {
+        return Err(format!("{} cannot be unpacked", archive.display()));
+    }
+    let check = Task::new(cargo())
+        .args(["check", "-p", "warpipe-python", "--target-dir"])
+        .args([workspace.target.join("sdist-check")]);
+    if !check.run(&unpacked, BUILD_LIMIT)?.success {
+        return Err("the source distribution does not compile; cargo's messages are above".into());
+    }
+    println!("{}", archive.display());
+    Ok(())
 }
 
 /// The version in a wheel's name.
@@ -286,11 +324,16 @@ fn build(
     {
         return Err("maturin built no wheel; its words are above".into());
     }
-    let wheels = fs::read_dir(folder)
+    left_by_maturin(folder, "whl")
+}
+
+/// The file with this extension that maturin wrote into the folder.
+fn left_by_maturin(folder: &Path, extension: &str) -> Outcome<PathBuf> {
+    let files = fs::read_dir(folder)
         .map_err(|error| format!("{} cannot be read: {error}", folder.display()))?;
-    let mut wheels = wheels.filter_map(|entry| entry.ok().map(|entry| entry.path()));
-    let wheel = wheels.find(|path| path.extension().is_some_and(|extension| extension == "whl"));
-    wheel.ok_or_else(|| format!("maturin left no wheel in {}", folder.display()))
+    let mut files = files.filter_map(|entry| entry.ok().map(|entry| entry.path()));
+    let file = files.find(|path| path.extension().is_some_and(|found| found == extension));
+    file.ok_or_else(|| format!("maturin left no .{extension} in {}", folder.display()))
 }
 
 /// The virtual environment `target/NAME` with `packages`; made anew when those change.

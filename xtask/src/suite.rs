@@ -192,6 +192,7 @@ impl Suite<'_> {
         self.step("the same, cuda over the fake driver", |workspace| {
             python::tests_on_fake_driver(workspace, &place_fake_driver(&workspace.target)?)
         });
+        self.check("source distribution of the Python package", python::sdist);
     }
 
     fn run_conformance(&mut self, name: &str, backend: &str, library: Option<&Path>, long: bool) {
