@@ -169,10 +169,12 @@ impl UnreclaimedMemory {
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
+    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::Ordering::SeqCst;
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::backend::testing::{Failing, Wrapped};
+    use crate::backend::testing::{Failing, Hook, Wrapped};
     use crate::device::Device;
     use crate::memory::region::Region;
     use crate::runtime::reactor::Reactor;
@@ -199,45 +201,59 @@ mod tests {
         crate::hostile::in_a_forked_child(|| totals() == (0, 0));
     }
 
-    /// A device that refuses the next call of a method.
-    fn device() -> (Device, Arc<Wrapped<Failing>>) {
-        let hook = Wrapped::new(Device::host().backend().clone(), Failing::default());
-        (Device::from_backend(hook.clone()), hook)
+    /// Refuses to release memory.
+    #[derive(Debug, Default)]
+    struct Refusing {
+        is_on: AtomicBool,
+        refusals: AtomicU64,
     }
 
-    /// Drops `part` while the device refuses a call of `method`: the memory stays, until the device
-    /// releases it.
-    fn comes_back(
-        hook: &Wrapped<Failing>,
-        method: &'static str,
-        place: usize,
-        part: impl FnOnce(),
-    ) {
+    impl Hook for Refusing {
+        fn before(&self, method: &'static str) -> crate::Result<()> {
+            if !(self.is_on.load(SeqCst) && matches!(method, "unregister" | "release")) {
+                return Ok(());
+            }
+            let call = self.refusals.fetch_add(1, SeqCst) + 1;
+            Err(Error::Injected { method, call })
+        }
+    }
+
+    fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+        let start = Instant::now();
+        while !is_so() {
+            assert!(start.elapsed() < Duration::from_secs(30), "{what}");
+            std::thread::yield_now();
+        }
+    }
+
+    /// Drops `part` while the device refuses to release memory: it stays, until the device does.
+    fn comes_back(hook: &Refusing, place: usize, part: impl FnOnce()) {
         let before = totals();
-        hook.hook().aim(method, 1);
+        hook.refusals.store(0, SeqCst);
+        hook.is_on.store(true, SeqCst);
         part();
-        assert!(
-            hook.hook().has_struck() && is_mapped(place),
-            "it was unmapped under the device"
-        );
-        let after = totals();
-        assert!(after.0 > before.0 && after.1 >= before.1 + 4096);
-        hook.hook().aim(method, 1);
-        retry_all();
-        assert!(
-            hook.hook().has_struck() && is_mapped(place) && totals() == after,
-            "it was refused again"
-        );
-        retry_all();
-        assert!(!is_mapped(place), "the device has taken it back");
-        assert_eq!(totals(), before);
+        wait_until("nobody asks the device again", || {
+            retry_all();
+            hook.refusals.load(SeqCst) > 1
+        });
+        wait_until("it is not counted", || {
+            let now = totals();
+            now.0 > before.0 && now.1 >= before.1 + 4096
+        });
+        assert!(is_mapped(place), "it was unmapped under the device");
+        hook.is_on.store(false, SeqCst);
+        wait_until("the device has taken it back", || {
+            retry_all();
+            !is_mapped(place) && totals() == before
+        });
     }
 
     #[test]
     fn memory_that_a_device_does_not_take_back_stays_mapped_until_it_does() {
         let test = "memory_that_a_device_does_not_take_back_stays_mapped_until_it_does";
         crate::hostile::alone(module_path!(), test, || {
-            let (device, hook) = device();
+            let hook = Wrapped::new(Device::host().backend().clone(), Refusing::default());
+            let device = Device::from_backend(hook.clone());
             let fence_words = FenceWords::new(&device, 1).unwrap();
             let page = SharedPage::create(Some(&device), 1).unwrap().0;
             let (_made, fd) = Segment::create(&device, 2, [7; 16]).unwrap();
@@ -255,29 +271,21 @@ mod tests {
                 Box::new(move || drop(segment)),
             ];
             for (part, place) in parts.into_iter().zip(places) {
-                comes_back(&hook, "unregister", place, part);
+                comes_back(hook.hook(), place, part);
             }
-            comes_back(&hook, "release", region.ptr() as usize, move || {
-                drop(region)
-            });
+            comes_back(hook.hook(), region.ptr() as usize, move || drop(region));
         });
     }
 
     #[test]
     fn the_reaper_asks_again_for_what_a_device_did_not_take_back() {
         let _reactor = Reactor::of_process().unwrap();
-        let (device, hook) = device();
+        let hook = Wrapped::new(Device::host().backend().clone(), Failing::default());
+        let device = Device::from_backend(hook.clone());
         let page = SharedPage::create(Some(&device), 1).unwrap().0;
         let place = std::ptr::from_ref(page.at::<AtomicU64>(0)).addr();
         hook.hook().aim("unregister", 1);
         drop(page);
-        let start = Instant::now();
-        while is_mapped(place) {
-            assert!(
-                start.elapsed() < Duration::from_secs(30),
-                "nobody asks again"
-            );
-            std::thread::yield_now();
-        }
+        wait_until("nobody asks again", || !is_mapped(place));
     }
 }

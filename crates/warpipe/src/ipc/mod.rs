@@ -180,10 +180,12 @@ pub(crate) trait RequestHandler: Send + Sync {
     /// A client sends a request.
     fn on_request(
         &self,
-        server_core: &ServerCore,
-        client: &ClientInfo,
-        body: &[u8],
-    ) -> Result<OutgoingReply, Rejection>;
+        _server_core: &ServerCore,
+        _client: &ClientInfo,
+        _body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        Err(Rejection("it answers no requests".into()))
+    }
 
     /// A client's socket has closed without a graceful close. The client is presumed dead, and may
     /// still touch its memory.
@@ -198,15 +200,18 @@ pub(crate) trait RequestHandler: Send + Sync {
     /// Whether a client that closed its socket without a graceful close may still use something
     /// that the server gave it. If so, the client counts and is kept until its process is proven
     /// dead. If not, it is disconnected.
-    fn holds_anything(&self, client: &ClientInfo) -> bool;
+    fn holds_anything(&self, _client: &ClientInfo) -> bool {
+        false
+    }
 
     /// A session is over. Called once for each admitted client, unless the server ends first.
     fn on_disconnect(
         &self,
-        server_core: &ServerCore,
-        client: &ClientInfo,
-        disconnected: Disconnected,
-    );
+        _server_core: &ServerCore,
+        _client: &ClientInfo,
+        _disconnected: Disconnected,
+    ) {
+    }
 
     /// Called every 200 ms on the reactor's thread, at the same time as the other calls. It must
     /// not call the driver, nor wait for a lock that is held across such a call.
@@ -226,15 +231,16 @@ pub(crate) trait SessionObserver: Send + Sync {
     /// its device may.
     fn on_closed(&self, _graceful: bool) {}
 
+    /// The server's process has exited, and a child that it forked may keep its device work
+    /// running. Waits for the server are to be released, and nothing else.
+    fn on_orphaned(&self) {}
+
     /// The server is proven dead: that process writes no more, so whatever waits for it is to be
     /// released. Comes after [`on_orphaned`](SessionObserver::on_orphaned), for words that were
     /// written in between.
-    fn on_proven_dead(&self) {}
-
-    /// The server's process has exited, and a child that it forked may keep its device work
-    /// running. Waits for the server are to be released, and nothing else. Also called
-    /// before [`on_proven_dead`](SessionObserver::on_proven_dead).
-    fn on_orphaned(&self) {}
+    fn on_proven_dead(&self) {
+        self.on_orphaned();
+    }
 
     /// A reply came to a request after its caller had given up. Its contents count as received all the
     /// same.

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Author, Domain};
 use crate::ipc::{
-    ClientInfo, Disconnected, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
+    ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
 };
 use crate::options::{EndpointOptions, option_setters};
 use crate::shm::page::{PAGE_BYTES, SharedPage};
@@ -141,21 +141,6 @@ impl RequestHandler for HeartbeatSource {
             vec![CloseOnForkFd::duplicate(&self.fd)?],
         )
     }
-
-    fn on_request(
-        &self,
-        _: &ServerCore,
-        _: &ClientInfo,
-        _: &[u8],
-    ) -> Result<OutgoingReply, Rejection> {
-        Err(Rejection("a member answers no questions".into()))
-    }
-
-    fn holds_anything(&self, _: &ClientInfo) -> bool {
-        false
-    }
-
-    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
 
     fn on_server_tick(&self, _: &ServerCore, now_ns: u64) {
         self.write_heartbeat(now_ns);

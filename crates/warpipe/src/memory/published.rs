@@ -16,8 +16,8 @@ use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    Address, ClientInfo, Disconnected, IncomingReply, IpcServer, Kind, OutgoingReply, Rejection,
-    RequestHandler, ServerCore, decode,
+    Address, ClientInfo, IncomingReply, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
+    ServerCore, decode,
 };
 use crate::options::{EndpointOptions, option_setters};
 
@@ -236,21 +236,6 @@ impl RequestHandler for PublishedHandler {
             vec![export],
         )
     }
-
-    fn on_request(
-        &self,
-        _: &ServerCore,
-        _: &ClientInfo,
-        _: &[u8],
-    ) -> Result<OutgoingReply, Rejection> {
-        Err(Rejection("there is nothing more to ask of memory".into()))
-    }
-
-    fn holds_anything(&self, _: &ClientInfo) -> bool {
-        false
-    }
-
-    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
 
     fn runs_on_reactor(&self) -> bool {
         true

@@ -8,6 +8,7 @@ use super::allocator::PoolAllocator;
 use crate::backend::{Access, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{Address, IpcServer, Kind};
 use crate::memory::arena::{SlotId, check_limit};
@@ -93,11 +94,11 @@ impl PoolBuilder {
         let server = IpcServer::open(&at, self.shared.access, allocator.clone())?;
         let _ = allocator.generation.set(server.server_core().generation());
         Ok(Pool {
-            inner: Arc::new(PoolInner {
+            inner: LeakOnFork::new(Arc::new(PoolInner {
                 _server: server,
                 allocator,
                 wait: self.wait,
-            }),
+            })),
         })
     }
 }
@@ -129,7 +130,7 @@ impl PoolBuilder {
 /// ```
 #[derive(Debug, Clone)]
 pub struct Pool {
-    inner: Arc<PoolInner>,
+    inner: LeakOnFork<Arc<PoolInner>>,
 }
 
 #[derive(Debug)]
@@ -142,9 +143,7 @@ struct PoolInner {
 
 impl Drop for PoolInner {
     fn drop(&mut self) {
-        if self.allocator.owner_process.is_current() {
-            self.allocator.lock().is_closed = true;
-        }
+        self.allocator.lock().is_closed = true;
     }
 }
 
@@ -217,7 +216,7 @@ impl Pool {
         let slot = allocator.allocate(bytes, timeout)?;
         let ptr = allocator.address(slot);
         Ok(Buffer {
-            allocator: allocator.clone(),
+            allocator: LeakOnFork::new(allocator.clone()),
             slot,
             ptr,
             bytes,
@@ -233,7 +232,6 @@ impl Pool {
 
     /// The pool's present state. All zeros in a forked child.
     pub fn stats(&self) -> PoolStats {
-        let allocator = &self.inner.allocator;
         let mut stats = PoolStats {
             regions: 0,
             total_bytes: 0,
@@ -246,7 +244,8 @@ impl Pool {
             waits: 0,
             peers: 0,
         };
-        if allocator.owner_process.is_current() {
+        if let Ok(inner) = self.inner.get() {
+            let allocator = &inner.allocator;
             let mut state = allocator.lock();
             allocator.reclaim(&mut state);
             (stats.regions, stats.total_bytes) = (state.arena.chunks().len(), state.arena.total());
@@ -268,7 +267,7 @@ impl Pool {
 /// takes.
 #[derive(Debug)]
 pub struct Buffer {
-    allocator: Arc<PoolAllocator>,
+    allocator: LeakOnFork<Arc<PoolAllocator>>,
     slot: SlotId,
     ptr: DevicePtr,
     bytes: u64,
@@ -369,20 +368,18 @@ impl Drop for Buffer {
         if self.is_free {
             return;
         }
-        if !self.allocator.owner_process.is_current() {
-            // A forked child: the blocks belong to the parent.
-            return std::mem::forget(self.allocator.clone());
-        }
-        self.allocator
+        let Ok(allocator) = self.allocator.get() else {
+            return;
+        };
+        allocator
             .lock()
             .lent_blocks
             .retain(|_, lend| lend.slot != self.slot);
         let (mut fence, slot) = (self.streams.fence_busy(), self.slot);
         if fence.is_reached() {
-            return self.allocator.release(slot);
+            return allocator.release(slot);
         }
-        let allocator = self.allocator.clone();
-        let reactor = self.allocator.reactor();
-        reactor.call_after(fence, move || allocator.release(slot));
+        let released = allocator.clone();
+        (allocator.reactor()).call_after(fence, move || released.release(slot));
     }
 }

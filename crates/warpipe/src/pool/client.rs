@@ -11,6 +11,7 @@ use crate::backend::{Access, DevicePtr};
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Expiry, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::{Kind, encode};
 use crate::memory::mapped_region::{ImportKey, MappedRegion, check_range, wait_for};
 use crate::memory::ticket::Ticket;
@@ -184,7 +185,7 @@ impl PoolClient {
 /// streams are past it. It stays valid when its owner closes the pool, or dies.
 #[derive(Debug)]
 pub struct LentBuffer {
-    pub(super) guard: BlockGuard,
+    pub(super) guard: LeakOnFork<BlockGuard>,
     pub(super) mapping: Arc<MappedRegion>,
     pub(super) streams: Arc<StreamSet>,
     pub(super) access: Access,
@@ -313,7 +314,8 @@ impl LentBuffer {
 
 impl Drop for LentBuffer {
     fn drop(&mut self) {
-        if self.guard.is_released || !self.guard.pool_session.shared.owner_process().is_current() {
+        let Ok(guard) = self.guard.get() else { return };
+        if guard.is_released {
             return;
         }
         let mut fence = self.streams.fence_busy();
@@ -326,7 +328,7 @@ impl Drop for LentBuffer {
             pair,
             value,
             ..
-        } = &self.guard;
+        } = guard;
         let guard = BlockGuard {
             pool_session: pool_session.clone(),
             pair: *pair,

@@ -15,6 +15,7 @@ use crate::backend::{Access, DeviceId, StreamOp, TimelineWord};
 use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::{ClientSession, IncomingReply, REPLY_TIMEOUT, SessionObserver, decode, encode};
 use crate::memory::mapped_region::{ImportKey, MappedRegion, check_range};
 use crate::memory::region::Region;
@@ -156,7 +157,7 @@ impl PoolSession {
             self.wait_until_clear(pair, value)?;
         }
         Ok(LentBuffer {
-            guard,
+            guard: LeakOnFork::new(guard),
             mapping,
             streams: Arc::default(),
             access: grant.access,
@@ -275,10 +276,6 @@ impl BlockGuard {
 
 impl Drop for BlockGuard {
     fn drop(&mut self) {
-        if !self.pool_session.shared.owner_process().is_current() {
-            // A forked child: the blocks belong to the parent.
-            return std::mem::forget(self.pool_session.clone());
-        }
         if !std::mem::replace(&mut self.is_released, true) {
             self.pool_session
                 .shared

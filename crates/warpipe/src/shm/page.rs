@@ -47,19 +47,63 @@ unsafe impl AtomicsOnly for AtomicU64 {}
 // SAFETY: an atomic.
 unsafe impl AtomicsOnly for AtomicU32 {}
 
-/// A mapped page (or several), registered with a device if streams are to use its words.
+/// A mapped page (or several), registered with a device if streams are to use its words. Any thread
+/// may drop it, under any lock: the reaper unregisters it, since a driver may hold that up until a
+/// stream goes on that waits for a peer. Whoever gives its words to a stream keeps it until the
+/// stream is past them.
 #[derive(Debug)]
 pub(crate) struct SharedPage {
-    base: *mut u8,
-    bytes: usize,
-    registered: Option<(Device, DevicePtr)>,
+    mapping: Mapping,
+    registered: Option<Registered>,
     owner_process: OwnerProcess,
 }
 
-// SAFETY: shared memory of atomics alone, at a fixed address until drop.
-unsafe impl Send for SharedPage {}
+/// A range of addresses that is unmapped by hand.
+#[derive(Debug, Clone, Copy)]
+struct Mapping {
+    base: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: shared memory of atomics alone, at a fixed address until its owner unmaps it.
+unsafe impl Send for Mapping {}
 // SAFETY: as above.
-unsafe impl Sync for SharedPage {}
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// # Safety
+    /// Nothing uses the memory any more, here or on a device.
+    unsafe fn unmap(self) {
+        // SAFETY: exactly what `SharedPage::map` mapped, and the caller's promise.
+        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };
+    }
+}
+
+#[derive(Debug)]
+struct Registered {
+    device: Device,
+    ptr: DevicePtr,
+    reactor: Arc<Reactor>,
+}
+
+/// A registered mapping without an owner. Its drop calls the driver.
+struct OrphanedMapping {
+    mapping: Mapping,
+    device: Device,
+}
+
+impl Drop for OrphanedMapping {
+    fn drop(&mut self) {
+        let Mapping { base, bytes } = self.mapping;
+        // SAFETY: registered in `SharedPage::register`, once; its page was dropped when no stream
+        // used its words any more.
+        unsafe {
+            if unreclaimed::unregister(self.device.backend(), base, bytes) {
+                self.mapping.unmap();
+            }
+        }
+    }
+}
 
 impl SharedPage {
     /// Words of this process alone, registered with the device. Zeroed.
@@ -71,13 +115,7 @@ impl SharedPage {
             rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED)
         };
         let base = base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of words"), e))?;
-        SharedPage {
-            base: base.cast(),
-            bytes,
-            registered: None,
-            owner_process: OwnerProcess::current(),
-        }
-        .register(Some(device))
+        SharedPage::of(base.cast(), bytes).register(Some(device))
     }
 
     /// Words that this process and its device's streams, if there is a device, write and others
@@ -152,24 +190,31 @@ impl SharedPage {
         };
         let base =
             base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of shared words"), e))?;
-        Ok(SharedPage {
-            base: base.cast(),
-            bytes,
+        Ok(SharedPage::of(base.cast(), bytes))
+    }
+
+    fn of(base: *mut u8, bytes: usize) -> SharedPage {
+        SharedPage {
+            mapping: Mapping { base, bytes },
             registered: None,
             owner_process: OwnerProcess::current(),
-        })
+        }
     }
 
     fn register(mut self, device: Option<&Device>) -> Result<SharedPage> {
         debug_assert!(self.registered.is_none());
         if let Some(device) = device {
-            // SAFETY: page-aligned mapped memory, unmapped only after `unregister` (see `Drop`).
-            let registered = unsafe { device.backend().register(self.base, self.bytes) };
-            if registered.is_ok() || device.backend().is_registered(self.base) {
-                self.registered = Some((
-                    device.clone(),
-                    registered.as_ref().copied().unwrap_or_default(),
-                ));
+            let reactor = Reactor::of_process()?;
+            let Mapping { base, bytes } = self.mapping;
+            // SAFETY: page-aligned mapped memory, unmapped only after `unregister` (see
+            // `OrphanedMapping`).
+            let registered = unsafe { device.backend().register(base, bytes) };
+            if registered.is_ok() || device.backend().is_registered(base) {
+                self.registered = Some(Registered {
+                    device: device.clone(),
+                    ptr: registered.as_ref().copied().unwrap_or_default(),
+                    reactor,
+                });
             }
             registered?;
         }
@@ -177,7 +222,7 @@ impl SharedPage {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.bytes
+        self.mapping.bytes
     }
 
     /// The `T` at `offset`.
@@ -186,28 +231,24 @@ impl SharedPage {
     /// If the `T` is not inside, or not aligned: offsets are this library's own, never a peer's.
     #[inline]
     pub(crate) fn at<T: AtomicsOnly>(&self, offset: usize) -> &T {
-        assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.bytes);
+        assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.bytes());
         // SAFETY: inside the mapping and aligned (the mapping is to a page), which lives as long as
         // self; `T` is atomics for which every bit pattern is valid (`AtomicsOnly`).
-        unsafe { &*self.base.add(offset).cast::<T>() }
+        unsafe { &*self.mapping.base.add(offset).cast::<T>() }
     }
 
     /// The device address of `offset`. `None` without a device.
     #[inline]
     pub(crate) fn device_ptr(&self, offset: usize) -> Option<DevicePtr> {
-        debug_assert!(offset < self.bytes);
+        debug_assert!(offset < self.bytes());
         self.registered
             .as_ref()
-            .map(|(_, base)| base + offset as u64)
+            .map(|registered| registered.ptr + offset as u64)
     }
 
-    /// Drops the page once all of `streams` are past their work and this process has no other
-    /// handle of it. Never on the caller's thread: to unregister memory, a driver may wait for a
-    /// stream that waits for a peer.
+    /// Drops the page once this process has no other handle of it, and then all of `streams` are
+    /// past their work: a thread that has a handle may still give a stream work on the page.
     pub(crate) fn drop_after_streams(self: Arc<Self>, streams: Arc<StreamSet>, reactor: &Reactor) {
-        if !self.owner_process.is_current() {
-            return std::mem::forget(self);
-        }
         let mut fence = LazyFence::new(streams);
         reactor.drop_after(move || {
             if Arc::strong_count(&self) > 1 {
@@ -271,7 +312,7 @@ impl UnsealedPage {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.page.bytes
+        self.page.bytes()
     }
 
     /// Seals the page, which both processes have mapped, and registers it with the device.
@@ -297,23 +338,25 @@ impl Drop for SharedPage {
         if !self.owner_process.is_current() {
             return;
         }
-        if let Some((device, _)) = &self.registered {
-            // SAFETY: registered in `register`, once; the owner that gave its words to a stream
-            // drops it by `drop_after_streams`.
-            if !unsafe { unreclaimed::unregister(device.backend(), self.base, self.bytes) } {
-                return;
-            }
+        let mapping = self.mapping;
+        match self.registered.take() {
+            Some(Registered {
+                device, reactor, ..
+            }) => reactor.defer_drop(Box::new(OrphanedMapping { mapping, device })),
+            // SAFETY: references into it borrow self, and no device has its address.
+            None => unsafe { mapping.unmap() },
         }
-        // SAFETY: exactly what `map` mapped; references into it borrow self.
-        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::Ordering::Relaxed;
+    use std::sync::mpsc;
+    use std::time::Duration;
 
     use super::*;
+    use crate::backend::testing::{Holding, Wrapped};
 
     #[test]
     fn a_word_that_one_mapping_writes_is_read_by_the_other() {
@@ -346,6 +389,21 @@ mod tests {
             UnsealedPage::open(held.into(), ours.bytes(), "test").is_err(),
             "nobody else maps it any more"
         );
+    }
+
+    #[test]
+    fn a_page_is_dropped_at_once_although_the_driver_holds_its_unregistration_up() {
+        let hook = Wrapped::new(Device::host().backend().clone(), Holding::default());
+        let page = SharedPage::private(&Device::from_backend(hook.clone()), 1).unwrap();
+        hook.hook().hold("unregister");
+        let (dropped_tx, dropped) = mpsc::channel();
+        std::thread::spawn(move || {
+            drop(page);
+            dropped_tx.send(()).unwrap();
+        });
+        hook.hook().wait_for(1);
+        dropped.recv_timeout(Duration::from_secs(10)).unwrap();
+        hook.hook().unblock();
     }
 
     #[test]

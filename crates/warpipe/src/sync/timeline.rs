@@ -18,7 +18,6 @@ mod server;
 mod tests;
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -28,13 +27,15 @@ use self::server::TimelineServer;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     ClientSession, IncomingReply, IpcServer, Kind, REPLY_TIMEOUT, SessionObserver, encode,
 };
 use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
+use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
-use crate::runtime::reactor::{DropReadiness, Reactor};
+use crate::runtime::reactor::Reactor;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX, WaitStatus};
 use crate::shm::page::{SharedPage, UnsealedPage};
 use crate::shm::signaler::Signaler;
@@ -99,18 +100,24 @@ impl TimelineBuilder {
             published: fd,
         };
         let server = (self.shared).serve(&name, Kind::Timeline, Arc::new(timeline_server))?;
-        let role = TimelineRole::Owner {
-            server: Some(server),
+        let waiting = Arc::<StreamSet>::default();
+        let signals = OwnerSignals {
             signaler,
-        };
-        Ok(Timeline::assemble(
-            name.to_string(),
-            device,
-            reactor,
-            lane,
             signalling,
-            role,
-        ))
+            waiting: waiting.clone(),
+            reactor,
+        };
+        Ok(Timeline {
+            name: name.to_string(),
+            device,
+            owner_process: OwnerProcess::current(),
+            lane,
+            waiting,
+            role: TimelineRole::Owner {
+                _server: server,
+                signals: LeakOnFork::new(signals),
+            },
+        })
     }
 }
 
@@ -127,35 +134,25 @@ impl Opener<Timeline> {
             session,
             reply,
         } = self.attach(Kind::Timeline, &[])?;
-        let (reactor, pid) = (session.reactor().clone(), session.pid());
         let [lane, published] = map_pages(reply, &device, name.as_str())?;
         let death_handler = Arc::new(OwnerDeathHandler {
             lane: lane.clone(),
             published,
-            is_over: AtomicBool::new(false),
         });
-        let settled = session
-            .observe(death_handler.clone())
-            .and_then(|()| session.request(&encode(&PageSealed)?, REPLY_TIMEOUT));
-        if let Err(error) = settled {
-            // Not dropped here: a driver that unregisters memory may wait for a stream that waits
-            // for a peer.
-            reactor.defer_drop(Box::new((session, death_handler, lane)));
-            return Err(error);
-        }
-        let role = TimelineRole::Importer {
-            session: Some(session),
-            death_handler,
-            pid,
-        };
-        Ok(Timeline::assemble(
-            name.to_string(),
+        session.observe(death_handler.clone())?;
+        session.request(&encode(&PageSealed)?, REPLY_TIMEOUT)?;
+        let waiting = Arc::<StreamSet>::default();
+        Ok(Timeline {
+            name: name.to_string(),
             device,
-            reactor,
+            owner_process: OwnerProcess::current(),
             lane,
-            Arc::default(),
-            role,
-        ))
+            role: TimelineRole::Importer {
+                session: DropAfterFence::new(waiting.clone(), session)?,
+                death_handler,
+            },
+            waiting,
+        })
     }
 }
 
@@ -184,11 +181,8 @@ pub struct Timeline {
     name: String,
     device: Device,
     owner_process: OwnerProcess,
-    reactor: Arc<Reactor>,
     /// The owner's own lane, or the copy that an importer shares with the owner.
     lane: SharedCounter,
-    /// The streams that signal it.
-    signalling: Arc<StreamSet>,
     /// The streams that wait for it.
     waiting: Arc<StreamSet>,
     role: TimelineRole,
@@ -196,13 +190,15 @@ pub struct Timeline {
 
 enum TimelineRole {
     Owner {
-        server: Option<IpcServer>,
-        signaler: Arc<Signaler>,
+        /// Dropped first: nobody opens a timeline that ends.
+        _server: IpcServer,
+        signals: LeakOnFork<OwnerSignals>,
     },
     Importer {
-        session: Option<ClientSession>,
+        /// Open as long as a stream of this process may wait: its reactor releases the stream. The
+        /// session's observer keeps the pages.
+        session: DropAfterFence<ClientSession>,
         death_handler: Arc<OwnerDeathHandler>,
-        pid: i32,
     },
 }
 
@@ -232,26 +228,6 @@ impl Timeline {
         Opener::new(name)
     }
 
-    fn assemble(
-        name: String,
-        device: Device,
-        reactor: Arc<Reactor>,
-        lane: SharedCounter,
-        signalling: Arc<StreamSet>,
-        role: TimelineRole,
-    ) -> Timeline {
-        Timeline {
-            name,
-            device,
-            owner_process: OwnerProcess::current(),
-            reactor,
-            lane,
-            signalling,
-            waiting: Arc::default(),
-            role,
-        }
-    }
-
     /// The endpoint's name.
     pub fn name(&self) -> &str {
         &self.name
@@ -278,13 +254,14 @@ impl Timeline {
     /// which the driver blocks another thread's signal (its stream's launch queue is full);
     /// [`Error::Driver`].
     pub fn signal(&self, stream: &Stream, value: u64) -> Result<()> {
-        self.owner_process.check()?;
-        let signaler = self.signaler()?;
+        let OwnerSignals {
+            signaler,
+            signalling,
+            ..
+        } = self.signals()?;
         stream.check_usable(&self.device)?;
         signaler
-            .raise(stream, &self.signalling, |last| {
-                self.check_above(value, last)
-            })
+            .raise(stream, signalling, |last| self.check_above(value, last))
             .map(drop)
     }
 
@@ -294,8 +271,8 @@ impl Timeline {
     /// As for [`signal`](Self::signal), and [`Error::SignalPending`] while a stream has yet to
     /// signal an earlier value.
     pub fn signal_now(&self, value: u64) -> Result<()> {
-        self.owner_process.check()?;
-        self.signaler()?
+        self.signals()?
+            .signaler
             .raise_now(|last, reached| self.above_reached(value, last, reached))
     }
 
@@ -306,15 +283,16 @@ impl Timeline {
     /// # Errors
     /// As for these two, without the timeout.
     pub fn try_signal(&self, stream: Option<&Stream>, value: u64) -> Result<bool> {
-        self.owner_process.check()?;
-        let signaler = self.signaler()?;
+        let OwnerSignals {
+            signaler,
+            signalling,
+            ..
+        } = self.signals()?;
         let raised = match stream {
             Some(stream) => {
                 stream.check_usable(&self.device)?;
                 signaler
-                    .try_raise(stream, &self.signalling, |last| {
-                        self.check_above(value, last)
-                    })?
+                    .try_raise(stream, signalling, |last| self.check_above(value, last))?
                     .map(drop)
             }
             None => {
@@ -330,8 +308,7 @@ impl Timeline {
     /// # Errors
     /// [`Error::NotOwner`], [`Error::Forked`].
     pub fn wait_for_turn(&self, timeout: Duration) -> Result<bool> {
-        self.owner_process.check()?;
-        Ok(self.signaler()?.wait_for_turn(timeout))
+        Ok(self.signals()?.signaler.wait_for_turn(timeout))
     }
 
     /// Has `stream` wait for `value` (`cuStreamWaitValue64`), and returns at once. The stream's
@@ -350,10 +327,9 @@ impl Timeline {
     pub fn wait(&self, stream: &Stream, value: u64) -> Result<()> {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;
-        let limit = if let TimelineRole::Owner { signaler, .. } = &self.role {
-            signaler.last()
-        } else {
-            VALUE_MAX
+        let limit = match &self.role {
+            TimelineRole::Owner { signals, .. } => signals.signaler.last(),
+            TimelineRole::Importer { .. } => VALUE_MAX,
         };
         if value > limit {
             return Err(Error::argument("value", value, format!("up to {limit}")));
@@ -372,7 +348,6 @@ impl Timeline {
     /// [`Error::PeerGone`], [`Error::Timeout`], [`Error::Argument`] above
     /// [`VALUE_MAX`](Self::VALUE_MAX).
     pub fn wait_host(&self, value: u64, timeout: Duration) -> Result<()> {
-        self.owner_process.check()?;
         if value > VALUE_MAX {
             return Err(Error::argument(
                 "value",
@@ -416,28 +391,30 @@ impl Timeline {
         if let (
             WaitStatus::Pending,
             TimelineRole::Importer {
-                session: Some(session),
+                session,
                 death_handler,
-                ..
             },
         ) = (wait_status, &self.role)
-            && death_handler.is_over.load(SeqCst)
+            && session.is_over()
             && session.is_dead()
         {
             // The reactor may not have ended the lane yet.
-            death_handler.end();
+            death_handler.on_orphaned();
             return self.lane.wait_status(value);
         }
         wait_status
     }
 
-    fn signaler(&self) -> Result<&Signaler> {
+    fn signals(&self) -> Result<&OwnerSignals> {
         match &self.role {
-            TimelineRole::Owner { signaler, .. } => Ok(signaler),
-            TimelineRole::Importer { pid, .. } => Err(Error::NotOwner {
-                name: self.name.clone(),
-                pid: *pid,
-            }),
+            TimelineRole::Owner { signals, .. } => signals.get(),
+            TimelineRole::Importer { session, .. } => {
+                self.owner_process.check()?;
+                Err(Error::NotOwner {
+                    name: self.name.clone(),
+                    pid: session.pid(),
+                })
+            }
         }
     }
 
@@ -471,11 +448,8 @@ impl Timeline {
 
     fn gone(&self) -> Error {
         match &self.role {
-            TimelineRole::Importer {
-                session: Some(session),
-                ..
-            } => session.owner_gone(),
-            _ => {
+            TimelineRole::Importer { session, .. } => session.owner_gone(),
+            TimelineRole::Owner { .. } => {
                 let (name, pid) = (self.name.clone(), std::process::id() as i32);
                 Error::peer_gone(Kind::Timeline, name, pid, false)
             }
@@ -493,81 +467,34 @@ impl fmt::Debug for Timeline {
     }
 }
 
-impl Drop for Timeline {
-    fn drop(&mut self) {
-        if !self.owner_process.is_current() {
-            // A forked child: the server and the memory belong to the parent.
-            if let TimelineRole::Owner { server, signaler } = &mut self.role {
-                std::mem::forget((server.take(), signaler.clone()));
-            }
-            if let TimelineRole::Importer { session, .. } = &mut self.role {
-                std::mem::forget(session.take());
-            }
-            return std::mem::forget(self.lane.clone());
-        }
-        let (signalling, waiting) = (self.signalling.clone(), self.waiting.clone());
-        match &mut self.role {
-            TimelineRole::Owner { server, signaler } => {
-                drop(server.take());
-                close_owner(&self.reactor, signaler.clone(), signalling, waiting);
-            }
-            TimelineRole::Importer { session, .. } => {
-                close_importer(&self.reactor, self.lane.clone(), session.take(), waiting)
-            }
-        }
-    }
-}
-
-/// An owner's end: first its streams complete their signals, then the lanes end, then the memory is
-/// released.
-fn close_owner(
-    reactor: &Reactor,
+/// The owner's signals. The drop ends the timeline: first its streams complete their signals, then
+/// the lanes end, then the memory is released.
+struct OwnerSignals {
     signaler: Arc<Signaler>,
+    /// The streams that signal it.
     signalling: Arc<StreamSet>,
+    /// The streams of this process that wait for it.
     waiting: Arc<StreamSet>,
-) {
-    let mut signalled = LazyFence::new(signalling);
-    let mut waited = LazyFence::new(waiting);
-    let mut has_ended = false;
-    reactor.drop_after(move || {
-        let is_caught_up = signaler.catch_up();
-        if !signalled.is_reached() || !is_caught_up {
-            return DropReadiness::Busy;
-        }
-        if !std::mem::replace(&mut has_ended, true) {
-            signaler.end();
-        }
-        if !waited.is_reached() {
-            return DropReadiness::Busy;
-        }
-        if Arc::strong_count(&signaler) > 1 {
-            DropReadiness::Held
-        } else {
-            DropReadiness::Ready
-        }
-    });
+    reactor: Arc<Reactor>,
 }
 
-/// An importer's end. The session stays open as long as a stream of this process may wait: its
-/// reactor releases the stream.
-fn close_importer(
-    reactor: &Reactor,
-    lane: SharedCounter,
-    mut session: Option<ClientSession>,
-    waiting: Arc<StreamSet>,
-) {
-    let mut waited = LazyFence::new(waiting);
-    reactor.drop_after(move || {
-        if !waited.is_reached() {
-            return DropReadiness::Busy;
-        }
-        drop(session.take());
-        if Arc::strong_count(lane.page()) > 1 {
-            DropReadiness::Held
-        } else {
-            DropReadiness::Ready
-        }
-    });
+impl Drop for OwnerSignals {
+    fn drop(&mut self) {
+        let signaler = self.signaler.clone();
+        let mut signalled = LazyFence::new(self.signalling.clone());
+        let mut waited = LazyFence::new(self.waiting.clone());
+        let mut has_ended = false;
+        self.reactor.drop_after(move || {
+            let is_caught_up = signaler.catch_up();
+            if !signalled.is_reached() || !is_caught_up {
+                return false;
+            }
+            if !std::mem::replace(&mut has_ended, true) {
+                signaler.end();
+            }
+            waited.is_reached()
+        });
+    }
 }
 
 /// Maps the page that the owner created for this process alone, and seals it, so that no other
@@ -584,28 +511,12 @@ fn map_pages(incoming: IncomingReply, device: &Device, name: &str) -> Result<[Sh
 struct OwnerDeathHandler {
     lane: SharedCounter,
     published: SharedCounter,
-    is_over: AtomicBool,
-}
-
-impl OwnerDeathHandler {
-    /// The owner is proven dead. Its streams may have reached the importers one after the other:
-    /// the last published value counts for all of them.
-    fn end(&self) {
-        self.lane.end_at(self.published.value());
-    }
 }
 
 impl SessionObserver for OwnerDeathHandler {
-    fn on_closed(&self, _graceful: bool) {
-        self.is_over.store(true, SeqCst);
-    }
-
+    /// The owner is dead. Its streams may have reached the importers one after the other: the last
+    /// published value counts for all of them.
     fn on_orphaned(&self) {
-        self.on_proven_dead();
-    }
-
-    fn on_proven_dead(&self) {
-        self.is_over.store(true, SeqCst);
-        self.end();
+        self.lane.end_at(self.published.value());
     }
 }

@@ -24,8 +24,8 @@ use super::subscriber_handshake::{Offer, meet};
 use crate::ipc::PeerState;
 use crate::ipc::message::{Message, Received};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IpcServer, Kind, OutgoingReply,
-    Rejection, RequestHandler, ServerCore,
+    AccessPolicy, Address, ClientInfo, ClientSession, IpcServer, Kind, OutgoingReply, Rejection,
+    RequestHandler, ServerCore,
 };
 use crate::os::IS_OLD_KERNEL;
 use crate::runtime::closer::{QUEUE_THREADS_MAX, pending_closes};
@@ -302,8 +302,6 @@ impl RequestHandler for Open {
     fn holds_anything(&self, _: &ClientInfo) -> bool {
         true
     }
-
-    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
 }
 
 /// A handler that runs on the reactor itself.
@@ -331,8 +329,6 @@ impl RequestHandler for Quick {
     fn holds_anything(&self, _: &ClientInfo) -> bool {
         true
     }
-
-    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
 
     fn runs_on_reactor(&self) -> bool {
         true

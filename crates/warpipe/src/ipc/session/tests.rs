@@ -7,7 +7,7 @@ use super::state::{PROVEN, Patience, PendingRequest, REQUESTS_MAX};
 use crate::error::Error;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IncomingReply, IpcServer, Kind,
+    AccessPolicy, Address, ClientInfo, ClientSession, IncomingReply, IpcServer, Kind,
     OutgoingReply, Rejection, RequestHandler, ServerCore, SessionObserver,
 };
 use crate::runtime::reactor::{EventSource, Next};
@@ -36,8 +36,6 @@ impl RequestHandler for SilentHandler {
     fn holds_anything(&self, _: &ClientInfo) -> bool {
         true
     }
-
-    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
 }
 
 /// A server in a domain of its own, and a session at it without an observer.

@@ -15,7 +15,7 @@ use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{AccessPolicy, Address, IpcServer, Kind};
 use crate::runtime::fence::{LazyFence, StreamSet};
-use crate::runtime::reactor::{DropReadiness, Reactor, new_generation};
+use crate::runtime::reactor::{Reactor, new_generation};
 use crate::shm::counter::SharedCounter;
 use crate::shm::signaler::Signaler;
 
@@ -107,12 +107,9 @@ impl EventExporter {
             drop(state);
             let page = EventPage::create(&self.device)?;
             state = self.event_table.lock();
+            // Unless another thread has added a page meanwhile.
             if state.is_full() {
                 state.pages.push(page);
-            } else {
-                // Another thread has added a page meanwhile. This one is not dropped here: that
-                // calls the driver.
-                self.reactor.defer_drop(Box::new(page));
             }
         }
         let index = match state.free.pop() {
@@ -216,22 +213,12 @@ pub(super) struct NewEvent {
 impl Drop for EventExporter {
     fn drop(&mut self) {
         drop(self.server.take());
-        let mut state = std::mem::take(&mut *self.event_table.lock());
-        let mut fence = LazyFence::new(self.event_table.streams.clone());
-        self.reactor.drop_after(move || {
-            if !fence.is_reached() {
-                return DropReadiness::Busy;
-            }
+        let state = std::mem::take(&mut *self.event_table.lock());
+        let fence = LazyFence::new(self.event_table.streams.clone());
+        self.reactor.call_after(fence, move || {
             (0..state.slots.len())
                 .filter(|&index| state.slots[index].is_shared)
                 .for_each(|index| state.end_all(index));
-            state.slots.clear();
-            let mut all = state.pages.iter().chain(state.shared.values());
-            if all.all(EventPage::is_last) {
-                DropReadiness::Ready
-            } else {
-                DropReadiness::Held
-            }
         });
     }
 }

@@ -1,6 +1,6 @@
 //! The importer's side: events of one other process that this process has opened.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
@@ -24,7 +24,8 @@ use crate::shm::signaler::Signaler;
 /// The session with another process's events, shared by all events that this process has opened
 /// there.
 pub(super) struct EventImporter {
-    session: Option<ClientSession>,
+    /// Every event has been closed, each behind its streams' work, when this is dropped.
+    session: ClientSession,
     /// The part that all handles from that exporter have in common.
     body: HandleBody,
     open_events: Arc<OpenEvents>,
@@ -39,8 +40,6 @@ pub(super) struct EventImporter {
 struct OpenEvents {
     opened: Mutex<Vec<(u64, EventWords)>>,
     next_id: AtomicU64,
-    is_over: AtomicBool,
-    is_dead: AtomicBool,
     importer: OnceLock<Weak<EventImporter>>,
 }
 
@@ -88,7 +87,7 @@ impl EventImporter {
         let reactor = session.reactor().clone();
         reactor.register_ticks(Arc::downgrade(&open_events) as Weak<dyn EventSource>);
         let importer = Arc::new(EventImporter {
-            session: Some(session),
+            session,
             body: HandleBody {
                 ipc: None,
                 domain: domain.path().to_path_buf(),
@@ -116,13 +115,9 @@ impl EventImporter {
         })
     }
 
-    fn session(&self) -> &ClientSession {
-        self.session.as_ref().expect("present until dropped")
-    }
-
     fn ask<T: DeserializeOwned>(&self, ask: &EventRequest) -> Result<T> {
-        let incoming = self.session().request(&encode(ask)?, REPLY_TIMEOUT)?;
-        Ok(incoming.open::<T, 0>(self.session().name())?.0)
+        let incoming = self.session.request(&encode(ask)?, REPLY_TIMEOUT)?;
+        Ok(incoming.open::<T, 0>(self.session.name())?.0)
     }
 
     /// Opens an event: from here on its slot is not reused.
@@ -143,8 +138,8 @@ impl EventImporter {
         let (event_words, open) = (event_page.event_words(index), &self.open_events);
         let open_id = open.next_id.fetch_add(1, SeqCst);
         open.lock().push((open_id, event_words.clone()));
-        // Insert first, then check: `on_proven_dead` does these in the opposite order.
-        if open.is_dead.load(SeqCst) {
+        // Insert first, then check: at the exporter's death these happen in the opposite order.
+        if self.session.is_dead() {
             event_words.lanes().for_each(|lane| lane.end());
         }
         Ok(OpenedEvent {
@@ -209,19 +204,14 @@ impl EventImporter {
             return Ok(event_page.clone());
         }
         let incoming = self
-            .session()
+            .session
             .request(&encode(&EventRequest::Page(number as u32))?, REPLY_TIMEOUT)?;
         let (PageReply, [fd]) = incoming.open::<PageReply, 1>(self.name())?;
         let event_page = EventPage::share(&self.device, fd, self.name())?;
-        if let Err(error) = self.session().request(
+        self.session.request(
             &encode(&EventRequest::Sealed(number as u32))?,
             REPLY_TIMEOUT,
-        ) {
-            // Not dropped here: a driver that unregisters memory may wait for a stream that waits
-            // for a peer.
-            self.reactor.defer_drop(Box::new(event_page));
-            return Err(error);
-        }
+        )?;
         if pages.len() <= number {
             pages.resize(number + 1, None);
         }
@@ -250,7 +240,7 @@ impl EventImporter {
             if !fence.is_reached() {
                 return DropReadiness::Busy;
             }
-            if let Err(Error::Timeout { .. }) = importer.session().post(&close) {
+            if let Err(Error::Timeout { .. }) = importer.session.post(&close) {
                 // The exporter does not read its socket.
                 return DropReadiness::Held;
             }
@@ -267,7 +257,7 @@ impl EventImporter {
         let Ok(body) = encode(ask) else { return };
         let importer = self.clone();
         self.reactor
-            .drop_after(move || match importer.session().post(&body) {
+            .drop_after(move || match importer.session.post(&body) {
                 Err(Error::Timeout { .. }) => DropReadiness::Held,
                 _ => DropReadiness::Ready,
             });
@@ -277,7 +267,7 @@ impl EventImporter {
     #[cfg(test)]
     pub(super) fn ask_and_give_up(&self, ask: &EventRequest) {
         let question = encode(ask).unwrap();
-        if let Ok(incoming) = self.session().request(&question, Duration::ZERO) {
+        if let Ok(incoming) = self.session.request(&question, Duration::ZERO) {
             self.open_events.on_stale_reply(&question, incoming);
         }
     }
@@ -292,26 +282,26 @@ impl EventImporter {
     }
 
     pub(super) fn name(&self) -> &str {
-        self.session().name()
+        self.session.name()
     }
 
     /// Whether the exporter is gone.
     pub(super) fn is_over(&self) -> bool {
-        self.open_events.is_over.load(SeqCst)
+        self.session.is_over()
     }
 
     /// Whether the exporter is proven dead.
     pub(super) fn is_dead(&self) -> bool {
-        self.open_events.is_dead.load(SeqCst) || self.is_over() && self.session().is_dead()
+        self.session.is_over() && self.session.is_dead()
     }
 
     /// The error for an exporter that is gone, or ends within `limit`.
     pub(super) fn owner_gone_within(&self, limit: Duration) -> Option<Error> {
-        self.session().ends_within(limit).then(|| self.owner_gone())
+        self.session.ends_within(limit).then(|| self.owner_gone())
     }
 
     pub(super) fn owner_gone(&self) -> Error {
-        self.session().owner_gone()
+        self.session.owner_gone()
     }
 
     /// The error of a recording on an event that its exporter has dropped.
@@ -319,23 +309,8 @@ impl EventImporter {
         if self.is_over() {
             return self.owner_gone();
         }
-        let (name, pid) = (self.name().to_string(), self.session().pid());
+        let (name, pid) = (self.name().to_string(), self.session.pid());
         Error::peer_gone(Kind::Events, name, pid, true)
-    }
-}
-
-impl Drop for EventImporter {
-    fn drop(&mut self) {
-        let pages = std::mem::take(self.pages.get_mut().unwrap_or_else(PoisonError::into_inner));
-        // Every event of this session has been closed, each behind its streams' work.
-        drop(self.session.take());
-        self.reactor.drop_after(move || {
-            if pages.iter().flatten().all(EventPage::is_last) {
-                DropReadiness::Ready
-            } else {
-                DropReadiness::Held
-            }
-        });
     }
 }
 
@@ -378,19 +353,9 @@ impl SessionObserver for OpenEvents {
         }
     }
 
-    fn on_closed(&self, _graceful: bool) {
-        self.is_over.store(true, SeqCst);
-    }
-
-    fn on_orphaned(&self) {
-        self.on_proven_dead();
-    }
-
     /// An event ends with its exporter. This includes recordings of third processes: their deaths
     /// would go unreported from now on.
-    fn on_proven_dead(&self) {
-        self.is_over.store(true, SeqCst);
-        self.is_dead.store(true, SeqCst);
+    fn on_orphaned(&self) {
         self.lock()
             .iter()
             .flat_map(|(_, event_words)| event_words.lanes())
@@ -432,7 +397,7 @@ mod tests {
         open.lock().push((0, event_words.clone()));
         let maker = exporters.signaler(7, 0, 0);
         assert!(maker.add(1, &event_words.lane(0)));
-        open.on_proven_dead();
+        open.on_orphaned();
         // The word is set back, below the value that other streams wait for.
         maker.raise(&late, &streams, |last| Ok(last + 1)).unwrap();
         late.synchronize(REPLY_TIMEOUT).unwrap();

@@ -12,8 +12,8 @@ use super::*;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::peer::Process;
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, Disconnected, IpcServer, OutgoingReply, Rejection,
-    RequestHandler, ServerCore,
+    AccessPolicy, Address, ClientInfo, IpcServer, OutgoingReply, Rejection, RequestHandler,
+    ServerCore,
 };
 use crate::runtime::closer::PeerFd;
 
@@ -49,8 +49,6 @@ impl RequestHandler for Wrong {
     fn holds_anything(&self, _: &ClientInfo) -> bool {
         true
     }
-
-    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
 }
 
 fn opened(title: &str, body: &impl Serialize, page_bytes: usize) -> Result<Semaphore> {

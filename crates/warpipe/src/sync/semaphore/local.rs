@@ -25,14 +25,6 @@ use crate::runtime::fence::{Fence, LazyFence};
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::stream::Stream;
 
-/// Leaves a half-built semaphore to the reaper.
-pub(super) fn drop_deferred(remains: impl Send + 'static, why: Error) -> Error {
-    if let Ok(reactor) = Reactor::of_process() {
-        reactor.defer_drop(Box::new(remains));
-    }
-    why
-}
-
 /// The role of this process for the semaphore.
 #[derive(Debug)]
 pub(super) enum SemaphoreRole {
@@ -433,11 +425,7 @@ impl LocalSemaphore {
 impl Drop for LocalSemaphore {
     fn drop(&mut self) {
         let mut role = self.role.take();
-        let (shared_page, signals, monitor) = (
-            self.shared_page.clone(),
-            self.signals.clone(),
-            self.monitor.clone(),
-        );
+        let (signals, monitor) = (self.signals.clone(), self.monitor.clone());
         let mut fence = LazyFence::new(signals.streams().clone());
         // A creator whose streams wait for members must still see them die; otherwise the name is
         // free at once.
@@ -448,19 +436,13 @@ impl Drop for LocalSemaphore {
         }
         // Other processes wait for the name, and for the close.
         self.reactor.drop_after(move || {
-            let (shared_page, signals, monitor) = (&shared_page, &signals, &monitor);
             if !fence.is_reached() || !signals.catch_up() {
                 return DropReadiness::Busy;
             }
-            // The close comes only now: a member that has closed owes no signal. The page is
-            // dropped only now, and never on this thread: a driver that unregisters memory may wait
-            // for a stream that waits for a peer.
+            // The close comes only now: a member that has closed owes no signal.
             drop(role.take());
-            // The member monitor holds one reference to each.
-            let is_last = Arc::strong_count(monitor) == 1
-                && Arc::strong_count(shared_page) == 2
-                && Arc::strong_count(signals) == 2;
-            if is_last {
+            // The reactor's thread may be in it for a moment.
+            if Arc::strong_count(&monitor) == 1 {
                 DropReadiness::Ready
             } else {
                 DropReadiness::Held

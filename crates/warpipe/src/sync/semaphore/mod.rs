@@ -30,7 +30,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use self::local::{LocalSemaphore, SemaphoreRole, drop_deferred};
+use self::local::{LocalSemaphore, SemaphoreRole};
 use self::member_monitor::MemberMonitor;
 use self::page::{CREATOR, IN_FLIGHT_MAX, PERMITS_MAX, SemaphorePage};
 use self::server::{SemaphoreServer, SemaphoreWelcome};
@@ -115,18 +115,7 @@ impl SemaphoreBuilder {
             signals.clone(),
             monitor.clone(),
         ));
-        // Not dropped here on an error: a driver that unregisters memory may wait for a stream that
-        // waits for a peer.
-        let served = (self.shared).serve(&name, Kind::Semaphore, semaphore_server.clone());
-        let server = match served {
-            Ok(server) => server,
-            Err(error) => {
-                return Err(drop_deferred(
-                    (shared_page, signals, monitor, semaphore_server),
-                    error,
-                ));
-            }
-        };
+        let server = (self.shared).serve(&name, Kind::Semaphore, semaphore_server.clone())?;
         reactor.register_ticks(monitor.watched());
         let role = SemaphoreRole::Creator {
             server,

@@ -104,10 +104,6 @@ impl RequestHandler for TimelineServer {
         self.remove_importer(server_core, client);
     }
 
-    fn holds_anything(&self, _: &ClientInfo) -> bool {
-        false
-    }
-
     fn on_disconnect(&self, server_core: &ServerCore, client: &ClientInfo, _: Disconnected) {
         self.remove_importer(server_core, client);
     }

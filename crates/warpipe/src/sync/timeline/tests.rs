@@ -326,10 +326,10 @@ fn importers_agree_on_the_last_value_of_an_owner_that_died_between_their_copies(
     let (owner, importers) = (stage.create(), [stage.open(), stage.open()]);
     owner.signal_now(3).unwrap();
     // Its stream has signalled 4, and to the first importer alone.
-    let TimelineRole::Owner { signaler, .. } = &owner.role else {
+    let TimelineRole::Owner { signals, .. } = &owner.role else {
         panic!("the owner")
     };
-    signaler.reach_in_part(4, 1);
+    signals.signaler.reach_in_part(4, 1);
     for importer in &importers {
         let TimelineRole::Importer { death_handler, .. } = &importer.role else {
             panic!("an opened timeline")
@@ -360,11 +360,7 @@ fn an_importer_that_does_not_seal_its_page_gets_no_signals() {
     );
     let published = lane.clone();
     session
-        .observe(Arc::new(OwnerDeathHandler {
-            lane,
-            published,
-            is_over: AtomicBool::new(false),
-        }))
+        .observe(Arc::new(OwnerDeathHandler { lane, published }))
         .unwrap();
     let refused = session
         .request(&encode(&PageSealed).unwrap(), WAIT)
