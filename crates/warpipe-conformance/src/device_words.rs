@@ -4,40 +4,10 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use warpipe::{Buffer, DevicePtr, LentBuffer, Memory, SharedMemory, Stream};
+use warpipe::{DeviceSlice, Stream};
 
 use crate::PATIENCE;
 use crate::payload::{Check, ErrorCounters, fill_words};
-
-/// Memory of 8-byte words that can be shared.
-pub trait DeviceWords {
-    /// Where it is here.
-    fn ptr(&self) -> DevicePtr;
-    /// How many words it has.
-    fn words(&self) -> u64;
-    /// Says that a stream is given work on it.
-    fn used_on(&self, stream: &Stream);
-}
-
-macro_rules! device_words {
-    ($($kind:ty),*) => {$(
-        impl DeviceWords for $kind {
-            fn ptr(&self) -> DevicePtr {
-                self.ptr()
-            }
-
-            fn words(&self) -> u64 {
-                self.bytes() / 8
-            }
-
-            fn used_on(&self, stream: &Stream) {
-                self.used_on(stream);
-            }
-        }
-    )*};
-}
-
-device_words!(Memory, SharedMemory, Buffer, LentBuffer);
 
 /// Enqueues the writing of the pattern of `seed`, late by `slow`. `is_named` is false for the
 /// negative control: the place does not learn of the stream.
@@ -45,7 +15,7 @@ device_words!(Memory, SharedMemory, Buffer, LentBuffer);
 /// # Errors
 /// Those of a launch.
 pub fn fill(
-    place: &impl DeviceWords,
+    place: &DeviceSlice,
     stream: &Stream,
     seed: u64,
     slow: Duration,
@@ -57,7 +27,7 @@ pub fn fill(
     // SAFETY: the words lie in the place, which stays mapped until its stream is past them; where
     // the stream is not named, the case keeps the region mapped otherwise and lets the writers
     // meet, which is what it tries.
-    unsafe { fill_words(stream, place.ptr(), place.words(), seed, slow)? };
+    unsafe { fill_words(stream, place.ptr(), place.bytes() / 8, seed, slow)? };
     Ok(())
 }
 
@@ -66,7 +36,7 @@ pub fn fill(
 /// # Errors
 /// Those of a launch.
 pub fn check(
-    place: &impl DeviceWords,
+    place: &DeviceSlice,
     stream: &Stream,
     error_counters: &mut ErrorCounters,
     seed: u64,
@@ -74,7 +44,7 @@ pub fn check(
     place.used_on(stream);
     // SAFETY: the words lie in the place, which stays mapped until the stream, named above, is past
     // the check.
-    Ok(unsafe { error_counters.check(stream, place.ptr(), place.words(), seed)? })
+    Ok(unsafe { error_counters.check(stream, place.ptr(), place.bytes() / 8, seed)? })
 }
 
 /// How many words are not the pattern of `seed`. Waits for the check.
@@ -82,7 +52,7 @@ pub fn check(
 /// # Errors
 /// Those of a launch; the stream does not come to its end.
 pub fn wrong_words(
-    place: &impl DeviceWords,
+    place: &DeviceSlice,
     stream: &Stream,
     error_counters: &mut ErrorCounters,
     seed: u64,

@@ -144,7 +144,9 @@ pub use kernel::{HostKernel, Kernel, KernelLaunch};
 pub use kind::Kind;
 pub use members::{Change, Member, MemberBuilder, MemberInfo, Members, MembersBuilder};
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
-pub use memory::{Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};
+pub use memory::{
+    DeviceSlice, Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket,
+};
 pub use options::Opener;
 pub use pool::{Buffer, LentBuffer, Pool, PoolBuilder, PoolClient, PoolStats};
 pub use pubsub::{

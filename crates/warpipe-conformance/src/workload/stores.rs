@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use warpipe::{Access, LentBuffer, Memory, Pool, PoolClient, Stream};
+use warpipe::{Access, DeviceSlice, LentBuffer, Memory, Pool, PoolClient, Stream};
 
 use super::{Site, Workload};
 use crate::device_malloc::{self, DeviceMalloc};
-use crate::device_words::{DeviceWords, fill, wrong_words};
+use crate::device_words::{fill, wrong_words};
 use crate::payload::ErrorCounters;
 
 const MIB: u64 = 1 << 20;
@@ -17,8 +17,8 @@ fn cross(
     site: &Site,
     error_counters: &mut ErrorCounters,
     stream: &Stream,
-    from: &impl DeviceWords,
-    to: &impl DeviceWords,
+    from: &DeviceSlice,
+    to: &DeviceSlice,
     seed: u64,
 ) -> Result<()> {
     let wrong = site.apart(|| {

@@ -1,19 +1,17 @@
-//! A region with the streams that work on it. **This module is marked for unsafe**: it copies from
-//! and to device memory by address.
+//! A region with the streams that work on it. **This module is marked for unsafe**: it makes slices
+//! of its memory.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use super::region::Region;
+use super::slice::{DeviceSlice, Mapping, check_range};
 use super::weak_cache::WeakCache;
 use crate::backend::{Access, DeviceId, DevicePtr};
-use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork;
+use crate::fork::{self, OwnerProcess};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
-use crate::stream::Stream;
 
 /// A region that this process allocated, or has imported.
 #[derive(Debug)]
@@ -97,21 +95,8 @@ impl MappedRegion {
         &self.region
     }
 
-    pub(crate) fn device(&self) -> &Device {
-        &self.device
-    }
-
-    /// Records a stream that is about to be given work on the region.
-    pub(crate) fn record_use(&self, stream: &Stream) {
-        self.region.streams().record_use(stream);
-    }
-
-    pub(crate) fn ptr(&self) -> DevicePtr {
+    fn ptr(&self) -> DevicePtr {
         self.region.ptr()
-    }
-
-    pub(crate) fn check_owner_process(&self) -> Result<()> {
-        self.region.owner_process().check()
     }
 
     /// Whether `offset..offset + bytes` lies inside.
@@ -119,92 +104,38 @@ impl MappedRegion {
         check_range(name, offset, bytes, self.bytes)
     }
 
-    /// Enqueues a copy from host memory to `offset`; `source` may be reused at once. The range has
-    /// been checked.
-    pub(crate) fn write(&self, stream: &Stream, offset: u64, source: &[u8]) -> Result<()> {
-        self.check_owner_process()?;
-        stream.check_of(&self.device)?;
-        if source.is_empty() {
-            return Ok(());
-        }
-        debug_assert!(offset + source.len() as u64 <= self.region.bytes());
-        self.record_use(stream);
-        // SAFETY: the range lies inside the region (checked by the caller), which is mapped for
-        // writing (as the caller has checked) until this stream, recorded above, is past the copy.
-        unsafe { stream.upload(self.ptr() + offset, source) }
-    }
-
-    /// Copies to a new vector. The caller has checked the range, and has waited for its writers.
-    pub(crate) fn read(&self, offset: u64, bytes: u64) -> Result<Vec<u8>> {
-        self.check_owner_process()?;
-        debug_assert!(offset + bytes <= self.region.bytes());
-        // SAFETY: the range lies inside the region (checked by the caller), which is mapped as long
-        // as self.
-        unsafe { copy_out(&self.device, self.ptr() + offset, bytes) }
-    }
-
-    /// Waits, at most `timeout`, for all streams that are recorded, and copies the region.
-    pub(crate) fn read_quiet(&self, timeout: Duration) -> Result<Vec<u8>> {
-        self.check_owner_process()?;
-        wait_for(self.region.streams(), timeout)?;
-        self.read(0, self.bytes)
+    /// The range at `offset`, for a handle with streams of its own.
+    ///
+    /// # Errors
+    /// [`Error::Range`].
+    pub(crate) fn slice(
+        self: &Arc<Self>,
+        offset: u64,
+        bytes: u64,
+        access: Access,
+        name: &Arc<str>,
+    ) -> Result<DeviceSlice> {
+        self.check(name, offset, bytes)?;
+        debug_assert!(access == Access::Read || self.access == Access::ReadWrite);
+        // SAFETY: the range lies in the region, as checked above.
+        Ok(unsafe { DeviceSlice::new(self.clone(), self.ptr() + offset, bytes, access, name) })
     }
 }
 
-/// Copies device memory to a new vector.
-///
-/// # Safety
-/// `ptr` is readable for `bytes` bytes.
-pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<Vec<u8>> {
-    let mut copy = Vec::new();
-    let room = usize::try_from(bytes)
-        .ok()
-        .and_then(|length| copy.try_reserve_exact(length).ok());
-    if room.is_none() {
-        return Err(Error::DeviceMemory {
-            device: "this process".into(),
-            bytes,
-            detail: String::new(),
-        });
+impl Mapping for MappedRegion {
+    fn device(&self) -> &Device {
+        &self.device
     }
-    copy.resize(bytes as usize, 0);
-    if bytes > 0 {
-        // Not a stream of the user's, which may be stuck behind other work.
-        let stream = device.stream()?;
-        // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
-        unsafe { stream.backend().download(stream.raw(), &mut copy, ptr)? };
-    }
-    Ok(copy)
-}
 
-/// Waits until `streams` have done what they were given so far.
-pub(crate) fn wait_for(streams: &StreamSet, timeout: Duration) -> Result<()> {
-    let (start, mut fence, mut backoff) =
-        (Instant::now(), streams.fence_busy(), Backoff::default());
-    while !fence.is_reached() {
-        if start.elapsed() >= timeout {
-            return Err(Error::Timeout {
-                what: "the end of the streams' work on this memory".into(),
-                waited: timeout,
-            });
-        }
-        backoff.pause();
+    fn owner(&self) -> DeviceId {
+        self.owner
     }
-    Ok(())
-}
 
-/// Whether `offset..offset + bytes` lies in `available` bytes.
-pub(crate) fn check_range(name: &str, offset: u64, bytes: u64, available: u64) -> Result<()> {
-    if offset
-        .checked_add(bytes)
-        .is_some_and(|end| end <= available)
-    {
-        return Ok(());
+    fn streams(&self) -> &Arc<StreamSet> {
+        self.region.streams()
     }
-    Err(Error::Range {
-        name: name.to_string(),
-        offset,
-        bytes,
-        available,
-    })
+
+    fn owner_process(&self) -> OwnerProcess {
+        self.region.owner_process()
+    }
 }

@@ -9,6 +9,7 @@ mod owned;
 mod published;
 pub(crate) mod region;
 mod shared;
+pub(crate) mod slice;
 #[cfg(test)]
 mod tests;
 pub(crate) mod ticket;
@@ -17,6 +18,7 @@ pub(crate) mod weak_cache;
 pub use self::owned::{Export, Memory, MemoryInfo};
 pub use self::published::{Publication, Published};
 pub use self::shared::SharedMemory;
+pub use self::slice::DeviceSlice;
 pub use self::ticket::Ticket;
 
 crate::ipc::messages!(published::TicketReply, published::TicketRequest);

@@ -1,8 +1,8 @@
 //! Memory that this process allocated and can share.
 
+use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -10,19 +10,20 @@ use super::mapped_region::MappedRegion;
 use super::published::{Publication, Published};
 use super::region::Region;
 use super::shared::SharedMemory;
-use crate::backend::{Access, DeviceId, DevicePtr};
+use super::slice::{DeviceSlice, check_range};
+use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::driver_files::EXPORTED;
 use crate::ipc::domain::Domain;
-use crate::stream::Stream;
 
 /// An allocation that can be given to other processes (`cuMemCreate` with an exportable handle; a
 /// sealed memfd on the host). Zeroed at first. Cheap to clone: all clones are one.
 ///
 /// Two ways lead to another process: a [`Ticket`](crate::Ticket), which is a text, or the bare
 /// descriptor ([`export_fd`](Memory::export_fd)) over a socket of the user's own. The memory lives
-/// as long as any process has it open, whether or not its maker lives.
+/// as long as any process has it open, whether or not its maker lives. Its methods to read and write are
+/// those of [`DeviceSlice`]; `to_vec` waits for the streams of all clones.
 ///
 /// ```
 /// use std::time::Duration;
@@ -44,6 +45,15 @@ use crate::stream::Stream;
 #[derive(Debug, Clone)]
 pub struct Memory {
     pub(super) mapping: Arc<MappedRegion>,
+    slice: Arc<DeviceSlice>,
+}
+
+impl Deref for Memory {
+    type Target = DeviceSlice;
+
+    fn deref(&self) -> &DeviceSlice {
+        &self.slice
+    }
 }
 
 /// The description that an importer of a bare memory descriptor needs. Send it along with the
@@ -75,24 +85,12 @@ impl Memory {
     /// [`Error::DeviceMemory`] when the device has no room; [`Error::Argument`] for 0 bytes;
     /// [`Error::Driver`], [`Error::Os`].
     pub fn allocate(device: &Device, bytes: u64) -> Result<Memory> {
+        let mapping = Arc::new(MappedRegion::allocate(device, bytes)?);
+        let slice = mapping.slice(0, bytes, Access::ReadWrite, &"memory".into())?;
         Ok(Memory {
-            mapping: Arc::new(MappedRegion::allocate(device, bytes)?),
+            mapping,
+            slice: Arc::new(slice.waiting_for_all()),
         })
-    }
-
-    /// Its device address.
-    pub fn ptr(&self) -> DevicePtr {
-        self.mapping.ptr()
-    }
-
-    /// The requested length in bytes.
-    pub fn bytes(&self) -> u64 {
-        self.mapping.bytes
-    }
-
-    /// Its device.
-    pub fn device(&self) -> &Device {
-        self.mapping.device()
     }
 
     /// The description that an importer of a bare descriptor needs.
@@ -104,42 +102,13 @@ impl Memory {
         }
     }
 
-    /// Records that `stream` is given work on this memory. After the last handle is dropped, the
-    /// memory stays mapped until the stream has done all work that it was given before. Call it
-    /// before the work is enqueued.
-    pub fn used_on(&self, stream: &Stream) {
-        self.mapping.record_use(stream);
-    }
-
-    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be
-    /// reused at once.
-    ///
-    /// # Errors
-    /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`];
-    /// [`Error::Forked`]; [`Error::Timeout`] when too many copies wait behind streams that stand
-    /// still.
-    pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.mapping.check("memory", offset, bytes.len() as u64)?;
-        self.mapping.write(stream, offset, bytes)
-    }
-
-    /// Waits for the recorded streams ([`used_on`](Self::used_on), [`write`](Self::write)) and
-    /// copies the whole memory to host memory (`cuMemcpyDtoHAsync`).
-    ///
-    /// # Errors
-    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`];
-    /// [`Error::Forked`].
-    pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
-        self.mapping.read_quiet(timeout)
-    }
-
     /// A descriptor of the memory, close-on-exec: `cuMemExportToShareableHandle`, or a duplicate of
     /// the memfd. Any process that gets it can map all of the memory, for reading or writing.
     ///
     /// # Errors
     /// [`Error::DescriptorLimit`]; [`Error::Driver`]; [`Error::Forked`].
     pub fn export_fd(&self) -> Result<OwnedFd> {
-        self.mapping.check_owner_process()?;
+        self.slice.owner_process().check()?;
         let fd = self.mapping.region().export()?;
         // The caller owns the descriptor: a forked child may keep it, as with any descriptor.
         let copy = rustix::io::fcntl_dupfd_cloexec(&fd, 3)
@@ -184,19 +153,11 @@ impl Memory {
         info: &MemoryInfo,
         access: Access,
     ) -> Result<SharedMemory> {
-        super::mapped_region::check_range(
-            "an imported descriptor",
-            0,
-            info.bytes,
-            info.mapped_bytes,
-        )?;
+        check_range("an imported descriptor", 0, info.bytes, info.mapped_bytes)?;
         super::shared::check_reach(device, info.device)?;
         let region = Region::import(device, fd.as_fd(), info.mapped_bytes, access, info.device)?;
         let mapping = MappedRegion::of(region, device, info.device, access, info.bytes)?;
-        Ok(SharedMemory::whole(
-            Arc::new(mapping),
-            "an imported descriptor",
-        ))
+        SharedMemory::whole(&Arc::new(mapping), "an imported descriptor")
     }
 
     /// Publishes it under a name, read-only, for this user: see [`publication`](Self::publication)

@@ -177,7 +177,7 @@ impl Ticket {
     pub fn open_timeout(&self, device: &Device, timeout: Duration) -> Result<SharedMemory> {
         self.check(Kind::Memory, device)?;
         let Wanted { offset, bytes, .. } = self.fields.wanted;
-        SharedMemory::whole(self.fetch(device, timeout)?, self.name()).range(offset, bytes)
+        SharedMemory::whole(&self.fetch(device, timeout)?, self.name())?.range(offset, bytes)
     }
 
     fn fetch(&self, device: &Device, timeout: Duration) -> Result<Arc<MappedRegion>> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
 use super::last_writers::{LastWriter, LastWriters};
-use crate::backend::{Access, DevicePtr, StreamOp};
+use crate::backend::{Access, DeviceId, DevicePtr, StreamOp};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
@@ -15,7 +15,9 @@ use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::ipc::domain::{Domain, EndpointName};
+use crate::memory::DeviceSlice;
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
+use crate::memory::slice::Mapping;
 use crate::memory::ticket::{Incarnation, Ticket, Wanted};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
@@ -32,6 +34,8 @@ const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) struct PoolAllocator {
     pub(super) owner_process: OwnerProcess,
     pub(super) name: EndpointName,
+    /// The name, in the errors of its blocks.
+    label: Arc<str>,
     pub(super) domain: Domain,
     pub(super) device: Device,
     pub(super) uid: u32,
@@ -113,6 +117,7 @@ impl PoolAllocator {
             uid: rustix::process::geteuid().as_raw(),
             me: me.clone(),
             generation: OnceLock::new(),
+            label: name.as_str().into(),
             name,
             domain,
             device,
@@ -358,8 +363,12 @@ impl PoolAllocator {
         )
     }
 
-    pub(super) fn address(&self, slot: SlotId) -> DevicePtr {
-        self.lock().address(slot)
+    /// The first `bytes` bytes of a block, which the caller has allocated with that length.
+    pub(super) fn slice(self: &Arc<Self>, slot: SlotId, bytes: u64) -> DeviceSlice {
+        let ptr = self.lock().address(slot);
+        // SAFETY: the block is that long, and its region is one of the arena's, which `memory`
+        // keeps, and its streams after it.
+        unsafe { DeviceSlice::new(self.clone(), ptr, bytes, Access::ReadWrite, &self.label) }
     }
 
     /// Takes back every block without users, and removes peers that have closed and have no block.
@@ -382,6 +391,24 @@ impl PoolAllocator {
     /// Drops a peer's page behind a fence on this process's streams.
     pub(super) fn drop_page_deferred(&self, page: Arc<SharedPage>) {
         page.drop_after_streams(self.streams().clone(), self.reactor());
+    }
+}
+
+impl Mapping for PoolAllocator {
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn owner(&self) -> DeviceId {
+        self.device.info().id
+    }
+
+    fn streams(&self) -> &Arc<StreamSet> {
+        self.memory.streams()
+    }
+
+    fn owner_process(&self) -> OwnerProcess {
+        self.owner_process
     }
 }
 

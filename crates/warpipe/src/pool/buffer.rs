@@ -1,21 +1,20 @@
-//! The owner's side: the pool and its blocks. **This module is marked for unsafe**: it copies to
-//! and from blocks by address.
+//! The owner's side: the pool and its blocks.
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::allocator::PoolAllocator;
-use crate::backend::{Access, DevicePtr};
+use crate::backend::Access;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{Address, IpcServer, Kind};
+use crate::memory::DeviceSlice;
 use crate::memory::arena::{SlotId, check_limit};
-use crate::memory::mapped_region::{check_range, copy_out, wait_for};
 use crate::memory::ticket::Ticket;
 use crate::options::{EndpointOptions, option_setters};
-use crate::runtime::fence::StreamSet;
 use crate::stream::Stream;
 
 /// Settings of a pool. See [`Pool::builder`].
@@ -214,13 +213,10 @@ impl Pool {
     pub fn allocate_timeout(&self, bytes: u64, timeout: Duration) -> Result<Buffer> {
         let allocator = &self.inner.allocator;
         let slot = allocator.allocate(bytes, timeout)?;
-        let ptr = allocator.address(slot);
         Ok(Buffer {
             allocator: LeakOnFork::new(allocator.clone()),
             slot,
-            ptr,
-            bytes,
-            streams: Arc::default(),
+            slice: allocator.slice(slot, bytes),
             is_free: false,
         })
     }
@@ -264,78 +260,24 @@ impl Pool {
 /// A block of a pool of this process. The drop releases it: it is reused when the recorded streams
 /// are past it, and all borrowers have released it, too. A stream that is not past it within a
 /// minute counts as hung, and the block is not reused; [`free`](Buffer::free) waits as long as it
-/// takes.
+/// takes. Its methods to read and write are those of [`DeviceSlice`].
 #[derive(Debug)]
 pub struct Buffer {
     allocator: LeakOnFork<Arc<PoolAllocator>>,
     slot: SlotId,
-    ptr: DevicePtr,
-    bytes: u64,
-    streams: Arc<StreamSet>,
+    slice: DeviceSlice,
     is_free: bool,
 }
 
+impl Deref for Buffer {
+    type Target = DeviceSlice;
+
+    fn deref(&self) -> &DeviceSlice {
+        &self.slice
+    }
+}
+
 impl Buffer {
-    /// The block's device address.
-    pub fn ptr(&self) -> DevicePtr {
-        self.ptr
-    }
-
-    /// The requested length in bytes.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// The block's device.
-    pub fn device(&self) -> &Device {
-        &self.allocator.device
-    }
-
-    /// Records that `stream` gets work on this block. Call it before the work is enqueued: the
-    /// block is not reused before the stream has completed it.
-    pub fn used_on(&self, stream: &Stream) {
-        self.streams.record_use(stream);
-        self.allocator.streams().record_use(stream);
-    }
-
-    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be
-    /// reused at once.
-    ///
-    /// # Errors
-    /// [`Error::Range`]; [`Error::Argument`] for a stream of another device; [`Error::Driver`];
-    /// [`Error::Forked`]; [`Error::Timeout`] when too many bytes are queued behind streams that
-    /// make no progress.
-    pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
-        check_range(
-            self.allocator.name.as_str(),
-            offset,
-            bytes.len() as u64,
-            self.bytes,
-        )?;
-        self.allocator.owner_process.check()?;
-        stream.check_of(&self.allocator.device)?;
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        self.used_on(stream);
-        // SAFETY: the stream is live. The range lies in this block. The block is not handed to
-        // another user, and stays mapped, until this stream, recorded above, is past the copy.
-        unsafe { stream.upload(self.ptr + offset, bytes) }
-    }
-
-    /// Waits for the recorded streams, at most `timeout`, and copies the whole block to host memory
-    /// (`cuMemcpyDtoHAsync`).
-    ///
-    /// # Errors
-    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no memory left;
-    /// [`Error::Driver`]; [`Error::Forked`].
-    pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
-        self.allocator.owner_process.check()?;
-        wait_for(&self.streams, timeout)?;
-        // SAFETY: the block is mapped as long as self.
-        unsafe { copy_out(&self.allocator.device, self.ptr, self.bytes) }
-    }
-
     /// A ticket with which peers may open this block
     /// ([`LentBuffer::open`](crate::LentBuffer::open)), until it is released here. A peer that has
     /// opened it by then keeps it.
@@ -343,7 +285,7 @@ impl Buffer {
     /// # Errors
     /// [`Error::PeerGone`] when the pool is closed; [`Error::Os`]; [`Error::Forked`].
     pub fn lend(&self, access: Access) -> Result<Ticket> {
-        self.allocator.lend(self.slot, self.bytes, access)
+        self.allocator.lend(self.slot, self.bytes(), access)
     }
 
     /// Releases the block behind the work enqueued on `stream` so far, and on the other recorded
@@ -353,10 +295,7 @@ impl Buffer {
     /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is
     /// released as if it were dropped; [`Error::Forked`].
     pub fn free(mut self, stream: &Stream) -> Result<()> {
-        self.allocator.owner_process.check()?;
-        stream.check_of(&self.allocator.device)?;
-        self.used_on(stream);
-        self.streams.join(stream)?;
+        self.slice.gather_on(stream)?;
         self.allocator.release_behind(self.slot, stream)?;
         self.is_free = true;
         Ok(())
@@ -375,7 +314,7 @@ impl Drop for Buffer {
             .lock()
             .lent_blocks
             .retain(|_, lend| lend.slot != self.slot);
-        let (mut fence, slot) = (self.streams.fence_busy(), self.slot);
+        let (mut fence, slot) = (self.slice.streams().fence_busy(), self.slot);
         if fence.is_reached() {
             return allocator.release(slot);
         }

@@ -1,22 +1,21 @@
-//! A peer's handles: a pool of another process, and a block of it. **This module is marked for
-//! unsafe**: it copies to and from blocks by address.
+//! A peer's handles: a pool of another process, and a block of it.
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::allocator::check_bytes;
 use super::session::{BlockGuard, PoolSession, SESSIONS, wrong};
 use super::{AllocReply, AllocRequest, Hello};
-use crate::backend::{Access, DevicePtr};
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Expiry, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::{Kind, encode};
-use crate::memory::mapped_region::{ImportKey, MappedRegion, check_range, wait_for};
+use crate::memory::DeviceSlice;
+use crate::memory::mapped_region::ImportKey;
 use crate::memory::ticket::Ticket;
 use crate::options::{Attachment, Opener};
-use crate::runtime::fence::StreamSet;
 #[cfg(test)]
 use crate::shm::page::SharedPage;
 use crate::stream::Stream;
@@ -182,15 +181,20 @@ impl PoolClient {
 }
 
 /// A block of another process's pool. The drop releases it: the owner reuses it when the recorded
-/// streams are past it. It stays valid when its owner closes the pool, or dies.
+/// streams are past it. It stays valid when its owner closes the pool, or dies. Its methods to read
+/// and write are those of [`DeviceSlice`].
 #[derive(Debug)]
 pub struct LentBuffer {
     pub(super) guard: LeakOnFork<BlockGuard>,
-    pub(super) mapping: Arc<MappedRegion>,
-    pub(super) streams: Arc<StreamSet>,
-    pub(super) access: Access,
-    pub(super) offset: u64,
-    pub(super) bytes: u64,
+    pub(super) slice: DeviceSlice,
+}
+
+impl Deref for LentBuffer {
+    type Target = DeviceSlice;
+
+    fn deref(&self) -> &DeviceSlice {
+        &self.slice
+    }
 }
 
 impl LentBuffer {
@@ -233,67 +237,9 @@ impl LentBuffer {
         }
     }
 
-    /// The block's device address in this process.
-    pub fn ptr(&self) -> DevicePtr {
-        self.mapping.ptr() + self.offset
-    }
-
-    /// The block's length in bytes.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// The access that the owner grants this process.
-    pub fn access(&self) -> Access {
-        self.access
-    }
-
-    /// The device on which the block is mapped.
-    pub fn device(&self) -> &Device {
-        self.mapping.device()
-    }
-
     /// The pool's name.
     pub fn name(&self) -> &str {
         self.guard.pool_session.name()
-    }
-
-    /// Records that `stream` gets work on this block. Call it before the work is enqueued: the
-    /// block is neither reused nor unmapped before the stream has completed it.
-    pub fn used_on(&self, stream: &Stream) {
-        self.streams.record_use(stream);
-        self.mapping.record_use(stream);
-    }
-
-    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be
-    /// reused at once.
-    ///
-    /// # Errors
-    /// [`Error::Range`]; [`Error::Argument`] for a block that was lent for reading, or a stream of
-    /// another device; [`Error::Timeout`] when too many bytes are queued behind streams that make
-    /// no progress; [`Error::Driver`]; [`Error::Forked`].
-    pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
-        check_range(self.name(), offset, bytes.len() as u64, self.bytes)?;
-        if self.access == Access::Read {
-            return Err(Error::argument(
-                "block",
-                "lent for reading",
-                "a block lent for writing, too",
-            ));
-        }
-        self.streams.record_use(stream);
-        self.mapping.write(stream, self.offset + offset, bytes)
-    }
-
-    /// Waits for the recorded streams, at most `timeout`, and copies the whole block to host memory
-    /// (`cuMemcpyDtoHAsync`).
-    ///
-    /// # Errors
-    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no memory left;
-    /// [`Error::Driver`]; [`Error::Forked`].
-    pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
-        wait_for(&self.streams, timeout)?;
-        self.mapping.read(self.offset, self.bytes)
     }
 
     /// Releases the block behind the work enqueued on `stream` so far, and on the other recorded
@@ -304,10 +250,7 @@ impl LentBuffer {
     /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is
     /// released as if it were dropped; [`Error::Forked`].
     pub fn free(mut self, stream: &Stream) -> Result<()> {
-        self.mapping.check_owner_process()?;
-        stream.check_of(self.device())?;
-        self.used_on(stream);
-        self.streams.join(stream)?;
+        self.slice.gather_on(stream)?;
         self.guard.release_behind(stream)
     }
 }
@@ -318,7 +261,7 @@ impl Drop for LentBuffer {
         if guard.is_released {
             return;
         }
-        let mut fence = self.streams.fence_busy();
+        let mut fence = self.slice.streams().fence_busy();
         if fence.is_reached() {
             // The guard releases the block.
             return;

@@ -17,8 +17,9 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::{ClientSession, IncomingReply, REPLY_TIMEOUT, SessionObserver, decode, encode};
-use crate::memory::mapped_region::{ImportKey, MappedRegion, check_range};
+use crate::memory::mapped_region::{ImportKey, MappedRegion};
 use crate::memory::region::Region;
+use crate::memory::slice::check_range;
 use crate::memory::weak_cache::WeakCache;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::shm::page::SharedPage;
@@ -153,16 +154,13 @@ impl PoolSession {
         };
         check_range(self.name(), offset, bytes, mapped)?;
         let mapping = self.region(&grant, &incoming)?;
+        let slice = mapping.slice(offset, bytes, grant.access, &self.name().into())?;
         if grant.is_being_cleared {
             self.wait_until_clear(pair, value)?;
         }
         Ok(LentBuffer {
             guard: LeakOnFork::new(guard),
-            mapping,
-            streams: Arc::default(),
-            access: grant.access,
-            offset,
-            bytes,
+            slice,
         })
     }
 

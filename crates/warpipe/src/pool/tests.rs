@@ -370,7 +370,7 @@ fn a_block_that_passes_to_another_user_is_cleared_and_else_it_is_not() {
         allocator.wait_until_clear(slot, cleared_at).unwrap();
         // SAFETY: the block is mapped as long as the pool is.
         let bytes = unsafe {
-            crate::memory::mapped_region::copy_out(&stage.device, allocator.address(slot), MIB + 8)
+            crate::memory::slice::copy_out(&stage.device, allocator.lock().address(slot), MIB + 8)
         }
         .unwrap();
         assert_eq!(

@@ -7,6 +7,7 @@ use super::publisher_link::PublisherLink;
 use crate::backend::DevicePtr;
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
+use crate::memory::slice::zeroed;
 use crate::pubsub::entry::Description;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -189,19 +190,7 @@ impl Sample {
     /// # Errors
     /// As [`copy_to`](Self::copy_to); [`Error::DeviceMemory`] when the host has no room for it.
     pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
-        let length = self.layout().bytes();
-        let mut bytes = Vec::new();
-        let room = usize::try_from(length)
-            .ok()
-            .and_then(|length| bytes.try_reserve_exact(length).ok());
-        if room.is_none() {
-            return Err(Error::DeviceMemory {
-                device: "this process".into(),
-                bytes: length,
-                detail: String::new(),
-            });
-        }
-        bytes.resize(length as usize, 0);
+        let mut bytes = zeroed(self.layout().bytes())?;
         self.copy_to(&mut bytes, timeout)?;
         Ok(bytes)
     }

@@ -1,5 +1,6 @@
 //! A submitter's handle of a job while it is pending, and the job's result.
 
+use std::ops::Deref;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -7,11 +8,9 @@ use super::dispatcher::Dispatcher;
 use super::job_table::Outcome;
 use super::wire::user_of_answer;
 use super::worker_session::{Completed, Jobs};
-use crate::backend::DevicePtr;
 use crate::error::{Error, Result};
 use crate::pubsub::Sample;
 use crate::stream::Stream;
-use crate::tensor::Layout;
 
 /// How long copying or releasing complete data may take.
 const COPY_TIMEOUT: Duration = Duration::from_secs(10);
@@ -154,6 +153,9 @@ pub(super) fn into_result(
 
 /// A job's result: a tensor in its worker's memory, complete, and lent until it is dropped. It
 /// outlives the worker.
+///
+/// Its address, its layout (no bytes if the worker completed without an output) and its stream are
+/// those of the [`Sample`] that it dereferences to.
 #[derive(Debug)]
 #[must_use = "a result that is dropped is released"]
 pub struct JobResult {
@@ -163,23 +165,15 @@ pub struct JobResult {
     worker_pid: i32,
 }
 
+impl Deref for JobResult {
+    type Target = Sample;
+
+    fn deref(&self) -> &Sample {
+        &self.sample
+    }
+}
+
 impl JobResult {
-    /// The device address of the element with all indices 0. Memory that this process may only
-    /// read.
-    pub fn ptr(&self) -> DevicePtr {
-        self.sample.ptr()
-    }
-
-    /// The device address of the first byte; it is `layout().bytes()` long.
-    pub fn slot_ptr(&self) -> DevicePtr {
-        self.sample.slot_ptr()
-    }
-
-    /// The tensor's layout; no bytes if the worker completed without an output.
-    pub fn layout(&self) -> &Layout {
-        self.sample.layout()
-    }
-
     /// The metadata bytes that the worker sent along.
     pub fn metadata(&self) -> &[u8] {
         user_of_answer(self.sample.metadata())
@@ -198,11 +192,6 @@ impl JobResult {
     /// The process id of the worker.
     pub fn worker_pid(&self) -> i32 {
         self.worker_pid
-    }
-
-    /// The stream that the result was received with.
-    pub fn stream(&self) -> &Stream {
-        self.sample.stream()
     }
 
     /// This result, released behind another stream's work: its data is complete.

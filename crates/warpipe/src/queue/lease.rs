@@ -1,14 +1,14 @@
 //! A worker's handle of a job: the [`Lease`], which is the input and the [`Duty`] to answer.
 
-use crate::ipc::Kind;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::loan::Loan;
 use super::wire::{Answer, AnswerKind, DeliveryTag, user_of_job};
-use crate::backend::DevicePtr;
 use crate::error::{Error, Result, returns_to_caller};
 use crate::fork::OwnerProcess;
+use crate::ipc::Kind;
 use crate::ipc::peer::ProcessId;
 use crate::nvtx;
 use crate::pubsub::{Publisher, Sample, Subscriber};
@@ -392,12 +392,23 @@ impl Drop for Duty {
 ///
 /// Dropped without an answer, as when its thread panics, it counts as failed: a job that fails
 /// every worker is dead-lettered in the end instead of being retried for ever.
+///
+/// It dereferences to its input, a [`Sample`]: `lease.ptr()`, `lease.to_vec(timeout)`,
+/// `lease.wait_on(&other_stream)`.
 #[derive(Debug)]
 #[must_use = "a lease that is dropped is a failed attempt"]
 pub struct Lease {
     /// Declared first: the answer is sent before the input is released.
     duty: Duty,
     input: Sample,
+}
+
+impl Deref for Lease {
+    type Target = Sample;
+
+    fn deref(&self) -> &Sample {
+        &self.input
+    }
 }
 
 impl Lease {
@@ -425,22 +436,6 @@ impl Lease {
         (self.input, self.duty)
     }
 
-    /// The device address of the input's element with all indices 0. Memory that this process may
-    /// only read.
-    pub fn ptr(&self) -> DevicePtr {
-        self.input.ptr()
-    }
-
-    /// The device address of the input's first byte; it is `layout().bytes()` long.
-    pub fn slot_ptr(&self) -> DevicePtr {
-        self.input.slot_ptr()
-    }
-
-    /// The input's layout.
-    pub fn layout(&self) -> &Layout {
-        self.input.layout()
-    }
-
     /// The metadata bytes that were sent with the job.
     pub fn metadata(&self) -> &[u8] {
         user_of_job(self.input.metadata())
@@ -459,19 +454,6 @@ impl Lease {
     /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.
     pub fn deadline_ns(&self) -> Option<u64> {
         self.duty.deadline_ns()
-    }
-
-    /// The stream that waits for the input.
-    pub fn stream(&self) -> &Stream {
-        &self.duty.stream
-    }
-
-    /// Waits for the input and copies all of it to host memory.
-    ///
-    /// # Errors
-    /// Those of [`Sample::to_vec`].
-    pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
-        self.input.to_vec(timeout)
     }
 
     /// Lends memory for the result. Each attempt has memory of its own.

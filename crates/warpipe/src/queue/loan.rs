@@ -1,17 +1,19 @@
 //! A slot on loan for a job's input or its result.
 
-use crate::backend::DevicePtr;
-use crate::error::Result;
-use crate::pubsub::{SampleMut, SlotHold};
-use crate::stream::Stream;
-use crate::tensor::Layout;
+use std::ops::Deref;
 
 use super::wire::{DeliveryTag, check_user};
+use crate::error::Result;
+use crate::pubsub::SampleMut;
+use crate::stream::Stream;
 
 /// Device memory on loan: of the queue for a job's input ([`Queue::loan`](super::Queue::loan)), or
 /// of the worker for its result ([`Lease::output`](super::Lease::output)). Fill it on a stream,
 /// then submit or complete with it on that stream. Dropped, it returns at once, or behind the work
 /// on the stream of the last call that took both, even one that failed.
+///
+/// Its address, its layout and its [`hold`](SampleMut::hold) are those of the [`SampleMut`] that it
+/// dereferences to.
 #[derive(Debug)]
 #[must_use = "a loan that is not used goes back"]
 pub struct Loan {
@@ -19,6 +21,14 @@ pub struct Loan {
     pub(super) metadata: Vec<u8>,
     /// For a result: the lease that it answers.
     pub(super) lease: Option<DeliveryTag>,
+}
+
+impl Deref for Loan {
+    type Target = SampleMut;
+
+    fn deref(&self) -> &SampleMut {
+        &self.sample
+    }
 }
 
 impl Loan {
@@ -35,26 +45,6 @@ impl Loan {
             lease: Some(lease),
             ..Loan::new(sample)
         }
-    }
-
-    /// The device address of the element with all indices 0.
-    pub fn ptr(&self) -> DevicePtr {
-        self.sample.ptr()
-    }
-
-    /// The device address of the first byte; it is `layout().bytes()` long.
-    pub fn slot_ptr(&self) -> DevicePtr {
-        self.sample.slot_ptr()
-    }
-
-    /// The tensor's layout.
-    pub fn layout(&self) -> &Layout {
-        self.sample.layout()
-    }
-
-    /// A hold on the memory of this loan; see [`SampleMut::hold`].
-    pub fn hold(&self) -> SlotHold {
-        self.sample.hold()
     }
 
     /// Sets up to 200 bytes that travel with the tensor.

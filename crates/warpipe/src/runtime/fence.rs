@@ -119,6 +119,13 @@ impl StreamSet {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Calls `call` while a thread has the set locked.
+    #[cfg(test)]
+    pub(crate) fn while_locked<T>(&self, call: impl FnOnce() -> T) -> T {
+        let _locked = self.lock();
+        call()
+    }
+
     /// All streams now, for driver calls that are made without the lock.
     fn all(&self) -> Vec<Stream> {
         self.lock().clone()

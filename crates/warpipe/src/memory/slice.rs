@@ -1,0 +1,291 @@
+//! A range of device memory that this process has mapped: the view that all handles of memory
+//! share. **This module is marked for unsafe**: it copies to and from device memory by address.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::backend::{Access, DeviceId, DevicePtr};
+use crate::backoff::Backoff;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::OwnerProcess;
+use crate::runtime::fence::StreamSet;
+use crate::stream::Stream;
+
+/// Memory that stays mapped as long as this object, and until its streams are past it.
+pub(crate) trait Mapping: fmt::Debug + Send + Sync {
+    fn device(&self) -> &Device;
+
+    /// The device that the memory lies on.
+    fn owner(&self) -> DeviceId;
+
+    /// The streams that the memory stays mapped for.
+    fn streams(&self) -> &Arc<StreamSet>;
+
+    fn owner_process(&self) -> OwnerProcess;
+}
+
+/// A range of device memory: an address, a length, a device, and the streams that work on it.
+/// [`Memory`](crate::Memory), [`SharedMemory`](crate::SharedMemory), [`Buffer`](crate::Buffer) and
+/// [`LentBuffer`](crate::LentBuffer) dereference to it.
+///
+/// It cannot be cloned or kept: the handle that it is borrowed from says how long the range is this
+/// user's.
+pub struct DeviceSlice {
+    ptr: DevicePtr,
+    bytes: u64,
+    access: Access,
+    /// For messages to people.
+    name: Arc<str>,
+    /// The streams of this handle: readers wait for these alone.
+    streams: Arc<StreamSet>,
+    mapping: Arc<dyn Mapping>,
+}
+
+impl fmt::Debug for DeviceSlice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceSlice")
+            .field("name", &self.name)
+            .field("ptr", &format_args!("{:#x}", self.ptr))
+            .field("bytes", &self.bytes)
+            .field("access", &self.access)
+            .finish_non_exhaustive()
+    }
+}
+
+impl DeviceSlice {
+    /// # Safety
+    /// `ptr..ptr + bytes` lies in the memory of `mapping`, which allows `access`.
+    pub(crate) unsafe fn new(
+        mapping: Arc<dyn Mapping>,
+        ptr: DevicePtr,
+        bytes: u64,
+        access: Access,
+        name: &Arc<str>,
+    ) -> DeviceSlice {
+        DeviceSlice {
+            ptr,
+            bytes,
+            access,
+            name: name.clone(),
+            streams: Arc::default(),
+            mapping,
+        }
+    }
+
+    /// Has readers wait for all streams of the mapping, whatever handle recorded them.
+    pub(crate) fn waiting_for_all(self) -> DeviceSlice {
+        DeviceSlice {
+            streams: self.mapping.streams().clone(),
+            ..self
+        }
+    }
+
+    /// The part at `offset`, of `bytes` bytes. Both parts have the same streams.
+    pub(crate) fn part(&self, offset: u64, bytes: u64) -> Result<DeviceSlice> {
+        check_range(&self.name, offset, bytes, self.bytes)?;
+        Ok(DeviceSlice {
+            ptr: self.ptr + offset,
+            bytes,
+            access: self.access,
+            name: self.name.clone(),
+            streams: self.streams.clone(),
+            mapping: self.mapping.clone(),
+        })
+    }
+
+    /// Its device address in this process.
+    pub fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    /// Its length in bytes, as it was asked for.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Whether this process may write it.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// The device that it is mapped on.
+    pub fn device(&self) -> &Device {
+        self.mapping.device()
+    }
+
+    /// The device that it lies on.
+    pub fn owner(&self) -> DeviceId {
+        self.mapping.owner()
+    }
+
+    /// Records that `stream` is given work on this memory, which is neither unmapped nor used again
+    /// before the stream has done all work that it was given before the handle is dropped. Call it
+    /// before the work is enqueued. Without an effect in a forked child, which has no such streams.
+    pub fn used_on(&self, stream: &Stream) {
+        // Another thread of the parent may have held the set's lock at the fork.
+        if self.mapping.owner_process().is_current() {
+            self.streams.record_use(stream);
+            self.mapping.streams().record_use(stream);
+        }
+    }
+
+    /// Enqueues a copy from host memory to byte `offset` (`cuMemcpyHtoDAsync`); `bytes` may be
+    /// reused at once.
+    ///
+    /// # Errors
+    /// [`Error::Range`]; [`Error::Argument`] for memory that was given for reading, or a stream of
+    /// another device; [`Error::Timeout`] when too many copies wait behind streams that stand
+    /// still; [`Error::Driver`]; [`Error::Forked`].
+    pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
+        check_range(&self.name, offset, bytes.len() as u64, self.bytes)?;
+        if self.access == Access::Read {
+            return Err(Error::argument(
+                "memory",
+                "given for reading",
+                "memory given for writing, too",
+            ));
+        }
+        self.mapping.owner_process().check()?;
+        stream.check_of(self.device())?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.used_on(stream);
+        // SAFETY: the range lies in this slice, as checked above, and the slice in memory that is
+        // mapped for writing until this stream, recorded above, is past the copy (`new`).
+        unsafe { stream.upload(self.ptr + offset, bytes) }
+    }
+
+    /// Waits for the recorded streams ([`used_on`](Self::used_on), [`write`](Self::write)), at most
+    /// `timeout`, and copies all of it to host memory (`cuMemcpyDtoHAsync`).
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`];
+    /// [`Error::Forked`].
+    pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
+        self.mapping.owner_process().check()?;
+        wait_for(&self.streams, timeout)?;
+        // SAFETY: the slice lies in memory that is mapped as long as `mapping` (`new`).
+        unsafe { copy_out(self.device(), self.ptr, self.bytes) }
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The streams of this handle.
+    pub(crate) fn streams(&self) -> &StreamSet {
+        &self.streams
+    }
+
+    pub(crate) fn owner_process(&self) -> OwnerProcess {
+        self.mapping.owner_process()
+    }
+
+    /// Has `stream` wait for all work of this handle, as the last stream that works on it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`].
+    pub(crate) fn gather_on(&self, stream: &Stream) -> Result<()> {
+        self.mapping.owner_process().check()?;
+        stream.check_of(self.device())?;
+        self.used_on(stream);
+        self.streams.join(stream)
+    }
+}
+
+/// Copies device memory to a new vector.
+///
+/// # Safety
+/// `ptr` is readable for `bytes` bytes.
+pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<Vec<u8>> {
+    let mut copy = zeroed(bytes)?;
+    if bytes > 0 {
+        // Not a stream of the user's, which may be stuck behind other work.
+        let stream = device.stream()?;
+        // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
+        unsafe { stream.backend().download(stream.raw(), &mut copy, ptr)? };
+    }
+    Ok(copy)
+}
+
+/// A vector for a copy of device memory.
+///
+/// # Errors
+/// [`Error::DeviceMemory`] when the host has no room for it.
+pub(crate) fn zeroed(bytes: u64) -> Result<Vec<u8>> {
+    let mut copy = Vec::new();
+    let room = usize::try_from(bytes)
+        .ok()
+        .and_then(|length| copy.try_reserve_exact(length).ok());
+    if room.is_none() {
+        return Err(Error::DeviceMemory {
+            device: "this process".into(),
+            bytes,
+            detail: String::new(),
+        });
+    }
+    copy.resize(bytes as usize, 0);
+    Ok(copy)
+}
+
+/// Waits until `streams` have done what they were given so far.
+fn wait_for(streams: &StreamSet, timeout: Duration) -> Result<()> {
+    let (start, mut fence, mut backoff) =
+        (Instant::now(), streams.fence_busy(), Backoff::default());
+    while !fence.is_reached() {
+        if start.elapsed() >= timeout {
+            return Err(Error::Timeout {
+                what: "the end of the streams' work on this memory".into(),
+                waited: timeout,
+            });
+        }
+        backoff.pause();
+    }
+    Ok(())
+}
+
+/// Whether `offset..offset + bytes` lies in `available` bytes.
+pub(crate) fn check_range(name: &str, offset: u64, bytes: u64, available: u64) -> Result<()> {
+    if offset
+        .checked_add(bytes)
+        .is_some_and(|end| end <= available)
+    {
+        return Ok(());
+    }
+    Err(Error::Range {
+        name: name.to_string(),
+        offset,
+        bytes,
+        available,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hostile::in_a_forked_child;
+    use crate::memory::Memory;
+
+    #[test]
+    fn a_child_forked_while_a_thread_records_a_stream_neither_hangs_nor_reads() {
+        let device = Device::host();
+        let (stream, memory) = (
+            device.stream().unwrap(),
+            Memory::allocate(&device, 8).unwrap(),
+        );
+        let is_forked = |result: Result<()>| matches!(result, Err(Error::Forked));
+        let in_child = || {
+            memory.used_on(&stream);
+            is_forked(memory.write(&stream, 0, &[1; 8]))
+                && is_forked(memory.to_vec(Duration::from_secs(1)).map(drop))
+        };
+        memory
+            .streams()
+            .while_locked(|| in_a_forked_child(in_child));
+        memory.write(&stream, 0, &[2; 8]).unwrap();
+        assert_eq!(memory.to_vec(Duration::from_secs(5)).unwrap(), [2; 8]);
+    }
+}
