@@ -1,19 +1,23 @@
 //! Devices, and the arguments that name one.
 
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyInt, PyString};
 use warpipe::backend::{DeviceId, DeviceKind, cuda};
 
 use crate::errors::{Fault, Outcome};
 use crate::stream::imported;
 use crate::thread_exit;
 
+/// For errors.
+const DEVICES: &str =
+    "a Device, \"host\", \"cuda\", \"cuda:1\", a GPU's number, its UUID, or a torch.device";
+
 /// A device and the backend that drives it: a GPU (``cuDeviceGet``), or the host.
 ///
 /// ``Device()`` is the first GPU if there is one, else the host; ``Device("host")``,
-/// ``Device("cuda:1")`` ask for one, and ``Device("GPU-...")`` for the one with this ``uuid``.
-/// ``why`` says in words why it was taken. Everything that takes a device also takes these strings,
-/// and a ``torch.device``. Pickled, a device is its ``uuid``.
+/// ``Device("cuda:1")`` and ``Device(1)`` ask for one, and ``Device("GPU-...")`` for the one with this
+/// ``uuid``. ``why`` says in words why it was taken. Everything that takes a device also takes
+/// these, and a ``torch.device``. Pickled, a device is its ``uuid``.
 ///
 /// Raises ``DeviceError`` when there is no such device.
 #[pyclass(frozen, module = "warpipe", eq, hash)]
@@ -44,7 +48,7 @@ impl Device {
         }
     }
 
-    /// The device of an argument: none, a device, `"host"`, `"cuda"` or `"cuda:1"`.
+    /// The device of an argument: see [`DEVICES`]; the preferred one of none.
     pub fn from_argument(found: Option<&Bound<'_, PyAny>>) -> PyResult<Device> {
         thread_exit::prepare_exit();
         let Some(found) = found else {
@@ -55,18 +59,14 @@ impl Device {
         if let Ok(device) = found.cast::<Device>() {
             return Ok(device.get().clone());
         }
-        if let Some(name) = of_torch(found)? {
-            return Device::named(&name);
+        if let Ok(name) = found.cast::<PyString>() {
+            return Device::named(name.to_str()?);
         }
-        let Ok(name) = found.cast::<PyString>() else {
-            return Err(Fault::argument(
-                "device",
-                found,
-                "a Device, a torch.device, \"host\", \"cuda\" or \"cuda:1\"",
-            )
-            .into());
-        };
-        Device::named(name.to_str()?)
+        if found.is_exact_instance_of::<PyInt>() {
+            return Device::named(&format!("cuda:{found}"));
+        }
+        let name = of_torch(found)?.ok_or_else(|| Fault::argument("device", found, DEVICES))?;
+        Device::named(&name)
     }
 
     fn preferred(preferred: warpipe::PreferredDevice) -> Device {
@@ -77,13 +77,7 @@ impl Device {
     }
 
     fn named(name: &str) -> PyResult<Device> {
-        let wrong = || {
-            Fault::argument(
-                "device",
-                format!("{name:?}"),
-                "\"host\", \"cuda\" or \"cuda:1\"",
-            )
-        };
+        let wrong = || Fault::argument("device", format!("{name:?}"), DEVICES);
         if name.starts_with("GPU-") {
             return Device::identified(name);
         }
@@ -124,31 +118,27 @@ impl Device {
     }
 }
 
-/// The name of a `torch.device`; one of a GPU without a number is the current one.
+/// The name of a `torch.device`, or of an object with its `type` and `index`. A GPU without a
+/// number is PyTorch's current one.
 fn of_torch(found: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
-    let Some(torch) = imported(found.py(), "torch")? else {
+    let kind = found.getattr_opt("type")?.map(|kind| kind.extract());
+    let index = found.getattr_opt("index")?.map(|index| index.extract());
+    let (Some(Ok(kind)), Some(Ok(index))) = (kind, index) else {
         return Ok(None);
     };
-    let Ok(class) = torch.getattr("device") else {
-        return Ok(None);
-    };
-    if !found.is_instance(&class).unwrap_or(false) {
-        return Ok(None);
+    let (kind, index): (String, Option<u32>) = (kind, index);
+    if kind != "cuda" {
+        return Ok(Some(kind));
     }
-    let (kind, index) = (
-        found.getattr("type")?.extract::<String>()?,
-        found.getattr("index")?,
-    );
-    let index = if index.is_none() && kind == "cuda" {
-        torch.getattr("cuda")?.call_method0("current_device")?
-    } else {
-        index
+    let index = match (index, imported(found.py(), "torch")?) {
+        (Some(index), _) => index,
+        (None, Some(torch)) => {
+            let current = torch.getattr("cuda")?.call_method0("current_device")?;
+            current.extract()?
+        }
+        (None, None) => 0,
     };
-    Ok(Some(if kind == "cuda" {
-        format!("cuda:{index}")
-    } else {
-        kind
-    }))
+    Ok(Some(format!("cuda:{index}")))
 }
 
 /// Whether a device is a GPU.

@@ -7,6 +7,7 @@ use pyo3::types::PyDict;
 
 use crate::errors::Fault;
 use crate::thread_exit;
+use crate::tuples;
 
 /// The directory in which endpoint names live.
 ///
@@ -66,15 +67,14 @@ impl Domain {
         self.inner.path().to_owned()
     }
 
-    /// Every endpoint, sorted by name: ``[(name, alive, pid), ...]``. ``alive`` is False for files
-    /// of a dead process; ``pid`` is None where it could not be determined.
-    fn endpoints(&self, py: Python<'_>) -> PyResult<Vec<(String, bool, Option<i32>)>> {
+    /// Every endpoint, an ``EndpointInfo`` each, sorted by name. ``alive`` is False for files of a
+    /// dead process; ``pid`` is None where it could not be determined.
+    fn endpoints<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let found = py.detach(|| self.inner.endpoints()).map_err(Fault::from)?;
-        let row = |endpoint: warpipe::Endpoint| {
-            let pid = endpoint.holder.as_ref().and_then(|holder| holder.pid);
-            (endpoint.name.to_string(), endpoint.holder.is_some(), pid)
-        };
-        Ok(found.into_iter().map(row).collect())
+        found
+            .iter()
+            .map(|endpoint| tuples::endpoint_info(py, endpoint))
+            .collect()
     }
 
     /// Removes the files of dead endpoints, and nothing else. Returns their names.

@@ -1,5 +1,6 @@
 //! Element types and shapes as Python's frameworks write them.
 
+use std::ffi::CStr;
 use std::sync::Mutex;
 
 use pyo3::exceptions::PyOverflowError;
@@ -245,6 +246,29 @@ pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyR
             "is not one that can be sent; convert it with `.astype`",
         )
     })?)
+}
+
+/// The type of a buffer's `format` (PEP 3118). The letter says the kind and `bytes` the width:
+/// ctypes writes its `long` as a letter of four bytes.
+pub fn from_buffer_format(format: &CStr, bytes: usize) -> PyResult<DType> {
+    let format = format.to_string_lossy();
+    let (order, letter) = match format.strip_prefix(['<', '>', '!', '=', '@']) {
+        Some(letter) if format.starts_with(['>', '!']) => ('>', letter),
+        Some(letter) => ('<', letter),
+        None => ('<', &*format),
+    };
+    let kind = match letter {
+        "b" | "h" | "i" | "l" | "q" | "n" => 'i',
+        "B" | "H" | "I" | "L" | "Q" | "N" | "c" => 'u',
+        "e" | "f" | "d" => 'f',
+        "Zf" | "Zd" => 'c',
+        "?" => 'b',
+        _ => {
+            let next = "is no number that a device knows; send an array of numbers";
+            return Err(Fault::dtype(format!("{format:?}"), next).into());
+        }
+    };
+    from_typestr(&format!("{order}{kind}{bytes}"), || None)
 }
 
 /// The array interface's `typestr`; `None` for a type that it has no letter for.

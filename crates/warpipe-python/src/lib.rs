@@ -20,6 +20,7 @@
 //! | `memory` | the memory behind arrays, and its release |
 //! | `array`, `buffer`, `dlpack`, `torch` | this package's memory as other frameworks' arrays |
 //! | `in_place` | other frameworks' tensors, sent where they lie |
+//! | `tuples` | results of several values |
 //! | `source`, `rows`, `copies`, `dtype`, `metadata` | other frameworks' tensors, to be sent |
 //! | `errors`, `wait`, `exclusive`, `process` | exceptions, interruptible waits, threads, forks |
 //! | `detached` | driver calls and drops that may block, without the interpreter |
@@ -34,7 +35,7 @@
 //! there are no cycles to collect.
 //!
 //! A new part of the library becomes a module here, a line in `register`, and its classes in
-//! `python/warpipe/__init__.py` and `_warpipe.pyi`.
+//! `python/warpipe/__init__.py` and `stubs/types.pyi`.
 #![deny(missing_docs)]
 
 mod array;
@@ -84,6 +85,7 @@ mod thread_exit;
 mod ticket;
 mod timeline;
 mod torch;
+mod tuples;
 mod view;
 mod wait;
 mod worker;

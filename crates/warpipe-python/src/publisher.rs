@@ -23,6 +23,7 @@ use crate::process::Home;
 use crate::slot::{self, Slot};
 use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
+use crate::tuples;
 use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
 
 /// Publishes tensors in device memory to any number of subscribers.
@@ -462,12 +463,13 @@ impl Publisher {
         Ok(come.ok_or_else(|| late(format!("subscriber {count} of {:?}", self.name), timeout))?)
     }
 
-    /// Device memory allocated so far and its limit, in bytes.
+    /// Device memory allocated so far and its limit, in bytes: a ``MemoryUse``.
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn memory_in_use(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
-        Ok(py.detach(|| Outcome::Ok(self.inner()?.memory_in_use()))?)
+    fn memory_in_use<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let used = py.detach(|| Outcome::Ok(self.inner()?.memory_in_use()))?;
+        tuples::memory_use(py, used)
     }
 
     /// Releases the name and closes gracefully. Sent frames can still be received. Closing twice is

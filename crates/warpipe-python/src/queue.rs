@@ -15,6 +15,7 @@ use crate::future::JobHandle;
 use crate::job::Results;
 use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
+use crate::tuples;
 use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
 
 /// Gives each job to one worker, and gets each job's result once, even if processes die: see
@@ -313,12 +314,13 @@ impl Queue {
         Ok(py.detach(|| QueueState::of(&self.endpoint))?)
     }
 
-    /// Device memory allocated for inputs so far and its limit, in bytes.
+    /// Device memory allocated for inputs so far and its limit, in bytes: a ``MemoryUse``.
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn memory_in_use(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
-        Ok(py.detach(|| Outcome::Ok(self.endpoint.end()?.queue().memory_in_use()))?)
+    fn memory_in_use<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let used = py.detach(|| Outcome::Ok(self.endpoint.end()?.queue().memory_in_use()))?;
+        tuples::memory_use(py, used)
     }
 
     /// Closes the queue: workers are notified, and waits for jobs end with an error. Received

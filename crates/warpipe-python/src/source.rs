@@ -1,8 +1,13 @@
-//! Tensors to be sent: finds and checks the memory of any object with DLPack or an array interface.
+//! Tensors to be sent: finds and checks the memory of any object with DLPack, an array interface or
+//! the buffer protocol.
 //! **This module is marked for unsafe**: it reads memory that such an object names.
 
+use std::ffi::CString;
+
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyDict, PyType};
+use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView, PyType};
 use warpipe::Layout;
 use warpipe::backend::{PointerKind, cuda};
 
@@ -11,6 +16,7 @@ mod description;
 use self::description::{ArrayDescription, interface};
 use crate::device::is_cuda;
 use crate::dlpack::{self, Imported};
+use crate::dtype;
 use crate::errors::Fault;
 use crate::rows::Scattered;
 use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
@@ -102,10 +108,34 @@ impl Wanted<'_> {
         if let Some(interface) = interface(found, "__cuda_array_interface__")? {
             return self.of_cuda_interface(found, &interface);
         }
+        match PyMemoryView::from(found) {
+            Ok(view) => return self.of_buffer(&view),
+            Err(error) if error.is_instance_of::<PyTypeError>(found.py()) => {}
+            Err(error) => return Err(error),
+        }
         if found.hasattr("__array__")? {
             return self.of_numpy(found);
         }
         Err(no_tensor(found)?.into())
+    }
+
+    /// Of a view, which keeps the memory where it is.
+    fn of_buffer(self, view: &Bound<'_, PyMemoryView>) -> PyResult<Source> {
+        if view.getattr("ndim")?.extract::<usize>()? == 0 {
+            // Its shape may be null, which PyO3 takes for an error.
+            let format = view.getattr("format")?.extract::<CString>()?;
+            let bytes = view.call_method0("tobytes")?.extract::<Vec<u8>>()?;
+            let dtype = dtype::from_buffer_format(&format, bytes.len())?;
+            return Ok(Source {
+                layout: Layout::contiguous(dtype, &[]).map_err(Fault::from)?,
+                place: SourceLocation::Bytes(bytes),
+            });
+        }
+        let described = ArrayDescription::of_buffer(&PyUntypedBuffer::get(view)?)?;
+        self.of_host(
+            &described,
+            SourceOwner::Object(view.clone().into_any().unbind()),
+        )
     }
 
     /// Converts through NumPy, which knows element types that some objects' own protocols lack.

@@ -1,9 +1,12 @@
 """The package as people and tools meet it: help for every name, exceptions, types."""
 
+import ast
 import inspect
+import os
 import pathlib
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 
@@ -157,6 +160,34 @@ def repository():
 REPOSITORY = repository()
 
 
+@pytest.mark.skipif(REPOSITORY is None, reason="the repository is not here")
+def test_the_stubs_have_the_docstrings_of_the_native_half():
+    generate = REPOSITORY / "crates/warpipe-python/stubs/generate.py"
+    space = runpy.run_path(str(generate))
+    assert space["STUB"].read_text() == space["stub"](), f"run {sys.executable} {generate}"
+
+
+@pytest.mark.skipif(REPOSITORY is None, reason="the repository is not here")
+def test_an_editor_shows_the_text_of_every_public_class_and_method():
+    stub = ast.parse((HERE / "_warpipe.pyi").read_text())
+    texts = {
+        (one.name, *([member.name] if member else []))
+        for one in stub.body
+        if isinstance(one, ast.ClassDef)
+        for member in [None, *(member for member in one.body if isinstance(member, ast.FunctionDef))]
+        if ast.get_docstring(member or one)
+    }
+    for name, thing in public_names():
+        # A class is documented where it is, and a member where it is defined.
+        owner, _, member = name.partition(".")
+        if isinstance(thing, int):
+            continue
+        bases = [base for base in getattr(warpipe, owner).__mro__ if base.__module__ == "warpipe"]
+        names = {base.__name__ for base in bases if not member or member in vars(base)}
+        if any(hasattr(warpipe._warpipe, name) and not issubclass(getattr(warpipe, owner), tuple) for name in names):
+            assert any((base, *([member] if member else [])) in texts for base in names), name
+
+
 def rust_names():
     """What the Rust library exports, by its `lib.rs`."""
     text = (REPOSITORY / "crates/warpipe/src/lib.rs").read_text()
@@ -209,3 +240,21 @@ def test_a_number_is_no_stream_by_its_place(tmp_path):
         event.wait(5)
     semaphore.close()
     event.close()
+
+
+def test_results_of_several_values_have_names(domain, open_publisher, open_queue):
+    publisher = open_publisher(memory_limit=1 << 24)
+    queue = open_queue()
+    assert publisher.memory_in_use == warpipe.MemoryUse(0, 1 << 24)
+    used, limit = queue.memory_in_use
+    assert (used, limit) == (queue.memory_in_use.allocated_nbytes, queue.memory_in_use.limit_nbytes)
+    first, second = domain.endpoints()
+    assert (first.name, first.alive, first.pid) == ("a", True, os.getpid()) == tuple(first)
+    assert repr(second) == f"EndpointInfo(name='jobs', alive=True, pid={os.getpid()})"
+
+
+def test_no_public_result_is_a_bare_tuple():
+    """Except the dimensions of a tensor, and where another protocol says so."""
+    bare = re.compile(r"def (\w+)\(.*\) -> .*\btuple\[(?!int, \.\.\.\])")
+    names = {name for name in bare.findall((HERE / "_warpipe.pyi").read_text())}
+    assert names <= {"__cuda_stream__", "__dlpack_device__", "__reduce__"}

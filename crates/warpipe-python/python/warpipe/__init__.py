@@ -16,7 +16,7 @@ Units of work go through a ``Queue``, which gets each job done once by one of an
 
 Beside them there are memory that others open by a ticket (``Memory``, ``Ticket``, ``SharedMemory``), pools of it
 (``Pool``, ``PoolClient``), the order of streams of several processes (``Timeline``, ``Event``, ``Semaphore``), handles of
-other allocators' memory (``LegacyHandle``), and who is there (``Member``, ``Members``).
+other allocators' memory (``LegacyHandle``), and the members of a domain (``Member``, ``Members``).
 
 Everything that holds memory (``Sample``, ``SampleMut``, ``Lease``, ``JobResult``, ``View``, ...) speaks DLPack and the array
 interfaces, so any framework can use it; ``Publisher.send`` and ``View.copy_from`` take any object that does. Tickets and
@@ -95,6 +95,7 @@ from ._errors import (
 )
 from ._queue import Server, Worker
 from ._subscriber import Subscriber
+from ._tuples import EndpointInfo, MemoryUse
 from ._warpipe import (
     Buffer,
     Change,
@@ -168,6 +169,7 @@ __all__ = [
     "DomainError",
     "DriverError",
     "DriverSymbolError",
+    "EndpointInfo",
     "Error",
     "Event",
     "EventHandle",
@@ -200,6 +202,7 @@ __all__ = [
     "Memory",
     "MemoryInfo",
     "MemoryLimitError",
+    "MemoryUse",
     "MetadataError",
     "NameTakenError",
     "NoDeviceError",

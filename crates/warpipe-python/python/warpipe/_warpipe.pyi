@@ -1,3 +1,4 @@
+# Written by stubs/generate.py: types are in stubs/types.pyi, texts in src/.
 """The native half of warpipe. Units: seconds for times, bytes for sizes, elements for shapes and strides."""
 import os
 import pathlib
@@ -5,13 +6,22 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import EllipsisType, TracebackType
 from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final
 from typing_extensions import Self, disjoint_base
+
+from ._tuples import EndpointInfo, MemoryUse
+
 __version__: Final[str]
 DTYPES: Final[list[str]]
 class _CudaStream(Protocol):
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
 _StreamLike: TypeAlias = Stream | int | _CudaStream | Any
-_DeviceLike: TypeAlias = Device | str
+class _TorchDevice(Protocol):
+    @property
+    def type(self) -> str: ...
+    @property
+    def index(self) -> int | None: ...
+
+_DeviceLike: TypeAlias = Device | str | int | _TorchDevice
 _DomainLike: TypeAlias = Domain | str | os.PathLike[str]
 _Metadata: TypeAlias = dict[str, Any] | bytes
 _Shape: TypeAlias = SupportsIndex | Sequence[int]
@@ -20,68 +30,165 @@ _Policy: TypeAlias = Literal["block", "drop_oldest", "drop_newest", "fail"]
 _PeerState: TypeAlias = Literal["alive", "stalled", "leaving", "suspect", "dead", "unknown"]
 @final
 class Device:
+    """A device and the backend that drives it: a GPU (``cuDeviceGet``), or the host.
+
+    ``Device()`` is the first GPU if there is one, else the host; ``Device("host")``,
+    ``Device("cuda:1")`` and ``Device(1)`` ask for one, and ``Device("GPU-...")`` for the one with this
+    ``uuid``. ``why`` says in words why it was taken. Everything that takes a device also takes
+    these, and a ``torch.device``. Pickled, a device is its ``uuid``.
+
+    Raises ``DeviceError`` when there is no such device.
+    """
     def __new__(cls, device: _DeviceLike | None = None, /) -> Self: ...
     @property
-    def kind(self) -> Literal["cuda", "host"]: ...
+    def kind(self) -> Literal["cuda", "host"]:
+        """``"cuda"`` or ``"host"``."""
     @property
-    def ordinal(self) -> int: ...
+    def ordinal(self) -> int:
+        """The device's number in this process (0 for the host), as ``CUDA_VISIBLE_DEVICES`` leaves it."""
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """For display: the GPU's product name, or ``host``."""
     @property
-    def uuid(self) -> str: ...
+    def uuid(self) -> str:
+        """The identity that is the same in every process: ``GPU-...`` or ``host``."""
     @property
-    def memory_bytes(self) -> int: ...
+    def memory_bytes(self) -> int:
+        """Total memory in bytes."""
     @property
-    def bytes_held(self) -> int: ...
+    def bytes_held(self) -> int:
+        """Bytes of memory that this process holds through warpipe: allocated and imported, not yet
+        released.
+        """
     @property
-    def why(self) -> str: ...
+    def why(self) -> str:
+        """Why this device was chosen, in words."""
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
 class Domain:
+    """The directory in which endpoint names live.
+
+    ``Domain()`` is that of the environment: ``$WARPIPE_DOMAIN``, else ``$XDG_RUNTIME_DIR/warpipe``,
+    else ``/run/user/UID/warpipe``, else ``/tmp/warpipe-UID``. ``Domain(path)`` creates a missing
+    directory with mode 0700. With ``owner`` (a user id) the directory belongs to that user, and its
+    names are trusted. Everything that takes a domain also takes a path. Pickled, it is its path.
+
+    Raises ``DomainError`` for a directory that cannot be trusted or used.
+    """
     def __new__(cls, path: str | os.PathLike[str] | None = None, *, owner: int | None = None) -> Self: ...
     @property
-    def path(self) -> pathlib.Path: ...
-    def endpoints(self) -> list[tuple[str, bool, int | None]]: ...
-    def clean(self) -> list[str]: ...
+    def path(self) -> pathlib.Path:
+        """The directory."""
+    def endpoints(self) -> list[EndpointInfo]:
+        """Every endpoint, an ``EndpointInfo`` each, sorted by name. ``alive`` is False for files of a
+        dead process; ``pid`` is None where it could not be determined.
+        """
+    def clean(self) -> list[str]:
+        """Removes the files of dead endpoints, and nothing else. Returns their names."""
     def __fspath__(self) -> str: ...
 
 @final
 class Stream:
+    """A stream of a device: the order of its work (``cuStreamCreate``, non-blocking; a thread on the
+    host).
+
+    ``Stream()`` belongs to the first GPU, else the host. Everything that takes a stream takes one
+    of these, a raw ``CUstream`` as an int (0 or 1: the legacy default stream, 2: the per-thread
+    one), anything with ``__cuda_stream__``, and the streams of PyTorch, CuPy and Numba; on the host
+    only one of these. A stream object is referenced while its work is waited for; a stream that is
+    given as an int has to last until everything made on it is dropped.
+
+    Raises ``DeviceError``.
+    """
     def __new__(cls, device: _DeviceLike | None = None) -> Self: ...
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """Its device."""
     @property
-    def ptr(self) -> int: ...
-    def is_idle(self) -> bool: ...
-    def synchronize(self, timeout: float | None = 10.0) -> None: ...
-    def wait_for(self, other: _StreamLike) -> None: ...
+    def ptr(self) -> int:
+        """The handle: a ``CUstream`` on CUDA."""
+    def is_idle(self) -> bool:
+        """Whether all work enqueued so far is done (``cuStreamQuery``).
+
+        Raises ``DriverError``, also for a fault of earlier work.
+        """
+    def synchronize(self, timeout: float | None = 10.0) -> None:
+        """Waits on the CPU until all work enqueued so far is done, at most ``timeout`` seconds (None:
+        no limit).
+
+        Raises ``TimeoutError``, ``DriverError``.
+        """
+    def wait_for(self, other: _StreamLike) -> None:
+        """Makes this stream wait until the work enqueued on ``other`` so far is done
+        (``cuStreamWaitEvent``). No CPU waits.
+
+        Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
+        """
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
 @disjoint_base
 class _Tensor:
+    """A tensor in memory that warpipe holds: the base of ``Sample``, ``Loan`` and ``View``.
+
+    It is an array of any framework, in place: ``torch()``, ``cupy()``, ``numpy()``, or any consumer
+    of DLPack, ``__cuda_array_interface__`` or, on the host, ``__array_interface__`` and Python's
+    buffer protocol (``memoryview``). The memory stays while this object, or any array made of it,
+    lives.
+    """
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions, outermost first, in elements."""
     @property
-    def strides(self) -> tuple[int, ...]: ...
+    def strides(self) -> tuple[int, ...]:
+        """The strides, in elements."""
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """The element type's name, as NumPy and ml_dtypes write it: ``"float32"``, ``"bfloat16"``."""
     @property
-    def ndim(self) -> int: ...
+    def ndim(self) -> int:
+        """The number of dimensions."""
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of elements."""
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """The size of the elements, in bytes."""
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """The device that it is used with."""
     @property
-    def ptr(self) -> int: ...
+    def ptr(self) -> int:
+        """The device address of the element with all indices 0, while it is held.
+
+        Raises ``ReleasedError``.
+        """
     @property
-    def released(self) -> bool: ...
-    def numpy(self) -> Any: ...
-    def torch(self) -> Any: ...
-    def cupy(self) -> Any: ...
+    def released(self) -> bool:
+        """Whether it is released: by a call, handed on or discarded, or by the end of its ``with``
+        block.
+        """
+    def numpy(self) -> Any:
+        """A NumPy array: in place for host memory, and read only where the memory is; a copy of GPU
+        memory, except for a loan, which is to be written. Waits for the data, and for the streams
+        that were given work on it. Element types that NumPy lacks are those of ml_dtypes.
+
+        Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DTypeError``,
+        ``ExportError``.
+        """
+    def torch(self) -> Any:
+        """A PyTorch tensor in place; PyTorch's current stream waits for the data. Work that this
+        stream is given from then on comes before the memory is handed on, or goes back.
+
+        Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
+        """
+    def cupy(self) -> Any:
+        """A CuPy array in place; CuPy's current stream waits for the data. Work that this stream is
+        given from then on comes before the memory is handed on, or goes back.
+
+        Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
+        """
     def __dlpack__(
         self,
         *,
@@ -101,21 +208,49 @@ class _Tensor:
 
 @final
 class SubscriberInfo:
+    """A subscriber, as ``Publisher.subscribers`` shows it."""
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """Its process id."""
     @property
-    def uid(self) -> int: ...
+    def uid(self) -> int:
+        """Its effective user id."""
     @property
-    def state(self) -> _PeerState: ...
+    def state(self) -> _PeerState:
+        """``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"`` or ``"dead"``."""
     @property
-    def silent_for(self) -> float: ...
+    def silent_for(self) -> float:
+        """Seconds since its last sign of life."""
     @property
-    def in_flight(self) -> int: ...
+    def in_flight(self) -> int:
+        """Frames that it has received and not released."""
     @property
-    def dropped(self) -> int: ...
+    def dropped(self) -> int:
+        """Frames that it did not get because of the policy."""
 
 @final
 class Publisher:
+    """Publishes tensors in device memory to any number of subscribers.
+
+    ``name``: 1 to 80 bytes of ``a-z A-Z 0-9 _ - .`` in parts joined by ``/``. ``device``: the
+    device of the tensors' memory (default: the first GPU, else the host). ``depth``: how many
+    frames each subscriber may hold unreleased, 1 to 4096. ``policy``: the reaction to a subscriber
+    that holds that many: ``"block"`` (``send`` waits ``timeout`` seconds, None: no limit),
+    ``"drop_oldest"``, ``"drop_newest"``, ``"fail"``. A ``send`` of another thread that the driver
+    blocks is waited for as long, with the other policies at least 10 s. ``history``: how many of
+    the last frames a late subscriber gets first. ``memory_limit``: bytes of device memory,
+    allocated as needed. ``loan_timeout``: seconds to wait for memory that is in use.
+    ``evict_after``: seconds of silence after which a subscriber loses its link.
+    ``subscribers_max``: the most at once; ``subscribers_per_user_max`` of each other user, and
+    ``subscribers_per_process_max`` of each other process. ``allow_uids``, ``allow_gids``: users and
+    groups that are admitted beside this user.
+
+    Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it
+    closes gracefully.
+
+    Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``,
+    ``ArgumentError``, ``DeviceError``.
+    """
     def __new__(
         cls,
         name: str,
@@ -137,19 +272,28 @@ class Publisher:
         allow_gids: Sequence[int] = ...,
     ) -> Self: ...
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name."""
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """Its device."""
     @property
-    def policy(self) -> _Policy: ...
+    def policy(self) -> _Policy:
+        """The reaction to a subscriber that holds ``depth`` frames: ``"block"``, ``"drop_oldest"``,
+        ``"drop_newest"`` or ``"fail"``.
+        """
     @property
-    def depth(self) -> int: ...
+    def depth(self) -> int:
+        """How many frames a subscriber may have received and not released."""
     @property
-    def history(self) -> int: ...
+    def history(self) -> int:
+        """How many of the last frames a late subscriber gets first."""
     @property
-    def timeout(self) -> float | None: ...
+    def timeout(self) -> float | None:
+        """How many seconds ``send`` waits for room; None for no limit."""
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the publisher is closed."""
     def send(
         self,
         tensor: Any,
@@ -157,31 +301,118 @@ class Publisher:
         metadata: _Metadata | None = None,
         stream: _StreamLike | None = None,
         zero_copy: bool | Literal["require"] = False,
-    ) -> int: ...
+    ) -> int:
+        """Copies a tensor into a slot and sends it to every subscriber. Returns its sequence number,
+        from 1.
+
+        ``tensor`` is anything with ``__dlpack__``, ``__array_interface__`` or
+        ``__cuda_array_interface__`` (PyTorch, CuPy, JAX, NumPy, Numba, ...), or bytes. On a GPU it
+        is copied on ``stream``, by default the current stream of its framework, and may be changed
+        in that stream's order; no CPU waits. On the host it may be changed at once. A tensor
+        without gaps keeps its strides; one with gaps is gathered, on its own device.
+
+        ``metadata``: a dict (as JSON) or bytes, at most 256 bytes.
+
+        ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor in place, by
+        a legacy handle, and it is kept until all of them have released it: see ``in_place``. Do not
+        write it before. It must lie in memory of ``cudaMalloc``, as PyTorch's caching allocator's
+        does; a tensor in host, pooled or ``expandable_segments`` memory is copied, with a
+        ``CopyWarning`` that says why, or is an error with ``zero_copy="require"``. Its metadata has
+        some 80 bytes. The whole allocation around it is accessible to subscribers: it must not go
+        back to the driver while they exist.
+
+        Raises ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
+        ``MetadataError``; ``NotExportableError``, ``ExportError`` with ``"require"``;
+        ``TimeoutError`` or ``FullError`` by the policy; ``MemoryLimitError``, ``ClosedError``,
+        ``DriverError``.
+        """
     @property
-    def in_place(self) -> int: ...
-    def loan(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> SampleMut: ...
+    def in_place(self) -> int:
+        """How many tensors that were sent with ``zero_copy`` are still kept, because a subscriber may
+        be reading them. This call and every ``send`` drop those that are free again.
+
+        Raises ``ForkedError``.
+        """
+    def loan(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> SampleMut:
+        """Lends a slot for a tensor of this shape and element type, to be filled in place: see
+        ``SampleMut``. ``dtype`` is a name (``"float32"``, ``"bfloat16"``, ...) or a dtype of NumPy,
+        ml_dtypes, PyTorch or JAX.
+
+        Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
+        ``DeviceMemoryError``, ``ClosedError``.
+        """
     @property
-    def subscribers(self) -> list[SubscriberInfo]: ...
-    def wait_for_subscribers(self, count: int = 1, timeout: float | None = 10.0) -> None: ...
+    def subscribers(self) -> list[SubscriberInfo]:
+        """All subscribers, and their states.
+
+        Raises ``ClosedError``.
+        """
+    def wait_for_subscribers(self, count: int = 1, timeout: float | None = 10.0) -> None:
+        """Waits until ``count`` subscribers are attached, at most ``timeout`` seconds (None: no
+        limit).
+
+        Raises ``TimeoutError``, ``ClosedError``.
+        """
     @property
-    def memory_in_use(self) -> tuple[int, int]: ...
-    def close(self) -> None: ...
+    def memory_in_use(self) -> MemoryUse:
+        """Device memory allocated so far and its limit, in bytes: a ``MemoryUse``.
+
+        Raises ``ClosedError``.
+        """
+    def close(self) -> None:
+        """Releases the name and closes gracefully. Sent frames can still be received. Closing twice is
+        no error.
+        Waits, as long as ``send`` waits for room, for tensors that were sent with ``zero_copy``;
+        those that are still read after that are kept until this process ends.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @disjoint_base
 class Loan(_Tensor):
-    def set_metadata(self, metadata: _Metadata) -> None: ...
-    def discard(self, *, stream: _StreamLike | None = None) -> None: ...
-    def copy_from(self, tensor: Any) -> None: ...
+    """Memory on loan that has no reader yet, to be filled in place: see ``SampleMut``, ``Queue.loan``
+    and ``Output``.
+
+    Fill it through any array made of it (``torch()``, ``cupy()``, ``numpy()`` on the host, DLPack),
+    with ``out[...] = values``, or with ``out.copy_from(tensor)``. It is handed on after the work of
+    all streams that arrays of it were made on. Its initial contents are undefined. Do not write
+    once it is handed on. If it is not handed on by the end of a ``with`` block, it goes back.
+    """
+    def set_metadata(self, metadata: _Metadata) -> None:
+        """Sets the metadata: a dict (as JSON), or bytes; at most 256 bytes for a frame, 200 for a job.
+
+        Raises ``MetadataError``, ``ReleasedError``.
+        """
+    def discard(self, *, stream: _StreamLike | None = None) -> None:
+        """Gives the slot back unused, after the work of all streams that arrays of it were made on,
+        and of ``stream``. Discarding twice, or after it was handed on, is no error.
+
+        Raises ``DriverError``.
+        """
+    def copy_from(self, tensor: Any) -> None:
+        """Copies a tensor of the same shape and element type in, as ``Publisher.send`` would.
+
+        Raises ``LayoutError``, ``DTypeError``, ``WrongDeviceError``, ``ReleasedError``.
+        """
     def __getitem__(self, key: Any, /) -> Any: ...
     def __setitem__(self, key: Any, value: Any, /) -> None: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class SampleMut(Loan):
-    def send(self, *, stream: _StreamLike | None = None) -> int: ...
+    """A slot on loan: memory of the publisher's device that has no reader yet, to be filled in place.
+
+    In ``with publisher.loan(shape, dtype) as out:`` the end of the block sends it, or discards it
+    if the block raises. Fill it as any ``Loan``.
+    """
+    def send(self, *, stream: _StreamLike | None = None) -> int:
+        """Sends it to every subscriber, after the work of all streams that arrays of it were made on,
+        and of ``stream``. Returns its sequence number, from 1. Does not wait for the device. If it
+        raises, the loan is gone.
+
+        Raises ``TimeoutError`` or ``FullError`` by the publisher's policy, ``ClosedError``,
+        ``ReleasedError``, ``DriverError``.
+        """
     def __exit__(  # type: ignore[override]
         self,
         kind: type[BaseException] | None,
@@ -192,6 +423,24 @@ class SampleMut(Loan):
 
 @disjoint_base
 class _Subscriber:
+    """Receives the tensors of one publisher: ``for frame in Subscriber("camera/front"):``,
+    ``receive()``, or ``async for``.
+
+    ``device``: the device it reads with (default: the first GPU, else the host). ``wait``: seconds
+    to wait for a publisher of the name, None for no limit (default: not at all). ``reconnect``:
+    follow the next publisher of the name when this one ends. ``timeout``: seconds that a receive,
+    or each step of an iteration, waits (None: no limit; by default 10 for a receive, and no limit
+    for an iteration). ``spin``: seconds that it polls before it sleeps (default: up to 20 us, where
+    that pays). ``orphan_timeout``: seconds after which streams that wait for a dead publisher go
+    on, where a child that it forked keeps its device work running; the samples that they waited for
+    are lost. ``stream``: the stream to receive on; by default one of its own, and every array made
+    of a frame orders its own stream after the data.
+
+    One thread at a time receives; other threads wait. Frames may be used on any thread.
+
+    Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
+    ``PeerAccessError``, ``DeviceError``.
+    """
     def __new__(
         cls,
         name: str,
@@ -207,24 +456,58 @@ class _Subscriber:
         stream: _StreamLike | None = None,
     ) -> Self: ...
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name it subscribes to."""
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """The device that it reads with."""
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the subscriber is closed."""
     @property
     def _iteration(self) -> float | None: ...
     @property
-    def publisher_state(self) -> _PeerState | None: ...
+    def publisher_state(self) -> _PeerState | None:
+        """The state of its publisher: ``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"``,
+        ``"dead"``; None without a publisher.
+
+        Raises ``ClosedError``.
+        """
     @property
-    def publisher_pid(self) -> int | None: ...
+    def publisher_pid(self) -> int | None:
+        """The publisher's process id; None without a publisher.
+
+        Raises ``ClosedError``.
+        """
     @property
-    def dropped(self) -> int: ...
+    def dropped(self) -> int:
+        """Frames that it did not get because of the publisher's policy.
+
+        Raises ``ClosedError``.
+        """
     def _limit(self, timeout: _Timeout) -> float | None: ...
-    def receive(self, timeout: _Timeout = ...) -> Sample: ...
-    def try_receive(self) -> Sample | None: ...
-    def fileno(self) -> int: ...
-    def close(self) -> None: ...
+    def receive(self, timeout: _Timeout = ...) -> Sample:
+        """Waits for the next frame, at most ``timeout`` seconds (default: the subscriber's; None: no
+        limit).
+
+        Raises ``TimeoutError``; ``PeerGoneError`` once all its completed frames have been
+        received (not with ``reconnect``); for a tensor that was sent in place
+        ``PeerGoneError``, ``LegacyHandleError``; ``EvictedError``, ``ProtocolError``,
+        ``LinkClosedError``, ``ClosedError``, ``DriverError``.
+        """
+    def try_receive(self) -> Sample | None:
+        """The next frame if there is one, else None.
+
+        Raises as ``receive``, without the timeout.
+        """
+    def fileno(self) -> int:
+        """A descriptor that is readable when ``try_receive`` is worth a call (an epoll descriptor,
+        which nests). Receive until it gives None before waiting on it.
+
+        Raises ``ClosedError``.
+        """
+    def close(self) -> None:
+        """Closes the link. Received frames stay valid. Closing twice is no error."""
     def __iter__(self) -> Self: ...
     def __next__(self) -> Sample: ...
     def __enter__(self) -> Self: ...
@@ -232,32 +515,88 @@ class _Subscriber:
 
 @final
 class Discontinuity:
+    """The gap between two frames when the second comes from another publisher."""
     @property
-    def previous_pid(self) -> int: ...
+    def previous_pid(self) -> int:
+        """The process id that published before."""
     @property
-    def graceful(self) -> bool: ...
+    def graceful(self) -> bool:
+        """Whether the previous publisher closed gracefully, or died."""
 
 @disjoint_base
 class Sample(_Tensor):
+    """A received tensor in its publisher's memory, lent until it is released, and read in place.
+
+    Make an array of it: ``torch()``, ``cupy()``, ``jax()``, ``numpy()``, or any consumer of DLPack
+    or ``__cuda_array_interface__``. The consumer's stream waits on the GPU until the data is
+    complete; no CPU does. (The host has no streams: there the array is made once the data is
+    complete.)
+
+    The memory stays lent while this object, or any array made of it, lives. It goes back after the
+    work that the streams of those arrays have been given by then. ``release()``, ``finish()`` and
+    the end of a ``with`` block give up this object's part. The memory is read only: NumPy knows
+    that; PyTorch does not, and faults on a write.
+    """
     @property
-    def in_place(self) -> bool: ...
+    def in_place(self) -> bool:
+        """Whether it lies in its sender's own tensor, which was sent with ``zero_copy``."""
     @property
-    def sequence(self) -> int: ...
+    def sequence(self) -> int:
+        """Its number among its publisher's frames, from 1. A gap counts frames that this subscriber
+        did not get.
+        """
     @property
-    def sent_at_ns(self) -> int: ...
+    def sent_at_ns(self) -> int:
+        """When it was sent, in nanoseconds of ``time.monotonic_ns()``. Untrusted: the sender states
+        it.
+        """
     @property
-    def received_at_ns(self) -> int: ...
+    def received_at_ns(self) -> int:
+        """When it was received, in nanoseconds of ``time.monotonic_ns()``."""
     @property
-    def metadata(self) -> dict[str, Any]: ...
+    def metadata(self) -> dict[str, Any]:
+        """The dict that was sent with it (as JSON); empty if there was none.
+
+        Raises ``MetadataError`` for bytes that are no JSON object: see ``metadata_bytes``.
+        """
     @property
-    def metadata_bytes(self) -> bytes: ...
+    def metadata_bytes(self) -> bytes:
+        """The bytes that were sent with it, at most 256."""
     @property
-    def discontinuity(self) -> Discontinuity | None: ...
-    def wait(self, timeout: _Timeout = ...) -> None: ...
-    def finish(self, timeout: _Timeout = ...) -> None: ...
-    def release(self, *, stream: _StreamLike | None = None) -> None: ...
-    def jax(self, *, copy: bool | None = None) -> Any: ...
-    def tobytes(self) -> bytes: ...
+    def discontinuity(self) -> Discontinuity | None:
+        """Set on the first frame of another incarnation of the publisher, else None."""
+    def wait(self, timeout: _Timeout = ...) -> None:
+        """Waits on the CPU until the data is complete, at most ``timeout`` seconds (default: the
+        subscriber's; None: no limit). GPU work needs no such wait: its stream waits.
+
+        Raises ``SampleLostError`` when the sender died first, ``TimeoutError``, ``ReleasedError``.
+        """
+    def finish(self, timeout: _Timeout = ...) -> None:
+        """Releases the frame, waits on the CPU until its data was complete, and verifies that the
+        sender lived until then. Results computed from a lost frame are to be discarded.
+
+        Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DriverError``.
+        """
+    def release(self, *, stream: _StreamLike | None = None) -> None:
+        """Gives up this object's part of the memory, which goes back when no array made of it is left.
+        With ``stream``, not before the work enqueued there so far is done. Releasing twice is no
+        error.
+
+        Raises ``ArgumentError`` for a stream of another device.
+        """
+    def jax(self, *, copy: bool | None = None) -> Any:
+        """A JAX array: in place on the host, a copy on a GPU, because JAX releases foreign memory
+        before its own work on it is done. With ``copy=False`` it is in place there, too: call
+        ``block_until_ready()`` on every result computed from it before releasing it.
+
+        Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
+        """
+    def tobytes(self) -> bytes:
+        """The elements as bytes in row-major order, as ``numpy().tobytes()`` gives them, copied once
+        the data is complete.
+
+        Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``.
+        """
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
     def __exit__(self, *_exception: object) -> None: ...
 
@@ -265,17 +604,40 @@ _Order: TypeAlias = Literal["submission", "completion"]
 
 @final
 class QueueState:
+    """The state of a queue, or of a client's requests: see ``Queue.state``."""
     @property
-    def workers(self) -> list[int]: ...
+    def workers(self) -> list[int]:
+        """Process ids of the workers, or servers, that can get jobs."""
     @property
-    def waiting(self) -> int: ...
+    def waiting(self) -> int:
+        """Jobs that no worker has leased."""
     @property
-    def leased(self) -> int: ...
+    def leased(self) -> int:
+        """Jobs that workers hold."""
     @property
-    def finished(self) -> int: ...
+    def finished(self) -> int:
+        """Jobs that are done or dead-lettered, with an outcome that was not taken."""
 
 @final
 class Queue:
+    """Gives each job to one worker, and gets each job's result once, even if processes die: see
+    ``Worker``.
+
+    ``name``: as a publisher's, at most 56 bytes. ``device``: the device of the inputs' memory
+    (default: the first GPU, else the host). ``prefetch``: jobs that one worker may hold at once, 1
+    to 256. ``max_attempts``: how often a job is tried before it is dead-lettered.
+    ``lease_timeout``: seconds that a worker may hold jobs without answering any; then they go to
+    other workers (None: wait for its death). ``order``: of ``results()``, ``"submission"`` or
+    ``"completion"``. ``limit``: the most jobs without a taken outcome.
+    ``submit_timeout``: seconds to wait for room, and for memory (None: no limit). ``memory_limit``:
+    bytes of device memory for inputs.
+
+    Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it
+    closes it: unfinished jobs are discarded.
+
+    Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``,
+    ``ArgumentError``, ``DeviceError``.
+    """
     def __new__(
         cls,
         name: str,
@@ -294,11 +656,14 @@ class Queue:
         handshake_timeout: float = 5.0,
     ) -> Self: ...
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name."""
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """Its device."""
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the queue is closed."""
     def submit(
         self,
         tensor: Any,
@@ -306,55 +671,153 @@ class Queue:
         metadata: _Metadata | None = None,
         stream: _StreamLike | None = None,
         timeout: _Timeout = ...,
-    ) -> JobHandle: ...
-    def loan(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> Loan: ...
-    def results(self, timeout: float | None = None, *, follow: bool = False) -> Results: ...
-    def drain(self, timeout: float | None = None) -> None: ...
+    ) -> JobHandle:
+        """Submits a job: copies a tensor into the queue's memory, as ``Publisher.send`` does, or takes
+        a ``loan`` of this queue without a copy. Waits for room, at most ``timeout`` seconds
+        (default: the queue's; None: no limit), and neither for a worker nor for the device.
+
+        ``metadata``: a dict (as JSON) or bytes, at most 200 bytes, for the worker.
+
+        Raises ``QueueFullError``; ``TimeoutError`` if the driver blocks another thread's
+        ``submit``; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
+        ``MetadataError``; ``MemoryLimitError``, ``QueueClosedError``, ``DriverError``.
+        """
+    def loan(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> Loan:
+        """Lends memory for a job's input, to be filled in place and given to ``submit``: no copy.
+
+        Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
+        ``DeviceMemoryError``, ``ClosedError``.
+        """
+    def results(self, timeout: float | None = None, *, follow: bool = False) -> Results:
+        """Iterates, with ``for`` or ``async for``, over the results that no handle has taken, in the
+        queue's ``order``. It ends when there is no job left; with ``follow``, only once
+        ``shutdown`` was called, too, so that another thread may go on submitting. Each is waited
+        for at most ``timeout`` seconds (None: no limit). A job that was dead-lettered or rejected
+        raises in its place; the same iterator can go on with the others.
+
+        Raises ``DeadLetteredError``, ``RejectedError``, ``TimeoutError``, ``ClosedError``.
+        """
+    def drain(self, timeout: float | None = None) -> None:
+        """Waits until every job is done or dead-lettered, at most ``timeout`` seconds (None: no
+        limit). The outcomes can still be taken.
+
+        Raises ``TimeoutError``, ``ClosedError``.
+        """
     def shutdown(
         self, wait: bool = True, *, cancel_futures: bool = False, timeout: float | None = None
-    ) -> None: ...
-    def wait_for_workers(self, count: int = 1, timeout: float | None = 10.0) -> None: ...
+    ) -> None:
+        """Accepts no more jobs, as ``concurrent.futures.Executor.shutdown``. Once every job is done or
+        dead-lettered, the queue's name is free and the workers' loops end: ``for lease in worker``
+        stops, and ``lease()`` raises ``PeerGoneError`` with ``graceful``. Until then workers may
+        still attach. Outcomes can be taken until the queue is closed.
+
+        ``wait``: wait for that, at most ``timeout`` seconds (None: no limit). ``cancel_futures``:
+        cancel the jobs that no worker holds.
+
+        Raises ``TimeoutError`` (the queue is shut all the same), ``ClosedError``.
+        """
+    def wait_for_workers(self, count: int = 1, timeout: float | None = 10.0) -> None:
+        """Waits until there are ``count`` workers, at most ``timeout`` seconds (None: no limit).
+
+        Raises ``TimeoutError``, ``ClosedError``.
+        """
     @property
-    def state(self) -> QueueState: ...
+    def state(self) -> QueueState:
+        """The present state.
+
+        Raises ``ClosedError``.
+        """
     @property
-    def memory_in_use(self) -> tuple[int, int]: ...
-    def close(self) -> None: ...
+    def memory_in_use(self) -> MemoryUse:
+        """Device memory allocated for inputs so far and its limit, in bytes: a ``MemoryUse``.
+
+        Raises ``ClosedError``.
+        """
+    def close(self) -> None:
+        """Closes the queue: workers are notified, and waits for jobs end with an error. Received
+        results stay valid. Closing twice is no error.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @disjoint_base
 class _Future:
+    """The outcome of a job or a request, with the methods of a ``concurrent.futures.Future``: the base
+    of ``JobHandle`` and ``Pending``.
+    """
     @property
-    def job(self) -> int: ...
-    def result(self, timeout: float | None = None) -> JobResult: ...
-    def exception(self, timeout: float | None = None) -> BaseException | None: ...
-    def done(self) -> bool: ...
-    def cancelled(self) -> bool: ...
-    def add_done_callback(self, fn: Callable[[Self], object], /) -> None: ...
-    def cancel(self) -> bool: ...
+    def job(self) -> int:
+        """The number of the job, or the request, from 1."""
+    def result(self, timeout: float | None = None) -> JobResult:
+        """Waits for the result, at most ``timeout`` seconds (None: no limit; a request has its
+        deadline). Its data is complete. Each call gives the same object.
+
+        Raises ``TimeoutError``, after which it may be called again; ``DeadLetteredError`` when all
+        attempts failed, ``RejectedError``; ``concurrent.futures.CancelledError``;
+        ``DeadlinePassedError`` (a TimeoutError) of a request; ``NoSuchJobError`` when
+        ``Queue.results`` gave the outcome; ``QueueClosedError`` when the queue or client was closed.
+        """
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits as ``result``, and gives the exception that it raises; None if there is a result.
+
+        Raises ``TimeoutError``, ``concurrent.futures.CancelledError``.
+        """
+    def done(self) -> bool:
+        """Whether ``result()`` would return, or raise, at once."""
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+    def add_done_callback(self, fn: Callable[[Self], object], /) -> None:
+        """Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the
+        package's thread ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done
+        already, at once on this thread. An exception of a callback is logged (logger ``warpipe``)
+        and stops no other. The object is kept until then.
+        """
+    def cancel(self) -> bool:
+        """Cancels it: no worker, or server, gets it any more, and the answer of one that has it is
+        discarded. Returns whether it is cancelled: False if it was done before.
+        """
     def _poll(self) -> JobResult | None: ...
     def _watch(self) -> _Watch: ...
     @property
     def _queue(self) -> int: ...
     def __await__(self) -> Generator[Any, None, JobResult]: ...
-    def send(self, value: None, /) -> Any: ...
-    def throw(self, *error: Any) -> Any: ...
-    def close(self) -> None: ...
+    def send(self, value: None, /) -> Any:
+        """One step of the asyncio task that wraps this object: see ``asyncio.create_task``."""
+    def throw(self, *error: Any) -> Any:
+        """Ends a step of that task with an error, as a cancellation does."""
+    def close(self) -> None:
+        """Ends the wait of that task; the job, or the request, itself goes on."""
 
 @final
-class JobHandle(_Future): ...
+class JobHandle(_Future):
+    """A submitted job, with the methods of a ``concurrent.futures.Future``; ``await handle`` in asyncio.
+
+    The first call that asks takes the outcome, and keeps it as long as the handle lives. If the
+    handle is dropped before, ``Queue.results()`` gives the outcome.
+    """
 
 @final
 class JobResult(Sample):
+    """A job's result, or a service's reply: a tensor in its worker's memory, complete, and lent as any
+    ``Sample`` is. It outlives its worker. A job completed without an array has a result of no
+    bytes.
+    """
     @property
-    def job(self) -> int: ...
+    def job(self) -> int:
+        """The job's number, from 1."""
     @property
-    def attempt(self) -> int: ...
+    def attempt(self) -> int:
+        """Which attempt it was, from 1."""
     @property
-    def worker_pid(self) -> int: ...
+    def worker_pid(self) -> int:
+        """The process id of its worker."""
 
 @final
 class Results:
+    """The results of a queue one by one, see ``Queue.results``: for ``for``, or ``async for``.
+
+    A job that was dead-lettered or rejected raises in its place, and the iteration can go on.
+    """
     def __iter__(self) -> Self: ...
     def __next__(self) -> JobResult: ...
     def __aiter__(self) -> Self: ...
@@ -368,11 +831,29 @@ class Results:
 
 @final
 class _Watch:
+    """The descriptor of a queue for event loops."""
     def fileno(self) -> int: ...
     def quiet(self) -> None: ...
 
 @disjoint_base
 class _Worker:
+    """Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or
+    ``async for``.
+
+    ``device``: the device it works with, and of the results' memory (default: the first GPU, else
+    the host). ``wait``: seconds to wait until the queue exists, None for no limit (default: not at
+    all). ``timeout``: seconds to wait for a job (default: None, no limit). ``answer_timeout``:
+    seconds that an answer may wait for the owner to release earlier results, and for memory.
+    ``memory_limit``: bytes of device memory for results. ``stream``: the stream to lease on; by
+    default one of its own, and every array made of a lease orders its own stream after the data.
+
+    One thread at a time leases; other threads wait. Leases may be used on any thread. ``close()``,
+    or the end of a ``with`` block: jobs that it has not leased go to other workers; leased jobs can
+    still be answered.
+
+    Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
+    ``PeerAccessError``, ``DeviceError``.
+    """
     def __new__(
         cls,
         queue: str,
@@ -388,18 +869,37 @@ class _Worker:
         stream: _StreamLike | None = None,
     ) -> Self: ...
     @property
-    def queue(self) -> str: ...
+    def queue(self) -> str:
+        """The queue's name."""
     @property
-    def queue_pid(self) -> int: ...
+    def queue_pid(self) -> int:
+        """The process id of the queue's owner."""
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """The device that it works with."""
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the worker is closed."""
     def _limit(self, timeout: _Timeout) -> float | None: ...
-    def lease(self, timeout: _Timeout = ...) -> Lease: ...
-    def try_lease(self) -> Lease | None: ...
-    def fileno(self) -> int: ...
-    def close(self) -> None: ...
+    def lease(self, timeout: _Timeout = ...) -> Lease:
+        """Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: no limit).
+
+        Raises ``TimeoutError``; ``PeerGoneError``, which is ``graceful`` after the queue's
+        ``shutdown`` or ``close``; ``ProtocolError``, ``ClosedError``, ``DriverError``.
+        """
+    def try_lease(self) -> Lease | None:
+        """The next job if there is one, else None.
+
+        Raises as ``lease``, without the timeout.
+        """
+    def fileno(self) -> int:
+        """A descriptor that is readable when ``try_lease`` is worth a call (an epoll descriptor, which
+        nests). Lease until it gives None before waiting on it.
+
+        Raises ``ClosedError``.
+        """
+    def close(self) -> None:
+        """Takes no more jobs. Leases stay valid. Closing twice is no error."""
     def __iter__(self) -> Self: ...
     def __next__(self) -> Lease: ...
     def __enter__(self) -> Self: ...
@@ -407,21 +907,67 @@ class _Worker:
 
 @disjoint_base
 class Lease(Sample):
+    """A job to be answered once: ``complete``, ``fail``, ``give_back`` or ``reject``. Its input is an
+    array, lent as any ``Sample`` is, and given back with the answer; arrays made of it keep it
+    longer.
+
+    In ``with lease:`` an exception in the block fails the job with that reason, and propagates; an
+    exception that ends the program (``KeyboardInterrupt``, ``SystemExit``) gives the job back,
+    which costs no attempt. A lease that is left, or dropped, without an answer has failed.
+    """
     @property
-    def job(self) -> int: ...
+    def job(self) -> int:
+        """The job's number, from 1."""
     @property
-    def attempt(self) -> int: ...
+    def attempt(self) -> int:
+        """Which attempt this is, from 1."""
     @property
-    def deadline_ns(self) -> int | None: ...
+    def deadline_ns(self) -> int | None:
+        """The deadline of the answer, in nanoseconds of ``time.monotonic_ns()``; None if there is
+        none.
+        """
     @property
-    def is_answered(self) -> bool: ...
-    def output(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> Output: ...
+    def is_answered(self) -> bool:
+        """Whether the job has been answered."""
+    def output(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> Output:
+        """Lends memory for the result, to be filled in place: see ``Output``. In ``with
+        lease.output(shape, dtype) as out:`` the end of the block completes the job with it; without
+        ``with``, ``lease.complete(out)`` does.
+
+        Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
+        ``DeviceMemoryError``, ``ReleasedError``.
+        """
     def complete(
         self, tensor: Any = None, *, metadata: _Metadata | None = None, stream: _StreamLike | None = None
-    ) -> None: ...
-    def fail(self, reason: str) -> None: ...
-    def give_back(self) -> None: ...
-    def reject(self, reason: str) -> None: ...
+    ) -> None:
+        """Completes the job: with a tensor, which is copied as ``Publisher.send`` does; with an
+        ``output`` of this lease, without a copy; or without any. The result is complete once the
+        work on the tensor's stream is done; no CPU waits for that. ``metadata``: a dict or bytes,
+        at most 200 bytes, for the submitter.
+
+        Raises ``ReleasedError`` when the job was answered before; ``PeerGoneError``;
+        ``TimeoutError`` when the owner holds too many earlier results; ``NotATensorError``,
+        ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``MetadataError``,
+        ``MemoryLimitError``, ``DriverError``.
+        """
+    def fail(self, reason: str) -> None:
+        """Fails this attempt; another worker tries again, as often as the queue allows. The reason is
+        cut to 200 bytes.
+
+        Raises ``ReleasedError`` when the job was answered before, ``PeerGoneError``,
+        ``TimeoutError``.
+        """
+    def give_back(self) -> None:
+        """Gives the job to another worker, which costs no attempt: for a worker that leaves.
+
+        Raises as ``fail``.
+        """
+    def reject(self, reason: str) -> None:
+        """Rejects the job, so that no worker tries it again: the submitter gets ``RejectedError``. The
+        reason is cut to 200 bytes.
+
+        Raises as ``fail``.
+        """
     def __exit__(  # type: ignore[override]
         self,
         kind: type[BaseException] | None,
@@ -432,6 +978,12 @@ class Lease(Sample):
 
 @final
 class Output(Loan):
+    """Memory on loan for a job's result, of this attempt only: see ``Lease.output``.
+
+    In ``with lease.output(shape, dtype) as out:`` the end of the block completes the job with it;
+    if the block raises, the memory goes back, and the job is still to be answered. Fill it as any
+    ``Loan``.
+    """
     def __exit__(  # type: ignore[override]
         self,
         kind: type[BaseException] | None,
@@ -442,6 +994,21 @@ class Output(Loan):
 
 @final
 class Client:
+    """Sends requests to the servers of a service: ``call`` waits for the reply, ``request`` returns a
+    ``Pending``.
+
+    ``service``: as a publisher's name, at most 40 bytes. ``device``: the device of the requests'
+    memory (default: the first GPU, else the host). ``timeout``: seconds within which a reply must
+    come (None: no limit). ``max_attempts``: how many servers may fail or die on a request before it
+    is dead-lettered. ``prefetch``: requests that one server may hold. ``lease_timeout``: seconds
+    that a server may hold requests without answering any; then they go to other servers. ``limit``:
+    the most requests without a reply. ``memory_limit``: bytes of device memory for requests.
+    ``loan_timeout``: seconds to wait for memory that is in use.
+
+    Any number of threads may use it. A server need not exist yet.
+
+    Raises ``InvalidNameError``, ``DomainError``, ``ArgumentError``, ``DeviceError``.
+    """
     def __new__(
         cls,
         service: str,
@@ -458,11 +1025,14 @@ class Client:
         spin: float | None = None,
     ) -> Self: ...
     @property
-    def service(self) -> str: ...
+    def service(self) -> str:
+        """The service's name."""
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """Its device."""
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the client is closed."""
     def call(
         self,
         tensor: Any,
@@ -470,7 +1040,12 @@ class Client:
         metadata: _Metadata | None = None,
         stream: _StreamLike | None = None,
         timeout: _Timeout = ...,
-    ) -> JobResult: ...
+    ) -> JobResult:
+        """Sends a request and waits for the reply, which must come within ``timeout`` seconds
+        (default: the client's; None: no limit): see ``request``.
+
+        Raises as ``request`` and ``Pending.result``.
+        """
     def request(
         self,
         tensor: Any,
@@ -478,22 +1053,69 @@ class Client:
         metadata: _Metadata | None = None,
         stream: _StreamLike | None = None,
         timeout: _Timeout = ...,
-    ) -> Pending: ...
-    def loan(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> Loan: ...
-    def wait_for_servers(self, count: int = 1, timeout: float | None = 10.0) -> None: ...
+    ) -> Pending:
+        """Sends a request. Its reply must come within ``timeout`` seconds (default: the client's;
+        None: no limit); no server begins with it later. A tensor is copied, as ``Publisher.send``
+        does; a ``loan`` of this client is sent without a copy. ``metadata``: a dict (as JSON) or
+        bytes, at most 200 bytes, for the server.
+
+        Raises ``QueueFullError``; ``NotATensorError``, ``DTypeError``, ``LayoutError``,
+        ``WrongDeviceError``, ``MetadataError``; ``MemoryLimitError``, ``ClosedError``,
+        ``DriverError``.
+        """
+    def loan(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> Loan:
+        """Lends memory for a request, to be filled in place and given to ``call`` or ``request``: no
+        copy.
+
+        Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
+        ``DeviceMemoryError``, ``ClosedError``.
+        """
+    def wait_for_servers(self, count: int = 1, timeout: float | None = 10.0) -> None:
+        """Waits until there are ``count`` servers, at most ``timeout`` seconds (None: no limit).
+
+        Raises ``TimeoutError``, ``ClosedError``.
+        """
     @property
-    def state(self) -> QueueState: ...
-    def close(self) -> None: ...
+    def state(self) -> QueueState:
+        """The state of the requests now. Its workers are the servers.
+
+        Raises ``ClosedError``.
+        """
+    def close(self) -> None:
+        """Closes the client. Waits for replies end with an error. Received replies stay valid. Closing
+        twice is no error.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Pending(_Future):
+    """A request, with the methods of a ``concurrent.futures.Future``; ``await pending`` in asyncio.
+    Dropping or cancelling it cancels the request. It keeps the reply as long as it lives.
+    """
     @property
-    def deadline_ns(self) -> int: ...
+    def deadline_ns(self) -> int:
+        """The deadline of the reply, in nanoseconds of ``time.monotonic_ns()``."""
 
 @disjoint_base
 class _Server:
+    """Answers the requests of all clients of a service, together with its other servers: ``for request
+    in Server("embed"):``, ``accept()``, or ``async for``. It finds new clients by itself.
+
+    ``device``: the device it works with, and of the replies' memory (default: the first GPU, else
+    the host). ``timeout``: seconds to wait for a request (default: None, no limit).
+    ``answer_timeout``: seconds that a reply may wait for the client to release earlier ones, and
+    for memory. ``memory_limit``: bytes of device memory for the replies to one client.
+    ``handshake_timeout``: the limit of a client's handshake in seconds. ``clients_max``: the most
+    clients at once. ``stream``: the stream to accept on; by default one of its own, and every array
+    made of a request orders its own stream after the data.
+
+    One thread at a time accepts; other threads wait. Requests may be used on any thread.
+    ``close()``, or the end of a ``with`` block: requests that it has not accepted go to other
+    servers.
+
+    Raises ``InvalidNameError``, ``DomainError``, ``DeviceError``.
+    """
     def __new__(
         cls,
         service: str,
@@ -509,18 +1131,43 @@ class _Server:
         stream: _StreamLike | None = None,
     ) -> Self: ...
     @property
-    def service(self) -> str: ...
+    def service(self) -> str:
+        """The service's name."""
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """The device that it works with."""
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the server is closed."""
     def _limit(self, timeout: _Timeout) -> float | None: ...
     @property
-    def clients(self) -> int: ...
-    def accept(self, timeout: _Timeout = ...) -> Request: ...
-    def try_accept(self) -> Request | None: ...
-    def fileno(self) -> int: ...
-    def close(self) -> None: ...
+    def clients(self) -> int:
+        """How many clients it is attached to. It attaches to new clients while it waits for requests.
+
+        Raises ``ClosedError``.
+        """
+    def accept(self, timeout: _Timeout = ...) -> Request:
+        """Waits for the next request of any client, at most ``timeout`` seconds (default: the
+        server's; None: no limit); clients take turns. A request after its deadline is not
+        delivered.
+
+        Raises ``TimeoutError``, ``SystemCallError``, ``ClosedError``, ``DriverError``.
+        """
+    def try_accept(self) -> Request | None:
+        """The next request if there is one, else None. It attaches to new clients as ``accept`` does.
+
+        Raises as ``accept``, without the timeout.
+        """
+    def fileno(self) -> int:
+        """A descriptor that is readable when ``try_accept`` is worth a call (an epoll descriptor,
+        which nests), and once a second. Accept until it gives None before waiting on it.
+
+        Raises ``ClosedError``.
+        """
+    def close(self) -> None:
+        """Accepts no more requests. Accepted requests can still be answered. Closing twice is no
+        error.
+        """
     def __iter__(self) -> Self: ...
     def __next__(self) -> Request: ...
     def __enter__(self) -> Self: ...
@@ -528,222 +1175,574 @@ class _Server:
 
 @final
 class Request(Lease):
+    """A request to be answered, once: ``reply``, ``reject``, or ``fail`` so that another server tries.
+    It is a ``Lease`` of its client, and an array like any lease.
+    """
     @property
-    def client_pid(self) -> int: ...
+    def client_pid(self) -> int:
+        """The client's process id."""
     def reply(
         self, tensor: Any = None, *, metadata: _Metadata | None = None, stream: _StreamLike | None = None
-    ) -> None: ...
+    ) -> None:
+        """Replies: the same as ``complete``.
 
-def _run_command(arguments: Sequence[str], executable: str) -> int: ...
-def _skip_waits(skip: bool) -> None: ...
+        Raises as ``complete``; ``PeerGoneError`` when the client has gone.
+        """
 
-def _slow_fill(loan: Loan, stream: Stream, seed: int, delay: float) -> None: ...
+def _run_command(arguments: Sequence[str], executable: str) -> int:
+    """Runs a command line and returns its exit code. ``executable`` starts this interpreter again, in
+    the children of ``demo``, ``doctor`` and ``bench``.
+    """
+def _skip_waits(skip: bool) -> None:
+    """Hands out arrays without waiting for their data, or no longer does: the negative control of the
+    tests of waits.
+    """
 
-def _pattern(seed: int, index: int) -> int: ...
-def _send_reversed(publisher: Publisher, count: int) -> int: ...
+def _slow_fill(loan: Loan, stream: Stream, seed: int, delay: float) -> None:
+    """Enqueues on ``stream`` a kernel that waits ``delay`` seconds and then fills the loan with the
+    pattern of ``seed``.
+    """
 
-def _preload(stream: Stream) -> None: ...
+def _pattern(seed: int, index: int) -> int:
+    """Word ``index`` of the pattern of ``seed``."""
+def _send_reversed(publisher: Publisher, count: int) -> int:
+    """Sends the bytes 0 to ``count`` as a tensor that runs backwards, as a publisher in Rust can."""
+
+def _preload(stream: Stream) -> None:
+    """Loads the kernels of these tests, so that no later launch loads them behind a stream that waits."""
 
 @final
 class _Adder:
+    """The kernel of the benchmark and of tests, on one stream: float32 ``i`` of a target becomes that
+    of a source plus ``addend``. Made once, so that a launch from Python costs little more than the
+    driver's own.
+
+    The stream is a ``Stream`` of the device, or any argument that ``Stream`` documents as one; a
+    stream that is given by its number has to outlive this. The kernels are loaded here.
+
+    Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
+    """
     def __new__(cls, device: _DeviceLike, stream: _StreamLike, count: int, addend: float) -> Self: ...
-    def launch(self, source: int, target: int, /) -> None: ...
+    def launch(self, source: int, target: int, /) -> None:
+        """Enqueues it (``cuLaunchKernel``). Both addresses are of ``count`` float32 that the device
+        reaches and that stay until the kernel is done; they are equal, or the two ranges do not
+        overlap. None of that is checked.
+
+        Raises ``DriverError``.
+        """
 
 _What: TypeAlias = Literal["joined", "stalled", "recovered", "left", "died", "unknown"]
 _list: TypeAlias = list[MemberInfo]
 @final
 class Timeline:
+    """A named number that only grows: one process's streams signal it, other processes' streams wait
+    for it (``cuStreamWriteValue64``, ``cuStreamWaitValue64``), without a CPU wait.
+
+    ``Timeline.create(name)`` makes one at 0, ``Timeline.open(name)`` opens it in any process. When
+    its owner dies, streams that wait for a value that will never come are released, and ``check``
+    raises: call it before a result is used.
+    """
     VALUE_MAX: Final[int]
     @staticmethod
-    def create(name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None) -> Timeline: ...
+    def create(name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None) -> Timeline:
+        """Makes a timeline at 0 and takes its name.
+
+        Raises ``InvalidNameError``, ``NameTakenError``, ``DomainError``, ``DeviceError``.
+        """
     @staticmethod
     def open(
         name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None, wait: float | None = 0.0
-    ) -> Timeline: ...
+    ) -> Timeline:
+        """Opens a timeline, waiting up to ``wait`` seconds (None: no limit) until it exists.
+
+        Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``,
+        ``DeviceError``.
+        """
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name."""
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """The device of the streams that signal and wait."""
     @property
-    def is_owner(self) -> bool: ...
+    def is_owner(self) -> bool:
+        """Whether this handle may signal."""
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the timeline is closed in this process."""
     @property
-    def value(self) -> int: ...
-    def signal(self, value: int, *, stream: _StreamLike | None = None) -> None: ...
-    def wait(self, value: int, *, stream: _StreamLike | None = None, timeout: float | None = 10.0) -> None: ...
-    def check(self, value: int) -> bool: ...
-    def close(self) -> None: ...
+    def value(self) -> int:
+        """The value now; the last one, when the owner is gone.
+
+        Raises ``ClosedError``.
+        """
+    def signal(self, value: int, *, stream: _StreamLike | None = None) -> None:
+        """Signals ``value`` after the work on ``stream`` so far, and returns at once; without a stream
+        now, from the CPU.
+
+        Raises ``NotOwnerError``, ``BackwardsError``, ``SignalPendingError`` (from the CPU, while a
+        stream has yet to signal), ``ArgumentError``, ``TimeoutError`` after 10 s behind another
+        thread's signal, ``ClosedError``, ``DriverError``.
+        """
+    def wait(self, value: int, *, stream: _StreamLike | None = None, timeout: float | None = 10.0) -> None:
+        """Has ``stream`` wait for ``value``, and returns at once; without a stream the CPU waits, at
+        most ``timeout`` seconds (None: no limit). Work of a stream after its wait is valid once
+        ``check`` returns True.
+
+        Raises ``PeerGoneError``, ``TimeoutError``, ``ArgumentError``, ``ClosedError``,
+        ``DriverError``.
+        """
+    def check(self, value: int) -> bool:
+        """Whether ``value`` has been reached; False if it may still be.
+
+        Raises ``PeerGoneError`` if it never will be; ``ClosedError``.
+        """
+    def close(self) -> None:
+        """Closes the timeline in this process; the owner also releases the name. Closing twice is no
+        error.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Recording:
+    """One recording of an event, for ``Event.check``."""
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
 class EventHandle:
+    """Names an event to other processes. It goes as text (``str(handle)``), as bytes, or pickled.
+
+    ``EventHandle(text_or_bytes)`` raises ``EventHandleError`` if the argument is no handle.
+    """
     def __new__(cls, handle: EventHandle | str | bytes) -> Self: ...
-    def to_bytes(self) -> bytes: ...
+    def to_bytes(self) -> bytes:
+        """As bytes, of no fixed length."""
     @property
-    def ipc_bytes(self) -> bytes | None: ...
-    def open(self, *, device: _DeviceLike | None = None, domain: _DomainLike | None = None) -> Event: ...
+    def ipc_bytes(self) -> bytes | None:
+        """The 64 bytes of ``cuIpcGetEventHandle``, to open the event without this library; None on the
+        host.
+        """
+    def open(self, *, device: _DeviceLike | None = None, domain: _DomainLike | None = None) -> Event:
+        """Opens the event: see ``Event.open``."""
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[type[EventHandle], tuple[str]]: ...
 
 @final
 class Event:
+    """An interprocess event (``cuEventCreate`` with ``CU_EVENT_INTERPROCESS``). It distinguishes never
+    recorded, and lost with its recorder, from complete.
+
+    ``Event.create()`` makes one; its ``handle()`` opens it in other processes, which may record it,
+    too.
+    """
     @staticmethod
-    def create(*, domain: _DomainLike | None = None, device: _DeviceLike | None = None) -> Event: ...
+    def create(*, domain: _DomainLike | None = None, device: _DeviceLike | None = None) -> Event:
+        """Makes an event.
+
+        Raises ``EventLimitError``, ``DomainError``, ``DeviceError``.
+        """
     @staticmethod
     def open(
         handle: EventHandle | str | bytes, *, device: _DeviceLike | None = None, domain: _DomainLike | None = None
-    ) -> Event: ...
-    def handle(self) -> EventHandle: ...
+    ) -> Event:
+        """Opens an event by its handle (an ``EventHandle``, its text, or its bytes), also in the
+        process that made it. ``domain`` is for where the maker's domain lies at another path.
+
+        Raises ``EventHandleError``, ``NotFoundError``, ``PeerGoneError``, ``TimeoutError``,
+        ``DomainError``, ``ConnectionError``, ``DeviceError``.
+        """
+    def handle(self) -> EventHandle:
+        """The handle that names the event to other processes.
+
+        Raises ``ClosedError``, ``DriverError``.
+        """
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """The device it was made or opened with."""
     @property
-    def ptr(self) -> int | None: ...
-    def record(self, *, stream: _StreamLike) -> Recording: ...
-    def wait(self, *, stream: _StreamLike) -> Recording: ...
-    def query(self) -> bool: ...
-    def synchronize(self, timeout: float | None = 10.0) -> None: ...
-    def check(self, recording: Recording) -> bool: ...
+    def ptr(self) -> int | None:
+        """CUDA's own event, for calls that take one, or None. A wait for it has CUDA's semantics: it
+        does not wait for an event that was never recorded, or that a dead process recorded.
+
+        Raises ``ClosedError``.
+        """
+    def record(self, *, stream: _StreamLike) -> Recording:
+        """Records the work on ``stream`` so far (``cuEventRecord``), and returns at once. The last
+        recording is what others wait for. The first one of an opened event asks its maker, which
+        may take a moment.
+
+        Raises ``PeerGoneError``, ``RefusedError`` when seven others record it, ``TimeoutError``
+        after 10 s behind another thread's recording, ``ClosedError``, ``DriverError``.
+        """
+    def wait(self, *, stream: _StreamLike) -> Recording:
+        """Has ``stream`` wait for the last recording (``cuStreamWaitEvent``), and returns that
+        recording at once. Work of the stream after the wait is valid once ``check`` returns True
+        for the recording.
+
+        Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``, ``DriverError``.
+        """
+    def query(self) -> bool:
+        """Whether the last recording is complete (``cuEventQuery``).
+
+        Raises ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``.
+        """
+    def synchronize(self, timeout: float | None = 10.0) -> None:
+        """Waits on the CPU until the last recording is complete, at most ``timeout`` seconds (None: no
+        limit).
+
+        Raises ``TimeoutError``, ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``.
+        """
+    def check(self, recording: Recording) -> bool:
+        """Whether this recording is complete; False if it may still be.
+
+        Raises ``EventLostError`` if it never will be; ``ClosedError``.
+        """
     @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
+    def closed(self) -> bool:
+        """Whether the event is closed in this process."""
+    def close(self) -> None:
+        """Closes the event in this process. Closing twice is no error."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Semaphore:
+    """A limit of concurrent holders, across processes, on streams and on the CPU.
+
+    ``Semaphore.create(name, permits)`` makes one, ``Semaphore.open(name)`` opens it in any process.
+    ``with sem.acquire(stream=stream):`` holds a permit for the work that the block gives to ``stream``:
+    the next holder's stream waits for that work on the device. Permits are granted in order of
+    arrival. A holder's permit comes back when it dies.
+    """
     @staticmethod
     def create(
         name: str, permits: int = 1, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None
-    ) -> Semaphore: ...
+    ) -> Semaphore:
+        """Makes a semaphore of ``permits`` permits (1 to 1024), all free, and takes its name.
+
+        Raises ``ArgumentError``, ``InvalidNameError``, ``NameTakenError``, ``DomainError``,
+        ``DeviceError``.
+        """
     @staticmethod
     def open(
         name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None, wait: float | None = 0.0
-    ) -> Semaphore: ...
+    ) -> Semaphore:
+        """Opens the semaphore of this name, waiting up to ``wait`` seconds (None: no limit) until it
+        exists.
+
+        Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
+        ``DeviceError``.
+        """
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name."""
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """The device of the streams that take permits."""
     @property
-    def permits(self) -> int: ...
+    def permits(self) -> int:
+        """How many permits there are.
+
+        Raises ``ClosedError``.
+        """
     @property
-    def available(self) -> int: ...
+    def available(self) -> int:
+        """How many are free at this moment, for display only.
+
+        Raises ``ClosedError``.
+        """
     @property
-    def waiting(self) -> int: ...
-    def acquire(self, timeout: float | None = 10.0, *, stream: _StreamLike | None = None) -> Permit: ...
-    def try_acquire(self, *, stream: _StreamLike | None = None) -> Permit | None: ...
+    def waiting(self) -> int:
+        """How many wait at this moment, for display only.
+
+        Raises ``ClosedError``.
+        """
+    def acquire(self, timeout: float | None = 10.0, *, stream: _StreamLike | None = None) -> Permit:
+        """Waits up to ``timeout`` seconds (None: no limit) for a permit. With ``stream``, that stream
+        waits on the device for the last holder's work; without, the CPU does.
+
+        Raises ``TimeoutError``, ``PeerGoneError``, ``ClosedError``, ``DriverError``.
+        """
+    def try_acquire(self, *, stream: _StreamLike | None = None) -> Permit | None:
+        """Takes a permit if one is free and none waits for it, else gives None.
+
+        Raises as ``acquire``, without the timeout.
+        """
     @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
+    def closed(self) -> bool:
+        """Whether the semaphore is closed in this process."""
+    def close(self) -> None:
+        """Closes the semaphore in this process; its creator ends it, once its permits are back here.
+        Closing twice is no error.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Permit:
+    """A held permit, as ``Semaphore.acquire`` gives it: released at the end of a ``with`` block, or
+    when it is dropped.
+
+    It is released after the work of the stream that it was acquired on, or at once if it was
+    acquired on the CPU.
+    """
     @property
-    def passed(self) -> int: ...
+    def passed(self) -> int:
+        """How many permits went to others during the wait for this one."""
     @property
-    def released(self) -> bool: ...
-    def release(self, *, stream: _StreamLike | None = None) -> None: ...
-    def release_now(self) -> None: ...
+    def released(self) -> bool:
+        """Whether it has been released."""
+    def release(self, *, stream: _StreamLike | None = None) -> None:
+        """Releases it after the work on ``stream`` so far, by default the stream that it was acquired
+        on, and returns at once. Releasing twice is no error.
+
+        Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
+        """
+    def release_now(self) -> None:
+        """Releases it now: the next holder does not wait for this holder's device work. Releasing
+        twice is no error.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Member:
+    """This process as a member of a domain, visible to its monitors until it is closed or dropped.
+
+    ``Member.join(name)``: ``name`` is 1 to 72 bytes, as an endpoint's; ``role`` says what the
+    process does, in up to 64 bytes.
+    """
     @staticmethod
-    def join(name: str, role: str = "", *, domain: _DomainLike | None = None) -> Member: ...
+    def join(name: str, role: str = "", *, domain: _DomainLike | None = None) -> Member:
+        """Joins the domain under a name.
+
+        Raises ``NameTakenError``, ``InvalidNameError``, ``ArgumentError``, ``ForeignFileError``,
+        ``DomainError``.
+        """
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name that it joined under."""
     @property
-    def role(self) -> str: ...
+    def role(self) -> str:
+        """The role that it states."""
     @property
-    def generation(self) -> bytes: ...
+    def generation(self) -> bytes:
+        """This incarnation, as ``MemberInfo.generation`` shows it."""
     @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
+    def closed(self) -> bool:
+        """Whether it has left."""
+    def close(self) -> None:
+        """Leaves. Closing twice is no error."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class MemberInfo:
+    """A member, as ``Members`` shows it."""
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name that it joined under."""
     @property
-    def role(self) -> str: ...
+    def role(self) -> str:
+        """The role that it states; empty until it has answered."""
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """Its process id as the kernel reports it; 0 if this PID namespace does not have it."""
     @property
-    def uid(self) -> int: ...
+    def uid(self) -> int:
+        """Its user id."""
     @property
-    def state(self) -> _PeerState: ...
+    def state(self) -> _PeerState:
+        """``"alive"``, ``"stalled"``, ``"suspect"``; in a change also ``"leaving"`` and ``"dead"``."""
     @property
-    def silent_for(self) -> float: ...
+    def silent_for(self) -> float:
+        """Seconds since its last heartbeat."""
     @property
-    def since_ns(self) -> int: ...
+    def since_ns(self) -> int:
+        """When it joined, in nanoseconds of ``time.monotonic_ns()``. Untrusted: the member states it."""
     @property
-    def generation(self) -> bytes: ...
+    def generation(self) -> bytes:
+        """Its incarnation: every join under the name has another one."""
     @property
-    def endpoints(self) -> list[str]: ...
+    def endpoints(self) -> list[str]:
+        """The endpoints that its process holds in the domain; for a dead member, those that were left
+        and removed.
+        """
 
 @final
 class Change:
+    """A change of a member."""
     @property
-    def what(self) -> _What: ...
+    def what(self) -> _What:
+        """``"joined"``, ``"stalled"``, ``"recovered"``, ``"left"`` or ``"died"``."""
     @property
-    def member(self) -> MemberInfo: ...
+    def member(self) -> MemberInfo:
+        """The member."""
 
 @final
 class Members:
+    """The members of a domain, followed until this is closed: ``for change in Members.watch():``,
+    ``async for``, or with callbacks.
+
+    A watch is no member, and invisible to members.
+    """
     @staticmethod
     def watch(
         domain: _DomainLike | None = None, *, on: Callable[[Change], object] | None = None, clean: bool = True
-    ) -> Members: ...
-    def list(self) -> _list: ...
-    def changes(self, timeout: float | None = 10.0) -> Change | None: ...
-    def changes_async(self, timeout: float | None = 10.0) -> Coroutine[Any, Any, Change | None]: ...
-    def on_death_of(self, name: str, cleanup: Callable[[MemberInfo], object]) -> None: ...
+    ) -> Members:
+        """Begins to watch, and waits until all present members have answered. ``on`` is called with
+        each ``Change``, in order, on a thread of its own; without it ``changes`` or iteration gives
+        the changes. Present members come first, as ``"joined"``. ``clean``: remove the endpoints
+        that dead members leave in the domain.
+
+        Raises ``DomainError``, ``SystemCallError``.
+        """
+    def list(self) -> _list:
+        """All present members, sorted by name, with the endpoints of each one's process.
+
+        Raises ``SystemCallError``, ``ClosedError``.
+        """
+    def changes(self, timeout: float | None = 10.0) -> Change | None:
+        """The next change, waited for at most ``timeout`` seconds (None: no limit); None if there was
+        none.
+
+        Raises ``ArgumentError`` if this watch has a callback, which gets the changes;
+        ``ClosedError``.
+        """
+    def changes_async(self, timeout: float | None = 10.0) -> Coroutine[Any, Any, Change | None]:
+        """Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it
+        loses no change.
+
+        Raises as ``changes``.
+        """
+    def on_death_of(self, name: str, cleanup: Callable[[MemberInfo], object]) -> None:
+        """Calls ``cleanup`` once with the ``MemberInfo`` of a member of this name when it has died
+        (not when it leaves): the present member, or the next that dies.
+
+        Raises ``InvalidNameError``, ``ArgumentError`` beyond 4096 at a time, ``ClosedError``.
+        """
     @property
-    def merged(self) -> int: ...
+    def merged(self) -> int:
+        """How many changes were dropped because more than 4096 were pending.
+
+        Raises ``ClosedError``.
+        """
     @property
-    def overlooked(self) -> int: ...
-    def fileno(self) -> int: ...
+    def overlooked(self) -> int:
+        """How many members' names could not be followed at the last scan of the directory.
+
+        Raises ``ClosedError``.
+        """
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``changes`` has a change. Only poll it.
+
+        Raises ``ClosedError``.
+        """
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether it has been closed."""
     def __iter__(self) -> Self: ...
     def __next__(self) -> Change: ...
     def __aiter__(self) -> Self: ...
     def __anext__(self) -> Coroutine[Any, Any, Change]: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the watch. Closing twice is no error."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @disjoint_base
 class View(_Tensor):
+    """A tensor in held memory, as ``view(shape, dtype)`` gives it. ``Memory``, ``SharedMemory``,
+    ``Buffer``, ``LentBuffer`` and ``LegacyMemory`` are views of their bytes.
+
+    It is an array of any framework: ``torch()``, ``cupy()``, ``jax()``, ``numpy()`` (a copy of GPU
+    memory), or any consumer of DLPack or ``__cuda_array_interface__``; ``copy_from(tensor)`` copies
+    any tensor in. The memory stays while this object, a view, or an array of them lives, and is
+    released after the work that the streams of those arrays have been given by then. Its users
+    order their writes, with a ``Timeline`` for example.
+    """
     @property
-    def read_only(self) -> bool: ...
-    def view(self, shape: _Shape, dtype: Any, offset: int = 0) -> View: ...
-    def copy_from(self, tensor: Any, *, stream: _StreamLike | None = None) -> None: ...
-    def write(self, data: bytes, offset: int = 0, *, stream: _StreamLike | None = None) -> None: ...
-    def used_on(self, *, stream: _StreamLike) -> None: ...
-    def wait(self, timeout: float | None = 10.0) -> None: ...
-    def release(self, *, stream: _StreamLike | None = None) -> None: ...
-    def jax(self, *, copy: bool | None = None) -> Any: ...
-    def tobytes(self) -> bytes: ...
+    def read_only(self) -> bool:
+        """Whether it is read only."""
+    def view(self, shape: _Shape, dtype: Any, offset: int = 0) -> View:
+        """The same memory as a tensor of this shape and element type, row-major, from byte ``offset``
+        on.
+
+        Raises ``RangeError``, ``LayoutError``, ``DTypeError``, ``ReleasedError``.
+        """
+    def copy_from(self, tensor: Any, *, stream: _StreamLike | None = None) -> None:
+        """Copies a tensor of the same shape and element type in, on ``stream``, by default the current
+        stream of the tensor's framework. The tensor may be changed in that stream's order; a host
+        tensor at once. A copy from the host without a stream is complete when this returns. A
+        tensor that overlaps this memory is read before the memory is written; a GPU allocates as
+        much memory again for that, for a moment.
+
+        Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``,
+        ``ArgumentError`` for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError``
+        if the work before it takes over 10 s; the copy is still done then.
+        """
+    def write(self, data: bytes, offset: int = 0, *, stream: _StreamLike | None = None) -> None:
+        """Copies host bytes to byte ``offset`` (``cuMemcpyHtoDAsync``), in the order of ``stream``;
+        they may be changed at once. Without a stream the copy is complete when this returns.
+
+        Raises ``RangeError``, ``ArgumentError`` for read-only memory, ``ReleasedError``,
+        ``DriverError``, ``TimeoutError`` if the work before it takes over 10 s; the copy is still
+        done then.
+        """
+    def used_on(self, *, stream: _StreamLike) -> None:
+        """Records work on this memory on ``stream``, beside that of arrays: the memory is not released
+        before the work is done. Call it before the work is enqueued.
+
+        Raises ``ArgumentError`` for a stream of another device, ``ReleasedError``.
+        """
+    def wait(self, timeout: float | None = 10.0) -> None:
+        """Waits on the CPU until the streams that were given work on this memory are past it, at most
+        ``timeout`` seconds (None: no limit).
+
+        Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
+        """
+    def release(self, *, stream: _StreamLike | None = None) -> None:
+        """Gives up this object's part of the memory, which is released when no view or array of it is
+        left. With ``stream``, not before the work enqueued there so far is done. Releasing twice is
+        no error.
+
+        Raises ``ArgumentError`` for a stream of another device.
+        """
+    def jax(self, *, copy: bool | None = None) -> Any:
+        """A JAX array: in place on the host, a copy on a GPU unless ``copy`` is False, as
+        ``Sample.jax``.
+
+        Raises ``ReleasedError``, ``ImportError``.
+        """
+    def tobytes(self) -> bytes:
+        """The elements as bytes in row-major order, copied, once the streams that were given work on
+        them are past it.
+
+        Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
+        """
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Memory(View):
+    """An allocation that can be given to other processes (``cuMemCreate`` with an exportable handle; a
+    sealed memfd on the host). Zeroed at first.
+
+    ``Memory.allocate(nbytes)`` makes one. It is a ``View`` of its bytes: ``memory.view(shape,
+    dtype)`` is a tensor of it. ``publish(name)`` gives a ticket for other processes;
+    ``export_fd()`` the bare descriptor, to be sent over a socket of the program's own. The memory
+    lives as long as any process has it open, even after its maker's death.
+    """
     @staticmethod
-    def allocate(nbytes: int, *, device: _DeviceLike | None = None) -> Memory: ...
+    def allocate(nbytes: int, *, device: _DeviceLike | None = None) -> Memory:
+        """Allocates ``nbytes`` bytes, rounded up to the device's unit (2 MiB on CUDA as a rule, a page
+        on the host).
+
+        Raises ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes, ``DeviceError``.
+        """
     def publish(
         self,
         name: str,
@@ -752,99 +1751,223 @@ class Memory(View):
         writable: bool = False,
         allow_uids: Sequence[int] = ...,
         allow_gids: Sequence[int] = ...,
-    ) -> Published: ...
-    def export_fd(self) -> int: ...
+    ) -> Published:
+        """Publishes it under a name, for this user and those of ``allow_uids`` and ``allow_gids``;
+        other processes may write it only if ``writable``.
+
+        Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``,
+        ``ReleasedError``.
+        """
+    def export_fd(self) -> int:
+        """A descriptor of it, close-on-exec; the caller closes it. A process that gets it can map all
+        of the memory, for reading and writing.
+
+        Raises ``DescriptorLimitError``, ``ReleasedError``, ``DriverError``.
+        """
     @property
-    def info(self) -> MemoryInfo: ...
+    def info(self) -> MemoryInfo:
+        """The size and device of the memory, to be sent with the descriptor.
+
+        Raises ``ReleasedError``.
+        """
 
 @final
 class Published:
+    """Memory under a name, as ``Memory.publish`` gives it. Closing or dropping it releases the name:
+    no further process can open the memory, and processes that have it open keep it.
+    """
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name."""
     @property
-    def memory(self) -> Memory: ...
-    def ticket(self, offset: int = 0, nbytes: int | None = None) -> Ticket: ...
+    def memory(self) -> Memory:
+        """The memory, with one more reference.
+
+        Raises ``ClosedError``.
+        """
+    def ticket(self, offset: int = 0, nbytes: int | None = None) -> Ticket:
+        """A text that names ``nbytes`` bytes (None: up to the end) from byte ``offset`` on.
+
+        Raises ``RangeError``, ``ClosedError``.
+        """
     @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
+    def closed(self) -> bool:
+        """Whether it is closed."""
+    def close(self) -> None:
+        """Releases the name. Closing twice is no error."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class SharedMemory(View):
+    """Another process's memory, or a range of it, mapped here, as ``Ticket.open`` gives it. It stays
+    valid when its owner closes it or dies.
+    """
     @staticmethod
     def import_fd(
         fd: int, info: MemoryInfo, *, device: _DeviceLike | None = None, writable: bool = False
-    ) -> SharedMemory: ...
-    def range(self, offset: int, nbytes: int | None = None) -> SharedMemory: ...
+    ) -> SharedMemory:
+        """Maps memory by a descriptor that was received over the program's own socket, and its
+        ``Memory.info``. The descriptor may be closed afterwards. Its kind and size are checked.
+
+        Raises ``NotDeviceMemoryError``, ``PeerAccessError``, ``RangeError``, ``ArgumentError``,
+        ``DeviceError``.
+        """
+    def range(self, offset: int, nbytes: int | None = None) -> SharedMemory:
+        """Part of it; the part keeps all of it mapped.
+
+        Raises ``RangeError``, ``ReleasedError``.
+        """
     @property
-    def owner(self) -> str: ...
+    def owner(self) -> str:
+        """The device that the memory is on: its ``Device.uuid``.
+
+        Raises ``ReleasedError``.
+        """
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name that it was published under.
+
+        Raises ``ReleasedError``.
+        """
 
 @final
 class Ticket:
+    """Names memory of a process on this machine: a text that can be sent through a file, a pipe, an
+    environment variable, or pickled. It is no secret and grants no access: the owner checks each
+    process that opens it.
+
+    ``Ticket(text)`` raises ``TicketError`` if the text is no ticket. ``Ticket.to(name)`` names the
+    memory that is or will be published under a name.
+    """
     def __new__(cls, ticket: Ticket | str) -> Self: ...
     @staticmethod
-    def to(name: str, *, domain: _DomainLike | None = None) -> Ticket: ...
+    def to(name: str, *, domain: _DomainLike | None = None) -> Ticket:
+        """A ticket for the memory published under ``name``, now or later.
+
+        Raises ``InvalidNameError``, ``DomainError``.
+        """
     @staticmethod
-    def read_file(path: str | os.PathLike[str], *, wait: float | None = 0.0) -> Ticket: ...
-    def write_file(self, path: str | os.PathLike[str]) -> None: ...
+    def read_file(path: str | os.PathLike[str], *, wait: float | None = 0.0) -> Ticket:
+        """Reads a ticket from a file, waiting up to ``wait`` seconds (None: no limit) until the file
+        exists.
+
+        Raises ``SystemCallError``, ``TimeoutError``, ``TicketError``.
+        """
+    def write_file(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a file, whole or not at all (``rename(2)``).
+
+        Raises ``SystemCallError``.
+        """
     @property
-    def domain(self) -> pathlib.Path: ...
+    def domain(self) -> pathlib.Path:
+        """The domain's directory."""
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The endpoint's name."""
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """The kind of the endpoint: ``"memory"`` or ``"pool"``."""
     @property
-    def device(self) -> str | None: ...
+    def device(self) -> str | None:
+        """The device that the memory is on (its ``Device.uuid``), or None if unknown."""
     @property
-    def nbytes(self) -> int | None: ...
-    def open(self, *, device: _DeviceLike | None = None, wait: float | None = 0.0) -> SharedMemory: ...
+    def nbytes(self) -> int | None:
+        """Its length, or None if unknown."""
+    def open(self, *, device: _DeviceLike | None = None, wait: float | None = 0.0) -> SharedMemory:
+        """Fetches the memory from its owner and maps it, waiting up to ``wait`` seconds (None: no
+        limit) for an owner that has not published yet. A pool's ticket is for ``LentBuffer.open``.
+
+        Raises ``NotFoundError``, ``TicketExpiredError``, ``TicketError``, ``OtherKindError``,
+        ``AccessDeniedError``, ``RangeError``, ``PeerAccessError``, ``DeviceError``.
+        """
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[type[Ticket], tuple[str]]: ...
 
 @final
 class MemoryInfo:
+    """The description that an import of a memory descriptor needs: sent with it, pickled for example."""
     def __new__(cls, nbytes: int, mapped_nbytes: int, device: str) -> Self: ...
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """The bytes that were requested."""
     @property
-    def mapped_nbytes(self) -> int: ...
+    def mapped_nbytes(self) -> int:
+        """The whole allocation, as the driver maps it."""
     @property
-    def device(self) -> str: ...
+    def device(self) -> str:
+        """The device that it lies on: its ``Device.uuid``."""
     def __eq__(self, other: object, /) -> bool: ...
     def __reduce__(self) -> tuple[type[MemoryInfo], tuple[int, int, str]]: ...
 
 @final
 class LegacyHandle:
+    """``cuIpcGetMemHandle``: names a tensor in memory of ``cudaMalloc``, for example PyTorch's, for
+    another process of the same machine and user. It is sent as text (``str(handle)``), as bytes, or
+    pickled.
+
+    Use a channel's ``send`` where the memory may be chosen: a handle orders no work, dies with its
+    exporter, and opens the *whole* allocation for reading and writing.
+    ``LegacyHandle(text_or_bytes)`` raises ``LegacyHandleError`` if the argument is no handle.
+    """
     def __new__(cls, handle: LegacyHandle | str | bytes) -> Self: ...
     @staticmethod
-    def export(tensor: Any, *, device: _DeviceLike | None = None) -> LegacyHandle: ...
-    def open(self, *, device: _DeviceLike | None = None) -> LegacyMemory: ...
+    def export(tensor: Any, *, device: _DeviceLike | None = None) -> LegacyHandle:
+        """A handle for the memory of a tensor without gaps (anything with ``__dlpack__`` or an array
+        interface). The tensor must stay alive as long as another process uses it, and writes to it
+        must be agreed with the reader.
+
+        Raises ``NotExportableError`` for memory that is not of ``cudaMalloc`` (host, pinned,
+        managed, pooled, PyTorch's ``expandable_segments``), ``WrongDeviceError``, ``LayoutError``,
+        ``DriverError``.
+        """
+    def open(self, *, device: _DeviceLike | None = None) -> LegacyMemory:
+        """``cuIpcOpenMemHandle``: maps the memory here. An allocation that is open already, or that
+        this process exported, has the same address again.
+
+        Raises ``PeerGoneError``, ``LegacyHandleError``, ``PeerAccessError``, ``DeviceError``.
+        """
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """The range's length in bytes."""
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """The offset of the range in its allocation, in bytes."""
     @property
-    def allocation_nbytes(self) -> int: ...
+    def allocation_nbytes(self) -> int:
+        """The length of the allocation. A process that opens the handle can access all of it."""
     @property
-    def device(self) -> str: ...
+    def device(self) -> str:
+        """The device that owns the memory: its ``Device.uuid``."""
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """The exporter's process id, in its own PID namespace."""
     @property
-    def raw(self) -> bytes: ...
-    def to_bytes(self) -> bytes: ...
+    def raw(self) -> bytes:
+        """The ``CUipcMemHandle`` itself, of the allocation's base."""
+    def to_bytes(self) -> bytes:
+        """The handle as bytes, of variable length."""
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[type[LegacyHandle], tuple[str]]: ...
 
 @final
-class LegacyMemory(View): ...
+class LegacyMemory(View):
+    """An open range of another process's memory, as ``LegacyHandle.open`` gives it: a ``View`` of its
+    bytes. It stays mapped until the last one of its allocation, and every array of it, is dropped,
+    and their streams are past their work.
+    """
 
 @final
 class Pool:
+    """Memory that is lent in blocks, to this process and to others.
+
+    ``Pool.create(name)`` makes one, of at most ``memory_limit`` bytes of device memory, allocated
+    as needed; ``reserve`` bytes at once. Peers open blocks by ticket (``Buffer.lend``,
+    ``LentBuffer.open``), or allocate themselves (``PoolClient``). A block is reused when its owner
+    and all its borrowers have released it and their streams are past it.
+    """
     @staticmethod
     def create(
         name: str,
@@ -856,72 +1979,151 @@ class Pool:
         peers_max: int = 256,
         allow_uids: Sequence[int] = ...,
         allow_gids: Sequence[int] = ...,
-    ) -> Pool: ...
+    ) -> Pool:
+        """Makes a pool and takes its name.
+
+        Raises ``InvalidNameError``, ``NameTakenError``, ``DomainError``, ``MemoryLimitError``,
+        ``DeviceError``.
+        """
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name."""
     @property
-    def device(self) -> Device: ...
-    def allocate(self, nbytes: int, timeout: float | None = 0.0) -> Buffer: ...
+    def device(self) -> Device:
+        """Its device."""
+    def allocate(self, nbytes: int, timeout: float | None = 0.0) -> Buffer:
+        """A free block of ``nbytes`` bytes, waiting up to ``timeout`` seconds (None: no limit) for
+        releases.
+
+        Raises ``MemoryLimitError``, ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes,
+        ``ClosedError``, ``DriverError``.
+        """
     @property
-    def stats(self) -> PoolStats: ...
+    def stats(self) -> PoolStats:
+        """The present state.
+
+        Raises ``ClosedError``.
+        """
     @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
+    def closed(self) -> bool:
+        """Whether the pool is closed."""
+    def close(self) -> None:
+        """Releases the name; held blocks stay valid until they are released. Closing twice is no
+        error.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class PoolStats:
+    """The state of a pool. A block that both the owner and a peer hold counts in both."""
     @property
-    def regions(self) -> int: ...
+    def regions(self) -> int:
+        """Regions allocated on the device."""
     @property
-    def total_nbytes(self) -> int: ...
+    def total_nbytes(self) -> int:
+        """Their bytes."""
     @property
-    def limit_nbytes(self) -> int: ...
+    def limit_nbytes(self) -> int:
+        """The limit of their bytes."""
     @property
-    def in_use_nbytes(self) -> int: ...
+    def in_use_nbytes(self) -> int:
+        """Bytes in the owner's blocks."""
     @property
-    def lent_nbytes(self) -> int: ...
+    def lent_nbytes(self) -> int:
+        """Bytes in blocks that peers hold."""
     @property
-    def waiting_nbytes(self) -> int: ...
+    def waiting_nbytes(self) -> int:
+        """Bytes in released blocks that a stream is not past yet."""
     @property
-    def high_water_nbytes(self) -> int: ...
+    def high_water_nbytes(self) -> int:
+        """The most bytes that were not free at once."""
     @property
-    def allocations(self) -> int: ...
+    def allocations(self) -> int:
+        """Blocks handed out so far."""
     @property
-    def waits(self) -> int: ...
+    def waits(self) -> int:
+        """How many of them had to wait for others."""
     @property
-    def peers(self) -> int: ...
+    def peers(self) -> int:
+        """Peers that are connected, or still hold a block."""
 
 @final
 class Buffer(View):
-    def lend(self, *, writable: bool = False) -> Ticket: ...
+    """A block of a pool of this process: a ``View`` of its bytes. Once it is released or dropped, the
+    pool reuses it when the streams of its arrays are past it, and all borrowing peers have released
+    it, too.
+    """
+    def lend(self, *, writable: bool = False) -> Ticket:
+        """A ticket with which peers may open this block (``LentBuffer.open``), for writing only if
+        ``writable``. The ticket is valid until the block is released here; peers that have opened
+        it by then keep it.
+
+        Raises ``PeerGoneError`` when the pool is closed, ``ReleasedError``.
+        """
 
 @final
 class PoolClient:
+    """A connection to a pool of another process: ``PoolClient.open(name)``."""
     @staticmethod
     def open(
         name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None, wait: float | None = 0.0
-    ) -> PoolClient: ...
+    ) -> PoolClient:
+        """Connects to the pool of this name, waiting up to ``wait`` seconds (None: no limit) until it
+        exists.
+
+        Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
+        ``InvalidNameError``.
+        """
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The pool's name."""
     @property
-    def owner_pid(self) -> int: ...
+    def owner_pid(self) -> int:
+        """The owner's process id.
+
+        Raises ``ClosedError``.
+        """
     @property
-    def is_owner_gone(self) -> bool: ...
-    def allocate(self, nbytes: int, timeout: float | None = 0.0) -> LentBuffer: ...
+    def is_owner_gone(self) -> bool:
+        """Whether the owner has closed the pool, or has died. Its blocks stay valid.
+
+        Raises ``ClosedError``.
+        """
+    def allocate(self, nbytes: int, timeout: float | None = 0.0) -> LentBuffer:
+        """A block of ``nbytes`` bytes of the owner's memory, for reading and writing, waiting up to
+        ``timeout`` seconds (None: no limit) for releases.
+
+        Raises ``MemoryLimitError``, ``PeerGoneError``, ``RefusedError``, ``ArgumentError``,
+        ``ClosedError``, ``DeviceError``.
+        """
     @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
+    def closed(self) -> bool:
+        """Whether the connection is closed."""
+    def close(self) -> None:
+        """Closes the connection; blocks stay valid. Closing twice is no error."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class LentBuffer(View):
+    """A block of another process's pool: a ``View`` of its bytes. Once it is released or dropped, the
+    owner reuses it when the streams of its arrays are past it. It stays valid when its owner closes
+    the pool, or dies.
+    """
     @staticmethod
-    def open(ticket: Ticket | str, *, device: _DeviceLike | None = None) -> LentBuffer: ...
-    @property
-    def name(self) -> str: ...
+    def open(ticket: Ticket | str, *, device: _DeviceLike | None = None) -> LentBuffer:
+        """Opens the block of a ticket of ``Buffer.lend``.
 
-def _allocate_plain(nbytes: int, device: _DeviceLike) -> View: ...
+        Raises ``TicketExpiredError``, ``TicketError``, ``OtherKindError``, ``AccessDeniedError``,
+        ``RefusedError``, ``PeerGoneError``, ``TimeoutError``, ``DeviceError``.
+        """
+    @property
+    def name(self) -> str:
+        """The pool's name."""
+
+def _allocate_plain(nbytes: int, device: _DeviceLike) -> View:
+    """Memory of ``nbytes`` bytes as another allocator makes it (``cuMemAlloc``), which no descriptor
+    names.
+    """
 

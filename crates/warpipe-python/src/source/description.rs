@@ -1,5 +1,6 @@
 //! Shape, strides and address of a tensor, as DLPack or an array interface states them.
 
+use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyIndexError, PyOverflowError, PyTypeError, PyUnicodeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -57,6 +58,22 @@ impl ArrayDescription {
             tensor.strides.clone(),
             tensor.address,
         )
+    }
+
+    /// Reads a buffer (PEP 3118).
+    pub(super) fn of_buffer(buffer: &PyUntypedBuffer) -> PyResult<ArrayDescription> {
+        if buffer.suboffsets().is_some() {
+            return Err(Fault::layout("its rows are pointers; copy it first").into());
+        }
+        let dtype = dtype::from_buffer_format(buffer.format(), buffer.item_size())?;
+        let shape: Vec<u64> = buffer.shape().iter().map(|&length| length as u64).collect();
+        let bytes: Vec<i64> = buffer.strides().iter().map(|&step| step as i64).collect();
+        let address = buffer.buf_ptr().expose_provenance() as u64;
+        if address == 0 && !shape.contains(&0) {
+            return Err(Fault::layout("its data is null").into());
+        }
+        let strides = whole_elements(&bytes, &shape, dtype)?;
+        Ok(ArrayDescription::new(dtype, shape, strides, address))
     }
 
     /// Reads `__array_interface__` or `__cuda_array_interface__`, versions 2 and 3.
@@ -200,8 +217,11 @@ fn array_description<T>(key: &str, value: &Bound<'_, PyAny>, read: PyResult<T>) 
 }
 
 fn in_elements(strides: &Bound<'_, PyAny>, shape: &[u64], dtype: DType) -> PyResult<Vec<i64>> {
+    whole_elements(&strides.extract::<Vec<i64>>()?, shape, dtype)
+}
+
+fn whole_elements(bytes: &[i64], shape: &[u64], dtype: DType) -> PyResult<Vec<i64>> {
     let width = dtype.bytes() as i64;
-    let bytes: Vec<i64> = strides.extract()?;
     // A stride along a length of 0 or 1 has no meaning.
     let is_stepped = |(stride, &length): (&i64, &u64)| stride % width != 0 && length > 1;
     let whole = shape.contains(&0) || !bytes.iter().zip(shape).any(is_stepped);
