@@ -16,12 +16,15 @@
 //! shows that they were cut or changed on their way; it proves nothing about their author, so each
 //! kind checks what its payload says.
 
+use std::path::PathBuf;
+
 use data_encoding::HEXLOWER;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::backend::IpcBytes;
-use crate::error::HandleFault;
+use crate::error::{Error, HandleFault, Result};
+use crate::ipc::domain::Domain;
 
 /// Counts changes of the form and of any kind's payload.
 pub(crate) const VERSION: u16 = 2;
@@ -36,6 +39,18 @@ pub(crate) const BYTES_MAX: usize = 5 << 10;
 
 /// The longest text, with room for white space around it.
 pub(crate) const TEXT_BYTES_MAX: usize = 2 * BYTES_MAX + 64;
+
+/// The domain's path as a handle names it: its reader may run in another directory, and a text can
+/// hold UTF-8 alone.
+pub(crate) fn absolute_path(domain: &Domain) -> Result<String> {
+    let path = domain.path();
+    let path = std::path::absolute(path)
+        .map_err(|e| Error::os("getcwd", format!("the domain {}", path.display()), e))?;
+    path.into_os_string().into_string().map_err(|path| {
+        let shown = PathBuf::from(path);
+        Error::argument("domain", shown.display(), "a path in UTF-8")
+    })
+}
 
 /// What the form names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! Tickets: a text that names memory, for any process that may open it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -75,21 +75,7 @@ impl Ticket {
         wanted: Wanted,
         device: Option<DeviceId>,
     ) -> Result<Ticket> {
-        let path = std::path::absolute(domain.path()).map_err(|e| {
-            Error::os(
-                "getcwd",
-                format!("the domain {}", domain.path().display()),
-                e,
-            )
-        })?;
-        // A text can hold no other.
-        let path = path.into_os_string().into_string().map_err(|path| {
-            Error::argument(
-                "domain",
-                PathBuf::from(path).display(),
-                "a path in UTF-8, to be named by a ticket",
-            )
-        })?;
+        let path = handle::absolute_path(domain)?;
         let (host, owner, name) = (
             ProcessOrigin::here()?.host,
             domain.owner(),

@@ -44,7 +44,7 @@ use crate::device::Device;
 use crate::error::{Error, EventHandleFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::Domain;
-use crate::ipc::handle::DriverHandle;
+use crate::ipc::handle::{DriverHandle, absolute_path};
 use crate::options::{EndpointOptions, option_setters};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedGuard, TimedLock};
@@ -87,38 +87,45 @@ impl EventBuilder {
     /// device or the system.
     pub fn build(self) -> Result<Event> {
         let (domain, device) = (self.shared.domain()?, self.shared.device());
-        let raw = device.backend().create_ipc_event()?;
-        match EventExporter::of(&domain, &device)
-            .and_then(|exporter| Ok((exporter.take()?, exporter)))
-        {
-            Ok((new_event, exporter)) => {
-                let NewEvent {
-                    index,
-                    serial,
-                    event_words,
-                    signaler,
-                } = new_event;
-                let inner = Arc::new(EventInner {
-                    device: device.clone(),
-                    raw: Some(raw),
-                    index,
-                    serial,
-                    event_words,
-                    lane: OnceLock::from((0, signaler)),
-                    recording: TimedLock::default(),
-                    role: EventRole::Exporter(exporter.clone()),
-                });
-                exporter.set_live(index, &inner);
-                Ok(Event {
-                    inner: LeakOnFork::new(inner),
-                })
-            }
-            Err(error) => {
-                // SAFETY: created above, and no other code has seen it.
-                let _ = unsafe { device.backend().destroy_event(raw) };
-                Err(error)
-            }
-        }
+        let raw = OwnedRawEvent {
+            raw: device.backend().create_ipc_event()?,
+            device: device.clone(),
+        };
+        let exporter = EventExporter::of(&domain, &device)?;
+        let NewEvent {
+            index,
+            serial,
+            event_words,
+            signaler,
+        } = exporter.take()?;
+        let inner = Arc::new(EventInner {
+            device,
+            raw: Some(raw),
+            index,
+            serial,
+            event_words,
+            lane: OnceLock::from((0, signaler)),
+            recording: TimedLock::default(),
+            role: EventRole::Exporter(exporter.clone()),
+        });
+        exporter.set_live(index, &inner);
+        Ok(Event {
+            inner: LeakOnFork::new(inner),
+        })
+    }
+}
+
+/// A driver's event that this process has created or opened.
+struct OwnedRawEvent {
+    raw: RawEvent,
+    device: Device,
+}
+
+impl Drop for OwnedRawEvent {
+    fn drop(&mut self) {
+        // SAFETY: created or opened by its owner and destroyed only here; the device keeps the
+        // recordings.
+        let _ = unsafe { self.device.backend().destroy_event(self.raw) };
     }
 }
 
@@ -152,7 +159,7 @@ pub struct Event {
 struct EventInner {
     device: Device,
     /// CUDA's own event, for callers outside this library; this library waits for the lane.
-    raw: Option<RawEvent>,
+    raw: Option<OwnedRawEvent>,
     index: u32,
     serial: u64,
     event_words: EventWords,
@@ -193,29 +200,15 @@ impl Event {
         } = &**self.inner.get()?;
         let body = match role {
             EventRole::Exporter(exporter) => {
-                // The importer may run in another directory.
-                let domain = std::path::absolute(exporter.domain.path()).map_err(|e| {
-                    Error::os(
-                        "getcwd",
-                        format!("the domain {}", exporter.domain.path().display()),
-                        e,
-                    )
-                })?;
-                if domain.to_str().is_none() {
-                    return Err(Error::argument(
-                        "domain",
-                        domain.display(),
-                        "a path in UTF-8",
-                    ));
-                }
                 // SAFETY: created by `create_ipc_event`, and live as long as self.
                 let ipc = raw
-                    .map(|raw| unsafe { device.backend().export_event(raw) })
+                    .as_ref()
+                    .map(|owned| unsafe { device.backend().export_event(owned.raw) })
                     .transpose()?;
                 let (endpoint, device) = (exporter.name.to_string(), device.info().id);
                 let (generation, ipc) = (exporter.generation, ipc.map(DriverHandle));
                 HandleBody {
-                    domain,
+                    domain: absolute_path(&exporter.domain)?.into(),
                     endpoint,
                     generation,
                     index: *index,
@@ -290,28 +283,24 @@ impl Event {
                 .owner_gone_within(MAKER_DEATH_WAIT)
                 .unwrap_or(error)
         })?;
-        match importer.open(body.index, body.serial) {
-            Ok(opened) => {
-                let inner = EventInner {
-                    device: device.clone(),
-                    raw,
-                    index: body.index,
-                    serial: body.serial,
-                    event_words: opened.event_words,
-                    lane: OnceLock::new(),
-                    recording: TimedLock::default(),
-                    role: EventRole::Importer(importer, opened.open_id),
-                };
-                Ok(Event {
-                    inner: LeakOnFork::new(Arc::new(inner)),
-                })
-            }
-            Err(error) => {
-                // SAFETY: opened above, and no other code has seen it.
-                raw.map(|raw| unsafe { device.backend().destroy_event(raw) });
-                Err(error)
-            }
-        }
+        let raw = raw.map(|raw| OwnedRawEvent {
+            raw,
+            device: device.clone(),
+        });
+        let opened = importer.open(body.index, body.serial)?;
+        let inner = EventInner {
+            device: device.clone(),
+            raw,
+            index: body.index,
+            serial: body.serial,
+            event_words: opened.event_words,
+            lane: OnceLock::new(),
+            recording: TimedLock::default(),
+            role: EventRole::Importer(importer, opened.open_id),
+        };
+        Ok(Event {
+            inner: LeakOnFork::new(Arc::new(inner)),
+        })
     }
 
     /// CUDA's own event (`CUevent`), for calls that take one. The exporter's recordings record it,
@@ -319,7 +308,7 @@ impl Event {
     /// that was never recorded, or whose exporter died. `None` for an event that was opened without
     /// its 64 bytes.
     pub fn raw(&self) -> Option<RawEvent> {
-        self.inner.raw
+        self.inner.raw.as_ref().map(|owned| owned.raw)
     }
 
     /// The device with which the event was created or opened.
@@ -408,9 +397,9 @@ impl Event {
         // An importer does not touch CUDA's own event. CUDA does not specify the behaviour of an
         // event that a dead process recorded last, or that its exporter has destroyed, and a stream
         // stuck in it could not be released.
-        if let (Some(raw), EventRole::Exporter(_)) = (inner.raw, &inner.role) {
+        if let (Some(owned), EventRole::Exporter(_)) = (&inner.raw, &inner.role) {
             // SAFETY: both handles are live.
-            unsafe { stream.backend().record_event(raw, stream.raw())? };
+            unsafe { stream.backend().record_event(owned.raw, stream.raw())? };
         }
         let count = signaler.raise(stream, inner.streams(), |last| Ok(last + 1))?;
         let (recording, now_ns) = (Recording { lane: *lane, count }, now_ns());
@@ -564,18 +553,14 @@ impl EventInner {
 
     /// The lane of this handle's recordings, requested once.
     fn lane_in(&self, _turn: &TimedGuard<'_>) -> Result<&(usize, Arc<Signaler>)> {
-        if let Some(lane) = self.lane.get() {
-            return Ok(lane);
-        }
-        let lane = self.request_lane()?;
-        Ok(self.lane.get_or_init(|| lane))
-    }
-
-    fn request_lane(&self) -> Result<(usize, Arc<Signaler>)> {
-        match &self.role {
-            EventRole::Importer(importer, _) => importer.lane(self.index, self.serial),
+        match (self.lane.get(), &self.role) {
+            (Some(lane), _) => Ok(lane),
+            (None, EventRole::Importer(importer, _)) => {
+                let lane = importer.lane(self.index, self.serial)?;
+                Ok(self.lane.get_or_init(|| lane))
+            }
             // An exporter has its own lane from the beginning.
-            EventRole::Exporter(_) => Err(Error::EventNotRecorded {
+            (None, EventRole::Exporter(_)) => Err(Error::EventNotRecorded {
                 event: self.index.to_string(),
             }),
         }
@@ -593,11 +578,7 @@ impl fmt::Debug for Event {
 
 impl Drop for EventInner {
     fn drop(&mut self) {
-        if let Some(raw) = self.raw {
-            // SAFETY: created or opened by this handle and destroyed only here; the device keeps
-            // the recordings.
-            let _ = unsafe { self.device.backend().destroy_event(raw) };
-        }
+        drop(self.raw.take());
         let lane = self.lane.take();
         match &self.role {
             EventRole::Exporter(exporter) => exporter.release(self.index),
