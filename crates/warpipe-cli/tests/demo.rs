@@ -4,7 +4,8 @@ mod support;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use support::{Running, World, device, ends};
+use support::{PATIENCE, Running, World, device};
+use warpipe_testkit::{pidfd, wait_readable};
 
 /// The demo, with its temporary domain inside the world.
 fn demo(world: &World, arguments: &[&str]) -> Running {
@@ -384,7 +385,9 @@ fn a_killed_demo_leaves_no_process_and_no_file_behind() {
     assert!(!is_cleared(&world), "it had files");
     running.signal(Signal::KILL);
     for process in &started {
-        assert!(ends(pid(process)), "{process} goes on without its parent");
+        // Without the process there is no descriptor of it.
+        let ended = pidfd(pid(process)).map_or(Ok(true), |fd| wait_readable(fd, PATIENCE));
+        assert!(ended.unwrap(), "{process} goes on without its parent");
     }
     // The cleaner was one of them, and the last.
     assert!(is_cleared(&world), "the domain is left");

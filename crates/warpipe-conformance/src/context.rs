@@ -12,13 +12,13 @@ use warpipe::{
     Client, ClientBuilder, Device, Domain, Event, Publisher, PublisherBuilder, Queue, QueueBuilder,
     Server, ServerBuilder, Stream, Subscriber, SubscriberBuilder, Worker, WorkerBuilder,
 };
+use warpipe_testkit::{Rng, eventually, pick};
 
 use crate::PATIENCE;
 use crate::guard::Guard;
 use crate::payload::{ErrorCounters, Payload};
 use crate::peer::{ORPHAN, Order, Peer};
 use crate::process;
-use crate::rng::Rng;
 
 /// The backend that is tried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -158,7 +158,7 @@ impl Context {
         std::fs::remove_dir_all(folder).context("removing the warm-up's domain")?;
         let is_idle = || self.device.backend().bytes_held() == 0 && !crate::guard::has_streams();
         anyhow::ensure!(
-            process::eventually(PATIENCE, is_idle),
+            eventually(PATIENCE, is_idle),
             "the warm-up's memory did not come back"
         );
         Ok(())
@@ -249,13 +249,13 @@ impl Context {
     /// It does not start.
     pub fn mortal(&self, rng: &mut Rng) -> Result<Peer> {
         let mut peer = self.peer()?;
-        if rng.once_in(3) {
-            let (latest, longest) = (*rng.pick(&[1, 3_000, 30_000]), *rng.pick(&[1, 20, 200]));
-            let (in_us, after_ms) = (rng.below(latest), rng.below(longest));
+        if rng.u64(..3) == 0 {
+            let (latest, longest) = (*pick(rng, &[1, 3_000, 30_000]), *pick(rng, &[1, 20, 200]));
+            let (in_us, after_ms) = (rng.u64(..latest), rng.u64(..longest));
             peer.ask(&Order::Orphan {
                 in_us,
                 after_ms,
-                unseen: rng.once_in(2),
+                unseen: rng.bool(),
             })?;
         }
         Ok(peer)
@@ -272,7 +272,7 @@ impl Context {
         };
         let group = rustix::process::getpgrp();
         let none = || !process::group_members(group).iter().any(is_orphan);
-        anyhow::ensure!(process::eventually(PATIENCE, none), "an orphan lives on");
+        anyhow::ensure!(eventually(PATIENCE, none), "an orphan lives on");
         Ok(())
     }
 
@@ -310,7 +310,7 @@ impl Context {
 
     /// Chance, decided by the run's seed.
     pub fn rng(&self) -> Rng {
-        Rng::new(self.settings.seed)
+        Rng::with_seed(self.settings.seed)
     }
 
     /// `short` rounds, or in the long mode as many as the backend bears.
@@ -333,7 +333,7 @@ impl Context {
     /// than any wait inside the library, or longer, at random.
     pub fn wait(&self, rng: &mut Rng) -> Duration {
         let long = self.settings.patience.map_or(PATIENCE, Duration::from_secs);
-        if rng.once_in(2) {
+        if rng.bool() {
             Duration::from_millis(20)
         } else {
             long

@@ -10,8 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{Device, DeviceKind, Domain, Publisher};
-
-use crate::process::eventually;
+use warpipe_testkit::eventually;
 
 /// How long leftovers may take to go.
 const SETTLE: Duration = Duration::from_secs(10);

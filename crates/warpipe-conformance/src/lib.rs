@@ -29,7 +29,6 @@ pub mod payload;
 pub mod peer;
 pub mod process;
 pub mod report;
-pub mod rng;
 pub mod runner;
 pub mod shared;
 pub mod words;

@@ -1,16 +1,16 @@
 //! Gives each case a process and a process group of its own, a folder, and a time limit.
 
 use std::fs::{DirBuilder, File};
-use std::io::ErrorKind;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use rustix::process::Signal;
+use warpipe_testkit::{ChildProcess, temporary_folder, this_program, wait_readable};
 
 use crate::cases::{Case, Skip};
 use crate::context::{Context, Settings};
@@ -22,7 +22,7 @@ use crate::report::{CaseResult, Line, Outcome, Report};
 /// # Errors
 /// No folder can be made. A failed case is no error.
 pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
-    let home = RunFolder::new()?;
+    let home = temporary_folder().context("a folder for the run")?;
     let device = settings
         .backend
         .open(0)
@@ -45,7 +45,8 @@ pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
     );
     for (index, case) in cases.iter().enumerate() {
         let start = Instant::now();
-        let folder = home.folder(index)?;
+        let folder = home.path().join(index.to_string());
+        make_private(&folder)?;
         let result = attempt(settings, case, &folder)
             .unwrap_or_else(|error| CaseResult::failed(format!("{error:#}")));
         let line = Line {
@@ -104,7 +105,7 @@ fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<CaseResult
     }
     let words = File::create(words_of(folder))?;
     let result = folder.join("result");
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = this_program();
     command
         .arg("--case")
         .arg(case.name)
@@ -137,7 +138,7 @@ fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<CaseResult
         .stdout(words.try_clone()?)
         .stderr(words)
         .process_group(0);
-    let mut child = command.spawn().context("starting a case")?;
+    let mut child = ChildProcess::start(&mut command).context("starting a case")?;
     let limit = if settings.long {
         case.limit_long
     } else {
@@ -148,13 +149,15 @@ fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<CaseResult
     let limit = settings
         .kills
         .map_or(limit, |kills| limit.max(KILL_LIMIT * (kills + 60)));
-    let status = wait(&mut child, limit)?;
-    let strays = end_group(&mut child)?;
-    let Some(status) = status else {
+    // Until it is reaped, no other process can have its group's number.
+    let has_ended = wait_readable(child.pidfd()?, limit)?;
+    let strays = end_group(&child);
+    let status = child.wait(limit)?;
+    if !has_ended {
         return Ok(CaseResult::failed(format!(
             "it did not end within {limit:?}"
         )));
-    };
+    }
     let result = match std::fs::read(&result) {
         Ok(bytes) if status.success() => {
             serde_json::from_slice(&bytes).context("a case's result")?
@@ -169,25 +172,13 @@ fn attempt(settings: &Settings, case: &Case, folder: &Path) -> Result<CaseResult
     Ok(result)
 }
 
-/// Waits for the case; `None` when its time is up.
-fn wait(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
-    let pidfd = process::pidfd(process::pid(child.id())?)?;
-    if process::wait_readable(&pidfd, limit) {
-        Ok(Some(child.wait()?))
-    } else {
-        Ok(None)
-    }
-}
-
 /// Kills whatever is left of the case's process group. Returns how many processes that were, beside
 /// the case.
-fn end_group(child: &mut Child) -> Result<usize> {
-    let leader = process::pid(child.id())?;
-    let strays = process::group_members(leader).len();
+fn end_group(child: &ChildProcess) -> usize {
+    let strays = process::group_members(child.pid()).len();
     // No such group any more is the usual answer.
-    let _ = rustix::process::kill_process_group(leader, Signal::KILL);
-    child.wait()?;
-    Ok(strays)
+    let _ = rustix::process::kill_process_group(child.pid(), Signal::KILL);
+    strays
 }
 
 fn explain(status: ExitStatus) -> String {
@@ -260,48 +251,6 @@ fn guarded(case: &Case, context: &Context) -> Result<()> {
     // A killed publisher's socket and lock stay until a process cleans the domain.
     context.domain.clean()?;
     guard.settles()
-}
-
-/// Names tried for a run's folder.
-const NAMES_MAX: u32 = 100;
-
-/// The run's folder, removed at its end.
-struct RunFolder(PathBuf);
-
-impl RunFolder {
-    fn new() -> Result<RunFolder> {
-        // A killed run leaves its folder, and process numbers come again.
-        for attempt in 0..NAMES_MAX {
-            let path = std::env::temp_dir().join(format!(
-                "warpipe-conformance-{}-{attempt}",
-                std::process::id()
-            ));
-            match DirBuilder::new().mode(0o700).create(&path) {
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-                made => {
-                    return made
-                        .map(|()| RunFolder(path.clone()))
-                        .with_context(|| format!("making {}", path.display()));
-                }
-            }
-        }
-        bail!(
-            "{NAMES_MAX} folders of killed runs are left in {}; remove them",
-            std::env::temp_dir().display()
-        )
-    }
-
-    fn folder(&self, index: usize) -> Result<PathBuf> {
-        let folder = self.0.join(index.to_string());
-        make_private(&folder)?;
-        Ok(folder)
-    }
-}
-
-impl Drop for RunFolder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 fn make_private(path: &Path) -> Result<()> {

@@ -217,24 +217,10 @@ pub(crate) unsafe fn dense(launch: KernelLaunch<'_>) {
 
 #[cfg(test)]
 mod tests {
+    use fastrand::Rng;
+
     use super::*;
     use crate::{ALL, checksum_of, pattern};
-
-    /// A small generator of test cases (xorshift64*), so that each run tries the same ones.
-    struct Cases(u64);
-
-    impl Cases {
-        fn next(&mut self) -> u64 {
-            self.0 ^= self.0 >> 12;
-            self.0 ^= self.0 << 25;
-            self.0 ^= self.0 >> 27;
-            self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-        }
-
-        fn below(&mut self, limit: usize) -> usize {
-            (self.next() % limit as u64) as usize
-        }
-    }
 
     fn run(name: &str, args: &[u64]) {
         let kernel = ALL
@@ -286,9 +272,9 @@ mod tests {
 
     #[test]
     fn fill_writes_the_pattern_and_nothing_beyond_its_count() {
-        let mut cases = Cases(1);
+        let mut cases = Rng::with_seed(1);
         for _ in 0..50 {
-            let (count, seed) = (cases.below(3000), cases.next());
+            let (count, seed) = (cases.usize(..3000), cases.u64(..));
             let mut words = vec![0u64; count + 2];
             run("fill", &[address(&mut words[1..]), count as u64, seed]);
             assert_eq!((words[0], words[count + 1]), (0, 0));
@@ -298,16 +284,16 @@ mod tests {
 
     #[test]
     fn check_counts_exactly_the_damaged_words() {
-        let mut cases = Cases(2);
+        let mut cases = Rng::with_seed(2);
         for _ in 0..50 {
-            let (count, seed) = (1 + cases.below(3000), cases.next());
+            let (count, seed) = (1 + cases.usize(..3000), cases.u64(..));
             let mut words = filled(count, seed);
             assert_eq!(errors_in(&mut words, seed), 0);
             let damaged: std::collections::BTreeSet<usize> =
-                (0..10).map(|_| cases.below(count)).collect();
+                (0..10).map(|_| cases.usize(..count)).collect();
             damaged
                 .iter()
-                .for_each(|&index| words[index] ^= 1 << cases.below(64));
+                .for_each(|&index| words[index] ^= 1 << cases.usize(..64));
             assert_eq!(errors_in(&mut words, seed), damaged.len() as u64);
         }
     }
@@ -332,9 +318,11 @@ mod tests {
 
     #[test]
     fn the_checksum_host_version_agrees_with_the_pure_function_and_sees_damage() {
-        let mut cases = Cases(3);
+        let mut cases = Rng::with_seed(3);
         for _ in 0..50 {
-            let mut words: Vec<u64> = (0..2 + cases.below(2000)).map(|_| cases.next()).collect();
+            let mut words: Vec<u64> = (0..2 + cases.usize(..2000))
+                .map(|_| cases.u64(..))
+                .collect();
             let whole = sum_of(&mut words);
             assert_eq!(whole, checksum_of(&words));
             let last = words.len() - 1;
@@ -345,9 +333,9 @@ mod tests {
 
     #[test]
     fn scale_add_and_square_root_round_once_also_in_place() {
-        let mut cases = Cases(4);
+        let mut cases = Rng::with_seed(4);
         let input: Vec<f32> = (0..1000)
-            .map(|_| f32::from_bits(cases.next() as u32 & 0x7f00_ffff))
+            .map(|_| f32::from_bits(cases.u64(..) as u32 & 0x7f00_ffff))
             .collect();
         let (mut values, mut out) = (input.clone(), vec![0f32; 1000]);
         let factor = 0.3f32;

@@ -2,8 +2,9 @@
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::process::Output;
+
+use warpipe_testkit::{TempDir, temporary_folder, this_program};
 
 /// Names the case to the child.
 pub const CASE: &str = "FAKE_CUDA_CASE";
@@ -13,18 +14,14 @@ const LIBRARY: &str = "libcuda.so.1";
 
 /// A folder with the fake driver under the driver's name, and the environment of a child.
 pub struct FakeDriver {
-    folder: PathBuf,
+    folder: TempDir,
     environment: Vec<(&'static str, String)>,
 }
 
 impl FakeDriver {
     pub fn new() -> FakeDriver {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let folder =
-            std::env::temp_dir().join(format!("warpipe-fake-cuda-{}-{count}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        std::fs::copy(built_library(), folder.join(LIBRARY)).unwrap();
+        let folder = temporary_folder().unwrap();
+        std::fs::copy(built_library(), folder.path().join(LIBRARY)).unwrap();
         FakeDriver {
             folder,
             environment: Vec::new(),
@@ -38,7 +35,7 @@ impl FakeDriver {
 
     /// Removes a function's name from the library, so that a lookup does not find it.
     pub fn without(self, function: &str) -> FakeDriver {
-        let path = self.folder.join(LIBRARY);
+        let path = self.folder.path().join(LIBRARY);
         let mut bytes = std::fs::read(&path).unwrap();
         let name: Vec<u8> = [&[0], function.as_bytes(), &[0]].concat();
         let places: Vec<usize> = bytes
@@ -58,7 +55,7 @@ impl FakeDriver {
     /// Puts a file that is no library under both of the driver's names.
     pub fn broken(self) -> FakeDriver {
         for name in [LIBRARY, "libcuda.so"] {
-            std::fs::write(self.folder.join(name), "this is no library").unwrap();
+            std::fs::write(self.folder.path().join(name), "this is no library").unwrap();
         }
         self
     }
@@ -103,20 +100,14 @@ impl FakeDriver {
     }
 
     fn start(&self, case: &str) -> Output {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        let mut command = this_program();
         command.args(CHILD);
         command
             .env_remove("CUDA_VISIBLE_DEVICES")
-            .env("LD_LIBRARY_PATH", &self.folder)
+            .env("LD_LIBRARY_PATH", self.folder.path())
             .env(CASE, case);
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.output().unwrap()
-    }
-}
-
-impl Drop for FakeDriver {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.folder);
     }
 }
 

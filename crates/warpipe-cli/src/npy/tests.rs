@@ -1,28 +1,14 @@
 //! Accepted and refused `.npy` files; no file makes the reader panic.
 
+use fastrand::Rng;
 use warpipe::{DType, Layout};
 
 use super::*;
 
-/// SplitMix64: enough to vary files, the same in every run.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound as u64) as usize
-    }
-
-    fn bytes(&mut self, count: usize) -> Vec<u8> {
-        (0..count).map(|_| self.next() as u8).collect()
-    }
+fn bytes(random: &mut Rng, count: usize) -> Vec<u8> {
+    std::iter::repeat_with(|| random.u8(..))
+        .take(count)
+        .collect()
 }
 
 fn read(file: impl AsRef<[u8]>, void_as: Option<DType>) -> Result<(Layout, Vec<u8>), Fault> {
@@ -54,7 +40,7 @@ fn header_text(descr: &str, shape: &str) -> String {
 
 #[test]
 fn every_dtype_comes_back_bit_exact_in_every_order() {
-    let mut random = Random(1);
+    let mut random = Rng::with_seed(1);
     for &dtype in DType::ALL {
         for shape in [
             &[][..],
@@ -69,7 +55,7 @@ fn every_dtype_comes_back_bit_exact_in_every_order() {
         ] {
             for fortran_order in [false, true] {
                 let layout = layout(dtype, shape, fortran_order).unwrap();
-                let slot = random.bytes(layout.bytes() as usize);
+                let slot = bytes(&mut random, layout.bytes() as usize);
                 let file = written(&layout, &slot);
                 let (found, data) = read(&file, Some(dtype)).unwrap();
                 assert_eq!(
@@ -286,16 +272,16 @@ fn every_truncation_of_a_file_is_refused() {
 
 #[test]
 fn no_damage_makes_the_reader_panic_or_take_more_than_the_file_has() {
-    let mut random = Random(2);
+    let mut random = Rng::with_seed(2);
     for round in 0..20_000 {
-        let dtype = DType::ALL[random.below(DType::ALL.len())];
-        let shape: Vec<u64> = (0..random.below(5))
-            .map(|_| random.below(4) as u64)
+        let dtype = DType::ALL[random.usize(..DType::ALL.len())];
+        let shape: Vec<u64> = (0..random.usize(..5))
+            .map(|_| random.usize(..4) as u64)
             .collect();
         let layout = layout(dtype, &shape, round % 2 == 0).unwrap();
-        let slot = random.bytes(layout.bytes() as usize);
+        let slot = bytes(&mut random, layout.bytes() as usize);
         let mut file = written(&layout, &slot);
-        for _ in 0..=random.below(4) {
+        for _ in 0..=random.usize(..4) {
             damage(&mut file, &mut random);
         }
         if let Ok((layout, data)) = read(&file, Some(dtype)) {
@@ -306,18 +292,18 @@ fn no_damage_makes_the_reader_panic_or_take_more_than_the_file_has() {
 }
 
 /// One flipped bit, replaced byte, cut, or doubled stretch, mostly in the header.
-fn damage(file: &mut Vec<u8>, random: &mut Random) {
+fn damage(file: &mut Vec<u8>, random: &mut Rng) {
     if file.is_empty() {
         return;
     }
-    let at = random.below(file.len().min(80));
-    match random.below(5) {
-        0 => file[at] ^= 1 << random.below(8),
-        1 => file[at] = b"(){}[],:'\"-0123456789LTFVOcfiu<>=|\\\x00\xff"[random.below(37)],
-        2 => file.truncate(random.below(file.len())),
+    let at = random.usize(..file.len().min(80));
+    match random.usize(..5) {
+        0 => file[at] ^= 1 << random.usize(..8),
+        1 => file[at] = b"(){}[],:'\"-0123456789LTFVOcfiu<>=|\\\x00\xff"[random.usize(..37)],
+        2 => file.truncate(random.usize(..file.len())),
         3 => drop(file.remove(at)),
         _ => {
-            let stretch = file[at..(at + random.below(12)).min(file.len())].to_vec();
+            let stretch = file[at..(at + random.usize(..12)).min(file.len())].to_vec();
             file.splice(at..at, stretch);
         }
     }

@@ -3,13 +3,12 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::{ChildStderr, ChildStdout, Command, Output, Stdio};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use rustix::process::Signal;
 use serde_json::Value;
-use tempfile::TempDir;
+use warpipe_testkit::{ChildProcess, TempDir, temporary_folder};
 
 /// Far beyond what any step takes: only a hang reaches it.
 pub const PATIENCE: Duration = Duration::from_secs(300);
@@ -27,7 +26,7 @@ pub struct World {
 impl World {
     pub fn new() -> World {
         World {
-            directory: tempfile::tempdir().unwrap(),
+            directory: temporary_folder().unwrap(),
         }
     }
 
@@ -97,23 +96,21 @@ impl Ended {
 
 /// A command that runs; killed if the test ends first.
 pub struct Running {
-    child: Child,
+    child: ChildProcess,
     out: BufReader<ChildStdout>,
+    err: ChildStderr,
     said: String,
 }
 
 impl Running {
     pub fn start(mut command: Command) -> Running {
-        let mut child = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let out = BufReader::new(child.stdout.take().unwrap());
+        command.stdin(Stdio::null());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = ChildProcess::start(&mut command).unwrap();
         Running {
+            out: BufReader::new(child.take_stdout().unwrap()),
+            err: child.take_stderr().unwrap(),
             child,
-            out,
             said: String::new(),
         }
     }
@@ -137,46 +134,21 @@ impl Running {
     }
 
     pub fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
+        self.child.signal(signal).unwrap();
     }
 
     /// Waits for its end. Its output must fit the pipes while it runs.
     pub fn end(mut self) -> Ended {
-        assert!(ends(Pid::from_child(&self.child)), "it hangs");
-        let mut out = std::mem::take(&mut self.said);
-        self.out.read_to_string(&mut out).unwrap();
+        let status = self.child.wait(PATIENCE).unwrap();
         let mut err = String::new();
-        self.child
-            .stderr
-            .take()
-            .unwrap()
-            .read_to_string(&mut err)
-            .unwrap();
+        self.out.read_to_string(&mut self.said).unwrap();
+        self.err.read_to_string(&mut err).unwrap();
         Ended {
-            code: self.child.wait().unwrap().code(),
-            out,
+            code: status.code(),
+            out: self.said,
             err,
         }
     }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// Whether a process ends before patience does.
-pub fn ends(pid: Pid) -> bool {
-    let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else {
-        return true;
-    };
-    let limit = Timespec {
-        tv_sec: PATIENCE.as_secs() as _,
-        tv_nsec: 0,
-    };
-    poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)).unwrap() == 1
 }
 
 /// The files of a directory, sorted by name.

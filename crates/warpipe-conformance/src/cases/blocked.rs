@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::{PeerState, PoolClient, Semaphore, Timeline};
+use warpipe_testkit::eventually;
 
 use super::Case;
 use crate::PATIENCE;
@@ -18,7 +19,6 @@ use crate::peer::{
     Batch, FOREIGN_SEED, FOREIGN_WORDS, HungOrder, Order, Peer, PublisherPlan, SemaphoreOrder,
     SignalOrder, WAITING,
 };
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(

@@ -17,13 +17,13 @@ use warpipe::{
     DType, Device, Error, Layout, PeerState, Policy, Publisher, RawStream, Sample, Stream,
     Subscriber,
 };
+use warpipe_testkit::eventually;
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::{Backend, Context};
 use crate::payload::Payload;
 use crate::peer::{Batch, Order, Peer, PublisherPlan};
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(

@@ -11,6 +11,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
     Access, Error, Event, Layout, LentBuffer, Memory, Pool, Semaphore, Stream, Timeline,
 };
+use warpipe_testkit::eventually;
 
 use super::Case;
 use crate::PATIENCE;
@@ -18,7 +19,6 @@ use crate::context::Context;
 use crate::device_words::{check, fill, wrong_words};
 use crate::graph::{Graphs, Mode};
 use crate::payload::{ErrorCounters, Payload};
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(

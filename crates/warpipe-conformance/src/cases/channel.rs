@@ -8,13 +8,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use rustix::event::epoll;
 use warpipe::backend::testing::{Failing, Wrapped};
 use warpipe::{Device, Error};
+use warpipe_testkit::{eventually, wait_readable};
 
 use super::{Case, all_whole, skip};
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
 use crate::peer::{Answer, Batch, Order, PublisherPlan};
-use crate::process::wait_readable;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -287,16 +287,16 @@ fn pollable(context: &Context) -> Result<()> {
     while subscriber.try_receive(&stream)?.is_some() {}
     for round in 0..20 {
         ensure!(
-            !wait_readable(&subscriber, Duration::ZERO),
+            !wait_readable(&subscriber, Duration::ZERO)?,
             "readable without a sample, in round {round}"
         );
         peer.send(&Order::Send(Batch::of(2, WORDS, round)))?;
         let mut received = 0;
         while received < 2 {
             let woken = if round % 2 == 0 {
-                wait_readable(&subscriber, PATIENCE)
+                wait_readable(&subscriber, PATIENCE)?
             } else {
-                wait_readable(&set, PATIENCE)
+                wait_readable(&set, PATIENCE)?
             };
             ensure!(woken, "no wake-up for a sample in round {round}");
             while let Some(sample) = subscriber.try_receive(&stream)? {
@@ -311,7 +311,7 @@ fn pollable(context: &Context) -> Result<()> {
         peer.answer()??;
     }
     peer.kill()?;
-    ensure!(wait_readable(&set, PATIENCE), "no wake-up for the end");
+    ensure!(wait_readable(&set, PATIENCE)?, "no wake-up for the end");
     let gone = || {
         matches!(
             subscriber.try_receive(&stream),
@@ -321,10 +321,7 @@ fn pollable(context: &Context) -> Result<()> {
             })
         )
     };
-    ensure!(
-        crate::process::eventually(PATIENCE, gone),
-        "the end is reported"
-    );
+    ensure!(eventually(PATIENCE, gone), "the end is reported");
     Ok(())
 }
 
@@ -470,10 +467,7 @@ fn timeouts(context: &Context) -> Result<()> {
         received = subscriber.try_receive(&stream).transpose();
         received.is_some()
     };
-    ensure!(
-        crate::process::eventually(PATIENCE, came),
-        "what was sent comes"
-    );
+    ensure!(eventually(PATIENCE, came), "what was sent comes");
     let sample = received.context("it came")??;
     ensure!(context.error_counters()?.finish(sample)? == 0, "whole");
     Ok(())

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, Layout, PeerState, Sample, Subscriber};
+use warpipe_testkit::eventually;
 
 use super::{Case, all_whole};
 use crate::PATIENCE;
@@ -11,7 +12,6 @@ use crate::context::Context;
 use crate::guard::PublisherGuard;
 use crate::payload::Payload;
 use crate::peer::{Batch, Order, PolicyPlan, PublisherPlan, SubscriberPlan};
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -385,7 +385,7 @@ fn killed_in_the_handshake(context: &Context) -> Result<()> {
         let mut victim = context.peer()?;
         victim.ask(&Order::ConnectOnly("attach".into()))?;
         victim.send(&Order::Subscribe(SubscriberPlan::of("attach")))?;
-        std::thread::park_timeout(Duration::from_micros(rng.below(1500)));
+        std::thread::park_timeout(Duration::from_micros(rng.u64(..1500)));
         victim.kill()?;
     }
     let mut witness = context.peer()?;
@@ -412,7 +412,7 @@ fn publisher_killed_in_the_handshake(context: &Context) -> Result<()> {
         }
         let built = std::thread::scope(|scope| {
             let subscriber = scope.spawn(|| context.subscriber("attach").build());
-            std::thread::park_timeout(Duration::from_micros(rng.below(3000)));
+            std::thread::park_timeout(Duration::from_micros(rng.u64(..3000)));
             publisher.strike()?;
             publisher.ended()?;
             subscriber.join().map_err(|_| anyhow::anyhow!("a panic"))

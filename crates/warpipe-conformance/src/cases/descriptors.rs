@@ -19,13 +19,13 @@ use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType,
 };
 use warpipe::{Access, Error, Memory, MemoryInfo, Sample, Stream, Timeline};
+use warpipe_testkit::eventually;
 
 use super::{Case, skip};
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
 use crate::peer::{Batch, Order, Peer, PublisherPlan, SignalOrder};
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(

@@ -8,13 +8,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use warpipe::backend::testing::{Counting, Delaying, Hook, Wrapped};
 use warpipe::{Device, Error, Event, EventHandle, Pool, PoolClient};
+use warpipe_testkit::eventually;
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::ErrorCounters;
 use crate::peer::{Answer, Order, Peer, SignalOrder};
-use crate::process::eventually;
 use crate::shared::Shared;
 
 pub(super) const CASES: &[Case] = &[
@@ -418,7 +418,7 @@ fn killed_anywhere(context: &Context) -> Result<()> {
         }
         let mut recordings = vec![event.wait(&stream)?];
         witness.signals(SignalOrder::WaitEvent)?;
-        std::thread::park_timeout(Duration::from_micros(rng.below(12_000)));
+        std::thread::park_timeout(Duration::from_micros(rng.u64(..12_000)));
         recordings.push(event.wait(&stream)?);
         peer.strike()?;
         for _ in 0..20 {

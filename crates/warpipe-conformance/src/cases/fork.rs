@@ -7,13 +7,14 @@ use warpipe::{
     Error, Event, EventHandle, Layout, Publisher, Sample, SampleMut, Semaphore, Stream, Subscriber,
     Timeline,
 };
+use warpipe_testkit::{eventually, pidfd, wait_readable};
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
 use crate::peer::{Batch, Order, PublisherPlan, SemaphoreOrder, SignalOrder};
-use crate::process::{pid, pidfd, wait_readable};
+use crate::process::pid;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -60,7 +61,7 @@ pub(super) fn in_a_child(work: impl FnOnce() -> u8) -> Result<u8> {
         }
         child => {
             let child = pid(child as u32)?;
-            let ended = wait_readable(pidfd(child)?, PATIENCE);
+            let ended = wait_readable(pidfd(child)?, PATIENCE)?;
             if !ended {
                 crate::process::signal(child, rustix::process::Signal::KILL)?;
             }
@@ -250,7 +251,7 @@ impl Drop for Orphan {
     fn drop(&mut self) {
         let fd = pidfd(self.0);
         let _ = crate::process::signal(self.0, rustix::process::Signal::KILL);
-        let _ = fd.map(|fd| wait_readable(fd, PATIENCE));
+        let _ = fd.and_then(|fd| wait_readable(fd, PATIENCE));
     }
 }
 
@@ -306,7 +307,7 @@ fn slots_despite_a_child(context: &Context) -> Result<()> {
         Payload::of(slot / 8, seed).send(&publisher, &stream)?;
     }
     ensure!(
-        crate::process::eventually(PATIENCE, || publisher.subscribers().is_empty()),
+        eventually(PATIENCE, || publisher.subscribers().is_empty()),
         "the dead one is forgotten"
     );
     ensure!(orphan.is_alive(), "the forked child lives");

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{DType, Error, Layout, Memory};
+use warpipe_testkit::{Rng, pick};
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::device_words::fill;
-use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -36,12 +36,12 @@ const DTYPES: [DType; 5] = [DType::U8, DType::F16, DType::F32, DType::C64, DType
 /// driver's own copy.
 fn shape(rng: &mut Rng) -> Vec<u64> {
     let mut left = 4096;
-    let mut shape: Vec<u64> = (0..rng.below(9))
+    let mut shape: Vec<u64> = (0..rng.u64(..9))
         .map(|_| {
-            let length = if rng.once_in(40) {
+            let length = if rng.u64(..40) == 0 {
                 0
             } else {
-                *rng.pick(&[1, 1, 2, 3, 4, 7, 16])
+                *pick(rng, &[1, 1, 2, 3, 4, 7, 16])
             };
             if length > left {
                 return 1;
@@ -50,11 +50,8 @@ fn shape(rng: &mut Rng) -> Vec<u64> {
             length
         })
         .collect();
-    if let Some(last) = shape
-        .last_mut()
-        .filter(|&&mut last| last > 0 && rng.once_in(2))
-    {
-        *last = (*last).max(rng.between(1, left.max(1)).min(1500));
+    if let Some(last) = shape.last_mut().filter(|&&mut last| last > 0 && rng.bool()) {
+        *last = (*last).max(rng.u64(1..=left.max(1)).min(1500));
     }
     shape
 }
@@ -63,33 +60,33 @@ fn shape(rng: &mut Rng) -> Vec<u64> {
 /// repeated.
 fn layout(rng: &mut Rng, dtype: DType, shape: &[u64], may_repeat: bool) -> Result<Layout> {
     let mut order: Vec<usize> = (0..shape.len()).rev().collect();
-    if rng.once_in(2) {
-        (1..order.len()).for_each(|at| order.swap(at, rng.below(at as u64 + 1) as usize));
+    if rng.bool() {
+        (1..order.len()).for_each(|at| order.swap(at, rng.u64(..at as u64 + 1) as usize));
     }
     let (mut strides, mut step, mut first) = (vec![0i64; shape.len()], 1i64, 0i64);
-    let gaps = rng.once_in(2);
+    let gaps = rng.bool();
     for &axis in &order {
         let length = shape[axis].max(1) as i64;
         if length == 1 {
-            strides[axis] = rng.between(0, 10) as i64 - 5;
+            strides[axis] = rng.u64(0..=10) as i64 - 5;
             continue;
         }
-        if may_repeat && rng.once_in(6) {
+        if may_repeat && rng.u64(..6) == 0 {
             continue;
         }
-        if gaps && rng.once_in(2) {
-            step += rng.between(0, 3) as i64 * if rng.once_in(2) { 1 } else { 64 };
+        if gaps && rng.bool() {
+            step += rng.u64(0..=3) as i64 * if rng.bool() { 1 } else { 64 };
         }
-        strides[axis] = if rng.once_in(4) { -step } else { step };
+        strides[axis] = if rng.u64(..4) == 0 { -step } else { step };
         first += (length - 1) * if strides[axis] < 0 { step } else { 0 };
         step *= length;
     }
-    let beginning = (first + rng.below(3) as i64) as u64 * dtype.bytes();
+    let beginning = (first + rng.u64(..3) as i64) as u64 * dtype.bytes();
     Ok(Layout::strided(dtype, shape, &strides, beginning)?)
 }
 
 fn any_layouts(context: &Context) -> Result<()> {
-    let mut rng = Rng::new(context.settings.seed);
+    let mut rng = Rng::with_seed(context.settings.seed);
     let stream = context.stream()?;
     let (from, to) = (
         Memory::allocate(&context.device, ROOM)?,
@@ -97,16 +94,16 @@ fn any_layouts(context: &Context) -> Result<()> {
     );
     let (mut before, mut copied) = (vec![0u8; ROOM as usize], 0u64);
     for round in 0..if context.settings.long { 20_000 } else { 400 } {
-        let (dtype, shape) = (*rng.pick(&DTYPES), shape(&mut rng));
+        let (dtype, shape) = (*pick(&mut rng, &DTYPES), shape(&mut rng));
         let source = layout(&mut rng, dtype, &shape, true)?;
-        let into = match rng.once_in(2) {
+        let into = match rng.bool() {
             true => Layout::contiguous(dtype, &shape)?,
             false => layout(&mut rng, dtype, &shape, false)?,
         };
         if source.bytes().max(into.bytes()) > ROOM {
             continue;
         }
-        let bytes: Vec<u8> = (0..source.bytes()).map(|_| rng.any() as u8).collect();
+        let bytes: Vec<u8> = (0..source.bytes()).map(|_| rng.u64(..) as u8).collect();
         from.write(&stream, 0, &bytes)?;
         let mut due = before[..into.bytes() as usize].to_vec();
         let width = dtype.bytes() as usize;

@@ -12,13 +12,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use warpipe::backend::testing::{Counting, Wrapped};
 use warpipe::{Access, Device, Error, Expiry, Kind, Memory, MemoryInfo, SharedMemory, Ticket};
+use warpipe_testkit::{eventually, wait_readable};
 
 use super::{Case, skip};
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::device_words::{fill, wrong_words};
 use crate::peer::{HolderOrder, Order, Peer};
-use crate::process::{eventually, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -200,7 +200,7 @@ fn over_a_socket(context: &Context) -> Result<()> {
     peer.send(&Order::Hold(HolderOrder::Send {
         path: path.display().to_string(),
     }))?;
-    ensure!(wait_readable(&listener, PATIENCE), "the peer connects");
+    ensure!(wait_readable(&listener, PATIENCE)?, "the peer connects");
     let (fd, info) = receive(&listener.accept()?.0)?;
     peer.answer()??;
     std::fs::remove_file(&path)?;
@@ -211,7 +211,7 @@ fn over_a_socket(context: &Context) -> Result<()> {
 }
 
 fn receive(socket: &std::os::unix::net::UnixStream) -> Result<(OwnedFd, MemoryInfo)> {
-    ensure!(wait_readable(socket, PATIENCE), "the peer sends");
+    ensure!(wait_readable(socket, PATIENCE)?, "the peer sends");
     let mut bytes = [0u8; 1024];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -447,7 +447,7 @@ fn killed_importers(context: &Context) -> Result<()> {
             wait_ms: 0,
         }))?;
         victim.send(&Order::Hold(HolderOrder::Close { number: 0 }))?;
-        std::thread::park_timeout(Duration::from_micros(rng.below(2_000)));
+        std::thread::park_timeout(Duration::from_micros(rng.u64(..2_000)));
         victim.kill()?;
     }
     guard.settles()?;

@@ -56,7 +56,7 @@ fn every_type_and_layout(context: &Context) -> Result<()> {
         let layouts = layouts(dtype)?;
         let mut due = Vec::new();
         for layout in &layouts {
-            let bytes: Vec<u8> = (0..layout.bytes()).map(|_| rng.any() as u8).collect();
+            let bytes: Vec<u8> = (0..layout.bytes()).map(|_| rng.u64(..) as u8).collect();
             let mut sample = publisher.loan(layout)?;
             sample.write(&stream, &bytes)?;
             sample.send(&stream)?;

@@ -6,6 +6,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::IPC_EVENTS_MAX;
 use warpipe::backend::testing::{Counting, Failing, Wrapped};
 use warpipe::{Device, Error, LegacyFault, LegacyHandle, PointerKind};
+use warpipe_testkit::eventually;
 
 use super::Case;
 use crate::PATIENCE;
@@ -135,7 +136,7 @@ fn opened_once(context: &Context) -> Result<()> {
             counting.hook().calls().get("close_legacy").copied(),
         )
     };
-    let is_closed = crate::process::eventually(PATIENCE, || calls() == (Some(1), Some(1)));
+    let is_closed = eventually(PATIENCE, || calls() == (Some(1), Some(1)));
     ensure!(is_closed, "opened and closed {:?} times", calls());
     peer.dismiss()
 }
@@ -175,7 +176,7 @@ fn killed_exporter(context: &Context) -> Result<()> {
         // Another thread closes the memory if the share above was not the last.
         let is_gone = || matches!(handle.open(&context.device), Err(Error::PeerGone { .. }));
         ensure!(
-            crate::process::eventually(PATIENCE, is_gone),
+            eventually(PATIENCE, is_gone),
             "{:?}",
             handle.open(&context.device)
         );
@@ -299,7 +300,7 @@ fn wrong_handles(context: &Context) -> Result<()> {
     let mut rng = context.rng();
     for round in 0..20 {
         let invented: [u8; 64] =
-            std::array::from_fn(|_| if round == 0 { 0 } else { rng.below(256) as u8 });
+            std::array::from_fn(|_| if round == 0 { 0 } else { rng.u64(..256) as u8 });
         match backend.open_legacy(&invented, handle.allocation_bytes(), handle.device()) {
             Err(Error::LegacyHandle {
                 fault: LegacyFault::Refused(_),
@@ -341,7 +342,7 @@ fn used_by_stream(context: &Context) -> Result<()> {
         std::thread::yield_now();
     }
     ensure!(
-        crate::process::eventually(PATIENCE, is_closed),
+        eventually(PATIENCE, is_closed),
         "it is closed when the stream is done"
     );
     device_malloc::check(

@@ -7,12 +7,12 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use warpipe::{Change, Error, Member, MemberInfo, Members, PeerState};
+use warpipe_testkit::{eventually, pidfd, wait_readable};
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::peer::{Order, Peer, PublisherPlan};
-use crate::process::{eventually, pidfd, wait_readable};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -203,12 +203,12 @@ fn killed(context: &Context) -> Result<()> {
         let mut peer = member(context, "mortal")?;
         peer.publish(PublisherPlan::of("its/frames"))?;
         expect_end(&members, "joined", "mortal")?;
-        let proof = pidfd(peer.pid()?)?;
+        let proof = pidfd(peer.pid())?;
         peer.strike()?;
         let reported = expect_end(&members, "died", "mortal")?;
         // Its lifeline ends with its last file, a moment before the process is to be reaped.
         ensure!(
-            wait_readable(&proof, PATIENCE),
+            wait_readable(&proof, PATIENCE)?,
             "it is reported dead while it lives"
         );
         ensure!(
@@ -363,7 +363,7 @@ fn taken_and_free(context: &Context) -> Result<()> {
     // While the watch clears up after each, its successor is there already.
     for _ in 0..20 {
         peer.strike()?;
-        wait_readable(pidfd(peer.pid()?)?, PATIENCE);
+        wait_readable(pidfd(peer.pid())?, PATIENCE)?;
         let heir = Member::builder("only")
             .role("heir")
             .domain(&context.domain)
@@ -479,13 +479,13 @@ fn two_watches(context: &Context) -> Result<()> {
     ensure!(polled, "the other watch still lists it");
     peer.kill()?;
     ensure!(
-        wait_readable(&other, PATIENCE),
+        wait_readable(&other, PATIENCE)?,
         "its descriptor signals a change"
     );
     expect_end(&other, "died", "seen")?;
     nothing_more(&other, context)?;
     ensure!(
-        !wait_readable(&other, Duration::ZERO),
+        !wait_readable(&other, Duration::ZERO)?,
         "its descriptor is silent when everything was taken"
     );
     Ok(())

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{Error, Layout};
+use warpipe_testkit::eventually;
 
 use super::{Case, all_whole};
 use crate::context::Context;
 use crate::payload::Payload;
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(

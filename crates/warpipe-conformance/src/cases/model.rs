@@ -2,12 +2,12 @@
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::{Error, Policy};
+use warpipe_testkit::{Rng, pick};
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
-use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[Case::new(
     "random policies, depths, sizes and release orders keep the channel's promises",
@@ -20,8 +20,8 @@ fn random_channels(context: &Context) -> Result<()> {
     let rounds = context.rounds(25, 2000, 500);
     let mut totals = Totals::default();
     for round in 0..rounds {
-        let seed = rng.any();
-        one_channel(context, Rng::new(seed), &mut totals)
+        let seed = rng.u64(..);
+        one_channel(context, Rng::with_seed(seed), &mut totals)
             .with_context(|| format!("round {round}, seed {} of the run", context.settings.seed))?;
     }
     context.figure("channels", rounds);
@@ -48,7 +48,7 @@ struct View {
 }
 
 fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<()> {
-    let depth = rng.between(1, 9);
+    let depth = rng.u64(1..=9);
     let policies = [
         Policy::Block {
             timeout: std::time::Duration::ZERO,
@@ -72,8 +72,8 @@ fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<(
         .policy_of(choose)
         .build()?;
     let mut views = Vec::new();
-    for _ in 0..rng.between(1, 3) {
-        let policy = *rng.pick(&policies);
+    for _ in 0..rng.u64(1..=3) {
+        let policy = *pick(&mut rng, &policies);
         *next.lock().map_err(|_| anyhow::anyhow!("a panic"))? = policy;
         let subscriber = context.subscriber("model").build()?;
         views.push(View {
@@ -85,11 +85,11 @@ fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<(
         });
     }
     let mut sent = 0;
-    for _ in 0..rng.between(20, 80) {
-        if rng.once_in(2) {
-            let words = *rng.pick(&[0, 1, 64, 512, 5000, 40_000]);
-            let slow = std::time::Duration::from_micros(*rng.pick(&[0, 0, 0, 300]));
-            match Payload::of(words, rng.any() >> 8)
+    for _ in 0..rng.u64(20..=80) {
+        if rng.bool() {
+            let words = *pick(&mut rng, &[0, 1, 64, 512, 5000, 40_000]);
+            let slow = std::time::Duration::from_micros(*pick(&mut rng, &[0, 0, 0, 300]));
+            match Payload::of(words, rng.u64(..) >> 8)
                 .slow(slow)
                 .send(&publisher, &streams[0])
             {
@@ -105,7 +105,7 @@ fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<(
             }
             continue;
         }
-        let index = rng.below(views.len() as u64) as usize;
+        let index = rng.u64(..views.len() as u64) as usize;
         step(
             &mut views[index],
             &streams[1],
@@ -140,12 +140,12 @@ fn step(
     error_counters: &mut crate::payload::ErrorCounters,
     rng: &mut Rng,
 ) -> Result<()> {
-    if rng.once_in(2) && !view.held.is_empty() {
+    if rng.bool() && !view.held.is_empty() {
         let sample = view
             .held
-            .swap_remove(rng.below(view.held.len() as u64) as usize);
+            .swap_remove(rng.u64(..view.held.len() as u64) as usize);
         let sequence = sample.sequence();
-        if rng.once_in(3) {
+        if rng.u64(..3) == 0 {
             drop(sample);
         } else {
             ensure!(

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Pid, Signal};
 use warpipe::{Error, Pool};
+use warpipe_testkit::{eventually, pidfd, wait_readable};
 
 use super::Case;
 use crate::PATIENCE;
@@ -13,7 +14,7 @@ use crate::context::Context;
 use crate::device_words::{fill, wrong_words};
 use crate::payload::Payload;
 use crate::peer::{Batch, HolderOrder, Order, Peer, PublisherPlan, Task};
-use crate::process::{eventually, pid, pidfd, signal, wait_readable};
+use crate::process::{pid, signal};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -87,7 +88,7 @@ impl Drop for Orphan {
     fn drop(&mut self) {
         let fd = pidfd(self.0);
         let _ = signal(self.0, Signal::KILL);
-        let _ = fd.map(|fd| wait_readable(fd, PATIENCE));
+        let _ = fd.and_then(|fd| wait_readable(fd, PATIENCE));
     }
 }
 
@@ -132,7 +133,7 @@ fn exec(context: &Context) -> Result<()> {
             .context("the name is free")?,
     );
     ensure!(
-        rustix::process::test_kill_process(peer.pid()?).is_ok(),
+        rustix::process::test_kill_process(peer.pid()).is_ok(),
         "the new program runs"
     );
     Ok(())
@@ -153,7 +154,7 @@ fn exec_of_a_holder(context: &Context) -> Result<()> {
         "the slot comes back"
     );
     ensure!(
-        rustix::process::test_kill_process(peer.pid()?).is_ok(),
+        rustix::process::test_kill_process(peer.pid()).is_ok(),
         "the new program runs"
     );
     Ok(())

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use warpipe::{Change, Error, LentBuffer, Members, PoolClient, Semaphore, Ticket, Timeline};
+use warpipe_testkit::{Rng, eventually};
 
 use super::Case;
 use crate::PATIENCE;
@@ -15,8 +16,6 @@ use crate::payload::{fill_input, input_layout, result_of, work};
 use crate::peer::{
     Answer, Batch, HolderOrder, Order, Peer, PublisherPlan, SemaphoreOrder, SignalOrder, Task,
 };
-use crate::process::eventually;
-use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     case(
@@ -71,7 +70,7 @@ const SHORT: u32 = 5;
 
 /// In which a victim is killed, once it works.
 fn pause(rng: &mut Rng, most_us: u64) {
-    std::thread::park_timeout(Duration::from_micros(rng.below(most_us)));
+    std::thread::park_timeout(Duration::from_micros(rng.u64(..most_us)));
 }
 
 /// Kills of a long storm after which it is seen that nothing is left. That takes 0.1 s, in which
@@ -134,7 +133,7 @@ fn queues(context: &Context) -> Result<()> {
         victim.task(Task::Own("jobs".into()))?;
         let mut worker = context.worker("jobs").timeout(context.wait(rng)).build()?;
         let batch =
-            Batch::of(JOBS, WORDS, rng.any() >> 16).slow(Duration::from_micros(rng.below(300)));
+            Batch::of(JOBS, WORDS, rng.u64(..) >> 16).slow(Duration::from_micros(rng.u64(..300)));
         victim.send(&Order::Task(Task::Submit {
             queue: "jobs".into(),
             batch,
@@ -179,7 +178,7 @@ fn servers(context: &Context) -> Result<()> {
         for peer in [&mut victim, &mut heir] {
             peer.task(Task::Serve("sum".into()))?;
             peer.send(&Order::Task(Task::ServeOn {
-                slow_us: rng.below(1_000),
+                slow_us: rng.u64(..1_000),
                 idle_ms,
             }))?;
         }
@@ -226,7 +225,7 @@ fn clients(context: &Context) -> Result<()> {
         idle_ms,
     }))?;
     storm(context, |mut victim, rng, kill| {
-        let batch = Batch::of(1_000_000, WORDS, rng.any() >> 16);
+        let batch = Batch::of(1_000_000, WORDS, rng.u64(..) >> 16);
         victim.send(&Order::Task(Task::Call {
             service: "sum".into(),
             batch,
@@ -365,9 +364,9 @@ fn semaphores(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut turns = 0u64;
     storm(context, |mut victim, rng, _| {
-        victim.ask(&create("turns", rng.between(1, 3) as u32))?;
+        victim.ask(&create("turns", rng.u64(1..=3) as u32))?;
         victim.send(&Order::Semaphore(SemaphoreOrder::BeSlow {
-            slow_us: rng.below(2_000),
+            slow_us: rng.u64(..2_000),
         }))?;
         let member = Semaphore::opener("turns")
             .domain(&context.domain)
@@ -415,7 +414,7 @@ fn waiters(context: &Context) -> Result<()> {
             victim.send(&Order::Signals(SignalOrder::Wait(value + ahead)))?;
         }
         victim.send(&Order::Signals(SignalOrder::WaitHost(value + 4)))?;
-        if rng.once_in(2) {
+        if rng.bool() {
             victim.answer()?.context("it opens")?;
         }
         pause(rng, 10_000);

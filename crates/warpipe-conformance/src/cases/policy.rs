@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, Policy, Publisher, Stream};
+use warpipe_testkit::eventually;
 
 use super::{Case, all_whole};
 use crate::PATIENCE;
@@ -140,7 +141,7 @@ fn fail(context: &Context) -> Result<()> {
     all_whole(&peer.receive(4)?, 1..=4)?;
     let mut loan = failed.sample;
     // On a device the release may take a moment; a full ring gives the loan back each time.
-    let sent = crate::process::eventually(PATIENCE, || {
+    let sent = eventually(PATIENCE, || {
         match loan.take().map(|loan| loan.send(&stream)) {
             Some(Ok(_)) => true,
             Some(Err(failed)) => {

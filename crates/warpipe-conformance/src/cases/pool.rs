@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Access, Buffer, Error, Expiry, Kind, LentBuffer, Pool, PoolClient, Ticket};
+use warpipe_testkit::eventually;
 
 use super::Case;
 use super::handles::{NOBODY, open_to_others};
@@ -12,7 +13,6 @@ use crate::PATIENCE;
 use crate::context::Context;
 use crate::device_words::{fill, wrong_words};
 use crate::peer::{Fault, HolderOrder, Order, Peer};
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -503,13 +503,13 @@ fn storm(context: &Context) -> Result<()> {
         for peer in &mut peers {
             peer.send(&Order::Hold(HolderOrder::Borrow(ticket.clone())))?;
             for number in 1..=4 {
-                let bytes = BYTES / (1 + rng.below(8));
+                let bytes = BYTES / (1 + rng.u64(..8));
                 peer.send(&Order::Hold(HolderOrder::Allocate {
                     name: "pool".into(),
                     bytes,
                     wait_ms: 5_000,
                 }))?;
-                let (seed, slow_us) = (rng.below(9), rng.below(3_000));
+                let (seed, slow_us) = (rng.u64(..9), rng.u64(..3_000));
                 let order = HolderOrder::FillAndFree {
                     number,
                     seed,
@@ -520,7 +520,7 @@ fn storm(context: &Context) -> Result<()> {
             }
         }
         drop(lent);
-        std::thread::park_timeout(Duration::from_micros(rng.below(30_000)));
+        std::thread::park_timeout(Duration::from_micros(rng.u64(..30_000)));
         peers.iter().try_for_each(Peer::strike)?;
         for peer in &mut peers {
             peer.ended()?;

@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, JobHandle, JobResult, Order as ResultOrder, Queue, QueueState, Stream};
+use warpipe_testkit::eventually;
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::{fill_input, input_layout, result_of, work};
 use crate::peer::{Answer, Batch, Order, Peer, Reply, Task};
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(

@@ -8,12 +8,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
+use warpipe_testkit::{Rng, eventually, pick};
 
 use super::Case;
 use crate::context::Context;
 use crate::fake_driver::FakeDriver;
-use crate::process::eventually;
-use crate::rng::Rng;
 use crate::workload::{KINDS, Kind, Site, Workload, is_refusal};
 
 macro_rules! cases {
@@ -168,7 +167,7 @@ fn choose(all: &[Cell], context: &Context) -> Vec<Cell> {
     };
     let mut chosen: Vec<Cell> = Vec::new();
     for index in 0..SHORT.min(all.len()) {
-        let cell = (*rng.pick(&of(functions[index % functions.len()]))).clone();
+        let cell = (*pick(&mut rng, &of(functions[index % functions.len()]))).clone();
         if !chosen.contains(&cell) {
             chosen.push(cell);
         }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{Device, Error, Memory, Publisher, Subscriber, Timeline};
+use warpipe_testkit::eventually;
 
 use super::Case;
 use crate::PATIENCE;
@@ -12,7 +13,6 @@ use crate::context::Context;
 use crate::device_words::{fill, wrong_words};
 use crate::graph::Graphs;
 use crate::payload::{ErrorCounters, Payload};
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[Case::new(
     "a device is opened anew after a reset, and objects made before the reset touch nothing",

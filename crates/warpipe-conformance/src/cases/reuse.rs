@@ -11,12 +11,12 @@ use warpipe::backend::{Backend, StreamOp};
 use warpipe::{
     DType, Device, Error, Layout, Policy, Publisher, RawStream, SampleMut, Stream, Subscriber,
 };
+use warpipe_testkit::eventually;
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(

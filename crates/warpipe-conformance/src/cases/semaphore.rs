@@ -6,13 +6,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, Kind, Semaphore};
+use warpipe_testkit::{Rng, eventually};
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::peer::{Answer, Board, Order, Peer, SemaphoreOrder};
-use crate::process::eventually;
-use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -467,8 +466,8 @@ fn storm(context: &Context) -> Result<()> {
     let kills = context.kills(12, 500, 200);
     for round in 0..kills {
         let before = board.visits().load(SeqCst);
-        let slot = rng.below(peers.len() as u64) as usize;
-        std::thread::park_timeout(Duration::from_micros(rng.below(2_000)));
+        let slot = rng.u64(..peers.len() as u64) as usize;
+        std::thread::park_timeout(Duration::from_micros(rng.u64(..2_000)));
         peers[slot].kill()?;
         let goes_on = eventually(PATIENCE, || board.visits().load(SeqCst) >= before + 20);
         ensure!(goes_on, "nobody gets in after kill {round}");

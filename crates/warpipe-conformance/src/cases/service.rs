@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{Client, Error, Pending, Stream};
+use warpipe_testkit::eventually;
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::{fill_input, input_layout, result_of};
 use crate::peer::{Answer, Batch, Order, Peer, Reply, Task};
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(

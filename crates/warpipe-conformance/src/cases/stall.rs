@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{PeerState, Policy, Publisher};
+use warpipe_testkit::eventually;
 
 use super::{Case, all_whole};
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
 use crate::peer::{Batch, Item, Order, PublisherPlan};
-use crate::process::eventually;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Error, Sample, Stream, Subscriber};
+use warpipe_testkit::{Rng, eventually, pick};
 
 use super::Case;
 use crate::PATIENCE;
@@ -12,8 +13,6 @@ use crate::context::Context;
 use crate::guard::PublisherGuard;
 use crate::payload::{ErrorCounters, Payload};
 use crate::peer::{Batch, Order, Peer, PolicyPlan, PublisherPlan};
-use crate::process::eventually;
-use crate::rng::Rng;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -73,7 +72,7 @@ impl Seen {
         rng: &mut Rng,
     ) -> Result<()> {
         let sequence = sample.sequence();
-        let finished = if rng.once_in(4) {
+        let finished = if rng.u64(..4) == 0 {
             // Without a check of ours in between: released, and then asked.
             sample.finish(PATIENCE).map(|()| 0).map_err(Into::into)
         } else {
@@ -158,7 +157,7 @@ fn streamer(context: &Context, rng: &mut Rng, reconnects: bool) -> Result<Peer> 
 }
 
 fn plan(rng: &mut Rng, reconnects: bool) -> PublisherPlan {
-    let depth = rng.between(2, 16) as u32;
+    let depth = rng.u64(2..=16) as u32;
     let policy = Some(PolicyPlan::Block(PATIENCE.as_millis() as u64));
     // A reconnecting subscriber comes late; the history holds what the ring does.
     let history = reconnects.then_some(depth);
@@ -195,14 +194,14 @@ fn stream_and_strike(peer: &mut Peer, rng: &mut Rng, least: u64) -> Result<u64> 
 }
 
 fn start_stream(peer: &mut Peer, rng: &mut Rng) -> Result<()> {
-    let slow = Duration::from_micros(*rng.pick(&[0, 0, 50, 300, 2000]));
+    let slow = Duration::from_micros(*pick(rng, &[0, 0, 50, 300, 2000]));
     peer.send(&Order::Stream(
-        Batch::of(1, WORDS, rng.any() >> 16).slow(slow),
+        Batch::of(1, WORDS, rng.u64(..) >> 16).slow(slow),
     ))
 }
 
 fn strike(peer: &mut Peer, rng: &mut Rng, ready: u64) -> Result<u64> {
-    std::thread::park_timeout(Duration::from_micros(rng.below(3000)));
+    std::thread::park_timeout(Duration::from_micros(rng.u64(..3000)));
     peer.kill()?;
     Ok(ready_in(peer.last_lines()?)?.max(ready))
 }
@@ -216,7 +215,7 @@ fn one_kill(
 ) -> Result<()> {
     let (ready, seen) = std::thread::scope(|scope| -> Result<_> {
         let drained = scope.spawn(drain);
-        let least = rng.below(3);
+        let least = rng.u64(..3);
         let ready = stream_and_strike(peer, rng, least)?;
         Ok((
             ready,
@@ -248,7 +247,7 @@ fn publishers(context: &Context) -> Result<()> {
     for kill in 1..=kills {
         let mut peer = streamer(context, &mut rng, false)?;
         let mut subscriber = context.subscriber("storm").build()?;
-        let dice = Rng::new(rng.any());
+        let dice = Rng::with_seed(rng.u64(..));
         let drain = || drain(&mut subscriber, &stream, &mut error_counters, dice);
         one_kill(&mut peer, drain, &mut rng, &mut toll).with_context(|| format!("kill {kill}"))?;
         drop((subscriber, peer));
@@ -281,7 +280,7 @@ fn reconnecting(context: &Context) -> Result<()> {
             );
             peer.ask(&Order::AwaitSubscribers(1))?;
         }
-        let dice = Rng::new(rng.any());
+        let dice = Rng::with_seed(rng.u64(..));
         let drain = || drain(&mut subscriber, &stream, &mut error_counters, dice);
         one_kill(&mut peer, drain, &mut rng, &mut toll).with_context(|| format!("kill {kill}"))?;
     }
@@ -299,7 +298,7 @@ fn sleeping(context: &Context) -> Result<()> {
     let (stream, error_counters, dice) = (
         context.stream()?,
         context.error_counters()?,
-        Rng::new(rng.any()),
+        Rng::with_seed(rng.u64(..)),
     );
     let (seen_sender, seen_receiver) = channel();
     let kills = context.kills(15, 200, 50);
@@ -339,7 +338,7 @@ fn speaker(context: &Context, rng: &mut Rng) -> Result<Peer> {
     context.orphans_end()?;
     let mut peer = context.mortal(rng)?;
     peer.send(&Order::Publish(plan(rng, true)))?;
-    peer.send(&Order::SendAndWait(Batch::of(1, WORDS, rng.any() >> 16)))?;
+    peer.send(&Order::SendAndWait(Batch::of(1, WORDS, rng.u64(..) >> 16)))?;
     for _ in 0..2 {
         peer.answer()??;
     }
@@ -383,10 +382,10 @@ fn subscribers(context: &Context) -> Result<()> {
         victim.subscribe("storm")?;
         victim.send(&Order::Consume {
             subscriber: 0,
-            hold: rng.below(4) as usize,
+            hold: rng.u64(..4) as usize,
         })?;
-        send(rng.between(1, 12))?;
-        std::thread::park_timeout(Duration::from_micros(rng.below(2000)));
+        send(rng.u64(1..=12))?;
+        std::thread::park_timeout(Duration::from_micros(rng.u64(..2000)));
         victim.strike()?;
         send(slots + 4).with_context(|| format!("kill {kill}"))?;
         victim.ended()?;

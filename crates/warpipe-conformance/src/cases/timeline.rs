@@ -276,7 +276,7 @@ fn killed_anywhere(context: &Context) -> Result<()> {
         }
         timeline.wait(&streams[0], Timeline::VALUE_MAX)?;
         witness.signals(SignalOrder::Wait(Timeline::VALUE_MAX))?;
-        let pause = Duration::from_micros(rng.below(8000));
+        let pause = Duration::from_micros(rng.u64(..8000));
         std::thread::park_timeout(pause);
         victim.kill()?;
         for stream in &streams {

@@ -317,7 +317,7 @@ impl Actor {
             while self.held.len() > hold {
                 let (sample, check, mut item) = self
                     .held
-                    .swap_remove(rng.below(self.held.len() as u64) as usize);
+                    .swap_remove(rng.u64(..self.held.len() as u64) as usize);
                 conclude(
                     &mut self.streams()?.error_counters,
                     sample,
@@ -353,7 +353,7 @@ impl Actor {
         while !self.held.is_empty() {
             let (sample, check, mut item) = self
                 .held
-                .swap_remove(rng.below(self.held.len() as u64) as usize);
+                .swap_remove(rng.u64(..self.held.len() as u64) as usize);
             conclude(
                 &mut self.streams()?.error_counters,
                 sample,

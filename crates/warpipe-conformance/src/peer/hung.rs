@@ -10,6 +10,7 @@ use warpipe::{
     Event, EventHandle, LegacyHandle, Permit, Publisher, Sample, Semaphore, Stream, Subscriber,
     Timeline,
 };
+use warpipe_testkit::eventually;
 
 use super::actor::say;
 use super::order::Answer;
@@ -17,7 +18,6 @@ use crate::PATIENCE;
 use crate::context::Context;
 use crate::device_malloc;
 use crate::fake_driver::FakeDriver;
-use crate::process::eventually;
 use crate::workload::{KINDS, Site, Workload};
 
 /// The orders of such a peer.

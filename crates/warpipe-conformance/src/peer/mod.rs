@@ -26,27 +26,23 @@ pub use semaphore::{Board, SemaphoreOrder};
 pub use signals::SignalOrder;
 
 use std::io::Write as _;
-use std::os::fd::AsFd;
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{ChildStdin, ExitStatus, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Pid, Signal};
+use warpipe_testkit::{ChildProcess, LineReader, eventually, this_program};
 
 use crate::PATIENCE;
 use crate::context::Settings;
-use crate::process::{self, wait_readable};
 
 /// A peer, as its case holds it.
 #[derive(Debug)]
 pub struct Peer {
-    child: Child,
+    child: ChildProcess,
     orders: Option<ChildStdin>,
-    answers: ChildStdout,
-    /// The part of the next line received so far.
-    pending: Vec<u8>,
-    is_over: bool,
+    answers: LineReader,
 }
 
 impl Peer {
@@ -55,48 +51,29 @@ impl Peer {
     /// # Errors
     /// The program cannot be started.
     pub fn start(settings: &Settings, folder: PathBuf, ordinal: u32) -> Result<Peer> {
-        let program = std::env::current_exe().context("the path of this program")?;
-        let mut command = Command::new(program);
-        command
-            .arg("--peer")
-            .arg("--folder")
-            .arg(folder)
-            .arg("--ordinal")
-            .arg(ordinal.to_string());
-        command
-            .arg("--backend")
-            .arg(settings.backend.name())
-            .arg("--seed")
-            .arg(settings.seed.to_string());
-        let mut child = command
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .context("starting a peer")?;
-        let (orders, answers) = (
-            child.stdin.take(),
-            child.stdout.take().context("a piped standard output")?,
-        );
+        let mut command = this_program();
+        command.arg("--peer").arg("--folder").arg(folder);
+        command.args(["--ordinal", &ordinal.to_string()]);
+        command.args(["--backend", settings.backend.name()]);
+        command.args(["--seed", &settings.seed.to_string()]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = ChildProcess::start(&mut command).context("starting a peer")?;
+        let answers = child.take_stdout().context("a piped standard output")?;
         Ok(Peer {
+            orders: child.take_stdin(),
+            answers: LineReader::new(answers),
             child,
-            orders,
-            answers,
-            pending: Vec::new(),
-            is_over: false,
         })
     }
 
     /// Its process id.
     pub fn id(&self) -> u32 {
-        self.child.id()
+        self.pid().as_raw_nonzero().get() as u32
     }
 
     /// Its process.
-    ///
-    /// # Errors
-    /// None in practice.
-    pub fn pid(&self) -> Result<Pid> {
-        process::pid(self.id())
+    pub fn pid(&self) -> Pid {
+        self.child.pid()
     }
 
     /// Gives an order without waiting for the answer.
@@ -118,27 +95,7 @@ impl Peer {
     /// # Errors
     /// None came in time.
     pub fn line(&mut self, timeout: Duration) -> Result<Option<String>> {
-        let deadline = Instant::now() + timeout;
-        loop {
-            if let Some(end) = self.pending.iter().position(|&byte| byte == b'\n') {
-                let line: Vec<u8> = self.pending.drain(..=end).collect();
-                return Ok(Some(String::from_utf8_lossy(&line[..end]).into_owned()));
-            }
-            if self.is_over {
-                return Ok(None);
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            ensure!(
-                wait_readable(self.answers.as_fd(), left),
-                "the peer did not write a line within {timeout:?}"
-            );
-            let mut bytes = [0; 16 << 10];
-            match rustix::io::read(&self.answers, &mut bytes) {
-                Ok(0) => self.is_over = true,
-                Ok(length) => self.pending.extend_from_slice(&bytes[..length]),
-                Err(error) => bail!("reading from a peer: {error}"),
-            }
-        }
+        self.answers.next(timeout).context("reading from a peer")
     }
 
     /// The answer to an order.
@@ -310,13 +267,10 @@ impl Peer {
     /// # Errors
     /// It does not stand.
     pub fn stop(&self) -> Result<()> {
-        process::signal(self.pid()?, Signal::STOP)?;
+        self.child.signal(Signal::STOP)?;
         let stat = format!("/proc/{}/stat", self.id());
         let stands = || std::fs::read_to_string(&stat).is_ok_and(|text| text.contains(") T "));
-        ensure!(
-            process::eventually(PATIENCE, stands),
-            "a stopped process stands"
-        );
+        ensure!(eventually(PATIENCE, stands), "a stopped process stands");
         Ok(())
     }
 
@@ -325,7 +279,7 @@ impl Peer {
     /// # Errors
     /// It is gone.
     pub fn go_on(&self) -> Result<()> {
-        process::signal(self.pid()?, Signal::CONT)
+        Ok(self.child.signal(Signal::CONT)?)
     }
 
     /// Sends SIGKILL, and nothing more.
@@ -333,7 +287,7 @@ impl Peer {
     /// # Errors
     /// It is gone.
     pub fn strike(&self) -> Result<()> {
-        process::signal(self.pid()?, Signal::KILL)
+        Ok(self.child.signal(Signal::KILL)?)
     }
 
     /// Kills it (SIGKILL) and waits until it is dead.
@@ -352,12 +306,7 @@ impl Peer {
     /// # Errors
     /// It lives on.
     pub fn ended(&mut self) -> Result<ExitStatus> {
-        if let Some(status) = self.child.try_wait()? {
-            return Ok(status);
-        }
-        let pidfd = process::pidfd(self.pid()?)?;
-        ensure!(wait_readable(&pidfd, PATIENCE), "the peer does not end");
-        Ok(self.child.wait()?)
+        self.child.wait(PATIENCE).context("the end of a peer")
     }
 
     /// Takes in what it had still written when it ended.
@@ -381,12 +330,5 @@ impl Peer {
         let status = self.ended()?;
         ensure!(status.success(), "the peer ended with {status}");
         Ok(())
-    }
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }

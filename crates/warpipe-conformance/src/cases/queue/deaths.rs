@@ -4,14 +4,13 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{Error, Order as ResultOrder};
+use warpipe_testkit::{Rng, eventually};
 
 use super::{SLOW, WORDS, complete, expect, leased_lines, submit, wait, worker};
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::result_of;
 use crate::peer::{Batch, Order, Peer, Reply, Task};
-use crate::process::eventually;
-use crate::rng::Rng;
 
 pub(super) fn killed_holder(context: &Context) -> Result<()> {
     context.warm_up()?;
@@ -237,8 +236,8 @@ pub(super) fn storm(context: &Context) -> Result<()> {
             submit(&queue, &stream, submitted, Duration::ZERO)?;
             submitted += 1;
         }
-        let victim = rng.below(workers.len() as u64) as usize;
-        std::thread::park_timeout(Duration::from_micros(rng.below(4000)));
+        let victim = rng.u64(..workers.len() as u64) as usize;
+        std::thread::park_timeout(Duration::from_micros(rng.u64(..4000)));
         workers.swap_remove(victim).kill()?;
         workers.push(spawn(&mut rng)?);
         while let Ok(result) = queue.next_result(&stream, Duration::ZERO) {

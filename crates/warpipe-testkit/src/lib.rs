@@ -1,0 +1,27 @@
+//! What warpipe's tests and benchmarks share: child processes that are always reaped, waits with a
+//! time limit, folders that remove themselves, and random numbers that a seed repeats.
+#![deny(missing_docs)]
+
+mod child;
+mod wait;
+
+pub use child::{ChildProcess, LineReader, this_program};
+pub use fastrand::Rng;
+pub use tempfile::TempDir;
+pub use wait::{eventually, pidfd, wait_readable};
+
+use std::io;
+
+/// A folder that only this user can enter, removed when it is dropped. Its path is short: the
+/// addresses of sockets have 108 bytes.
+///
+/// # Errors
+/// The temporary directory (`TMPDIR`) cannot be written.
+pub fn temporary_folder() -> io::Result<TempDir> {
+    tempfile::Builder::new().prefix("warpipe-").tempdir()
+}
+
+/// One of `choices`, which is not empty.
+pub fn pick<'a, T>(rng: &mut Rng, choices: &'a [T]) -> &'a T {
+    &choices[rng.usize(..choices.len())]
+}
