@@ -1,11 +1,18 @@
-//! The state that all handles of one publisher share, and what the reactor does for it. How a
-//! sample is sent: [`send`].
+//! The part that all handles of one publisher share: its slots, from the loan to the return.
+//!
+//! What the lock guards is [`state`], made of parts with invariants of their own: [`links`],
+//! [`history`], [`placement`] (of the sample that is being sent). [`slot_fences`] needs no lock.
+//! The operations over them: [`backpressure`] (a send waits for room, and takes the turn),
+//! [`send`], [`unicast`], and [`accept`] (the control thread's work).
 
 mod accept;
 mod backpressure;
 mod history;
+mod links;
+mod placement;
 mod send;
 mod send_turn;
+mod slot_fences;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -14,31 +21,30 @@ mod unicast;
 pub(super) use unicast::Recipients;
 pub(crate) use unicast::{Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges};
 
-use std::collections::VecDeque;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-use self::history::PendingReplay;
+use self::history::History;
+use self::links::Links;
+use self::placement::Placement;
+use self::slot_fences::SlotFences;
+use self::state::PublisherState;
 use super::publisher::{PublisherBuilder, SlotHold, SlotReturn, SubscriberInfo};
 use super::subscriber_link::{LinkPhase, SubscriberLink};
-use crate::backend::StreamOp;
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::fork::OwnerProcess;
 use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
 use crate::ipc::domain::NameClaim;
-use crate::ipc::message::{self, CloseReason, Message};
-use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
-use crate::pubsub::entry::Description;
+use crate::ipc::message;
+use crate::memory::arena::{Arena, SlotId};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
 use crate::runtime::turn::{TurnLock, TurnState};
-use crate::shm::fence_words::FenceWords;
 use crate::stream::Stream;
 
 /// How often a sender polls for room before it sleeps: a few milliseconds, within which a full
@@ -63,65 +69,14 @@ pub(super) struct PublisherCore {
     /// Never held across a call of the driver that gives a stream work or asks one: see
     /// [`send_turn`].
     state: TurnLock<PublisherState>,
-    /// The last fence value given out: no fence word has reached a later one.
-    fences: AtomicU64,
+    fences: SlotFences,
     /// All streams that have worked on the links or the fence words.
     streams: Arc<StreamSet>,
     pub(super) acceptor: Arc<Acceptor>,
     doorbell: LocalDoorbell,
-    fence_words: FenceWords,
-    /// The fence words' memory, for subscribers of a history.
-    completions: Option<CloseOnForkFd>,
     /// Stores `ready` for subscribers that get a sample later, behind the sample's own signal. Only
     /// with an observer.
     forward_stream: Option<Stream>,
-}
-
-pub(super) struct PublisherState {
-    arena: Arena,
-    /// Every region has been announced on every link.
-    is_announced: bool,
-    links: Vec<SubscriberLink>,
-    next_sequence: u64,
-    history: VecDeque<HistoryEntry>,
-    closed: bool,
-    /// The send turn.
-    turn: TurnState,
-    /// Links that wait for the history until the send turn ends.
-    joiners: VecDeque<u64>,
-    /// Samples of the history that late subscribers have been given and that are not complete.
-    due: Vec<PendingReplay>,
-    /// The fence thread polls `due`.
-    is_polling_replays: bool,
-    ops: Vec<StreamOp>,
-    places: Vec<Placement>,
-    /// A place of the current sample belongs to a subscriber of this process (`is_any_local`), or
-    /// of another user (`is_any_foreign`).
-    is_any_local: bool,
-    is_any_foreign: bool,
-    /// A sleeping subscriber has been given a sample.
-    is_any_asleep: bool,
-    /// Data of subscribers that have gone. Only with an observer.
-    disconnects: Disconnects,
-}
-
-/// The place of one sample on one link.
-#[derive(Debug, Clone, Copy)]
-struct Placement {
-    /// The index of the link when the place was found.
-    index: usize,
-    id: u64,
-    position: u64,
-    /// The entry at this place has been published.
-    is_published: bool,
-}
-
-/// A sample of the history.
-struct HistoryEntry {
-    slot: SlotId,
-    description: Description,
-    /// Its data will never be complete.
-    is_lost: bool,
 }
 
 /// Why a sample was not sent, and whether the failure came before or after it was announced.
@@ -149,12 +104,7 @@ impl PublisherCore {
         claim: NameClaim,
     ) -> Result<Arc<PublisherCore>> {
         let reactor = Reactor::of_process()?;
-        let (fence_words, completions) = if options.history > 0 {
-            let (fence_words, fd) = FenceWords::published(&device, SLOTS_MAX)?;
-            (fence_words, Some(fd))
-        } else {
-            (FenceWords::new(&device, SLOTS_MAX)?, None)
-        };
+        let fences = SlotFences::new(&device, options.history > 0)?;
         let doorbell = LocalDoorbell::new()?;
         let forward_stream = options
             .observer
@@ -173,23 +123,14 @@ impl PublisherCore {
             reactor: reactor.clone(),
             state: TurnLock::new(PublisherState {
                 arena: Arena::new(&device, options.shared.memory_limit),
-                is_announced: true,
-                links: Vec::new(),
+                links: Links::new(options.observer.is_some()),
+                history: History::new(options.history),
+                placement: Placement::default(),
                 next_sequence: 1,
-                history: VecDeque::new(),
                 closed: false,
                 turn: TurnState::default(),
-                joiners: VecDeque::new(),
-                due: Vec::new(),
-                is_polling_replays: false,
-                ops: Vec::new(),
-                places: Vec::new(),
-                is_any_local: false,
-                is_any_foreign: false,
-                is_any_asleep: false,
-                disconnects: Disconnects::default(),
             }),
-            fences: AtomicU64::new(0),
+            fences,
             streams: Arc::new(streams),
             acceptor: Acceptor::new(
                 claim,
@@ -204,8 +145,6 @@ impl PublisherCore {
                 me.clone(),
             ),
             doorbell,
-            fence_words,
-            completions,
             forward_stream,
             options,
             name,
@@ -232,7 +171,7 @@ impl PublisherCore {
         let mut backoff = Backoff::spinning(POLLS);
         let mut state = self.lock();
         loop {
-            self.reclaim(&mut state, false);
+            state.reclaim(&self.fences, false);
             // A sample in a region that cannot be announced to a subscriber would end that link.
             state.announce(&self.name)?;
             if let Some(slot) = state.arena.take(bytes) {
@@ -240,7 +179,7 @@ impl PublisherCore {
             }
             // A new region is made only when no slot can be reclaimed, not even one behind a sample
             // that is held long.
-            self.reclaim(&mut state, true);
+            state.reclaim(&self.fences, true);
             if let Some(slot) = state.arena.take(bytes) {
                 return Ok((slot, state.address(slot)));
             }
@@ -251,7 +190,7 @@ impl PublisherCore {
                 let made = growth.make(&self.device);
                 state = self.lock();
                 state.arena.adopt(growth, made)?;
-                state.is_announced = false;
+                state.links.has_new_region();
                 continue;
             }
             let (used, limit) = (state.arena.total(), state.arena.limit());
@@ -270,10 +209,7 @@ impl PublisherCore {
 
     /// Keeps the region of a slot mapped.
     pub(super) fn hold(&self, slot: SlotId) -> SlotHold {
-        let state = self.lock();
-        let region = state.arena.chunks()[state.arena.slot(slot).region as usize]
-            .region
-            .clone();
+        let region = self.lock().region(slot).clone();
         SlotHold {
             region: Some(region),
             streams: self.streams.clone(),
@@ -295,7 +231,7 @@ impl PublisherCore {
     /// Whether the slot that was taken with this serial is free again.
     pub(super) fn is_back(&self, slot: SlotId, serial: u64) -> bool {
         let mut state = self.lock();
-        self.reclaim(&mut state, true);
+        state.reclaim(&self.fences, true);
         state.arena.serial(slot) != serial
     }
 
@@ -329,11 +265,7 @@ impl PublisherCore {
     /// the value.
     fn fence(&self, slot: SlotId, stream: &Stream) -> Result<u64> {
         self.record_use(stream);
-        let value = self.next_fence();
-        let op = StreamOp::Signal {
-            word: self.fence_words.device_word(slot as usize),
-            value,
-        };
+        let (value, op) = self.fences.next(slot);
         // SAFETY: the fence words outlive their signals. The caller holds the core; `close` waits
         // until the caller drops it, and then for the stream, recorded above.
         unsafe { stream.batch(&[op]) }?;
@@ -356,20 +288,6 @@ impl PublisherCore {
         });
     }
 
-    /// A value that no fence word has reached: fence words only grow.
-    fn next_fence(&self) -> u64 {
-        self.fences.fetch_add(1, Ordering::Relaxed) + 1
-    }
-
-    /// Reclaims every slot that is no longer in use.
-    fn reclaim(&self, state: &mut PublisherState, thorough: bool) {
-        let PublisherState { arena, links, .. } = state;
-        links
-            .iter_mut()
-            .for_each(|link| link.reclaim(thorough, |slot| arena.release(slot)));
-        arena.collect(|slot, value| self.fence_words.word(slot as usize).reached(value));
-    }
-
     pub(super) fn subscribers(&self) -> Vec<SubscriberInfo> {
         if !self.owner_process.is_current() {
             // Another thread of the parent may have held the lock at the fork, so the child must
@@ -377,7 +295,7 @@ impl PublisherCore {
             return Vec::new();
         }
         let mut state = self.lock();
-        self.reclaim(&mut state, true);
+        state.reclaim(&self.fences, true);
         state
             .links
             .iter()
@@ -391,14 +309,7 @@ impl PublisherCore {
         self.owner_process.check()?;
         let start = Instant::now();
         loop {
-            if self
-                .lock()
-                .links
-                .iter()
-                .filter(|link| link.is_live())
-                .count()
-                >= count
-            {
+            if self.lock().links.live().count() >= count {
                 return Ok(());
             }
             let left = timeout.saturating_sub(start.elapsed());
@@ -431,10 +342,7 @@ impl PublisherCore {
         if std::mem::replace(&mut state.closed, true) {
             return;
         }
-        for link in &mut state.links {
-            let _ = message::send(link.socket(), &Message::Close(CloseReason::Closed), &[]);
-            link.registrations.clear();
-        }
+        state.links.close();
         drop(state);
         self.ring();
         // Never on this thread, even if every stream is idle: unregistering memory may make the
@@ -444,7 +352,8 @@ impl PublisherCore {
             if Arc::strong_count(&core) > 1 {
                 return DropReadiness::Held;
             }
-            DropReadiness::from(fence.is_reached() && core.poll_replays(&mut core.lock()))
+            let is_past = fence.is_reached();
+            DropReadiness::from(is_past && core.lock().history.complete_due(&core.fences))
         });
     }
 }

@@ -5,14 +5,14 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, MutexGuard};
 
 use super::super::subscriber_link::{LinkParts, LinkPhase, SubscriberLink, share_memory};
-use super::{PublisherCore, PublisherState};
+use super::PublisherCore;
+use super::state::PublisherState;
 use crate::backend::Access;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::acceptor::{Connection, ConnectionOwner, Hello, refusal};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::DeathEvidence;
 use crate::runtime::fence::LazyFence;
-use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next};
 use crate::shm::segment::OpenError;
 
@@ -67,15 +67,11 @@ impl PublisherCore {
             lossless: policy.is_lossless(),
             regions: state.arena.chunks().len() as u32,
         };
-        let completions = self
-            .completions
-            .as_ref()
-            .map(|fd| (self.fence_words.bytes(), fd.as_fd()));
         let mut link = match parts.welcome(
             connection,
             policy,
             &welcome,
-            completions,
+            self.fences.published(),
             state.arena.chunks(),
         ) {
             Ok(link) if !state.closed => link,
@@ -96,7 +92,7 @@ impl PublisherCore {
         ) {
             link.registrations.extend([socket, suspect, proven]);
             link.generation = hello.generation;
-            state.links.push(link);
+            state.links.add(link);
         } else {
             self.reactor.defer_drop(Box::new(link));
         }
@@ -105,7 +101,7 @@ impl PublisherCore {
     /// A link's socket is readable.
     fn on_socket<'a>(&'a self, mut state: MutexGuard<'a, PublisherState>, id: u64) -> Next {
         for _ in 0..MESSAGES_AT_ONCE {
-            let Some(link) = state.find(id) else {
+            let Some(link) = state.links.find(id) else {
                 return Next::Stop;
             };
             match message::receive(link.socket(), &self.name) {
@@ -153,6 +149,7 @@ impl PublisherCore {
         registered: Result<(), OpenError>,
     ) -> MutexGuard<'a, PublisherState> {
         let Some(link) = state
+            .links
             .find(id)
             .filter(|link| link.phase == LinkPhase::Attaching)
         else {
@@ -165,7 +162,7 @@ impl PublisherCore {
             Ok(()) if self.options.history == 0 => link.phase = LinkPhase::Live,
             Ok(()) => {
                 link.phase = LinkPhase::Joining;
-                state.joiners.push_back(id);
+                state.history.join(id);
                 // The thread that is sending now makes the link live when it has finished.
                 if !state.turn.is_taken() {
                     self.replay(&mut state);
@@ -178,6 +175,17 @@ impl PublisherCore {
         state
     }
 
+    /// Gives the history to the links that wait for it, and has the fence thread complete it.
+    pub(super) fn replay(&self, state: &mut PublisherState) {
+        if state.replay(&self.fences) {
+            let core = self.this.clone();
+            self.reactor.drop_after(move || {
+                core.upgrade()
+                    .is_none_or(|core| core.lock().history.complete_due(&core.fences))
+            });
+        }
+    }
+
     /// The peer is suspect: it writes no more, and all its earlier messages are in the socket by
     /// now, however late the socket's end comes.
     fn on_suspect(&self, id: u64) -> Next {
@@ -188,7 +196,7 @@ impl PublisherCore {
 
     /// The socket has closed: a leaving subscriber is finished, any other is suspect from now on.
     fn on_end(&self, state: &mut PublisherState, id: u64) {
-        if let Some(link) = state.find(id)
+        if let Some(link) = state.links.find(id)
             && matches!(
                 link.phase,
                 LinkPhase::Attaching | LinkPhase::Joining | LinkPhase::Live
@@ -204,7 +212,7 @@ impl PublisherCore {
     /// The peer is proven dead: no part of that process can access memory any more, so all slots
     /// that it held are free once this process's own streams are past them.
     fn on_death(&self, state: &mut PublisherState, id: u64) -> Next {
-        if let Some(link) = state.find(id) {
+        if let Some(link) = state.links.find(id) {
             link.ring.receiver_is_dead();
             link.leave(None);
             self.free_soon(id);
@@ -216,20 +224,12 @@ impl PublisherCore {
 
     /// Removes the leaving links that have released everything.
     fn reap_links(&self, state: &mut PublisherState) {
-        self.reclaim(state, true);
-        let is_done = |o: &mut SubscriberLink| {
-            matches!(o.phase, LinkPhase::Leaving | LinkPhase::Suspect) && o.holds_nothing()
-        };
-        let done: Vec<SubscriberLink> = state.links.extract_if(.., is_done).collect();
-        for link in done {
-            if self.options.observer.is_some() {
-                state
-                    .disconnects
-                    .untaken
-                    .extend(link.untaken.iter().map(|&position| (link.id, position)));
-                state.disconnects.generations.push(link.generation);
-                self.ring();
-            }
+        state.reclaim(&self.fences, true);
+        let finished = state.links.take_finished();
+        if !finished.is_empty() && self.options.observer.is_some() {
+            self.ring();
+        }
+        for link in finished {
             self.drop_link(state, link);
         }
     }
@@ -239,7 +239,7 @@ impl PublisherCore {
         link.registrations.clear();
         // The segment alone: a deferred drop that waits for a stream must not keep descriptors.
         let segment = link.ring.segment().clone();
-        state.due.retain(|due| !Arc::ptr_eq(&due.segment, &segment));
+        state.history.forget(&segment);
         drop(link);
         let mut past = self.past_signals();
         self.reactor.drop_after(move || {
@@ -261,7 +261,7 @@ impl PublisherCore {
             }
             if let Some(core) = core.upgrade() {
                 let mut state = core.lock();
-                if let Some(link) = state.find(id) {
+                if let Some(link) = state.links.find(id) {
                     link.ring.signals_are_done();
                     core.reap_links(&mut state);
                     core.ring();
@@ -325,19 +325,15 @@ impl EventSource for PublisherCore {
     fn on_tick(&self, now_ns: u64) {
         self.acceptor.tick();
         // Checked with every tick.
-        let late = |clock: &Uptime| clock.ran() > self.options.shared.handshake_timeout;
         let mut state = self.lock();
-        let is_late =
-            |link: &mut SubscriberLink| link.phase == LinkPhase::Attaching && late(&link.clock);
-        let given_up: Vec<SubscriberLink> = state.links.extract_if(.., is_late).collect();
-        given_up
-            .into_iter()
-            .for_each(|link| self.drop_link(&mut state, link));
-        for link in &state.links {
+        for link in state.links.take_late(self.options.shared.handshake_timeout) {
+            self.drop_link(&mut state, link);
+        }
+        for link in state.links.iter() {
             link.write_heartbeat(now_ns);
             link.check_heartbeat();
         }
-        self.poll_replays(&mut state);
+        state.history.complete_due(&self.fences);
         // Repeats announcements for which this process lacked resources when the memory grew.
         let _ = state.announce(&self.name);
         self.evict_stalled(&mut state);

@@ -8,8 +8,9 @@ use rustix::event::{PollFd, PollFlags};
 use super::super::publisher::Policy;
 use super::super::subscriber_link::SubscriberLink;
 use super::send_turn::{SendTurn, send_turn_wait};
+use super::state::PublisherState;
 use super::unicast::Recipients;
-use super::{POLLS, PublisherCore, PublisherState, WAIT_SLICE, own_pid};
+use super::{POLLS, PublisherCore, WAIT_SLICE, own_pid};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
@@ -52,9 +53,9 @@ impl PublisherCore {
                 let name = self.name.clone();
                 return Err(Error::peer_gone(Kind::Publisher, name, own_pid(), true));
             }
-            to.check(&self.name, &mut state)?;
+            to.check(&self.name, &state.links)?;
             // Room does not depend on which slots have been reclaimed.
-            let Some(full) = state.first_full(to) else {
+            let Some(full) = state.links.first_full(to) else {
                 return Ok(SendTurn::begin(self, state));
             };
             let subscriber = format!("process {}", full.peer.pid);
@@ -107,7 +108,7 @@ impl PublisherCore {
             .filter(|link| concerns(link))
             .for_each(|link| link.set_asleep(true));
         // Releases before the `asleep` flags were set caused no wake-up.
-        self.reclaim(&mut state, true);
+        state.reclaim(&self.fences, true);
         if state.freed_count() == before {
             // A device that completes a release cannot ring the doorbell: while such a release is
             // due, the next poll comes soon.

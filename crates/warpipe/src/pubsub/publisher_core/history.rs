@@ -4,118 +4,184 @@
 //! is complete is ready at once, and the `ready` of any other is stored by the CPU when the
 //! sample's own fence word says that it is complete. Nothing else of this process writes that
 //! `ready` word.
+//!
+//! Each entry holds its slot. A link is replayed to between two sends only, since the sample that
+//! is being sent belongs to the history: a link that comes meanwhile joins at the end of the turn.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::super::subscriber_link::{LinkPhase, SubscriberLink};
-use super::{HistoryEntry, PublisherCore, PublisherState};
-use crate::memory::arena::SlotId;
+use super::links::Links;
+use super::slot_fences::SlotFences;
+use crate::memory::arena::{Arena, SlotId};
 use crate::pubsub::entry::{Completion, Description};
 use crate::pubsub::ring;
+use crate::pubsub::subscriber_link::{LinkPhase, SubscriberLink};
 use crate::shm::segment::Segment;
 
+pub(super) struct History {
+    /// How many samples are kept.
+    limit: usize,
+    entries: VecDeque<HistoryEntry>,
+    /// Links that wait for the history until the send turn ends.
+    joiners: VecDeque<u64>,
+    /// Samples that late subscribers have been given and that are not complete.
+    due: Vec<PendingReplay>,
+    /// The fence thread polls `due`.
+    is_polled: bool,
+}
+
+/// A sample of the history.
+struct HistoryEntry {
+    slot: SlotId,
+    description: Description,
+    /// Its data will never be complete.
+    is_lost: bool,
+}
+
 /// A sample of the history with a `ready` still to be stored on one link.
-pub(super) struct PendingReplay {
-    pub(super) segment: Arc<Segment>,
+struct PendingReplay {
+    segment: Arc<Segment>,
     position: u64,
     slot: SlotId,
     /// The value of the slot's fence word once the sample is complete.
     fence: u64,
 }
 
-impl PublisherCore {
-    /// Whether sent samples may be given to other subscribers later, so that each slot has its own
-    /// fence word signalled.
-    pub(super) fn sends_again(&self) -> bool {
-        self.options.history > 0 || self.options.observer.is_some()
+impl History {
+    pub(super) fn new(limit: u32) -> History {
+        History {
+            limit: limit as usize,
+            entries: VecDeque::new(),
+            joiners: VecDeque::new(),
+            due: Vec::new(),
+            is_polled: false,
+        }
+    }
+
+    /// Whether a history is kept at all.
+    #[inline]
+    pub(super) fn is_kept(&self) -> bool {
+        self.limit > 0
+    }
+
+    /// Adds a sample, and forgets the oldest beyond the limit.
+    #[inline]
+    pub(super) fn add(&mut self, slot: SlotId, description: Description, arena: &mut Arena) {
+        if !self.is_kept() {
+            return;
+        }
+        arena.hold(slot);
+        self.entries.push_back(HistoryEntry {
+            slot,
+            description,
+            is_lost: false,
+        });
+        while self.entries.len() > self.limit {
+            let forgotten = self.entries.pop_front();
+            forgotten
+                .into_iter()
+                .for_each(|entry| arena.release(entry.slot));
+        }
+    }
+
+    /// The data of `slot` will never be complete.
+    pub(super) fn mark_lost(&mut self, slot: SlotId) {
+        self.entries
+            .iter_mut()
+            .filter(|entry| entry.slot == slot)
+            .for_each(|entry| entry.is_lost = true);
+    }
+
+    /// A link waits for the history: it gets it with the next [`replay`](Self::replay).
+    pub(super) fn join(&mut self, id: u64) {
+        self.joiners.push_back(id);
+    }
+
+    #[inline]
+    pub(super) fn has_joiners(&self) -> bool {
+        !self.joiners.is_empty()
     }
 
     /// Gives the history to the links that wait for it; from then on they get new samples. Never
-    /// called in the middle of a send: the sample being sent belongs to the history.
-    pub(super) fn replay(&self, state: &mut PublisherState) {
-        let PublisherState {
-            arena,
-            links,
-            history,
-            joiners,
-            due,
-            ..
-        } = &mut *state;
-        for id in joiners.drain(..) {
-            let is_it =
-                |link: &&mut SubscriberLink| link.id == id && link.phase == LinkPhase::Joining;
-            let Some(link) = links.iter_mut().find(is_it) else {
-                continue;
-            };
-            link.phase = LinkPhase::Live;
-            for HistoryEntry {
-                slot,
-                description,
-                is_lost,
-            } in history.iter()
+    /// called in the middle of a send. Returns whether the caller has to start
+    /// [polling](Self::complete_due).
+    pub(super) fn replay(
+        &mut self,
+        links: &mut Links,
+        arena: &mut Arena,
+        fences: &SlotFences,
+    ) -> bool {
+        while let Some(id) = self.joiners.pop_front() {
+            if let Some(link) = links
+                .find(id)
+                .filter(|link| link.phase == LinkPhase::Joining)
             {
-                let (slot, is_lost) = (*slot, *is_lost);
-                // The history is no longer than an empty ring.
-                let Some(position) = link.place(|_| {}) else {
-                    break;
-                };
-                let (fence, segment) = (arena.fence_of(slot), link.ring.segment().clone());
-                if is_lost {
-                    // The lost sample keeps its place, because a subscriber that must see every
-                    // number would otherwise miss one.
-                    ring::give_up(&segment, position);
-                }
-                if is_lost || self.fence_words.word(slot as usize).reached(fence) {
-                    segment.entry(position).ready.store(position);
-                } else {
-                    due.push(PendingReplay {
-                        segment,
-                        position,
-                        slot,
-                        fence,
-                    });
-                }
-                arena.hold(slot);
-                // The `ready` word of a late subscriber follows the slot's fence word: if this
-                // process is killed in between, the fence word decides.
-                let completion = Some(Completion {
-                    word: slot,
-                    value: fence,
-                })
-                .filter(|_| !is_lost);
-                link.publish(
+                link.phase = LinkPhase::Live;
+                self.replay_to(link, arena, fences);
+                link.wake_sleeper();
+            }
+        }
+        !self.due.is_empty() && !std::mem::replace(&mut self.is_polled, true)
+    }
+
+    fn replay_to(&mut self, link: &mut SubscriberLink, arena: &mut Arena, fences: &SlotFences) {
+        for entry in &self.entries {
+            let (slot, is_lost) = (entry.slot, entry.is_lost);
+            // The history is no longer than an empty ring.
+            let Some(position) = link.place(|_| {}) else {
+                break;
+            };
+            let (fence, segment) = (arena.fence_of(slot), link.ring.segment().clone());
+            if is_lost {
+                // The lost sample keeps its place, because a subscriber that must see every
+                // number would otherwise miss one.
+                ring::give_up(&segment, position);
+            }
+            if is_lost || fences.is_reached(slot, fence) {
+                segment.entry(position).ready.store(position);
+            } else {
+                self.due.push(PendingReplay {
+                    segment,
                     position,
                     slot,
-                    &Description {
-                        completion,
-                        ..description.clone()
-                    },
-                );
+                    fence,
+                });
             }
-            link.wake_sleeper();
-        }
-        if !state.due.is_empty() && !std::mem::replace(&mut state.is_polling_replays, true) {
-            let core = self.this.clone();
-            self.reactor.drop_after(move || {
-                core.upgrade()
-                    .is_none_or(|core| core.poll_replays(&mut core.lock()))
-            });
+            arena.hold(slot);
+            // The `ready` word of a late subscriber follows the slot's fence word: if this
+            // process is killed in between, the fence word decides.
+            let completion = Some(Completion {
+                word: slot,
+                value: fence,
+            })
+            .filter(|_| !is_lost);
+            let description = Description {
+                completion,
+                ..entry.description.clone()
+            };
+            link.publish(position, slot, &description);
         }
     }
 
-    /// Stores the `ready` words that are due for complete samples, and returns whether
-    /// none is left. The fence thread calls this, and so does the tick in case the driver blocks
-    /// the fence thread. Uses CPU stores alone.
-    pub(super) fn poll_replays(&self, state: &mut PublisherState) -> bool {
-        state.due.retain(|due| {
-            let is_complete = self.fence_words.word(due.slot as usize).reached(due.fence);
+    /// Stores the `ready` words that are due for complete samples, and returns whether none is
+    /// left. The fence thread calls this, and so does the tick in case the driver blocks the fence
+    /// thread. Uses CPU stores alone.
+    pub(super) fn complete_due(&mut self, fences: &SlotFences) -> bool {
+        self.due.retain(|due| {
+            let is_complete = fences.is_reached(due.slot, due.fence);
             if is_complete {
                 due.segment.entry(due.position).ready.store(due.position);
             }
             !is_complete
         });
-        let is_done = state.due.is_empty();
-        state.is_polling_replays &= !is_done;
+        let is_done = self.due.is_empty();
+        self.is_polled &= !is_done;
         is_done
+    }
+
+    /// The link with this segment is gone: nothing is due there.
+    pub(super) fn forget(&mut self, segment: &Arc<Segment>) {
+        self.due.retain(|due| !Arc::ptr_eq(&due.segment, segment));
     }
 }

@@ -1,21 +1,18 @@
 //! How a sample is sent: a place on each link, the entries, the signals that complete it, and the
 //! undoing when they fail.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::subscriber_link::SubscriberLink;
 use super::send_turn::SendTurn;
+use super::state::PublisherState;
 use super::unicast::Recipients;
-use super::{Placement, PublisherCore, PublisherState, SendFailure};
-use crate::backend::{DeviceKind, StreamOp};
-use crate::clock::now_ns;
+use super::{PublisherCore, SendFailure};
+use crate::backend::DeviceKind;
 use crate::error::Result;
 use crate::memory::arena::SlotId;
 use crate::nvtx;
-use crate::pubsub::entry::{Description, Metadata};
+use crate::pubsub::entry::Metadata;
 use crate::pubsub::ring;
-use crate::shm::segment::Segment;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -69,7 +66,7 @@ impl PublisherCore {
         to: Recipients,
     ) -> Result<u64, SendFailure> {
         self.prepare(turn, slot, to);
-        let ops = std::mem::take(&mut turn.ops);
+        let ops = turn.placement.take_signals();
         // SAFETY: the words lie in link segments and the fence words, which are dropped only when
         // this turn is over and this stream, recorded by the caller, is proven to be past them
         // (`close`, `drop_link`).
@@ -80,7 +77,7 @@ impl PublisherCore {
         let early = self.signals_first(turn).then(|| enqueue(turn));
         let sequence = self.tell(turn, slot, layout, metadata);
         let enqueued = early.unwrap_or_else(|| enqueue(turn));
-        turn.ops = ops;
+        turn.placement.return_signals(ops);
         if enqueued.is_err() {
             self.mark_lost(turn, slot, stream);
         } else if turn.arena.is_sole(slot) {
@@ -107,25 +104,19 @@ impl PublisherCore {
     /// the reader's cache once, without a second transfer.
     fn signals_first(&self, state: &PublisherState) -> bool {
         let is_host = self.device.info().id.kind == DeviceKind::Host;
-        is_host || state.is_any_local
+        is_host || state.placement.has_local()
     }
 
-    /// Finds the places of one sample, and leaves the signals that complete it in `state.ops`. A
-    /// call of [`tell`](Self::tell) must follow even if the signals fail: a word that is reached
-    /// must not meet another sample.
+    /// Finds the places of one sample, and the signals that complete it. A call of
+    /// [`tell`](Self::tell) must follow: see [`placement`](super::placement).
     fn prepare(&self, state: &mut PublisherState, slot: SlotId, to: Recipients) {
         state.place(to);
-        // Without a reader's word that says when the slot is done, its fence word does. The fence
-        // word is also signalled beside the word of another user's reader, which can write `ready`
-        // and `released` as if sender and receiver had; that costs a second device operation. A
-        // reader of this user could write this process's memory anyway.
-        if self.sends_again() || state.places.is_empty() || state.is_any_foreign {
-            let value = self.next_fence();
+        // Then the slot's own word says when the slot is done; beside a foreign reader's that costs
+        // a second device operation. Sent again later, a sample is ordered behind that word, too.
+        if self.sends_again() || state.placement.is_without_trusted_word() {
+            let (value, signal) = self.fences.next(slot);
             state.arena.fence(slot, value);
-            state.ops.push(StreamOp::Signal {
-                word: self.fence_words.device_word(slot as usize),
-                value,
-            });
+            state.placement.add_signal(signal);
         }
     }
 
@@ -137,85 +128,44 @@ impl PublisherCore {
         layout: &Layout,
         metadata: &Metadata,
     ) -> u64 {
-        let sequence = state.next_sequence;
-        state.next_sequence += 1;
-        let (region, offset) = (state.arena.slot(slot).region, state.arena.slot(slot).offset);
-        let description = Description {
-            sequence,
-            sent_ns: now_ns(),
-            region,
-            slot: offset,
-            layout: *layout,
-            metadata: metadata.clone(),
-            completion: None,
-        };
+        let description = state.describe(slot, layout, metadata);
+        let sequence = description.sequence;
         let PublisherState {
             arena,
             links,
-            places,
-            is_any_asleep,
+            history,
+            placement,
             ..
         } = state;
-        for place in places.iter_mut() {
-            match place.find(links) {
-                Some(link) if link.is_live() => {
-                    arena.hold(slot);
-                    *is_any_asleep |= link.publish(place.position, slot, &description);
-                    place.is_published = true;
-                }
-                // The link has left since its place was found, and gets no more samples.
-                Some(link) => link.ring.forgo(place.position),
-                None => {}
-            }
-        }
-        let keep = self.options.history as usize;
-        if keep > 0 {
-            state.add_to_history(slot, description, keep);
-        }
+        placement.publish(links, arena, slot, &description);
+        history.add(slot, description, arena);
         sequence
+    }
+
+    /// Whether sent samples may be given to other subscribers later, so that each slot has its own
+    /// fence word signalled.
+    fn sends_again(&self) -> bool {
+        self.options.history > 0 || self.options.observer.is_some()
     }
 
     /// Ends a published sample after the driver refused its signals: its readers see at
     /// once that it is lost. Their streams continue, and its slot is free, only when `stream` is
     /// past the work that fills the slot, which was enqueued before and still runs.
     fn mark_lost(&self, state: &mut PublisherState, slot: SlotId, stream: &Stream) {
-        let PublisherState {
-            arena,
-            links,
-            places,
-            history,
-            ..
-        } = state;
-        let words: Vec<(Arc<Segment>, u64)> = places
-            .iter()
-            .filter_map(|place| Some((place.find(links)?.ring.segment().clone(), place.position)))
-            .collect();
-        words
+        let entries = state.placement.entries(&mut state.links);
+        entries
             .iter()
             .for_each(|(segment, position)| ring::give_up(segment, *position));
-        history
-            .iter_mut()
-            .filter(|kept| kept.slot == slot)
-            .for_each(|kept| kept.is_lost = true);
-        let fence = arena.fence_of(slot);
+        state.history.mark_lost(slot);
+        let fence = state.arena.fence_of(slot);
         self.once_past(std::slice::from_ref(stream), move |core| {
-            words
+            entries
                 .iter()
                 .for_each(|(segment, position)| segment.entry(*position).ready.store(*position));
             if fence != 0 {
-                core.fence_words.word(slot as usize).store(fence);
+                core.fences.store(slot, fence);
             }
             core.lock().arena.release(slot);
         });
-    }
-}
-
-impl Placement {
-    fn find<'a>(&self, links: &'a mut [SubscriberLink]) -> Option<&'a mut SubscriberLink> {
-        let index = match links.get(self.index) {
-            Some(link) if link.id == self.id => self.index,
-            _ => links.iter().position(|link| link.id == self.id)?,
-        };
-        links.get_mut(index)
     }
 }

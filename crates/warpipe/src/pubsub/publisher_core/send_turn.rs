@@ -11,9 +11,10 @@ use std::ops::{Deref, DerefMut};
 use std::sync::MutexGuard;
 use std::time::Duration;
 
-use super::{PublisherCore, PublisherState};
+use super::PublisherCore;
+use super::state::PublisherState;
 use crate::error::Result;
-use crate::runtime::turn::{HasTurn, TurnGuard, TurnState, TurnWait};
+use crate::runtime::turn::{TurnGuard, TurnWait};
 
 /// A shorter limit of a wait for the turn, zero too, counts as this: a send takes microseconds
 /// unless the driver blocks it, but its thread may not be scheduled just now.
@@ -21,13 +22,6 @@ const MOMENT: Duration = Duration::from_millis(10);
 
 /// Polls for the turn before the thread sleeps: a send takes a microsecond.
 const TURN_POLLS: u32 = 2_000;
-
-impl HasTurn for PublisherState {
-    #[inline]
-    fn turn(&mut self) -> &mut TurnState {
-        &mut self.turn
-    }
-}
 
 /// The right to send. The state is locked except during driver calls: see [`SendTurn::unlocked`].
 pub(super) struct SendTurn<'a> {
@@ -74,7 +68,7 @@ impl Drop for SendTurn<'_> {
     #[inline]
     fn drop(&mut self) {
         self.turn.relock();
-        if !self.joiners.is_empty() {
+        if self.turn.history.has_joiners() {
             self.core.replay(&mut self.turn);
         }
     }

@@ -9,16 +9,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::super::subscriber_link::SubscriberLink;
+use super::links::Links;
 use super::send_turn::SendTurn;
-use super::{PublisherCore, PublisherState, SendFailure};
+use super::state::PublisherState;
+use super::{PublisherCore, SendFailure};
 use crate::backend::StreamOp;
-use crate::clock::now_ns;
 use crate::error::{Error, Result};
 use crate::ipc::message::{self, CloseReason};
 use crate::ipc::peer::ProcessId;
 use crate::memory::arena::SlotId;
-use crate::pubsub::entry::{Description, Metadata};
-use crate::pubsub::ring::RingSpace;
+use crate::pubsub::entry::Metadata;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::shm::segment::Segment;
 use crate::stream::Stream;
@@ -53,9 +53,9 @@ impl Recipients {
 
     /// Whether the chosen subscriber is still attached.
     #[inline]
-    pub(super) fn check(self, name: &str, state: &mut PublisherState) -> Result<()> {
+    pub(super) fn check(self, name: &str, links: &Links) -> Result<()> {
         match self {
-            Recipients::One(id) if !state.is_live(id) => Err(Error::LinkClosed {
+            Recipients::One(id) if !links.is_live(id) => Err(Error::LinkClosed {
                 name: name.to_string(),
                 reason: "the one it was meant for has gone".into(),
             }),
@@ -82,6 +82,13 @@ pub(crate) struct Disconnects {
     pub(crate) untaken: Vec<(u64, u64)>,
     /// The generations of subscribers that hold no samples any more.
     pub(crate) generations: Vec<[u8; 16]>,
+}
+
+impl Disconnects {
+    pub(super) fn add_untaken(&mut self, subscriber: u64, positions: &[u64]) {
+        let untaken = positions.iter().map(|&position| (subscriber, position));
+        self.untaken.extend(untaken);
+    }
 }
 
 /// Is notified of subscribers that come and go.
@@ -138,12 +145,6 @@ impl Drop for RetainedSlot {
     }
 }
 
-impl PublisherState {
-    fn is_live(&mut self, id: u64) -> bool {
-        self.find(id).is_some_and(|link| link.is_live())
-    }
-}
-
 impl PublisherCore {
     /// Wakes every thread that waits for a change, and notifies the observer.
     pub(super) fn ring(&self) {
@@ -157,12 +158,12 @@ impl PublisherCore {
     /// The subscribers that can be chosen.
     pub(in crate::pubsub) fn linked_subscribers(&self) -> Vec<LinkedSubscriber> {
         let state = self.lock();
-        let live = state.links.iter().filter(|link| link.is_live());
-        live.map(|o| LinkedSubscriber {
-            id: o.id,
-            pid: o.peer.pid,
-            process: o.peer.id,
-            generation: o.generation,
+        let live = state.links.live();
+        live.map(|link| LinkedSubscriber {
+            id: link.id,
+            pid: link.peer.pid,
+            process: link.peer.id,
+            generation: link.generation,
         })
         .collect()
     }
@@ -170,16 +171,14 @@ impl PublisherCore {
     /// The id of the live subscriber in that process.
     pub(in crate::pubsub) fn subscriber_of(&self, process: ProcessId) -> Option<u64> {
         let state = self.lock();
-        state
-            .links
-            .iter()
-            .find(|link| link.is_live() && link.peer.id == process)
+        let mut live = state.links.live();
+        live.find(|link| link.peer.id == process)
             .map(|link| link.id)
     }
 
     /// Whether the subscriber still gets samples.
     pub(in crate::pubsub) fn has_subscriber(&self, id: u64) -> bool {
-        self.lock().is_live(id)
+        self.lock().links.is_live(id)
     }
 
     /// Sends to one subscriber, as [`send`](Self::send) does to all.
@@ -217,15 +216,11 @@ impl PublisherCore {
             .make_room(Recipients::Nobody)
             .map_err(SendFailure::BeforePublish)?;
         let to = to
-            .filter(|&id| turn.has_room(id))
+            .filter(|&id| turn.links.has_room(id))
             .map_or(Recipients::Nobody, Recipients::One);
         self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
         // A subscriber that has left meanwhile has not seen the sample.
-        let position = turn
-            .places
-            .first()
-            .filter(|place| place.is_published)
-            .map(|place| place.position);
+        let position = turn.placement.published_position();
         let core = self
             .this
             .upgrade()
@@ -249,49 +244,34 @@ impl PublisherCore {
     ) -> Result<Option<u64>> {
         self.owner_process.check()?;
         let mut turn = self.take_send_turn()?;
-        self.reclaim(&mut turn, false);
-        if turn.closed || !turn.has_room(to) {
+        turn.reclaim(&self.fences, false);
+        if turn.closed || !turn.links.has_room(to) {
             return Ok(None);
         }
-        let PublisherState { arena, links, .. } = &mut *turn;
-        let Some(link) = links.iter_mut().find(|link| link.id == to) else {
+        let Some(link) = turn.links.find(to) else {
             return Ok(None);
         };
         let Some(position) = link.place(|_| {}) else {
             return Ok(None);
         };
-        let fence = arena.fence_of(slot);
-        let word = link.ring.segment().clone();
-        self.ready_behind(&mut turn, slot, fence, &word, position)?;
-        let sequence = turn.next_sequence;
-        let PublisherState {
-            arena,
-            links,
-            next_sequence,
-            ..
-        } = &mut *turn;
-        let Some(link) = links.iter_mut().find(|link| link.id == to) else {
-            return Ok(None);
-        };
-        if !link.is_live() {
-            link.ring.forgo(position);
-            return Ok(None);
+        let segment = link.ring.segment().clone();
+        self.ready_behind(&mut turn, slot, &segment, position)?;
+        // The link may have left during that call.
+        match turn.links.find(to) {
+            Some(link) if link.is_live() => {}
+            Some(link) => {
+                link.ring.forgo(position);
+                return Ok(None);
+            }
+            None => return Ok(None),
         }
-        *next_sequence += 1;
-        arena.hold(slot);
-        let (region, offset) = (arena.slot(slot).region, arena.slot(slot).offset);
-        let metadata = metadata.clone();
-        let description = Description {
-            sequence,
-            sent_ns: now_ns(),
-            region,
-            slot: offset,
-            layout: *layout,
-            metadata,
-            completion: None,
-        };
-        link.publish(position, slot, &description);
-        link.wake_sleeper();
+        let description = turn.describe(slot, layout, metadata);
+        let PublisherState { arena, links, .. } = &mut *turn;
+        if let Some(link) = links.find(to) {
+            arena.hold(slot);
+            link.publish(position, slot, &description);
+            link.wake_sleeper();
+        }
         Ok(Some(position))
     }
 
@@ -302,18 +282,14 @@ impl PublisherCore {
         &self,
         turn: &mut SendTurn<'_>,
         slot: SlotId,
-        fence: u64,
         segment: &Arc<Segment>,
         position: u64,
     ) -> Result<()> {
-        let index = slot as usize;
-        if self.fence_words.word(index).reached(fence) {
+        let fence = turn.arena.fence_of(slot);
+        if self.fences.is_reached(slot, fence) {
             segment.entry(position).ready.store(position);
         } else if let Some(stream) = &self.forward_stream {
-            let wait = StreamOp::Wait {
-                word: self.fence_words.device_word(index),
-                value: fence,
-            };
+            let wait = self.fences.wait(slot, fence);
             let signal = StreamOp::Signal {
                 word: segment.ready_word(position),
                 value: position,
@@ -327,7 +303,7 @@ impl PublisherCore {
     /// Ends one subscriber's link.
     pub(in crate::pubsub) fn expel(&self, id: u64, reason: &str) {
         let mut state = self.lock();
-        if let Some(link) = state.find(id).filter(|link| link.is_live()) {
+        if let Some(link) = state.links.find(id).filter(|link| link.is_live()) {
             link.leave(Some(CloseReason::Failed(message::text(reason))));
         }
         drop(state);
@@ -337,26 +313,6 @@ impl PublisherCore {
     /// The data of the subscribers that have gone, each returned once; with `all`, also the
     /// generations of those still attached.
     pub(in crate::pubsub) fn take_disconnects(&self, all: bool) -> Disconnects {
-        let mut state = self.lock();
-        let mut disconnects = std::mem::take(&mut state.disconnects);
-        for link in &mut state.links {
-            let id = link.id;
-            disconnects
-                .generations
-                .extend(all.then_some(link.generation));
-            disconnects.untaken.extend(
-                std::mem::take(&mut link.untaken)
-                    .into_iter()
-                    .map(|position| (id, position)),
-            );
-        }
-        disconnects
-    }
-}
-
-impl PublisherState {
-    fn has_room(&mut self, id: u64) -> bool {
-        self.find(id)
-            .is_some_and(|link| link.is_live() && link.ring.space() != RingSpace::Full)
+        self.lock().links.take_disconnects(all)
     }
 }

@@ -1,0 +1,189 @@
+//! The links of a publisher's subscribers.
+//!
+//! A link is in the list from its welcome until it has left and holds no slot any more. All links
+//! know all regions before a sample is placed: [`Links::announce`].
+
+use std::time::Duration;
+
+use super::unicast::{Disconnects, Recipients};
+use crate::error::{Error, Result};
+use crate::ipc::message::{self, CloseReason, Message};
+use crate::memory::arena::{Arena, Chunk, SlotId};
+use crate::pubsub::ring::RingSpace;
+use crate::pubsub::subscriber_link::{LinkPhase, SubscriberLink};
+
+pub(super) struct Links {
+    list: Vec<SubscriberLink>,
+    /// Every link knows every region.
+    is_announced: bool,
+    /// An observer asks for `disconnects`.
+    is_observed: bool,
+    disconnects: Disconnects,
+}
+
+impl Links {
+    pub(super) fn new(is_observed: bool) -> Links {
+        Links {
+            list: Vec::new(),
+            is_announced: true,
+            is_observed,
+            disconnects: Disconnects::default(),
+        }
+    }
+
+    /// Adds a link, whose welcome has announced every region.
+    pub(super) fn add(&mut self, link: SubscriberLink) {
+        self.list.push(link);
+    }
+
+    #[inline]
+    pub(super) fn iter(&self) -> impl Iterator<Item = &SubscriberLink> {
+        self.list.iter()
+    }
+
+    #[inline]
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut SubscriberLink> {
+        self.list.iter_mut()
+    }
+
+    /// The links that get samples.
+    pub(super) fn live(&self) -> impl Iterator<Item = &SubscriberLink> {
+        self.list.iter().filter(|link| link.is_live())
+    }
+
+    pub(super) fn find(&mut self, id: u64) -> Option<&mut SubscriberLink> {
+        self.list.iter_mut().find(|link| link.id == id)
+    }
+
+    /// [`find`](Self::find) for a link that was at `index` a moment ago.
+    #[inline]
+    pub(super) fn find_near(&mut self, index: usize, id: u64) -> Option<&mut SubscriberLink> {
+        let index = match self.list.get(index) {
+            Some(link) if link.id == id => index,
+            _ => self.list.iter().position(|link| link.id == id)?,
+        };
+        self.list.get_mut(index)
+    }
+
+    pub(super) fn is_live(&self, id: u64) -> bool {
+        self.live().any(|link| link.id == id)
+    }
+
+    /// Whether this subscriber would get a sample now.
+    pub(super) fn has_room(&self, id: u64) -> bool {
+        self.live()
+            .any(|link| link.id == id && link.ring.space() != RingSpace::Full)
+    }
+
+    /// The first recipient that must not miss a sample and has no room for one.
+    #[inline]
+    pub(super) fn first_full(&self, to: Recipients) -> Option<&SubscriberLink> {
+        self.list.iter().find(|link| to.await_it(link))
+    }
+
+    /// Returns to the arena the slots that subscribers have released. `thorough` also looks behind
+    /// samples that are held long.
+    #[inline]
+    pub(super) fn reclaim(&mut self, arena: &mut Arena, thorough: bool) {
+        for link in &mut self.list {
+            link.reclaim(thorough, |slot| arena.release(slot));
+        }
+    }
+
+    /// The arena has a region that no link knows.
+    pub(super) fn has_new_region(&mut self) {
+        self.is_announced = false;
+    }
+
+    /// Announces to every subscriber the regions that it does not know. A subscriber that does not
+    /// read its socket loses its link.
+    ///
+    /// # Errors
+    /// This process lacks resources for the message. No link is lost, and the announcement is
+    /// repeated later.
+    #[inline]
+    pub(super) fn announce(&mut self, chunks: &[Chunk], name: &str) -> Result<()> {
+        if self.is_announced {
+            return Ok(());
+        }
+        let is_heard = |link: &&mut SubscriberLink| {
+            matches!(
+                link.phase,
+                LinkPhase::Live | LinkPhase::Joining | LinkPhase::Attaching
+            )
+        };
+        let mut own = Ok(());
+        for link in self.list.iter_mut().filter(is_heard) {
+            match link.announce(chunks) {
+                Ok(()) => {}
+                Err(error) if message::is_own(error) => {
+                    let context = format!("memory of {name:?}, to process {}", link.peer.pid);
+                    own = Err(Error::os("sendmsg", context, error));
+                }
+                Err(_) => link.leave(Some(CloseReason::Evicted(
+                    "it does not read its socket".into(),
+                ))),
+            }
+        }
+        self.is_announced = own.is_ok();
+        own
+    }
+
+    /// The slots that leaving and suspect subscribers hold.
+    pub(super) fn quarantined(&self) -> impl Iterator<Item = SlotId> {
+        self.list
+            .iter()
+            .filter(|link| matches!(link.phase, LinkPhase::Leaving | LinkPhase::Suspect))
+            .flat_map(SubscriberLink::holds)
+    }
+
+    /// Sends `Close` to every subscriber, and reads no socket any more.
+    pub(super) fn close(&mut self) {
+        for link in &mut self.list {
+            let _ = message::send(link.socket(), &Message::Close(CloseReason::Closed), &[]);
+            link.registrations.clear();
+        }
+    }
+
+    /// Takes out the links that have left and hold no slot, and keeps their data for the observer.
+    pub(super) fn take_finished(&mut self) -> Vec<SubscriberLink> {
+        let is_done = |link: &mut SubscriberLink| {
+            matches!(link.phase, LinkPhase::Leaving | LinkPhase::Suspect) && link.holds_nothing()
+        };
+        let done: Vec<SubscriberLink> = self.list.extract_if(.., is_done).collect();
+        if self.is_observed {
+            for link in &done {
+                self.disconnects.add_untaken(link.id, &link.untaken);
+                self.disconnects.generations.push(link.generation);
+            }
+        }
+        done
+    }
+
+    /// Takes out the links that have been attaching for longer than `limit`.
+    pub(super) fn take_late(&mut self, limit: Duration) -> Vec<SubscriberLink> {
+        let is_late = |link: &mut SubscriberLink| {
+            link.phase == LinkPhase::Attaching && link.clock.ran() > limit
+        };
+        self.list.extract_if(.., is_late).collect()
+    }
+
+    /// The data of the subscribers that have gone, each returned once; with `all`, also the
+    /// generations of those still attached.
+    pub(super) fn take_disconnects(&mut self, all: bool) -> Disconnects {
+        let mut disconnects = std::mem::take(&mut self.disconnects);
+        for link in &mut self.list {
+            let untaken = std::mem::take(&mut link.untaken);
+            disconnects.add_untaken(link.id, &untaken);
+            disconnects
+                .generations
+                .extend(all.then_some(link.generation));
+        }
+        disconnects
+    }
+
+    /// Wakes every sleeping subscriber that has been given a sample.
+    pub(super) fn wake_sleepers(&mut self) {
+        self.list.iter_mut().for_each(SubscriberLink::wake_sleeper);
+    }
+}
