@@ -1,9 +1,6 @@
 //! Runs a queue: takes answers in, meets workers that come and go, and applies both to the job
 //! table. Any thread may do this work, under the queue's lock.
 
-#[cfg(test)]
-mod lost_wakeups;
-
 use std::collections::HashSet;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};

@@ -92,6 +92,18 @@ fn a_job_that_fails_as_often_as_it_may_is_dead_lettered_with_every_reason() {
 }
 
 #[test]
+fn jobs_that_come_back_are_delivered_oldest_first() {
+    let mut table = table(Order::Submission, 1);
+    let jobs = [0; 3].map(|_| submit(&mut table));
+    let given = [1, 2].map(|at| deliver(&mut table, at, Duration::ZERO).unwrap());
+    answer(&mut table, given[1], failed());
+    answer(&mut table, given[0], AnswerKind::Returned);
+    let again = [3, 4].map(|at| deliver(&mut table, at, Duration::ZERO).unwrap());
+    assert_eq!(again.map(|(_, tag)| tag.job), jobs[..2]);
+    assert_eq!(table.first_waiting(), Some(jobs[2]));
+}
+
+#[test]
 fn a_job_that_is_given_back_costs_no_attempt_and_goes_before_later_jobs() {
     let mut table = table(Order::Submission, 1);
     let [first, _] = [submit(&mut table), submit(&mut table)];

@@ -7,9 +7,8 @@
 //! accepted.
 //!
 //! Two links connect one worker: the queue publishes jobs and the worker subscribes; the worker
-//! publishes answers and the queue subscribes. These modules add the owner's job table
-//! ([`job_table`]), the metadata format ([`wire`]), and the thread that runs the queue
-//! ([`dispatcher`]).
+//! publishes answers and the queue subscribes. These modules add the job table ([`job_table`]), the
+//! metadata format ([`wire`]), the work of an owner ([`dispatcher`]) and its waits ([`waiters`]).
 
 #[cfg(test)]
 mod blocked_driver;

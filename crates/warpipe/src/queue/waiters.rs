@@ -1,10 +1,14 @@
-//! Waiting for a queue. Threads wait in one loop ([`Dispatcher::wait_until`]): a thread that waits
-//! polls for a while, and does the queue's work meanwhile; then it sleeps.
+//! Waiting for a queue. Threads wait in one loop ([`Dispatcher::wait_until`]): a thread polls for a
+//! while, and does the queue's work meanwhile; then it sleeps, the first one on the descriptors (the
+//! *leader*), others until a change. The queue's own thread does the work when no other does.
 //!
-//! - The queue's own thread looks again in time: it sleeps no longer than [`State::next_look`]
-//!   says, or is rung.
+//! - Some thread looks in time: the queue's own sleeps no longer than [`State::next_look`] says, or
+//!   is rung; a ring that a leader takes instead has the work done as well.
 //! - While no thread polls, workers are asked to ring; answers that came before are looked at.
-//! - A change of the jobs or the workers wakes every thread and every event loop that waits.
+//! - A change of the jobs or workers wakes every sleeper, the leader, and every watch.
+
+#[cfg(test)]
+mod lost_wakeups;
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -63,17 +67,17 @@ pub(super) struct Waiters {
     /// Users' threads that poll.
     pub(super) polling: u32,
     /// Threads that sleep until a change.
-    pub(super) sleeping: u32,
+    sleeping: u32,
     /// Threads that wait for another thread's delivery, to submit.
     pub(super) submitting: u32,
     /// A thread found a job to deliver while another thread delivered one.
     pub(super) is_delivery_awaited: bool,
     /// How long the queue's own thread sleeps at most; zero while it is awake.
-    pub(super) runner_sleep: Duration,
+    runner_sleep: Duration,
     /// A user's thread sleeps on the descriptors.
-    pub(super) has_leader: bool,
+    has_leader: bool,
     /// The queue's own thread leaves the descriptors to the leader.
-    pub(super) is_parked: bool,
+    is_parked: bool,
     /// Rung at every change: event loops sleep on them.
     watches: Vec<Weak<LocalDoorbell>>,
 }
@@ -91,6 +95,14 @@ impl Waiters {
                 .inspect(|doorbell| doorbell.ring())
                 .is_some()
         });
+    }
+
+    /// How long the threads that sleep on the descriptors, or would, may sleep.
+    fn longest_sleep(&self) -> Duration {
+        match self.has_leader {
+            true => self.runner_sleep.max(WAIT_SLICE),
+            false => self.runner_sleep,
+        }
     }
 
     /// Whether threads waited for the delivery that is over.
@@ -267,7 +279,7 @@ impl Dispatcher {
     }
 
     /// A thread polls from now on: workers need not ring.
-    pub(super) fn begin_polling(&self, state: &mut State) {
+    fn begin_polling(&self, state: &mut State) {
         state.waiters.polling += 1;
         if state.waiters.polling == 1 {
             state
@@ -279,14 +291,14 @@ impl Dispatcher {
 
     /// The thread no longer polls. Answers that came before the workers were asked to ring did not
     /// ring.
-    pub(super) fn end_polling(&self, state: &mut State) {
+    fn end_polling(&self, state: &mut State) {
         state.waiters.polling -= 1;
         if state.waiters.polling == 0 {
             state
                 .sessions
                 .iter()
                 .for_each(|session| session.subscriber.set_asleep(true));
-            if state.waiters.runner_sleep > state.next_look() {
+            if state.waiters.longest_sleep() > state.next_look() {
                 self.observer.doorbell.ring();
             }
         }

@@ -4,12 +4,13 @@ use std::os::fd::AsFd;
 use std::sync::mpsc;
 use std::time::Instant;
 
+use super::super::job_table::Stage;
 use super::super::tests::{QueueFixture, SOON};
-use super::super::{Queue, Worker};
+use super::super::{Queue, Worker, results_name};
 use super::*;
 use crate::ipc::message::wait_readable;
 use crate::ipc::peer::ProcessId;
-use crate::pubsub::{LinkedSubscriber, Subscriber};
+use crate::pubsub::{LinkedSubscriber, Publisher, Subscriber};
 
 /// Longer than any of these tests waits.
 const LONG: Duration = Duration::from_secs(600);
@@ -44,7 +45,7 @@ fn one_worker(fixture: &QueueFixture, queue: &Queue) -> Worker {
 
 #[test]
 fn a_wait_for_room_ends_when_an_outcome_is_taken_or_a_job_is_called_off() {
-    let fixture = QueueFixture::new("room");
+    let fixture = QueueFixture::new("room-wake");
     let queue = fixture.queue();
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let (told, woken) = mpsc::channel();
@@ -73,6 +74,8 @@ fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_a
     queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream).unwrap();
     let (dispatcher, mut state) = (&queue.dispatcher, with_leader(&queue));
+    // The driver holds up the queue's own thread, say.
+    state.waiters.runner_sleep = Duration::ZERO;
     dispatcher.begin_polling(&mut state);
     lease.complete(&fixture.stream).unwrap();
     while !state.sessions[0].subscriber.may_have_news() {
@@ -279,4 +282,66 @@ fn a_job_that_found_all_slots_held_is_delivered_once_results_are_released() {
     let next = worker.lease_timeout(&fixture.stream, SOON / 2).unwrap();
     assert_eq!(next.job(), jobs[1].id());
     drop((lease, next));
+}
+
+#[test]
+fn a_wait_for_a_job_ends_when_its_queue_is_dropped() {
+    let fixture = QueueFixture::new("dropped");
+    let queue = fixture.queue();
+    let jobs: Vec<_> = (0..3)
+        .map(|_| queue.submit_bytes(b"never", &fixture.stream).unwrap())
+        .collect();
+    std::thread::scope(|scope| {
+        let (told, waiting) = std::sync::mpsc::channel();
+        for job in &jobs {
+            let told = told.clone();
+            let stream = &fixture.stream;
+            scope.spawn(move || told.send(job.wait(stream, SOON)).unwrap());
+        }
+        drop(queue);
+        for _ in &jobs {
+            let end = waiting.recv().unwrap();
+            assert!(matches!(end, Err(Error::QueueClosed { .. })), "{end:?}");
+        }
+    });
+}
+
+#[test]
+fn a_wait_for_room_submits_nothing() {
+    let fixture = QueueFixture::new("room");
+    let queue = fixture.build(|it| it.limit(1));
+    queue.wait_for_room(Duration::ZERO).unwrap();
+    let handle = queue.submit_bytes(b"1", &fixture.stream).unwrap();
+    assert!(matches!(
+        queue.wait_for_room(Duration::ZERO),
+        Err(Error::QueueFull { .. })
+    ));
+    assert!(handle.call_off().unwrap());
+    queue.wait_for_room(Duration::ZERO).unwrap();
+    assert_eq!(queue.state().unwrap().waiting, 0);
+}
+
+#[test]
+fn a_shutdown_and_a_wait_of_other_threads_end_with_the_last_job() {
+    let fixture = QueueFixture::new("end");
+    let queue = fixture.queue();
+    let mut worker = one_worker(&fixture, &queue);
+    let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
+    std::thread::scope(|scope| {
+        let waits = jobs
+            .each_ref()
+            .map(|job| scope.spawn(|| job.wait(&fixture.stream, LONG).unwrap().job()));
+        let end = scope.spawn(|| queue.shutdown(LONG));
+        while queue.dispatcher.lock().table.stage == Stage::Open {
+            std::thread::yield_now();
+        }
+        for _ in 0..2 {
+            let lease = worker.lease(&fixture.stream).unwrap();
+            lease.complete(&fixture.stream).unwrap();
+        }
+        assert_eq!(waits.map(|wait| wait.join().unwrap()), [1, 2]);
+        end.join().unwrap().unwrap();
+    });
+    let told = worker.lease(&fixture.stream);
+    assert!(matches!(told, Err(Error::PeerGone { graceful: true, .. })));
 }
