@@ -296,7 +296,7 @@ impl Future {
         drop(state);
         let _turn = Turn(self, |state| state.is_calling_off = false);
         let off = match self.source.is_done(&self.endpoint) {
-            Ok(false) => self.source.call_off(),
+            Ok(false) => self.source.cancel(),
             Ok(true) => Ok(false),
             Err(fault) => Err(fault),
         };

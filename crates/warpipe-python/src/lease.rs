@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::{PyBaseException, PyException};
 use pyo3::prelude::*;
 use pyo3::types::PyType;
-use warpipe::{AnswerError, Duty, Error, Layout};
+use warpipe::{AnswerError, AnswerHandle, Error, Layout};
 
 use crate::copies::Copies;
 use crate::detached::{DropDetached, OwnStream};
@@ -36,7 +36,7 @@ pub struct LeaseContext {
     pub patience: Option<Duration>,
 }
 
-/// A job to be answered once: ``complete``, ``fail``, ``give_back`` or ``reject``. Its input is an
+/// A job to be answered once: ``complete``, ``fail``, ``requeue`` or ``reject``. Its input is an
 /// array, lent as any ``Sample`` is, and given back with the answer; arrays made of it keep it
 /// longer.
 ///
@@ -49,7 +49,7 @@ pub struct Lease {
     home: Home,
     context: LeaseContext,
     /// `None` once it is answered.
-    duty: Mutex<Option<DropDetached<Duty>>>,
+    answer_handle: Mutex<Option<DropDetached<AnswerHandle>>>,
     job: u64,
     attempt: u32,
     deadline_ns: Option<u64>,
@@ -63,17 +63,17 @@ pub struct Lease {
 enum LeaseAnswer {
     Complete(Option<warpipe::Loan>, warpipe::Stream),
     Fail(String),
-    GiveBack,
+    Requeue,
     Reject(String),
 }
 
 impl LeaseAnswer {
-    fn send(&mut self, duty: Duty) -> Result<(), AnswerError> {
+    fn send(&mut self, answer_handle: AnswerHandle) -> Result<(), AnswerError> {
         match self {
-            LeaseAnswer::Complete(output, stream) => duty.complete(output.take(), stream),
-            LeaseAnswer::Fail(reason) => duty.fail(reason),
-            LeaseAnswer::GiveBack => duty.give_back(),
-            LeaseAnswer::Reject(reason) => duty.reject(reason),
+            LeaseAnswer::Complete(output, stream) => answer_handle.complete(output.take(), stream),
+            LeaseAnswer::Fail(reason) => answer_handle.fail(reason),
+            LeaseAnswer::Requeue => answer_handle.requeue(),
+            LeaseAnswer::Reject(reason) => answer_handle.reject(reason),
         }
     }
 
@@ -96,13 +96,13 @@ impl Lease {
     pub fn parts(lease: warpipe::Lease, context: &LeaseContext) -> PyClassInitializer<Lease> {
         let metadata = lease.metadata().to_vec();
         let (job, attempt, deadline_ns) = (lease.job(), lease.attempt(), lease.deadline_ns());
-        let (input, duty) = lease.split();
+        let (input, answer_handle) = lease.split();
         let frame = Frame::with_metadata(input, metadata, &context.device, context.patience);
-        let duty = Mutex::new(Some(DropDetached::new(duty)));
+        let answer_handle = Mutex::new(Some(DropDetached::new(answer_handle)));
         let lease = Lease {
             home: Home::here(),
             context: context.clone(),
-            duty,
+            answer_handle,
             job,
             attempt,
             deadline_ns,
@@ -125,19 +125,19 @@ impl Lease {
 
     fn return_unused(&self, py: Python<'_>) -> Outcome<()> {
         py.detach(|| {
-            let mut owed = self.duty()?.take().map(DropDetached::into_inner);
+            let mut owed = self.answer_handle()?.take().map(DropDetached::into_inner);
             let (start, patience) = (
                 Instant::now(),
                 self.context
                     .patience
                     .map_or(RETURN_TIMEOUT, |patience| patience.min(RETURN_TIMEOUT)),
             );
-            while let Some(mut duty) = owed.take() {
-                duty.set_timeout(patience.saturating_sub(start.elapsed()));
-                match duty.give_back() {
+            while let Some(mut answer_handle) = owed.take() {
+                answer_handle.set_timeout(patience.saturating_sub(start.elapsed()));
+                match answer_handle.requeue() {
                     Err(AnswerError {
                         error: Error::Timeout { .. } | Error::MemoryLimit { .. },
-                        duty: Some(back),
+                        answer_handle: Some(back),
                         ..
                     }) if start.elapsed() < patience => {
                         owed = Some(*back);
@@ -151,13 +151,16 @@ impl Lease {
 
     /// Call without the interpreter: the lock is held while memory for an output is taken, which
     /// may last.
-    fn duty(&self) -> Outcome<MutexGuard<'_, Option<DropDetached<Duty>>>> {
+    fn answer_handle(&self) -> Outcome<MutexGuard<'_, Option<DropDetached<AnswerHandle>>>> {
         self.home.check()?;
-        Ok(self.duty.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(self
+            .answer_handle
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner))
     }
 
     fn has_answer(&self, py: Python<'_>) -> Outcome<bool> {
-        py.detach(|| Ok(self.duty()?.is_none()))
+        py.detach(|| Ok(self.answer_handle()?.is_none()))
     }
 
     fn answered(&self) -> Fault {
@@ -176,8 +179,8 @@ impl Lease {
         metadata: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Slot> {
         let lend = || {
-            let duty = self.duty()?;
-            Ok(duty
+            let answer_handle = self.answer_handle()?;
+            Ok(answer_handle
                 .as_ref()
                 .ok_or_else(|| self.answered())?
                 .output(layout)?)
@@ -259,20 +262,23 @@ impl Lease {
     /// Sends the answer, in slices, and releases the input.
     fn answer(slf: &Bound<'_, Lease>, mut word: LeaseAnswer) -> PyResult<()> {
         let (py, lease) = (slf.py(), slf.get());
-        let duty = py.detach(|| Outcome::Ok(lease.duty()?.take().map(DropDetached::into_inner)))?;
-        if duty.is_none() {
+        let answer_handle =
+            py.detach(|| Outcome::Ok(lease.answer_handle()?.take().map(DropDetached::into_inner)))?;
+        if answer_handle.is_none() {
             word.discard_output(py);
             return Err(lease.answered().into());
         }
-        let owed = Mutex::new(duty);
+        let owed = Mutex::new(answer_handle);
         let owed_now = || owed.lock().unwrap_or_else(PoisonError::into_inner);
         let wait_for_room = |slice| {
-            let waited = owed_now().as_ref().map(|duty| duty.wait_for_room(slice));
+            let waited = owed_now()
+                .as_ref()
+                .map(|answer_handle| answer_handle.wait_for_room(slice));
             !matches!(waited, Some(Err(Error::Timeout { .. })))
         };
         let said = once(py, lease.context.patience, wait_for_room, || {
-            let mut duty = owed_now();
-            let Some(mut ours) = duty.take() else {
+            let mut answer_handle = owed_now();
+            let Some(mut ours) = answer_handle.take() else {
                 return Err(lease.answered());
             };
             ours.set_timeout(Duration::ZERO);
@@ -280,14 +286,14 @@ impl Lease {
                 Ok(()) => Ok(Some(())),
                 Err(AnswerError {
                     error,
-                    duty: back,
+                    answer_handle: back,
                     output,
                 }) => {
-                    *duty = back.map(|back| *back);
+                    *answer_handle = back.map(|back| *back);
                     word.restore_output(output);
                     let is_passing =
                         matches!(error, Error::Timeout { .. } | Error::MemoryLimit { .. });
-                    if is_passing && duty.is_some() {
+                    if is_passing && answer_handle.is_some() {
                         Ok(None)
                     } else {
                         Err(error.into())
@@ -296,12 +302,12 @@ impl Lease {
             }
         });
         // An answer that was not sent can be sent again, or replaced by another.
-        let duty = owed.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let has_answer = duty.is_none();
+        let answer_handle = owed.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let has_answer = answer_handle.is_none();
         py.detach(|| {
             lease
-                .duty()
-                .map(|mut unsaid| *unsaid = duty.map(DropDetached::new))
+                .answer_handle()
+                .map(|mut unsaid| *unsaid = answer_handle.map(DropDetached::new))
         })?;
         word.discard_output(py);
         if has_answer {
@@ -419,8 +425,8 @@ impl Lease {
     ///
     /// Raises as ``fail``.
     #[pyo3(text_signature = "($self)")]
-    fn give_back(slf: &Bound<'_, Lease>) -> PyResult<()> {
-        Lease::answer(slf, LeaseAnswer::GiveBack)
+    fn requeue(slf: &Bound<'_, Lease>) -> PyResult<()> {
+        Lease::answer(slf, LeaseAnswer::Requeue)
     }
 
     /// Rejects the job, so that no worker tries it again: the submitter gets ``RejectedError``. The
@@ -450,7 +456,7 @@ impl Lease {
         };
         let kind = kind.cast::<PyType>()?;
         if !kind.is_subclass_of::<PyException>()? {
-            return Lease::answer(slf, LeaseAnswer::GiveBack);
+            return Lease::answer(slf, LeaseAnswer::Requeue);
         }
         let said = error
             .map(|error| error.str())

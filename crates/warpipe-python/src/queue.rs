@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use warpipe::Order;
+use warpipe::ResultOrder;
 
 use crate::device::Device;
 use crate::domain::Domain;
@@ -90,10 +90,10 @@ impl QueueState {
     }
 }
 
-fn order(name: &str) -> Outcome<Order> {
+fn order(name: &str) -> Outcome<ResultOrder> {
     match name {
-        "submission" => Ok(Order::Submission),
-        "completion" => Ok(Order::Completion),
+        "submission" => Ok(ResultOrder::Submission),
+        "completion" => Ok(ResultOrder::Completion),
         _ => Err(Fault::argument(
             "order",
             format!("{name:?}"),

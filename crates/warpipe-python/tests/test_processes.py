@@ -146,7 +146,7 @@ if pid == 0:
             lambda: queue.submit(b"x"), lambda: queue.loan(1, "uint8"), queue.drain, queue.shutdown, lambda: queue.state,
             queue.wait_for_workers, lambda: next(results), queue.close, handles[0].result, handles[0].done,
             handles[0].cancel, worker.lease, worker.try_lease, lambda: next(worker), worker.fileno, worker.close,
-            lease.complete, lambda: lease.fail("x"), lease.give_back, lambda: lease.output(1, "uint8"), lease.numpy,
+            lease.complete, lambda: lease.fail("x"), lease.requeue, lambda: lease.output(1, "uint8"), lease.numpy,
             lambda: lease.complete(output), lambda: output.ptr, result.numpy, result.release,
             lambda: client.call(b"x"), lambda: client.state, client.close, pending.result, pending.done, pending.cancel,
             server.accept, lambda: next(server), lambda: server.clients, server.close, lambda: request.reply(b"x"),

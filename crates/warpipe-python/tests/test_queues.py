@@ -210,7 +210,7 @@ def test_a_worker_that_is_ended_gives_its_job_back_at_no_cost(pair):
         raise KeyboardInterrupt
     again = worker.lease()
     assert again.attempt == 1
-    again.give_back()
+    again.requeue()
     last = worker.lease()
     assert last.attempt == 1
     last.complete()
@@ -222,7 +222,7 @@ def test_a_lease_is_answered_once_and_an_outcome_taken_once(pair):
     handle = queue.submit(b"x")
     lease = worker.lease()
     lease.complete()
-    for again in (lease.complete, lease.give_back, lambda: lease.fail("x"), lambda: lease.output(1, "uint8")):
+    for again in (lease.complete, lease.requeue, lambda: lease.fail("x"), lambda: lease.output(1, "uint8")):
         with pytest.raises(warpipe.ReleasedError, match="answered"):
             again()
     result = handle.result(LIMIT_SECONDS)
@@ -434,7 +434,7 @@ def test_a_worker_whose_results_are_all_held_gets_its_next_job_once_they_are_rel
 def test_closing_ends_the_waits_of_other_threads(open_queue, open_worker):
     queue, worker = open_queue(), open_worker(timeout=None)
     handle, ended = queue.submit(b"x"), []
-    worker.lease().give_back()
+    worker.lease().requeue()
     held = worker.lease()
 
     def wait(work):

@@ -98,7 +98,7 @@ fn master(stage: &Stage, mut workers: Vec<Actor>) -> Outcome<String> {
     queue.wait_for_workers(workers.len().max(1), PATIENCE)?;
     let (mut redone, mut killed, mut by_process) = (0, 0, BTreeMap::new());
     for number in 0..TASKS {
-        // In the order in which the tasks were submitted; `Order::Completion` is the alternative.
+        // In the order in which the tasks were submitted; `ResultOrder::Completion` is the alternative.
         let result = queue.next_result(&stream, PATIENCE)?;
         if number == TASKS / 2
             && let Some(worker) = workers.pop()

@@ -150,12 +150,13 @@ pub use memory::{
 pub use options::Opener;
 pub use pool::{Buffer, LentBuffer, Pool, PoolBuilder, PoolClient, PoolStats};
 pub use pubsub::{
-    Applicant, Discontinuity, Policy, Publisher, PublisherBuilder, Receipt, Sample, SampleMut,
-    Samples, SendError, SlotHold, SlotReturn, Subscriber, SubscriberBuilder, SubscriberInfo,
+    Discontinuity, PeerCredentials, Policy, Publisher, PublisherBuilder, Receipt, Sample,
+    SampleMut, Samples, SendError, SlotHold, SlotReturn, Subscriber, SubscriberBuilder,
+    SubscriberInfo,
 };
 pub use queue::{
-    AnswerError, Duty, JobHandle, JobResult, Lease, Loan, Order, Queue, QueueBuilder, QueueState,
-    QueueWatch, SubmitError, Worker, WorkerBuilder,
+    AnswerError, AnswerHandle, JobHandle, JobResult, Lease, Loan, Queue, QueueBuilder, QueueState,
+    QueueWatch, ResultOrder, SubmitError, Worker, WorkerBuilder,
 };
 pub use rpc::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
 pub use runtime::closer::pending_closes;

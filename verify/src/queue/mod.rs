@@ -53,7 +53,7 @@ pub(crate) mod owner {
     use crate::error::Error;
 
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub(crate) enum Order {
+    pub(crate) enum ResultOrder {
         Submission,
         Completion,
     }

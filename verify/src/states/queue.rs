@@ -16,7 +16,7 @@ use std::time::Duration;
 use super::dispatcher::Dispatcher;
 use super::job_table::{Outcome, QueueRules};
 use super::loan::Loan;
-use super::owner::Order;
+use super::owner::ResultOrder;
 use super::wire::{Answer, AnswerKind, DeliveryTag};
 use super::worker_session::Completed;
 use crate::pubsub::{Data, Line};
@@ -322,7 +322,7 @@ impl Dispatcher {
                 let Some(id) = open(&self.world()) else {
                     return;
                 };
-                if self.lock().table.call_off(id).is_some() {
+                if self.lock().table.cancel(id).is_some() {
                     self.world().jobs.entry(id).or_default().is_called_off = true;
                 }
             }
@@ -506,7 +506,7 @@ pub fn steps() -> Vec<Step> {
 ///
 /// # Errors
 /// The violation, if any.
-fn play(row: &[Step], order: Order, fault: Fault) -> Result<Arc<Dispatcher>, String> {
+fn play(row: &[Step], order: ResultOrder, fault: Fault) -> Result<Arc<Dispatcher>, String> {
     NOW.set(Duration::ZERO);
     let rules = QueueRules {
         prefetch: 2,
@@ -547,9 +547,9 @@ fn sound<T>(play: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
 /// The violation, and the steps before it.
 pub fn search(length: usize, is_in_order: bool, fault: Fault) -> Result<usize, String> {
     let order = if is_in_order {
-        Order::Submission
+        ResultOrder::Submission
     } else {
-        Order::Completion
+        ResultOrder::Completion
     };
     let (steps, mut seen, mut open) = (
         steps(),

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use warpipe::{
-    DType, Device, Domain, Error, Layout, Order, Publisher, Queue, Stream, Subscriber, Worker,
+    DType, Device, Domain, Error, Layout, Publisher, Queue, ResultOrder, Stream, Subscriber, Worker,
 };
 
 use super::figure::{Figure, Wanted};
@@ -239,7 +239,7 @@ fn workers_rate(setup: &Setup, workers: usize, jobs: usize) -> anyhow::Result<Ve
     let queue = Queue::builder(WORKERS)
         .domain(domain)
         .device(device)
-        .order(Order::Completion)
+        .order(ResultOrder::Completion)
         .build()?;
     let terms = || {
         Role::Queue(Terms::Work {

@@ -280,15 +280,17 @@ fn jobs(context: &Context) -> Result<()> {
     let mut worker = context.worker("jobs").build()?;
     let mut server = context.server("answers").build()?;
     let first = queue.submit_bytes(b"first", &free)?;
-    let (input, duty) = worker.lease(&free)?.split();
+    let (input, answer_handle) = worker.lease(&free)?.split();
     let mut loan = queue.loan(&Layout::bytes_only(6)?)?;
     loan.write(&free, b"second")?;
     graphs.begin(&stream, Mode::Global)?;
-    let failed = duty
+    let failed = answer_handle
         .complete(None, &stream)
         .err()
         .context("complete took the stream")?;
-    let duty = failed.duty.context("complete ended the duty")?;
+    let answer_handle = failed
+        .answer_handle
+        .context("complete ended the answer handle")?;
     refused("complete", Err::<(), _>(failed.error))?;
     let failed = queue
         .submit(loan, &stream)
@@ -300,7 +302,7 @@ fn jobs(context: &Context) -> Result<()> {
     refused("accept", server.accept(&stream, Duration::ZERO))?;
     let graph = graphs.end(&stream)?;
 
-    duty.complete(None, &stream)?;
+    answer_handle.complete(None, &stream)?;
     input.release()?;
     first.wait(&stream, PATIENCE)?.finish()?;
     let second = queue.submit(*loan, &stream)?;

@@ -64,7 +64,7 @@ fn one_channel(context: &Context, mut rng: Rng, totals: &mut Totals) -> Result<(
     let next = std::sync::Arc::new(std::sync::Mutex::new(policies[0]));
     let choose = {
         let next = next.clone();
-        move |_: &warpipe::Applicant| next.lock().map_or(Policy::Fail, |policy| *policy)
+        move |_: &warpipe::PeerCredentials| next.lock().map_or(Policy::Fail, |policy| *policy)
     };
     let publisher = context
         .publisher("model")

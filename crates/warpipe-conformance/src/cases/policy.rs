@@ -206,7 +206,7 @@ fn drop_oldest_spares_the_held(context: &Context) -> Result<()> {
 fn policy_of_each(context: &Context) -> Result<()> {
     let (mut slow, mut fast) = (context.peer()?, context.peer()?);
     let slow_pid = slow.id() as i32;
-    let choose = move |applicant: &warpipe::Applicant| match applicant.pid == slow_pid {
+    let choose = move |peer: &warpipe::PeerCredentials| match peer.pid == slow_pid {
         true => Policy::DropNewest,
         false => Policy::Block { timeout: PATIENCE },
     };

@@ -6,7 +6,7 @@ mod order;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, JobHandle, JobResult, Order as ResultOrder, Queue, QueueState, Stream};
+use warpipe::{Error, JobHandle, JobResult, Queue, QueueState, ResultOrder, Stream};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -232,9 +232,9 @@ fn answers(context: &Context) -> Result<()> {
     let mut peer = worker(context, "jobs")?;
     let job = submit(&queue, &stream, 1, Duration::ZERO)?;
     for (attempt, reply) in [
-        (1, Reply::GiveBack),
+        (1, Reply::Requeue),
         (1, Reply::Fail("no power".into())),
-        (2, Reply::GiveBack),
+        (2, Reply::Requeue),
     ] {
         ensure!(
             peer.lease(Task::Lease)?.1 == attempt,
@@ -408,7 +408,7 @@ fn come_and_go(context: &Context) -> Result<()> {
     // It has left, and finishes one and returns the other.
     leaver.task(complete())?;
     drop(wait(&jobs[0], &stream, 0, 1)?);
-    leaver.task(Task::Answer(Reply::GiveBack))?;
+    leaver.task(Task::Answer(Reply::Requeue))?;
     let mut comer = worker(context, "jobs")?;
     for _ in 1..4 {
         comer.lease(Task::Lease)?;

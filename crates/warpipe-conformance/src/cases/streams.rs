@@ -111,14 +111,15 @@ fn queues(context: &Context) -> Result<()> {
         &stream,
     )?;
     refused("lease", worker.lease(&foreign))?;
-    let (input, duty) = worker.lease(&stream)?.split();
-    let failed = duty
+    let (input, answer_handle) = worker.lease(&stream)?.split();
+    let failed = answer_handle
         .complete(None, &foreign)
         .err()
         .ok_or_else(|| anyhow::anyhow!("complete took the stream"))?;
-    let duty = failed.duty;
+    let answer_handle = failed.answer_handle;
     refused("complete", Err::<(), _>(failed.error))?;
-    duty.ok_or_else(|| anyhow::anyhow!("complete ended the duty"))?
+    answer_handle
+        .ok_or_else(|| anyhow::anyhow!("complete ended the answer handle"))?
         .complete(None, &stream)?;
     drop(input);
     refused("wait", job.wait(&foreign, PATIENCE))?;

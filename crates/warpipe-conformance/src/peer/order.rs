@@ -198,7 +198,7 @@ pub enum Reply {
     /// As failed.
     Fail(String),
     /// As returned.
-    GiveBack,
+    Requeue,
     /// As rejected.
     Reject(String),
     /// Not at all: it is dropped.

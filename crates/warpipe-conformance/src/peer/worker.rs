@@ -49,8 +49,8 @@ impl HeldJob {
             (Reply::Complete { slow_us }, held) => held.complete(Duration::from_micros(*slow_us)),
             (Reply::Fail(reason), HeldJob::Job(lease)) => lease.fail(reason),
             (Reply::Fail(reason), HeldJob::Request(request)) => request.fail(reason),
-            (Reply::GiveBack, HeldJob::Job(lease)) => lease.give_back(),
-            (Reply::GiveBack, HeldJob::Request(request)) => request.give_back(),
+            (Reply::Requeue, HeldJob::Job(lease)) => lease.requeue(),
+            (Reply::Requeue, HeldJob::Request(request)) => request.requeue(),
             (Reply::Reject(reason), HeldJob::Job(lease)) => lease.reject(reason),
             (Reply::Reject(reason), HeldJob::Request(request)) => request.reject(reason),
             (Reply::Drop, held) => {

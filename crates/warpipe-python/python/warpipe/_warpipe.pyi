@@ -907,7 +907,7 @@ class _Worker:
 
 @disjoint_base
 class Lease(Sample):
-    """A job to be answered once: ``complete``, ``fail``, ``give_back`` or ``reject``. Its input is an
+    """A job to be answered once: ``complete``, ``fail``, ``requeue`` or ``reject``. Its input is an
     array, lent as any ``Sample`` is, and given back with the answer; arrays made of it keep it
     longer.
 
@@ -957,7 +957,7 @@ class Lease(Sample):
         Raises ``ReleasedError`` when the job was answered before, ``PeerGoneError``,
         ``TimeoutError``.
         """
-    def give_back(self) -> None:
+    def requeue(self) -> None:
         """Gives the job to another worker, which costs no attempt: for a worker that leaves.
 
         Raises as ``fail``.

@@ -78,9 +78,9 @@ impl Source {
     }
 
     /// Cancels it; false if its outcome was taken before.
-    pub fn call_off(&self) -> Outcome<bool> {
+    pub fn cancel(&self) -> Outcome<bool> {
         match self {
-            Source::Job(handle) => Ok(handle.call_off()?),
+            Source::Job(handle) => Ok(handle.cancel()?),
             Source::Request { pending, .. } => {
                 let taken = pending
                     .lock()

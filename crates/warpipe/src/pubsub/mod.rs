@@ -22,8 +22,8 @@ mod subscriber_link;
 mod unicast;
 
 pub use publisher::{
-    Applicant, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold, SlotReturn,
-    SubscriberInfo,
+    PeerCredentials, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold,
+    SlotReturn, SubscriberInfo,
 };
 pub use sample::{Discontinuity, Receipt, Sample};
 pub(crate) use subscriber::{CompletionWait, RawSample};

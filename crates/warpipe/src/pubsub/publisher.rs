@@ -52,7 +52,7 @@ impl Policy {
 /// The credentials of a subscriber that asks to attach. A publisher's policy can depend on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Applicant {
+pub struct PeerCredentials {
     /// Its process id.
     pub pid: i32,
     /// Its effective user id.
@@ -61,7 +61,7 @@ pub struct Applicant {
     pub gid: u32,
 }
 
-type PolicyOf = Arc<dyn Fn(&Applicant) -> Policy + Send + Sync>;
+type PolicyOf = Arc<dyn Fn(&PeerCredentials) -> Policy + Send + Sync>;
 
 /// The options of a publisher. See [`Publisher::builder`].
 #[derive(Clone)]
@@ -130,7 +130,7 @@ impl PublisherBuilder {
     /// A policy for each subscriber, chosen by its credentials.
     pub fn policy_of(
         mut self,
-        choose: impl Fn(&Applicant) -> Policy + Send + Sync + 'static,
+        choose: impl Fn(&PeerCredentials) -> Policy + Send + Sync + 'static,
     ) -> Self {
         self.policy_of = Some(Arc::new(choose));
         self
@@ -235,14 +235,14 @@ impl PublisherBuilder {
     }
 
     pub(super) fn policy_for(&self, peer: &Peer) -> Policy {
-        let applicant = Applicant {
+        let peer = PeerCredentials {
             pid: peer.pid,
             uid: peer.uid,
             gid: peer.gid,
         };
         self.policy_of
             .as_ref()
-            .map_or(self.policy, |choose| choose(&applicant))
+            .map_or(self.policy, |choose| choose(&peer))
     }
 }
 

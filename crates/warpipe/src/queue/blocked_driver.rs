@@ -206,7 +206,7 @@ fn an_answer_that_comes_before_its_submit_returns_counts_once_though_its_worker_
             .lease_timeout(&scene.fixture.stream, PATIENCE)
             .unwrap();
         if is_given_back {
-            lease.give_back().unwrap()
+            lease.requeue().unwrap()
         } else {
             lease.fail("once").unwrap()
         }
@@ -248,7 +248,7 @@ fn an_answer_waits_for_another_one_as_long_as_it_is_told_to_and_can_be_given_aga
             "{}",
             refused.error
         );
-        second = *refused.duty.unwrap();
+        second = *refused.answer_handle.unwrap();
     }
     assert!(answered.try_recv().is_err(), "nothing holds it up");
     scene.hook.hook().unblock();

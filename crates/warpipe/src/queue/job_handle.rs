@@ -98,7 +98,7 @@ impl JobHandle {
     ///
     /// # Errors
     /// [`Error::QueueClosed`]; [`Error::Forked`].
-    pub fn call_off(&self) -> Result<bool> {
+    pub fn cancel(&self) -> Result<bool> {
         let dispatcher = self
             .dispatcher
             .upgrade()
@@ -108,7 +108,7 @@ impl JobHandle {
         // Dropped here, without the lock.
         let job = dispatcher.wait_until(
             Duration::ZERO,
-            |state| Some(Ok(state.table.call_off(self.id))),
+            |state| Some(Ok(state.table.cancel(self.id))),
             || dispatcher.gone(),
         )?;
         Ok(job.is_some())

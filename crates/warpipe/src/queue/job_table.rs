@@ -11,7 +11,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use super::owner::Order;
+use super::owner::ResultOrder;
 use super::wire::{AnswerKind, DeliveryTag};
 use super::worker_leases::WorkerLeases;
 use crate::ipc::message::text;
@@ -51,7 +51,7 @@ pub(super) struct QueueRules {
     pub(super) prefetch: u32,
     pub(super) max_attempts: u32,
     pub(super) lease_timeout: Option<Duration>,
-    pub(super) order: Order,
+    pub(super) order: ResultOrder,
 }
 
 /// How far a queue has come to its end.
@@ -203,7 +203,7 @@ impl<I, R> JobTable<I, R> {
         if is_untold {
             self.next_job = id;
         }
-        self.call_off(id).map_or_else(Vec::new, |job| job.metadata)
+        self.cancel(id).map_or_else(Vec::new, |job| job.metadata)
     }
 
     /// The first job that waits.
@@ -300,7 +300,7 @@ impl<I, R> JobTable<I, R> {
         };
         self.finish_delivery(DeliveryResult::Nobody, Duration::ZERO);
         if is_new {
-            self.call_off(job);
+            self.cancel(job);
         } else {
             self.record_failure(job, "a panic while it was given out".into());
         }
@@ -471,7 +471,7 @@ impl<I, R> JobTable<I, R> {
         }
     }
 
-    /// The oldest job goes first, in whatever order jobs were returned: in [`Order::Submission`]
+    /// The oldest job goes first, in whatever order jobs were returned: in [`ResultOrder::Submission`]
     /// all results wait for its own.
     fn enqueue(&mut self, id: u64) {
         let index = self.waiting.partition_point(|&other| other < id);
@@ -496,7 +496,7 @@ impl<I, R> JobTable<I, R> {
     /// Removes a job, whatever its state: a later answer is discarded. `None` if there is no such
     /// job. Drop the returned job without the lock: a result that was put back gives its stream
     /// work.
-    pub(super) fn call_off(&mut self, id: u64) -> Option<Job<I, R>> {
+    pub(super) fn cancel(&mut self, id: u64) -> Option<Job<I, R>> {
         let job = self.jobs.remove(&id)?;
         self.unfinished -= usize::from(job.outcome.is_none());
         self.revision += 1;
@@ -509,7 +509,7 @@ impl<I, R> JobTable<I, R> {
         let waiting = std::mem::take(&mut self.waiting);
         let removed = waiting
             .into_iter()
-            .filter_map(|id| self.call_off(id).map(|job| (id, job)));
+            .filter_map(|id| self.cancel(id).map(|job| (id, job)));
         removed.collect()
     }
 
@@ -574,8 +574,8 @@ impl<I, R> JobTable<I, R> {
     /// The next outcome in the queue's order, if it is there.
     pub(super) fn take_next(&mut self) -> Option<(u64, Outcome<R>)> {
         let id = match self.rules.order {
-            Order::Submission => *self.jobs.keys().next()?,
-            Order::Completion => {
+            ResultOrder::Submission => *self.jobs.keys().next()?,
+            ResultOrder::Completion => {
                 while self
                     .finished
                     .front()

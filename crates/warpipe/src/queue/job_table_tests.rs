@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::job_table::{DeliveryResult, JobTable, Outcome, QueueRules};
-use super::owner::Order;
+use super::owner::ResultOrder;
 use super::wire::{AnswerKind, DeliveryTag};
 
 type Table = JobTable<&'static str, &'static str>;
@@ -13,7 +13,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// Entries of a worker's ring.
 const ROOM: usize = 4;
 
-fn table(order: Order, workers: u64) -> Table {
+fn table(order: ResultOrder, workers: u64) -> Table {
     let mut table = Table::new(QueueRules {
         prefetch: 2,
         max_attempts: 2,
@@ -75,7 +75,7 @@ fn failed() -> AnswerKind {
 
 #[test]
 fn a_job_that_fails_as_often_as_it_may_is_dead_lettered_with_every_reason() {
-    let mut table = table(Order::Submission, 1);
+    let mut table = table(ResultOrder::Submission, 1);
     let job = submit(&mut table);
     for attempt in 1..=2 {
         let given = deliver(&mut table, u64::from(attempt), Duration::ZERO).unwrap();
@@ -93,7 +93,7 @@ fn a_job_that_fails_as_often_as_it_may_is_dead_lettered_with_every_reason() {
 
 #[test]
 fn jobs_that_come_back_are_delivered_oldest_first() {
-    let mut table = table(Order::Submission, 1);
+    let mut table = table(ResultOrder::Submission, 1);
     let jobs = [0; 3].map(|_| submit(&mut table));
     let given = [1, 2].map(|at| deliver(&mut table, at, Duration::ZERO).unwrap());
     answer(&mut table, given[1], failed());
@@ -105,7 +105,7 @@ fn jobs_that_come_back_are_delivered_oldest_first() {
 
 #[test]
 fn a_job_that_is_given_back_costs_no_attempt_and_goes_before_later_jobs() {
-    let mut table = table(Order::Submission, 1);
+    let mut table = table(ResultOrder::Submission, 1);
     let [first, _] = [submit(&mut table), submit(&mut table)];
     let given = deliver(&mut table, 1, Duration::ZERO).unwrap();
     answer(&mut table, given, AnswerKind::Returned);
@@ -115,7 +115,7 @@ fn a_job_that_is_given_back_costs_no_attempt_and_goes_before_later_jobs() {
 
 #[test]
 fn a_second_answer_and_one_with_another_number_are_refused() {
-    let mut table = table(Order::Submission, 2);
+    let mut table = table(ResultOrder::Submission, 2);
     submit(&mut table);
     let (worker, tag) = deliver(&mut table, 1, Duration::ZERO).unwrap();
     let mut said = |worker, job, number| {
@@ -132,7 +132,7 @@ fn a_second_answer_and_one_with_another_number_are_refused() {
 
 #[test]
 fn a_late_worker_gets_no_job_before_it_has_answered_and_its_late_answer_changes_nothing() {
-    let mut table = table(Order::Submission, 1);
+    let mut table = table(ResultOrder::Submission, 1);
     let job = submit(&mut table);
     let late = deliver(&mut table, 1, Duration::ZERO).unwrap();
     assert_eq!(table.next_expiry(TIMEOUT / 2), Some(TIMEOUT / 2));
@@ -149,7 +149,7 @@ fn a_late_worker_gets_no_job_before_it_has_answered_and_its_late_answer_changes_
 
 #[test]
 fn an_answer_is_progress_for_every_lease_of_its_worker() {
-    let mut table = table(Order::Submission, 1);
+    let mut table = table(ResultOrder::Submission, 1);
     let [_, second] = [submit(&mut table), submit(&mut table)];
     let [first, _] = [1, 2].map(|at| deliver(&mut table, at, Duration::ZERO).unwrap());
     let lease = (first.1.job, first.1.number);
@@ -163,7 +163,7 @@ fn an_answer_is_progress_for_every_lease_of_its_worker() {
 
 #[test]
 fn a_worker_that_goes_costs_an_attempt_of_what_it_took_and_none_of_what_it_had_not_taken() {
-    let mut table = table(Order::Submission, 1);
+    let mut table = table(ResultOrder::Submission, 1);
     let jobs = [submit(&mut table), submit(&mut table)];
     for position in [1, 2] {
         deliver(&mut table, position, Duration::ZERO).unwrap();
@@ -180,7 +180,7 @@ fn a_worker_that_goes_costs_an_attempt_of_what_it_took_and_none_of_what_it_had_n
 #[test]
 fn the_entry_of_a_worker_that_goes_during_the_delivery_decides_whether_an_attempt_was_begun() {
     for (is_taken, attempt) in [(true, 2), (false, 1)] {
-        let mut table = table(Order::Submission, 1);
+        let mut table = table(ResultOrder::Submission, 1);
         submit(&mut table);
         start(&mut table).unwrap();
         assert_eq!(table.remove_worker(1), (Vec::new(), true));
@@ -198,7 +198,7 @@ fn the_entry_of_a_worker_that_goes_during_the_delivery_decides_whether_an_attemp
 
 #[test]
 fn a_delivery_that_panics_leaves_no_lease_and_no_new_job() {
-    let mut table = table(Order::Submission, 1);
+    let mut table = table(ResultOrder::Submission, 1);
     let job = submit(&mut table);
     start(&mut table).unwrap();
     table.abort_delivery();
@@ -219,7 +219,7 @@ fn a_delivery_that_panics_leaves_no_lease_and_no_new_job() {
 
 #[test]
 fn the_outcome_of_a_job_whose_submit_may_still_fail_is_not_taken() {
-    let mut table = table(Order::Completion, 1);
+    let mut table = table(ResultOrder::Completion, 1);
     let (job, _) = table.next_job();
     let tag = DeliveryTag {
         job,
@@ -237,7 +237,7 @@ fn the_outcome_of_a_job_whose_submit_may_still_fail_is_not_taken() {
 
 #[test]
 fn outcomes_come_in_the_order_that_was_asked_for_and_once() {
-    for order in [Order::Submission, Order::Completion] {
+    for order in [ResultOrder::Submission, ResultOrder::Completion] {
         let mut table = table(order, 1);
         let jobs = [submit(&mut table), submit(&mut table)];
         let given = [1, 2].map(|at| deliver(&mut table, at, Duration::ZERO).unwrap());
@@ -246,10 +246,10 @@ fn outcomes_come_in_the_order_that_was_asked_for_and_once() {
         complete(&mut table, given[0]);
         let rest = [table.take_next(), table.take_next()].map(|next| next.map(|(job, _)| job));
         match order {
-            Order::Submission => {
+            ResultOrder::Submission => {
                 assert_eq!((early, rest), (None, [Some(jobs[0]), Some(jobs[1])]));
             }
-            Order::Completion => {
+            ResultOrder::Completion => {
                 assert_eq!((early, rest), (Some(jobs[1]), [Some(jobs[0]), None]));
             }
         }
@@ -263,18 +263,18 @@ fn outcomes_come_in_the_order_that_was_asked_for_and_once() {
 
 #[test]
 fn a_job_that_is_called_off_is_over_whatever_its_worker_answers() {
-    let mut table = table(Order::Submission, 1);
+    let mut table = table(ResultOrder::Submission, 1);
     let job = submit(&mut table);
     let given = deliver(&mut table, 1, Duration::ZERO).unwrap();
-    assert!(table.call_off(job).is_some());
+    assert!(table.cancel(job).is_some());
     complete(&mut table, given);
     assert_eq!((table.len(), table.leased()), (0, 0));
-    assert!(table.take_next().is_none() && table.call_off(job).is_none());
+    assert!(table.take_next().is_none() && table.cancel(job).is_none());
 }
 
 #[test]
 fn the_worker_with_the_fewest_leases_gets_the_job_and_the_last_entry_is_the_oldest_jobs() {
-    let mut table = table(Order::Submission, 2);
+    let mut table = table(ResultOrder::Submission, 2);
     let [oldest, next] = [submit(&mut table), submit(&mut table)];
     let pick =
         |table: &Table, job, rooms: [(u64, usize); 2]| table.pick_worker(job, rooms.into_iter());

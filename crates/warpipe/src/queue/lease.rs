@@ -1,4 +1,4 @@
-//! A worker's handle of a job: the [`Lease`], which is the input and the [`Duty`] to answer.
+//! A worker's handle of a job: the [`Lease`], which is the input and the [`AnswerHandle`] to answer.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -179,8 +179,8 @@ impl From<Error> for ReplyError {
 ///
 /// Dropped without an answer, it counts as failed.
 #[derive(Debug)]
-#[must_use = "a duty that is dropped is a failed attempt"]
-pub struct Duty {
+#[must_use = "a dropped answer handle is a failed attempt"]
+pub struct AnswerHandle {
     tag: DeliveryTag,
     stream: Stream,
     results: Arc<ResultPublisher>,
@@ -193,16 +193,16 @@ pub struct Duty {
 pub struct AnswerError {
     /// The reason. After [`Error::Timeout`] the answer can be tried again.
     pub error: Error,
-    /// `None` if the queue has received the answer all the same. Dropping the duty fails the
+    /// `None` if the queue has received the answer all the same. Dropping the answer handle fails the
     /// attempt.
-    pub duty: Option<Box<Duty>>,
+    pub answer_handle: Option<Box<AnswerHandle>>,
     /// The result, if there was one and this worker still owns it.
     pub output: Option<Box<Loan>>,
 }
 
 returns_to_caller!(AnswerError);
 
-impl Duty {
+impl AnswerHandle {
     /// The job's number, from 1.
     pub fn job(&self) -> u64 {
         self.tag.job
@@ -229,20 +229,21 @@ impl Duty {
 
     /// Limits how long the answer waits: for the owner to release earlier results, in place of the
     /// worker's [timeout](super::WorkerBuilder::timeout), and for another thread's answer that the
-    /// driver blocks, in place of 10 s. A dropped duty reports its failure with the old timeouts.
+    /// driver blocks, in place of 10 s. A dropped answer handle reports its failure with the old
+    /// timeouts.
     ///
     /// ```
     /// # use std::time::Duration;
     /// # use warpipe::{Device, Domain, Queue, Worker};
-    /// # let folder = std::env::temp_dir().join(format!("warpipe-duty-{}", std::process::id()));
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-answer-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
     /// # let stream = device.stream()?;
     /// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
     /// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?;
     /// let job = queue.submit_bytes(b"work", &stream)?;
-    /// let (_input, mut duty) = worker.lease(&stream)?.split();
-    /// duty.set_timeout(Duration::ZERO);
-    /// duty.complete(None, &stream)?; // or an `AnswerError` with the duty, at once
+    /// let (_input, mut answer) = worker.lease(&stream)?.split();
+    /// answer.set_timeout(Duration::ZERO);
+    /// answer.complete(None, &stream)?; // or an `AnswerError` with the handle, at once
     /// job.wait(&stream, Duration::from_secs(5))?;
     /// # drop((worker, queue)); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), warpipe::Error>(())
@@ -280,11 +281,11 @@ impl Duty {
         self.answer(AnswerKind::Failed(reason.into()), None, &stream)
     }
 
-    /// As [`Lease::give_back`].
+    /// As [`Lease::requeue`].
     ///
     /// # Errors
     /// As [`complete`](Self::complete).
-    pub fn give_back(self) -> Result<(), AnswerError> {
+    pub fn requeue(self) -> Result<(), AnswerError> {
         let stream = self.stream.clone();
         self.answer(AnswerKind::Returned, None, &stream)
     }
@@ -308,7 +309,7 @@ impl Duty {
         if let Some(error) = output.as_ref().and_then(|output| self.check_output(output)) {
             return Err(AnswerError {
                 error,
-                duty: Some(Box::new(self)),
+                answer_handle: Some(Box::new(self)),
                 output: output.map(Box::new),
             });
         }
@@ -326,10 +327,10 @@ impl Duty {
                 output,
             }) => {
                 self.is_done = is_delivered;
-                let duty = (!is_delivered).then(|| Box::new(self));
+                let answer_handle = (!is_delivered).then(|| Box::new(self));
                 Err(AnswerError {
                     error,
-                    duty,
+                    answer_handle,
                     output,
                 })
             }
@@ -337,7 +338,7 @@ impl Duty {
     }
 }
 
-impl Duty {
+impl AnswerHandle {
     /// Why this loan is no result of this lease.
     fn check_output(&self, output: &Loan) -> Option<Error> {
         let describe = |tag: DeliveryTag| format!("of job {}, attempt {}", tag.job, tag.attempt);
@@ -373,7 +374,7 @@ impl Duty {
     }
 }
 
-impl Drop for Duty {
+impl Drop for AnswerHandle {
     fn drop(&mut self) {
         if !self.is_done
             && let Err(ReplyError {
@@ -388,7 +389,7 @@ impl Drop for Duty {
 }
 
 /// A job, to be answered: [`complete`](Self::complete), [`fail`](Self::fail),
-/// [`give_back`](Self::give_back) or [`reject`](Self::reject).
+/// [`requeue`](Self::requeue) or [`reject`](Self::reject).
 ///
 /// Dropped without an answer, as when its thread panics, it counts as failed: a job that fails
 /// every worker is dead-lettered in the end instead of being retried for ever.
@@ -399,7 +400,7 @@ impl Drop for Duty {
 #[must_use = "a lease that is dropped is a failed attempt"]
 pub struct Lease {
     /// Declared first: the answer is sent before the input is released.
-    duty: Duty,
+    answer_handle: AnswerHandle,
     input: Sample,
 }
 
@@ -419,7 +420,7 @@ impl Lease {
         results: &Arc<ResultPublisher>,
     ) -> Lease {
         Lease {
-            duty: Duty {
+            answer_handle: AnswerHandle {
                 tag,
                 stream: stream.clone(),
                 results: results.clone(),
@@ -432,8 +433,8 @@ impl Lease {
 
     /// The input and the answer separately, for a user that needs the input beyond the answer.
     /// Releasing the sample returns its slot to the queue and its place in this worker's ring.
-    pub fn split(self) -> (Sample, Duty) {
-        (self.input, self.duty)
+    pub fn split(self) -> (Sample, AnswerHandle) {
+        (self.input, self.answer_handle)
     }
 
     /// The metadata bytes that were sent with the job.
@@ -443,17 +444,17 @@ impl Lease {
 
     /// The job's number, from 1.
     pub fn job(&self) -> u64 {
-        self.duty.job()
+        self.answer_handle.job()
     }
 
     /// The number of this attempt, from 1.
     pub fn attempt(&self) -> u32 {
-        self.duty.attempt()
+        self.answer_handle.attempt()
     }
 
     /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.
     pub fn deadline_ns(&self) -> Option<u64> {
-        self.duty.deadline_ns()
+        self.answer_handle.deadline_ns()
     }
 
     /// Lends memory for the result. Each attempt has memory of its own.
@@ -461,7 +462,7 @@ impl Lease {
     /// # Errors
     /// Those of [`Publisher::loan`](crate::Publisher::loan).
     pub fn output(&self, layout: &Layout) -> Result<Loan> {
-        self.duty.output(layout)
+        self.answer_handle.output(layout)
     }
 
     /// Completes the job without output once the work enqueued on `stream` is done. `stream` is the
@@ -470,7 +471,7 @@ impl Lease {
     /// # Errors
     /// [`Error::PeerGone`]; [`Error::Timeout`] when the owner holds too many earlier results;
     /// [`Error::Argument`] for a stream of another device, or an output of another lease;
-    /// [`Error::Driver`]. The attempt has failed then: [`Duty::complete`] can try again.
+    /// [`Error::Driver`]. The attempt has failed then: [`AnswerHandle::complete`] can try again.
     pub fn complete(self, stream: &Stream) -> Result<()> {
         self.answer(AnswerKind::Completed, None, stream)
     }
@@ -498,7 +499,7 @@ impl Lease {
     ///
     /// # Errors
     /// As [`complete`](Self::complete).
-    pub fn give_back(self) -> Result<()> {
+    pub fn requeue(self) -> Result<()> {
         let stream = self.stream().clone();
         self.answer(AnswerKind::Returned, None, &stream)
     }
@@ -520,8 +521,13 @@ impl Lease {
     }
 
     fn answer(self, kind: AnswerKind, output: Option<Loan>, stream: &Stream) -> Result<()> {
-        let Lease { duty, input } = self;
-        let answered = duty.answer(kind, output, stream).map_err(Error::from);
+        let Lease {
+            answer_handle,
+            input,
+        } = self;
+        let answered = answer_handle
+            .answer(kind, output, stream)
+            .map_err(Error::from);
         // Answered or not, the work on `stream` reads the input.
         let released = input.release_on(stream).map(drop);
         answered.and(released)

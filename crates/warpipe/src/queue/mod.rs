@@ -32,9 +32,9 @@ mod worker_leases;
 mod worker_session;
 
 pub use job_handle::{JobHandle, JobResult};
-pub use lease::{AnswerError, Duty, Lease};
+pub use lease::{AnswerError, AnswerHandle, Lease};
 pub use loan::Loan;
-pub use owner::{Order, Queue, QueueBuilder, QueueState, SubmitError};
+pub use owner::{Queue, QueueBuilder, QueueState, ResultOrder, SubmitError};
 pub use watch::QueueWatch;
 pub use worker::{Worker, WorkerBuilder};
 

@@ -25,7 +25,7 @@ const PREFETCH_MAX: u32 = 256;
 /// In which order [`Queue::next_result`] gives results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Order {
+pub enum ResultOrder {
     /// In the order of submission.
     Submission,
     /// In the order of completion.
@@ -40,7 +40,7 @@ pub struct QueueBuilder {
     prefetch: u32,
     max_attempts: u32,
     lease_timeout: Option<Duration>,
-    order: Order,
+    order: ResultOrder,
     pub(super) limit: usize,
     submit_timeout: Duration,
     workers_max: u32,
@@ -81,8 +81,8 @@ impl QueueBuilder {
         self
     }
 
-    /// The order in which results are returned: [`Order::Submission`] by default.
-    pub fn order(mut self, order: Order) -> Self {
+    /// The order in which results are returned: [`ResultOrder::Submission`] by default.
+    pub fn order(mut self, order: ResultOrder) -> Self {
         self.order = order;
         self
     }
@@ -221,7 +221,7 @@ impl Queue {
             prefetch: 2,
             max_attempts: 3,
             lease_timeout: None,
-            order: Order::Submission,
+            order: ResultOrder::Submission,
             limit: 1024,
             submit_timeout: Duration::from_secs(5),
             workers_max: 256,
@@ -356,7 +356,7 @@ impl Queue {
         })
     }
 
-    /// The next result, in the builder's [`Order`], of a job that its [`JobHandle`] has not taken.
+    /// The next result, in the builder's [`ResultOrder`], of a job that its [`JobHandle`] has not taken.
     /// Waits for it.
     ///
     /// # Errors

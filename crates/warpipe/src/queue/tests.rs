@@ -288,7 +288,7 @@ fn an_output_of_another_lease_is_refused_and_given_back() {
         .complete(refused.output.map(|output| *output), &fixture.stream)
         .unwrap();
     refused
-        .duty
+        .answer_handle
         .unwrap()
         .complete(None, &fixture.stream)
         .unwrap();
@@ -440,7 +440,10 @@ fn more_new_workers_than_are_attached_at_once_all_get_a_session() {
 
 #[test]
 fn a_result_that_is_put_back_is_the_next_one_of_its_handle_and_of_the_queue() {
-    for order in [super::Order::Submission, super::Order::Completion] {
+    for order in [
+        super::ResultOrder::Submission,
+        super::ResultOrder::Completion,
+    ] {
         let fixture = QueueFixture::new("put-back");
         let queue = fixture.build(|it| it.order(order));
         let mut worker = fixture.worker();
@@ -584,7 +587,7 @@ fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
     let queue = fixture.queue();
     let job = queue.submit_bytes(b"alone", &fixture.stream).unwrap();
     assert!(queue.shutdown(Duration::ZERO).is_err());
-    assert!(job.call_off().unwrap());
+    assert!(job.cancel().unwrap());
     assert!(matches!(
         Worker::builder("jobs")
             .domain(&fixture.domain)

@@ -348,6 +348,6 @@ impl Pending {
 impl Drop for Pending {
     fn drop(&mut self) {
         // If the reply was taken, or the client is gone, there is nothing to cancel.
-        let _ = self.handle.call_off();
+        let _ = self.handle.cancel();
     }
 }

@@ -490,8 +490,8 @@ impl Request {
     ///
     /// # Errors
     /// As [`reply`](Self::reply).
-    pub fn give_back(self) -> Result<()> {
-        self.lease.give_back()
+    pub fn requeue(self) -> Result<()> {
+        self.lease.requeue()
     }
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{Error, Order as ResultOrder};
+use warpipe::{Error, ResultOrder};
 use warpipe_testkit::{Rng, eventually};
 
 use super::{SLOW, WORDS, complete, expect, leased_lines, submit, wait, worker};

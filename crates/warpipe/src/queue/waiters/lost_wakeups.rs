@@ -59,7 +59,7 @@ fn a_wait_for_room_ends_when_an_outcome_is_taken_or_a_job_is_called_off() {
     while queue.dispatcher.lock().waiters.sleeping == 0 {
         std::thread::yield_now();
     }
-    assert!(job.call_off().unwrap());
+    assert!(job.cancel().unwrap());
     assert!(
         woken.recv_timeout(SOON).is_ok(),
         "it sleeps although there is room"
@@ -197,7 +197,7 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
             queue
                 .submit_bytes(b"work", &fixture.stream)
                 .unwrap()
-                .call_off()
+                .cancel()
                 .unwrap()
         );
     }
@@ -217,7 +217,7 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
             .complete(&fixture.stream)
             .unwrap();
         queue.drain(SOON).unwrap();
-        assert!(job.call_off().unwrap());
+        assert!(job.cancel().unwrap());
     }
     let left = queue.dispatcher.lock().table.finished.len();
     assert!(left <= 32, "{left} outcomes that nobody can take");
@@ -316,7 +316,7 @@ fn a_wait_for_room_submits_nothing() {
         queue.wait_for_room(Duration::ZERO),
         Err(Error::QueueFull { .. })
     ));
-    assert!(handle.call_off().unwrap());
+    assert!(handle.cancel().unwrap());
     queue.wait_for_room(Duration::ZERO).unwrap();
     assert_eq!(queue.state().unwrap().waiting, 0);
 }
