@@ -4,6 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
+use fastrand::Rng;
 use warpipe_fuzz::{corpus, targets};
 
 /// Changes that are tried of each parser; `VERIFY_ROUNDS` of the environment says another number.
@@ -12,32 +13,15 @@ const ROUNDS: u64 = 40_000;
 /// The longest input that a change makes.
 const LENGTH_MAX: usize = 2048;
 
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit.max(1) as u64) as usize
-    }
-}
-
-fn change(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
-    for _ in 0..1 + random.below(4) {
-        let at = random.below(input.len() + 1);
-        match random.below(6) {
+fn change(input: &mut Vec<u8>, other: &[u8], random: &mut Rng) {
+    for _ in 0..1 + random.usize(..4) {
+        let at = random.usize(..input.len() + 1);
+        match random.usize(..6) {
             0 => input.truncate(at),
-            1 => input.insert(at, random.next() as u8),
-            2 => input.extend(&other[random.below(other.len() + 1)..]),
-            3 if at < input.len() => input[at] ^= 1 << random.below(8),
-            4 if at < input.len() => input[at] = [0, 1, 127, 128, 255][random.below(5)],
+            1 => input.insert(at, random.u8(..)),
+            2 => input.extend(&other[random.usize(..other.len() + 1)..]),
+            3 if at < input.len() => input[at] ^= 1 << random.usize(..8),
+            4 if at < input.len() => input[at] = [0, 1, 127, 128, 255][random.usize(..5)],
             5 if at < input.len() => drop(input.remove(at)),
             _ => {}
         }
@@ -61,11 +45,11 @@ fn replay(name: &str) {
         .ok()
         .and_then(|rounds| rounds.parse().ok())
         .unwrap_or(ROUNDS);
-    let mut random = Random(7);
+    let mut random = Rng::with_seed(7);
     for _ in 0..rounds {
         let (mut input, other) = (
-            corpus[random.below(corpus.len())].clone(),
-            random.below(corpus.len()),
+            corpus[random.usize(..corpus.len())].clone(),
+            random.usize(..corpus.len()),
         );
         change(&mut input, &corpus[other], &mut random);
         try_one(&input);
