@@ -14,6 +14,7 @@ const TESTED_PACKAGES: &[&str] = &["warpipe", "warpipe-kernels"];
 /// Programs that are run there, each with its package.
 const PROGRAMS: &[(&str, &str)] = &[
     ("warpipe-cli", "warpipe"),
+    ("warpipe-bench", "warpipe-bench"),
     ("warpipe-conformance", "conformance"),
 ];
 /// The package with the examples that are carried along: its test program `examples` runs them, and

@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use warpipe::DType;
 
 use crate::device_arg::DeviceArg;
-use crate::{bench, demo, doctor, exit};
+use crate::{demo, doctor, exit};
 
 /// Hands tensors in GPU memory from one process to others of the same machine, without a copy
 ///
@@ -29,7 +29,6 @@ pub enum Command {
     Doctor(DoctorArgs),
     Ls(LsArgs),
     Members(MembersArgs),
-    Bench(bench::BenchArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
     #[command(hide = true)]

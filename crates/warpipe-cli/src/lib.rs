@@ -5,11 +5,14 @@
 //! crate `warpipe`.
 #![deny(missing_docs)]
 
+#[doc(hidden)]
+pub mod device_arg;
+#[doc(hidden)]
+pub mod raw;
+
 mod args;
 mod attach;
-mod bench;
 mod demo;
-mod device_arg;
 mod doctor;
 mod exit;
 mod image;
@@ -35,10 +38,12 @@ use clap::Parser;
 use args::{Arguments, Command};
 use exit::Exit;
 
+#[doc(hidden)]
+pub use doctor::system::mps_answers;
 pub use process::Program;
 
 /// Runs one command line, whose first argument is the program's name, and returns its exit code.
-/// `program` starts the same command in a child process: `demo`, `doctor` and `bench` have
+/// `program` starts the same command in a child process: `demo` and `doctor` have
 /// children.
 ///
 /// The first SIGINT or SIGTERM ends a command in order. This needs the default action of SIGINT:
@@ -77,7 +82,6 @@ fn run(command: &Command) -> anyhow::Result<Exit> {
         Command::Doctor(args) => doctor::run(args),
         Command::Ls(args) => list::run(args),
         Command::Members(args) => members::run(args),
-        Command::Bench(args) => bench::run(args).map(|()| Exit::Done),
         Command::Completions(args) => manual::complete(args),
         Command::Man(args) => manual::man(args),
         Command::DemoPublisher(args) => demo::run_publisher(args),

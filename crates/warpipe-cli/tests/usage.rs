@@ -18,7 +18,6 @@ fn every_command_explains_itself_and_its_exit_codes() {
         &["doctor", "--help"],
         &["ls", "--help"],
         &["members", "--help"],
-        &["bench", "--help"],
         &["completions", "--help"],
         &["man", "--help"],
     ] {

@@ -1,8 +1,9 @@
 //! What warpipe's tests and benchmarks share: child processes that are always reaped, waits with a
-//! time limit, folders that remove themselves, and random numbers that a seed repeats.
+//! time limit, folders that remove themselves, random numbers that a seed repeats, and figures.
 #![deny(missing_docs)]
 
 mod child;
+pub mod figure;
 mod wait;
 
 pub use child::{ChildProcess, LineReader, this_program};

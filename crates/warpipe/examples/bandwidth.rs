@@ -17,7 +17,7 @@
 //!
 //! `--mib N` is the size of a copy (256 on a GPU, 16 on the host), `--rounds N` how often it is
 //! measured. With `--at-least RATIO` a ratio below it is an error; without it the figures are only
-//! printed, because on a shared machine they depend on the other load. (`warpipe bench bandwidth`
+//! printed, because on a shared machine they depend on the other load. (`warpipe-bench bandwidth`
 //! writes the same figures to a report.) It ends with `ok: N comparisons, all bytes right; the
 //! lowest ratio is 0.99`.
 

@@ -3,10 +3,12 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use super::report::{Contestant, Figure, Head, Python, Reports, Wanted};
+use warpipe_testkit::figure::Figure;
+
+use super::report::{Contestant, Head, Python, Reports};
 use crate::Outcome;
 
-/// The tables of `warpipe bench`: a title, a sentence, and the benchmarks that stand there.
+/// The tables of `warpipe-bench`: a title, a sentence, and the benchmarks that stand there.
 const TABLES: &[(&str, &str, &[&str])] = &[
     (
         "Channels on the device",
@@ -104,7 +106,7 @@ fn introduction(text: &mut String, reports: &Reports, head: &Head) {
         joined(days),
         joined(modes),
     );
-    *text += "\n`warpipe bench all` measures the figures on your machine, and `python -m warpipe.bench` \
+    *text += "\n`warpipe-bench all` measures the figures on your machine, and `python -m warpipe.bench` \
               those of\nPython. [CONTRIBUTING.md](CONTRIBUTING.md#measurements) says how to make this \
               page.\n";
 }
@@ -143,7 +145,7 @@ pub fn count_not_met(reports: &Reports) -> usize {
     missed.count() + python.count()
 }
 
-/// Every figure of `warpipe bench`, once for each mode: of the report with the fewest GPUs.
+/// Every figure of `warpipe-bench`, once for each mode: of the report with the fewest GPUs.
 fn rows(reports: &Reports) -> Vec<Row<'_>> {
     let mut seen = BTreeSet::new();
     let mut rows = Vec::new();
@@ -337,13 +339,7 @@ fn versions(report: &Python) -> String {
 }
 
 fn wanted(figure: &Figure) -> String {
-    let limit = match figure.wanted {
-        Wanted::RatioAtMost(limit) => format!("<= {limit} x"),
-        Wanted::RatioAtLeast(limit) => format!(">= {limit} x"),
-        Wanted::BesideFloorAtMost(limit) => format!("<= floor + {limit} {}", figure.unit),
-        Wanted::AtMost(limit) => format!("<= {limit} {}", figure.unit),
-        Wanted::Nothing => return String::new(),
-    };
+    let limit = figure.target().unwrap_or_default();
     match figure.met {
         Some(false) => format!("{limit}, **not met**"),
         _ => limit,

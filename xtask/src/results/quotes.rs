@@ -3,7 +3,9 @@
 use std::fmt::Write;
 
 use super::page::{count_not_met, folder_name, is_ours, number, ratios, wrapped};
-use super::report::{Figure, Reports};
+use warpipe_testkit::figure::Figure;
+
+use super::report::Reports;
 use crate::Outcome;
 
 /// The places of the README that are made from the reports.

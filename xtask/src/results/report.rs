@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use warpipe_testkit::figure::Figure;
 
 use crate::Outcome;
 
@@ -53,31 +54,7 @@ impl Head {
     }
 }
 
-/// The target of a figure, as `warpipe bench` writes it.
-#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Wanted {
-    RatioAtMost(f64),
-    RatioAtLeast(f64),
-    BesideFloorAtMost(f64),
-    AtMost(f64),
-    Nothing,
-}
-
-/// One figure of `warpipe bench` or `python -m warpipe.bench`.
-#[derive(Debug, Clone, Deserialize)]
-pub struct Figure {
-    pub bench: String,
-    pub name: String,
-    pub unit: String,
-    pub ours: f64,
-    pub floor: Option<f64>,
-    pub ratio: Option<f64>,
-    pub wanted: Wanted,
-    pub met: Option<bool>,
-}
-
-/// A report of `warpipe bench`.
+/// A report of `warpipe-bench`.
 #[derive(Debug, Deserialize)]
 pub struct Bench {
     pub head: Head,
@@ -327,12 +304,5 @@ mod tests {
         assert_eq!(kind("r/python-bench-mps-x2.json"), Some(Kind::Python));
         assert_eq!(kind("r/python-bench-mps.svg"), None);
         assert_eq!(kind("r/conformance-mps.json"), None);
-    }
-
-    #[test]
-    fn a_target_is_read_as_the_benchmarks_write_it() {
-        let read = |text: &str| serde_json::from_str::<Wanted>(text).unwrap();
-        assert_eq!(read("\"nothing\""), Wanted::Nothing);
-        assert_eq!(read("{\"ratio_at_most\": 1.1}"), Wanted::RatioAtMost(1.1));
     }
 }

@@ -4,7 +4,7 @@
 //! One end asks: its kernel fills a small tensor, the other's kernel checks it and fills one of its
 //! own, and the asking end's CPU sees that this one is complete. A hand-over is half of that. In
 //! the floor both know the memory and no channel is between them: two words of shared memory tell
-//! the streams of each other, as in `warpipe bench handoff`.
+//! the streams of each other, as in `warpipe-bench handoff`.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use warpipe::{Device, DeviceKind, DevicePtr, Domain, Layout, Publisher, Stream, 
 use super::orders::send_event;
 use super::protocol::Event;
 use super::{ITEM_PATIENCE, START_PATIENCE};
-use crate::bench::raw::{Memory, Words, enqueue};
+use crate::raw::{Memory, Words, enqueue};
 use crate::registered::RegisteredPage;
 use crate::statistics::Histogram;
 
@@ -24,7 +24,7 @@ pub const ITEM_BYTES: u64 = 4096;
 pub const WORDS: usize = 2;
 /// Round trips of the floor that the answering end enqueues ahead.
 const AHEAD: u64 = 4;
-/// How long a receiver of a GPU's items polls, as in `warpipe bench handoff`, where there are so
+/// How long a receiver of a GPU's items polls, as in `warpipe-bench handoff`, where there are so
 /// many cores.
 const POLL: Duration = Duration::from_millis(5);
 const CORES_TO_POLL: usize = 4;

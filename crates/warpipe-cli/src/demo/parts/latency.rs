@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::Part;
-use crate::bench::raw::SharedMemory;
 use crate::demo::protocol::{Event, Order};
 use crate::demo::round_trips::{ITEM_BYTES, WORDS};
 use crate::demo::stage::Stage;
 use crate::output::{bytes, count, duration};
+use crate::raw::SharedMemory;
 use crate::statistics::Histogram;
 
 pub const PART: Part = Part {

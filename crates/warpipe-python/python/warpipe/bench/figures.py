@@ -1,4 +1,4 @@
-"""What was measured, compared: for people, and for programs in the shape that ``warpipe bench --out`` writes."""
+"""What was measured, compared: for people, and for programs in the shape that ``warpipe-bench --out`` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same round trip without Python, as the program ``warpipe`` measures it, in the same run."""
+"""The same round trip without Python, as the program ``warpipe-bench`` measures it, in the same run."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Rust:
 def measure(program: str | None, device: str, devices: int, quick: bool, seconds: float = RUN_SECONDS) -> Rust:
     """Runs its benchmarks ``handoff`` and, where there is time, ``size``."""
     if program is None:
-        return Rust(reason="no program `warpipe` was found; name it with --rust")
+        return Rust(reason="no program `warpipe-bench` was found; name it with --rust")
     made = Rust(status="measured")
     for what in ("handoff",) if quick else ("handoff", "size"):
         with tempfile.TemporaryDirectory() as folder:
             report = pathlib.Path(folder) / "report.json"
-            command = [program, "bench", what, "--device", device, "--devices", str(devices), "--out", str(report)]
+            command = [program, what, "--device", device, "--devices", str(devices), "--out", str(report)]
             try:
                 subprocess.run(
                     [*command, "--quick"] if quick else command,

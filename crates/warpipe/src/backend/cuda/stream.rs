@@ -16,7 +16,7 @@ const BATCH_MAX: usize = 256;
 
 /// Longer runs of signals go through the broadcast kernel. On an H200 its launch takes the GPU 3.5
 /// to 3.8 us for any number, and the CPU 2 us more than a batch, which takes the GPU 4.0 us for 4
-/// words, 5.3 us for 6 and 45 us for 64 (`warpipe bench fanout`, results/history/h200-channels).
+/// words, 5.3 us for 6 and 45 us for 64 (`warpipe-bench fanout`, results/history/h200-channels).
 const BROADCAST_ABOVE: usize = 4;
 
 type HostFunction = Box<dyn FnOnce() + Send>;

@@ -7,10 +7,11 @@ use std::time::Instant;
 
 use warpipe::Stream;
 use warpipe::backend::cuda::{SignalBy, signal_by};
+use warpipe_cli::device_arg::DeviceArg;
+use warpipe_cli::raw::Words;
+use warpipe_testkit::figure::Figure;
 
-use super::figure::Figure;
-use super::raw::Words;
-use super::setup::{Choice, PATIENCE, Setup};
+use super::setup::{PATIENCE, Setup};
 
 const COUNTS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
 
@@ -18,7 +19,7 @@ const COUNTS: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
 const BURST: usize = 32;
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
-    let Choice::Cuda(ordinal) = setup.choice else {
+    let DeviceArg::Cuda(ordinal) = setup.choice else {
         return Ok(Vec::new());
     };
     let words = Words::create(&setup.device, 64)?;

@@ -9,14 +9,15 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
+use warpipe_cli::device_arg::DeviceArg;
+use warpipe_cli::raw::{LINE_BYTES, SharedMemory};
+use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::Role;
 use super::fanout::{Gaps, Measured, await_releases, per_item};
-use super::figure::{Figure, Wanted};
 use super::peer_process::{Control, PeerProcess};
-use super::raw::{LINE_BYTES, SharedMemory};
 use super::rings::{DEPTH, LINES, Patience, Payload, Ring, doorbell};
-use super::setup::{BenchDomain, Choice, PATIENCE, Setup};
+use super::setup::{BenchDomain, PATIENCE, Setup};
 
 const COUNTS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
 const PROCESSES_MAX: usize = 8;
@@ -71,7 +72,7 @@ fn measure(setup: &Setup, subscribers: usize, items: usize) -> anyhow::Result<Me
     let processes = subscribers.min(PROCESSES_MAX);
     let threads = subscribers / processes;
     for process in 0..processes {
-        let (place, first) = (setup.place_on(Choice::Host), process * threads);
+        let (place, first) = (setup.place_on(DeviceArg::Host), process * threads);
         let terms = Terms {
             place,
             first,

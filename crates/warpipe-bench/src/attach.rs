@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use warpipe::{DeviceId, Memory, Ticket};
+use warpipe_cli::raw;
+use warpipe_testkit::figure::{Figure, Wanted, median};
 
 use super::Role;
-use super::figure::{Figure, Wanted, median};
 use super::peer_process::{Control, PeerProcess};
-use super::raw;
 use super::setup::{BenchDomain, PATIENCE, Setup};
 
 /// The owner's parameters.

@@ -6,8 +6,7 @@ use std::path::Path;
 use anyhow::{Context, anyhow};
 use plotters::coord::Shift;
 use plotters::prelude::*;
-
-use super::figure::{Figure, Quantiles};
+use warpipe_testkit::figure::{Figure, Quantiles};
 
 const WIDTH: u32 = 760;
 const CHART_HEIGHT: u32 = 260;

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::time::{ClockId, clock_gettime};
 use warpipe::{Error, Publisher, Subscriber};
+use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::Role;
-use super::figure::{Figure, Wanted};
 use super::peer_process::{Control, PeerProcess};
 use super::setup::{BenchDomain, PATIENCE, Setup};
 

@@ -10,9 +10,9 @@ use std::time::Instant;
 
 use warpipe::backend::testing::{Counting, Wrapped};
 use warpipe::{DType, Device, Domain, Layout, Publisher, Stream, Subscriber};
+use warpipe_cli::raw::{Words, enqueue};
+use warpipe_testkit::figure::{Figure, Quantiles, Wanted, median};
 
-use super::figure::{Figure, Quantiles, Wanted, median};
-use super::raw::{Words, enqueue};
 use super::setup::{PATIENCE, Setup};
 
 const COUNTS: [usize; 8] = [0, 1, 2, 4, 8, 16, 32, 64];

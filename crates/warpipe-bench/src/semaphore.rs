@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use warpipe::{Access, Device, DeviceId, Domain, Semaphore, Stream};
+use warpipe_cli::raw::{Memory, SharedMemory};
+use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::Role;
-use super::figure::{Figure, Wanted};
 use super::peer_process::{Control, PeerProcess};
-use super::raw::{Memory, SharedMemory};
 use super::setup::{BenchDomain, PATIENCE, Setup};
 
 const NAME: &str = "bench/semaphore";

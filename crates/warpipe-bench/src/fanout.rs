@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use warpipe::{DType, Device, DeviceId, Layout, Publisher, Stream, Subscriber};
+use warpipe_cli::raw::{Memory, Words, enqueue};
+use warpipe_testkit::figure::{Figure, Wanted};
 
-use super::figure::{Figure, Wanted};
 use super::peer_process::{Control, PeerProcess};
-use super::raw::{Memory, Words, enqueue};
 use super::setup::{BenchDomain, IN_FLIGHT, PATIENCE, Setup};
 use super::{Role, broadcast, fanout_rings};
 

@@ -12,12 +12,13 @@ use serde::{Deserialize, Serialize};
 use warpipe::{
     DType, Device, DeviceId, DevicePtr, Domain, Layout, Publisher, Sample, Stream, Subscriber,
 };
+use warpipe_cli::raw::{Memory, Words, enqueue};
+use warpipe_testkit::figure;
+use warpipe_testkit::figure::{Figure, Wanted};
 
-use super::figure::{Figure, Wanted};
+use super::Role;
 use super::peer_process::{Control, PeerProcess};
-use super::raw::{Memory, Words, enqueue};
 use super::setup::{BenchDomain, IN_FLIGHT, PATIENCE, Setup};
-use super::{Role, figure};
 
 /// Floats that the kernels work on: a hand-over's cost, not theirs, is measured.
 const FLOATS: u64 = 1024;
@@ -330,7 +331,10 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         subscriber,
         layout,
     };
-    let host = Words::create(&device, KERNEL_BYTES as usize / super::raw::LINE_BYTES)?;
+    let host = Words::create(
+        &device,
+        KERNEL_BYTES as usize / warpipe_cli::raw::LINE_BYTES,
+    )?;
     for _ in 0..=terms.rounds {
         end.floor_answers(terms, terms.piped, &host)?;
         end.our_answers(terms, terms.piped, &host)?;

@@ -5,22 +5,20 @@ use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Stdio};
-use std::time::Instant;
+use std::process::Stdio;
 
 use anyhow::{Context, bail, ensure};
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
 };
-use rustix::process::{Pid, PidfdFlags, Signal};
+use rustix::process::Signal;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use warpipe_testkit::{ChildProcess, this_program, wait_readable};
 
 use super::Role;
 use super::setup::PATIENCE;
-use crate::process::this_program;
 
 /// The longest message: the single measurements of a long benchmark.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
@@ -28,7 +26,7 @@ const MESSAGE_BYTES_MAX: usize = 64 << 20;
 /// A process that plays a role. Killed and reaped when dropped.
 #[derive(Debug)]
 pub struct PeerProcess {
-    child: Child,
+    child: ChildProcess,
     pub control: Control,
 }
 
@@ -36,11 +34,12 @@ impl PeerProcess {
     /// Starts it.
     pub fn start(role: &Role) -> anyhow::Result<PeerProcess> {
         let (ours, theirs) = UnixStream::pair().context("socketpair")?;
-        let child = this_program()
-            .args(["bench", "--role", &serde_json::to_string(role)?])
+        let mut command = this_program();
+        command.args(["--role", &serde_json::to_string(role)?]);
+        command
             .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::null())
-            .spawn()
+            .stdout(Stdio::null());
+        let child = ChildProcess::start(&mut command)
             .context("cannot start the benchmark's other process")?;
         Ok(PeerProcess {
             child,
@@ -49,59 +48,27 @@ impl PeerProcess {
     }
 
     pub fn pid(&self) -> i32 {
-        Pid::from_child(&self.child).as_raw_pid()
+        self.child.pid().as_raw_pid()
     }
 
     /// `pidfd_open`: readable once the process is dead.
     pub fn pidfd(&self) -> anyhow::Result<OwnedFd> {
-        rustix::process::pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())
-            .context("pidfd_open")
+        Ok(self.child.pidfd()?)
     }
 
     /// SIGKILL. It is still to be reaped.
     pub fn kill(&self) -> anyhow::Result<()> {
-        rustix::process::kill_process(Pid::from_child(&self.child), Signal::KILL).context("kill")
+        Ok(self.child.signal(Signal::KILL)?)
     }
 
     /// Waits for its end, which must be a good one.
     pub fn end(mut self) -> anyhow::Result<()> {
-        let pidfd = self.pidfd()?;
-        ensure!(
-            wait_readable(pidfd.as_fd())?,
-            "the benchmark's other process does not end"
-        );
-        let status = self.child.wait()?;
+        let status = self.child.wait(PATIENCE)?;
         ensure!(
             status.success(),
             "the benchmark's other process failed: {status}"
         );
         Ok(())
-    }
-}
-
-impl Drop for PeerProcess {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// Waits at most [`PATIENCE`] for a descriptor to be readable, or closed at its other end.
-pub fn wait_readable(fd: BorrowedFd<'_>) -> anyhow::Result<bool> {
-    let start = Instant::now();
-    loop {
-        let left = PATIENCE.saturating_sub(start.elapsed());
-        let limit = rustix::event::Timespec {
-            tv_sec: left.as_secs() as _,
-            tv_nsec: left.subsec_nanos() as _,
-        };
-        match poll(
-            &mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)],
-            Some(&limit),
-        ) {
-            Err(rustix::io::Errno::INTR) => {}
-            other => return Ok(other.context("poll")? > 0),
-        }
     }
 }
 
@@ -178,7 +145,10 @@ impl Control {
 
     /// Takes one in.
     pub fn receive_fd(&self) -> anyhow::Result<OwnedFd> {
-        ensure!(wait_readable(self.socket())?, "no descriptor came");
+        ensure!(
+            wait_readable(self.socket(), PATIENCE)?,
+            "no descriptor came"
+        );
         let mut byte = [0u8];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);

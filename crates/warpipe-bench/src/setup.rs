@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
-use tempfile::TempDir;
-use warpipe::{Device, DeviceKind, Domain};
+use warpipe::{Device, Domain};
+use warpipe_cli::device_arg::{ChosenDevice, DeviceArg};
+use warpipe_cli::mps_answers;
+use warpipe_testkit::{TempDir, temporary_folder};
 
 use super::BenchArgs;
 
@@ -16,42 +18,17 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Samples that may be in flight, in every benchmark that keeps the device busy.
 pub const IN_FLIGHT: u32 = 8;
 
-/// The devices as they are asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum DeviceKindArg {
-    /// The host backend.
-    Host,
-    /// NVIDIA GPUs.
-    Cuda,
-}
-
-/// A device that another process can open, too.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Choice {
-    Host,
-    Cuda(u32),
-}
-
-impl Choice {
-    pub fn open(self) -> warpipe::Result<Device> {
-        match self {
-            Choice::Host => Ok(Device::host()),
-            Choice::Cuda(ordinal) => Device::cuda(ordinal),
-        }
-    }
-}
-
 /// Where one process of a benchmark works.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct BenchDomain {
-    pub device: Choice,
+    pub device: DeviceArg,
     pub domain: PathBuf,
 }
 
 impl BenchDomain {
     /// Opens both, with every kernel loaded: loading can wait for a stream that waits.
     pub fn open(&self) -> anyhow::Result<(Device, Domain)> {
-        let device = self.device.open()?;
+        let device = self.device.open()?.device;
         warpipe_kernels::preload(&device)?;
         Ok((device, Domain::at(&self.domain)?))
     }
@@ -61,10 +38,10 @@ impl BenchDomain {
 #[derive(Debug)]
 pub struct Setup {
     pub device: Device,
-    pub choice: Choice,
+    pub choice: DeviceArg,
     pub why: String,
     /// The second GPU, where two were asked for.
-    pub second: Option<Choice>,
+    pub second: Option<DeviceArg>,
     pub quick: bool,
     pub mode: String,
     pub domain: Domain,
@@ -73,32 +50,20 @@ pub struct Setup {
 
 impl Setup {
     pub fn new(args: &BenchArgs) -> anyhow::Result<Setup> {
-        let (device, why) = match args.device {
-            None => {
-                let preferred = Device::preferred();
-                (preferred.device, preferred.why)
-            }
-            Some(DeviceKindArg::Host) => (Device::host(), "as asked".to_owned()),
-            Some(DeviceKindArg::Cuda) => (Device::cuda(0)?, "as asked".to_owned()),
-        };
-        let is_host = device.info().id.kind == DeviceKind::Host;
-        let choice = if is_host {
-            Choice::Host
-        } else {
-            Choice::Cuda(0)
-        };
-        let second = match (args.devices, is_host) {
-            (2, false) => Some(Choice::Cuda(1)),
-            (2, true) => anyhow::bail!("two devices need two GPUs; the device is the host ({why})"),
+        let ChosenDevice { device, why } = args.device.open()?;
+        let choice = DeviceArg::of(&device);
+        let second = match (args.devices, choice) {
+            (2, DeviceArg::Cuda(first)) => Some(DeviceArg::Cuda(u32::from(first == 0))),
+            (2, _) => anyhow::bail!("two devices need two GPUs; the device is the host ({why})"),
             _ => None,
         };
         warpipe_kernels::preload(&device)?;
-        let folder = tempfile::tempdir().context("a folder for the domain")?;
+        let folder = temporary_folder().context("a folder for the domain")?;
         let domain = Domain::at(folder.path().join("domain"))?;
         let mode = args
             .mode
             .clone()
-            .unwrap_or_else(|| sharing(is_host).to_owned());
+            .unwrap_or_else(|| sharing(choice == DeviceArg::Host).to_owned());
         Ok(Setup {
             device,
             choice,
@@ -112,12 +77,12 @@ impl Setup {
     }
 
     pub fn is_host(&self) -> bool {
-        self.choice == Choice::Host
+        self.choice == DeviceArg::Host
     }
 
     /// Whether the death of one process takes the others' work with it.
     pub fn is_mps(&self) -> bool {
-        !self.is_host() && has_mps()
+        !self.is_host() && mps_answers()
     }
 
     /// Where this process works, or another one like it.
@@ -126,7 +91,7 @@ impl Setup {
     }
 
     /// The same on another device.
-    pub fn place_on(&self, device: Choice) -> BenchDomain {
+    pub fn place_on(&self, device: DeviceArg) -> BenchDomain {
         BenchDomain {
             device,
             domain: self.domain_path(),
@@ -153,12 +118,8 @@ impl Setup {
     }
 }
 
-fn has_mps() -> bool {
-    crate::doctor::system::mps_answers()
-}
-
 fn sharing(is_host: bool) -> &'static str {
-    match (is_host, has_mps()) {
+    match (is_host, mps_answers()) {
         (true, _) => "host",
         (false, true) => "mps",
         (false, false) => "time-sliced",

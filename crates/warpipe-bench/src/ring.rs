@@ -8,14 +8,15 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
+use warpipe_cli::device_arg::DeviceArg;
+use warpipe_cli::raw::{LINE_BYTES, SharedMemory};
+use warpipe_testkit::figure::{Figure, Quantiles, Wanted};
 
 use super::Role;
-use super::figure::{Figure, Quantiles, Wanted};
 use super::peer_process::{Control, PeerProcess};
 use super::pin;
-use super::raw::{LINE_BYTES, SharedMemory};
 use super::rings::{DEPTH, LINES, Patience, Payload, Ring, doorbell};
-use super::setup::{BenchDomain, Choice, PATIENCE, Setup};
+use super::setup::{BenchDomain, PATIENCE, Setup};
 
 const PING: &str = "bench/ring-ping";
 const PONG: &str = "bench/ring-pong";
@@ -41,7 +42,7 @@ impl Terms {
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let case = |name: &str, sleeps: bool, trips: usize, limit: f64| -> anyhow::Result<Figure> {
-        let place = setup.place_on(Choice::Host);
+        let place = setup.place_on(DeviceArg::Host);
         let measured = measure(
             setup,
             &Terms {

@@ -6,9 +6,9 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 use warpipe::backend::testing::{Counting, Wrapped};
 use warpipe::{Device, LegacyHandle};
+use warpipe_testkit::figure::{Figure, Quantiles, Wanted};
 
 use super::Role;
-use super::figure::{Figure, Quantiles, Wanted};
 use super::peer_process::{Control, PeerProcess};
 use super::setup::{BenchDomain, PATIENCE, Setup};
 

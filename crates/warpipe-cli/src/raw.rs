@@ -3,7 +3,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU64;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -11,7 +11,8 @@ use rustix::mm::{MapFlags, ProtFlags};
 use warpipe::backend::{RawRegion, StreamOp, TimelineWord};
 use warpipe::{Access, Device, DeviceId, DeviceKind, DevicePtr, Stream};
 
-use super::setup::PATIENCE;
+/// Far more than any step takes: only a hang reaches it.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A cache-line pair of shared memory.
 pub const LINE_BYTES: usize = 128;

@@ -1,7 +1,8 @@
 //! One direction, eight items in flight.
 
+use warpipe_testkit::figure::{Figure, Wanted};
+
 use super::fanout;
-use super::figure::{Figure, Wanted};
 use super::setup::Setup;
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {

@@ -11,12 +11,13 @@ use serde::{Deserialize, Serialize};
 use warpipe::{
     DType, Device, Domain, Error, Layout, Publisher, Queue, ResultOrder, Stream, Subscriber, Worker,
 };
+use warpipe_testkit::figure;
+use warpipe_testkit::figure::{Figure, Wanted};
 
-use super::figure::{Figure, Wanted};
+use super::Role;
 use super::handoff::{p50_us, subscriber};
 use super::peer_process::{Control, PeerProcess};
 use super::setup::{BenchDomain, PATIENCE, Setup};
-use super::{Role, figure};
 
 /// Floats that the kernels work on.
 const FLOATS: u64 = 1024;

@@ -9,12 +9,13 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use warpipe::{Access, Device, DeviceId, DevicePtr, Stream};
+use warpipe_cli::device_arg::DeviceArg;
+use warpipe_cli::raw::{LINE_BYTES, Memory, Words, enqueue};
+use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::Role;
-use super::figure::{Figure, Wanted};
 use super::peer_process::{Control, PeerProcess};
-use super::raw::{LINE_BYTES, Memory, Words, enqueue};
-use super::setup::{BenchDomain, Choice, Setup};
+use super::setup::{BenchDomain, Setup};
 
 /// An import is the memory itself: its budget is the error of measurement.
 const RATIO_MIN: f64 = 0.98;
@@ -24,7 +25,7 @@ const RATIO_MIN: f64 = 0.98;
 pub struct Terms {
     place: BenchDomain,
     /// Where the memory lies.
-    owner: Choice,
+    owner: DeviceArg,
     bytes: u64,
     copies: u64,
     rounds: usize,
@@ -133,7 +134,7 @@ impl Own {
                 _there: None,
             });
         }
-        let there = Memory::allocate(&terms.owner.open()?, terms.bytes)?;
+        let there = Memory::allocate(&terms.owner.open()?.device, terms.bytes)?;
         let (fd, bytes, owner) = there.export()?;
         let mapped = Memory::import_for(Access::ReadWrite, device, fd, bytes, owner)?;
         Ok(Own {

@@ -1,16 +1,16 @@
 //! The bare ring that the host figures are compared with: a head, a tail, slots of 128 bytes, and
 //! an eventfd for a sleeping end. One writer, one reader, no checks, no death.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicU64, fence};
 use std::time::Instant;
 
 use anyhow::ensure;
 use rustix::event::{EventfdFlags, eventfd};
+use warpipe_cli::raw::{LINE_BYTES, SharedMemory};
+use warpipe_testkit::wait_readable;
 
-use super::peer_process::wait_readable;
-use super::raw::{LINE_BYTES, SharedMemory};
 use super::setup::PATIENCE;
 
 pub type Payload = [u8; LINE_BYTES];
@@ -151,7 +151,7 @@ fn await_reached(
         fence(SeqCst);
         if !is_reached() {
             ensure!(
-                wait_readable(doorbell.as_fd())?,
+                wait_readable(doorbell, PATIENCE)?,
                 "a bare ring makes no progress"
             );
         }

@@ -5,8 +5,8 @@ use std::time::SystemTime;
 
 use anyhow::Context;
 use serde::Serialize;
+use warpipe_testkit::figure::{Figure, Quantiles};
 
-use super::figure::{Figure, Quantiles, Wanted};
 use super::setup::Setup;
 
 pub fn heading(setup: &Setup) {
@@ -42,20 +42,10 @@ fn comparison(figure: &Figure) -> String {
     if let Some(ratio) = figure.ratio {
         text += &format!(", ratio {ratio:.3}");
     }
-    if let Some(wanted) = wanted(figure) {
+    if let Some(wanted) = figure.target() {
         text += &format!(", wanted {wanted}: {}", verdict(figure));
     }
     text
-}
-
-fn wanted(figure: &Figure) -> Option<String> {
-    match figure.wanted {
-        Wanted::RatioAtMost(limit) => Some(format!("<= {limit:.2} x")),
-        Wanted::RatioAtLeast(limit) => Some(format!(">= {limit:.2} x")),
-        Wanted::BesideFloorAtMost(limit) => Some(format!("<= floor + {limit} {}", figure.unit)),
-        Wanted::AtMost(limit) => Some(format!("<= {limit} {}", figure.unit)),
-        Wanted::Nothing => None,
-    }
 }
 
 fn verdict(figure: &Figure) -> &'static str {
@@ -82,7 +72,7 @@ pub fn table(figures: &[Figure]) {
             format!("{:.3} {}", figure.ours, figure.unit),
             number(figure.floor),
             number(figure.ratio),
-            wanted(figure).unwrap_or_default(),
+            figure.target().unwrap_or_default(),
             verdict(figure).to_owned(),
         ]
     };

@@ -1,15 +1,22 @@
-//! A figure: the measurement, the floor, the ratio, and the target.
+//! A figure of a benchmark: the measurement, the floor, the ratio, and the target. The benchmarks
+//! write figures, and the page of results reads them.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// The quantiles of a distribution, in nanoseconds.
-#[derive(Debug, Clone, Copy, Serialize)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct Quantiles {
+    /// The number of measurements.
     pub count: usize,
+    /// The median.
     pub p50: u64,
+    /// The quantile 0.9.
     pub p90: u64,
+    /// The quantile 0.99.
     pub p99: u64,
+    /// The quantile 0.999.
     pub p999: u64,
+    /// The longest.
     pub max: u64,
 }
 
@@ -55,7 +62,7 @@ pub fn median(values: &[f64]) -> f64 {
 }
 
 /// The target of a figure.
-#[derive(Debug, Clone, Copy, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Wanted {
     /// `ours / floor` at most.
@@ -71,40 +78,46 @@ pub enum Wanted {
 }
 
 /// One figure.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Figure {
-    pub bench: &'static str,
+    /// The benchmark that made it.
+    pub bench: String,
+    /// What was measured.
     pub name: String,
     /// The unit of `ours` and `floor`: `us`, `ns`, `%`, `GB/s`, `calls`.
-    pub unit: &'static str,
+    pub unit: String,
+    /// The library's.
     pub ours: f64,
+    /// The bare driver's.
     pub floor: Option<f64>,
     /// `ours / floor`.
     pub ratio: Option<f64>,
+    /// The target.
     pub wanted: Wanted,
     /// None without a target.
     pub met: Option<bool>,
     /// The rounds' own figures, of which `ours` and `floor` are the medians.
+    #[serde(default)]
     pub ours_rounds: Vec<f64>,
+    /// Likewise.
+    #[serde(default)]
     pub floor_rounds: Vec<f64>,
     /// Of single measurements, in nanoseconds, where they were made.
     pub ours_ns: Option<Quantiles>,
+    /// Likewise.
     pub floor_ns: Option<Quantiles>,
+    /// A remark for the reader.
+    #[serde(default)]
     pub note: String,
 }
 
 impl Figure {
     /// From the rounds of both.
-    pub fn new(
-        bench: &'static str,
-        name: impl Into<String>,
-        unit: &'static str,
-        ours: &[f64],
-    ) -> Figure {
+    pub fn new(bench: &str, name: impl Into<String>, unit: &str, ours: &[f64]) -> Figure {
         Figure {
-            bench,
+            bench: bench.to_owned(),
             name: name.into(),
-            unit,
+            unit: unit.to_owned(),
             ours: median(ours),
             floor: None,
             ratio: None,
@@ -133,6 +146,7 @@ impl Figure {
         self
     }
 
+    /// Adds a remark.
     pub fn note(mut self, note: impl Into<String>) -> Figure {
         self.note = note.into();
         self
@@ -151,6 +165,17 @@ impl Figure {
             Wanted::Nothing => None,
         };
         self
+    }
+
+    /// The target in words: `<= 1.1 x`. None without one.
+    pub fn target(&self) -> Option<String> {
+        match self.wanted {
+            Wanted::RatioAtMost(limit) => Some(format!("<= {limit} x")),
+            Wanted::RatioAtLeast(limit) => Some(format!(">= {limit} x")),
+            Wanted::BesideFloorAtMost(limit) => Some(format!("<= floor + {limit} {}", self.unit)),
+            Wanted::AtMost(limit) => Some(format!("<= {limit} {}", self.unit)),
+            Wanted::Nothing => None,
+        }
     }
 }
 

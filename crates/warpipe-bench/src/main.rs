@@ -1,4 +1,4 @@
-//! `warpipe bench`: the cost of a hand-over, compared with the bare driver's for the same work in
+//! `warpipe-bench`: the cost of a hand-over, compared with the bare driver's for the same work in
 //! the same run.
 //!
 //! A floor is the same work with single calls of the backend and words in shared memory, without
@@ -11,7 +11,6 @@ mod broadcast;
 mod death;
 mod fanout;
 mod fanout_rings;
-mod figure;
 mod handoff;
 mod idle;
 mod legacy;
@@ -20,7 +19,6 @@ mod pin;
 mod pipeline;
 mod plot;
 mod queue;
-pub(crate) mod raw;
 mod report;
 mod ring;
 mod rings;
@@ -32,9 +30,11 @@ mod size;
 use std::path::PathBuf;
 
 use anyhow::Context;
+use clap::Parser;
 use serde::{Deserialize, Serialize};
+use warpipe_cli::device_arg::DeviceArg;
+use warpipe_testkit::figure::Figure;
 
-use figure::Figure;
 use peer_process::Control;
 use setup::Setup;
 
@@ -43,18 +43,18 @@ use setup::Setup;
 /// Each figure has a floor: the same work by single calls of the driver and words in shared memory,
 /// without the library. Library and floor take turns in rounds, and the medians of the rounds are
 /// compared. A ratio above its target is a result and no error.
-#[derive(Debug, clap::Args)]
-#[command(after_help = crate::exit::HELP)]
-pub struct BenchArgs {
+#[derive(Debug, Parser)]
+#[command(name = "warpipe-bench", version)]
+struct BenchArgs {
     /// The benchmark to run
     #[arg(value_enum, default_value = "all")]
     what: What,
     /// Number of GPUs: with 2, the hand-over is also measured from one GPU to the other
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=2))]
     devices: u32,
-    /// Device of the tensors; by default the first GPU, else the host
-    #[arg(long, value_enum)]
-    device: Option<setup::DeviceKindArg>,
+    /// Device of the tensors: auto (the first GPU, else the host), host, cuda or cuda:N
+    #[arg(long, default_value_t = DeviceArg::Auto)]
+    device: DeviceArg,
     /// Runs each benchmark for a few seconds: shows that it runs, not how fast it is
     #[arg(long)]
     quick: bool,
@@ -75,7 +75,7 @@ pub struct BenchArgs {
 /// One benchmark, or all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum What {
+enum What {
     /// All benchmarks
     All,
     /// Round trips between two processes: kernel to kernel, and kernel to copy
@@ -142,11 +142,12 @@ enum Role {
 }
 
 /// Measures, prints and writes. An error is a benchmark that could not be run.
-pub fn run(args: &BenchArgs) -> anyhow::Result<()> {
+fn main() -> anyhow::Result<()> {
+    let args = BenchArgs::parse();
     if let Some(role) = &args.role {
         return play(serde_json::from_str(role).context("the role")?);
     }
-    let setup = Setup::new(args)?;
+    let setup = Setup::new(&args)?;
     report::heading(&setup);
     let mut figures = Vec::new();
     for (_, benchmark) in BENCHMARKS

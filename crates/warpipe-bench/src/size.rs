@@ -1,6 +1,7 @@
 //! 4 KiB and 1 GiB: the same hand-over, since nothing is copied.
 
-use super::figure::{Figure, Wanted};
+use warpipe_testkit::figure::{Figure, Wanted};
+
 use super::handoff::{Answer, Measured, Terms, measure, p50_us};
 use super::setup::Setup;
 

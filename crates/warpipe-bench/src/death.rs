@@ -4,7 +4,7 @@
 //! victim's files, the proof is timed from the SIGKILL that ends that child, and a proof that comes
 //! before it is an error. The victim's pidfd is the independent witness.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::time::{Duration, Instant};
 
@@ -13,10 +13,11 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 use warpipe::clock::now_ns;
 use warpipe::{Error, Layout, PeerState, Publisher, PublisherBuilder, Subscriber};
+use warpipe_testkit::figure::{Figure, Quantiles, Wanted};
+use warpipe_testkit::wait_readable;
 
 use super::Role;
-use super::figure::{Figure, Quantiles, Wanted};
-use super::peer_process::{Control, PeerProcess, wait_readable};
+use super::peer_process::{Control, PeerProcess};
 use super::setup::{BenchDomain, PATIENCE, Setup};
 
 const NAME: &str = "bench/victim";
@@ -202,7 +203,7 @@ fn witness(
     };
     if way != Way::Exec {
         ensure!(
-            wait_readable(peer.pidfd()?.as_fd())?,
+            wait_readable(peer.pidfd()?, PATIENCE)?,
             "the victim does not die"
         );
         witness.pidfd_ns = Some(now_ns() - began_ns);
