@@ -3,27 +3,24 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 use warpipe::nvtx::{State, state};
 use warpipe::{Device, Domain, Layout, Publisher, Queue, Subscriber, Worker};
+use warpipe_testkit::{TempDir, temporary_folder, this_program};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A process in which `child` runs, and what the profiler wrote down of it.
 struct Case {
-    folder: PathBuf,
+    folder: TempDir,
     environment: Vec<(&'static str, String)>,
 }
 
 impl Case {
-    fn new(name: &str) -> Case {
-        let folder =
-            std::env::temp_dir().join(format!("warpipe-nvtx-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
+    fn new() -> Case {
         Case {
-            folder,
+            folder: temporary_folder().unwrap(),
             environment: Vec::new(),
         }
     }
@@ -40,14 +37,14 @@ impl Case {
 
     /// The child's line about the state, and the profiler's lines by thread.
     fn run(self) -> (String, HashMap<String, Vec<String>>) {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        let mut command = this_program();
         command.args(["--exact", "child", "--ignored", "--nocapture"]);
         command
             .env_remove("NVTX_INJECTION64_PATH")
             .env_remove("WARPIPE_NVTX");
         command
-            .env("FAKE_NVTX_LOG", self.folder.join("log"))
-            .env("WARPIPE_DOMAIN", self.folder.join("domain"));
+            .env("FAKE_NVTX_LOG", self.folder.path().join("log"))
+            .env("WARPIPE_DOMAIN", self.folder.path().join("domain"));
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         let output = command.output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -61,17 +58,11 @@ impl Case {
             .expect("the child says its state")
             .1;
         let mut threads: HashMap<String, Vec<String>> = HashMap::new();
-        let log = std::fs::read_to_string(self.folder.join("log")).unwrap_or_default();
+        let log = std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default();
         for (thread, words) in log.lines().map(|line| line.split_once(' ').unwrap()) {
             threads.entry(thread.into()).or_default().push(words.into());
         }
         (said.to_owned(), threads)
-    }
-}
-
-impl Drop for Case {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.folder);
     }
 }
 
@@ -177,7 +168,7 @@ const ALL: [&str; 7] = [
 
 #[test]
 fn an_injected_profiler_sees_each_range_begin_and_end() {
-    let (said, threads) = Case::new("injected").injected().run();
+    let (said, threads) = Case::new().injected().run();
     assert!(
         said.starts_with("on ") && said.contains("libfake_nvtx.so"),
         "{said}"
@@ -187,9 +178,13 @@ fn an_injected_profiler_sees_each_range_begin_and_end() {
 
 #[test]
 fn a_toolkits_library_is_used_where_it_is_asked_for() {
-    let case = Case::new("toolkit");
-    std::fs::copy(built_library(), case.folder.join("libnvToolsExt.so.1")).unwrap();
-    let folder = case.folder.to_string_lossy().into_owned();
+    let case = Case::new();
+    std::fs::copy(
+        built_library(),
+        case.folder.path().join("libnvToolsExt.so.1"),
+    )
+    .unwrap();
+    let folder = case.folder.path().to_string_lossy().into_owned();
     let (said, threads) = case
         .env("LD_LIBRARY_PATH", folder)
         .env("WARPIPE_NVTX", "1")
@@ -200,31 +195,25 @@ fn a_toolkits_library_is_used_where_it_is_asked_for() {
 
 #[test]
 fn nobody_sees_ranges_that_are_not_asked_for_or_forbidden() {
-    let (said, threads) = Case::new("off").run();
+    let (said, threads) = Case::new().run();
     assert_eq!((said.as_str(), threads.len()), ("off", 0));
-    let (said, threads) = Case::new("forbidden")
-        .injected()
-        .env("WARPIPE_NVTX", "0")
-        .run();
+    let (said, threads) = Case::new().injected().env("WARPIPE_NVTX", "0").run();
     assert_eq!((said.as_str(), threads.len()), ("off", 0));
 }
 
 #[test]
 fn a_profiler_that_refuses_or_is_missing_costs_the_ranges_and_nothing_else() {
-    let (said, threads) = Case::new("refused")
-        .injected()
-        .env("FAKE_NVTX_REFUSE", "1")
-        .run();
+    let (said, threads) = Case::new().injected().env("FAKE_NVTX_REFUSE", "1").run();
     assert!(
         said.starts_with("failed ") && said.contains("refused") && threads.is_empty(),
         "{said}"
     );
-    let (said, _) = Case::new("missing").env("WARPIPE_NVTX", "1").run();
+    let (said, _) = Case::new().env("WARPIPE_NVTX", "1").run();
     assert!(
         said.starts_with("failed ") && said.contains("libnvToolsExt.so.1 cannot be loaded"),
         "{said}"
     );
-    let (said, _) = Case::new("nowhere")
+    let (said, _) = Case::new()
         .env("NVTX_INJECTION64_PATH", "/nowhere.so")
         .run();
     assert!(said.contains("correct NVTX_INJECTION64_PATH"), "{said}");

@@ -5,11 +5,11 @@
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use rustix::process::{Signal, kill_process_group};
+use warpipe_testkit::{ChildProcess, temporary_folder, wait_readable};
 
 /// Far beyond the run time of any example: only a hang reaches it.
 const LIMIT: Duration = Duration::from_secs(240);
@@ -24,16 +24,16 @@ struct Ended {
 
 /// Runs one example in a temporary folder of its own, which is removed afterwards.
 fn run(example: &str, arguments: &[&str]) -> Ended {
-    let folder = Folder::new(example);
+    let folder = temporary_folder().unwrap();
     let device = std::env::var("WARPIPE_TEST_DEVICE").unwrap_or_else(|_| "host".into());
     let mut command = Command::new(built(example));
     command
         .args(["--device", &device])
         .args(arguments)
-        .current_dir(&folder.0)
-        .env("TMPDIR", &folder.0);
+        .current_dir(folder.path())
+        .env("TMPDIR", folder.path());
     let ended = Running::start(command).end();
-    let left: Vec<_> = std::fs::read_dir(&folder.0)
+    let left: Vec<_> = std::fs::read_dir(folder.path())
         .unwrap()
         .map(|entry| entry.unwrap().file_name())
         .collect();
@@ -82,30 +82,11 @@ fn built(example: &str) -> PathBuf {
     path
 }
 
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(example: &str) -> Folder {
-        let name = format!(
-            "examples-test-{}-{example}-{:?}",
-            std::process::id(),
-            std::thread::current().id()
-        );
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir_all(&path).unwrap();
-        Folder(path)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
 /// A process group that is killed if the test ends first.
 struct Running {
-    child: Child,
+    child: ChildProcess,
+    out: Option<ChildStdout>,
+    err: Option<ChildStderr>,
 }
 
 impl Running {
@@ -116,23 +97,18 @@ impl Running {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .process_group(0);
+        let mut child = ChildProcess::start(&mut command).unwrap();
         Running {
-            child: command.spawn().unwrap(),
+            out: child.take_stdout(),
+            err: child.take_stderr(),
+            child,
         }
     }
 
     /// The first line of its output.
     fn line(&mut self) -> String {
-        let out = self.child.stdout.as_mut().unwrap();
-        let limit = Timespec {
-            tv_sec: LIMIT.as_secs() as _,
-            tv_nsec: 0,
-        };
-        assert_eq!(
-            poll(&mut [PollFd::new(&*out, PollFlags::IN)], Some(&limit)).unwrap(),
-            1,
-            "it said nothing"
-        );
+        let out = self.out.as_mut().unwrap();
+        assert!(wait_readable(&*out, LIMIT).unwrap(), "it said nothing");
         // It writes whole lines, and only the first is read here.
         let (mut line, mut byte) = (Vec::new(), [0]);
         while out.read(&mut byte).unwrap() == 1 && byte != *b"\n" {
@@ -142,37 +118,30 @@ impl Running {
     }
 
     fn end(mut self) -> Ended {
-        let [out, err] = [
-            read(self.child.stdout.take().unwrap()),
-            read(self.child.stderr.take().unwrap()),
-        ];
-        let pidfd = pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty()).unwrap();
-        let limit = Timespec {
-            tv_sec: LIMIT.as_secs() as _,
-            tv_nsec: 0,
-        };
-        let in_time = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)).unwrap() == 1;
-        if !in_time {
-            // Kills its children, too: they hold the pipes open.
-            kill_process_group(Pid::from_child(&self.child), Signal::KILL).unwrap();
-        }
-        let code = self.child.wait().unwrap().code();
+        let out = read(self.out.take().unwrap());
+        let err = read(self.err.take().unwrap());
+        let status = self.child.wait(LIMIT);
+        self.kill_if_alive();
         let ended = Ended {
-            code,
+            code: status.as_ref().ok().and_then(ExitStatus::code),
             out: out.join().unwrap(),
             err: err.join().unwrap(),
         };
-        assert!(in_time, "it did not end within {LIMIT:?}: {ended:#?}");
+        assert!(status.is_ok(), "{status:?}: {ended:#?}");
         ended
+    }
+
+    /// Kills its children, too: they hold the pipes open.
+    fn kill_if_alive(&mut self) {
+        if self.child.wait(Duration::ZERO).is_err() {
+            let _ = kill_process_group(self.child.pid(), Signal::KILL);
+        }
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if self.child.try_wait().is_ok_and(|status| status.is_none()) {
-            let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
-            let _ = self.child.wait();
-        }
+        self.kill_if_alive();
     }
 }
 
@@ -230,11 +199,11 @@ fn an_option_that_no_example_knows_is_refused() {
 
 #[test]
 fn a_device_that_there_is_not_ends_the_example_with_a_clear_error() {
-    let folder = Folder::new("alone");
+    let folder = temporary_folder().unwrap();
     let mut command = Command::new(built("consumer_first"));
     command
         .args(["--device", "nowhere", "--role", "consumer"])
-        .env("WARPIPE_DOMAIN", &folder.0);
+        .env("WARPIPE_DOMAIN", folder.path());
     let ended = Running::start(command).end();
     assert_eq!(ended.code, Some(1), "{ended:?}");
     assert!(
@@ -270,8 +239,8 @@ fn render_loses_at_most_the_frames_in_flight_when_its_renderer_is_killed() {
 
 #[test]
 fn render_refuses_a_picture_that_is_not_the_reference() {
-    let folder = Folder::new("another");
-    let other = folder.0.join("another-frame.png");
+    let folder = temporary_folder().unwrap();
+    let other = folder.path().join("another-frame.png");
     std::fs::write(&other, include_bytes!("examples/another-frame.png")).unwrap();
     let ended = run(
         "render",
@@ -404,14 +373,14 @@ fn producer_consumer_agree_if_the_consumer_was_first() {
 
 /// Runs the two roles of `producer_consumer`, the second once the first has printed `is_there`.
 fn in_two_terminals(roles: [&str; 2], is_there: &str) {
-    let folder = Folder::new("producer_consumer");
+    let folder = temporary_folder().unwrap();
     let device = std::env::var("WARPIPE_TEST_DEVICE").unwrap_or_else(|_| "host".into());
     let [first, second] = roles.map(|role| {
         let mut command = Command::new(built("producer_consumer"));
         command
             .args(["--device", &device, "--role", role])
-            .env("WARPIPE_DOMAIN", &folder.0)
-            .current_dir(&folder.0);
+            .env("WARPIPE_DOMAIN", folder.path())
+            .current_dir(folder.path());
         command
     });
     let mut first = Running::start(first);
@@ -419,7 +388,7 @@ fn in_two_terminals(roles: [&str; 2], is_there: &str) {
     assert!(said.contains(is_there), "the {} said {said:?}", roles[0]);
     if roles[0] == "producer" {
         use std::os::unix::fs::MetadataExt;
-        let file = std::fs::metadata(folder.0.join("producer_consumer.ticket")).unwrap();
+        let file = std::fs::metadata(folder.path().join("producer_consumer.ticket")).unwrap();
         assert_eq!(
             file.mode() & 0o777,
             0o600,
@@ -435,7 +404,7 @@ fn in_two_terminals(roles: [&str; 2], is_there: &str) {
     );
     let out = first.out + &second.out;
     assert!(out.contains("consumer: 1048576 words are right"), "{out}");
-    let left: Vec<_> = std::fs::read_dir(&folder.0)
+    let left: Vec<_> = std::fs::read_dir(folder.path())
         .unwrap()
         .map(|entry| entry.unwrap().file_name())
         .collect();

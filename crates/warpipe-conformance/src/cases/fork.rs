@@ -234,27 +234,6 @@ fn signals_refuse(context: &Context) -> Result<()> {
     peer.dismiss()
 }
 
-/// Kills, and sees that the child which was forked before still lives. It is killed at the end.
-struct Orphan(rustix::process::Pid);
-
-impl Orphan {
-    fn of(peer: &mut crate::peer::Peer) -> Result<Orphan> {
-        Ok(Orphan(pid(peer.number(&Order::Fork)? as u32)?))
-    }
-
-    fn is_alive(&self) -> bool {
-        rustix::process::test_kill_process(self.0).is_ok()
-    }
-}
-
-impl Drop for Orphan {
-    fn drop(&mut self) {
-        let fd = pidfd(self.0);
-        let _ = crate::process::signal(self.0, rustix::process::Signal::KILL);
-        let _ = fd.and_then(|fd| wait_readable(fd, PATIENCE));
-    }
-}
-
 fn death_is_seen_despite_a_child(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
@@ -262,7 +241,7 @@ fn death_is_seen_despite_a_child(context: &Context) -> Result<()> {
     peer.publish(PublisherPlan::of("parent"))?;
     let mut subscriber = context.subscriber("parent").build()?;
     peer.ask(&Order::SendAndWait(Batch::of(2, WORDS, 1)))?;
-    let orphan = Orphan::of(&mut peer)?;
+    let orphan = peer.orphan(&Order::Fork)?;
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 3)))?;
     peer.kill()?;
     for sequence in 1..=3 {
@@ -301,7 +280,7 @@ fn slots_despite_a_child(context: &Context) -> Result<()> {
         Payload::of(slot / 8, seed).send(&publisher, &stream)?;
     }
     peer.hold(2)?;
-    let orphan = Orphan::of(&mut peer)?;
+    let orphan = peer.orphan(&Order::Fork)?;
     peer.kill()?;
     for seed in 3..=10 {
         Payload::of(slot / 8, seed).send(&publisher, &stream)?;
@@ -375,7 +354,7 @@ fn permit_despite_a_child(context: &Context) -> Result<()> {
         timeout_ms: 1_000,
         on_stream: true,
     }))?;
-    let orphan = Orphan::of(&mut peer)?;
+    let orphan = peer.orphan(&Order::Fork)?;
     peer.kill()?;
     semaphore.acquire_host(PATIENCE)?.release_now();
     ensure!(orphan.is_alive(), "the forked child lives");

@@ -4,9 +4,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use rustix::process::{Pid, Signal};
 use warpipe::{Error, Pool};
-use warpipe_testkit::{eventually, pidfd, wait_readable};
+use warpipe_testkit::eventually;
 
 use super::Case;
 use crate::PATIENCE;
@@ -14,7 +13,6 @@ use crate::context::Context;
 use crate::device_words::{fill, wrong_words};
 use crate::payload::Payload;
 use crate::peer::{Batch, HolderOrder, Order, Peer, PublisherPlan, Task};
-use crate::process::{pid, signal};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -71,26 +69,6 @@ const LONG: Duration = Duration::from_secs(10);
 
 /// In which a block or slot that is out of use would be seen to come back, if it did.
 const LOOK: Duration = Duration::from_millis(1500);
-
-/// A child of a peer that was forked behind the library's back: it holds all that its parent held.
-/// Killed at the end.
-struct Orphan(Pid);
-
-impl Orphan {
-    fn of(peer: &mut Peer) -> Result<Orphan> {
-        Ok(Orphan(pid(peer.number(&Order::ForkUnseen)? as u32)?))
-    }
-
-    fn end(self) {}
-}
-
-impl Drop for Orphan {
-    fn drop(&mut self) {
-        let fd = pidfd(self.0);
-        let _ = signal(self.0, Signal::KILL);
-        let _ = fd.and_then(|fd| wait_readable(fd, PATIENCE));
-    }
-}
 
 /// A peer that publishes `name`, has sent one whole sample, and has its device at work on the next
 /// one.
@@ -169,7 +147,7 @@ fn rescued(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     peer.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(LONG)))?;
     let unfinished = subscriber.receive(&stream)?;
-    let orphan = Orphan::of(&mut peer)?;
+    let orphan = peer.orphan(&Order::ForkUnseen)?;
     peer.kill()?;
     match unfinished.finish(LONG / 2) {
         Err(Error::SampleLost { sequence: 1, .. }) => {}
@@ -190,7 +168,7 @@ fn quarantined(context: &Context) -> Result<()> {
     let returned = loan.returned();
     loan.send(&stream)?;
     peer.hold(1)?;
-    let orphan = Orphan::of(&mut peer)?;
+    let orphan = peer.orphan(&Order::ForkUnseen)?;
     peer.kill()?;
     ensure!(
         !eventually(LOOK, || returned.is_back().unwrap_or(true)),
@@ -211,7 +189,7 @@ fn left_names(context: &Context) -> Result<()> {
     let (own, mut peer) = (files(), context.peer()?);
     peer.task(Task::Attach("jobs".into()))?;
     queue.wait_for_workers(1, PATIENCE)?;
-    let orphan = Orphan::of(&mut peer)?;
+    let orphan = peer.orphan(&Order::ForkUnseen)?;
     peer.kill()?;
     ensure!(
         !eventually(LOOK, || files() <= own),
@@ -262,12 +240,12 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
     match *end {
         End::Killed => peer.kill()?,
         End::WithChild => {
-            child = Some(Orphan(pid(peer.number(&Order::Fork)? as u32)?));
+            child = Some(peer.orphan(&Order::Fork)?);
             peer.kill()?;
         }
         End::Exec => peer.send(&Order::Exec)?,
         End::Orphaned(lives) => {
-            let orphan = Orphan::of(&mut peer)?;
+            let orphan = peer.orphan(&Order::ForkUnseen)?;
             peer.kill()?;
             match pool.allocate_timeout(BYTES, lives) {
                 Err(Error::MemoryLimit { .. }) => orphan.end(),

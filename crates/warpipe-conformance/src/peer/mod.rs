@@ -32,10 +32,11 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Pid, Signal};
-use warpipe_testkit::{ChildProcess, LineReader, eventually, this_program};
+use warpipe_testkit::{ChildProcess, LineReader, eventually, pidfd, this_program, wait_readable};
 
 use crate::PATIENCE;
 use crate::context::Settings;
+use crate::process;
 
 /// A peer, as its case holds it.
 #[derive(Debug)]
@@ -262,6 +263,15 @@ impl Peer {
         }
     }
 
+    /// Lets it fork a child, in the library's sight (`Order::Fork`) or behind its back
+    /// (`Order::ForkUnseen`). The child holds all that its parent held.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn orphan(&mut self, order: &Order) -> Result<Orphan> {
+        process::pid(self.number(order)? as u32).map(Orphan)
+    }
+
     /// Stops it (SIGSTOP), and waits until it stands.
     ///
     /// # Errors
@@ -330,5 +340,27 @@ impl Peer {
         let status = self.ended()?;
         ensure!(status.success(), "the peer ended with {status}");
         Ok(())
+    }
+}
+
+/// A child that a peer has forked, and that outlives the peer. Killed when it is dropped.
+#[derive(Debug)]
+pub struct Orphan(Pid);
+
+impl Orphan {
+    /// Whether it lives.
+    pub fn is_alive(&self) -> bool {
+        rustix::process::test_kill_process(self.0).is_ok()
+    }
+
+    /// Kills it.
+    pub fn end(self) {}
+}
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        let fd = pidfd(self.0);
+        let _ = process::signal(self.0, Signal::KILL);
+        let _ = fd.and_then(|fd| wait_readable(fd, PATIENCE));
     }
 }
