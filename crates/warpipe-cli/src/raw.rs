@@ -1,6 +1,7 @@
-//! The parts of a floor: words and memory in two processes, and single calls of the backend. No
-//! engine. **This module is marked for unsafe**: it maps, registers and shares memory.
+//! Words and memory that two processes share, and single calls of the backend: the parts of a
+//! floor. No engine. **This module is marked for unsafe**: it maps, registers and shares memory.
 
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
@@ -107,7 +108,7 @@ fn length(lines: usize) -> usize {
 /// Shared words that streams can signal and wait for (`cuMemHostRegister`).
 #[derive(Debug)]
 pub struct Words {
-    memory: SharedMemory,
+    memory: ManuallyDrop<SharedMemory>,
     device: Device,
     address: DevicePtr,
 }
@@ -125,7 +126,7 @@ impl Words {
         // SAFETY: page-aligned mapped memory that stays mapped until `drop` has unregistered it.
         let address = unsafe { device.backend().register(memory.base, length(memory.lines)) }?;
         Ok(Words {
-            memory,
+            memory: ManuallyDrop::new(memory),
             device: device.clone(),
             address,
         })
@@ -193,9 +194,12 @@ impl Words {
 
 impl Drop for Words {
     fn drop(&mut self) {
-        // SAFETY: registered in `register`. The benchmarks await the last value of every word that
-        // they enqueued.
-        let _ = unsafe { self.device.backend().unregister(self.memory.base) };
+        // SAFETY: registered in `register`. The caller that enqueued work on a word has awaited it.
+        if unsafe { self.device.backend().unregister(self.memory.base) }.is_ok() {
+            // Else it stays mapped: the device may still reach it.
+            // SAFETY: dropped here alone, and not used afterwards.
+            unsafe { ManuallyDrop::drop(&mut self.memory) };
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use warpipe_cli::Program;
 const PANICKED: u8 = 101;
 
 /// Runs a command line and returns its exit code. ``executable`` starts this interpreter again, in
-/// the children of ``demo``, ``doctor`` and ``bench``.
+/// the children of ``demo`` and ``doctor``.
 #[pyfunction]
 fn _run_command(py: Python<'_>, arguments: Vec<OsString>, executable: OsString) -> u8 {
     // `-P`: a child imports the installed package, and not a folder `warpipe` of its directory.

@@ -1,4 +1,4 @@
-//! What warpipe's tests and benchmarks share: child processes that are always reaped, waits with a
+//! Shared by warpipe's tests and benchmarks: child processes that are always reaped, waits with a
 //! time limit, folders that remove themselves, random numbers that a seed repeats, and figures.
 #![deny(missing_docs)]
 

@@ -1191,7 +1191,7 @@ class Request(Lease):
 
 def _run_command(arguments: Sequence[str], executable: str) -> int:
     """Runs a command line and returns its exit code. ``executable`` starts this interpreter again, in
-    the children of ``demo``, ``doctor`` and ``bench``.
+    the children of ``demo`` and ``doctor``.
     """
 def _skip_waits(skip: bool) -> None:
     """Hands out arrays without waiting for their data, or no longer does: the negative control of the
