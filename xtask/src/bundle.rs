@@ -27,8 +27,8 @@ const SCRIPTS: &[(&str, &str, u32)] = &[
 ];
 /// The profile in the root manifest: release, stripped.
 const PROFILE: &str = "bundle";
-/// The folder travels with the checkout, and 64 MiB is what a machine lent for an hour may take.
-const BYTES_MAX: u64 = 60 << 20;
+/// The archive travels with the checkout, and 64 MiB is what a machine lent for an hour may take.
+const BYTES_MAX: u64 = 48 << 20;
 
 /// A test program, or an example, that cargo built.
 struct TestProgram {
@@ -36,7 +36,7 @@ struct TestProgram {
     path: PathBuf,
 }
 
-/// Builds the programs and fills `target/gpu-bundle/`.
+/// Builds the programs and fills `target/gpu-bundle/`, and `target/gpu-bundle.tar.gz` with the same.
 pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     let programs = build_programs(workspace)?;
     let tests = build_tests(workspace)?;
@@ -60,32 +60,39 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     let commit = commit_of(&workspace.root)?;
     write(&folder.join("commit"), &format!("{commit}\n"), 0o644)?;
     python::carry(workspace, &folder.join("python"))?;
-    let folders = [
-        "",
-        "tests",
-        "examples",
-        "python",
-        "python/tests",
-        "python/examples",
-        "python/pytest",
-    ];
-    let bytes = folders
-        .iter()
-        .map(|part| size_of_files(&folder.join(part)))
-        .sum::<Outcome<u64>>()?;
+    let archive = folder.with_extension("tar.gz");
+    pack(&folder, &archive)?;
+    let bytes = fs::metadata(&archive)
+        .map_err(|error| format!("{}: {error}", archive.display()))?
+        .len();
     let count = programs.len() + tests.len() + examples.len();
     println!(
-        "{}: {count} programs, {:.1} MiB",
+        "{}: {count} programs; {}: {:.1} MiB",
         folder.display(),
+        archive.display(),
         mebibytes(bytes)
     );
     if bytes > BYTES_MAX {
         return Err(format!(
-            "the bundle is larger than {} MiB; drop test programs",
+            "the archive is larger than {} MiB; drop test programs",
             BYTES_MAX >> 20
         ));
     }
     Ok(())
+}
+
+fn pack(folder: &Path, archive: &Path) -> Outcome<()> {
+    let mut tar = Command::new("tar");
+    tar.arg("-czf").arg(archive);
+    tar.arg("-C").arg(folder.parent().unwrap_or(folder));
+    let name = folder.file_name().unwrap_or_default();
+    let status = tar.arg(name).stdin(Stdio::null()).status();
+    let status = status.map_err(|error| format!("tar did not start: {error}"))?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(format!("{} was not written by tar", archive.display()))
+    }
 }
 
 /// The commit that is built, for the head of each report; marked where the tree differs from it.
@@ -247,21 +254,6 @@ fn write(path: &Path, text: &str, mode: u32) -> Outcome<()> {
     fs::write(path, text)
         .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(mode)))
         .map_err(|error| format!("{} not written: {error}", path.display()))
-}
-
-fn size_of_files(folder: &Path) -> Outcome<u64> {
-    let unreadable =
-        |error: std::io::Error| format!("{} cannot be read: {error}", folder.display());
-    let mut bytes = 0;
-    for entry in fs::read_dir(folder).map_err(unreadable)? {
-        let metadata = entry
-            .and_then(|entry| entry.metadata())
-            .map_err(unreadable)?;
-        if metadata.is_file() {
-            bytes += metadata.len();
-        }
-    }
-    Ok(bytes)
 }
 
 fn mebibytes(bytes: u64) -> f64 {
