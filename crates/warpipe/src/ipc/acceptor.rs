@@ -347,6 +347,7 @@ impl Acceptor {
     fn hand_over(&self, hello: Hello, connection: Connection) {
         if let Some(owner) = self.owner.upgrade() {
             owner.on_connection(connection, hello);
+            self.reactor.drop_on_reaper(owner);
         }
     }
 }

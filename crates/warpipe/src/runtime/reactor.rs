@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
-pub(crate) use self::deferred::{Deferred, DropReadiness};
+pub(crate) use self::deferred::{Deferred, DropReadiness, IntoDeferred};
 use self::deferred::{DropCounts, FencedDrop};
 use crate::backend::unreclaimed;
 use crate::clock::now_ns;
@@ -59,7 +59,7 @@ pub(crate) enum Next {
 
 /// A target of the reactor's events. Called on the reactor's thread, and must not block there (see
 /// [`EventSource::runs_on_control_thread`]).
-pub(crate) trait EventSource: Send + Sync {
+pub(crate) trait EventSource: IntoDeferred + Sync {
     /// The descriptor that was registered with `tag` is readable or closed.
     fn on_ready(&self, tag: u64) -> Next;
 
@@ -441,11 +441,7 @@ impl Reactor {
         let now = now_ns();
         for target in targets.iter().filter_map(Weak::upgrade) {
             let _panicked = catch_panic(|| target.on_tick(now));
-            // The target mostly has other owners. To wake the reaper at each tick would cost more
-            // than the tick.
-            if Arc::strong_count(&target) == 1 {
-                self.drop_on_reaper(target);
-            }
+            self.drop_on_reaper(target);
         }
     }
 

@@ -39,13 +39,20 @@ pub(super) struct FencedDrop {
     is_unhurried: bool,
     /// Counted in [`DropCounts::overdue`].
     is_overdue: bool,
+    has_panicked: bool,
 }
 
 impl FencedDrop {
     fn look(&mut self, now: Instant) -> DropReadiness {
-        // A closure that panicked may not be called again, and the memory that it owns may be in
-        // use. So it is kept.
-        let readiness = catch_panic(|| (self.look)()).unwrap_or(DropReadiness::Held);
+        // A closure that panicked may not be called again, since it may have done its work, and the
+        // memory that it owns may be in use. So it is kept.
+        let readiness = match self.has_panicked {
+            true => DropReadiness::Held,
+            false => catch_panic(|| (self.look)()).unwrap_or_else(|| {
+                self.has_panicked = true;
+                DropReadiness::Held
+            }),
+        };
         if readiness != self.readiness {
             (self.readiness, self.since) = (readiness, now);
         }
@@ -81,6 +88,19 @@ impl DropCounts {
 /// not drop (it may be the reactor), must not wait for the reaper, which a driver may hold up, and
 /// has no caller to report to.
 pub(crate) type Deferred = Box<dyn Send>;
+
+/// Shared by several owners, of which the last one may be a thread that must not drop it.
+pub(crate) trait IntoDeferred: Send {
+    /// Gives up one owner's part. Returns the value to the last owner, as exactly one of several
+    /// that give up at once is told: a count that is read before cannot tell.
+    fn into_deferred(self: Arc<Self>) -> Option<Deferred>;
+}
+
+impl<T: Send + 'static> IntoDeferred for T {
+    fn into_deferred(self: Arc<Self>) -> Option<Deferred> {
+        Some(Box::new(Arc::into_inner(self)?))
+    }
+}
 
 impl Reactor {
     /// How many drops are deferred, and how many of them wait for a device that has not done its
@@ -125,6 +145,7 @@ impl Reactor {
             since,
             is_unhurried,
             is_overdue: false,
+            has_panicked: false,
         };
         self.lock().fenced_drops.push(fenced_drops);
         self.doorbell.ring();
@@ -176,11 +197,11 @@ impl Reactor {
         }
     }
 
-    /// Leaves the drop to the reaper if this is the last owner by now, since that drop calls the
-    /// driver.
-    pub(super) fn drop_on_reaper(&self, target: Arc<dyn EventSource>) {
-        if Arc::strong_count(&target) == 1 {
-            self.defer_drop(Box::new(target));
+    /// Gives up this owner's part of `target`. If it is the last owner, the reaper drops the
+    /// target, since that drop calls the driver.
+    pub(crate) fn drop_on_reaper(&self, target: Arc<dyn EventSource>) {
+        if let Some(target) = target.into_deferred() {
+            self.defer_drop(target);
         }
     }
 

@@ -109,3 +109,74 @@ fn a_drop_that_waits_for_a_late_device_is_counted_and_dropped_when_it_is_done() 
     );
     assert_eq!(reactor.counts(), (0, 0));
 }
+
+struct Target(#[expect(dead_code)] DropRecorder);
+
+impl EventSource for Target {
+    fn on_ready(&self, _tag: u64) -> Next {
+        Next::Stop
+    }
+}
+
+#[test]
+fn of_two_owners_that_give_up_at_once_the_thread_of_the_library_never_drops() {
+    let reactor = Reactor::start(OVERDUE_AFTER).unwrap();
+    let dropped = Arc::new(Mutex::new(Vec::new()));
+    let (tx, rx) = mpsc::channel::<(Arc<Target>, Arc<AtomicU64>)>();
+    let user = std::thread::Builder::new()
+        .name("user".into())
+        .spawn(move || {
+            for (target, step) in rx {
+                step.store(1, Ordering::Release);
+                while step.load(Ordering::Acquire) != 2 {
+                    std::hint::spin_loop();
+                }
+                drop(target);
+            }
+        });
+    const COUNT: usize = 10_000;
+    for round in 0..COUNT {
+        let target = Arc::new(Target(DropRecorder(dropped.clone())));
+        let step = Arc::new(AtomicU64::new(0));
+        tx.send((target.clone(), step.clone())).unwrap();
+        let target: Arc<dyn EventSource> = target;
+        while step.load(Ordering::Acquire) != 1 {
+            std::thread::yield_now();
+        }
+        step.store(2, Ordering::Release);
+        (0..round % 16).for_each(|_| std::hint::spin_loop());
+        reactor.drop_on_reaper(target);
+    }
+    drop(tx);
+    user.unwrap().join().unwrap();
+    eventually("all are dropped", || dropped.lock().unwrap().len() == COUNT);
+    let own = std::thread::current().name().map(str::to_string);
+    let wrong = dropped
+        .lock()
+        .unwrap()
+        .iter()
+        .filter(|by| **by == own)
+        .count();
+    assert_eq!(
+        wrong, 0,
+        "dropped by the thread that was to leave it to the reaper"
+    );
+}
+
+#[test]
+fn a_deferral_that_panicked_is_kept_and_not_called_again() {
+    let reactor = Reactor::start(OVERDUE_AFTER).unwrap();
+    let (calls, rounds) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let (counted, (tx, rx)) = (calls.clone(), mpsc::channel::<()>());
+    reactor.drop_after(move || -> bool {
+        let _owned = &tx;
+        counted.fetch_add(1, Ordering::Relaxed);
+        panic!("on purpose");
+    });
+    eventually("it is called", || calls.load(Ordering::Relaxed) > 0);
+    let counted = rounds.clone();
+    reactor.drop_after(move || counted.fetch_add(1, Ordering::Relaxed) == 3);
+    eventually("others are polled", || rounds.load(Ordering::Relaxed) == 4);
+    assert_eq!(calls.load(Ordering::Relaxed), 1);
+    assert_eq!(rx.try_recv(), Err(mpsc::TryRecvError::Empty), "it is kept");
+}
