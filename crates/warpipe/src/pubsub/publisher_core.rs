@@ -18,6 +18,7 @@ mod state;
 mod tests;
 mod unicast;
 
+pub(super) use state::HeldRegion;
 pub(super) use unicast::Recipients;
 pub(crate) use unicast::{Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges};
 
@@ -42,6 +43,7 @@ use crate::ipc::domain::NameClaim;
 use crate::ipc::message;
 use crate::memory::arena::{Arena, SlotId};
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
 use crate::runtime::turn::{TurnLock, TurnState};
@@ -123,6 +125,7 @@ impl PublisherCore {
             reactor: reactor.clone(),
             state: TurnLock::new(PublisherState {
                 arena: Arena::new(&device, options.shared.memory_limit),
+                regions: Vec::new(),
                 links: Links::new(options.observer.is_some()),
                 history: History::new(options.history),
                 placement: Placement::default(),
@@ -187,9 +190,15 @@ impl PublisherCore {
             if let Some(growth) = state.arena.plan(bytes, exempt) {
                 // Without the lock: the driver may take long, and the reactor must not wait for it.
                 drop(state);
-                let made = growth.make(&self.device);
+                let mut held = None;
+                let made = growth.make(&self.device).and_then(|chunk| {
+                    let region = chunk.region.clone();
+                    held = Some(DropAfterFence::new(self.streams.clone(), region)?);
+                    Ok(chunk)
+                });
                 state = self.lock();
                 state.arena.adopt(growth, made)?;
+                state.regions.extend(held.map(Arc::new));
                 state.links.has_new_region();
                 continue;
             }
@@ -209,12 +218,11 @@ impl PublisherCore {
 
     /// Keeps the region of a slot mapped.
     pub(super) fn hold(&self, slot: SlotId) -> SlotHold {
-        let region = self.lock().region(slot).clone();
+        // A child unmaps nothing of its parent's, and another thread of the parent may have held
+        // the lock at the fork.
+        let is_own = self.owner_process.is_current();
         SlotHold {
-            region: Some(region),
-            streams: self.streams.clone(),
-            reactor: self.reactor.clone(),
-            owner_process: self.owner_process,
+            _region: is_own.then(|| self.lock().held_region(slot)),
         }
     }
 
@@ -224,7 +232,11 @@ impl PublisherCore {
             core: self.this.clone(),
             owner_process: self.owner_process,
             slot,
-            serial: self.lock().arena.serial(slot),
+            // A forked child gets no answer.
+            serial: match self.owner_process.is_current() {
+                true => self.lock().arena.serial(slot),
+                false => 0,
+            },
         }
     }
 

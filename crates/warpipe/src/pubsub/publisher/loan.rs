@@ -9,11 +9,8 @@ use crate::error::{Error, Result, returns_to_caller};
 use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::memory::arena::SlotId;
-use crate::memory::region::Region;
 use crate::pubsub::entry::Metadata;
-use crate::pubsub::publisher_core::{PublisherCore, SendFailure};
-use crate::runtime::fence::{LazyFence, StreamSet};
-use crate::runtime::reactor::Reactor;
+use crate::pubsub::publisher_core::{HeldRegion, PublisherCore, SendFailure};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -250,39 +247,10 @@ impl SlotReturn {
 }
 
 /// Keeps the memory of a loan mapped in this process. See [`SampleMut::hold`].
+#[derive(Debug)]
 pub struct SlotHold {
-    /// `None` only while dropping.
-    pub(in crate::pubsub) region: Option<Arc<Region>>,
-    pub(in crate::pubsub) streams: Arc<StreamSet>,
-    pub(in crate::pubsub) reactor: Arc<Reactor>,
-    pub(in crate::pubsub) owner_process: OwnerProcess,
-}
-
-impl fmt::Debug for SlotHold {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SlotHold")
-            .field("region", &self.region)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Drop for SlotHold {
-    fn drop(&mut self) {
-        let Some(region) = self.region.take() else {
-            return;
-        };
-        if !self.owner_process.is_current() {
-            // A forked child must not unmap the parent's region.
-            return std::mem::forget(region);
-        }
-        // The publisher is gone and this is the last hold, as exactly one of several that are
-        // dropped at once is told. As in the publisher's `close`, the streams of this process have
-        // to be past the region first.
-        if let Some(region) = Arc::into_inner(region) {
-            let fence = LazyFence::new(self.streams.clone());
-            self.reactor.drop_value_after(fence, region);
-        }
-    }
+    /// `None` in a forked child.
+    pub(in crate::pubsub) _region: Option<Arc<HeldRegion>>,
 }
 
 impl Drop for SampleMut {

@@ -12,11 +12,18 @@ use crate::error::Result;
 use crate::memory::arena::{Arena, SlotId};
 use crate::memory::region::Region;
 use crate::pubsub::entry::{Description, Metadata};
+use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::turn::{HasTurn, TurnState};
 use crate::tensor::Layout;
 
+/// A region that the streams of its publisher work on.
+pub(in crate::pubsub) type HeldRegion = DropAfterFence<Arc<Region>>;
+
 pub(super) struct PublisherState {
     pub(super) arena: Arena,
+    /// Each region of the arena, unmapped behind a fence that is recorded after its last holder, a
+    /// [`SlotHold`](crate::SlotHold) or the publisher, is gone.
+    pub(super) regions: Vec<Arc<HeldRegion>>,
     pub(super) links: Links,
     pub(super) history: History,
     /// Of the sample that is being sent, or was sent last. Only the holder of the turn changes it.
@@ -36,12 +43,13 @@ impl HasTurn for PublisherState {
 
 impl PublisherState {
     pub(super) fn address(&self, slot: SlotId) -> u64 {
-        self.region(slot).ptr() + self.arena.slot(slot).offset
+        let slot = self.arena.slot(slot);
+        self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset
     }
 
     /// The region in which a slot lies.
-    pub(super) fn region(&self, slot: SlotId) -> &Arc<Region> {
-        &self.arena.chunks()[self.arena.slot(slot).region as usize].region
+    pub(super) fn held_region(&self, slot: SlotId) -> Arc<HeldRegion> {
+        self.regions[self.arena.slot(slot).region as usize].clone()
     }
 
     /// Finds the places of a sample.

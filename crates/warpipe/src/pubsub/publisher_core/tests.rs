@@ -2,13 +2,15 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use crate::backend::testing::{Holding, Wrapped};
+use crate::backend::testing::{Counting, Holding, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
+use crate::hostile::{alone, in_a_forked_child};
 use crate::ipc::domain::Domain;
+use crate::runtime::reactor::Reactor;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::{PeerState, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
@@ -198,4 +200,68 @@ fn a_publisher_that_is_dropped_completes_what_late_joiners_have_of_its_history()
     drop(go);
     assert_eq!(sample.to_vec(LONG).unwrap(), [7; 8]);
     sample.finish(LONG).unwrap();
+}
+
+#[test]
+fn a_child_forked_while_a_thread_has_the_publishers_lock_may_ask_its_loan_anything() {
+    let stage = Stage::new("fork-hold");
+    let publisher = stage.publisher();
+    let loan = publisher.loan(&layout()).unwrap();
+    let core = loan.core.clone();
+    let locked = core.lock();
+    in_a_forked_child(|| {
+        let (hold, returned) = (loan.hold(), loan.returned());
+        drop(hold);
+        matches!(returned.is_back(), Err(Error::Forked))
+    });
+    drop(locked);
+    assert!(!loan.returned().is_back().unwrap());
+}
+
+struct Stuck(Receiver<()>);
+
+impl Drop for Stuck {
+    fn drop(&mut self) {
+        let _ = self.0.recv();
+    }
+}
+
+#[test]
+fn memory_outlives_the_work_of_a_hold_that_is_dropped_between_the_last_fence_and_the_end() {
+    let test =
+        "memory_outlives_the_work_of_a_hold_that_is_dropped_between_the_last_fence_and_the_end";
+    alone(module_path!(), test, || {
+        let wrapped = Wrapped::new(Device::host().backend().clone(), Counting::default());
+        let device = Device::from_backend(wrapped.clone());
+        let released = || {
+            let calls = wrapped.hook().calls();
+            calls.get("release").copied().unwrap_or(0)
+        };
+        let folder = std::env::temp_dir().join(format!("warpipe-held-{}", std::process::id()));
+        let domain = Domain::at(&folder).unwrap();
+        let builder = Publisher::builder("a").domain(&domain).device(&device);
+        let publisher = builder.build().unwrap();
+        let (stream, mut loan) = (device.stream().unwrap(), publisher.loan(&layout()).unwrap());
+        loan.write(&stream, &[1; 8]).unwrap();
+        let hold = loan.hold();
+        let reactor = Reactor::of_process().unwrap();
+        let (go, wait) = channel();
+        reactor.defer_drop(Box::new(Stuck(wait)));
+        drop((loan, publisher));
+        eventually("the streams are past the publisher", || {
+            reactor.counts().0 == 0
+        });
+        let (finish, unfinished) = channel::<()>();
+        stream.call(move || _ = unfinished.recv()).unwrap();
+        drop(hold);
+        drop(go);
+        // The reaper drops in order: this is dropped after the publisher.
+        let (last, is_dropped) = channel::<()>();
+        reactor.defer_drop(Box::new(last));
+        assert!(is_dropped.recv().is_err());
+        assert_eq!(released(), 0, "the hold's stream may still touch it");
+        drop(finish);
+        eventually("it is released", || released() == 1);
+        let _ = std::fs::remove_dir_all(folder);
+    });
 }
