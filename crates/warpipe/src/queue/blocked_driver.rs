@@ -1,11 +1,14 @@
 //! The other calls of a queue make progress while the driver blocks a call that delivers a job.
 
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use super::tests::QueueFixture;
 use super::{JobHandle, Loan, Queue, QueueBuilder, SubmitError, Worker};
-use crate::backend::testing::{FullQueue, Wrapped};
+use crate::backend::testing::{FullQueue, Hook, Wrapped};
+use crate::device::Device;
 use crate::error::Error;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -338,4 +341,34 @@ fn a_queue_ends_at_once_while_the_driver_holds_up_a_job_that_is_given_out() {
         Err(Error::QueueClosed { .. })
     ));
     drop(fixture);
+}
+
+/// Panics in one batch of operations.
+#[derive(Debug, Default)]
+struct Panicking(AtomicBool);
+
+impl Hook for Panicking {
+    fn before(&self, method: &'static str) -> crate::error::Result<()> {
+        let is_due = method == "batch" && self.0.swap(false, Relaxed);
+        assert!(!is_due, "on purpose");
+        Ok(())
+    }
+}
+
+#[test]
+fn a_call_that_panicked_in_the_driver_polls_no_more_and_the_queue_goes_on() {
+    let hook = Wrapped::new(Device::host().backend().clone(), Panicking::default());
+    let fixture = QueueFixture::on("panicked", Device::from_backend(hook.clone()));
+    let queue = fixture.build(|builder| builder);
+    let worker = fixture.worker();
+    queue.wait_for_workers(1, PATIENCE).unwrap();
+    let loan = queue.loan(&Layout::bytes_only(4).unwrap()).unwrap();
+    hook.hook().0.store(true, Relaxed);
+    let submit = || drop(queue.submit(loan, &fixture.stream));
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(submit)).is_err());
+    assert_eq!(queue.dispatcher.lock().waiters.polling, 0);
+    let job = queue.submit_bytes(b"next", &fixture.stream).unwrap();
+    let (_worker, id, bytes) = work(worker, &fixture.stream);
+    assert_eq!((id, bytes), (job.id(), b"next".to_vec()));
+    assert_eq!(job.wait(&fixture.stream, PATIENCE).unwrap().job(), id);
 }

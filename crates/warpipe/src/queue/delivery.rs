@@ -124,11 +124,13 @@ impl Dispatcher {
             dispatcher: self,
             is_awaited: false,
         };
-        if guard.table.is_delivering() && delivery_wait.is_free(guard) {
-            self.process_events(guard);
-        }
+        let is_free = guard.table.is_delivering() && delivery_wait.is_free(guard);
+        // Before the call below, which may panic: its drop takes the lock.
         if std::mem::take(&mut delivery_wait.is_awaited) {
             guard.waiters.submitting = guard.waiters.submitting.saturating_sub(1);
+        }
+        if is_free {
+            self.process_events(guard);
         }
     }
 

@@ -153,6 +153,28 @@ impl State {
     }
 }
 
+/// A thread's wait: the thread counts as polling, but for its sleeps, until this is dropped.
+struct PollingGuard<'a> {
+    dispatcher: &'a Dispatcher,
+    guard: StateGuard<'a>,
+}
+
+impl<'a> PollingGuard<'a> {
+    fn begin(dispatcher: &'a Dispatcher) -> PollingGuard<'a> {
+        let mut guard = dispatcher.lock();
+        dispatcher.begin_polling(&mut guard);
+        PollingGuard { dispatcher, guard }
+    }
+}
+
+impl Drop for PollingGuard<'_> {
+    fn drop(&mut self) {
+        // A call without the lock may have panicked.
+        self.guard.relock();
+        self.dispatcher.end_polling(&mut self.guard);
+    }
+}
+
 impl Dispatcher {
     /// Does the queue's work until `look` returns a value.
     pub(super) fn wait_until<T>(
@@ -163,22 +185,22 @@ impl Dispatcher {
     ) -> Result<T> {
         self.owner_process.check()?;
         let (mut clock, mut poll_backoff) = (Stopwatch::default(), PollBackoff::default());
-        let mut guard = self.lock();
-        self.begin_polling(&mut guard);
-        let found = loop {
-            self.process_events(&mut guard);
+        let mut polling = PollingGuard::begin(self);
+        let guard = &mut polling.guard;
+        loop {
+            self.process_events(guard);
             if guard.table.is_closed() {
                 // A ring wakes one thread: this wakes the next one, too.
                 self.observer.doorbell.ring();
                 break Err(self.gone());
             }
             let before = guard.table.revision;
-            let found = look(&mut guard);
+            let found = look(guard);
             if guard.table.revision != before {
                 // An outcome that is taken makes room for a job.
                 self.notify_waiters(&mut guard.waiters);
             }
-            self.end_if_drained(&mut guard);
+            self.end_if_drained(guard);
             if let Some(found) = found {
                 if let Some(limit) = poll_backoff.spin {
                     let came = match poll_backoff.asleep {
@@ -197,10 +219,8 @@ impl Dispatcher {
             if waited >= timeout {
                 break Err(what());
             }
-            self.pause(&mut guard, waited, timeout - waited, &mut poll_backoff);
-        };
-        self.end_polling(&mut guard);
-        found
+            self.pause(guard, waited, timeout - waited, &mut poll_backoff);
+        }
     }
 
     fn pause(
