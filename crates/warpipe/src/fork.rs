@@ -1,15 +1,12 @@
 //! The library's descriptors across `fork`. **This module is marked for unsafe**: it hooks `fork`.
 //!
-//! A forked child inherits every descriptor and mapping but not the reactor's threads. The
-//! inherited descriptors are *the same open files*: a child that keeps a listening socket keeps a
-//! dead parent's name taken, and one that keeps a link's socket hides its parent's death. So the
-//! child's side of `fork` closes every descriptor registered here, and every handle made before
-//! returns [`Error::Forked`]. The child may open new ones (on the host backend; CUDA does not
-//! survive a fork).
-//!
-//! A descriptor is made and registered within one [`NoForkSection`], which `fork` waits for and
-//! which never waits itself. The CUDA driver's files ([`driver_files`]) and the [`lifeline`] are
-//! inherited on purpose; the child releases them in this order.
+//! The descriptors that a child inherits are *the same open files*: a child that keeps a listening
+//! socket keeps a dead parent's name taken, and one that keeps a link's socket hides its parent's
+//! death. So the child's side of `fork` closes every descriptor registered here, and every handle
+//! made before returns [`Error::Forked`]. The child may open new ones (not with CUDA, which does
+//! not survive a fork). A descriptor is made and registered within one [`NoForkSection`], which
+//! `fork` waits for and which never waits itself. The CUDA driver's files ([`driver_files`]) and
+//! the [`lifeline`] are inherited on purpose; the child releases them in this order.
 
 pub(crate) mod driver_files;
 mod fd_table;

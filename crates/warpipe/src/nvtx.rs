@@ -1,23 +1,12 @@
 //! Ranges for profilers: the time that this process spends in `send`, `receive` and similar calls,
-//! on a profiler's time line.
+//! on the time line of NVIDIA's profilers and others that take NVTX. **This module is marked for
+//! unsafe**: it shares tables of function pointers with the profiler, and calls them.
 //!
-//! NVIDIA's profilers, and others, take such ranges through NVTX. NVTX is neither linked nor
-//! required:
-//!
-//! * `NVTX_INJECTION64_PATH` names a profiler's library, which profilers set themselves (`nsys
-//!   profile` does). It is loaded at the first range and given the tables of NVTX 3, into which it
-//!   writes its functions: the part that NVTX's C headers play in a C program.
-//! * Without it, `WARPIPE_NVTX=1` asks for `libnvToolsExt.so.1` of a toolkit (up to CUDA 12), which
-//!   knows profilers by itself.
-//! * `WARPIPE_NVTX=0` turns ranges off in any case. Off, and without either variable, a range costs
-//!   one relaxed load.
-//!
-//! A library that cannot be used leaves ranges off; [`state`], and so `warpipe doctor`, says why.
-//!
-//! **This module is marked for unsafe**: it shares tables of function pointers with the profiler,
-//! and calls them.
-//!
-//! References: `nvtxInit.h` and `nvtxTypes.h` of NVTX 3, for the handshake and its numbers.
+//! `NVTX_INJECTION64_PATH` names a profiler's library; profilers set it themselves (`nsys profile`
+//! does). Without it, `WARPIPE_NVTX=1` loads `libnvToolsExt.so.1` of a toolkit (up to CUDA 12).
+//! `WARPIPE_NVTX=0` turns ranges off in any case; then, and without either variable, a range costs
+//! one relaxed load. A library that cannot be used leaves ranges off, and [`state`] says why. The
+//! handshake and its numbers are those of `nvtxInit.h` and `nvtxTypes.h` of NVTX 3.
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
 use std::marker::PhantomData;
@@ -40,7 +29,8 @@ pub(crate) const LEASE: &CStr = c"warpipe.lease";
 /// The range of a job's completion.
 pub(crate) const COMPLETE: &CStr = c"warpipe.complete";
 
-/// Names a profiler's library.
+/// Names a profiler's library. It is loaded at the first range and given the tables of NVTX 3, into
+/// which it writes its functions: NVTX's C headers do the same in a C program.
 const INJECTION: &str = "NVTX_INJECTION64_PATH";
 /// `1` asks for ranges, `0` forbids them.
 const SWITCH: &str = "WARPIPE_NVTX";

@@ -1,22 +1,10 @@
-//! The device backend: one object-safe trait of narrow methods over plain handles.
+//! The device backend: [`Backend`], one object-safe trait of narrow methods over plain handles. Its
+//! contract stands at the trait.
 //!
-//! # Contract
-//!
-//! * The caller checks arguments: sizes are positive and aligned to [`Backend::granularity`],
-//!   handles come from the same backend, layouts fit. A backend trusts its callers, which is why
-//!   most of its methods are `unsafe`; it does not trust the driver or a descriptor from a peer.
-//! * Every method may be called from any thread and leaves the caller's current context as it was.
-//! * A *word* is the first field of a [`TimelineWord`] in a segment that was passed to
-//!   [`Backend::register`]. Its values only grow.
-//! * `Signal` makes all work enqueued before it on its stream visible to every device and process
-//!   that sees the word's new value (`cuStreamWriteValue64` with its default barrier). `Wait` lets
-//!   the stream go on once the word is at or above the value (`CU_STREAM_WAIT_VALUE_GEQ`).
-//! * No method blocks without a timeout, with these exceptions. `allocate`, `import`, `register`,
-//!   `open_legacy` and the creation of a device take as long as the driver does. `free_plain` and
-//!   `close_legacy` may also wait for the device's work: only the reaper or the user calls them.
-//!
-//! The trait is sealed: callers trust a backend's answers, so a wrong one would break memory safety
-//! from safe code. The feature `testing` has wrappers that delay, fail or count the calls of one.
+//! The checks stand above this trait: a backend trusts its callers, which is why most of its methods
+//! are `unsafe`, and trusts neither the driver nor a descriptor from a peer. The trait is sealed:
+//! callers trust a backend's answers, so a wrong one would break memory safety from safe code. The
+//! feature `testing` has wrappers that delay, fail or count the calls of one.
 
 pub(crate) mod pointer;
 pub(crate) mod unreclaimed;
@@ -91,8 +79,22 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A device backend. See the [module](self) for the contract. Sealed: no other crate can implement
-/// it.
+/// A device backend. Sealed: no other crate can implement it.
+///
+/// # Contract
+///
+/// * The caller checks arguments: sizes are positive and aligned to [`Backend::granularity`],
+///   handles come from the same backend, layouts fit. A backend trusts its callers, which is why
+///   most of its methods are `unsafe`; it does not trust the driver or a descriptor from a peer.
+/// * Every method may be called from any thread and leaves the caller's current context as it was.
+/// * A *word* is the first field of a [`TimelineWord`] in a segment that was passed to
+///   [`Backend::register`]. Its values only grow.
+/// * `Signal` makes all work enqueued before it on its stream visible to every device and process
+///   that sees the word's new value (`cuStreamWriteValue64` with its default barrier). `Wait` lets
+///   the stream go on once the word is at or above the value (`CU_STREAM_WAIT_VALUE_GEQ`).
+/// * No method blocks without a timeout, with these exceptions. `allocate`, `import`, `register`,
+///   `open_legacy` and the creation of a device take as long as the driver does. `free_plain` and
+///   `close_legacy` may also wait for the device's work: only the reaper or the user calls them.
 ///
 /// ```compile_fail
 /// #[derive(Debug)]

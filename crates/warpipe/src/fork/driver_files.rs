@@ -1,14 +1,13 @@
 //! The CUDA driver's files in a forked child. **This module is marked for unsafe**: it makes system
-//! calls in the child.
+//! calls in the child. Everything here is async-signal-safe.
 //!
 //! CUDA does not survive a fork, but the driver's open files do, and as long as a child holds them
 //! the parent's device work goes on after the parent's death. So the child puts `/dev/null` in
 //! their places: the numbers stay taken, since the driver's library in the child knows them.
-//! Everything here is async-signal-safe.
 //!
-//! Two kinds of descriptors lead to the same files and are left alone: memory that was exported,
-//! which the user may want to give to the child. Such a descriptor is recognised by having been
-//! made here ([`EXPORTED`]), or by not being close-on-exec, which all of the driver's own are.
+//! Exported memory leads to the same files and is left alone, since the user may want to give it to
+//! the child. Such a descriptor was made here ([`EXPORTED`]), or is not close-on-exec, which all of
+//! the driver's own are.
 
 use std::ffi::CStr;
 use std::os::fd::RawFd;

@@ -1,26 +1,13 @@
-//! The lifeline of this process: its peers see it end when nothing of this process runs any more,
-//! its device work included. **This module is marked for unsafe**: it runs when the library is
-//! loaded, and in forked children.
+//! The lifeline of this process: two pipes that end when it dies. Every peer gets their read ends.
+//! **This module is marked for unsafe**: it runs when the library is loaded, and in forked
+//! children.
 //!
 //! A readable pidfd proves that a process has exited, not that its GPU is quiet: a forked child
-//! that holds the driver's files keeps the parent's kernels running. The lifeline is kept and
-//! released as those files are: close-on-exec, and inherited by `fork`. It has two pipes, whose
-//! read ends every peer gets:
-//!
-//! * *end*: its write end lies in flight (`SCM_RIGHTS`, never received) in the queue of a socket
-//!   that the process keeps. A process that exits, or calls `exec`, releases all of its files in
-//!   one pass of `task_work`; the socket's release drops its queue, and the descriptors in flight
-//!   are released in the next pass, after every file of the first. So when this pipe reads end of
-//!   file, the driver's files are released, whatever the numbers of the descriptors were.
-//! * *alarm*: its write end is an ordinary descriptor with a high number, which is released early.
-//!   Its end shows that the process is ending, and proves nothing.
-//!
-//! The socket has the lowest number (from 3 on) that was free when the library was loaded. With a
-//! number below the driver's the proof comes as soon as the driver is done; otherwise it may come
-//! with the pidfd, and is as true. The write end is put in flight with the first link: descriptors
-//! in flight count for the user, in all its processes together (`RLIMIT_NOFILE`), and merely
-//! loading the library must use none. A child that was forked before that shares the socket all the
-//! same, and so holds the descriptors that come into its queue.
+//! that holds the driver's files keeps the parent's kernels running. So the lifeline is kept and
+//! released as those files are: close-on-exec, and inherited by `fork`. The *end* proves that the
+//! driver's files are released, because the kernel releases descriptors in flight after all others.
+//! The *alarm* ends earlier; it shows that the process is ending, and proves nothing.
+//! `docs/design/recovery.md`, "The lifeline", has the reasons and the measured order.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -44,9 +31,13 @@ use crate::os::above_standard;
 /// The read ends of the pipes.
 #[derive(Debug)]
 pub(crate) struct Lifeline {
-    /// Its end of file proves the death.
+    /// Its end of file proves the death. Its write end lies in flight (`SCM_RIGHTS`, never
+    /// received) in the queue of a socket that the process keeps. A process that exits, or calls
+    /// `exec`, releases all of its files in one pass of `task_work`; the socket's release drops its
+    /// queue, and the descriptors in flight are released in the next pass.
     pub(crate) end: CloseOnForkFd,
-    /// Its end of file makes the process suspect.
+    /// Its end of file makes the process suspect. Its write end is an ordinary descriptor with a
+    /// high number, which is released early.
     pub(crate) alarm: CloseOnForkFd,
 }
 
@@ -104,6 +95,11 @@ impl ReservedFd {
 
 /// The socket that has the end's write end in its queue, once there is a [`Lifeline`]. Written only
 /// within a [`NoForkSection`], as all of these.
+///
+/// It has the lowest number (from 3 on) that was free when the library was loaded. With a number
+/// below the driver's the proof comes as soon as the driver is done; otherwise it may come with the
+/// pidfd, and is as true. A child that was forked before the write end was put in flight shares the
+/// socket all the same, and so holds the descriptors that come into its queue.
 static SOCKET: ReservedFd = ReservedFd::none();
 
 /// The socket's other end, until the write end has been sent.
@@ -192,7 +188,8 @@ fn reserve() -> Result<(), Errno> {
 }
 
 /// Makes the end, and puts its write end into the socket's queue. This is the last step, so a
-/// failure leaves nothing in flight.
+/// failure leaves nothing in flight. Called for the first link: descriptors in flight count for the
+/// user, in all its processes together (`RLIMIT_NOFILE`), and loading the library must use none.
 fn put_in_flight(section: &NoForkSection) -> Result<CloseOnForkFd, Errno> {
     let (end, writer) = pipe()?;
     let end = section.adopt(end)?;

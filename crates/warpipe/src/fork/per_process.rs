@@ -2,16 +2,9 @@
 //! frees.
 //!
 //! A lock that another thread holds during a fork stays locked in the child, which does not have
-//! that thread. So a static of this library that has a lock, or that another thread may be making
-//! just then, is one of two:
-//!
-//! * [`PerProcess`]: each process has its own value, and a forked child begins with a fresh one.
-//!   The child never touches or drops its parent's.
-//! * [`InheritedOnFork`]: a forked child goes on with its parent's value. Its lock is taken only in
-//!   a [`NoForkSection`], which `fork` waits for; so nothing under it may wait.
-//!
-//! An atomic that is inherited as it is, or a table that is written only in a [`NoForkSection`],
-//! needs neither.
+//! that thread. So a static that has a lock, or that another thread may be making during a fork, is
+//! a [`PerProcess`] or an [`InheritedOnFork`]. An atomic that is inherited as it is, or a table
+//! that is written only in a [`NoForkSection`], needs neither.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -23,7 +16,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use super::gate::Pause;
 use super::{NoForkSection, OwnerProcess};
 
-/// A value of each process. A value, once made, is never freed.
+/// A value of each process: a forked child begins with a fresh one, and never touches or drops its
+/// parent's. A value, once made, is never freed.
 pub(crate) struct PerProcess<T>(AtomicPtr<PerProcessValue<T>>);
 
 struct PerProcessValue<T> {

@@ -1,16 +1,8 @@
-//! The one form of what names something to another process: tickets, event handles and legacy
-//! handles, as bytes and as text.
-//!
-//! | byte | contents |
-//! | --- | --- |
-//! | 0 | `WPH` |
-//! | 3 | kind: `T` a ticket, `E` an event handle, `L` a legacy handle |
-//! | 4 | version of the form and of all payloads, 16 bit, little-endian |
-//! | 6 | payload, by `postcard` |
-//! | last 4 | CRC-32 (IEEE) of everything before, little-endian |
-//!
-//! The text is `warpipe-ticket:`, `warpipe-event:` or `warpipe-legacy:`, and these bytes as
-//! lowercase hexadecimal digits.
+//! The form of tickets, event handles and legacy handles, as bytes and as text: 3 bytes `WPH`; the
+//! kind (`T` ticket, `E` event handle, `L` legacy handle); the version of the form and of all
+//! payloads (16 bit, little-endian); the payload, by `postcard`; the CRC-32 (IEEE) of all of these
+//! (32 bit, little-endian). The text is `warpipe-ticket:`, `warpipe-event:` or `warpipe-legacy:`,
+//! and these bytes as lowercase hexadecimal digits.
 //!
 //! The bytes are untrusted. Their length is limited before anything is allocated. The checksum
 //! shows that they were cut or changed on their way; it proves nothing about their author, so each

@@ -1,41 +1,12 @@
-//! The members of a domain and their fates: lifelines prove deaths, a shared word carries
-//! heartbeats.
+//! The members of a domain: lifelines prove their deaths, a shared word carries their heartbeats.
 //!
 //! A [`Member`] holds the endpoint `members/NAME` and writes a heartbeat, every 200 ms, into a page
 //! that it shares with each watch. [`Members`] follows the domain's directory (`inotify(7)`),
-//! connects to each member, and reports every [`Change`]. There is no central registrar: each watch
-//! observes the members itself.
+//! connects to each member, and reports every [`Change`]. There is no central registrar.
 //!
-//! Two states differ. *Stalled* comes from the heartbeat and is for people: a stopped, hung or
-//! starved process may continue at any moment, so no resource may be reclaimed from it. *Died*
-//! comes from the kernel: the process's lifeline has ended, and its devices do no more work for it.
-//!
-//! ```
-//! use std::time::Duration;
-//! use warpipe::{Change, Domain, Member, Members};
-//! # let folder = std::env::temp_dir().join(format!("warpipe-members-{}", std::process::id()));
-//! let domain = Domain::at(&folder)?; // Domain::from_environment() in a program
-//! let members = Members::builder().domain(&domain).build()?;
-//! let member = Member::builder("worker-1").role("worker").domain(&domain).build()?;
-//!
-//! let joined = members.changes(Duration::from_secs(10))?;
-//! let Some(Change::Joined(joined)) = joined else { panic!("{joined:?}") };
-//! assert_eq!((&*joined.name, &*joined.role), ("worker-1", "worker"));
-//! assert_eq!(members.list()?.len(), 1);
-//!
-//! drop(member);
-//! assert!(matches!(members.changes(Duration::from_secs(10))?, Some(Change::Left(_))));
-//! # drop(members); std::fs::remove_dir_all(folder).ok();
-//! # Ok::<(), warpipe::Error>(())
-//! ```
-//!
-//! # What comes back when a member dies
-//!
-//! * Its names: a watch removes the sockets and lock files that the dead process left anywhere in
-//!   the domain (see [`MembersBuilder::clean`]), so that a successor can take them.
-//! * The clean-ups that are registered for it with [`Members::on_death_of`].
-//! * Its samples, memory, permits and jobs come back without this module: each process that shares
-//!   them sees the same proof, and reclaims them then.
+//! *Stalled* comes from the heartbeat and is for people: a stopped, hung or starved process may
+//! continue at any moment, so no resource is reclaimed from it. *Died* comes from the kernel: the
+//! process's lifeline has ended, and its devices do no more work for it.
 
 mod changes;
 mod member;

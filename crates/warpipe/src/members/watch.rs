@@ -19,6 +19,33 @@ use crate::options::{EndpointOptions, option_setters};
 ///
 /// Costs two threads and, for each member, a socket, a pidfd and a page. A watch is not a member:
 /// no other watch sees it.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpipe::{Change, Domain, Member, Members};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-members-{}", std::process::id()));
+/// let domain = Domain::at(&folder)?; // Domain::from_environment() in a program
+/// let members = Members::builder().domain(&domain).build()?;
+/// let member = Member::builder("worker-1").role("worker").domain(&domain).build()?;
+///
+/// let joined = members.changes(Duration::from_secs(10))?;
+/// let Some(Change::Joined(joined)) = joined else { panic!("{joined:?}") };
+/// assert_eq!((&*joined.name, &*joined.role), ("worker-1", "worker"));
+/// assert_eq!(members.list()?.len(), 1);
+///
+/// drop(member);
+/// assert!(matches!(members.changes(Duration::from_secs(10))?, Some(Change::Left(_))));
+/// # drop(members); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+///
+/// # Clean-up when a member dies
+///
+/// * Its names: a watch removes the sockets and lock files that the dead process left anywhere in
+///   the domain (see [`MembersBuilder::clean`]), so that a successor can take them.
+/// * The clean-ups that are registered for it with [`Members::on_death_of`].
+/// * Its samples, memory, permits and jobs come back without this module: each process that shares
+///   them sees the same proof, and reclaims them then.
 pub struct Members {
     watch: LeakOnFork<Watch>,
     calls_back: bool,

@@ -2,13 +2,12 @@
 //!
 //! The owner allocates ([`Pool`], [`Buffer`]) and lends blocks by ticket. A peer opens a ticket
 //! ([`LentBuffer`]) or allocates from the owner's memory ([`PoolClient`]). Each peer shares one
-//! page of words with the owner, in pairs. The peer's stream or CPU stores into the first word to
+//! page of two words a block with the owner: the peer's stream or CPU stores into the first to
 //! release a block; the owner's stream stores into the second when a block has been cleared for it.
-//! A release needs no message, so none can be lost.
-//!
-//! A block is free when all its users have released it and their earlier work is done. The owner's
-//! fence words, a borrower's word, or a dead borrower's proof of death with a fence on the owner's
-//! streams show that. A peer's page affects only its own blocks.
+//! A release needs no message, so none can be lost, and a peer's page affects only its own blocks.
+//! A block is free when all its users have released it and their work is done: the owner's fence
+//! words, a borrower's word, or a dead borrower's proof of death with a fence on the owner's
+//! streams show it.
 
 mod allocator;
 mod block;

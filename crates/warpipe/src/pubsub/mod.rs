@@ -3,13 +3,10 @@
 //! A publisher [loans](Publisher::loan) a slot of its own device memory, the user's kernels fill it
 //! on the user's stream, and [`SampleMut::send`] hands it to every subscriber. A subscriber
 //! [receives](Subscriber::receive) it on a stream of its own, which waits on the device until the
-//! data is complete. Dropping the [`Sample`] gives the slot back behind the stream's work. Nothing
-//! is copied, and no CPU waits for a device.
-//!
-//! A publisher and each subscriber share a *link* that no third process shares: one socket for the
-//! handshake, messages and the descriptors of memory; one sealed memfd (the *link segment*), in
-//! which samples are announced; one wake channel. Formats: `docs/design/link.md`. Recovery from
-//! each death: `docs/design/recovery.md`.
+//! data is complete. Dropping the [`Sample`] gives the slot back behind the stream's work. A
+//! publisher and each subscriber share a *link* that no third process shares: a socket (handshake,
+//! messages, descriptors), a sealed memfd (the *link segment*, in which samples are announced) and
+//! a wake channel. Formats: `docs/design/link.md`. Deaths: `docs/design/recovery.md`.
 
 pub(crate) mod entry;
 mod publisher;

@@ -1,20 +1,10 @@
-//! The ring of a link: the state of each entry.
+//! The ring of a link: the state of each entry ([`state_word`]).
 //!
-//! Positions count a link's samples from 1; position `p` falls on entry `p % depth`. The entry's
-//! `state_word` word holds `position << 2 | state`:
-//!
-//! ```text
-//!            sender                  receiver
-//!   (free) ────────▶ PUBLISHED(p) ─────CAS─────▶ TAKEN(p) ──▶ `released` reaches p: free
-//!                        │ sender, CAS
-//!                        └──────────▶ REVOKED(p): free
-//!   TAKEN(q), not released ──sender──▶ SKIPPED(p): stays the receiver's until `released` reaches q
-//! ```
-//!
-//! The compare-and-swap out of PUBLISHED decides, once, whether the receiver has the sample or the
-//! sender has it back. A sample that is held long does not stop the ring: the sender skips its
-//! entry and marks it SKIPPED. All other stores have one writer at a time: only the sender writes
-//! `state_word` of an entry that is free or taken.
+//! The sender publishes; a compare-and-swap out of PUBLISHED decides, once, whether the receiver
+//! has the sample (TAKEN) or the sender has it back (REVOKED). A sample that is held long does not
+//! stop the ring: the sender skips its entry and marks it SKIPPED. All other stores have one writer
+//! at a time: only the sender writes `state_word` of an entry that is free or taken. The words are
+//! untrusted: a peer can write all of them. `docs/design/link.md` draws the bytes.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
@@ -28,6 +18,16 @@ const TAKEN: u64 = 1;
 const REVOKED: u64 = 2;
 const SKIPPED: u64 = 3;
 
+/// The word of an entry. Positions count a link's samples from 1; position `p` falls on entry
+/// `p % depth`.
+///
+/// ```text
+///            sender                  receiver
+///   (free) ────────▶ PUBLISHED(p) ─────CAS─────▶ TAKEN(p) ──▶ `released` reaches p: free
+///                        │ sender, CAS
+///                        └──────────▶ REVOKED(p): free
+///   TAKEN(q), not released ──sender──▶ SKIPPED(p): stays the receiver's until `released` reaches q
+/// ```
 fn state_word(position: u64, state: u64) -> u64 {
     position << 2 | state
 }

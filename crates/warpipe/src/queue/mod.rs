@@ -1,14 +1,11 @@
 //! Units of work: a [`Queue`] of jobs, each done once by one of any number of [`Worker`] processes.
 //!
 //! A job is a tensor in the queue owner's memory. A worker leases it, computes on its own stream,
-//! and completes it with a tensor in its own memory, which is the [`JobResult`]. When a worker
-//! dies, hangs or fails, the job goes to another worker. The input is not copied. The result of
-//! each attempt lies in other memory, so a late worker cannot write into a result that was
-//! accepted.
-//!
-//! Two links connect one worker: the queue publishes jobs and the worker subscribes; the worker
-//! publishes answers and the queue subscribes. These modules add the job table ([`job_table`]), the
-//! metadata format ([`wire`]), the work of an owner ([`dispatcher`]) and its waits ([`waiters`]).
+//! and completes it with a tensor in its own memory, the [`JobResult`]. When a worker dies, hangs
+//! or fails, the job goes to another one. Each attempt's result lies in other memory, so a late
+//! worker cannot write into an accepted one. Two links connect a worker: the queue publishes jobs,
+//! the worker publishes answers. [`job_table`] decides which job is where, [`dispatcher`] applies
+//! what workers do, [`waiters`] is how threads wait, [`wire`] is the metadata's format.
 
 #[cfg(test)]
 mod blocked_driver;

@@ -1,22 +1,13 @@
 //! Closes descriptors with a `close` that may take long.
 //!
 //! `close` of a descriptor that a peer sent takes as long as the peer likes: a TCP socket with
-//! `SO_LINGER` and unsent data waits for its reader, a file on FUSE for its server. The same holds
-//! for a Unix socket with such a descriptor unread in its queue (its last `close` closes it) and
-//! for a receive that has no room for it. Neither `shutdown` nor a receive with `MSG_PEEK` drops a
-//! descriptor (seen on Linux 6.18). So:
+//! `SO_LINGER` and unsent data waits for its reader, a file on FUSE for its server, and a Unix
+//! socket for such a descriptor in its queue. So does a receive that has no room for one.
 //!
-//! * Linux 6.16 refuses descriptors at the sender if the receiver wants none
-//!   ([`let_descriptors_in`](crate::os::let_descriptors_in)).
-//!   [`message::receive`](crate::ipc::message::receive) peeks first and consumes only packets that
-//!   drop nothing.
-//! * A [`PeerSocket`] is closed at once if nothing is unread in it and nothing can come any more,
-//!   else by a thread of this module, which may hang. So is a [`PeerFd`] unless it was
-//!   [approved](PeerFd::approve). A forked child closes its copy only of files that return at once
-//!   from a `close` that is not the last one.
-//! * Each user's descriptors wait in a queue with up to [`QUEUE_THREADS_MAX`] threads. Users share
-//!   the queues of other users by uid. A user with [`pending_max`] pending descriptors in a stuck
-//!   queue is [refused](over_limit).
+//! A [`PeerSocket`] with nothing unread, to which nothing more can come, is closed at once; so is
+//! an [approved](PeerFd::approve) [`PeerFd`]. A thread of this module closes the others, and may
+//! hang. A forked child closes its copy only where a `close` that is not the last returns at once.
+//! A user with [`pending_max`] descriptors in a stuck queue is [refused](over_limit).
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -35,8 +26,8 @@ use crate::os;
 /// The most threads of one queue that may hang in `close`.
 pub(crate) const QUEUE_THREADS_MAX: usize = 4;
 
-/// The number of queues: one for this library's own descriptors, one for peers of this user, the
-/// others for all other users.
+/// The number of queues, each with up to [`QUEUE_THREADS_MAX`] threads: one for this library's own
+/// descriptors, one for peers of this user, the others for all other users, by uid.
 const QUEUES: usize = 16;
 const OWN_QUEUE: usize = 0;
 const USER_QUEUE: usize = 1;

@@ -1,31 +1,13 @@
 //! This process's own proof that its streams are past the work that they were given.
 //!
 //! The words of a link segment cannot be that proof: the peer maps them writable, and a hostile
-//! peer could have memory unmapped or reused under a stream that still has to touch it. An event of
-//! this process can, since no other process signals it. So before memory is released, an event is
-//! recorded behind each stream that ever worked on it, and waited for. This costs nothing per
-//! sample.
-//!
-//! # What the driver's answers prove
-//!
-//! A stream or an event with a failed query is *not* idle: memory that waits for it stays, and the
-//! query is repeated. Each such answer is counted ([`unanswered`]).
-//!
-//! | answer of `cuStreamQuery`, `cuEventQuery` | what it means here |
-//! | --- | --- |
-//! | success | past |
-//! | `NOT_READY` | not past |
-//! | the context was reset ([`Error::DeviceReset`]) | past: a reset ends the context's work before it returns. Not believed of a code like `CONTEXT_IS_DESTROYED` alone: the backend asks for the primary context's state and number |
-//! | a stream that captures ([`Error::Capturing`]), `CAPTURED_EVENT`, `STREAM_CAPTURE_...` | unknown: what it was given before the capture may still run. It is asked again, by a new event once the capture is over |
-//! | `ILLEGAL_ADDRESS`, `LAUNCH_FAILED` and the other sticky errors | unknown, for good. The kernel at fault is over, but nothing says so of a copy on another engine of the GPU; and the driver refuses to take memory back in that context anyway. The process has to be started anew |
-//! | `INVALID_HANDLE` | unknown, for good: a stream of the user's that was destroyed too early. `cuStreamDestroy` does not wait, so its work may still run |
-//! | `DEINITIALIZED` | unknown: the process is ending, and takes all memory with it |
-//! | `NOT_INITIALIZED` in a forked child | unknown: the memory is the parent's |
-//! | anything else (an operating system's or MPS server's failure) | unknown |
+//! peer could have memory unmapped or reused under a stream that still has to touch it. No other
+//! process signals an event of this process. So before memory is released, an event is recorded
+//! behind each stream that worked on it, and waited for. This costs nothing per sample.
 //!
 //! A stream must not be queried while a capture begins: the driver would invalidate the capture. So
-//! where a thread of the library fences a stream ([`StreamSet::fence`]) it never queries the
-//! stream, only its own event.
+//! where a thread of the library fences a stream ([`StreamSet::fence`]), it queries only its own
+//! event.
 
 use std::ptr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -47,7 +29,22 @@ pub(crate) fn unanswered() -> u64 {
     UNANSWERED.get().load(Relaxed)
 }
 
-/// Whether an answer proves that the work is done. See the [module](self) for each.
+/// Whether the driver's answer proves that the work is done.
+///
+/// A stream or an event with a failed query is *not* idle: memory that waits for it stays, and the
+/// query is repeated. Each such answer is counted ([`unanswered`]).
+///
+/// | answer of `cuStreamQuery`, `cuEventQuery` | what it means here |
+/// | --- | --- |
+/// | success | past |
+/// | `NOT_READY` | not past |
+/// | the context was reset ([`Error::DeviceReset`]) | past: a reset ends the context's work before it returns. Not believed of a code like `CONTEXT_IS_DESTROYED` alone: the backend asks for the primary context's state and number |
+/// | a stream that captures ([`Error::Capturing`]), `CAPTURED_EVENT`, `STREAM_CAPTURE_...` | unknown: what it was given before the capture may still run. It is asked again, by a new event once the capture is over |
+/// | `ILLEGAL_ADDRESS`, `LAUNCH_FAILED` and the other sticky errors | unknown, for good. The kernel at fault is over, but nothing says so of a copy on another engine of the GPU; and the driver refuses to take memory back in that context anyway. The process has to be started anew |
+/// | `INVALID_HANDLE` | unknown, for good: a stream of the user's that was destroyed too early. `cuStreamDestroy` does not wait, so its work may still run |
+/// | `DEINITIALIZED` | unknown: the process is ending, and takes all memory with it |
+/// | `NOT_INITIALIZED` in a forked child | unknown: the memory is the parent's |
+/// | anything else (an operating system's or MPS server's failure) | unknown |
 fn is_proof(answer: Result<bool>) -> bool {
     match answer {
         Ok(is_done) => is_done,

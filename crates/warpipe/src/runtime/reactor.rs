@@ -1,15 +1,12 @@
-//! The library's threads, one of each in a process.
+//! The library's threads, one of each in a process. ARCHITECTURE.md, "Four threads", says which
+//! driver calls each may make.
 //!
-//! * The *reactor* reads subscriptions' sockets, detects deaths, rescues streams and keeps
-//!   heartbeats. It makes no driver call that may block (`cuMemHostUnregister`, the first load of a
-//!   module, work on a full launch queue) and takes no lock held across one: such a call may wait
-//!   for the very stream that the reactor must rescue. It sleeps in `epoll_wait` and ticks every
-//!   [`TICK`] while links exist.
-//! * The *control thread* accepts connections, makes links and maps regions. It gives streams no
-//!   work and makes no query that a full launch queue could hold up.
-//! * The *fence thread* polls whether released memory is still in use; a full launch queue may hold
-//!   it up.
-//! * The *reaper* returns that memory to the driver, which may hold it up.
+//! The *reactor* reads subscriptions' sockets, detects deaths, rescues streams and keeps
+//! heartbeats. It makes no driver call that may block and takes no lock held across one: such a
+//! call may wait for the very stream that the reactor must rescue. It sleeps in `epoll_wait` and
+//! ticks every [`TICK`] while links exist. The *control thread* accepts connections, makes links
+//! and maps regions; it gives streams no work. The *fence thread* polls whether released memory is
+//! still in use, and the *reaper* returns that memory to the driver; both may be held up.
 
 mod deferred;
 mod pause;

@@ -1,13 +1,11 @@
 //! Words that several processes share: a sealed memfd of atomics alone. **This module is marked for
-//! unsafe**: it maps and registers memory. Every bit pattern is a valid value, whatever a peer
-//! writes. There are four kinds:
+//! unsafe**: it maps and registers memory. A page is one of four kinds:
 //!
 //! * **private** ([`SharedPage::private`]): of this process alone.
-//! * **of two processes** ([`UnsealedPage`]): both write it, and neither can remove a page of it
-//!   ([`seal`]). Streams wait for words of these two kinds only: a CPU store releases them,
-//!   whatever any peer does.
-//! * **of many** ([`SharedPage::create`]): each peer can write all of it and remove pages. **No
-//!   stream waits for its words**: a device keeps a removed page, which no CPU reaches any more.
+//! * **of two processes** ([`UnsealedPage`]): both write it, neither can remove a page of it
+//!   ([`seal`]). Streams wait for words of these two kinds only, which a CPU store always releases.
+//! * **of many** ([`SharedPage::create`]): each peer can write it and remove pages. **No stream
+//!   waits for its words**: a device keeps a removed page, which no CPU reaches any more.
 //! * **read-only** for all but its maker ([`SharedPage::publish`]).
 
 use std::os::fd::{AsFd, BorrowedFd};

@@ -1,12 +1,10 @@
 //! Sealed memfds that two processes map, and into which neither can punch a hole.
 //!
 //! A device that has registered shared memory keeps the pages that the memory had then. If a peer
-//! removes a page afterwards (`fallocate(FALLOC_FL_PUNCH_HOLE)`, `madvise(MADV_REMOVE)`), the CPUs
-//! get a new page and the device keeps the old one: a CPU store then reaches no stream any more,
-//! and a stream that waits cannot be released. The kernel refuses both calls once the file bears
-//! `F_SEAL_FUTURE_WRITE` (Linux 5.1), whichever descriptor or mapping they are made through. The
-//! same seal refuses new writable mappings and keeps those that exist. So the file is sealed when
-//! both processes have mapped it, and each verifies the seals before it registers its mapping.
+//! removes a page afterwards (`fallocate(FALLOC_FL_PUNCH_HOLE)`, `madvise(MADV_REMOVE)`), a CPU
+//! store reaches no stream any more, and a stream that waits cannot be released.
+//! `F_SEAL_FUTURE_WRITE` (Linux 5.1) refuses both calls and new writable mappings, and keeps the
+//! mappings that exist.
 //!
 //! One process makes the file ([`memfd`]) and maps it. The other one checks it ([`check`]), maps
 //! it, and seals it ([`close`]). Then the first verifies that ([`check_closed`]).

@@ -1,17 +1,13 @@
 //! A number that only grows, which streams of several processes signal and wait for.
 //!
-//! One process owns a timeline and signals it; other processes open it by name, and their streams
-//! wait. The owner shares a [page](crate::shm::page) with each importer alone. Its streams signal a
-//! [lane](crate::shm::counter) in each of these pages, and one in the owner's own memory.
+//! The owner signals; other processes open the timeline by name, and their streams wait. The owner
+//! shares a [page](crate::shm::page) with each importer alone, sealed against removal. Its streams
+//! signal a [lane](crate::shm::counter) in each page, and one in the owner's own memory. So an
+//! importer can mislead only itself, and block no stream of another process.
 //!
-//! **Trust.** An importer can write the page that it shares with the owner, and so mislead only
-//! itself. It can neither write nor see the other importers' pages, cannot block the owner's
-//! streams, and cannot remove a page under a stream: the page is sealed against that before either
-//! side registers it.
-//!
-//! The owner's end: at its proven death each importer's reactor records the last value and raises
-//! the word in its own page above all others, with CPU stores alone. An owner that closes does the
-//! same after its streams have completed their signals.
+//! At the owner's proven death each importer's reactor records the last value and raises the word
+//! in its own page above all others, with CPU stores alone. An owner that closes does the same
+//! after its streams have completed their signals.
 
 mod server;
 #[cfg(test)]

@@ -2,10 +2,7 @@
 //!
 //! Three layers: `sys` has the driver's header as Rust types and a table of function pointers;
 //! `result` has one function for each call, with `fault` to turn a status into a typed error;
-//! [`CudaBackend`] implements the trait, in parts: `device` and `context`, `memory` (regions),
-//! `stream` (order), `copies` (to and from the host, through `staging`), `kernels` (modules),
-//! `broadcast` (many signals at once), `gather` (tensors of different layouts), `legacy` (legacy
-//! handles, interprocess events). Every call is made inside the gate of `shutdown_gate`.
+//! [`CudaBackend`] implements the trait. Every call is made inside the gate of `shutdown_gate`.
 //!
 //! One primary context for each device is retained for the life of the process, the same that the
 //! CUDA runtime and PyTorch use, so their streams and pointers may be used here. Every method makes

@@ -5,13 +5,8 @@
 //! library's; a thread that then queries an event dies of SIGSEGV, and the process with it. So
 //! every driver call is made [inside](DriverGuard) a gate. A handler of this library closes the
 //! gate first: it waits for the threads inside, and threads that come later park for ever. That
-//! takes two uncontended atomic additions for each entry.
-//!
-//! Limits: a driver call that blocks for longer than [`PATIENCE`] is still running when the
-//! teardown begins, and a handler that runs after this one and waits for a parked thread waits for
-//! ever. A CPU function on a stream (`cuLaunchHostFunc`) runs on a thread of the driver and makes
-//! no driver calls, so it never enters the gate. If it calls `exit`, the wait for threads that are
-//! blocked behind its stream is bounded by the same limit.
+//! takes two uncontended atomic additions for each entry. A handler that runs after this one and
+//! waits for a parked thread waits for ever.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -25,7 +20,10 @@ use super::fault;
 use crate::backoff::Backoff;
 use crate::error::{Error, Result};
 
-/// The limit for the wait for running calls at the end of the process.
+/// The limit for the wait for running calls at the end of the process. A call that blocks for
+/// longer is still running when the teardown begins. A CPU function on a stream (`cuLaunchHostFunc`) makes
+/// no driver calls, so it never enters the gate; if it calls `exit`, this limit bounds the wait for
+/// threads that are blocked behind its stream.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Set once the process ends; the bits below count the entries. They share one word, so that no

@@ -2,13 +2,11 @@
 //! marked for unsafe**: it reads words by their device addresses.
 //!
 //! `cuMemHostUnregister` waits until all streams of the context have done their work. If one of
-//! them waits for a word that another process stores, that takes as long as the other process does,
-//! and meanwhile every `cuMemAlloc` and every `cuMemHostRegister` of this process waits as well
-//! (measured on an H200, driver 580.159.04: results/history/h200-recovery). So the library
-//! does not call it while a wait that it enqueued itself is open. Kernels and the user's own waits
-//! are not tracked: for those it waits as `cuMemFree` does.
-//!
-//! A wait that is enqueued between the check and the call is not seen either.
+//! them waits for a word that another process stores, it waits for that process, and meanwhile
+//! every `cuMemAlloc` and `cuMemHostRegister` of this process waits as well (measured on an H200,
+//! driver 580.159.04: results/history/h200-recovery). So the library does not call it while a wait
+//! that it enqueued itself is open. Kernels, the user's own waits, and a wait that is enqueued
+//! between the check and the call are not seen: for those it waits as `cuMemFree` does.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Mutex;

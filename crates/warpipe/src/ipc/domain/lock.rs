@@ -1,16 +1,12 @@
 //! The lock of a name: its owner, and the removal of files that a dead owner left.
 //!
-//! `NAME.lock` has two bytes that are locked (`fcntl(F_OFD_SETLK)`), and a lock ends with its
-//! holder's last descriptor:
-//!
-//! * [`OWNER`] is locked by the owner as long as it has the name. Only this lock means that a name
-//!   is taken.
-//! * [`CLEARING`] is locked by the process that removes files. A cleaner takes it for a moment,
-//!   never takes [`OWNER`], and removes nothing while [`OWNER`] is locked. A new owner takes
-//!   [`OWNER`] first, so no further cleaner begins, then waits for [`CLEARING`] and keeps it.
-//!
-//! So no cleaner costs an owner its name or removes the files of a living one. A cleaner opens
-//! existing files and makes none.
+//! `NAME.lock` has two bytes that are locked (`fcntl(F_OFD_SETLK)`); a lock ends with its holder's
+//! last descriptor. The owner locks [`OWNER`] as long as it has the name; only this lock means that
+//! a name is taken. A process that removes files locks [`CLEARING`] for a moment, never takes
+//! [`OWNER`], and removes nothing while [`OWNER`] is locked. A new owner takes [`OWNER`] first, so
+//! no further cleaner begins, then waits for [`CLEARING`] and keeps it. So no cleaner costs an
+//! owner its name or removes the files of a living one. A cleaner opens existing files and makes
+//! none.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};

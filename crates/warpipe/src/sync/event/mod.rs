@@ -4,17 +4,10 @@
 //! CUDA's own interprocess events count as complete when they were never recorded, and when the
 //! recording process dies before its work is done. Here each event has, beside CUDA's event, an
 //! entry in a page: the last recording, and a [lane](crate::shm::counter) for each recorder.
-//! Streams wait for the lane.
-//!
-//! A process that creates events in a domain has one endpoint there for all of them ([`exporter`]),
-//! and a process that opens them has one session with it ([`importer`]); a page has 256 events. The
-//! exporter has pages of its own, and shares one page with each importer alone: its streams record
-//! in all of them, an importer's streams in the shared one. The exporter's CPU forwards an
-//! importer's recording to other importers.
-//!
-//! **Trust.** An importer can write the pages that it shares with the exporter. It can lie about
-//! its own recordings and so mislead only itself. It does not reach other processes' streams, and
-//! cannot remove a page under them.
+//! Streams wait for the lane. The [`exporter`] creates a domain's events in this process, the
+//! [`importer`] opens another process's, and a page that the two share has 256 events;
+//! `docs/design/pages.md` draws it. An importer misleads only itself: it reaches no other process's
+//! streams.
 
 mod event_slots;
 mod event_table;

@@ -2,14 +2,12 @@
 //!
 //! [`Semaphore::acquire`] gives a [`Permit`] to the CPU and makes the *stream* wait for the device
 //! work of the permit's last holder; [`Permit::release`] returns at once and takes effect behind
-//! the stream's work. No CPU waits for a device. Uncontended, both are a few atomics on shared
-//! words, without a system call.
+//! the stream's work. Uncontended, both are a few atomics on shared words, without a system call.
 //!
-//! The words lie in one page that every member maps for writing (`page.rs`, and byte by byte
-//! `docs/design/semaphore-page.md`): members trust each other with the *count*. The head of
-//! `page.rs` says how a wrong member can corrupt it; it cannot make another member panic, read
-//! elsewhere, or wait beyond its timeout. No stream waits for a word of that page: each pair of
-//! members that needs one has its own page (`signals.rs`).
+//! The words lie in one page that every member maps for writing (`page.rs`): members trust each
+//! other with the *count*. A wrong member cannot make another one panic, read elsewhere, or wait
+//! beyond its timeout (`docs/design/semaphore-page.md`). Streams wait for words in pages of two
+//! (`signals.rs`).
 
 #[cfg(test)]
 mod driver_failures;

@@ -1,25 +1,12 @@
 //! The shared words of a semaphore, and the operations on them. `docs/design/semaphore-page.md`
-//! draws them byte by byte.
+//! draws them byte by byte, and lists what a wrong member can do.
 //!
-//! **Ownership.** A permit's owner word is 0 if it is free, else a member's number. There is one
-//! exception: a *wait slot* in phase [`GRANTED`] names the permit that is granted to it. From that
-//! compare-and-swap on, the permit is the waiter's, whatever its owner word says, until the waiter
-//! has stored its own number. So one compare-and-swap hands a permit over. Wherever a process dies,
-//! the permit is free or a dead member's, and [`SemaphorePage::sweep`] tells these apart.
-//!
-//! **No lost waiter.** A release looks for a waiter, stores 0, and looks again; a waiter becomes
-//! visible and then looks for a free permit. All of these are `SeqCst`, so one of the two sees the
-//! other. A member that sees both a free permit and a waiter matches them
-//! ([`SemaphorePage::match_waiters`]). A waiter that was not woken (its granter died between the
-//! grant and the wake-up) checks by itself every [`RECHECK_INTERVAL`].
-//!
-//! **Order.** While members wait, free permits go to the oldest ticket alone.
-//!
-//! **A wrong member.** All members can write all of this page, and remove pages of it. A wrong
-//! member can take or give away permits that it does not have, make permits unusable, change the
-//! order, and start streams early. It cannot make another stream wait (those waits are on [pages of
-//! two](super::signals)), nor make another member read outside the page, panic, or loop: numbers
-//! are compared or checked before they are used as addresses, and every loop has a bound.
+//! A permit's owner word is 0 if it is free, else a member's number. One exception: a *wait slot*
+//! in phase [`GRANTED`] names the permit that is granted to it, and from that compare-and-swap on
+//! the permit is the waiter's. Wherever a process dies, the permit is free or a dead member's, and
+//! [`SemaphorePage::sweep`] tells these apart. While members wait, free permits go to the oldest
+//! ticket alone. No waiter is lost ([`SemaphorePage::match_waiters`]). All members can write all of
+//! this page: numbers are checked before they are used as addresses, and every loop has a bound.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::time::Duration;
@@ -356,7 +343,10 @@ impl SemaphorePage {
         is_ours
     }
 
-    /// Matches free permits and waiters.
+    /// Matches free permits and waiters, so that no waiter is lost: a release looks for a waiter,
+    /// stores 0, and looks again; a waiter becomes visible and then looks for a free permit. All of
+    /// these are `SeqCst`, so one of the two sees the other. A waiter that was not woken, because
+    /// its granter died before the wake-up, checks by itself every [`RECHECK_INTERVAL`].
     pub(super) fn match_waiters(&self, me: u32) {
         for _ in 0..ATTEMPTS {
             if self.oldest().is_none() {

@@ -1,18 +1,13 @@
-//! The words that members' streams wait for: each pair of members that needs one has its own page.
+//! The words that members' streams wait for: each pair of members that needs one has its own page,
+//! sealed against removal. (Any member can write and remove pages of the semaphore's own page.)
 //!
-//! Any member can write the semaphore's own page, and remove pages of it under a device. So no
-//! stream waits there. A member that releases a permit behind a stream counts that release, for
-//! this permit, in its own memory ([`Signaler`]). Its stream signals the count there and to every
-//! *listener*: a member whose streams have had to wait for it. The two members share a page that no
-//! other process has, and that is sealed against removal.
-//!
-//! A stream that gets a permit waits for all releases that its last signallers have *promised*: the
-//! signaller's CPU stores a promise in the listener's page before the permit is handed on. A third
-//! member can change only the list of signallers: then a stream may continue too early, but never
-//! hangs.
-//!
-//! When a member is proven dead, each of its listeners raises all words that they share above every
-//! count.
+//! A member that releases a permit behind a stream counts that release in its own memory
+//! ([`Signaler`]). Its stream signals the count there and to every *listener*, a member whose
+//! streams have had to wait for it. A stream that gets a permit waits for all releases that its
+//! last signallers have *promised*: the signaller's CPU stores a promise in the listener's page
+//! before the permit is handed on. A third member can change only the list of signallers: then a
+//! stream may continue too early, but never hangs. A signaller's proven death raises all words that
+//! it owed.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::SeqCst;
