@@ -29,6 +29,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
                   the methods that find what tests cannot; `verify --help` names them
   ptx             compile every CUDA source under crates/ and rewrite the committed PTX
   python          build the Python package and run its tests on the host
+  python --stubs  build the Python package and write its stub, _warpipe.pyi
   wheel           build the Python package as a manylinux wheel in target/wheels
   wheel --target aarch64
                   the same for 64-bit ARM, tried under qemu-user with Debian's Python
@@ -80,6 +81,9 @@ fn main() -> ExitCode {
             style::report(&workspace)?;
             layers::check(&workspace).map(|()| true)
         }),
+        ["python", "--stubs"] => Workspace::find()
+            .and_then(|workspace| python::stubs(&workspace))
+            .map(|()| true),
         ["wheel", "--target", "aarch64"] => {
             Workspace::find().and_then(|workspace| aarch64::wheel(&workspace))
         }

@@ -176,9 +176,9 @@ fn try_ends(workspace: &Workspace, wheel: &Path) -> Outcome<()> {
     Ok(())
 }
 
-/// Builds the package as it stands, without optimisation, installs it in an environment and runs
-/// its tests there.
-pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
+/// Builds the package as it stands, without optimisation, and installs it in the environment of its
+/// tests.
+fn installed(workspace: &Workspace) -> Outcome<PathBuf> {
     let (tools, folder) = (
         environment(workspace, "python-build", BUILDERS, &[])?,
         workspace.target.join("python-dev"),
@@ -192,6 +192,24 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     )?;
     let environment = tested(workspace)?;
     install(workspace, &environment, &wheel)?;
+    Ok(environment)
+}
+
+/// Writes the stub of the native half, `_warpipe.pyi`, from its types and the texts as built now.
+pub fn stubs(workspace: &Workspace) -> Outcome<()> {
+    let generate = Task::new(installed(workspace)?.join("bin/python")).args(["stubs/generate.py"]);
+    if !generate
+        .run(&workspace.root.join(CRATE), INSTALL_LIMIT)?
+        .success
+    {
+        return Err("stubs/generate.py wrote no stub; its words are above".into());
+    }
+    Ok(())
+}
+
+/// Builds and installs the package, and runs its tests.
+pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
+    let environment = installed(workspace)?;
     counted(
         workspace,
         pytest(&environment)

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 use warpipe::clock::now_ns;
 
+use crate::closeable::Closeable;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
@@ -32,7 +32,7 @@ use crate::wait::{SLICE, Timeout, optional};
 /// Any number of threads may use it. A server need not exist yet.
 ///
 /// Raises ``InvalidNameError``, ``DomainError``, ``ArgumentError``, ``DeviceError``.
-#[pyclass(frozen, module = "warpipe", weakref)]
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct Client {
     endpoint: Arc<JobEndpoint>,
@@ -63,7 +63,7 @@ impl Client {
         memory_limit: u64,
         loan_timeout: Option<f64>,
         spin: Option<f64>,
-    ) -> PyResult<Client> {
+    ) -> PyResult<PyClassInitializer<Client>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -92,7 +92,8 @@ impl Client {
             loan_timeout,
             QueueOrClient::Client(client),
         )?;
-        Ok(Client { endpoint, timeout })
+        let base = endpoint.base();
+        Ok(base.add_subclass(Client { endpoint, timeout }))
     }
 
     /// The service's name.
@@ -105,12 +106,6 @@ impl Client {
     #[getter]
     fn device(&self) -> Device {
         self.endpoint.device()
-    }
-
-    /// Whether the client is closed.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.endpoint.is_closed()?)
     }
 
     /// Sends a request and waits for the reply, which must come within ``timeout`` seconds
@@ -200,15 +195,6 @@ impl Client {
     /// twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.endpoint.close(py)
-    }
-
-    fn __enter__(slf: Py<Client>) -> Py<Client> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

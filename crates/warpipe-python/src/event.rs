@@ -1,8 +1,9 @@
 //! Interprocess events and their handles.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString, PyTuple, PyType};
+use pyo3::types::{PyBytes, PyString, PyType};
 
+use crate::closeable::Closeable;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
@@ -15,7 +16,7 @@ use crate::wait::{asking, in_slices, in_turn, late, none_if_late, optional};
 ///
 /// ``Event.create()`` makes one; its ``handle()`` opens it in other processes, which may record it,
 /// too.
-#[pyclass(frozen, module = "warpipe", weakref)]
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct Event {
     handle: CloseableHandle<warpipe::Event>,
@@ -92,7 +93,7 @@ impl EventHandle {
         slf: &Bound<'_, EventHandle>,
         device: Option<&Bound<'_, PyAny>>,
         domain: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Event> {
+    ) -> PyResult<Py<Event>> {
         Event::open(slf.py(), slf.as_any(), device, domain)
     }
 
@@ -117,12 +118,11 @@ impl EventHandle {
 }
 
 impl Event {
-    fn of(inner: warpipe::Event) -> Event {
+    fn new(py: Python<'_>, inner: warpipe::Event) -> PyResult<Py<Event>> {
         let device = inner.device().clone();
-        Event {
-            handle: CloseableHandle::new("event", "", inner),
-            device,
-        }
+        let handle = CloseableHandle::new("event", "", inner);
+        let base = handle.base();
+        Py::new(py, base.add_subclass(Event { handle, device }))
     }
 }
 
@@ -137,7 +137,7 @@ impl Event {
         py: Python<'_>,
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Event> {
+    ) -> PyResult<Py<Event>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -148,7 +148,7 @@ impl Event {
                 .device(&device)
                 .build()
         });
-        Ok(Event::of(made.map_err(Fault::from)?))
+        Event::new(py, made.map_err(Fault::from)?)
     }
 
     /// Opens an event by its handle (an ``EventHandle``, its text, or its bytes), also in the
@@ -163,7 +163,7 @@ impl Event {
         handle: &Bound<'_, PyAny>,
         device: Option<&Bound<'_, PyAny>>,
         domain: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Event> {
+    ) -> PyResult<Py<Event>> {
         let (handle, device) = (
             EventHandle::from_argument(handle)?,
             Device::from_argument(device)?.inner,
@@ -175,7 +175,7 @@ impl Event {
             Some(domain) => warpipe::Event::open_in(domain, &handle, &device),
             None => warpipe::Event::open(&handle, &device),
         })?;
-        Ok(Event::of(opened))
+        Event::new(py, opened)
     }
 
     /// The handle that names the event to other processes.
@@ -268,26 +268,6 @@ impl Event {
     /// Raises ``EventLostError`` if it never will be; ``ClosedError``.
     fn check(&self, py: Python<'_>, recording: &Recording) -> PyResult<bool> {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.check(recording.inner)?))?)
-    }
-
-    /// Whether the event is closed in this process.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.handle.is_closed()?)
-    }
-
-    /// Closes the event in this process. Closing twice is no error.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.handle.close(py)
-    }
-
-    fn __enter__(slf: Py<Event>) -> Py<Event> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

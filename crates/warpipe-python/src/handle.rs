@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 
+use crate::closeable::Closeable;
 use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::{self, Closable};
@@ -45,6 +46,14 @@ impl<T: Send> CloseableHandle<T> {
         self.inner
             .get()
             .ok_or_else(|| Fault::closed(self.what, &self.name))
+    }
+
+    /// The base of the class that holds it.
+    pub fn base(&self) -> PyClassInitializer<Closeable>
+    where
+        T: Sync + 'static,
+    {
+        Closeable::of(&self.inner)
     }
 
     /// Its name.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use warpipe::Error;
 
+use crate::closeable::Closeable;
 use crate::errors::{Fault, Outcome};
 use crate::exclusive::{Closed, Exclusive};
 use crate::interpreter_exit::{self, Endpoint};
@@ -69,6 +70,10 @@ impl<T: Send, R: Send> Endpoint for Source<T, R> {
             (self.take_back)(py, unused);
         }
         py.detach(|| self.exclusive.close());
+    }
+
+    fn is_closed(&self) -> bool {
+        self.exclusive.is_closed()
     }
 
     fn is_over(&self) -> bool {
@@ -203,10 +208,9 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
             .map(|timeout| timeout.as_secs_f64())
     }
 
-    /// Whether it has been closed.
-    pub fn is_closed(&self) -> Outcome<bool> {
-        self.home.check()?;
-        Ok(self.source.exclusive.is_closed())
+    /// The base of the class that holds it.
+    pub fn base(&self) -> PyClassInitializer<Closeable> {
+        Closeable::of(&self.source)
     }
 
     /// Closes it, without the interpreter: the drop may have to wait a moment.

@@ -145,6 +145,9 @@ pub trait Endpoint: Send + Sync {
     /// Closes it as its own `close` does, without a wait for other threads.
     fn end(&self, py: Python<'_>);
 
+    /// Whether it has been closed.
+    fn is_closed(&self) -> bool;
+
     /// Whether no thread uses it any more.
     fn is_over(&self) -> bool;
 }
@@ -189,6 +192,10 @@ impl<T: Send + Sync> Endpoint for Closable<T> {
     fn end(&self, py: Python<'_>) {
         let inner = self.take();
         py.detach(|| drop(inner));
+    }
+
+    fn is_closed(&self) -> bool {
+        self.state().open.is_none()
     }
 
     fn is_over(&self) -> bool {

@@ -9,6 +9,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use warpipe::{Error, JobResult, Layout, QueueWatch, SubmitError};
 
+use crate::closeable::Closeable;
 use crate::copies::Copies;
 use crate::detached::{DropDetached, OwnStream, detached};
 use crate::device::Device;
@@ -159,10 +160,9 @@ impl JobEndpoint {
         self.home.check()
     }
 
-    /// Whether it has been closed.
-    pub fn is_closed(&self) -> Outcome<bool> {
-        self.home.check()?;
-        Ok(self.end.get().is_none())
+    /// The base of the class that holds it.
+    pub fn base(&self) -> PyClassInitializer<Closeable> {
+        Closeable::of(&self.end)
     }
 
     /// Marks the endpoint as shut: `results()` may end from now on.

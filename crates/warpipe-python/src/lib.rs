@@ -11,7 +11,7 @@
 //! | `shared_memory`, `ticket`, `pool`, `legacy` | owners of memory, and its names |
 //! | `timeline`, `event`, `semaphore` | synchronisation between streams of processes |
 //! | `members` | the members of a domain |
-//! | `handle` | handles that Python may close, and waits for their owners |
+//! | `closeable`, `handle` | the base of the classes that Python closes, and their handles |
 //! | `queue`, `job`, `worker`, `lease` | jobs |
 //! | `future` | `JobHandle` and `Pending`: the outcome of a job or a request |
 //! | `inbox` | common to subscribers, workers and servers |
@@ -41,6 +41,7 @@
 mod array;
 mod buffer;
 mod client;
+mod closeable;
 mod command;
 mod copies;
 mod detached;
@@ -114,6 +115,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<domain::Domain>()?;
     module.add_class::<stream::Stream>()?;
     module.add_class::<tensor::Tensor>()?;
+    module.add_class::<closeable::Closeable>()?;
     module.add_class::<publisher::Publisher>()?;
     module.add_class::<publisher::SubscriberInfo>()?;
     module.add_class::<loan::Loan>()?;

@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::exceptions::PyStopIteration;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::PyBytes;
 
+use crate::closeable::Closeable;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
@@ -19,7 +20,7 @@ use crate::wait::{asking, hand_over, in_slices, optional};
 ///
 /// ``Member.join(name)``: ``name`` is 1 to 72 bytes, as an endpoint's; ``role`` says what the
 /// process does, in up to 64 bytes.
-#[pyclass(frozen, module = "warpipe", weakref)]
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct Member {
     handle: CloseableHandle<warpipe::Member>,
@@ -40,7 +41,7 @@ impl Member {
         name: &str,
         role: &str,
         domain: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Member> {
+    ) -> PyResult<Py<Member>> {
         let domain = Domain::from_argument(domain)?;
         let joined = py
             .detach(|| {
@@ -51,11 +52,16 @@ impl Member {
             })
             .map_err(Fault::from)?;
         let generation = joined.generation();
-        Ok(Member {
-            handle: CloseableHandle::new("membership", name, joined),
-            role: role.to_owned(),
-            generation,
-        })
+        let handle = CloseableHandle::new("membership", name, joined);
+        let base = handle.base();
+        Py::new(
+            py,
+            base.add_subclass(Member {
+                handle,
+                role: role.to_owned(),
+                generation,
+            }),
+        )
     }
 
     /// The name that it joined under.
@@ -74,26 +80,6 @@ impl Member {
     #[getter]
     fn generation<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.generation)
-    }
-
-    /// Whether it has left.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.handle.is_closed()?)
-    }
-
-    /// Leaves. Closing twice is no error.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.handle.close(py)
-    }
-
-    fn __enter__(slf: Py<Member>) -> Py<Member> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {
@@ -194,7 +180,7 @@ impl Change {
 /// ``async for``, or with callbacks.
 ///
 /// A watch is no member, and invisible to members.
-#[pyclass(frozen, module = "warpipe", weakref)]
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct Members {
     handle: CloseableHandle<warpipe::Members>,
@@ -240,7 +226,7 @@ impl Members {
         domain: Option<&Bound<'_, PyAny>>,
         on: Option<Py<PyAny>>,
         clean: bool,
-    ) -> PyResult<Members> {
+    ) -> PyResult<Py<Members>> {
         let domain = Domain::from_argument(domain)?;
         let mut builder = warpipe::Members::builder().domain(&domain).clean(clean);
         let callbacks: Vec<Arc<Callback>> = on.into_iter().map(Callback::new).collect();
@@ -251,10 +237,14 @@ impl Members {
         let started = asking(py, move || builder.build())?;
         let handle =
             CloseableHandle::unlisted("watch", domain.path().display().to_string(), started);
-        Ok(Members {
-            handle,
-            callbacks: Mutex::new(callbacks),
-        })
+        let base = handle.base();
+        Py::new(
+            py,
+            base.add_subclass(Members {
+                handle,
+                callbacks: Mutex::new(callbacks),
+            }),
+        )
     }
 
     /// All present members, sorted by name, with the endpoints of each one's process.
@@ -342,12 +332,6 @@ impl Members {
         Ok(self.handle.get()?.as_fd().as_raw_fd())
     }
 
-    /// Whether it has been closed.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.handle.is_closed()?)
-    }
-
     /// Ends the watch. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.end(py)
@@ -375,7 +359,7 @@ impl Members {
     /// The next change, without a limit; the iteration ends when the watch is closed.
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Change>> {
         match self.changes(py, None) {
-            Err(_) if self.closed()? => Err(PyStopIteration::new_err(())),
+            Err(_) if self.handle.is_closed()? => Err(PyStopIteration::new_err(())),
             other => other,
         }
     }
@@ -389,15 +373,6 @@ impl Members {
         slf.py()
             .import("warpipe._members")?
             .call_method1("next_change", (slf,))
-    }
-
-    fn __enter__(slf: Py<Members>) -> Py<Members> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

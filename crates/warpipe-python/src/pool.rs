@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 use warpipe::Error;
 use warpipe::backend::Access;
 
+use crate::closeable::Closeable;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
@@ -21,8 +21,9 @@ use crate::wait::{asking, attach, in_slices_that_ask, late, optional};
 /// ``Pool.create(name)`` makes one, of at most ``memory_limit`` bytes of device memory, allocated
 /// as needed; ``reserve`` bytes at once. Peers open blocks by ticket (``Buffer.lend``,
 /// ``LentBuffer.open``), or allocate themselves (``PoolClient``). A block is reused when its owner
-/// and all its borrowers have released it and their streams are past it.
-#[pyclass(frozen, module = "warpipe", weakref)]
+/// and all its borrowers have released it and their streams are past it. ``close()`` releases the
+/// name; held blocks stay valid until they are released.
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct Pool {
     handle: CloseableHandle<warpipe::Pool>,
@@ -118,7 +119,7 @@ impl Pool {
         peers_max: usize,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
-    ) -> PyResult<Pool> {
+    ) -> PyResult<Py<Pool>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -132,10 +133,9 @@ impl Pool {
             .allow_uids(&allow_uids)
             .allow_gids(&allow_gids);
         let pool = py.detach(|| builder.build()).map_err(Fault::from)?;
-        Ok(Pool {
-            handle: CloseableHandle::new("pool", name, pool),
-            device,
-        })
+        let handle = CloseableHandle::new("pool", name, pool);
+        let base = handle.base();
+        Py::new(py, base.add_subclass(Pool { handle, device }))
     }
 
     /// Its name.
@@ -192,27 +192,6 @@ impl Pool {
         })
     }
 
-    /// Whether the pool is closed.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.handle.is_closed()?)
-    }
-
-    /// Releases the name; held blocks stay valid until they are released. Closing twice is no
-    /// error.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.handle.close(py)
-    }
-
-    fn __enter__(slf: Py<Pool>) -> Py<Pool> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
-    }
-
     fn __repr__(&self) -> String {
         format!("Pool({:?}, {})", self.name(), self.device)
     }
@@ -251,8 +230,9 @@ impl Buffer {
     }
 }
 
-/// A connection to a pool of another process: ``PoolClient.open(name)``.
-#[pyclass(frozen, module = "warpipe", weakref)]
+/// A connection to a pool of another process: ``PoolClient.open(name)``. Its blocks stay valid after
+/// ``close()``.
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct PoolClient {
     handle: CloseableHandle<warpipe::PoolClient>,
@@ -274,7 +254,7 @@ impl PoolClient {
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
         wait: Option<f64>,
-    ) -> PyResult<PoolClient> {
+    ) -> PyResult<Py<PoolClient>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -289,9 +269,9 @@ impl PoolClient {
                 .open()
         };
         let client = attach(py, wait, open)?;
-        Ok(PoolClient {
-            handle: CloseableHandle::new("visit to the pool", name, client),
-        })
+        let handle = CloseableHandle::new("visit to the pool", name, client);
+        let base = handle.base();
+        Py::new(py, base.add_subclass(PoolClient { handle }))
     }
 
     /// The pool's name.
@@ -337,26 +317,6 @@ impl PoolClient {
         };
         let block = allocate(py, timeout, ask)?;
         LentBuffer::make(py, block)
-    }
-
-    /// Whether the connection is closed.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.handle.is_closed()?)
-    }
-
-    /// Closes the connection; blocks stay valid. Closing twice is no error.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.handle.close(py)
-    }
-
-    fn __enter__(slf: Py<PoolClient>) -> Py<PoolClient> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 use warpipe::{Layout, PeerState, Policy};
 
+use crate::closeable::Closeable;
 use crate::copies::Copies;
 use crate::detached::{DropDetached, OwnStream};
 use crate::device::Device;
@@ -46,7 +46,7 @@ use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
 ///
 /// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``,
 /// ``ArgumentError``, ``DeviceError``.
-#[pyclass(frozen, module = "warpipe", weakref)]
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct Publisher {
     home: Home,
@@ -225,7 +225,7 @@ impl Publisher {
         handshake_timeout: f64,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
-    ) -> PyResult<Publisher> {
+    ) -> PyResult<PyClassInitializer<Publisher>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -257,7 +257,8 @@ impl Publisher {
             py.detach(|| builder.build()).map_err(Fault::from)?,
         ));
         interpreter_exit::close_at_exit(&inner);
-        Ok(Publisher {
+        let base = Closeable::of(&inner);
+        Ok(base.add_subclass(Publisher {
             home: Home::here(),
             name: name.to_owned(),
             device,
@@ -273,7 +274,7 @@ impl Publisher {
             loan_timeout,
             copies: Arc::default(),
             in_place: InPlace::default(),
-        })
+        }))
     }
 
     /// Its name.
@@ -311,13 +312,6 @@ impl Publisher {
     #[getter]
     fn timeout(&self) -> Option<f64> {
         self.block.map(|block| block.as_secs_f64())
-    }
-
-    /// Whether the publisher is closed.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        self.home.check()?;
-        Ok(self.inner.get().is_none())
     }
 
     /// Copies a tensor into a slot and sends it to every subscriber. Returns its sequence number,
@@ -483,15 +477,6 @@ impl Publisher {
         let inner = self.inner.take();
         py.detach(|| drop(inner));
         self.copies.settle(py, self.block)
-    }
-
-    fn __enter__(slf: Py<Publisher>) -> Py<Publisher> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 use warpipe::ResultOrder;
 
+use crate::closeable::Closeable;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
@@ -35,7 +35,7 @@ use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, secon
 ///
 /// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``,
 /// ``ArgumentError``, ``DeviceError``.
-#[pyclass(frozen, module = "warpipe", weakref)]
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct Queue {
     endpoint: Arc<JobEndpoint>,
@@ -130,7 +130,7 @@ impl Queue {
         workers_max: u32,
         spin: Option<f64>,
         handshake_timeout: f64,
-    ) -> PyResult<Queue> {
+    ) -> PyResult<PyClassInitializer<Queue>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -160,10 +160,11 @@ impl Queue {
             submit_timeout,
             QueueOrClient::Queue(queue),
         )?;
-        Ok(Queue {
+        let base = endpoint.base();
+        Ok(base.add_subclass(Queue {
             endpoint,
             submit_timeout,
-        })
+        }))
     }
 
     /// Its name.
@@ -176,12 +177,6 @@ impl Queue {
     #[getter]
     fn device(&self) -> Device {
         self.endpoint.device()
-    }
-
-    /// Whether the queue is closed.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.endpoint.is_closed()?)
     }
 
     /// Submits a job: copies a tensor into the queue's memory, as ``Publisher.send`` does, or takes
@@ -327,15 +322,6 @@ impl Queue {
     /// results stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.endpoint.close(py)
-    }
-
-    fn __enter__(slf: Py<Queue>) -> Py<Queue> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

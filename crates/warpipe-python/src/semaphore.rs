@@ -6,6 +6,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::closeable::Closeable;
 use crate::detached::{DropDetached, detached};
 use crate::device::Device;
 use crate::domain::Domain;
@@ -23,8 +24,9 @@ const VERY_LONG: Duration = Duration::from_secs(1 << 32);
 /// ``Semaphore.create(name, permits)`` makes one, ``Semaphore.open(name)`` opens it in any process.
 /// ``with sem.acquire(stream=stream):`` holds a permit for the work that the block gives to ``stream``:
 /// the next holder's stream waits for that work on the device. Permits are granted in order of
-/// arrival. A holder's permit comes back when it dies.
-#[pyclass(frozen, module = "warpipe", weakref)]
+/// arrival. A holder's permit comes back when it dies. ``close()`` of its creator ends it, once the
+/// permits of this process are back.
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct Semaphore {
     handle: CloseableHandle<warpipe::Semaphore>,
@@ -49,11 +51,14 @@ pub struct Permit {
 }
 
 impl Semaphore {
-    fn new(inner: warpipe::Semaphore, device: warpipe::Device) -> Semaphore {
-        Semaphore {
-            handle: CloseableHandle::new("semaphore", inner.name().to_owned(), inner),
-            device,
-        }
+    fn new(
+        py: Python<'_>,
+        inner: warpipe::Semaphore,
+        device: warpipe::Device,
+    ) -> PyResult<Py<Semaphore>> {
+        let handle = CloseableHandle::new("semaphore", inner.name().to_owned(), inner);
+        let base = handle.base();
+        Py::new(py, base.add_subclass(Semaphore { handle, device }))
     }
 
     fn consumer(
@@ -131,7 +136,7 @@ impl Semaphore {
         permits: u32,
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Semaphore> {
+    ) -> PyResult<Py<Semaphore>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -143,7 +148,7 @@ impl Semaphore {
                 .device(&device)
                 .build()
         });
-        Ok(Semaphore::new(made.map_err(Fault::from)?, device))
+        Semaphore::new(py, made.map_err(Fault::from)?, device)
     }
 
     /// Opens the semaphore of this name, waiting up to ``wait`` seconds (None: no limit) until it
@@ -160,7 +165,7 @@ impl Semaphore {
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
         wait: Option<f64>,
-    ) -> PyResult<Semaphore> {
+    ) -> PyResult<Py<Semaphore>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -174,8 +179,7 @@ impl Semaphore {
                 .wait(slice)
                 .open()
         };
-        let opened = attach(py, wait, open)?;
-        Ok(Semaphore::new(opened, device))
+        Semaphore::new(py, attach(py, wait, open)?, device)
     }
 
     /// Its name.
@@ -248,27 +252,6 @@ impl Semaphore {
         take_now(py, &semaphore, consumer.as_ref())?
             .map(|permit| self.permit(py, permit, consumer))
             .transpose()
-    }
-
-    /// Whether the semaphore is closed in this process.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.handle.is_closed()?)
-    }
-
-    /// Closes the semaphore in this process; its creator ends it, once its permits are back here.
-    /// Closing twice is no error.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.handle.close(py)
-    }
-
-    fn __enter__(slf: Py<Semaphore>) -> Py<Semaphore> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

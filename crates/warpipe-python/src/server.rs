@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
+use crate::closeable::Closeable;
 use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
@@ -32,7 +32,7 @@ use crate::wait::{SLICE, Timeout, optional, seconds};
 /// servers.
 ///
 /// Raises ``InvalidNameError``, ``DomainError``, ``DeviceError``.
-#[pyclass(frozen, subclass, module = "warpipe", name = "_Server", weakref)]
+#[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Server")]
 #[derive(Debug)]
 pub struct Server {
     inbox: Inbox<warpipe::Server, Request>,
@@ -82,7 +82,7 @@ impl Server {
         handshake_timeout: f64,
         clients_max: usize,
         stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Server> {
+    ) -> PyResult<PyClassInitializer<Server>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -112,10 +112,9 @@ impl Server {
             ring: warpipe::Server::ring,
             take_back: Lease::return_all,
         };
-        Ok(Server {
-            inbox: Inbox::new("server", service, timeout, server, calls),
-            context,
-        })
+        let inbox = Inbox::new("server", service, timeout, server, calls);
+        let base = inbox.base();
+        Ok(base.add_subclass(Server { inbox, context }))
     }
 
     /// The service's name.
@@ -128,12 +127,6 @@ impl Server {
     #[getter]
     fn device(&self) -> Device {
         Device::of(&self.context.device)
-    }
-
-    /// Whether the server is closed.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.inbox.is_closed()?)
     }
 
     /// The default limit of a wait, in seconds; None for no limit.
@@ -191,15 +184,6 @@ impl Server {
     /// The next request.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Request>> {
         self.next_within(py, self.inbox.timeout)
-    }
-
-    fn __enter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

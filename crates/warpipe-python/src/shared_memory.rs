@@ -4,9 +4,9 @@
 use std::os::fd::{BorrowedFd, IntoRawFd};
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 use warpipe::backend::Access;
 
+use crate::closeable::Closeable;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
@@ -85,7 +85,7 @@ impl Memory {
         writable: bool,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
-    ) -> PyResult<Published> {
+    ) -> PyResult<Py<Published>> {
         let publication = Memory::inner(slf)?
             .publication(name)
             .domain(&Domain::from_argument(domain)?)
@@ -96,9 +96,9 @@ impl Memory {
             .py()
             .detach(|| publication.build())
             .map_err(Fault::from)?;
-        Ok(Published {
-            handle: CloseableHandle::new("publication", name, published),
-        })
+        let handle = CloseableHandle::new("publication", name, published);
+        let base = handle.base();
+        Py::new(slf.py(), base.add_subclass(Published { handle }))
     }
 
     /// A descriptor of it, close-on-exec; the caller closes it. A process that gets it can map all
@@ -126,7 +126,7 @@ impl Memory {
 
 /// Memory under a name, as ``Memory.publish`` gives it. Closing or dropping it releases the name:
 /// no further process can open the memory, and processes that have it open keep it.
-#[pyclass(frozen, module = "warpipe", weakref)]
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct Published {
     handle: CloseableHandle<warpipe::Published>,
@@ -161,26 +161,6 @@ impl Published {
         Ok(Ticket {
             inner: inner.map_err(Fault::from)?,
         })
-    }
-
-    /// Whether it is closed.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.handle.is_closed()?)
-    }
-
-    /// Releases the name. Closing twice is no error.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.handle.close(py)
-    }
-
-    fn __enter__(slf: Py<Published>) -> Py<Published> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
+use crate::closeable::Closeable;
 use crate::detached::OwnStream;
 use crate::device::Device;
 use crate::domain::Domain;
@@ -37,7 +37,7 @@ const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
 ///
 /// Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
 /// ``PeerAccessError``, ``DeviceError``.
-#[pyclass(frozen, subclass, module = "warpipe", name = "_Subscriber", weakref)]
+#[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Subscriber")]
 #[derive(Debug)]
 pub struct Subscriber {
     inbox: Inbox<warpipe::Subscriber, Frame>,
@@ -87,7 +87,7 @@ impl Subscriber {
         handshake_timeout: f64,
         orphan_timeout: f64,
         stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Subscriber> {
+    ) -> PyResult<PyClassInitializer<Subscriber>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -117,13 +117,14 @@ impl Subscriber {
             take_back: |_, frames| drop(frames),
         };
         let inbox = Inbox::new("subscriber", name, timeout, subscriber, calls);
-        Ok(Subscriber {
+        let base = inbox.base();
+        Ok(base.add_subclass(Subscriber {
             inbox,
             iteration,
             device,
             stream,
             openings: Openings::default(),
-        })
+        }))
     }
 
     /// The name it subscribes to.
@@ -136,12 +137,6 @@ impl Subscriber {
     #[getter]
     fn device(&self) -> Device {
         Device::of(&self.device)
-    }
-
-    /// Whether the subscriber is closed.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.inbox.is_closed()?)
     }
 
     /// The default limit of a wait, in seconds; None for no limit.
@@ -226,15 +221,6 @@ impl Subscriber {
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Frame>> {
         self.next_within(py, self.iteration)
             .map_err(end_if_graceful)
-    }
-
-    fn __enter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

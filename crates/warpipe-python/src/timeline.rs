@@ -1,8 +1,8 @@
 //! Timelines.
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
+use crate::closeable::Closeable;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
@@ -15,8 +15,8 @@ use crate::wait::{attach, in_slices, in_turn, late, none_if_late, optional};
 ///
 /// ``Timeline.create(name)`` makes one at 0, ``Timeline.open(name)`` opens it in any process. When
 /// its owner dies, streams that wait for a value that will never come are released, and ``check``
-/// raises: call it before a result is used.
-#[pyclass(frozen, module = "warpipe", weakref)]
+/// raises: call it before a result is used. ``close()`` of its owner also releases the name.
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct Timeline {
     handle: CloseableHandle<warpipe::Timeline>,
@@ -25,13 +25,18 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    fn new(inner: warpipe::Timeline) -> Timeline {
+    fn new(py: Python<'_>, inner: warpipe::Timeline) -> PyResult<Py<Timeline>> {
         let (device, is_owner) = (inner.device().clone(), inner.is_owner());
-        Timeline {
-            handle: CloseableHandle::new("timeline", inner.name().to_owned(), inner),
-            device,
-            is_owner,
-        }
+        let handle = CloseableHandle::new("timeline", inner.name().to_owned(), inner);
+        let base = handle.base();
+        Py::new(
+            py,
+            base.add_subclass(Timeline {
+                handle,
+                device,
+                is_owner,
+            }),
+        )
     }
 }
 
@@ -51,7 +56,7 @@ impl Timeline {
         name: &str,
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Timeline> {
+    ) -> PyResult<Py<Timeline>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -62,7 +67,7 @@ impl Timeline {
                 .device(&device)
                 .build()
         });
-        Ok(Timeline::new(made.map_err(Fault::from)?))
+        Timeline::new(py, made.map_err(Fault::from)?)
     }
 
     /// Opens a timeline, waiting up to ``wait`` seconds (None: no limit) until it exists.
@@ -78,7 +83,7 @@ impl Timeline {
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
         wait: Option<f64>,
-    ) -> PyResult<Timeline> {
+    ) -> PyResult<Py<Timeline>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -92,7 +97,7 @@ impl Timeline {
                 .wait(slice)
                 .open()
         };
-        attach(py, wait, open).map(Timeline::new)
+        Timeline::new(py, attach(py, wait, open)?)
     }
 
     /// Its name.
@@ -111,12 +116,6 @@ impl Timeline {
     #[getter]
     fn is_owner(&self) -> bool {
         self.is_owner
-    }
-
-    /// Whether the timeline is closed in this process.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.handle.is_closed()?)
     }
 
     /// The value now; the last one, when the owner is gone.
@@ -191,21 +190,6 @@ impl Timeline {
     /// Raises ``PeerGoneError`` if it never will be; ``ClosedError``.
     fn check(&self, py: Python<'_>, value: u64) -> PyResult<bool> {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.check(value)?))?)
-    }
-
-    /// Closes the timeline in this process; the owner also releases the name. Closing twice is no
-    /// error.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.handle.close(py)
-    }
-
-    fn __enter__(slf: Py<Timeline>) -> Py<Timeline> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
+use crate::closeable::Closeable;
 use crate::copies::Copies;
 use crate::device::Device;
 use crate::domain::Domain;
@@ -32,7 +32,7 @@ use crate::wait::{SLICE, Timeout, attach, optional, seconds};
 ///
 /// Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
 /// ``PeerAccessError``, ``DeviceError``.
-#[pyclass(frozen, subclass, module = "warpipe", name = "_Worker", weakref)]
+#[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Worker")]
 #[derive(Debug)]
 pub struct Worker {
     inbox: Inbox<warpipe::Worker, Lease>,
@@ -73,7 +73,7 @@ impl Worker {
         memory_limit: u64,
         handshake_timeout: f64,
         stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Worker> {
+    ) -> PyResult<PyClassInitializer<Worker>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
             Device::from_argument(device)?.inner,
@@ -108,11 +108,12 @@ impl Worker {
             take_back: Lease::return_all,
         };
         let inbox = Inbox::new("worker", queue, timeout, worker, calls);
-        Ok(Worker {
+        let base = inbox.base();
+        Ok(base.add_subclass(Worker {
             inbox,
             queue_pid,
             context,
-        })
+        }))
     }
 
     /// The queue's name.
@@ -131,12 +132,6 @@ impl Worker {
     #[getter]
     fn device(&self) -> Device {
         Device::of(&self.context.device)
-    }
-
-    /// Whether the worker is closed.
-    #[getter]
-    fn closed(&self) -> PyResult<bool> {
-        Ok(self.inbox.is_closed()?)
     }
 
     /// The default limit of a wait, in seconds; None for no limit.
@@ -187,15 +182,6 @@ impl Worker {
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Lease>> {
         self.next_within(py, self.inbox.timeout)
             .map_err(end_if_graceful)
-    }
-
-    fn __enter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py)
     }
 
     fn __repr__(&self) -> String {

@@ -1,6 +1,7 @@
 """Writes python/warpipe/_warpipe.pyi: the types of types.pyi with the docstrings of the native half.
 
-Run it with an interpreter that has the package as it is built now:
+`cargo xtask python --stubs` builds the package and runs this. By hand, with an interpreter that has the package as
+it is built now:
 
     ../../target/python-tests/bin/python stubs/generate.py
 

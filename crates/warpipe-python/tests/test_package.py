@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -69,6 +70,32 @@ def test_every_exception_is_an_error_of_warpipe_with_a_message_of_its_own():
 )
 def test_exceptions_are_where_python_expects_them(ours, theirs):
     assert issubclass(getattr(warpipe, ours), theirs)
+
+
+def test_every_class_that_is_closed_has_the_base_of_them_all():
+    classes = [thing for _, thing in public_names() if inspect.isclass(thing)]
+    closed = {thing for thing in classes if hasattr(thing, "closed")}
+    assert {warpipe.Publisher, warpipe.Worker, warpipe.Event, warpipe.Published} < closed
+    assert [thing for thing in closed if not issubclass(thing, warpipe.Closeable)] == []
+    with pytest.raises(TypeError):
+        warpipe.Closeable()
+
+
+def test_a_with_block_ends_with_the_close_of_the_class(domain):
+    class Logging(warpipe.Subscriber):
+        calls = 0
+
+        def close(self):
+            self.calls += 1
+            super().close()
+
+    with warpipe.Publisher("logged", domain=domain, device="host") as publisher:
+        with Logging("logged", domain=domain, device="host") as subscriber:
+            assert isinstance(subscriber, warpipe.Closeable) and weakref.ref(subscriber)() is subscriber
+            assert not subscriber.closed
+        assert subscriber.closed and subscriber.calls == 1
+        assert not publisher.closed
+    assert publisher.closed
 
 
 def test_importing_brings_no_framework():
@@ -164,7 +191,7 @@ REPOSITORY = repository()
 def test_the_stubs_have_the_docstrings_of_the_native_half():
     generate = REPOSITORY / "crates/warpipe-python/stubs/generate.py"
     space = runpy.run_path(str(generate))
-    assert space["STUB"].read_text() == space["stub"](), f"run {sys.executable} {generate}"
+    assert space["STUB"].read_text() == space["stub"](), "run cargo xtask python --stubs"
 
 
 @pytest.mark.skipif(REPOSITORY is None, reason="the repository is not here")

@@ -206,6 +206,19 @@ class _Tensor:
     def __release_buffer__(self, buffer: memoryview, /) -> None: ...
     def __enter__(self) -> Self: ...
 
+@disjoint_base
+class Closeable:
+    """The base of every class with ``closed``: ``Publisher``, ``Queue``, ``Timeline`` and others. The
+    end of a ``with`` block closes it, and so does dropping it.
+    """
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed in this process."""
+    def close(self) -> None:
+        """Closes it in this process. Closing twice is no error."""
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
 @final
 class SubscriberInfo:
     """A subscriber, as ``Publisher.subscribers`` shows it."""
@@ -229,7 +242,7 @@ class SubscriberInfo:
         """Frames that it did not get because of the policy."""
 
 @final
-class Publisher:
+class Publisher(Closeable):
     """Publishes tensors in device memory to any number of subscribers.
 
     ``name``: 1 to 80 bytes of ``a-z A-Z 0-9 _ - .`` in parts joined by ``/``. ``device``: the
@@ -291,9 +304,6 @@ class Publisher:
     @property
     def timeout(self) -> float | None:
         """How many seconds ``send`` waits for room; None for no limit."""
-    @property
-    def closed(self) -> bool:
-        """Whether the publisher is closed."""
     def send(
         self,
         tensor: Any,
@@ -365,8 +375,6 @@ class Publisher:
         Waits, as long as ``send`` waits for room, for tensors that were sent with ``zero_copy``;
         those that are still read after that are kept until this process ends.
         """
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @disjoint_base
 class Loan(_Tensor):
@@ -422,7 +430,7 @@ class SampleMut(Loan):
     ) -> None: ...
 
 @disjoint_base
-class _Subscriber:
+class _Subscriber(Closeable):
     """Receives the tensors of one publisher: ``for frame in Subscriber("camera/front"):``,
     ``receive()``, or ``async for``.
 
@@ -461,9 +469,6 @@ class _Subscriber:
     @property
     def device(self) -> Device:
         """The device that it reads with."""
-    @property
-    def closed(self) -> bool:
-        """Whether the subscriber is closed."""
     @property
     def _iteration(self) -> float | None: ...
     @property
@@ -510,8 +515,6 @@ class _Subscriber:
         """Closes the link. Received frames stay valid. Closing twice is no error."""
     def __iter__(self) -> Self: ...
     def __next__(self) -> Sample: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Discontinuity:
@@ -619,7 +622,7 @@ class QueueState:
         """Jobs that are done or dead-lettered, with an outcome that was not taken."""
 
 @final
-class Queue:
+class Queue(Closeable):
     """Gives each job to one worker, and gets each job's result once, even if processes die: see
     ``Worker``.
 
@@ -661,9 +664,6 @@ class Queue:
     @property
     def device(self) -> Device:
         """Its device."""
-    @property
-    def closed(self) -> bool:
-        """Whether the queue is closed."""
     def submit(
         self,
         tensor: Any,
@@ -737,8 +737,6 @@ class Queue:
         """Closes the queue: workers are notified, and waits for jobs end with an error. Received
         results stay valid. Closing twice is no error.
         """
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @disjoint_base
 class _Future:
@@ -836,7 +834,7 @@ class _Watch:
     def quiet(self) -> None: ...
 
 @disjoint_base
-class _Worker:
+class _Worker(Closeable):
     """Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or
     ``async for``.
 
@@ -877,9 +875,6 @@ class _Worker:
     @property
     def device(self) -> Device:
         """The device that it works with."""
-    @property
-    def closed(self) -> bool:
-        """Whether the worker is closed."""
     def _limit(self, timeout: _Timeout) -> float | None: ...
     def lease(self, timeout: _Timeout = ...) -> Lease:
         """Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: no limit).
@@ -902,8 +897,6 @@ class _Worker:
         """Takes no more jobs. Leases stay valid. Closing twice is no error."""
     def __iter__(self) -> Self: ...
     def __next__(self) -> Lease: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @disjoint_base
 class Lease(Sample):
@@ -993,7 +986,7 @@ class Output(Loan):
     ) -> None: ...
 
 @final
-class Client:
+class Client(Closeable):
     """Sends requests to the servers of a service: ``call`` waits for the reply, ``request`` returns a
     ``Pending``.
 
@@ -1030,9 +1023,6 @@ class Client:
     @property
     def device(self) -> Device:
         """Its device."""
-    @property
-    def closed(self) -> bool:
-        """Whether the client is closed."""
     def call(
         self,
         tensor: Any,
@@ -1085,8 +1075,6 @@ class Client:
         """Closes the client. Waits for replies end with an error. Received replies stay valid. Closing
         twice is no error.
         """
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Pending(_Future):
@@ -1098,7 +1086,7 @@ class Pending(_Future):
         """The deadline of the reply, in nanoseconds of ``time.monotonic_ns()``."""
 
 @disjoint_base
-class _Server:
+class _Server(Closeable):
     """Answers the requests of all clients of a service, together with its other servers: ``for request
     in Server("embed"):``, ``accept()``, or ``async for``. It finds new clients by itself.
 
@@ -1136,9 +1124,6 @@ class _Server:
     @property
     def device(self) -> Device:
         """The device that it works with."""
-    @property
-    def closed(self) -> bool:
-        """Whether the server is closed."""
     def _limit(self, timeout: _Timeout) -> float | None: ...
     @property
     def clients(self) -> int:
@@ -1170,8 +1155,6 @@ class _Server:
         """
     def __iter__(self) -> Self: ...
     def __next__(self) -> Request: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Request(Lease):
@@ -1234,13 +1217,13 @@ class _Adder:
 _What: TypeAlias = Literal["joined", "stalled", "recovered", "left", "died", "unknown"]
 _list: TypeAlias = list[MemberInfo]
 @final
-class Timeline:
+class Timeline(Closeable):
     """A named number that only grows: one process's streams signal it, other processes' streams wait
     for it (``cuStreamWriteValue64``, ``cuStreamWaitValue64``), without a CPU wait.
 
     ``Timeline.create(name)`` makes one at 0, ``Timeline.open(name)`` opens it in any process. When
     its owner dies, streams that wait for a value that will never come are released, and ``check``
-    raises: call it before a result is used.
+    raises: call it before a result is used. ``close()`` of its owner also releases the name.
     """
     VALUE_MAX: Final[int]
     @staticmethod
@@ -1268,9 +1251,6 @@ class Timeline:
     def is_owner(self) -> bool:
         """Whether this handle may signal."""
     @property
-    def closed(self) -> bool:
-        """Whether the timeline is closed in this process."""
-    @property
     def value(self) -> int:
         """The value now; the last one, when the owner is gone.
 
@@ -1297,12 +1277,6 @@ class Timeline:
 
         Raises ``PeerGoneError`` if it never will be; ``ClosedError``.
         """
-    def close(self) -> None:
-        """Closes the timeline in this process; the owner also releases the name. Closing twice is no
-        error.
-        """
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Recording:
@@ -1331,7 +1305,7 @@ class EventHandle:
     def __reduce__(self) -> tuple[type[EventHandle], tuple[str]]: ...
 
 @final
-class Event:
+class Event(Closeable):
     """An interprocess event (``cuEventCreate`` with ``CU_EVENT_INTERPROCESS``). It distinguishes never
     recorded, and lost with its recorder, from complete.
 
@@ -1400,22 +1374,16 @@ class Event:
 
         Raises ``EventLostError`` if it never will be; ``ClosedError``.
         """
-    @property
-    def closed(self) -> bool:
-        """Whether the event is closed in this process."""
-    def close(self) -> None:
-        """Closes the event in this process. Closing twice is no error."""
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
-class Semaphore:
+class Semaphore(Closeable):
     """A limit of concurrent holders, across processes, on streams and on the CPU.
 
     ``Semaphore.create(name, permits)`` makes one, ``Semaphore.open(name)`` opens it in any process.
     ``with sem.acquire(stream=stream):`` holds a permit for the work that the block gives to ``stream``:
     the next holder's stream waits for that work on the device. Permits are granted in order of
-    arrival. A holder's permit comes back when it dies.
+    arrival. A holder's permit comes back when it dies. ``close()`` of its creator ends it, once the
+    permits of this process are back.
     """
     @staticmethod
     def create(
@@ -1471,15 +1439,6 @@ class Semaphore:
 
         Raises as ``acquire``, without the timeout.
         """
-    @property
-    def closed(self) -> bool:
-        """Whether the semaphore is closed in this process."""
-    def close(self) -> None:
-        """Closes the semaphore in this process; its creator ends it, once its permits are back here.
-        Closing twice is no error.
-        """
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class Permit:
@@ -1509,7 +1468,7 @@ class Permit:
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
-class Member:
+class Member(Closeable):
     """This process as a member of a domain, visible to its monitors until it is closed or dropped.
 
     ``Member.join(name)``: ``name`` is 1 to 72 bytes, as an endpoint's; ``role`` says what the
@@ -1531,13 +1490,6 @@ class Member:
     @property
     def generation(self) -> bytes:
         """This incarnation, as ``MemberInfo.generation`` shows it."""
-    @property
-    def closed(self) -> bool:
-        """Whether it has left."""
-    def close(self) -> None:
-        """Leaves. Closing twice is no error."""
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class MemberInfo:
@@ -1583,7 +1535,7 @@ class Change:
         """The member."""
 
 @final
-class Members:
+class Members(Closeable):
     """The members of a domain, followed until this is closed: ``for change in Members.watch():``,
     ``async for``, or with callbacks.
 
@@ -1641,17 +1593,12 @@ class Members:
 
         Raises ``ClosedError``.
         """
-    @property
-    def closed(self) -> bool:
-        """Whether it has been closed."""
     def __iter__(self) -> Self: ...
     def __next__(self) -> Change: ...
     def __aiter__(self) -> Self: ...
     def __anext__(self) -> Coroutine[Any, Any, Change]: ...
     def close(self) -> None:
         """Ends the watch. Closing twice is no error."""
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @disjoint_base
 class View(_Tensor):
@@ -1772,7 +1719,7 @@ class Memory(View):
         """
 
 @final
-class Published:
+class Published(Closeable):
     """Memory under a name, as ``Memory.publish`` gives it. Closing or dropping it releases the name:
     no further process can open the memory, and processes that have it open keep it.
     """
@@ -1790,13 +1737,6 @@ class Published:
 
         Raises ``RangeError``, ``ClosedError``.
         """
-    @property
-    def closed(self) -> bool:
-        """Whether it is closed."""
-    def close(self) -> None:
-        """Releases the name. Closing twice is no error."""
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class SharedMemory(View):
@@ -1960,13 +1900,14 @@ class LegacyMemory(View):
     """
 
 @final
-class Pool:
+class Pool(Closeable):
     """Memory that is lent in blocks, to this process and to others.
 
     ``Pool.create(name)`` makes one, of at most ``memory_limit`` bytes of device memory, allocated
     as needed; ``reserve`` bytes at once. Peers open blocks by ticket (``Buffer.lend``,
     ``LentBuffer.open``), or allocate themselves (``PoolClient``). A block is reused when its owner
-    and all its borrowers have released it and their streams are past it.
+    and all its borrowers have released it and their streams are past it. ``close()`` releases the
+    name; held blocks stay valid until they are released.
     """
     @staticmethod
     def create(
@@ -2004,15 +1945,6 @@ class Pool:
 
         Raises ``ClosedError``.
         """
-    @property
-    def closed(self) -> bool:
-        """Whether the pool is closed."""
-    def close(self) -> None:
-        """Releases the name; held blocks stay valid until they are released. Closing twice is no
-        error.
-        """
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class PoolStats:
@@ -2063,8 +1995,10 @@ class Buffer(View):
         """
 
 @final
-class PoolClient:
-    """A connection to a pool of another process: ``PoolClient.open(name)``."""
+class PoolClient(Closeable):
+    """A connection to a pool of another process: ``PoolClient.open(name)``. Its blocks stay valid after
+    ``close()``.
+    """
     @staticmethod
     def open(
         name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None, wait: float | None = 0.0
@@ -2097,13 +2031,6 @@ class PoolClient:
         Raises ``MemoryLimitError``, ``PeerGoneError``, ``RefusedError``, ``ArgumentError``,
         ``ClosedError``, ``DeviceError``.
         """
-    @property
-    def closed(self) -> bool:
-        """Whether the connection is closed."""
-    def close(self) -> None:
-        """Closes the connection; blocks stay valid. Closing twice is no error."""
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_exception: object) -> None: ...
 
 @final
 class LentBuffer(View):
