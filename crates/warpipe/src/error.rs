@@ -324,8 +324,8 @@ pub enum Error {
         /// The values that are legal.
         allowed: String,
     },
-    /// The process that owned an endpoint, or exported memory, has gone: it closed, or died. What
-    /// it had completed before has been delivered; what only it could do is no longer possible.
+    /// The process that owned an endpoint, or exported memory, has gone: it closed, or died. All
+    /// that it had completed before has been delivered; no other process can do the rest.
     #[error("{}", construct::peer_gone(.kind, .name, *.pid, *.graceful, .detail))]
     PeerGone {
         /// The kind of the object that it owned.

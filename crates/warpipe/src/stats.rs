@@ -32,9 +32,9 @@ pub struct ProcessStats {
     /// child of theirs holds their files. Their device work may continue, so this process's memory
     /// that they used stays out of use until that child ends or calls `exec`.
     pub orphaned: usize,
-    /// Whether peers are told, when this process ends, as soon as its device is quiet. False where
+    /// Whether peers see this process's death proven as soon as its device is quiet. False where
     /// CUDA was started before this library was loaded, or files with lower numbers were closed
-    /// since: then they may be told only when the process is gone, some ten milliseconds later.
+    /// since: then the proof may come only when the process is gone, tens of milliseconds later.
     pub is_proof_prompt: bool,
 }
 

@@ -167,7 +167,7 @@ impl Error {
     }
 }
 
-/// What to do about a text, or bytes, that name nothing.
+/// The next step after a text, or bytes, that name nothing.
 fn of_text(fault: &HandleFault) -> &'static str {
     match fault {
         HandleFault::Version { .. } => ONE_VERSION,

@@ -169,7 +169,7 @@ fn of_legacy_handle(fault: &LegacyFault) -> ErrorKind {
 mod tests {
     use super::*;
 
-    /// What another process did to this one is told apart by what to do next.
+    /// A fault of another process has the kind that says what to do next.
     #[test]
     fn a_handshake_that_failed_has_the_kind_of_its_fault() {
         let kind = |fault| {

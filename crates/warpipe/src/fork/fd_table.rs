@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64};
 /// Numbers of one leaf.
 const LEAF: usize = 1 << 15;
 
-/// Leaves: the kernel's highest `RLIMIT_NOFILE` is 2^30. What is never used costs no memory.
+/// Leaves: the kernel's highest `RLIMIT_NOFILE` is 2^30. A leaf that is never used costs no
+/// memory.
 const LEAVES: usize = 1 << 15;
 
 struct Leaf([AtomicU64; LEAF / 64]);
@@ -97,7 +98,7 @@ fn place(fd: RawFd) -> (usize, usize, u64) {
     )
 }
 
-/// A file that can be told from every other one.
+/// The identity of a file: no other open file has the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct FileId {
     pub(super) device: u64,

@@ -44,7 +44,7 @@ pub(crate) fn absolute_path(domain: &Domain) -> Result<String> {
     })
 }
 
-/// What the form names.
+/// The kind of object that a handle names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HandleKind {
     Ticket,

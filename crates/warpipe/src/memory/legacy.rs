@@ -53,7 +53,7 @@ pub struct LegacyHandle {
     fields: LegacyFields,
 }
 
-/// What the bytes hold.
+/// The payload of a legacy handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 struct LegacyFields {
     origin: ProcessOrigin,

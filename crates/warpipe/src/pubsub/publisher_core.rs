@@ -1,6 +1,6 @@
 //! The part that all handles of one publisher share: its slots, from the loan to the return.
 //!
-//! What the lock guards is [`state`], made of parts with invariants of their own: [`links`],
+//! The lock guards [`state`], made of parts with invariants of their own: [`links`],
 //! [`history`], [`placement`] (of the sample that is being sent). [`slot_fences`] needs no lock.
 //! The operations over them: [`backpressure`] (a send waits for room, and takes the turn),
 //! [`send`], [`unicast`], and [`accept`] (the control thread's work).

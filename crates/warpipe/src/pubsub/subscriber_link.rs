@@ -158,10 +158,10 @@ impl LinkParts {
         link.write_heartbeat(crate::clock::now_ns());
         let tell =
             |(bytes, fd)| message::send(link.socket(), &Message::Completions { bytes }, &[fd]);
-        let told = completions
+        let sent = completions
             .map_or(Ok(()), tell)
             .and_then(|()| link.announce(chunks));
-        match told {
+        match sent {
             Ok(()) => Ok(link),
             Err(error) => Err((Box::new(link), error)),
         }

@@ -181,10 +181,10 @@ impl Dispatcher {
             });
         }
         let (result, entered) = match posted {
-            Ok((parcel, position)) => {
+            Ok((input, position)) => {
                 guard
                     .table
-                    .store_input(job, Arc::new(parcel), position.is_some());
+                    .store_input(job, Arc::new(input), position.is_some());
                 (
                     position.map_or(DeliveryResult::Nobody, DeliveryResult::At),
                     Ok(job),

@@ -125,7 +125,7 @@ impl Dispatcher {
             epoll::EventData::new_u64(OWN_DOORBELL),
             EPOLL_FLAGS,
         )
-        .map_err(|e| Error::os("epoll_ctl", "a queue's bell", e))?;
+        .map_err(|e| Error::os("epoll_ctl", "a queue's doorbell", e))?;
         let dispatcher = Arc::new(Dispatcher {
             owner_process: OwnerProcess::current(),
             spin: Spin::new(options.shared.spin),

@@ -75,7 +75,7 @@ impl Drop for QueueFixture {
     }
 }
 
-/// A worker made by hand, which sends the answers that a test chooses.
+/// A worker of a bare subscriber and publisher, which sends the answers that a test chooses.
 struct FakeWorker<'a> {
     fixture: &'a QueueFixture,
     answers: Publisher,

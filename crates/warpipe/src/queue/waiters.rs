@@ -137,7 +137,7 @@ impl State {
             return Duration::ZERO;
         }
         let parting = self.sessions.iter().any(|session| session.end.is_some());
-        // What makes room for a job, a device or the release of a result, rings no doorbell.
+        // Room for a job comes from a device or the release of a result: neither rings a doorbell.
         let has_work = parting || !self.table.waiting.is_empty();
         let limit = match (self.has_pending_result(), has_work) {
             // A device that completes a result cannot ring.

@@ -56,7 +56,7 @@ pub(crate) struct SharedPage {
     owner_process: OwnerProcess,
 }
 
-/// A range of addresses that is unmapped by hand.
+/// A range of addresses, which its owner unmaps.
 #[derive(Debug, Clone, Copy)]
 struct Mapping {
     base: *mut u8,

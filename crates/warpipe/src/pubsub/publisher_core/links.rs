@@ -31,7 +31,7 @@ impl Links {
         }
     }
 
-    /// Adds a link, whose welcome has announced every region.
+    /// Adds a link. Its welcome has announced every region.
     pub(super) fn add(&mut self, link: SubscriberLink) {
         self.list.push(link);
     }

@@ -80,7 +80,7 @@ pub(super) fn send_turn_wait(limit: Option<Duration>) -> TurnWait {
 }
 
 impl PublisherCore {
-    /// What the turn is held for, in the error of a wait for it.
+    /// The purpose of the turn, in the error of a wait for it.
     pub(super) fn send_of(&self) -> String {
         format!("send of {:?}", self.name)
     }

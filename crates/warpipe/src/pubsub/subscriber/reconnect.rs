@@ -35,11 +35,11 @@ impl ReconnectAttempt {
         socket: PeerSocket,
     ) -> Result<ReconnectAttempt> {
         let shared = Arc::new(AttemptResult::default());
-        let (told, name) = (shared.clone(), connect_options.name.clone());
+        let (attempt, name) = (shared.clone(), connect_options.name.clone());
         let run = move || {
             let limit = HandshakeLimit::new(connect_options.timeout);
-            let result = connect_options.shake_hands(socket, limit, &told.is_cancelled);
-            told.end(result);
+            let result = connect_options.shake_hands(socket, limit, &attempt.is_cancelled);
+            attempt.end(result);
             connect_options.doorbell.ring();
         };
         let spawned = std::thread::Builder::new()

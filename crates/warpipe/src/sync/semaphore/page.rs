@@ -46,7 +46,7 @@ const PERMIT_BYTES: usize = 64;
 /// Offsets in a wait slot.
 const STATE: usize = 0;
 const TICKET: usize = 8;
-const BELL: usize = 16;
+const FUTEX: usize = 16;
 
 /// Offsets in a permit.
 const OWNER: usize = 0;
@@ -425,9 +425,9 @@ impl SemaphorePage {
     }
 
     fn ring(&self, slot: u32) {
-        let bell = self.in_slot::<AtomicU32>(slot, BELL);
-        bell.fetch_add(1, SeqCst);
-        atomic::wake(bell);
+        let futex = self.in_slot::<AtomicU32>(slot, FUTEX);
+        futex.fetch_add(1, SeqCst);
+        atomic::wake(futex);
     }
 
     /// Wakes all threads that wait for `me`, so that they check this process's state.
@@ -438,14 +438,14 @@ impl SemaphorePage {
     }
 
     /// Sleeps until the wait slot is woken, or `limit` has passed. `is_due` is called after the
-    /// wake word has been read, so no wake-up is lost.
+    /// futex word has been read, so no wake-up is lost.
     pub(super) fn sleep(&self, slot: WaitSlot, limit: Duration, is_due: impl FnOnce() -> bool) {
-        let bell = self.in_slot::<AtomicU32>(slot.index, BELL);
-        let seen = bell.load(SeqCst);
+        let futex = self.in_slot::<AtomicU32>(slot.index, FUTEX);
+        let seen = futex.load(SeqCst);
         if is_due() || phase_of(self.slot_state(slot.index).load(SeqCst)) != WAITING {
             return;
         }
-        atomic::wait(bell, seen, limit);
+        atomic::wait(futex, seen, limit);
     }
 
     /// Takes back permits and wait slots of absent members. Only the creator calls it, on one
