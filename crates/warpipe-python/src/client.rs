@@ -129,7 +129,7 @@ impl Client {
     /// Sends a request. Its reply must come within ``timeout`` seconds (default: the client's;
     /// None: no limit); no server begins with it later. A tensor is copied, as ``Publisher.send``
     /// does; a ``loan`` of this client is sent without a copy. ``metadata``: a dict (as JSON) or
-    /// bytes, at most 200 bytes, for the server.
+    /// any buffer, at most 200 bytes, for the server.
     ///
     /// Raises ``QueueFullError``; ``NotATensorError``, ``DTypeError``, ``LayoutError``,
     /// ``WrongDeviceError``, ``MetadataError``; ``MemoryLimitError``, ``ClosedError``,

@@ -388,8 +388,8 @@ impl Lease {
 
     /// Completes the job: with a tensor, which is copied as ``Publisher.send`` does; with an
     /// ``output`` of this lease, without a copy; or without any. The result is complete once the
-    /// work on the tensor's stream is done; no CPU waits for that. ``metadata``: a dict or bytes,
-    /// at most 200 bytes, for the submitter.
+    /// work on the tensor's stream is done; no CPU waits for that. ``metadata``: a dict or any
+    /// buffer, at most 200 bytes, for the submitter.
     ///
     /// Raises ``ReleasedError`` when the job was answered before; ``PeerGoneError``;
     /// ``TimeoutError`` when the owner holds too many earlier results; ``NotATensorError``,

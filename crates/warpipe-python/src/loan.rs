@@ -199,7 +199,8 @@ impl Drop for Loan {
 
 #[pymethods]
 impl Loan {
-    /// Sets the metadata: a dict (as JSON), or bytes; at most 256 bytes for a frame, 200 for a job.
+    /// Sets the metadata: a dict (as JSON), or any buffer; at most 256 bytes for a frame, 200 for a
+    /// job.
     ///
     /// Raises ``MetadataError``, ``ReleasedError``.
     fn set_metadata(&self, metadata: &Bound<'_, PyAny>) -> PyResult<()> {

@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyBytes, PyDict, PyMemoryView};
 
 use crate::errors::Fault;
 
@@ -12,14 +12,17 @@ pub const BYTES_MAX: usize = 256;
 /// The most bytes of metadata of a job or its result: the queue's own metadata takes a part.
 pub const JOB_BYTES_MAX: usize = 200;
 
-/// A dict as JSON, or bytes as they are; `limit` bytes at most.
+/// A dict as JSON, or the bytes of a buffer as they are; `limit` bytes at most.
 pub fn encode(found: Option<&Bound<'_, PyAny>>, limit: usize) -> PyResult<Vec<u8>> {
     let Some(found) = found else {
         return Ok(Vec::new());
     };
-    let bytes = match found.cast::<PyBytes>() {
-        Ok(bytes) => bytes.as_bytes().to_vec(),
-        Err(_) => dump(found)?.into_bytes(),
+    let bytes = match found.cast::<PyDict>() {
+        Ok(dict) => dump(dict)?.into_bytes(),
+        Err(_) => bytes_of(found)
+            .map_err(|error| no_metadata(found, error))?
+            .as_bytes()
+            .to_vec(),
     };
     if bytes.len() > limit {
         let said = format!(
@@ -31,19 +34,33 @@ pub fn encode(found: Option<&Bound<'_, PyAny>>, limit: usize) -> PyResult<Vec<u8
     Ok(bytes)
 }
 
-fn dump(found: &Bound<'_, PyAny>) -> PyResult<String> {
+/// The bytes of an object with the buffer protocol, in C order; a copy if they may change.
+pub fn bytes_of<'py>(found: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+    if let Ok(bytes) = found.cast::<PyBytes>() {
+        return Ok(bytes.clone());
+    }
+    let copy = PyMemoryView::from(found)?.call_method0("tobytes")?;
+    Ok(copy.cast_into()?)
+}
+
+/// The error for neither a dict nor a buffer; an exception that ends the program propagates.
+fn no_metadata(found: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
+    if !error.is_instance_of::<PyException>(found.py()) {
+        return error;
+    }
+    let said = |name| format!("the metadata is a {name}; give a dict, or bytes");
+    match found.get_type().name() {
+        Ok(name) => Fault::Own("MetadataError", said(name)).into(),
+        Err(error) => error,
+    }
+}
+
+fn dump(found: &Bound<'_, PyDict>) -> PyResult<String> {
     let py = found.py();
     let options = PyDict::new(py);
     options.set_item("separators", (",", ":"))?;
     options.set_item("ensure_ascii", false)?;
     options.set_item("allow_nan", false)?;
-    let Ok(found) = found.cast::<PyDict>() else {
-        let said = format!(
-            "the metadata is a {}; give a dict, or bytes",
-            found.get_type().name()?
-        );
-        return Err(Fault::Own("MetadataError", said).into());
-    };
     let text = py
         .import("json")?
         .call_method("dumps", (found,), Some(&options));

@@ -323,7 +323,7 @@ impl Publisher {
     /// in that stream's order; no CPU waits. On the host it may be changed at once. A tensor
     /// without gaps keeps its strides; one with gaps is gathered, on its own device.
     ///
-    /// ``metadata``: a dict (as JSON) or bytes, at most 256 bytes.
+    /// ``metadata``: a dict (as JSON) or any buffer, at most 256 bytes.
     ///
     /// ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor in place, by
     /// a legacy handle, and it is kept until all of them have released it: see ``in_place``. Do not

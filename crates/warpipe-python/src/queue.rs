@@ -183,7 +183,7 @@ impl Queue {
     /// a ``loan`` of this queue without a copy. Waits for room, at most ``timeout`` seconds
     /// (default: the queue's; None: no limit), and neither for a worker nor for the device.
     ///
-    /// ``metadata``: a dict (as JSON) or bytes, at most 200 bytes, for the worker.
+    /// ``metadata``: a dict (as JSON) or any buffer, at most 200 bytes, for the worker.
     ///
     /// Raises ``QueueFullError``; ``TimeoutError`` if the driver blocks another thread's
     /// ``submit``; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,

@@ -12,6 +12,7 @@ use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Memory, MemoryHolder};
 use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range, await_copy};
+use crate::metadata::bytes_of;
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
@@ -205,8 +206,9 @@ impl View {
         Ok(consumer.map_or(Ok(()), |consumer| consumer.lead(py))?)
     }
 
-    /// Copies host bytes to byte ``offset`` (``cuMemcpyHtoDAsync``), in the order of ``stream``;
-    /// they may be changed at once. Without a stream the copy is complete when this returns.
+    /// Copies the bytes of ``data``, any buffer of the host, to byte ``offset``
+    /// (``cuMemcpyHtoDAsync``), in the order of ``stream``; they may be changed at once. Without a
+    /// stream the copy is complete when this returns.
     ///
     /// Raises ``RangeError``, ``ArgumentError`` for read-only memory, ``ReleasedError``,
     /// ``DriverError``, ``TimeoutError`` if the work before it takes over 10 s; the copy is still
@@ -215,13 +217,14 @@ impl View {
     fn write(
         &self,
         py: Python<'_>,
-        data: &Bound<'_, PyBytes>,
+        data: &Bound<'_, PyAny>,
         offset: u64,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         use crate::copies::Target;
         self.check_writable()?;
-        let (memory, owner, bytes) = (self.memory()?, self.owner()?, data.as_bytes());
+        let (memory, owner, data) = (self.memory()?, self.owner()?, bytes_of(data)?);
+        let bytes = data.as_bytes();
         let (length, available) = (bytes.len() as u64, self.tensor.layout.bytes());
         if offset.checked_add(length).is_none_or(|end| end > available) {
             let name = self.tensor.what().to_owned();

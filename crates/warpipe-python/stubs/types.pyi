@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import EllipsisType, TracebackType
 from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final
-from typing_extensions import Self, disjoint_base
+from typing_extensions import Buffer as _BytesLike, Self, disjoint_base
 
 from ._tuples import EndpointInfo, MemoryUse
 
@@ -22,7 +22,7 @@ class _TorchDevice(Protocol):
 
 _DeviceLike: TypeAlias = Device | str | int | _TorchDevice
 _DomainLike: TypeAlias = Domain | str | os.PathLike[str]
-_Metadata: TypeAlias = dict[str, Any] | bytes
+_Metadata: TypeAlias = dict[str, Any] | _BytesLike
 _Shape: TypeAlias = SupportsIndex | Sequence[int]
 _Timeout: TypeAlias = float | None | EllipsisType
 _Policy: TypeAlias = Literal["block", "drop_oldest", "drop_newest", "fail"]
@@ -700,7 +700,7 @@ class View(_Tensor):
     def read_only(self) -> bool: ...
     def view(self, shape: _Shape, dtype: Any, offset: int = 0) -> View: ...
     def copy_from(self, tensor: Any, *, stream: _StreamLike | None = None) -> None: ...
-    def write(self, data: bytes, offset: int = 0, *, stream: _StreamLike | None = None) -> None: ...
+    def write(self, data: _BytesLike, offset: int = 0, *, stream: _StreamLike | None = None) -> None: ...
     def used_on(self, *, stream: _StreamLike) -> None: ...
     def wait(self, timeout: float | None = 10.0) -> None: ...
     def release(self, *, stream: _StreamLike | None = None) -> None: ...

@@ -77,6 +77,13 @@ def test_metadata_is_a_small_dict(link):
         raw.metadata
 
 
+@pytest.mark.parametrize("metadata", [bytearray(b"\xff\x00"), memoryview(b"\xff.\x00.")[::2], np.array([[0xFF], [0]], np.uint8)])
+def test_metadata_may_be_any_buffer(link, metadata):
+    publisher, subscriber = link
+    publisher.send(b"x", metadata=metadata)
+    assert subscriber.receive().metadata_bytes == b"\xff\x00"
+
+
 def test_what_ends_the_program_is_no_error_of_metadata(link):
     class Ending(dict):
         def items(self):

@@ -36,6 +36,12 @@ def test_memory_is_a_tensor_of_every_shape_that_fits(allocate, device):
     assert memory.tobytes()[512:640] == wanted.tobytes()
     memory.write(b"abcd", 4092)
     assert memory.tobytes()[4092:] == b"abcd"
+    for data in (bytearray(b"efgh"), memoryview(b"e.f.g.h.")[::2], np.frombuffer(b"efgh", np.uint16).reshape(2, 1)):
+        memory.write(bytes(4), 4092)
+        memory.write(data, 4092)
+        assert memory.tobytes()[4092:] == b"efgh"
+    with pytest.raises(TypeError):
+        memory.write("text")
     assert isinstance(memory, warpipe.View) and "Memory(" in repr(memory)
 
 

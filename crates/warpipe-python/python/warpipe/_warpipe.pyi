@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import EllipsisType, TracebackType
 from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final
-from typing_extensions import Self, disjoint_base
+from typing_extensions import Buffer as _BytesLike, Self, disjoint_base
 
 from ._tuples import EndpointInfo, MemoryUse
 
@@ -23,7 +23,7 @@ class _TorchDevice(Protocol):
 
 _DeviceLike: TypeAlias = Device | str | int | _TorchDevice
 _DomainLike: TypeAlias = Domain | str | os.PathLike[str]
-_Metadata: TypeAlias = dict[str, Any] | bytes
+_Metadata: TypeAlias = dict[str, Any] | _BytesLike
 _Shape: TypeAlias = SupportsIndex | Sequence[int]
 _Timeout: TypeAlias = float | None | EllipsisType
 _Policy: TypeAlias = Literal["block", "drop_oldest", "drop_newest", "fail"]
@@ -321,7 +321,7 @@ class Publisher(Closeable):
         in that stream's order; no CPU waits. On the host it may be changed at once. A tensor
         without gaps keeps its strides; one with gaps is gathered, on its own device.
 
-        ``metadata``: a dict (as JSON) or bytes, at most 256 bytes.
+        ``metadata``: a dict (as JSON) or any buffer, at most 256 bytes.
 
         ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor in place, by
         a legacy handle, and it is kept until all of them have released it: see ``in_place``. Do not
@@ -387,7 +387,8 @@ class Loan(_Tensor):
     once it is handed on. If it is not handed on by the end of a ``with`` block, it goes back.
     """
     def set_metadata(self, metadata: _Metadata) -> None:
-        """Sets the metadata: a dict (as JSON), or bytes; at most 256 bytes for a frame, 200 for a job.
+        """Sets the metadata: a dict (as JSON), or any buffer; at most 256 bytes for a frame, 200 for a
+        job.
 
         Raises ``MetadataError``, ``ReleasedError``.
         """
@@ -676,7 +677,7 @@ class Queue(Closeable):
         a ``loan`` of this queue without a copy. Waits for room, at most ``timeout`` seconds
         (default: the queue's; None: no limit), and neither for a worker nor for the device.
 
-        ``metadata``: a dict (as JSON) or bytes, at most 200 bytes, for the worker.
+        ``metadata``: a dict (as JSON) or any buffer, at most 200 bytes, for the worker.
 
         Raises ``QueueFullError``; ``TimeoutError`` if the driver blocks another thread's
         ``submit``; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
@@ -935,8 +936,8 @@ class Lease(Sample):
     ) -> None:
         """Completes the job: with a tensor, which is copied as ``Publisher.send`` does; with an
         ``output`` of this lease, without a copy; or without any. The result is complete once the
-        work on the tensor's stream is done; no CPU waits for that. ``metadata``: a dict or bytes,
-        at most 200 bytes, for the submitter.
+        work on the tensor's stream is done; no CPU waits for that. ``metadata``: a dict or any
+        buffer, at most 200 bytes, for the submitter.
 
         Raises ``ReleasedError`` when the job was answered before; ``PeerGoneError``;
         ``TimeoutError`` when the owner holds too many earlier results; ``NotATensorError``,
@@ -1047,7 +1048,7 @@ class Client(Closeable):
         """Sends a request. Its reply must come within ``timeout`` seconds (default: the client's;
         None: no limit); no server begins with it later. A tensor is copied, as ``Publisher.send``
         does; a ``loan`` of this client is sent without a copy. ``metadata``: a dict (as JSON) or
-        bytes, at most 200 bytes, for the server.
+        any buffer, at most 200 bytes, for the server.
 
         Raises ``QueueFullError``; ``NotATensorError``, ``DTypeError``, ``LayoutError``,
         ``WrongDeviceError``, ``MetadataError``; ``MemoryLimitError``, ``ClosedError``,
@@ -1631,9 +1632,10 @@ class View(_Tensor):
         ``ArgumentError`` for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError``
         if the work before it takes over 10 s; the copy is still done then.
         """
-    def write(self, data: bytes, offset: int = 0, *, stream: _StreamLike | None = None) -> None:
-        """Copies host bytes to byte ``offset`` (``cuMemcpyHtoDAsync``), in the order of ``stream``;
-        they may be changed at once. Without a stream the copy is complete when this returns.
+    def write(self, data: _BytesLike, offset: int = 0, *, stream: _StreamLike | None = None) -> None:
+        """Copies the bytes of ``data``, any buffer of the host, to byte ``offset``
+        (``cuMemcpyHtoDAsync``), in the order of ``stream``; they may be changed at once. Without a
+        stream the copy is complete when this returns.
 
         Raises ``RangeError``, ``ArgumentError`` for read-only memory, ``ReleasedError``,
         ``DriverError``, ``TimeoutError`` if the work before it takes over 10 s; the copy is still
