@@ -23,7 +23,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 pub use python::{Device, device, errors, ffi, memory, prelude, sync};
-pub use tensor::DType;
+pub use tensor::{DType, RANK_MAX};
 
 use self::dlpack::{Imported, export, import};
 use self::memory::{ConsumerStay, Memory};

@@ -208,8 +208,12 @@ def test_a_callback_that_ends_its_thread_ends_no_other_callback(pair, caplog):
 
 
 def test_a_callback_that_ctrl_c_ends_on_its_caller_leaves_the_others_to_the_thread(pair):
-    queue, _ = pair
-    handle, seen = queue.submit(b"x"), []
+    queue, worker = pair
+    first, handle, seen = queue.submit(b"x"), queue.submit(b"y"), []
+    busy, free = threading.Event(), threading.Event()
+    first.add_done_callback(lambda _: (busy.set(), free.wait(LIMIT_SECONDS)))
+    worker.lease().complete()
+    assert busy.wait(LIMIT_SECONDS), "the thread of callbacks is held up: the caller runs the next ones"
 
     def interrupted(_):
         raise KeyboardInterrupt
@@ -218,6 +222,7 @@ def test_a_callback_that_ctrl_c_ends_on_its_caller_leaves_the_others_to_the_thre
     handle.add_done_callback(lambda _: seen.append(threading.current_thread().name))
     with pytest.raises(KeyboardInterrupt):
         handle.cancel()
+    free.set()
     until(lambda: seen == ["warpipe-callbacks"], "the callback after it")
 
 
@@ -371,7 +376,9 @@ print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]), parents == [os.g
 
 def test_a_callback_may_fork_and_the_child_calls_none_of_its_parents(tmp_path):
     code = FORKING.replace("DOMAIN", repr(str(tmp_path)))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    # From 3.12 on Python warns of a fork beside threads.
+    program = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 True\n", "")
 
 
@@ -385,6 +392,7 @@ late += [queue.submit(b"x") for _ in range(10)]
 for handle in late[1:]:
     handle.add_done_callback(lambda _: None)
 worker.lease().complete()
+late[0].exception(30)
 print("end", flush=True)
 """
 
