@@ -133,7 +133,9 @@ fn gone(reports: &Reports) -> Option<&Figure> {
 
 /// The part of the demo in which the publisher is killed, as one subscriber sees it.
 fn demo(reports: &Reports) -> String {
-    let mut text = String::from("```console\n$ cargo run --release -- demo\n");
+    let gpu = reports.demo.first().map(|demo| demo.head.gpu.as_str());
+    let gpu = gpu.map_or(String::new(), |gpu| format!("   # {gpu}, in part"));
+    let mut text = format!("```console\n$ cargo run --release -- demo{gpu}\n");
     let lines = reports.demo.first().map(|demo| demo.output.as_slice());
     let lines = lines.unwrap_or_default();
     let part = lines
@@ -144,16 +146,6 @@ fn demo(reports: &Reports) -> String {
         let _ = writeln!(text, "{}", line.trim_end());
     }
     text += "```\n";
-    if let Some(demo) = reports.demo.first() {
-        let _ = write!(
-            text,
-            "\n{}\n",
-            wrapped(&format!(
-                "This is the part in which the publisher is killed, on an {}.",
-                demo.head.gpu
-            ))
-        );
-    }
     text
 }
 
