@@ -161,7 +161,7 @@ fn python_bars(report: &Python, place: &str) -> Vec<Bar> {
 /// The victims that are killed in the middle of a kernel.
 fn deaths(reports: &Reports, head: &Head) -> Chart {
     let labels = [
-        ("-> PublisherGone", "subscriber gets PublisherGone"),
+        ("-> PublisherGone", "subscriber gets PeerGone"),
         ("-> subscribers() tells", "publisher lists the death"),
         (
             "-> its slots are lent again",

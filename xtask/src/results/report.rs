@@ -96,6 +96,7 @@ pub struct Rust {
 pub struct Python {
     pub head: Head,
     quick: bool,
+    devices: u32,
     pub python: String,
     pub packages: BTreeMap<String, Option<String>>,
     pub contestants: Vec<Contestant>,
@@ -118,6 +119,20 @@ pub struct Reports {
     pub bench: Vec<Bench>,
     pub python: Vec<Python>,
     pub demo: Vec<Demo>,
+}
+
+/// Leaves out what a run with several GPUs measured on one of them, where a run with one did so.
+fn count_one_device_once(reports: &mut [Python]) {
+    const PLACE: &str = "one device";
+    let single = reports.iter().filter(|report| report.devices == 1);
+    let measured: Vec<String> = single.map(|report| report.head.sharing().into()).collect();
+    let again = |report: &&mut Python| {
+        report.devices > 1 && measured.iter().any(|mode| mode == report.head.sharing())
+    };
+    for report in reports.iter_mut().filter(again) {
+        report.contestants.retain(|row| row.place != PLACE);
+        report.figures.retain(|figure| !figure.name.contains(PLACE));
+    }
 }
 
 /// A report's kind, by its file's name.
@@ -176,6 +191,7 @@ impl Reports {
             .bench
             .sort_by_key(|report| (report.devices, report.head.order()));
         reports.python.sort_by_key(|report| report.head.order());
+        count_one_device_once(&mut reports.python);
         reports.demo.sort_by_key(|report| report.head.order());
         reports.check_one_commit()?;
         Ok(reports)
@@ -280,6 +296,35 @@ mod tests {
             python: Vec::new(),
             demo: commits.iter().map(demo).collect(),
         }
+    }
+
+    #[test]
+    fn what_two_gpus_measured_on_one_is_left_out_where_one_gpu_measured_it() {
+        let report = |mode: &str, devices: u32| -> Python {
+            let rows = ["one device", "two devices"].map(|place| {
+                serde_json::json!({
+                    "contestant": "warpipe", "role": "ours", "kernel": "direct", "place": place,
+                    "bytes": 4096, "status": "measured", "reason": ""
+                })
+            });
+            let head = serde_json::json!({
+                "commit": "0123456", "gpu": "H200", "driver": "580",
+                "date": "2026-11-22T00:00:00Z", "mode": mode
+            });
+            let report = serde_json::json!({
+                "head": head, "quick": false, "devices": devices, "python": "3.12",
+                "packages": {}, "contestants": rows, "rust": {"figures": []}, "figures": []
+            });
+            serde_json::from_value(report).unwrap()
+        };
+        let mut reports = [
+            report("timesliced", 1),
+            report("timesliced-x2", 2),
+            report("mps-x2", 2),
+        ];
+        count_one_device_once(&mut reports);
+        let rows = reports.map(|report| report.contestants.len());
+        assert_eq!(rows, [2, 1, 2]);
     }
 
     #[test]
