@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::heartbeat::Uptime;
-use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
+use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, catch_panic};
 
 /// The most connections without a `Hello` so far.
 const PENDING_MAX: usize = 64;
@@ -344,9 +344,11 @@ impl Acceptor {
         Ok(Some((hello, quota_permit)))
     }
 
+    /// A panic of the owner's, whose policy is the user's code, refuses this client alone: in the
+    /// listener's event it would end the listening.
     fn hand_over(&self, hello: Hello, connection: Connection) {
         if let Some(owner) = self.owner.upgrade() {
-            owner.on_connection(connection, hello);
+            let _panicked = catch_panic(|| owner.on_connection(connection, hello));
             self.reactor.drop_on_reaper(owner);
         }
     }

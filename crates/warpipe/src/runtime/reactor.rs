@@ -461,7 +461,7 @@ impl Drop for Registration {
 
 /// Runs code that is not the reactor's own (a policy is the user's code): its panic must not end
 /// the one thread that detects deaths. The panic hook has reported it.
-fn catch_panic<T>(work: impl FnOnce() -> T) -> Option<T> {
+pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Option<T> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).ok()
 }
 

@@ -324,6 +324,37 @@ fn a_policy_that_panics_refuses_only_the_client_it_was_asked_about() {
 }
 
 #[test]
+fn a_policy_that_panics_while_others_wait_to_be_accepted_leaves_the_publisher_listening() {
+    let scratch = Scratch::new();
+    let (all_said, wait) = std::sync::mpsc::channel::<()>();
+    let wait = std::sync::Mutex::new(wait);
+    let publisher = scratch.publisher(|it| {
+        it.policy_of(move |_| {
+            // The first client is asked about until all others have connected and said `Hello`, so
+            // each of those is read as soon as it is accepted.
+            if wait.lock().is_ok_and(|wait| wait.recv().is_ok()) {
+                panic!("the user's code panics");
+            }
+            crate::Policy::Fail
+        })
+    });
+    let sockets = [(); 4].map(|()| {
+        let socket = scratch.connection();
+        send_raw(&socket, &packet(&hello()), &[]).unwrap();
+        socket
+    });
+    sockets.iter().for_each(|_| all_said.send(()).unwrap());
+    for socket in &sockets {
+        assert!(!matches!(
+            hear(socket),
+            Received::Message(Message::Welcome { .. }, _)
+        ));
+    }
+    drop(all_said);
+    assert_delivers(&publisher, &mut scratch.subscriber(), b"it listens");
+}
+
+#[test]
 fn a_limit_of_one_admits_one_of_many_that_come_at_once() {
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| it.subscribers_max(1));
