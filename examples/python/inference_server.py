@@ -67,7 +67,7 @@ def server(domain: str, device: str | None, doomed: bool, pipe: Any) -> None:
 
 
 def ask(domain: str, device: str | None, weights: Any, requests: int) -> tuple[set[int], int]:
-    """Sends all requests at once, and checks every reply. Gives who answered, and how often one was tried again."""
+    """Sends all requests at once, and checks every reply. Returns the servers that answered, and how often one was tried again."""
     random = np.random.default_rng(2)
     inputs = [random.standard_normal((4, INPUTS), dtype=np.float32) for _ in range(requests)]
     with warpipe.Client("model/infer", domain=domain, device=device, timeout=LIMIT_SECONDS) as client:

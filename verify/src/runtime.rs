@@ -24,13 +24,21 @@ pub(crate) mod doorbell {
 pub(crate) mod heartbeat {
     use std::time::Duration;
 
-    /// The clock of a queue's leases is the model's.
-    #[derive(Debug, Default)]
-    pub(crate) struct Uptime;
+    use crate::queue::states;
+
+    /// The model's clock, from when this was made.
+    #[derive(Debug)]
+    pub(crate) struct Uptime(Duration);
+
+    impl Default for Uptime {
+        fn default() -> Uptime {
+            Uptime(states::now())
+        }
+    }
 
     impl Uptime {
         pub(crate) fn ran(&self) -> Duration {
-            crate::queue::states::now()
+            states::now().saturating_sub(self.0)
         }
     }
 }

@@ -16,7 +16,8 @@ CARGO_TEST = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) 
 LAST_LINE = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 TAIL_LINES = 20
 # All other parts are test programs: one that passes nothing, or does not say how much, has failed.
-WITHOUT_COUNTS = ("mps-daemon", "doctor", "python-install", "demo", "demo-text", "render", "bench", "python-bench")
+WITHOUT_COUNTS = ("mps-daemon", "doctor", "python-install", "demo", "demo-text", "render", "bench", "python-bench",
+                  "mpi-install", "mpi-65536", "mpi-4194304", "mpi-268435456", "mpi-kill")
 # Parts that leave a report of their own beside ours, NAME-MODE.json.
 REPORTING = ("conformance", "bench", "python-bench")
 # An example's last line is its result.

@@ -133,7 +133,7 @@ fn prepare_root(workspace: &Workspace, folder: &Path) -> Outcome<()> {
         .map_err(|error| format!("{} not written: {error}", complete.display()))
 }
 
-/// An APT configuration whose lists, cache and state lie in `folder`.
+/// An APT configuration with its lists, cache and state in `folder`.
 fn write_configuration(folder: &Path) -> Outcome<PathBuf> {
     let apt = folder.join("apt");
     for name in ["state/lists/partial", "cache/archives/partial"] {

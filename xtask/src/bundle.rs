@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::Outcome;
+use crate::c;
 use crate::python;
 use crate::workspace::{Workspace, cargo};
 
@@ -25,6 +26,8 @@ const SCRIPTS: &[(&str, &str, u32)] = &[
     ("run", include_str!("../bundle/run"), 0o755),
     ("report.py", include_str!("../bundle/report.py"), 0o644),
 ];
+/// Builds and runs the examples in C++ there.
+const CPP_CHECK: &str = include_str!("../bundle/cpp");
 /// The profile in the root manifest: release, stripped.
 const PROFILE: &str = "bundle";
 /// The archive travels with the checkout, and 64 MiB is what a machine lent for an hour may take.
@@ -60,6 +63,9 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     let commit = commit_of(&workspace.root)?;
     write(&folder.join("commit"), &format!("{commit}\n"), 0o644)?;
     python::carry(workspace, &folder.join("python"))?;
+    let cpp = folder.join("cpp");
+    c::carry(workspace, &cpp)?;
+    write(&cpp.join("cpp"), CPP_CHECK, 0o755)?;
     let archive = folder.with_extension("tar.gz");
     pack(&folder, &archive)?;
     let bytes = fs::metadata(&archive)

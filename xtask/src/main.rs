@@ -4,6 +4,7 @@
 mod aarch64;
 mod api;
 mod bundle;
+mod c;
 mod cases;
 mod counts;
 mod layers;
@@ -40,6 +41,11 @@ const USAGE: &str = "usage: cargo xtask COMMAND
                   machine first, which replace those
   style           the rules of the sources: layers, imports, lengths
   api             write the list of the public API, crates/warpipe/public-api.txt
+  c header        write the C interface's header, crates/warpipe-c/include/warpipe.h
+  c test          compile and run the C interface's tests, in C and C++
+  c examples      build and run the examples in C++, examples/cpp
+  c snippets      compile the snippets in C and C++ of the pages, and run the whole programs
+  c-dist          make the C interface's install tree in target/c-dist
   pages           see that links resolve and that a test runs every snippet
   book            make the book of docs/ in target/book, with mdBook (built once)
   gpu-bundle      assemble target/gpu-bundle, which tests a machine that has a GPU and no Rust";
@@ -110,6 +116,27 @@ fn main() -> ExitCode {
             .map(|()| true),
         ["book"] => Workspace::find()
             .and_then(|workspace| pages::book(&workspace))
+            .map(|()| true),
+        ["c", "header"] => Workspace::find()
+            .and_then(|workspace| c::write_header(&workspace))
+            .map(|()| true),
+        ["c", "test"] => Workspace::find().and_then(|workspace| {
+            let counts = c::test(&workspace)?;
+            println!("\n{counts}");
+            Ok(counts.failed == 0)
+        }),
+        ["c", "examples"] => Workspace::find().and_then(|workspace| {
+            let counts = c::run_examples(&workspace)?;
+            println!("\n{counts}");
+            Ok(counts.failed == 0)
+        }),
+        ["c", "snippets"] => Workspace::find().and_then(|workspace| {
+            let counts = c::check_snippets(&workspace)?;
+            println!("\n{counts}");
+            Ok(counts.failed == 0)
+        }),
+        ["c-dist"] => Workspace::find()
+            .and_then(|workspace| c::dist(&workspace))
             .map(|()| true),
         ["gpu-bundle"] => Workspace::find()
             .and_then(|workspace| bundle::assemble(&workspace))

@@ -1,8 +1,10 @@
 //! The methods of `cargo xtask verify` that need a nightly toolchain. Where it is not there they
 //! are skipped, and say why.
 
+mod c_threads;
+
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -11,13 +13,15 @@ use crate::counts::{Counts, Dialect};
 use crate::process::{Finished, Task};
 use crate::workspace::{Workspace, cargo};
 
+pub use c_threads::run as c_threads;
+
 const BUILD_LIMIT: Duration = Duration::from_secs(1800);
 /// How long each parser is fuzzed where nobody says.
 const FUZZ_TIME: Duration = Duration::from_secs(20);
 /// A fuzzer's time beside its limit: reading what it found before.
 const FUZZ_SPARE: Duration = Duration::from_secs(300);
 
-/// Each of Miri's two runs, a few minutes on an idle machine.
+/// Each of Miri's runs, at most a few minutes on an idle machine.
 const MIRI_LIMIT: Duration = Duration::from_secs(3600);
 
 /// The host's cases under ThreadSanitizer.
@@ -108,8 +112,8 @@ const UNITS: &[&str] = &[
     "backend::pointer::tests::a_line",
 ];
 
-/// Runs under Miri: histories of arena, pool and entries, the Python package's DLPack structures,
-/// and [`UNITS`].
+/// Runs under Miri: histories of arena, pool and entries, the tests of DLPack's structures, and
+/// [`UNITS`].
 pub fn miri(workspace: &Workspace) -> Outcome<Counts> {
     if !has(&["cargo", "miri", "--version"]) {
         return skipped(&format!("no nightly toolchain with Miri; {INSTALL}"));
@@ -120,8 +124,10 @@ pub fn miri(workspace: &Workspace) -> Outcome<Counts> {
             .args(["miri", "test", "--locked", "--target-dir"])
             .args([&built])
     };
-    let models = miri().args(["--test", "histories", "--test", "dlpack"]);
+    let models = miri().args(["--test", "histories"]);
     let mut counts = counted(&models.run(&workspace.root.join("verify"), MIRI_LIMIT)?);
+    let dlpack = miri().args(["-p", "warpipe-dlpack", "--test", "dlpack"]);
+    counts += counted(&dlpack.run(&workspace.root, MIRI_LIMIT)?);
     let units = miri().args(["-p", "warpipe", "--lib", "--"]).args(UNITS);
     counts += counted(
         &units
@@ -134,39 +140,19 @@ pub fn miri(workspace: &Workspace) -> Outcome<Counts> {
 /// Runs the conformance cases on the host under ThreadSanitizer, with the standard library compiled
 /// for it, too.
 pub fn tsan(workspace: &Workspace) -> Outcome<Counts> {
-    if !has(&["cargo", "--version"]) || !has_library_source() {
-        return skipped(&format!(
-            "no nightly toolchain with the standard library's source; {INSTALL}"
-        ));
+    if let Some(reason) = no_tsan() {
+        return skipped(&reason);
     }
-    let (built, logs) = (
-        workspace.target.join("verify/tsan"),
-        workspace.target.join("verify/races"),
-    );
-    // An earlier run's reports are not this one's.
-    let _ = fs::remove_dir_all(&logs);
-    fs::create_dir_all(&logs).map_err(|error| format!("{} not made: {error}", logs.display()))?;
-    let build = nightly("cargo")
-        .args(["build", "--locked", "-Zbuild-std", "--target"])
-        .args([triple()]);
-    let build = build
-        .args(["-p", "warpipe-conformance", "--target-dir"])
-        .args([&built]);
-    let flags = "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer";
-    if !build
-        .env("RUSTFLAGS", flags)
-        .run(&workspace.root, BUILD_LIMIT)?
-        .success
-    {
-        return Err("the conformance suite does not compile with ThreadSanitizer".into());
-    }
+    let logs = workspace.target.join("verify/races");
+    make_empty(&logs)?;
+    let built = build_for_tsan(workspace, &["build", "-p", "warpipe-conformance"])?;
     // Cases fork beside threads, and want processes that end by their faults.
     let options = format!(
         "die_after_fork=0 handle_segv=0 handle_sigbus=0 handle_abort=0 suppressions={} log_path={}",
         workspace.root.join("verify/tsan.supp").display(),
         logs.join("race").display()
     );
-    let program = built.join(format!("{}/debug/conformance", triple()));
+    let program = built.join("conformance");
     let task = Task::new(program)
         .args(["--backend", "host"])
         .env("TSAN_OPTIONS", options);
@@ -192,15 +178,52 @@ fn reports(logs: &Path) -> Outcome<u64> {
     Ok(count)
 }
 
-fn has_library_source() -> bool {
+/// The reason why nothing can be compiled for ThreadSanitizer here.
+fn no_tsan() -> Option<String> {
+    let has_source = || {
+        sysroot().is_some_and(|root| {
+            root.join("lib/rustlib/src/rust/library/Cargo.toml")
+                .exists()
+        })
+    };
+    (!has(&["cargo", "--version"]) || !has_source())
+        .then(|| format!("no nightly toolchain with the standard library's source; {INSTALL}"))
+}
+
+/// The folder of the nightly toolchain.
+fn sysroot() -> Option<PathBuf> {
     let printed = Command::new("rustup")
         .args(["run", "nightly", "rustc", "--print", "sysroot"])
-        .output();
-    let Ok(printed) = printed else { return false };
-    let sysroot = String::from_utf8_lossy(&printed.stdout).trim().to_owned();
-    Path::new(&sysroot)
-        .join("lib/rustlib/src/rust/library/Cargo.toml")
-        .exists()
+        .output()
+        .ok()?;
+    Some(String::from_utf8_lossy(&printed.stdout).trim().into())
+}
+
+/// Runs cargo with these arguments, which compiles for ThreadSanitizer. Returns the folder of what
+/// it compiles.
+fn build_for_tsan(workspace: &Workspace, arguments: &[&str]) -> Outcome<PathBuf> {
+    let built = workspace.target.join("verify/tsan");
+    let build = nightly("cargo")
+        .args(arguments.iter().copied())
+        .args(["--locked", "-Zbuild-std", "--target", &triple()])
+        .args(["--target-dir".as_ref(), built.as_os_str()]);
+    let flags = "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer";
+    let built = built.join(format!("{}/debug", triple()));
+    if build
+        .env("RUSTFLAGS", flags)
+        .run(&workspace.root, BUILD_LIMIT)?
+        .success
+    {
+        Ok(built)
+    } else {
+        Err("the library does not compile with ThreadSanitizer".into())
+    }
+}
+
+/// Makes an empty folder: an earlier run's files are not this one's.
+fn make_empty(folder: &Path) -> Outcome<()> {
+    let _ = fs::remove_dir_all(folder);
+    fs::create_dir_all(folder).map_err(|error| format!("{} not made: {error}", folder.display()))
 }
 
 fn counted(finished: &Finished) -> Counts {

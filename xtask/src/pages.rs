@@ -47,11 +47,49 @@ const MDBOOK: &[&str] = &[
 const INSTALL_LIMIT: Duration = Duration::from_secs(3600);
 const BOOK_LIMIT: Duration = Duration::from_secs(300);
 
+/// Compiles the snippets in C and C++ of these pages.
+const C_PAGES: &str = "docs/";
+
 /// A fenced block.
 struct Snippet {
     line: usize,
     info: String,
     text: String,
+}
+
+impl Snippet {
+    fn language(&self) -> &str {
+        self.info.split([',', ' ']).next().unwrap_or_default()
+    }
+}
+
+/// A snippet in C or C++, for the compiler.
+pub struct CSnippet {
+    /// Page and line.
+    pub place: String,
+    pub is_cpp: bool,
+    pub text: String,
+}
+
+/// All snippets in C and C++.
+pub fn c_snippets(workspace: &Workspace) -> Outcome<Vec<CSnippet>> {
+    let mut found = Vec::new();
+    for path in workspace.pages(&[C_PAGES])? {
+        let text = fs::read_to_string(&path)
+            .map_err(|error| format!("{} not read: {error}", path.display()))?;
+        let name = workspace.show(&path).to_string();
+        for snippet in parse(&text).snippets {
+            let is_cpp = snippet.language() == "cpp";
+            if is_cpp || snippet.language() == "c" {
+                found.push(CSnippet {
+                    place: format!("{name}:{}", snippet.line),
+                    is_cpp,
+                    text: snippet.text,
+                });
+            }
+        }
+    }
+    Ok(found)
 }
 
 /// The parts of a page that are checked.
@@ -191,8 +229,7 @@ fn plain(path: &Path) -> PathBuf {
 
 /// Whether a test compiles, runs or checks a snippet; `text` is for diagrams and output.
 fn tested(name: &str, snippet: &Snippet, doc_tests: &str) -> Outcome<()> {
-    let language = snippet.info.split([',', ' ']).next().unwrap_or_default();
-    match language {
+    match snippet.language() {
         "text" => Ok(()),
         "console" => commands_exist(&snippet.text),
         "rust" if doc_tests.contains(&format!("/{name}\")]")) => Ok(()),
@@ -201,8 +238,10 @@ fn tested(name: &str, snippet: &Snippet, doc_tests: &str) -> Outcome<()> {
         )),
         "python" if PYTHON_PAGES.iter().any(|page| name.starts_with(page)) => Ok(()),
         "python" => Err("no test runs this snippet: see tests/test_pages.py of the package".into()),
+        // `c::check_snippets` compiles them.
+        "c" | "cpp" if name.starts_with(C_PAGES) => Ok(()),
         other => Err(format!(
-            "a block is rust, python, console or text, and not '{other}'"
+            "a block is rust, python, c, cpp, console or text, and not '{other}'"
         )),
     }
 }
@@ -324,7 +363,7 @@ mod tests {
     #[test]
     fn a_snippet_that_no_test_runs_is_found() {
         let page =
-            parse("```rust,no_run\na\n```\n```c\na\n```\n```console\n$ cargo xtask no\n```\n");
+            parse("```rust,no_run\na\n```\n```go\na\n```\n```console\n$ cargo xtask no\n```\n");
         let is_tested = |page: &Page, doc_tests: &str| -> Vec<bool> {
             let snippets = page.snippets.iter();
             snippets

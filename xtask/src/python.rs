@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::Outcome;
+use crate::c;
 use crate::counts::{Counts, Dialect};
 use crate::process::Task;
 use crate::workspace::{Workspace, cargo};
@@ -27,7 +28,15 @@ const TESTED_WITH: &[&str] = &[
     "ml_dtypes>=0.5",
     "jax[cpu]>=0.6",
     "mypy>=2,<3",
+    MPI4PY,
+    MPICH,
 ];
+
+/// MPI for `examples/mpi`: the bindings, and a library with its launcher.
+const MPI4PY: &str = "mpi4py==4.1.2";
+const MPICH: &str = "mpich==5.0.2";
+/// The Python versions for which a GPU machine gets the bindings.
+const MPI_CARRIED_FOR: &[&str] = &["3.11", "3.12"];
 
 /// pytest for a machine that has none and no network: pure Python, 2 MiB.
 const CARRIED: &[&str] = &[
@@ -214,7 +223,9 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
         workspace,
         pytest(&environment)
             .args(["tests"])
-            .env("WARPIPE_TEST_DEVICE", "host"),
+            .env("WARPIPE_TEST_DEVICE", "host")
+            // For the C++ program of `examples/mpi`.
+            .env("WARPIPE_TEST_C_TREE", c::tree_for_tests(workspace)?),
     )
 }
 
@@ -230,6 +241,7 @@ pub fn tests_on_fake_driver(workspace: &Workspace, folder: &Path) -> Outcome<Cou
         .env("LD_LIBRARY_PATH", folder)
         .env("JAX_PLATFORMS", "cpu")
         .env("WARPIPE_TEST_DEVICE", "cuda")
+        .env("WARPIPE_TEST_C_TREE", c::tree_for_tests(workspace)?)
         // A stream of the fake driver is a thread, and each word of it costs a switch.
         .env("WARPIPE_TEST_FRAMES", "5000");
     counted(workspace, pytest)
@@ -294,24 +306,39 @@ pub fn carry(workspace: &Workspace, folder: &Path) -> Outcome<()> {
         &workspace.root.join("examples/python"),
         &folder.join("examples"),
     )?;
+    copy_scripts(&workspace.root.join("examples/mpi"), &folder.join("mpi"))?;
     copy(&wheel, folder)?;
+    download(workspace, &folder.join("pytest"), CARRIED, &[])?;
+    let wheels = folder.join("mpi-wheels");
+    download(workspace, &wheels, &[MPICH], &[])?;
+    for version in MPI_CARRIED_FOR {
+        let options = ["--only-binary=:all:", "--python-version", version];
+        download(workspace, &wheels, &[MPI4PY], &options)?;
+    }
+    Ok(())
+}
+
+/// Downloads the packages' wheels, without those that they need.
+fn download(
+    workspace: &Workspace,
+    folder: &Path,
+    packages: &[&str],
+    options: &[&str],
+) -> Outcome<()> {
     let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
+    let quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"];
     let download = Task::new(tools.join("bin/python"))
-        .args([
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--dest",
-        ])
-        .args([folder.join("pytest")])
-        .args(CARRIED.iter().copied());
+        .args(["-m", "pip", "download"])
+        .args(quiet)
+        .args(options.iter().copied())
+        .args(["--dest"])
+        .args([folder])
+        .args(packages.iter().copied());
     if !download.run(&workspace.root, INSTALL_LIMIT)?.success {
-        return Err(
-            "pip did not download pytest; see that it reaches its index (pip config list)".into(),
-        );
+        return Err(format!(
+            "pip did not download {}; see that it reaches its index (pip config list)",
+            packages.join(", ")
+        ));
     }
     Ok(())
 }

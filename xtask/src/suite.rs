@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::Outcome;
 use crate::api;
+use crate::c;
 use crate::counts::{Counts, Dialect};
 use crate::layers;
 use crate::packages;
@@ -45,6 +46,9 @@ pub fn run(workspace: &Workspace, long: bool) -> bool {
     suite.static_checks();
     suite.tests();
     suite.conformance(long);
+    suite.step("C interface", c::test);
+    suite.step("examples in C++", c::run_examples);
+    suite.step("snippets in C and C++", c::check_snippets);
     suite.verify();
     suite.python();
     suite.report()
@@ -88,7 +92,7 @@ impl Suite<'_> {
             Dialect::ExitCode,
         );
         let docs = Task::new(cargo())
-            .args(["doc", "-p", "warpipe", "--no-deps"])
+            .args(["doc", "-p", "warpipe", "-p", "warpipe-dlpack", "--no-deps"])
             .env("RUSTDOCFLAGS", "-D warnings");
         self.program("documentation", docs, BUILD_LIMIT, Dialect::ExitCode);
         self.check("figures are those of the reports", results::check);
@@ -96,6 +100,7 @@ impl Suite<'_> {
         self.check("a module uses its layer and those below", layers::check);
         self.check("links and snippets of the pages", pages::check);
         self.step("public API is the list's", api::check);
+        self.check("the C header is the sources'", c::check_header);
         self.check("PTX is fresh", ptx::check_fresh);
         self.check("PTX atomics are .sys", ptx::check_scope);
         self.check("packages for a registry", packages::check);

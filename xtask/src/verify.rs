@@ -35,6 +35,7 @@ to install. docs/design/verification.md says what each finds.
   fuzz     every parser under libFuzzer; nightly and cargo-fuzz          as long as said
   miri     histories, DLPack and units under Miri; nightly               -
   tsan     the host's conformance cases under ThreadSanitizer; nightly   -
+  c-tsan   threads over the C interface under ThreadSanitizer; nightly   -
 
   --for DURATION  90s, 10m or 2h, shared equally by the methods that run; the last column says what
                   each does with its share. Without it each runs for seconds or minutes, miri about
@@ -54,6 +55,7 @@ pub enum Method {
     Fuzz,
     Miri,
     Tsan,
+    CTsan,
 }
 
 impl Method {
@@ -68,6 +70,7 @@ impl Method {
         ("fuzz", Method::Fuzz),
         ("miri", Method::Miri),
         ("tsan", Method::Tsan),
+        ("c-tsan", Method::CTsan),
     ];
 
     /// Those that `cargo xtask test` runs, beside all conformance cases and tests: the methods
@@ -151,7 +154,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> bool {
 pub fn apply(workspace: &Workspace, method: Method, time: Option<Duration>) -> Outcome<Counts> {
     match method {
         Method::Style => style::report(workspace).map(|()| Counts::ONE_PASSED),
-        Method::Model => tests(workspace, "verify", &["loom", "states", "dlpack"], time),
+        Method::Model => tests(workspace, "verify", &["loom", "states"], time),
         Method::History => tests(workspace, "verify", &["histories"], time),
         Method::Corpus => tests(workspace, "fuzz", &["corpus"], time),
         Method::Calls => cases::calls(workspace, time),
@@ -160,6 +163,7 @@ pub fn apply(workspace: &Workspace, method: Method, time: Option<Duration>) -> O
         Method::Fuzz => nightly::fuzz(workspace, time),
         Method::Miri => nightly::miri(workspace),
         Method::Tsan => nightly::tsan(workspace),
+        Method::CTsan => nightly::c_threads(workspace),
     }
 }
 

@@ -186,13 +186,14 @@ extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> c_int {
     })
 }
 
-/// Destroys everything that the context has: its streams with their work, its events, its
-/// registrations, its mappings. Its holders still have to release it; the next retain makes it
+/// Destroys everything that the context has: its streams, its events, its registrations, its
+/// mappings. Does not return while a stream waits for a word, as measured on an H200. Its holders still have to release it; the next retain makes it
 /// anew, with the same handle.
 #[unsafe(no_mangle)]
 extern "C" fn cuDevicePrimaryCtxReset_v2(device: c_int) -> c_int {
     answer("cuDevicePrimaryCtxReset_v2", Needs::Init, || {
         let device = physical(device)?;
+        stream::settle_device(device);
         ACTIVE[device].store(false, Ordering::Release);
         RESETS[device].fetch_add(1, Ordering::AcqRel);
         event::end_all();

@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::capture::{self, Capture};
 use crate::status::*;
-use crate::work::{self, Work};
+use crate::work::Work;
 use crate::{device, host, memory};
 
 /// The code of the first work that failed: every later call on streams returns it.
@@ -142,7 +142,6 @@ impl Stream {
     }
 
     fn work(&self) {
-        work::set_device(self.device);
         while let Some(work) = self.next() {
             // A notified thread that queries the stream finds the count without this work, as on a
             // GPU.
@@ -181,7 +180,8 @@ pub fn check_fault() -> Outcome {
     }
 }
 
-/// Destroys the streams of a device with their pending work, and waits for their running work.
+/// Destroys the streams of a device with the work that they were given since they
+/// [were settled](settle_device), and waits for their running work.
 pub fn end_all(device: usize) {
     let ended: Vec<_> = with(|streams| {
         streams
@@ -202,7 +202,19 @@ pub fn end_all(device: usize) {
 
 /// Waits until every stream has done what it was given before this call.
 pub fn settle() {
-    let all: Vec<_> = with(|streams| streams.values().cloned().collect());
+    settle_those(|_| true);
+}
+
+/// Likewise, the streams of one device.
+pub fn settle_device(device: usize) {
+    settle_those(|stream| stream.device == device);
+}
+
+fn settle_those(is_meant: impl Fn(&Stream) -> bool) {
+    let all: Vec<Arc<Stream>> = with(|streams| {
+        let meant = streams.values().filter(|stream| is_meant(stream));
+        meant.cloned().collect()
+    });
     for (stream, given) in all.iter().map(|stream| (stream, stream.progress().0)) {
         while stream.progress().1 < given {
             std::thread::sleep(std::time::Duration::from_micros(50));

@@ -1,27 +1,17 @@
 //! The work of a stream's thread, one piece after another.
 
-use std::cell::Cell;
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::config;
 use crate::event::Event;
-use crate::{config, device};
 
 /// Rounds that a wait spins before it sleeps between looks.
 const SPINS: u32 = 1_000;
 const SLEEP_MAX: Duration = Duration::from_micros(50);
-
-thread_local! {
-    /// The device of the stream that runs on this thread.
-    static DEVICE: Cell<usize> = const { Cell::new(0) };
-}
-
-pub fn set_device(device: usize) {
-    DEVICE.set(device);
-}
 
 /// One enqueued piece of work. Addresses were checked when it was enqueued.
 #[derive(Clone)]
@@ -124,10 +114,7 @@ unsafe fn wait(word: u64, value: u64) {
     // SAFETY: the caller's promise; words are only used atomically.
     let word = unsafe { AtomicU64::from_ptr(place(word).cast()) };
     let mut rounds = 0u32;
-    let (device, before) = (DEVICE.get(), device::resets(DEVICE.get()));
-    while device::resets(device) == before
-        && (word.load(Ordering::Acquire).wrapping_sub(value) as i64) < 0
-    {
+    while (word.load(Ordering::Acquire).wrapping_sub(value) as i64) < 0 {
         rounds = rounds.saturating_add(1);
         match rounds {
             0..SPINS => std::hint::spin_loop(),

@@ -124,7 +124,7 @@ fn of_one_way(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<Vec<Figure>
     let began = if way == Way::Exec { "exec" } else { "kill" };
     let mut figures = vec![
         figure(
-            format!("publisher {words}: {began} -> PublisherGone"),
+            format!("publisher {words}: {began} -> receive() returns PeerGone"),
             reported,
             TOLD_MS_MAX,
         ),
@@ -276,7 +276,7 @@ fn kill_publisher(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterPu
     peer.control.hear::<()>()?;
     let reported = || match subscriber.receive(&stream) {
         Err(Error::PeerGone { .. }) => Ok(now_ns()),
-        Err(error) => Err(error).context("instead of PublisherGone"),
+        Err(error) => Err(error).context("instead of PeerGone"),
         Ok(_) => bail!("a sample came from the dead"),
     };
     let lost = || match late.map(|sample| sample.finish(PATIENCE)) {

@@ -8,6 +8,7 @@
 mod attach;
 mod bandwidth;
 mod broadcast;
+mod c_interface;
 mod death;
 mod fanout;
 mod fanout_rings;
@@ -105,11 +106,13 @@ enum What {
     Semaphore,
     /// Opening a legacy handle that is open already
     Legacy,
+    /// CPU time of a hand-over through the C interface, beside Rust's
+    C,
 }
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 13] = [
+const BENCHMARKS: [(What, Benchmark); 14] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
@@ -123,6 +126,7 @@ const BENCHMARKS: [(What, Benchmark); 13] = [
     (What::Attach, attach::run),
     (What::Semaphore, semaphore::run),
     (What::Legacy, legacy::run),
+    (What::C, c_interface::run),
 ];
 
 /// The role of a child process of a benchmark.

@@ -203,13 +203,19 @@ pub struct DoctorArgs {
 
 /// Lists the names in the domain, and the process that holds each
 ///
-/// A name whose process has died is listed as stale until another process takes it.
+/// The name of a process that has died is listed as stale until another process takes it.
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct LsArgs {
     /// Prints one JSON object per name instead of text
     #[arg(long)]
     pub json: bool,
+    /// Lists the domains of all users, for an administrator
+    ///
+    /// Looks at `/run/user/UID/warpipe` and `/tmp/warpipe-UID` of every UID. A domain elsewhere,
+    /// named by `$WARPIPE_DOMAIN`, is not found. Only root may read the domains of others.
+    #[arg(long)]
+    pub all_users: bool,
 }
 
 /// Lists the members of the domain and their states

@@ -42,7 +42,7 @@ use exit::Exit;
 pub use doctor::system::mps_answers;
 pub use process::Program;
 
-/// Runs one command line, whose first argument is the program's name, and returns its exit code.
+/// Runs one command line, beginning with the program's name, and returns its exit code.
 /// `program` starts the same command in a child process: `demo` and `doctor` have
 /// children.
 ///

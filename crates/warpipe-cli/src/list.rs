@@ -1,28 +1,94 @@
-//! `warpipe ls`: the names in the domain, and their holders.
+//! `warpipe ls`: the names in the domain, or in those of all users, and their holders.
 
+use std::path::{Path, PathBuf};
+
+use anyhow::bail;
 use serde::Serialize;
-use warpipe::Domain;
+use warpipe::{Domain, Endpoint};
 
 use crate::args::LsArgs;
 use crate::exit::Exit;
-use crate::output::{Output, Style, styled};
+use crate::output::{Output, Style, printable, styled};
 
 #[derive(Serialize)]
 struct Row<'a> {
     name: &'a str,
     live: bool,
     pid: Option<i32>,
+    /// With `--all-users` alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    uid: Option<u32>,
 }
 
 /// Lists them, living or left by the dead.
 pub fn run(args: &LsArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
+    if args.all_users {
+        return list_all(output);
+    }
     let domain = Domain::from_environment()?;
-    let endpoints = domain.endpoints()?;
+    list(output, &domain, &domain.endpoints()?, None)?;
+    Ok(Exit::Done)
+}
+
+/// Lists the domains of all users. A domain that cannot be read is told on the error stream.
+fn list_all(output: Output) -> anyhow::Result<Exit> {
+    if !rustix::process::geteuid().is_root() {
+        bail!(
+            "only root may read the domains of other users; run `sudo warpipe ls --all-users`, or `warpipe ls` for your own"
+        );
+    }
+    let (mut found, mut failed) = (0, None);
+    for (uid, path) in domain_folders() {
+        // The folder has to be its user's: others could make one in `/tmp` under that name.
+        match Domain::of_user(&path, uid).and_then(|domain| Ok((domain.endpoints()?, domain))) {
+            Ok((endpoints, domain)) => {
+                found += 1;
+                list(output, &domain, &endpoints, Some(uid))?;
+            }
+            Err(error) => {
+                eprintln!("{}", printable(&error.to_string()));
+                failed = Some(error);
+            }
+        }
+    }
+    match failed {
+        Some(error) if found == 0 => Err(error.into()),
+        _ => Ok(Exit::Done),
+    }
+}
+
+/// The folders that are the default domains of users, by the numbers in their names.
+fn domain_folders() -> Vec<(u32, PathBuf)> {
+    let entries = |folder: &str| {
+        let entries = std::fs::read_dir(folder).into_iter().flatten();
+        entries.filter_map(Result::ok).map(|entry| entry.path())
+    };
+    let number = |path: &Path, prefix: &str| {
+        let name = path.file_name()?.to_str()?;
+        name.strip_prefix(prefix)?.parse::<u32>().ok()
+    };
+    let of_sessions = entries("/run/user")
+        .filter_map(|path| Some((number(&path, "")?, path.join("warpipe"))))
+        .filter(|(_, path)| path.symlink_metadata().is_ok());
+    let temporary = entries("/tmp").filter_map(|path| Some((number(&path, "warpipe-")?, path)));
+    let mut folders: Vec<_> = of_sessions.chain(temporary).collect();
+    folders.sort();
+    folders
+}
+
+fn list(
+    output: Output,
+    domain: &Domain,
+    endpoints: &[Endpoint],
+    uid: Option<u32>,
+) -> anyhow::Result<()> {
     output.human(|| {
+        let user = uid.map_or_else(String::new, |uid| format!(" (user {uid})"));
+        let path = domain.path().display();
         styled(
             Style::Bold,
-            &format!("{}: {} names", domain.path().display(), endpoints.len()),
+            &format!("{path}{user}: {} names", endpoints.len()),
         )
     })?;
     let width = endpoints
@@ -30,7 +96,7 @@ pub fn run(args: &LsArgs) -> anyhow::Result<Exit> {
         .map(|endpoint| endpoint.name.as_str().len())
         .max()
         .unwrap_or(0);
-    for endpoint in &endpoints {
+    for endpoint in endpoints {
         let (name, holder) = (endpoint.name.as_str(), endpoint.holder.as_ref());
         let text = || match holder {
             Some(holder) => format!(
@@ -42,14 +108,13 @@ pub fn run(args: &LsArgs) -> anyhow::Result<Exit> {
                 styled(Style::Yellow, "stale")
             ),
         };
-        output.say(
-            text,
-            &Row {
-                name,
-                live: holder.is_some(),
-                pid: holder.and_then(|holder| holder.pid),
-            },
-        )?;
+        let row = Row {
+            name,
+            live: holder.is_some(),
+            pid: holder.and_then(|holder| holder.pid),
+            uid,
+        };
+        output.say(text, &row)?;
     }
-    Ok(Exit::Done)
+    Ok(())
 }

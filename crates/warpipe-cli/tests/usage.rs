@@ -225,6 +225,58 @@ fn a_name_that_is_taken_is_refused_with_its_holder() {
     );
 }
 
+/// A default domain of a user without processes, in the folder where `ls --all-users` looks.
+struct DomainOf(u32);
+
+impl DomainOf {
+    fn path(&self) -> std::path::PathBuf {
+        format!("/tmp/warpipe-{}", self.0).into()
+    }
+}
+
+impl Drop for DomainOf {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(self.path());
+    }
+}
+
+#[test]
+fn root_lists_the_domains_of_all_users_and_others_are_told_why_not() {
+    use std::os::unix::process::CommandExt;
+    let world = World::new();
+    if !rustix::process::geteuid().is_root() {
+        let refused = world.run(&["ls", "--all-users"]);
+        assert_eq!(refused.code, Some(7), "{refused:?}");
+        assert!(refused.err.contains("only root"), "{}", refused.err);
+        return println!("skipped: only root can list the domains of others");
+    }
+    let (user, liar) = (DomainOf(61_301), DomainOf(61_302));
+    std::fs::create_dir(user.path()).unwrap();
+    std::fs::create_dir(liar.path()).unwrap();
+    // The second is not its user's: root made it, as anybody may in `/tmp`.
+    std::os::unix::fs::chown(user.path(), Some(user.0), Some(user.0)).unwrap();
+    let listener = std::os::unix::net::UnixListener::bind(user.path().join("x.sock"));
+    drop(listener.unwrap());
+    let listed = world.run(&["ls", "--all-users", "--json"]);
+    assert_eq!(listed.code, Some(0), "{listed:?}");
+    let rows = listed.json();
+    let row = rows.iter().find(|row| row["uid"] == user.0).unwrap();
+    assert_eq!((&row["name"], &row["live"]), (&"x".into(), &false.into()));
+    assert!(listed.err.contains("warpipe-61302"), "{}", listed.err);
+    let text = world.run(&["ls", "--all-users"]).out;
+    assert!(text.contains("(user 61301)"), "{text}");
+
+    // The program itself may lie where another user cannot run it.
+    let program = user.path().join("warpipe");
+    std::fs::copy(env!("CARGO_BIN_EXE_warpipe"), &program).unwrap();
+    let mut command = std::process::Command::new(&program);
+    command.args(["ls", "--all-users"]).uid(user.0).gid(user.0);
+    let refused = command.output().unwrap();
+    let error = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(7), "{error}");
+    assert!(error.contains("only root"), "{error}");
+}
+
 #[test]
 fn a_killed_publisher_is_listed_as_stale() {
     let world = World::new();

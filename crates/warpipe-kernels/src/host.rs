@@ -199,8 +199,8 @@ pub(crate) unsafe fn dense(launch: KernelLaunch<'_>) {
         // promises.
         let bias = unsafe { bias.add(column as usize).read() };
         let sum = (0..inputs).fold(bias, |sum, k| {
-            // SAFETY: the row is below `rows` and `k` below `inputs`, for whose products the caller
-            // vouches.
+            // SAFETY: the row is below `rows` and `k` below `inputs`; the caller vouches for their
+            // products.
             let (value, weight) = unsafe {
                 (
                     input.add((row * inputs + k) as usize).read(),

@@ -5,6 +5,7 @@ use pyo3::exceptions::{PyAttributeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use warpipe::{DType, Layout};
+use warpipe_dlpack::CPU;
 
 use crate::device::is_cuda;
 use crate::dlpack;
@@ -30,7 +31,7 @@ fn refuse(reason: String) -> PyErr {
 pub fn dlpack(py: Python<'_>, memory: &Memory, request: Request<'_>) -> PyResult<Py<PyAny>> {
     let own = dlpack::device_of(&memory.device);
     let wanted = request.dl_device.unwrap_or(own);
-    let to_host = wanted.0 == dlpack::CPU && own.0 != dlpack::CPU;
+    let to_host = wanted.0 == CPU && own.0 != CPU;
     if wanted != own && !to_host {
         return Err(refuse(format!(
             "it lies on DLPack device {own:?} and cannot be exported to {wanted:?}; copy it there"

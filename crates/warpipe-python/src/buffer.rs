@@ -8,9 +8,9 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use warpipe::{DType, Layout, RANK_MAX};
+use warpipe_dlpack::row_major;
 
 use crate::device::is_cuda;
-use crate::dlpack::row_major;
 use crate::memory::Memory;
 
 /// Behind a buffer's `internal`, until the consumer gives the buffer back.

@@ -110,7 +110,7 @@ fn sweep(_: Python<'_>) {
         Ok(mut done) => std::mem::take(&mut *done),
         Err(TryLockError::Poisoned(done)) => std::mem::take(&mut *done.into_inner()),
         // Another thread holds the lock to add a tensor and sweeps again; or this is a forked child
-        // whose parent held it.
+        // and its parent held it.
         Err(TryLockError::WouldBlock) => return,
     };
     drop(done);
@@ -207,8 +207,9 @@ impl Copies {
         Ok(())
     }
 
-    /// Waits, at most `patience`, until all copies are done. A tensor whose copy is not done by
-    /// then is kept until it is: its owner must not reuse the memory while a stream reads it.
+    /// Waits, at most `patience`, until all copies are done. A tensor with a copy that is not
+    /// done by then is kept until it is: its owner must not reuse the memory while a stream reads
+    /// it.
     pub fn settle(&self, py: Python<'_>, patience: Option<Duration>) -> PyResult<()> {
         let waited = in_slices(py, patience, |slice| {
             let is_done = self.open.load(Ordering::Acquire) == 0;

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
 use warpipe::{Error, Kind};
+use warpipe_dlpack::Refusal;
 
 use crate::thread_exit;
 
@@ -23,14 +24,14 @@ pub type Outcome<T> = Result<T, Fault>;
 impl Fault {
     /// An endpoint is used after `close`; `name` is empty if it has none.
     pub fn closed(what: &str, name: &str) -> Fault {
-        let whose = if name.is_empty() {
+        let named = if name.is_empty() {
             String::new()
         } else {
             format!(" of {name:?}")
         };
         Fault::Own(
             "ClosedError",
-            format!("the {what}{whose} is closed; open a new one"),
+            format!("the {what}{named} is closed; open a new one"),
         )
     }
 
@@ -69,6 +70,24 @@ impl Fault {
 impl From<Error> for Fault {
     fn from(error: Error) -> Fault {
         Fault::Library(error)
+    }
+}
+
+impl From<Refusal> for Fault {
+    fn from(refusal: Refusal) -> Fault {
+        let class = match &refusal {
+            Refusal::Backwards { strides } => {
+                let said = format!(
+                    "it runs backwards (strides {strides:?}), which DLPack's consumers do not take"
+                );
+                let next = "use .numpy(), or have its sender make it contiguous first";
+                return Fault::Own("ExportError", format!("{said}; {next}"));
+            }
+            Refusal::Length { .. } | Refusal::Rank { .. } => "LayoutError",
+            Refusal::ElementType { .. } => "DTypeError",
+            _ => "ExportError",
+        };
+        Fault::Own(class, refusal.to_string())
     }
 }
 
@@ -157,6 +176,7 @@ fn class_of(error: &Error) -> &'static str {
         Error::Timeout { .. } => "TimeoutError",
         Error::Full { .. } => "FullError",
         Error::MemoryLimit { .. } => "MemoryLimitError",
+        Error::QuotaExceeded { .. } => "QuotaExceededError",
         Error::Layout { .. } => "LayoutError",
         Error::Argument { .. } => "ArgumentError",
         Error::OtherKind { .. } => "OtherKindError",
@@ -238,6 +258,23 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("nbytes", bytes)?;
             dict.set_item("used", used)?;
             dict.set_item("limit", limit)
+        }
+        Error::QuotaExceeded {
+            name,
+            uid,
+            bytes,
+            used,
+            limit,
+            blocks,
+            blocks_max,
+        } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("uid", uid)?;
+            dict.set_item("nbytes", bytes)?;
+            dict.set_item("used", used)?;
+            dict.set_item("limit", limit)?;
+            dict.set_item("blocks", blocks)?;
+            dict.set_item("blocks_max", blocks_max)
         }
         Error::Timeout { waited, .. } => dict.set_item("waited", waited.as_secs_f64()),
         other => fill_primitives(dict, other),

@@ -128,15 +128,19 @@ impl Event {
 
 #[pymethods]
 impl Event {
-    /// Makes an event.
+    /// Makes an event. ``allow_uids``, ``allow_gids``: users and groups that may open and record it
+    /// beside this process's own user.
     ///
     /// Raises ``EventLimitError``, ``DomainError``, ``DeviceError``.
     #[staticmethod]
-    #[pyo3(signature = (*, domain = None, device = None))]
+    #[pyo3(signature = (*, domain = None, device = None, allow_uids = Vec::new(), allow_gids = Vec::new()),
+        text_signature = "(*, domain=None, device=None, allow_uids=(), allow_gids=())")]
     fn create(
         py: Python<'_>,
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
+        allow_uids: Vec<u32>,
+        allow_gids: Vec<u32>,
     ) -> PyResult<Py<Event>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
@@ -146,6 +150,8 @@ impl Event {
             warpipe::Event::builder()
                 .domain(&domain)
                 .device(&device)
+                .allow_uids(&allow_uids)
+                .allow_gids(&allow_gids)
                 .build()
         });
         Event::new(py, made.map_err(Fault::from)?)

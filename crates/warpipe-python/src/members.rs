@@ -30,17 +30,21 @@ pub struct Member {
 
 #[pymethods]
 impl Member {
-    /// Joins the domain under a name.
+    /// Joins the domain under a name. ``allow_uids``, ``allow_gids``: users and groups that see this
+    /// member in their watches beside this process's own user.
     ///
     /// Raises ``NameTakenError``, ``InvalidNameError``, ``ArgumentError``, ``ForeignFileError``,
     /// ``DomainError``.
     #[staticmethod]
-    #[pyo3(signature = (name, role = "", *, domain = None))]
+    #[pyo3(signature = (name, role = "", *, domain = None, allow_uids = Vec::new(), allow_gids = Vec::new()),
+        text_signature = "(name, role=\"\", *, domain=None, allow_uids=(), allow_gids=())")]
     fn join(
         py: Python<'_>,
         name: &str,
         role: &str,
         domain: Option<&Bound<'_, PyAny>>,
+        allow_uids: Vec<u32>,
+        allow_gids: Vec<u32>,
     ) -> PyResult<Py<Member>> {
         let domain = Domain::from_argument(domain)?;
         let joined = py
@@ -48,6 +52,8 @@ impl Member {
                 warpipe::Member::builder(name)
                     .role(role)
                     .domain(&domain)
+                    .allow_uids(&allow_uids)
+                    .allow_gids(&allow_gids)
                     .build()
             })
             .map_err(Fault::from)?;

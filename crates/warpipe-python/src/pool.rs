@@ -1,5 +1,6 @@
 //! Pools and their blocks.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -13,6 +14,7 @@ use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::memory_owner::OwnedMemory;
 use crate::ticket::Ticket;
+use crate::tuples::pool_usage;
 use crate::view::View;
 use crate::wait::{asking, attach, in_slices_that_ask, late, optional};
 
@@ -23,6 +25,10 @@ use crate::wait::{asking, attach, in_slices_that_ask, late, optional};
 /// ``LentBuffer.open``), or allocate themselves (``PoolClient``). A block is reused when its owner
 /// and all its borrowers have released it and their streams are past it. ``close()`` releases the
 /// name; held blocks stay valid until they are released.
+///
+/// ``allow_uids``, ``allow_gids``: users and groups that may connect beside this process's own user.
+/// Each user gets regions of its own. ``user_quota`` is the ``Quota`` of each of them but the pool's
+/// own, ``quotas`` maps single users to theirs.
 #[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct Pool {
@@ -72,6 +78,16 @@ impl PoolStats {
     }
 }
 
+/// Bytes and blocks of a quota, each without a limit if None.
+type QuotaArgument = (Option<u64>, Option<u32>);
+
+fn quota_of((bytes, blocks): QuotaArgument) -> warpipe::Quota {
+    warpipe::Quota {
+        bytes: bytes.unwrap_or(u64::MAX),
+        blocks: blocks.unwrap_or(u32::MAX),
+    }
+}
+
 /// Asks for a block until there is one, at most `timeout`.
 fn allocate<T: Send>(
     py: Python<'_>,
@@ -85,6 +101,17 @@ fn allocate<T: Send>(
             Err(Fault::Library(error @ Error::MemoryLimit { bytes, limit, .. }))
                 if bytes <= limit =>
             {
+                full = Some(error);
+                Ok(None)
+            }
+            Err(Fault::Library(
+                error @ Error::QuotaExceeded {
+                    bytes,
+                    limit,
+                    blocks_max,
+                    ..
+                },
+            )) if bytes <= limit && blocks_max > 0 => {
                 full = Some(error);
                 Ok(None)
             }
@@ -102,9 +129,9 @@ impl Pool {
     /// ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (name, *, domain = None, device = None, memory_limit = 4 << 30, reserve = 0, peers_max = 256,
-        allow_uids = Vec::new(), allow_gids = Vec::new()),
+        allow_uids = Vec::new(), allow_gids = Vec::new(), user_quota = (None, None), quotas = HashMap::new()),
         text_signature = "(name, *, domain=None, device=None, memory_limit=4294967296, reserve=0, peers_max=256, \
-        allow_uids=(), allow_gids=())")]
+        allow_uids=(), allow_gids=(), user_quota=(None, None), quotas={})")]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword arguments, each with a default"
@@ -119,6 +146,8 @@ impl Pool {
         peers_max: usize,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
+        user_quota: QuotaArgument,
+        quotas: HashMap<u32, QuotaArgument>,
     ) -> PyResult<Py<Pool>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
@@ -131,7 +160,11 @@ impl Pool {
             .reserve(reserve)
             .peers_max(peers_max)
             .allow_uids(&allow_uids)
-            .allow_gids(&allow_gids);
+            .allow_gids(&allow_gids)
+            .user_quota(quota_of(user_quota));
+        let builder = quotas.into_iter().fold(builder, |it, (uid, quota)| {
+            it.quota_for(uid, quota_of(quota))
+        });
         let pool = py.detach(|| builder.build()).map_err(Fault::from)?;
         let handle = CloseableHandle::new("pool", name, pool);
         let base = handle.base();
@@ -151,25 +184,40 @@ impl Pool {
     }
 
     /// A free block of ``nbytes`` bytes, waiting up to ``timeout`` seconds (None: no limit) for
-    /// releases.
+    /// releases. With ``uid`` it lies in a region of that user, whose processes alone can open its
+    /// ticket, and counts against that user's quota.
     ///
-    /// Raises ``MemoryLimitError``, ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes,
+    /// Raises ``MemoryLimitError``, ``QuotaExceededError``, ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes,
     /// ``ClosedError``, ``DriverError``.
-    #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
+    #[pyo3(signature = (nbytes, timeout = Some(0.0), *, uid = None), text_signature = "($self, nbytes, timeout=0.0, *, uid=None)")]
     fn allocate<'py>(
         &self,
         py: Python<'py>,
         nbytes: u64,
         timeout: Option<f64>,
+        uid: Option<u32>,
     ) -> PyResult<Bound<'py, Buffer>> {
         let timeout = optional(timeout, "timeout")?;
-        let ask =
-            |slice, _: &dyn Fn() -> bool| Ok(self.handle.get()?.allocate_timeout(nbytes, slice)?);
+        let ask = |slice, _: &dyn Fn() -> bool| {
+            let pool = self.handle.get()?;
+            Ok(match uid {
+                Some(uid) => pool.allocate_for(uid, nbytes, slice)?,
+                None => pool.allocate_timeout(nbytes, slice)?,
+            })
+        };
         let block = allocate(py, timeout, ask)?;
         Bound::new(
             py,
             View::of("the block", OwnedMemory::Block(block))?.add_subclass(Buffer),
         )
+    }
+
+    /// The part of the pool that the user ``uid`` has, and its quota.
+    ///
+    /// Raises ``ClosedError``.
+    fn usage<'py>(&self, py: Python<'py>, uid: u32) -> PyResult<Bound<'py, PyAny>> {
+        let usage = py.detach(|| Outcome::Ok(self.handle.get()?.usage(uid)))?;
+        pool_usage(py, usage)
     }
 
     /// The present state.
@@ -299,7 +347,7 @@ impl PoolClient {
     /// A block of ``nbytes`` bytes of the owner's memory, for reading and writing, waiting up to
     /// ``timeout`` seconds (None: no limit) for releases.
     ///
-    /// Raises ``MemoryLimitError``, ``PeerGoneError``, ``RefusedError``, ``ArgumentError``,
+    /// Raises ``MemoryLimitError``, ``QuotaExceededError``, ``PeerGoneError``, ``RefusedError``, ``ArgumentError``,
     /// ``ClosedError``, ``DeviceError``.
     #[pyo3(signature = (nbytes, timeout = Some(0.0)), text_signature = "($self, nbytes, timeout=0.0)")]
     fn allocate<'py>(

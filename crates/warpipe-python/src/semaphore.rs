@@ -125,17 +125,22 @@ fn line_up(
 #[pymethods]
 impl Semaphore {
     /// Makes a semaphore of ``permits`` permits (1 to 1024), all free, and takes its name.
+    /// ``allow_uids``, ``allow_gids``: users and groups that may open it beside this process's own
+    /// user. Every member can write its counters, so admit users whose use of it you trust.
     ///
     /// Raises ``ArgumentError``, ``InvalidNameError``, ``NameTakenError``, ``DomainError``,
     /// ``DeviceError``.
     #[staticmethod]
-    #[pyo3(signature = (name, permits = 1, *, domain = None, device = None))]
+    #[pyo3(signature = (name, permits = 1, *, domain = None, device = None, allow_uids = Vec::new(), allow_gids = Vec::new()),
+        text_signature = "(name, permits=1, *, domain=None, device=None, allow_uids=(), allow_gids=())")]
     fn create(
         py: Python<'_>,
         name: &str,
         permits: u32,
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
+        allow_uids: Vec<u32>,
+        allow_gids: Vec<u32>,
     ) -> PyResult<Py<Semaphore>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
@@ -146,6 +151,8 @@ impl Semaphore {
                 .permits(permits)
                 .domain(&domain)
                 .device(&device)
+                .allow_uids(&allow_uids)
+                .allow_gids(&allow_gids)
                 .build()
         });
         Semaphore::new(py, made.map_err(Fault::from)?, device)

@@ -10,16 +10,18 @@ use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView, PyType};
 use warpipe::Layout;
 use warpipe::backend::{PointerKind, cuda};
+use warpipe_dlpack::{CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDevice, Imported, VERSION};
 
 mod description;
 
 use self::description::{ArrayDescription, interface};
 use crate::device::is_cuda;
-use crate::dlpack::{self, Imported};
+use crate::dlpack;
 use crate::dtype;
 use crate::errors::Fault;
 use crate::rows::Scattered;
 use crate::stream::{Consumer, cupy_stream, imported, torch_stream};
+use crate::view::View;
 
 /// A tensor to be sent.
 #[derive(Debug)]
@@ -43,7 +45,7 @@ pub enum SourceLocation {
         Box<Scattered>,
         #[allow(dead_code, reason = "held, not used")] SourceOwner,
     ),
-    /// On the publisher's GPU from this address on, to be read on this stream.
+    /// On the publisher's device from this address on, to be read on this stream.
     Device(u64, Consumer, SourceOwner),
     /// On the publisher's GPU, with gaps or not in the order that is sent, to be read on this
     /// stream.
@@ -96,6 +98,9 @@ impl Wanted<'_> {
             )
             .into());
         }
+        if let Some(source) = self.of_view(found)? {
+            return Ok(source);
+        }
         if let Some(interface) = interface(found, "__array_interface__")? {
             return self.of_host(
                 &ArrayDescription::of_interface(found, &interface)?,
@@ -119,7 +124,25 @@ impl Wanted<'_> {
         Err(no_tensor(found)?.into())
     }
 
-    /// Of a view, which keeps the memory where it is.
+    /// Of memory of this package, where the caller named a stream: read in its order, also on the
+    /// host. Its users order their writes by streams, so the bytes may not be there yet.
+    fn of_view(self, found: &Bound<'_, PyAny>) -> PyResult<Option<Source>> {
+        let (Some(reader), Ok(view)) = (self.stream, found.cast::<View>()) else {
+            return Ok(None);
+        };
+        let memory = view.get().memory()?;
+        if self.lasting || memory.device.info().id != self.device.info().id {
+            return Ok(None);
+        }
+        // From now on the owner keeps the memory until the stream is past the copy.
+        view.get().owner()?.admit(found.py(), reader)?;
+        Ok(Some(Source {
+            layout: memory.layout,
+            place: SourceLocation::Device(memory.lowest, reader.clone(), SourceOwner::Nothing),
+        }))
+    }
+
+    /// Of a buffer, which keeps the memory where it is.
     fn of_buffer(self, view: &Bound<'_, PyMemoryView>) -> PyResult<Source> {
         if view.getattr("ndim")?.extract::<usize>()? == 0 {
             // Its shape may be null, which PyO3 takes for an error.
@@ -161,34 +184,40 @@ impl Wanted<'_> {
             ..
         } = self;
         let said = found.call_method0("__dlpack_device__")?;
-        let (kind, ordinal): (i32, i32) = said.extract().map_err(|_| {
+        let (device_type, device_id) = said.extract().map_err(|_| {
             Fault::Own(
                 "ExportError",
                 format!("`__dlpack_device__` gave {said}; a device type and a number are due"),
             )
         })?;
-        if matches!(kind, dlpack::CPU | dlpack::CUDA_HOST) {
+        let stated = DLDevice {
+            device_type,
+            device_id,
+        };
+        if is_host(stated) {
             let tensor = match capsule(found, None).and_then(|capsule| dlpack::import(&capsule)) {
                 Ok(tensor) => tensor,
                 // JAX has element types that it does not export, and NumPy gets them all.
                 Err(_) if is_from(found, "jax")? => return self.of_numpy(found),
                 Err(error) => return Err(error),
             };
-            if !matches!(tensor.device.0, dlpack::CPU | dlpack::CUDA_HOST) {
-                return Err(elsewhere(&location_of(tensor.device), device));
+            if !is_host(tensor.device()) {
+                return Err(elsewhere(&location_of(tensor.device()), device));
             }
             let array_description = ArrayDescription::of_import(&tensor);
             return self.of_host(&array_description, SourceOwner::Capsule(Box::new(tensor)));
         }
-        if !matches!(kind, dlpack::CUDA | dlpack::CUDA_MANAGED)
-            || (dlpack::CUDA, ordinal) != dlpack::device_of(device)
-        {
-            return Err(elsewhere(&location_of((kind, ordinal)), device));
+        let gpu = DLDevice {
+            device_type: CUDA,
+            device_id,
+        };
+        if !matches!(device_type, CUDA | CUDA_MANAGED) || gpu != DLDevice::of(device) {
+            return Err(elsewhere(&location_of(stated), device));
         }
         let (reader, is_current) = reader(found, device, stream, own)?;
         let tensor = dlpack::import(&capsule(found, Some(reader.number()))?)?;
-        if tensor.device != (kind, ordinal) {
-            return Err(elsewhere(&location_of(tensor.device), device));
+        if tensor.device() != stated {
+            return Err(elsewhere(&location_of(tensor.device()), device));
         }
         let array_description = ArrayDescription::of_import(&tensor);
         let keep = if is_current && !self.lasting && is_from(found, "torch")? {
@@ -211,7 +240,7 @@ impl Wanted<'_> {
             ..
         } = self;
         if !is_cuda(device) {
-            return Err(elsewhere(&location_of((dlpack::CUDA, 0)), device));
+            return Err(elsewhere("cuda:0", device));
         }
         let array_description = ArrayDescription::of_interface(found, interface)?;
         check_owner(found.py(), &array_description, device)?;
@@ -278,7 +307,7 @@ impl Source {
         })
     }
 
-    /// Whether it lies on the host.
+    /// Whether it lies on the host, and is read by the CPU when it is copied.
     pub fn is_of_host(&self) -> bool {
         !matches!(
             self.place,
@@ -350,7 +379,7 @@ fn capsule<'py>(found: &Bound<'py, PyAny>, stream: Option<usize>) -> PyResult<Bo
     if let Some(stream) = stream {
         options.set_item("stream", stream)?;
     }
-    options.set_item("max_version", dlpack::VERSION)?;
+    options.set_item("max_version", (VERSION.major, VERSION.minor))?;
     match found.call_method("__dlpack__", (), Some(&options)) {
         Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
             options.del_item("max_version")?;
@@ -450,10 +479,19 @@ fn elsewhere(place: &str, device: &warpipe::Device) -> PyErr {
 }
 
 /// A DLPack device, for messages.
-fn location_of(found: (i32, i32)) -> String {
-    match found {
-        (dlpack::CPU, _) => "the host".to_owned(),
-        (dlpack::CUDA | dlpack::CUDA_MANAGED, ordinal) => format!("cuda:{ordinal}"),
-        (kind, ordinal) => format!("DLPack device ({kind}, {ordinal})"),
+fn location_of(found: DLDevice) -> String {
+    let DLDevice {
+        device_type,
+        device_id,
+    } = found;
+    match device_type {
+        CPU => "the host".to_owned(),
+        CUDA | CUDA_MANAGED => format!("cuda:{device_id}"),
+        _ => format!("DLPack device ({device_type}, {device_id})"),
     }
+}
+
+/// Whether the CPU reads memory of a DLPack device.
+fn is_host(device: DLDevice) -> bool {
+    matches!(device.device_type, CPU | CUDA_HOST)
 }

@@ -46,16 +46,20 @@ impl Timeline {
     #[classattr]
     const VALUE_MAX: u64 = warpipe::Timeline::VALUE_MAX;
 
-    /// Makes a timeline at 0 and takes its name.
+    /// Makes a timeline at 0 and takes its name. ``allow_uids``, ``allow_gids``: users and groups that
+    /// may open it beside this process's own user.
     ///
     /// Raises ``InvalidNameError``, ``NameTakenError``, ``DomainError``, ``DeviceError``.
     #[staticmethod]
-    #[pyo3(signature = (name, *, domain = None, device = None))]
+    #[pyo3(signature = (name, *, domain = None, device = None, allow_uids = Vec::new(), allow_gids = Vec::new()),
+        text_signature = "(name, *, domain=None, device=None, allow_uids=(), allow_gids=())")]
     fn create(
         py: Python<'_>,
         name: &str,
         domain: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
+        allow_uids: Vec<u32>,
+        allow_gids: Vec<u32>,
     ) -> PyResult<Py<Timeline>> {
         let (domain, device) = (
             Domain::from_argument(domain)?,
@@ -65,6 +69,8 @@ impl Timeline {
             warpipe::Timeline::builder(name)
                 .domain(&domain)
                 .device(&device)
+                .allow_uids(&allow_uids)
+                .allow_gids(&allow_gids)
                 .build()
         });
         Timeline::new(py, made.map_err(Fault::from)?)

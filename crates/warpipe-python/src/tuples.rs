@@ -16,6 +16,18 @@ pub fn memory_use(py: Python<'_>, (allocated, limit): (u64, u64)) -> PyResult<Bo
     named(py, "MemoryUse", (allocated, limit))
 }
 
+/// A user's part of a pool.
+pub fn pool_usage(py: Python<'_>, usage: warpipe::PoolUsage) -> PyResult<Bound<'_, PyAny>> {
+    let warpipe::Quota { bytes, blocks } = usage.quota;
+    let limits = (
+        (bytes != u64::MAX).then_some(bytes),
+        (blocks != u32::MAX).then_some(blocks),
+    );
+    let quota = named(py, "Quota", limits)?;
+    let values = (usage.bytes, usage.blocks, usage.region_bytes, quota);
+    named(py, "PoolUsage", values)
+}
+
 /// An endpoint of a domain.
 pub fn endpoint_info<'py>(
     py: Python<'py>,

@@ -57,7 +57,8 @@ impl View {
         Tensor::of(&tensor).add_subclass(View { tensor })
     }
 
-    fn memory(&self) -> Outcome<Memory> {
+    /// The memory, while it is held.
+    pub fn memory(&self) -> Outcome<Memory> {
         self.tensor.memory()
     }
 
@@ -150,9 +151,9 @@ impl View {
 
     /// Copies a tensor of the same shape and element type in, on ``stream``, by default the current
     /// stream of the tensor's framework. The tensor may be changed in that stream's order; a host
-    /// tensor at once. A copy from the host without a stream is complete when this returns. A
-    /// tensor that overlaps this memory is read before the memory is written; a GPU allocates as
-    /// much memory again for that, for a moment.
+    /// tensor at once, unless it is a ``View`` and a stream is given. A copy from the host without a
+    /// stream is complete when this returns. A tensor that overlaps this memory is read before the
+    /// memory is written; a GPU allocates as much memory again for that, for a moment.
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``,
     /// ``ArgumentError`` for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError``

@@ -1,12 +1,12 @@
 """The native half of warpipe. Units: seconds for times, bytes for sizes, elements for shapes and strides."""
 import os
 import pathlib
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from types import EllipsisType, TracebackType
 from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final
 from typing_extensions import Buffer as _BytesLike, Self, disjoint_base
 
-from ._tuples import EndpointInfo, MemoryUse
+from ._tuples import EndpointInfo, MemoryUse, PoolUsage
 
 __version__: Final[str]
 DTYPES: Final[list[str]]
@@ -548,7 +548,14 @@ _list: TypeAlias = list[MemberInfo]
 class Timeline(Closeable):
     VALUE_MAX: Final[int]
     @staticmethod
-    def create(name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None) -> Timeline: ...
+    def create(
+        name: str,
+        *,
+        domain: _DomainLike | None = None,
+        device: _DeviceLike | None = None,
+        allow_uids: Sequence[int] = ...,
+        allow_gids: Sequence[int] = ...,
+    ) -> Timeline: ...
     @staticmethod
     def open(
         name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None, wait: float | None = 0.0
@@ -584,7 +591,13 @@ class EventHandle:
 @final
 class Event(Closeable):
     @staticmethod
-    def create(*, domain: _DomainLike | None = None, device: _DeviceLike | None = None) -> Event: ...
+    def create(
+        *,
+        domain: _DomainLike | None = None,
+        device: _DeviceLike | None = None,
+        allow_uids: Sequence[int] = ...,
+        allow_gids: Sequence[int] = ...,
+    ) -> Event: ...
     @staticmethod
     def open(
         handle: EventHandle | str | bytes, *, device: _DeviceLike | None = None, domain: _DomainLike | None = None
@@ -604,7 +617,13 @@ class Event(Closeable):
 class Semaphore(Closeable):
     @staticmethod
     def create(
-        name: str, permits: int = 1, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None
+        name: str,
+        permits: int = 1,
+        *,
+        domain: _DomainLike | None = None,
+        device: _DeviceLike | None = None,
+        allow_uids: Sequence[int] = ...,
+        allow_gids: Sequence[int] = ...,
     ) -> Semaphore: ...
     @staticmethod
     def open(
@@ -637,7 +656,14 @@ class Permit:
 @final
 class Member(Closeable):
     @staticmethod
-    def join(name: str, role: str = "", *, domain: _DomainLike | None = None) -> Member: ...
+    def join(
+        name: str,
+        role: str = "",
+        *,
+        domain: _DomainLike | None = None,
+        allow_uids: Sequence[int] = ...,
+        allow_gids: Sequence[int] = ...,
+    ) -> Member: ...
     @property
     def name(self) -> str: ...
     @property
@@ -820,12 +846,15 @@ class Pool(Closeable):
         peers_max: int = 256,
         allow_uids: Sequence[int] = ...,
         allow_gids: Sequence[int] = ...,
+        user_quota: tuple[int | None, int | None] = ...,
+        quotas: Mapping[int, tuple[int | None, int | None]] = ...,
     ) -> Pool: ...
     @property
     def name(self) -> str: ...
     @property
     def device(self) -> Device: ...
-    def allocate(self, nbytes: int, timeout: float | None = 0.0) -> Buffer: ...
+    def allocate(self, nbytes: int, timeout: float | None = 0.0, *, uid: int | None = None) -> Buffer: ...
+    def usage(self, uid: int) -> PoolUsage: ...
     @property
     def stats(self) -> PoolStats: ...
 

@@ -67,6 +67,12 @@ INTEGERS = {
     "Memory.allocate": ("nbytes", lambda p, n: warpipe.Memory.allocate(n, device=p.both["device"])),
     "Memory.write(offset)": ("offset", lambda p, n: p.memory.write(b"x", n)),
     "Memory.view(offset)": ("offset", lambda p, n: p.memory.view(1, "uint8", n)),
+    **{f"{title}({name})": (name, lambda p, n, name=name, make=make: make(**p.both, **{name: [n]})) for name in (
+        "allow_uids", "allow_gids") for title, make in (
+        ("Timeline.create", lambda **on: warpipe.Timeline.create("b", **on)),
+        ("Semaphore.create", lambda **on: warpipe.Semaphore.create("b", **on)),
+        ("Event.create", lambda **on: warpipe.Event.create(**on)),
+        ("Member.join", lambda device, **on: warpipe.Member.join("b", **on)))},
     "Memory.publish(allow_uids)": ("allow_uids", lambda p, n: p.memory.publish("b", domain=p.both["domain"], allow_uids=[n])),
     "Published.ticket(offset)": ("offset", lambda p, n: p.published.ticket(n)),
     "Published.ticket(nbytes)": ("nbytes", lambda p, n: p.published.ticket(0, n)),
@@ -75,6 +81,8 @@ INTEGERS = {
     "SharedMemory.import_fd(fd)": ("fd", lambda p, n: warpipe.SharedMemory.import_fd(n, p.memory.info, device=DEVICE)),
     "MemoryInfo(nbytes)": ("nbytes", lambda p, n: warpipe.MemoryInfo(n, 4096, "host")),
     "Pool.allocate": ("nbytes", lambda p, n: p.pool.allocate(n)),
+    "Pool.allocate(uid)": ("uid", lambda p, n: p.pool.allocate(8, uid=n)),
+    "Pool.usage": ("uid", lambda p, n: p.pool.usage(n)),
     "PoolClient.allocate": ("nbytes", lambda p, n: p.visit.allocate(n)),
     "Publisher.loan(shape)": ("dimension", lambda p, n: p.publisher.loan((2, n), "uint8")),
     "Queue.loan(shape)": ("dimension", lambda p, n: p.queue.loan(n, "uint8")),

@@ -58,7 +58,7 @@ def is_held_up(thread):
 
 
 def late(on):
-    '''A publisher, a subscriber and a frame whose data comes behind the work of a stream.'''
+    '''A publisher, a subscriber and a frame with its data behind the work of a stream.'''
     publisher, subscriber = warpipe.Publisher("late", **both), warpipe.Subscriber("late", **both)
     publisher.loan((8,), "uint64").send(stream=on)
     return [publisher, subscriber, subscriber.receive()]

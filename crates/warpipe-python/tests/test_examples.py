@@ -10,7 +10,9 @@ import pytest
 from test_processes import kills
 
 # In the repository, and in the bundle for a GPU machine.
-PLACES = [pathlib.Path(__file__).parent / path for path in ("../../../examples/python", "../examples")]
+PLACES = [pathlib.Path(__file__).parent / path for path in (
+    "../../../examples/python", "../../../examples/mpi", "../examples", "../mpi"
+)]
 
 
 def example(name):
@@ -60,6 +62,7 @@ def test_an_asyncio_gateway_serves_all_its_clients(device):
 def test_the_examples_are_typed_and_mypy_is_content_with_them():
     pytest.importorskip("mypy")
     names = ["camera_to_two_models.py", "data_loader_to_trainer.py", "inference_server.py", "asyncio_gateway.py"]
+    names += ["allreduce.py", "ranks.py", "ring.py"]
     # The frameworks of a GPU machine need not be here.
     flags = ["--strict", "--no-incremental", "--ignore-missing-imports"]
     done = subprocess.run(

@@ -245,7 +245,7 @@ def test_a_callback_is_not_kept_when_its_thread_cannot_start_and_the_next_starts
 
 @pytest.fixture
 def interrupts():
-    """Makes a signal come soon, whose handler does something and raises."""
+    """Makes a signal come soon. Its handler does something and raises."""
     before = signal.getsignal(signal.SIGALRM)
 
     def soon(work):

@@ -78,7 +78,7 @@ def sleeps(thread):
 
 def interrupted_by(wait, arrival, handler=lambda: None, by=signal.SIGUSR1, slices=0, ahead=lambda: None):
     """Runs ``wait`` on this thread; once ``ahead`` has returned and it sleeps, and has done so ``slices`` times, a signal
-    comes, whose ``handler`` runs and raises, and right behind it what it waits for."""
+    comes, its ``handler`` runs and raises, and right behind it comes what it waits for."""
     begun, main, faults = threading.Event(), threading.get_native_id(), []
 
     def come():

@@ -205,6 +205,47 @@ def test_a_block_is_lent_and_comes_back(domain, device):
         client.close()
 
 
+def test_each_user_of_a_pool_has_its_quota(domain, device):
+    own, tenant = os.geteuid(), os.geteuid() + 1
+    on = {"domain": domain, "device": device}
+    quotas = {own: warpipe.Quota(nbytes=2 << 20), tenant + 1: (0, None)}
+    with warpipe.Pool.create("scratch", **on, user_quota=warpipe.Quota(blocks=1), quotas=quotas) as pool:
+        client, block = warpipe.PoolClient.open("scratch", **on), pool.allocate(1 << 20)
+        for ask in (pool.allocate, client.allocate):
+            with pytest.raises(warpipe.QuotaExceededError) as over:
+                ask((1 << 20) + 1, timeout=0.01)
+            error = over.value
+            assert (error.endpoint, error.uid, error.used, error.limit) == ("scratch", own, 1 << 20, 2 << 20)
+            assert error.error_kind == "limit_reached" and error.nbytes == (1 << 20) + 1
+        usage = pool.usage(own)
+        assert (usage.nbytes, usage.blocks, usage.quota) == (1 << 20, 1, warpipe.Quota(2 << 20, None))
+        theirs = pool.allocate(8, uid=tenant)
+        assert pool.usage(tenant) == (512, 1, 2 << 20, (None, 1))
+        with pytest.raises(warpipe.QuotaExceededError) as over:
+            pool.allocate(8, uid=tenant)
+        assert (over.value.uid, over.value.blocks, over.value.blocks_max) == (tenant, 1, 1)
+        with pytest.raises(warpipe.QuotaExceededError):
+            pool.allocate(8, timeout=None, uid=tenant + 1)
+        with pytest.raises(warpipe.AccessDeniedError):
+            warpipe.LentBuffer.open(theirs.lend(), device=device)
+        theirs.release()
+        pool.allocate(8, timeout=10.0, uid=tenant).release()
+        block.release()
+        client.close()
+
+
+def test_endpoints_of_every_kind_admit_other_users_if_they_are_named(domain, device):
+    on = {"domain": domain, "device": device}
+    made = lambda **who: [  # noqa: E731
+        warpipe.Timeline.create("t", **on, **who), warpipe.Semaphore.create("s", **on, **who), warpipe.Event.create(**on, **who),
+        warpipe.Member.join("m", domain=domain, **who), warpipe.Pool.create("p", **on, **who)]
+    for who, mode in (({}, 0o600), ({"allow_uids": [1]}, 0o666), ({"allow_gids": [1]}, 0o666)):
+        endpoints = made(**who)
+        sockets = [entry for entry in os.scandir(domain.path) if entry.name.endswith(".sock")]
+        assert [entry.stat().st_mode & 0o777 for entry in sockets] == [mode] * 5
+        [endpoint.close() for endpoint in endpoints]
+
+
 def test_a_legacy_handle_names_what_another_allocator_made(device):
     plain = _warpipe._allocate_plain(4096, device)
     tensor = plain.view((2, 2), "int32", 512)

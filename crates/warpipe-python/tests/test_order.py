@@ -43,6 +43,46 @@ def test_a_stream_waits_for_a_value_of_another(where, streams):
         assert frames.value == 2
 
 
+@pytest.fixture
+def written_later(where, device):
+    """Memory, another mapping of it, and a function that writes it through a third one, then signals a stream."""
+    source = warpipe.Memory.allocate(16, device=device)
+    with source.publish("source", domain=where["domain"], writable=True) as published:
+        shared, writer = (published.ticket().open(device=device) for _ in range(2))
+    with warpipe.Timeline.create("written", **where) as owner, warpipe.Timeline.open("written", **where) as written:
+        stream = warpipe.Stream(device)
+        written.wait(1, stream=stream)
+
+        def write():
+            writer.write(b"sixteen bytes...")
+            owner.signal(1)
+
+        yield source, shared, stream, write
+    for memory in (source, shared, writer):
+        memory.release()
+
+
+def test_a_copy_of_shared_memory_is_done_when_its_stream_comes_to_it(device, written_later):
+    source, shared, stream, write = written_later
+    targets = [warpipe.Memory.allocate(16, device=device) for _ in range(2)]
+    targets[0].copy_from(source, stream=stream)
+    targets[1].copy_from(shared.view(16, "uint8"), stream=stream)
+    # It is kept until then.
+    shared.release()
+    assert not stream.is_idle()
+    write()
+    assert [target.tobytes() for target in targets] == [b"sixteen bytes..."] * 2
+
+
+def test_a_send_of_shared_memory_reads_it_when_its_stream_comes_to_it(written_later, open_publisher, open_subscriber):
+    source, _shared, stream, write = written_later
+    publisher, subscriber = open_publisher(), open_subscriber()
+    publisher.send(source, stream=stream)
+    write()
+    with subscriber.receive() as frame:
+        assert frame.tobytes() == b"sixteen bytes..."
+
+
 def waiter(wait):
     """A thread that waits, and what becomes of that."""
     ended = []
@@ -73,7 +113,7 @@ def test_closing_ends_the_waits_of_other_threads_and_gives_the_name_up(where, de
         (semaphore, lambda: semaphore.acquire(None, stream=warpipe.Stream(device))),
     ]
     waiting = [(*waiter(wait), closed) for closed, wait in waits]
-    until(lambda: semaphore.waiting == 2, "two who wait for a permit")
+    until(lambda: semaphore.waiting == 2, "two that wait for a permit")
     for _thread, _ended, closed in waiting:
         closed.close()
     for thread, ended, _closed in waiting:

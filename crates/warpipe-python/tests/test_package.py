@@ -66,6 +66,7 @@ def test_every_exception_is_an_error_of_warpipe_with_a_message_of_its_own():
      ("TicketExpiredError", ConnectionError), ("TicketError", ValueError),
      ("NotExportableError", BufferError), ("DeadlinePassedError", TimeoutError),
      ("ArgumentError", ValueError), ("LayoutError", ValueError), ("DTypeError", TypeError), ("MemoryLimitError", MemoryError),
+     ("QuotaExceededError", MemoryError),
      ("DeviceMemoryError", MemoryError), ("ExportError", BufferError), ("SystemCallError", OSError)],
 )
 def test_exceptions_are_where_python_expects_them(ours, theirs):

@@ -6,7 +6,7 @@
 //! next work sees the whole result.
 //!
 //! CUDA's own interprocess events have two traps. One that *was never recorded* counts as complete,
-//! and so does one whose *recorder died* before its work was done: the waiting stream continues
+//! and so does one after its *recorder died* before its work was done: the waiting stream continues
 //! with missing data. This example provokes both, and both are errors.
 //!
 //! **This module is marked for unsafe**: it launches kernels on device memory, and asks the driver

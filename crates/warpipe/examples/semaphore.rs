@@ -178,8 +178,8 @@ impl Counts {
     }
 
     fn word(memory: &SharedMemory, index: u64) -> &AtomicU64 {
-        // SAFETY: one of the two words of this memory, which is mapped as long as the handle, and
-        // whose words all processes use atomically until the members have ended.
+        // SAFETY: one of the two words of this memory, which is mapped as long as the handle. All
+        // processes use the words atomically until the members have ended.
         unsafe {
             AtomicU64::from_ptr(with_exposed_provenance_mut(
                 (memory.ptr() + 8 * index) as usize,

@@ -404,6 +404,26 @@ pub enum Error {
         /// The limit.
         limit: u64,
     },
+    /// The quota of a user leaves no room for a block of a pool.
+    #[error(
+        "{name:?} has no room for {bytes} bytes in the quota of user {uid}: {used} of {limit} bytes and {blocks} of {blocks_max} blocks are in use and not yet released"
+    )]
+    QuotaExceeded {
+        /// The endpoint name.
+        name: String,
+        /// The user whose quota it is.
+        uid: u32,
+        /// The size of the block.
+        bytes: u64,
+        /// Bytes of the user's blocks.
+        used: u64,
+        /// The user's quota of bytes.
+        limit: u64,
+        /// The number of the user's blocks.
+        blocks: u32,
+        /// The user's quota of blocks.
+        blocks_max: u32,
+    },
     /// Memory that no legacy handle can name.
     #[error("{ptr:#x} is {kind}, which no legacy handle can name")]
     NotExportable {
@@ -506,9 +526,7 @@ pub enum Error {
         allowed: String,
     },
     /// A handle that was made before a `fork` is used in the child.
-    #[error(
-        "this handle belongs to the process that forked; open a new one in the child (CUDA cannot follow a fork at all: use spawn or exec)"
-    )]
+    #[error("this handle belongs to the process that forked")]
     Forked,
     /// A fault that a test asked for.
     #[error("injected fault: call {call} of {method}")]

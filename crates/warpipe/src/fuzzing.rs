@@ -262,7 +262,7 @@ fn ticket_seeds() -> Vec<Vec<u8>> {
     texts.chain(bodies.iter().cloned()).collect()
 }
 
-/// The text and the bytes of an event's handle, and bytes whose checksum is right whatever their
+/// The text and the bytes of an event's handle, and bytes with the right checksum whatever their
 /// contents.
 fn event_handles(bytes: &[u8]) {
     for bytes in [bytes.to_vec(), event::forged::handle(bytes)] {
@@ -290,7 +290,7 @@ fn event_seeds() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// The text and the bytes of a legacy handle, and bytes whose checksum is right whatever their
+/// The text and the bytes of a legacy handle, and bytes with the right checksum whatever their
 /// contents.
 fn legacy_handles(bytes: &[u8]) {
     for bytes in [bytes.to_vec(), legacy::forged::handle(bytes)] {

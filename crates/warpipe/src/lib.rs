@@ -148,7 +148,7 @@ pub use memory::{
     DeviceSlice, Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket,
 };
 pub use options::Opener;
-pub use pool::{Buffer, LentBuffer, Pool, PoolBuilder, PoolClient, PoolStats};
+pub use pool::{Buffer, LentBuffer, Pool, PoolBuilder, PoolClient, PoolStats, PoolUsage, Quota};
 pub use pubsub::{
     Discontinuity, PeerCredentials, Policy, Publisher, PublisherBuilder, Receipt, Sample,
     SampleMut, Samples, SendError, SlotHold, SlotReturn, Subscriber, SubscriberBuilder,
@@ -184,6 +184,7 @@ struct GuideToMembers;
 #[doc = include_str!("../docs/guide/legacy-handles.md")]
 #[doc = include_str!("../docs/guide/handles.md")]
 #[doc = include_str!("../docs/guide/pool.md")]
+#[doc = include_str!("../docs/guide/tenants.md")]
 #[doc = include_str!("../docs/guide/queue.md")]
 #[doc = include_str!("../docs/guide/service.md")]
 #[doc = include_str!("../docs/users/pipeline.md")]

@@ -268,8 +268,8 @@ impl Stream {
     /// Whether all work enqueued so far is done (`cuStreamQuery`).
     ///
     /// # Errors
-    /// [`Error::Capturing`] for a stream that is being captured, which has no such state, and whose
-    /// capture the query would invalidate; [`Error::Driver`], also for a fault of earlier work.
+    /// [`Error::Capturing`] for a stream that is being captured: it has no such state, and the
+    /// query would invalidate the capture; [`Error::Driver`], also for a fault of earlier work.
     pub fn is_idle(&self) -> Result<bool> {
         self.check_not_capturing()?;
         // SAFETY: the stream is live as long as self.

@@ -188,6 +188,17 @@ fn threads_alias_one_publishers_memory() {
 }
 
 #[test]
+fn tenants_are_kept_apart_and_one_of_them_notices_nothing_of_the_others_mistakes() {
+    let last = if rustix::process::geteuid().is_root() {
+        "ok: 2 users kept to their quotas; 1 write outside was stopped, 1 death cleaned up, \
+         1 flood unnoticed; all words right in * rounds"
+    } else {
+        "ok: skipped: only root can start processes of other users"
+    };
+    ends_with("tenants", &[], last);
+}
+
+#[test]
 fn an_option_that_no_example_knows_is_refused() {
     let ended = run("fibonacci", &["--colour", "red"]);
     assert_eq!(ended.code, Some(1), "{ended:?}");

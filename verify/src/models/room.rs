@@ -9,7 +9,7 @@ use crate::models::Model;
 use crate::shm::page::SharedPage;
 
 pub const HANDED_ON: Model = Model {
-    name: "who waits for a permit gets it",
+    name: "a thread that waits for a permit gets it",
     bound: 4,
     body: handed_on,
 };
@@ -19,7 +19,7 @@ pub const WITHDRAWN: Model = Model {
     body: withdrawn,
 };
 pub const TAKEN: Model = Model {
-    name: "of two who take a permit one has it",
+    name: "of two that take a permit one has it",
     bound: 4,
     body: taken,
 };

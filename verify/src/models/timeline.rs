@@ -8,17 +8,17 @@ use crate::models::Model;
 use crate::shm::segment::touch;
 
 pub const PARKED: Model = Model {
-    name: "who parks on a word goes on when it is reached",
+    name: "a thread that parks on a word goes on when it is reached",
     bound: 4,
     body: parked,
 };
 pub const ADVANCED: Model = Model {
-    name: "who parks goes on when a survivor stores what is owed",
+    name: "a parked thread goes on when a survivor stores what is owed",
     bound: 3,
     body: advanced,
 };
 pub const TAKEN_BACK: Model = Model {
-    name: "of several who store what is owed none takes the word back",
+    name: "of several that store what is owed none takes the word back",
     bound: 3,
     body: taken_back,
 };

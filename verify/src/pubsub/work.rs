@@ -86,6 +86,10 @@ impl RawSample {
 pub(crate) struct RetainedSlot(pub(crate) Sample);
 
 impl RetainedSlot {
+    pub(crate) fn is_filled(&self) -> bool {
+        true
+    }
+
     pub(crate) fn forward(
         &self,
         id: u64,

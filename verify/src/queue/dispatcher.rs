@@ -64,6 +64,10 @@ impl State {
         states::now()
     }
 
+    pub(super) fn is_delivery_due(&self) -> bool {
+        self.table.is_delivering()
+    }
+
     pub(super) fn pick_worker(&self, job: u64, but: &[u64]) -> Option<u64> {
         let open = self
             .sessions
@@ -181,7 +185,8 @@ impl Dispatcher {
         if sessions.iter().any(|session| session.end.is_some()) {
             self.remove_disconnected(guard);
         }
-        self.dispatch(guard);
+        // Any thread of the model may make any delivery.
+        assert!(!self.dispatch(guard, true));
     }
 
     /// As `Dispatcher::update_workers`.

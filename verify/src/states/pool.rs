@@ -347,16 +347,16 @@ impl Play {
     }
 
     fn leave(&mut self, peer: usize) {
-        let who = &mut self.peers[peer];
-        if !who.is_here
-            || who.is_dead
-            || who.is_leaving
-            || who.hands.iter().any(|hand| !hand.is_given_back)
+        let it = &mut self.peers[peer];
+        if !it.is_here
+            || it.is_dead
+            || it.is_leaving
+            || it.hands.iter().any(|hand| !hand.is_given_back)
         {
             return;
         }
-        who.is_leaving = true;
-        let number = who.number;
+        it.is_leaving = true;
+        let number = it.number;
         if let Some(borrower) = self.state.borrowers.get_mut(&number) {
             borrower.is_leaving = true;
         }
@@ -368,12 +368,12 @@ impl Play {
     }
 
     fn die(&mut self, peer: usize) {
-        let who = &mut self.peers[peer];
-        if !who.is_here || who.is_dead {
+        let it = &mut self.peers[peer];
+        if !it.is_here || it.is_dead {
             return;
         }
-        who.is_dead = true;
-        let number = who.number;
+        it.is_dead = true;
+        let number = it.number;
         if self.fault == Fault::FreesAtDeath {
             self.free(number);
             self.state_passes();

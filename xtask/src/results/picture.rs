@@ -161,8 +161,10 @@ fn python_bars(report: &Python, place: &str) -> Vec<Bar> {
 /// The victims that are killed in the middle of a kernel.
 fn deaths(reports: &Reports, head: &Head) -> Chart {
     let labels = [
+        ("-> receive() returns PeerGone", "subscriber gets PeerGone"),
+        // The same row, in the reports up to 2026-11-22.
         ("-> PublisherGone", "subscriber gets PeerGone"),
-        ("-> subscribers() tells", "publisher lists the death"),
+        ("-> subscribers() reports", "publisher lists the death"),
         (
             "-> its slots are lent again",
             "the dead subscriber's slots are lent again",

@@ -264,7 +264,7 @@ fn parse<T: DeserializeOwned>(path: &Path) -> Outcome<T> {
 fn refuse_quick(quick: bool, path: &Path) -> Outcome<()> {
     if quick {
         return Err(format!(
-            "{} is of a quick run, whose figures mean little",
+            "{} is of a quick run: its figures mean little",
             path.display()
         ));
     }

@@ -9,7 +9,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use warpipe::backend::{Backend, RawRegion, StreamOp, TimelineWord};
 use warpipe::{Access, Device, DeviceId, Error, RawStream, Stream};
 
-use super::control::control;
+use super::control::{control, reset_beside_a_wait};
 use super::exit::*;
 use super::failures::*;
 use super::gather::*;
@@ -52,6 +52,7 @@ cases! {
     DOWNLOAD_LIMIT = download_limit;
     CALL = call;
     CONTROL = control;
+    RESET_BESIDE_A_WAIT = reset_beside_a_wait;
     EVENT = event;
     MISSING_SYMBOL = missing_symbol;
     NO_DEVICE = no_device;

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use libloading::{Library, Symbol};
 use warpipe::Error;
+use warpipe::backend::StreamOp;
 
-use super::cases::{MIB, PATIENCE, driver_library, gpu, release};
+use super::cases::{MIB, PATIENCE, batch, driver_library, gpu, release, word_address, words};
 
 struct Control(Library);
 
@@ -128,4 +129,35 @@ pub fn control() {
     assert_eq!(control.count("fakeCudaHanging", "cuMemCreate"), 0);
     control.reset();
     assert_eq!(control.calls(), []);
+}
+
+pub fn reset_beside_a_wait() {
+    const RESET: &str = "cuDevicePrimaryCtxReset_v2";
+    let (device, control) = (gpu(), Control(driver_library()));
+    control.reset();
+    let ((words, base), stream) = (words(&device), device.stream().unwrap());
+    let (word, value) = (word_address(base, 0), 1);
+    let wait = StreamOp::Wait { word, value };
+    let word = word_address(base, 1);
+    batch(
+        &device,
+        stream.raw(),
+        &[wait, StreamOp::Signal { word, value }],
+    )
+    .unwrap();
+    let resetting = std::thread::spawn(|| {
+        let driver = Control(driver_library());
+        let reset = driver.function::<unsafe extern "C" fn(c_int) -> c_int>(RESET);
+        // SAFETY: nothing is done on the device afterwards.
+        assert_eq!(unsafe { reset(0) }, 0);
+        [0, 1].map(|index| words[index].load())
+    });
+    until(|| control.calls().contains(&(RESET.into(), 1)));
+    // A moment for a reset that does not wait. One that does is not late, however long this takes.
+    for _ in 0..100 {
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    words[0].store(1);
+    let at_return = resetting.join().unwrap();
+    assert_eq!(at_return, [1, 1], "it has not waited for the stream");
 }

@@ -113,6 +113,11 @@ fn a_test_has_calls_of_the_fake_driver_counted_failed_and_held_up() {
 }
 
 #[test]
+fn a_reset_does_not_return_while_a_stream_of_the_device_waits() {
+    FakeDriver::new().run(cases::RESET_BESIDE_A_WAIT);
+}
+
+#[test]
 fn a_driver_without_a_function_fails_by_name_where_it_is_needed() {
     FakeDriver::new()
         .without("cuMemCreate")

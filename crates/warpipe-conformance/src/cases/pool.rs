@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Access, Buffer, Error, Expiry, Kind, LentBuffer, Pool, PoolClient, Ticket};
+use warpipe::{Access, Buffer, Error, Expiry, Kind, LentBuffer, Pool, PoolClient, Quota, Ticket};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -54,6 +54,11 @@ pub(super) const CASES: &[Case] = &[
         "a block that passes to another user is cleared, and to the same user it is not",
         other_user,
     ),
+    Case::new(
+        "users of a pool keep to their quotas and regions, also when one is killed while it works",
+        tenants,
+    )
+    .ends_clients(),
     Case::new(
         "borrowers are killed at any moment and every block is reclaimed",
         storm,
@@ -479,6 +484,86 @@ fn other_user(context: &Context) -> Result<()> {
         peer.dismiss()?;
     }
     Ok(())
+}
+
+/// A fault of this kind, whose text has `part`.
+fn fails_with(peer: &mut Peer, order: HolderOrder, kind: &str, part: &str) -> Result<()> {
+    match peer.try_ask(&Order::Hold(order))? {
+        Err(fault) if fault.kind == kind && fault.text.contains(part) => Ok(()),
+        other => bail!("instead of {kind} with {part:?}: {other:?}"),
+    }
+}
+
+fn tenants(context: &Context) -> Result<()> {
+    const OTHER: u32 = NOBODY - 1;
+    open_to_others(context)?;
+    let quota = Quota {
+        bytes: BYTES,
+        blocks: 4,
+    };
+    let pool = Pool::builder("pool")
+        .domain(&context.domain)
+        .device(&context.device)
+        .memory_limit(2 * BYTES)
+        .allow_uids(&[NOBODY, OTHER])
+        .user_quota(quota)
+        .quota_for(OTHER, Quota::default())
+        .build()?;
+    let allocate = |bytes, wait_ms| HolderOrder::Allocate {
+        name: "pool".into(),
+        bytes,
+        wait_ms,
+    };
+    let mut peers = Vec::new();
+    for uid in [NOBODY, OTHER] {
+        let mut peer = context.peer()?;
+        peer.ask(&Order::Hold(HolderOrder::Become(uid)))?;
+        number(&mut peer, allocate(BYTES, 0))?;
+        peers.push(peer);
+    }
+    let (mut killed, mut survivor) = (peers.remove(0), peers.remove(0));
+    let of_user = format!("quota of user {NOBODY}");
+    fails_with(&mut killed, allocate(8, 20), "QuotaExceeded", &of_user)?;
+    fails_with(&mut survivor, allocate(8, 20), "MemoryLimit", "pool")?;
+    ensure!(pool.usage(NOBODY).region_bytes == BYTES && pool.usage(OTHER).region_bytes == BYTES);
+    // Killed while its device writes the block.
+    let order = HolderOrder::FillAndFree {
+        number: 0,
+        seed: 3,
+        slow_us: 2_000_000,
+        is_behind: true,
+    };
+    killed.ask(&Order::Hold(order))?;
+    ensure!(
+        pool.usage(NOBODY).bytes == BYTES,
+        "it counts while the device writes it"
+    );
+    killed.kill()?;
+    let block = pool.allocate_for(OTHER, BYTES, PATIENCE)?;
+    ensure!(pool.usage(NOBODY).region_bytes == 0, "its region is gone");
+    ensure!(
+        block.to_vec(PATIENCE)?.iter().all(|&byte| byte == 0),
+        "the next user reads zeros"
+    );
+    fill_now(context, &block, 9)?;
+    let ticket = block.lend(Access::ReadWrite)?;
+    let it = number(&mut survivor, HolderOrder::Borrow(ticket.clone()))? as usize;
+    let check = HolderOrder::CheckBlock {
+        number: it,
+        seed: 9,
+    };
+    ensure!(number(&mut survivor, check)? == 0, "the bytes are right");
+    // Neither another tenant nor the owner's user has that region.
+    let mut stranger = context.peer()?;
+    let of_other = format!("of user {OTHER}");
+    let borrow = || HolderOrder::Borrow(ticket.clone());
+    fails_with(&mut stranger, borrow(), "AccessDenied", &of_other)?;
+    stranger.ask(&Order::Hold(HolderOrder::Become(NOBODY)))?;
+    survivor.dismiss()?;
+    drop(block);
+    number(&mut stranger, allocate(BYTES, PATIENCE.as_millis() as u64))?;
+    ensure!(pool.usage(OTHER).bytes == 0);
+    stranger.dismiss()
 }
 
 fn storm(context: &Context) -> Result<()> {

@@ -81,6 +81,7 @@ from ._errors import (
     ProtocolError,
     QueueClosedError,
     QueueFullError,
+    QuotaExceededError,
     RangeError,
     RefusedError,
     RejectedError,
@@ -95,7 +96,7 @@ from ._errors import (
 )
 from ._queue import Server, Worker
 from ._subscriber import Subscriber
-from ._tuples import EndpointInfo, MemoryUse
+from ._tuples import EndpointInfo, MemoryUse, PoolUsage, Quota
 from ._warpipe import (
     Buffer,
     Change,
@@ -225,6 +226,7 @@ __all__ = [
     "Pool",
     "PoolClient",
     "PoolStats",
+    "PoolUsage",
     "ProfilerError",
     "ProtocolError",
     "Published",
@@ -232,6 +234,8 @@ __all__ = [
     "Queue",
     "QueueClosedError",
     "QueueFullError",
+    "Quota",
+    "QuotaExceededError",
     "QueueState",
     "RangeError",
     "Recording",

@@ -219,6 +219,19 @@ class MemoryLimitError(Error, MemoryError):
     limit: int
 
 
+class QuotaExceededError(Error, MemoryError):
+    """The quota of a pool's user leaves no room. Attributes: ``endpoint``, ``uid``, ``nbytes``, ``used`` and ``limit``
+    (bytes), ``blocks``, ``blocks_max``."""
+
+    endpoint: str
+    uid: int
+    nbytes: int
+    used: int
+    limit: int
+    blocks: int
+    blocks_max: int
+
+
 # Arguments and use.
 
 

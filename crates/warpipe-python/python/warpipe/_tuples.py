@@ -24,5 +24,27 @@ class MemoryUse(NamedTuple):
     """Its limit."""
 
 
-for _one in (EndpointInfo, MemoryUse):
+class Quota(NamedTuple):
+    """The most that one user may have of a pool at once: see ``Pool.create``. None is no limit."""
+
+    nbytes: int | None = None
+    """Bytes in blocks, each rounded up to a multiple of 512."""
+    blocks: int | None = None
+    """The number of blocks."""
+
+
+class PoolUsage(NamedTuple):
+    """The part of a pool that one user has: see ``Pool.usage``."""
+
+    nbytes: int
+    """Bytes in blocks that are not free."""
+    blocks: int
+    """The number of these blocks."""
+    region_nbytes: int
+    """Bytes of the user's regions."""
+    quota: Quota
+    """The user's quota."""
+
+
+for _one in (EndpointInfo, MemoryUse, Quota, PoolUsage):
     _one.__module__ = "warpipe"

@@ -2,12 +2,12 @@
 """The native half of warpipe. Units: seconds for times, bytes for sizes, elements for shapes and strides."""
 import os
 import pathlib
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from types import EllipsisType, TracebackType
 from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final
 from typing_extensions import Buffer as _BytesLike, Self, disjoint_base
 
-from ._tuples import EndpointInfo, MemoryUse
+from ._tuples import EndpointInfo, MemoryUse, PoolUsage
 
 __version__: Final[str]
 DTYPES: Final[list[str]]
@@ -1228,8 +1228,16 @@ class Timeline(Closeable):
     """
     VALUE_MAX: Final[int]
     @staticmethod
-    def create(name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None) -> Timeline:
-        """Makes a timeline at 0 and takes its name.
+    def create(
+        name: str,
+        *,
+        domain: _DomainLike | None = None,
+        device: _DeviceLike | None = None,
+        allow_uids: Sequence[int] = ...,
+        allow_gids: Sequence[int] = ...,
+    ) -> Timeline:
+        """Makes a timeline at 0 and takes its name. ``allow_uids``, ``allow_gids``: users and groups that
+        may open it beside this process's own user.
 
         Raises ``InvalidNameError``, ``NameTakenError``, ``DomainError``, ``DeviceError``.
         """
@@ -1314,8 +1322,15 @@ class Event(Closeable):
     too.
     """
     @staticmethod
-    def create(*, domain: _DomainLike | None = None, device: _DeviceLike | None = None) -> Event:
-        """Makes an event.
+    def create(
+        *,
+        domain: _DomainLike | None = None,
+        device: _DeviceLike | None = None,
+        allow_uids: Sequence[int] = ...,
+        allow_gids: Sequence[int] = ...,
+    ) -> Event:
+        """Makes an event. ``allow_uids``, ``allow_gids``: users and groups that may open and record it
+        beside this process's own user.
 
         Raises ``EventLimitError``, ``DomainError``, ``DeviceError``.
         """
@@ -1388,9 +1403,17 @@ class Semaphore(Closeable):
     """
     @staticmethod
     def create(
-        name: str, permits: int = 1, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None
+        name: str,
+        permits: int = 1,
+        *,
+        domain: _DomainLike | None = None,
+        device: _DeviceLike | None = None,
+        allow_uids: Sequence[int] = ...,
+        allow_gids: Sequence[int] = ...,
     ) -> Semaphore:
         """Makes a semaphore of ``permits`` permits (1 to 1024), all free, and takes its name.
+        ``allow_uids``, ``allow_gids``: users and groups that may open it beside this process's own
+        user. Every member can write its counters, so admit users whose use of it you trust.
 
         Raises ``ArgumentError``, ``InvalidNameError``, ``NameTakenError``, ``DomainError``,
         ``DeviceError``.
@@ -1476,8 +1499,16 @@ class Member(Closeable):
     process does, in up to 64 bytes.
     """
     @staticmethod
-    def join(name: str, role: str = "", *, domain: _DomainLike | None = None) -> Member:
-        """Joins the domain under a name.
+    def join(
+        name: str,
+        role: str = "",
+        *,
+        domain: _DomainLike | None = None,
+        allow_uids: Sequence[int] = ...,
+        allow_gids: Sequence[int] = ...,
+    ) -> Member:
+        """Joins the domain under a name. ``allow_uids``, ``allow_gids``: users and groups that see this
+        member in their watches beside this process's own user.
 
         Raises ``NameTakenError``, ``InvalidNameError``, ``ArgumentError``, ``ForeignFileError``,
         ``DomainError``.
@@ -1624,9 +1655,9 @@ class View(_Tensor):
     def copy_from(self, tensor: Any, *, stream: _StreamLike | None = None) -> None:
         """Copies a tensor of the same shape and element type in, on ``stream``, by default the current
         stream of the tensor's framework. The tensor may be changed in that stream's order; a host
-        tensor at once. A copy from the host without a stream is complete when this returns. A
-        tensor that overlaps this memory is read before the memory is written; a GPU allocates as
-        much memory again for that, for a moment.
+        tensor at once, unless it is a ``View`` and a stream is given. A copy from the host without a
+        stream is complete when this returns. A tensor that overlaps this memory is read before the
+        memory is written; a GPU allocates as much memory again for that, for a moment.
 
         Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``,
         ``ArgumentError`` for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError``
@@ -1910,6 +1941,10 @@ class Pool(Closeable):
     ``LentBuffer.open``), or allocate themselves (``PoolClient``). A block is reused when its owner
     and all its borrowers have released it and their streams are past it. ``close()`` releases the
     name; held blocks stay valid until they are released.
+
+    ``allow_uids``, ``allow_gids``: users and groups that may connect beside this process's own user.
+    Each user gets regions of its own. ``user_quota`` is the ``Quota`` of each of them but the pool's
+    own, ``quotas`` maps single users to theirs.
     """
     @staticmethod
     def create(
@@ -1922,6 +1957,8 @@ class Pool(Closeable):
         peers_max: int = 256,
         allow_uids: Sequence[int] = ...,
         allow_gids: Sequence[int] = ...,
+        user_quota: tuple[int | None, int | None] = ...,
+        quotas: Mapping[int, tuple[int | None, int | None]] = ...,
     ) -> Pool:
         """Makes a pool and takes its name.
 
@@ -1934,12 +1971,18 @@ class Pool(Closeable):
     @property
     def device(self) -> Device:
         """Its device."""
-    def allocate(self, nbytes: int, timeout: float | None = 0.0) -> Buffer:
+    def allocate(self, nbytes: int, timeout: float | None = 0.0, *, uid: int | None = None) -> Buffer:
         """A free block of ``nbytes`` bytes, waiting up to ``timeout`` seconds (None: no limit) for
-        releases.
+        releases. With ``uid`` it lies in a region of that user, whose processes alone can open its
+        ticket, and counts against that user's quota.
 
-        Raises ``MemoryLimitError``, ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes,
+        Raises ``MemoryLimitError``, ``QuotaExceededError``, ``DeviceMemoryError``, ``ArgumentError`` for 0 bytes,
         ``ClosedError``, ``DriverError``.
+        """
+    def usage(self, uid: int) -> PoolUsage:
+        """The part of the pool that the user ``uid`` has, and its quota.
+
+        Raises ``ClosedError``.
         """
     @property
     def stats(self) -> PoolStats:
@@ -2030,7 +2073,7 @@ class PoolClient(Closeable):
         """A block of ``nbytes`` bytes of the owner's memory, for reading and writing, waiting up to
         ``timeout`` seconds (None: no limit) for releases.
 
-        Raises ``MemoryLimitError``, ``PeerGoneError``, ``RefusedError``, ``ArgumentError``,
+        Raises ``MemoryLimitError``, ``QuotaExceededError``, ``PeerGoneError``, ``RefusedError``, ``ArgumentError``,
         ``ClosedError``, ``DeviceError``.
         """
 

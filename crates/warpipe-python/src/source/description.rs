@@ -5,9 +5,9 @@ use pyo3::exceptions::{PyIndexError, PyOverflowError, PyTypeError, PyUnicodeErro
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use warpipe::{DType, Layout};
+use warpipe_dlpack::{Imported, row_major};
 
 use super::Wanted;
-use crate::dlpack::{self, Imported};
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 
@@ -34,11 +34,7 @@ impl ArrayDescription {
     fn new(dtype: DType, shape: Vec<u64>, mut strides: Vec<i64>, address: u64) -> ArrayDescription {
         // The stride of a dimension of length 1, or of an empty tensor, has no meaning: normalise it.
         let is_empty = shape.contains(&0);
-        for ((stride, plain), &length) in strides
-            .iter_mut()
-            .zip(dlpack::row_major(&shape))
-            .zip(&shape)
-        {
+        for ((stride, plain), &length) in strides.iter_mut().zip(row_major(&shape)).zip(&shape) {
             if is_empty || length == 1 {
                 *stride = plain;
             }
@@ -53,10 +49,10 @@ impl ArrayDescription {
 
     pub(super) fn of_import(tensor: &Imported) -> ArrayDescription {
         ArrayDescription::new(
-            tensor.dtype,
-            tensor.shape.clone(),
-            tensor.strides.clone(),
-            tensor.address,
+            tensor.dtype(),
+            tensor.shape().to_vec(),
+            tensor.strides().to_vec(),
+            tensor.address(),
         )
     }
 
@@ -112,7 +108,7 @@ impl ArrayDescription {
         let address = data.get_item(0).and_then(|address| address.extract());
         let address: Option<u64> = array_description("data", data, address)?;
         let strides = match get("strides")? {
-            None => dlpack::row_major(&shape),
+            None => row_major(&shape),
             Some(strides) => {
                 array_description("strides", &strides, in_elements(&strides, &shape, dtype))?
             }
@@ -165,7 +161,7 @@ impl ArrayDescription {
                 .iter()
                 .zip(&self.strides)
                 .any(|(&length, &stride)| length > 1 && stride < 0);
-        let is_turned = wanted.packed && self.strides != dlpack::row_major(&self.shape);
+        let is_turned = wanted.packed && self.strides != row_major(&self.shape);
         let below = u64::try_from(-low).map_err(|_| too_far())?;
         let bytes = u64::try_from(high - low)
             .ok()

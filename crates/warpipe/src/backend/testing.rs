@@ -142,6 +142,31 @@ impl Hook for Failing {
     }
 }
 
+/// Panics in the call that [`Failing`] fails.
+#[cfg(test)]
+#[derive(Debug, Default)]
+pub(crate) struct Panicking(Failing);
+
+#[cfg(test)]
+impl Panicking {
+    /// Panics in call `call` of `method`, counted from 1 and from now on.
+    pub(crate) fn aim(&self, method: &'static str, call: u64) {
+        self.0.aim(method, call);
+    }
+
+    pub(crate) fn has_struck(&self) -> bool {
+        self.0.has_struck()
+    }
+}
+
+#[cfg(test)]
+impl Hook for Panicking {
+    fn before(&self, method: &'static str) -> Result<()> {
+        self.0.before(method).unwrap();
+        Ok(())
+    }
+}
+
 /// Blocks the calls of one method, like a driver with a full launch queue.
 #[cfg(test)]
 #[derive(Debug, Default)]

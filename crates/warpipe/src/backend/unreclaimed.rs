@@ -2,11 +2,12 @@
 //! unmaps memory.
 //!
 //! The driver may still use memory that it refuses to unregister or to unmap, so this memory stays
-//! as it is, and is counted ([`process_stats`](crate::process_stats)). So does memory whose
-//! unregistration [would block](Backend::unregister_would_block). The reaper retries with each
-//! tick. Memory of a device that was reset is not retried: its addresses and handles may belong to
-//! others by now.
+//! as it is, and is counted ([`process_stats`](crate::process_stats)). So does memory
+//! when its unregistration [would block](Backend::unregister_would_block). The reaper retries with
+//! each tick. Memory of a device that was reset is not retried: its addresses and handles may
+//! belong to others by now.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
@@ -119,12 +120,17 @@ pub(crate) fn is_retry_due() -> bool {
     !RETRIES.lock().list.is_empty()
 }
 
-/// Retries everything. A driver may block this.
+/// Retries everything. A driver may block this. A call that panics may have done its work, so its
+/// memory stays as it is, and counted; the rest is retried.
 pub(crate) fn retry_all() {
     // Without the lock, which the reactor takes.
-    let mut list = std::mem::take(&mut RETRIES.lock().list);
-    list.retain_mut(|memory| !memory.is_over());
-    RETRIES.lock().list.append(&mut list);
+    let list = std::mem::take(&mut RETRIES.lock().list);
+    for mut memory in list {
+        let is_over = catch_unwind(AssertUnwindSafe(|| memory.is_over()));
+        if let Ok(false) = is_over {
+            RETRIES.lock().list.push(memory);
+        }
+    }
 }
 
 impl UnreclaimedMemory {
@@ -287,5 +293,47 @@ mod tests {
         hook.hook().aim("unregister", 1);
         drop(page);
         wait_until("nobody asks again", || !is_mapped(place));
+    }
+
+    /// Refuses to unregister memory once, and panics when it is asked again.
+    #[derive(Debug, Default)]
+    struct Panicking {
+        calls: AtomicU64,
+    }
+
+    impl Hook for Panicking {
+        fn before(&self, method: &'static str) -> crate::Result<()> {
+            if method != "unregister" {
+                return Ok(());
+            }
+            let call = self.calls.fetch_add(1, SeqCst) + 1;
+            assert!(call == 1, "the retry panics");
+            Err(Error::Injected { method, call })
+        }
+    }
+
+    #[test]
+    fn a_device_that_panics_keeps_the_reaper_from_asking_no_other_device() {
+        let test = "a_device_that_panics_keeps_the_reaper_from_asking_no_other_device";
+        crate::hostile::alone(module_path!(), test, || {
+            let _reactor = Reactor::of_process().unwrap();
+            let panicking = Wrapped::new(Device::host().backend().clone(), Panicking::default());
+            let device = Device::from_backend(panicking.clone());
+            drop(SharedPage::create(Some(&device), 1).unwrap().0);
+            wait_until("it panics", || panicking.hook().calls.load(SeqCst) == 2);
+            let kept = totals();
+            let failing = Wrapped::new(Device::host().backend().clone(), Failing::default());
+            let device = Device::from_backend(failing.clone());
+            let page = SharedPage::create(Some(&device), 1).unwrap().0;
+            let place = std::ptr::from_ref(page.at::<AtomicU64>(0)).addr();
+            failing.hook().aim("unregister", 1);
+            drop(page);
+            wait_until("nobody asks again", || !is_mapped(place));
+            wait_until("the memory of the other one is counted", || {
+                totals() == kept
+            });
+            assert!(kept.0 == 1);
+            assert_eq!(panicking.hook().calls.load(SeqCst), 2);
+        });
     }
 }

@@ -69,8 +69,8 @@ impl TimelineWord {
         }
     }
 
-    /// Stores `value` with the CPU unless the word is past it: it never sets the word back, whoever
-    /// else writes it.
+    /// Stores `value` with the CPU unless the word is past it: it never sets the word back,
+    /// whatever other threads and processes write.
     pub(crate) fn bring_up(&self, value: u64) {
         for _ in 0..ATTEMPTS {
             let found = self.load();

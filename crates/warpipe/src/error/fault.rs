@@ -76,9 +76,10 @@ pub enum TicketFault {
 #[non_exhaustive]
 pub enum Expiry {
     /// Its owner has closed it, or has died; no process holds the name.
-    #[error("its owner {}", if *.died { "has died" } else { "has closed it" })]
+    #[error("its owner {}", if *.died { "has died" } else { "has closed it, or has died and its name is removed" })]
     Gone {
-        /// Whether the owner has left its name behind, as only a dead owner does.
+        /// Whether the owner has left its name behind, as only a dead owner does. A watch of members
+        /// removes such a name.
         died: bool,
     },
     /// Another process, or a later run of the owner, holds the name now.

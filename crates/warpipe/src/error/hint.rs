@@ -134,7 +134,7 @@ impl Error {
                 Kind::Publisher => "subscribe again, or turn `reconnect` on",
                 Kind::Queue => "its jobs have ended with it: attach to the next queue of this name",
                 Kind::LegacyMemory => {
-                    "a legacy handle dies with its exporter: export again, or use a channel, whose memory outlives its sender"
+                    "a legacy handle dies with its exporter: export again, or use a channel, with memory that outlives its sender"
                 }
                 _ => "open it again when it is back",
             },
@@ -146,6 +146,9 @@ impl Error {
                 "receive and release faster, raise the depth, or choose another policy"
             }
             Error::MemoryLimit { .. } => "release some, or raise the memory limit",
+            Error::QuotaExceeded { .. } => {
+                "release blocks of that user, in all of its processes, or have the pool's owner raise its quota"
+            }
             Error::NotOwner { .. } => "signal a timeline of your own",
             Error::Backwards { .. } => "signal a larger value",
             Error::EventNotRecorded { .. } => "record it first, then tell others to wait for it",

@@ -95,6 +95,7 @@ impl Error {
             | Error::InFlightLimit { .. }
             | Error::Full { .. }
             | Error::MemoryLimit { .. }
+            | Error::QuotaExceeded { .. }
             | Error::EventLimit { .. }
             | Error::QueueFull { .. } => ErrorKind::LimitReached,
             Error::NotFound { .. } | Error::TicketExpired { .. } | Error::NoSuchJob { .. } => {

@@ -22,7 +22,9 @@ use super::peer::Peer;
 use super::{AccessPolicy, Kind};
 use crate::backend::DeviceId;
 use crate::error::{Error, Result};
-use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::fork::CloseOnForkFd;
+use crate::fork::lifeline::Lifeline;
+use crate::os;
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, catch_panic};
@@ -38,11 +40,12 @@ const LISTENER: u64 = 0;
 
 /// The endpoint that gets the connections.
 pub(crate) trait ConnectionOwner: EventSource {
-    /// Takes a connection whose peer has sent its `Hello`. Its descriptor is not watched.
+    /// Takes a connection after its peer has sent its `Hello`. Its descriptor is not watched.
     fn on_connection(&self, connection: Connection, hello: Hello);
 }
 
-/// A connection with a peer that may connect, counts against the limits, and whose death is known.
+/// A connection with a peer that may connect and counts against the limits. The peer's death is
+/// watched for.
 #[derive(Debug)]
 pub(crate) struct Connection {
     /// Counted from 1 for each acceptor, never used again.
@@ -75,7 +78,6 @@ pub(crate) struct AcceptorOptions {
 /// See the [module](self).
 pub(crate) struct Acceptor {
     me: Weak<Acceptor>,
-    owner_process: OwnerProcess,
     options: AcceptorOptions,
     owner: Weak<dyn ConnectionOwner>,
     reactor: Arc<Reactor>,
@@ -98,8 +100,17 @@ struct PendingConnection {
     /// Declared first: the registration ends before the socket is closed.
     registration: Registration,
     clock: Uptime,
-    peer: Peer,
+    credentials: libc::ucred,
+    /// `None` while this process has no descriptor for the peer's pidfd.
+    peer: Option<Peer>,
     socket: Arc<PeerSocket>,
+}
+
+/// The result of reading a screened connection.
+enum HelloRead {
+    /// The `Hello` is not there yet, or cannot be read yet: see [`Acceptor::read_hello`].
+    Pending(Option<Peer>, Next),
+    Complete(Peer, Hello, QuotaPermit),
 }
 
 impl std::fmt::Debug for Acceptor {
@@ -120,7 +131,6 @@ impl Acceptor {
     ) -> Arc<Acceptor> {
         Arc::new_cyclic(|me| Acceptor {
             me: me.clone(),
-            owner_process: OwnerProcess::current(),
             quota: ConnectionQuota::new(options.access_policy.limits),
             options,
             owner,
@@ -203,22 +213,25 @@ impl Acceptor {
     /// Checks the peer's credentials before a byte is read. Most peers have sent their `Hello` by
     /// then: to read it at once saves two thread switches.
     fn begin(&self, socket: Arc<PeerSocket>) {
-        let peer = match Peer::of(socket.as_fd(), self.name()) {
-            Ok(peer) => peer,
-            Err(error) => return say(&socket, &refusal(false, error)),
+        let credentials = match os::peer_credentials(socket.as_fd()) {
+            Ok(credentials) => credentials,
+            Err(error) => {
+                let context = format!("a connection to {:?}", self.name());
+                let error = Error::os("getsockopt(SO_PEERCRED)", context, error);
+                return say(&socket, &refusal(false, error));
+            }
         };
-        let is_admitted = || self.options.access_policy.admits(peer.uid, peer.gid);
-        let screened = self
-            .claim
-            .listener
-            .screen(socket.as_fd(), peer.uid, is_admitted);
+        let (uid, gid) = (credentials.uid, credentials.gid);
+        let is_admitted = || self.options.access_policy.admits(uid, gid);
+        let screened = self.claim.listener.screen(socket.as_fd(), uid, is_admitted);
         if let Err((denied, reason)) = screened {
             return say(&socket, &refusal(denied, reason));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        match self.hello(&peer, &socket) {
-            Ok(None) => self.wait_for_hello(id, peer, socket),
-            Ok(Some((hello, quota_permit))) => self.hand_over(
+        match self.read_hello(credentials, None, &socket) {
+            // If this process has no room, the socket stays readable: its first event pauses it.
+            Ok(HelloRead::Pending(peer, _)) => self.wait_for_hello(id, credentials, peer, socket),
+            Ok(HelloRead::Complete(peer, hello, quota_permit)) => self.hand_over(
                 hello,
                 Connection {
                     id,
@@ -231,7 +244,13 @@ impl Acceptor {
         }
     }
 
-    fn wait_for_hello(&self, id: u64, peer: Peer, socket: Arc<PeerSocket>) {
+    fn wait_for_hello(
+        &self,
+        id: u64,
+        credentials: libc::ucred,
+        peer: Option<Peer>,
+        socket: Arc<PeerSocket>,
+    ) {
         let registered = self
             .reactor
             .register(socket.as_fd(), &self.event_source(), id);
@@ -245,7 +264,10 @@ impl Acceptor {
         }
         let evicted = if state.pending.len() >= PENDING_MAX {
             // Evicts the oldest connection, so idle peers cannot exhaust the limit.
-            let crowd = state.pending.iter().map(|(id, it)| (*id, it.peer.uid));
+            let crowd = state
+                .pending
+                .iter()
+                .map(|(id, it)| (*id, it.credentials.uid));
             eviction_candidate(crowd).and_then(|id| state.pending.remove(&id))
         } else {
             None
@@ -253,6 +275,7 @@ impl Acceptor {
         let pending = PendingConnection {
             registration,
             clock: Uptime::default(),
+            credentials,
             peer,
             socket,
         };
@@ -270,21 +293,29 @@ impl Acceptor {
         let Some(pending) = self.lock().pending.remove(&id) else {
             return Next::Stop;
         };
-        match self.hello(&pending.peer, &pending.socket) {
-            Ok(None) => {
+        let PendingConnection {
+            registration,
+            clock,
+            credentials,
+            peer,
+            socket,
+        } = pending;
+        match self.read_hello(credentials, peer, &socket) {
+            Ok(HelloRead::Pending(peer, next)) => {
+                let pending = PendingConnection {
+                    registration,
+                    clock,
+                    credentials,
+                    peer,
+                    socket,
+                };
                 let mut state = self.lock();
                 if !state.is_closed {
                     state.pending.insert(id, pending);
                 }
-                return Next::Keep;
+                return next;
             }
-            Ok(Some((hello, quota_permit))) => {
-                let PendingConnection {
-                    registration,
-                    peer,
-                    socket,
-                    ..
-                } = pending;
+            Ok(HelloRead::Complete(peer, hello, quota_permit)) => {
                 drop(registration);
                 let connection = Connection {
                     id,
@@ -294,25 +325,35 @@ impl Acceptor {
                 };
                 self.hand_over(hello, connection);
             }
-            Err(refusal) => refusal
-                .iter()
-                .for_each(|refusal| say(&pending.socket, refusal)),
+            Err(refusal) => refusal.iter().for_each(|refusal| say(&socket, refusal)),
         }
         Next::Stop
     }
 
-    /// Reads the peer's `Hello`; `None` if it has not come yet. An error is the answer to a peer
-    /// that is refused, and nothing for one that has closed.
-    fn hello(
+    /// Reads the peer's `Hello`. If this process lacks the descriptors for it, which is not the
+    /// peer's fault, the `Hello` stays in the socket until a later tick. An error is the answer to a peer that is refused, and nothing for one
+    /// that has closed.
+    fn read_hello(
         &self,
-        peer: &Peer,
+        credentials: libc::ucred,
+        peer: Option<Peer>,
         socket: &Arc<PeerSocket>,
-    ) -> Result<Option<(Hello, QuotaPermit)>, Option<Message>> {
+    ) -> Result<HelloRead, Option<Message>> {
         let refused = |reason: String| Some(refusal(false, reason));
+        let peer = match peer.map_or_else(|| self.open_peer(credentials, socket), Ok) {
+            Ok(peer) => peer,
+            Err(error) if message::is_short(&error) => {
+                return Ok(HelloRead::Pending(None, Next::RetryAtTick));
+            }
+            Err(error) => return Err(refused(error.to_string())),
+        };
         let (message, mut fds) = match message::receive(socket.as_fd(), self.name()) {
-            Ok(Received::Nothing) => return Ok(None),
+            Ok(Received::Nothing) => return Ok(HelloRead::Pending(Some(peer), Next::Keep)),
             Ok(Received::End) => return Err(None),
             Ok(Received::Message(message, fds)) => (message, fds),
+            Err(error) if message::is_short(&error) => {
+                return Ok(HelloRead::Pending(Some(peer), Next::RetryAtTick));
+            }
             Err(Error::Handshake { fault, .. }) => return Err(refused(fault.to_string())),
             Err(error) => return Err(refused(error.to_string())),
         };
@@ -334,17 +375,31 @@ impl Acceptor {
             .map_err(|fault| refused(fault.to_string()))?;
         let quota_permit = self
             .quota
-            .take(peer, socket)
+            .take(&peer, socket)
             .map_err(|(limit, max)| Some(Message::Full { limit, max }))?;
         let hello = Hello {
             generation,
             device,
             body,
         };
-        Ok(Some((hello, quota_permit)))
+        Ok(HelloRead::Complete(peer, hello, quota_permit))
     }
 
-    /// A panic of the owner's, whose policy is the user's code, refuses this client alone: in the
+    /// Opens all that an admission needs beside the descriptors of the `Hello`: the peer's pidfd,
+    /// and this process's own lifeline, which the peer's is compared with.
+    fn open_peer(&self, credentials: libc::ucred, socket: &PeerSocket) -> Result<Peer> {
+        let context = || {
+            format!(
+                "this process's lifeline, for a connection to {:?}",
+                self.name()
+            )
+        };
+        let _lifeline =
+            Lifeline::of_process().map_err(|error| Error::os("pipe2", context(), error))?;
+        Peer::with_credentials(socket.as_fd(), credentials, self.name())
+    }
+
+    /// A panic of the owner's (its policy is the user's code) refuses this client alone: in the
     /// listener's event it would end the listening.
     fn hand_over(&self, hello: Hello, connection: Connection) {
         if let Some(owner) = self.owner.upgrade() {
@@ -360,7 +415,7 @@ impl EventSource for Acceptor {
     }
 
     fn on_ready(&self, tag: u64) -> Next {
-        if !self.owner_process.is_current() || self.lock().is_closed {
+        if self.lock().is_closed {
             return Next::Stop;
         }
         match tag {

@@ -46,7 +46,7 @@ impl HandshakeLimit {
     }
 }
 
-/// A connection whose server has been screened and has not admitted this end yet.
+/// A connection with a server that has been screened and has not admitted this end yet.
 #[derive(Debug)]
 pub(crate) struct ClientHandshake {
     pub(crate) socket: PeerSocket,

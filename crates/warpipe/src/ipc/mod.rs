@@ -84,6 +84,14 @@ impl AccessPolicy {
         !(self.uids.is_empty() && self.gids.is_empty())
     }
 
+    /// Whether both admit the same users and groups.
+    pub(crate) fn admits_the_same_as(&self, other: &AccessPolicy) -> bool {
+        let are_equal = |a: &[u32], b: &[u32]| {
+            a.iter().all(|id| b.contains(id)) && b.iter().all(|id| a.contains(id))
+        };
+        are_equal(&self.uids, &other.uids) && are_equal(&self.gids, &other.gids)
+    }
+
     pub(crate) fn admits(&self, uid: u32, gid: u32) -> bool {
         is_admitted((uid, gid), &self.uids, &self.gids)
     }

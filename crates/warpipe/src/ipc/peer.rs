@@ -22,7 +22,7 @@ use rustix::process::{Pid, PidfdFlags};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::lifeline::Lifeline;
 use crate::fork::per_process::PerProcess;
-use crate::fork::{self, CloseOnForkFd, OwnerProcess};
+use crate::fork::{self, CloseOnForkFd};
 use crate::os;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::heartbeat::Uptime;
@@ -109,6 +109,18 @@ impl Peer {
     pub(crate) fn of(socket: BorrowedFd<'_>, name: &str) -> Result<Peer> {
         let credentials = os::peer_credentials(socket)
             .map_err(|e| Error::os("getsockopt(SO_PEERCRED)", name.to_string(), e))?;
+        Peer::with_credentials(socket, credentials, name)
+    }
+
+    /// As [`of`](Self::of), with the credentials that the kernel has given for this socket.
+    ///
+    /// # Errors
+    /// [`Error::DescriptorLimit`] if there is no room for the pidfd: it can be called again.
+    pub(crate) fn with_credentials(
+        socket: BorrowedFd<'_>,
+        credentials: libc::ucred,
+        name: &str,
+    ) -> Result<Peer> {
         let pidfd = CloseOnForkFd::open(|| os::peer_pidfd(socket)).or_else(|error| match error {
             // Only where the kernel lacks the option: if the peer is dead already, another process
             // may have its number by now.
@@ -233,7 +245,6 @@ impl KernelView {
 pub(crate) struct Process {
     /// Declared first: the registrations end before their descriptors are closed.
     registrations: Mutex<Vec<Registration>>,
-    owner_process: OwnerProcess,
     reactor: Arc<Reactor>,
     me: Weak<Process>,
     pidfd: CloseOnForkFd,
@@ -291,7 +302,7 @@ impl Process {
     }
 
     /// The known process of that pidfd, if it has that lifeline. A program that called `exec` has
-    /// the pidfd of the program before, whose lifeline may still be open (in a child), and whose
+    /// the pidfd of the program before. That one's lifeline may still be open (in a child), and its
     /// death is another.
     fn known(id: ProcessId, end: &CloseOnForkFd) -> Option<Arc<Process>> {
         let found: Vec<Arc<Process>> = with_known(|known| {
@@ -350,7 +361,6 @@ impl Process {
         let reactor = Reactor::of_process().map_err(failed)?;
         let process = Arc::new_cyclic(|me: &Weak<Process>| Process {
             registrations: Mutex::default(),
-            owner_process: OwnerProcess::current(),
             reactor: reactor.clone(),
             me: me.clone(),
             pidfd,
@@ -479,9 +489,6 @@ impl Process {
 
 impl EventSource for Process {
     fn on_ready(&self, _: u64) -> Next {
-        if !self.owner_process.is_current() {
-            return Next::Stop;
-        }
         let before = self.level.load(SeqCst);
         self.update();
         // Each of the three descriptors stays ready for ever once it is ready.
@@ -493,9 +500,7 @@ impl EventSource for Process {
     }
 
     fn on_tick(&self, _: u64) {
-        if self.owner_process.is_current() {
-            self.update();
-        }
+        self.update();
     }
 }
 

@@ -27,6 +27,10 @@ impl MemberBuilder {
     option_setters! { (shared):
         /// The domain to join; the environment's by default.
         domain,
+        /// Lets these users see this member in their watches, beside this process's own. The domain
+        /// directory must admit them, too. They cannot join: the names of a domain are its user's.
+        allow_uids,
+        allow_gids,
     }
 
     /// Tells people and programs the purpose of the process: up to 64 bytes; empty by default.

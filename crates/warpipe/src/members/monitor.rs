@@ -12,16 +12,24 @@ use rustix::event::{PollFd, PollFlags};
 use super::changes::ChangeQueue;
 use super::table::{MemberEntry, MemberTable, UnresponsiveMember};
 use super::{Change, MEMBERS_MAX, member_name};
-use crate::error::{Error, Result};
+use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::ipc::{Address, Kind, PendingSession, SessionObserver};
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{STALLED_AFTER, TICK};
 
 /// How often the directory is read without a notification, for members that were busy or over the
 /// limit before.
 const RESCAN_INTERVAL: Duration = Duration::from_secs(2);
+
+/// How soon a member is tried again that has no room in its backlog. Others who connect to it as
+/// fast as they can leave room for moments only.
+const BUSY_INTERVAL: Duration = Duration::from_millis(10);
+
+/// How often in a row that is done: a member may also be stopped, with a full backlog.
+const BUSY_SCANS_MAX: u32 = 100;
 
 /// The state that a watch's threads and its owner share.
 pub(super) struct WatchShared {
@@ -131,8 +139,11 @@ pub(super) struct DirectoryMonitor {
     arrivals: Arrivals,
     calls: HashMap<EndpointName, PendingSession>,
     next_id: u64,
-    began: Instant,
+    /// The time since the watch began.
+    clock: Uptime,
     next_scan: Instant,
+    /// The scans in a row that found a member without room in its backlog.
+    busy_scans: u32,
     last_tick: Instant,
     is_settled: bool,
 }
@@ -146,8 +157,9 @@ impl DirectoryMonitor {
             arrivals,
             calls: HashMap::new(),
             next_id: 0,
-            began: now,
+            clock: Uptime::default(),
             next_scan: now,
+            busy_scans: 0,
             last_tick: now,
             is_settled: false,
         })
@@ -165,7 +177,8 @@ impl DirectoryMonitor {
                 let changes = self.shared.table().refresh_heartbeats();
                 self.shared.push_changes(changes);
             }
-            if !self.is_settled && (self.calls.is_empty() || self.began.elapsed() > STALLED_AFTER) {
+            let is_done = self.calls.is_empty() && self.busy_scans == 0;
+            if !self.is_settled && (is_done || self.clock.ran() > STALLED_AFTER) {
                 self.is_settled = true;
                 self.shared.settle();
             }
@@ -255,6 +268,8 @@ impl DirectoryMonitor {
     /// Connects to every unknown name in the directory.
     fn scan_directory(&mut self) {
         self.next_scan = Instant::now() + RESCAN_INTERVAL;
+        let busy_scans = std::mem::take(&mut self.busy_scans);
+        let mut is_busy = false;
         let Ok(names) = self.shared.domain.names() else {
             return;
         };
@@ -275,17 +290,25 @@ impl DirectoryMonitor {
             match PendingSession::begin(&at, None, &[], false) {
                 Ok(call) => self.await_answer(name, call),
                 Err(Error::NotFound { .. }) => self.clear(&name),
-                Err(_) => overlooked += 1,
+                Err(error) => {
+                    let silent = HandshakeFault::Silent(Duration::ZERO);
+                    is_busy |= matches!(error, Error::Handshake { fault, .. } if fault == silent);
+                    overlooked += 1;
+                }
             }
         }
         self.shared.table().overlooked = overlooked;
+        if is_busy && busy_scans < BUSY_SCANS_MAX {
+            self.busy_scans = busy_scans + 1;
+            self.next_scan = Instant::now() + BUSY_INTERVAL;
+        }
     }
 
     fn await_answer(&mut self, name: EndpointName, call: PendingSession) {
         let unresponsive = UnresponsiveMember {
             pid: call.peer().pid,
             uid: call.peer().uid,
-            since: Instant::now(),
+            clock: Uptime::default(),
         };
         self.shared
             .table()

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Instant;
 
 use super::changes::Cleanup;
 use super::{Change, HEARTBEAT, Introduction, MemberInfo, member_name};
@@ -11,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::ipc::PeerState;
 use crate::ipc::domain::{Author, Domain, EndpointName};
 use crate::ipc::{ClientSession, IncomingReply};
-use crate::runtime::heartbeat::PeerHeartbeat;
+use crate::runtime::heartbeat::{PeerHeartbeat, Uptime};
 use crate::runtime::reactor::STALLED_AFTER;
 use crate::shm::page::SharedPage;
 
@@ -31,7 +30,8 @@ pub(super) struct MemberEntry {
 pub(super) struct UnresponsiveMember {
     pub(super) pid: i32,
     pub(super) uid: u32,
-    pub(super) since: Instant,
+    /// The time since it was first called. Read at each tick.
+    pub(super) clock: Uptime,
 }
 
 /// The work that a proven death leaves.
@@ -125,8 +125,8 @@ impl MemberTable {
         self.entries.values().any(|entry| entry.name == *name)
     }
 
-    /// Adds a member that has answered. A member whose connection was lost, and whose incarnation
-    /// is the same, returns without a change.
+    /// Adds a member that has answered. A member that returns after its connection was lost,
+    /// with the same incarnation, is no change.
     pub(super) fn admit(&mut self, id: u64, mut entry: MemberEntry) -> Option<Change> {
         let is_same = |other: &MemberEntry| {
             other.name == entry.name
@@ -176,6 +176,9 @@ impl MemberTable {
     /// Refreshes the heartbeat of every member. Call it with each tick.
     pub(super) fn refresh_heartbeats(&mut self) -> Vec<Change> {
         let mut changes = Vec::new();
+        for unresponsive in self.unresponsive.values() {
+            unresponsive.clock.ran();
+        }
         for entry in self.entries.values_mut().filter(|entry| !entry.is_suspect) {
             entry
                 .pulse
@@ -219,7 +222,7 @@ impl MemberTable {
         let unresponsive = self
             .unresponsive
             .iter()
-            .filter(|(_, unresponsive)| unresponsive.since.elapsed() > STALLED_AFTER);
+            .filter(|(_, unresponsive)| unresponsive.clock.ran() > STALLED_AFTER);
         let unresponsive = unresponsive.map(|(name, unresponsive)| (unresponsive.info(name), None));
         let mut all: Vec<_> = known.chain(unresponsive).collect();
         all.sort_by(|(one, _), (other, _)| one.name.cmp(&other.name));
@@ -235,7 +238,7 @@ impl UnresponsiveMember {
             pid: self.pid,
             uid: self.uid,
             state: PeerState::Stalled,
-            silent_for: self.since.elapsed(),
+            silent_for: self.clock.ran(),
             since_ns: 0,
             generation: [0; 16],
             endpoints: Vec::new(),
@@ -269,4 +272,30 @@ pub(super) fn with_endpoints(
         Some(member)
     };
     Ok(list.into_iter().filter_map(complete).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_name_that_does_not_answer_is_not_stalled_while_the_watch_itself_stands_still() {
+        let mut table = MemberTable::default();
+        let unresponsive = UnresponsiveMember {
+            pid: 1,
+            uid: 1,
+            clock: Uptime::default(),
+        };
+        unresponsive.clock.freeze(Duration::from_secs(60));
+        let name = EndpointName::new("members/slow").unwrap();
+        table.unresponsive.insert(name.clone(), unresponsive);
+        assert!(table.list().is_empty());
+        table.unresponsive[&name].clock.advance(STALLED_AFTER);
+        let [(member, None)] = &table.list()[..] else {
+            panic!("one member that has not answered");
+        };
+        assert_eq!((&*member.name, member.state), ("slow", PeerState::Stalled));
+    }
 }

@@ -50,6 +50,9 @@ pub(crate) struct Chunk {
     pub(crate) export: CloseOnForkFd,
     /// Free ranges `(offset, bytes)`, by offset, never adjacent.
     free: Vec<(u64, u64)>,
+    /// Slots of it that are not free, and their bytes.
+    slots: u32,
+    used: u64,
 }
 
 /// The arena.
@@ -77,6 +80,11 @@ pub(crate) struct Growth {
 }
 
 impl Growth {
+    /// The bytes that are counted for it.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.generous
+    }
+
     /// Allocates and exports it; the least that will do when the device has no more.
     pub(crate) fn make(&self, device: &Device) -> Result<Chunk> {
         match Chunk::new(device, self.generous) {
@@ -96,7 +104,19 @@ impl Chunk {
             free: vec![(0, region.bytes())],
             region: Arc::new(region),
             export,
+            slots: 0,
+            used: 0,
         })
+    }
+
+    /// Slots that are held, or wait for their fence.
+    pub(crate) fn slots(&self) -> u32 {
+        self.slots
+    }
+
+    /// Bytes of these slots.
+    pub(crate) fn used(&self) -> u64 {
+        self.used
     }
 }
 
@@ -153,6 +173,16 @@ impl Arena {
     /// enough.
     #[inline]
     pub(crate) fn take(&mut self, bytes: u64) -> Option<SlotId> {
+        self.take_in(bytes, |_| true)
+    }
+
+    /// As [`take`](Self::take), from the regions whose numbers `may_use` accepts.
+    #[inline]
+    pub(crate) fn take_in(
+        &mut self,
+        bytes: u64,
+        may_use: impl Fn(usize) -> bool,
+    ) -> Option<SlotId> {
         if self.unused.is_empty() && self.slots.len() >= SLOTS_MAX {
             return None;
         }
@@ -161,8 +191,11 @@ impl Arena {
             .chunks
             .iter_mut()
             .enumerate()
+            .filter(|(index, _)| may_use(*index))
             .find_map(|(index, chunk)| {
                 let fit = chunk.free.iter().position(|&(_, length)| length >= bytes)?;
+                chunk.slots += 1;
+                chunk.used += bytes;
                 Some((index as u32, carve(&mut chunk.free, fit, bytes)))
             })?;
         self.taken += 1;
@@ -190,18 +223,59 @@ impl Arena {
     /// far, if the limit and `exempt` bytes beside it allow. `None` when they do not.
     pub(crate) fn plan(&mut self, bytes: u64, exempt: u64) -> Option<Growth> {
         let room = self.limit.saturating_add(exempt).saturating_sub(self.total);
+        self.plan_within(bytes, self.total, room)
+    }
+
+    /// A region in which `bytes` fit, for one of several shares of the arena: as much as the share
+    /// has so far, if its room and the limit allow. `None` when they do not.
+    pub(crate) fn plan_share(&mut self, bytes: u64, share: u64, room: u64) -> Option<Growth> {
+        self.plan_within(bytes, share, room.min(self.room()))
+    }
+
+    fn plan_within(&mut self, bytes: u64, so_far: u64, room: u64) -> Option<Growth> {
         let unit = self.granularity();
-        let least = needed(bytes)?.checked_next_multiple_of(unit)?;
-        let is_out_of_numbers = self.unused.is_empty() && self.slots.len() >= SLOTS_MAX;
-        if least > room || self.chunks.len() >= REGIONS_MAX || is_out_of_numbers {
+        let least = self.region_for(bytes)?;
+        if least > room || self.is_out_of_regions() || self.is_out_of_slots() {
             return None;
         }
-        let generous = self
-            .total
-            .next_multiple_of(unit)
+        let generous = so_far
+            .checked_next_multiple_of(unit)?
             .clamp(least, room - room % unit);
         self.total += generous;
         Some(Growth { least, generous })
+    }
+
+    /// The length of the smallest region in which `bytes` fit.
+    pub(crate) fn region_for(&self, bytes: u64) -> Option<u64> {
+        needed(bytes)?.checked_next_multiple_of(self.granularity())
+    }
+
+    /// Bytes that the limit leaves for new regions.
+    pub(crate) fn room(&self) -> u64 {
+        self.limit.saturating_sub(self.total)
+    }
+
+    pub(crate) fn is_out_of_regions(&self) -> bool {
+        self.chunks.len() >= REGIONS_MAX
+    }
+
+    pub(crate) fn is_out_of_slots(&self) -> bool {
+        self.unused.is_empty() && self.slots.len() >= SLOTS_MAX
+    }
+
+    /// Takes out a region without slots, for the caller to drop. The last region gets its number.
+    pub(crate) fn remove(&mut self, region: usize) -> Option<Chunk> {
+        if self.chunks.get(region)?.slots > 0 {
+            return None;
+        }
+        let removed = self.chunks.swap_remove(region);
+        self.total -= removed.region.bytes();
+        let moved = self.chunks.len() as u32;
+        self.slots
+            .iter_mut()
+            .filter(|slot| slot.serial != 0 && slot.region == moved)
+            .for_each(|slot| slot.region = region as u32);
+        Some(removed)
     }
 
     /// Takes in what became of a plan. Returns the new region's number.
@@ -213,7 +287,8 @@ impl Arena {
         Ok(self.chunks.len() as u32 - 1)
     }
 
-    fn granularity(&self) -> u64 {
+    /// The unit of regions.
+    pub(crate) fn granularity(&self) -> u64 {
         // A page of host memory would make a region of every small slot; a GPU's 2 MiB is right for
         // both.
         self.device.backend().granularity().max(2 << 20)
@@ -301,13 +376,15 @@ impl Arena {
         } = self.slots[id as usize];
         self.slots[id as usize].serial = 0;
         self.changes += 1;
-        give_back(&mut self.chunks[region as usize].free, offset, bytes);
+        let chunk = &mut self.chunks[region as usize];
+        (chunk.slots, chunk.used) = (chunk.slots - 1, chunk.used - bytes);
+        give_back(&mut chunk.free, offset, bytes);
         self.unused.push(id);
     }
 }
 
 /// The length of a slot for `bytes`: at least one unit, so that an empty tensor has an address.
-fn needed(bytes: u64) -> Option<u64> {
+pub(crate) fn needed(bytes: u64) -> Option<u64> {
     bytes.max(1).checked_next_multiple_of(ALIGNMENT)
 }
 
@@ -398,6 +475,38 @@ mod tests {
         assert!(arena.take(1).is_none());
         arena.collect(|_, value| value <= 7);
         assert!(arena.take(1).is_some());
+    }
+
+    #[test]
+    fn a_region_is_removed_only_without_slots_and_the_others_keep_theirs() {
+        let mut arena = arena(8 << 20);
+        let slots: Vec<_> = (0..3)
+            .map(|region| {
+                assert_eq!(grow(&mut arena, 1, 0), Some(region));
+                arena.take_in(2 << 20, |it| it == region as usize).unwrap()
+            })
+            .collect();
+        let addresses = |arena: &Arena| {
+            [0, 2].map(|it| {
+                let slot = arena.slot(slots[it]);
+                arena.chunks()[slot.region as usize].region.ptr() + slot.offset
+            })
+        };
+        let before = addresses(&arena);
+        assert!(arena.remove(1).is_none() && arena.remove(3).is_none());
+        arena.fence(slots[1], 5);
+        arena.release(slots[1]);
+        assert!(arena.remove(1).is_none(), "its slot waits for its fence");
+        arena.collect(|_, _| true);
+        let total = arena.total();
+        let removed = arena.remove(1).unwrap();
+        assert_eq!(arena.total(), total - removed.region.bytes());
+        assert_eq!(addresses(&arena), before);
+        slots[2..].iter().for_each(|&slot| arena.release(slot));
+        assert_eq!(
+            (arena.chunks()[1].slots(), arena.chunks()[0].slots()),
+            (0, 1)
+        );
     }
 
     #[test]

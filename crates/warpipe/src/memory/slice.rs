@@ -171,6 +171,19 @@ impl DeviceSlice {
         unsafe { copy_out(self.device(), self.ptr, self.bytes) }
     }
 
+    /// As [`to_vec`](Self::to_vec), for the bytes from byte `offset` on that fill `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Range`]; as [`to_vec`](Self::to_vec).
+    pub fn copy_to(&self, offset: u64, bytes: &mut [u8], timeout: Duration) -> Result<()> {
+        check_range(&self.name, offset, bytes.len() as u64, self.bytes)?;
+        self.mapping.owner_process().check()?;
+        wait_for(&self.streams, timeout)?;
+        // SAFETY: the range lies in this slice, as checked above, and the slice in memory that is
+        // mapped as long as `mapping` (`new`).
+        unsafe { download(self.device(), self.ptr + offset, bytes) }
+    }
+
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -202,13 +215,23 @@ impl DeviceSlice {
 /// `ptr` is readable for `bytes` bytes.
 pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<Vec<u8>> {
     let mut copy = zeroed(bytes)?;
-    if bytes > 0 {
-        // Not a stream of the user's, which may be stuck behind other work.
-        let stream = device.stream()?;
-        // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
-        unsafe { stream.backend().download(stream.raw(), &mut copy, ptr)? };
-    }
+    // SAFETY: the caller's promise.
+    unsafe { download(device, ptr, &mut copy) }?;
     Ok(copy)
+}
+
+/// Copies device memory to memory of the host.
+///
+/// # Safety
+/// `ptr` is readable for as many bytes.
+unsafe fn download(device: &Device, ptr: DevicePtr, bytes: &mut [u8]) -> Result<()> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    // Not a stream of the user's, which may be stuck behind other work.
+    let stream = device.stream()?;
+    // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
+    unsafe { stream.backend().download(stream.raw(), bytes, ptr) }
 }
 
 /// A vector for a copy of device memory.
@@ -270,6 +293,25 @@ mod tests {
     use crate::memory::Memory;
 
     #[test]
+    fn a_part_is_copied_to_the_host_and_no_byte_beyond_the_memory() {
+        let device = Device::host();
+        let (stream, memory) = (
+            device.stream().unwrap(),
+            Memory::allocate(&device, 8).unwrap(),
+        );
+        memory.write(&stream, 0, &[0, 1, 2, 3, 4, 5, 6, 7]).unwrap();
+        let (mut part, timeout) = ([9; 3], Duration::from_secs(5));
+        memory.copy_to(5, &mut part, timeout).unwrap();
+        assert_eq!(part, [5, 6, 7]);
+        for offset in [6, 9, u64::MAX] {
+            let refused = memory.copy_to(offset, &mut part, timeout).unwrap_err();
+            assert!(matches!(refused, Error::Range { .. }), "{refused}");
+        }
+        assert_eq!(part, [5, 6, 7]);
+        memory.copy_to(8, &mut [], timeout).unwrap();
+    }
+
+    #[test]
     fn a_child_forked_while_a_thread_records_a_stream_neither_hangs_nor_reads() {
         let device = Device::host();
         let (stream, memory) = (
@@ -281,6 +323,7 @@ mod tests {
             memory.used_on(&stream);
             is_forked(memory.write(&stream, 0, &[1; 8]))
                 && is_forked(memory.to_vec(Duration::from_secs(1)).map(drop))
+                && is_forked(memory.copy_to(0, &mut [0; 8], Duration::from_secs(1)))
         };
         memory
             .streams()

@@ -31,7 +31,7 @@ pub(crate) type Incarnation = [u8; 16];
 /// use warpipe::{Error, Ticket};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-ticket-{}", std::process::id()));
 /// # let domain = warpipe::Domain::at(&folder)?;
-/// let ticket = Ticket::to(&domain, "weights")?; // whoever will hold that name
+/// let ticket = Ticket::to(&domain, "weights")?; // the later holder of that name
 /// assert_eq!(ticket.to_string().parse::<Ticket>()?, ticket);
 /// assert!(matches!("hello".parse::<Ticket>(), Err(Error::Ticket(_))));
 /// # std::fs::remove_dir_all(folder).ok();

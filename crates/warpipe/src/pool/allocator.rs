@@ -5,16 +5,18 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::Duration;
 
+use super::PoolNotice;
 use super::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
-use super::last_writers::{LastWriter, LastWriters};
+use super::last_writers::LastWriter;
+use super::users::{OverQuota, Quotas, Room, Users};
 use crate::backend::{Access, DeviceId, DevicePtr, StreamOp};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
-use crate::ipc::Kind;
 use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::{Kind, OutgoingReply, ServerCore};
 use crate::memory::DeviceSlice;
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
 use crate::memory::slice::Mapping;
@@ -42,6 +44,8 @@ pub(super) struct PoolAllocator {
     pub(super) me: Weak<PoolAllocator>,
     /// Set when the endpoint's name is taken.
     pub(super) generation: OnceLock<Incarnation>,
+    /// Set with it. Notifies peers of removed regions.
+    pub(super) server_core: OnceLock<Weak<ServerCore>>,
     /// The stream that clears blocks before they pass to another user.
     scrubber: Stream,
     memory: DropAfterFence<PoolMemory>,
@@ -60,8 +64,7 @@ pub(super) struct PoolState {
     pub(super) borrowers: HashMap<u64, Borrower>,
     pub(super) counts: PoolCounts,
     pub(super) is_closed: bool,
-    /// One entry for each region.
-    last_writers: Vec<LastWriters>,
+    pub(super) users: Users,
     fences: u64,
     next_lend: u64,
 }
@@ -77,6 +80,7 @@ pub(super) enum AllocOutcome {
         used: u64,
         limit: u64,
     },
+    OverQuota(OverQuota),
 }
 
 impl std::fmt::Debug for PoolAllocator {
@@ -94,8 +98,10 @@ impl PoolAllocator {
         domain: Domain,
         device: Device,
         limit: u64,
+        quotas: Quotas,
     ) -> Result<Arc<PoolAllocator>> {
         let scrubber = device.stream()?;
+        let uid = rustix::process::geteuid().as_raw();
         let state = PoolState {
             arena: Arena::new(&device, limit),
             blocks: HashMap::new(),
@@ -103,7 +109,7 @@ impl PoolAllocator {
             borrowers: HashMap::new(),
             counts: PoolCounts::default(),
             is_closed: false,
-            last_writers: Vec::new(),
+            users: Users::new(uid, quotas),
             fences: 0,
             next_lend: 1,
         };
@@ -114,9 +120,10 @@ impl PoolAllocator {
         let memory = DropAfterFence::new(Arc::default(), memory)?;
         Ok(Arc::new_cyclic(|me| PoolAllocator {
             owner_process: OwnerProcess::current(),
-            uid: rustix::process::geteuid().as_raw(),
+            uid,
             me: me.clone(),
             generation: OnceLock::new(),
+            server_core: OnceLock::new(),
             label: name.as_str().into(),
             name,
             domain,
@@ -151,15 +158,15 @@ impl PoolAllocator {
         self.memory.reactor()
     }
 
-    /// Allocates a block for this process: a free one, one in a new region, or one that is released
-    /// within `timeout`.
-    pub(super) fn allocate(&self, bytes: u64, timeout: Duration) -> Result<SlotId> {
+    /// Allocates a block for this process in a region of the user `uid`: a free one, one in a new
+    /// region, or one that is released within `timeout`.
+    pub(super) fn allocate(&self, uid: u32, bytes: u64, timeout: Duration) -> Result<SlotId> {
         self.owner_process.check()?;
         check_bytes(bytes)?;
         let (mut clock, mut backoff, mut has_waited) =
             (Stopwatch::default(), Backoff::default(), false);
         loop {
-            match self.take(bytes, self.uid, BlockUsers::owned())? {
+            match self.take(bytes, uid, BlockUsers::owned())? {
                 AllocOutcome::Block { slot, cleared_at } => {
                     self.wait_until_clear(slot, cleared_at)?;
                     return Ok(slot);
@@ -174,7 +181,12 @@ impl PoolAllocator {
                         limit,
                     });
                 }
-                AllocOutcome::Full { .. } => {}
+                AllocOutcome::OverQuota(over)
+                    if clock.elapsed() >= timeout || over.is_final(bytes) =>
+                {
+                    return Err(over.error(self.name.as_str(), bytes));
+                }
+                AllocOutcome::Full { .. } | AllocOutcome::OverQuota(_) => {}
             }
             if !std::mem::replace(&mut has_waited, true) {
                 self.lock().counts.waits += 1;
@@ -208,27 +220,54 @@ impl PoolAllocator {
         let mut state = self.lock();
         loop {
             self.reclaim(&mut state);
-            if let Some(slot) = state.arena.take(bytes) {
+            // Again after each driver call, during which other blocks may have been taken.
+            if let Some(over) = state.over_quota(uid, bytes) {
+                return Ok(AllocOutcome::OverQuota(over));
+            }
+            if let Some(slot) = state.take_for(uid, bytes) {
                 // From here on the block belongs to this caller, also while the lock is free.
                 state.blocks.insert(slot, block);
                 let cleared_at = self.clear_for(state, slot, uid)?;
                 return Ok(AllocOutcome::Block { slot, cleared_at });
             }
-            let Some(growth) = state.arena.plan(bytes, 0) else {
-                return Ok(AllocOutcome::Full {
-                    used: state.used(),
-                    limit: state.arena.limit(),
-                });
-            };
-            // Without the lock: the driver call may take long.
-            drop(state);
-            let made = growth.make(&self.device);
-            state = self.lock();
-            state.arena.adopt(growth, made)?;
-            let regions = state.arena.chunks().len();
-            state
-                .last_writers
-                .resize_with(regions, LastWriters::default);
+            match state.make_room(uid, bytes) {
+                Room::Growth(growth) => {
+                    // Without the lock: the driver call may take long.
+                    drop(state);
+                    let made = growth.make(&self.device);
+                    state = self.lock();
+                    state.adopt_for(uid, growth, made)?;
+                }
+                Room::Removed(removed) => {
+                    drop(state);
+                    for (uid, region, chunk) in removed {
+                        self.notify_removed(uid, region);
+                        // Unmapped at once, so that the device has it for the next region. It has
+                        // no blocks: each was released behind this process's own fence word, event
+                        // or proof of death, so no recorded stream works on it.
+                        drop(chunk);
+                    }
+                    state = self.lock();
+                }
+                Room::OverQuota(over) => return Ok(AllocOutcome::OverQuota(over)),
+                Room::Full => {
+                    return Ok(AllocOutcome::Full {
+                        used: state.used(),
+                        limit: state.arena.limit(),
+                    });
+                }
+            }
+        }
+    }
+
+    /// Has the processes of a user unmap a region that the pool no longer has. That releases its
+    /// memory; it is not what keeps users apart, since no other user ever gets this region.
+    fn notify_removed(&self, uid: u32, region: u32) {
+        let notice = OutgoingReply::new(&PoolNotice::RegionRemoved(region), vec![]);
+        if let (Some(server_core), Ok(notice)) =
+            (self.server_core.get().and_then(Weak::upgrade), notice)
+        {
+            server_core.tell_user(uid, &notice);
         }
     }
 
@@ -244,6 +283,7 @@ impl PoolAllocator {
                     limit,
                 });
             }
+            AllocOutcome::OverQuota(over) => return Err(over.error(self.name.as_str(), bytes)),
         };
         self.release(slot);
         self.lock().counts = PoolCounts::default();
@@ -261,7 +301,8 @@ impl PoolAllocator {
     ) -> Result<Option<u64>> {
         let (region, range) = state.range_of(slot);
         let mut cleared_at = None;
-        if state.last_writers[region].are_foreign_to(uid, &range) {
+        let last_writers = &state.users.region(region).last_writers;
+        if last_writers.are_foreign_to(uid, &range) {
             let (value, address) = (state.next_fence(), state.address(slot));
             state.arena.fence(slot, value);
             drop(state);
@@ -275,7 +316,10 @@ impl PoolAllocator {
             }
             cleared_at = Some(value);
         }
-        state.last_writers[region].set(range, LastWriter::User(uid));
+        // The region may have got another number meanwhile.
+        let (region, range) = state.range_of(slot);
+        let last_writers = &mut state.users.region(region).last_writers;
+        last_writers.set(range, LastWriter::User(uid));
         state.counts.allocations += 1;
         state.update_high_water();
         Ok(cleared_at)
@@ -418,6 +462,12 @@ impl PoolState {
         self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset
     }
 
+    /// The user whose region the slot lies in.
+    pub(super) fn user_of(&mut self, slot: SlotId) -> u32 {
+        let (region, _) = self.range_of(slot);
+        self.users.region(region).uid
+    }
+
     fn range_of(&self, slot: SlotId) -> (usize, std::ops::Range<u64>) {
         let slot = self.arena.slot(slot);
         (
@@ -457,7 +507,8 @@ impl PoolState {
     /// on.
     pub(super) fn set_several_writers(&mut self, slot: SlotId) {
         let (region, range) = self.range_of(slot);
-        self.last_writers[region].set(range, LastWriter::Several);
+        let last_writers = &mut self.users.region(region).last_writers;
+        last_writers.set(range, LastWriter::Several);
     }
 }
 

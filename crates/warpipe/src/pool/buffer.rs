@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::allocator::PoolAllocator;
+use super::users::{PoolUsage, Quota, Quotas};
 use crate::backend::Access;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -24,6 +25,7 @@ pub struct PoolBuilder {
     shared: EndpointOptions,
     reserve: u64,
     wait: Duration,
+    quotas: Quotas,
 }
 
 impl PoolBuilder {
@@ -32,12 +34,12 @@ impl PoolBuilder {
         /// The device of its memory; [`Device::preferred`] by default.
         device,
         /// The most device memory that the pool allocates, in bytes: 4 GiB by default. It grows as
-        /// needed, in regions that double, and keeps them until the pool ends.
+        /// needed, in regions that double, and keeps them until the pool ends, or another user
+        /// needs the room.
         memory_limit,
-        /// Admits these users beside the owner's. The domain directory must admit them, too. A block
-        /// that passes from one user to another is cleared first. A user of a block has mapped its
-        /// whole region, and a mapping cannot be revoked: users that must not read each other's data
-        /// need a pool each.
+        /// Admits these users beside the owner's. The domain directory must admit them, too. Each
+        /// user gets regions of its own, so that no process of another one can map its blocks; see
+        /// [`user_quota`](Self::user_quota) for how much each may have.
         allow_uids,
         allow_gids,
     }
@@ -51,6 +53,23 @@ impl PoolBuilder {
     /// The time that [`Pool::allocate`] waits for memory that is in use: 0 by default.
     pub fn wait(mut self, timeout: Duration) -> Self {
         self.wait = timeout;
+        self
+    }
+
+    /// The most that each user other than the pool's own may have: no limit by default. The
+    /// kernel names a client's user as that of its process when it connected.
+    ///
+    /// With quotas that add up to no more than [`memory_limit`](Self::memory_limit), in multiples
+    /// of 2 MiB, no user takes room from another one.
+    pub fn user_quota(mut self, quota: Quota) -> Self {
+        self.quotas.each = quota;
+        self
+    }
+
+    /// The most that the user `uid` may have, whatever [`user_quota`](Self::user_quota) says. It
+    /// may be the pool's own user, which has no quota otherwise.
+    pub fn quota_for(mut self, uid: u32, quota: Quota) -> Self {
+        self.quotas.of_users.insert(uid, quota);
         self
     }
 
@@ -81,7 +100,8 @@ impl PoolBuilder {
         let domain = self.shared.domain()?;
         let device = self.shared.device();
         check_limit(&device, memory_limit)?;
-        let allocator = PoolAllocator::new(name.clone(), domain.clone(), device, memory_limit)?;
+        let (at, limit) = (domain.clone(), memory_limit);
+        let allocator = PoolAllocator::new(name.clone(), at, device, limit, self.quotas)?;
         if self.reserve > 0 {
             allocator.reserve(self.reserve)?;
         }
@@ -91,7 +111,9 @@ impl PoolBuilder {
             kind: Kind::Pool,
         };
         let server = IpcServer::open(&at, self.shared.access, allocator.clone())?;
-        let _ = allocator.generation.set(server.server_core().generation());
+        let server_core = server.server_core();
+        let _ = allocator.server_core.set(Arc::downgrade(server_core));
+        let _ = allocator.generation.set(server_core.generation());
         Ok(Pool {
             inner: LeakOnFork::new(Arc::new(PoolInner {
                 _server: server,
@@ -181,6 +203,7 @@ impl Pool {
             shared: EndpointOptions::default(),
             reserve: 0,
             wait: Duration::ZERO,
+            quotas: Quotas::default(),
         }
     }
 
@@ -199,7 +222,7 @@ impl Pool {
     ///
     /// # Errors
     /// [`Error::MemoryLimit`] when the blocks in use leave no room ([`PoolBuilder::wait`]);
-    /// [`Error::DeviceMemory`] when the device has none; [`Error::Argument`] for 0 bytes;
+    /// [`Error::QuotaExceeded`] where this user has a quota; [`Error::DeviceMemory`] when the device has none; [`Error::Argument`] for 0 bytes;
     /// [`Error::Driver`]; [`Error::Forked`].
     pub fn allocate(&self, bytes: u64) -> Result<Buffer> {
         self.allocate_timeout(bytes, self.inner.wait)
@@ -211,8 +234,18 @@ impl Pool {
     /// # Errors
     /// As [`allocate`](Self::allocate).
     pub fn allocate_timeout(&self, bytes: u64, timeout: Duration) -> Result<Buffer> {
+        self.allocate_for(self.inner.allocator.uid, bytes, timeout)
+    }
+
+    /// Like [`allocate_timeout`](Self::allocate_timeout), in a region of the user `uid`: its
+    /// processes, and no others, can open the block's ticket. It counts against that user's quota
+    /// until the block is free. Whatever lies in a user's regions, that user can read and write.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate), and [`Error::QuotaExceeded`].
+    pub fn allocate_for(&self, uid: u32, bytes: u64, timeout: Duration) -> Result<Buffer> {
         let allocator = &self.inner.allocator;
-        let slot = allocator.allocate(bytes, timeout)?;
+        let slot = allocator.allocate(uid, bytes, timeout)?;
         Ok(Buffer {
             allocator: LeakOnFork::new(allocator.clone()),
             slot,
@@ -224,6 +257,18 @@ impl Pool {
     #[cfg(test)]
     pub(super) fn allocator(&self) -> &Arc<PoolAllocator> {
         &self.inner.allocator
+    }
+
+    /// The part of the pool that the user `uid` has at present, and its quota. Nothing is used in
+    /// a forked child.
+    pub fn usage(&self, uid: u32) -> PoolUsage {
+        let allocator = match self.inner.get() {
+            Ok(inner) => &inner.allocator,
+            Err(_) => return PoolUsage::NONE,
+        };
+        let mut state = allocator.lock();
+        allocator.reclaim(&mut state);
+        state.usage(uid)
     }
 
     /// The pool's present state. All zeros in a forked child.
@@ -280,7 +325,8 @@ impl Deref for Buffer {
 impl Buffer {
     /// A ticket with which peers may open this block
     /// ([`LentBuffer::open`](crate::LentBuffer::open)), until it is released here. A peer that has
-    /// opened it by then keeps it.
+    /// opened it by then keeps it. The peers are processes of the user that the block was allocated
+    /// for: this process's own, unless it came from [`Pool::allocate_for`].
     ///
     /// # Errors
     /// [`Error::PeerGone`] when the pool is closed; [`Error::Os`]; [`Error::Forked`].

@@ -104,6 +104,11 @@ impl PoolClient {
     }
 
     #[cfg(test)]
+    pub(super) fn mapped_regions(&self) -> Vec<Arc<crate::memory::mapped_region::MappedRegion>> {
+        self.pool_session.mapped_regions()
+    }
+
+    #[cfg(test)]
     pub(super) fn session(&self) -> &crate::ipc::ClientSession {
         &self.pool_session.shared.session
     }
@@ -118,12 +123,13 @@ impl PoolClient {
         self.pool_session.shared.session.is_over()
     }
 
-    /// Allocates `bytes` bytes of the owner's memory, for reading and writing. The block is cleared
-    /// if another user had it. The block returns to the owner when it is released here, or when
+    /// Allocates `bytes` bytes of the owner's memory, for reading and writing, in a region of this
+    /// process's user. The block is cleared if another user had it. The block returns to the owner when it is released here, or when
     /// this process has died.
     ///
     /// # Errors
-    /// [`Error::MemoryLimit`] when the blocks in use leave no room; [`Error::PeerGone`];
+    /// [`Error::MemoryLimit`] when the blocks in use leave no room; [`Error::QuotaExceeded`] when
+    /// those of this process's user do; [`Error::PeerGone`];
     /// [`Error::Refused`]; [`Error::Argument`] for 0 bytes, or beyond 1024 blocks at once;
     /// [`Error::Timeout`], [`Error::DescriptorLimit`], [`Error::DeviceMemory`],
     /// [`Error::PeerAccess`], [`Error::Driver`].
@@ -170,14 +176,24 @@ impl PoolClient {
                             limit,
                         });
                     }
-                    // The owner cannot know when a device will release a block, so the peer repeats
-                    // its request.
-                    std::thread::park_timeout(left.min(RETRY_INTERVAL));
+                    pause(left);
+                }
+                Err(AllocReply::OverQuota(over)) => {
+                    let left = timeout.saturating_sub(clock.elapsed());
+                    if left.is_zero() || over.is_final(bytes) {
+                        return Err(over.error(self.name(), bytes));
+                    }
+                    pause(left);
                 }
                 Err(_) => return Err(self.pool_session.too_many()),
             }
         }
     }
+}
+
+/// The owner cannot know when a device will release a block, so the peer repeats its request.
+fn pause(left: Duration) {
+    std::thread::park_timeout(left.min(RETRY_INTERVAL));
 }
 
 /// A block of another process's pool. The drop releases it: the owner reuses it when the recorded
@@ -204,8 +220,9 @@ impl LentBuffer {
     /// # Errors
     /// [`Error::TicketExpired`]: the owner has released the block, or is gone. [`Error::OtherKind`]
     /// for a ticket that is not a pool's, [`Error::Ticket`] for one of another machine.
-    /// [`Error::AccessDenied`], [`Error::Refused`], [`Error::PeerGone`], [`Error::Timeout`];
-    /// [`Error::Argument`] beyond 1024 blocks at once; [`Error::DescriptorLimit`],
+    /// [`Error::AccessDenied`], also for a block that was allocated for another user
+    /// ([`Pool::allocate_for`](crate::Pool::allocate_for)); [`Error::Refused`],
+    /// [`Error::PeerGone`], [`Error::Timeout`]; [`Error::Argument`] beyond 1024 blocks at once; [`Error::DescriptorLimit`],
     /// [`Error::PeerAccess`], [`Error::DeviceMemory`], [`Error::Driver`].
     pub fn open(ticket: &Ticket, device: &Device) -> Result<LentBuffer> {
         ticket.check(Kind::Pool, device)?;
@@ -229,6 +246,7 @@ impl LentBuffer {
         match pool_session.ask(AllocRequest::Lent(ticket.wanted().id), &|| false) {
             Ok(Ok(block)) => Ok(block),
             Ok(Err(AllocReply::TooMany)) => Err(pool_session.too_many()),
+            Ok(Err(AllocReply::OtherUser(uid))) => Err(pool_session.other_user(uid)),
             Ok(Err(_)) => Err(ticket.expired(Expiry::Returned)),
             Err(Error::PeerGone { graceful, .. }) => {
                 Err(ticket.expired(Expiry::Gone { died: !graceful }))

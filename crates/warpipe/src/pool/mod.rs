@@ -7,7 +7,7 @@
 //! A release needs no message, so none can be lost, and a peer's page affects only its own blocks.
 //! A block is free when all its users have released it and their work is done: the owner's fence
 //! words, a borrower's word, or a dead borrower's proof of death with a fence on the owner's
-//! streams show it.
+//! streams show it. Each user has regions of its own, and may have a quota (`users`).
 
 mod allocator;
 mod block;
@@ -18,15 +18,20 @@ mod server;
 mod session;
 #[cfg(test)]
 mod tests;
+mod users;
+#[cfg(test)]
+mod users_tests;
 
 use serde::{Deserialize, Serialize};
 
 pub use self::buffer::{Buffer, Pool, PoolBuilder, PoolStats};
 pub use self::client::{LentBuffer, PoolClient};
+use self::users::OverQuota;
+pub use self::users::{PoolUsage, Quota};
 use crate::backend::{Access, DeviceId, TimelineWord};
 use crate::memory::ticket::Incarnation;
 
-crate::ipc::messages!(AllocReply, Hello, HelloReply, AllocRequest);
+crate::ipc::messages!(AllocReply, Hello, HelloReply, AllocRequest, PoolNotice);
 
 /// The most blocks that one peer may have at once.
 const PAIRS_MAX: u32 = 1024;
@@ -81,11 +86,23 @@ enum AllocReply {
     },
     /// The peer has the most blocks that it may have.
     TooMany,
+    /// The peer's user has a quota, which leaves no room.
+    OverQuota(OverQuota),
+    /// The block was allocated for this other user.
+    OtherUser(u32),
+}
+
+/// A message to the peers of a pool that is no answer.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+enum PoolNotice {
+    /// The pool has released the region of this id, and no longer uses it: it may be unmapped.
+    RegionRemoved(u32),
 }
 
 /// The place of a block, and the words that release it.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct BlockGrant {
+    /// The id of its region, which no other region of the pool gets.
     region: u32,
     mapped: u64,
     offset: u64,

@@ -126,6 +126,12 @@ impl PoolAllocator {
         else {
             return OutgoingReply::new(&AllocReply::Returned, vec![]);
         };
+        // A region is the unit of mapping: a process that opens this block could write every block
+        // beside it.
+        let user = state.user_of(slot);
+        if user != client.uid {
+            return OutgoingReply::new(&AllocReply::OtherUser(user), vec![]);
+        }
         self.reclaim(&mut state);
         // A rejection, or no room for the block, has changed nothing.
         let Some(pending) = self.grant_block(&mut state, client, slot, bytes, access, false)?
@@ -155,6 +161,9 @@ impl PoolAllocator {
             AllocOutcome::Block { slot, cleared_at } => (slot, cleared_at.is_some()),
             AllocOutcome::Full { used, limit } => {
                 return OutgoingReply::new(&AllocReply::Full { used, limit }, vec![]);
+            }
+            AllocOutcome::OverQuota(over) => {
+                return OutgoingReply::new(&AllocReply::OverQuota(over), vec![]);
             }
         };
         let mut state = self.lock();
@@ -206,7 +215,10 @@ impl PoolAllocator {
         is_being_cleared: bool,
     ) -> Result<Option<PendingGrant>, Rejection> {
         let PoolState {
-            arena, borrowers, ..
+            arena,
+            borrowers,
+            users,
+            ..
         } = state;
         let chunk_slot = *arena.slot(slot);
         let chunk = &arena.chunks()[chunk_slot.region as usize];
@@ -218,7 +230,7 @@ impl PoolAllocator {
             return Ok(None);
         };
         let grant = BlockGrant {
-            region: chunk_slot.region,
+            region: users.region(chunk_slot.region as usize).id,
             mapped: chunk.region.bytes(),
             offset: chunk_slot.offset,
             bytes,

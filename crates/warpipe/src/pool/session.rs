@@ -3,13 +3,14 @@
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::client::LentBuffer;
 use super::{
-    AllocReply, AllocRequest, BlockGrant, HelloReply, PAGE_BYTES, PAIRS_MAX, cleared_at,
-    released_at,
+    AllocReply, AllocRequest, BlockGrant, HelloReply, PAGE_BYTES, PAIRS_MAX, PoolNotice,
+    cleared_at, released_at,
 };
 use crate::backend::{Access, DeviceId, StreamOp, TimelineWord};
 use crate::backoff::Backoff;
@@ -17,11 +18,14 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::{ClientSession, IncomingReply, REPLY_TIMEOUT, SessionObserver, decode, encode};
+use crate::memory::arena::REGIONS_MAX;
 use crate::memory::mapped_region::{ImportKey, MappedRegion};
 use crate::memory::region::Region;
 use crate::memory::slice::check_range;
 use crate::memory::weak_cache::WeakCache;
 use crate::runtime::drop_after_fence::DropAfterFence;
+use crate::runtime::heartbeat::Uptime;
+use crate::runtime::reactor::Reactor;
 use crate::shm::page::SharedPage;
 use crate::stream::Stream;
 
@@ -37,8 +41,7 @@ pub(super) static SESSIONS: WeakCache<ImportKey, PoolSession> = WeakCache::new()
 pub(super) struct PoolSession {
     pub(super) device: Device,
     owner: DeviceId,
-    /// Mapped regions, by region number and whether the mapping is writable.
-    regions: Mutex<HashMap<(u32, bool), Arc<MappedRegion>>>,
+    regions: Arc<MappedRegions>,
     /// The session closes when this process's streams are past all blocks.
     pub(super) shared: DropAfterFence<SessionParts>,
 }
@@ -49,17 +52,74 @@ pub(super) struct SessionParts {
     pub(super) session: ClientSession,
 }
 
-/// Releases the blocks that arrive after the requester has given up.
-struct StaleGrantHandler(Arc<SharedPage>);
+/// The regions that a session has mapped.
+#[derive(Debug, Default)]
+struct MappedRegions {
+    /// By region id and whether the mapping is writable. The lock is held during driver calls.
+    mapped: Mutex<HashMap<(u32, bool), Arc<MappedRegion>>>,
+    /// The ids of regions that the owner has removed. Never locked during a driver call.
+    removed: Mutex<Vec<u32>>,
+    is_unmap_requested: AtomicBool,
+}
 
-impl SessionObserver for StaleGrantHandler {
-    /// Runs on the reactor's thread: a CPU store alone. Nothing has been enqueued on such a block.
+impl MappedRegions {
+    fn lock(&self) -> MutexGuard<'_, HashMap<(u32, bool), Arc<MappedRegion>>> {
+        self.mapped.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has the reaper unmap a region. Blocks of it that are still in use keep it mapped.
+    fn unmap_deferred(self: &Arc<Self>, region: u32, reactor: &Reactor) {
+        let mut removed = self.removed.lock().unwrap_or_else(PoisonError::into_inner);
+        // An owner has no more regions than this. More are a mistake of the owner's, and stay
+        // mapped.
+        if removed.len() < REGIONS_MAX {
+            removed.push(region);
+        }
+        drop(removed);
+        if !self.is_unmap_requested.swap(true, Ordering::AcqRel) {
+            reactor.defer_drop(Box::new(UnmapTask(self.clone())));
+        }
+    }
+}
+
+/// Dropped by the reaper, it unmaps the regions that the owner has removed.
+struct UnmapTask(Arc<MappedRegions>);
+
+impl Drop for UnmapTask {
+    fn drop(&mut self) {
+        self.0.is_unmap_requested.store(false, Ordering::Release);
+        let removed =
+            std::mem::take(&mut *(self.0.removed.lock()).unwrap_or_else(PoisonError::into_inner));
+        let is_removed = |key: &(u32, bool)| removed.contains(&key.0);
+        let unmapped: Vec<_> = self.0.lock().extract_if(|key, _| is_removed(key)).collect();
+        drop(unmapped);
+    }
+}
+
+/// Releases the blocks that arrive after the requester has given up, and unmaps removed regions.
+struct PoolObserver {
+    words: Arc<SharedPage>,
+    regions: Arc<MappedRegions>,
+    reactor: Arc<Reactor>,
+}
+
+/// Runs on the reactor's thread: CPU stores, and locks that are not held during driver calls.
+impl SessionObserver for PoolObserver {
+    /// Nothing has been enqueued on such a block.
     fn on_stale_reply(&self, _: &[u8], incoming: IncomingReply) {
         if let Ok(AllocReply::Block(BlockGrant { pair, value, .. })) =
             decode(&incoming.body, "a pool")
             && pair < PAIRS_MAX
         {
-            self.0.at::<TimelineWord>(released_at(pair)).store(value);
+            self.words
+                .at::<TimelineWord>(released_at(pair))
+                .store(value);
+        }
+    }
+
+    fn on_notification(&self, incoming: IncomingReply) {
+        if let Ok(PoolNotice::RegionRemoved(region)) = decode(&incoming.body, "a pool") {
+            self.regions.unmap_deferred(region, &self.reactor);
         }
     }
 }
@@ -86,13 +146,18 @@ impl PoolSession {
         }
         let (_, [fd]) = incoming.open::<HelloReply, 1>(&name)?;
         let words = Arc::new(SharedPage::open(Some(device), fd, PAGE_BYTES, &name)?);
-        session.observe(Arc::new(StaleGrantHandler(words.clone())))?;
+        let regions = Arc::<MappedRegions>::default();
+        session.observe(Arc::new(PoolObserver {
+            words: words.clone(),
+            regions: regions.clone(),
+            reactor: Reactor::of_process()?,
+        }))?;
         let parts = SessionParts { words, session };
         let shared = DropAfterFence::new(Arc::default(), parts)?;
         Ok(Some(PoolSession {
             device: device.clone(),
             owner,
-            regions: Mutex::default(),
+            regions,
             shared,
         }))
     }
@@ -171,7 +236,7 @@ impl PoolSession {
             access,
             ..
         } = *grant;
-        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut regions = self.regions.lock();
         let key = (region, access == Access::ReadWrite);
         if let Some(known) = regions.get(&key) {
             if known.bytes != mapped {
@@ -207,12 +272,12 @@ impl PoolSession {
 
     fn wait_until_clear(&self, pair: u32, value: u64) -> Result<()> {
         let word: &TimelineWord = self.shared.words.at(cleared_at(pair));
-        let (start, mut backoff) = (Instant::now(), Backoff::default());
+        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
         while !word.reached(value) {
             if self.shared.session.is_over() {
                 return Err(self.shared.session.owner_gone());
             }
-            if start.elapsed() > CLEAR_TIMEOUT {
+            if clock.ran() > CLEAR_TIMEOUT {
                 return Err(Error::Timeout {
                     what: "the clearing of a block".into(),
                     waited: CLEAR_TIMEOUT,
@@ -221,6 +286,22 @@ impl PoolSession {
             backoff.pause();
         }
         Ok(())
+    }
+
+    /// The regions that are mapped now.
+    #[cfg(test)]
+    pub(super) fn mapped_regions(&self) -> Vec<Arc<MappedRegion>> {
+        self.regions.lock().values().cloned().collect()
+    }
+
+    pub(super) fn other_user(&self, uid: u32) -> Error {
+        let own = rustix::process::geteuid().as_raw();
+        Error::AccessDenied {
+            name: self.name().to_string(),
+            detail: format!(
+                "the block is of user {uid}; its owner makes one for this user by `Pool::allocate_for({own}, ..)`"
+            ),
+        }
     }
 
     pub(super) fn too_many(&self) -> Error {

@@ -17,19 +17,19 @@ use crate::ipc::peer::Process;
 use crate::runtime::reactor::{EventSource, Next};
 use crate::{Device, Domain, Error, Kind, Memory, Stream, Ticket};
 
-const WAIT: Duration = Duration::from_secs(10);
-const MIB: u64 = 1 << 20;
+pub(super) const WAIT: Duration = Duration::from_secs(10);
+pub(super) const MIB: u64 = 1 << 20;
 
-struct Stage {
+pub(super) struct Stage {
     folder: PathBuf,
-    domain: Domain,
-    device: Device,
-    pool: Pool,
+    pub(super) domain: Domain,
+    pub(super) device: Device,
+    pub(super) pool: Pool,
 }
 
 impl Stage {
     /// A pool of one region of 2 MiB.
-    fn new(title: &str) -> Stage {
+    pub(super) fn new(title: &str) -> Stage {
         Stage::on(title, Device::host())
     }
 
@@ -67,14 +67,14 @@ impl Drop for Stage {
 }
 
 /// A stream that is stuck until the sender is dropped.
-fn busy(device: &Device) -> (Stream, mpsc::Sender<()>) {
+pub(super) fn busy(device: &Device) -> (Stream, mpsc::Sender<()>) {
     let stream = device.stream().unwrap();
     let (go, wait) = mpsc::channel::<()>();
     stream.call(move || assert!(wait.recv().is_err())).unwrap();
     (stream, go)
 }
 
-fn eventually(is_so: impl Fn() -> bool) -> bool {
+pub(super) fn eventually(is_so: impl Fn() -> bool) -> bool {
     let (start, mut backoff) = (Instant::now(), crate::backoff::Backoff::default());
     while !is_so() {
         if start.elapsed() > WAIT {

@@ -12,6 +12,7 @@ use super::publisher_core::{PublisherCore, SendFailure, SubscriberChanges};
 use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::Kind;
 use crate::ipc::PeerState;
 use crate::ipc::domain::{Domain, EndpointName};
@@ -203,7 +204,9 @@ impl PublisherBuilder {
         check_limit(&device, self.shared.memory_limit)?;
         let claim = domain.claim(&name, self.shared.access.is_open_to_others())?;
         let core = PublisherCore::new(self, name.to_string(), device, claim)?;
-        Ok(Publisher { core })
+        Ok(Publisher {
+            core: LeakOnFork::new(core),
+        })
     }
 
     fn check(&self) -> Result<()> {
@@ -295,7 +298,7 @@ pub struct SubscriberInfo {
 /// ```
 #[derive(Debug)]
 pub struct Publisher {
-    pub(super) core: Arc<PublisherCore>,
+    pub(super) core: LeakOnFork<Arc<PublisherCore>>,
 }
 
 impl Publisher {
@@ -323,7 +326,7 @@ impl Publisher {
     pub fn loan(&self, layout: &Layout) -> Result<SampleMut> {
         let (slot, address) = self.core.take_slot(layout.bytes())?;
         Ok(SampleMut {
-            core: self.core.clone(),
+            core: Arc::clone(&self.core),
             slot: Some(slot),
             address,
             layout: *layout,
@@ -428,11 +431,8 @@ impl Publisher {
 
 impl Drop for Publisher {
     fn drop(&mut self) {
-        if self.core.owner_process.is_current() {
-            self.core.close();
-        } else {
-            // A forked child must not close the parent's link.
-            std::mem::forget(self.core.clone());
+        if let Ok(core) = self.core.get() {
+            core.close();
         }
     }
 }

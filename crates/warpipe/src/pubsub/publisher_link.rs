@@ -531,7 +531,6 @@ impl PublisherLink {
 impl EventSource for PublisherLink {
     fn on_ready(&self, tag: u64) -> Next {
         match tag {
-            _ if !self.owner_process.is_current() => Next::Stop,
             SUSPECT => {
                 // The end is reported after the publisher's last messages, its `Close` for one.
                 if !self.read_final_messages() {

@@ -339,8 +339,8 @@ impl ReceiverRing {
             match state {
                 SKIPPED | REVOKED => self.cursor += 1,
                 PUBLISHED => {
-                    // The entry is copied before it is taken, because an entry whose region has not
-                    // arrived yet must stay in the ring. A state word never has the same value
+                    // The entry is copied before it is taken, because an entry must stay in
+                    // the ring until its region has arrived. A state word never has the same value
                     // twice, so if the exchange succeeds, the sender has not touched the entry
                     // since `now` was read and the copy is of one piece.
                     self.copy.copy(entry);

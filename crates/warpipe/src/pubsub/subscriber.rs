@@ -26,6 +26,7 @@ use super::publisher_link::{ConnectOptions, PublisherLink, SubscriberIdentity};
 use super::sample::{Discontinuity, Sample};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::Kind;
 use crate::ipc::PeerState;
@@ -98,7 +99,7 @@ pub struct Subscriber {
     /// Ends the sleep of an event loop when only another poll can help. Made when it is first
     /// needed.
     timer: Option<CloseOnForkFd>,
-    attached: Option<Attached>,
+    attached: Option<LeakOnFork<Attached>>,
     /// The handshake with the next publisher, while it has not answered.
     attempt: Option<ReconnectAttempt>,
     discontinuity: Option<Discontinuity>,
@@ -217,14 +218,14 @@ impl Subscriber {
             ring.fall_asleep();
         }
         let regions = link.regions().clone();
-        self.attached = Some(Attached {
+        self.attached = Some(LeakOnFork::new(Attached {
             link,
             ring,
             regions,
             last_sequence: 0,
-            region_missing_since: None,
+            region_missing: None,
             taken: None,
-        });
+        }));
         Ok(())
     }
 
@@ -362,7 +363,7 @@ impl Subscriber {
         let held_up = self
             .attached
             .as_ref()
-            .filter(|attached| attached.region_missing_since.is_some());
+            .filter(|attached| attached.region_missing.is_some());
         // There is a sample, but this process lacks resources for its memory.
         let want = held_up.and_then(|attached| attached.link.want());
         want.unwrap_or_else(|| Error::Timeout {
@@ -449,13 +450,8 @@ impl Subscriber {
 
 impl Drop for Subscriber {
     fn drop(&mut self) {
-        if let Some(attached) = &self.attached {
-            if self.owner_process.is_current() {
-                attached.link.leave();
-            } else {
-                // A forked child must not close the parent's link.
-                std::mem::forget((attached.link.clone(), attached.regions.clone()));
-            }
+        if let Some(Ok(attached)) = self.attached.as_ref().map(LeakOnFork::get) {
+            attached.link.leave();
         }
     }
 }

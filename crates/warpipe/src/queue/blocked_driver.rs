@@ -66,8 +66,8 @@ impl Scene {
         submitted
     }
 
-    /// Makes the queue's own thread deliver a job that is not complete until the sender is dropped:
-    /// the thread is blocked in the driver when this returns.
+    /// Has the queue deliver a job that is not complete until the sender is dropped: the delivery
+    /// thread is blocked in the driver when this returns.
     fn give_held_up(&self) -> (Worker, JobHandle, mpsc::Sender<()>) {
         let (go, gate) = mpsc::channel::<()>();
         self.fixture
@@ -322,6 +322,76 @@ fn a_job_whose_way_out_the_driver_holds_up_holds_up_nobody_else() {
     assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
 }
 
+/// A caller does all of the queue's work before it looks: here it finds the answer that makes room
+/// for a job whose data is not complete.
+#[test]
+fn a_caller_with_a_timeout_makes_no_delivery_that_the_driver_may_hold_up() {
+    let scene = Scene::new("caller", |it| it.prefetch(1));
+    let (mut worker, stream) = (scene.worker(), scene.fixture.stream.clone());
+    let early = scene.queue.submit_bytes(b"early", &stream).unwrap();
+    let lease = worker.lease_timeout(&stream, PATIENCE).unwrap();
+    let (go, gate) = mpsc::channel::<()>();
+    let late_stream = scene.fixture.device.stream().unwrap();
+    late_stream
+        .call(move || assert!(gate.recv().is_err()))
+        .unwrap();
+    let jobs = [b"late", b"last"].map(|it| scene.queue.submit_bytes(it, &late_stream).unwrap());
+    scene.hook.hook().hold_waits();
+    let queue = scene.queue.clone();
+    in_time(move || {
+        // No other thread of the queue can find the answer meanwhile.
+        let mut guard = queue.dispatcher.lock();
+        lease.complete(&stream).unwrap();
+        while !guard.table.is_settled(early.id()) {
+            queue.dispatcher.process_events(&mut guard);
+        }
+    });
+    scene.hook.hook().wait_until_held_up();
+    let [late, last] = jobs;
+    let (queue, on) = (scene.queue.clone(), late_stream.clone());
+    let late = in_time(move || {
+        assert!(!late.is_done().unwrap());
+        assert!(late.try_wait(&on).unwrap().is_none());
+        let state = queue.state().unwrap();
+        assert_eq!((state.waiting, state.leased), (1, 1));
+        assert!(late.cancel().unwrap() && late.is_done().unwrap());
+        assert_eq!(queue.cancel_waiting().unwrap(), [last.id()]);
+        late
+    });
+    drop(go);
+    scene.hook.hook().unblock();
+    let (_worker, done, _) = work(worker, &late_stream);
+    assert_eq!(done, late.id(), "it was on its way when it was cancelled");
+    scene.queue.drain(PATIENCE).unwrap();
+}
+
+#[test]
+fn an_event_loop_is_notified_of_a_result_while_the_driver_holds_up_another_jobs_delivery() {
+    let scene = Scene::new("watch", |it| it.prefetch(1));
+    let (mut worker, stream) = (scene.worker(), scene.fixture.device.stream().unwrap());
+    let early = scene.queue.submit_bytes(b"early", &stream).unwrap();
+    let lease = worker.lease_timeout(&stream, PATIENCE).unwrap();
+    let (_second, _late, go) = scene.give_held_up();
+    let watch = scene.queue.watch().unwrap();
+    lease.complete(&stream).unwrap();
+    let patience = crate::os::timespec(PATIENCE);
+    loop {
+        let mut readable = [rustix::event::PollFd::new(
+            &watch,
+            rustix::event::PollFlags::IN,
+        )];
+        let rung = rustix::event::poll(&mut readable, Some(&patience)).unwrap();
+        assert_eq!(rung, 1, "the queue's own thread does not look");
+        watch.quiet();
+        // Looked at without doing the queue's work.
+        if scene.queue.dispatcher.lock().table.is_settled(early.id()) {
+            break;
+        }
+    }
+    scene.hook.hook().unblock();
+    drop(go);
+}
+
 #[test]
 fn a_queue_ends_at_once_while_the_driver_holds_up_a_job_that_is_given_out() {
     let scene = Scene::new("end", |it| it);
@@ -371,4 +441,26 @@ fn a_call_that_panicked_in_the_driver_polls_no_more_and_the_queue_goes_on() {
     let (_worker, id, bytes) = work(worker, &fixture.stream);
     assert_eq!((id, bytes), (job.id(), b"next".to_vec()));
     assert_eq!(job.wait(&fixture.stream, PATIENCE).unwrap().job(), id);
+}
+
+#[test]
+fn a_delivery_that_panicked_in_the_driver_costs_an_attempt_and_the_job_is_delivered_again() {
+    let hook = Wrapped::new(Device::host().backend().clone(), Panicking::default());
+    let fixture = QueueFixture::on("panicked-late", Device::from_backend(hook.clone()));
+    let queue = fixture.build(|builder| builder.max_attempts(2));
+    let (go, gate) = mpsc::channel::<()>();
+    fixture
+        .stream
+        .call(move || assert!(gate.recv().is_err()))
+        .unwrap();
+    let job = queue.submit_bytes(b"late", &fixture.stream).unwrap();
+    hook.hook().0.store(true, Relaxed);
+    let worker = fixture.worker();
+    while hook.hook().0.load(Relaxed) {
+        let _ = queue.state().unwrap();
+    }
+    drop(go);
+    let (_worker, id, bytes) = work(worker, &fixture.device.stream().unwrap());
+    assert_eq!((id, bytes), (job.id(), b"late".to_vec()));
+    assert_eq!(job.wait(&fixture.stream, PATIENCE).unwrap().attempt(), 2);
 }

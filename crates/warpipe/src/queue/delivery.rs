@@ -6,6 +6,10 @@
 //! to do ([`JobTable::start_delivery`](super::job_table::JobTable::start_delivery)), and afterwards the result. Meanwhile other threads may read the table,
 //! process answers and see workers end; waiting jobs are delivered when the call is over.
 //!
+//! The call itself is made by a thread that may wait for it: a submitter's, for its own job and
+//! stream, and the [delivery thread](super::delivery_thread) for a job that waited and whose data
+//! is not complete. Any other thread delivers only what the CPU alone can make ready.
+//!
 //! The lease exists before the call, because its answer may come before the call returns. Its
 //! *position* is not known until then, so until then it neither expires nor ends with its worker.
 
@@ -50,13 +54,13 @@ struct DeliveryWait<'a> {
 }
 
 impl DeliveryWait<'_> {
-    /// Whether no thread delivers a job. If one does, waits a moment, because a delivery usually
-    /// takes microseconds.
+    /// Whether no thread delivers a job. If one does, or is about to, waits a moment, because a
+    /// delivery usually takes microseconds.
     fn is_free(&mut self, guard: &mut StateGuard<'_>) -> bool {
-        if guard.table.is_delivering() && !std::mem::replace(&mut self.is_awaited, true) {
+        if guard.is_delivery_due() && !std::mem::replace(&mut self.is_awaited, true) {
             guard.waiters.submitting += 1;
             let start = Instant::now();
-            while guard.table.is_delivering() && start.elapsed() < DELIVERY_WAIT {
+            while guard.is_delivery_due() && start.elapsed() < DELIVERY_WAIT {
                 self.dispatcher.wait_for_change(guard, DELIVERY_WAIT);
             }
         }
@@ -124,7 +128,7 @@ impl Dispatcher {
             dispatcher: self,
             is_awaited: false,
         };
-        let is_free = guard.table.is_delivering() && delivery_wait.is_free(guard);
+        let is_free = guard.is_delivery_due() && delivery_wait.is_free(guard);
         // Before the call below, which may panic: its drop takes the lock.
         if std::mem::take(&mut delivery_wait.is_awaited) {
             guard.waiters.submitting = guard.waiters.submitting.saturating_sub(1);
@@ -221,29 +225,35 @@ impl Dispatcher {
         }
     }
 
-    /// Delivers waiting jobs as long as a worker has capacity, unless another thread delivers.
-    pub(super) fn dispatch(&self, guard: &mut StateGuard<'_>) {
+    /// Delivers waiting jobs as long as a worker has capacity, unless another thread delivers. A job
+    /// whose data is not complete is left to the [delivery thread](super::delivery_thread), unless
+    /// this thread `may_block`; returns whether there is such a job.
+    #[must_use]
+    pub(super) fn dispatch(&self, guard: &mut StateGuard<'_>, may_block: bool) -> bool {
         let mut passed_over = Vec::new();
         while let Some(waiting) = guard.table.first_waiting() {
             if guard.table.is_delivering() {
                 guard.waiters.is_delivery_awaited = true;
-                return;
+                return false;
             }
             let Some(id) = guard.pick_worker(waiting, &passed_over) else {
-                return;
+                return false;
             };
             let Some((tag, job)) = guard.table.next_delivery(waiting) else {
-                return;
+                return false;
             };
             let metadata = tag.encode(&job.metadata);
             let Some(input) = job.input.clone() else {
-                return;
+                return false;
             };
+            if !may_block && !input.is_filled() {
+                return true;
+            }
             guard.table.start_delivery(tag, id);
             let forward = || metadata.and_then(|metadata| input.forward(id, &metadata));
             let forwarded = deliver(guard, forward);
             if guard.table.is_closed() {
-                return;
+                return false;
             }
             let result = match forwarded {
                 Ok(Some(position)) => DeliveryResult::At(position),
@@ -262,5 +272,6 @@ impl Dispatcher {
             guard.waiters.is_delivery_awaited = false;
             self.finish_delivery(guard, result);
         }
+        false
     }
 }

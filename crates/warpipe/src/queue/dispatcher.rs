@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
+use super::delivery_thread::DeliveryThread;
 use super::job_handle::JobResult;
 use super::job_table::{JobTable, QueueRules, Stage};
 use super::owner::QueueBuilder;
@@ -35,6 +36,7 @@ pub(super) struct State {
     /// Subscribers that have a session, are about to get one, or have been refused.
     known: HashSet<u64>,
     pub(super) waiters: Waiters,
+    pub(super) delivery_thread: DeliveryThread,
     /// The clock of leases.
     pub(super) uptime: Uptime,
 }
@@ -80,6 +82,8 @@ pub(super) struct Dispatcher {
     pub(super) changed: Condvar,
     /// Wakes the queue's own thread when no other thread leads any more.
     pub(super) resume: Condvar,
+    /// Wakes the delivery thread.
+    pub(super) delivery_requested: Condvar,
     pub(super) readable: CloseOnForkFd,
 }
 
@@ -139,10 +143,12 @@ impl Dispatcher {
                 sessions: Vec::new(),
                 known: HashSet::new(),
                 waiters: Waiters::default(),
+                delivery_thread: DeliveryThread::default(),
                 uptime: Uptime::default(),
             }),
             changed: Condvar::new(),
             resume: Condvar::new(),
+            delivery_requested: Condvar::new(),
             readable,
         });
         let runner = dispatcher.clone();
@@ -165,7 +171,11 @@ impl Dispatcher {
     }
 
     /// Puts back a result that was taken and not used, and wakes the threads that may wait for it.
+    /// False if no job of this queue misses it.
     pub(super) fn put_back(&self, result: JobResult) -> Result<bool> {
+        if !result.is_of(self) {
+            return Ok(false);
+        }
         let mut guard = self.lock();
         if guard.table.is_closed() {
             // The lock is released before the result is dropped.
@@ -179,8 +189,14 @@ impl Dispatcher {
         Ok(refused.is_none())
     }
 
-    /// Does all pending work.
+    /// Does all pending work, and makes no call that the driver may hold up: those are left to the
+    /// [delivery thread](super::delivery_thread).
     pub(super) fn process_events(self: &Arc<Self>, guard: &mut StateGuard<'_>) {
+        self.process(guard, false);
+    }
+
+    /// Does all pending work; with `may_block`, that of the delivery thread too.
+    pub(super) fn process(self: &Arc<Self>, guard: &mut StateGuard<'_>, may_block: bool) {
         if guard.table.is_closed() {
             return;
         }
@@ -202,7 +218,9 @@ impl Dispatcher {
         if sessions.iter().any(|session| session.end.is_some()) {
             self.remove_disconnected(guard);
         }
-        self.dispatch(guard);
+        if self.dispatch(guard, may_block) {
+            self.request_delivery(guard);
+        }
         if guard.table.revision != before {
             self.notify_waiters(&mut guard.waiters);
         }
@@ -255,7 +273,9 @@ impl Dispatcher {
                 continue;
             }
             subscriber.set_asleep(state.waiters.polling == 0);
-            sessions.push(WorkerSession::new(member.id, member.pid, subscriber));
+            let mut session = WorkerSession::new(member.id, member.pid, subscriber);
+            session.is_leaving = is_drained;
+            sessions.push(session);
             state.table.add_worker(member.id, member.pid);
         }
     }
@@ -324,6 +344,7 @@ impl Dispatcher {
         drop(guard);
         drop((old_jobs, old_sessions));
         self.changed.notify_all();
+        self.delivery_requested.notify_all();
         // Closed now: the last holder of the state is the queue's own thread, which may not run
         // again if `main` returns.
         self.publisher.close();

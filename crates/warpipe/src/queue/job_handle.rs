@@ -59,7 +59,7 @@ impl JobHandle {
         };
         let (id, outcome) =
             dispatcher.wait_until(timeout, |state| self.try_take(&mut state.table), late)?;
-        into_result(&self.name, id, outcome, stream)
+        into_result(&dispatcher, id, outcome, stream)
     }
 
     /// The result, if the job is done.
@@ -127,18 +127,19 @@ impl JobHandle {
 
 /// Converts an outcome for the caller that asked for it.
 pub(super) fn into_result(
-    name: &str,
+    dispatcher: &Arc<Dispatcher>,
     job: u64,
     outcome: Outcome<Completed>,
     stream: &Stream,
 ) -> Result<JobResult> {
-    let name = name.to_string();
+    let name = dispatcher.publisher.name().to_string();
     match outcome {
         Outcome::Done(Completed::Received {
             arrival,
             attempt,
             pid,
         }) => Ok(JobResult {
+            dispatcher: Arc::downgrade(dispatcher),
             sample: arrival.into_sample(stream),
             job,
             attempt,
@@ -159,6 +160,8 @@ pub(super) fn into_result(
 #[derive(Debug)]
 #[must_use = "a result that is dropped is released"]
 pub struct JobResult {
+    /// Its queue's: a job's number alone does not tell one queue's results from another's.
+    dispatcher: Weak<Dispatcher>,
     sample: Sample,
     job: u64,
     attempt: u32,
@@ -192,6 +195,11 @@ impl JobResult {
     /// The process id of the worker.
     pub fn worker_pid(&self) -> i32 {
         self.worker_pid
+    }
+
+    /// Whether the job is one of this dispatcher's.
+    pub(super) fn is_of(&self, dispatcher: &Dispatcher) -> bool {
+        std::ptr::eq(self.dispatcher.as_ptr(), dispatcher)
     }
 
     /// This result, released behind another stream's work: its data is complete.
@@ -232,5 +240,39 @@ impl JobResult {
     /// [`Error::Driver`]; [`Error::Forked`].
     pub fn finish(self) -> Result<()> {
         self.sample.finish(COPY_TIMEOUT)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{QueueFixture, SOON};
+    use super::*;
+    use crate::queue::Queue;
+
+    fn first_result(fixture: &QueueFixture, queue: &Queue) -> JobResult {
+        let mut worker = fixture.worker();
+        let job = queue.submit_bytes(&[7], &fixture.stream).unwrap();
+        let lease = worker.lease(&fixture.stream).unwrap();
+        lease.complete(&fixture.stream).unwrap();
+        job.wait(&fixture.stream, SOON).unwrap()
+    }
+
+    #[test]
+    fn a_result_of_another_queue_is_not_put_back() {
+        let fixtures = ["own", "other"].map(QueueFixture::new);
+        let queues = fixtures.each_ref().map(QueueFixture::queue);
+        let own = first_result(&fixtures[0], &queues[0]);
+        let other = first_result(&fixtures[1], &queues[1]);
+        assert_eq!((own.job(), other.job()), (1, 1));
+        assert!(matches!(
+            queues[0].put_back(other),
+            Err(Error::NoSuchJob { job: 1, .. })
+        ));
+        assert_eq!(queues[0].state().unwrap().finished, 0);
+        queues[0].put_back(own).unwrap();
+        // Also after it was put back and taken again.
+        let own = queues[0].next_result(&fixtures[0].stream, SOON).unwrap();
+        queues[0].put_back(own).unwrap();
+        assert_eq!(queues[0].state().unwrap().finished, 1);
     }
 }

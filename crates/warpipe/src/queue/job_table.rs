@@ -202,6 +202,9 @@ impl<I, R> JobTable<I, R> {
     pub(super) fn undo_insert(&mut self, id: u64, is_untold: bool) -> Vec<u8> {
         if is_untold {
             self.next_job = id;
+            // A worker that answered before it was given the job has left the number there.
+            self.waiting.retain(|&other| other != id);
+            self.finished.retain(|&other| other != id);
         }
         self.cancel(id).map_or_else(Vec::new, |job| job.metadata)
     }
@@ -428,16 +431,16 @@ impl<I, R> JobTable<I, R> {
         }
     }
 
-    /// Records that a worker has gone and left a job untaken, whose position only the delivering
-    /// thread knows yet.
+    /// Records that a worker has gone and left a job untaken. Only the delivering thread knows
+    /// its position yet.
     pub(super) fn record_untaken(&mut self, worker: u64, position: u64) {
         if let Some(delivery) = self.delivery_to(worker) {
             delivery.untaken.push(position);
         }
     }
 
-    /// Records that a worker has gone and left a lease unanswered, whose position only the
-    /// delivering thread knows yet.
+    /// Records that a worker has gone and left a lease unanswered. Only the delivering thread
+    /// knows its position yet.
     pub(super) fn record_worker_end(&mut self, worker: u64, reason: String) {
         if let Some(delivery) = self.delivery_to(worker) {
             delivery.end = Some(reason);
@@ -472,10 +475,12 @@ impl<I, R> JobTable<I, R> {
     }
 
     /// The oldest job goes first, in whatever order jobs were returned: in [`ResultOrder::Submission`]
-    /// all results wait for its own.
+    /// all results wait for its own. A job that a worker returned before it was given waits already.
     fn enqueue(&mut self, id: u64) {
         let index = self.waiting.partition_point(|&other| other < id);
-        self.waiting.insert(index, id);
+        if self.waiting.get(index) != Some(&id) {
+            self.waiting.insert(index, id);
+        }
         self.revision += 1;
     }
 
@@ -583,10 +588,9 @@ impl<I, R> JobTable<I, R> {
                 {
                     self.finished.pop_front();
                 }
-                let index = self
-                    .finished
-                    .iter()
-                    .position(|&id| !self.is_being_submitted(id))?;
+                // A job that was taken by its handle leaves its number anywhere in the list.
+                let is_ready = |id| self.jobs.contains_key(id) && !self.is_being_submitted(*id);
+                let index = self.finished.iter().position(is_ready)?;
                 self.finished.remove(index)?
             }
         };

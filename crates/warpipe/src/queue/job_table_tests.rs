@@ -284,3 +284,84 @@ fn the_worker_with_the_fewest_leases_gets_the_job_and_the_last_entry_is_the_olde
     assert_eq!(pick(&table, next, [(1, ROOM), (2, ROOM)]), Some(3 - busy));
     assert_eq!(pick(&table, next, [(9, ROOM), (busy, ROOM)]), Some(busy));
 }
+
+/// Begins to submit a job, which is delivered to `worker` at once.
+fn begin_submit(table: &mut Table, worker: u64) -> (u64, DeliveryTag) {
+    let (job, _) = table.next_job();
+    let tag = DeliveryTag {
+        job,
+        number: 1,
+        attempt: 1,
+        deadline_ns: 0,
+    };
+    table.insert(tag, Some(worker), Vec::new());
+    (worker, tag)
+}
+
+/// The driver refuses the submit of a job that no worker has seen.
+fn withdraw(table: &mut Table, job: u64) {
+    table.undo_insert(job, true);
+    table.finish_delivery(DeliveryResult::Nobody, Duration::ZERO);
+}
+
+#[test]
+fn a_result_is_there_at_once_behind_a_job_that_is_being_submitted_and_one_that_was_taken() {
+    let mut table = table(ResultOrder::Completion, 2);
+    let [taken, ready] = [1, 2].map(|position| {
+        submit(&mut table);
+        deliver(&mut table, position, Duration::ZERO).unwrap()
+    });
+    let new = begin_submit(&mut table, 2);
+    complete(&mut table, new);
+    complete(&mut table, taken);
+    assert!(table.take_outcome(taken.1.job).unwrap().is_some());
+    complete(&mut table, ready);
+    let next = table.take_next();
+    assert_eq!(next, Some((ready.1.job, Outcome::Done("result"))));
+}
+
+/// A worker that breaks the protocol answers a job before it was given one.
+#[test]
+fn a_job_with_the_number_of_a_withdrawn_one_is_delivered_once_and_ends_in_its_own_place() {
+    let mut table = table(ResultOrder::Completion, 2);
+    let returned = {
+        submit(&mut table);
+        deliver(&mut table, 1, Duration::ZERO).unwrap()
+    };
+    let new = begin_submit(&mut table, 2);
+    assert!(!answer(&mut table, new, failed()));
+    answer(&mut table, returned, AnswerKind::Returned);
+    withdraw(&mut table, new.1.job);
+    assert_eq!(submit(&mut table), new.1.job);
+    assert_eq!(
+        Vec::from(table.waiting.clone()),
+        [returned.1.job, new.1.job]
+    );
+
+    let new = begin_submit(&mut table, 2);
+    complete(&mut table, new);
+    withdraw(&mut table, new.1.job);
+    assert_eq!(submit(&mut table), new.1.job);
+    assert!(table.finished.is_empty(), "{:?}", table.finished);
+}
+
+#[test]
+fn a_job_that_its_worker_returns_before_its_delivery_came_to_nothing_waits_once() {
+    for is_new in [false, true] {
+        let mut table = table(ResultOrder::Submission, 1);
+        let given = match is_new {
+            true => begin_submit(&mut table, 1),
+            false => {
+                submit(&mut table);
+                start(&mut table).unwrap()
+            }
+        };
+        answer(&mut table, given, AnswerKind::Returned);
+        match is_new {
+            true => table.store_input(given.1.job, "input", false),
+            false => table.undo_delivery_start(given.1),
+        }
+        table.finish_delivery(DeliveryResult::Nobody, Duration::ZERO);
+        assert_eq!(Vec::from(table.waiting.clone()), [given.1.job]);
+    }
+}

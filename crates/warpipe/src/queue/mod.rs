@@ -10,6 +10,7 @@
 #[cfg(test)]
 mod blocked_driver;
 mod delivery;
+mod delivery_thread;
 mod dispatcher;
 mod job_handle;
 mod job_table;

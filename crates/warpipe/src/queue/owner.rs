@@ -11,6 +11,7 @@ use super::queue_name;
 use super::watch::QueueWatch;
 use crate::device::Device;
 use crate::error::{Error, Result, returns_to_caller};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::options::{EndpointOptions, option_setters};
@@ -33,6 +34,9 @@ pub enum ResultOrder {
 }
 
 /// The options of a queue. See [`Queue::builder`].
+///
+/// It admits workers of its own user alone: a worker serves its results under a name of the queue's
+/// domain, and the names of a domain are its user's.
 #[derive(Debug, Clone)]
 pub struct QueueBuilder {
     name: String,
@@ -139,7 +143,9 @@ impl QueueBuilder {
             order: self.order,
         };
         let dispatcher = Dispatcher::new(self, domain, publisher, observer, rules)?;
-        Ok(Queue { dispatcher })
+        Ok(Queue {
+            dispatcher: LeakOnFork::new(dispatcher),
+        })
     }
 
     fn check(&self) -> Result<()> {
@@ -209,7 +215,7 @@ pub struct QueueState {
 /// ```
 #[derive(Debug)]
 pub struct Queue {
-    pub(super) dispatcher: Arc<Dispatcher>,
+    pub(super) dispatcher: LeakOnFork<Arc<Dispatcher>>,
 }
 
 impl Queue {
@@ -286,8 +292,8 @@ impl Queue {
     /// [`next_result`](Self::next_result), gives it again. For a caller that was interrupted.
     ///
     /// # Errors
-    /// [`Error::NoSuchJob`] for a result that this queue does not miss; [`Error::QueueClosed`];
-    /// [`Error::Forked`].
+    /// [`Error::NoSuchJob`] for a result that this queue does not miss, and for one of another queue;
+    /// [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn put_back(&self, result: JobResult) -> Result<()> {
         self.dispatcher.owner_process.check()?;
         let job = result.job();
@@ -372,7 +378,7 @@ impl Queue {
         let (id, outcome) =
             self.dispatcher
                 .wait_until(timeout, |state| state.table.take_next().map(Ok), late)?;
-        into_result(self.name(), id, outcome, stream)
+        into_result(&self.dispatcher, id, outcome, stream)
     }
 
     /// Waits until every job is done or dead-lettered. Their outcomes stay to be taken.
@@ -401,7 +407,11 @@ impl Queue {
     /// As [`drain`](Self::drain); the queue is shut all the same.
     pub fn shutdown(&self, timeout: Duration) -> Result<()> {
         self.dispatcher.owner_process.check()?;
-        self.dispatcher.lock().table.shut();
+        let mut guard = self.dispatcher.lock();
+        guard.table.shut();
+        // Threads and event loops that wait for room need not wait any longer.
+        self.dispatcher.notify_waiters(&mut guard.waiters);
+        drop(guard);
         self.wait_for_end(timeout, |state| state.table.stage >= Stage::Drained)
     }
 
@@ -488,11 +498,8 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        if self.dispatcher.owner_process.is_current() {
-            self.dispatcher.close();
-        } else {
-            // A forked child must not close the parent's queue.
-            std::mem::forget(self.dispatcher.clone());
+        if let Ok(dispatcher) = self.dispatcher.get() {
+            dispatcher.close();
         }
     }
 }

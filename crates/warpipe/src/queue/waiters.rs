@@ -318,9 +318,15 @@ impl Dispatcher {
                 .sessions
                 .iter()
                 .for_each(|session| session.subscriber.set_asleep(true));
-            if state.waiters.longest_sleep() > state.next_look() {
-                self.observer.doorbell.ring();
-            }
+            self.keep_next_look(state);
+        }
+    }
+
+    /// Wakes a sleeper if all would sleep beyond the next look, which this thread's work may have
+    /// brought forward.
+    pub(super) fn keep_next_look(&self, state: &State) {
+        if state.waiters.longest_sleep() > state.next_look() {
+            self.observer.doorbell.ring();
         }
     }
 

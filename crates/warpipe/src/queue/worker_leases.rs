@@ -126,8 +126,8 @@ impl WorkerLeases {
         (!lease.is_late).then_some(lease.tag.job)
     }
 
-    /// The jobs that the worker leaves undone when it goes. A lease whose delivery is in progress,
-    /// and that was not answered before, is left to the delivering thread: the flag says so.
+    /// The jobs that the worker leaves undone when it goes. A lease that is being delivered, and
+    /// was not answered before, is left to the delivering thread: the flag says so.
     pub(super) fn left_undone(&self) -> (Vec<u64>, bool) {
         let jobs = self.leases.iter().filter(|lease| lease.can_expire());
         (

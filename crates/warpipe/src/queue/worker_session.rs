@@ -3,17 +3,18 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::job_handle::JobResult;
 use super::job_table::JobTable;
 use super::wire::{Answer, DeliveryTag, violation};
 use crate::error::Error;
 use crate::pubsub::{RawSample, RetainedSlot, Subscriber};
+use crate::runtime::heartbeat::Uptime;
 
 /// After its socket closed without a graceful close, a worker counts as gone at its proven death,
-/// or after this time: it can no longer answer, and it can write neither the input nor another
-/// worker's result.
+/// or after this time, in which this process ran: it can no longer answer, and it can write neither
+/// the input nor another worker's result.
 const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The most answers taken from one worker before the others are handled.
@@ -49,8 +50,8 @@ pub(super) struct WorkerSession {
     pub(super) subscriber: Subscriber,
     pub(super) pending_results: VecDeque<PendingResult>,
     /// Why no answers come any more, whether that needs no proof of death (the worker closed
-    /// gracefully, or the link is broken), and since when.
-    pub(super) end: Option<(String, bool, Instant)>,
+    /// gracefully, or the link is broken), and the time since then.
+    pub(super) end: Option<(String, bool, Uptime)>,
     /// The worker has closed gracefully: each pending result still completes, or the worker's
     /// process is proven dead. So [`DISCONNECT_TIMEOUT`] does not apply.
     has_closed: bool,
@@ -114,7 +115,7 @@ impl WorkerSession {
             }
         );
         self.has_closed = matches!(error, Error::PeerGone { graceful: true, .. });
-        self.end = Some((error.to_string(), is_settled, Instant::now()));
+        self.end = Some((error.to_string(), is_settled, Uptime::default()));
     }
 
     /// Receives one answer. An illegal answer ends the link.
@@ -177,12 +178,12 @@ impl WorkerSession {
     /// Whether no valid answer or result can come any more: the worker closed gracefully, broke its
     /// link, or is proven dead, and no result is pending; or [`DISCONNECT_TIMEOUT`] has passed.
     pub(super) fn has_ended(&self) -> bool {
-        let Some((_, is_settled, since)) = &self.end else {
+        let Some((_, is_settled, clock)) = &self.end else {
             return false;
         };
         let is_gone = *is_settled || self.subscriber.is_publisher_dead();
         (is_gone && self.pending_results.is_empty())
-            || (!self.has_closed && since.elapsed() > DISCONNECT_TIMEOUT)
+            || (!self.has_closed && clock.ran() > DISCONNECT_TIMEOUT)
     }
 
     /// Why the worker leaves its leases undone.

@@ -19,6 +19,9 @@ use crate::tensor::Layout;
 const NAME_TRIES: u32 = 8;
 
 /// The options of a client. See [`Client::builder`].
+///
+/// It admits servers of its own user alone: clients and servers serve names of one domain, and the
+/// names of a domain are its user's.
 #[derive(Debug, Clone)]
 pub struct ClientBuilder {
     service: String,

@@ -14,14 +14,14 @@ use rustix::event::epoll;
 use self::polled::ScanTimer;
 use super::{client_prefix, service_name};
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::memory::arena::check_limit;
 use crate::options::{EndpointOptions, option_setters};
 use crate::queue::{Lease, Loan, Worker, WorkerBuilder};
 use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::reactor::Reactor;
+use crate::runtime::reactor::{Reactor, catch_panic};
 use crate::runtime::spin::{Came, Spin};
 use crate::stream::Stream;
 
@@ -328,7 +328,11 @@ impl Server {
             .timeout(self.options.answer_timeout);
         let (attach_results, client_name) = (Arc::downgrade(&self.attach_results), name.clone());
         let attach = move || {
-            let built = builder.build();
+            let name = client_name.to_string();
+            let fault = HandshakeFault::Closed;
+            // A panic has ended this attempt: another one is due.
+            let built =
+                catch_panic(|| builder.build()).unwrap_or(Err(Error::Handshake { name, fault }));
             if let Some(attach_results) = attach_results.upgrade() {
                 attach_results
                     .attached

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{Client, Pending, Request, Server, client_prefix};
+use crate::backend::testing::{Panicking, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ipc::domain::Domain;
@@ -206,4 +207,41 @@ fn a_name_that_is_too_long_for_a_service_is_refused_as_it_was_given() {
     assert!(refused(server.build().err()));
     let client = Client::builder(&long[1..]).domain(domain).device(device);
     assert!(client.build().is_ok());
+}
+
+#[test]
+fn a_client_is_attached_to_after_an_attempt_that_panicked() {
+    let fixture = RpcFixture::new("panicked");
+    let panicking = Wrapped::new(fixture.device.backend().clone(), Panicking::default());
+    let device = Device::from_backend(panicking.clone());
+    let builder = Server::builder("upper").domain(&fixture.domain);
+    let mut server = builder.device(&device).build().unwrap();
+    let stream = device.stream().unwrap();
+    panicking.hook().aim("register", 1);
+    let client = fixture.client();
+    let pending = fixture.asks(&client);
+    let request = server.accept(&stream, SOON).unwrap();
+    assert!(panicking.hook().has_struck());
+    request.reply(&stream).unwrap();
+    drop(pending.wait(&fixture.stream).unwrap());
+}
+
+#[test]
+fn a_reply_to_another_client_is_not_put_back() {
+    let fixture = RpcFixture::new("put-back");
+    let mut server = fixture.server();
+    let clients = [fixture.client(), fixture.client()];
+    let [own, other] = clients.each_ref().map(|client| {
+        let pending = fixture.asks(client);
+        let request = server.accept(&fixture.stream, SOON).unwrap();
+        request.reply(&fixture.stream).unwrap();
+        pending.wait(&fixture.stream).unwrap()
+    });
+    assert_eq!((own.job(), other.job()), (1, 1));
+    assert!(matches!(
+        clients[0].put_back(other),
+        Err(Error::NoSuchJob { job: 1, .. })
+    ));
+    clients[0].put_back(own).unwrap();
+    assert_eq!(clients[0].state().unwrap().finished, 1);
 }

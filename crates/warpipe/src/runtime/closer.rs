@@ -217,8 +217,8 @@ impl PeerFd {
         }
     }
 
-    /// Marks the descriptor as a file whose `close` does not block (a memfd, a pidfd, memory of a
-    /// device): it needs no thread for that.
+    /// Marks the descriptor as a file with a `close` that does not block (a memfd, a pidfd, memory
+    /// of a device): it needs no thread for that.
     pub(crate) fn approve(&self) {
         self.is_approved.store(true, Relaxed);
     }

@@ -81,6 +81,13 @@ impl Uptime {
         state.1
     }
 
+    /// Simulates that this process ran for `time`.
+    #[cfg(test)]
+    pub(crate) fn advance(&self, time: Duration) {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        state.1 += time;
+    }
+
     /// Simulates that this process stood still for `time` since the last reading.
     #[cfg(test)]
     pub(crate) fn freeze(&self, time: Duration) {

@@ -189,8 +189,8 @@ impl TurnWait {
     }
 
     /// Polls so many times before the thread sleeps, and counts a shorter limit, zero too, as
-    /// `least`: for turns that take microseconds unless the driver holds them up, whose thread may
-    /// not be scheduled just now.
+    /// `least`: for turns that take microseconds unless the driver holds them up, on a thread that
+    /// may not be scheduled just now.
     pub(crate) fn polling(self, polls: u32, least: Duration) -> TurnWait {
         TurnWait {
             polls,

@@ -47,8 +47,8 @@ unsafe impl AtomicsOnly for AtomicU32 {}
 
 /// A mapped page (or several), registered with a device if streams are to use its words. Any thread
 /// may drop it, under any lock: the reaper unregisters it, since a driver may hold that up until a
-/// stream goes on that waits for a peer. Whoever gives its words to a stream keeps it until the
-/// stream is past them.
+/// stream goes on that waits for a peer. Code that gives its words to a stream keeps it until
+/// the stream is past them.
 #[derive(Debug)]
 pub(crate) struct SharedPage {
     mapping: Mapping,

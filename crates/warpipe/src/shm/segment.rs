@@ -93,7 +93,7 @@ pub(crate) struct Entry {
     /// The positions of this entry that the sender gave up, as far back as the word reaches: see
     /// [`was_given_up`](crate::pubsub::ring::was_given_up). Written before `aborted`.
     pub(crate) given_up: AtomicU64,
-    /// The last position whose data the sender will never complete, although the sender lives.
+    /// The last position that the sender will never complete the data of, although it lives.
     /// Written before `ready`.
     pub(crate) aborted: AtomicU64,
     /// Reaches the position when the receiver's work on the sample is done. Written by the

@@ -65,10 +65,15 @@ impl TimelineBuilder {
         domain,
         /// The device of the streams that signal it; [`Device::preferred`] by default.
         device,
+        /// Admits these users beside this process's own. The domain directory must admit them, too.
+        /// An importer can write the page that it shares with this process, and no other one: it
+        /// can deceive itself alone.
+        allow_uids,
+        allow_gids,
     }
 
-    /// Creates a timeline at 0 and takes its name (`cuMemHostRegister`). Up to 256 processes of the
-    /// same user may open it; each costs a page of shared memory, and one more device store for
+    /// Creates a timeline at 0 and takes its name (`cuMemHostRegister`). Up to 256 processes may
+    /// open it, 128 of a user other than this one; each costs a page of shared memory, and one more device store for
     /// each signal.
     ///
     /// # Errors
@@ -308,8 +313,8 @@ impl Timeline {
     }
 
     /// Has `stream` wait for `value` (`cuStreamWaitValue64`), and returns at once. The stream's
-    /// later work is valid only if [`check`](Self::check) returns true: a stream whose owner died
-    /// is released, too.
+    /// later work is valid only if [`check`](Self::check) returns true: a stream is also
+    /// released when the owner has died.
     ///
     /// The owner's own streams can wait for values that were signalled, or enqueued to be
     /// signalled. On one GPU, a wait enqueued before its own signal in the same process could block

@@ -4,18 +4,18 @@
 //! Memfds with the same names stand for the driver's files. A lock on one lasts as long as the file
 //! is open in any process, like the work of a device.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{ChildStdout, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process};
 
-use super::stage::{Guarded, LONG, Scratch, command, eventually, role, stream};
+use super::stage::{LONG, Scratch, TestProcess, command, domain_of_test, eventually, role, stream};
 use crate::fork::driver_files::EXPORTED;
 use crate::fork::lifeline::Lifeline;
 use crate::ipc::peer::{DeathEvidence, Process};
@@ -148,8 +148,7 @@ fn link(path: &str) -> String {
 
 /// A parent as seen by its peer.
 struct Parent {
-    process: Guarded,
-    lines: std::io::Lines<BufReader<ChildStdout>>,
+    process: TestProcess,
     /// The end of its lifeline, and its files.
     end: OwnedFd,
     files: Vec<OwnedFd>,
@@ -157,25 +156,16 @@ struct Parent {
 
 impl Parent {
     fn start(test: &str) -> Parent {
-        let mut command = command(module_path!(), test, "parent");
-        let mut process = Guarded(
-            command
-                .stdin(Stdio::piped())
-                .stdout(Stdio::piped())
-                .spawn()
-                .unwrap(),
-        );
-        let mut lines = BufReader::new(process.0.stdout.take().unwrap()).lines();
-        let numbers = hear(&mut lines);
-        let open = |fd: &i32| {
-            std::fs::File::open(Path::new("/proc").join(format!("{}/fd/{fd}", process.0.id())))
-        };
+        let mut process = TestProcess::run(&mut command(module_path!(), test, "parent"));
+        let numbers = hear(&mut process);
+        let pid = process.process.pid();
+        let open =
+            |fd: &i32| std::fs::File::open(Path::new("/proc").join(format!("{pid}/fd/{fd}")));
         let mut opened = numbers.iter().map(|fd| OwnedFd::from(open(fd).unwrap()));
         let end = opened.next().unwrap();
         let files = opened.collect();
         Parent {
             process,
-            lines,
             end,
             files,
         }
@@ -184,15 +174,9 @@ impl Parent {
     /// Has it fork and die. Returns the child, and the files that the child found to be
     /// `/dev/null`.
     fn strike(&mut self) -> (Child, Vec<i32>) {
-        self.process
-            .0
-            .stdin
-            .as_mut()
-            .unwrap()
-            .write_all(b"\n")
-            .unwrap();
+        self.process.order("");
         let has_ended_first = self.has_ended(LONG.as_secs() as i64).then(|| self.locked());
-        let mut words = hear(&mut self.lines);
+        let mut words = hear(&mut self.process);
         let child = Child(Pid::from_raw(words.remove(0)).unwrap());
         assert_eq!(
             has_ended_first.unwrap_or(0),
@@ -224,16 +208,10 @@ impl Parent {
     }
 }
 
-fn hear(lines: &mut std::io::Lines<BufReader<ChildStdout>>) -> Vec<i32> {
-    let line = lines
-        .map(Result::unwrap)
-        .find(|line| line.contains("numbers "))
-        .expect("it says its numbers");
-    let (_, numbers) = line.split_once("numbers ").unwrap();
-    numbers
-        .split(' ')
-        .map(|number| number.parse().unwrap())
-        .collect()
+fn hear(process: &mut TestProcess) -> Vec<i32> {
+    let numbers = process.hear("numbers ");
+    let numbers = numbers.split(' ').map(|number| number.parse().unwrap());
+    numbers.collect()
 }
 
 /// Killed at its end.
@@ -281,18 +259,11 @@ fn a_forked_child_that_keeps_exported_memory_keeps_its_parents_lifeline() {
         fork_and_die(&files);
     }
     let mut parent = Parent::start(test);
-    parent
-        .process
-        .0
-        .stdin
-        .as_mut()
-        .unwrap()
-        .write_all(b"\n")
-        .unwrap();
-    let words = hear(&mut parent.lines);
+    parent.process.order("");
+    let words = hear(&mut parent.process);
     let child = Child(Pid::from_raw(words[0]).unwrap());
     assert_eq!(words[1..], [1, 0, 0], "what was exported is left alone");
-    assert!(parent.process.0.wait().unwrap().success());
+    assert!(parent.process.process.wait(LONG).unwrap().success());
     assert!(
         !parent.has_ended(0),
         "what may be a file of the driver is open"
@@ -312,16 +283,9 @@ fn a_child_forked_before_the_first_link_keeps_the_lifeline_with_the_drivers_file
         ]);
     }
     let mut parent = Parent::start(test);
-    let child = Child(Pid::from_raw(hear(&mut parent.lines)[0]).unwrap());
-    parent
-        .process
-        .0
-        .stdin
-        .as_mut()
-        .unwrap()
-        .write_all(b"\n")
-        .unwrap();
-    assert!(parent.process.0.wait().unwrap().success());
+    let child = Child(Pid::from_raw(hear(&mut parent.process)[0]).unwrap());
+    parent.process.order("");
+    assert!(parent.process.process.wait(LONG).unwrap().success());
     assert_eq!(
         parent.locked(),
         1,
@@ -339,15 +303,8 @@ fn a_child_forked_before_the_first_link_delays_no_peer() {
         fork_link_and_die(&[driver_file(MemfdFlags::CLOEXEC)]);
     }
     let mut parent = Parent::start(test);
-    let child = Child(Pid::from_raw(hear(&mut parent.lines)[0]).unwrap());
-    parent
-        .process
-        .0
-        .stdin
-        .as_mut()
-        .unwrap()
-        .write_all(b"\n")
-        .unwrap();
+    let child = Child(Pid::from_raw(hear(&mut parent.process)[0]).unwrap());
+    parent.process.order("");
     assert!(parent.has_ended(LONG.as_secs() as i64));
     assert!(
         rustix::process::test_kill_process(child.0).is_ok(),
@@ -363,8 +320,8 @@ fn exec_is_seen_although_a_child_keeps_the_lifeline_and_streams_need_not_wait_fo
         fork_and_exec(&[driver_file(MemfdFlags::empty())]);
     }
     let mut parent = Parent::start(test);
-    let child = Child(Pid::from_raw(hear(&mut parent.lines)[0]).unwrap());
-    let pid = Pid::from_child(&parent.process.0);
+    let child = Child(Pid::from_raw(hear(&mut parent.process)[0]).unwrap());
+    let pid = parent.process.process.pid();
     let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).unwrap();
     // The first of its files is the alarm.
     let process = Process::of_parts([
@@ -373,14 +330,7 @@ fn exec_is_seen_although_a_child_keeps_the_lifeline_and_streams_need_not_wait_fo
         parent.files.remove(0),
     ]);
     assert!(!process.shows(DeathEvidence::Suspect));
-    parent
-        .process
-        .0
-        .stdin
-        .as_mut()
-        .unwrap()
-        .write_all(b"\n")
-        .unwrap();
+    parent.process.order("");
     eventually("the process is suspect", || {
         process.shows(DeathEvidence::Suspect)
     });
@@ -420,12 +370,11 @@ fn hold_and_exec(test: &str, scratch: &Domain) -> ! {
 #[test]
 fn a_program_that_called_exec_lives_on_when_a_child_from_before_ends() {
     let test = "a_program_that_called_exec_lives_on_when_a_child_from_before_ends";
-    let domain = || Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
     match role().as_deref() {
-        Some("before") => hold_and_exec(test, &domain()),
+        Some("before") => hold_and_exec(test, &domain_of_test()),
         Some(_) => {
             let builder = Subscriber::builder("a")
-                .domain(&domain())
+                .domain(&domain_of_test())
                 .device(&Device::host());
             let mut subscriber = builder.build().unwrap();
             say(&[1]);
@@ -439,23 +388,18 @@ fn a_program_that_called_exec_lives_on_when_a_child_from_before_ends() {
     }
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| it);
-    let mut command = command(module_path!(), test, "before");
-    command
-        .env("WARPIPE_HOSTILE_PATH", &scratch.path)
-        .stdout(Stdio::piped());
-    let mut program = Guarded(command.spawn().unwrap());
-    let mut lines = BufReader::new(program.0.stdout.take().unwrap()).lines();
+    let mut program = TestProcess::start(module_path!(), test, "before", &scratch);
     publisher.wait_for_subscribers(1, LONG).unwrap();
     publisher.send_bytes(&stream(), b"before").unwrap();
-    let child = Child(Pid::from_raw(hear(&mut lines)[0]).unwrap());
-    assert_eq!(hear(&mut lines), [1]);
+    let child = Child(Pid::from_raw(hear(&mut program)[0]).unwrap());
+    assert_eq!(hear(&mut program), [1]);
     publisher.wait_for_subscribers(2, LONG).unwrap();
     drop(child);
     eventually("the program before is gone", || {
         publisher.subscribers().len() < 2
     });
     publisher.send_bytes(&stream(), b"after").unwrap();
-    assert_eq!(hear(&mut lines), [2], "the program after is not");
+    assert_eq!(hear(&mut program), [2], "the program after is not");
 }
 
 #[test]
@@ -475,19 +419,12 @@ fn a_forked_child_that_cannot_see_its_files_keeps_its_parents_lifeline() {
         return;
     }
     let mut parent = Parent::start(test);
-    parent
-        .process
-        .0
-        .stdin
-        .as_mut()
-        .unwrap()
-        .write_all(b"\n")
-        .unwrap();
-    let Some(child) = Pid::from_raw(hear(&mut parent.lines)[0]).map(Child) else {
+    parent.process.order("");
+    let Some(child) = Pid::from_raw(hear(&mut parent.process)[0]).map(Child) else {
         println!("skipped: /proc cannot be hidden here");
         return;
     };
-    assert!(parent.process.0.wait().unwrap().success());
+    assert!(parent.process.process.wait(LONG).unwrap().success());
     assert_eq!(parent.locked(), 1, "the child has a file of the driver");
     assert!(!parent.has_ended(0), "a false proof");
     drop(child);

@@ -8,9 +8,9 @@ use std::path::Path;
 use std::process::Stdio;
 use std::sync::Barrier;
 
+use super::descriptors::{descriptors, settled_descriptors};
 use super::stage::{
-    Guarded, Scratch, alone, assert_delivers, command, descriptors, eventually, name, role,
-    settled_descriptors,
+    Guarded, Scratch, alone, assert_delivers, command, domain_of_test, eventually, name, role,
 };
 use crate::{Device, Error, Publisher};
 
@@ -171,7 +171,7 @@ fn a_dead_socket_is_cleared_away() {
 fn a_killed_publishers_name_is_cleaned_or_taken_over() {
     let test = "a_killed_publishers_name_is_cleaned_or_taken_over";
     if role().as_deref() == Some("victim") {
-        let domain = crate::Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let domain = domain_of_test();
         let _publisher = Publisher::builder("a")
             .domain(&domain)
             .device(&Device::host())

@@ -3,7 +3,9 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::stage::{Random, packet};
+use warpipe_testkit::Rng;
+
+use super::stage::{packet, random_bytes, random_edge};
 use crate::fuzzing::{assert_promises, messages};
 use crate::ipc::message::decode;
 use crate::pubsub::entry::{Completion, Description, Metadata, UntrustedEntry};
@@ -16,21 +18,21 @@ const ROUNDS: u32 = 100_000;
 
 #[test]
 fn a_packet_decodes_to_the_sent_message_or_to_an_error() {
-    let mut random = Random(3);
+    let mut random = Rng::with_seed(3);
     for round in 0..ROUNDS {
-        let mut kinds = messages(random.edge());
+        let mut kinds = messages(random_edge(&mut random));
         let original = kinds.swap_remove(round as usize % kinds.len());
         let mut bytes = packet(&original);
         assert_eq!(decode(&bytes).unwrap(), original);
-        match random.below(3) {
-            0 => bytes.truncate(random.below(bytes.len() as u64) as usize),
+        match random.u64(..3) {
+            0 => bytes.truncate(random.usize(..bytes.len())),
             1 => {
-                let at = random.below(bytes.len() as u64) as usize;
-                bytes[at] ^= 1 + random.below(255) as u8;
+                let at = random.usize(..bytes.len());
+                bytes[at] ^= 1 + random.u8(..255);
             }
             _ => {
-                let length = random.below(64) as usize;
-                bytes.extend(random.bytes(length + 1));
+                let length = random.usize(..64);
+                bytes.extend(random_bytes(&mut random, length + 1));
             }
         }
         if let Ok(message) = decode(&bytes) {
@@ -40,15 +42,15 @@ fn a_packet_decodes_to_the_sent_message_or_to_an_error() {
     }
 }
 
-fn any_layout(random: &mut Random) -> crate::Result<Layout> {
-    let dtype = DType::ALL[random.below(DType::ALL.len() as u64) as usize];
-    let rank = random.below(RANK_MAX as u64 + 2) as usize;
-    let small = random.below(2) == 0;
+fn any_layout(random: &mut Rng) -> crate::Result<Layout> {
+    let dtype = DType::ALL[random.usize(..DType::ALL.len())];
+    let rank = random.usize(..RANK_MAX + 2);
+    let small = random.u64(..2) == 0;
     let mut number = || {
         if small {
-            random.below(5)
+            random.u64(..5)
         } else {
-            random.edge()
+            random_edge(random)
         }
     };
     let shape: Vec<u64> = (0..rank).map(|_| number()).collect();
@@ -65,7 +67,7 @@ fn any_layout(random: &mut Random) -> crate::Result<Layout> {
 
 #[test]
 fn a_layout_that_is_accepted_lies_inside_its_slot() {
-    let (mut random, mut accepted) = (Random(4), 0);
+    let (mut random, mut accepted) = (Rng::with_seed(4), 0);
     for _ in 0..ROUNDS {
         if let Ok(layout) = any_layout(&mut random) {
             accepted += 1;
@@ -102,21 +104,17 @@ fn strides_with_a_product_above_128_bits_are_refused_and_not_wrapped() {
 #[test]
 fn a_description_arrives_as_it_was_written() {
     let (segment, _fd) = Segment::create(&Device::host(), 1, [1; 16]).unwrap();
-    let mut random = Random(5);
+    let mut random = Rng::with_seed(5);
     for sequence in 1..20_000 {
         let Ok(layout) = any_layout(&mut random) else {
             continue;
         };
-        let length = random.below(META_BYTES_MAX as u64 + 1) as usize;
-        let metadata = Metadata::new(&random.bytes(length)).unwrap();
-        let (slot, region, sent_ns) = (
-            512 * random.below(1 << 20),
-            random.next() as u32,
-            random.next(),
-        );
+        let length = random.usize(..META_BYTES_MAX + 1);
+        let metadata = Metadata::new(&random_bytes(&mut random, length)).unwrap();
+        let (slot, region, sent_ns) = (512 * random.u64(..1 << 20), random.u32(..), random.u64(..));
         let completion = Completion {
-            word: random.next() as u32,
-            value: random.next(),
+            word: random.u32(..),
+            value: random.u64(..),
         };
         let completion = Some(completion).filter(|_| sequence % 2 == 0);
         let written = Description {
@@ -160,15 +158,15 @@ fn a_description_arrives_as_it_was_written() {
 fn an_entry_of_nonsense_is_refused_or_keeps_every_bound() {
     let (segment, _fd) = Segment::create(&Device::host(), 1, [1; 16]).unwrap();
     let entry = segment.entry(1);
-    let (mut random, mut accepted, mut copy) = (Random(6), 0, UntrustedEntry::default());
+    let (mut random, mut accepted, mut copy) = (Rng::with_seed(6), 0, UntrustedEntry::default());
     for round in 0..ROUNDS {
         if round % 4 == 0 {
             for word in &entry.words {
-                word.store(random.edge(), Relaxed);
+                word.store(random_edge(&mut random), Relaxed);
             }
         } else if let Ok(layout) = any_layout(&mut random) {
             // A valid entry with some changed words gets further.
-            let metadata = Metadata::new(&random.bytes(16)).unwrap();
+            let metadata = Metadata::new(&random_bytes(&mut random, 16)).unwrap();
             Description {
                 sequence: 1,
                 sent_ns: 0,
@@ -179,17 +177,17 @@ fn an_entry_of_nonsense_is_refused_or_keeps_every_bound() {
                 completion: None,
             }
             .write(entry);
-            for _ in 0..random.below(3) {
-                let at = random.below(21) as usize;
-                let value = if random.below(2) == 0 {
-                    random.edge()
+            for _ in 0..random.u64(..3) {
+                let at = random.usize(..21);
+                let value = if random.u64(..2) == 0 {
+                    random_edge(&mut random)
                 } else {
-                    1 << random.below(64)
+                    1 << random.u64(..64)
                 };
                 entry.words[at].fetch_xor(value, Relaxed);
             }
         }
-        let region_bytes = random.edge();
+        let region_bytes = random_edge(&mut random);
         copy.copy(entry);
         if let Ok(description) = copy.check(region_bytes) {
             accepted += 1;

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use rustix::fs::{FallocateFlags, Mode, OFlags, SealFlags};
 
+use super::fake_publisher::{Offer, meet};
 use super::publisher_handshake::hello;
 use super::scribbler::Words;
 use super::stage::{LONG, Scratch, assert_delivers, eventually, hear, packet, send_raw};
-use super::subscriber_handshake::{Offer, meet};
 use crate::ipc::message::{Message, Received};
 use crate::shm::seal;
 use crate::{Error, HandshakeFault};

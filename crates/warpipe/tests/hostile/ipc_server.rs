@@ -6,9 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use warpipe_testkit::Rng;
+
+use super::descriptors::{descriptors, settled_descriptors};
 use super::stage::{
-    LONG, Random, Scratch, alone, descriptors, eventually, hear, name, packet, pipe, send_raw,
-    settled_descriptors,
+    LONG, Scratch, alone, eventually, hear, name, packet, pipe, random_bytes, send_raw,
 };
 use crate::ipc::limits::PeerLimits;
 use crate::ipc::message::{Message, Received};
@@ -186,15 +188,15 @@ fn random_packets_neither_panic_nor_hang_a_server() {
     let scratch = Scratch::new();
     let (_server, _book) = open(&scratch, AccessPolicy::default());
     let good = attach(&scratch).unwrap();
-    let mut random = Random(7);
+    let mut random = Rng::with_seed(7);
     for _ in 0..300 {
         let socket = scratch.connection();
-        if random.below(2) == 0 {
+        if random.u64(..2) == 0 {
             send_raw(&socket, &packet(&visit()), &[]).unwrap();
         }
-        for _ in 0..random.below(4) {
-            let length = random.below(1200) as usize;
-            let mut bytes = [&b"WARP\x01\0\0\0"[..], &random.bytes(length)].concat();
+        for _ in 0..random.u64(..4) {
+            let length = random.usize(..1200);
+            let mut bytes = [&b"WARP\x01\0\0\0"[..], &random_bytes(&mut random, length)].concat();
             bytes.truncate(length.max(1));
             let _ = send_raw(&socket, &bytes, &[]);
         }

@@ -6,7 +6,9 @@ use std::process::{ChildStdin, ChildStdout, Stdio};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use super::stage::{Guarded, LONG, Random, alone, command, eventually, role};
+use warpipe_testkit::Rng;
+
+use super::stage::{Guarded, LONG, alone, command, eventually, random_bytes, random_edge, role};
 use crate::backend::testing::{Counting, Failing, Wrapped};
 use crate::backend::{Backend, IPC_EVENTS_MAX, IpcBytes};
 use crate::memory::legacy::forged;
@@ -16,7 +18,7 @@ const BYTES: u64 = 64 << 10;
 const OFFSET: u64 = 4096 + 8;
 
 fn pattern() -> Vec<u8> {
-    Random(7).bytes(BYTES as usize)
+    random_bytes(&mut Rng::with_seed(7), BYTES as usize)
 }
 
 /// Exports memory, reports its handle, then follows commands until its input ends.
@@ -277,42 +279,45 @@ fn opened_memory_can_be_neither_exported_again_nor_closed_twice() {
     if was_exporter() {
         return;
     }
-    let exporter = Exporter::start(test);
-    let device = Device::host();
-    let memory = exporter.handle.open(&device).unwrap();
-    // SAFETY: the memory is open; the test expects a refusal.
-    let exported = unsafe { LegacyHandle::export(&device, memory.ptr(), 8) };
-    assert!(matches!(
-        exported,
-        Err(Error::NotExportable {
-            kind: crate::backend::PointerKind::Import,
-            ..
-        })
-    ));
-    memory.close(LONG).unwrap();
+    // Alone: what another thread maps may get the address that is closed twice.
+    alone(module_path!(), test, || {
+        let exporter = Exporter::start(test);
+        let device = Device::host();
+        let memory = exporter.handle.open(&device).unwrap();
+        // SAFETY: the memory is open; the test expects a refusal.
+        let exported = unsafe { LegacyHandle::export(&device, memory.ptr(), 8) };
+        assert!(matches!(
+            exported,
+            Err(Error::NotExportable {
+                kind: crate::backend::PointerKind::Import,
+                ..
+            })
+        ));
+        memory.close(LONG).unwrap();
 
-    let handle = &exporter.handle;
-    let base = device
-        .backend()
-        .open_legacy(handle.raw(), handle.allocation_bytes(), handle.device())
-        .unwrap();
-    // SAFETY: opened above, and no stream used it; the test expects a refusal of the second close.
-    let closes = unsafe {
-        [
-            device.backend().close_legacy(base),
-            device.backend().close_legacy(base),
-        ]
-    };
-    let [
-        Ok(()),
-        Err(Error::LegacyHandle {
-            fault: LegacyFault::NotOpen { ptr },
-        }),
-    ] = closes
-    else {
-        panic!("{closes:?}")
-    };
-    assert_eq!(ptr, base);
+        let handle = &exporter.handle;
+        let base = device
+            .backend()
+            .open_legacy(handle.raw(), handle.allocation_bytes(), handle.device())
+            .unwrap();
+        // SAFETY: opened above, and no stream used it; the test expects a refusal of the second close.
+        let closes = unsafe {
+            [
+                device.backend().close_legacy(base),
+                device.backend().close_legacy(base),
+            ]
+        };
+        let [
+            Ok(()),
+            Err(Error::LegacyHandle {
+                fault: LegacyFault::NotOpen { ptr },
+            }),
+        ] = closes
+        else {
+            panic!("{closes:?}")
+        };
+        assert_eq!(ptr, base);
+    });
 }
 
 #[test]
@@ -401,15 +406,15 @@ fn forged_driver_bytes_open_nothing_and_do_no_harm() {
         return;
     }
     let exporter = Exporter::start(test);
-    let (device, mut random) = (Device::host(), Random(11));
+    let (device, mut random) = (Device::host(), Rng::with_seed(11));
     let open = |raw: &IpcBytes, bytes| device.backend().open_legacy(raw, bytes, device.info().id);
     for round in 0..2_000 {
         let mut raw = *exporter.handle.raw();
         match round % 3 {
-            0 => raw[random.below(64) as usize] ^= 1 << random.below(8),
-            1 => raw[8 + 8 * random.below(6) as usize..][..8]
-                .copy_from_slice(&random.edge().to_le_bytes()),
-            _ => raw.copy_from_slice(&random.bytes(64)),
+            0 => raw[random.usize(..64)] ^= 1 << random.u64(..8),
+            1 => raw[8 + 8 * random.usize(..6)..][..8]
+                .copy_from_slice(&random_edge(&mut random).to_le_bytes()),
+            _ => raw.copy_from_slice(&random_bytes(&mut random, 64)),
         }
         if raw == *exporter.handle.raw() {
             continue;

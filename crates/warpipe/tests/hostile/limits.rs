@@ -1,58 +1,18 @@
 //! Descriptors that run out: a typed error, no leak, and later success.
 
-use std::io::{BufRead, BufReader, Write};
-use std::os::fd::AsRawFd;
-use std::process::{ChildStdin, ChildStdout, Stdio};
 use std::time::Duration;
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::process::Resource;
 
-use super::stage::{
-    Guarded, LONG, Scratch, alone, assert_delivers, command, descriptors, role,
-    settled_descriptors, stream,
+use super::descriptors::{
+    descriptors, is_descriptor_limit, leave_descriptors, leave_no_descriptor,
+    raise_descriptor_limit, set_soft, settled_descriptors,
 };
-use crate::{Device, Domain, Error, HandshakeFault, Layout, PeerState, Publisher, Subscriber};
-
-pub(super) fn set_soft(resource: Resource, soft: Option<u64>) {
-    let maximum = getrlimit(resource).maximum;
-    setrlimit(
-        resource,
-        Rlimit {
-            current: soft.or(maximum),
-            maximum,
-        },
-    )
-    .unwrap();
-}
-
-/// Leaves room for `spare` descriptors and no more. Returns the number of open ones.
-fn leave_descriptors(spare: usize) -> usize {
-    let names = std::fs::read_dir("/proc/self/fd").unwrap();
-    let numbers =
-        names.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<i32>().ok());
-    let highest = numbers.max().unwrap();
-    // Fills the free numbers below the highest one.
-    loop {
-        let file = std::fs::File::open("/dev/null").unwrap();
-        if file.as_raw_fd() > highest {
-            break;
-        }
-        std::mem::forget(file);
-    }
-    let open = descriptors();
-    set_soft(Resource::Nofile, Some(highest as u64 + 1 + spare as u64));
-    open
-}
-
-/// Leaves room for none, also after pending closes.
-fn leave_no_descriptor() {
-    settled_descriptors();
-    leave_descriptors(0);
-}
-
-fn is_descriptor_limit(error: &Error) -> bool {
-    matches!(error, Error::DescriptorLimit { .. })
-}
+use super::stage::{
+    LONG, Scratch, TestProcess, alone, assert_delivers, domain_of_test, eventually, next_order,
+    role, stream,
+};
+use crate::{Device, Error, HandshakeFault, Layout, PeerState, Publisher, Subscriber};
 
 #[test]
 fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() {
@@ -78,7 +38,7 @@ fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() 
             for spare in 0..20 {
                 let before = leave_descriptors(spare);
                 let result = build().map(drop);
-                set_soft(Resource::Nofile, None);
+                raise_descriptor_limit();
                 let Err(error) = result else { break };
                 assert!(is_descriptor_limit(&error), "{spare} spare: {error}");
                 assert_eq!(
@@ -86,7 +46,7 @@ fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() 
                     0,
                     "{spare} spare"
                 );
-                super::stage::eventually("nothing is left", || descriptors() <= before);
+                eventually("nothing is left", || descriptors() <= before);
                 failures += 1;
             }
             assert!((3..20).contains(&failures), "{failures} failures");
@@ -100,56 +60,24 @@ fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() 
 }
 
 /// A publisher in another process, which follows commands line by line.
-struct Host {
-    stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
-    process: Guarded,
-}
+struct Host(TestProcess);
 
 impl Host {
     fn start(test: &str, scratch: &Scratch) -> Host {
-        let mut command = command(module_path!(), test, "host");
-        command
-            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut process = Guarded(command.spawn().unwrap());
-        let stdin = process.0.stdin.take().unwrap();
-        let stdout = BufReader::new(process.0.stdout.take().unwrap());
-        let mut host = Host {
-            stdin,
-            stdout,
-            process,
-        };
-        host.await_word("ready");
-        host
+        let mut process = TestProcess::start(module_path!(), test, "host", scratch);
+        process.hear("ready");
+        Host(process)
     }
 
     fn say(&mut self, order: &str) {
-        writeln!(self.stdin, "{order}").unwrap();
-        self.await_word("done");
-    }
-
-    fn kill(&mut self) {
-        self.process.0.kill().unwrap();
-        self.process.0.wait().unwrap();
-    }
-
-    fn await_word(&mut self, word: &str) {
-        let mut line = String::new();
-        while !line.contains(word) {
-            line.clear();
-            assert!(
-                self.stdout.read_line(&mut line).unwrap() > 0,
-                "the host ended before it said {word}"
-            );
-        }
+        self.0.order(order);
+        self.0.hear("done");
     }
 }
 
 /// The other side of [`Host`].
 fn serve() {
-    let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+    let domain = domain_of_test();
     let mut publisher = Some(
         Publisher::builder("a")
             .domain(&domain)
@@ -159,13 +87,12 @@ fn serve() {
     );
     let stream = stream();
     println!("ready");
-    for line in std::io::stdin().lines() {
-        let line = line.unwrap();
+    while let Some(line) = next_order() {
         let (order, number) = line.split_once(' ').unwrap();
         let number: usize = number.parse().unwrap();
         match order {
             "leave" => assert!(leave_descriptors(number) > 0),
-            "raise" => set_soft(Resource::Nofile, None),
+            "raise" => raise_descriptor_limit(),
             "leave_all" => drop(publisher.take()),
             "send" => assert!(
                 publisher
@@ -221,7 +148,7 @@ fn a_publisher_without_descriptors_refuses_new_subscribers_and_serves_the_others
         }
         failures += 1;
         // The raised limit serves the next one, at once or as soon as the backlog has been checked.
-        super::stage::eventually("a newcomer is let in again", || subscribe(&scratch).is_ok());
+        eventually("a newcomer is let in again", || subscribe(&scratch).is_ok());
     }
     assert!((1..12).contains(&failures), "{failures} failures");
 }
@@ -242,10 +169,10 @@ fn a_subscriber_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later()
         for spare in 0..20 {
             let before = leave_descriptors(spare);
             let result = subscribe(&scratch).map(drop);
-            set_soft(Resource::Nofile, None);
+            raise_descriptor_limit();
             let Err(error) = result else { break };
             assert!(is_descriptor_limit(&error), "{spare} spare: {error}");
-            super::stage::eventually("nothing is left", || descriptors() <= before);
+            eventually("nothing is left", || descriptors() <= before);
             failures += 1;
         }
         assert!((3..20).contains(&failures), "{failures} failures");
@@ -272,7 +199,7 @@ fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_som
         host.say("send 4000000");
         host.say("send 40000000");
         let mut errors = Vec::new();
-        super::stage::eventually("it gets the missing message, sent again", || {
+        eventually("it gets the missing message, sent again", || {
             let error = subscriber
                 .receive_timeout(&stream, Duration::from_millis(20))
                 .unwrap_err();
@@ -283,7 +210,7 @@ fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_som
         });
         // An event loop is not woken, and waits.
         assert!(subscriber.try_receive(&stream).unwrap().is_none());
-        set_soft(Resource::Nofile, None);
+        raise_descriptor_limit();
         for bytes in [4_000_000, 40_000_000] {
             assert_eq!(
                 subscriber
@@ -315,8 +242,8 @@ fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
             host.say("leave_all 0");
         }
         // By now it is proven dead, whatever could be read.
-        host.kill();
-        super::stage::eventually("it is dead", || {
+        host.0.kill();
+        eventually("it is dead", || {
             subscriber.publisher_state() == Some(PeerState::Dead)
         });
         for _ in 0..10 {
@@ -328,7 +255,7 @@ fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
                 "{error}"
             );
         }
-        set_soft(Resource::Nofile, None);
+        raise_descriptor_limit();
         assert_eq!(
             subscriber
                 .receive(&stream)
@@ -376,7 +303,7 @@ fn a_region_that_finds_no_room_in_the_subscriber_is_mapped_when_there_is_some() 
         let used = pages.split(' ').next().unwrap().parse::<u64>().unwrap() * 4096;
         set_soft(Resource::As, Some(used + (48 << 20)));
         host.say("send 100000000");
-        super::stage::eventually("it gets the missing message", || {
+        eventually("it gets the missing message", || {
             let error = subscriber
                 .receive_timeout(&stream, Duration::from_millis(20))
                 .unwrap_err();
@@ -397,7 +324,7 @@ fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
     let test = "an_owner_without_descriptors_defers_a_drop_no_job_that_was_done";
     let device = Device::host();
     if role().as_deref() == Some("worker") {
-        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let domain = domain_of_test();
         let mut worker = crate::Worker::builder("jobs")
             .domain(&domain)
             .device(&device)
@@ -407,7 +334,7 @@ fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
         let complete = |worker: &mut crate::Worker, bytes| {
             let lease = worker.lease(&stream).unwrap();
             println!("leased");
-            std::io::stdin().read_line(&mut String::new()).unwrap();
+            next_order().unwrap();
             let output = lease.output(&Layout::bytes_only(bytes).unwrap()).unwrap();
             lease.complete_with(output, &stream).unwrap();
             println!("answered");
@@ -415,7 +342,7 @@ fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
         [10, 4_000_000, 10]
             .into_iter()
             .for_each(|bytes| complete(&mut worker, bytes));
-        let _ = std::io::stdin().read_line(&mut String::new());
+        let _ = next_order();
         return;
     }
     alone(module_path!(), test, || {
@@ -424,36 +351,21 @@ fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
             .domain(&scratch.domain)
             .device(&device);
         let queue = builder.max_attempts(1).build().unwrap();
-        let mut command = command(module_path!(), test, "worker");
-        command
-            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut worker = Guarded(command.spawn().unwrap());
-        let mut orders = worker.0.stdin.take().unwrap();
-        let mut lines = BufReader::new(worker.0.stdout.take().unwrap())
-            .lines()
-            .map_while(std::result::Result::ok);
-        let mut hear = |word: &str| {
-            assert!(
-                lines.any(|line| line.contains(word)),
-                "the worker has not {word}"
-            )
-        };
+        let mut worker = TestProcess::start(module_path!(), test, "worker", &scratch);
         for (bytes, is_short) in [(10, false), (4_000_000, true), (10, false)] {
             let job = queue.submit_bytes(b"job", &stream).unwrap();
-            hear("leased");
+            worker.hear("leased");
             if is_short {
                 leave_no_descriptor();
             }
-            writeln!(orders).unwrap();
-            hear("answered");
+            worker.order("answer");
+            worker.hear("answered");
             // For some ticks of its reactor.
             for _ in 0..if is_short { 30 } else { 0 } {
                 let waited = job.wait(&stream, Duration::from_millis(20)).map(drop);
                 assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
             }
-            set_soft(Resource::Nofile, None);
+            raise_descriptor_limit();
             assert_eq!(job.wait(&stream, LONG).unwrap().layout().bytes(), bytes);
         }
     });
@@ -464,40 +376,30 @@ fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
 fn a_subscriber_costs_its_publisher_six_descriptors() {
     let test = "a_subscriber_costs_its_publisher_six_descriptors";
     if role().as_deref() == Some("importer") {
-        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let domain = domain_of_test();
         let _subscriber = Subscriber::builder("a")
             .domain(&domain)
             .device(&Device::host())
             .build()
             .unwrap();
         println!("attached");
-        let _ = std::io::stdin().read_line(&mut String::new());
+        let _ = next_order();
         return;
     }
     alone(module_path!(), test, || {
         let scratch = Scratch::new();
         let _publisher = scratch.publisher(|it| it);
         let start = || {
-            let mut command = command(module_path!(), test, "importer");
-            command
-                .env("WARPIPE_HOSTILE_PATH", &scratch.path)
-                .stdin(Stdio::piped())
-                .stdout(Stdio::piped());
-            let mut process = Guarded(command.spawn().unwrap());
-            let lines = BufReader::new(process.0.stdout.take().unwrap()).lines();
-            assert!(
-                lines
-                    .map_while(std::result::Result::ok)
-                    .any(|line| line.contains("attached"))
-            );
+            let mut process = TestProcess::start(module_path!(), test, "importer", &scratch);
+            process.hear("attached");
             process
         };
         let first = start();
         let before = settled_descriptors();
         let others = [start(), start(), start()];
-        // And a pipe to its standard input.
+        // And two pipes of the test's.
         assert!(
-            settled_descriptors() - before <= others.len() * (6 + 1),
+            settled_descriptors() - before <= others.len() * (6 + 2),
             "{}",
             settled_descriptors() - before
         );
@@ -509,7 +411,7 @@ fn a_subscriber_costs_its_publisher_six_descriptors() {
 fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
     let test = "a_process_takes_its_own_share_of_the_links_and_leaves_the_rest";
     if role().as_deref() == Some("many") {
-        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let domain = domain_of_test();
         let builder = || {
             Subscriber::builder("a")
                 .domain(&domain)
@@ -522,24 +424,16 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
             other => panic!("{other:?}"),
         };
         println!("refused {fault:?}");
-        let _ = std::io::stdin().read_line(&mut String::new());
+        let _ = next_order();
         drop(builders);
         return;
     }
     let scratch = Scratch::new();
     let publisher = scratch.publisher(|it| it.subscribers_per_process_max(3));
     let start = || {
-        let mut command = command(module_path!(), test, "many");
-        command
-            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut process = Guarded(command.spawn().unwrap());
-        let lines = BufReader::new(process.0.stdout.take().unwrap()).lines();
-        let refused = lines
-            .map_while(std::result::Result::ok)
-            .find(|line| line.contains("refused"));
-        (process, refused.unwrap())
+        let mut process = TestProcess::start(module_path!(), test, "many", &scratch);
+        let refused = process.hear("refused ");
+        (process, refused)
     };
     let crowds = [start(), start()];
     assert!(
@@ -551,7 +445,7 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
     );
     assert_eq!(publisher.subscribers().len(), 6);
     drop(crowds);
-    super::stage::eventually("a dead process's links are given back", || {
+    eventually("a dead process's links are given back", || {
         publisher.subscribers().is_empty()
     });
     drop(start());
@@ -561,7 +455,7 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
 fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
     let test = "opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep";
     if role().as_deref() == Some("client") {
-        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let domain = domain_of_test();
         let device = Device::host();
         let open = |name: &str| match name {
             "pool" => crate::PoolClient::opener(name)
@@ -586,7 +480,7 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
         for name in names {
             // However far it gets before it has none left.
             for spare in 1..20 {
-                set_soft(Resource::Nofile, None);
+                raise_descriptor_limit();
                 leave_descriptors(spare);
                 let failed = |_: &usize| {
                     open(name)
@@ -598,10 +492,10 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
                 }
                 assert!(spare < 19, "{name} cannot be opened");
             }
-            set_soft(Resource::Nofile, None);
+            raise_descriptor_limit();
         }
         println!("no descriptors left");
-        let _ = std::io::stdin().read_line(&mut String::new());
+        let _ = next_order();
         return;
     }
     alone(module_path!(), test, || {
@@ -624,20 +518,10 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
             .build()
             .unwrap();
         let before = settled_descriptors();
-        let mut command = command(module_path!(), test, "client");
-        command
-            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut client = Guarded(command.spawn().unwrap());
-        let lines = BufReader::new(client.0.stdout.take().unwrap()).lines();
-        assert!(
-            lines
-                .map_while(std::result::Result::ok)
-                .any(|line| line.contains("no descriptors left"))
-        );
-        // The client is alive, and its pipe is open.
-        super::stage::eventually("nothing of it is kept", || descriptors() <= before + 1);
+        let mut client = TestProcess::start(module_path!(), test, "client", &scratch);
+        client.hear("no descriptors left");
+        // The client is alive, and its two pipes are open.
+        eventually("nothing of it is kept", || descriptors() <= before + 2);
         drop(client);
     });
 }
@@ -647,39 +531,22 @@ fn a_reply_without_a_free_descriptor_is_no_death_and_its_block_is_returned() {
     let test = "a_reply_without_a_free_descriptor_is_no_death_and_its_block_is_returned";
     let device = Device::host();
     if role().as_deref() == Some("owner") {
-        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let domain = domain_of_test();
         let pool = crate::Pool::builder("pool")
             .domain(&domain)
             .device(&device)
             .build()
             .unwrap();
         println!("lent {}", pool.stats().lent_bytes);
-        while std::io::stdin()
-            .read_line(&mut String::new())
-            .is_ok_and(|read| read > 0)
-        {
+        while next_order().is_some() {
             println!("lent {}", pool.stats().lent_bytes);
         }
         return;
     }
     alone(module_path!(), test, || {
         let scratch = Scratch::new();
-        let mut command = command(module_path!(), test, "owner");
-        command
-            .env("WARPIPE_HOSTILE_PATH", &scratch.path)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut owner = Guarded(command.spawn().unwrap());
-        let mut orders = owner.0.stdin.take().unwrap();
-        let mut lines = BufReader::new(owner.0.stdout.take().unwrap())
-            .lines()
-            .map_while(std::result::Result::ok);
-        let mut lent = || {
-            lines
-                .find_map(|line| Some(line.split_once("lent ")?.1.to_string()))
-                .unwrap()
-        };
-        assert_eq!(lent(), "0");
+        let mut owner = TestProcess::start(module_path!(), test, "owner", &scratch);
+        assert_eq!(owner.hear("lent "), "0");
         let client = crate::PoolClient::opener("pool")
             .domain(&scratch.domain)
             .device(&device)
@@ -689,15 +556,15 @@ fn a_reply_without_a_free_descriptor_is_no_death_and_its_block_is_returned() {
         for _ in 0..2 {
             leave_no_descriptor();
             let error = client.allocate(4096).map(drop).unwrap_err();
-            set_soft(Resource::Nofile, None);
+            raise_descriptor_limit();
             assert!(is_descriptor_limit(&error), "{error}");
             assert!(!client.is_owner_gone());
             drop(client.allocate(4096).unwrap());
         }
         drop((held, client));
-        super::stage::eventually("everything is given back", || {
-            writeln!(orders).unwrap();
-            lent() == "0"
+        eventually("everything is given back", || {
+            owner.order("count");
+            owner.hear("lent ") == "0"
         });
     });
 }

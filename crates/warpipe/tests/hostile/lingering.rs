@@ -15,12 +15,12 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
+use super::fake_publisher::{Offer, meet};
 use super::publisher_handshake::hello;
 use super::stage::{
-    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, memfd, name, packet, role,
-    send_raw, stream,
+    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, domain_of_test, eventually, hear, memfd,
+    name, packet, role, send_raw, stream,
 };
-use super::subscriber_handshake::{Offer, meet};
 use crate::ipc::PeerState;
 use crate::ipc::message::{Message, Received};
 use crate::ipc::{
@@ -190,7 +190,7 @@ impl Victim {
 
 /// Announces a sample that is never complete, and waits to be killed.
 pub(super) fn victim() {
-    let domain = crate::Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+    let domain = domain_of_test();
     let publisher = Publisher::builder("a")
         .domain(&domain)
         .device(&Device::host())

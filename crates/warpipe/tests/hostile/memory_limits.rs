@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use rustix::process::Resource;
 
-use super::limits::set_soft;
-use super::stage::{Scratch, alone, assert_delivers, descriptors, settled_descriptors};
+use super::descriptors::set_soft;
+use super::descriptors::{descriptors, settled_descriptors};
+use super::stage::{Scratch, alone, assert_delivers};
 use crate::{Device, Error, HandshakeFault, Layout};
 
 #[test]

@@ -4,7 +4,9 @@
 //! still work.
 
 mod children;
+mod descriptors;
 mod eviction;
+mod fake_publisher;
 mod files;
 mod fuse;
 mod fuzz;
@@ -25,7 +27,9 @@ mod sender;
 mod silent;
 mod stage;
 mod subscriber_handshake;
+mod tenants;
 mod unread;
 mod users;
 
+pub(crate) use descriptors::{leave_descriptors, raise_descriptor_limit};
 pub(crate) use stage::{alone, in_a_forked_child, send_raw, while_locked};

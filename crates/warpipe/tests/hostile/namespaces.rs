@@ -5,7 +5,9 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 
-use super::stage::{Guarded, LONG, Scratch, alone, command, eventually, role, stream};
+use super::stage::{
+    Guarded, LONG, Scratch, alone, command, domain_of_test, eventually, role, stream,
+};
 use crate::origin::ProcessOrigin;
 use crate::queue::{Queue, Worker};
 use crate::{Change, Device, Domain, Error, Member, Members, PeerState, Publisher, Subscriber};
@@ -156,7 +158,7 @@ fn orders() -> impl Iterator<Item = String> {
 }
 
 fn domain() -> Domain {
-    Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap()
+    domain_of_test()
 }
 
 /// Publishes `a`, and reports its subscribers.

@@ -3,9 +3,11 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
+use warpipe_testkit::Rng;
+
+use super::descriptors::{descriptors, settled_descriptors};
 use super::stage::{
-    LONG, Random, Scratch, alone, assert_delivers, descriptors, eventually, hear, packet, pipe,
-    send_raw, settled_descriptors,
+    LONG, Scratch, alone, assert_delivers, eventually, hear, packet, pipe, random_bytes, send_raw,
 };
 use crate::backend::{DeviceId, DeviceKind};
 use crate::ipc::Kind;
@@ -144,17 +146,17 @@ fn a_thousand_garbage_connections_affect_no_subscriber() {
             let publisher = scratch.publisher(|it| it);
             let mut good = scratch.subscriber();
             assert_delivers(&publisher, &mut good, b"before");
-            let (before, mut random) = (settled_descriptors(), Random(1));
+            let (before, mut random) = (settled_descriptors(), Rng::with_seed(1));
             for round in 0..2000 {
                 let socket = scratch.connection();
                 let mut bytes = packet(&hello());
                 if round % 2 == 0 {
-                    let length = random.below(200) as usize;
-                    bytes = random.bytes(length);
+                    let length = random.usize(..200);
+                    bytes = random_bytes(&mut random, length);
                 } else {
-                    for _ in 0..=random.below(4) {
-                        let at = random.below(bytes.len() as u64) as usize;
-                        bytes[at] ^= random.next() as u8;
+                    for _ in 0..=random.u64(..4) {
+                        let at = random.usize(..bytes.len());
+                        bytes[at] ^= random.u8(..);
                     }
                 }
                 let _ = send_raw(&socket, &bytes, &[]);

@@ -2,15 +2,16 @@
 //! the right contents.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::process::Stdio;
 use std::sync::mpsc;
 use std::time::Duration;
+use warpipe_testkit::Rng;
 
+use super::descriptors::{descriptors, settled_descriptors};
 use super::publisher_handshake::hello;
 use super::scribbler::Words;
 use super::stage::{
-    Guarded, LONG, Random, Scratch, alone, assert_delivers, command, descriptors, eventually, hear,
-    mappings, packet, role, send_raw, settled_descriptors, stream,
+    LONG, Scratch, TestProcess, alone, assert_delivers, eventually, hear, mappings, packet,
+    random_bytes, role, send_raw, stream,
 };
 use crate::ipc::PeerState;
 use crate::ipc::message::{Message, Received};
@@ -84,13 +85,13 @@ fn a_scribbling_receiver_does_not_affect_the_other_ones_samples() {
                 let (mut good, stream) = (scratch.subscriber(), stream());
                 assert_delivers(&publisher, &mut good, b"before");
                 let before = settled_descriptors();
-                let (mut sent, mut refused, mut random) = (0, 0, Random(8));
+                let (mut sent, mut refused, mut random) = (0, 0, Rng::with_seed(8));
                 for round in 0..4 {
                     let liar = Liar::attach(&scratch);
                     let scribbling = liar.words.scribble_on(round, spins);
                     for _ in 0..200 {
-                        let length = random.below(20_000) as usize;
-                        let payload = random.bytes(length);
+                        let length = random.usize(..20_000);
+                        let payload = random_bytes(&mut random, length);
                         match publisher.send_bytes(&stream, &payload) {
                             Ok(_) => sent += 1,
                             // The liar is full, and its publisher has promised it every sample.
@@ -198,14 +199,10 @@ fn a_slot_released_early_is_not_reused_while_it_is_being_filled() {
 fn slots_of_a_killed_scribbler_are_reclaimed_whatever_its_words_hold() {
     let test = "slots_of_a_killed_scribbler_are_reclaimed_whatever_its_words_hold";
     if role().as_deref() == Some("scribbler") {
-        let domain = crate::Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
-        let scratch = std::mem::ManuallyDrop::new(Scratch {
-            path: domain.path().to_owned(),
-            domain,
-        });
+        let scratch = Scratch::of_test();
         let liar = Liar::attach(&scratch);
         println!("attached");
-        let mut random = Random(9);
+        let mut random = Rng::with_seed(9);
         loop {
             liar.words.scribble(&mut random);
         }
@@ -218,12 +215,13 @@ fn slots_of_a_killed_scribbler_are_reclaimed_whatever_its_words_hold() {
     });
     let stream = stream();
     for round in 0..5 {
-        let mut scribbler = start_scribbler(test, &scratch);
+        let mut scribbler = TestProcess::start(module_path!(), test, "scribbler", &scratch);
+        scribbler.hear("attached");
         publisher.wait_for_subscribers(1, LONG).unwrap();
         for _ in 0..200 {
             publisher.send_bytes(&stream, &[round; 64 << 10]).unwrap();
         }
-        scribbler.0.kill().unwrap();
+        scribbler.kill();
         eventually("the dead subscriber is removed", || {
             publisher.subscribers().is_empty()
         });
@@ -238,21 +236,6 @@ fn slots_of_a_killed_scribbler_are_reclaimed_whatever_its_words_hold() {
     assert!(publisher.memory_in_use().0 <= 4 << 20);
     drop(loans);
     assert_delivers(&publisher, &mut scratch.subscriber(), b"afterwards");
-}
-
-fn start_scribbler(test: &str, scratch: &Scratch) -> Guarded {
-    let mut command = command(module_path!(), test, "scribbler");
-    command
-        .env("WARPIPE_HOSTILE_PATH", &scratch.path)
-        .stdout(Stdio::piped());
-    let mut scribbler = Guarded(command.spawn().unwrap());
-    let stdout = std::io::BufReader::new(scribbler.0.stdout.take().unwrap());
-    assert!(
-        std::io::BufRead::lines(stdout)
-            .map_while(Result::ok)
-            .any(|line| line.contains("attached"))
-    );
-    scribbler
 }
 
 #[test]

@@ -236,11 +236,11 @@ fn every_order_of_five_steps_on_rings_of_one_and_three_agrees_with_the_model() {
 
 #[test]
 fn long_random_plays_on_larger_rings_agree_with_the_model() {
-    let mut random = super::stage::Random(7);
+    let mut random = warpipe_testkit::Rng::with_seed(7);
     for depth in [2, 3, 4, 7] {
         let mut play = Play::new(depth);
         for _ in 0..50_000 {
-            play.step(STEPS[random.below(STEPS.len() as u64) as usize]);
+            play.step(STEPS[random.usize(..STEPS.len())]);
         }
         assert!(
             play.last_taken > 1000,

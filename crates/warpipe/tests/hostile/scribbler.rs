@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread::JoinHandle;
 
 use rustix::mm::{MapFlags, ProtFlags};
+use warpipe_testkit::Rng;
 
-use super::stage::Random;
+use super::stage::random_edge;
 
 /// The header's words, and those of one entry.
 pub(super) const HEADER_WORDS: usize = 512;
@@ -57,27 +58,24 @@ impl Words {
     }
 
     /// Writes one word of garbage, more often into words that matter.
-    pub(super) fn scribble(&self, random: &mut Random) {
-        let entry = random.below(self.entries() as u64) as usize;
-        match random.below(8) {
-            0 => self.words[random.below(self.words.len() as u64) as usize]
-                .store(random.edge(), Relaxed),
+    pub(super) fn scribble(&self, random: &mut Rng) {
+        let entry = random.usize(..self.entries());
+        match random.u64(..8) {
+            0 => self.words[random.usize(..self.words.len())].store(random_edge(random), Relaxed),
             // A possible state word: a position that falls on the entry, in any state.
             1 | 2 => {
-                let position = entry as u64 + random.below(8) * self.entries() as u64;
+                let position = entry as u64 + random.u64(..8) * self.entries() as u64;
                 self.in_entry(entry, 0)
-                    .store(position << 2 | random.below(4), Relaxed);
+                    .store(position << 2 | random.u64(..4), Relaxed);
             }
-            3 => self.in_entry(entry, 1).store(random.below(16), Relaxed),
+            3 => self.in_entry(entry, 1).store(random.u64(..16), Relaxed),
             4 => self
-                .in_entry(entry, [2, 64][random.below(2) as usize])
-                .store(random.edge(), Relaxed),
-            5 => {
-                self.words[random.below(HEADER_WORDS as u64) as usize].store(random.edge(), Relaxed)
-            }
+                .in_entry(entry, [2, 64][random.usize(..2)])
+                .store(random_edge(random), Relaxed),
+            5 => self.words[random.usize(..HEADER_WORDS)].store(random_edge(random), Relaxed),
             _ => self
-                .in_entry(entry, 4 + random.below(30) as usize)
-                .store(random.edge(), Relaxed),
+                .in_entry(entry, 4 + random.usize(..30))
+                .store(random_edge(random), Relaxed),
         }
     }
 
@@ -110,7 +108,7 @@ impl Words {
         let (stopped, written) = (stop.clone(), Arc::new(AtomicU64::new(0)));
         let count = written.clone();
         let thread = std::thread::spawn(move || {
-            let mut random = Random(seed);
+            let mut random = Rng::with_seed(seed);
             while !stopped.load(Relaxed) {
                 words.scribble(&mut random);
                 count.fetch_add(1, Relaxed);

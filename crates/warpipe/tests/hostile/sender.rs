@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use super::descriptors::settled_descriptors;
+use super::fake_publisher::{Offer, meet};
 use super::scribbler::Words;
 use super::stage::{
     LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, mappings, memfd, packet,
-    send_raw, settled_descriptors, stream,
+    send_raw, stream,
 };
-use super::subscriber_handshake::{Offer, meet};
 use crate::ipc::message::{CloseReason, Message, Received};
 use crate::pubsub::entry::{Description, Metadata};
 use crate::pubsub::ring::{RingSpace, SenderRing};
@@ -188,7 +189,7 @@ fn every_invalid_field_of_an_entry_ends_that_link_alone() {
                 assert!(subscriber.receive(&stream).is_err(), "it stays closed");
             }
             eventually("every descriptor is closed", || {
-                super::stage::descriptors() <= before
+                super::descriptors::descriptors() <= before
             });
             let publisher = scratch.publisher(|it| it);
             assert_delivers(
@@ -313,7 +314,7 @@ fn endless_invalid_messages_after_the_handshake_are_answered_once() {
                 );
                 drop((fake, subscriber, memory));
                 eventually("every descriptor is closed", || {
-                    super::stage::descriptors() == before
+                    super::descriptors::descriptors() == before
                 });
             }
         },
@@ -451,7 +452,7 @@ fn concurrent_writes_to_a_segment_give_samples_inside_the_region_or_errors() {
                 "{samples} samples and {errors} errors: it tests nothing"
             );
             eventually("everything is released", || {
-                super::stage::descriptors() == before
+                super::descriptors::descriptors() == before
             });
             let publisher = scratch.publisher(|it| it);
             assert_delivers(

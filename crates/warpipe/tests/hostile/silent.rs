@@ -11,6 +11,7 @@ use std::time::Duration;
 use rustix::pipe::PipeFlags;
 use rustix::process::PidfdFlags;
 
+use super::fake_publisher::{Offer, meet};
 use super::fuse::{Closing, Silent};
 use super::lingering::{Open, Quick, Victim, assert_all_goes_on, misled, returns, victim};
 use super::publisher_handshake::hello;
@@ -18,7 +19,6 @@ use super::stage::{
     LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, memfd, name, packet, pipe,
     role, send_raw, stream,
 };
-use super::subscriber_handshake::{Offer, meet};
 use crate::backend::{Access, DeviceId};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::message::{Message, Received, wait_readable};

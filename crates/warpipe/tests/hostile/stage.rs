@@ -1,17 +1,18 @@
 //! The base of the tests: scratch domains, raw packets, processes of their own, seeded numbers.
 
-use std::io::IoSlice;
+use std::io::{IoSlice, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::process::{Signal, WaitId, WaitIdOptions, waitid};
+use warpipe_testkit::{ChildProcess, LineReader, Rng, TempDir, temporary_folder, this_program};
 
 use crate::fork::lifeline::Lifeline;
 use crate::fork::per_process::PerProcess;
@@ -25,16 +26,30 @@ pub(super) const LONG: Duration = Duration::from_secs(20);
 pub(super) struct Scratch {
     pub(super) path: PathBuf,
     pub(super) domain: Domain,
+    /// `None` in a [`TestProcess`], which leaves the folder to its test.
+    _folder: Option<TempDir>,
 }
 
 impl Scratch {
     pub(super) fn new() -> Scratch {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path =
-            std::env::temp_dir().join(format!("warpipe-hostile-{}-{number}", std::process::id()));
+        let folder = temporary_folder().unwrap();
+        let path = folder.path().to_owned();
         let domain = Domain::at(&path).unwrap();
-        Scratch { path, domain }
+        Scratch {
+            path,
+            domain,
+            _folder: Some(folder),
+        }
+    }
+
+    /// In a [`TestProcess`]: the domain of its test.
+    pub(super) fn of_test() -> Scratch {
+        let domain = domain_of_test();
+        Scratch {
+            path: domain.path().to_owned(),
+            domain,
+            _folder: None,
+        }
     }
 
     /// A publisher of `a`, with a depth of 4 unless `edit` says otherwise.
@@ -81,12 +96,6 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.path);
-    }
-}
-
 pub(super) fn name() -> EndpointName {
     EndpointName::new("a").unwrap()
 }
@@ -104,24 +113,6 @@ pub(super) fn assert_delivers(publisher: &Publisher, subscriber: &mut Subscriber
     sample.finish(LONG).unwrap();
 }
 
-/// The descriptors that this process has open.
-pub(super) fn descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").unwrap().count()
-}
-
-/// The descriptors that this process has open once nothing is being closed any more, including its
-/// lifeline's: those come with the first link, and stay.
-pub(super) fn settled_descriptors() -> usize {
-    let _lifeline = Lifeline::of_process().unwrap();
-    let (mut count, mut agreed) = (descriptors(), 0);
-    eventually("the count is steady", || {
-        let last = std::mem::replace(&mut count, descriptors());
-        agreed = if last == count { agreed + 1 } else { 0 };
-        agreed == 50
-    });
-    count
-}
-
 /// How often this process has a file mapped.
 pub(super) fn mappings(inode: u64) -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -131,12 +122,9 @@ pub(super) fn mappings(inode: u64) -> usize {
 }
 
 /// Waits until `holds`; a timeout reports `what`.
-pub(super) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < LONG, "{what} did not come true");
-        std::thread::park_timeout(Duration::from_millis(1));
-    }
+pub(super) fn eventually(what: &str, holds: impl FnMut() -> bool) {
+    let is_so = warpipe_testkit::eventually(LONG, holds);
+    assert!(is_so, "{what} did not come true");
 }
 
 /// Runs `body` in a process with no other test in it, so that limits and counts are its own.
@@ -161,7 +149,7 @@ pub(super) fn role() -> Option<String> {
 /// This test in another process, with another role.
 pub(super) fn command(module: &str, test: &str, role: &str) -> Command {
     let path = format!("{}::{test}", module.split_once("::").unwrap().1);
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let mut command = this_program();
     command
         .args(["--exact", &path, "--nocapture", "--test-threads=1"])
         .env("WARPIPE_HOSTILE_ROLE", role);
@@ -177,6 +165,67 @@ impl Drop for Guarded {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+/// A test in another process and another role: it gets orders and writes lines.
+pub(super) struct TestProcess {
+    pub(super) process: ChildProcess,
+    orders: ChildStdin,
+    lines: LineReader,
+}
+
+impl TestProcess {
+    /// Starts it, with the domain of `scratch` for [`domain_of_test`].
+    pub(super) fn start(module: &str, test: &str, role: &str, scratch: &Scratch) -> TestProcess {
+        TestProcess::run(command(module, test, role).env(DOMAIN, &scratch.path))
+    }
+
+    /// Starts the [`command`] of a test.
+    pub(super) fn run(command: &mut Command) -> TestProcess {
+        let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = ChildProcess::start(command).unwrap();
+        TestProcess {
+            orders: process.take_stdin().unwrap(),
+            lines: LineReader::new(process.take_stdout().unwrap()),
+            process,
+        }
+    }
+
+    /// Writes a line for [`next_order`].
+    pub(super) fn order(&mut self, order: &str) {
+        writeln!(self.orders, "{order}").unwrap();
+    }
+
+    /// The part behind `word` of its next line with it.
+    pub(super) fn hear(&mut self, word: &str) -> String {
+        loop {
+            let line = self.lines.next(3 * LONG).unwrap();
+            let line = line.unwrap_or_else(|| panic!("it ended before it wrote {word:?}"));
+            if let Some((_, rest)) = line.split_once(word) {
+                return rest.trim().to_owned();
+            }
+        }
+    }
+
+    /// Kills it, and waits for its end. Takes no descriptor, of which a test may have none left.
+    pub(super) fn kill(&mut self) {
+        self.process.signal(Signal::KILL).unwrap();
+        let end = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        waitid(WaitId::Pid(self.process.pid()), end).unwrap();
+    }
+}
+
+/// Names the domain of a test to its other processes.
+const DOMAIN: &str = "WARPIPE_HOSTILE_PATH";
+
+/// In a [`TestProcess`]: the domain of its test.
+pub(super) fn domain_of_test() -> Domain {
+    Domain::at(std::env::var(DOMAIN).unwrap()).unwrap()
+}
+
+/// In a [`TestProcess`]: waits for an order; `None` when its test is over.
+pub(super) fn next_order() -> Option<String> {
+    std::io::stdin().lines().next().map(Result::unwrap)
 }
 
 /// Forks, and checks that the child finishes `work` with true. The child has no other thread.
@@ -220,38 +269,21 @@ pub(crate) fn while_locked<T: Default + Send>(
     });
 }
 
-/// SplitMix64: small, and the same numbers every time.
-pub(super) struct Random(pub(super) u64);
+pub(super) fn random_bytes(random: &mut Rng, length: usize) -> Vec<u8> {
+    std::iter::repeat_with(|| random.u8(..))
+        .take(length)
+        .collect()
+}
 
-impl Random {
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub(super) fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-
-    pub(super) fn bytes(&mut self, length: usize) -> Vec<u8> {
-        (0..length).map(|_| self.next() as u8).collect()
-    }
-
-    /// A number typical of wrong input: small, huge, a border, or random.
-    pub(super) fn edge(&mut self) -> u64 {
-        match self.below(6) {
-            0 => self.below(4),
-            1 => u64::MAX - self.below(4),
-            2 => (i64::MAX as u64)
-                .wrapping_add(self.below(5))
-                .wrapping_sub(2),
-            3 => 1 << self.below(64),
-            4 => self.below(1 << 22),
-            _ => self.next(),
-        }
+/// A number typical of wrong input: small, huge, a border, or random.
+pub(super) fn random_edge(random: &mut Rng) -> u64 {
+    match random.u32(..6) {
+        0 => random.u64(..4),
+        1 => u64::MAX - random.u64(..4),
+        2 => (i64::MAX as u64 - 2) + random.u64(..5),
+        3 => 1 << random.u32(..64),
+        4 => random.u64(..1 << 22),
+        _ => random.u64(..),
     }
 }
 

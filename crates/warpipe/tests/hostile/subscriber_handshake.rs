@@ -2,105 +2,21 @@
 //! keeps nothing.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::SealFlags;
+use warpipe_testkit::Rng;
 
+use super::descriptors::{descriptors, settled_descriptors};
+use super::fake_publisher::{Offer, meet};
 use super::stage::{
-    LONG, Random, SIZE_SEALS, Scratch, alone, assert_delivers, descriptors, eventually, hear,
-    hugetlb_memfd, memfd, name, packet, pipe, send_raw, settled_descriptors,
+    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hugetlb_memfd, memfd, packet,
+    pipe, random_bytes, send_raw,
 };
-use crate::backend::{Access, DeviceId, DeviceKind};
-use crate::ipc::message::{Message, Received, wait_readable};
-use crate::runtime::doorbell::PeerDoorbell;
-use crate::shm::segment::{Segment, bytes_for};
-use crate::{Device, Error, HandshakeFault, Subscriber};
-
-/// A fake publisher's offer, valid until a test changes one part.
-pub(super) struct Offer {
-    pub(super) generation: [u8; 16],
-    pub(super) device: DeviceId,
-    pub(super) depth: u32,
-    pub(super) lossless: bool,
-    pub(super) regions: u32,
-    pub(super) fds: Vec<OwnedFd>,
-    /// Kept, so that this side can write the segment.
-    pub(super) segment: Arc<Segment>,
-    pub(super) wake: PeerDoorbell,
-}
-
-impl Offer {
-    pub(super) fn new() -> Offer {
-        let (generation, depth) = ([9; 16], 4);
-        let (segment, segment_fd) = Segment::create(&Device::host(), depth, generation).unwrap();
-        let (wake, their_wake) = PeerDoorbell::pair().unwrap();
-        let device = DeviceId {
-            kind: DeviceKind::Host,
-            uuid: [0; 16],
-        };
-        let fds = vec![segment_fd.release(), their_wake.release()];
-        Offer {
-            generation,
-            device,
-            depth,
-            lossless: true,
-            regions: 0,
-            fds,
-            segment: Arc::new(segment),
-            wake,
-        }
-    }
-
-    pub(super) fn send(&self, socket: &OwnedFd) {
-        let Offer {
-            generation,
-            device,
-            depth,
-            lossless,
-            regions,
-            ..
-        } = *self;
-        let welcome = Message::Welcome {
-            generation,
-            device,
-            depth,
-            access: Access::Read,
-            lossless,
-            regions,
-        };
-        let fds: Vec<BorrowedFd<'_>> = self.fds.iter().map(AsFd::as_fd).collect();
-        let _ = send_raw(socket, &packet(&welcome), &fds);
-    }
-}
-
-/// Runs `script` as the publisher of `a` for one subscriber, and returns the subscriber's result.
-pub(super) fn meet(
-    scratch: &Scratch,
-    timeout: Duration,
-    script: impl FnOnce(&OwnedFd) + Send,
-) -> crate::Result<Subscriber> {
-    let claim = scratch.domain.claim(&name(), false).unwrap();
-    std::thread::scope(|scope| {
-        let publisher = scope.spawn(|| {
-            assert!(wait_readable(claim.listener.as_fd(), LONG));
-            let socket = rustix::net::accept(&claim.listener).unwrap();
-            assert!(matches!(
-                hear(&socket),
-                Received::Message(Message::Hello { .. }, _)
-            ));
-            script(&socket);
-            // Until the subscriber has decided, so that the end of the connection does not decide.
-            socket
-        });
-        let builder = Subscriber::builder("a")
-            .domain(&scratch.domain)
-            .device(&Device::host());
-        let result = builder.handshake_timeout(timeout).build();
-        drop(publisher.join().unwrap());
-        result
-    })
-}
+use crate::backend::{DeviceId, DeviceKind};
+use crate::ipc::message::Message;
+use crate::shm::segment::bytes_for;
+use crate::{Error, HandshakeFault};
 
 type Script = Box<dyn FnOnce(&OwnedFd) + Send>;
 type Judge = fn(&Error) -> bool;
@@ -584,19 +500,19 @@ fn memory_of_huge_pages_is_declined_before_it_is_mapped() {
 
 #[test]
 fn a_garbage_answer_is_an_error_and_never_a_panic() {
-    let (scratch, mut random) = (Scratch::new(), Random(2));
+    let (scratch, mut random) = (Scratch::new(), Rng::with_seed(2));
     for round in 0..600 {
         let mut bytes = packet(&Message::Refused {
             denied: false,
             text: "a text of some length".into(),
         });
         if round % 2 == 0 {
-            let length = 1 + random.below(1500) as usize;
-            bytes = random.bytes(length);
+            let length = 1 + random.usize(..1500);
+            bytes = random_bytes(&mut random, length);
         } else {
-            for _ in 0..=random.below(4) {
-                let at = random.below(bytes.len() as u64) as usize;
-                bytes[at] ^= random.next() as u8;
+            for _ in 0..=random.u64(..4) {
+                let at = random.usize(..bytes.len());
+                bytes[at] ^= random.u8(..);
             }
         }
         // Closed behind it: the end answers garbage that is by chance a message of another kind.

@@ -8,7 +8,9 @@ use std::os::unix::fs::PermissionsExt;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
-use super::stage::{LONG, Scratch, alone, assert_delivers, command, name, role, stream};
+use super::stage::{
+    LONG, Scratch, alone, assert_delivers, command, domain_of_test, name, role, stream,
+};
 use crate::{Device, Domain, Error, Subscriber};
 
 const NOBODY: u32 = 65534;
@@ -256,7 +258,7 @@ fn a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted() {
         return;
     }
     if role().as_deref() == Some("impostor") {
-        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let domain = domain_of_test();
         // The credentials of a listening socket are those of the caller of `listen`.
         // SAFETY: a plain system call; this process has one test.
         assert_eq!(unsafe { libc::seteuid(NOBODY) }, 0);
@@ -323,7 +325,7 @@ fn a_user_with_too_many_descriptors_in_flight_gets_a_limit_error() {
         // the user.
         let answer = unsafe { [libc::setgid(OTHER_USER), libc::setuid(OTHER_USER)] };
         assert_eq!(answer, [0, 0]);
-        let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
+        let domain = domain_of_test();
         let builder = crate::Publisher::builder("a")
             .domain(&domain)
             .device(&Device::host());

@@ -6,7 +6,7 @@ the values are checked.
 
 On a GPU that kernel is warpipe's own ``add``, launched by the tensors' addresses on PyTorch's current stream: the program
 ``warpipe`` launches the like in the round trip that Python's is held against. What is wanted is asked of these. A PyTorch
-user's kernel is PyTorch's, whose launch alone takes the CPU longer than a hand-over, so ``warpipe, loan`` and
+user's kernel is PyTorch's. Its launch alone takes the CPU longer than a hand-over, so ``warpipe, loan`` and
 ``torch.multiprocessing`` are measured with ``torch.add`` as well. On the host all run ``numpy.add``. Between two GPUs a
 rival's tensor is not PyTorch's to read with a kernel: there its head is fetched with ``copy_`` first, and that is said in
 the report, which names the kernel of each.

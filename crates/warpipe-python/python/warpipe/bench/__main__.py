@@ -32,7 +32,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--place", choices=["one", "two"], help="on one device, or between two, alone")
     parser.add_argument("--quick", action="store_true", help="shows that everything runs, not how fast it is")
     parser.add_argument("--mode", help="how processes share the GPU, for the report; found by itself if left out")
-    parser.add_argument("--rust", help="the program `warpipe-bench`, whose own round trip is measured beside")
+    parser.add_argument("--rust", help="the program `warpipe-bench`; its round trip is measured beside")
     parser.add_argument("--out", type=pathlib.Path, help="write everything to this file, as JSON")
     parser.add_argument("--svg", type=pathlib.Path, help="draw the round trips into this file")
     return parser.parse_args(given)

@@ -1,8 +1,8 @@
 """The kernels that contestants run, and the little else that is asked of arrays: in PyTorch on a GPU, in NumPy on the host.
 
 On a GPU there are two kernels. ``DIRECT`` is warpipe's own small one, launched by the tensors' addresses, so that its launch
-takes of the CPU what it takes any program; ``PYTORCH`` is ``torch.add``, whose way to the same launch is two or three times
-as long. On the host there is ``NUMPY`` alone.
+takes of the CPU what it takes any program; ``PYTORCH`` is ``torch.add``: its way to the same launch is two or three
+times as long. On the host there is ``NUMPY`` alone.
 """
 
 from __future__ import annotations

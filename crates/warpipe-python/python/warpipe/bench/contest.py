@@ -87,12 +87,12 @@ class Contestant:
         raise NotImplementedError
 
 
-def check(found: list[float], wanted: int, who: str) -> None:
+def check(found: list[float], wanted: int, contestant: str) -> None:
     """That the other's kernel worked on what this process's wrote, all the way."""
     wrong = [value for value in found if value != wanted]
     if len(found) != HEAD or wrong:
         said = f"{len(wrong)} of {len(found)} elements are wrong, the first is {wrong[0] if wrong else None}"
-        raise ValueError(f"{who} received wrong data: {said}, and should be {wanted}")
+        raise ValueError(f"{contestant} received wrong data: {said}, and should be {wanted}")
 
 
 def elements(size: int) -> int:

@@ -1,6 +1,6 @@
 """warpipe's channel, as a program uses it: on the framework's current stream, by DLPack.
 
-Between two GPUs, too, a received tensor is one of the receiver's GPU, whose kernels read the other's memory where it lies.
+Between two GPUs, too, a received tensor is one of the receiver's GPU; its kernels read the other's memory where it lies.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ impl Broadcast {
             }
         }
         let mut parameters = [ptr::from_mut(&mut list).cast::<c_void>()];
-        // SAFETY: the kernel takes this one structure by value and reads `count` of its pairs,
-        // whose words the caller vouches for.
+        // SAFETY: the kernel takes this one structure by value and reads `count` of its pairs;
+        // the caller vouches for their words.
         unsafe { driver.launch(self.function, 1, WORDS_MAX as u32, stream, &mut parameters) }
     }
 }

@@ -363,7 +363,7 @@ fn load() -> Result<Driver, String> {
     let mut reason = None;
     for name in LIBRARY_NAMES {
         // SAFETY: loading runs the library's initialisers; a library of this name is the CUDA
-        // driver (or its fake driver), whose initialisers may run in any process and on any thread.
+        // driver (or its fake driver); these may run in any process and on any thread.
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok(Driver::from_library(library)),
             Err(error) => reason = reason.or(Some(loader_words(&error))),

@@ -2,6 +2,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::*;
 use crate::backoff::Backoff;
+use crate::fuzzing::packet;
+use crate::hostile::{in_a_forked_child, leave_descriptors, raise_descriptor_limit, send_raw};
 use crate::ipc::Address;
 use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
@@ -38,6 +40,13 @@ struct Scene {
 
 impl Scene {
     fn new(title: &str) -> Scene {
+        let scene = Scene::before_listening(title);
+        scene.owner.acceptor.listen().unwrap();
+        scene
+    }
+
+    /// Connections wait in the backlog until [`Acceptor::listen`] is called.
+    fn before_listening(title: &str) -> Scene {
         let folder = format!("warpipe-acceptor-{title}-{}", std::process::id());
         let folder = std::env::temp_dir().join(folder);
         let domain = Domain::at(&folder).unwrap();
@@ -56,7 +65,6 @@ impl Scene {
             acceptor: Acceptor::new(claim, options, &reactor, me.clone()),
             connections: Mutex::new(tx),
         });
-        owner.acceptor.listen().unwrap();
         Scene {
             folder,
             domain,
@@ -128,4 +136,48 @@ fn an_acceptor_that_is_closed_takes_no_connection_that_comes_meanwhile() {
     assert!(scene.domain.connect(&scene.name, &limit).is_err());
     assert!(client.wait(|| false).is_err());
     assert!(scene.connections.try_recv().is_err());
+}
+
+/// Sends a `Hello` to an acceptor that has room for `spare` descriptors, in a process without a
+/// link so far. Whether it is admitted, at the latest when there is room.
+fn is_admitted_when_there_is_room(spare: usize) -> bool {
+    let scene = Scene::before_listening(&format!("short-{spare}"));
+    let limit = HandshakeLimit::new(LONG);
+    let client = scene.domain.connect(&scene.name, &limit).unwrap();
+    let hello = Message::Hello {
+        generation: [7; 16],
+        device: None,
+        kind: Kind::Timeline,
+        body: Vec::new(),
+    };
+    // Not the lifeline of this process, so that the acceptor has to make it.
+    let pipes = [(); 2].map(|()| rustix::pipe::pipe().unwrap());
+    let ends = pipes.each_ref().map(|(end, _)| end.as_fd());
+    send_raw(client.as_fd(), &packet(&hello), &ends).unwrap();
+    leave_descriptors(spare);
+    let acceptor = &scene.owner.acceptor;
+    acceptor.listen().unwrap();
+    let mut backoff = Backoff::default();
+    let is_answered = || message::wait_readable(client.as_fd(), Duration::ZERO);
+    // The control that the acceptor has tried: it has admitted, refused or kept the connection.
+    let early = loop {
+        match scene.connections.try_recv() {
+            Ok(connection) => break Some(connection),
+            Err(_) if is_answered() || !acceptor.lock().pending.is_empty() => break None,
+            Err(_) => backoff.pause(),
+        }
+    };
+    raise_descriptor_limit();
+    early
+        .or_else(|| scene.connections.recv_timeout(LONG / 6).ok())
+        .is_some()
+}
+
+#[test]
+fn a_peer_is_admitted_as_soon_as_this_process_has_the_descriptors_for_it() {
+    // The first for the connection itself; the others for the pidfd, both lifelines and the pair
+    // of sockets that this process's own lifeline is kept in.
+    for spare in 1..=12 {
+        in_a_forked_child(|| is_admitted_when_there_is_room(spare));
+    }
 }

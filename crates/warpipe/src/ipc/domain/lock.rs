@@ -9,7 +9,7 @@
 //! none.
 
 use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
@@ -21,6 +21,7 @@ use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::message::is_short;
 use crate::os::{ofd_is_locked, ofd_write_lock};
+use crate::runtime::heartbeat::Uptime;
 
 /// The bytes that are locked; see the [module](self).
 const OWNER: u8 = 0;
@@ -130,9 +131,9 @@ impl Domain {
                 holder: self.holder_by(&lock, name),
             });
         }
-        let (start, mut backoff) = (Instant::now(), Backoff::default());
+        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
         while !self.try_byte(&lock, CLEARING, file)? {
-            if start.elapsed() >= CLEAR_TIMEOUT {
+            if clock.ran() >= CLEAR_TIMEOUT {
                 let what = format!(
                     "another process to remove what a dead owner of {:?} left",
                     name.as_str()
@@ -257,8 +258,7 @@ impl Domain {
     /// # Errors
     /// This process lacks a descriptor or memory to find that out.
     fn is_dead(&self, file: &str) -> Result<bool> {
-        let start = Instant::now();
-        let mut backoff = Backoff::default();
+        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
         loop {
             match self.dial(file) {
                 Err(Errno::CONNREFUSED) => return Ok(true),
@@ -266,7 +266,7 @@ impl Domain {
                     return Err(Error::os("connect", self.shown(file), error));
                 }
                 // The socket answers, or is of another type, or its backlog is full.
-                _ if start.elapsed() > LIVE_AFTER => return Ok(false),
+                _ if clock.ran() > LIVE_AFTER => return Ok(false),
                 _ => backoff.pause(),
             }
         }
@@ -307,6 +307,8 @@ fn is_our_lock(fd: &CloseOnForkFd, stat: &Stat) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use std::os::fd::AsRawFd;
 
     use super::*;

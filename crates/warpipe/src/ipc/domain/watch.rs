@@ -14,7 +14,7 @@ use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use rustix::fs::inotify::{self, WatchFlags};
 use rustix::io::Errno;
@@ -23,6 +23,7 @@ use rustix::net::{
 };
 
 use crate::error::{Error, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::per_process::PerProcess;
 use crate::fork::{self, CloseOnForkFd, OwnerProcess};
 use crate::runtime::closer::close_later;
@@ -150,12 +151,12 @@ fn put_in_flight(fd: &CloseOnForkFd) -> std::result::Result<CloseOnForkFd, Errno
 /// A directory, and the doorbells that wait for it.
 #[derive(Debug)]
 struct DirectoryWatch {
-    /// Declared first: the registration ends before its descriptor is closed.
-    watch: Mutex<Option<Registration>>,
+    /// Declared first: the registration ends before its descriptor is closed. A forked child does
+    /// not call the parent's reactor: its lock may be held by a thread that the child does not have.
+    watch: LeakOnFork<OnceLock<Registration>>,
     /// Without an instance the listeners are notified at each tick.
     inotify: Option<Inotify>,
     listeners: Mutex<Vec<Weak<LocalDoorbell>>>,
-    owner_process: OwnerProcess,
 }
 
 /// A directory, by its device and inode.
@@ -181,13 +182,10 @@ impl DirectoryWatch {
         let inotify = Inotify::new(path, WatchFlags::MOVED_TO);
         let inotify =
             inotify.map_err(|(call, error)| Error::os(call, "watching the domain", error))?;
-        let (watch, listeners, owner_process) =
-            (Mutex::new(None), Mutex::default(), OwnerProcess::current());
         let made = Arc::new(DirectoryWatch {
-            watch,
+            watch: LeakOnFork::new(OnceLock::new()),
             inotify,
-            listeners,
-            owner_process,
+            listeners: Mutex::default(),
         });
         let (reactor, me) = (
             Reactor::of_process()?,
@@ -196,7 +194,7 @@ impl DirectoryWatch {
         match &made.inotify {
             Some(inotify) => {
                 let watch = reactor.register(inotify.as_fd(), &me, 0)?;
-                *made.watch.lock().unwrap_or_else(PoisonError::into_inner) = Some(watch);
+                let _ = made.watch.set(watch);
             }
             None => reactor.register_ticks(me),
         }
@@ -211,33 +209,15 @@ impl DirectoryWatch {
     }
 }
 
-impl Drop for DirectoryWatch {
-    fn drop(&mut self) {
-        if !self.owner_process.is_current() {
-            // The parent's reactor must not be called: a thread that the child does not have may
-            // hold its lock.
-            let watch = self
-                .watch
-                .get_mut()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take();
-            std::mem::forget(watch);
-        }
-    }
-}
-
 impl EventSource for DirectoryWatch {
     fn on_ready(&self, _: u64) -> Next {
-        if !self.owner_process.is_current() {
-            return Next::Stop;
-        }
         self.inotify.iter().for_each(Inotify::drain);
         self.ring();
         Next::Keep
     }
 
     fn on_tick(&self, _: u64) {
-        if self.inotify.is_none() && self.owner_process.is_current() {
+        if self.inotify.is_none() {
             self.ring();
         }
     }

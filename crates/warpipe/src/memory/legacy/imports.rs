@@ -10,7 +10,7 @@ use crate::backend::{DeviceId, DevicePtr, IpcBytes};
 use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, LegacyFault, Result};
-use crate::fork::OwnerProcess;
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::per_process::PerProcess;
 use crate::origin::ProcessOrigin;
 use crate::runtime::fence::{Fence, StreamSet};
@@ -69,8 +69,7 @@ pub struct LegacyMemory {
     bytes: u64,
     streams: StreamSet,
     /// `None` for this process's own memory, and while dropping.
-    hold: Option<ImportHold>,
-    owner_process: OwnerProcess,
+    hold: LeakOnFork<Option<ImportHold>>,
 }
 
 impl LegacyMemory {
@@ -85,8 +84,7 @@ impl LegacyMemory {
             ptr,
             bytes,
             streams: StreamSet::default(),
-            hold,
-            owner_process: OwnerProcess::current(),
+            hold: LeakOnFork::new(hold),
         }
     }
 
@@ -112,7 +110,7 @@ impl LegacyMemory {
     /// # Errors
     /// [`Error::Forked`].
     pub fn used_by(&self, stream: &Stream) -> Result<()> {
-        self.owner_process.check()?;
+        self.hold.get()?;
         self.streams.record_use(stream);
         Ok(())
     }
@@ -125,7 +123,7 @@ impl LegacyMemory {
     /// [`Error::Timeout`] when a stream is not done within `timeout`; it is closed when it is.
     /// [`Error::Forked`], [`Error::Driver`].
     pub fn close(mut self, timeout: Duration) -> Result<()> {
-        self.owner_process.check()?;
+        self.hold.get()?;
         let Some(hold) = self.hold.take() else {
             return Ok(());
         };
@@ -150,11 +148,12 @@ impl LegacyMemory {
 
 impl Drop for LegacyMemory {
     fn drop(&mut self) {
-        let Some(hold) = self.hold.take() else { return };
-        if !self.owner_process.is_current() {
-            // The mapping is the parent's to close, and its locks may be held for ever.
-            return std::mem::forget(hold);
+        // In a forked child the mapping is the parent's to close, and its locks may be held for
+        // ever.
+        if self.hold.get().is_err() {
+            return;
         }
+        let Some(hold) = self.hold.take() else { return };
         let mut fence = self.streams.fence_busy();
         let is_quiet = fence.is_reached();
         // Only what calls the driver, or has to wait, is left to other threads.

@@ -308,9 +308,6 @@ impl EventSource for PublisherCore {
     }
 
     fn on_ready(&self, tag: u64) -> Next {
-        if !self.owner_process.is_current() {
-            return Next::Stop;
-        }
         let (id, kind) = (tag >> 2, tag & 3);
         if kind == SUSPECT {
             return self.on_suspect(id);

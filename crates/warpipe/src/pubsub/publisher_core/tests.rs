@@ -5,11 +5,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use crate::backend::testing::{Counting, Holding, Wrapped};
+use crate::backend::testing::{Counting, Failing, Holding, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
 use crate::hostile::{alone, in_a_forked_child};
 use crate::ipc::domain::Domain;
+use crate::pubsub::SubscriberChanges;
+use crate::pubsub::entry::Metadata;
 use crate::runtime::reactor::Reactor;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -216,6 +218,76 @@ fn a_child_forked_while_a_thread_has_the_publishers_lock_may_ask_its_loan_anythi
     });
     drop(locked);
     assert!(!loan.returned().is_back().unwrap());
+}
+
+#[test]
+fn a_forward_that_the_driver_refuses_leaves_its_position_to_the_next_one() {
+    let stage = Stage::new("forward");
+    let wrapped = Wrapped::new(Device::host().backend().clone(), Failing::default());
+    let device = Device::from_backend(wrapped.clone());
+    let observer = Arc::new(SubscriberChanges::new().unwrap());
+    let builder = stage.builder().device(&device).depth(1);
+    let publisher = builder.observed_by(&observer).build().unwrap();
+    let (mut subscriber, metadata) = (stage.subscriber(), Metadata::default());
+    let (sending, receiving) = (device.stream().unwrap(), Device::host().stream().unwrap());
+    let (go, gate) = channel::<()>();
+    sending.call(move || assert!(gate.recv().is_err())).unwrap();
+    let mut loan = publisher.loan(&layout()).unwrap();
+    loan.write(&sending, &[3; 8]).unwrap();
+    let (retained, _) = loan.post(None, &metadata, &sending).unwrap();
+    let id = publisher.linked_subscribers()[0].id;
+    wrapped.hook().aim("batch", 1);
+    let refused = retained.forward(id, &metadata).unwrap_err();
+    assert!(matches!(refused, Error::Injected { .. }), "{refused}");
+    assert_eq!(retained.forward(id, &metadata).unwrap(), Some(1));
+    drop(go);
+    let sample = subscriber.receive(&receiving).unwrap();
+    assert_eq!(sample.to_vec(LONG).unwrap(), [3; 8]);
+    sample.finish(LONG).unwrap();
+}
+
+#[test]
+fn a_child_forked_while_a_thread_has_the_publishers_lock_drops_every_handle_and_changes_nothing() {
+    let stage = Stage::new("fork-drop");
+    let (observer, metadata) = (Arc::new(SubscriberChanges::new().unwrap()), Metadata::EMPTY);
+    let builder = stage.builder().observed_by(&observer);
+    let (publisher, mut subscriber) = (builder.build().unwrap(), stage.subscriber());
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    let mut loan = publisher.loan(&layout()).unwrap();
+    loan.write(&sending, &[3; 8]).unwrap();
+    let (retained, _) = loan.post(None, &metadata, &sending).unwrap();
+    let id = publisher.linked_subscribers()[0].id;
+    for value in [1, 2] {
+        publisher.send_bytes(&sending, &[value; 8]).unwrap();
+    }
+    let sample = subscriber.receive(&receiving).unwrap();
+    let mut raw = None;
+    eventually("the second sample is there", || {
+        raw = subscriber.take_raw_sample().unwrap();
+        raw.is_some()
+    });
+    let core = Arc::clone(&publisher.core);
+    let mut handles = Some((publisher, retained, sample, raw.unwrap(), subscriber));
+    let locked = core.lock();
+    in_a_forked_child(|| {
+        drop(handles.take());
+        true
+    });
+    drop(locked);
+    let (publisher, retained, sample, raw, mut subscriber) = handles.unwrap();
+    assert_eq!(sample.to_vec(LONG).unwrap(), [1; 8]);
+    let second = raw.into_sample(&receiving);
+    assert_eq!(second.to_vec(LONG).unwrap(), [2; 8]);
+    assert_eq!(retained.forward(id, &metadata).unwrap(), Some(3));
+    let third = subscriber.receive(&receiving).unwrap();
+    assert_eq!(third.to_vec(LONG).unwrap(), [3; 8]);
+    assert_eq!(publisher.subscribers()[0].in_flight, 3);
+    for sample in [sample, second, third] {
+        sample.finish(LONG).unwrap();
+    }
+    eventually("all are released", || {
+        publisher.subscribers()[0].in_flight == 0
+    });
 }
 
 struct Stuck(Receiver<()>);

@@ -15,6 +15,7 @@ use super::state::PublisherState;
 use super::{PublisherCore, SendFailure};
 use crate::backend::StreamOp;
 use crate::error::{Error, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::message::{self, CloseReason};
 use crate::ipc::peer::ProcessId;
 use crate::memory::arena::SlotId;
@@ -122,12 +123,20 @@ impl SubscriberChanges {
 /// without a copy.
 #[derive(Debug)]
 pub(crate) struct RetainedSlot {
-    core: Arc<PublisherCore>,
+    core: LeakOnFork<Arc<PublisherCore>>,
     slot: SlotId,
     layout: Layout,
 }
 
 impl RetainedSlot {
+    /// Whether the work that fills the slot is done, which it stays. Then [`forward`](Self::forward)
+    /// gives no stream work, and the driver cannot hold it up.
+    pub(crate) fn is_filled(&self) -> bool {
+        let state = self.core.lock();
+        let fence = state.arena.fence_of(self.slot);
+        self.core.fences.is_reached(self.slot, fence)
+    }
+
     /// Gives the slot to the subscriber with this id, too. `None` if the subscriber is gone or has
     /// no room.
     pub(crate) fn forward(&self, to: u64, metadata: &Metadata) -> Result<Option<u64>> {
@@ -137,10 +146,8 @@ impl RetainedSlot {
 
 impl Drop for RetainedSlot {
     fn drop(&mut self) {
-        if self.core.owner_process.is_current() {
-            self.core.lock().arena.release(self.slot);
-        } else {
-            std::mem::forget(self.core.clone());
+        if let Ok(core) = self.core.get() {
+            core.lock().arena.release(self.slot);
         }
     }
 }
@@ -227,7 +234,7 @@ impl PublisherCore {
             .ok_or(SendFailure::BeforePublish(Error::Forked))?;
         Ok((
             RetainedSlot {
-                core,
+                core: LeakOnFork::new(core),
                 slot,
                 layout: *layout,
             },
@@ -255,6 +262,7 @@ impl PublisherCore {
             return Ok(None);
         };
         let segment = link.ring.segment().clone();
+        // An error has enqueued nothing (see `Backend::batch`), so the position stays free.
         self.ready_behind(&mut turn, slot, &segment, position)?;
         // The link may have left during that call.
         match turn.links.find(to) {

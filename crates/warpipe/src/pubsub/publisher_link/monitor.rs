@@ -9,7 +9,6 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use super::PublisherLink;
 use crate::atomic::{AtomicBool, AtomicU8, AtomicU64};
-use crate::fork::OwnerProcess;
 use crate::pubsub::entry::Completion;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::{EventSource, Next};
@@ -46,7 +45,6 @@ impl LinkState {
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct PublisherMonitor {
-    owner_process: OwnerProcess,
     segment: Arc<Segment>,
     doorbell: Arc<LocalDoorbell>,
     /// Reads the publisher's last messages.
@@ -93,7 +91,6 @@ impl PublisherMonitor {
     ) -> PublisherMonitor {
         let words = || (0..segment.depth()).map(|_| AtomicU64::new(0));
         PublisherMonitor {
-            owner_process: OwnerProcess::current(),
             segment: segment.clone(),
             doorbell: doorbell.clone(),
             link: OnceLock::new(),
@@ -203,27 +200,25 @@ impl PublisherMonitor {
 impl EventSource for PublisherMonitor {
     /// The publisher is proven dead, or it is an orphan's parent and the orphan timeout has passed.
     fn on_ready(&self, _: u64) -> Next {
-        if self.owner_process.is_current() {
-            // The publisher's messages are read before its end is reported, in whatever order the
-            // two events arrive: its `Close` lies in the socket, behind at most a socket buffer of
-            // messages.
-            let mut has_heard = true;
-            if let Some(link) = self.link.get().and_then(Weak::upgrade) {
-                has_heard = link.read_final_messages();
-                // This may be the last holder of the link, and dropping the link calls the driver.
-                let reactor = link.reactor.clone();
-                Arc::into_inner(link)
-                    .into_iter()
-                    .for_each(|last| reactor.defer_drop(Box::new(last)));
-            }
-            self.rescue();
-            // Unread messages are read with a later tick, and the end is reported then: see
-            // `PublisherLink`.
-            if has_heard {
-                self.set_link_state(LinkState::Suspect);
-            }
-            self.doorbell.ring();
+        // The publisher's messages are read before its end is reported, in whatever order the
+        // two events arrive: its `Close` lies in the socket, behind at most a socket buffer of
+        // messages.
+        let mut has_heard = true;
+        if let Some(link) = self.link.get().and_then(Weak::upgrade) {
+            has_heard = link.read_final_messages();
+            // This may be the last holder of the link, and dropping the link calls the driver.
+            let reactor = link.reactor.clone();
+            Arc::into_inner(link)
+                .into_iter()
+                .for_each(|last| reactor.defer_drop(Box::new(last)));
         }
+        self.rescue();
+        // Unread messages are read with a later tick, and the end is reported then: see
+        // `PublisherLink`.
+        if has_heard {
+            self.set_link_state(LinkState::Suspect);
+        }
+        self.doorbell.ring();
         Next::Stop
     }
 }

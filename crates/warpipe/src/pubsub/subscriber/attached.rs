@@ -1,7 +1,7 @@
 //! A subscriber's end of the ring: takes, checks and admits the samples of one link.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::backend::DevicePtr;
 use crate::error::{Error, Result};
@@ -10,9 +10,10 @@ use crate::pubsub::entry::{Description, Violation};
 use crate::pubsub::publisher_link::{LinkState, PublisherLink};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{Discontinuity, Sample};
+use crate::runtime::heartbeat::Uptime;
 use crate::stream::Stream;
 
-/// How long a sample's region may take to arrive behind the sample itself.
+/// How long a sample's region may take to arrive behind the sample itself, while this process runs.
 const REGION_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The link to the current incarnation.
@@ -22,7 +23,8 @@ pub(super) struct Attached {
     pub(super) ring: ReceiverRing,
     pub(super) regions: Vec<Arc<Region>>,
     pub(super) last_sequence: u64,
-    pub(super) region_missing_since: Option<Instant>,
+    /// The time since a sample was found whose region has not arrived.
+    pub(super) region_missing: Option<Uptime>,
     /// A sample taken from the ring that the device refused to wait for. It is the next to be
     /// admitted.
     pub(super) taken: Option<TakenSample>,
@@ -94,17 +96,17 @@ impl Attached {
 
     fn take(&mut self) -> Result<Option<u64>, Violation> {
         let (link, regions) = (&self.link, &mut self.regions);
-        let missing = &mut self.region_missing_since;
+        let missing = &mut self.region_missing;
         self.ring.take(|id| {
             if id as usize >= regions.len() {
                 regions.clone_from(&link.regions());
             }
             let known = (id as usize) < regions.len();
-            *missing = if known {
-                None
+            if known {
+                *missing = None;
             } else {
-                missing.or_else(|| Some(Instant::now()))
-            };
+                missing.get_or_insert_default();
+            }
             known
         })
     }
@@ -113,15 +115,15 @@ impl Attached {
     pub(super) fn is_region_due(&self) -> bool {
         // In this order: the region may have been mapped since the ring was polled, and then it is
         // no longer being mapped.
-        self.region_missing_since.is_some()
+        self.region_missing.is_some()
             && (self.link.is_mapping() || self.link.regions().len() > self.regions.len())
     }
 
     /// There is no sample to take: either none was sent, or its region has not arrived yet, which
     /// is tolerated for a while.
     pub(super) fn wait_for_region(&mut self) -> Result<Option<Sample>> {
-        match self.region_missing_since {
-            Some(since) if since.elapsed() > REGION_TIMEOUT && !self.is_region_due() => {
+        match &self.region_missing {
+            Some(clock) if clock.ran() > REGION_TIMEOUT && !self.is_region_due() => {
                 let allowed = format!("one of the {} announced", self.regions.len());
                 Err(self.fail(Violation {
                     field: "region",
@@ -167,9 +169,7 @@ impl Attached {
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        if let Some((position, ..)) = self.taken.take()
-            && self.link.owner_process.is_current()
-        {
+        if let Some((position, ..)) = self.taken.take() {
             self.link.give_back(position);
         }
     }

@@ -10,6 +10,7 @@ use super::super::sample::Sample;
 use super::Subscriber;
 use super::attached::TakenSample;
 use crate::error::{Error, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::pubsub::entry::Violation;
 use crate::stream::Stream;
 
@@ -17,7 +18,7 @@ use crate::stream::Stream;
 /// complete.
 #[derive(Debug)]
 pub(crate) struct RawSample {
-    link: Arc<PublisherLink>,
+    link: LeakOnFork<Arc<PublisherLink>>,
     /// `None` once it has become a [`Sample`].
     taken: Option<TakenSample>,
 }
@@ -43,7 +44,7 @@ impl RawSample {
     /// A handle to wait for the data without keeping this sample.
     pub(crate) fn completion_wait(&self) -> CompletionWait {
         CompletionWait {
-            link: self.link.clone(),
+            link: Arc::clone(&self.link),
             position: self.taken().0,
         }
     }
@@ -56,7 +57,7 @@ impl RawSample {
             .take()
             .expect("present until it becomes a sample");
         Sample::new(
-            self.link.clone(),
+            Arc::clone(&self.link),
             address,
             position,
             description,
@@ -82,12 +83,8 @@ impl CompletionWait {
 
 impl Drop for RawSample {
     fn drop(&mut self) {
-        if let Some((position, ..)) = self.taken.take() {
-            if self.link.owner_process.is_current() {
-                self.link.give_back(position);
-            } else {
-                std::mem::forget(self.link.clone());
-            }
+        if let (Ok(link), Some((position, ..))) = (self.link.get(), self.taken.take()) {
+            link.give_back(position);
         }
     }
 }
@@ -112,7 +109,7 @@ impl Subscriber {
             Ok(Some(taken)) => {
                 attached.link.keep(taken.0);
                 Ok(Some(RawSample {
-                    link: attached.link.clone(),
+                    link: LeakOnFork::new(attached.link.clone()),
                     taken: Some(taken),
                 }))
             }
@@ -196,6 +193,7 @@ mod tests {
     use crate::device::Device;
     use crate::ipc::domain::Domain;
     use crate::pubsub::Publisher;
+    use crate::runtime::heartbeat::Uptime;
     use crate::tensor::Layout;
 
     /// A publisher has sent a sample in new memory and is gone. Its last region is mapped between
@@ -228,9 +226,43 @@ mod tests {
             std::thread::yield_now();
         }
         assert!(attached.regions.is_empty(), "not looked at yet");
-        attached.region_missing_since = Some(Instant::now());
+        attached.region_missing = Some(Uptime::default());
         assert!(attached.is_region_due());
         assert!(subscriber.take_raw_sample().unwrap().is_some());
+        let _ = std::fs::remove_dir_all(folder);
+    }
+
+    #[test]
+    fn a_region_is_not_late_while_this_process_stands_still() {
+        let folder = std::env::temp_dir().join(format!("warpipe-late-{}", std::process::id()));
+        let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+        let _publisher = Publisher::builder("late")
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap();
+        let mut subscriber = Subscriber::builder("late")
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap();
+        let attached = subscriber.attached.as_mut().unwrap();
+        let clock = attached.region_missing.insert(Uptime::default());
+        clock.freeze(Duration::from_secs(60));
+        assert!(attached.wait_for_region().unwrap().is_none());
+        let clock = attached.region_missing.as_ref().unwrap();
+        clock.advance(Duration::from_secs(60));
+        let late = attached.wait_for_region().unwrap_err();
+        assert!(
+            matches!(
+                late,
+                Error::Protocol {
+                    field: "region",
+                    ..
+                }
+            ),
+            "{late}"
+        );
         let _ = std::fs::remove_dir_all(folder);
     }
 }

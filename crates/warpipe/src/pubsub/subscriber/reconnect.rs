@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::publisher_link::{ConnectOptions, PublisherLink};
 use crate::error::{Error, HandshakeFault, Result};
-use crate::fork::OwnerProcess;
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::client_handshake::HandshakeLimit;
 use crate::ipc::domain::EndpointName;
 use crate::runtime::closer::PeerSocket;
@@ -15,11 +15,10 @@ use crate::runtime::closer::PeerSocket;
 /// the attempt is cancelled.
 #[derive(Debug)]
 pub(super) struct ReconnectAttempt {
-    owner_process: OwnerProcess,
     name: EndpointName,
     /// The thread holds the other reference until it ends. Its join handle is not kept: dropped in
     /// a forked child, it would detach a thread of the child that has taken its place by then.
-    shared: Arc<AttemptResult>,
+    shared: LeakOnFork<Arc<AttemptResult>>,
 }
 
 #[derive(Debug, Default)]
@@ -47,9 +46,8 @@ impl ReconnectAttempt {
             .spawn(run);
         spawned.map_err(|e| Error::os("clone", "the thread warpipe-attach", e))?;
         Ok(ReconnectAttempt {
-            owner_process: OwnerProcess::current(),
             name,
-            shared,
+            shared: LeakOnFork::new(shared),
         })
     }
 
@@ -83,11 +81,10 @@ impl AttemptResult {
 
 impl Drop for ReconnectAttempt {
     fn drop(&mut self) {
-        if !self.owner_process.is_current() {
-            // A forked child: the result belongs to the parent.
-            return std::mem::forget(self.shared.clone());
-        }
-        self.shared.is_cancelled.store(true, SeqCst);
+        let Ok(shared) = self.shared.get() else {
+            return;
+        };
+        shared.is_cancelled.store(true, SeqCst);
         if let Some(Ok(link)) = self.result() {
             link.leave();
         }

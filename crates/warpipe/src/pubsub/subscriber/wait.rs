@@ -37,7 +37,7 @@ impl Subscriber {
     pub(super) fn must_look_again(&self) -> bool {
         self.attached
             .as_ref()
-            .is_none_or(|attached| attached.region_missing_since.is_some())
+            .is_none_or(|attached| attached.region_missing.is_some())
     }
 
     /// `timerfd_settime`: makes the descriptor readable after `pause`.

@@ -8,9 +8,11 @@ use super::super::job_table::Stage;
 use super::super::tests::{QueueFixture, SOON};
 use super::super::{Queue, Worker, results_name};
 use super::*;
+use crate::backend::testing::FullQueue;
 use crate::ipc::message::wait_readable;
 use crate::ipc::peer::ProcessId;
 use crate::pubsub::{LinkedSubscriber, Publisher, Subscriber};
+use crate::runtime::heartbeat::Uptime;
 
 /// Longer than any of these tests waits.
 const LONG: Duration = Duration::from_secs(600);
@@ -148,6 +150,22 @@ fn a_worker_that_left_before_it_got_a_session_gets_none() {
     drop(answers);
 }
 
+/// Its answers were being attached to when the last outcome was found.
+#[test]
+fn a_worker_that_gets_its_session_while_the_queue_ends_takes_no_more_jobs() {
+    let fixture = QueueFixture::new("last-moment");
+    let queue = fixture.queue();
+    let mut guard = queue.dispatcher.lock();
+    guard.table.stage = Stage::Draining;
+    let _worker = fixture.worker();
+    let start = Instant::now();
+    while guard.sessions.is_empty() {
+        queue.dispatcher.process_events(&mut guard);
+        assert!(start.elapsed() < SOON);
+    }
+    assert!(!guard.sessions[0].is_open());
+}
+
 /// Another thread found the last outcome, and closes the publisher.
 #[test]
 fn a_shutdown_waits_for_the_thread_that_releases_the_name() {
@@ -224,6 +242,74 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
 }
 
 #[test]
+fn the_queues_own_thread_looks_after_a_lease_that_the_delivery_thread_gave() {
+    let (hook, device) = FullQueue::device();
+    let fixture = QueueFixture::on("lease-of-a-late-job", device);
+    let queue = fixture.build(|it| it.lease_timeout(Some(LONG)));
+    let (go, wait) = mpsc::channel::<()>();
+    fixture
+        .stream
+        .call(move || assert!(wait.recv().is_err()))
+        .unwrap();
+    let _job = queue.submit_bytes(b"late", &fixture.stream).unwrap();
+    hook.hook().hold_waits();
+    let _worker = fixture.worker();
+    hook.hook().wait_until_held_up();
+    let sleeps_at_most = |limit: Duration| {
+        let waiters = &queue.dispatcher.lock().waiters;
+        !waiters.runner_sleep.is_zero() && waiters.runner_sleep <= limit
+    };
+    // Nothing to look after: the lease begins when the driver returns.
+    let start = Instant::now();
+    while queue.dispatcher.lock().waiters.runner_sleep < IDLE_INTERVAL {
+        assert!(start.elapsed() < SOON);
+        std::thread::yield_now();
+    }
+    hook.hook().unblock();
+    let start = Instant::now();
+    while !sleeps_at_most(TICK) {
+        assert!(start.elapsed() < IDLE_INTERVAL / 2, "it sleeps on");
+        std::thread::yield_now();
+    }
+    drop(go);
+}
+
+#[test]
+fn an_event_loop_that_waits_for_room_is_notified_that_the_queue_is_shut() {
+    let fixture = QueueFixture::new("shut-watch");
+    let queue = fixture.build(|it| it.limit(1));
+    let _job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let watch = queue.watch().unwrap();
+    watch.quiet();
+    assert!(queue.shutdown(Duration::ZERO).is_err());
+    assert!(wait_readable(watch.as_fd(), Duration::ZERO));
+}
+
+#[test]
+fn a_worker_whose_socket_closed_keeps_its_leases_while_its_queue_stands_still() {
+    let fixture = QueueFixture::new("stopped-owner");
+    let queue = fixture.build(|it| it.max_attempts(1));
+    let mut worker = one_worker(&fixture, &queue);
+    let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream).unwrap();
+    let end_with = |change: &dyn Fn(&Uptime)| {
+        let mut guard = queue.dispatcher.lock();
+        let end = guard.sessions[0]
+            .end
+            .get_or_insert_with(|| ("its socket closed".into(), false, Uptime::default()));
+        change(&end.2);
+        queue.dispatcher.process_events(&mut guard);
+        guard.sessions.len()
+    };
+    assert_eq!(end_with(&|clock| clock.freeze(2 * SOON)), 1);
+    assert!(!job.is_done().unwrap());
+    assert_eq!(end_with(&|clock| clock.advance(SOON)), 0);
+    let late = job.wait(&fixture.stream, SOON).unwrap_err();
+    assert!(matches!(late, Error::DeadLettered { .. }), "{late}");
+    drop(lease);
+}
+
+#[test]
 fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_completes() {
     let fixture = QueueFixture::new("close");
     let queue = fixture.build(|it| it.max_attempts(1));
@@ -253,7 +339,7 @@ fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_c
         .sessions
         .iter_mut()
         .filter_map(|session| session.end.as_mut())
-        .for_each(|end| end.2 -= SOON);
+        .for_each(|end| end.2.advance(SOON));
     let _ = queue.state().unwrap();
     drop(go);
     assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);

@@ -158,8 +158,8 @@ impl Server {
 impl AsFd for Server {
     /// A descriptor that is readable when [`try_accept`](Server::try_accept) is worth a call (an
     /// epoll descriptor; it nests). Accept until it gives `None` before waiting on it. Once a
-    /// second it is readable for a scan of the directory, which reconnects to clients whose links
-    /// have failed.
+    /// second it is readable for a scan of the directory, which reconnects to clients after their
+    /// links have failed.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.scan_timer.start();
         self.set_asleep(true);

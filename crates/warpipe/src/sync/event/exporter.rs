@@ -19,13 +19,14 @@ use crate::runtime::reactor::{Reactor, new_generation};
 use crate::shm::counter::SharedCounter;
 use crate::shm::signaler::Signaler;
 
-/// The events of one process, domain and device, and their server.
+/// The events of one process, domain and device that admit the same users, and their server.
 pub(super) struct EventExporter {
     server: Option<IpcServer>,
     pub(super) event_table: Arc<EventTable>,
     pub(super) reactor: Arc<Reactor>,
     pub(super) domain: Domain,
     pub(super) device: Device,
+    access: AccessPolicy,
     pub(super) name: EndpointName,
     pub(super) generation: [u8; 16],
 }
@@ -39,16 +40,22 @@ fn exporters() -> Vec<Arc<EventExporter>> {
 }
 
 impl EventExporter {
-    /// The exporter of this process for a domain and a device; created if there is none.
-    pub(super) fn of(domain: &Domain, device: &Device) -> Result<Arc<EventExporter>> {
+    /// The exporter of this process for a domain, a device and the users that it admits; created if
+    /// there is none.
+    pub(super) fn of(
+        domain: &Domain,
+        device: &Device,
+        access: &AccessPolicy,
+    ) -> Result<Arc<EventExporter>> {
         let matches = |exporter: &Arc<EventExporter>| {
             exporter.domain.path() == domain.path()
+                && exporter.access.admits_the_same_as(access)
                 && Arc::ptr_eq(exporter.device.backend(), device.backend())
         };
         if let Some(exporter) = exporters().into_iter().find(matches) {
             return Ok(exporter);
         }
-        let exporter = Arc::new(EventExporter::open(domain, device)?);
+        let exporter = Arc::new(EventExporter::open(domain, device, access)?);
         EXPORTERS.lock().push(Arc::downgrade(&exporter));
         Ok(exporter)
     }
@@ -60,7 +67,7 @@ impl EventExporter {
         })
     }
 
-    pub(super) fn open(domain: &Domain, device: &Device) -> Result<EventExporter> {
+    fn open(domain: &Domain, device: &Device, access: &AccessPolicy) -> Result<EventExporter> {
         let tag: String = new_generation()[..8]
             .iter()
             .map(|byte| format!("{byte:02x}"))
@@ -79,7 +86,7 @@ impl EventExporter {
             name: &name,
             kind: Kind::Events,
         };
-        let server = IpcServer::open(&at, AccessPolicy::default(), event_table.clone())?;
+        let server = IpcServer::open(&at, access.clone(), event_table.clone())?;
         Ok(EventExporter {
             generation: server.server_core().generation(),
             server: Some(server),
@@ -87,6 +94,7 @@ impl EventExporter {
             reactor,
             domain: domain.clone(),
             device: device.clone(),
+            access: access.clone(),
             name,
         })
     }

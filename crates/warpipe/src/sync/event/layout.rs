@@ -254,12 +254,20 @@ impl EventWords {
 /// Reads a recording; `None` if there is none or its words are invalid.
 fn read_recording(time: &AtomicU64, packed: &AtomicU64) -> Option<(u64, Recording)> {
     let time = time.load(SeqCst);
-    let raw = packed.load(SeqCst);
-    let (lane, count) = ((raw >> COUNT_BITS) as usize, raw & ((1 << COUNT_BITS) - 1));
-    (count > 0 && lane < LANES_PER_EVENT).then_some((time, Recording { lane, count }))
+    let recording = recording_of_word(packed.load(SeqCst))?;
+    Some((time, recording))
 }
 
-fn recording_word(recording: Recording) -> u64 {
+/// The recording that [`recording_word`] packed; `None` for any other word.
+pub(super) fn recording_of_word(word: u64) -> Option<Recording> {
+    let (lane, count) = (
+        (word >> COUNT_BITS) as usize,
+        word & ((1 << COUNT_BITS) - 1),
+    );
+    (count > 0 && lane < LANES_PER_EVENT).then_some(Recording { lane, count })
+}
+
+pub(super) fn recording_word(recording: Recording) -> u64 {
     (recording.lane as u64) << COUNT_BITS | recording.count
 }
 

@@ -69,11 +69,18 @@ impl EventBuilder {
         domain,
         /// The device of the streams that record it; [`Device::preferred`] by default.
         device,
+        /// Admits these users beside this process's own. The domain directory must admit them, too.
+        /// They can open every event of this process that was made with the same users and groups,
+        /// and record it: a wait for a recording whose stream does not reach it lasts until the
+        /// recorder leaves or dies.
+        allow_uids,
+        allow_gids,
     }
 
     /// Creates the event (`cuEventCreate` with `CU_EVENT_INTERPROCESS |
     /// CU_EVENT_DISABLE_TIMING`). The first event of a process takes a name there, `events/` and 16
-    /// hexadecimal digits; the drop of the last one releases it.
+    /// hexadecimal digits; the drop of the last one releases it. Events that admit other users have
+    /// a name of their own.
     ///
     /// # Errors
     /// [`Error::EventLimit`] when the process has 4096; [`Error::Domain`], or an error of the
@@ -84,7 +91,7 @@ impl EventBuilder {
             raw: device.backend().create_ipc_event()?,
             device: device.clone(),
         };
-        let exporter = EventExporter::of(&domain, &device)?;
+        let exporter = EventExporter::of(&domain, &device, &self.shared.access)?;
         let NewEvent {
             index,
             serial,
@@ -298,7 +305,7 @@ impl Event {
 
     /// CUDA's own event (`CUevent`), for calls that take one. The exporter's recordings record it,
     /// too; an importer's do not. A wait for it has CUDA's semantics: it does not wait for an event
-    /// that was never recorded, or whose exporter died. `None` for an event that was opened without
+    /// that was never recorded, or lost its exporter. `None` for an event that was opened without
     /// its 64 bytes.
     pub fn raw(&self) -> Option<RawEvent> {
         self.inner.raw.as_ref().map(|owned| owned.raw)

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::layout;
+
 /// Selects the later of two recordings.
 pub(super) trait LatestRecording: Sized {
     fn max_by_time(self, other: Self) -> Self;
@@ -22,6 +24,20 @@ impl LatestRecording for Option<(u64, Recording)> {
 pub struct Recording {
     pub(super) lane: usize,
     pub(super) count: u64,
+}
+
+impl Recording {
+    /// The recording as a number that is not 0, as C has it.
+    #[doc(hidden)]
+    pub fn to_bits(self) -> u64 {
+        layout::recording_word(self)
+    }
+
+    /// The recording of [`to_bits`](Self::to_bits); `None` for a number that no recording has.
+    #[doc(hidden)]
+    pub fn from_bits(bits: u64) -> Option<Recording> {
+        layout::recording_of_word(bits)
+    }
 }
 
 impl fmt::Display for Recording {

@@ -9,7 +9,7 @@ use std::time::Instant;
 use super::page::CREATOR;
 use super::tests::{Stage, chain};
 use super::*;
-use crate::backend::testing::{Failing, FullQueue, Wrapped};
+use crate::backend::testing::{Failing, FullQueue, Panicking, Wrapped};
 use crate::runtime::reactor::EventSource;
 use crate::shm::counter::VALUE_MAX;
 
@@ -155,6 +155,31 @@ fn connecting_to_a_member_waits_for_another_thread_that_does_no_longer_than_its_
     let permit = member.acquire(&second, PATIENCE).unwrap();
     drop(go);
     permit.release(&second).unwrap();
+    second.synchronize(PATIENCE).unwrap();
+}
+
+#[test]
+fn members_are_connected_to_in_the_background_after_an_attempt_that_panicked() {
+    let (stage, device) = (Stage::new("panicked"), Device::host());
+    let (creator, _member) = stage.both(&device, 1);
+    let panicking = Wrapped::new(device.backend().clone(), Panicking::default());
+    let late = Device::from_backend(panicking.clone());
+    let opener = Semaphore::opener("turns").domain(&stage.domain);
+    let late_member = opener.device(&late).open().unwrap();
+    let (first, second) = (device.stream().unwrap(), late.stream().unwrap());
+    let (go, wait) = mpsc::channel::<()>();
+    first.call(move || assert!(wait.recv().is_err())).unwrap();
+    let permit = creator.acquire(&first, PATIENCE).unwrap();
+    permit.release(&first).unwrap();
+    panicking.hook().aim("register", 1);
+    let mut permit = None;
+    eventually("another attempt is made", || {
+        permit = late_member.try_acquire(&second).unwrap();
+        permit.is_some()
+    });
+    assert!(panicking.hook().has_struck());
+    drop(go);
+    permit.unwrap().release(&second).unwrap();
     second.synchronize(PATIENCE).unwrap();
 }
 

@@ -57,6 +57,15 @@ pub(super) struct LocalSemaphore {
     pub(super) role: Option<SemaphoreRole>,
 }
 
+/// The attempt of the one background thread. It is over when this is dropped, also by a panic.
+struct BackgroundConnect(Arc<LocalSemaphore>);
+
+impl Drop for BackgroundConnect {
+    fn drop(&mut self) {
+        self.0.is_connecting.store(false, SeqCst);
+    }
+}
+
 impl LocalSemaphore {
     pub(super) fn new(
         shared_page: Arc<SemaphorePage>,
@@ -255,8 +264,9 @@ impl LocalSemaphore {
         if self.is_connecting.swap(true, SeqCst) {
             return Ok(());
         }
-        let local = self.clone();
+        let connecting = BackgroundConnect(self.clone());
         let connect = move || {
+            let local = &connecting.0;
             match local.connect_signallers(permit, REPLY_TIMEOUT) {
                 Ok(()) | Err(Error::Timeout { .. }) => {}
                 Err(error) => {
@@ -266,19 +276,15 @@ impl LocalSemaphore {
                         .unwrap_or_else(PoisonError::into_inner) = Some(error)
                 }
             }
-            local.is_connecting.store(false, SeqCst);
         };
         std::thread::Builder::new()
             .name("warpipe-connect".into())
             .spawn(connect)
             .map(drop)
-            .map_err(|error| {
-                self.is_connecting.store(false, SeqCst);
-                Error::Os {
-                    call: "clone",
-                    context: "a thread that gets to know members".into(),
-                    source: error,
-                }
+            .map_err(|error| Error::Os {
+                call: "clone",
+                context: "a thread that gets to know members".into(),
+                source: error,
             })
     }
 
@@ -427,8 +433,8 @@ impl Drop for LocalSemaphore {
         let mut role = self.role.take();
         let (signals, monitor) = (self.signals.clone(), self.monitor.clone());
         let mut fence = LazyFence::new(signals.streams().clone());
-        // A creator whose streams wait for members must still see them die; otherwise the name is
-        // free at once.
+        // A creator with streams that wait for members must still see them die; otherwise the name
+        // is free at once.
         if matches!(role, Some(SemaphoreRole::Creator { .. }))
             && signals.streams().fence_busy().is_reached()
         {

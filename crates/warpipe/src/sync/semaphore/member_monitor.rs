@@ -21,7 +21,7 @@ use crate::runtime::reactor::{EventSource, Next, Registration};
 /// The most notifications that the control thread has not handled: two for each possible member.
 const NOTICES_MAX: usize = 512;
 
-/// Watches the creator and the members whose signals this process's streams wait for.
+/// Watches the creator, and the members that this process's streams wait for.
 pub(super) struct MemberMonitor {
     shared_page: Arc<SemaphorePage>,
     signals: Arc<MemberSignals>,

@@ -73,6 +73,13 @@ impl SemaphoreBuilder {
         domain,
         /// The device of the streams that take permits; [`Device::preferred`] by default.
         device,
+        /// Admits these users beside this process's own. The domain directory must admit them, too.
+        /// **Every member can write the semaphore's page.** A wrong one can take permits that are
+        /// not its own, let in more than the maximum, and starve the others; it cannot hang their
+        /// streams, or damage anything else of theirs. Admit users whose use of the semaphore you
+        /// trust, and give the others one of their own.
+        allow_uids,
+        allow_gids,
     }
 
     /// The number of permits, 1 to 1024: 1 by default.

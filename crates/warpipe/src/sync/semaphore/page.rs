@@ -262,8 +262,8 @@ impl SemaphorePage {
         })
     }
 
-    /// Takes a free permit, searched from `first` on, whether or not members wait. A permit whose
-    /// device work is done comes before one that would make a stream wait.
+    /// Takes a free permit, searched from `first` on, whether or not members wait. A permit
+    /// after its device work is done comes before one that would make a stream wait.
     pub(super) fn take_free(&self, me: u32, first: u32) -> Option<u32> {
         self.take_free_of(me, first, |_| true)
     }

@@ -24,7 +24,7 @@ pub(super) struct SemaphoreWelcome {
     pub(super) permits: u32,
 }
 
-/// A member's request about another member, for whose device its own streams are about to wait.
+/// A member's request about another member. Its own streams are about to wait for that one's.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum SemaphoreRequest {
     /// Requests a page to share with it, and its process; answered with [`MemberPresence`].
@@ -68,8 +68,8 @@ pub(super) struct SemaphoreServer {
     /// The creator's own signals.
     signals: Arc<MemberSignals>,
     monitor: Arc<MemberMonitor>,
-    /// By requester: a page that it has not mapped yet, and the member whose signals it is for. One
-    /// for each requester.
+    /// By requester: a page that it has not mapped yet, and the member that will signal there.
+    /// One for each requester.
     offers: Mutex<HashMap<u32, (u32, CloseOnForkFd)>>,
 }
 
@@ -96,7 +96,7 @@ impl SemaphoreServer {
         self.offers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Creates a page for `asker`, whose streams are to wait for those of `member`. `None` if
+    /// Creates a page for `asker`: its streams are to wait for those of `member`. `None` if
     /// `member` is absent.
     pub(super) fn offer(
         &self,

@@ -2,9 +2,9 @@
 //! sealed against removal. (Any member can write and remove pages of the semaphore's own page.)
 //!
 //! A member that releases a permit behind a stream counts that release in its own memory
-//! ([`Signaler`]). Its stream signals the count there and to every *listener*, a member whose
-//! streams have had to wait for it. A stream that gets a permit waits for all releases that its
-//! last signallers have *promised*: the signaller's CPU stores a promise in the listener's page
+//! ([`Signaler`]). Its stream signals the count there and to every *listener*, a member with
+//! streams that have had to wait for it. A stream that gets a permit waits for all releases that
+//! its last signallers have *promised*: the signaller's CPU stores a promise in the listener's page
 //! before the permit is handed on. A third member can change only the list of signallers: then a
 //! stream may continue too early, but never hangs. A signaller's proven death raises all words that
 //! it owed.

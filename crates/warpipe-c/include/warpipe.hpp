@@ -1,0 +1,1233 @@
+// warpipe for C++17: warpipe.h with objects that close themselves and errors that are thrown. Header
+// only; link with libwarpipe.
+//
+//   warpipe::Device device("host");
+//   warpipe::Stream stream(device);
+//   warpipe::PublisherOptions options;
+//   options.device = device.get();
+//   warpipe::Publisher publisher("camera", options);
+//   warpipe::Loan frame = publisher.loan(warpipe::Layout::contiguous(WARPIPE_UINT8, {720, 1280, 3}));
+//   fill<<<..., stream.get()>>>(frame.data<uint8_t>());
+//   frame.send(stream);
+//
+// Every call throws warpipe::Error, or one of its subclasses, where the C function returns another
+// status than WARPIPE_OK. Objects are moved, not copied; a moved-from object is empty. Their
+// destructors ignore errors: call finish(), release() and the like to see them. Ownership, threads
+// and streams are as warpipe.h says. Whatever takes a stream takes a warpipe::Stream, a CUstream or a
+// cudaStream_t.
+//
+// License: MIT OR Apache-2.0
+
+#ifndef WARPIPE_HPP
+#define WARPIPE_HPP
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "warpipe.h"
+
+namespace warpipe {
+
+// Times of calls. Negative ones count as 0.
+using Duration = std::chrono::nanoseconds;
+
+inline std::uint64_t nanoseconds(Duration duration) {
+  return duration.count() < 0 ? 0 : static_cast<std::uint64_t>(duration.count());
+}
+
+// A call that failed: what() has the fact and the next step.
+class Error : public std::runtime_error {
+public:
+  Error(warpipe_status status, const char *message)
+      : std::runtime_error(message), status_(status), driver_code_(warpipe_error_driver_code()),
+        peer_pid_(warpipe_error_peer_pid()), peer_closed_(warpipe_error_peer_closed()) {}
+
+  warpipe_status status() const noexcept { return status_; }
+  // The driver's code (CUresult); 0 if the error came from elsewhere.
+  std::int32_t driver_code() const noexcept { return driver_code_; }
+  // The process of a peer that is gone; 0 for other errors.
+  std::int32_t peer_pid() const noexcept { return peer_pid_; }
+  // Whether a peer that is gone had closed; else it died.
+  bool peer_closed() const noexcept { return peer_closed_; }
+
+private:
+  warpipe_status status_;
+  std::int32_t driver_code_;
+  std::int32_t peer_pid_;
+  bool peer_closed_;
+};
+
+// WARPIPE_TIMEOUT: wait again, or look at the peer's state.
+class Timeout : public Error {
+public:
+  using Error::Error;
+};
+
+// WARPIPE_PEER_GONE: open the endpoint again when the peer is back.
+class PeerGone : public Error {
+public:
+  using Error::Error;
+};
+
+// WARPIPE_DATA_LOST: discard what was computed from the data.
+class DataLost : public Error {
+public:
+  using Error::Error;
+};
+
+// WARPIPE_NOT_FOUND: nothing has this name now.
+class NotFound : public Error {
+public:
+  using Error::Error;
+};
+
+// WARPIPE_LIMIT_REACHED: release something, wait, or raise the limit.
+class LimitReached : public Error {
+public:
+  using Error::Error;
+};
+
+// Throws unless the call succeeded.
+inline void check(warpipe_status status) {
+  switch (status) {
+  case WARPIPE_OK:
+    return;
+  case WARPIPE_TIMEOUT:
+    throw Timeout(status, warpipe_error_message());
+  case WARPIPE_PEER_GONE:
+    throw PeerGone(status, warpipe_error_message());
+  case WARPIPE_DATA_LOST:
+    throw DataLost(status, warpipe_error_message());
+  case WARPIPE_NOT_FOUND:
+    throw NotFound(status, warpipe_error_message());
+  case WARPIPE_LIMIT_REACHED:
+    throw LimitReached(status, warpipe_error_message());
+  default:
+    throw Error(status, warpipe_error_message());
+  }
+}
+
+// Throws if the library is not one for this header.
+inline void check_version() {
+  check(warpipe_check_version(WARPIPE_VERSION_MAJOR, WARPIPE_VERSION_MINOR));
+}
+
+// Elements that something else owns.
+template <class T> class View {
+public:
+  View(T *data, std::size_t size) : data_(data), size_(size) {}
+
+  T *data() const noexcept { return data_; }
+  std::size_t size() const noexcept { return size_; }
+  bool empty() const noexcept { return size_ == 0; }
+  T &operator[](std::size_t index) const { return data_[index]; }
+  T *begin() const noexcept { return data_; }
+  T *end() const noexcept { return data_ + size_; }
+
+private:
+  T *data_;
+  std::size_t size_;
+};
+
+// Options of a call: a structure of warpipe.h with its size set, and every other field 0, the
+// default.
+template <class T> struct Options : T {
+  Options() : T{} { this->size = sizeof(T); }
+};
+
+using PublisherOptions = Options<warpipe_publisher_options>;
+using SubscriberOptions = Options<warpipe_subscriber_options>;
+using QueueOptions = Options<warpipe_queue_options>;
+using WorkerOptions = Options<warpipe_worker_options>;
+using ClientOptions = Options<warpipe_client_options>;
+using ServerOptions = Options<warpipe_server_options>;
+using PublishOptions = Options<warpipe_publish_options>;
+using PoolOptions = Options<warpipe_pool_options>;
+using OpenOptions = Options<warpipe_open_options>;
+using TimelineOptions = Options<warpipe_timeline_options>;
+using EventOptions = Options<warpipe_event_options>;
+using SemaphoreOptions = Options<warpipe_semaphore_options>;
+using MemberOptions = Options<warpipe_member_options>;
+using MembersOptions = Options<warpipe_members_options>;
+
+// An object of warpipe.h, closed when this is destroyed.
+template <class T, warpipe_status (*Close)(T *)> class Object {
+public:
+  Object() noexcept = default;
+  // Takes over an object.
+  explicit Object(T *object) noexcept : object_(object) {}
+  Object(Object &&other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Object &operator=(Object &&other) noexcept {
+    if (this != &other) {
+      reset();
+      object_ = std::exchange(other.object_, nullptr);
+    }
+    return *this;
+  }
+  Object(const Object &) = delete;
+  Object &operator=(const Object &) = delete;
+  ~Object() { reset(); }
+
+  // For functions of warpipe.h.
+  T *get() const noexcept { return object_; }
+  // Gives the object up, to be closed by the caller.
+  T *release_handle() noexcept { return std::exchange(object_, nullptr); }
+  explicit operator bool() const noexcept { return object_ != nullptr; }
+
+  // Closes it, and throws what the destructor would ignore.
+  void close() { check(Close(release_handle())); }
+
+protected:
+  T **place() noexcept { return &object_; }
+
+  // After a call that may have closed the object, or left it as it was.
+  void forget() noexcept { object_ = nullptr; }
+
+private:
+  void reset() noexcept {
+    if (object_ != nullptr)
+      static_cast<void>(Close(release_handle()));
+  }
+
+  T *object_ = nullptr;
+};
+
+// A directory of names.
+class Domain : public Object<warpipe_domain, warpipe_domain_close> {
+public:
+  // The environment's.
+  Domain() { check(warpipe_domain_open(nullptr, place())); }
+  explicit Domain(const std::string &path) { check(warpipe_domain_open(path.c_str(), place())); }
+
+  // Another user's, with endpoints that may admit this one.
+  static Domain of_user(const std::string &path, std::uint32_t owner_uid) {
+    warpipe_domain *domain = nullptr;
+    check(warpipe_domain_open_of_user(path.c_str(), owner_uid, &domain));
+    return Domain(domain);
+  }
+
+  // The endpoints of living and of dead processes, sorted by name.
+  std::vector<warpipe_endpoint> endpoints() const {
+    std::vector<warpipe_endpoint> found(16);
+    for (;;) {
+      std::size_t count = 0;
+      check(warpipe_domain_list(get(), found.data(), found.size(), &count));
+      const bool all = count <= found.size();
+      found.resize(count);
+      if (all)
+        return found;
+    }
+  }
+
+private:
+  explicit Domain(warpipe_domain *domain) : Object(domain) {}
+};
+
+// A GPU, or the host.
+class Device : public Object<warpipe_device, warpipe_device_close> {
+public:
+  // The first GPU if there is one, else the host.
+  Device() {
+    check_version();
+    check(warpipe_device_open(nullptr, place()));
+  }
+  // "host", "cuda", "cuda:1", "GPU-...".
+  explicit Device(const std::string &name) {
+    check_version();
+    check(warpipe_device_open(name.c_str(), place()));
+  }
+
+  warpipe_device_info info() const {
+    warpipe_device_info info;
+    check(warpipe_device_get_info(get(), &info));
+    return info;
+  }
+
+  bool is_cuda() const { return info().is_cuda; }
+};
+
+// A stream of this library. It must outlive what is received, sent or used with it, and be destroyed
+// before its device.
+class Stream {
+public:
+  explicit Stream(const Device &device) : device_(device.get()) {
+    check(warpipe_stream_create(device_, &stream_));
+  }
+  Stream(Stream &&other) noexcept
+      : device_(other.device_), stream_(std::exchange(other.stream_, nullptr)) {}
+  Stream(const Stream &) = delete;
+  Stream &operator=(const Stream &) = delete;
+  ~Stream() {
+    if (stream_ != nullptr)
+      static_cast<void>(warpipe_stream_destroy(device_, stream_));
+  }
+
+  // A CUstream, on CUDA: `static_cast<cudaStream_t>(stream.get())`.
+  void *get() const noexcept { return stream_; }
+  operator void *() const noexcept { return stream_; }
+
+  // Waits on the CPU until all work enqueued so far is done.
+  void synchronize(Duration timeout) const {
+    check(warpipe_stream_synchronize(device_, stream_, nanoseconds(timeout)));
+  }
+  // Makes this stream wait, on the device, for the work enqueued on `other` so far.
+  void wait_for(void *other) const { check(warpipe_stream_wait_for(device_, stream_, other)); }
+
+  // Runs a function on the CPU in the stream's order. It must not call this library or the device,
+  // and must not throw.
+  template <class Function> void call(Function function) const {
+    auto *kept = new Function(std::move(function));
+    const auto run = [](void *argument) noexcept {
+      auto *function = static_cast<Function *>(argument);
+      (*function)();
+      delete function;
+    };
+    const warpipe_status status = warpipe_stream_call(device_, stream_, run, kept);
+    if (status != WARPIPE_OK) {
+      delete kept;
+      check(status);
+    }
+  }
+
+private:
+  warpipe_device *device_;
+  void *stream_ = nullptr;
+};
+
+// The element type of a C++ type.
+template <class T> constexpr std::uint32_t dtype_of() {
+  using U = std::remove_cv_t<T>;
+  static_assert(std::is_arithmetic_v<U>, "give the warpipe_dtype by its name");
+  if constexpr (std::is_same_v<U, bool>)
+    return WARPIPE_BOOL;
+  else if constexpr (std::is_floating_point_v<U>)
+    return (2u << 8) | (8 * sizeof(U));
+  else
+    return ((std::is_signed_v<U> ? 0u : 1u) << 8) | (8 * sizeof(U));
+}
+
+// The layout of a tensor: element type, shape, strides, offset.
+class Layout {
+public:
+  explicit Layout(const warpipe_layout &layout) : layout_(layout) {}
+
+  // Row-major without gaps.
+  static Layout contiguous(std::uint32_t dtype, const std::vector<std::uint64_t> &shape) {
+    warpipe_layout layout;
+    check(warpipe_layout_contiguous(dtype, shape.data(), static_cast<std::uint32_t>(shape.size()),
+                                    &layout));
+    return Layout(layout);
+  }
+  template <class T> static Layout contiguous(const std::vector<std::uint64_t> &shape) {
+    return contiguous(dtype_of<T>(), shape);
+  }
+
+  const warpipe_layout *get() const noexcept { return &layout_; }
+  std::uint32_t dtype() const noexcept { return layout_.dtype; }
+  View<const std::uint64_t> shape() const & { return {layout_.shape, layout_.rank}; }
+  // In elements.
+  View<const std::int64_t> strides() const & { return {layout_.strides, layout_.rank}; }
+  // Copies, of a layout that ends with the expression, as in `for (... : sample.layout().shape())`.
+  std::vector<std::uint64_t> shape() const && {
+    return {layout_.shape, layout_.shape + layout_.rank};
+  }
+  std::vector<std::int64_t> strides() const && {
+    return {layout_.strides, layout_.strides + layout_.rank};
+  }
+  std::size_t bytes() const noexcept { return layout_.bytes; }
+
+  std::uint64_t elements() const {
+    std::uint64_t elements = 1;
+    for (const std::uint64_t length : shape())
+      elements *= length;
+    return elements;
+  }
+
+private:
+  warpipe_layout layout_;
+};
+
+// Says later whether the data of a released sample was complete.
+class Receipt : public Object<warpipe_receipt, warpipe_receipt_close> {
+public:
+  using Object::Object;
+
+  // Throws DataLost if it was not.
+  void wait(Duration timeout) const { check(warpipe_receipt_wait(get(), nanoseconds(timeout))); }
+};
+
+namespace detail {
+inline warpipe_status release(warpipe_sample *sample) {
+  return warpipe_sample_release(sample, nullptr);
+}
+inline warpipe_status discard(warpipe_loan *loan) { return warpipe_loan_close(loan); }
+} // namespace detail
+
+// A tensor in another process's memory, which this one may only read. Destroyed, it is released
+// behind the work of the stream that it was received with.
+class Sample : public Object<warpipe_sample, detail::release> {
+public:
+  Sample() = default;
+  explicit Sample(warpipe_sample *sample) : Object(sample) {
+    check(warpipe_sample_get_info(sample, &info_));
+  }
+
+  const warpipe_sample_info &info() const noexcept { return info_; }
+  Layout layout() const { return Layout(info_.layout); }
+  std::uint64_t sequence() const noexcept { return info_.sequence; }
+  View<const std::uint8_t> metadata() const & { return {info_.metadata, info_.metadata_bytes}; }
+  View<const std::uint8_t> metadata() const && = delete; // it ends with the object
+
+  // The device address of the element with all indices 0.
+  template <class T = void> const T *data() const noexcept {
+    return reinterpret_cast<const T *>(static_cast<std::uintptr_t>(info_.data));
+  }
+
+  void wait(Duration timeout) const { check(warpipe_sample_wait(get(), nanoseconds(timeout))); }
+  void wait_on(void *stream) const { check(warpipe_sample_wait_on(get(), stream)); }
+  bool is_complete() const {
+    bool complete = false;
+    check(warpipe_sample_is_complete(get(), &complete));
+    return complete;
+  }
+
+  // Waits for the data and copies the whole slot.
+  template <class T> std::vector<T> to_vector(Duration timeout) const {
+    static_assert(std::is_trivially_copyable_v<T> && !std::is_same_v<T, bool>);
+    std::vector<T> copy(info_.layout.bytes / sizeof(T));
+    check(warpipe_sample_copy_to(get(), copy.data(), copy.size() * sizeof(T), nanoseconds(timeout)));
+    return copy;
+  }
+
+  // Waits until the data is complete, and releases it; throws DataLost if its sender died first.
+  void finish(Duration timeout) {
+    check(warpipe_sample_finish(release_handle(), nanoseconds(timeout)));
+  }
+  Receipt release() {
+    warpipe_receipt *receipt = nullptr;
+    check(warpipe_sample_release(release_handle(), &receipt));
+    return Receipt(receipt);
+  }
+  // Behind the work of another stream, which was made to wait for that of receive().
+  Receipt release_on(void *stream) {
+    warpipe_receipt *receipt = nullptr;
+    check(warpipe_sample_release_on(get(), stream, &receipt));
+    forget();
+    return Receipt(receipt);
+  }
+
+  // A tensor for another framework, which releases the sample: at::fromDLPack and its like.
+  DLManagedTensorVersioned *to_dlpack() {
+    DLManagedTensorVersioned *tensor = nullptr;
+    check(warpipe_sample_to_dlpack(get(), &tensor));
+    forget();
+    return tensor;
+  }
+  DLManagedTensor *to_dlpack_legacy() {
+    DLManagedTensor *tensor = nullptr;
+    check(warpipe_sample_to_dlpack_legacy(get(), &tensor));
+    forget();
+    return tensor;
+  }
+
+private:
+  warpipe_sample_info info_{};
+};
+
+// Memory to fill, on a stream, and to send, to submit, or to answer with. Destroyed, it returns
+// behind the work of the stream of the last call that took both.
+class Loan : public Object<warpipe_loan, detail::discard> {
+public:
+  Loan() = default;
+  explicit Loan(warpipe_loan *loan) : Object(loan) { check(warpipe_loan_get_info(loan, &info_)); }
+
+  Layout layout() const { return Layout(info_.layout); }
+  // The device address of the element with all indices 0.
+  template <class T = void> T *data() const noexcept {
+    return reinterpret_cast<T *>(static_cast<std::uintptr_t>(info_.data));
+  }
+
+  void set_metadata(const void *metadata, std::size_t bytes) {
+    check(warpipe_loan_set_metadata(get(), metadata, bytes));
+  }
+  // Copies the whole contents from memory of the host.
+  void write(void *stream, const void *data, std::size_t bytes) {
+    check(warpipe_loan_write(get(), stream, data, bytes));
+  }
+  template <class T> void write(void *stream, const std::vector<T> &data) {
+    write(stream, data.data(), data.size() * sizeof(T));
+  }
+  // Copies a tensor of another framework, which stays the caller's.
+  void write_dlpack(void *stream, const DLManagedTensorVersioned *tensor) {
+    check(warpipe_loan_write_dlpack(get(), stream, tensor));
+  }
+  void write_dlpack(void *stream, const DLManagedTensor *tensor) {
+    check(warpipe_loan_write_dlpack_legacy(get(), stream, tensor));
+  }
+
+  // Sends a publisher's loan, behind the stream's work; its number. A loan that is not sent because
+  // of the policy may be sent again.
+  std::uint64_t send(void *stream) {
+    std::uint64_t sequence = 0;
+    used(warpipe_loan_send(get(), stream, &sequence));
+    return sequence;
+  }
+  std::uint64_t send(void *stream, Duration timeout) {
+    std::uint64_t sequence = 0;
+    used(warpipe_loan_send_timeout(get(), stream, nanoseconds(timeout), &sequence));
+    return sequence;
+  }
+  void discard(void *stream) {
+    check(warpipe_loan_discard(get(), stream));
+    forget();
+  }
+
+  DLManagedTensorVersioned *to_dlpack() const {
+    DLManagedTensorVersioned *tensor = nullptr;
+    check(warpipe_loan_to_dlpack(get(), &tensor));
+    return tensor;
+  }
+  DLManagedTensor *to_dlpack_legacy() const {
+    DLManagedTensor *tensor = nullptr;
+    check(warpipe_loan_to_dlpack_legacy(get(), &tensor));
+    return tensor;
+  }
+
+  // After a call that takes the loan when it succeeds.
+  void used(warpipe_status status) {
+    // The driver failed behind the point of no return, and the library has closed the loan: closing
+    // it again is refused, and harmless.
+    if (status == WARPIPE_OK)
+      forget();
+    check(status);
+  }
+
+private:
+  warpipe_loan_info info_{};
+};
+
+// Hands tensors to any number of subscribers.
+class Publisher : public Object<warpipe_publisher, warpipe_publisher_close> {
+public:
+  explicit Publisher(const std::string &name, const PublisherOptions &options = {}) {
+    check(warpipe_publisher_create(name.c_str(), &options, place()));
+  }
+
+  Loan loan(const Layout &layout) const {
+    warpipe_loan *loan = nullptr;
+    check(warpipe_publisher_loan(get(), layout.get(), &loan));
+    return Loan(loan);
+  }
+  // Copies from memory of the host, and sends.
+  template <class T>
+  std::uint64_t send(void *stream, const Layout &layout, const std::vector<T> &data) const {
+    std::uint64_t sequence = 0;
+    check(warpipe_publisher_send_host(get(), stream, layout.get(), data.data(),
+                                      data.size() * sizeof(T), &sequence));
+    return sequence;
+  }
+  // Copies a tensor of another framework, and sends it.
+  std::uint64_t send_dlpack(void *stream, const DLManagedTensorVersioned *tensor) const {
+    std::uint64_t sequence = 0;
+    check(warpipe_publisher_send_dlpack(get(), stream, tensor, &sequence));
+    return sequence;
+  }
+  std::uint64_t send_dlpack(void *stream, const DLManagedTensor *tensor) const {
+    std::uint64_t sequence = 0;
+    check(warpipe_publisher_send_dlpack_legacy(get(), stream, tensor, &sequence));
+    return sequence;
+  }
+
+  void wait_for_subscribers(std::size_t count, Duration timeout) const {
+    check(warpipe_publisher_wait_for_subscribers(get(), count, nanoseconds(timeout)));
+  }
+  std::vector<warpipe_subscriber_info> subscribers() const {
+    std::vector<warpipe_subscriber_info> found(16);
+    for (;;) {
+      std::size_t count = 0;
+      check(warpipe_publisher_list_subscribers(get(), found.data(), found.size(), &count));
+      const bool all = count <= found.size();
+      found.resize(count);
+      if (all)
+        return found;
+    }
+  }
+};
+
+class Subscriber;
+
+// The samples of a subscriber until its publisher closes, for a range-based `for`.
+class Samples {
+public:
+  class Iterator {
+  public:
+    Iterator() = default;
+    explicit Iterator(Samples *samples) : samples_(samples) { ++*this; }
+    Sample &operator*() { return sample_; }
+    inline Iterator &operator++();
+    bool operator!=(const Iterator &other) const { return samples_ != other.samples_; }
+
+  private:
+    Samples *samples_ = nullptr;
+    Sample sample_;
+  };
+
+  Samples(Subscriber &subscriber, void *stream, Duration timeout)
+      : subscriber_(&subscriber), stream_(stream), timeout_(timeout) {}
+  Iterator begin() { return Iterator(this); }
+  Iterator end() { return Iterator(); }
+
+private:
+  Subscriber *subscriber_;
+  void *stream_;
+  Duration timeout_;
+};
+
+// Receives the tensors of one publisher.
+class Subscriber : public Object<warpipe_subscriber, warpipe_subscriber_close> {
+public:
+  explicit Subscriber(const std::string &name, const SubscriberOptions &options = {}) {
+    check(warpipe_subscriber_open(name.c_str(), &options, place()));
+  }
+
+  // The next sample; `stream` waits, on the device, until its data is complete.
+  Sample receive(void *stream, Duration timeout) {
+    warpipe_sample *sample = nullptr;
+    check(warpipe_subscriber_receive(get(), stream, nanoseconds(timeout), &sample));
+    return Sample(sample);
+  }
+  // The next sample if it is there.
+  std::optional<Sample> try_receive(void *stream) {
+    warpipe_sample *sample = nullptr;
+    const warpipe_status status = warpipe_subscriber_receive(get(), stream, 0, &sample);
+    if (status == WARPIPE_TIMEOUT)
+      return std::nullopt;
+    check(status);
+    return Sample(sample);
+  }
+  // All samples until the publisher closes. Throws PeerGone if it died instead, and Timeout if none
+  // comes for so long.
+  Samples samples(void *stream, Duration timeout) { return Samples(*this, stream, timeout); }
+
+  // Readable when try_receive() is worth a call.
+  int fd() const {
+    std::int32_t fd = -1;
+    check(warpipe_subscriber_get_fd(get(), &fd));
+    return fd;
+  }
+  // Samples that the publisher's policy kept from this subscriber.
+  std::uint64_t dropped() const {
+    std::uint64_t dropped = 0;
+    check(warpipe_subscriber_get_dropped(get(), &dropped));
+    return dropped;
+  }
+};
+
+inline Samples::Iterator &Samples::Iterator::operator++() {
+  // The last one goes back before the next is waited for.
+  sample_ = Sample();
+  try {
+    sample_ = samples_->subscriber_->receive(samples_->stream_, samples_->timeout_);
+  } catch (const PeerGone &gone) {
+    if (!gone.peer_closed())
+      throw;
+    samples_ = nullptr;
+  }
+  return *this;
+}
+
+// The number of a submitted job, and the right to its result. Destroyed, it leaves the job as it is.
+class Job : public Object<warpipe_job, warpipe_job_close> {
+public:
+  using Object::Object;
+
+  std::uint64_t id() const {
+    std::uint64_t id = 0;
+    check(warpipe_job_get_id(get(), &id));
+    return id;
+  }
+  Sample wait(void *stream, Duration timeout) const {
+    warpipe_sample *sample = nullptr;
+    check(warpipe_job_wait(get(), stream, nanoseconds(timeout), &sample));
+    return Sample(sample);
+  }
+  bool is_done() const {
+    bool done = false;
+    check(warpipe_job_is_done(get(), &done));
+    return done;
+  }
+  bool cancel() const {
+    bool cancelled = false;
+    check(warpipe_job_cancel(get(), &cancelled));
+    return cancelled;
+  }
+};
+
+// A descriptor that is readable when results may have come, for an event loop.
+class Watch : public Object<warpipe_watch, warpipe_watch_close> {
+public:
+  using Object::Object;
+
+  int fd() const {
+    std::int32_t fd = -1;
+    check(warpipe_watch_get_fd(get(), &fd));
+    return fd;
+  }
+  // Before looking at the results: what comes from now on makes it readable again.
+  void quiet() const { check(warpipe_watch_quiet(get())); }
+};
+
+// Hands jobs to workers, each to one, and gets each one's result once.
+class Queue : public Object<warpipe_queue, warpipe_queue_close> {
+public:
+  explicit Queue(const std::string &name, const QueueOptions &options = {}) {
+    check(warpipe_queue_create(name.c_str(), &options, place()));
+  }
+
+  Loan loan(const Layout &layout) const {
+    warpipe_loan *loan = nullptr;
+    check(warpipe_queue_loan(get(), layout.get(), &loan));
+    return Loan(loan);
+  }
+  // The loan stays the caller's if this throws, unless the driver failed.
+  Job submit(Loan &loan, void *stream) const {
+    warpipe_job *job = nullptr;
+    loan.used(warpipe_queue_submit(get(), loan.get(), stream, &job));
+    return Job(job);
+  }
+  Job submit(Loan &&loan, void *stream) const { return submit(loan, stream); }
+  Job submit(Loan &loan, void *stream, Duration timeout) const {
+    warpipe_job *job = nullptr;
+    loan.used(
+        warpipe_queue_submit_timeout(get(), loan.get(), stream, nanoseconds(timeout), &job));
+    return Job(job);
+  }
+  Sample next_result(void *stream, Duration timeout) const {
+    warpipe_sample *sample = nullptr;
+    check(warpipe_queue_next_result(get(), stream, nanoseconds(timeout), &sample, nullptr));
+    return Sample(sample);
+  }
+
+  void wait_for_workers(std::size_t count, Duration timeout) const {
+    check(warpipe_queue_wait_for_workers(get(), count, nanoseconds(timeout)));
+  }
+  // Waits until every job has an outcome.
+  void drain(Duration timeout) const { check(warpipe_queue_drain(get(), nanoseconds(timeout))); }
+  // Drains, and tells the workers that no job will come.
+  void shutdown(Duration timeout) const {
+    check(warpipe_queue_shutdown(get(), nanoseconds(timeout)));
+  }
+  warpipe_queue_state state() const {
+    warpipe_queue_state state{};
+    check(warpipe_queue_get_state(get(), &state, nullptr, 0));
+    return state;
+  }
+  Watch watch() const {
+    warpipe_watch *watch = nullptr;
+    check(warpipe_queue_watch(get(), &watch));
+    return Watch(watch);
+  }
+};
+
+// The answer that a job is owed, apart from its input. Destroyed without being given, it is a failed
+// attempt.
+class Answer : public Object<warpipe_answer, warpipe_answer_close> {
+public:
+  using Object::Object;
+
+  Loan output(const Layout &layout) const {
+    warpipe_loan *loan = nullptr;
+    check(warpipe_answer_output(get(), layout.get(), &loan));
+    return Loan(loan);
+  }
+  void complete(void *stream) {
+    check(warpipe_answer_complete(get(), stream));
+    forget();
+  }
+  void complete(Loan &&output, void *stream) {
+    output.used(warpipe_answer_complete_with(get(), output.get(), stream));
+    forget();
+  }
+  void fail(const std::string &reason) {
+    check(warpipe_answer_fail(get(), reason.c_str()));
+    forget();
+  }
+  void reject(const std::string &reason) {
+    check(warpipe_answer_reject(get(), reason.c_str()));
+    forget();
+  }
+  void requeue() {
+    check(warpipe_answer_requeue(get()));
+    forget();
+  }
+};
+
+// A job or a request that this process works on. Destroyed without an answer, it is a failed
+// attempt.
+class Lease : public Object<warpipe_lease, warpipe_lease_close> {
+public:
+  Lease() = default;
+  explicit Lease(warpipe_lease *lease) : Object(lease) {
+    check(warpipe_lease_get_info(lease, &info_));
+  }
+
+  const warpipe_sample_info &info() const noexcept { return info_; }
+  Layout layout() const { return Layout(info_.layout); }
+  std::uint64_t job() const noexcept { return info_.job; }
+  std::uint32_t attempt() const noexcept { return info_.attempt; }
+  View<const std::uint8_t> metadata() const & { return {info_.metadata, info_.metadata_bytes}; }
+  View<const std::uint8_t> metadata() const && = delete; // it ends with the object
+  template <class T = void> const T *data() const noexcept {
+    return reinterpret_cast<const T *>(static_cast<std::uintptr_t>(info_.data));
+  }
+
+  void wait(Duration timeout) const { check(warpipe_lease_wait(get(), nanoseconds(timeout))); }
+  template <class T> std::vector<T> to_vector(Duration timeout) const {
+    std::vector<T> copy(info_.layout.bytes / sizeof(T));
+    check(warpipe_lease_copy_to(get(), copy.data(), copy.size() * sizeof(T), nanoseconds(timeout)));
+    return copy;
+  }
+
+  // Memory for the result.
+  Loan output(const Layout &layout) const {
+    warpipe_loan *loan = nullptr;
+    check(warpipe_lease_output(get(), layout.get(), &loan));
+    return Loan(loan);
+  }
+  void complete(void *stream) {
+    check(warpipe_lease_complete(get(), stream));
+    forget();
+  }
+  void complete(Loan &&output, void *stream) {
+    output.used(warpipe_lease_complete_with(get(), output.get(), stream));
+    forget();
+  }
+  // The attempt failed: the job is tried again, as often as the queue allows.
+  void fail(const std::string &reason) {
+    check(warpipe_lease_fail(get(), reason.c_str()));
+    forget();
+  }
+  // The job cannot be done: it is not tried again.
+  void reject(const std::string &reason) {
+    check(warpipe_lease_reject(get(), reason.c_str()));
+    forget();
+  }
+  // Gives the job back, without counting an attempt.
+  void requeue() {
+    check(warpipe_lease_requeue(get()));
+    forget();
+  }
+  // The input and the answer apart, for work that needs the input beyond the answer.
+  std::pair<Sample, Answer> split() {
+    warpipe_sample *sample = nullptr;
+    warpipe_answer *answer = nullptr;
+    check(warpipe_lease_split(get(), &sample, &answer));
+    forget();
+    Answer owed(answer);
+    return {Sample(sample), std::move(owed)};
+  }
+
+private:
+  warpipe_sample_info info_{};
+};
+
+// Takes jobs of a queue.
+class Worker : public Object<warpipe_worker, warpipe_worker_close> {
+public:
+  explicit Worker(const std::string &queue, const WorkerOptions &options = {}) {
+    check(warpipe_worker_open(queue.c_str(), &options, place()));
+  }
+
+  Lease lease(void *stream, Duration timeout) {
+    warpipe_lease *lease = nullptr;
+    check(warpipe_worker_lease(get(), stream, nanoseconds(timeout), &lease));
+    return Lease(lease);
+  }
+  int fd() const {
+    std::int32_t fd = -1;
+    check(warpipe_worker_get_fd(get(), &fd));
+    return fd;
+  }
+};
+
+// A request that was sent. Destroyed, it is withdrawn.
+class Pending : public Object<warpipe_pending, warpipe_pending_close> {
+public:
+  using Object::Object;
+
+  Sample wait(void *stream, Duration timeout) const {
+    warpipe_sample *reply = nullptr;
+    check(warpipe_pending_wait(get(), stream, nanoseconds(timeout), &reply));
+    return Sample(reply);
+  }
+  bool is_done() const {
+    bool done = false;
+    check(warpipe_pending_is_done(get(), &done));
+    return done;
+  }
+};
+
+// Sends requests to the servers of a service.
+class Client : public Object<warpipe_client, warpipe_client_close> {
+public:
+  explicit Client(const std::string &service, const ClientOptions &options = {}) {
+    check(warpipe_client_create(service.c_str(), &options, place()));
+  }
+
+  Loan loan(const Layout &layout) const {
+    warpipe_loan *loan = nullptr;
+    check(warpipe_client_loan(get(), layout.get(), &loan));
+    return Loan(loan);
+  }
+  Sample call(Loan &&loan, void *stream, Duration deadline) const {
+    warpipe_sample *reply = nullptr;
+    loan.used(warpipe_client_call(get(), loan.get(), stream, nanoseconds(deadline), &reply));
+    return Sample(reply);
+  }
+  Pending request(Loan &&loan, void *stream, Duration deadline) const {
+    warpipe_pending *pending = nullptr;
+    loan.used(warpipe_client_request(get(), loan.get(), stream, nanoseconds(deadline), &pending));
+    return Pending(pending);
+  }
+  Watch watch() const {
+    warpipe_watch *watch = nullptr;
+    check(warpipe_client_watch(get(), &watch));
+    return Watch(watch);
+  }
+  void wait_for_servers(std::size_t count, Duration timeout) const {
+    check(warpipe_client_wait_for_servers(get(), count, nanoseconds(timeout)));
+  }
+};
+
+// Answers the requests of all clients of a service.
+class Server : public Object<warpipe_server, warpipe_server_close> {
+public:
+  explicit Server(const std::string &service, const ServerOptions &options = {}) {
+    check(warpipe_server_create(service.c_str(), &options, place()));
+  }
+
+  Lease accept(void *stream, Duration timeout) {
+    warpipe_lease *lease = nullptr;
+    check(warpipe_server_accept(get(), stream, nanoseconds(timeout), &lease));
+    return Lease(lease);
+  }
+  int fd() const {
+    std::int32_t fd = -1;
+    check(warpipe_server_get_fd(get(), &fd));
+    return fd;
+  }
+};
+
+namespace detail {
+// A text that a function of warpipe.h writes: called again with room if there was too little.
+template <class Write> std::string text(Write write) {
+  std::string text(255, '\0');
+  for (;;) {
+    std::size_t length = 0;
+    const warpipe_status status = write(text.data(), text.size() + 1, &length);
+    const bool is_short = length > text.size();
+    if (status != WARPIPE_OK && !is_short)
+      check(status);
+    text.resize(length);
+    if (!is_short)
+      return text;
+  }
+}
+} // namespace detail
+
+// Memory of a device: allocated here, opened by a ticket or a legacy handle, or a block of a pool.
+class Memory : public Object<warpipe_memory, warpipe_memory_close> {
+public:
+  using Object::Object;
+
+  static Memory allocate(const Device &device, std::uint64_t bytes) {
+    warpipe_memory *memory = nullptr;
+    check(warpipe_memory_allocate(device.get(), bytes, &memory));
+    return Memory(memory);
+  }
+  // What a ticket of another process names.
+  static Memory open(const std::string &ticket, const Device &device, Duration timeout) {
+    warpipe_memory *memory = nullptr;
+    check(warpipe_ticket_open(ticket.c_str(), device.get(), nanoseconds(timeout), &memory));
+    return Memory(memory);
+  }
+  // What a CUDA IPC handle of warpipe_legacy_export names.
+  static Memory open_legacy(const std::string &handle, const Device &device) {
+    warpipe_memory *memory = nullptr;
+    check(warpipe_legacy_open(handle.c_str(), device.get(), &memory));
+    return Memory(memory);
+  }
+
+  // A CUDA IPC handle, as a text, of memory that another allocator made with cudaMalloc. The memory
+  // has to stay as long as others use it.
+  static std::string export_legacy(const Device &device, const void *data, std::uint64_t bytes) {
+    const auto address = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(data));
+    return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+      return warpipe_legacy_export(device.get(), address, bytes, buffer, capacity, length);
+    });
+  }
+
+  warpipe_memory_info info() const {
+    warpipe_memory_info info;
+    check(warpipe_memory_get_info(get(), &info));
+    return info;
+  }
+  template <class T = void> T *data() const {
+    return reinterpret_cast<T *>(static_cast<std::uintptr_t>(info().data));
+  }
+  std::uint64_t bytes() const { return info().bytes; }
+
+  void write(void *stream, std::uint64_t offset, const void *data, std::size_t bytes) const {
+    check(warpipe_memory_write(get(), stream, offset, data, bytes));
+  }
+  template <class T> std::vector<T> to_vector(Duration timeout) const {
+    std::vector<T> copy(bytes() / sizeof(T));
+    check(warpipe_memory_copy_to(get(), 0, copy.data(), copy.size() * sizeof(T),
+                                 nanoseconds(timeout)));
+    return copy;
+  }
+  // A view for another framework, which keeps the memory open.
+  DLManagedTensorVersioned *to_dlpack(const Layout &layout) const {
+    DLManagedTensorVersioned *tensor = nullptr;
+    check(warpipe_memory_to_dlpack(get(), layout.get(), &tensor));
+    return tensor;
+  }
+  DLManagedTensor *to_dlpack_legacy(const Layout &layout) const {
+    DLManagedTensor *tensor = nullptr;
+    check(warpipe_memory_to_dlpack_legacy(get(), layout.get(), &tensor));
+    return tensor;
+  }
+  // Its end is ordered behind the stream's work.
+  void used_on(void *stream) const { check(warpipe_memory_used_on(get(), stream)); }
+  // Lends a block of a pool; the ticket for the other process.
+  std::string lend(warpipe_access access) const {
+    return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+      return warpipe_memory_lend(get(), access, buffer, capacity, length);
+    });
+  }
+};
+
+// Memory that others may open by name or ticket as long as this lives.
+class Published : public Object<warpipe_published, warpipe_published_close> {
+public:
+  Published(const Memory &memory, const std::string &name, const PublishOptions &options = {}) {
+    check(warpipe_memory_publish(memory.get(), name.c_str(), &options, place()));
+  }
+
+  std::string ticket() const {
+    return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+      return warpipe_published_get_ticket(get(), buffer, capacity, length);
+    });
+  }
+  // For a part of the memory: it opens as that range alone.
+  std::string ticket_of(std::uint64_t offset, std::uint64_t bytes) const {
+    return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+      return warpipe_published_get_ticket_of(get(), offset, bytes, buffer, capacity, length);
+    });
+  }
+};
+
+// Lends blocks of one process's memory.
+class Pool : public Object<warpipe_pool, warpipe_pool_close> {
+public:
+  explicit Pool(const std::string &name, const PoolOptions &options = {}) {
+    check(warpipe_pool_create(name.c_str(), &options, place()));
+  }
+
+  Memory allocate(std::uint64_t bytes, Duration timeout) const {
+    warpipe_memory *memory = nullptr;
+    check(warpipe_pool_allocate(get(), bytes, nanoseconds(timeout), &memory));
+    return Memory(memory);
+  }
+  warpipe_pool_stats stats() const {
+    warpipe_pool_stats stats;
+    check(warpipe_pool_get_stats(get(), &stats));
+    return stats;
+  }
+};
+
+// Takes blocks of another process's pool.
+class PoolClient : public Object<warpipe_pool_client, warpipe_pool_client_close> {
+public:
+  explicit PoolClient(const std::string &name, const OpenOptions &options = {}) {
+    check(warpipe_pool_client_open(name.c_str(), &options, place()));
+  }
+
+  Memory allocate(std::uint64_t bytes, Duration timeout) const {
+    warpipe_memory *memory = nullptr;
+    check(warpipe_pool_client_allocate(get(), bytes, nanoseconds(timeout), &memory));
+    return Memory(memory);
+  }
+};
+
+// A number that grows: streams of other processes wait until it has reached a value.
+class Timeline : public Object<warpipe_timeline, warpipe_timeline_close> {
+public:
+  static Timeline create(const std::string &name, const TimelineOptions &options = {}) {
+    Timeline timeline;
+    check(warpipe_timeline_create(name.c_str(), &options, timeline.place()));
+    return timeline;
+  }
+  static Timeline open(const std::string &name, const OpenOptions &options = {}) {
+    Timeline timeline;
+    check(warpipe_timeline_open(name.c_str(), &options, timeline.place()));
+    return timeline;
+  }
+
+  // Behind the stream's work.
+  void signal(void *stream, std::uint64_t value) const {
+    check(warpipe_timeline_signal(get(), stream, value));
+  }
+  void signal_now(std::uint64_t value) const { check(warpipe_timeline_signal_now(get(), value)); }
+  // Makes the stream wait, on the device.
+  void wait(void *stream, std::uint64_t value) const {
+    check(warpipe_timeline_wait(get(), stream, value));
+  }
+  void wait_host(std::uint64_t value, Duration timeout) const {
+    check(warpipe_timeline_wait_host(get(), value, nanoseconds(timeout)));
+  }
+  std::uint64_t value() const {
+    std::uint64_t value = 0;
+    check(warpipe_timeline_get_value(get(), &value));
+    return value;
+  }
+};
+
+// An event that streams of other processes wait for, and that knows its owner's death.
+class Event : public Object<warpipe_event, warpipe_event_close> {
+public:
+  explicit Event(const EventOptions &options = {}) { check(warpipe_event_create(&options, place())); }
+  static Event open(const std::string &handle, const Device &device) {
+    warpipe_event *event = nullptr;
+    check(warpipe_event_open(handle.c_str(), device.get(), &event));
+    return Event(event);
+  }
+
+  std::string handle() const {
+    return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+      return warpipe_event_get_handle(get(), buffer, capacity, length);
+    });
+  }
+  // The recording's number, for is_complete().
+  std::uint64_t record(void *stream) const {
+    std::uint64_t recording = 0;
+    check(warpipe_event_record(get(), stream, &recording));
+    return recording;
+  }
+  // Makes the stream wait, on the device, for the last recording; its number. The stream's later
+  // work is valid once is_complete() says so, and lost if it throws DataLost.
+  std::uint64_t wait(void *stream) const {
+    std::uint64_t recording = 0;
+    check(warpipe_event_wait(get(), stream, &recording));
+    return recording;
+  }
+  bool is_complete(std::uint64_t recording) const {
+    bool complete = false;
+    check(warpipe_event_is_recording_complete(get(), recording, &complete));
+    return complete;
+  }
+  bool query() const {
+    bool complete = false;
+    check(warpipe_event_query(get(), &complete));
+    return complete;
+  }
+  void synchronize(Duration timeout) const {
+    check(warpipe_event_synchronize(get(), nanoseconds(timeout)));
+  }
+
+private:
+  explicit Event(warpipe_event *event) : Object(event) {}
+};
+
+// The right to pass, given back when this is destroyed.
+class Permit : public Object<warpipe_permit, warpipe_permit_close> {
+public:
+  using Object::Object;
+
+  // Behind the stream's work.
+  void release(void *stream) {
+    check(warpipe_permit_release(get(), stream));
+    forget();
+  }
+};
+
+// A number of permits that processes share, and that a death gives back.
+class Semaphore : public Object<warpipe_semaphore, warpipe_semaphore_close> {
+public:
+  static Semaphore create(const std::string &name, const SemaphoreOptions &options) {
+    Semaphore semaphore;
+    check(warpipe_semaphore_create(name.c_str(), &options, semaphore.place()));
+    return semaphore;
+  }
+  static Semaphore open(const std::string &name, const OpenOptions &options = {}) {
+    Semaphore semaphore;
+    check(warpipe_semaphore_open(name.c_str(), &options, semaphore.place()));
+    return semaphore;
+  }
+
+  Permit acquire(void *stream, Duration timeout) const {
+    warpipe_permit *permit = nullptr;
+    check(warpipe_semaphore_acquire(get(), stream, nanoseconds(timeout), &permit));
+    return Permit(permit);
+  }
+  Permit acquire_host(Duration timeout) const {
+    warpipe_permit *permit = nullptr;
+    check(warpipe_semaphore_acquire_host(get(), nanoseconds(timeout), &permit));
+    return Permit(permit);
+  }
+  warpipe_semaphore_info info() const {
+    warpipe_semaphore_info info;
+    check(warpipe_semaphore_get_info(get(), &info));
+    return info;
+  }
+};
+
+// Lists this process among the live ones of its domain.
+class Member : public Object<warpipe_member, warpipe_member_close> {
+public:
+  explicit Member(const std::string &name, const MemberOptions &options = {}) {
+    check(warpipe_member_create(name.c_str(), &options, place()));
+  }
+};
+
+// The live processes of a domain, and their changes.
+class Members : public Object<warpipe_members, warpipe_members_close> {
+public:
+  explicit Members(const MembersOptions &options = {}) {
+    check(warpipe_members_open(&options, place()));
+  }
+
+  std::vector<warpipe_member_info> list() const {
+    std::vector<warpipe_member_info> found(16);
+    for (;;) {
+      std::size_t count = 0;
+      check(warpipe_members_list(get(), found.data(), found.size(), &count));
+      const bool all = count <= found.size();
+      found.resize(count);
+      if (all)
+        return found;
+    }
+  }
+  // The next member that joined, left or died; none within the timeout.
+  std::optional<warpipe_change> next_change(Duration timeout) const {
+    warpipe_change change;
+    const warpipe_status status =
+        warpipe_members_next_change(get(), nanoseconds(timeout), &change);
+    if (status == WARPIPE_TIMEOUT)
+      return std::nullopt;
+    check(status);
+    return change;
+  }
+};
+
+} // namespace warpipe
+
+#endif // WARPIPE_HPP

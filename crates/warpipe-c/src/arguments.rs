@@ -1,0 +1,288 @@
+//! What C passes by address: copied once, checked, and only the copy used. **This module is marked
+//! for unsafe**: it reads and writes at addresses that the caller gives.
+
+use std::ffi::{CStr, c_char};
+use std::time::Duration;
+
+use crate::failure::Failure;
+
+/// A text that ends with a zero byte.
+///
+/// # Safety
+/// `text` is null, or the address of such a text, which does not change during the call.
+pub(crate) unsafe fn text<'a>(name: &'static str, text: *const c_char) -> Result<&'a str, Failure> {
+    // SAFETY: the caller's promise.
+    match unsafe { text_or_null(name, text) }? {
+        Some(text) => Ok(text),
+        None => Err(Failure::NullArgument(name)),
+    }
+}
+
+/// As [`text`], and `None` for null.
+///
+/// # Safety
+/// As for [`text`].
+pub(crate) unsafe fn text_or_null<'a>(
+    name: &'static str,
+    text: *const c_char,
+) -> Result<Option<&'a str>, Failure> {
+    if text.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: not null, and the caller's promise.
+    let text = unsafe { CStr::from_ptr(text) };
+    let text = text.to_str();
+    text.map(Some)
+        .map_err(|_| Failure::argument(name, "not UTF-8", "text in UTF-8"))
+}
+
+/// `count` values at an address, which may be null if there are none.
+///
+/// # Safety
+/// `data` is the address of `count` values that do not change during the call, if `count` is not 0.
+pub(crate) unsafe fn slice<'a, T>(
+    name: &'static str,
+    data: *const T,
+    count: usize,
+) -> Result<&'a [T], Failure> {
+    check_array(name, data, count)?;
+    if count == 0 {
+        return Ok(&[]);
+    }
+    // SAFETY: not null, aligned and no longer than a slice may be; the rest is the caller's promise.
+    Ok(unsafe { std::slice::from_raw_parts(data, count) })
+}
+
+/// `count` places for values, of which `write` fills as many as it returns.
+///
+/// # Safety
+/// `data` is the address of `count` places that nothing else uses during the call, if `count` is
+/// not 0.
+pub(crate) unsafe fn slice_mut<'a, T>(
+    name: &'static str,
+    data: *mut T,
+    count: usize,
+) -> Result<&'a mut [T], Failure> {
+    check_array(name, data.cast_const(), count)?;
+    if count == 0 {
+        return Ok(&mut []);
+    }
+    // SAFETY: as for `slice`; every type that is written here is valid whatever its bytes are.
+    Ok(unsafe { std::slice::from_raw_parts_mut(data, count) })
+}
+
+fn check_array<T>(name: &'static str, data: *const T, count: usize) -> Result<(), Failure> {
+    if count == 0 {
+        return Ok(());
+    }
+    if data.is_null() {
+        return Err(Failure::NullArgument(name));
+    }
+    if !data.is_aligned() {
+        let allowed = format!("an address that {} divides", align_of::<T>());
+        return Err(Failure::argument(name, format!("{data:p}"), allowed));
+    }
+    match count.checked_mul(size_of::<T>()) {
+        Some(bytes) if bytes <= isize::MAX as usize => Ok(()),
+        _ => Err(Failure::argument(
+            name,
+            format!("{count} elements long"),
+            "less than an address space",
+        )),
+    }
+}
+
+/// Users and groups that an endpoint admits.
+#[derive(Debug)]
+pub(crate) struct Admitted<'a> {
+    pub(crate) uids: &'a [u32],
+    pub(crate) gids: &'a [u32],
+}
+
+/// The users and groups of an endpoint's options.
+///
+/// # Safety
+/// As for [`slice`], for both arrays.
+pub(crate) unsafe fn admitted<'a>(
+    uids: *const u32,
+    uids_count: usize,
+    gids: *const u32,
+    gids_count: usize,
+) -> Result<Admitted<'a>, Failure> {
+    // SAFETY: the caller's promises.
+    unsafe {
+        Ok(Admitted {
+            uids: slice("options->allow_uids", uids, uids_count)?,
+            gids: slice("options->allow_gids", gids, gids_count)?,
+        })
+    }
+}
+
+/// A place for a result. It is written once, when the call succeeds.
+#[derive(Debug)]
+pub(crate) struct Out<T>(*mut T);
+
+/// A place for a result, which must be there.
+///
+/// # Safety
+/// `place` is null, or the address of a place for a `T` that nothing else uses during the call.
+pub(crate) unsafe fn out<T>(name: &'static str, place: *mut T) -> Result<Out<T>, Failure> {
+    if place.is_null() {
+        return Err(Failure::NullArgument(name));
+    }
+    Ok(Out(place))
+}
+
+/// As [`out`] for a pointer to an object: null until the call succeeds.
+///
+/// # Safety
+/// As for [`out`].
+pub(crate) unsafe fn out_object<T>(
+    name: &'static str,
+    place: *mut *mut T,
+) -> Result<Out<*mut T>, Failure> {
+    // SAFETY: the caller's promise.
+    let place = unsafe { out(name, place) }?;
+    place.put(std::ptr::null_mut());
+    Ok(place)
+}
+
+impl<T> Out<T> {
+    pub(crate) fn put(&self, value: T) {
+        // SAFETY: not null; `out`'s caller promised the rest. Unaligned, as C may pack a structure.
+        unsafe { self.0.write_unaligned(value) }
+    }
+}
+
+/// As [`Out::put`], where the caller may pass null if it does not want the value.
+///
+/// # Safety
+/// As for [`out`].
+pub(crate) unsafe fn put_unless_null<T>(place: *mut T, value: T) {
+    if !place.is_null() {
+        // SAFETY: not null, and the caller's promise.
+        unsafe { place.write_unaligned(value) }
+    }
+}
+
+/// A structure of options. Its first field is its size in the caller's version: fields may be
+/// added behind the known ones, and zero bytes are the defaults.
+///
+/// # Safety
+/// Zeros are a valid value of it.
+pub(crate) unsafe trait Options: Copy {
+    /// Its type in C.
+    const NAME: &'static str;
+}
+
+/// A copy of the caller's options; the defaults for null.
+///
+/// # Safety
+/// `options` is null, or the address of a structure of as many bytes as its first field says.
+pub(crate) unsafe fn options<T: Options>(options: *const T) -> Result<T, Failure> {
+    // SAFETY: zeros are valid, by the trait.
+    let mut copy: T = unsafe { std::mem::zeroed() };
+    if options.is_null() {
+        return Ok(copy);
+    }
+    // SAFETY: not null; the caller promises at least the size.
+    let size = unsafe { options.cast::<usize>().read_unaligned() };
+    if size < size_of::<usize>() || size > 64 * 1024 {
+        let allowed = format!("sizeof({})", T::NAME);
+        return Err(Failure::argument("options->size", size, allowed));
+    }
+    let known = size.min(size_of::<T>());
+    // SAFETY: the caller promises `size` bytes; the copy has room for those that are known.
+    unsafe {
+        std::ptr::copy_nonoverlapping(
+            options.cast::<u8>(),
+            std::ptr::from_mut(&mut copy).cast::<u8>(),
+            known,
+        );
+    }
+    // SAFETY: as above; the bytes behind the known ones.
+    let newer =
+        unsafe { std::slice::from_raw_parts(options.cast::<u8>().add(known), size - known) };
+    if newer.iter().any(|&byte| byte != 0) {
+        return Err(Failure::Version(format!(
+            "a {} of {size} bytes uses options that this library ({}) does not have; run one version",
+            T::NAME,
+            env!("CARGO_PKG_VERSION"),
+        )));
+    }
+    Ok(copy)
+}
+
+/// Copies a text and its end into the caller's buffer. The length is told in any case, so that a
+/// caller may ask with a capacity of 0 first.
+///
+/// # Safety
+/// `buffer` is the address of `capacity` bytes, and `length` null or the address of a place.
+pub(crate) unsafe fn put_text(
+    found: &str,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> Result<(), Failure> {
+    // SAFETY: the caller's promise.
+    unsafe { put_unless_null(length, found.len()) };
+    if capacity <= found.len() {
+        return Err(Failure::argument(
+            "capacity",
+            capacity,
+            format!("at least {} bytes", found.len() + 1),
+        ));
+    }
+    // SAFETY: the caller's promise; a byte may have any value.
+    let buffer = unsafe { slice_mut("buffer", buffer.cast::<u8>(), capacity) }?;
+    buffer[..found.len()].copy_from_slice(found.as_bytes());
+    buffer[found.len()] = 0;
+    Ok(())
+}
+
+/// A text in a field of fixed length, cut off at a character's end if it is longer.
+pub(crate) fn fixed<const N: usize>(text: &str) -> [c_char; N] {
+    let mut field = [0; N];
+    let mut end = text.len().min(N - 1);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    for (to, &from) in field.iter_mut().zip(&text.as_bytes()[..end]) {
+        *to = from as c_char;
+    }
+    field
+}
+
+/// A timeout in nanoseconds.
+pub(crate) fn timeout(nanoseconds: u64) -> Duration {
+    Duration::from_nanos(nanoseconds)
+}
+
+/// An option that is a time, with 0 for its default.
+pub(crate) fn time_option(nanoseconds: u64) -> Option<Duration> {
+    (nanoseconds != 0).then(|| timeout(nanoseconds))
+}
+
+/// An option that is 0 or 1: a `bool` of other bytes would be no value of Rust.
+pub(crate) fn flag(name: &'static str, found: u32) -> Result<bool, Failure> {
+    match found {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(Failure::argument(name, other, "0 or 1")),
+    }
+}
+
+/// An option that is a number, with 0 for its default.
+pub(crate) fn number<T: PartialEq + Default>(value: T) -> Option<T> {
+    (value != T::default()).then_some(value)
+}
+
+/// Calls a builder's setter for an option that is not 0.
+macro_rules! set {
+    ($builder:ident, $($setter:ident($value:expr)),+ $(,)?) => {
+        $(if let Some(value) = $value {
+            $builder = $builder.$setter(value);
+        })+
+    };
+}
+pub(crate) use set;

@@ -1,0 +1,579 @@
+//! Channels: a publisher hands tensors to any number of subscribers.
+
+use std::ffi::{c_char, c_void};
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use warpipe::{PeerState, Policy, Publisher, Subscriber};
+
+use crate::arguments::{
+    Options, flag, number, options, out, out_object, put_unless_null, set, slice, slice_mut, text,
+    time_option, timeout,
+};
+use crate::device::{streams_of, warpipe_device};
+use crate::domain::{domain_of, warpipe_domain};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Exclusive, Found};
+use crate::layout::{layout_of, warpipe_layout};
+use crate::loan::{LoanKind, insert_loan, warpipe_loan};
+use crate::sample::{SampleKind, insert_sample, warpipe_sample};
+use crate::streams::Streams;
+
+/// Hands tensors in device memory to any number of subscribers. Any number of threads may use it.
+pub struct warpipe_publisher {
+    _private: [u8; 0],
+}
+
+/// Receives the tensors of one publisher. One thread at a time may use it; its samples may go to
+/// any thread.
+pub struct warpipe_subscriber {
+    _private: [u8; 0],
+}
+
+/// The action when a subscriber holds as many samples as the publisher's depth.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum warpipe_policy {
+    /// A send waits for room, then fails with `WARPIPE_TIMEOUT`, and no subscriber gets the sample.
+    WARPIPE_POLICY_BLOCK = 0,
+    /// The subscriber loses the oldest sample that it has not received yet.
+    WARPIPE_POLICY_DROP_OLDEST = 1,
+    /// The subscriber does not get this sample.
+    WARPIPE_POLICY_DROP_NEWEST = 2,
+    /// A send fails at once with `WARPIPE_LIMIT_REACHED`, and no subscriber gets the sample.
+    WARPIPE_POLICY_FAIL = 3,
+}
+
+/// The state of a peer.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum warpipe_peer_state {
+    /// There is no such peer now.
+    WARPIPE_PEER_NONE = 0,
+    /// It gives signs of life.
+    WARPIPE_PEER_ALIVE = 1,
+    /// It has given none for a while: it may be stopped.
+    WARPIPE_PEER_STALLED = 2,
+    /// It has said that it ends.
+    WARPIPE_PEER_LEAVING = 3,
+    /// Its socket has ended; its death is not proven yet.
+    WARPIPE_PEER_SUSPECT = 4,
+    /// Its death is proven.
+    WARPIPE_PEER_DEAD = 5,
+}
+
+/// Options of a publisher. Begin with `{.size = sizeof(warpipe_publisher_options)}`; a field that
+/// is 0 has its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_publisher_options {
+    /// `sizeof(warpipe_publisher_options)`.
+    pub size: usize,
+    /// The domain of its name; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// The device that holds the samples; the first GPU by default, else the host.
+    pub device: *const warpipe_device,
+    /// How many samples each subscriber may have been given and not released: 1 to 4096; 16 by
+    /// default.
+    pub depth: u32,
+    /// A `warpipe_policy`; to block, by default.
+    pub policy: u32,
+    /// With `WARPIPE_POLICY_BLOCK`, how long a send waits, in nanoseconds; 5 s by default.
+    pub block_timeout_ns: u64,
+    /// How many of the last samples a late subscriber gets first; none by default.
+    pub history: u32,
+    /// The most subscribers at once; 256 by default.
+    pub subscribers_max: u32,
+    /// The most subscribers of each other user; 128 by default.
+    pub subscribers_per_user_max: u32,
+    /// The most subscribers in each other process; 64 by default.
+    pub subscribers_per_process_max: u32,
+    /// The most device memory that the samples may take, in bytes; 4 GiB by default.
+    pub memory_limit: u64,
+    /// How long a loan waits for memory that is in use, in nanoseconds; 5 s by default.
+    pub loan_timeout_ns: u64,
+    /// Silence after which a subscriber loses its link, in nanoseconds, at least 500 ms; never by
+    /// default.
+    pub evict_after_ns: u64,
+    /// How long a subscriber may take to attach, in nanoseconds; 5 s by default.
+    pub handshake_timeout_ns: u64,
+    /// Users that are admitted beside this process's own; the domain's directory must admit them,
+    /// too.
+    pub allow_uids: *const u32,
+    /// How many those are.
+    pub allow_uids_count: usize,
+    /// Groups that are admitted.
+    pub allow_gids: *const u32,
+    /// How many those are.
+    pub allow_gids_count: usize,
+}
+
+// SAFETY: numbers and pointers, which may be zero.
+unsafe impl Options for warpipe_publisher_options {
+    const NAME: &'static str = "warpipe_publisher_options";
+}
+
+/// Options of a subscriber. Begin with `{.size = sizeof(warpipe_subscriber_options)}`; a field that
+/// is 0 has its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_subscriber_options {
+    /// `sizeof(warpipe_subscriber_options)`.
+    pub size: usize,
+    /// The domain of the publisher's name; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// The device to receive on; the first GPU by default, else the host.
+    pub device: *const warpipe_device,
+    /// How long to wait for a publisher of this name, in nanoseconds; by default not at all:
+    /// `WARPIPE_NOT_FOUND`.
+    pub wait_ns: u64,
+    /// How long the publisher may take to answer, in nanoseconds; 5 s by default.
+    pub handshake_timeout_ns: u64,
+    /// How long after a publisher's suspected death what is not complete is given up, where a child
+    /// of it keeps the proof back, in nanoseconds; 30 s by default.
+    pub orphan_timeout_ns: u64,
+    /// How long a wait polls before it sleeps, in nanoseconds; up to 20 us by default.
+    pub spin_ns: u64,
+    /// 1: attach to the next publisher of this name when one has gone; else receiving says
+    /// `WARPIPE_PEER_GONE`.
+    pub reconnect: u32,
+}
+
+// SAFETY: numbers and pointers, which may be zero.
+unsafe impl Options for warpipe_subscriber_options {
+    const NAME: &'static str = "warpipe_subscriber_options";
+}
+
+/// A subscriber, as its publisher sees it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_subscriber_info {
+    /// Its process id.
+    pub pid: i32,
+    /// Its effective user id.
+    pub uid: u32,
+    /// A `warpipe_peer_state`.
+    pub state: u32,
+    /// Samples that it was given and has not released.
+    pub in_flight: u32,
+    /// Nanoseconds since its last sign of life.
+    pub silent_for_ns: u64,
+    /// Samples that it did not get because of its policy.
+    pub dropped: u64,
+}
+
+pub(crate) fn state_of(state: PeerState) -> warpipe_peer_state {
+    match state {
+        PeerState::Alive => warpipe_peer_state::WARPIPE_PEER_ALIVE,
+        PeerState::Leaving => warpipe_peer_state::WARPIPE_PEER_LEAVING,
+        PeerState::Suspect => warpipe_peer_state::WARPIPE_PEER_SUSPECT,
+        PeerState::Dead => warpipe_peer_state::WARPIPE_PEER_DEAD,
+        _ => warpipe_peer_state::WARPIPE_PEER_STALLED,
+    }
+}
+
+fn policy_of(options: &warpipe_publisher_options) -> Result<Policy, Failure> {
+    let blocking = time_option(options.block_timeout_ns);
+    Ok(match options.policy {
+        0 => Policy::Block {
+            timeout: blocking.unwrap_or(std::time::Duration::from_secs(5)),
+        },
+        1 => Policy::DropOldest,
+        2 => Policy::DropNewest,
+        3 => Policy::Fail,
+        other => {
+            return Err(Failure::argument(
+                "options->policy",
+                other,
+                "a warpipe_policy",
+            ));
+        }
+    })
+}
+
+/// A publisher, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct PublisherObject {
+    pub(crate) publisher: Publisher,
+    pub(crate) streams: Arc<Streams>,
+}
+
+/// A subscriber, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct SubscriberObject {
+    subscriber: Subscriber,
+    streams: Arc<Streams>,
+}
+
+/// Makes a publisher of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`), and
+/// begins to listen. `options` may be null.
+///
+/// `*publisher` is the caller's, to be closed by `warpipe_publisher_close`.
+///
+/// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name; `WARPIPE_INVALID_INPUT`;
+/// `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `name` is a text, `options` null or the address of options, `publisher` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_publisher_create(
+    name: *const c_char,
+    options: *const warpipe_publisher_options,
+    publisher: *mut *mut warpipe_publisher,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, name, options, uids, gids) = unsafe {
+            let place = out_object("publisher", publisher)?;
+            let options = self::options(options)?;
+            let uids = slice(
+                "options->allow_uids",
+                options.allow_uids,
+                options.allow_uids_count,
+            )?;
+            let gids = slice(
+                "options->allow_gids",
+                options.allow_gids,
+                options.allow_gids_count,
+            )?;
+            (place, text("name", name)?, options, uids, gids)
+        };
+        let streams = streams_of(options.device)?;
+        let mut builder = Publisher::builder(name)
+            .device(streams.device())
+            .policy(policy_of(&options)?)
+            .history(options.history)
+            .evict_after(time_option(options.evict_after_ns))
+            .allow_uids(uids)
+            .allow_gids(gids);
+        set!(
+            builder,
+            domain(domain_of(options.domain)?.as_ref()),
+            depth(number(options.depth)),
+            memory_limit(number(options.memory_limit)),
+            loan_timeout(time_option(options.loan_timeout_ns)),
+            handshake_timeout(time_option(options.handshake_timeout_ns)),
+            subscribers_max(number(options.subscribers_max)),
+            subscribers_per_user_max(number(options.subscribers_per_user_max)),
+            subscribers_per_process_max(number(options.subscribers_per_process_max)),
+        );
+        let publisher = builder.build()?;
+        place.put(handle::insert(PublisherObject { publisher, streams })?);
+        Ok(())
+    })
+}
+
+/// Closes a publisher gracefully: subscribers still receive the samples that are complete. Loans
+/// that were not sent stay usable for `warpipe_loan_discard` only. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_publisher_close(publisher: *mut warpipe_publisher) -> warpipe_status {
+    run(|| handle::close::<PublisherObject>(publisher))
+}
+
+/// Lends a slot for a tensor of this layout: memory of the publisher's device that no subscriber
+/// reads, with undefined contents.
+///
+/// `*loan` is the caller's, to be closed by `warpipe_loan_send` or `warpipe_loan_discard`.
+///
+/// `WARPIPE_LIMIT_REACHED` when the memory limit is in use for longer than the loan's timeout, or
+/// the device is full.
+///
+/// # Safety
+/// `layout` is the address of a layout, `loan` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_publisher_loan(
+    publisher: *const warpipe_publisher,
+    layout: *const warpipe_layout,
+    loan: *mut *mut warpipe_loan,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
+        let publisher: Found<PublisherObject> = handle::get(publisher)?;
+        let loan = LoanKind::Sample(publisher.publisher.loan(&layout)?);
+        place.put(insert_loan(loan, &publisher.streams)?);
+        Ok(())
+    })
+}
+
+/// Loans, copies from memory of the host and sends, in one call. `*sequence`, which may be null,
+/// becomes the sample's number. The source may be reused when the call returns.
+///
+/// `layout` may be null: then the sample is a tensor of `bytes` bytes (`WARPIPE_UINT8`). Fails as
+/// `warpipe_publisher_loan` and `warpipe_loan_send`.
+///
+/// # Safety
+/// `data` is the address of `bytes` bytes; `stream` is a stream of the publisher's device; `layout`
+/// is null or the address of a layout, `sequence` null or that of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_publisher_send_host(
+    publisher: *const warpipe_publisher,
+    stream: *mut c_void,
+    layout: *const warpipe_layout,
+    data: *const c_void,
+    bytes: usize,
+    sequence: *mut u64,
+) -> warpipe_status {
+    run(|| {
+        let publisher: Found<PublisherObject> = handle::get(publisher)?;
+        // SAFETY: the caller's promises.
+        let (data, stream) = unsafe {
+            let data = slice("data", data.cast::<u8>(), bytes)?;
+            (data, publisher.streams.get(stream)?)
+        };
+        let sent = if layout.is_null() {
+            publisher.publisher.send_bytes(&stream, data)?
+        } else {
+            // SAFETY: the caller's promise.
+            let layout = unsafe { layout_of(layout) }?;
+            publisher.publisher.send_slice(&stream, &layout, data)?
+        };
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(sequence, sent) };
+        Ok(())
+    })
+}
+
+/// Loans, copies `layout.bytes` bytes from a device address on the stream and sends. `*sequence`,
+/// which may be null, becomes the sample's number.
+///
+/// # Safety
+/// The device can read that many bytes at `data` until the stream has done the copy; the rest as
+/// for `warpipe_publisher_send_host`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_publisher_send_device(
+    publisher: *const warpipe_publisher,
+    stream: *mut c_void,
+    layout: *const warpipe_layout,
+    data: u64,
+    sequence: *mut u64,
+) -> warpipe_status {
+    run(|| {
+        let publisher: Found<PublisherObject> = handle::get(publisher)?;
+        // SAFETY: the caller's promises.
+        unsafe {
+            let (layout, stream) = (layout_of(layout)?, publisher.streams.get(stream)?);
+            let sent = publisher.publisher.send_device(&stream, &layout, data)?;
+            put_unless_null(sequence, sent);
+        }
+        Ok(())
+    })
+}
+
+/// Waits until `count` subscribers are attached.
+///
+/// `WARPIPE_TIMEOUT`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_publisher_wait_for_subscribers(
+    publisher: *const warpipe_publisher,
+    count: usize,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        let publisher: Found<PublisherObject> = handle::get(publisher)?;
+        Ok(publisher
+            .publisher
+            .wait_for_subscribers(count, timeout(timeout_ns))?)
+    })
+}
+
+/// Lists the subscribers, at most `capacity` of them. `*count` becomes the number of all.
+///
+/// # Safety
+/// `subscribers` is the address of `capacity` structures, `count` that of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_publisher_list_subscribers(
+    publisher: *const warpipe_publisher,
+    subscribers: *mut warpipe_subscriber_info,
+    capacity: usize,
+    count: *mut usize,
+) -> warpipe_status {
+    run(|| {
+        let publisher: Found<PublisherObject> = handle::get(publisher)?;
+        // SAFETY: the caller's promises.
+        let (places, count) = unsafe {
+            let count = out("count", count)?;
+            (slice_mut("subscribers", subscribers, capacity)?, count)
+        };
+        let found = publisher.publisher.subscribers();
+        for (place, info) in places.iter_mut().zip(&found) {
+            *place = warpipe_subscriber_info {
+                pid: info.pid,
+                uid: info.uid,
+                state: state_of(info.state) as u32,
+                in_flight: info.in_flight,
+                silent_for_ns: u64::try_from(info.silent_for.as_nanos()).unwrap_or(u64::MAX),
+                dropped: info.dropped,
+            };
+        }
+        count.put(found.len());
+        Ok(())
+    })
+}
+
+/// Attaches to the publisher of this name. `options` may be null.
+///
+/// `*subscriber` is the caller's, to be closed by `warpipe_subscriber_close`.
+///
+/// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_REFUSED`;
+/// `WARPIPE_LIMIT_REACHED`; `WARPIPE_PROTOCOL` for another version; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `name` is a text, `options` null or the address of options, `subscriber` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_subscriber_open(
+    name: *const c_char,
+    options: *const warpipe_subscriber_options,
+    subscriber: *mut *mut warpipe_subscriber,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, name, options) = unsafe {
+            let place = out_object("subscriber", subscriber)?;
+            (place, text("name", name)?, self::options(options)?)
+        };
+        let streams = streams_of(options.device)?;
+        let mut builder = Subscriber::builder(name)
+            .device(streams.device())
+            .reconnect(flag("options->reconnect", options.reconnect)?)
+            .wait_for_publisher(time_option(options.wait_ns));
+        set!(
+            builder,
+            domain(domain_of(options.domain)?.as_ref()),
+            handshake_timeout(time_option(options.handshake_timeout_ns)),
+            orphan_timeout(time_option(options.orphan_timeout_ns)),
+            spin(time_option(options.spin_ns)),
+        );
+        let subscriber = builder.build()?;
+        let object = SubscriberObject {
+            subscriber,
+            streams,
+        };
+        place.put(handle::insert(Exclusive::new(object))?);
+        Ok(())
+    })
+}
+
+/// Closes a subscriber. Samples that it has received stay usable. While another thread is in a call
+/// on it, it ends when that call returns. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_subscriber_close(subscriber: *mut warpipe_subscriber) -> warpipe_status {
+    run(|| handle::close::<Exclusive<SubscriberObject>>(subscriber))
+}
+
+fn with<R>(
+    subscriber: *const warpipe_subscriber,
+    work: impl FnOnce(&mut SubscriberObject) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let object: Found<Exclusive<SubscriberObject>> = handle::get(subscriber)?;
+    let mut locked = object.lock("warpipe_subscriber")?;
+    work(locked.value())
+}
+
+/// Waits for the next sample, up to `timeout_ns` nanoseconds; 0 takes one that is there. `stream`
+/// will wait, on the device, until the sample's data is complete: kernels enqueued on it read
+/// complete data.
+///
+/// `*sample` is the caller's, to be closed by `warpipe_sample_finish`, `warpipe_sample_release` or
+/// `warpipe_sample_release_on`.
+///
+/// `WARPIPE_TIMEOUT`; `WARPIPE_PEER_GONE` once every sample that the publisher completed was
+/// received (not with `reconnect`); `WARPIPE_LINK_CLOSED`; `WARPIPE_INVALID_STATE` for a stream that
+/// is being captured, or while another thread receives; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `stream` is a stream of the subscriber's device, `sample` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_subscriber_receive(
+    subscriber: *mut warpipe_subscriber,
+    stream: *mut c_void,
+    timeout_ns: u64,
+    sample: *mut *mut warpipe_sample,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("sample", sample) }?;
+        with(subscriber, |object| {
+            // SAFETY: the caller's promise.
+            let stream = unsafe { object.streams.get(stream) }?;
+            let subscriber = &mut object.subscriber;
+            let received = if timeout_ns == 0 {
+                // Asks the publisher to ring, as a caller that polls the descriptor needs.
+                let received = subscriber.try_receive(&stream)?;
+                received.ok_or_else(|| Failure::nothing("a sample"))?
+            } else {
+                subscriber.receive_timeout(&stream, timeout(timeout_ns))?
+            };
+            place.put(insert_sample(
+                SampleKind::Sample(received),
+                &object.streams,
+            )?);
+            Ok(())
+        })
+    })
+}
+
+/// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_subscriber_receive` with a
+/// timeout of 0 is worth a call. Receive until it says `WARPIPE_TIMEOUT` before waiting on it. It is
+/// the subscriber's, and ends with it.
+///
+/// # Safety
+/// `fd` is the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_subscriber_get_fd(
+    subscriber: *const warpipe_subscriber,
+    fd: *mut i32,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("fd", fd) }?;
+        with(subscriber, |object| {
+            place.put(object.subscriber.as_raw_fd());
+            Ok(())
+        })
+    })
+}
+
+/// Samples that this subscriber did not get because of the publisher's policy.
+///
+/// # Safety
+/// `dropped` is the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_subscriber_get_dropped(
+    subscriber: *const warpipe_subscriber,
+    dropped: *mut u64,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("dropped", dropped) }?;
+        with(subscriber, |object| {
+            place.put(object.subscriber.dropped());
+            Ok(())
+        })
+    })
+}
+
+/// The publisher's state (a `warpipe_peer_state`) and its process id, 0 while there is none. Either
+/// address may be null.
+///
+/// # Safety
+/// Each is null or the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_subscriber_get_publisher(
+    subscriber: *const warpipe_subscriber,
+    state: *mut u32,
+    pid: *mut i32,
+) -> warpipe_status {
+    run(|| {
+        with(subscriber, |object| {
+            let found = object.subscriber.publisher_state();
+            let found = found.map_or(warpipe_peer_state::WARPIPE_PEER_NONE, state_of);
+            // SAFETY: the caller's promises.
+            unsafe {
+                put_unless_null(state, found as u32);
+                put_unless_null(pid, object.subscriber.publisher_pid().unwrap_or(0));
+            }
+            Ok(())
+        })
+    })
+}

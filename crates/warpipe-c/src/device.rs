@@ -1,0 +1,315 @@
+//! Devices and streams.
+
+use std::ffi::{c_char, c_void};
+use std::sync::Arc;
+
+use warpipe::{Device, DeviceInfo, DeviceKind};
+
+use crate::arguments::{fixed, out, out_object, text_or_null, timeout};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Found};
+use crate::layout::{layout_of, warpipe_layout};
+use crate::streams::Streams;
+
+/// A GPU, or the host: memory of memfds, threads as streams.
+pub struct warpipe_device {
+    _private: [u8; 0],
+}
+
+/// The properties of a device.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_device_info {
+    /// 1 for a GPU, 0 for the host.
+    pub is_cuda: bool,
+    /// The device's ordinal in this process, as `cudaSetDevice` takes it; 0 for the host.
+    pub ordinal: u32,
+    /// The GPU's UUID, the same in every process; zeros for the host.
+    pub uuid: [u8; 16],
+    /// Total memory in bytes.
+    pub memory_bytes: u64,
+    /// The name for people, cut off after 127 bytes: the GPU's product name, or `host`.
+    pub name: [c_char; 128],
+}
+
+impl warpipe_device_info {
+    fn of(info: &DeviceInfo) -> warpipe_device_info {
+        warpipe_device_info {
+            is_cuda: info.id.kind == DeviceKind::Cuda,
+            ordinal: info.ordinal,
+            uuid: info.id.uuid,
+            memory_bytes: info.memory_bytes,
+            name: fixed(&info.name),
+        }
+    }
+}
+
+/// An open device.
+#[derive(Debug)]
+pub(crate) struct DeviceObject(pub(crate) Arc<Streams>);
+
+/// The device of an argument; of null, the first GPU, else the host.
+pub(crate) fn streams_of(device: *const warpipe_device) -> Result<Arc<Streams>, Failure> {
+    let found: Option<Found<DeviceObject>> = handle::get_optional(device)?;
+    Ok(match found {
+        Some(device) => device.0.clone(),
+        None => Arc::new(Streams::new(Device::preferred().device)),
+    })
+}
+
+fn named(name: &str) -> Result<Device, Failure> {
+    if name == "host" {
+        return Ok(Device::host());
+    }
+    if name == "cuda" {
+        return Ok(Device::cuda(0)?);
+    }
+    if let Some(ordinal) = name
+        .strip_prefix("cuda:")
+        .and_then(|rest| rest.parse().ok())
+    {
+        return Ok(Device::cuda(ordinal)?);
+    }
+    if let Some(uuid) = name.strip_prefix("GPU-").and_then(uuid_of) {
+        return Ok(Device::by_uuid(uuid)?);
+    }
+    let allowed = "NULL, \"host\", \"cuda\", \"cuda:ORDINAL\" or \"GPU-UUID\"";
+    Err(Failure::argument("name", format!("{name:?}"), allowed))
+}
+
+fn uuid_of(text: &str) -> Option<[u8; 16]> {
+    let digits: String = text.chars().filter(|&c| c != '-').collect();
+    if digits.len() != 32 || !digits.chars().all(|c| c.is_ascii_hexdigit()) {
+        return None;
+    }
+    let mut uuid = [0; 16];
+    for (index, byte) in uuid.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&digits[2 * index..2 * index + 2], 16).ok()?;
+    }
+    Some(uuid)
+}
+
+/// Opens a device: `"cuda"` or `"cuda:N"` (an ordinal among those that `CUDA_VISIBLE_DEVICES`
+/// leaves), `"GPU-..."` (a UUID), or `"host"`. `NULL` is the first GPU if there is one, else the
+/// host; `warpipe_device_get_info` says which.
+///
+/// `*device` is the caller's, to be closed by `warpipe_device_close`. Endpoints that were made with
+/// it stay usable after that.
+///
+/// `WARPIPE_DEVICE_UNAVAILABLE`, `WARPIPE_DEVICE_FAILED`, `WARPIPE_INVALID_INPUT`.
+///
+/// # Safety
+/// `name` is null or a text, `device` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_device_open(
+    name: *const c_char,
+    device: *mut *mut warpipe_device,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, name) = unsafe { (out_object("device", device)?, text_or_null("name", name)?) };
+        let found = match name {
+            Some(name) => named(name)?,
+            None => Device::preferred().device,
+        };
+        place.put(handle::insert(DeviceObject(Arc::new(Streams::new(found))))?);
+        Ok(())
+    })
+}
+
+/// Reads a device's properties.
+///
+/// # Safety
+/// `info` is the address of such a structure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_device_get_info(
+    device: *const warpipe_device,
+    info: *mut warpipe_device_info,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("info", info) }?;
+        let device: Found<DeviceObject> = handle::get(device)?;
+        place.put(warpipe_device_info::of(device.0.device().info()));
+        Ok(())
+    })
+}
+
+/// Closes a device's handle. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_device_close(device: *mut warpipe_device) -> warpipe_status {
+    run(|| handle::close::<DeviceObject>(device))
+}
+
+/// Makes a stream (`cuStreamCreate`, non-blocking; a thread on the host). On CUDA `*stream` is a
+/// `CUstream`, which is a `cudaStream_t`; wherever this library takes a stream, it takes any stream
+/// of the device. Null is the device's default stream.
+///
+/// A stream must live until every endpoint, sample, loan and memory that it was passed with is
+/// closed: the end of one is ordered behind the stream's work.
+///
+/// `*stream` is the caller's, to be destroyed by `warpipe_stream_destroy`.
+///
+/// # Safety
+/// `stream` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_stream_create(
+    device: *const warpipe_device,
+    stream: *mut *mut c_void,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("stream", stream) }?;
+        let device: Found<DeviceObject> = handle::get(device)?;
+        place.put(device.0.create()?);
+        Ok(())
+    })
+}
+
+/// Destroys a stream of `warpipe_stream_create`, once; work that is enqueued still runs. The library
+/// keeps it as long as endpoints and samples refer to it.
+///
+/// `WARPIPE_INVALID_INPUT` for any other stream.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_stream_destroy(
+    device: *const warpipe_device,
+    stream: *mut c_void,
+) -> warpipe_status {
+    run(|| {
+        let device: Found<DeviceObject> = handle::get(device)?;
+        device.0.destroy(stream)
+    })
+}
+
+/// Waits on the CPU until all work enqueued on the stream so far is done.
+///
+/// `WARPIPE_TIMEOUT` when it is not within `timeout_ns` nanoseconds; `WARPIPE_DEVICE_FAILED`, also
+/// for a fault of earlier work.
+///
+/// # Safety
+/// `stream` is a stream of the device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_stream_synchronize(
+    device: *const warpipe_device,
+    stream: *mut c_void,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        let device: Found<DeviceObject> = handle::get(device)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { device.0.get(stream) }?;
+        Ok(stream.synchronize(timeout(timeout_ns))?)
+    })
+}
+
+/// Makes `stream` wait, on the device, until the work enqueued on `other` so far is done
+/// (`cuStreamWaitEvent`). No CPU waits.
+///
+/// # Safety
+/// Both are streams of the device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_stream_wait_for(
+    device: *const warpipe_device,
+    stream: *mut c_void,
+    other: *mut c_void,
+) -> warpipe_status {
+    run(|| {
+        let device: Found<DeviceObject> = handle::get(device)?;
+        // SAFETY: the caller's promise.
+        let (stream, other) = unsafe { (device.0.get(stream)?, device.0.get(other)?) };
+        Ok(stream.wait_for(&other)?)
+    })
+}
+
+/// A function that the CPU runs in a stream's order.
+pub type warpipe_host_function = Option<unsafe extern "C" fn(argument: *mut c_void)>;
+
+/// The caller's promise for a function that it enqueues.
+struct HostCall {
+    function: unsafe extern "C" fn(*mut c_void),
+    argument: *mut c_void,
+}
+
+// SAFETY: the caller of `warpipe_stream_call` promises that any thread may call it.
+unsafe impl Send for HostCall {}
+
+impl HostCall {
+    fn call(self) {
+        // SAFETY: the promise of `warpipe_stream_call`'s caller.
+        unsafe { (self.function)(self.argument) }
+    }
+}
+
+/// Enqueues a function on the CPU behind the stream's work (`cuLaunchHostFunc`): on the host device
+/// this is how "kernels" run. It must not call this library or the device, and an exception of C++
+/// must not leave it.
+///
+/// # Safety
+/// `function(argument)` may be called once, by another thread, at any later time. `stream` is a
+/// stream of the device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_stream_call(
+    device: *const warpipe_device,
+    stream: *mut c_void,
+    function: warpipe_host_function,
+    argument: *mut c_void,
+) -> warpipe_status {
+    run(|| {
+        let function = function.ok_or(Failure::NullArgument("function"))?;
+        let device: Found<DeviceObject> = handle::get(device)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { device.0.get(stream) }?;
+        let call = HostCall { function, argument };
+        Ok(stream.call(move || call.call())?)
+    })
+}
+
+/// Enqueues a copy of `bytes` bytes between device addresses (`cuMemcpyAsync`).
+///
+/// # Safety
+/// Both ranges stay mapped until the copy is done, and do not overlap. `stream` is a stream of the
+/// device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_stream_copy(
+    device: *const warpipe_device,
+    stream: *mut c_void,
+    to: u64,
+    from: u64,
+    bytes: u64,
+) -> warpipe_status {
+    run(|| {
+        let device: Found<DeviceObject> = handle::get(device)?;
+        // SAFETY: the caller's promises.
+        unsafe { Ok(device.0.get(stream)?.copy(to, from, bytes)?) }
+    })
+}
+
+/// Enqueues a copy between tensors of different layouts: a gather of a strided view into row-major
+/// order, a scatter, or both, in one operation. A layout's offset counts from the address.
+///
+/// `WARPIPE_INVALID_INPUT`: the shapes or element types differ, or the tensors overlap.
+///
+/// # Safety
+/// As for `warpipe_stream_copy`, for the bytes that the layouts take; each layout is the address of
+/// one.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_stream_copy_elements(
+    device: *const warpipe_device,
+    stream: *mut c_void,
+    to: u64,
+    to_layout: *const warpipe_layout,
+    from: u64,
+    from_layout: *const warpipe_layout,
+) -> warpipe_status {
+    run(|| {
+        let device: Found<DeviceObject> = handle::get(device)?;
+        // SAFETY: the caller's promises.
+        unsafe {
+            let (into, source) = (layout_of(to_layout)?, layout_of(from_layout)?);
+            Ok(device
+                .0
+                .get(stream)?
+                .copy_elements(to, &into, from, &source)?)
+        }
+    })
+}

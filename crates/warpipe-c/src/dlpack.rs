@@ -1,0 +1,507 @@
+//! DLPack both ways. **This module is marked for unsafe**: it takes in and hands out structures by
+//! their address, and reads memory that other frameworks name.
+
+use std::ffi::c_void;
+use std::ptr::NonNull;
+
+use warpipe::backend::{DevicePtr, Rows};
+use warpipe::{Layout, Stream};
+use warpipe_dlpack::{
+    CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDevice, DLManagedTensor, DLManagedTensorVersioned,
+    Exported, Imported, Refusal,
+};
+
+use crate::arguments::{out, out_object, put_unless_null};
+use crate::channel::{PublisherObject, warpipe_publisher};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Exclusive, Found};
+use crate::layout::{layout_of, warpipe_layout};
+use crate::loan::{LentSlot, LoanKind, warpipe_loan};
+use crate::memory::{TensorOwner, warpipe_memory, with_owner};
+use crate::sample::{ReceivedSample, warpipe_sample};
+
+impl From<Refusal> for Failure {
+    fn from(refusal: Refusal) -> Failure {
+        Failure::Tensor(refusal.to_string())
+    }
+}
+
+/// Gives a sample to another framework: `*tensor` is read-only memory of the device, which the
+/// framework's deleter releases behind the work of the stream that the sample was received with.
+/// A consumer on another stream waits for the sample first (`warpipe_sample_wait_on`), and has that
+/// stream wait for it before the deleter.
+///
+/// Closes `sample`. `*tensor` is the caller's, for `at::fromDLPackVersioned` and its like, or to be
+/// ended by its own deleter.
+///
+/// `WARPIPE_INVALID_INPUT` for a tensor with negative strides, which PyTorch does not take; the
+/// sample stays the caller's then.
+///
+/// # Safety
+/// `tensor` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_sample_to_dlpack(
+    sample: *mut warpipe_sample,
+    tensor: *mut *mut DLManagedTensorVersioned,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("tensor", tensor) }?;
+        place.put(export_sample(sample)?.into_versioned().as_ptr());
+        Ok(())
+    })
+}
+
+/// As `warpipe_sample_to_dlpack`, for consumers of DLPack before 1.0, as `at::fromDLPack`. They are
+/// not told that they may only read.
+///
+/// # Safety
+/// As for `warpipe_sample_to_dlpack`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_sample_to_dlpack_legacy(
+    sample: *mut warpipe_sample,
+    tensor: *mut *mut DLManagedTensor,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("tensor", tensor) }?;
+        place.put(export_sample(sample)?.into_legacy().as_ptr());
+        Ok(())
+    })
+}
+
+fn export_sample(sample: *mut warpipe_sample) -> Result<Exported<ReceivedSample>, Failure> {
+    handle::consume(sample, |held: &mut handle::Held<ReceivedSample>| {
+        let received = handle::held(held);
+        let device = DLDevice::of(received.streams.device());
+        let (layout, address) = (*received.sample.layout(), received.sample.ptr());
+        // An export drops an owner that it refuses: asked first without one.
+        Exported::new(&layout, device, address, ())?;
+        let exported = Exported::new(&layout, device, address, handle::take(held))?;
+        Ok(exported.read_only(true))
+    })
+}
+
+/// A view of a loan's memory for another framework to write. It keeps the memory mapped, and gives
+/// no right to write it once the loan is sent, submitted or discarded. The loan stays the caller's.
+///
+/// `*tensor` is the caller's, for `at::fromDLPackVersioned` and its like, or to be ended by its own
+/// deleter.
+///
+/// # Safety
+/// `tensor` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_to_dlpack(
+    loan: *const warpipe_loan,
+    tensor: *mut *mut DLManagedTensorVersioned,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("tensor", tensor) }?;
+        with_loan(loan, |lent| {
+            place.put(export_loan(lent)?.into_versioned().as_ptr());
+            Ok(())
+        })
+    })
+}
+
+/// As `warpipe_loan_to_dlpack`, for consumers of DLPack before 1.0, as `at::fromDLPack`.
+///
+/// # Safety
+/// As for `warpipe_loan_to_dlpack`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_to_dlpack_legacy(
+    loan: *const warpipe_loan,
+    tensor: *mut *mut DLManagedTensor,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("tensor", tensor) }?;
+        with_loan(loan, |lent| {
+            place.put(export_loan(lent)?.into_legacy().as_ptr());
+            Ok(())
+        })
+    })
+}
+
+fn with_loan<R>(
+    loan: *const warpipe_loan,
+    work: impl FnOnce(&mut LentSlot) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let object: Found<Exclusive<LentSlot>> = handle::get(loan)?;
+    let mut locked = object.lock("warpipe_loan")?;
+    work(locked.value())
+}
+
+fn export_loan(lent: &LentSlot) -> Result<Exported<warpipe::SlotHold>, Failure> {
+    let device = DLDevice::of(lent.streams.device());
+    let (layout, address) = (lent.loan.layout(), lent.loan.ptr());
+    Ok(Exported::new(layout, device, address, lent.loan.hold())?)
+}
+
+/// A view of memory for another framework, as a tensor of this layout. It keeps the memory open,
+/// also when `memory` is closed; until its deleter is called, nothing frees the memory
+/// (`warpipe_memory_free_on` refuses). Its work on other streams than the library has seen is for
+/// the caller to order (`warpipe_memory_used_on`).
+///
+/// `*tensor` is the caller's, for `at::fromDLPackVersioned` and its like, or to be ended by its own
+/// deleter.
+///
+/// `WARPIPE_INVALID_INPUT`: the layout is longer than the memory, or has negative strides.
+///
+/// # Safety
+/// `layout` is the address of a layout, `tensor` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_to_dlpack(
+    memory: *const warpipe_memory,
+    layout: *const warpipe_layout,
+    tensor: *mut *mut DLManagedTensorVersioned,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, layout) = unsafe { (out_object("tensor", tensor)?, layout_of(layout)?) };
+        place.put(export_memory(memory, &layout)?.into_versioned().as_ptr());
+        Ok(())
+    })
+}
+
+/// As `warpipe_memory_to_dlpack`, for consumers of DLPack before 1.0, as `at::fromDLPack`. They are
+/// not told of memory that they may only read.
+///
+/// # Safety
+/// As for `warpipe_memory_to_dlpack`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_to_dlpack_legacy(
+    memory: *const warpipe_memory,
+    layout: *const warpipe_layout,
+    tensor: *mut *mut DLManagedTensor,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, layout) = unsafe { (out_object("tensor", tensor)?, layout_of(layout)?) };
+        place.put(export_memory(memory, &layout)?.into_legacy().as_ptr());
+        Ok(())
+    })
+}
+
+fn export_memory(
+    memory: *const warpipe_memory,
+    layout: &Layout,
+) -> Result<Exported<TensorOwner>, Failure> {
+    with_owner(memory, |info, streams, owner| {
+        if layout.bytes() > info.bytes {
+            let allowed = format!("the memory's {}", info.bytes);
+            return Err(Failure::argument("layout->bytes", layout.bytes(), allowed));
+        }
+        let device = DLDevice::of(streams.device());
+        let address = info.data + layout.offset();
+        let exported = Exported::new(layout, device, address, owner)?;
+        Ok(exported.read_only(info.is_read_only))
+    })
+}
+
+/// A tensor of another framework: its structure, read and checked. The tensor stays the caller's.
+///
+/// # Safety
+/// `tensor` is null or the address of a valid tensor of DLPack.
+unsafe fn read(tensor: *mut DLManagedTensorVersioned) -> Result<Borrowed, Failure> {
+    let tensor = NonNull::new(tensor).ok_or(Failure::NullArgument("tensor"))?;
+    // SAFETY: the caller's promise.
+    let imported = unsafe { Imported::from_versioned(tensor) }?;
+    Borrowed::of(imported)
+}
+
+/// As [`read`].
+///
+/// # Safety
+/// As for [`read`].
+unsafe fn read_legacy(tensor: *mut DLManagedTensor) -> Result<Borrowed, Failure> {
+    let tensor = NonNull::new(tensor).ok_or(Failure::NullArgument("tensor"))?;
+    // SAFETY: the caller's promise.
+    let imported = unsafe { Imported::from_legacy(tensor) }?;
+    Borrowed::of(imported)
+}
+
+/// The contents of a foreign tensor, which its owner keeps.
+#[derive(Debug)]
+struct Borrowed {
+    device: DLDevice,
+    /// The address of the first byte, and the layout from there.
+    lowest: DevicePtr,
+    layout: Layout,
+    /// The same elements in row-major order.
+    packed: Layout,
+}
+
+impl Borrowed {
+    fn of(imported: Imported) -> Result<Borrowed, Failure> {
+        // The caller keeps the tensor, and calls its deleter.
+        let imported = std::mem::ManuallyDrop::new(imported);
+        let (dtype, shape, strides) = (imported.dtype(), imported.shape(), imported.strides());
+        let packed = Layout::contiguous(dtype, shape)?;
+        // How far the elements reach before the one with all indices 0.
+        let before = shape.iter().zip(strides).map(|(&length, &stride)| {
+            let steps = i128::from(length.saturating_sub(1));
+            (i128::from(stride) * steps).min(0)
+        });
+        let before = before.sum::<i128>().unsigned_abs() * u128::from(dtype.bytes());
+        let offset = if packed.bytes() == 0 { 0 } else { before };
+        let lowest = u64::try_from(offset)
+            .ok()
+            .and_then(|offset| Some((offset, imported.address().checked_sub(offset)?)));
+        let (offset, lowest) = lowest
+            .ok_or_else(|| Failure::Tensor("its elements reach before the first address".into()))?;
+        Ok(Borrowed {
+            device: imported.device(),
+            lowest,
+            layout: Layout::strided(dtype, shape, strides, offset)?,
+            packed,
+        })
+    }
+
+    /// Refuses a tensor that the device of `stream` does not reach.
+    fn check_place(&self, stream: &Stream) -> Result<bool, Failure> {
+        let own = DLDevice::of(stream.device());
+        let on_host = matches!(self.device.device_type, CPU | CUDA_HOST);
+        let same_gpu = matches!(self.device.device_type, CUDA | CUDA_MANAGED)
+            && own.device_type == CUDA
+            && own.device_id == self.device.device_id;
+        if on_host || same_gpu {
+            return Ok(on_host);
+        }
+        Err(Failure::argument(
+            "tensor",
+            format!(
+                "on DLPack device type {}, number {}",
+                self.device.device_type, self.device.device_id
+            ),
+            format!(
+                "one on the host, or on {} of this endpoint",
+                stream.device()
+            ),
+        ))
+    }
+
+    /// Enqueues the copy of all elements into a loan's slot, which has the layout `packed`. Of a
+    /// tensor on the host nothing is read after the return.
+    ///
+    /// # Safety
+    /// The tensor's memory is readable, on a GPU until the stream has done the copy.
+    unsafe fn copy_into(&self, loan: &mut LoanKind, stream: &Stream) -> Result<(), Failure> {
+        if self.packed.bytes() == 0 {
+            return Ok(());
+        }
+        if !self.check_place(stream)? {
+            // SAFETY: the slot is the loan's alone and as long as its layout; the caller promises
+            // the tensor.
+            unsafe {
+                stream.copy_elements(loan.slot_ptr(), &self.packed, self.lowest, &self.layout)
+            }?;
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.with_host_bytes(|bytes| write(loan, stream, bytes)) }
+    }
+
+    /// Passes the elements in row-major order to `work`.
+    ///
+    /// # Safety
+    /// The tensor is on the host and readable.
+    unsafe fn with_host_bytes<R>(
+        &self,
+        work: impl FnOnce(&[u8]) -> Result<R, Failure>,
+    ) -> Result<R, Failure> {
+        let length = self.packed.bytes() as usize;
+        if self.layout.is_contiguous() {
+            let first = std::ptr::with_exposed_provenance(self.lowest as usize);
+            // SAFETY: contiguous, so that its bytes are these; the caller's promise.
+            return work(unsafe { std::slice::from_raw_parts(first, length) });
+        }
+        let mut bytes: Vec<u8> = Vec::new();
+        if bytes.try_reserve_exact(length).is_err() {
+            let said = format!("this process has no room for a copy of {length} bytes");
+            return Err(Failure::NoRoom(said));
+        }
+        let to = bytes.as_mut_ptr().expose_provenance() as DevicePtr;
+        let rows = Rows::between(to, &self.packed, self.lowest, &self.layout)?;
+        // SAFETY: the vector has room for the packed elements, and all of them are written; the
+        // tensor is the caller's promise.
+        unsafe {
+            rows.copy();
+            bytes.set_len(length);
+        }
+        work(&bytes)
+    }
+}
+
+fn write(loan: &mut LoanKind, stream: &Stream, bytes: &[u8]) -> Result<(), Failure> {
+    match loan {
+        LoanKind::Sample(sample) => Ok(sample.write(stream, bytes)?),
+        LoanKind::Job(loan) => Ok(loan.write(stream, bytes)?),
+    }
+}
+
+/// The row-major layout of another framework's tensor: the one to lend for a copy of it. The tensor
+/// stays the caller's.
+///
+/// # Safety
+/// `tensor` is a valid tensor of DLPack, `layout` the address of a layout.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_dlpack_get_layout(
+    tensor: *const DLManagedTensorVersioned,
+    layout: *mut warpipe_layout,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, tensor) = unsafe { (out("layout", layout)?, read(tensor.cast_mut())?) };
+        place.put(warpipe_layout::of(&tensor.packed));
+        Ok(())
+    })
+}
+
+/// As `warpipe_dlpack_get_layout`, of a tensor of DLPack before 1.0.
+///
+/// # Safety
+/// As for `warpipe_dlpack_get_layout`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_dlpack_get_layout_legacy(
+    tensor: *const DLManagedTensor,
+    layout: *mut warpipe_layout,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, tensor) = unsafe { (out("layout", layout)?, read_legacy(tensor.cast_mut())?) };
+        place.put(warpipe_layout::of(&tensor.packed));
+        Ok(())
+    })
+}
+
+/// Enqueues a copy of another framework's tensor into a loan, in row-major order whatever its
+/// strides are. It may lie on the host or on the endpoint's GPU. The tensor stays the caller's; on
+/// a GPU its memory has to stay until the stream has done the copy, as it does if the framework
+/// frees memory in that stream's order.
+///
+/// `WARPIPE_INVALID_INPUT` unless shape and element type are the loan's.
+///
+/// # Safety
+/// `tensor` is a valid tensor of DLPack, complete in the stream's order; `stream` is a stream of
+/// the endpoint's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_write_dlpack(
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    tensor: *const DLManagedTensorVersioned,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        unsafe { write_loan(loan, stream, || read(tensor.cast_mut())) }
+    })
+}
+
+/// As `warpipe_loan_write_dlpack`, of a tensor of DLPack before 1.0.
+///
+/// # Safety
+/// As for `warpipe_loan_write_dlpack`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_write_dlpack_legacy(
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    tensor: *const DLManagedTensor,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        unsafe { write_loan(loan, stream, || read_legacy(tensor.cast_mut())) }
+    })
+}
+
+/// # Safety
+/// As for [`warpipe_loan_write_dlpack`].
+unsafe fn write_loan(
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    tensor: impl FnOnce() -> Result<Borrowed, Failure>,
+) -> Result<(), Failure> {
+    let tensor = tensor()?;
+    with_loan(loan, |lent| {
+        let (found, wanted) = (&tensor.packed, lent.loan.layout());
+        if found != wanted {
+            let allowed = format!("{wanted:?}, the loan's layout");
+            return Err(Failure::argument("tensor", format!("{found:?}"), allowed));
+        }
+        // SAFETY: the caller's promises.
+        unsafe {
+            let stream = lent.streams.get(stream)?;
+            tensor.copy_into(&mut lent.loan, &stream)
+        }
+    })
+}
+
+/// Loans, copies another framework's tensor and sends, in one call: as `warpipe_publisher_loan`,
+/// `warpipe_loan_write_dlpack` and `warpipe_loan_send`. `*sequence`, which may be null, becomes the
+/// sample's number. The tensor stays the caller's.
+///
+/// # Safety
+/// As for `warpipe_loan_write_dlpack`; `sequence` is null or the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_publisher_send_dlpack(
+    publisher: *const warpipe_publisher,
+    stream: *mut c_void,
+    tensor: *const DLManagedTensorVersioned,
+    sequence: *mut u64,
+) -> warpipe_status {
+    // SAFETY: the caller's promises.
+    run(|| unsafe { send(publisher, stream, || read(tensor.cast_mut()), sequence) })
+}
+
+/// As `warpipe_publisher_send_dlpack`, of a tensor of DLPack before 1.0.
+///
+/// # Safety
+/// As for `warpipe_publisher_send_dlpack`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_publisher_send_dlpack_legacy(
+    publisher: *const warpipe_publisher,
+    stream: *mut c_void,
+    tensor: *const DLManagedTensor,
+    sequence: *mut u64,
+) -> warpipe_status {
+    // SAFETY: the caller's promises.
+    run(|| unsafe {
+        send(
+            publisher,
+            stream,
+            || read_legacy(tensor.cast_mut()),
+            sequence,
+        )
+    })
+}
+
+/// # Safety
+/// As for [`warpipe_publisher_send_dlpack`].
+unsafe fn send(
+    publisher: *const warpipe_publisher,
+    stream: *mut c_void,
+    tensor: impl FnOnce() -> Result<Borrowed, Failure>,
+    sequence: *mut u64,
+) -> Result<(), Failure> {
+    let publisher: Found<PublisherObject> = handle::get(publisher)?;
+    let tensor = tensor()?;
+    // SAFETY: the caller's promise.
+    let stream = unsafe { publisher.streams.get(stream) }?;
+    tensor.check_place(&stream)?;
+    let sent = publisher.publisher.loan(&tensor.packed)?;
+    let mut loan = LoanKind::Sample(sent);
+    // SAFETY: the caller's promise.
+    let copied = unsafe { tensor.copy_into(&mut loan, &stream) };
+    let LoanKind::Sample(sample) = loan else {
+        unreachable!("made above")
+    };
+    if let Err(failure) = copied {
+        // Behind the stream, which may have been given a part of the copy.
+        let _ = sample.discard(&stream);
+        return Err(failure);
+    }
+    let sent = sample.send(&stream).map_err(|unsent| unsent.error)?;
+    // SAFETY: the caller's promise.
+    unsafe { put_unless_null(sequence, sent) };
+    Ok(())
+}

@@ -1,0 +1,169 @@
+//! Domains: the directories that hold the names of endpoints.
+
+use std::ffi::c_char;
+
+use warpipe::Domain;
+
+use crate::arguments::{fixed, out_object, put_text, put_unless_null, slice_mut, text_or_null};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Found};
+
+/// A directory of names. Endpoints meet by their name in one domain.
+pub struct warpipe_domain {
+    _private: [u8; 0],
+}
+
+/// The most bytes of an endpoint's name, without the zero at its end.
+pub const WARPIPE_NAME_BYTES_MAX: usize = 80;
+const _: () = assert!(WARPIPE_NAME_BYTES_MAX == warpipe::NAME_BYTES_MAX);
+
+/// An endpoint that `warpipe_domain_list` found.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_endpoint {
+    /// Its name.
+    pub name: [c_char; 81],
+    /// The process that owns it; 0 for one that a dead process left, and -1 for a living owner
+    /// of another PID namespace.
+    pub pid: i32,
+}
+
+/// The domain of an argument; of null, the environment's.
+pub(crate) fn domain_of(domain: *const warpipe_domain) -> Result<Option<Domain>, Failure> {
+    let found: Option<Found<Domain>> = handle::get_optional(domain)?;
+    Ok(found.map(|domain| domain.clone()))
+}
+
+/// Opens a domain: a directory of this user with mode 0700, which is made if it is missing. Null is
+/// the environment's: `$WARPIPE_DOMAIN`, else `$XDG_RUNTIME_DIR/warpipe`, else
+/// `/run/user/UID/warpipe`, else `/tmp/warpipe-UID`; it is also the one of every option that is
+/// left null.
+///
+/// `*domain` is the caller's, to be closed by `warpipe_domain_close`.
+///
+/// `WARPIPE_SYSTEM`: not such a directory.
+///
+/// # Safety
+/// `path` is null or a text, `domain` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_domain_open(
+    path: *const c_char,
+    domain: *mut *mut warpipe_domain,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, path) = unsafe { (out_object("domain", domain)?, text_or_null("path", path)?) };
+        let found = match path {
+            Some(path) => Domain::at(path)?,
+            None => Domain::from_environment()?,
+        };
+        place.put(handle::insert(found)?);
+        Ok(())
+    })
+}
+
+/// Opens a domain of another user, with endpoints that may admit this one. Trusts that user's names.
+///
+/// `*domain` is the caller's, to be closed by `warpipe_domain_close`.
+///
+/// # Safety
+/// `path` is a text, `domain` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_domain_open_of_user(
+    path: *const c_char,
+    owner_uid: u32,
+    domain: *mut *mut warpipe_domain,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, path) = unsafe {
+            (
+                out_object("domain", domain)?,
+                crate::arguments::text("path", path)?,
+            )
+        };
+        place.put(handle::insert(Domain::of_user(path, owner_uid)?)?);
+        Ok(())
+    })
+}
+
+/// The path of a domain's directory, written to `buffer` with a zero at its end. `*length` becomes
+/// its length without that, also if the buffer is too short; `length` may be null.
+///
+/// `WARPIPE_INVALID_INPUT`: `capacity` is too small.
+///
+/// # Safety
+/// `buffer` is the address of `capacity` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_domain_get_path(
+    domain: *const warpipe_domain,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> warpipe_status {
+    run(|| {
+        let domain: Found<Domain> = handle::get(domain)?;
+        let path = domain.path().to_string_lossy();
+        // SAFETY: the caller's promises.
+        unsafe { put_text(&path, buffer, capacity, length) }
+    })
+}
+
+/// Lists the endpoints of living and of dead processes, sorted by name: at most `capacity` of them.
+/// `*count` becomes the number of all.
+///
+/// # Safety
+/// `endpoints` is the address of `capacity` structures, `count` that of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_domain_list(
+    domain: *const warpipe_domain,
+    endpoints: *mut warpipe_endpoint,
+    capacity: usize,
+    count: *mut usize,
+) -> warpipe_status {
+    run(|| {
+        let domain: Found<Domain> = handle::get(domain)?;
+        // SAFETY: the caller's promises.
+        let (place, count) = unsafe {
+            let count = crate::arguments::out("count", count)?;
+            (slice_mut("endpoints", endpoints, capacity)?, count)
+        };
+        let found = domain.endpoints()?;
+        for (to, endpoint) in place.iter_mut().zip(&found) {
+            *to = warpipe_endpoint {
+                name: fixed(endpoint.name.as_str()),
+                pid: match &endpoint.holder {
+                    Some(holder) => holder.pid.unwrap_or(-1),
+                    None => 0,
+                },
+            };
+        }
+        count.put(found.len());
+        Ok(())
+    })
+}
+
+/// Removes the files of dead endpoints, and no other. `*removed`, which may be null, becomes their
+/// number.
+///
+/// # Safety
+/// `removed` is null or the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_domain_clean(
+    domain: *const warpipe_domain,
+    removed: *mut usize,
+) -> warpipe_status {
+    run(|| {
+        let domain: Found<Domain> = handle::get(domain)?;
+        let names = domain.clean()?;
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(removed, names.len()) };
+        Ok(())
+    })
+}
+
+/// Closes a domain's handle. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_domain_close(domain: *mut warpipe_domain) -> warpipe_status {
+    run(|| handle::close::<Domain>(domain))
+}

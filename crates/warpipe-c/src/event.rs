@@ -1,0 +1,279 @@
+//! Events: marks in a stream's work that streams of other processes wait for.
+
+use std::ffi::{c_char, c_void};
+use std::sync::Arc;
+
+use warpipe::{Event, EventHandle, Recording};
+
+use crate::arguments::{
+    Options, admitted, out, out_object, put_text, put_unless_null, set, text, timeout,
+};
+use crate::device::{streams_of, warpipe_device};
+use crate::domain::{domain_of, warpipe_domain};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Found};
+use crate::streams::Streams;
+
+/// An event of this or another process. Any number of threads may use it.
+pub struct warpipe_event {
+    _private: [u8; 0],
+}
+
+/// Options of `warpipe_event_create`. Begin with `{.size = sizeof(warpipe_event_options)}`; a field
+/// that is 0 has its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_event_options {
+    /// `sizeof(warpipe_event_options)`.
+    pub size: usize,
+    /// The domain in which other processes find it; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// The device of the streams that record it; the first GPU by default, else the host.
+    pub device: *const warpipe_device,
+    /// Users that are admitted beside this process's own; the domain's directory must admit them,
+    /// too.
+    pub allow_uids: *const u32,
+    /// How many those are.
+    pub allow_uids_count: usize,
+    /// Groups that are admitted.
+    pub allow_gids: *const u32,
+    /// How many those are.
+    pub allow_gids_count: usize,
+}
+
+// SAFETY: numbers and pointers, which may be zero.
+unsafe impl Options for warpipe_event_options {
+    const NAME: &'static str = "warpipe_event_options";
+}
+
+/// An event, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct EventObject {
+    event: Event,
+    streams: Arc<Streams>,
+}
+
+/// Makes an event (`cuEventCreate` with `CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING`). It has
+/// no name: `warpipe_event_get_handle` names it to other processes. `options` may be null.
+///
+/// `*event` is the caller's, to be closed by `warpipe_event_close`.
+///
+/// `WARPIPE_LIMIT_REACHED` when the process has 4096; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `options` is null or the address of options, which name arrays of as many elements as they say;
+/// `event` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_event_create(
+    options: *const warpipe_event_options,
+    event: *mut *mut warpipe_event,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, options, admitted) = unsafe {
+            let place = out_object("event", event)?;
+            let options = crate::arguments::options(options)?;
+            let admitted = admitted(
+                options.allow_uids,
+                options.allow_uids_count,
+                options.allow_gids,
+                options.allow_gids_count,
+            )?;
+            (place, options, admitted)
+        };
+        let streams = streams_of(options.device)?;
+        let mut builder = Event::builder()
+            .device(streams.device())
+            .allow_uids(admitted.uids)
+            .allow_gids(admitted.gids);
+        set!(builder, domain(domain_of(options.domain)?.as_ref()));
+        let event = builder.build()?;
+        place.put(handle::insert(EventObject { event, streams })?);
+        Ok(())
+    })
+}
+
+/// The text that names an event to other processes (`cuIpcGetEventHandle`), to be sent in any way.
+/// It gives no right: the event's domain must admit the process that opens it.
+///
+/// The text is written to `buffer` with a zero at its end. `*length` becomes its length without
+/// that, also if the buffer is too short; `length` may be null.
+///
+/// `WARPIPE_INVALID_INPUT`: `capacity` is too small, or the domain's path is not UTF-8;
+/// `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `buffer` is the address of `capacity` bytes, `length` null or that of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_event_get_handle(
+    event: *const warpipe_event,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> warpipe_status {
+    run(|| {
+        let object: Found<EventObject> = handle::get(event)?;
+        let text = object.event.handle()?.to_string();
+        // SAFETY: the caller's promises.
+        unsafe { put_text(&text, buffer, capacity, length) }
+    })
+}
+
+/// Opens an event by its handle (`cuIpcOpenEventHandle`), also in the process that made it.
+/// `device` may be null: the first GPU, else the host.
+///
+/// `*event` is the caller's, to be closed by `warpipe_event_close`.
+///
+/// `WARPIPE_INVALID_INPUT` for a text that is no handle of an event; `WARPIPE_NOT_FOUND` when the
+/// event is closed or its exporter gone, or `WARPIPE_PEER_GONE` when it ends meanwhile;
+/// `WARPIPE_TIMEOUT` when it does not answer; `WARPIPE_REFUSED`; `WARPIPE_PROTOCOL`;
+/// `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `event_handle` is a text, `event` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_event_open(
+    event_handle: *const c_char,
+    device: *const warpipe_device,
+    event: *mut *mut warpipe_event,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, text) = unsafe {
+            let place = out_object("event", event)?;
+            (place, text("event_handle", event_handle)?)
+        };
+        let found: EventHandle = text.parse()?;
+        let streams = streams_of(device)?;
+        let event = Event::open(&found, streams.device())?;
+        place.put(handle::insert(EventObject { event, streams })?);
+        Ok(())
+    })
+}
+
+/// Records the stream's work so far (`cuEventRecord`), and returns at once. Exporter and importers
+/// may record; waits are for the last recording. The first recording of an opened event asks its
+/// exporter, which may take a moment. `*recording`, which may be null, becomes the recording's
+/// number, never 0, for `warpipe_event_is_recording_complete`.
+///
+/// `WARPIPE_PEER_GONE` when its exporter has died or closed it; `WARPIPE_REFUSED` when seven others
+/// record it; `WARPIPE_INVALID_INPUT` for a stream of another device; `WARPIPE_INVALID_STATE` for a
+/// stream that is being captured; `WARPIPE_TIMEOUT` after 10 s in which another thread's recording
+/// is blocked; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `stream` is a stream of the event's device, `recording` null or the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_event_record(
+    event: *const warpipe_event,
+    stream: *mut c_void,
+    recording: *mut u64,
+) -> warpipe_status {
+    run(|| {
+        let object: Found<EventObject> = handle::get(event)?;
+        // SAFETY: the caller's promises.
+        unsafe {
+            let stream = object.streams.get(stream)?;
+            let recorded = object.event.record(&stream)?;
+            put_unless_null(recording, recorded.to_bits());
+        }
+        Ok(())
+    })
+}
+
+/// Makes the stream wait, on the device, for the event's last recording (`cuStreamWaitEvent`), and
+/// returns at once. `*recording`, which may be null, becomes that recording's number: the stream's
+/// later work is valid only if `warpipe_event_is_recording_complete` says so afterwards.
+///
+/// `WARPIPE_INVALID_STATE` when the event was never recorded, or for a stream that is being
+/// captured; `WARPIPE_DATA_LOST` when the recorder is gone and its work was not done;
+/// `WARPIPE_INVALID_INPUT` for a stream of another device; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `stream` is a stream of the event's device, `recording` null or the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_event_wait(
+    event: *const warpipe_event,
+    stream: *mut c_void,
+    recording: *mut u64,
+) -> warpipe_status {
+    run(|| {
+        let object: Found<EventObject> = handle::get(event)?;
+        // SAFETY: the caller's promises.
+        unsafe {
+            let stream = object.streams.get(stream)?;
+            let waited_for = object.event.wait(&stream)?;
+            put_unless_null(recording, waited_for.to_bits());
+        }
+        Ok(())
+    })
+}
+
+/// Whether the last recording is complete (`cuEventQuery`).
+///
+/// `WARPIPE_INVALID_STATE` when the event was never recorded; `WARPIPE_DATA_LOST` when the recorder
+/// is gone and its work was not done.
+///
+/// # Safety
+/// `is_complete` is the address of a `bool`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_event_query(
+    event: *const warpipe_event,
+    is_complete: *mut bool,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("is_complete", is_complete) }?;
+        let object: Found<EventObject> = handle::get(event)?;
+        place.put(object.event.query()?);
+        Ok(())
+    })
+}
+
+/// Whether this recording, of `warpipe_event_record` or `warpipe_event_wait` on this event, is
+/// complete; false if it may still be.
+///
+/// `WARPIPE_DATA_LOST`: it never will be, and a stream's work behind its wait is not valid;
+/// `WARPIPE_INVALID_INPUT` for a number that no recording has.
+///
+/// # Safety
+/// `is_complete` is the address of a `bool`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_event_is_recording_complete(
+    event: *const warpipe_event,
+    recording: u64,
+    is_complete: *mut bool,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("is_complete", is_complete) }?;
+        let object: Found<EventObject> = handle::get(event)?;
+        let recording = Recording::from_bits(recording).ok_or_else(|| {
+            let allowed = "a number that warpipe_event_record or warpipe_event_wait gave";
+            Failure::argument("recording", recording, allowed)
+        })?;
+        place.put(object.event.check(recording)?);
+        Ok(())
+    })
+}
+
+/// Waits on the CPU, up to `timeout_ns` nanoseconds, until the last recording is complete
+/// (`cuEventSynchronize`).
+///
+/// `WARPIPE_TIMEOUT`; as `warpipe_event_query`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_event_synchronize(
+    event: *const warpipe_event,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        let object: Found<EventObject> = handle::get(event)?;
+        Ok(object.event.synchronize(timeout(timeout_ns))?)
+    })
+}
+
+/// Closes an event. Recordings that are enqueued still complete. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_event_close(event: *mut warpipe_event) -> warpipe_status {
+    run(|| handle::close::<EventObject>(event))
+}

@@ -1,0 +1,333 @@
+//! Statuses, and the message of a thread's last error.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::ffi::{CString, c_char};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use warpipe::{Error, ErrorKind};
+
+mod hint;
+
+/// The result of a call. Every function that can fail returns one; `warpipe_error_message` says
+/// more.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum warpipe_status {
+    /// The call did what it says.
+    WARPIPE_OK = 0,
+    /// No usable device: use another one or the host device, or mend the installation.
+    WARPIPE_DEVICE_UNAVAILABLE = 1,
+    /// A device or its driver failed, or cannot do what was asked. Open the device again, or end
+    /// the process: work that was under way may not be complete.
+    WARPIPE_DEVICE_FAILED = 2,
+    /// The operating system, a directory or a library of the system is not as it must be.
+    WARPIPE_SYSTEM = 3,
+    /// A limit is reached. Release something, wait, or raise the limit.
+    WARPIPE_LIMIT_REACHED = 4,
+    /// Nothing has this name or number now. Wait for it, or look for another one.
+    WARPIPE_NOT_FOUND = 5,
+    /// Something else has this name. Take another name.
+    WARPIPE_NAME_CONFLICT = 6,
+    /// The other side does not permit this. Trying again does not help.
+    WARPIPE_REFUSED = 7,
+    /// The two sides do not speak the same protocol, or the peer broke it. Run one version.
+    WARPIPE_PROTOCOL = 8,
+    /// The peer closed or died. Open the endpoint again when it is back.
+    WARPIPE_PEER_GONE = 9,
+    /// This link has ended; its peer may be alive. Connect again.
+    WARPIPE_LINK_CLOSED = 10,
+    /// The writer of some data was lost before the data was complete. Discard what was computed
+    /// from it.
+    WARPIPE_DATA_LOST = 11,
+    /// A wait or a deadline has passed. Wait again, or look at the peer's state.
+    WARPIPE_TIMEOUT = 12,
+    /// A job or request came to no result.
+    WARPIPE_JOB_FAILED = 13,
+    /// An argument, name, layout, ticket or handle is not valid. Correct the caller.
+    WARPIPE_INVALID_INPUT = 14,
+    /// The object cannot do this in its present state, or another thread uses it. Correct the order
+    /// of the calls.
+    WARPIPE_INVALID_STATE = 15,
+    /// The object is closed, or the pointer was never one of this type.
+    WARPIPE_INVALID_OBJECT = 16,
+    /// A fault of this library. Report it with its message.
+    WARPIPE_INTERNAL = 17,
+}
+
+use warpipe_status::*;
+
+/// The failure of a call.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The library's.
+    Library(Box<Error>),
+    /// An argument that must not be null is.
+    NullArgument(&'static str),
+    /// An argument that is not allowed.
+    Argument {
+        name: &'static str,
+        found: String,
+        allowed: String,
+    },
+    /// Null where an object is needed.
+    Null(&'static str),
+    /// The object was closed or consumed, or the pointer is not one of this process.
+    Closed(&'static str),
+    /// A pointer of another type.
+    WrongType {
+        wanted: &'static str,
+        found: Option<&'static str>,
+    },
+    /// Another thread uses the object.
+    InUse(&'static str),
+    /// The table of this type is full.
+    TooMany(&'static str),
+    /// Not in this state.
+    State(String),
+    /// A tensor that cannot be exchanged.
+    Tensor(String),
+    /// No memory of the host.
+    NoRoom(String),
+    /// The header is of another version.
+    Version(String),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        Failure::Library(Box::new(error))
+    }
+}
+
+impl Failure {
+    pub(crate) fn argument(
+        name: &'static str,
+        found: impl ToString,
+        allowed: impl ToString,
+    ) -> Failure {
+        Failure::Argument {
+            name,
+            found: found.to_string(),
+            allowed: allowed.to_string(),
+        }
+    }
+
+    /// A call with a timeout of 0 found nothing.
+    pub(crate) fn nothing(wanted: &str) -> Failure {
+        Failure::from(Error::Timeout {
+            what: wanted.into(),
+            waited: Duration::ZERO,
+        })
+    }
+
+    pub(crate) fn status(&self) -> warpipe_status {
+        match self {
+            Failure::Library(error) => status_of(error.kind()),
+            Failure::NullArgument(_) | Failure::Argument { .. } => WARPIPE_INVALID_INPUT,
+            Failure::Null(_) | Failure::Closed(_) | Failure::WrongType { .. } => {
+                WARPIPE_INVALID_OBJECT
+            }
+            Failure::InUse(_) | Failure::State(_) => WARPIPE_INVALID_STATE,
+            Failure::Tensor(_) => WARPIPE_INVALID_INPUT,
+            Failure::TooMany(_) | Failure::NoRoom(_) => WARPIPE_LIMIT_REACHED,
+            Failure::Version(_) => WARPIPE_PROTOCOL,
+        }
+    }
+
+    /// The fact, and the next step in C's words.
+    fn message(&self) -> String {
+        match self {
+            Failure::Library(error) => match hint::of(error) {
+                Some(hint) => format!("{error}; {hint}"),
+                None => error.to_string(),
+            },
+            Failure::NullArgument(name) => format!("{name} is null; pass an address"),
+            Failure::Argument {
+                name,
+                found,
+                allowed,
+            } => format!("{name} is {found}; allowed is {allowed}"),
+            Failure::Null(name) => format!("null was passed for a {name}"),
+            Failure::Closed(name) => {
+                format!("this {name} is closed, was consumed by a call, or never was one")
+            }
+            Failure::WrongType {
+                wanted,
+                found: Some(found),
+            } => format!("a {found} was passed for a {wanted}"),
+            Failure::WrongType {
+                wanted,
+                found: None,
+            } => format!("this pointer is no {wanted}; pass one that this library gave"),
+            Failure::InUse(name) => format!(
+                "another thread is in a call on this {name}, which one thread at a time may use"
+            ),
+            Failure::TooMany(name) => {
+                let most = crate::handle::ENTRIES_MAX;
+                format!("this process has {most} open objects of {name}; close some")
+            }
+            Failure::State(said)
+            | Failure::Tensor(said)
+            | Failure::NoRoom(said)
+            | Failure::Version(said) => said.clone(),
+        }
+    }
+
+    fn peer(&self) -> Option<(i32, bool)> {
+        match self {
+            Failure::Library(error) => match **error {
+                Error::PeerGone { pid, graceful, .. } => Some((pid, graceful)),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    fn driver_code(&self) -> i32 {
+        match self {
+            Failure::Library(error) => match **error {
+                Error::Driver { code, .. } => code,
+                _ => 0,
+            },
+            _ => 0,
+        }
+    }
+}
+
+fn status_of(kind: ErrorKind) -> warpipe_status {
+    match kind {
+        ErrorKind::DeviceUnavailable => WARPIPE_DEVICE_UNAVAILABLE,
+        ErrorKind::DeviceFailed => WARPIPE_DEVICE_FAILED,
+        ErrorKind::System => WARPIPE_SYSTEM,
+        ErrorKind::LimitReached => WARPIPE_LIMIT_REACHED,
+        ErrorKind::NotFound => WARPIPE_NOT_FOUND,
+        ErrorKind::NameConflict => WARPIPE_NAME_CONFLICT,
+        ErrorKind::Refused => WARPIPE_REFUSED,
+        ErrorKind::Protocol => WARPIPE_PROTOCOL,
+        ErrorKind::PeerGone => WARPIPE_PEER_GONE,
+        ErrorKind::LinkClosed => WARPIPE_LINK_CLOSED,
+        ErrorKind::DataLost => WARPIPE_DATA_LOST,
+        ErrorKind::Timeout => WARPIPE_TIMEOUT,
+        ErrorKind::JobFailed => WARPIPE_JOB_FAILED,
+        ErrorKind::InvalidInput => WARPIPE_INVALID_INPUT,
+        ErrorKind::InvalidState => WARPIPE_INVALID_STATE,
+        _ => WARPIPE_INTERNAL,
+    }
+}
+
+/// The last error of a thread.
+#[derive(Debug, Default)]
+struct LastError {
+    message: CString,
+    driver_code: i32,
+    /// The process that is gone, and whether it had closed.
+    peer: Option<(i32, bool)>,
+}
+
+thread_local! {
+    static LAST: RefCell<LastError> = RefCell::default();
+}
+
+/// Runs a function's body: its failure, or its panic, becomes the thread's last error and the
+/// status.
+pub(crate) fn run(body: impl FnOnce() -> Result<(), Failure>) -> warpipe_status {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => WARPIPE_OK,
+        Ok(Err(failure)) => {
+            remember(failure.message(), failure.driver_code(), failure.peer());
+            failure.status()
+        }
+        Err(panic) => {
+            let said = format!("a fault of warpipe itself: {}", said_by(&*panic));
+            // A payload that panics when it is dropped would end the process.
+            std::mem::forget(panic);
+            remember(said, 0, None);
+            WARPIPE_INTERNAL
+        }
+    }
+}
+
+fn said_by(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("a panic without a message")
+}
+
+fn remember(message: String, driver_code: i32, peer: Option<(i32, bool)>) {
+    let message = CString::new(message.replace('\0', " ")).unwrap_or_default();
+    // A thread that is ending has no place for it any more.
+    let _ = LAST.try_with(|last| {
+        if let Ok(mut last) = last.try_borrow_mut() {
+            *last = LastError {
+                message,
+                driver_code,
+                peer,
+            };
+        }
+    });
+}
+
+/// The message of this thread's last error: the fact, and where there is one the next step. Empty
+/// before the first error. A call that succeeds leaves it as it is. Valid until this thread's next
+/// call that fails; never null.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_error_message() -> *const c_char {
+    LAST.try_with(|last| {
+        last.try_borrow()
+            .map_or(c"".as_ptr(), |last| last.message.as_ptr())
+    })
+    .unwrap_or(c"".as_ptr())
+}
+
+/// The driver's own code (`CUresult`) behind this thread's last error; 0 if it came from elsewhere.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_error_driver_code() -> i32 {
+    let code = LAST.try_with(|last| last.try_borrow().map_or(0, |last| last.driver_code));
+    code.unwrap_or(0)
+}
+
+/// After `WARPIPE_PEER_GONE`, the process that is gone; else 0.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_error_peer_pid() -> i32 {
+    last_peer().map_or(0, |(pid, _)| pid)
+}
+
+/// After `WARPIPE_PEER_GONE`, whether the peer had closed its end; else it died. False after other
+/// errors.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_error_peer_closed() -> bool {
+    last_peer().is_some_and(|(_, has_closed)| has_closed)
+}
+
+fn last_peer() -> Option<(i32, bool)> {
+    LAST.try_with(|last| last.try_borrow().ok()?.peer).ok()?
+}
+
+/// The name of a status in lower case, for logs: `peer_gone`. `unknown` for a number that is none.
+/// A static string.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_status_name(status: u32) -> *const c_char {
+    let name = match status {
+        0 => c"ok",
+        1 => c"device_unavailable",
+        2 => c"device_failed",
+        3 => c"system",
+        4 => c"limit_reached",
+        5 => c"not_found",
+        6 => c"name_conflict",
+        7 => c"refused",
+        8 => c"protocol",
+        9 => c"peer_gone",
+        10 => c"link_closed",
+        11 => c"data_lost",
+        12 => c"timeout",
+        13 => c"job_failed",
+        14 => c"invalid_input",
+        15 => c"invalid_state",
+        16 => c"invalid_object",
+        17 => c"internal",
+        _ => c"unknown",
+    };
+    name.as_ptr()
+}

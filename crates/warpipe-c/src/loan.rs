@@ -1,0 +1,297 @@
+//! Memory on loan: to be filled, then sent, submitted, or given as an answer.
+
+use std::borrow::Cow;
+use std::ffi::c_void;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use warpipe::{Loan, SampleMut, Stream};
+
+use crate::arguments::{out, put_unless_null, slice, timeout};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Exclusive, Found};
+use crate::layout::warpipe_layout;
+use crate::streams::Streams;
+
+/// Memory on loan from a publisher, a queue, a client or a lease: for the caller to fill, on the
+/// device, then to send, to submit, or to answer with. Its contents are undefined at first.
+pub struct warpipe_loan {
+    _private: [u8; 0],
+}
+
+/// The memory of a loan.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_loan_info {
+    /// The device address of the element with all indices 0: a `CUdeviceptr`, or on the host an
+    /// address of this process.
+    pub data: u64,
+    /// The device address of the first byte of `layout.bytes`.
+    pub slot: u64,
+    /// The tensor's layout.
+    pub layout: warpipe_layout,
+}
+
+/// A loan, and the streams of its endpoint's device.
+#[derive(Debug)]
+pub(crate) struct LentSlot {
+    pub(crate) loan: LoanKind,
+    pub(crate) streams: Arc<Streams>,
+}
+
+#[derive(Debug)]
+pub(crate) enum LoanKind {
+    /// Of a publisher.
+    Sample(SampleMut),
+    /// Of a queue, a client or a lease.
+    Job(Loan),
+}
+
+impl Deref for LoanKind {
+    type Target = SampleMut;
+
+    fn deref(&self) -> &SampleMut {
+        match self {
+            LoanKind::Sample(sample) => sample,
+            LoanKind::Job(loan) => loan,
+        }
+    }
+}
+
+impl LentSlot {
+    /// The stream with this raw handle.
+    ///
+    /// # Safety
+    /// As for [`Streams::get`].
+    pub(crate) unsafe fn stream(&self, raw: *mut c_void) -> Result<Cow<'_, Stream>, Failure> {
+        // SAFETY: the caller's promise.
+        unsafe { self.streams.get(raw) }
+    }
+}
+
+/// Gives a loan to C.
+pub(crate) fn insert_loan(
+    loan: LoanKind,
+    streams: &Arc<Streams>,
+) -> Result<*mut warpipe_loan, Failure> {
+    let streams = streams.clone();
+    handle::insert(Exclusive::new(LentSlot { loan, streams }))
+}
+
+/// A loan that was not taken.
+pub(crate) struct Unpassed {
+    pub(crate) failure: Failure,
+    /// It, unless it is used up all the same.
+    pub(crate) loan: Option<Box<Loan>>,
+}
+
+/// Passes a loan of a queue, a client or a lease to `work`. One that `work` returns stays the
+/// caller's.
+pub(crate) fn pass<R>(
+    loan: *mut warpipe_loan,
+    work: impl FnOnce(Loan) -> Result<R, Unpassed>,
+) -> Result<R, Failure> {
+    handle::consume(loan, |held: &mut handle::Held<LentSlot>| {
+        let LentSlot { loan, streams } = handle::take(held);
+        match loan {
+            LoanKind::Job(loan) => work(loan).map_err(|Unpassed { failure, loan }| {
+                let loan = loan.map(|loan| LoanKind::Job(*loan));
+                *held = loan.map(|loan| Box::new(LentSlot { loan, streams }));
+                failure
+            }),
+            loan @ LoanKind::Sample(_) => {
+                *held = Some(Box::new(LentSlot { loan, streams }));
+                Err(Failure::State("this loan is a publisher's; send it".into()))
+            }
+        }
+    })
+}
+
+const NAME: &str = "warpipe_loan";
+
+fn with<R>(
+    loan: *const warpipe_loan,
+    work: impl FnOnce(&mut LentSlot) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let object: Found<Exclusive<LentSlot>> = handle::get(loan)?;
+    let mut locked = object.lock(NAME)?;
+    work(locked.value())
+}
+
+/// Describes a loan: its address and layout.
+///
+/// # Safety
+/// `info` is the address of such a structure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_get_info(
+    loan: *const warpipe_loan,
+    info: *mut warpipe_loan_info,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("info", info) }?;
+        with(loan, |lent| {
+            place.put(warpipe_loan_info {
+                data: lent.loan.ptr(),
+                slot: lent.loan.slot_ptr(),
+                layout: warpipe_layout::of(lent.loan.layout()),
+            });
+            Ok(())
+        })
+    })
+}
+
+/// Sets bytes that travel with the tensor: up to 256 of a publisher's loan, up to 200 of another.
+///
+/// `WARPIPE_INVALID_INPUT` for more.
+///
+/// # Safety
+/// `metadata` is the address of `bytes` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_set_metadata(
+    loan: *mut warpipe_loan,
+    metadata: *const c_void,
+    bytes: usize,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let metadata = unsafe { slice("metadata", metadata.cast::<u8>(), bytes) }?;
+        with(loan, |lent| match &mut lent.loan {
+            LoanKind::Sample(sample) => Ok(sample.set_metadata(metadata)?),
+            LoanKind::Job(loan) => Ok(loan.set_metadata(metadata)?),
+        })
+    })
+}
+
+/// Copies the slot's whole contents, `layout.bytes` bytes, from memory of the host, in the stream's
+/// order. The source may be reused when the call returns.
+///
+/// `WARPIPE_INVALID_INPUT` unless `bytes` is that many; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `data` is the address of `bytes` bytes; `stream` is a stream of the endpoint's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_write(
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    data: *const c_void,
+    bytes: usize,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let data = unsafe { slice("data", data.cast::<u8>(), bytes) }?;
+        with(loan, |lent| {
+            // SAFETY: the caller's promise.
+            let stream = unsafe { lent.streams.get(stream) }?;
+            match &mut lent.loan {
+                LoanKind::Sample(sample) => Ok(sample.write(&stream, data)?),
+                LoanKind::Job(loan) => Ok(loan.write(&stream, data)?),
+            }
+        })
+    })
+}
+
+/// Sends a publisher's loan to every subscriber, behind the work enqueued on `stream` so far.
+/// `*sequence`, which may be null, becomes its number, from 1. Does not wait for the device.
+///
+/// Closes `loan` when it succeeds, and also when the driver fails (`WARPIPE_DEVICE_FAILED`:
+/// subscribers see that the sample is lost). Else the loan stays the caller's, to be sent again or
+/// discarded: `WARPIPE_TIMEOUT` or `WARPIPE_LIMIT_REACHED` by the publisher's policy,
+/// `WARPIPE_INVALID_INPUT`, `WARPIPE_INVALID_STATE` for a loan that is not a publisher's or a stream
+/// that is being captured.
+///
+/// # Safety
+/// `stream` is a stream of the publisher's device; `sequence` is null or the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_send(
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    sequence: *mut u64,
+) -> warpipe_status {
+    // SAFETY: the caller's promises.
+    run(|| unsafe { send(loan, stream, sequence, SampleMut::send) })
+}
+
+/// `warpipe_loan_send` with another wait for room than the policy's, in nanoseconds.
+///
+/// # Safety
+/// As for `warpipe_loan_send`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_send_timeout(
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    timeout_ns: u64,
+    sequence: *mut u64,
+) -> warpipe_status {
+    let limit = timeout(timeout_ns);
+    // SAFETY: the caller's promises.
+    run(|| unsafe {
+        send(loan, stream, sequence, |sample, stream| {
+            sample.send_timeout(stream, limit)
+        })
+    })
+}
+
+/// # Safety
+/// As for [`warpipe_loan_send`].
+#[inline]
+unsafe fn send(
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    sequence: *mut u64,
+    send: impl FnOnce(SampleMut, &Stream) -> Result<u64, warpipe::SendError>,
+) -> Result<(), Failure> {
+    let sent = handle::consume(loan, |held: &mut handle::Held<LentSlot>| {
+        let LentSlot { loan, streams } = handle::take(held);
+        // SAFETY: the caller's promise.
+        let failed = match (unsafe { streams.get(stream) }, loan) {
+            (Ok(stream), LoanKind::Sample(sample)) => match send(sample, &stream) {
+                Ok(sequence) => return Ok(sequence),
+                Err(unsent) => {
+                    let loan = unsent.sample.map(|sample| LoanKind::Sample(*sample));
+                    (unsent.error.into(), loan)
+                }
+            },
+            (Ok(_), loan @ LoanKind::Job(_)) => {
+                let said = "this loan is not a publisher's; submit it, or answer with it".into();
+                (Failure::State(said), Some(loan))
+            }
+            (Err(failure), loan) => (failure, Some(loan)),
+        };
+        *held = failed.1.map(|loan| Box::new(LentSlot { loan, streams }));
+        Err(failed.0)
+    })?;
+    // SAFETY: the caller's promise.
+    unsafe { put_unless_null(sequence, sent) };
+    Ok(())
+}
+
+/// Returns a loan unused, behind the work of the streams that it was written on or passed with.
+/// Null is ignored. If the caller's own kernels may be writing it, call `warpipe_loan_discard` with
+/// their stream instead.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_loan_close(loan: *mut warpipe_loan) -> warpipe_status {
+    run(|| handle::close::<Exclusive<LentSlot>>(loan))
+}
+
+/// Returns a loan unused, once the work enqueued on `stream` so far is done. Closes `loan`, also
+/// when the driver fails.
+///
+/// # Safety
+/// `stream` is a stream of the endpoint's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_loan_discard(
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+) -> warpipe_status {
+    run(|| {
+        handle::consume(loan, |held: &mut handle::Held<LentSlot>| {
+            // SAFETY: the caller's promise.
+            let stream = unsafe { handle::held(held).stream(stream) }?.into_owned();
+            match handle::take(held).loan {
+                LoanKind::Sample(sample) => Ok(sample.discard(&stream)?),
+                LoanKind::Job(loan) => Ok(loan.discard(&stream)?),
+            }
+        })
+    })
+}

@@ -1,0 +1,557 @@
+//! Memory that processes share: allocated here, opened here, or a block of a pool. **This module is
+//! marked for unsafe**: it borrows a descriptor that the caller names.
+
+use std::ffi::{c_char, c_void};
+use std::os::fd::{BorrowedFd, IntoRawFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, RwLock, TryLockError};
+
+use warpipe::{
+    Access, Buffer, DeviceId, DeviceKind, DeviceSlice, LegacyMemory, LentBuffer, Memory,
+    MemoryInfo, SharedMemory,
+};
+
+use crate::arguments::{fixed, out, out_object, put_text, slice, slice_mut, timeout};
+use crate::device::{streams_of, warpipe_device};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Found};
+use crate::streams::Streams;
+
+/// A range of device memory: allocated by this process, opened by a ticket, a descriptor or a
+/// legacy CUDA IPC handle, or a block of a pool. Any number of threads may use it.
+pub struct warpipe_memory {
+    _private: [u8; 0],
+}
+
+/// How memory may be used.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum warpipe_access {
+    /// For reading. The MMU enforces it against mistakes; a hostile importer can map the memory
+    /// writable. Send a copy instead.
+    WARPIPE_ACCESS_READ = 0,
+    /// For reading and writing.
+    WARPIPE_ACCESS_READ_WRITE = 1,
+}
+
+/// The properties of a range of memory.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_memory_info {
+    /// The device address of its first byte: a `CUdeviceptr`, or on the host an address of this
+    /// process.
+    pub data: u64,
+    /// Its length in bytes, as it was asked for.
+    pub bytes: u64,
+    /// The length of the whole allocation, which `warpipe_memory_import_fd` needs beside the
+    /// descriptor; 0 for memory that `warpipe_memory_export_fd` does not export.
+    pub mapped_bytes: u64,
+    /// Whether it lies on a GPU.
+    pub is_cuda: bool,
+    /// Whether this process may only read it.
+    pub is_read_only: bool,
+    /// The UUID of the GPU that it lies on; zeros for the host.
+    pub uuid: [u8; 16],
+    /// The name under which it was opened, or its pool's name; else empty.
+    pub name: [c_char; 81],
+}
+
+/// The kinds of memory.
+#[derive(Debug)]
+pub(crate) enum MemoryKind {
+    /// Allocated by this process.
+    Owned(Memory),
+    /// Opened by a ticket or a descriptor.
+    Shared(SharedMemory),
+    /// A block of this process's pool.
+    Block { block: Buffer, pool: String },
+    /// A block of another process's pool.
+    Lent(LentBuffer),
+    /// Another allocator's, opened by a legacy handle.
+    Legacy {
+        memory: LegacyMemory,
+        owner: DeviceId,
+    },
+}
+
+/// The range that an object stands for.
+enum Range<'a> {
+    /// Of memory that this library made.
+    Slice(&'a DeviceSlice),
+    /// Of another allocator's, and the device that owns it.
+    Legacy(&'a LegacyMemory, DeviceId),
+}
+
+impl MemoryKind {
+    fn range(&self) -> Range<'_> {
+        match self {
+            MemoryKind::Owned(memory) => Range::Slice(memory),
+            MemoryKind::Shared(memory) => Range::Slice(memory),
+            MemoryKind::Block { block, .. } => Range::Slice(block),
+            MemoryKind::Lent(block) => Range::Slice(block),
+            MemoryKind::Legacy { memory, owner } => Range::Legacy(memory, *owner),
+        }
+    }
+
+    /// The range, for a copy by the library.
+    fn to_copy(&self) -> Result<&DeviceSlice, Failure> {
+        match self.range() {
+            Range::Slice(slice) => Ok(slice),
+            Range::Legacy(..) => Err(Failure::State(
+                "memory of a legacy handle is copied with warpipe_stream_copy or cudaMemcpyAsync"
+                    .into(),
+            )),
+        }
+    }
+
+    fn name(&self) -> &str {
+        match self {
+            MemoryKind::Shared(memory) => memory.name(),
+            MemoryKind::Block { pool, .. } => pool,
+            MemoryKind::Lent(block) => block.name(),
+            MemoryKind::Owned(_) | MemoryKind::Legacy { .. } => "",
+        }
+    }
+
+    fn info(&self) -> warpipe_memory_info {
+        let (data, bytes, owner, access) = match self.range() {
+            Range::Slice(slice) => (slice.ptr(), slice.bytes(), slice.owner(), slice.access()),
+            Range::Legacy(memory, owner) => {
+                (memory.ptr(), memory.bytes(), owner, Access::ReadWrite)
+            }
+        };
+        let mapped_bytes = match self {
+            MemoryKind::Owned(memory) => memory.info().mapped_bytes,
+            _ => 0,
+        };
+        warpipe_memory_info {
+            data,
+            bytes,
+            mapped_bytes,
+            is_cuda: owner.kind == DeviceKind::Cuda,
+            is_read_only: access == Access::Read,
+            uuid: owner.uuid,
+            name: fixed(self.name()),
+        }
+    }
+}
+
+/// A range of memory, and the streams of the device that it is mapped on.
+#[derive(Debug)]
+pub(crate) struct MemoryObject(Arc<MemoryState>);
+
+#[derive(Debug)]
+struct MemoryState {
+    /// `None` once a call has consumed it. A call that uses it has the lock for reading.
+    held: RwLock<Option<MemoryKind>>,
+    streams: Arc<Streams>,
+    /// Tensors of other frameworks over it that were not deleted yet.
+    tensors: AtomicUsize,
+}
+
+/// Keeps memory for a tensor of another framework, also after the pointer is closed.
+#[derive(Debug)]
+pub(crate) struct TensorOwner(Arc<MemoryState>);
+
+impl Drop for TensorOwner {
+    fn drop(&mut self) {
+        self.0.tensors.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// Runs `work` on memory, with an owner for the tensor that it makes.
+pub(crate) fn with_owner<R>(
+    memory: *const warpipe_memory,
+    work: impl FnOnce(warpipe_memory_info, &Streams, TensorOwner) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    with(memory, |found, streams| {
+        let object: Found<MemoryObject> = handle::get(memory)?;
+        // Under the lock for reading, so that a call which frees the memory sees it.
+        object.0.tensors.fetch_add(1, Ordering::Relaxed);
+        work(found.info(), streams, TensorOwner(object.0.clone()))
+    })
+}
+
+const NAME: &str = "warpipe_memory";
+
+/// Gives memory to C.
+pub(crate) fn insert_memory(
+    memory: MemoryKind,
+    streams: &Arc<Streams>,
+) -> Result<*mut warpipe_memory, Failure> {
+    handle::insert(MemoryObject(Arc::new(MemoryState {
+        held: RwLock::new(Some(memory)),
+        streams: streams.clone(),
+        tensors: AtomicUsize::new(0),
+    })))
+}
+
+/// Runs `work` on memory that stays the caller's.
+pub(crate) fn with<R>(
+    memory: *const warpipe_memory,
+    work: impl FnOnce(&MemoryKind, &Streams) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let object: Found<MemoryObject> = handle::get(memory)?;
+    let held = match object.0.held.try_read() {
+        Ok(held) => held,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => {
+            let said = "another thread frees this warpipe_memory";
+            return Err(Failure::State(said.into()));
+        }
+    };
+    let memory = held.as_ref().ok_or(Failure::Closed(NAME))?;
+    work(memory, &object.0.streams)
+}
+
+/// Passes memory to `consume`, which takes it when it uses it up: then the pointer is closed.
+pub(crate) fn consume<R>(
+    memory: *mut warpipe_memory,
+    consume: impl FnOnce(&mut Option<MemoryKind>, &Streams) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let object: Found<MemoryObject> = handle::get(memory)?;
+    let mut held = match object.0.held.try_write() {
+        Ok(held) => held,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => {
+            let said = "another thread is in a call on this warpipe_memory; free it after that";
+            return Err(Failure::State(said.into()));
+        }
+    };
+    if held.is_none() {
+        return Err(Failure::Closed(NAME));
+    }
+    if object.0.tensors.load(Ordering::Acquire) > 0 {
+        let said = "a tensor of another framework uses this warpipe_memory; delete that first";
+        return Err(Failure::State(said.into()));
+    }
+    let result = consume(&mut held, &object.0.streams);
+    let is_used_up = held.is_none();
+    drop(held);
+    if is_used_up {
+        // Only this call had the memory, so that only this call ends the pointer.
+        let _ = handle::close::<MemoryObject>(memory);
+    }
+    result
+}
+
+/// The access that an argument or option names.
+pub(crate) fn access_of(name: &'static str, access: u32) -> Result<Access, Failure> {
+    match access {
+        0 => Ok(Access::Read),
+        1 => Ok(Access::ReadWrite),
+        other => Err(Failure::argument(name, other, "a warpipe_access")),
+    }
+}
+
+/// Allocates `bytes` bytes that can be given to other processes, zeroed: in all a multiple of the
+/// device's unit, 2 MiB on CUDA as a rule, a page on the host (`cuMemCreate`, `cuMemMap`). `device`
+/// may be null: the first GPU, else the host.
+///
+/// `*memory` is the caller's, to be closed by `warpipe_memory_close`. The memory lives as long as
+/// any process has it open.
+///
+/// `WARPIPE_LIMIT_REACHED` when the device has no room; `WARPIPE_INVALID_INPUT` for 0 bytes;
+/// `WARPIPE_DEVICE_FAILED`; `WARPIPE_SYSTEM`.
+///
+/// # Safety
+/// `memory` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_allocate(
+    device: *const warpipe_device,
+    bytes: u64,
+    memory: *mut *mut warpipe_memory,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("memory", memory) }?;
+        let streams = streams_of(device)?;
+        let allocated = Memory::allocate(streams.device(), bytes)?;
+        place.put(insert_memory(MemoryKind::Owned(allocated), &streams)?);
+        Ok(())
+    })
+}
+
+/// Describes memory: its address, length and device.
+///
+/// # Safety
+/// `info` is the address of such a structure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_get_info(
+    memory: *const warpipe_memory,
+    info: *mut warpipe_memory_info,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("info", info) }?;
+        with(memory, |memory, _| {
+            place.put(memory.info());
+            Ok(())
+        })
+    })
+}
+
+/// Enqueues a copy of `bytes` bytes from memory of the host to byte `offset`
+/// (`cuMemcpyHtoDAsync`). The source may be reused when the call returns.
+///
+/// `WARPIPE_INVALID_INPUT`: beyond the memory's end, memory that was given for reading, or a stream
+/// of another device; `WARPIPE_INVALID_STATE` for memory of a legacy handle; `WARPIPE_TIMEOUT` when
+/// too many copies wait behind streams that stand still; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `data` is the address of `bytes` bytes; `stream` is a stream of the memory's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_write(
+    memory: *const warpipe_memory,
+    stream: *mut c_void,
+    offset: u64,
+    data: *const c_void,
+    bytes: usize,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let data = unsafe { slice("data", data.cast::<u8>(), bytes) }?;
+        with(memory, |memory, streams| {
+            // SAFETY: the caller's promise.
+            let stream = unsafe { streams.get(stream) }?;
+            Ok(memory.to_copy()?.write(&stream, offset, data)?)
+        })
+    })
+}
+
+/// Waits on the CPU for the streams that `warpipe_memory_write` and `warpipe_memory_used_on` were
+/// called with on this memory, at most `timeout_ns` nanoseconds, and copies `bytes` bytes from byte
+/// `offset` on to memory of the host.
+///
+/// `WARPIPE_INVALID_INPUT`: beyond the memory's end; `WARPIPE_INVALID_STATE` for memory of a legacy
+/// handle; `WARPIPE_TIMEOUT`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `buffer` is the address of `bytes` bytes that nothing else uses during the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_copy_to(
+    memory: *const warpipe_memory,
+    offset: u64,
+    buffer: *mut c_void,
+    bytes: usize,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise; bytes of any value are valid.
+        let buffer = unsafe { slice_mut("buffer", buffer.cast::<u8>(), bytes) }?;
+        with(memory, |memory, _| {
+            let slice = memory.to_copy()?;
+            Ok(slice.copy_to(offset, buffer, timeout(timeout_ns))?)
+        })
+    })
+}
+
+/// Says that the stream is about to be given work on this memory, which is neither unmapped nor
+/// used again before the stream has done all work that it was given before the memory is closed.
+/// Call it before the work is enqueued, once for each stream.
+///
+/// # Safety
+/// `stream` is a stream of the memory's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_used_on(
+    memory: *const warpipe_memory,
+    stream: *mut c_void,
+) -> warpipe_status {
+    run(|| {
+        with(memory, |memory, streams| {
+            // SAFETY: the caller's promise.
+            let stream = unsafe { streams.get(stream) }?;
+            match memory.range() {
+                Range::Slice(slice) => slice.used_on(&stream),
+                Range::Legacy(memory, _) => memory.used_by(&stream)?,
+            }
+            Ok(())
+        })
+    })
+}
+
+/// A descriptor of allocated memory, close-on-exec (`cuMemExportToShareableHandle`, or a duplicate
+/// of the memfd), to be sent over a socket. Any process that gets it can map all of the memory, for
+/// reading or writing: `warpipe_memory_import_fd`.
+///
+/// `*fd` is the caller's, to be closed by `close(2)`. It becomes -1 when the call fails.
+///
+/// `WARPIPE_INVALID_STATE` unless the memory is of `warpipe_memory_allocate`;
+/// `WARPIPE_LIMIT_REACHED`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `fd` is the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_export_fd(
+    memory: *const warpipe_memory,
+    fd: *mut i32,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("fd", fd) }?;
+        place.put(-1);
+        with(memory, |memory, _| {
+            place.put(owned(memory)?.export_fd()?.into_raw_fd());
+            Ok(())
+        })
+    })
+}
+
+/// The memory, if this process allocated it and may give it away.
+pub(crate) fn owned(memory: &MemoryKind) -> Result<&Memory, Failure> {
+    match memory {
+        MemoryKind::Owned(memory) => Ok(memory),
+        _ => Err(Failure::State(
+            "this memory is not of warpipe_memory_allocate; its owner can give it away".into(),
+        )),
+    }
+}
+
+/// Maps memory by a descriptor of `warpipe_memory_export_fd` that came over the caller's own
+/// socket. `bytes`, `mapped_bytes` and `uuid` are those of the exporter's `warpipe_memory_info`;
+/// `uuid` may be null on the host. `access` is a `warpipe_access`. `device` may be null: the first
+/// GPU, else the host. The descriptor's type and size are checked. It stays the caller's, and may
+/// be closed afterwards.
+///
+/// `*memory` is the caller's, to be closed by `warpipe_memory_close`.
+///
+/// `WARPIPE_DEVICE_FAILED`: another descriptor, another size, or memory that the device cannot
+/// reach; `WARPIPE_INVALID_INPUT`: no descriptor, no access, or more bytes than are mapped;
+/// `WARPIPE_LIMIT_REACHED`.
+///
+/// # Safety
+/// `uuid` is null or the address of 16 bytes, `memory` the address of a pointer. `fd` is not closed
+/// during the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_import_fd(
+    device: *const warpipe_device,
+    fd: i32,
+    bytes: u64,
+    mapped_bytes: u64,
+    uuid: *const u8,
+    access: u32,
+    memory: *mut *mut warpipe_memory,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, uuid) = unsafe {
+            let place = out_object("memory", memory)?;
+            (
+                place,
+                slice("uuid", uuid, if uuid.is_null() { 0 } else { 16 })?,
+            )
+        };
+        if fd < 0 {
+            return Err(Failure::argument("fd", fd, "an open descriptor"));
+        }
+        let access = access_of("access", access)?;
+        let streams = streams_of(device)?;
+        let info = MemoryInfo {
+            bytes,
+            mapped_bytes,
+            device: DeviceId {
+                kind: streams.device().info().id.kind,
+                uuid: uuid.try_into().unwrap_or_default(),
+            },
+        };
+        // SAFETY: not -1; the caller keeps it open during the call. A number without a descriptor
+        // is an error of the first call of the system that gets it.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let imported = Memory::import_fd(streams.device(), fd, &info, access)?;
+        place.put(insert_memory(MemoryKind::Shared(imported), &streams)?);
+        Ok(())
+    })
+}
+
+/// A ticket with which other processes open this block of a pool (`warpipe_ticket_open`) until it
+/// is closed or freed here; a process that has opened it by then keeps it. `access` is a
+/// `warpipe_access`. The text is written to `buffer` with a zero at its end. `*length` becomes its
+/// length without that, also if the buffer is too short; `length` may be null.
+///
+/// `WARPIPE_INVALID_STATE` unless the memory is of `warpipe_pool_allocate`; `WARPIPE_INVALID_INPUT`
+/// when `capacity` is too small; `WARPIPE_PEER_GONE` when the pool is closed.
+///
+/// # Safety
+/// `buffer` is the address of `capacity` bytes, `length` null or that of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_lend(
+    memory: *const warpipe_memory,
+    access: u32,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> warpipe_status {
+    run(|| {
+        let access = access_of("access", access)?;
+        with(memory, |memory, _| {
+            let MemoryKind::Block { block, .. } = memory else {
+                let said = "this memory is no block of a pool of this process; publish it instead (warpipe_memory_publish)";
+                return Err(Failure::State(said.into()));
+            };
+            let ticket = block.lend(access)?.to_string();
+            // SAFETY: the caller's promises.
+            unsafe { put_text(&ticket, buffer, capacity, length) }
+        })
+    })
+}
+
+/// Frees a block of a pool behind the work enqueued on the stream so far, and on the others that it
+/// was used on (`cuStreamWriteValue64`). Does not wait: the block is used again when that work is
+/// done. Closes `memory`, also when the device fails.
+///
+/// `WARPIPE_INVALID_STATE` for memory that is no block of a pool, or while another thread is in a
+/// call on it: then it stays the caller's. `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `stream` is a stream of the memory's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_free_on(
+    memory: *mut warpipe_memory,
+    stream: *mut c_void,
+) -> warpipe_status {
+    run(|| {
+        consume(memory, |held, streams| {
+            // SAFETY: the caller's promise.
+            let stream = unsafe { streams.get(stream) }?;
+            match held.take() {
+                Some(MemoryKind::Block { block, .. }) => Ok(block.free(&stream)?),
+                Some(MemoryKind::Lent(block)) => Ok(block.free(&stream)?),
+                other => {
+                    *held = other;
+                    let said = "only a block of a pool is freed on a stream; close this memory (warpipe_memory_close)";
+                    Err(Failure::State(said.into()))
+                }
+            }
+        })
+    })
+}
+
+/// Closes memory, once the streams that it was used on are past their work; does not wait. Memory
+/// that other processes have open, or that is published, stays theirs. A block returns to its pool.
+/// Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_memory_close(memory: *mut warpipe_memory) -> warpipe_status {
+    run(|| handle::close::<MemoryObject>(memory))
+}
+
+#[cfg(test)]
+mod tests {
+    use warpipe::Device;
+
+    use super::*;
+
+    #[test]
+    fn memory_that_a_call_uses_is_not_consumed_meanwhile() {
+        let streams = Arc::new(Streams::new(Device::host()));
+        let memory = Memory::allocate(streams.device(), 64).expect("the host has memory");
+        let memory = insert_memory(MemoryKind::Owned(memory), &streams).expect("a free entry");
+        let take = || consume(memory, |held, _| Ok(held.take().is_some()));
+        let refused = with(memory, |_, _| Ok(take())).expect("it is open");
+        assert!(matches!(refused, Err(Failure::State(_))), "{refused:?}");
+        let used_in_use = consume(memory, |_, _| Ok(with(memory, |_, _| Ok(()))));
+        let refused = used_in_use.expect("no call uses it");
+        assert!(matches!(refused, Err(Failure::State(_))), "{refused:?}");
+        assert!(take().expect("no call uses it"));
+        assert!(matches!(take(), Err(Failure::Closed(_))));
+    }
+}

@@ -1,0 +1,433 @@
+//! Pools: device memory that is handed out in blocks, to this process and to others.
+
+use std::ffi::c_char;
+use std::sync::Arc;
+
+use warpipe::{Buffer, Pool, PoolClient, Quota};
+
+use crate::arguments::{
+    Options, admitted, number, out, out_object, put_unless_null, set, slice, text, timeout,
+};
+use crate::device::{streams_of, warpipe_device};
+use crate::domain::{domain_of, warpipe_domain};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Found};
+use crate::memory::{MemoryKind, insert_memory, warpipe_memory};
+use crate::open::{warpipe_open_options, with_options};
+use crate::streams::Streams;
+
+/// Device memory that is handed out in blocks, to this process and to others. Any number of threads
+/// may use it.
+pub struct warpipe_pool {
+    _private: [u8; 0],
+}
+
+/// A client of another process's pool. Any number of threads may use it.
+pub struct warpipe_pool_client {
+    _private: [u8; 0],
+}
+
+/// Options of a pool. Begin with `{.size = sizeof(warpipe_pool_options)}`; a field that is 0 has
+/// its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_pool_options {
+    /// `sizeof(warpipe_pool_options)`.
+    pub size: usize,
+    /// The domain of its name; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// The device of its memory; the first GPU by default, else the host.
+    pub device: *const warpipe_device,
+    /// The most device memory that the pool allocates, in bytes; 4 GiB by default. It grows as
+    /// needed, in regions that double, and keeps them until it is closed, or another user needs the
+    /// room.
+    pub memory_limit: u64,
+    /// Bytes that are allocated at once; none by default.
+    pub reserve: u64,
+    /// The most clients at once; 256 by default.
+    pub peers_max: u32,
+    /// Users that are admitted beside this process's own; the domain's directory must admit them,
+    /// too. Each user gets regions of its own, so that no process of another one can map its
+    /// blocks.
+    pub allow_uids: *const u32,
+    /// How many those are.
+    pub allow_uids_count: usize,
+    /// Groups that are admitted.
+    pub allow_gids: *const u32,
+    /// How many those are.
+    pub allow_gids_count: usize,
+    /// The most bytes in blocks that each user other than the pool's own may have at once, each
+    /// block rounded up to a multiple of 512; no limit by default. A user's regions take at most as
+    /// many, rounded up to 2 MiB.
+    pub user_bytes_max: u64,
+    /// The most blocks that each such user may have at once; no limit by default.
+    pub user_blocks_max: u32,
+    /// What single users may have instead.
+    pub quotas: *const warpipe_pool_quota,
+    /// How many those are.
+    pub quotas_count: usize,
+}
+
+/// The most that one user may have of a pool at once, whatever the number of its processes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_pool_quota {
+    /// The user; it may be the pool's own, which has no limit otherwise.
+    pub uid: u32,
+    /// The most blocks; 0 for no limit.
+    pub blocks_max: u32,
+    /// The most bytes in blocks; 0 for no limit.
+    pub bytes_max: u64,
+}
+
+/// The part of a pool that one user has.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_pool_usage {
+    /// Bytes in blocks that are not free.
+    pub bytes: u64,
+    /// The most bytes that the user may have; 0 for no limit.
+    pub bytes_max: u64,
+    /// Bytes of the user's regions.
+    pub region_bytes: u64,
+    /// The number of blocks that are not free.
+    pub blocks: u32,
+    /// The most blocks that the user may have; 0 for no limit.
+    pub blocks_max: u32,
+}
+
+fn quota_of(bytes_max: u64, blocks_max: u32) -> Quota {
+    let none = Quota::default();
+    Quota {
+        bytes: number(bytes_max).unwrap_or(none.bytes),
+        blocks: number(blocks_max).unwrap_or(none.blocks),
+    }
+}
+
+// SAFETY: numbers and pointers, which may be zero.
+unsafe impl Options for warpipe_pool_options {
+    const NAME: &'static str = "warpipe_pool_options";
+}
+
+/// The present state of a pool. A block that the owner and a client both have counts in both.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_pool_stats {
+    /// Regions allocated on the device.
+    pub regions: u64,
+    /// Bytes of these regions.
+    pub total_bytes: u64,
+    /// The limit for these bytes.
+    pub limit_bytes: u64,
+    /// Bytes in the owner's blocks.
+    pub in_use_bytes: u64,
+    /// Bytes in clients' blocks.
+    pub lent_bytes: u64,
+    /// Bytes in released blocks that a stream has not completed its work on.
+    pub waiting_bytes: u64,
+    /// The most bytes that were not free at one time.
+    pub high_water_bytes: u64,
+    /// Blocks handed out so far.
+    pub allocations: u64,
+    /// Allocations that had to wait for others.
+    pub waits: u64,
+    /// Clients that are connected, or still have blocks.
+    pub peers: u64,
+}
+
+/// A pool, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct PoolObject {
+    pool: Pool,
+    streams: Arc<Streams>,
+}
+
+/// A client of a pool, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct PoolClientObject {
+    client: PoolClient,
+    streams: Arc<Streams>,
+}
+
+/// Makes a pool of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`). `options`
+/// may be null.
+///
+/// `*pool` is the caller's, to be closed by `warpipe_pool_close`.
+///
+/// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
+/// `WARPIPE_LIMIT_REACHED` for a reserve above the limit, or when the device has no room;
+/// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `name` is a text, `options` null or the address of options, which name arrays of as many
+/// elements as they say; `pool` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_pool_create(
+    name: *const c_char,
+    options: *const warpipe_pool_options,
+    pool: *mut *mut warpipe_pool,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, name, options, admitted, quotas) = unsafe {
+            let place = out_object("pool", pool)?;
+            let options = crate::arguments::options(options)?;
+            let admitted = admitted(
+                options.allow_uids,
+                options.allow_uids_count,
+                options.allow_gids,
+                options.allow_gids_count,
+            )?;
+            let quotas = slice("options->quotas", options.quotas, options.quotas_count)?;
+            (place, text("name", name)?, options, admitted, quotas)
+        };
+        let streams = streams_of(options.device)?;
+        let mut builder = Pool::builder(name)
+            .device(streams.device())
+            .reserve(options.reserve)
+            .user_quota(quota_of(options.user_bytes_max, options.user_blocks_max))
+            .allow_uids(admitted.uids)
+            .allow_gids(admitted.gids);
+        set!(
+            builder,
+            domain(domain_of(options.domain)?.as_ref()),
+            memory_limit(number(options.memory_limit)),
+            peers_max(number(options.peers_max as usize)),
+        );
+        for quota in quotas {
+            let allowed = quota_of(quota.bytes_max, quota.blocks_max);
+            builder = builder.quota_for(quota.uid, allowed);
+        }
+        let pool = builder.build()?;
+        place.put(handle::insert(PoolObject { pool, streams })?);
+        Ok(())
+    })
+}
+
+/// Allocates a block of `bytes` bytes, aligned to 512, and waits up to `timeout_ns` nanoseconds for
+/// other blocks to be freed. Its contents are what this user left there, or zeros.
+///
+/// `*memory` is the caller's, to be closed by `warpipe_memory_free_on`, behind a stream's work, or
+/// `warpipe_memory_close`: the block is used again when the streams that it was used on are past
+/// it, and all processes that opened it have closed it, too. It stays valid when the pool is
+/// closed.
+///
+/// `WARPIPE_LIMIT_REACHED` when the blocks in use leave no room, or the device has none;
+/// `WARPIPE_INVALID_INPUT` for 0 bytes; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `memory` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_pool_allocate(
+    pool: *const warpipe_pool,
+    bytes: u64,
+    timeout_ns: u64,
+    memory: *mut *mut warpipe_memory,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("memory", memory) }?;
+        let object: Found<PoolObject> = handle::get(pool)?;
+        let block = object.pool.allocate_timeout(bytes, timeout(timeout_ns))?;
+        place.put(insert_block(block, &object)?);
+        Ok(())
+    })
+}
+
+fn insert_block(block: Buffer, object: &PoolObject) -> Result<*mut warpipe_memory, Failure> {
+    let pool = object.pool.name().into();
+    insert_memory(MemoryKind::Block { block, pool }, &object.streams)
+}
+
+/// As `warpipe_pool_allocate`, in a region of the user `uid`: its processes, and no others, can
+/// open the block's ticket (`warpipe_memory_lend`). The block counts in that user's quota until it
+/// is free. That user can read and write all that lies in its regions.
+///
+/// `WARPIPE_LIMIT_REACHED` also for that quota.
+///
+/// # Safety
+/// `memory` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_pool_allocate_for(
+    pool: *const warpipe_pool,
+    uid: u32,
+    bytes: u64,
+    timeout_ns: u64,
+    memory: *mut *mut warpipe_memory,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("memory", memory) }?;
+        let object: Found<PoolObject> = handle::get(pool)?;
+        let waited = timeout(timeout_ns);
+        let block = object.pool.allocate_for(uid, bytes, waited)?;
+        place.put(insert_block(block, &object)?);
+        Ok(())
+    })
+}
+
+/// Reads which part of a pool the user `uid` has.
+///
+/// # Safety
+/// `usage` is the address of such a structure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_pool_get_usage(
+    pool: *const warpipe_pool,
+    uid: u32,
+    usage: *mut warpipe_pool_usage,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("usage", usage) }?;
+        let object: Found<PoolObject> = handle::get(pool)?;
+        let (found, none) = (object.pool.usage(uid), Quota::default());
+        let limit = found.quota;
+        place.put(warpipe_pool_usage {
+            bytes: found.bytes,
+            bytes_max: if limit.bytes == none.bytes {
+                0
+            } else {
+                limit.bytes
+            },
+            region_bytes: found.region_bytes,
+            blocks: found.blocks,
+            blocks_max: if limit.blocks == none.blocks {
+                0
+            } else {
+                limit.blocks
+            },
+        });
+        Ok(())
+    })
+}
+
+/// Reads a pool's present state.
+///
+/// # Safety
+/// `stats` is the address of such a structure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_pool_get_stats(
+    pool: *const warpipe_pool,
+    stats: *mut warpipe_pool_stats,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("stats", stats) }?;
+        let object: Found<PoolObject> = handle::get(pool)?;
+        let stats = object.pool.stats();
+        place.put(warpipe_pool_stats {
+            regions: stats.regions as u64,
+            total_bytes: stats.total_bytes,
+            limit_bytes: stats.limit_bytes,
+            in_use_bytes: stats.in_use_bytes,
+            lent_bytes: stats.lent_bytes,
+            waiting_bytes: stats.waiting_bytes,
+            high_water_bytes: stats.high_water_bytes,
+            allocations: stats.allocations,
+            waits: stats.waits,
+            peers: stats.peers as u64,
+        });
+        Ok(())
+    })
+}
+
+/// Closes a pool: its name is released, and clients get no more memory. Blocks in use stay valid
+/// until they are closed. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_pool_close(pool: *mut warpipe_pool) -> warpipe_status {
+    run(|| handle::close::<PoolObject>(pool))
+}
+
+/// Connects to the pool of this name in another process, to allocate from its memory. `options` may
+/// be null. A block that its owner lends needs no client: `warpipe_ticket_open`.
+///
+/// `*client` is the caller's, to be closed by `warpipe_pool_client_close`.
+///
+/// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_REFUSED`, also for a device
+/// that cannot reach its memory; `WARPIPE_NAME_CONFLICT` when something else has the name;
+/// `WARPIPE_INVALID_INPUT`.
+///
+/// # Safety
+/// `name` is a text, `options` null or the address of options, `client` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_pool_client_open(
+    name: *const c_char,
+    options: *const warpipe_open_options,
+    client: *mut *mut warpipe_pool_client,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, name, options) = unsafe {
+            let place = out_object("client", client)?;
+            (
+                place,
+                text("name", name)?,
+                crate::arguments::options(options)?,
+            )
+        };
+        let streams = streams_of(options.device)?;
+        let client = with_options(PoolClient::opener(name), &options, &streams)?.open()?;
+        place.put(handle::insert(PoolClientObject { client, streams })?);
+        Ok(())
+    })
+}
+
+/// Allocates a block of `bytes` bytes of the owner's memory, for reading and writing, and waits up
+/// to `timeout_ns` nanoseconds for other blocks to be freed. The block is cleared if another user
+/// had it.
+///
+/// `*memory` is the caller's, to be closed by `warpipe_memory_free_on`, behind a stream's work, or
+/// `warpipe_memory_close`: then, or when this process has died, the block returns to its owner. It
+/// stays valid when its owner closes the pool, or dies.
+///
+/// `WARPIPE_LIMIT_REACHED` when the blocks in use, or this user's quota, leave no room, or the
+/// device has none; `WARPIPE_PEER_GONE`; `WARPIPE_REFUSED`; `WARPIPE_INVALID_INPUT` for 0 bytes, or
+/// beyond 1024 blocks at once; `WARPIPE_TIMEOUT` when the owner does not answer;
+/// `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `memory` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_pool_client_allocate(
+    client: *const warpipe_pool_client,
+    bytes: u64,
+    timeout_ns: u64,
+    memory: *mut *mut warpipe_memory,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("memory", memory) }?;
+        let object: Found<PoolClientObject> = handle::get(client)?;
+        let block = object.client.allocate_timeout(bytes, timeout(timeout_ns))?;
+        place.put(insert_memory(MemoryKind::Lent(block), &object.streams)?);
+        Ok(())
+    })
+}
+
+/// The owner's process id, and whether it has closed the pool or has died: its blocks stay valid
+/// then. Either address may be null.
+///
+/// # Safety
+/// `pid` is null or the address of a number, `is_gone` null or that of a `bool`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_pool_client_get_owner(
+    client: *const warpipe_pool_client,
+    pid: *mut i32,
+    is_gone: *mut bool,
+) -> warpipe_status {
+    run(|| {
+        let object: Found<PoolClientObject> = handle::get(client)?;
+        // SAFETY: the caller's promises.
+        unsafe {
+            put_unless_null(pid, object.client.owner_pid());
+            put_unless_null(is_gone, object.client.is_owner_gone());
+        }
+        Ok(())
+    })
+}
+
+/// Closes a client of a pool. Its blocks stay valid until they are closed. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_pool_client_close(client: *mut warpipe_pool_client) -> warpipe_status {
+    run(|| handle::close::<PoolClientObject>(client))
+}

@@ -1,0 +1,491 @@
+//! Queues: jobs that one of any number of workers does, each once, and their results.
+
+use std::ffi::{c_char, c_void};
+use std::ptr::null_mut;
+use std::sync::Arc;
+
+use warpipe::{
+    Error, JobHandle, JobResult, Loan, Queue, QueueState, ResultOrder, Stream, SubmitError,
+};
+
+use crate::arguments::{
+    Options, number, options, out, out_object, put_unless_null, set, slice, slice_mut, text,
+    time_option, timeout,
+};
+use crate::device::{streams_of, warpipe_device};
+use crate::domain::{domain_of, warpipe_domain};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Found};
+use crate::job::{give_job, warpipe_job};
+use crate::layout::{layout_of, warpipe_layout};
+use crate::loan::{LoanKind, Unpassed, insert_loan, pass, warpipe_loan};
+use crate::sample::{SampleKind, insert_sample, warpipe_sample};
+use crate::streams::Streams;
+
+/// Hands jobs to worker processes, each to one, and gets each one's result once. A job that a
+/// worker's death or failure leaves goes to another worker. Any number of threads may use it.
+pub struct warpipe_queue {
+    _private: [u8; 0],
+}
+
+/// The order in which `warpipe_queue_next_result` gives results.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum warpipe_result_order {
+    /// In the order of submission.
+    WARPIPE_ORDER_SUBMISSION = 0,
+    /// In the order of completion.
+    WARPIPE_ORDER_COMPLETION = 1,
+}
+
+/// Options of a queue. Begin with `{.size = sizeof(warpipe_queue_options)}`; a field that is 0 has
+/// its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_queue_options {
+    /// `sizeof(warpipe_queue_options)`.
+    pub size: usize,
+    /// The domain of its name; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// The device that holds the inputs; the first GPU by default, else the host.
+    pub device: *const warpipe_device,
+    /// The most jobs that are pending or have an outcome not taken yet; 1024 by default.
+    pub limit: usize,
+    /// How often a job is tried before it is dead-lettered; 3 by default.
+    pub max_attempts: u32,
+    /// How many jobs a worker may hold at once: 1 to 256; 2 by default.
+    pub prefetch: u32,
+    /// A `warpipe_result_order`; that of submission, by default.
+    pub order: u32,
+    /// The most workers at once; 256 by default.
+    pub workers_max: u32,
+    /// How long a worker may hold jobs without answering any, in nanoseconds: then they go to other
+    /// workers, and its late answers do not count. By default its death is waited for.
+    pub lease_timeout_ns: u64,
+    /// The most device memory that inputs may take, in bytes; 4 GiB by default.
+    pub memory_limit: u64,
+    /// How long a worker may take to attach, in nanoseconds; 5 s by default.
+    pub handshake_timeout_ns: u64,
+    /// How long a submission waits for room, and a loan for memory, in nanoseconds; 5 s by default.
+    pub submit_timeout_ns: u64,
+    /// How long a wait polls before it sleeps, in nanoseconds; up to 20 us by default.
+    pub spin_ns: u64,
+}
+
+// SAFETY: numbers and pointers, which may be zero.
+unsafe impl Options for warpipe_queue_options {
+    const NAME: &'static str = "warpipe_queue_options";
+}
+
+/// The jobs and workers of a queue, or the requests and servers of a client, by their numbers.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_queue_state {
+    /// Workers that can be given jobs.
+    pub workers: usize,
+    /// Jobs that no worker has leased.
+    pub waiting: usize,
+    /// Jobs that workers hold.
+    pub leased: usize,
+    /// Jobs with an outcome that was not taken.
+    pub finished: usize,
+}
+
+impl warpipe_queue_state {
+    /// Writes the state, and the process ids of as many workers as there are places.
+    ///
+    /// # Safety
+    /// `state` is null or the address of such a structure, `workers` that of `capacity` numbers.
+    pub(crate) unsafe fn put(
+        found: &QueueState,
+        state: *mut warpipe_queue_state,
+        workers: *mut i32,
+        capacity: usize,
+    ) -> Result<(), Failure> {
+        // SAFETY: the caller's promises.
+        let (state, places) = unsafe {
+            let places = slice_mut("workers", workers, capacity)?;
+            (out("state", state)?, places)
+        };
+        for (place, &pid) in places.iter_mut().zip(&found.workers) {
+            *place = pid;
+        }
+        state.put(warpipe_queue_state {
+            workers: found.workers.len(),
+            waiting: found.waiting,
+            leased: found.leased,
+            finished: found.finished,
+        });
+        Ok(())
+    }
+}
+
+/// A queue, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct QueueObject {
+    pub(crate) queue: Queue,
+    streams: Arc<Streams>,
+}
+
+fn order_of(order: u32) -> Result<ResultOrder, Failure> {
+    match order {
+        0 => Ok(ResultOrder::Submission),
+        1 => Ok(ResultOrder::Completion),
+        other => {
+            let allowed = "a warpipe_result_order";
+            Err(Failure::argument("options->order", other, allowed))
+        }
+    }
+}
+
+/// Makes a queue of `name` (as a publisher's, of at most 56 bytes), and begins to accept workers.
+/// `options` may be null.
+///
+/// `*queue` is the caller's, to be closed by `warpipe_queue_close`.
+///
+/// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name; `WARPIPE_INVALID_INPUT`;
+/// `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `name` is a text, `options` null or the address of options, `queue` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_queue_create(
+    name: *const c_char,
+    options: *const warpipe_queue_options,
+    queue: *mut *mut warpipe_queue,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, name, options) = unsafe {
+            let place = out_object("queue", queue)?;
+            (place, text("name", name)?, self::options(options)?)
+        };
+        let streams = streams_of(options.device)?;
+        let mut builder = Queue::builder(name)
+            .device(streams.device())
+            .order(order_of(options.order)?)
+            .lease_timeout(time_option(options.lease_timeout_ns));
+        set!(
+            builder,
+            domain(domain_of(options.domain)?.as_ref()),
+            limit(number(options.limit)),
+            max_attempts(number(options.max_attempts)),
+            prefetch(number(options.prefetch)),
+            memory_limit(number(options.memory_limit)),
+            workers_max(number(options.workers_max)),
+            handshake_timeout(time_option(options.handshake_timeout_ns)),
+            submit_timeout(time_option(options.submit_timeout_ns)),
+            spin(time_option(options.spin_ns)),
+        );
+        let queue = builder.build()?;
+        place.put(handle::insert(QueueObject { queue, streams })?);
+        Ok(())
+    })
+}
+
+/// Closes a queue: its jobs end without an outcome, and its workers get `WARPIPE_PEER_GONE`. Results
+/// that were taken stay usable; a job's handle says `WARPIPE_INVALID_STATE`. While another thread is
+/// in a call on it, it ends when that call returns. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_queue_close(queue: *mut warpipe_queue) -> warpipe_status {
+    run(|| handle::close::<QueueObject>(queue))
+}
+
+/// Lends memory for the input of a job, a tensor of this layout, with undefined contents.
+///
+/// `*loan` is the caller's, to be closed by `warpipe_queue_submit` or `warpipe_loan_discard`.
+///
+/// `WARPIPE_LIMIT_REACHED` when the memory limit is in use for longer than the submission's timeout,
+/// or the device is full.
+///
+/// # Safety
+/// `layout` is the address of a layout, `loan` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_queue_loan(
+    queue: *const warpipe_queue,
+    layout: *const warpipe_layout,
+    loan: *mut *mut warpipe_loan,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
+        let queue: Found<QueueObject> = handle::get(queue)?;
+        let loan = LoanKind::Job(queue.queue.loan(&layout)?);
+        place.put(insert_loan(loan, &queue.streams)?);
+        Ok(())
+    })
+}
+
+/// Submits a loan of this queue as a job, behind the work enqueued on `stream` so far. Waits for
+/// room as long as the queue's options say, but neither for a worker nor for the device.
+///
+/// `*job` is the caller's, to be closed by `warpipe_job_close`. `job` may be null: then
+/// `warpipe_queue_next_result` gives the result.
+///
+/// Closes `loan` when it succeeds, and also when the driver fails after a worker has seen the job
+/// (`WARPIPE_DEVICE_FAILED`). Else the loan stays the caller's, to be submitted again or discarded:
+/// `WARPIPE_LIMIT_REACHED` without room; `WARPIPE_TIMEOUT` while the driver blocks another thread's
+/// submission; `WARPIPE_INVALID_INPUT` for a loan of another queue or a stream of another device;
+/// `WARPIPE_INVALID_STATE` after `warpipe_queue_shutdown`, for a publisher's loan, or for a stream
+/// that is being captured.
+///
+/// # Safety
+/// `stream` is a stream of the queue's device; `job` is null or the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_queue_submit(
+    queue: *const warpipe_queue,
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    job: *mut *mut warpipe_job,
+) -> warpipe_status {
+    // SAFETY: the caller's promises.
+    run(|| unsafe { submit(queue, loan, stream, job, Queue::submit) })
+}
+
+/// `warpipe_queue_submit` with another wait for room than the options', in nanoseconds.
+///
+/// # Safety
+/// As for `warpipe_queue_submit`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_queue_submit_timeout(
+    queue: *const warpipe_queue,
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    timeout_ns: u64,
+    job: *mut *mut warpipe_job,
+) -> warpipe_status {
+    let limit = timeout(timeout_ns);
+    // SAFETY: the caller's promises.
+    run(|| unsafe {
+        submit(queue, loan, stream, job, |queue, loan, stream| {
+            queue.submit_timeout(loan, stream, limit)
+        })
+    })
+}
+
+/// # Safety
+/// As for [`warpipe_queue_submit`].
+unsafe fn submit(
+    queue: *const warpipe_queue,
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    job: *mut *mut warpipe_job,
+    submit: impl FnOnce(&Queue, Loan, &Stream) -> Result<JobHandle, SubmitError>,
+) -> Result<(), Failure> {
+    // SAFETY: the caller's promise.
+    unsafe { put_unless_null(job, null_mut()) };
+    let queue: Found<QueueObject> = handle::get(queue)?;
+    // SAFETY: the caller's promise.
+    let stream = unsafe { queue.streams.get(stream) }?;
+    let submitted = pass(loan, |loan| {
+        submit(&queue.queue, loan, &stream).map_err(Unpassed::from)
+    })?;
+    // SAFETY: the caller's promise.
+    unsafe { give_job(submitted, &queue.streams, job) }
+}
+
+impl From<SubmitError> for Unpassed {
+    fn from(failed: SubmitError) -> Unpassed {
+        Unpassed {
+            failure: failed.error.into(),
+            loan: failed.loan,
+        }
+    }
+}
+
+/// Loans, copies from memory of the host and submits, in one call. The source may be reused when
+/// the call returns.
+///
+/// `layout` may be null: then the input is a tensor of `bytes` bytes (`WARPIPE_UINT8`). `job` is as
+/// for `warpipe_queue_submit`. Fails as `warpipe_queue_loan` and `warpipe_queue_submit`.
+///
+/// # Safety
+/// `data` is the address of `bytes` bytes; `stream` is a stream of the queue's device; `layout` is
+/// null or the address of a layout, `job` null or that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_queue_submit_host(
+    queue: *const warpipe_queue,
+    stream: *mut c_void,
+    layout: *const warpipe_layout,
+    data: *const c_void,
+    bytes: usize,
+    job: *mut *mut warpipe_job,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(job, null_mut()) };
+        let queue: Found<QueueObject> = handle::get(queue)?;
+        // SAFETY: the caller's promises.
+        let (data, stream) = unsafe {
+            let data = slice("data", data.cast::<u8>(), bytes)?;
+            (data, queue.streams.get(stream)?)
+        };
+        let submitted = if layout.is_null() {
+            queue.queue.submit_bytes(data, &stream)?
+        } else {
+            // SAFETY: the caller's promise.
+            let layout = unsafe { layout_of(layout) }?;
+            let mut input = queue.queue.loan(&layout)?;
+            input.write(&stream, data)?;
+            queue.queue.submit(input, &stream).map_err(Error::from)?
+        };
+        // SAFETY: the caller's promise.
+        unsafe { give_job(submitted, &queue.streams, job) }
+    })
+}
+
+/// Waits for the next result, in the order of the queue's options, of a job that
+/// `warpipe_job_wait` has not taken: up to `timeout_ns` nanoseconds; 0 takes one that is there. The
+/// result is complete: work on `stream` may read it at once.
+///
+/// `*sample` is the caller's, to be closed by `warpipe_sample_finish`, `warpipe_sample_release` or
+/// `warpipe_sample_release_on`. `*job`, which may be null, becomes the number of the result's job,
+/// or of the job that failed, and 0 when there is neither.
+///
+/// `WARPIPE_JOB_FAILED`, once in the job's place: every attempt failed, or a worker rejected it;
+/// `WARPIPE_TIMEOUT`, also when there is no job; `WARPIPE_INVALID_STATE`.
+///
+/// # Safety
+/// `stream` is a stream of the queue's device, `sample` the address of a pointer; `job` is null or
+/// the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_queue_next_result(
+    queue: *const warpipe_queue,
+    stream: *mut c_void,
+    timeout_ns: u64,
+    sample: *mut *mut warpipe_sample,
+    job: *mut u64,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let place = unsafe {
+            put_unless_null(job, 0);
+            out_object("sample", sample)?
+        };
+        let queue: Found<QueueObject> = handle::get(queue)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { queue.streams.get(stream) }?;
+        let result = queue.queue.next_result(&stream, timeout(timeout_ns));
+        let found = result.as_ref().map_or_else(failed_job, JobResult::job);
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(job, found) };
+        place.put(insert_sample(SampleKind::Result(result?), &queue.streams)?);
+        Ok(())
+    })
+}
+
+/// The job whose outcome an error is, or 0.
+fn failed_job(error: &Error) -> u64 {
+    match *error {
+        Error::DeadLettered { job, .. }
+        | Error::Rejected { job, .. }
+        | Error::DeadlinePassed { job, .. } => job,
+        _ => 0,
+    }
+}
+
+/// Waits until there is room for one more job. Submits nothing: another thread may take the room
+/// first.
+///
+/// `WARPIPE_LIMIT_REACHED` when there is none within `timeout_ns` nanoseconds; `WARPIPE_TIMEOUT`
+/// while the driver blocks another thread's submission.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_queue_wait_for_room(
+    queue: *const warpipe_queue,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        let queue: Found<QueueObject> = handle::get(queue)?;
+        Ok(queue.queue.wait_for_room(timeout(timeout_ns))?)
+    })
+}
+
+/// Waits until `count` workers are attached.
+///
+/// `WARPIPE_TIMEOUT`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_queue_wait_for_workers(
+    queue: *const warpipe_queue,
+    count: usize,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        let queue: Found<QueueObject> = handle::get(queue)?;
+        Ok(queue.queue.wait_for_workers(count, timeout(timeout_ns))?)
+    })
+}
+
+/// Waits until every job has its outcome. The outcomes stay to be taken.
+///
+/// `WARPIPE_TIMEOUT`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_queue_drain(
+    queue: *const warpipe_queue,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        let queue: Found<QueueObject> = handle::get(queue)?;
+        Ok(queue.queue.drain(timeout(timeout_ns))?)
+    })
+}
+
+/// Takes no more jobs, and waits until every job has its outcome. Then, also after a timeout here,
+/// the queue's name is free, and its workers get `WARPIPE_PEER_GONE`. The outcomes stay to be taken
+/// until `warpipe_queue_close`.
+///
+/// `WARPIPE_TIMEOUT`; the queue takes no more jobs all the same.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_queue_shutdown(
+    queue: *const warpipe_queue,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        let queue: Found<QueueObject> = handle::get(queue)?;
+        Ok(queue.queue.shutdown(timeout(timeout_ns))?)
+    })
+}
+
+/// Cancels every job that no worker holds; they have no outcome. Writes the numbers of at most
+/// `capacity` of them to `jobs`. `*count`, which may be null, becomes the number of all.
+///
+/// # Safety
+/// `jobs` is the address of `capacity` numbers, `count` null or that of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_queue_cancel_waiting(
+    queue: *const warpipe_queue,
+    jobs: *mut u64,
+    capacity: usize,
+    count: *mut usize,
+) -> warpipe_status {
+    run(|| {
+        let queue: Found<QueueObject> = handle::get(queue)?;
+        // SAFETY: the caller's promise.
+        let places = unsafe { slice_mut("jobs", jobs, capacity) }?;
+        let cancelled = queue.queue.cancel_waiting()?;
+        for (place, &job) in places.iter_mut().zip(&cancelled) {
+            *place = job;
+        }
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(count, cancelled.len()) };
+        Ok(())
+    })
+}
+
+/// Reads how many jobs are in which state, and the process ids of at most `capacity` workers.
+///
+/// # Safety
+/// `state` is the address of such a structure, `workers` that of `capacity` numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_queue_get_state(
+    queue: *const warpipe_queue,
+    state: *mut warpipe_queue_state,
+    workers: *mut i32,
+    capacity: usize,
+) -> warpipe_status {
+    run(|| {
+        let queue: Found<QueueObject> = handle::get(queue)?;
+        let found = queue.queue.state()?;
+        // SAFETY: the caller's promises.
+        unsafe { warpipe_queue_state::put(&found, state, workers, capacity) }
+    })
+}

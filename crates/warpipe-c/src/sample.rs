@@ -1,0 +1,388 @@
+//! Memory that was received: samples of a channel, and the inputs and results of jobs and requests.
+
+use std::ffi::c_void;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use warpipe::{AnswerHandle, JobResult, Lease, Receipt, Sample};
+
+use crate::arguments::{out, put_unless_null, slice_mut, timeout};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Exclusive, Found};
+use crate::layout::warpipe_layout;
+use crate::streams::Streams;
+
+/// A tensor in another process's memory, received from a channel, as the result of a job or a
+/// request, or as the input of one. Memory that this process may only read.
+pub struct warpipe_sample {
+    _private: [u8; 0],
+}
+
+/// Says later whether the data of a released sample was complete.
+pub struct warpipe_receipt {
+    _private: [u8; 0],
+}
+
+/// A received tensor, as `warpipe_sample_get_info` and `warpipe_lease_get_info` describe it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_sample_info {
+    /// The device address of the element with all indices 0: a `CUdeviceptr`, or on the host an
+    /// address of this process.
+    pub data: u64,
+    /// The device address of the first byte of `layout.bytes`.
+    pub slot: u64,
+    /// The tensor's layout.
+    pub layout: warpipe_layout,
+    /// The bytes that were sent with the tensor, valid as long as the sample or lease is.
+    pub metadata: *const u8,
+    /// How many those are.
+    pub metadata_bytes: usize,
+    /// The sample's number among its publisher's samples, from 1; a gap is samples that this
+    /// subscriber did not get.
+    pub sequence: u64,
+    /// When it was sent, in nanoseconds of `CLOCK_MONOTONIC`, as its sender says.
+    pub sent_at_ns: u64,
+    /// When it was received, in nanoseconds of `CLOCK_MONOTONIC`.
+    pub received_at_ns: u64,
+    /// Of a job, request or result: the job's number, from 1; else 0.
+    pub job: u64,
+    /// Of a job, request or result: the number of this attempt, from 1; else 0.
+    pub attempt: u32,
+    /// Of a result: the worker's process; of a job or request: the process that submitted it; else
+    /// 0.
+    pub pid: i32,
+    /// Of a job or request: `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted; 0 if there
+    /// is no such time.
+    pub deadline_ns: u64,
+    /// Whether this is the first sample of another incarnation of the publisher.
+    pub is_discontinuity: bool,
+}
+
+impl warpipe_sample_info {
+    pub(crate) fn of(sample: &Sample, metadata: &[u8]) -> warpipe_sample_info {
+        warpipe_sample_info {
+            data: sample.ptr(),
+            slot: sample.slot_ptr(),
+            layout: warpipe_layout::of(sample.layout()),
+            metadata: metadata.as_ptr(),
+            metadata_bytes: metadata.len(),
+            sequence: sample.sequence(),
+            sent_at_ns: sample.sent_at_ns(),
+            received_at_ns: sample.received_at_ns(),
+            job: 0,
+            attempt: 0,
+            pid: 0,
+            deadline_ns: 0,
+            is_discontinuity: sample.discontinuity().is_some(),
+        }
+    }
+}
+
+/// A received tensor, and the streams of its endpoint's device.
+#[derive(Debug)]
+pub(crate) struct ReceivedSample {
+    pub(crate) sample: SampleKind,
+    pub(crate) streams: Arc<Streams>,
+}
+
+#[derive(Debug)]
+pub(crate) enum SampleKind {
+    Sample(Sample),
+    Result(JobResult),
+    Input(JobInput),
+}
+
+/// The input of a leased job or request.
+#[derive(Debug)]
+pub(crate) struct JobInput {
+    pub(crate) sample: Sample,
+    /// How many of the metadata's last bytes are the submitter's own.
+    own_metadata_bytes: usize,
+    job: u64,
+    attempt: u32,
+    deadline_ns: u64,
+    pid: i32,
+}
+
+impl JobInput {
+    /// The parts of a lease of a job that process `pid` submitted.
+    pub(crate) fn split(lease: Lease, pid: i32) -> (JobInput, AnswerHandle) {
+        let own_metadata_bytes = lease.metadata().len();
+        let (sample, answer) = lease.split();
+        let input = JobInput {
+            sample,
+            own_metadata_bytes,
+            job: answer.job(),
+            attempt: answer.attempt(),
+            deadline_ns: answer.deadline_ns().unwrap_or(0),
+            pid,
+        };
+        (input, answer)
+    }
+
+    pub(crate) fn info(&self) -> warpipe_sample_info {
+        let metadata = self.sample.metadata();
+        let own = &metadata[metadata.len() - self.own_metadata_bytes..];
+        warpipe_sample_info {
+            job: self.job,
+            attempt: self.attempt,
+            pid: self.pid,
+            deadline_ns: self.deadline_ns,
+            ..warpipe_sample_info::of(&self.sample, own)
+        }
+    }
+}
+
+impl Deref for SampleKind {
+    type Target = Sample;
+
+    fn deref(&self) -> &Sample {
+        match self {
+            SampleKind::Sample(sample) => sample,
+            SampleKind::Result(result) => result,
+            SampleKind::Input(input) => &input.sample,
+        }
+    }
+}
+
+impl SampleKind {
+    pub(crate) fn into_sample(self) -> Sample {
+        match self {
+            SampleKind::Sample(sample) => sample,
+            SampleKind::Result(result) => result.into_sample(),
+            SampleKind::Input(input) => input.sample,
+        }
+    }
+}
+
+/// Gives a sample to C.
+pub(crate) fn insert_sample(
+    sample: SampleKind,
+    streams: &Arc<Streams>,
+) -> Result<*mut warpipe_sample, Failure> {
+    let streams = streams.clone();
+    handle::insert(Exclusive::new(ReceivedSample { sample, streams }))
+}
+
+const NAME: &str = "warpipe_sample";
+
+/// Runs `work` on a sample that stays the caller's.
+fn with<R>(
+    sample: *const warpipe_sample,
+    work: impl FnOnce(&ReceivedSample) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let object: Found<Exclusive<ReceivedSample>> = handle::get(sample)?;
+    let mut locked = object.lock(NAME)?;
+    work(locked.value())
+}
+
+/// Describes a sample: its address, layout, metadata and origin.
+///
+/// # Safety
+/// `info` is the address of such a structure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_sample_get_info(
+    sample: *const warpipe_sample,
+    info: *mut warpipe_sample_info,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("info", info) }?;
+        with(sample, |received| {
+            let described = match &received.sample {
+                SampleKind::Sample(sample) => warpipe_sample_info::of(sample, sample.metadata()),
+                SampleKind::Result(result) => warpipe_sample_info {
+                    job: result.job(),
+                    attempt: result.attempt(),
+                    pid: result.worker_pid(),
+                    ..warpipe_sample_info::of(result, result.metadata())
+                },
+                SampleKind::Input(input) => input.info(),
+            };
+            place.put(described);
+            Ok(())
+        })
+    })
+}
+
+/// Makes another stream wait, on the device, until the sample's data is complete: work that is
+/// enqueued there from now on reads complete data. Release the sample with that stream then, after
+/// making it wait for the stream that the sample was received with, or that one for it.
+///
+/// `WARPIPE_DATA_LOST` when the sender died before the data was complete; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `stream` is a stream of the subscriber's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_sample_wait_on(
+    sample: *const warpipe_sample,
+    stream: *mut c_void,
+) -> warpipe_status {
+    run(|| {
+        with(sample, |received| {
+            // SAFETY: the caller's promise.
+            let stream = unsafe { received.streams.get(stream) }?;
+            Ok(received.sample.wait_on(&stream)?)
+        })
+    })
+}
+
+/// Waits on the CPU until the data is complete. Device work needs no such wait: the stream that the
+/// sample was received with waits on the device.
+///
+/// `WARPIPE_DATA_LOST` when the sender died first; `WARPIPE_TIMEOUT`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_sample_wait(
+    sample: *const warpipe_sample,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        with(sample, |received| {
+            Ok(received.sample.wait(timeout(timeout_ns))?)
+        })
+    })
+}
+
+/// Whether the data is complete, as the CPU sees it now.
+///
+/// `WARPIPE_DATA_LOST` when the sender died first.
+///
+/// # Safety
+/// `is_complete` is the address of a `bool`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_sample_is_complete(
+    sample: *const warpipe_sample,
+    is_complete: *mut bool,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("is_complete", is_complete) }?;
+        with(sample, |received| {
+            place.put(received.sample.is_complete()?);
+            Ok(())
+        })
+    })
+}
+
+/// Waits for the data and copies the whole slot, `layout.bytes` bytes, to memory of the host.
+///
+/// `WARPIPE_DATA_LOST`; `WARPIPE_TIMEOUT`; `WARPIPE_INVALID_INPUT` unless `bytes` is that many.
+///
+/// # Safety
+/// `buffer` is the address of `bytes` bytes that nothing else uses during the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_sample_copy_to(
+    sample: *const warpipe_sample,
+    buffer: *mut c_void,
+    bytes: usize,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise; bytes of any value are valid.
+        let buffer = unsafe { slice_mut("buffer", buffer.cast::<u8>(), bytes) }?;
+        with(sample, |received| {
+            Ok(received.sample.copy_to(buffer, timeout(timeout_ns))?)
+        })
+    })
+}
+
+/// Waits on the CPU until the data is complete, releases the sample behind the work of the stream
+/// that it was received with, and reports whether its sender lived until then. Closes `sample`,
+/// whatever the result.
+///
+/// `WARPIPE_DATA_LOST`: discard what was computed from it; `WARPIPE_TIMEOUT`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_sample_finish(
+    sample: *mut warpipe_sample,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        handle::consume(sample, |held: &mut handle::Held<ReceivedSample>| {
+            let sample = handle::take(held).sample.into_sample();
+            Ok(sample.finish(timeout(timeout_ns))?)
+        })
+    })
+}
+
+/// Releases a sample behind the work of the stream that it was received with, without waiting.
+/// Closes `sample`. `*receipt` says later whether the data was complete; it is the caller's, to be
+/// closed by `warpipe_receipt_close`. `receipt` may be null: then a lost sample goes unnoticed.
+///
+/// `WARPIPE_DEVICE_FAILED` when the release could not be enqueued: the slot returns later.
+///
+/// # Safety
+/// `receipt` is null or the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_sample_release(
+    sample: *mut warpipe_sample,
+    receipt: *mut *mut warpipe_receipt,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(receipt, std::ptr::null_mut()) };
+        let released = handle::consume(sample, |held: &mut handle::Held<ReceivedSample>| {
+            Ok(handle::take(held).sample.into_sample().release()?)
+        })?;
+        // SAFETY: the caller's promise.
+        unsafe { give(released, receipt) }
+    })
+}
+
+/// As `warpipe_sample_release`, behind the work of another stream, which must have been made to wait
+/// for the one that the sample was received with (`warpipe_stream_wait_for`).
+///
+/// # Safety
+/// As for `warpipe_sample_release`; `stream` is a stream of the subscriber's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_sample_release_on(
+    sample: *mut warpipe_sample,
+    stream: *mut c_void,
+    receipt: *mut *mut warpipe_receipt,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(receipt, std::ptr::null_mut()) };
+        let released = handle::consume(sample, |held: &mut handle::Held<ReceivedSample>| {
+            // SAFETY: the caller's promise.
+            let stream = unsafe { handle::held(held).streams.get(stream) }?.into_owned();
+            Ok(handle::take(held)
+                .sample
+                .into_sample()
+                .release_on(&stream)?)
+        })?;
+        // SAFETY: the caller's promise.
+        unsafe { give(released, receipt) }
+    })
+}
+
+/// # Safety
+/// `receipt` is null or the address of a pointer.
+unsafe fn give(released: Receipt, receipt: *mut *mut warpipe_receipt) -> Result<(), Failure> {
+    if !receipt.is_null() {
+        let object = handle::insert(released)?;
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(receipt, object) };
+    }
+    Ok(())
+}
+
+/// Waits until it is known whether the data of the released sample was complete.
+///
+/// `WARPIPE_DATA_LOST`: it was not; `WARPIPE_TIMEOUT`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_receipt_wait(
+    receipt: *const warpipe_receipt,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        let receipt: Found<Receipt> = handle::get(receipt)?;
+        Ok(receipt.wait(timeout(timeout_ns))?)
+    })
+}
+
+/// Closes a receipt. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_receipt_close(receipt: *mut warpipe_receipt) -> warpipe_status {
+    run(|| handle::close::<Receipt>(receipt))
+}

@@ -1,0 +1,307 @@
+//! Semaphores: a limited number of permits, held in any number of processes.
+
+use std::ffi::{c_char, c_void};
+use std::sync::Arc;
+
+use warpipe::{Permit, Semaphore};
+
+use crate::arguments::{Options, admitted, number, out, out_object, set, text, timeout};
+use crate::device::{streams_of, warpipe_device};
+use crate::domain::{domain_of, warpipe_domain};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Exclusive, Found};
+use crate::open::{warpipe_open_options, with_options};
+use crate::streams::Streams;
+
+/// A limited number of permits, held in any number of processes of one machine. Permits go to the
+/// thread that has waited longest. Any number of threads may use it.
+pub struct warpipe_semaphore {
+    _private: [u8; 0],
+}
+
+/// A permit of a semaphore. It returns when it is released or closed, or when its holder's death is
+/// proven.
+pub struct warpipe_permit {
+    _private: [u8; 0],
+}
+
+/// Options of `warpipe_semaphore_create`. Begin with `{.size = sizeof(warpipe_semaphore_options)}`;
+/// a field that is 0 has its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_semaphore_options {
+    /// `sizeof(warpipe_semaphore_options)`.
+    pub size: usize,
+    /// The domain of its name; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// The device of the streams that take permits; the first GPU by default, else the host.
+    pub device: *const warpipe_device,
+    /// The number of permits, 1 to 1024; 1 by default.
+    pub permits: u32,
+    /// Users that are admitted beside this process's own; the domain's directory must admit them,
+    /// too. Each can write the semaphore's page: a wrong one can take permits that are not its
+    /// own, and let in more than the maximum. Admit users that you trust with it.
+    pub allow_uids: *const u32,
+    /// How many those are.
+    pub allow_uids_count: usize,
+    /// Groups that are admitted.
+    pub allow_gids: *const u32,
+    /// How many those are.
+    pub allow_gids_count: usize,
+}
+
+// SAFETY: numbers and pointers, which may be zero.
+unsafe impl Options for warpipe_semaphore_options {
+    const NAME: &'static str = "warpipe_semaphore_options";
+}
+
+/// The state of a semaphore at this moment: it may have changed when the call returns.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_semaphore_info {
+    /// The number of permits.
+    pub permits: u32,
+    /// The number of free ones.
+    pub available: u32,
+    /// The number of waiting threads.
+    pub waiting: u32,
+}
+
+/// A semaphore, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct SemaphoreObject {
+    semaphore: Semaphore,
+    streams: Arc<Streams>,
+}
+
+/// A permit, and the streams of its semaphore's device.
+#[derive(Debug)]
+pub(crate) struct PermitObject {
+    permit: Permit,
+    streams: Arc<Streams>,
+}
+
+/// Makes a semaphore of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`), with
+/// all permits free. `options` may be null.
+///
+/// `*semaphore` is the caller's, to be closed by `warpipe_semaphore_close`.
+///
+/// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
+/// `WARPIPE_INVALID_INPUT`, also for the number of permits; `WARPIPE_SYSTEM`;
+/// `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `name` is a text, `options` null or the address of options, which name arrays of as many
+/// elements as they say; `semaphore` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_semaphore_create(
+    name: *const c_char,
+    options: *const warpipe_semaphore_options,
+    semaphore: *mut *mut warpipe_semaphore,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, name, options, admitted) = unsafe {
+            let place = out_object("semaphore", semaphore)?;
+            let options = crate::arguments::options(options)?;
+            let admitted = admitted(
+                options.allow_uids,
+                options.allow_uids_count,
+                options.allow_gids,
+                options.allow_gids_count,
+            )?;
+            (place, text("name", name)?, options, admitted)
+        };
+        let streams = streams_of(options.device)?;
+        let mut builder = Semaphore::builder(name)
+            .device(streams.device())
+            .allow_uids(admitted.uids)
+            .allow_gids(admitted.gids);
+        set!(
+            builder,
+            domain(domain_of(options.domain)?.as_ref()),
+            permits(number(options.permits)),
+        );
+        let semaphore = builder.build()?;
+        place.put(handle::insert(SemaphoreObject { semaphore, streams })?);
+        Ok(())
+    })
+}
+
+/// Opens the semaphore of this name, of any process, including this one. `options` may be null.
+///
+/// `*semaphore` is the caller's, to be closed by `warpipe_semaphore_close`.
+///
+/// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_REFUSED`, also for another
+/// kind of device; `WARPIPE_NAME_CONFLICT` when something else has the name;
+/// `WARPIPE_INVALID_INPUT`; `WARPIPE_PROTOCOL`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// As for `warpipe_semaphore_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_semaphore_open(
+    name: *const c_char,
+    options: *const warpipe_open_options,
+    semaphore: *mut *mut warpipe_semaphore,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, name, options) = unsafe {
+            let place = out_object("semaphore", semaphore)?;
+            (
+                place,
+                text("name", name)?,
+                crate::arguments::options(options)?,
+            )
+        };
+        let streams = streams_of(options.device)?;
+        let semaphore = with_options(Semaphore::opener(name), &options, &streams)?.open()?;
+        place.put(handle::insert(SemaphoreObject { semaphore, streams })?);
+        Ok(())
+    })
+}
+
+/// The permit that was taken, or the failure of a call that did not wait.
+fn taken(permit: Option<Permit>) -> Result<Permit, Failure> {
+    permit.ok_or_else(|| Failure::nothing("a permit"))
+}
+
+/// Waits up to `timeout_ns` nanoseconds for a permit, and makes the stream wait, on the device, for
+/// the device work of its last holder (`cuStreamWaitValue64`). No CPU waits for that work. With 0
+/// it takes a permit that is free and that no thread waits for.
+///
+/// `*permit` is the caller's, to be closed by `warpipe_permit_release`,
+/// `warpipe_permit_release_now` or `warpipe_permit_close`.
+///
+/// `WARPIPE_TIMEOUT`; `WARPIPE_PEER_GONE` when the semaphore's maker is gone;
+/// `WARPIPE_INVALID_INPUT` for a stream of another device; `WARPIPE_INVALID_STATE` for a stream
+/// that is being captured; `WARPIPE_DEVICE_FAILED`: the permit is free again.
+///
+/// # Safety
+/// `stream` is a stream of the semaphore's device, `permit` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_semaphore_acquire(
+    semaphore: *const warpipe_semaphore,
+    stream: *mut c_void,
+    timeout_ns: u64,
+    permit: *mut *mut warpipe_permit,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("permit", permit) }?;
+        let object: Found<SemaphoreObject> = handle::get(semaphore)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { object.streams.get(stream) }?;
+        let permit = if timeout_ns == 0 {
+            taken(object.semaphore.try_acquire(&stream)?)?
+        } else {
+            object.semaphore.acquire(&stream, timeout(timeout_ns))?
+        };
+        place.put(insert_permit(permit, &object.streams)?);
+        Ok(())
+    })
+}
+
+/// As `warpipe_semaphore_acquire`, and waits on the CPU for the device work of the permit's last
+/// holder, too: the permit is for work of the CPU.
+///
+/// # Safety
+/// `permit` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_semaphore_acquire_host(
+    semaphore: *const warpipe_semaphore,
+    timeout_ns: u64,
+    permit: *mut *mut warpipe_permit,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("permit", permit) }?;
+        let object: Found<SemaphoreObject> = handle::get(semaphore)?;
+        let permit = if timeout_ns == 0 {
+            taken(object.semaphore.try_acquire_host()?)?
+        } else {
+            object.semaphore.acquire_host(timeout(timeout_ns))?
+        };
+        place.put(insert_permit(permit, &object.streams)?);
+        Ok(())
+    })
+}
+
+fn insert_permit(permit: Permit, streams: &Arc<Streams>) -> Result<*mut warpipe_permit, Failure> {
+    let streams = streams.clone();
+    handle::insert(Exclusive::new(PermitObject { permit, streams }))
+}
+
+/// Reads how many permits there are, how many are free, and how many threads wait.
+///
+/// # Safety
+/// `info` is the address of such a structure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_semaphore_get_info(
+    semaphore: *const warpipe_semaphore,
+    info: *mut warpipe_semaphore_info,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("info", info) }?;
+        let object: Found<SemaphoreObject> = handle::get(semaphore)?;
+        place.put(warpipe_semaphore_info {
+            permits: object.semaphore.permits(),
+            available: object.semaphore.available(),
+            waiting: object.semaphore.waiting(),
+        });
+        Ok(())
+    })
+}
+
+/// Closes a semaphore. That of its maker ends when its permits are closed, too, and their streams
+/// are past their work: waits end with `WARPIPE_PEER_GONE` then. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_semaphore_close(semaphore: *mut warpipe_semaphore) -> warpipe_status {
+    run(|| handle::close::<SemaphoreObject>(semaphore))
+}
+
+/// Releases a permit behind the stream's work so far (`cuStreamWriteValue64`), and returns at once:
+/// the next holder gets it now, and its stream waits for that work. `stream` may be another one
+/// than the permit was acquired on; the caller orders work on further streams before it. Closes
+/// `permit`, whatever the result.
+///
+/// `WARPIPE_INVALID_INPUT` for a stream of another device, `WARPIPE_INVALID_STATE` for one that is
+/// being captured: the permit is released as by `warpipe_permit_close`. `WARPIPE_DEVICE_FAILED`:
+/// the next holder gets it when the stream's work is known to be done.
+///
+/// # Safety
+/// `stream` is a stream of the semaphore's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_permit_release(
+    permit: *mut warpipe_permit,
+    stream: *mut c_void,
+) -> warpipe_status {
+    run(|| {
+        handle::consume(permit, |held: &mut handle::Held<PermitObject>| {
+            let PermitObject { permit, streams } = handle::take(held);
+            // SAFETY: the caller's promise.
+            let stream = unsafe { streams.get(stream) }?;
+            Ok(permit.release(&stream)?)
+        })
+    })
+}
+
+/// Releases a permit now: the next holder does not wait for this holder's device work. Closes
+/// `permit`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_permit_release_now(permit: *mut warpipe_permit) -> warpipe_status {
+    run(|| {
+        handle::consume(permit, |held: &mut handle::Held<PermitObject>| {
+            handle::take(held).permit.release_now();
+            Ok(())
+        })
+    })
+}
+
+/// Releases a permit behind the work of the stream that it was acquired on, or at once if it was
+/// acquired on the CPU. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_permit_close(permit: *mut warpipe_permit) -> warpipe_status {
+    run(|| handle::close::<Exclusive<PermitObject>>(permit))
+}

@@ -1,0 +1,494 @@
+//! Services: a client sends requests, each with a deadline, and any server of the service answers.
+
+use std::ffi::{c_char, c_void};
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+
+use warpipe::{Client, Error, Pending, Server, Stream};
+
+use crate::arguments::{
+    Options, number, options, out, out_object, set, text, time_option, timeout,
+};
+use crate::device::{streams_of, warpipe_device};
+use crate::domain::{domain_of, warpipe_domain};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Exclusive, Found};
+use crate::layout::{layout_of, warpipe_layout};
+use crate::lease::{insert_lease, warpipe_lease};
+use crate::loan::{LoanKind, Unpassed, insert_loan, pass, warpipe_loan};
+use crate::queue::warpipe_queue_state;
+use crate::sample::{SampleKind, insert_sample, warpipe_sample};
+use crate::streams::Streams;
+
+/// Sends requests to the servers of a service. Any number of threads may use it.
+pub struct warpipe_client {
+    _private: [u8; 0],
+}
+
+/// A request without a reply. Any number of threads may use it; one of them gets the reply.
+pub struct warpipe_pending {
+    _private: [u8; 0],
+}
+
+/// Answers the requests of all clients of a service, together with its other servers. One thread at
+/// a time may use it; its leases may go to any thread.
+pub struct warpipe_server {
+    _private: [u8; 0],
+}
+
+/// Options of a client. Begin with `{.size = sizeof(warpipe_client_options)}`; a field that is 0 has
+/// its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_client_options {
+    /// `sizeof(warpipe_client_options)`.
+    pub size: usize,
+    /// The domain of the service; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// The device that holds the requests; the first GPU by default, else the host.
+    pub device: *const warpipe_device,
+    /// The most requests without a reply; 1024 by default.
+    pub limit: usize,
+    /// How many attempts at a request may fail before it is dead-lettered; 3 by default.
+    pub max_attempts: u32,
+    /// How many requests a server may hold at once: 1 to 256; 2 by default.
+    pub prefetch: u32,
+    /// How long a server may hold requests without answering any, in nanoseconds: then they go to
+    /// another server. By default its death is waited for.
+    pub lease_timeout_ns: u64,
+    /// The most device memory that requests may take, in bytes; 4 GiB by default.
+    pub memory_limit: u64,
+    /// How long a loan waits for memory that is in use, in nanoseconds; 5 s by default.
+    pub loan_timeout_ns: u64,
+    /// How long a wait polls before it sleeps, in nanoseconds; up to 20 us by default.
+    pub spin_ns: u64,
+}
+
+// SAFETY: numbers and pointers, which may be zero.
+unsafe impl Options for warpipe_client_options {
+    const NAME: &'static str = "warpipe_client_options";
+}
+
+/// Options of a server. Begin with `{.size = sizeof(warpipe_server_options)}`; a field that is 0 has
+/// its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_server_options {
+    /// `sizeof(warpipe_server_options)`.
+    pub size: usize,
+    /// The domain of the service; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// The device to work with, which holds the replies; the first GPU by default, else the host.
+    pub device: *const warpipe_device,
+    /// The most clients at once; 256 by default. Each takes about a dozen descriptors.
+    pub clients_max: usize,
+    /// The most device memory that the replies to one client may take, in bytes; 4 GiB by default.
+    pub memory_limit: u64,
+    /// How long a client may take to accept this server, in nanoseconds; 5 s by default.
+    pub handshake_timeout_ns: u64,
+    /// How long a reply waits for its client to release earlier ones, and a loan for memory, in
+    /// nanoseconds; 10 s by default.
+    pub answer_timeout_ns: u64,
+    /// How long a wait polls before it sleeps, in nanoseconds; up to 20 us by default.
+    pub spin_ns: u64,
+}
+
+// SAFETY: numbers and pointers, which may be zero.
+unsafe impl Options for warpipe_server_options {
+    const NAME: &'static str = "warpipe_server_options";
+}
+
+/// A client, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct ClientObject {
+    pub(crate) client: Client,
+    streams: Arc<Streams>,
+}
+
+/// A request, and the streams of its client's device.
+#[derive(Debug)]
+pub(crate) struct PendingObject {
+    pending: Pending,
+    streams: Arc<Streams>,
+}
+
+/// A server, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct ServerObject {
+    server: Server,
+    streams: Arc<Streams>,
+}
+
+/// Makes a client of `service` (a name as a publisher's, of at most 40 bytes). No server needs to
+/// exist yet. `options` may be null.
+///
+/// `*client` is the caller's, to be closed by `warpipe_client_close`.
+///
+/// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `service` is a text, `options` null or the address of options, `client` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_client_create(
+    service: *const c_char,
+    options: *const warpipe_client_options,
+    client: *mut *mut warpipe_client,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, service, options) = unsafe {
+            let place = out_object("client", client)?;
+            (place, text("service", service)?, self::options(options)?)
+        };
+        let streams = streams_of(options.device)?;
+        let mut builder = Client::builder(service)
+            .device(streams.device())
+            .lease_timeout(time_option(options.lease_timeout_ns));
+        set!(
+            builder,
+            domain(domain_of(options.domain)?.as_ref()),
+            limit(number(options.limit)),
+            max_attempts(number(options.max_attempts)),
+            prefetch(number(options.prefetch)),
+            memory_limit(number(options.memory_limit)),
+            loan_timeout(time_option(options.loan_timeout_ns)),
+            spin(time_option(options.spin_ns)),
+        );
+        let client = builder.build()?;
+        place.put(handle::insert(ClientObject { client, streams })?);
+        Ok(())
+    })
+}
+
+/// Closes a client: its requests are withdrawn. Replies that were taken stay usable. While another
+/// thread is in a call on it, it ends when that call returns. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_client_close(client: *mut warpipe_client) -> warpipe_status {
+    run(|| handle::close::<ClientObject>(client))
+}
+
+/// Lends memory for a request, a tensor of this layout, with undefined contents.
+///
+/// `*loan` is the caller's, to be closed by `warpipe_client_call`, `warpipe_client_request` or
+/// `warpipe_loan_discard`.
+///
+/// `WARPIPE_LIMIT_REACHED` when the memory limit is in use for longer than the loan's timeout, or
+/// the device is full.
+///
+/// # Safety
+/// `layout` is the address of a layout, `loan` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_client_loan(
+    client: *const warpipe_client,
+    layout: *const warpipe_layout,
+    loan: *mut *mut warpipe_loan,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
+        let client: Found<ClientObject> = handle::get(client)?;
+        let loan = LoanKind::Job(client.client.loan(&layout)?);
+        place.put(insert_loan(loan, &client.streams)?);
+        Ok(())
+    })
+}
+
+/// Sends a loan of this client as a request, behind the work enqueued on `stream` so far, and waits
+/// for the reply: `deadline_ns` nanoseconds from now at most, after which no server begins it. The
+/// reply is complete: work on `stream` may read it at once.
+///
+/// `*reply` is the caller's, to be closed by `warpipe_sample_finish`, `warpipe_sample_release` or
+/// `warpipe_sample_release_on`.
+///
+/// Closes `loan` once the request is sent; until then it fails as `warpipe_client_request`, and the
+/// loan stays the caller's. Then `WARPIPE_TIMEOUT` when the deadline has passed;
+/// `WARPIPE_JOB_FAILED` when a server rejected it or every attempt failed.
+///
+/// # Safety
+/// `stream` is a stream of the client's device, `reply` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_client_call(
+    client: *const warpipe_client,
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    deadline_ns: u64,
+    reply: *mut *mut warpipe_sample,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("reply", reply) }?;
+        let client: Found<ClientObject> = handle::get(client)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { client.streams.get(stream) }?;
+        let pending = request(&client.client, loan, &stream, deadline_ns)?;
+        let reply = SampleKind::Result(pending.wait(&stream)?);
+        place.put(insert_sample(reply, &client.streams)?);
+        Ok(())
+    })
+}
+
+/// Sends a loan of this client as a request, behind the work enqueued on `stream` so far. The reply
+/// is wanted within `deadline_ns` nanoseconds from now; no server begins the request later.
+///
+/// `*pending` is the caller's, to be closed by `warpipe_pending_close`.
+///
+/// Closes `loan` when it succeeds, and also when the driver fails after a server has seen the
+/// request (`WARPIPE_DEVICE_FAILED`). Else the loan stays the caller's: `WARPIPE_LIMIT_REACHED` when
+/// there is no room until the deadline; `WARPIPE_INVALID_INPUT` for a loan of another client or a
+/// stream of another device; `WARPIPE_INVALID_STATE` for a publisher's loan, or a stream that is
+/// being captured.
+///
+/// # Safety
+/// `stream` is a stream of the client's device, `pending` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_client_request(
+    client: *const warpipe_client,
+    loan: *mut warpipe_loan,
+    stream: *mut c_void,
+    deadline_ns: u64,
+    pending: *mut *mut warpipe_pending,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("pending", pending) }?;
+        let client: Found<ClientObject> = handle::get(client)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { client.streams.get(stream) }?;
+        let pending = request(&client.client, loan, &stream, deadline_ns)?;
+        place.put(handle::insert(PendingObject {
+            pending,
+            streams: client.streams.clone(),
+        })?);
+        Ok(())
+    })
+}
+
+fn request(
+    client: &Client,
+    loan: *mut warpipe_loan,
+    stream: &Stream,
+    deadline_ns: u64,
+) -> Result<Pending, Failure> {
+    pass(loan, |loan| {
+        let sent = client.request(loan, stream, timeout(deadline_ns));
+        sent.map_err(Unpassed::from)
+    })
+}
+
+/// Waits until `count` servers are attached.
+///
+/// `WARPIPE_TIMEOUT`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_client_wait_for_servers(
+    client: *const warpipe_client,
+    count: usize,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        let client: Found<ClientObject> = handle::get(client)?;
+        Ok(client.client.wait_for_servers(count, timeout(timeout_ns))?)
+    })
+}
+
+/// Reads how many requests are in which state, and the process ids of at most `capacity` servers.
+///
+/// # Safety
+/// `state` is the address of such a structure, `servers` that of `capacity` numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_client_get_state(
+    client: *const warpipe_client,
+    state: *mut warpipe_queue_state,
+    servers: *mut i32,
+    capacity: usize,
+) -> warpipe_status {
+    run(|| {
+        let client: Found<ClientObject> = handle::get(client)?;
+        let found = client.client.state()?;
+        // SAFETY: the caller's promises.
+        unsafe { warpipe_queue_state::put(&found, state, servers, capacity) }
+    })
+}
+
+/// Waits for the reply, up to `timeout_ns` nanoseconds and until the deadline at most; 0 takes it if
+/// it is there. It is complete: work on `stream` may read it at once. The request's handle stays the
+/// caller's.
+///
+/// `*reply` is the caller's, to be closed by `warpipe_sample_finish`, `warpipe_sample_release` or
+/// `warpipe_sample_release_on`.
+///
+/// `WARPIPE_TIMEOUT`; `warpipe_pending_is_done` says whether the deadline has passed;
+/// `WARPIPE_JOB_FAILED`, once, when a server rejected it or every attempt failed;
+/// `WARPIPE_NOT_FOUND` when the reply was taken; `WARPIPE_INVALID_STATE` when the client is closed.
+///
+/// # Safety
+/// `stream` is a stream of the client's device, `reply` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_pending_wait(
+    pending: *const warpipe_pending,
+    stream: *mut c_void,
+    timeout_ns: u64,
+    reply: *mut *mut warpipe_sample,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("reply", reply) }?;
+        let object: Found<PendingObject> = handle::get(pending)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { object.streams.get(stream) }?;
+        let waited = timeout(timeout_ns);
+        let reply = object.pending.wait_timeout(&stream, waited)?;
+        let reply = reply.ok_or_else(|| Error::Timeout {
+            what: format!("the reply to request {}", object.pending.id()),
+            waited,
+        })?;
+        place.put(insert_sample(SampleKind::Result(reply), &object.streams)?);
+        Ok(())
+    })
+}
+
+/// Whether `warpipe_pending_wait` would return at once: the reply is there, or was taken, or the
+/// deadline has passed.
+///
+/// `WARPIPE_INVALID_STATE` when the client is closed.
+///
+/// # Safety
+/// `is_done` is the address of a `bool`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_pending_is_done(
+    pending: *const warpipe_pending,
+    is_done: *mut bool,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("is_done", is_done) }?;
+        let object: Found<PendingObject> = handle::get(pending)?;
+        place.put(object.pending.is_done()?);
+        Ok(())
+    })
+}
+
+/// Closes a request's handle, and withdraws the request if its reply was not taken. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_pending_close(pending: *mut warpipe_pending) -> warpipe_status {
+    run(|| handle::close::<PendingObject>(pending))
+}
+
+/// Makes a server of `service` (a name as a publisher's, of at most 40 bytes). No client needs to
+/// exist yet. `options` may be null.
+///
+/// `*server` is the caller's, to be closed by `warpipe_server_close`.
+///
+/// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `service` is a text, `options` null or the address of options, `server` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_server_create(
+    service: *const c_char,
+    options: *const warpipe_server_options,
+    server: *mut *mut warpipe_server,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, service, options) = unsafe {
+            let place = out_object("server", server)?;
+            (place, text("service", service)?, self::options(options)?)
+        };
+        let streams = streams_of(options.device)?;
+        let mut builder = Server::builder(service).device(streams.device());
+        set!(
+            builder,
+            domain(domain_of(options.domain)?.as_ref()),
+            clients_max(number(options.clients_max)),
+            memory_limit(number(options.memory_limit)),
+            handshake_timeout(time_option(options.handshake_timeout_ns)),
+            answer_timeout(time_option(options.answer_timeout_ns)),
+            spin(time_option(options.spin_ns)),
+        );
+        let server = builder.build()?;
+        place.put(handle::insert(Exclusive::new(ServerObject {
+            server,
+            streams,
+        }))?);
+        Ok(())
+    })
+}
+
+/// Closes a server: requests that it was sent and has not accepted go to other servers. Its leases
+/// can still be answered. While another thread is in a call on it, it ends when that call returns.
+/// Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_server_close(server: *mut warpipe_server) -> warpipe_status {
+    run(|| handle::close::<Exclusive<ServerObject>>(server))
+}
+
+fn with<R>(
+    server: *const warpipe_server,
+    work: impl FnOnce(&mut ServerObject) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let object: Found<Exclusive<ServerObject>> = handle::get(server)?;
+    let mut locked = object.lock("warpipe_server")?;
+    work(locked.value())
+}
+
+/// Waits for the next request of any client, up to `timeout_ns` nanoseconds; 0 takes one that is
+/// there. Clients are served in turn, and one that goes affects no other. `stream` will wait, on the
+/// device, until the input is complete: kernels enqueued on it read complete data.
+///
+/// `*lease` is the caller's, to be closed by its answer, `warpipe_lease_split` or
+/// `warpipe_lease_close`.
+///
+/// `WARPIPE_TIMEOUT`; `WARPIPE_SYSTEM` when the domain's directory cannot be read;
+/// `WARPIPE_INVALID_STATE` for a stream that is being captured, or while another thread accepts;
+/// `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `stream` is a stream of the server's device, `lease` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_server_accept(
+    server: *mut warpipe_server,
+    stream: *mut c_void,
+    timeout_ns: u64,
+    lease: *mut *mut warpipe_lease,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("lease", lease) }?;
+        with(server, |object| {
+            // SAFETY: the caller's promise.
+            let stream = unsafe { object.streams.get(stream) }?;
+            let server = &mut object.server;
+            let request = if timeout_ns == 0 {
+                // Asks the clients to ring, as a caller that polls the descriptor needs.
+                let request = server.try_accept(&stream)?;
+                request.ok_or_else(|| Failure::nothing("a request"))?
+            } else {
+                server.accept(&stream, timeout(timeout_ns))?
+            };
+            let pid = request.client_pid();
+            place.put(insert_lease(request.into_lease(), pid, &object.streams)?);
+            Ok(())
+        })
+    })
+}
+
+/// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_server_accept` with a timeout
+/// of 0 is worth a call, and once a second for a look at new clients. Accept until it says
+/// `WARPIPE_TIMEOUT` before waiting on it. It is the server's, and ends with it.
+///
+/// # Safety
+/// `fd` is the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_server_get_fd(
+    server: *const warpipe_server,
+    fd: *mut i32,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("fd", fd) }?;
+        with(server, |object| {
+            place.put(object.server.as_raw_fd());
+            Ok(())
+        })
+    })
+}

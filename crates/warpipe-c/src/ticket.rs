@@ -1,0 +1,266 @@
+//! Tickets: texts that name memory to other processes; and memory that is published for them.
+
+use std::ffi::c_char;
+use std::sync::Arc;
+
+use warpipe::{Kind, LentBuffer, Published, Ticket};
+
+use crate::arguments::{Options, admitted, out_object, put_text, set, text, timeout};
+use crate::device::{streams_of, warpipe_device};
+use crate::domain::{domain_of, warpipe_domain};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Found};
+use crate::memory::{MemoryKind, access_of, insert_memory, owned, warpipe_memory, with};
+use crate::streams::Streams;
+
+/// Memory under a name, which other processes open by a ticket. Any number of threads may use it.
+pub struct warpipe_published {
+    _private: [u8; 0],
+}
+
+/// Options of `warpipe_memory_publish`. Begin with `{.size = sizeof(warpipe_publish_options)}`; a
+/// field that is 0 has its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_publish_options {
+    /// `sizeof(warpipe_publish_options)`.
+    pub size: usize,
+    /// The domain to publish in; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// How importers map the memory, a `warpipe_access`; for reading, by default.
+    pub access: u32,
+    /// Users that are admitted beside this process's own; the domain's directory must admit them,
+    /// too.
+    pub allow_uids: *const u32,
+    /// How many those are.
+    pub allow_uids_count: usize,
+    /// Groups that are admitted.
+    pub allow_gids: *const u32,
+    /// How many those are.
+    pub allow_gids_count: usize,
+}
+
+// SAFETY: numbers and pointers, which may be zero.
+unsafe impl Options for warpipe_publish_options {
+    const NAME: &'static str = "warpipe_publish_options";
+}
+
+/// Publishes allocated memory under a name (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by
+/// `/`), so that tickets of it can be opened. `options` may be null. The memory may be closed
+/// before its publication.
+///
+/// `*published` is the caller's, to be closed by `warpipe_published_close`.
+///
+/// `WARPIPE_INVALID_STATE` unless the memory is of `warpipe_memory_allocate`;
+/// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
+/// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_LIMIT_REACHED`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `name` is a text, `options` null or the address of options, `published` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_memory_publish(
+    memory: *const warpipe_memory,
+    name: *const c_char,
+    options: *const warpipe_publish_options,
+    published: *mut *mut warpipe_published,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, name, options, admitted) = unsafe {
+            let place = out_object("published", published)?;
+            let options = crate::arguments::options(options)?;
+            let admitted = admitted(
+                options.allow_uids,
+                options.allow_uids_count,
+                options.allow_gids,
+                options.allow_gids_count,
+            )?;
+            (place, text("name", name)?, options, admitted)
+        };
+        let access = access_of("options->access", options.access)?;
+        with(memory, |memory, _| {
+            let mut publication = owned(memory)?
+                .publication(name)
+                .access(access)
+                .allow_uids(admitted.uids)
+                .allow_gids(admitted.gids);
+            set!(publication, domain(domain_of(options.domain)?.as_ref()));
+            place.put(handle::insert(publication.build()?)?);
+            Ok(())
+        })
+    })
+}
+
+/// A ticket for all of the memory, valid until the publication is closed: a text of some hundred
+/// letters, digits, colons and hyphens, to be sent in any way. It is no secret and gives no right:
+/// the owner checks each client's credentials.
+///
+/// The text is written to `buffer` with a zero at its end. `*length` becomes its length without
+/// that, also if the buffer is too short; `length` may be null.
+///
+/// `WARPIPE_INVALID_INPUT`: `capacity` is too small, or the domain's path is not UTF-8.
+///
+/// # Safety
+/// `buffer` is the address of `capacity` bytes, `length` null or that of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_published_get_ticket(
+    published: *const warpipe_published,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> warpipe_status {
+    run(|| {
+        let published: Found<Published> = handle::get(published)?;
+        let ticket = published.ticket()?.to_string();
+        // SAFETY: the caller's promises.
+        unsafe { put_text(&ticket, buffer, capacity, length) }
+    })
+}
+
+/// As `warpipe_published_get_ticket`, for the `bytes` bytes from byte `offset` on. A process that
+/// opens it reaches no other bytes through this library, but maps all of the memory.
+///
+/// `WARPIPE_INVALID_INPUT` also for a range that does not lie inside.
+///
+/// # Safety
+/// As for `warpipe_published_get_ticket`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_published_get_ticket_of(
+    published: *const warpipe_published,
+    offset: u64,
+    bytes: u64,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> warpipe_status {
+    run(|| {
+        let published: Found<Published> = handle::get(published)?;
+        let end = offset.checked_add(bytes).ok_or_else(|| {
+            let found = format!("{bytes} from {offset} on");
+            Failure::argument("bytes", found, "a range of the memory")
+        })?;
+        let ticket = published.ticket_of(offset..end)?.to_string();
+        // SAFETY: the caller's promises.
+        unsafe { put_text(&ticket, buffer, capacity, length) }
+    })
+}
+
+/// Releases the name of published memory: no further process opens it, and those that have it open
+/// keep it. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_published_close(published: *mut warpipe_published) -> warpipe_status {
+    run(|| handle::close::<Published>(published))
+}
+
+fn parse(ticket: &str) -> Result<Ticket, Failure> {
+    Ok(ticket.parse::<Ticket>()?)
+}
+
+/// A ticket for the memory that will be published under `name`, now or later, by any process of
+/// this user. `domain` may be null. The text is written as by `warpipe_published_get_ticket`.
+///
+/// `WARPIPE_INVALID_INPUT`: no name, or `capacity` is too small; `WARPIPE_SYSTEM`.
+///
+/// # Safety
+/// `name` is a text, `buffer` the address of `capacity` bytes, `length` null or that of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_ticket_for(
+    domain: *const warpipe_domain,
+    name: *const c_char,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let name = unsafe { text("name", name) }?;
+        let domain = match domain_of(domain)? {
+            Some(domain) => domain,
+            None => warpipe::Domain::from_environment()?,
+        };
+        let ticket = Ticket::to(&domain, name)?.to_string();
+        // SAFETY: the caller's promises.
+        unsafe { put_text(&ticket, buffer, capacity, length) }
+    })
+}
+
+/// Opens the memory that a ticket names, published memory or a block of a pool, and maps it on the
+/// device, once in a process. `device` may be null: the first GPU, else the host. Waits up to
+/// `timeout_ns` nanoseconds for memory of `warpipe_ticket_for` that is not published yet. White
+/// space around the text is ignored.
+///
+/// `*memory` is the caller's, to be closed by `warpipe_memory_close`. It stays valid when its owner
+/// closes it or dies; a block returns to its pool then.
+///
+/// `WARPIPE_NOT_FOUND`: not published yet, or the owner is gone or has released the memory;
+/// `WARPIPE_INVALID_INPUT`: no ticket, or one of another machine; `WARPIPE_NAME_CONFLICT`:
+/// something else has the name; `WARPIPE_REFUSED`; `WARPIPE_LIMIT_REACHED`; `WARPIPE_TIMEOUT` when
+/// the owner does not answer; `WARPIPE_DEVICE_FAILED`, also when the device cannot reach the
+/// memory's.
+///
+/// # Safety
+/// `ticket` is a text, `memory` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_ticket_open(
+    ticket: *const c_char,
+    device: *const warpipe_device,
+    timeout_ns: u64,
+    memory: *mut *mut warpipe_memory,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, ticket) = unsafe { (out_object("memory", memory)?, text("ticket", ticket)?) };
+        let (ticket, streams): (_, Arc<Streams>) = (parse(ticket)?, streams_of(device)?);
+        let opened = match ticket.kind() {
+            Kind::Pool => MemoryKind::Lent(LentBuffer::open(&ticket, streams.device())?),
+            _ => MemoryKind::Shared(ticket.open_timeout(streams.device(), timeout(timeout_ns))?),
+        };
+        place.put(insert_memory(opened, &streams)?);
+        Ok(())
+    })
+}
+
+/// Writes a ticket to a file of mode 0600, in one piece (`rename(2)`): a reader finds all of it, or
+/// the previous file.
+///
+/// `WARPIPE_INVALID_INPUT`: no ticket; `WARPIPE_SYSTEM`; `WARPIPE_LIMIT_REACHED`.
+///
+/// # Safety
+/// `ticket` and `path` are texts.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_ticket_write_file(
+    ticket: *const c_char,
+    path: *const c_char,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (ticket, path) = unsafe { (text("ticket", ticket)?, text("path", path)?) };
+        Ok(parse(ticket)?.write_file(path)?)
+    })
+}
+
+/// Reads a ticket from a file, and waits up to `timeout_ns` nanoseconds for the file to appear
+/// (`inotify(7)`). Its directory must exist. The text is written as by
+/// `warpipe_published_get_ticket`.
+///
+/// `WARPIPE_TIMEOUT`: there is no such file; `WARPIPE_INVALID_INPUT`: it holds no ticket, or
+/// `capacity` is too small; `WARPIPE_SYSTEM`.
+///
+/// # Safety
+/// `path` is a text, `buffer` the address of `capacity` bytes, `length` null or that of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_ticket_read_file(
+    path: *const c_char,
+    timeout_ns: u64,
+    buffer: *mut c_char,
+    capacity: usize,
+    length: *mut usize,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let path = unsafe { text("path", path) }?;
+        let ticket = Ticket::read_file_timeout(path, timeout(timeout_ns))?.to_string();
+        // SAFETY: the caller's promises.
+        unsafe { put_text(&ticket, buffer, capacity, length) }
+    })
+}

@@ -1,0 +1,264 @@
+//! Timelines: named values that only grow, which streams of other processes wait for.
+
+use std::ffi::{c_char, c_void};
+use std::sync::Arc;
+
+use warpipe::Timeline;
+
+use crate::arguments::{Options, admitted, out, out_object, set, text, timeout};
+use crate::device::{streams_of, warpipe_device};
+use crate::domain::{domain_of, warpipe_domain};
+use crate::failure::{run, warpipe_status};
+use crate::handle::{self, Found};
+use crate::open::{warpipe_open_options, with_options};
+use crate::streams::Streams;
+
+/// A named 64-bit value that only grows, across processes: Vulkan's timeline semaphore. Any number
+/// of threads may use it.
+pub struct warpipe_timeline {
+    _private: [u8; 0],
+}
+
+/// The largest value that can be signalled or waited for, 2^63 - 2.
+pub const WARPIPE_TIMELINE_VALUE_MAX: u64 = 0x7FFF_FFFF_FFFF_FFFE;
+const _: () = assert!(WARPIPE_TIMELINE_VALUE_MAX == Timeline::VALUE_MAX);
+
+/// Options of `warpipe_timeline_create`. Begin with `{.size = sizeof(warpipe_timeline_options)}`; a
+/// field that is 0 has its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_timeline_options {
+    /// `sizeof(warpipe_timeline_options)`.
+    pub size: usize,
+    /// The domain of its name; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// The device of the streams that signal it; the first GPU by default, else the host.
+    pub device: *const warpipe_device,
+    /// Users that are admitted beside this process's own; the domain's directory must admit them,
+    /// too.
+    pub allow_uids: *const u32,
+    /// How many those are.
+    pub allow_uids_count: usize,
+    /// Groups that are admitted.
+    pub allow_gids: *const u32,
+    /// How many those are.
+    pub allow_gids_count: usize,
+}
+
+// SAFETY: numbers and pointers, which may be zero.
+unsafe impl Options for warpipe_timeline_options {
+    const NAME: &'static str = "warpipe_timeline_options";
+}
+
+/// A timeline, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct TimelineObject {
+    timeline: Timeline,
+    streams: Arc<Streams>,
+}
+
+/// Makes a timeline of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`) at 0,
+/// which this process signals and up to 256 processes may open, 128 of them of each other user.
+/// `options` may be null.
+///
+/// `*timeline` is the caller's, to be closed by `warpipe_timeline_close`.
+///
+/// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
+/// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `name` is a text, `options` null or the address of options, which name arrays of as many
+/// elements as they say; `timeline` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_timeline_create(
+    name: *const c_char,
+    options: *const warpipe_timeline_options,
+    timeline: *mut *mut warpipe_timeline,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, name, options, admitted) = unsafe {
+            let place = out_object("timeline", timeline)?;
+            let options = crate::arguments::options(options)?;
+            let admitted = admitted(
+                options.allow_uids,
+                options.allow_uids_count,
+                options.allow_gids,
+                options.allow_gids_count,
+            )?;
+            (place, text("name", name)?, options, admitted)
+        };
+        let streams = streams_of(options.device)?;
+        let mut builder = Timeline::builder(name)
+            .device(streams.device())
+            .allow_uids(admitted.uids)
+            .allow_gids(admitted.gids);
+        set!(builder, domain(domain_of(options.domain)?.as_ref()));
+        let timeline = builder.build()?;
+        place.put(handle::insert(TimelineObject { timeline, streams })?);
+        Ok(())
+    })
+}
+
+/// Opens the timeline of this name, of any process, including this one. It can be waited for, and
+/// not signalled. `options` may be null.
+///
+/// `*timeline` is the caller's, to be closed by `warpipe_timeline_close`.
+///
+/// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_REFUSED`;
+/// `WARPIPE_LIMIT_REACHED`; `WARPIPE_NAME_CONFLICT` when something else has the name;
+/// `WARPIPE_INVALID_INPUT`; `WARPIPE_PROTOCOL` for another version; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// As for `warpipe_timeline_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_timeline_open(
+    name: *const c_char,
+    options: *const warpipe_open_options,
+    timeline: *mut *mut warpipe_timeline,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, name, options) = unsafe {
+            let place = out_object("timeline", timeline)?;
+            (
+                place,
+                text("name", name)?,
+                crate::arguments::options(options)?,
+            )
+        };
+        let streams = streams_of(options.device)?;
+        let timeline = with_options(Timeline::opener(name), &options, &streams)?.open()?;
+        place.put(handle::insert(TimelineObject { timeline, streams })?);
+        Ok(())
+    })
+}
+
+/// Signals `value` behind the stream's work so far (`cuStreamWriteValue64`), and returns at once.
+/// On several streams the values are reached in the order of the calls: each stream waits on the
+/// device for the previous one.
+///
+/// `WARPIPE_INVALID_INPUT` unless the value is above the last one and at most
+/// `WARPIPE_TIMELINE_VALUE_MAX`, or for a stream of another device; `WARPIPE_INVALID_STATE` for a
+/// timeline that was opened, or a stream that is being captured; `WARPIPE_TIMEOUT` after 10 s in
+/// which the driver blocks another thread's signal; `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `stream` is a stream of the timeline's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_timeline_signal(
+    timeline: *const warpipe_timeline,
+    stream: *mut c_void,
+    value: u64,
+) -> warpipe_status {
+    run(|| {
+        let object: Found<TimelineObject> = handle::get(timeline)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { object.streams.get(stream) }?;
+        Ok(object.timeline.signal(&stream, value)?)
+    })
+}
+
+/// Signals `value` now, from the CPU.
+///
+/// As `warpipe_timeline_signal`; `WARPIPE_INVALID_STATE` also while a stream has yet to signal an
+/// earlier value.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_timeline_signal_now(
+    timeline: *const warpipe_timeline,
+    value: u64,
+) -> warpipe_status {
+    run(|| {
+        let object: Found<TimelineObject> = handle::get(timeline)?;
+        Ok(object.timeline.signal_now(value)?)
+    })
+}
+
+/// Makes the stream wait, on the device, for `value` (`cuStreamWaitValue64`), and returns at once.
+/// The stream's later work is valid only if `warpipe_timeline_is_reached` says so afterwards: a
+/// stream is released, too, when the timeline's owner has died.
+///
+/// In the owner, the value must have been signalled or enqueued to be signalled before.
+///
+/// `WARPIPE_PEER_GONE` at once, if the owner is gone and did not reach the value;
+/// `WARPIPE_INVALID_INPUT` above `WARPIPE_TIMELINE_VALUE_MAX`, for an owner above its last value,
+/// or for a stream of another device; `WARPIPE_INVALID_STATE` for a stream that is being captured;
+/// `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `stream` is a stream of the timeline's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_timeline_wait(
+    timeline: *const warpipe_timeline,
+    stream: *mut c_void,
+    value: u64,
+) -> warpipe_status {
+    run(|| {
+        let object: Found<TimelineObject> = handle::get(timeline)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { object.streams.get(stream) }?;
+        Ok(object.timeline.wait(&stream, value)?)
+    })
+}
+
+/// Waits on the CPU, up to `timeout_ns` nanoseconds, until `value` is reached.
+///
+/// `WARPIPE_TIMEOUT`; `WARPIPE_PEER_GONE`: it never will be; `WARPIPE_INVALID_INPUT` above
+/// `WARPIPE_TIMELINE_VALUE_MAX`.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_timeline_wait_host(
+    timeline: *const warpipe_timeline,
+    value: u64,
+    timeout_ns: u64,
+) -> warpipe_status {
+    run(|| {
+        let object: Found<TimelineObject> = handle::get(timeline)?;
+        Ok(object.timeline.wait_host(value, timeout(timeout_ns))?)
+    })
+}
+
+/// Whether `value` has been reached; false if it may still be.
+///
+/// `WARPIPE_PEER_GONE`: it never will be, and a stream's work behind its wait is not valid.
+///
+/// # Safety
+/// `is_reached` is the address of a `bool`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_timeline_is_reached(
+    timeline: *const warpipe_timeline,
+    value: u64,
+    is_reached: *mut bool,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("is_reached", is_reached) }?;
+        let object: Found<TimelineObject> = handle::get(timeline)?;
+        place.put(object.timeline.check(value)?);
+        Ok(())
+    })
+}
+
+/// The value now, or the last one if the owner is gone.
+///
+/// # Safety
+/// `value` is the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_timeline_get_value(
+    timeline: *const warpipe_timeline,
+    value: *mut u64,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("value", value) }?;
+        let object: Found<TimelineObject> = handle::get(timeline)?;
+        place.put(object.timeline.value());
+        Ok(())
+    })
+}
+
+/// Closes a timeline. That of its maker ends: signals that are enqueued are still given, and waits
+/// for later values end with `WARPIPE_PEER_GONE`. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_timeline_close(timeline: *mut warpipe_timeline) -> warpipe_status {
+    run(|| handle::close::<TimelineObject>(timeline))
+}

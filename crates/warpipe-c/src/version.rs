@@ -1,0 +1,62 @@
+//! The version, and the check that header and library are of one.
+
+use std::ffi::c_char;
+
+use crate::failure::{Failure, run, warpipe_status};
+
+/// The header's major version. A library of another one is refused.
+pub const WARPIPE_VERSION_MAJOR: u32 = 0;
+/// The header's minor version. While the major version is 0, a library of another one is refused;
+/// later, an older one.
+pub const WARPIPE_VERSION_MINOR: u32 = 1;
+
+const VERSION: &std::ffi::CStr = {
+    let text = concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes();
+    match std::ffi::CStr::from_bytes_with_nul(text) {
+        Ok(text) => text,
+        Err(_) => panic!("a version has no zero byte"),
+    }
+};
+
+const fn number(text: &str) -> u32 {
+    let (bytes, mut value, mut index) = (text.as_bytes(), 0, 0);
+    while index < bytes.len() {
+        value = value * 10 + (bytes[index] - b'0') as u32;
+        index += 1;
+    }
+    value
+}
+
+const _: () = assert!(WARPIPE_VERSION_MAJOR == number(env!("CARGO_PKG_VERSION_MAJOR")));
+const _: () = assert!(WARPIPE_VERSION_MINOR == number(env!("CARGO_PKG_VERSION_MINOR")));
+
+/// The library's version, for example "0.1.0". A static string.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_version() -> *const c_char {
+    VERSION.as_ptr()
+}
+
+/// Whether this library is one for a header of this version: call it first, with
+/// `WARPIPE_VERSION_MAJOR` and `WARPIPE_VERSION_MINOR`. A program that is linked with the library
+/// is also refused by the loader, which looks for `libwarpipe.so.MAJOR.MINOR` while the major
+/// version is 0, and for `libwarpipe.so.MAJOR` later.
+///
+/// `WARPIPE_PROTOCOL`: it is not.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_check_version(major: u32, minor: u32) -> warpipe_status {
+    run(|| {
+        let same_major = major == WARPIPE_VERSION_MAJOR;
+        let fits = if major == 0 {
+            minor == WARPIPE_VERSION_MINOR
+        } else {
+            minor <= WARPIPE_VERSION_MINOR
+        };
+        if same_major && fits {
+            return Ok(());
+        }
+        Err(Failure::Version(format!(
+            "the program was compiled with warpipe.h {major}.{minor}, and this library is {}; compile it again with this library's header, or install that version",
+            env!("CARGO_PKG_VERSION"),
+        )))
+    })
+}

@@ -1,0 +1,94 @@
+//! Tells an event loop that the jobs of a queue, or the requests of a client, have changed.
+
+use std::os::fd::{AsFd, AsRawFd};
+
+use warpipe::QueueWatch;
+
+use crate::arguments::{out, out_object};
+use crate::failure::{run, warpipe_status};
+use crate::handle::{self, Found};
+use crate::queue::{QueueObject, warpipe_queue};
+use crate::service::{ClientObject, warpipe_client};
+
+/// A descriptor of one event loop for a queue's or a client's results. Any number of threads may use
+/// it.
+pub struct warpipe_watch {
+    _private: [u8; 0],
+}
+
+/// Makes a watch of a queue: its descriptor is readable when a job has changed, and once more when
+/// the queue ends. It may be readable without a change.
+///
+/// `*watch` is the caller's, to be closed by `warpipe_watch_close`.
+///
+/// `WARPIPE_SYSTEM`; `WARPIPE_LIMIT_REACHED` without a descriptor left.
+///
+/// # Safety
+/// `watch` is the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_queue_watch(
+    queue: *const warpipe_queue,
+    watch: *mut *mut warpipe_watch,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("watch", watch) }?;
+        let queue: Found<QueueObject> = handle::get(queue)?;
+        place.put(handle::insert(queue.queue.watch()?)?);
+        Ok(())
+    })
+}
+
+/// As `warpipe_queue_watch`, for the requests of a client.
+///
+/// # Safety
+/// As for `warpipe_queue_watch`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_client_watch(
+    client: *const warpipe_client,
+    watch: *mut *mut warpipe_watch,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("watch", watch) }?;
+        let client: Found<ClientObject> = handle::get(client)?;
+        place.put(handle::insert(client.client.watch()?)?);
+        Ok(())
+    })
+}
+
+/// The descriptor for `poll(2)` and `epoll(7)`. When it is readable, call `warpipe_watch_quiet` and
+/// then, with a timeout of 0, `warpipe_queue_next_result`, `warpipe_job_wait` or
+/// `warpipe_pending_wait`, in this order. It is the watch's, and ends with it.
+///
+/// # Safety
+/// `fd` is the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_watch_get_fd(
+    watch: *const warpipe_watch,
+    fd: *mut i32,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("fd", fd) }?;
+        let watch: Found<QueueWatch> = handle::get(watch)?;
+        place.put(watch.as_fd().as_raw_fd());
+        Ok(())
+    })
+}
+
+/// Makes the descriptor unreadable until the next change.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_watch_quiet(watch: *const warpipe_watch) -> warpipe_status {
+    run(|| {
+        let watch: Found<QueueWatch> = handle::get(watch)?;
+        watch.quiet();
+        Ok(())
+    })
+}
+
+/// Closes a watch, and its descriptor. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_watch_close(watch: *mut warpipe_watch) -> warpipe_status {
+    run(|| handle::close::<QueueWatch>(watch))
+}

@@ -1,0 +1,179 @@
+//! Workers: they lease jobs of a queue.
+
+use std::ffi::{c_char, c_void};
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+
+use warpipe::Worker;
+
+use crate::arguments::{
+    Options, number, options, out, out_object, set, text, time_option, timeout,
+};
+use crate::device::{streams_of, warpipe_device};
+use crate::domain::{domain_of, warpipe_domain};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Exclusive, Found};
+use crate::lease::{insert_lease, warpipe_lease};
+use crate::streams::Streams;
+
+/// Takes jobs of one queue. One thread at a time may use it; its leases may go to any thread.
+pub struct warpipe_worker {
+    _private: [u8; 0],
+}
+
+/// Options of a worker. Begin with `{.size = sizeof(warpipe_worker_options)}`; a field that is 0 has
+/// its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct warpipe_worker_options {
+    /// `sizeof(warpipe_worker_options)`.
+    pub size: usize,
+    /// The domain of the queue's name; the environment's by default.
+    pub domain: *const warpipe_domain,
+    /// The device to work with, which holds the results; the first GPU by default, else the host.
+    pub device: *const warpipe_device,
+    /// How long to wait for a queue of this name, in nanoseconds; by default not at all:
+    /// `WARPIPE_NOT_FOUND`.
+    pub wait_ns: u64,
+    /// How long the queue may take to answer, in nanoseconds; 5 s by default.
+    pub handshake_timeout_ns: u64,
+    /// How long an answer waits for the queue's owner to release earlier results, and a loan for
+    /// memory, in nanoseconds; 10 s by default.
+    pub answer_timeout_ns: u64,
+    /// The most device memory that results may take, in bytes; 4 GiB by default.
+    pub memory_limit: u64,
+    /// How long a wait polls before it sleeps, in nanoseconds; up to 20 us by default.
+    pub spin_ns: u64,
+}
+
+// SAFETY: numbers and pointers, which may be zero.
+unsafe impl Options for warpipe_worker_options {
+    const NAME: &'static str = "warpipe_worker_options";
+}
+
+/// A worker, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct WorkerObject {
+    worker: Worker,
+    streams: Arc<Streams>,
+}
+
+fn with<R>(
+    worker: *const warpipe_worker,
+    work: impl FnOnce(&mut WorkerObject) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let object: Found<Exclusive<WorkerObject>> = handle::get(worker)?;
+    let mut locked = object.lock("warpipe_worker")?;
+    work(locked.value())
+}
+
+/// Attaches to the queue of this name. `options` may be null.
+///
+/// `*worker` is the caller's, to be closed by `warpipe_worker_close`.
+///
+/// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_NAME_CONFLICT` when the name is
+/// no queue's; `WARPIPE_REFUSED`; `WARPIPE_LIMIT_REACHED`; `WARPIPE_PROTOCOL` for another version;
+/// `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `queue` is a text, `options` null or the address of options, `worker` that of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_worker_open(
+    queue: *const c_char,
+    options: *const warpipe_worker_options,
+    worker: *mut *mut warpipe_worker,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promises.
+        let (place, queue, options) = unsafe {
+            let place = out_object("worker", worker)?;
+            (place, text("queue", queue)?, self::options(options)?)
+        };
+        let streams = streams_of(options.device)?;
+        let mut builder = Worker::builder(queue)
+            .device(streams.device())
+            .wait_for_queue(time_option(options.wait_ns));
+        set!(
+            builder,
+            domain(domain_of(options.domain)?.as_ref()),
+            handshake_timeout(time_option(options.handshake_timeout_ns)),
+            timeout(time_option(options.answer_timeout_ns)),
+            memory_limit(number(options.memory_limit)),
+            spin(time_option(options.spin_ns)),
+        );
+        let worker = builder.build()?;
+        place.put(handle::insert(Exclusive::new(WorkerObject {
+            worker,
+            streams,
+        }))?);
+        Ok(())
+    })
+}
+
+/// Closes a worker: jobs that it was given and has not leased go to other workers, at no cost of an
+/// attempt. Its leases can still be answered. While another thread is in a call on it, it ends when
+/// that call returns. Null is ignored.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpipe_worker_close(worker: *mut warpipe_worker) -> warpipe_status {
+    run(|| handle::close::<Exclusive<WorkerObject>>(worker))
+}
+
+/// Waits for the next job, up to `timeout_ns` nanoseconds; 0 takes one that is there. `stream` will
+/// wait, on the device, until the input is complete: kernels enqueued on it read complete data.
+///
+/// `*lease` is the caller's, to be closed by its answer, `warpipe_lease_split` or
+/// `warpipe_lease_close`.
+///
+/// `WARPIPE_TIMEOUT`; `WARPIPE_PEER_GONE` when the queue has: then a worker's loop is done;
+/// `WARPIPE_INVALID_STATE` for a stream that is being captured, or while another thread leases;
+/// `WARPIPE_DEVICE_FAILED`.
+///
+/// # Safety
+/// `stream` is a stream of the worker's device, `lease` the address of a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_worker_lease(
+    worker: *mut warpipe_worker,
+    stream: *mut c_void,
+    timeout_ns: u64,
+    lease: *mut *mut warpipe_lease,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("lease", lease) }?;
+        with(worker, |object| {
+            // SAFETY: the caller's promise.
+            let stream = unsafe { object.streams.get(stream) }?;
+            let worker = &mut object.worker;
+            let lease = if timeout_ns == 0 {
+                // Asks the queue to ring, as a caller that polls the descriptor needs.
+                let lease = worker.try_lease(&stream)?;
+                lease.ok_or_else(|| Failure::nothing("a job"))?
+            } else {
+                worker.lease_timeout(&stream, timeout(timeout_ns))?
+            };
+            place.put(insert_lease(lease, worker.queue_pid(), &object.streams)?);
+            Ok(())
+        })
+    })
+}
+
+/// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_worker_lease` with a timeout of
+/// 0 is worth a call. Lease until it says `WARPIPE_TIMEOUT` before waiting on it. It is the
+/// worker's, and ends with it.
+///
+/// # Safety
+/// `fd` is the address of a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_worker_get_fd(
+    worker: *const warpipe_worker,
+    fd: *mut i32,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("fd", fd) }?;
+        with(worker, |object| {
+            place.put(object.worker.as_fd().as_raw_fd());
+            Ok(())
+        })
+    })
+}

@@ -1,0 +1,242 @@
+// The C++ interface: every kind of object in one process, its errors as exceptions, and its moves.
+#include <cstdio>
+#include <cstring>
+#include <map>
+
+#include <poll.h>
+
+#include <warpipe.hpp>
+
+#include "check.h"
+
+using namespace std::chrono_literals;
+using warpipe::Layout;
+
+namespace {
+
+const warpipe::Duration kLimit = 20s;
+
+template <class Failure, class Call> void throws(Call call, warpipe_status status, const char *text) {
+  try {
+    call();
+  } catch (const Failure &failure) {
+    if (failure.status() == status && std::strstr(failure.what(), text) != nullptr)
+      return;
+    std::fprintf(stderr, "another error: %s\n", failure.what());
+  }
+  std::exit(1);
+}
+
+void channel(const warpipe::Device &device, void *stream) {
+  warpipe::PublisherOptions options;
+  options.device = device.get();
+  options.depth = 4;
+  options.policy = WARPIPE_POLICY_FAIL;
+  warpipe::SubscriberOptions attach;
+  attach.device = device.get();
+  throws<warpipe::NotFound>([&] { warpipe::Subscriber("cpp/channel", attach); }, WARPIPE_NOT_FOUND,
+                            "cpp/channel");
+  std::optional<warpipe::Publisher> publisher(std::in_place, "cpp/channel", options);
+  warpipe::Subscriber subscriber("cpp/channel", attach);
+  CHECK(publisher->subscribers().size() == 1);
+  CHECK(!subscriber.try_receive(stream));
+  throws<warpipe::Timeout>([&] { subscriber.receive(stream, 1ms); }, WARPIPE_TIMEOUT, "1ms");
+
+  const Layout layout = Layout::contiguous<float>({2, 3});
+  CHECK(layout.dtype() == WARPIPE_FLOAT32 && layout.elements() == 6 && layout.bytes() == 24);
+  for (int number = 0; number < 4; number++) {
+    warpipe::Loan loan = publisher->loan(layout);
+    loan.write(stream, std::vector<float>(6, static_cast<float>(number)));
+    loan.set_metadata(&number, sizeof number);
+    warpipe::Loan moved = std::move(loan);
+    CHECK(!loan && moved);
+    CHECK(moved.send(stream) == static_cast<std::uint64_t>(number + 1));
+    CHECK(!moved);
+  }
+  // The fifth finds no room, and is sent once there is some.
+  warpipe::Loan late = publisher->loan(layout);
+  late.write(stream, std::vector<float>(6, 4.0f));
+  throws<warpipe::LimitReached>([&] { late.send(stream); }, WARPIPE_LIMIT_REACHED, "cpp/channel");
+  CHECK(late);
+  warpipe::Sample first = subscriber.receive(stream, kLimit);
+  CHECK(first.layout().shape()[1] == 3 && first.metadata().size() == sizeof(int));
+  // The lengths of a layout that ends before the loop does.
+  std::uint64_t elements = 1;
+  for (const std::uint64_t length : first.layout().shape())
+    elements *= length;
+  CHECK(elements == first.layout().elements());
+  first.wait(kLimit);
+  CHECK(first.is_complete());
+  first.release().wait(kLimit);
+  late.send(stream, kLimit);
+  { warpipe::Loan unused = publisher->loan(layout); }
+
+  publisher.reset();
+  int seen = 1;
+  for (warpipe::Sample &sample : subscriber.samples(stream, kLimit)) {
+    for (const float value : sample.to_vector<float>(kLimit))
+      CHECK(value == static_cast<float>(seen));
+    seen++;
+  }
+  CHECK(seen == 5 && subscriber.dropped() == 0);
+  throws<warpipe::PeerGone>([&] { subscriber.receive(stream, kLimit); }, WARPIPE_PEER_GONE, "closed");
+}
+
+void queue(const warpipe::Device &device, void *stream) {
+  warpipe::QueueOptions options;
+  options.device = device.get();
+  options.max_attempts = 2;
+  warpipe::Queue queue("cpp/queue", options);
+  warpipe::WorkerOptions attach;
+  attach.device = device.get();
+  warpipe::Worker worker("cpp/queue", attach);
+  queue.wait_for_workers(1, kLimit);
+
+  warpipe::Watch watch = queue.watch();
+  const Layout layout = Layout::contiguous<std::int32_t>({4});
+  std::map<std::uint64_t, std::int32_t> wanted;
+  std::vector<warpipe::Job> jobs;
+  for (std::int32_t number = 0; number < 8; number++) {
+    warpipe::Loan loan = queue.loan(layout);
+    loan.write(stream, std::vector<std::int32_t>(4, number));
+    jobs.push_back(queue.submit(loan, stream));
+    wanted[jobs.back().id()] = 2 * number;
+  }
+  for (int done = 0; done < 8;) {
+    warpipe::Lease lease = worker.lease(stream, kLimit);
+    if (lease.job() == 1 && lease.attempt() == 1) {
+      lease.fail("once");
+      continue;
+    }
+    std::vector<std::int32_t> input = lease.to_vector<std::int32_t>(kLimit);
+    for (std::int32_t &value : input)
+      value *= 2;
+    warpipe::Loan output = lease.output(lease.layout());
+    output.write(stream, input);
+    if (lease.job() % 2 == 0) {
+      lease.complete(std::move(output), stream);
+    } else {
+      auto [sample, answer] = lease.split();
+      answer.complete(std::move(output), stream);
+      sample.finish(kLimit);
+    }
+    done++;
+  }
+  pollfd readable = {watch.fd(), POLLIN, 0};
+  CHECK(poll(&readable, 1, 20000) == 1);
+  watch.quiet();
+  for (warpipe::Job &job : jobs) {
+    warpipe::Sample result = job.wait(stream, kLimit);
+    CHECK(result.info().job == job.id());
+    CHECK(result.to_vector<std::int32_t>(kLimit)[3] == wanted[job.id()]);
+    result.finish(kLimit);
+  }
+  queue.drain(kLimit);
+  CHECK(queue.state().waiting == 0);
+}
+
+void service(const warpipe::Device &device, void *stream) {
+  warpipe::ServerOptions serving;
+  serving.device = device.get();
+  warpipe::Server server("cpp/service", serving);
+  warpipe::ClientOptions asking;
+  asking.device = device.get();
+  warpipe::Client client("cpp/service", asking);
+  warpipe::Loan loan = client.loan(Layout::contiguous<std::uint8_t>({3}));
+  loan.write(stream, "abc", 3);
+  warpipe::Pending pending = client.request(std::move(loan), stream, kLimit);
+  warpipe::Lease request = server.accept(stream, kLimit);
+  const std::vector<std::uint8_t> asked = request.to_vector<std::uint8_t>(kLimit);
+  warpipe::Loan reply = request.output(request.layout());
+  reply.write(stream, std::vector<std::uint8_t>(asked.rbegin(), asked.rend()));
+  request.complete(std::move(reply), stream);
+  warpipe::Sample answer = pending.wait(stream, kLimit);
+  CHECK(answer.to_vector<std::uint8_t>(kLimit) == (std::vector<std::uint8_t>{'c', 'b', 'a'}));
+}
+
+void memory(const warpipe::Device &device, void *stream) {
+  warpipe::Memory memory = warpipe::Memory::allocate(device, 4096);
+  const std::vector<std::uint32_t> pattern(1024, 0x1234567u);
+  memory.write(stream, 0, pattern.data(), 4096);
+  warpipe::check(warpipe_stream_synchronize(device.get(), stream, warpipe::nanoseconds(kLimit)));
+  warpipe::Published published(memory, "cpp/memory");
+  warpipe::Memory opened = warpipe::Memory::open(published.ticket(), device, kLimit);
+  CHECK(opened.bytes() == 4096 && opened.to_vector<std::uint32_t>(kLimit) == pattern);
+  opened.used_on(stream);
+  throws<warpipe::Error>([&] { warpipe::Memory::open("nonsense", device, 0s); },
+                         WARPIPE_INVALID_INPUT, "ticket");
+
+  warpipe::PoolOptions options;
+  options.device = device.get();
+  warpipe::Pool pool("cpp/pool", options);
+  warpipe::OpenOptions attach;
+  attach.device = device.get();
+  warpipe::PoolClient client("cpp/pool", attach);
+  warpipe::Memory block = client.allocate(1 << 20, kLimit);
+  CHECK(block.bytes() >= 1u << 20 && pool.stats().peers == 1);
+}
+
+void order(const warpipe::Device &device, const warpipe::Stream &stream) {
+  warpipe::TimelineOptions options;
+  options.device = device.get();
+  warpipe::OpenOptions attach;
+  attach.device = device.get();
+  warpipe::Timeline timeline = warpipe::Timeline::create("cpp/timeline", options);
+  warpipe::Timeline opened = warpipe::Timeline::open("cpp/timeline", attach);
+  const warpipe::Stream other(device);
+  opened.wait(other, 3);
+  timeline.signal(stream, 3);
+  other.synchronize(kLimit);
+  opened.wait_host(3, kLimit);
+  CHECK(opened.value() == 3);
+
+  warpipe::EventOptions event_options;
+  event_options.device = device.get();
+  warpipe::Event event(event_options);
+  event.record(stream);
+  warpipe::Event imported = warpipe::Event::open(event.handle(), device);
+  imported.wait(other);
+  imported.synchronize(kLimit);
+  CHECK(imported.query());
+
+  warpipe::SemaphoreOptions permits;
+  permits.device = device.get();
+  permits.permits = 2;
+  warpipe::Semaphore semaphore = warpipe::Semaphore::create("cpp/semaphore", permits);
+  warpipe::Permit first = semaphore.acquire(stream, kLimit);
+  {
+    warpipe::Permit second = semaphore.acquire_host(kLimit);
+    throws<warpipe::Timeout>([&] { semaphore.acquire_host(1ms); }, WARPIPE_TIMEOUT, "");
+  }
+  first.release(stream);
+  stream.synchronize(kLimit);
+}
+
+void members() {
+  warpipe::Members list;
+  warpipe::Member member("cpp/member");
+  std::optional<warpipe_change> change = list.next_change(kLimit);
+  CHECK(change && change->kind == WARPIPE_CHANGE_JOINED);
+  CHECK(std::strcmp(change->member.name, "cpp/member") == 0);
+  CHECK(list.list().size() == 1);
+}
+
+} // namespace
+
+int main() {
+  const char *name = std::getenv("WARPIPE_TEST_DEVICE");
+  const warpipe::Device device(name == nullptr ? "host" : name);
+  const warpipe::Stream stream(device);
+  channel(device, stream);
+  queue(device, stream);
+  service(device, stream);
+  memory(device, stream);
+  order(device, stream);
+  members();
+  int called = 0;
+  stream.call([&called] { called = 1; });
+  stream.synchronize(kLimit);
+  CHECK(called == 1);
+  std::puts("ok: every object of warpipe.hpp");
+  return 0;
+}

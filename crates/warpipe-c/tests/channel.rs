@@ -1,0 +1,69 @@
+//! Channels through the C interface, and what a pointer may not be.
+
+#[macro_use]
+mod common;
+
+use common::{Fixture, LONG, bytes_layout, metadata, none};
+use warpipe_c::*;
+
+#[test]
+fn a_sample_arrives_with_its_bytes_and_metadata() {
+    let fixture = Fixture::new();
+    let (publisher, subscriber) = fixture.channel(c"frames");
+    let loan = get!(warpipe_publisher_loan(publisher, &bytes_layout(4)));
+    fixture.write(loan, b"data");
+    ok!(warpipe_loan_set_metadata(loan, b"tag".as_ptr().cast(), 3));
+    let sequence: u64 = get!(warpipe_loan_send(loan, fixture.stream));
+    let sample: *mut warpipe_sample =
+        get!(warpipe_subscriber_receive(subscriber, fixture.stream, LONG));
+    let info: warpipe_sample_info = get!(warpipe_sample_get_info(sample));
+    assert_eq!((sequence, info.sequence), (1, 1));
+    assert_eq!(metadata(&info), b"tag");
+    assert_eq!(fixture.read(sample), b"data");
+    ok!(warpipe_sample_finish(sample, LONG));
+    ok!(warpipe_subscriber_close(subscriber));
+    ok!(warpipe_publisher_close(publisher));
+}
+
+#[test]
+fn a_timeout_of_zero_takes_only_a_sample_that_is_there() {
+    let fixture = Fixture::new();
+    let (publisher, subscriber) = fixture.channel(c"frames");
+    let mut sample = none();
+    fails!(
+        WARPIPE_TIMEOUT,
+        warpipe_subscriber_receive(subscriber, fixture.stream, 0, &mut sample)
+    );
+    assert!(sample.is_null());
+    ok!(warpipe_subscriber_close(subscriber));
+    ok!(warpipe_publisher_close(publisher));
+}
+
+#[test]
+fn a_pointer_that_is_null_or_closed_or_of_another_type_is_an_invalid_object() {
+    let fixture = Fixture::new();
+    let (publisher, subscriber) = fixture.channel(c"frames");
+    let layout = bytes_layout(4);
+    let mut loan = none();
+    let null = none();
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_publisher_loan(null, &layout, &mut loan)
+    );
+    let wrong = fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_publisher_loan(subscriber.cast(), &layout, &mut loan)
+    );
+    assert_eq!(
+        wrong,
+        "a warpipe_subscriber was passed for a warpipe_publisher"
+    );
+    ok!(warpipe_publisher_close(publisher));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_publisher_close(publisher));
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_publisher_loan(publisher, &layout, &mut loan)
+    );
+    ok!(warpipe_subscriber_close(subscriber));
+    ok!(warpipe_subscriber_close(none()));
+}

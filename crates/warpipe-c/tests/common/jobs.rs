@@ -1,0 +1,122 @@
+//! A queue with a worker, and their calls.
+
+use std::ffi::CStr;
+
+use warpipe_c::*;
+
+use super::{Fixture, LONG, bytes_layout, none, zeroed};
+
+/// A queue, and a worker that is attached to it.
+pub struct Jobs {
+    pub queue: *mut warpipe_queue,
+    pub worker: *mut warpipe_worker,
+    pub fixture: Fixture,
+}
+
+impl Jobs {
+    pub fn new() -> Jobs {
+        Jobs::with(options!(warpipe_queue_options {}))
+    }
+
+    pub fn with(options: warpipe_queue_options) -> Jobs {
+        let fixture = Fixture::new();
+        let queue = create_queue(&fixture, c"jobs", options);
+        let options = options!(warpipe_worker_options {
+            domain: fixture.domain,
+            device: fixture.device,
+        });
+        let worker = get!(warpipe_worker_open(c"jobs".as_ptr(), &options));
+        ok!(warpipe_queue_wait_for_workers(queue, 1, LONG));
+        Jobs {
+            queue,
+            worker,
+            fixture,
+        }
+    }
+
+    pub fn submit(&self, bytes: &[u8]) -> *mut warpipe_job {
+        let (stream, data) = (self.fixture.stream, bytes.as_ptr().cast());
+        let layout = none();
+        get!(warpipe_queue_submit_host(
+            self.queue,
+            stream,
+            layout,
+            data,
+            bytes.len()
+        ))
+    }
+
+    pub fn loan(&self, bytes: &[u8]) -> *mut warpipe_loan {
+        let layout = bytes_layout(bytes.len() as u64);
+        let loan = get!(warpipe_queue_loan(self.queue, &layout));
+        self.fixture.write(loan, bytes);
+        loan
+    }
+
+    pub fn lease(&self) -> *mut warpipe_lease {
+        get!(warpipe_worker_lease(self.worker, self.fixture.stream, LONG))
+    }
+
+    pub fn output(&self, lease: *const warpipe_lease, bytes: &[u8]) -> *mut warpipe_loan {
+        let layout = bytes_layout(bytes.len() as u64);
+        let loan = get!(warpipe_lease_output(lease, &layout));
+        self.fixture.write(loan, bytes);
+        loan
+    }
+
+    pub fn complete(&self, lease: *mut warpipe_lease) {
+        ok!(warpipe_lease_complete(lease, self.fixture.stream));
+    }
+
+    pub fn wait(&self, job: *const warpipe_job) -> *mut warpipe_sample {
+        get!(warpipe_job_wait(job, self.fixture.stream, LONG))
+    }
+
+    /// The number of the next result, which is released.
+    pub fn next(&self) -> u64 {
+        let mut sample = none();
+        let mut job = 0;
+        let stream = self.fixture.stream;
+        ok!(warpipe_queue_next_result(
+            self.queue,
+            stream,
+            LONG,
+            &mut sample,
+            &mut job
+        ));
+        ok!(warpipe_sample_finish(sample, LONG));
+        job
+    }
+
+    pub fn state(&self) -> warpipe_queue_state {
+        let mut state = zeroed();
+        ok!(warpipe_queue_get_state(self.queue, &mut state, none(), 0));
+        state
+    }
+
+    pub fn close(self) {
+        ok!(warpipe_worker_close(self.worker));
+        ok!(warpipe_queue_close(self.queue));
+    }
+}
+
+pub fn create_queue(
+    fixture: &Fixture,
+    name: &CStr,
+    options: warpipe_queue_options,
+) -> *mut warpipe_queue {
+    let options = warpipe_queue_options {
+        domain: fixture.domain,
+        device: fixture.device,
+        ..options
+    };
+    get!(warpipe_queue_create(name.as_ptr(), &options))
+}
+
+pub fn info(lease: *const warpipe_lease) -> warpipe_sample_info {
+    get!(warpipe_lease_get_info(lease))
+}
+
+pub fn own_pid() -> i32 {
+    std::process::id() as i32
+}

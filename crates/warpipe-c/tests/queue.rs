@@ -1,0 +1,374 @@
+//! Queues, jobs, workers and leases through the C interface.
+
+#[macro_use]
+mod common;
+
+use std::time::Duration;
+
+use common::jobs::{Jobs, info, own_pid};
+use common::{LONG, SHORT, Shared, becomes_readable, bytes_layout, metadata, none, zeroed};
+use warpipe_c::*;
+use warpipe_testkit::eventually;
+
+#[test]
+fn a_job_goes_to_a_worker_and_its_result_comes_back() {
+    let jobs = Jobs::new();
+    let stream = jobs.fixture.stream;
+    let loan = jobs.loan(b"input");
+    ok!(warpipe_loan_set_metadata(loan, b"how".as_ptr().cast(), 3));
+    let job = get!(warpipe_queue_submit(jobs.queue, loan, stream));
+    assert_eq!(get!(warpipe_job_get_id(job)), 1u64);
+    assert!(!get!(warpipe_job_is_done(job)));
+
+    let lease = jobs.lease();
+    let asked = info(lease);
+    assert_eq!((asked.job, asked.attempt, asked.deadline_ns), (1, 1, 0));
+    assert_eq!(asked.pid, own_pid());
+    assert_eq!(metadata(&asked), b"how");
+    ok!(warpipe_lease_wait_on(lease, stream));
+    ok!(warpipe_lease_wait(lease, LONG));
+    let mut bytes = [0u8; 5];
+    let buffer = bytes.as_mut_ptr().cast();
+    ok!(warpipe_lease_copy_to(lease, buffer, 5, LONG));
+    assert_eq!(&bytes, b"input");
+    let output = jobs.output(lease, b"result");
+    ok!(warpipe_loan_set_metadata(
+        output,
+        b"done".as_ptr().cast(),
+        4
+    ));
+    ok!(warpipe_lease_complete_with(lease, output, stream));
+
+    let result = jobs.wait(job);
+    let answered: warpipe_sample_info = get!(warpipe_sample_get_info(result));
+    assert_eq!((answered.job, answered.attempt), (1, 1));
+    assert_eq!(answered.pid, own_pid());
+    assert_eq!(metadata(&answered), b"done");
+    assert_eq!(jobs.fixture.read(result), b"result");
+    ok!(warpipe_sample_finish(result, LONG));
+    assert!(get!(warpipe_job_is_done(job)));
+    let mut again = none();
+    fails!(
+        WARPIPE_NOT_FOUND,
+        warpipe_job_wait(job, stream, LONG, &mut again)
+    );
+    ok!(warpipe_job_close(job));
+    jobs.close();
+}
+
+#[test]
+fn results_come_in_the_order_of_submission_or_of_completion() {
+    for (order, expected) in [
+        (warpipe_result_order::WARPIPE_ORDER_SUBMISSION, [1, 2]),
+        (warpipe_result_order::WARPIPE_ORDER_COMPLETION, [2, 1]),
+    ] {
+        let jobs = Jobs::with(options!(warpipe_queue_options {
+            order: order as u32
+        }));
+        let (stream, layout) = (jobs.fixture.stream, bytes_layout(1));
+        for byte in [1u8, 2] {
+            let data = (&raw const byte).cast();
+            let (queue, job) = (jobs.queue, none());
+            ok!(warpipe_queue_submit_host(
+                queue, stream, &layout, data, 1, job
+            ));
+        }
+        let (first, second) = (jobs.lease(), jobs.lease());
+        jobs.complete(second);
+        // The queue has taken it when the other answer comes.
+        assert!(eventually(Duration::from_nanos(LONG), || {
+            jobs.state().finished == 1
+        }));
+        jobs.complete(first);
+        ok!(warpipe_queue_drain(jobs.queue, LONG));
+        assert_eq!([jobs.next(), jobs.next()], expected);
+        jobs.close();
+    }
+}
+
+#[test]
+fn a_job_that_was_rejected_or_failed_too_often_says_why() {
+    let jobs = Jobs::with(options!(warpipe_queue_options { max_attempts: 1 }));
+    let stream = jobs.fixture.stream;
+    let (failed, rejected) = (jobs.submit(b"1"), jobs.submit(b"2"));
+    ok!(warpipe_lease_fail(jobs.lease(), c"out of ink".as_ptr()));
+    ok!(warpipe_lease_reject(jobs.lease(), c"not a job".as_ptr()));
+
+    let mut sample = none();
+    let said = fails!(
+        WARPIPE_JOB_FAILED,
+        warpipe_job_wait(rejected, stream, LONG, &mut sample)
+    );
+    assert!(said.contains("not a job"), "{said}");
+    let mut number = 0;
+    let said = fails!(
+        WARPIPE_JOB_FAILED,
+        warpipe_queue_next_result(jobs.queue, stream, LONG, &mut sample, &mut number)
+    );
+    assert!(said.contains("out of ink"), "{said}");
+    assert_eq!(number, 1);
+    assert!(sample.is_null());
+    ok!(warpipe_job_close(failed));
+    ok!(warpipe_job_close(rejected));
+    jobs.close();
+}
+
+#[test]
+fn a_closed_lease_is_a_failed_attempt_and_a_requeued_one_is_not() {
+    let jobs = Jobs::new();
+    let job = jobs.submit(b"job");
+    ok!(warpipe_lease_close(jobs.lease()));
+    let second = jobs.lease();
+    assert_eq!(info(second).attempt, 2);
+    ok!(warpipe_lease_requeue(second));
+    let third = jobs.lease();
+    assert_eq!(info(third).attempt, 2);
+    jobs.complete(third);
+    ok!(warpipe_sample_release(jobs.wait(job), none()));
+    ok!(warpipe_job_close(job));
+    jobs.close();
+}
+
+#[test]
+fn the_input_of_a_split_lease_outlives_its_answer() {
+    let jobs = Jobs::new();
+    let stream = jobs.fixture.stream;
+    let loan = jobs.loan(b"input");
+    ok!(warpipe_loan_set_metadata(loan, b"how".as_ptr().cast(), 3));
+    let job = get!(warpipe_queue_submit(jobs.queue, loan, stream));
+    let lease = jobs.lease();
+    let first = jobs.output(lease, b"unused");
+    let (mut input, mut answer) = (none(), none());
+    ok!(warpipe_lease_split(lease, &mut input, &mut answer));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_lease_close(lease));
+
+    let second = get!(warpipe_answer_output(answer, &bytes_layout(6)));
+    jobs.fixture.write(second, b"result");
+    ok!(warpipe_answer_complete_with(answer, second, stream));
+    ok!(warpipe_loan_discard(first, stream));
+    let result = jobs.wait(job);
+    assert_eq!(jobs.fixture.read(result), b"result");
+    ok!(warpipe_sample_finish(result, LONG));
+
+    let asked: warpipe_sample_info = get!(warpipe_sample_get_info(input));
+    assert_eq!((asked.job, asked.attempt, asked.pid), (1, 1, own_pid()));
+    assert_eq!(metadata(&asked), b"how");
+    assert_eq!(jobs.fixture.read(input), b"input");
+    ok!(warpipe_sample_finish(input, LONG));
+    ok!(warpipe_job_close(job));
+    jobs.close();
+}
+
+#[test]
+fn every_other_answer_of_a_split_lease_is_given() {
+    let jobs = Jobs::new();
+    let stream = jobs.fixture.stream;
+    let job = jobs.submit(b"job");
+    let answer = || {
+        let (mut input, mut answer) = (none(), none());
+        ok!(warpipe_lease_split(jobs.lease(), &mut input, &mut answer));
+        let asked: warpipe_sample_info = get!(warpipe_sample_get_info(input));
+        ok!(warpipe_sample_release(input, none()));
+        (asked.attempt, answer)
+    };
+    let (_, first) = answer();
+    ok!(warpipe_answer_close(first));
+    let (attempt, second) = answer();
+    assert_eq!(attempt, 2);
+    ok!(warpipe_answer_requeue(second));
+    let (attempt, third) = answer();
+    assert_eq!(attempt, 2);
+    ok!(warpipe_answer_fail(third, c"again".as_ptr()));
+    let (attempt, last) = answer();
+    assert_eq!(attempt, 3);
+    ok!(warpipe_answer_wait_for_room(last, 0));
+    ok!(warpipe_answer_reject(last, c"never".as_ptr()));
+    let mut sample = none();
+    fails!(
+        WARPIPE_JOB_FAILED,
+        warpipe_job_wait(job, stream, LONG, &mut sample)
+    );
+    let other = jobs.submit(b"job");
+    let (_, answer) = answer();
+    ok!(warpipe_answer_complete(answer, stream));
+    ok!(warpipe_sample_finish(jobs.wait(other), LONG));
+    ok!(warpipe_job_close(other));
+    ok!(warpipe_job_close(job));
+    jobs.close();
+}
+
+#[test]
+fn a_timeout_of_zero_takes_only_what_is_there() {
+    let jobs = Jobs::with(options!(warpipe_queue_options { limit: 1 }));
+    let (queue, stream) = (jobs.queue, jobs.fixture.stream);
+    let (mut lease, mut sample, mut number) = (none(), none(), 7);
+    fails!(
+        WARPIPE_TIMEOUT,
+        warpipe_worker_lease(jobs.worker, stream, 0, &mut lease)
+    );
+    fails!(
+        WARPIPE_TIMEOUT,
+        warpipe_queue_next_result(queue, stream, 0, &mut sample, &mut number)
+    );
+    assert_eq!(number, 0);
+    fails!(WARPIPE_TIMEOUT, warpipe_queue_wait_for_workers(queue, 2, 0));
+    ok!(warpipe_queue_wait_for_room(queue, 0));
+    ok!(warpipe_queue_drain(queue, 0));
+
+    let job = jobs.submit(b"one");
+    fails!(
+        WARPIPE_TIMEOUT,
+        warpipe_job_wait(job, stream, 0, &mut sample)
+    );
+    fails!(WARPIPE_TIMEOUT, warpipe_queue_drain(queue, 0));
+    fails!(WARPIPE_LIMIT_REACHED, warpipe_queue_wait_for_room(queue, 0));
+    let loan = jobs.loan(b"two");
+    let mut other = none();
+    fails!(
+        WARPIPE_LIMIT_REACHED,
+        warpipe_queue_submit_timeout(queue, loan, stream, 0, &mut other)
+    );
+    assert!(other.is_null());
+    let cancelled: bool = get!(warpipe_job_cancel(job));
+    assert!(cancelled);
+    ok!(warpipe_queue_submit_timeout(
+        queue, loan, stream, 0, &mut other
+    ));
+    ok!(warpipe_job_close(job));
+    ok!(warpipe_job_close(other));
+    jobs.close();
+}
+
+#[test]
+fn the_state_counts_jobs_and_names_workers_and_waiting_jobs_are_cancelled() {
+    let jobs = Jobs::with(options!(warpipe_queue_options { prefetch: 1 }));
+    let queue = jobs.queue;
+    let all = [(); 3].map(|()| jobs.submit(b"job"));
+    let lease = jobs.lease();
+    let mut state = zeroed::<warpipe_queue_state>();
+    let mut workers = [0; 4];
+    ok!(warpipe_queue_get_state(
+        queue,
+        &mut state,
+        workers.as_mut_ptr(),
+        4
+    ));
+    assert_eq!((state.workers, workers), (1, [own_pid(), 0, 0, 0]));
+    assert_eq!((state.waiting, state.leased, state.finished), (2, 1, 0));
+
+    let (mut cancelled, mut count) = ([0], 0);
+    ok!(warpipe_queue_cancel_waiting(
+        queue,
+        cancelled.as_mut_ptr(),
+        1,
+        &mut count
+    ));
+    assert_eq!((cancelled, count), ([2], 2));
+    jobs.complete(lease);
+    ok!(warpipe_sample_finish(jobs.wait(all[0]), LONG));
+    let cancelled: bool = get!(warpipe_job_cancel(all[0]));
+    assert!(!cancelled, "its outcome was taken");
+    for job in all {
+        ok!(warpipe_job_close(job));
+    }
+    jobs.close();
+}
+
+#[test]
+fn a_workers_descriptor_is_readable_when_a_job_comes() {
+    let jobs = Jobs::new();
+    let stream = jobs.fixture.stream;
+    let fd: i32 = get!(warpipe_worker_get_fd(jobs.worker));
+    let mut lease: *mut warpipe_lease = none();
+    fails!(
+        WARPIPE_TIMEOUT,
+        warpipe_worker_lease(jobs.worker, stream, 0, &mut lease)
+    );
+    let job = jobs.submit(b"job");
+    // It may ring without a job.
+    while lease.is_null() {
+        assert!(becomes_readable(fd));
+        let status = call!(warpipe_worker_lease(jobs.worker, stream, 0, &mut lease));
+        let is_expected = matches!(
+            status,
+            warpipe_status::WARPIPE_OK | warpipe_status::WARPIPE_TIMEOUT
+        );
+        assert!(is_expected, "{}", common::message());
+    }
+    jobs.complete(lease);
+    ok!(warpipe_job_close(job));
+    jobs.close();
+}
+
+#[test]
+fn a_watchs_descriptor_is_readable_when_a_result_comes_and_when_the_queue_ends() {
+    let jobs = Jobs::new();
+    let stream = jobs.fixture.stream;
+    let watch: *mut warpipe_watch = get!(warpipe_queue_watch(jobs.queue));
+    let fd: i32 = get!(warpipe_watch_get_fd(watch));
+    let job = jobs.submit(b"job");
+    jobs.complete(jobs.lease());
+    let mut sample: *mut warpipe_sample = none();
+    while sample.is_null() {
+        assert!(becomes_readable(fd));
+        ok!(warpipe_watch_quiet(watch));
+        let status = call!(warpipe_job_wait(job, stream, 0, &mut sample));
+        let is_expected = matches!(
+            status,
+            warpipe_status::WARPIPE_OK | warpipe_status::WARPIPE_TIMEOUT
+        );
+        assert!(is_expected, "{}", common::message());
+    }
+    ok!(warpipe_sample_finish(sample, LONG));
+    ok!(warpipe_job_close(job));
+    ok!(warpipe_watch_quiet(watch));
+    jobs.close();
+    assert!(becomes_readable(fd));
+    ok!(warpipe_watch_close(watch));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_watch_quiet(watch));
+    ok!(warpipe_watch_close(none()));
+}
+
+#[test]
+fn one_of_the_threads_that_wait_for_a_job_gets_its_result() {
+    let jobs = Jobs::new();
+    let job = jobs.submit(b"job");
+    let waiting = [(); 4].map(|()| {
+        let (job, stream) = (Shared::new(job), Shared::new(jobs.fixture.stream));
+        std::thread::spawn(move || {
+            let mut sample = none();
+            let status = call!(warpipe_job_wait(job.get(), stream.get(), LONG, &mut sample));
+            if status == warpipe_status::WARPIPE_OK {
+                ok!(warpipe_sample_finish(sample, LONG));
+            }
+            status
+        })
+    });
+    jobs.complete(jobs.lease());
+    let mut statuses = waiting.map(|thread| thread.join().expect("no panic"));
+    let not_found = warpipe_status::WARPIPE_NOT_FOUND;
+    let expected = [warpipe_status::WARPIPE_OK, not_found, not_found, not_found];
+    statuses.sort_by_key(|&status| status != warpipe_status::WARPIPE_OK);
+    assert_eq!(statuses, expected);
+    ok!(warpipe_job_close(job));
+    jobs.close();
+}
+
+#[test]
+fn a_queue_that_was_shut_takes_no_jobs_and_gives_its_results() {
+    let jobs = Jobs::new();
+    let stream = jobs.fixture.stream;
+    let (job, late) = (jobs.submit(b"job"), jobs.loan(b"late"));
+    fails!(WARPIPE_TIMEOUT, warpipe_queue_shutdown(jobs.queue, SHORT));
+    let mut other = none();
+    fails!(
+        WARPIPE_INVALID_STATE,
+        warpipe_queue_submit(jobs.queue, late, stream, &mut other)
+    );
+    ok!(warpipe_loan_discard(late, stream));
+    jobs.complete(jobs.lease());
+    ok!(warpipe_queue_shutdown(jobs.queue, LONG));
+    assert_eq!(jobs.next(), 1);
+    ok!(warpipe_job_close(job));
+    jobs.close();
+}

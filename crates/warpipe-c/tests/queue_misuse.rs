@@ -1,0 +1,387 @@
+//! Queues, workers and leases through the C interface, used in ways that must be refused.
+
+#[macro_use]
+mod common;
+
+use std::ffi::c_void;
+use std::sync::Barrier;
+use std::time::Duration;
+
+use common::jobs::{Jobs, create_queue, info};
+use common::{Fixture, LONG, SHORT, Shared, bytes_layout, none, zeroed};
+use warpipe_c::*;
+use warpipe_testkit::eventually;
+
+/// Waits at a barrier.
+extern "C" fn wait_at(barrier: *mut c_void) {
+    // SAFETY: a `Barrier` of the test, which ends after it has met this call.
+    unsafe { &*barrier.cast::<Barrier>() }.wait();
+}
+
+#[test]
+fn a_loan_of_another_endpoint_is_refused_and_stays_usable() {
+    let jobs = Jobs::new();
+    let (queue, stream) = (jobs.queue, jobs.fixture.stream);
+    let other = create_queue(&jobs.fixture, c"other", options!(warpipe_queue_options {}));
+    let (publisher, subscriber) = jobs.fixture.channel(c"frames");
+    let of_publisher = get!(warpipe_publisher_loan(publisher, &bytes_layout(4)));
+    let of_queue = jobs.loan(b"data");
+
+    let mut job = none();
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_queue_submit(other, of_queue, stream, &mut job)
+    );
+    fails!(
+        WARPIPE_INVALID_STATE,
+        warpipe_loan_send(of_queue, stream, none())
+    );
+    fails!(
+        WARPIPE_INVALID_STATE,
+        warpipe_queue_submit(queue, of_publisher, stream, &mut job)
+    );
+    ok!(warpipe_queue_submit(queue, of_queue, stream, &mut job));
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_queue_submit(queue, of_queue, stream, &mut job)
+    );
+    let lease = jobs.lease();
+    fails!(
+        WARPIPE_INVALID_STATE,
+        warpipe_lease_complete_with(lease, of_publisher, stream)
+    );
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_lease_complete_with(lease, of_queue, stream)
+    );
+    jobs.complete(lease);
+    ok!(warpipe_loan_send(of_publisher, stream, none()));
+    ok!(warpipe_subscriber_close(subscriber));
+    ok!(warpipe_publisher_close(publisher));
+    ok!(warpipe_queue_close(other));
+    jobs.close();
+}
+
+#[test]
+fn an_output_of_another_lease_is_refused_and_both_are_answered_after_it() {
+    let jobs = Jobs::new();
+    let stream = jobs.fixture.stream;
+    let (one, two) = (jobs.submit(b"1"), jobs.submit(b"2"));
+    let (first, second) = (jobs.lease(), jobs.lease());
+    let (for_first, for_second) = (jobs.output(first, b"one"), jobs.output(second, b"two"));
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_lease_complete_with(first, for_second, stream)
+    );
+    ok!(warpipe_lease_complete_with(second, for_second, stream));
+    ok!(warpipe_lease_complete_with(first, for_first, stream));
+    for (job, expected) in [(one, b"one"), (two, b"two")] {
+        let result = jobs.wait(job);
+        assert_eq!(jobs.fixture.read(result), expected);
+        ok!(warpipe_sample_finish(result, LONG));
+        ok!(warpipe_job_close(job));
+    }
+    jobs.close();
+}
+
+#[test]
+fn a_lease_of_a_queue_that_has_gone_stays_the_callers_until_it_is_closed() {
+    let jobs = Jobs::new();
+    let stream = jobs.fixture.stream;
+    let job = jobs.submit(b"job");
+    let lease = jobs.lease();
+    let output = jobs.output(lease, b"late");
+    ok!(warpipe_queue_close(jobs.queue));
+    // The link of the answers ends a little later.
+    assert!(eventually(Duration::from_nanos(LONG), || {
+        call!(warpipe_lease_wait_for_room(lease, LONG)) == warpipe_status::WARPIPE_PEER_GONE
+    }));
+    fails!(
+        WARPIPE_PEER_GONE,
+        warpipe_lease_complete_with(lease, output, stream)
+    );
+    fails!(
+        WARPIPE_PEER_GONE,
+        warpipe_lease_fail(lease, c"never mind".as_ptr())
+    );
+    assert_eq!(info(lease).job, 1);
+    let mut next = none();
+    fails!(
+        WARPIPE_PEER_GONE,
+        warpipe_worker_lease(jobs.worker, stream, LONG, &mut next)
+    );
+    let mut sample = none();
+    fails!(
+        WARPIPE_INVALID_STATE,
+        warpipe_job_wait(job, stream, LONG, &mut sample)
+    );
+    ok!(warpipe_loan_discard(output, stream));
+    ok!(warpipe_lease_close(lease));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_lease_close(lease));
+    ok!(warpipe_job_close(job));
+    ok!(warpipe_worker_close(jobs.worker));
+}
+
+#[test]
+fn after_an_answer_that_failed_the_input_stays_behind_the_work_of_that_answers_stream() {
+    const BYTES: u64 = 2 << 20;
+    let jobs = Jobs::with(options!(warpipe_queue_options {
+        memory_limit: BYTES,
+        submit_timeout_ns: SHORT,
+    }));
+    let (fixture, stream) = (&jobs.fixture, jobs.fixture.stream);
+    let layout = bytes_layout(BYTES);
+    let loan = get!(warpipe_queue_loan(jobs.queue, &layout));
+    let job = get!(warpipe_queue_submit(jobs.queue, loan, stream));
+    let lease = jobs.lease();
+
+    let reading = fixture.another_stream();
+    let barrier = Barrier::new(2);
+    let argument = (&raw const barrier).cast_mut().cast();
+    ok!(warpipe_stream_wait_for(fixture.device, reading, stream));
+    ok!(warpipe_stream_call(
+        fixture.device,
+        reading,
+        Some(wait_at),
+        argument
+    ));
+    let (publisher, subscriber) = fixture.channel(c"frames");
+    let wrong = get!(warpipe_publisher_loan(publisher, &bytes_layout(1)));
+    fails!(
+        WARPIPE_INVALID_STATE,
+        warpipe_lease_complete_with(lease, wrong, reading)
+    );
+    ok!(warpipe_loan_discard(wrong, stream));
+    ok!(warpipe_lease_close(lease));
+    jobs.complete(jobs.lease());
+    ok!(warpipe_sample_finish(jobs.wait(job), LONG));
+
+    let mut next = none();
+    fails!(
+        WARPIPE_LIMIT_REACHED,
+        warpipe_queue_loan(jobs.queue, &layout, &mut next)
+    );
+    barrier.wait();
+    ok!(warpipe_stream_synchronize(fixture.device, reading, LONG));
+    assert!(eventually(Duration::from_nanos(LONG), || {
+        call!(warpipe_queue_loan(jobs.queue, &layout, &mut next)) == warpipe_status::WARPIPE_OK
+    }));
+    ok!(warpipe_loan_discard(next, stream));
+    ok!(warpipe_job_close(job));
+    ok!(warpipe_subscriber_close(subscriber));
+    ok!(warpipe_publisher_close(publisher));
+    fixture.destroy(reading);
+    jobs.close();
+}
+
+#[test]
+fn a_second_thread_may_not_use_a_worker_that_leases() {
+    let jobs = Jobs::new();
+    let (worker, stream) = (Shared::new(jobs.worker), Shared::new(jobs.fixture.stream));
+    let leasing = std::thread::spawn(move || {
+        Shared::new(get!(warpipe_worker_lease(worker.get(), stream.get(), LONG)))
+    });
+    let mut fd = 0;
+    assert!(eventually(Duration::from_nanos(LONG), || {
+        call!(warpipe_worker_get_fd(jobs.worker, &mut fd)) == warpipe_status::WARPIPE_INVALID_STATE
+    }));
+    let mut lease = none();
+    fails!(
+        WARPIPE_INVALID_STATE,
+        warpipe_worker_lease(jobs.worker, jobs.fixture.stream, 0, &mut lease)
+    );
+    // The call under way keeps it.
+    ok!(warpipe_worker_close(jobs.worker));
+    let job = jobs.submit(b"job");
+    let lease = leasing.join().expect("no panic").get();
+    jobs.complete(lease);
+    ok!(warpipe_sample_finish(jobs.wait(job), LONG));
+    ok!(warpipe_job_close(job));
+    ok!(warpipe_queue_close(jobs.queue));
+}
+
+#[test]
+fn options_that_are_not_valid_are_refused() {
+    let fixture = Fixture::new();
+    let mut queue = none();
+    let mut refused = |options: &warpipe_queue_options| {
+        let (name, place) = (c"jobs".as_ptr(), &mut queue);
+        let status = call!(warpipe_queue_create(name, options, place));
+        assert!(queue.is_null());
+        (status, common::message())
+    };
+    let options = options!(warpipe_queue_options {
+        domain: fixture.domain,
+        device: fixture.device,
+    });
+    let invalid = warpipe_status::WARPIPE_INVALID_INPUT;
+    for wrong in [
+        warpipe_queue_options { size: 0, ..options },
+        warpipe_queue_options {
+            size: usize::MAX,
+            ..options
+        },
+        warpipe_queue_options {
+            order: 2,
+            ..options
+        },
+        warpipe_queue_options {
+            prefetch: 257,
+            ..options
+        },
+    ] {
+        let (status, said) = refused(&wrong);
+        assert_eq!(status, invalid, "{said}");
+    }
+
+    /// The options of a later version.
+    #[repr(C)]
+    struct Later {
+        known: warpipe_queue_options,
+        new: u64,
+    }
+    let later = |new| Later {
+        known: warpipe_queue_options {
+            size: size_of::<Later>(),
+            ..options
+        },
+        new,
+    };
+    let (unknown, unused) = (later(1), later(0));
+    let name = c"jobs".as_ptr();
+    let of = |later: &Later| std::ptr::from_ref(later).cast::<warpipe_queue_options>();
+    fails!(
+        WARPIPE_PROTOCOL,
+        warpipe_queue_create(name, of(&unknown), &mut queue)
+    );
+    ok!(warpipe_queue_create(name, of(&unused), &mut queue));
+    // Those of an earlier version end before the last field.
+    let earlier = warpipe_worker_options {
+        spin_ns: u64::MAX,
+        ..options!(warpipe_worker_options {
+            domain: fixture.domain,
+            device: fixture.device,
+            size: size_of::<warpipe_worker_options>() - 8,
+        })
+    };
+    let worker = get!(warpipe_worker_open(name, &earlier));
+    ok!(warpipe_worker_close(worker));
+
+    let mut worker = none();
+    let missing = options!(warpipe_worker_options {
+        domain: fixture.domain,
+        device: fixture.device
+    });
+    let said = fails!(
+        WARPIPE_NOT_FOUND,
+        warpipe_worker_open(c"elsewhere".as_ptr(), &missing, &mut worker)
+    );
+    assert!(said.contains("wait_ns"), "{said}");
+    let mut second = none();
+    fails!(
+        WARPIPE_NAME_CONFLICT,
+        warpipe_queue_create(name, &options, &mut second)
+    );
+    ok!(warpipe_queue_close(queue));
+}
+
+#[test]
+fn null_places_and_texts_are_invalid_input_and_null_objects_are_no_objects() {
+    let jobs = Jobs::new();
+    let (queue, stream) = (jobs.queue, jobs.fixture.stream);
+    let options = options!(warpipe_queue_options {});
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_queue_create(c"name".as_ptr(), &options, none())
+    );
+    let mut place = none();
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_queue_create(none(), &options, &mut place)
+    );
+    let mut loan = none();
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_queue_loan(queue, none(), &mut loan)
+    );
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_queue_get_state(queue, none(), none(), 0)
+    );
+    let mut state = zeroed();
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_queue_get_state(queue, &mut state, none(), 1)
+    );
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_worker_lease(jobs.worker, stream, 0, none())
+    );
+    let job = jobs.submit(b"job");
+    let lease = jobs.lease();
+    fails!(WARPIPE_INVALID_INPUT, warpipe_lease_fail(lease, none()));
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_lease_split(lease, none(), none())
+    );
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_lease_complete_with(lease, none(), stream)
+    );
+    jobs.complete(lease);
+
+    let mut job_place = none();
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_queue_submit(none(), none(), stream, &mut job_place)
+    );
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_queue_submit(queue, none(), stream, &mut job_place)
+    );
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_lease_complete(none(), stream)
+    );
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_answer_requeue(none()));
+    ok!(warpipe_queue_close(none()));
+    ok!(warpipe_job_close(none()));
+    ok!(warpipe_worker_close(none()));
+    ok!(warpipe_lease_close(none()));
+    ok!(warpipe_answer_close(none()));
+    ok!(warpipe_job_close(job));
+    jobs.close();
+}
+
+#[test]
+fn a_pointer_of_another_type_or_a_closed_one_is_no_object() {
+    let jobs = Jobs::new();
+    let stream = jobs.fixture.stream;
+    let job = jobs.submit(b"job");
+    let said = fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_queue_drain(job.cast(), LONG)
+    );
+    assert_eq!(said, "a warpipe_job was passed for a warpipe_queue");
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_worker_close(jobs.queue.cast())
+    );
+    let lease = jobs.lease();
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_answer_complete(lease.cast(), stream)
+    );
+    jobs.complete(lease);
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_lease_complete(lease, stream)
+    );
+    ok!(warpipe_job_close(job));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_job_close(job));
+    let (queue, worker) = (jobs.queue, jobs.worker);
+    jobs.close();
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_queue_close(queue));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_worker_close(worker));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_queue_drain(queue, 0));
+}

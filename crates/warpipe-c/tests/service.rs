@@ -1,0 +1,358 @@
+//! Clients, requests and servers through the C interface.
+
+#[macro_use]
+mod common;
+
+use std::time::Duration;
+
+use common::{Fixture, LONG, SHORT, Shared, becomes_readable, bytes_layout, none, zeroed};
+use warpipe_c::*;
+use warpipe_testkit::eventually;
+
+/// A client and a server of one service.
+struct Service {
+    client: *mut warpipe_client,
+    server: *mut warpipe_server,
+    fixture: Fixture,
+}
+
+impl Service {
+    fn new() -> Service {
+        let fixture = Fixture::new();
+        let options = options!(warpipe_client_options {
+            domain: fixture.domain,
+            device: fixture.device,
+        });
+        let client = get!(warpipe_client_create(c"upper".as_ptr(), &options));
+        let options = options!(warpipe_server_options {
+            domain: fixture.domain,
+            device: fixture.device,
+        });
+        let server = get!(warpipe_server_create(c"upper".as_ptr(), &options));
+        Service {
+            client,
+            server,
+            fixture,
+        }
+    }
+
+    fn loan(&self, bytes: &[u8]) -> *mut warpipe_loan {
+        let layout = bytes_layout(bytes.len() as u64);
+        let loan = get!(warpipe_client_loan(self.client, &layout));
+        self.fixture.write(loan, bytes);
+        loan
+    }
+
+    fn request(&self, bytes: &[u8]) -> *mut warpipe_pending {
+        let (loan, stream) = (self.loan(bytes), self.fixture.stream);
+        get!(warpipe_client_request(self.client, loan, stream, LONG))
+    }
+
+    fn accept(&self) -> *mut warpipe_lease {
+        get!(warpipe_server_accept(
+            self.server,
+            self.fixture.stream,
+            LONG
+        ))
+    }
+
+    fn close(self) {
+        ok!(warpipe_server_close(self.server));
+        ok!(warpipe_client_close(self.client));
+    }
+}
+
+#[test]
+fn a_call_returns_the_reply_of_a_server() {
+    let service = Service::new();
+    let own_stream = service.fixture.another_stream();
+    let (server, stream) = (Shared::new(service.server), Shared::new(own_stream));
+    let serving = std::thread::spawn(move || {
+        let (server, stream) = (server.get(), stream.get());
+        let lease = get!(warpipe_server_accept(server, stream, LONG));
+        let mut bytes = [0u8; 5];
+        ok!(warpipe_lease_copy_to(
+            lease,
+            bytes.as_mut_ptr().cast(),
+            5,
+            LONG
+        ));
+        bytes.make_ascii_uppercase();
+        let output = get!(warpipe_lease_output(lease, &bytes_layout(5)));
+        let data = bytes.as_ptr().cast();
+        ok!(warpipe_loan_write(output, stream, data, 5));
+        ok!(warpipe_lease_complete_with(lease, output, stream));
+    });
+    ok!(warpipe_client_wait_for_servers(service.client, 1, LONG));
+    let (loan, stream) = (service.loan(b"hello"), service.fixture.stream);
+    let reply = get!(warpipe_client_call(service.client, loan, stream, LONG));
+    assert_eq!(service.fixture.read(reply), b"HELLO");
+    let info: warpipe_sample_info = get!(warpipe_sample_get_info(reply));
+    assert_eq!(info.pid, std::process::id() as i32);
+    ok!(warpipe_sample_finish(reply, LONG));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_loan_discard(loan, stream));
+    serving.join().expect("no panic");
+    service.fixture.destroy(own_stream);
+    service.close();
+}
+
+#[test]
+fn a_request_is_waited_for_and_its_lease_names_the_client_and_the_deadline() {
+    let service = Service::new();
+    let stream = service.fixture.stream;
+    let pending = service.request(b"question");
+    let mut reply = none();
+    fails!(
+        WARPIPE_TIMEOUT,
+        warpipe_pending_wait(pending, stream, 0, &mut reply)
+    );
+    assert!(!get!(warpipe_pending_is_done(pending)));
+    let lease = service.accept();
+    let info: warpipe_sample_info = get!(warpipe_lease_get_info(lease));
+    assert_eq!(info.pid, std::process::id() as i32);
+    assert!(info.deadline_ns > info.sent_at_ns);
+    let (mut state, mut servers) = (zeroed::<warpipe_queue_state>(), [0; 2]);
+    ok!(warpipe_client_get_state(
+        service.client,
+        &mut state,
+        servers.as_mut_ptr(),
+        2
+    ));
+    assert_eq!((state.workers, state.leased), (1, 1));
+    assert_eq!(servers, [info.pid, 0]);
+    ok!(warpipe_lease_complete(lease, stream));
+    ok!(warpipe_pending_wait(pending, stream, LONG, &mut reply));
+    assert_eq!(service.fixture.read(reply), b"");
+    ok!(warpipe_sample_finish(reply, LONG));
+    fails!(
+        WARPIPE_NOT_FOUND,
+        warpipe_pending_wait(pending, stream, LONG, &mut reply)
+    );
+    ok!(warpipe_pending_close(pending));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_pending_close(pending));
+    service.close();
+}
+
+#[test]
+fn a_closed_request_is_withdrawn() {
+    let service = Service::new();
+    let pending = service.request(b"question");
+    let waiting = || {
+        let mut state = zeroed::<warpipe_queue_state>();
+        ok!(warpipe_client_get_state(
+            service.client,
+            &mut state,
+            none(),
+            0
+        ));
+        state.waiting
+    };
+    assert_eq!(waiting(), 1);
+    ok!(warpipe_pending_close(pending));
+    assert_eq!(waiting(), 0);
+    service.close();
+}
+
+#[test]
+fn a_rejected_request_says_why() {
+    let service = Service::new();
+    let stream = service.fixture.stream;
+    let pending = service.request(b"question");
+    ok!(warpipe_lease_reject(service.accept(), c"too long".as_ptr()));
+    let mut reply = none();
+    let watch: *mut warpipe_watch = get!(warpipe_client_watch(service.client));
+    while !get!(warpipe_pending_is_done(pending)) {
+        assert!(becomes_readable(get!(warpipe_watch_get_fd(watch))));
+        ok!(warpipe_watch_quiet(watch));
+    }
+    ok!(warpipe_watch_close(watch));
+    let said = fails!(
+        WARPIPE_JOB_FAILED,
+        warpipe_pending_wait(pending, stream, LONG, &mut reply)
+    );
+    assert!(said.contains("too long"), "{said}");
+    ok!(warpipe_pending_close(pending));
+    service.close();
+}
+
+#[test]
+fn a_deadline_that_passes_ends_the_wait() {
+    let service = Service::new();
+    let (client, stream) = (service.client, service.fixture.stream);
+    let mut reply = none();
+    for deadline in [0, SHORT] {
+        let loan = service.loan(b"question");
+        fails!(
+            WARPIPE_TIMEOUT,
+            warpipe_client_call(client, loan, stream, deadline, &mut reply)
+        );
+        fails!(WARPIPE_INVALID_OBJECT, warpipe_loan_discard(loan, stream));
+    }
+    let loan = service.loan(b"question");
+    let pending = get!(warpipe_client_request(client, loan, stream, 0));
+    assert!(get!(warpipe_pending_is_done(pending)));
+    fails!(
+        WARPIPE_TIMEOUT,
+        warpipe_pending_wait(pending, stream, LONG, &mut reply)
+    );
+    ok!(warpipe_pending_close(pending));
+    service.close();
+}
+
+#[test]
+fn a_second_thread_may_not_use_a_server_that_accepts() {
+    let service = Service::new();
+    let (server, stream) = (
+        Shared::new(service.server),
+        Shared::new(service.fixture.stream),
+    );
+    let accepting = std::thread::spawn(move || {
+        Shared::new(get!(warpipe_server_accept(
+            server.get(),
+            stream.get(),
+            LONG
+        )))
+    });
+    let mut fd = 0;
+    assert!(eventually(Duration::from_nanos(LONG), || {
+        call!(warpipe_server_get_fd(service.server, &mut fd))
+            == warpipe_status::WARPIPE_INVALID_STATE
+    }));
+    let mut lease = none();
+    fails!(
+        WARPIPE_INVALID_STATE,
+        warpipe_server_accept(service.server, service.fixture.stream, 0, &mut lease)
+    );
+    let pending = service.request(b"question");
+    let lease = accepting.join().expect("no panic").get();
+    ok!(warpipe_lease_close(lease));
+    ok!(warpipe_pending_close(pending));
+    service.close();
+}
+
+#[test]
+fn a_servers_descriptor_is_readable_when_a_request_comes() {
+    let service = Service::new();
+    let (server, stream) = (service.server, service.fixture.stream);
+    let fd: i32 = get!(warpipe_server_get_fd(server));
+    let pending = service.request(b"question");
+    let mut lease: *mut warpipe_lease = none();
+    while lease.is_null() {
+        assert!(becomes_readable(fd));
+        let status = call!(warpipe_server_accept(server, stream, 0, &mut lease));
+        let is_expected = matches!(
+            status,
+            warpipe_status::WARPIPE_OK | warpipe_status::WARPIPE_TIMEOUT
+        );
+        assert!(is_expected, "{}", common::message());
+    }
+    ok!(warpipe_lease_complete(lease, stream));
+    ok!(warpipe_pending_close(pending));
+    service.close();
+}
+
+#[test]
+fn requests_of_a_closed_client_and_loans_of_another_are_refused() {
+    let service = Service::new();
+    let stream = service.fixture.stream;
+    let other = Service::new();
+    let (loan, mut pending) = (service.loan(b"question"), none());
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_client_request(other.client, loan, stream, LONG, &mut pending)
+    );
+    let mut reply = none();
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_client_call(other.client, loan, stream, LONG, &mut reply)
+    );
+    ok!(warpipe_client_request(
+        service.client,
+        loan,
+        stream,
+        LONG,
+        &mut pending
+    ));
+    let client = service.client;
+    service.close();
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_client_close(client));
+    let mut second = none();
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_client_request(client, loan, stream, LONG, &mut second)
+    );
+    ok!(warpipe_pending_close(pending));
+    other.close();
+}
+
+#[test]
+fn a_request_outlives_its_client_only_as_a_handle() {
+    let service = Service::new();
+    let stream = service.fixture.stream;
+    let pending = service.request(b"question");
+    ok!(warpipe_client_close(service.client));
+    let mut reply = none();
+    fails!(
+        WARPIPE_INVALID_STATE,
+        warpipe_pending_wait(pending, stream, LONG, &mut reply)
+    );
+    let mut is_done = false;
+    fails!(
+        WARPIPE_INVALID_STATE,
+        warpipe_pending_is_done(pending, &mut is_done)
+    );
+    ok!(warpipe_pending_close(pending));
+    ok!(warpipe_server_close(service.server));
+}
+
+#[test]
+fn invalid_names_options_and_pointers_are_refused() {
+    let service = Service::new();
+    let (mut client, mut server) = (none(), none());
+    let long = c"a-name-of-more-than-forty-bytes-is-too-long".as_ptr();
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_client_create(long, none(), &mut client)
+    );
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_server_create(long, none(), &mut server)
+    );
+    let (mut of_client, mut of_server) = (
+        options!(warpipe_client_options {}),
+        options!(warpipe_server_options {}),
+    );
+    (of_client.size, of_server.size) = (0, 0);
+    let name = c"upper".as_ptr();
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_client_create(name, &of_client, &mut client)
+    );
+    fails!(
+        WARPIPE_INVALID_INPUT,
+        warpipe_server_create(name, &of_server, &mut server)
+    );
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_client_wait_for_servers(service.server.cast(), 1, 0)
+    );
+    fails!(
+        WARPIPE_TIMEOUT,
+        warpipe_client_wait_for_servers(service.client, 1, 0)
+    );
+    let (mut lease, mut fd) = (none(), 0);
+    fails!(
+        WARPIPE_TIMEOUT,
+        warpipe_server_accept(service.server, service.fixture.stream, 0, &mut lease)
+    );
+    fails!(
+        WARPIPE_INVALID_OBJECT,
+        warpipe_server_get_fd(none(), &mut fd)
+    );
+    ok!(warpipe_client_close(none()));
+    ok!(warpipe_pending_close(none()));
+    ok!(warpipe_server_close(none()));
+    let server = service.server;
+    service.close();
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_server_close(server));
+}

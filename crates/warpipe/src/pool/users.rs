@@ -1,0 +1,312 @@
+//! The users of a pool: the quota of each, and the regions that are its own.
+//!
+//! A region is the unit of mapping, and a process that has mapped it can write all of it. So each
+//! region holds blocks of one user alone. A mapping cannot be revoked either: a region never passes
+//! to another user. Where one without blocks is in the way, it goes back to the device, and the
+//! other user gets a new region.
+
+use std::collections::HashMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::allocator::PoolState;
+use super::last_writers::{LastWriter, LastWriters};
+use crate::error::Error;
+use crate::memory::arena::{Chunk, Growth, SlotId, needed};
+
+/// The most that one user may have of a [`Pool`](crate::Pool) at once, whatever the number of its
+/// processes. A block counts until it is free again: released, with the work on it done, or the
+/// process that had it proven dead.
+///
+/// The user's regions together take at most `bytes`, rounded up to the unit in which the device
+/// gives memory (2 MiB). So a quota can be used up by fewer bytes in blocks, if the free ones lie
+/// apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Quota {
+    /// Bytes in blocks, each rounded up to a multiple of 512. No limit by default. With 0 the user
+    /// gets none.
+    pub bytes: u64,
+    /// The number of blocks; no limit by default. A pool has 8192 in all, and 512 regions.
+    pub blocks: u32,
+}
+
+impl Default for Quota {
+    fn default() -> Quota {
+        PoolUsage::NONE.quota
+    }
+}
+
+/// The part of a pool that one user has, from [`Pool::usage`](crate::Pool::usage).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PoolUsage {
+    /// Bytes in blocks that are not free.
+    pub bytes: u64,
+    /// The number of these blocks.
+    pub blocks: u32,
+    /// Bytes of the user's regions.
+    pub region_bytes: u64,
+    /// The user's quota.
+    pub quota: Quota,
+}
+
+impl PoolUsage {
+    /// Of a user that has nothing and no quota.
+    pub(super) const NONE: PoolUsage = PoolUsage {
+        bytes: 0,
+        blocks: 0,
+        region_bytes: 0,
+        quota: Quota {
+            bytes: u64::MAX,
+            blocks: u32::MAX,
+        },
+    };
+}
+
+/// The quotas of a pool.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Quotas {
+    /// For every user but the pool's own.
+    pub(super) each: Quota,
+    pub(super) of_users: HashMap<u32, Quota>,
+}
+
+impl Quotas {
+    fn of(&self, uid: u32, own_uid: u32) -> Quota {
+        let default = if uid == own_uid {
+            Quota::default()
+        } else {
+            self.each
+        };
+        self.of_users.get(&uid).copied().unwrap_or(default)
+    }
+}
+
+/// A user's quota that leaves no room, and what is used of it.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(super) struct OverQuota {
+    uid: u32,
+    used: u64,
+    limit: u64,
+    blocks: u32,
+    blocks_max: u32,
+}
+
+impl OverQuota {
+    /// Whether no release of blocks makes room for `bytes`.
+    pub(super) fn is_final(&self, bytes: u64) -> bool {
+        needed(bytes).is_none_or(|bytes| bytes > self.limit) || self.blocks_max == 0
+    }
+
+    pub(super) fn error(self, name: &str, bytes: u64) -> Error {
+        Error::QuotaExceeded {
+            name: name.to_string(),
+            uid: self.uid,
+            bytes,
+            used: self.used,
+            limit: self.limit,
+            blocks: self.blocks,
+            blocks_max: self.blocks_max,
+        }
+    }
+}
+
+/// A region of the arena: the user whose blocks alone it holds, and its last writers.
+#[derive(Debug)]
+pub(super) struct UserRegion {
+    pub(super) uid: u32,
+    /// Its name among peers. Unlike its number in the arena, no other region gets it.
+    pub(super) id: u32,
+    pub(super) last_writers: LastWriters,
+}
+
+/// The regions of all users, and the quotas.
+#[derive(Debug)]
+pub(super) struct Users {
+    own_uid: u32,
+    quotas: Quotas,
+    /// By number in the arena.
+    regions: Vec<UserRegion>,
+    /// Bytes that are planned for regions that are being made, by user.
+    growing: HashMap<u32, u64>,
+    next_id: u32,
+    /// A region has gone back to the device, which may give the same memory again.
+    has_removed: bool,
+}
+
+impl Users {
+    pub(super) fn new(own_uid: u32, quotas: Quotas) -> Users {
+        Users {
+            own_uid,
+            quotas,
+            regions: Vec::new(),
+            growing: HashMap::new(),
+            next_id: 0,
+            has_removed: false,
+        }
+    }
+
+    pub(super) fn region(&mut self, number: usize) -> &mut UserRegion {
+        &mut self.regions[number]
+    }
+
+    #[cfg(test)]
+    pub(super) fn has_removed(&self) -> bool {
+        self.has_removed
+    }
+
+    fn add_region(&mut self, uid: u32, bytes: u64) {
+        let mut last_writers = LastWriters::default();
+        if self.has_removed {
+            // That new memory is zeroed is no promise of every driver's.
+            last_writers.set(0..bytes, LastWriter::Several);
+        }
+        self.regions.push(UserRegion {
+            uid,
+            id: self.next_id,
+            last_writers,
+        });
+        // Each region costs a driver call: this does not overflow in the life of a process.
+        self.next_id = self.next_id.wrapping_add(1);
+    }
+}
+
+/// A way to get room for a block.
+pub(super) enum Room {
+    /// A region to be made, without the lock.
+    Growth(Growth),
+    /// Regions of other users that were in the way, for the caller to drop without the lock, and
+    /// each one's user and id.
+    Removed(Vec<(u32, u32, Chunk)>),
+    OverQuota(OverQuota),
+    Full,
+}
+
+impl PoolState {
+    /// The user's part of the pool.
+    pub(super) fn usage(&self, uid: u32) -> PoolUsage {
+        let of_user = self.users.regions.iter().zip(self.arena.chunks());
+        let mut usage = PoolUsage {
+            quota: self.users.quotas.of(uid, self.users.own_uid),
+            ..PoolUsage::NONE
+        };
+        for (_, chunk) in of_user.filter(|(region, _)| region.uid == uid) {
+            usage.bytes += chunk.used();
+            usage.blocks += chunk.slots();
+            usage.region_bytes += chunk.region.bytes();
+        }
+        usage
+    }
+
+    /// The user's quota, if it leaves no room for a block of `bytes`.
+    pub(super) fn over_quota(&self, uid: u32, bytes: u64) -> Option<OverQuota> {
+        let usage = self.usage(uid);
+        let sum = needed(bytes).map(|bytes| usage.bytes.saturating_add(bytes));
+        let is_over =
+            sum.is_some_and(|sum| sum > usage.quota.bytes) || usage.blocks >= usage.quota.blocks;
+        is_over.then(|| over(uid, usage))
+    }
+
+    /// Takes a slot in a region of the user's.
+    pub(super) fn take_for(&mut self, uid: u32, bytes: u64) -> Option<SlotId> {
+        let regions = &self.users.regions;
+        self.arena.take_in(bytes, |it| regions[it].uid == uid)
+    }
+
+    /// Makes room for a block of the user's, none of whose regions has any.
+    pub(super) fn make_room(&mut self, uid: u32, bytes: u64) -> Room {
+        let usage = self.usage(uid);
+        let growing = self.users.growing.get(&uid).copied().unwrap_or(0);
+        let share = usage.region_bytes.saturating_add(growing);
+        let unit = self.arena.granularity();
+        let most = usage
+            .quota
+            .bytes
+            .checked_next_multiple_of(unit)
+            .unwrap_or(u64::MAX);
+        let room = most.saturating_sub(share);
+        let Some(least) = self.arena.region_for(bytes) else {
+            return Room::Full;
+        };
+        if least > room {
+            return Room::OverQuota(over(uid, usage));
+        }
+        if let Some(growth) = self.arena.plan_share(bytes, share, room) {
+            *self.users.growing.entry(uid).or_default() += growth.bytes();
+            return Room::Growth(growth);
+        }
+        match self.remove_regions_of_others(uid, least) {
+            removed if removed.is_empty() => Room::Full,
+            removed => Room::Removed(removed),
+        }
+    }
+
+    /// Adds the region that a growth has become to the user's.
+    pub(super) fn adopt_for(
+        &mut self,
+        uid: u32,
+        growth: Growth,
+        made: crate::error::Result<Chunk>,
+    ) -> crate::error::Result<()> {
+        if let Some(growing) = self.users.growing.get_mut(&uid) {
+            *growing -= growth.bytes();
+            if *growing == 0 {
+                self.users.growing.remove(&uid);
+            }
+        }
+        let number = self.arena.adopt(growth, made)? as usize;
+        let bytes = self.arena.chunks()[number].region.bytes();
+        self.users.add_region(uid, bytes);
+        Ok(())
+    }
+
+    /// Takes out regions without blocks of users other than `uid`, until a region of `least` bytes
+    /// can be made; none if that is not enough.
+    fn remove_regions_of_others(&mut self, uid: u32, least: u64) -> Vec<(u32, u32, Chunk)> {
+        let free =
+            |it: &(usize, &UserRegion)| it.1.uid != uid && self.arena.chunks()[it.0].slots() == 0;
+        let mut numbers: Vec<usize> = self
+            .users
+            .regions
+            .iter()
+            .enumerate()
+            .filter(free)
+            .map(|(number, _)| number)
+            .collect();
+        let bytes_of = |number: usize| self.arena.chunks()[number].region.bytes();
+        // The largest first: the fewest are made anew.
+        numbers.sort_by_key(|&number| std::cmp::Reverse(bytes_of(number)));
+        let mut room = self.arena.room();
+        let mut needed = 0;
+        while room < least || (needed == 0 && self.arena.is_out_of_regions()) {
+            let Some(&number) = numbers.get(needed) else {
+                return Vec::new();
+            };
+            room = room.saturating_add(bytes_of(number));
+            needed += 1;
+        }
+        numbers.truncate(needed);
+        // From the last one on: a removal gives the last region the number of the removed one.
+        numbers.sort_unstable_by(|a, b| b.cmp(a));
+        let removed: Vec<_> = numbers
+            .into_iter()
+            .filter_map(|number| {
+                let chunk = self.arena.remove(number)?;
+                let region = self.users.regions.swap_remove(number);
+                Some((region.uid, region.id, chunk))
+            })
+            .collect();
+        self.users.has_removed |= !removed.is_empty();
+        removed
+    }
+}
+
+fn over(uid: u32, usage: PoolUsage) -> OverQuota {
+    OverQuota {
+        uid,
+        used: usage.bytes,
+        limit: usage.quota.bytes,
+        blocks: usage.blocks,
+        blocks_max: usage.quota.blocks,
+    }
+}

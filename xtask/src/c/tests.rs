@@ -1,0 +1,223 @@
+//! The C interface's tests: programs in C and C++, compiled against the install tree and run on the
+//! host backend, over the fake driver, under sanitizers and under valgrind.
+
+use std::fs;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use super::dist;
+use crate::Outcome;
+use crate::counts::Counts;
+use crate::process::Task;
+use crate::suite::place_fake_driver;
+use crate::workspace::Workspace;
+
+const SOURCES: &str = "crates/warpipe-c/tests/c";
+const COMPILE_LIMIT: Duration = Duration::from_secs(300);
+const RUN_LIMIT: Duration = Duration::from_secs(300);
+
+pub const WARNINGS: &[&str] = &["-Wall", "-Wextra", "-Werror", "-pedantic"];
+const SANITIZERS: &[&str] = &[
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+];
+
+/// How programs are compiled.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Variant {
+    Shared,
+    Static,
+    Sanitized,
+}
+
+impl Variant {
+    fn name(self) -> &'static str {
+        match self {
+            Variant::Shared => "shared",
+            Variant::Static => "static",
+            Variant::Sanitized => "sanitized",
+        }
+    }
+}
+
+/// Where and under what a program runs.
+#[derive(Clone, Copy)]
+enum Place<'a> {
+    Host,
+    FakeDriver(&'a Path),
+    Valgrind,
+}
+
+impl Place<'_> {
+    fn name(self) -> &'static str {
+        match self {
+            Place::Host => "host",
+            Place::FakeDriver(_) => "cuda over the fake driver",
+            Place::Valgrind => "host, under valgrind",
+        }
+    }
+}
+
+/// Compiles and runs everything; the number of programs that held.
+pub fn run(workspace: &Workspace) -> Outcome<Counts> {
+    let root = workspace.target.join("c-tests");
+    let tree = dist::for_tests(workspace)?;
+    let fake = place_fake_driver(&workspace.target)?;
+    let tests = Tests {
+        sources: workspace.root.join(SOURCES),
+        built: root.join("programs"),
+        tree,
+    };
+    fs::create_dir_all(&tests.built).map_err(|error| format!("{}: {error}", root.display()))?;
+    let mut counts = Counts::default();
+    for source in tests.programs()? {
+        counts += tests.apply(&source, Variant::Shared, Place::Host);
+        counts += tests.apply(&source, Variant::Shared, Place::FakeDriver(&fake));
+        counts += tests.apply(&source, Variant::Static, Place::Host);
+        counts += tests.apply(&source, Variant::Sanitized, Place::Host);
+        if has("valgrind") {
+            counts += tests.apply(&source, Variant::Shared, Place::Valgrind);
+        } else {
+            println!("declared skip: no valgrind (Debian's package valgrind)");
+            counts += Counts::ONE_SKIPPED;
+        }
+    }
+    Ok(counts)
+}
+
+/// Makes an empty directory for the names of one program.
+pub fn make_domain(domain: &Path) -> Outcome<()> {
+    let _ = fs::remove_dir_all(domain);
+    fs::DirBuilder::new()
+        .mode(0o700)
+        .create(domain)
+        .map_err(|error| format!("{}: {error}", domain.display()))
+}
+
+/// Whether this program is installed.
+pub fn has(program: &str) -> bool {
+    let mut command = Command::new(program);
+    command.arg("--version").stdin(Stdio::null());
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
+
+struct Tests {
+    sources: PathBuf,
+    built: PathBuf,
+    /// The install tree.
+    tree: PathBuf,
+}
+
+impl Tests {
+    /// The programs' sources, sorted.
+    fn programs(&self) -> Outcome<Vec<PathBuf>> {
+        let unreadable = |error| format!("{}: {error}", self.sources.display());
+        let mut found = Vec::new();
+        for entry in fs::read_dir(&self.sources).map_err(unreadable)? {
+            let path = entry.map_err(unreadable)?.path();
+            if path
+                .extension()
+                .is_some_and(|end| end == "c" || end == "cpp")
+            {
+                found.push(path);
+            }
+        }
+        found.sort();
+        if found.is_empty() {
+            return Err(format!("{} holds no program", self.sources.display()));
+        }
+        Ok(found)
+    }
+
+    /// Compiles a program if it is not yet, and runs it: one check.
+    fn apply(&self, source: &Path, variant: Variant, place: Place) -> Counts {
+        let name = source.file_name().unwrap_or_default().to_string_lossy();
+        println!("--- {name}, {}, {}", variant.name(), place.name());
+        let outcome = self
+            .compile(source, variant)
+            .and_then(|program| self.run_program(&program, place));
+        match outcome {
+            Ok(()) => Counts::ONE_PASSED,
+            Err(message) => {
+                println!(
+                    "failed: {name}, {}, {}: {message}",
+                    variant.name(),
+                    place.name()
+                );
+                Counts::ONE_FAILED
+            }
+        }
+    }
+
+    fn compile(&self, source: &Path, variant: Variant) -> Outcome<PathBuf> {
+        let stem = source.file_stem().unwrap_or_default().to_string_lossy();
+        let program = self.built.join(format!("{stem}-{}", variant.name()));
+        let library = self.tree.join("lib");
+        let is_cpp = source.extension().is_some_and(|end| end == "cpp");
+        let (compiler, standard) = if is_cpp {
+            ("c++", "-std=c++17")
+        } else {
+            ("cc", "-std=c11")
+        };
+        let mut task = Task::new(compiler)
+            .args([standard, "-g", "-D_GNU_SOURCE"])
+            .args(WARNINGS.iter().copied())
+            .args([source.as_os_str()])
+            .args(["-o".as_ref(), program.as_os_str()])
+            .args(["-I".as_ref(), self.tree.join("include").as_os_str()]);
+        if variant == Variant::Sanitized {
+            task = task.args(SANITIZERS.iter().copied());
+        }
+        task = if variant == Variant::Static {
+            task.args([library.join("libwarpipe.a")]).args([
+                "-lgcc_s",
+                "-lutil",
+                "-lrt",
+                "-lpthread",
+                "-lm",
+                "-ldl",
+                "-lc",
+            ])
+        } else {
+            task.args(["-L".as_ref(), library.as_os_str()])
+                .args(["-lwarpipe", "-lpthread"])
+                .args([format!("-Wl,-rpath,{}", library.display())])
+        };
+        if task.run(&self.sources, COMPILE_LIMIT)?.success {
+            Ok(program)
+        } else {
+            Err("it does not compile".into())
+        }
+    }
+
+    fn run_program(&self, program: &Path, place: Place) -> Outcome<()> {
+        let domain = program.with_extension("domain");
+        make_domain(&domain)?;
+        let task = match place {
+            Place::Valgrind => Task::new("valgrind")
+                .args(["--quiet", "--error-exitcode=9", "--trace-children=yes"])
+                .args([program]),
+            Place::Host | Place::FakeDriver(_) => Task::new(program),
+        };
+        let task = match place {
+            Place::FakeDriver(folder) => task
+                .env("LD_LIBRARY_PATH", folder)
+                .env("WARPIPE_TEST_DEVICE", "cuda"),
+            Place::Host | Place::Valgrind => task.env("WARPIPE_TEST_DEVICE", "host"),
+        };
+        let finished = task
+            .env("WARPIPE_DOMAIN", &domain)
+            .run(&self.built, RUN_LIMIT)?;
+        if !finished.success {
+            return Err("it failed; its output is above".into());
+        }
+        match fs::read_dir(&domain).map(Iterator::count) {
+            Ok(0) => Ok(()),
+            _ => Err("it left files in its domain".into()),
+        }
+    }
+}
