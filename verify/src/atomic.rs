@@ -15,6 +15,7 @@
 
 use std::cell::Cell;
 use std::fmt;
+use std::marker::PhantomData;
 use std::panic::Location;
 use std::sync::atomic::Ordering::{self, Relaxed, SeqCst};
 use std::time::Duration;
@@ -372,6 +373,24 @@ macro_rules! atomics {
                     if found == from { Ok(found) } else { Err(found) }
                 }
 
+                /// Changes the word unless `change` gives none for what it is.
+                #[track_caller]
+                pub fn fetch_update(
+                    &self,
+                    order: Ordering,
+                    failed: Ordering,
+                    change: impl Fn($value) -> Option<$value>,
+                ) -> Result<$value, $value> {
+                    let mut found = self.load(failed);
+                    while let Some(next) = change(found) {
+                        match self.compare_exchange(found, next, order, failed) {
+                            Ok(before) => return Ok(before),
+                            Err(now) => found = now,
+                        }
+                    }
+                    Err(found)
+                }
+
                 #[track_caller]
                 pub fn fetch_or(&self, value: $value, order: Ordering) -> $value {
                     <$value>::of(self.change(Change::Or(value.bits()), order))
@@ -422,6 +441,36 @@ atomics! {
     AtomicU8: u8 => AtomicU8, u8;
     AtomicU32: u32 => AtomicU32, u32;
     AtomicU64: u64 => AtomicU64, u64;
+}
+
+/// A pointer as a word.
+#[derive(Debug)]
+pub struct AtomicPtr<T>(AtomicU64, PhantomData<*mut T>);
+
+// SAFETY: a word.
+unsafe impl<T> Sync for AtomicPtr<T> {}
+
+impl<T> AtomicPtr<T> {
+    #[track_caller]
+    pub fn load(&self, order: Ordering) -> *mut T {
+        self.0.load(order) as *mut T
+    }
+
+    #[track_caller]
+    pub fn compare_exchange(
+        &self,
+        from: *mut T,
+        to: *mut T,
+        order: Ordering,
+        failed: Ordering,
+    ) -> Result<*mut T, *mut T> {
+        let changed = self
+            .0
+            .compare_exchange(from as u64, to as u64, order, failed);
+        changed
+            .map(|found| found as *mut T)
+            .map_err(|found| found as *mut T)
+    }
 }
 
 /// An object to sleep on.

@@ -1,5 +1,5 @@
 //! The lock-free parts of the library and its bookkeeping, from the sources in
-//! `crates/warpipe/src`, under model checkers.
+//! `crates/warpipe/src` and the C interface's table of objects, under model checkers.
 //!
 //! `#[path]` includes the library's own sources; nothing of them is copied. Every name that they
 //! use outside the checked sources has a stand-in here: a file with the same path in this folder,
@@ -43,6 +43,7 @@ mod error;
 #[path = "../../crates/warpipe/src/tensor.rs"]
 mod tensor;
 
+mod handle;
 mod pool;
 mod queue;
 mod semaphore;

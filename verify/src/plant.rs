@@ -35,7 +35,7 @@ pub enum Effect {
 /// A fault to plant.
 #[derive(Debug, Clone, Copy)]
 pub struct Plant {
-    /// The file, below the library's `src/`.
+    /// The file, below `src/` of the library or of the C interface.
     pub file: &'static str,
     /// Text of the line, or of each such line.
     pub line: &'static str,
@@ -79,23 +79,30 @@ fn hush() {
 }
 
 impl Plant {
-    /// Plants it for this thread. None if the library has no such line any more: then the plant is
-    /// to be written anew.
-    pub fn sow(self) -> Option<Uproot> {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../crates/warpipe/src")
-            .join(self.file);
-        let text = std::fs::read_to_string(path).ok()?;
+    /// Plants it for this thread.
+    ///
+    /// # Panics
+    /// When the library has no such line any more: then the plant is to be written anew, as it
+    /// proves nothing.
+    pub fn sow(self) -> Uproot {
+        let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates");
+        let text = ["warpipe/src", "warpipe-c/src"]
+            .iter()
+            .find_map(|sources| std::fs::read_to_string(crates.join(sources).join(self.file)).ok())
+            .expect("a file of one of the two");
         let lines = (1..)
             .zip(text.lines())
             .filter(|(_, line)| line.contains(self.line));
         let lines: Vec<u32> = lines.map(|(number, _)| number).collect();
-        if lines.is_empty() {
-            return None;
-        }
+        assert!(
+            !lines.is_empty(),
+            "{} has no line with {:?} any more; write the plant anew",
+            self.file,
+            self.line
+        );
         hush();
         PLANTED.with(|planted| planted.replace(Some(Planted { plant: self, lines })));
-        Some(Uproot(()))
+        Uproot(())
     }
 }
 

@@ -103,12 +103,7 @@ fn a_word_that_counts_as_reached_too_early_is_noticed() {
         op: Op::Load,
         effect: Says(1 << 40),
     };
-    let Some(_planted) = plant.sow() else {
-        println!(
-            "declared skip: backend/word.rs has no line with {line:?} any more; write the plant anew"
-        );
-        return;
-    };
+    let _planted = plant.sow();
     noticed(search(play_arena(arena::Fault::None)));
 }
 

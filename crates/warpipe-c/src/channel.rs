@@ -13,7 +13,7 @@ use crate::arguments::{
 use crate::device::{streams_of, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Exclusive, Found};
+use crate::handle::{self, Found};
 use crate::layout::{layout_of, warpipe_layout};
 use crate::loan::{LoanKind, insert_loan, warpipe_loan};
 use crate::sample::{SampleKind, insert_sample, warpipe_sample};
@@ -449,7 +449,7 @@ pub unsafe extern "C" fn warpipe_subscriber_open(
             subscriber,
             streams,
         };
-        place.put(handle::insert(Exclusive::new(object))?);
+        place.put(handle::insert(object)?);
         Ok(())
     })
 }
@@ -458,16 +458,14 @@ pub unsafe extern "C" fn warpipe_subscriber_open(
 /// on it, it ends when that call returns. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_subscriber_close(subscriber: *mut warpipe_subscriber) -> warpipe_status {
-    run(|| handle::close::<Exclusive<SubscriberObject>>(subscriber))
+    run(|| handle::close::<SubscriberObject>(subscriber))
 }
 
 fn with<R>(
     subscriber: *const warpipe_subscriber,
     work: impl FnOnce(&mut SubscriberObject) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
-    let object: Found<Exclusive<SubscriberObject>> = handle::get(subscriber)?;
-    let mut locked = object.lock("warpipe_subscriber")?;
-    work(locked.value())
+    work(&mut *handle::lock(subscriber)?)
 }
 
 /// Waits for the next sample, up to `timeout_ns` nanoseconds; 0 takes one that is there. `stream`

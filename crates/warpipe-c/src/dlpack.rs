@@ -14,7 +14,7 @@ use warpipe_dlpack::{
 use crate::arguments::{out, out_object, put_unless_null};
 use crate::channel::{PublisherObject, warpipe_publisher};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Exclusive, Found};
+use crate::handle::{self, Found, Locked};
 use crate::layout::{layout_of, warpipe_layout};
 use crate::loan::{LentSlot, LoanKind, warpipe_loan};
 use crate::memory::{TensorOwner, warpipe_memory, with_owner};
@@ -71,15 +71,13 @@ pub unsafe extern "C" fn warpipe_sample_to_dlpack_legacy(
 }
 
 fn export_sample(sample: *mut warpipe_sample) -> Result<Exported<ReceivedSample>, Failure> {
-    handle::consume(sample, |held: &mut handle::Held<ReceivedSample>| {
-        let received = handle::held(held);
-        let device = DLDevice::of(received.streams.device());
-        let (layout, address) = (*received.sample.layout(), received.sample.ptr());
-        // An export drops an owner that it refuses: asked first without one.
-        Exported::new(&layout, device, address, ())?;
-        let exported = Exported::new(&layout, device, address, handle::take(held))?;
-        Ok(exported.read_only(true))
-    })
+    let mut received: Locked<ReceivedSample> = handle::lock(sample)?;
+    let device = DLDevice::of(received.streams.device());
+    let (layout, address) = (*received.sample.layout(), received.sample.ptr());
+    // An export drops an owner that it refuses: asked first without one.
+    Exported::new(&layout, device, address, ())?;
+    let exported = Exported::new(&layout, device, address, received.take())?;
+    Ok(exported.read_only(true))
 }
 
 /// A view of a loan's memory for another framework to write. It keeps the memory mapped, and gives
@@ -128,9 +126,7 @@ fn with_loan<R>(
     loan: *const warpipe_loan,
     work: impl FnOnce(&mut LentSlot) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
-    let object: Found<Exclusive<LentSlot>> = handle::get(loan)?;
-    let mut locked = object.lock("warpipe_loan")?;
-    work(locked.value())
+    work(&mut *handle::lock(loan)?)
 }
 
 fn export_loan(lent: &LentSlot) -> Result<Exported<warpipe::SlotHold>, Failure> {

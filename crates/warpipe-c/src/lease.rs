@@ -7,7 +7,7 @@ use warpipe::{AnswerError, AnswerHandle, Error, Lease, Loan, Stream};
 
 use crate::arguments::{out, out_object, slice_mut, text, timeout};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Exclusive, Found, Object};
+use crate::handle::{self, Locked, Object};
 use crate::layout::{layout_of, warpipe_layout};
 use crate::loan::{LoanKind, Unpassed, insert_loan, pass, warpipe_loan};
 use crate::sample::{JobInput, SampleKind, insert_sample, warpipe_sample, warpipe_sample_info};
@@ -99,14 +99,14 @@ pub(crate) fn insert_lease(
     streams: &Arc<Streams>,
 ) -> Result<*mut warpipe_lease, Failure> {
     let (input, answer) = JobInput::split(lease, pid);
-    handle::insert(Exclusive::new(Owed {
+    handle::insert(Owed {
         answer,
         input: LeasedInput {
             input: Some(input),
             behind: None,
         },
         streams: streams.clone(),
-    }))
+    })
 }
 
 /// Runs `work` on a lease or an answer that stays the caller's.
@@ -115,11 +115,9 @@ fn with<I, P, R>(
     work: impl FnOnce(&Owed<I>) -> Result<R, Failure>,
 ) -> Result<R, Failure>
 where
-    Exclusive<Owed<I>>: Object<Pointee = P>,
+    Owed<I>: Object<Pointee = P>,
 {
-    let object: Found<Exclusive<Owed<I>>> = handle::get(owed)?;
-    let mut locked = object.lock(<Exclusive<Owed<I>> as Object>::NAME)?;
-    work(locked.value())
+    work(&*handle::lock(owed)?)
 }
 
 fn with_lease<R>(
@@ -139,7 +137,7 @@ unsafe fn output<I, P>(
     loan: *mut *mut warpipe_loan,
 ) -> Result<(), Failure>
 where
-    Exclusive<Owed<I>>: Object<Pointee = P>,
+    Owed<I>: Object<Pointee = P>,
 {
     // SAFETY: the caller's promises.
     let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
@@ -160,23 +158,18 @@ unsafe fn complete<I: Input, P>(
     stream: *mut c_void,
 ) -> Result<(), Failure>
 where
-    Exclusive<Owed<I>>: Object<Pointee = P>,
+    Owed<I>: Object<Pointee = P>,
 {
-    handle::consume(owed, |held: &mut handle::Held<Owed<I>>| {
-        // SAFETY: the caller's promise.
-        let stream = unsafe { handle::held(held).streams.get(stream) }?.into_owned();
-        // Whatever the result: work that is enqueued there reads the input.
-        if let Some(owed) = held {
-            owed.input.stay_behind(&stream);
-        }
-        let send = |held: &mut handle::Held<Owed<I>>, loan: Option<Loan>| {
-            answer(held, |answer| answer.complete(loan, &stream))
-        };
-        match loan {
-            Some(loan) => pass(loan, |loan| send(held, Some(loan))),
-            None => send(held, None).map_err(|unpassed| unpassed.failure),
-        }
-    })
+    let mut owed: Locked<Owed<I>> = handle::lock(owed)?;
+    // SAFETY: the caller's promise.
+    let stream = unsafe { owed.streams.get(stream) }?.into_owned();
+    // Whatever the result: work that is enqueued there reads the input.
+    owed.input.stay_behind(&stream);
+    let mut send = |loan: Option<Loan>| answer(&mut owed, |answer| answer.complete(loan, &stream));
+    match loan {
+        Some(loan) => pass(loan, |loan| send(Some(loan))),
+        None => send(None).map_err(|unpassed| unpassed.failure),
+    }
 }
 
 /// Answers without a result.
@@ -185,24 +178,22 @@ fn refuse<I: Input, P>(
     send: impl FnOnce(AnswerHandle) -> Result<(), AnswerError>,
 ) -> Result<(), Failure>
 where
-    Exclusive<Owed<I>>: Object<Pointee = P>,
+    Owed<I>: Object<Pointee = P>,
 {
-    handle::consume(owed, |held: &mut handle::Held<Owed<I>>| {
-        answer(held, send).map_err(|unpassed| unpassed.failure)
-    })
+    answer(&mut handle::lock(owed)?, send).map_err(|unpassed| unpassed.failure)
 }
 
-/// Sends an answer, and releases the input. An answer that could not be sent stays `held`, with the
+/// Sends an answer, and releases the input. An answer that could not be sent is put back, with the
 /// input.
 fn answer<I: Input>(
-    held: &mut handle::Held<Owed<I>>,
+    owed: &mut Locked<Owed<I>>,
     send: impl FnOnce(AnswerHandle) -> Result<(), AnswerError>,
 ) -> Result<(), Unpassed> {
     let Owed {
         answer,
         input,
         streams,
-    } = handle::take(held);
+    } = owed.take();
     let (failure, loan) = match send(answer) {
         Ok(()) => (None, None),
         Err(AnswerError {
@@ -210,11 +201,11 @@ fn answer<I: Input>(
             answer_handle: Some(answer),
             output,
         }) => {
-            *held = Some(Box::new(Owed {
+            owed.put_back(Owed {
                 answer: *answer,
                 input,
                 streams,
-            }));
+            });
             return Err(Unpassed {
                 failure: error.into(),
                 loan: output,
@@ -448,23 +439,20 @@ pub unsafe extern "C" fn warpipe_lease_split(
         // SAFETY: the caller's promises.
         let (sample, place) =
             unsafe { (out_object("sample", sample)?, out_object("answer", answer)?) };
-        handle::consume(lease, |held: &mut handle::Held<Owed<LeasedInput>>| {
-            let Owed {
-                answer,
-                mut input,
-                streams,
-            } = handle::take(held);
-            let owed = Owed {
-                answer,
-                input: (),
-                streams: streams.clone(),
-            };
-            let answer = handle::insert(Exclusive::new(owed))?;
-            let input = input.input.take().expect("a lease has its input");
-            sample.put(insert_sample(SampleKind::Input(input), &streams)?);
-            place.put(answer);
-            Ok(())
-        })
+        let Owed {
+            answer,
+            mut input,
+            streams,
+        } = handle::lock::<Owed<LeasedInput>>(lease)?.take();
+        let answer = handle::insert(Owed {
+            answer,
+            input: (),
+            streams: streams.clone(),
+        })?;
+        let input = input.input.take().expect("a lease has its input");
+        sample.put(insert_sample(SampleKind::Input(input), &streams)?);
+        place.put(answer);
+        Ok(())
     })
 }
 
@@ -472,7 +460,7 @@ pub unsafe extern "C" fn warpipe_lease_split(
 /// another thread is in a call on it, it ends when that call returns. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_lease_close(lease: *mut warpipe_lease) -> warpipe_status {
-    run(|| handle::close::<Exclusive<Owed<LeasedInput>>>(lease))
+    run(|| handle::close::<Owed<LeasedInput>>(lease))
 }
 
 /// As `warpipe_lease_output`; the loan is closed by `warpipe_answer_complete_with` of this answer or
@@ -573,5 +561,5 @@ pub extern "C" fn warpipe_answer_requeue(answer: *mut warpipe_answer) -> warpipe
 /// another thread is in a call on it, it ends when that call returns. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_answer_close(answer: *mut warpipe_answer) -> warpipe_status {
-    run(|| handle::close::<Exclusive<Owed<()>>>(answer))
+    run(|| handle::close::<Owed<()>>(answer))
 }

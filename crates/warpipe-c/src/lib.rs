@@ -68,18 +68,18 @@ handle::objects! {
     1 warpipe_domain = warpipe::Domain;
     2 warpipe_device = device::DeviceObject;
     3 warpipe_publisher = channel::PublisherObject;
-    4 warpipe_subscriber = handle::Exclusive<channel::SubscriberObject>;
-    5 warpipe_sample = handle::Exclusive<sample::ReceivedSample>;
+    4 warpipe_subscriber = channel::SubscriberObject;
+    5 warpipe_sample = sample::ReceivedSample;
     6 warpipe_receipt = warpipe::Receipt;
-    7 warpipe_loan = handle::Exclusive<loan::LentSlot>;
+    7 warpipe_loan = loan::LentSlot;
     8 warpipe_queue = queue::QueueObject;
     9 warpipe_job = job::JobObject;
-    10 warpipe_worker = handle::Exclusive<worker::WorkerObject>;
-    11 warpipe_lease = handle::Exclusive<lease::Owed<lease::LeasedInput>>;
-    12 warpipe_answer = handle::Exclusive<lease::Owed<()>>;
+    10 warpipe_worker = worker::WorkerObject;
+    11 warpipe_lease = lease::Owed<lease::LeasedInput>;
+    12 warpipe_answer = lease::Owed<()>;
     13 warpipe_client = service::ClientObject;
     14 warpipe_pending = service::PendingObject;
-    15 warpipe_server = handle::Exclusive<service::ServerObject>;
+    15 warpipe_server = service::ServerObject;
     16 warpipe_watch = warpipe::QueueWatch;
     20 warpipe_memory = memory::MemoryObject;
     21 warpipe_published = warpipe::Published;
@@ -88,7 +88,7 @@ handle::objects! {
     24 warpipe_timeline = timeline::TimelineObject;
     25 warpipe_event = event::EventObject;
     26 warpipe_semaphore = semaphore::SemaphoreObject;
-    27 warpipe_permit = handle::Exclusive<semaphore::PermitObject>;
+    27 warpipe_permit = semaphore::PermitObject;
     28 warpipe_member = warpipe::Member;
     29 warpipe_members = warpipe::Members;
 }

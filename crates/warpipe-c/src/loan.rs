@@ -9,7 +9,7 @@ use warpipe::{Loan, SampleMut, Stream};
 
 use crate::arguments::{out, put_unless_null, slice, timeout};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Exclusive, Found};
+use crate::handle::{self, Locked};
 use crate::layout::warpipe_layout;
 use crate::streams::Streams;
 
@@ -75,7 +75,7 @@ pub(crate) fn insert_loan(
     streams: &Arc<Streams>,
 ) -> Result<*mut warpipe_loan, Failure> {
     let streams = streams.clone();
-    handle::insert(Exclusive::new(LentSlot { loan, streams }))
+    handle::insert(LentSlot { loan, streams })
 }
 
 /// A loan that was not taken.
@@ -91,31 +91,29 @@ pub(crate) fn pass<R>(
     loan: *mut warpipe_loan,
     work: impl FnOnce(Loan) -> Result<R, Unpassed>,
 ) -> Result<R, Failure> {
-    handle::consume(loan, |held: &mut handle::Held<LentSlot>| {
-        let LentSlot { loan, streams } = handle::take(held);
-        match loan {
-            LoanKind::Job(loan) => work(loan).map_err(|Unpassed { failure, loan }| {
-                let loan = loan.map(|loan| LoanKind::Job(*loan));
-                *held = loan.map(|loan| Box::new(LentSlot { loan, streams }));
-                failure
-            }),
-            loan @ LoanKind::Sample(_) => {
-                *held = Some(Box::new(LentSlot { loan, streams }));
-                Err(Failure::State("this loan is a publisher's; send it".into()))
-            }
+    let mut lent: Locked<LentSlot> = handle::lock(loan)?;
+    let LentSlot { loan, streams } = lent.take();
+    let (failure, loan) = match loan {
+        LoanKind::Job(loan) => match work(loan) {
+            Ok(result) => return Ok(result),
+            Err(Unpassed { failure, loan }) => (failure, loan.map(|loan| LoanKind::Job(*loan))),
+        },
+        loan @ LoanKind::Sample(_) => {
+            let failure = Failure::State("this loan is a publisher's; send it".into());
+            (failure, Some(loan))
         }
-    })
+    };
+    if let Some(loan) = loan {
+        lent.put_back(LentSlot { loan, streams });
+    }
+    Err(failure)
 }
-
-const NAME: &str = "warpipe_loan";
 
 fn with<R>(
     loan: *const warpipe_loan,
     work: impl FnOnce(&mut LentSlot) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
-    let object: Found<Exclusive<LentSlot>> = handle::get(loan)?;
-    let mut locked = object.lock(NAME)?;
-    work(locked.value())
+    work(&mut *handle::lock(loan)?)
 }
 
 /// Describes a loan: its address and layout.
@@ -241,29 +239,31 @@ unsafe fn send(
     sequence: *mut u64,
     send: impl FnOnce(SampleMut, &Stream) -> Result<u64, warpipe::SendError>,
 ) -> Result<(), Failure> {
-    let sent = handle::consume(loan, |held: &mut handle::Held<LentSlot>| {
-        let LentSlot { loan, streams } = handle::take(held);
-        // SAFETY: the caller's promise.
-        let failed = match (unsafe { streams.get(stream) }, loan) {
-            (Ok(stream), LoanKind::Sample(sample)) => match send(sample, &stream) {
-                Ok(sequence) => return Ok(sequence),
-                Err(unsent) => {
-                    let loan = unsent.sample.map(|sample| LoanKind::Sample(*sample));
-                    (unsent.error.into(), loan)
-                }
-            },
-            (Ok(_), loan @ LoanKind::Job(_)) => {
-                let said = "this loan is not a publisher's; submit it, or answer with it".into();
-                (Failure::State(said), Some(loan))
-            }
-            (Err(failure), loan) => (failure, Some(loan)),
-        };
-        *held = failed.1.map(|loan| Box::new(LentSlot { loan, streams }));
-        Err(failed.0)
-    })?;
+    let mut lent: Locked<LentSlot> = handle::lock(loan)?;
+    let LentSlot { loan, streams } = lent.take();
     // SAFETY: the caller's promise.
-    unsafe { put_unless_null(sequence, sent) };
-    Ok(())
+    let (failure, loan) = match (unsafe { streams.get(stream) }, loan) {
+        (Ok(stream), LoanKind::Sample(sample)) => match send(sample, &stream) {
+            Ok(sent) => {
+                // SAFETY: the caller's promise.
+                unsafe { put_unless_null(sequence, sent) };
+                return Ok(());
+            }
+            Err(unsent) => {
+                let loan = unsent.sample.map(|sample| LoanKind::Sample(*sample));
+                (unsent.error.into(), loan)
+            }
+        },
+        (Ok(_), loan @ LoanKind::Job(_)) => {
+            let said = "this loan is not a publisher's; submit it, or answer with it".into();
+            (Failure::State(said), Some(loan))
+        }
+        (Err(failure), loan) => (failure, Some(loan)),
+    };
+    if let Some(loan) = loan {
+        lent.put_back(LentSlot { loan, streams });
+    }
+    Err(failure)
 }
 
 /// Returns a loan unused, behind the work of the streams that it was written on or passed with.
@@ -271,7 +271,7 @@ unsafe fn send(
 /// their stream instead.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_loan_close(loan: *mut warpipe_loan) -> warpipe_status {
-    run(|| handle::close::<Exclusive<LentSlot>>(loan))
+    run(|| handle::close::<LentSlot>(loan))
 }
 
 /// Returns a loan unused, once the work enqueued on `stream` so far is done. Closes `loan`, also
@@ -285,13 +285,12 @@ pub unsafe extern "C" fn warpipe_loan_discard(
     stream: *mut c_void,
 ) -> warpipe_status {
     run(|| {
-        handle::consume(loan, |held: &mut handle::Held<LentSlot>| {
-            // SAFETY: the caller's promise.
-            let stream = unsafe { handle::held(held).stream(stream) }?.into_owned();
-            match handle::take(held).loan {
-                LoanKind::Sample(sample) => Ok(sample.discard(&stream)?),
-                LoanKind::Job(loan) => Ok(loan.discard(&stream)?),
-            }
-        })
+        let mut lent: Locked<LentSlot> = handle::lock(loan)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { lent.stream(stream) }?.into_owned();
+        match lent.take().loan {
+            LoanKind::Sample(sample) => Ok(sample.discard(&stream)?),
+            LoanKind::Job(loan) => Ok(loan.discard(&stream)?),
+        }
     })
 }

@@ -8,7 +8,7 @@ use warpipe::{AnswerHandle, JobResult, Lease, Receipt, Sample};
 
 use crate::arguments::{out, put_unless_null, slice_mut, timeout};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Exclusive, Found};
+use crate::handle::{self, Found, Locked};
 use crate::layout::warpipe_layout;
 use crate::streams::Streams;
 
@@ -162,19 +162,15 @@ pub(crate) fn insert_sample(
     streams: &Arc<Streams>,
 ) -> Result<*mut warpipe_sample, Failure> {
     let streams = streams.clone();
-    handle::insert(Exclusive::new(ReceivedSample { sample, streams }))
+    handle::insert(ReceivedSample { sample, streams })
 }
-
-const NAME: &str = "warpipe_sample";
 
 /// Runs `work` on a sample that stays the caller's.
 fn with<R>(
     sample: *const warpipe_sample,
     work: impl FnOnce(&ReceivedSample) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
-    let object: Found<Exclusive<ReceivedSample>> = handle::get(sample)?;
-    let mut locked = object.lock(NAME)?;
-    work(locked.value())
+    work(&*handle::lock(sample)?)
 }
 
 /// Describes a sample: its address, layout, metadata and origin.
@@ -298,10 +294,8 @@ pub extern "C" fn warpipe_sample_finish(
     timeout_ns: u64,
 ) -> warpipe_status {
     run(|| {
-        handle::consume(sample, |held: &mut handle::Held<ReceivedSample>| {
-            let sample = handle::take(held).sample.into_sample();
-            Ok(sample.finish(timeout(timeout_ns))?)
-        })
+        let received = handle::lock::<ReceivedSample>(sample)?.take();
+        Ok(received.sample.into_sample().finish(timeout(timeout_ns))?)
     })
 }
 
@@ -321,9 +315,8 @@ pub unsafe extern "C" fn warpipe_sample_release(
     run(|| {
         // SAFETY: the caller's promise.
         unsafe { put_unless_null(receipt, std::ptr::null_mut()) };
-        let released = handle::consume(sample, |held: &mut handle::Held<ReceivedSample>| {
-            Ok(handle::take(held).sample.into_sample().release()?)
-        })?;
+        let received = handle::lock::<ReceivedSample>(sample)?.take();
+        let released = received.sample.into_sample().release()?;
         // SAFETY: the caller's promise.
         unsafe { give(released, receipt) }
     })
@@ -343,14 +336,10 @@ pub unsafe extern "C" fn warpipe_sample_release_on(
     run(|| {
         // SAFETY: the caller's promise.
         unsafe { put_unless_null(receipt, std::ptr::null_mut()) };
-        let released = handle::consume(sample, |held: &mut handle::Held<ReceivedSample>| {
-            // SAFETY: the caller's promise.
-            let stream = unsafe { handle::held(held).streams.get(stream) }?.into_owned();
-            Ok(handle::take(held)
-                .sample
-                .into_sample()
-                .release_on(&stream)?)
-        })?;
+        let mut locked: Locked<ReceivedSample> = handle::lock(sample)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { locked.streams.get(stream) }?.into_owned();
+        let released = locked.take().sample.into_sample().release_on(&stream)?;
         // SAFETY: the caller's promise.
         unsafe { give(released, receipt) }
     })

@@ -9,7 +9,7 @@ use crate::arguments::{Options, admitted, number, out, out_object, set, text, ti
 use crate::device::{streams_of, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Exclusive, Found};
+use crate::handle::{self, Found};
 use crate::open::{warpipe_open_options, with_options};
 use crate::streams::Streams;
 
@@ -229,7 +229,7 @@ pub unsafe extern "C" fn warpipe_semaphore_acquire_host(
 
 fn insert_permit(permit: Permit, streams: &Arc<Streams>) -> Result<*mut warpipe_permit, Failure> {
     let streams = streams.clone();
-    handle::insert(Exclusive::new(PermitObject { permit, streams }))
+    handle::insert(PermitObject { permit, streams })
 }
 
 /// Reads how many permits there are, how many are free, and how many threads wait.
@@ -278,12 +278,10 @@ pub unsafe extern "C" fn warpipe_permit_release(
     stream: *mut c_void,
 ) -> warpipe_status {
     run(|| {
-        handle::consume(permit, |held: &mut handle::Held<PermitObject>| {
-            let PermitObject { permit, streams } = handle::take(held);
-            // SAFETY: the caller's promise.
-            let stream = unsafe { streams.get(stream) }?;
-            Ok(permit.release(&stream)?)
-        })
+        let PermitObject { permit, streams } = handle::lock::<PermitObject>(permit)?.take();
+        // SAFETY: the caller's promise.
+        let stream = unsafe { streams.get(stream) }?;
+        Ok(permit.release(&stream)?)
     })
 }
 
@@ -292,10 +290,9 @@ pub unsafe extern "C" fn warpipe_permit_release(
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_permit_release_now(permit: *mut warpipe_permit) -> warpipe_status {
     run(|| {
-        handle::consume(permit, |held: &mut handle::Held<PermitObject>| {
-            handle::take(held).permit.release_now();
-            Ok(())
-        })
+        let held = handle::lock::<PermitObject>(permit)?.take();
+        held.permit.release_now();
+        Ok(())
     })
 }
 
@@ -303,5 +300,5 @@ pub extern "C" fn warpipe_permit_release_now(permit: *mut warpipe_permit) -> war
 /// acquired on the CPU. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_permit_close(permit: *mut warpipe_permit) -> warpipe_status {
-    run(|| handle::close::<Exclusive<PermitObject>>(permit))
+    run(|| handle::close::<PermitObject>(permit))
 }

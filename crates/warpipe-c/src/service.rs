@@ -12,7 +12,7 @@ use crate::arguments::{
 use crate::device::{streams_of, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Exclusive, Found};
+use crate::handle::{self, Found};
 use crate::layout::{layout_of, warpipe_layout};
 use crate::lease::{insert_lease, warpipe_lease};
 use crate::loan::{LoanKind, Unpassed, insert_loan, pass, warpipe_loan};
@@ -406,10 +406,7 @@ pub unsafe extern "C" fn warpipe_server_create(
             spin(time_option(options.spin_ns)),
         );
         let server = builder.build()?;
-        place.put(handle::insert(Exclusive::new(ServerObject {
-            server,
-            streams,
-        }))?);
+        place.put(handle::insert(ServerObject { server, streams })?);
         Ok(())
     })
 }
@@ -419,16 +416,14 @@ pub unsafe extern "C" fn warpipe_server_create(
 /// Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_server_close(server: *mut warpipe_server) -> warpipe_status {
-    run(|| handle::close::<Exclusive<ServerObject>>(server))
+    run(|| handle::close::<ServerObject>(server))
 }
 
 fn with<R>(
     server: *const warpipe_server,
     work: impl FnOnce(&mut ServerObject) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
-    let object: Found<Exclusive<ServerObject>> = handle::get(server)?;
-    let mut locked = object.lock("warpipe_server")?;
-    work(locked.value())
+    work(&mut *handle::lock(server)?)
 }
 
 /// Waits for the next request of any client, up to `timeout_ns` nanoseconds; 0 takes one that is

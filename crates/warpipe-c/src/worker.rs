@@ -12,7 +12,7 @@ use crate::arguments::{
 use crate::device::{streams_of, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Exclusive, Found};
+use crate::handle;
 use crate::lease::{insert_lease, warpipe_lease};
 use crate::streams::Streams;
 
@@ -62,9 +62,7 @@ fn with<R>(
     worker: *const warpipe_worker,
     work: impl FnOnce(&mut WorkerObject) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
-    let object: Found<Exclusive<WorkerObject>> = handle::get(worker)?;
-    let mut locked = object.lock("warpipe_worker")?;
-    work(locked.value())
+    work(&mut *handle::lock(worker)?)
 }
 
 /// Attaches to the queue of this name. `options` may be null.
@@ -102,10 +100,7 @@ pub unsafe extern "C" fn warpipe_worker_open(
             spin(time_option(options.spin_ns)),
         );
         let worker = builder.build()?;
-        place.put(handle::insert(Exclusive::new(WorkerObject {
-            worker,
-            streams,
-        }))?);
+        place.put(handle::insert(WorkerObject { worker, streams })?);
         Ok(())
     })
 }
@@ -115,7 +110,7 @@ pub unsafe extern "C" fn warpipe_worker_open(
 /// that call returns. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_worker_close(worker: *mut warpipe_worker) -> warpipe_status {
-    run(|| handle::close::<Exclusive<WorkerObject>>(worker))
+    run(|| handle::close::<WorkerObject>(worker))
 }
 
 /// Waits for the next job, up to `timeout_ns` nanoseconds; 0 takes one that is there. `stream` will

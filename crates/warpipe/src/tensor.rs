@@ -52,6 +52,15 @@ macro_rules! dtypes {
                     _ => unreachable!("a DType is made of listed codes only"),
                 }
             }
+
+            /// The type with this DLPack code and width, if it is one of [`DType::ALL`].
+            #[inline]
+            pub fn from_dlpack(code: u8, bits: u8) -> Option<DType> {
+                match (code, bits) {
+                    $(($code, $bits) => Some(DType::$constant),)*
+                    _ => None,
+                }
+            }
         }
     };
 }
@@ -69,14 +78,6 @@ dtypes! {
 }
 
 impl DType {
-    /// The type with this DLPack code and width, if it is one of [`DType::ALL`].
-    pub fn from_dlpack(code: u8, bits: u8) -> Option<DType> {
-        DType::ALL
-            .iter()
-            .copied()
-            .find(|dtype| dtype.code == code && dtype.bits == bits)
-    }
-
     /// The type of this [name](DType::name).
     pub fn from_name(name: &str) -> Option<DType> {
         DType::ALL
@@ -343,36 +344,27 @@ fn to_bytes(value: i128) -> Result<u64> {
         .map_err(|_| too_large())
 }
 
-/// No tensor reaches further than its slot is long, so a reach outside this range is refused, and
-/// the sum of eight of them does not overflow.
-fn is_far_from_overflow(reach: &i128) -> bool {
-    reach.unsigned_abs() <= 1 << 64
-}
-
 /// The lowest and one past the highest byte that the elements touch, relative to the element with
-/// all indices 0.
+/// all indices 0. Lengths and strides may come from a peer.
 fn extent(dtype: DType, shape: &[u64], strides: &[i64]) -> Result<(i128, i128)> {
-    let width = i128::from(dtype.bytes());
-    let (mut lowest, mut highest) = (0i128, width);
+    let width = dtype.bytes() as i64;
+    let (mut lowest, mut highest) = (0i128, i128::from(width));
     if shape.contains(&0) {
         return Ok((0, 0));
     }
-    let mut elements: i128 = 1;
+    let mut elements = 1i64;
     for (&length, &stride) in shape.iter().zip(strides) {
-        elements = elements
-            .checked_mul(i128::from(length))
-            .filter(|&n| n <= i128::from(i64::MAX))
+        let length = i64::try_from(length).map_err(|_| too_large())?;
+        elements = elements.checked_mul(length).ok_or_else(too_large)?;
+        // No tensor reaches further than its slot is long.
+        let reach = (length - 1)
+            .checked_mul(stride)
+            .and_then(|reach| reach.checked_mul(width))
             .ok_or_else(too_large)?;
-        // Both factors may come from a peer: the product of a length and a stride alone can pass
-        // 2^127.
-        let reach = (i128::from(length - 1) * i128::from(stride))
-            .checked_mul(width)
-            .filter(is_far_from_overflow);
-        let reach = reach.ok_or_else(too_large)?;
         if reach < 0 {
-            lowest += reach
+            lowest += i128::from(reach)
         } else {
-            highest += reach
+            highest += i128::from(reach)
         }
     }
     Ok((lowest, highest))

@@ -8,6 +8,7 @@
 pub mod counter;
 pub mod ring;
 pub mod sleep;
+pub mod table;
 pub mod timeline;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,18 +1,20 @@
 //! Objects by key, without locks and without state of threads, so that any number of threads may
 //! use a table, and a child that was forked during a call too. **This module is marked for
-//! unsafe**: it shares what an entry holds by the entry's own count of users.
+//! unsafe**: it gives references to what an entry holds by the entry's own count of users.
 //!
-//! An entry is free, or filled. Its `state` is its generation (32 bits), whether it is open, and how
-//! many calls use it. A key finds an entry of its generation that is open; the one that closes it,
-//! or the last user after that, empties it and raises the generation. Entries stay where they are
-//! for as long as the process lives, and free ones form a list.
+//! An entry is free, or filled. Its `state` is its generation (32 bits), whether it is open, whether
+//! one call uses it alone, and how many calls share it. A key finds an entry of its generation that
+//! is open; the one that closes it, or its last user after that, empties it and raises the
+//! generation. Entries stay where they are for as long as the process lives, and free ones form a
+//! list.
 
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64};
+
+use super::atomic::{AtomicPtr, AtomicU32, AtomicU64};
 
 /// The entries of the first page; each further one has twice as many.
 const FIRST_PAGE: u32 = 32;
@@ -29,8 +31,10 @@ const _: () = assert!(ENTRIES_MAX < 1 << INDEX_BITS);
 pub(crate) const KEY_BITS: u32 = INDEX_BITS + GENERATION_BITS;
 
 const OPEN: u64 = 1 << 31;
+/// One call uses the entry alone.
+const LOCKED: u64 = 1 << 30;
 /// The system's limit of threads is far below it.
-const USERS: u64 = OPEN - 1;
+const USERS: u64 = LOCKED - 1;
 
 /// The table of one type of objects. It is never dropped.
 #[derive(Debug)]
@@ -52,32 +56,46 @@ struct Slot<T> {
     value: UnsafeCell<MaybeUninit<T>>,
 }
 
-// SAFETY: a table owns its values, and hands out shared references to them on any thread.
-unsafe impl<T: Send + Sync> Sync for Table<T> {}
+// SAFETY: a table owns its values. It hands each out to one thread at a time by `lock`, and shared
+// references by `get`, which requires `T: Sync`.
+unsafe impl<T: Send> Sync for Table<T> {}
 
-/// A found object, kept until this is dropped.
+/// Why a key finds no object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// It was closed, or never was one.
+    Closed,
+    /// Another call uses the object, and this one or that one wants it alone.
+    InUse,
+}
+
+/// A place of a table.
 #[derive(Debug)]
-pub(crate) struct Found<T: 'static> {
+struct Entry<T: 'static> {
     table: &'static Table<T>,
     slot: &'static Slot<T>,
     index: u32,
 }
 
-// SAFETY: a shared reference to a `T`, which it may drop.
-unsafe impl<T: Send + Sync> Send for Found<T> {}
-// SAFETY: as above.
-unsafe impl<T: Send + Sync> Sync for Found<T> {}
+/// A found object, kept until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Found<T: 'static>(Entry<T>);
+
+/// An object that this alone uses until it is dropped. Its value may be taken out, which closes it.
+#[derive(Debug)]
+pub(crate) struct Locked<T: 'static> {
+    entry: Entry<T>,
+    is_taken: bool,
+}
 
 impl<T> Table<T> {
     pub(crate) const fn new() -> Table<T> {
-        Table {
-            pages: [const { AtomicPtr::new(ptr::null_mut()) }; PAGES],
-            used: AtomicU32::new(0),
-            free: AtomicU64::new(0),
-        }
+        // SAFETY: pointers that are null, and words that are 0.
+        unsafe { std::mem::zeroed() }
     }
 
     /// Gives an object to the table: its key. It comes back when there are [`ENTRIES_MAX`].
+    #[inline]
     pub(crate) fn insert(&'static self, value: T) -> Result<u64, T> {
         let Some((slot, index)) = self.take_free().or_else(|| self.take_new()) else {
             return Err(value);
@@ -89,38 +107,58 @@ impl<T> Table<T> {
         Ok((state >> 32) << INDEX_BITS | u64::from(index))
     }
 
-    /// The object of a key, unless it is closed.
-    pub(crate) fn get(&'static self, key: u64) -> Option<Found<T>> {
-        let (slot, index) = self.slot_of(key)?;
-        slot.change(key, |state| state + 1)?;
-        Some(Found {
+    /// The object of a key, shared with other calls.
+    #[inline]
+    pub(crate) fn get(&'static self, key: u64) -> Result<Found<T>, Refusal>
+    where
+        T: Sync,
+    {
+        let entry = self.entry(key)?;
+        let share = |state| (state & LOCKED == 0).then_some(state + 1);
+        entry.slot.change(key, share)?;
+        Ok(Found(entry))
+    }
+
+    /// The object of a key, unless another call uses it: a mutex without a queue.
+    #[inline]
+    pub(crate) fn lock(&'static self, key: u64) -> Result<Locked<T>, Refusal> {
+        let entry = self.entry(key)?;
+        let lock = |state| (state & (LOCKED | USERS) == 0).then_some(state | LOCKED);
+        entry.slot.change(key, lock)?;
+        Ok(Locked {
+            entry,
+            is_taken: false,
+        })
+    }
+
+    /// Ends a key, once: whether this call did. The object is dropped here, or by its last user.
+    pub(crate) fn close(&'static self, key: u64) -> bool {
+        let Ok(entry) = self.entry(key) else {
+            return false;
+        };
+        let Ok(before) = entry.slot.change(key, |state| Some(state & !OPEN)) else {
+            return false;
+        };
+        if before & (LOCKED | USERS) == 0 {
+            // SAFETY: this call closed it, and nothing used it then.
+            unsafe { entry.empty() };
+        }
+        true
+    }
+
+    #[inline]
+    fn entry(&'static self, key: u64) -> Result<Entry<T>, Refusal> {
+        let index = (key & ((1 << INDEX_BITS) - 1)) as u32;
+        let slot = self.slot(index).ok_or(Refusal::Closed)?;
+        Ok(Entry {
             table: self,
             slot,
             index,
         })
     }
 
-    /// Ends a key, once: whether this call did. The object is dropped here, or by its last user.
-    pub(crate) fn close(&'static self, key: u64) -> bool {
-        let Some((slot, index)) = self.slot_of(key) else {
-            return false;
-        };
-        let Some(before) = slot.change(key, |state| state & !OPEN) else {
-            return false;
-        };
-        if before & USERS == 0 {
-            // SAFETY: this call closed it, and nothing used it then.
-            unsafe { self.empty(slot, index) };
-        }
-        true
-    }
-
-    fn slot_of(&'static self, key: u64) -> Option<(&'static Slot<T>, u32)> {
-        let index = (key & ((1 << INDEX_BITS) - 1)) as u32;
-        Some((self.slot(index)?, index))
-    }
-
     /// An entry, if its page is there.
+    #[inline]
     fn slot(&'static self, index: u32) -> Option<&'static Slot<T>> {
         let (page, place) = position(index);
         let first = self.pages.get(page)?.load(Acquire);
@@ -140,7 +178,7 @@ impl<T> Table<T> {
             let next = slot.next.load(Relaxed);
             match self
                 .free
-                .compare_exchange_weak(head, changed(head, next), AcqRel, Acquire)
+                .compare_exchange(head, changed(head, next), AcqRel, Acquire)
             {
                 Ok(_) => return Some((slot, index)),
                 Err(found) => head = found,
@@ -172,13 +210,9 @@ impl<T> Table<T> {
         }
     }
 
-    /// Drops what an entry holds, and makes it free.
-    ///
-    /// # Safety
-    /// It is closed, nothing uses it, and one call alone does this.
-    unsafe fn empty(&'static self, slot: &'static Slot<T>, index: u32) {
-        // SAFETY: it was filled when it was open, and the caller alone reads it.
-        let value = unsafe { (*slot.value.get()).assume_init_read() };
+    /// Makes an entry free. It is the caller's alone, and holds nothing.
+    #[inline]
+    fn free(&'static self, slot: &'static Slot<T>, index: u32) {
         let generation = (slot.state.load(Relaxed) >> 32) as u32;
         let next = u64::from(generation.wrapping_add(1)) << 32;
         slot.state.store(next, Release);
@@ -187,14 +221,12 @@ impl<T> Table<T> {
             slot.next.store(head as u32, Relaxed);
             match self
                 .free
-                .compare_exchange_weak(head, changed(head, index + 1), AcqRel, Relaxed)
+                .compare_exchange(head, changed(head, index + 1), AcqRel, Relaxed)
             {
                 Ok(_) => break,
                 Err(found) => head = found,
             }
         }
-        // Last: its end may take long, and may use this table.
-        drop(value);
     }
 }
 
@@ -220,11 +252,46 @@ impl<T> Slot<T> {
         }
     }
 
-    /// Changes the state while the entry is open, and of the key's generation: the state before.
-    fn change(&self, key: u64, change: impl Fn(u64) -> u64) -> Option<u64> {
-        let is_found = |state: u64| state >> 32 == key >> INDEX_BITS && state & OPEN != 0;
-        let next = |state| is_found(state).then(|| change(state));
-        self.state.fetch_update(AcqRel, Acquire, next).ok()
+    /// Changes the state of an open entry of the key's generation: the state before. `change` gives
+    /// none where other users forbid it.
+    #[inline]
+    fn change(&self, key: u64, change: impl Fn(u64) -> Option<u64>) -> Result<u64, Refusal> {
+        // As it is when nothing uses the entry: most often it does not.
+        let mut state = (key >> INDEX_BITS) << 32 | OPEN;
+        loop {
+            if state >> 32 != key >> INDEX_BITS || state & OPEN == 0 {
+                return Err(Refusal::Closed);
+            }
+            let next = change(state).ok_or(Refusal::InUse)?;
+            match self.state.compare_exchange(state, next, AcqRel, Acquire) {
+                Ok(before) => return Ok(before),
+                Err(found) => state = found,
+            }
+        }
+    }
+}
+
+impl<T> Entry<T> {
+    /// Drops what the entry holds, and makes it free.
+    ///
+    /// # Safety
+    /// It is closed, nothing uses it, and one call alone does this.
+    unsafe fn empty(&self) {
+        // SAFETY: it was filled when it was open, and the caller alone reads it.
+        let value = unsafe { (*self.slot.value.get()).assume_init_read() };
+        self.table.free(self.slot, self.index);
+        // Last: its end may take long, and may use this table.
+        drop(value);
+    }
+
+    /// Ends a use, which is `units` of the state.
+    #[inline]
+    fn leave(&self, units: u64) {
+        let before = self.slot.state.fetch_sub(units, AcqRel);
+        if before & OPEN == 0 && before & (LOCKED | USERS) == units {
+            // SAFETY: closed, this was its last user, and no further one finds it.
+            unsafe { self.empty() };
+        }
     }
 }
 
@@ -232,18 +299,70 @@ impl<T> Deref for Found<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        // SAFETY: it was open when this was counted among its users, so that it is filled, and it
-        // is emptied by the last of them at the earliest.
-        unsafe { (*self.slot.value.get()).assume_init_ref() }
+        // SAFETY: it was open when this was counted among its users, so that it is filled; no call
+        // locks it meanwhile, and it is emptied by the last user at the earliest.
+        unsafe { (*self.0.slot.value.get()).assume_init_ref() }
     }
 }
 
 impl<T> Drop for Found<T> {
+    #[inline]
     fn drop(&mut self) {
-        let before = self.slot.state.fetch_sub(1, AcqRel);
-        if before & OPEN == 0 && before & USERS == 1 {
-            // SAFETY: closed, this was its last user, and no further one finds it.
-            unsafe { self.table.empty(self.slot, self.index) };
+        self.0.leave(1);
+    }
+}
+
+impl<T> Locked<T> {
+    /// Takes the value out, which closes the object unless the value is [put
+    /// back](Self::put_back).
+    #[inline]
+    pub(crate) fn take(&mut self) -> T {
+        assert!(!self.is_taken, "taken twice");
+        self.is_taken = true;
+        // SAFETY: open when it was locked, so that it was filled, and not taken since; nothing
+        // reads it again before `put_back`.
+        unsafe { (*self.entry.slot.value.get()).assume_init_read() }
+    }
+
+    /// Puts back the value that was taken, or another in its place.
+    pub(crate) fn put_back(&mut self, value: T) {
+        assert!(self.is_taken, "nothing was taken");
+        // SAFETY: locked, so that nothing else uses the place, which holds nothing.
+        unsafe { (*self.entry.slot.value.get()).write(value) };
+        self.is_taken = false;
+    }
+}
+
+impl<T> Deref for Locked<T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        assert!(!self.is_taken, "used after it was taken");
+        // SAFETY: filled, as it was open when it was locked and is not taken; locked, so that `&mut`
+        // is given by `deref_mut` alone, which borrows `self`.
+        unsafe { (*self.entry.slot.value.get()).assume_init_ref() }
+    }
+}
+
+impl<T> DerefMut for Locked<T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        assert!(!self.is_taken, "used after it was taken");
+        // SAFETY: as for `deref`, and `self` is borrowed exclusively.
+        unsafe { (*self.entry.slot.value.get()).assume_init_mut() }
+    }
+}
+
+impl<T> Drop for Locked<T> {
+    #[inline]
+    fn drop(&mut self) {
+        let Entry { table, slot, index } = self.entry;
+        if self.is_taken {
+            // Another thread that closes it now has closed what was taken.
+            table.free(slot, index);
+        } else {
+            self.entry.leave(LOCKED);
         }
     }
 }
@@ -283,7 +402,7 @@ mod tests {
         for number in 0..10_000 {
             let key = table.insert(number).unwrap();
             assert!(keys.insert(key), "{key:#x} came twice");
-            assert!(table.get(first).is_none());
+            assert_eq!(table.get(first).err(), Some(Refusal::Closed));
             assert!(!table.close(first));
             assert_eq!(*table.get(key).unwrap(), number);
             assert!(table.close(key));
@@ -296,7 +415,7 @@ mod tests {
         let table = table::<u32>();
         let given = table.insert(7).unwrap();
         for key in (0..KEY_BITS).map(|bit| given ^ 1 << bit).chain([u64::MAX]) {
-            assert!(table.get(key).is_none(), "{key:#x}");
+            assert_eq!(table.get(key).err(), Some(Refusal::Closed), "{key:#x}");
             assert!(!table.close(key), "{key:#x}");
         }
         assert_eq!(*table.get(given).unwrap(), 7);
@@ -310,11 +429,152 @@ mod tests {
         let (one, other) = (table.get(key).unwrap(), table.get(key).unwrap());
         assert!(table.close(key));
         assert!(!table.close(key));
-        assert!(table.get(key).is_none());
+        assert_eq!(table.get(key).err(), Some(Refusal::Closed));
         drop(one);
         assert_eq!(Arc::strong_count(&object), 2);
         drop(other);
         assert_eq!(Arc::strong_count(&object), 1);
+    }
+
+    #[test]
+    fn a_locked_object_is_found_by_no_other_call() {
+        let table = table::<u32>();
+        let key = table.insert(1).unwrap();
+        let mut locked = table.lock(key).unwrap();
+        *locked += 1;
+        assert_eq!(table.lock(key).err(), Some(Refusal::InUse));
+        assert_eq!(table.get(key).err(), Some(Refusal::InUse));
+        drop(locked);
+        let found = table.get(key).unwrap();
+        assert_eq!(*found, 2);
+        assert_eq!(table.lock(key).err(), Some(Refusal::InUse));
+        drop(found);
+        assert_eq!(*table.lock(key).unwrap(), 2);
+    }
+
+    #[test]
+    fn an_object_that_is_closed_while_it_is_locked_is_dropped_when_it_is_unlocked() {
+        let table = table::<Arc<()>>();
+        let object = Arc::new(());
+        let key = table.insert(object.clone()).unwrap();
+        let locked = table.lock(key).unwrap();
+        assert!(table.close(key));
+        assert_eq!(table.lock(key).err(), Some(Refusal::Closed));
+        assert_eq!(Arc::strong_count(&object), 2);
+        drop(locked);
+        assert_eq!(Arc::strong_count(&object), 1);
+    }
+
+    #[test]
+    fn an_object_whose_value_is_taken_is_closed_unless_it_is_put_back() {
+        let table = table::<Arc<()>>();
+        let object = Arc::new(());
+        let key = table.insert(object.clone()).unwrap();
+
+        let mut locked = table.lock(key).unwrap();
+        let value = locked.take();
+        locked.put_back(value);
+        drop(locked);
+        assert_eq!(Arc::strong_count(&object), 2);
+
+        let taken = table.lock(key).unwrap().take();
+        assert_eq!(table.get(key).err(), Some(Refusal::Closed));
+        assert!(!table.close(key));
+        let next = table.insert(object.clone()).unwrap();
+        assert_ne!(next, key);
+        drop(taken);
+        assert_eq!(Arc::strong_count(&object), 2);
+        assert!(table.close(next));
+        assert_eq!(Arc::strong_count(&object), 1);
+    }
+
+    #[test]
+    fn a_value_that_is_put_back_into_a_closed_object_is_dropped() {
+        let table = table::<Arc<()>>();
+        let object = Arc::new(());
+        let key = table.insert(object.clone()).unwrap();
+        let mut locked = table.lock(key).unwrap();
+        let value = locked.take();
+        assert!(table.close(key));
+        locked.put_back(value);
+        drop(locked);
+        assert_eq!(Arc::strong_count(&object), 1);
+        assert_eq!(table.used.load(Relaxed), 1);
+        assert!(table.insert(object).is_ok());
+        assert_eq!(table.used.load(Relaxed), 1);
+    }
+
+    #[test]
+    fn a_panic_between_taking_and_putting_back_closes_the_object() {
+        let table = table::<u32>();
+        let key = table.insert(1).unwrap();
+        let panicked = std::panic::catch_unwind(|| {
+            let mut locked = table.lock(key).unwrap();
+            let _value = locked.take();
+            panic!("wanted");
+        });
+        assert!(panicked.is_err());
+        assert_eq!(table.get(key).err(), Some(Refusal::Closed));
+        assert_eq!(table.insert(2).unwrap() & 0xFFFF, key & 0xFFFF);
+    }
+
+    /// Fails if two threads have one object locked at a time, if one takes what another has taken,
+    /// or if a value is dropped twice or never.
+    #[test]
+    fn threads_that_lock_take_and_close_one_object_have_it_one_at_a_time() {
+        const ROUNDS: usize = if cfg!(miri) { 20 } else { 2_000 };
+        const THREADS: usize = 3;
+        struct Alone {
+            users: AtomicUsize,
+            drops: Arc<AtomicUsize>,
+        }
+        impl Drop for Alone {
+            fn drop(&mut self) {
+                self.drops.fetch_add(1, AcqRel);
+            }
+        }
+        let table = table::<Alone>();
+        let drops = Arc::new(AtomicUsize::new(0));
+        for round in 0..ROUNDS {
+            let alone = Alone {
+                users: AtomicUsize::new(0),
+                drops: drops.clone(),
+            };
+            let key = table.insert(alone).ok().unwrap();
+            let barrier = Arc::new(Barrier::new(THREADS));
+            let threads = (0..THREADS).map(|thread| {
+                let barrier = barrier.clone();
+                thread::spawn(move || {
+                    barrier.wait();
+                    let use_alone = |alone: &Alone| {
+                        assert_eq!(alone.users.fetch_add(1, AcqRel), 0);
+                        alone.users.fetch_sub(1, AcqRel);
+                    };
+                    match (thread + round) % THREADS {
+                        0 => table.lock(key).map_or(0, |mut locked| {
+                            let alone = locked.take();
+                            use_alone(&alone);
+                            if round % 2 == 0 {
+                                locked.put_back(alone);
+                                return 0;
+                            }
+                            1
+                        }),
+                        1 => {
+                            let _ = table.lock(key).map(|locked| use_alone(&locked));
+                            0
+                        }
+                        _ => usize::from(table.close(key)),
+                    }
+                })
+            });
+            let threads: Vec<_> = threads.collect();
+            let ended: usize = threads.into_iter().map(|it| it.join().unwrap()).sum();
+            // Taken and closed at once, or refused as in use and closed.
+            assert!((1..=2).contains(&ended), "{ended}");
+            assert_eq!(drops.load(Acquire), round + 1);
+        }
+        assert_eq!(table.used.load(Relaxed), 1);
     }
 
     #[test]
@@ -333,7 +593,7 @@ mod tests {
         let inner = table.insert(Nested(table, None)).ok().unwrap();
         let outer = table.insert(Nested(table, Some(inner))).ok().unwrap();
         assert!(table.close(outer));
-        assert!(table.get(inner).is_none());
+        assert!(table.get(inner).is_err());
     }
 
     /// Fails if two threads are given one entry, if one sees an object that was dropped, or if an
@@ -368,7 +628,7 @@ mod tests {
                     assert_eq!(table.get(key).unwrap().owner, owner);
                     // It takes another thread's place there, which any of them may close.
                     let other = shared[round % 4].swap(key, AcqRel);
-                    if let Some(found) = table.get(shared[(round + owner) % 4].load(Acquire)) {
+                    if let Ok(found) = table.get(shared[(round + owner) % 4].load(Acquire)) {
                         assert!(!found.is_dropped.load(Acquire));
                     }
                     closed += usize::from(table.close(other));
