@@ -290,8 +290,8 @@ pub unsafe extern "C" fn warpipe_publisher_loan(
         // SAFETY: the caller's promises.
         let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
         let publisher: Found<PublisherObject> = handle::get(publisher)?;
-        let loan = LoanKind::Sample(publisher.publisher.loan(&layout)?);
-        place.put(insert_loan(loan, &publisher.streams)?);
+        let take = || Ok(LoanKind::Sample(publisher.publisher.loan(&layout)?));
+        place.put(insert_loan(&publisher.streams, take)?);
         Ok(())
     })
 }
@@ -495,17 +495,17 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
             // SAFETY: the caller's promise.
             let stream = unsafe { object.streams.get(stream) }?;
             let subscriber = &mut object.subscriber;
-            let received = if timeout_ns == 0 {
-                // Asks the publisher to ring, as a caller that polls the descriptor needs.
-                let received = subscriber.try_receive(&stream)?;
-                received.ok_or_else(|| Failure::nothing("a sample"))?
-            } else {
-                subscriber.receive_timeout(&stream, timeout(timeout_ns))?
+            let receive = || {
+                let received = if timeout_ns == 0 {
+                    // Asks the publisher to ring, as a caller that polls the descriptor needs.
+                    let received = subscriber.try_receive(&stream)?;
+                    received.ok_or_else(|| Failure::nothing("a sample"))?
+                } else {
+                    subscriber.receive_timeout(&stream, timeout(timeout_ns))?
+                };
+                Ok(SampleKind::Sample(received))
             };
-            place.put(insert_sample(
-                SampleKind::Sample(received),
-                &object.streams,
-            )?);
+            place.put(insert_sample(&object.streams, receive)?);
             Ok(())
         })
     })

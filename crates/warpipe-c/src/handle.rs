@@ -57,13 +57,35 @@ macro_rules! objects {
 pub(crate) use objects;
 
 /// Gives an object to C: its pointer.
-#[inline]
+#[inline(always)]
 pub(crate) fn insert<T: Object>(object: T) -> Result<*mut T::Pointee, Failure> {
-    let key = T::table().insert(object);
-    let key = key.map_err(|_object| Failure::TooMany(T::NAME))? as usize;
-    Ok(std::ptr::without_provenance_mut(
-        key | T::TYPE << TYPE_SHIFT,
-    ))
+    Ok(reserve()?.fill(object))
+}
+
+/// A pointer for an object to come. Large objects are made behind it, so that they are moved once.
+#[inline]
+pub(crate) fn reserve<T: Object>() -> Result<Reserved<T>, Failure> {
+    match T::table().reserve() {
+        Some(entry) => Ok(Reserved(entry)),
+        None => Err(Failure::TooMany(T::NAME)),
+    }
+}
+
+/// As [`reserve`], unless the caller wants no pointer.
+pub(crate) fn reserve_if<T: Object>(wanted: bool) -> Result<Option<Reserved<T>>, Failure> {
+    wanted.then(reserve).transpose()
+}
+
+/// See [`reserve`].
+#[derive(Debug)]
+pub(crate) struct Reserved<T: Object>(table::Reserved<T>);
+
+impl<T: Object> Reserved<T> {
+    #[inline(always)]
+    pub(crate) fn fill(self, object: T) -> *mut T::Pointee {
+        let key = self.0.fill(object) as usize;
+        std::ptr::without_provenance_mut(key | T::TYPE << TYPE_SHIFT)
+    }
 }
 
 /// The object behind a pointer, shared with other threads.

@@ -23,28 +23,23 @@ pub(crate) struct JobObject {
     streams: Arc<Streams>,
 }
 
-/// Gives a job to C, unless that wants no handle of it.
+/// Submits a job and gives it to C, unless that wants no handle of it. Its pointer comes first: a job
+/// is not submitted that has none.
 ///
 /// # Safety
 /// `job` is null or the address of a pointer.
 pub(crate) unsafe fn give_job(
-    submitted: JobHandle,
     streams: &Arc<Streams>,
     job: *mut *mut warpipe_job,
+    submit: impl FnOnce() -> Result<JobHandle, Failure>,
 ) -> Result<(), Failure> {
-    if job.is_null() {
-        return Ok(());
+    let entry = handle::reserve_if::<JobObject>(!job.is_null())?;
+    let handle = submit()?;
+    if let Some(entry) = entry {
+        let streams = streams.clone();
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(job, entry.fill(JobObject { handle, streams })) };
     }
-    let object = JobObject {
-        handle: submitted.clone(),
-        streams: streams.clone(),
-    };
-    let object = handle::insert(object).inspect_err(|_| {
-        // The caller gets no handle: without this the job would be done all the same.
-        let _ = submitted.cancel();
-    })?;
-    // SAFETY: the caller's promise.
-    unsafe { put_unless_null(job, object) };
     Ok(())
 }
 
@@ -98,8 +93,11 @@ pub unsafe extern "C" fn warpipe_job_wait(
         let job: Found<JobObject> = handle::get(job)?;
         // SAFETY: the caller's promise.
         let stream = unsafe { job.streams.get(stream) }?;
-        let result = job.handle.wait(&stream, timeout(timeout_ns))?;
-        place.put(insert_sample(SampleKind::Result(result), &job.streams)?);
+        let wait = || {
+            let result = job.handle.wait(&stream, timeout(timeout_ns))?;
+            Ok(SampleKind::Result(result))
+        };
+        place.put(insert_sample(&job.streams, wait)?);
         Ok(())
     })
 }

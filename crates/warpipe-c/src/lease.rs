@@ -10,7 +10,7 @@ use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Locked, Object};
 use crate::layout::{layout_of, warpipe_layout};
 use crate::loan::{LoanKind, Unpassed, insert_loan, pass, warpipe_loan};
-use crate::sample::{JobInput, SampleKind, insert_sample, warpipe_sample, warpipe_sample_info};
+use crate::sample::{JobInput, ReceivedSample, SampleKind, warpipe_sample, warpipe_sample_info};
 use crate::streams::Streams;
 
 /// A job of a queue or a request of a client: its input, and the answer that this process owes.
@@ -92,21 +92,23 @@ impl Input for () {
     }
 }
 
-/// Gives the lease of a job that process `pid` submitted to C.
+/// Gives a lease to C, of a job or request that a process submitted. Its pointer comes first: a
+/// job is not leased that has none.
 pub(crate) fn insert_lease(
-    lease: Lease,
-    pid: i32,
     streams: &Arc<Streams>,
+    lease: impl FnOnce() -> Result<(Lease, i32), Failure>,
 ) -> Result<*mut warpipe_lease, Failure> {
+    let entry = handle::reserve::<Owed<LeasedInput>>()?;
+    let (lease, pid) = lease()?;
     let (input, answer) = JobInput::split(lease, pid);
-    handle::insert(Owed {
+    Ok(entry.fill(Owed {
         answer,
         input: LeasedInput {
             input: Some(input),
             behind: None,
         },
         streams: streams.clone(),
-    })
+    }))
 }
 
 /// Runs `work` on a lease or an answer that stays the caller's.
@@ -142,8 +144,8 @@ where
     // SAFETY: the caller's promises.
     let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
     with(owed, |owed: &Owed<I>| {
-        let loan = LoanKind::Job(owed.answer.output(&layout)?);
-        place.put(insert_loan(loan, &owed.streams)?);
+        let take = || Ok(LoanKind::Job(owed.answer.output(&layout)?));
+        place.put(insert_loan(&owed.streams, take)?);
         Ok(())
     })
 }
@@ -439,19 +441,24 @@ pub unsafe extern "C" fn warpipe_lease_split(
         // SAFETY: the caller's promises.
         let (sample, place) =
             unsafe { (out_object("sample", sample)?, out_object("answer", answer)?) };
+        let mut lease = handle::lock::<Owed<LeasedInput>>(lease)?;
+        // Before the lease is taken apart: without both pointers it stays as it is.
+        let (half, other) = (handle::reserve::<Owed<()>>()?, handle::reserve()?);
         let Owed {
             answer,
             mut input,
             streams,
-        } = handle::lock::<Owed<LeasedInput>>(lease)?.take();
-        let answer = handle::insert(Owed {
+        } = lease.take();
+        let input = input.input.take().expect("a lease has its input");
+        place.put(half.fill(Owed {
             answer,
             input: (),
             streams: streams.clone(),
-        })?;
-        let input = input.input.take().expect("a lease has its input");
-        sample.put(insert_sample(SampleKind::Input(input), &streams)?);
-        place.put(answer);
+        }));
+        sample.put(other.fill(ReceivedSample {
+            sample: SampleKind::Input(input),
+            streams,
+        }));
         Ok(())
     })
 }

@@ -69,13 +69,17 @@ impl LentSlot {
     }
 }
 
-/// Gives a loan to C.
+/// Gives a loan to C. Its pointer comes first: a loan is not taken that has none.
+#[inline(always)]
 pub(crate) fn insert_loan(
-    loan: LoanKind,
     streams: &Arc<Streams>,
+    take: impl FnOnce() -> Result<LoanKind, Failure>,
 ) -> Result<*mut warpipe_loan, Failure> {
-    let streams = streams.clone();
-    handle::insert(LentSlot { loan, streams })
+    let entry = handle::reserve::<LentSlot>()?;
+    Ok(entry.fill(LentSlot {
+        loan: take()?,
+        streams: streams.clone(),
+    }))
 }
 
 /// A loan that was not taken.

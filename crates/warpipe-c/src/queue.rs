@@ -210,8 +210,8 @@ pub unsafe extern "C" fn warpipe_queue_loan(
         // SAFETY: the caller's promises.
         let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
         let queue: Found<QueueObject> = handle::get(queue)?;
-        let loan = LoanKind::Job(queue.queue.loan(&layout)?);
-        place.put(insert_loan(loan, &queue.streams)?);
+        let take = || Ok(LoanKind::Job(queue.queue.loan(&layout)?));
+        place.put(insert_loan(&queue.streams, take)?);
         Ok(())
     })
 }
@@ -277,11 +277,13 @@ unsafe fn submit(
     let queue: Found<QueueObject> = handle::get(queue)?;
     // SAFETY: the caller's promise.
     let stream = unsafe { queue.streams.get(stream) }?;
-    let submitted = pass(loan, |loan| {
-        submit(&queue.queue, loan, &stream).map_err(Unpassed::from)
-    })?;
+    let submit = || {
+        pass(loan, |loan| {
+            submit(&queue.queue, loan, &stream).map_err(Unpassed::from)
+        })
+    };
     // SAFETY: the caller's promise.
-    unsafe { give_job(submitted, &queue.streams, job) }
+    unsafe { give_job(&queue.streams, job, submit) }
 }
 
 impl From<SubmitError> for Unpassed {
@@ -320,17 +322,18 @@ pub unsafe extern "C" fn warpipe_queue_submit_host(
             let data = slice("data", data.cast::<u8>(), bytes)?;
             (data, queue.streams.get(stream)?)
         };
-        let submitted = if layout.is_null() {
-            queue.queue.submit_bytes(data, &stream)?
-        } else {
+        let submit = || {
+            if layout.is_null() {
+                return Ok(queue.queue.submit_bytes(data, &stream)?);
+            }
             // SAFETY: the caller's promise.
             let layout = unsafe { layout_of(layout) }?;
             let mut input = queue.queue.loan(&layout)?;
             input.write(&stream, data)?;
-            queue.queue.submit(input, &stream).map_err(Error::from)?
+            Ok(queue.queue.submit(input, &stream).map_err(Error::from)?)
         };
         // SAFETY: the caller's promise.
-        unsafe { give_job(submitted, &queue.streams, job) }
+        unsafe { give_job(&queue.streams, job, submit) }
     })
 }
 
@@ -365,11 +368,14 @@ pub unsafe extern "C" fn warpipe_queue_next_result(
         let queue: Found<QueueObject> = handle::get(queue)?;
         // SAFETY: the caller's promise.
         let stream = unsafe { queue.streams.get(stream) }?;
-        let result = queue.queue.next_result(&stream, timeout(timeout_ns));
-        let found = result.as_ref().map_or_else(failed_job, JobResult::job);
-        // SAFETY: the caller's promise.
-        unsafe { put_unless_null(job, found) };
-        place.put(insert_sample(SampleKind::Result(result?), &queue.streams)?);
+        let take = || {
+            let result = queue.queue.next_result(&stream, timeout(timeout_ns));
+            let found = result.as_ref().map_or_else(failed_job, JobResult::job);
+            // SAFETY: the caller's promise.
+            unsafe { put_unless_null(job, found) };
+            Ok(SampleKind::Result(result?))
+        };
+        place.put(insert_sample(&queue.streams, take)?);
         Ok(())
     })
 }

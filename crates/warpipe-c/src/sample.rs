@@ -8,7 +8,7 @@ use warpipe::{AnswerHandle, JobResult, Lease, Receipt, Sample};
 
 use crate::arguments::{out, put_unless_null, slice_mut, timeout};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found, Locked};
+use crate::handle::{self, Found, Locked, Reserved};
 use crate::layout::warpipe_layout;
 use crate::streams::Streams;
 
@@ -156,13 +156,17 @@ impl SampleKind {
     }
 }
 
-/// Gives a sample to C.
+/// Gives a sample to C. Its pointer comes first: a sample is not received that has none.
+#[inline(always)]
 pub(crate) fn insert_sample(
-    sample: SampleKind,
     streams: &Arc<Streams>,
+    receive: impl FnOnce() -> Result<SampleKind, Failure>,
 ) -> Result<*mut warpipe_sample, Failure> {
-    let streams = streams.clone();
-    handle::insert(ReceivedSample { sample, streams })
+    let entry = handle::reserve::<ReceivedSample>()?;
+    Ok(entry.fill(ReceivedSample {
+        sample: receive()?,
+        streams: streams.clone(),
+    }))
 }
 
 /// Runs `work` on a sample that stays the caller's.
@@ -315,10 +319,12 @@ pub unsafe extern "C" fn warpipe_sample_release(
     run(|| {
         // SAFETY: the caller's promise.
         unsafe { put_unless_null(receipt, std::ptr::null_mut()) };
+        let entry = handle::reserve_if(!receipt.is_null())?;
         let received = handle::lock::<ReceivedSample>(sample)?.take();
         let released = received.sample.into_sample().release()?;
         // SAFETY: the caller's promise.
-        unsafe { give(released, receipt) }
+        unsafe { give(released, entry, receipt) };
+        Ok(())
     })
 }
 
@@ -336,24 +342,28 @@ pub unsafe extern "C" fn warpipe_sample_release_on(
     run(|| {
         // SAFETY: the caller's promise.
         unsafe { put_unless_null(receipt, std::ptr::null_mut()) };
+        let entry = handle::reserve_if(!receipt.is_null())?;
         let mut locked: Locked<ReceivedSample> = handle::lock(sample)?;
         // SAFETY: the caller's promise.
         let stream = unsafe { locked.streams.get(stream) }?.into_owned();
         let released = locked.take().sample.into_sample().release_on(&stream)?;
         // SAFETY: the caller's promise.
-        unsafe { give(released, receipt) }
+        unsafe { give(released, entry, receipt) };
+        Ok(())
     })
 }
 
 /// # Safety
 /// `receipt` is null or the address of a pointer.
-unsafe fn give(released: Receipt, receipt: *mut *mut warpipe_receipt) -> Result<(), Failure> {
-    if !receipt.is_null() {
-        let object = handle::insert(released)?;
+unsafe fn give(
+    released: Receipt,
+    entry: Option<Reserved<Receipt>>,
+    receipt: *mut *mut warpipe_receipt,
+) {
+    if let Some(entry) = entry {
         // SAFETY: the caller's promise.
-        unsafe { put_unless_null(receipt, object) };
+        unsafe { put_unless_null(receipt, entry.fill(released)) };
     }
-    Ok(())
 }
 
 /// Waits until it is known whether the data of the released sample was complete.

@@ -192,12 +192,11 @@ pub unsafe extern "C" fn warpipe_semaphore_acquire(
         let object: Found<SemaphoreObject> = handle::get(semaphore)?;
         // SAFETY: the caller's promise.
         let stream = unsafe { object.streams.get(stream) }?;
-        let permit = if timeout_ns == 0 {
-            taken(object.semaphore.try_acquire(&stream)?)?
-        } else {
-            object.semaphore.acquire(&stream, timeout(timeout_ns))?
+        let acquire = || match timeout_ns {
+            0 => taken(object.semaphore.try_acquire(&stream)?),
+            _ => Ok(object.semaphore.acquire(&stream, timeout(timeout_ns))?),
         };
-        place.put(insert_permit(permit, &object.streams)?);
+        place.put(insert_permit(&object.streams, acquire)?);
         Ok(())
     })
 }
@@ -217,19 +216,25 @@ pub unsafe extern "C" fn warpipe_semaphore_acquire_host(
         // SAFETY: the caller's promise.
         let place = unsafe { out_object("permit", permit) }?;
         let object: Found<SemaphoreObject> = handle::get(semaphore)?;
-        let permit = if timeout_ns == 0 {
-            taken(object.semaphore.try_acquire_host()?)?
-        } else {
-            object.semaphore.acquire_host(timeout(timeout_ns))?
+        let acquire = || match timeout_ns {
+            0 => taken(object.semaphore.try_acquire_host()?),
+            _ => Ok(object.semaphore.acquire_host(timeout(timeout_ns))?),
         };
-        place.put(insert_permit(permit, &object.streams)?);
+        place.put(insert_permit(&object.streams, acquire)?);
         Ok(())
     })
 }
 
-fn insert_permit(permit: Permit, streams: &Arc<Streams>) -> Result<*mut warpipe_permit, Failure> {
-    let streams = streams.clone();
-    handle::insert(PermitObject { permit, streams })
+/// Gives a permit to C. Its pointer comes first: a permit is not acquired that has none.
+fn insert_permit(
+    streams: &Arc<Streams>,
+    acquire: impl FnOnce() -> Result<Permit, Failure>,
+) -> Result<*mut warpipe_permit, Failure> {
+    let entry = handle::reserve::<PermitObject>()?;
+    Ok(entry.fill(PermitObject {
+        permit: acquire()?,
+        streams: streams.clone(),
+    }))
 }
 
 /// Reads how many permits there are, how many are free, and how many threads wait.

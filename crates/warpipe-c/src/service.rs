@@ -187,8 +187,8 @@ pub unsafe extern "C" fn warpipe_client_loan(
         // SAFETY: the caller's promises.
         let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
         let client: Found<ClientObject> = handle::get(client)?;
-        let loan = LoanKind::Job(client.client.loan(&layout)?);
-        place.put(insert_loan(loan, &client.streams)?);
+        let take = || Ok(LoanKind::Job(client.client.loan(&layout)?));
+        place.put(insert_loan(&client.streams, take)?);
         Ok(())
     })
 }
@@ -220,9 +220,11 @@ pub unsafe extern "C" fn warpipe_client_call(
         let client: Found<ClientObject> = handle::get(client)?;
         // SAFETY: the caller's promise.
         let stream = unsafe { client.streams.get(stream) }?;
-        let pending = request(&client.client, loan, &stream, deadline_ns)?;
-        let reply = SampleKind::Result(pending.wait(&stream)?);
-        place.put(insert_sample(reply, &client.streams)?);
+        let call = || {
+            let pending = request(&client.client, loan, &stream, deadline_ns)?;
+            Ok(SampleKind::Result(pending.wait(&stream)?))
+        };
+        place.put(insert_sample(&client.streams, call)?);
         Ok(())
     })
 }
@@ -254,11 +256,11 @@ pub unsafe extern "C" fn warpipe_client_request(
         let client: Found<ClientObject> = handle::get(client)?;
         // SAFETY: the caller's promise.
         let stream = unsafe { client.streams.get(stream) }?;
-        let pending = request(&client.client, loan, &stream, deadline_ns)?;
-        place.put(handle::insert(PendingObject {
-            pending,
+        let entry = handle::reserve::<PendingObject>()?;
+        place.put(entry.fill(PendingObject {
+            pending: request(&client.client, loan, &stream, deadline_ns)?,
             streams: client.streams.clone(),
-        })?);
+        }));
         Ok(())
     })
 }
@@ -336,12 +338,15 @@ pub unsafe extern "C" fn warpipe_pending_wait(
         // SAFETY: the caller's promise.
         let stream = unsafe { object.streams.get(stream) }?;
         let waited = timeout(timeout_ns);
-        let reply = object.pending.wait_timeout(&stream, waited)?;
-        let reply = reply.ok_or_else(|| Error::Timeout {
-            what: format!("the reply to request {}", object.pending.id()),
-            waited,
-        })?;
-        place.put(insert_sample(SampleKind::Result(reply), &object.streams)?);
+        let wait = || {
+            let reply = object.pending.wait_timeout(&stream, waited)?;
+            let reply = reply.ok_or_else(|| Error::Timeout {
+                what: format!("the reply to request {}", object.pending.id()),
+                waited,
+            })?;
+            Ok(SampleKind::Result(reply))
+        };
+        place.put(insert_sample(&object.streams, wait)?);
         Ok(())
     })
 }
@@ -453,15 +458,18 @@ pub unsafe extern "C" fn warpipe_server_accept(
             // SAFETY: the caller's promise.
             let stream = unsafe { object.streams.get(stream) }?;
             let server = &mut object.server;
-            let request = if timeout_ns == 0 {
-                // Asks the clients to ring, as a caller that polls the descriptor needs.
-                let request = server.try_accept(&stream)?;
-                request.ok_or_else(|| Failure::nothing("a request"))?
-            } else {
-                server.accept(&stream, timeout(timeout_ns))?
+            let accept = || {
+                let request = if timeout_ns == 0 {
+                    // Asks the clients to ring, as a caller that polls the descriptor needs.
+                    let request = server.try_accept(&stream)?;
+                    request.ok_or_else(|| Failure::nothing("a request"))?
+                } else {
+                    server.accept(&stream, timeout(timeout_ns))?
+                };
+                let pid = request.client_pid();
+                Ok((request.into_lease(), pid))
             };
-            let pid = request.client_pid();
-            place.put(insert_lease(request.into_lease(), pid, &object.streams)?);
+            place.put(insert_lease(&object.streams, accept)?);
             Ok(())
         })
     })

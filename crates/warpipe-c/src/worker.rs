@@ -139,14 +139,17 @@ pub unsafe extern "C" fn warpipe_worker_lease(
             // SAFETY: the caller's promise.
             let stream = unsafe { object.streams.get(stream) }?;
             let worker = &mut object.worker;
-            let lease = if timeout_ns == 0 {
-                // Asks the queue to ring, as a caller that polls the descriptor needs.
-                let lease = worker.try_lease(&stream)?;
-                lease.ok_or_else(|| Failure::nothing("a job"))?
-            } else {
-                worker.lease_timeout(&stream, timeout(timeout_ns))?
+            let take = || {
+                let lease = if timeout_ns == 0 {
+                    // Asks the queue to ring, as a caller that polls the descriptor needs.
+                    let lease = worker.try_lease(&stream)?;
+                    lease.ok_or_else(|| Failure::nothing("a job"))?
+                } else {
+                    worker.lease_timeout(&stream, timeout(timeout_ns))?
+                };
+                Ok((lease, worker.queue_pid()))
             };
-            place.put(insert_lease(lease, worker.queue_pid(), &object.streams)?);
+            place.put(insert_lease(&object.streams, take)?);
             Ok(())
         })
     })

@@ -96,7 +96,7 @@ fn insert(table: Objects, words: &Arc<Words>, number: usize) -> u64 {
         words: words.clone(),
         number,
     };
-    table.insert(object).ok().expect("entries are free")
+    table.reserve().expect("entries are free").fill(object)
 }
 
 /// What became of the objects that no thread has any more.

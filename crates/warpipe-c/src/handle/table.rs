@@ -77,6 +77,10 @@ struct Entry<T: 'static> {
     index: u32,
 }
 
+/// An entry that is to be filled, or is free again when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Reserved<T: 'static>(Entry<T>);
+
 /// A found object, kept until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Found<T: 'static>(Entry<T>);
@@ -94,17 +98,15 @@ impl<T> Table<T> {
         unsafe { std::mem::zeroed() }
     }
 
-    /// Gives an object to the table: its key. It comes back when there are [`ENTRIES_MAX`].
+    /// An entry for one more object, unless there are [`ENTRIES_MAX`].
     #[inline]
-    pub(crate) fn insert(&'static self, value: T) -> Result<u64, T> {
-        let Some((slot, index)) = self.take_free().or_else(|| self.take_new()) else {
-            return Err(value);
-        };
-        // SAFETY: an entry that was taken is this call's alone until it is open.
-        unsafe { (*slot.value.get()).write(value) };
-        let state = slot.state.load(Relaxed);
-        slot.state.store(state | OPEN, Release);
-        Ok((state >> 32) << INDEX_BITS | u64::from(index))
+    pub(crate) fn reserve(&'static self) -> Option<Reserved<T>> {
+        let (slot, index) = self.take_free().or_else(|| self.take_new())?;
+        Some(Reserved(Entry {
+            table: self,
+            slot,
+            index,
+        }))
     }
 
     /// The object of a key, shared with other calls.
@@ -295,6 +297,26 @@ impl<T> Entry<T> {
     }
 }
 
+impl<T> Reserved<T> {
+    /// Opens the entry with this object: its key.
+    #[inline(always)]
+    pub(crate) fn fill(self, value: T) -> u64 {
+        let Entry { slot, index, .. } = self.0;
+        std::mem::forget(self);
+        // SAFETY: an entry that was taken is this call's alone until it is open.
+        unsafe { (*slot.value.get()).write(value) };
+        let state = slot.state.load(Relaxed);
+        slot.state.store(state | OPEN, Release);
+        (state >> 32) << INDEX_BITS | u64::from(index)
+    }
+}
+
+impl<T> Drop for Reserved<T> {
+    fn drop(&mut self) {
+        self.0.table.free(self.0.slot, self.0.index);
+    }
+}
+
 impl<T> Deref for Found<T> {
     type Target = T;
 
@@ -375,6 +397,15 @@ mod tests {
 
     use super::*;
 
+    impl<T> Table<T> {
+        fn insert(&'static self, value: T) -> Result<u64, T> {
+            match self.reserve() {
+                Some(entry) => Ok(entry.fill(value)),
+                None => Err(value),
+            }
+        }
+    }
+
     fn table<T>() -> &'static Table<T> {
         Box::leak(Box::new(Table::new()))
     }
@@ -434,6 +465,15 @@ mod tests {
         assert_eq!(Arc::strong_count(&object), 2);
         drop(other);
         assert_eq!(Arc::strong_count(&object), 1);
+    }
+
+    #[test]
+    fn an_entry_that_was_reserved_for_nothing_is_free_again() {
+        let table = table::<u32>();
+        drop(table.reserve());
+        let key = table.insert(1).unwrap();
+        assert_eq!(*table.get(key).unwrap(), 1);
+        assert_eq!(table.used.load(Relaxed), 1);
     }
 
     #[test]
