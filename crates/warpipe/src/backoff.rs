@@ -2,6 +2,13 @@
 
 use std::time::Duration;
 
+/// After so many polls a thread gives its CPU away between them: the thread that it waits for may
+/// run on this very CPU.
+const POLLS_BEFORE_YIELD: u32 = 64;
+
+/// `sched_yield(2)` takes about as long as so many polls, if nothing else wants the CPU.
+const POLLS_OF_A_YIELD: u32 = 16;
+
 /// The pace of a CPU that polls a word that a device writes, since the device cannot wake it: spin
 /// first, then sleep for ever longer times, at most half a millisecond.
 #[derive(Debug)]
@@ -29,6 +36,17 @@ impl Backoff {
         }
     }
 
+    /// Passes the time until the next poll, if [`step`](Self::step) says that it comes at once: a
+    /// few instructions, or a turn of the CPU's other threads.
+    pub(crate) fn spin(&mut self, instructions: u32) {
+        if self.rounds <= POLLS_BEFORE_YIELD {
+            (0..instructions).for_each(|_| std::hint::spin_loop());
+        } else {
+            std::thread::yield_now();
+            self.rounds = self.rounds.saturating_add(POLLS_OF_A_YIELD - 1);
+        }
+    }
+
     /// Whether the next poll comes at once.
     pub(crate) fn is_spinning(&self) -> bool {
         self.rounds < self.spins
@@ -41,5 +59,25 @@ impl Backoff {
             None => Duration::ZERO,
             Some(sleeps) => Duration::from_micros(31 << sleeps.min(4)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Which polls were followed by another thread's turn is seen in how far each brings the sleep
+    /// nearer.
+    #[test]
+    fn a_thread_that_polls_gives_its_cpu_away_before_it_sleeps() {
+        let polls = 16_000;
+        let mut backoff = Backoff::spinning(polls);
+        let mut turns = 0;
+        while backoff.step().is_zero() {
+            let before = backoff.rounds;
+            backoff.spin(4);
+            turns += u32::from(backoff.rounds > before);
+        }
+        assert_eq!(turns, (polls - POLLS_BEFORE_YIELD) / POLLS_OF_A_YIELD);
     }
 }

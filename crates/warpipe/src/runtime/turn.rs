@@ -145,7 +145,7 @@ impl<S: HasTurn> TurnLock<S> {
         }
         if wait.polls > 0 && wait.backoff.step().is_zero() {
             drop(state);
-            (0..8).for_each(|_| std::hint::spin_loop());
+            wait.backoff.spin(8);
             return Ok(self.lock());
         }
         let limit = wait.limit.unwrap_or(TURN_TIMEOUT);

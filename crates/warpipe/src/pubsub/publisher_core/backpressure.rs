@@ -58,11 +58,11 @@ impl PublisherCore {
             let Some(full) = state.links.first_full(to) else {
                 return Ok(SendTurn::begin(self, state));
             };
-            let subscriber = format!("process {}", full.peer.pid);
+            let subscriber = || format!("process {}", full.peer.pid);
             let Policy::Block { timeout } = full.policy else {
                 return Err(Error::Full {
                     name: self.name.clone(),
-                    subscriber,
+                    subscriber: subscriber(),
                     depth: self.options.depth,
                 });
             };
@@ -71,7 +71,8 @@ impl PublisherCore {
             if left.is_zero() {
                 let depth = self.options.depth;
                 let what = format!(
-                    "room at subscriber {subscriber} of {:?} (it has not released the {depth} samples of its depth)",
+                    "room at subscriber {} of {:?} (it has not released the {depth} samples of its depth)",
+                    subscriber(),
                     self.name
                 );
                 return Err(Error::Timeout {
@@ -98,7 +99,7 @@ impl PublisherCore {
             // The next release usually comes within moments, and sleeping costs more than polling
             // for it.
             drop(state);
-            (0..4).for_each(|_| std::hint::spin_loop());
+            backoff.spin(4);
             return self.lock();
         }
         let before = state.freed_count();

@@ -22,6 +22,9 @@ pub(super) const WAKE: u64 = 1;
 pub(super) const ARRIVALS: u64 = 2;
 const TIMER: u64 = 3;
 
+/// So many rounds of 64 polls come before a thread gives its CPU away between them.
+const ROUNDS_BEFORE_YIELD: u32 = 2;
+
 impl Subscriber {
     /// How long a sleep may last before the next poll without a wake-up.
     pub(super) fn patience(&self) -> Duration {
@@ -67,7 +70,14 @@ impl Subscriber {
 
     pub(super) fn spin_for(&mut self, limit: Duration, stream: &Stream) -> Result<Option<Sample>> {
         let start = Instant::now();
-        while start.elapsed() < limit {
+        for round in 0.. {
+            if start.elapsed() >= limit {
+                break;
+            }
+            // The publisher may wait for this very CPU.
+            if round >= ROUNDS_BEFORE_YIELD {
+                std::thread::yield_now();
+            }
             for _ in 0..64 {
                 if self
                     .attached
