@@ -108,8 +108,15 @@ struct Connection {
     peer: Peer,
     client: ClientInfo,
     phase: ConnectionPhase,
-    /// Held, and never read.
-    _quota_permit: QuotaPermit,
+    /// Held here until the session ends. A handler may hold it for longer.
+    quota_permit: Arc<QuotaPermit>,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // A handler may hold the permit, and with it the socket.
+        let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both);
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -159,6 +166,12 @@ impl ServerCore {
     /// A client's process, for other modules to watch.
     pub(crate) fn process_of(&self, id: u64) -> Option<Arc<Process>> {
         self.lock().get(&id)?.peer.process().cloned()
+    }
+
+    /// The place of a client in the limits. A handler that keeps anything for a client beyond the
+    /// end of its session holds this as long, so that such sessions are limited, too.
+    pub(crate) fn permit_of(&self, id: u64) -> Option<Arc<QuotaPermit>> {
+        Some(self.lock().get(&id)?.quota_permit.clone())
     }
 
     /// Sends a notification to a client, without waiting. False if the client is not connected, or
@@ -268,7 +281,7 @@ impl ServerCore {
             peer,
             client: client.clone(),
             phase: ConnectionPhase::Admitting,
-            _quota_permit: quota_permit,
+            quota_permit: Arc::new(quota_permit),
         };
         let mut connections = self.lock();
         if self.is_closed.load(Ordering::SeqCst) {
@@ -513,97 +526,4 @@ fn refuse(socket: &PeerSocket, reason: impl ToString) {
 }
 
 #[cfg(test)]
-mod tests {
-    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-
-    use super::super::domain::{Domain, EndpointName};
-    use super::super::limits::ConnectionQuota;
-    use super::*;
-
-    struct Willing;
-
-    impl RequestHandler for Willing {
-        fn on_connect(
-            &self,
-            _: &ServerCore,
-            _: &ClientInfo,
-            _: &[u8],
-        ) -> Result<OutgoingReply, Rejection> {
-            Ok(OutgoingReply {
-                body: vec![],
-                fds: vec![],
-            })
-        }
-
-        fn on_request(
-            &self,
-            _: &ServerCore,
-            _: &ClientInfo,
-            _: &[u8],
-        ) -> Result<OutgoingReply, Rejection> {
-            Err(Rejection("none is expected".into()))
-        }
-
-        fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
-    }
-
-    #[test]
-    fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
-        let folder = std::env::temp_dir().join(format!("warpipe-closing-{}", std::process::id()));
-        let (domain, name) = (
-            Domain::at(&folder).unwrap(),
-            EndpointName::new("a").unwrap(),
-        );
-        let at = Address {
-            domain: &domain,
-            name: &name,
-            kind: super::super::Kind::Timeline,
-        };
-        let policy = AccessPolicy::default();
-        let quota = ConnectionQuota::new(policy.limits);
-        let server = IpcServer::open(&at, policy, Arc::new(Willing)).unwrap();
-        let server_core = server.server_core().clone();
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let (ours, theirs) =
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        let socket = Arc::new(PeerSocket::from(CloseOnForkFd::new(theirs).unwrap()));
-        let peer = Peer::of(socket.as_fd(), "a").unwrap();
-        let first = Message::Hello {
-            generation: [7; 16],
-            device: None,
-            kind: super::super::Kind::Timeline,
-            body: vec![],
-        };
-        message::send(ours.as_fd(), &first, &[]).unwrap();
-        let Ok(Received::Message(_, mut fds)) = message::receive(socket.as_fd(), "a") else {
-            panic!("no first message");
-        };
-        peer.adopt(message::take_lifeline(&mut fds).unwrap())
-            .unwrap();
-        let quota_permit = quota.take(&peer, &socket).unwrap();
-        let connection = acceptor::Connection {
-            id: 1,
-            peer,
-            socket,
-            quota_permit,
-        };
-        let hello = Hello {
-            generation: [7; 16],
-            device: None,
-            body: vec![],
-        };
-        // Between the check of `on_connection` and the admission.
-        drop(server);
-        server_core.admit(connection, &hello);
-        let told = message::receive(ours.as_fd(), "a");
-        assert!(
-            matches!(
-                told,
-                Ok(Received::Message(Message::Close(CloseReason::Closed), _))
-            ),
-            "{told:?}"
-        );
-        assert!(server_core.lock().is_empty(), "its socket is closed");
-        let _ = std::fs::remove_dir_all(folder);
-    }
-}
+mod tests;

@@ -20,11 +20,12 @@ use crate::backend::DeviceId;
 use crate::clock::Stopwatch;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::ipc::message::{self, CloseReason, Message};
+use crate::ipc::message::{self, Message};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT};
 use crate::runtime::reactor::{EventSource, Reactor};
 
-/// A session at a server of this or another process. Dropping it closes the session gracefully.
+/// A session at a server of this or another process. Dropping it closes the session gracefully, once
+/// the requests that its callers have given up are answered.
 pub(crate) struct ClientSession {
     inner: LeakOnFork<Arc<SessionState>>,
 }
@@ -249,19 +250,9 @@ impl ClientSession {
 impl Drop for ClientSession {
     fn drop(&mut self) {
         let Ok(inner) = self.inner.get() else { return };
-        let _ = message::send(
-            inner.socket.as_fd(),
-            &Message::Close(CloseReason::Closed),
-            &[],
-        );
-        inner
-            .registrations
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clear();
-        // The reactor's thread may hold the last reference for a moment. The server sees the end
-        // now all the same.
-        let _ = rustix::net::shutdown(&inner.socket, rustix::net::Shutdown::Both);
+        if !inner.closes_later() {
+            inner.close();
+        }
     }
 }
 

@@ -16,6 +16,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::limits::QuotaPermit;
 use crate::ipc::{Kind, OutgoingReply, ServerCore};
 use crate::memory::DeviceSlice;
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
@@ -62,6 +63,9 @@ pub(super) struct PoolState {
     pub(super) blocks: HashMap<SlotId, BlockUsers>,
     pub(super) lent_blocks: HashMap<u64, LentBlock>,
     pub(super) borrowers: HashMap<u64, Borrower>,
+    /// The place of each borrower in the limits of connections, kept as long as the borrower: what
+    /// this process keeps for a peer has the same limits as its connection had.
+    pub(super) permits: HashMap<u64, Arc<QuotaPermit>>,
     pub(super) counts: PoolCounts,
     pub(super) is_closed: bool,
     pub(super) users: Users,
@@ -107,6 +111,7 @@ impl PoolAllocator {
             blocks: HashMap::new(),
             lent_blocks: HashMap::new(),
             borrowers: HashMap::new(),
+            permits: HashMap::new(),
             counts: PoolCounts::default(),
             is_closed: false,
             users: Users::new(uid, quotas),
@@ -427,6 +432,7 @@ impl PoolAllocator {
         done.into_iter()
             .filter_map(|id| state.borrowers.remove(&id))
             .for_each(|borrower| self.drop_page_deferred(borrower.page));
+        drop(state.ended_permits());
         state
             .arena
             .collect(|slot, value| self.memory.board.word(slot as usize).reached(value));
@@ -460,6 +466,15 @@ impl PoolState {
     pub(super) fn address(&self, slot: SlotId) -> DevicePtr {
         let slot = self.arena.slot(slot);
         self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset
+    }
+
+    /// The places of peers that have no blocks any more, for the caller to drop.
+    pub(super) fn ended_permits(&mut self) -> Vec<Arc<QuotaPermit>> {
+        let borrowers = &self.borrowers;
+        self.permits
+            .extract_if(|id, _| !borrowers.contains_key(id))
+            .map(|(_, permit)| permit)
+            .collect()
     }
 
     /// The user whose region the slot lies in.

@@ -34,8 +34,8 @@ impl PoolBuilder {
         /// The device of its memory; [`Device::preferred`] by default.
         device,
         /// The most device memory that the pool allocates, in bytes: 4 GiB by default. It grows as
-        /// needed, in regions that double, and keeps them until the pool ends, or another user
-        /// needs the room.
+        /// needed, in regions that double, and keeps them until the pool ends, or a block that
+        /// fits into none of them needs their room.
         memory_limit,
         /// Admits these users beside the owner's. The domain directory must admit them, too. Each
         /// user gets regions of its own, so that no process of another one can map its blocks; see

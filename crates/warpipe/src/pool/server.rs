@@ -41,17 +41,21 @@ impl RequestHandler for PoolAllocator {
                 "its memory is on {owner}, which {device} cannot reach"
             )));
         }
-        let process = server_core
+        let known = server_core
             .process_of(client.id)
-            .ok_or_else(|| Rejection("it is there no more".into()))?;
+            .zip(server_core.permit_of(client.id));
+        let (process, permit) = known.ok_or_else(|| Rejection("it is there no more".into()))?;
         let (page, fd) = SharedPage::create(Some(&self.device), PAGE_BYTES)?;
         let welcome = HelloReply::Welcome {
             owner,
             page_bytes: page.bytes() as u64,
         };
-        self.lock()
+        let mut state = self.lock();
+        state
             .borrowers
             .insert(client.id, Borrower::new(page, process));
+        state.permits.insert(client.id, permit);
+        drop(state);
         OutgoingReply::new(&welcome, vec![fd])
     }
 
@@ -90,7 +94,9 @@ impl RequestHandler for PoolAllocator {
             Disconnected::ProcessDied => {
                 self.reclaim(&mut state);
                 let borrower = state.borrowers.remove(&client.id);
+                let permits = state.ended_permits();
                 drop(state);
+                drop(permits);
                 borrower
                     .into_iter()
                     .for_each(|borrower| self.free_deferred(borrower));
@@ -108,7 +114,9 @@ impl RequestHandler for PoolAllocator {
                 .extract_if(|_, borrower| borrower.has_left_and_died())
                 .map(|(_, dead)| dead)
                 .collect();
+            let permits = state.ended_permits();
             drop(state);
+            drop(permits);
             dead.into_iter()
                 .for_each(|borrower| self.free_deferred(borrower));
         }

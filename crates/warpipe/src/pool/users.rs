@@ -2,8 +2,8 @@
 //!
 //! A region is the unit of mapping, and a process that has mapped it can write all of it. So each
 //! region holds blocks of one user alone. A mapping cannot be revoked either: a region never passes
-//! to another user. Where one without blocks is in the way, it goes back to the device, and the
-//! other user gets a new region.
+//! to another user. Where one without blocks is in the way of its own user or of another one, it goes
+//! back to the device, and that user gets a new region.
 
 use std::collections::HashMap;
 
@@ -20,7 +20,7 @@ use crate::memory::arena::{Chunk, Growth, SlotId, needed};
 ///
 /// The user's regions together take at most `bytes`, rounded up to the unit in which the device
 /// gives memory (2 MiB). So a quota can be used up by fewer bytes in blocks, if the free ones lie
-/// apart.
+/// apart. Regions without blocks are in no block's way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Quota {
     /// Bytes in blocks, each rounded up to a multiple of 512. No limit by default. With 0 the user
@@ -175,7 +175,7 @@ impl Users {
 pub(super) enum Room {
     /// A region to be made, without the lock.
     Growth(Growth),
-    /// Regions of other users that were in the way, for the caller to drop without the lock, and
+    /// Regions without blocks that were in the way, for the caller to drop without the lock, and
     /// each one's user and id.
     Removed(Vec<(u32, u32, Chunk)>),
     OverQuota(OverQuota),
@@ -202,9 +202,9 @@ impl PoolState {
     pub(super) fn over_quota(&self, uid: u32, bytes: u64) -> Option<OverQuota> {
         let usage = self.usage(uid);
         let sum = needed(bytes).map(|bytes| usage.bytes.saturating_add(bytes));
-        let is_over =
-            sum.is_some_and(|sum| sum > usage.quota.bytes) || usage.blocks >= usage.quota.blocks;
-        is_over.then(|| over(uid, usage))
+        // A length beyond all numbers exceeds every quota that is one.
+        let is_over = sum.map_or(usage.quota.bytes < u64::MAX, |sum| sum > usage.quota.bytes);
+        (is_over || usage.blocks >= usage.quota.blocks).then(|| over(uid, usage))
     }
 
     /// Takes a slot in a region of the user's.
@@ -229,13 +229,26 @@ impl PoolState {
             return Room::Full;
         };
         if least > room {
-            return Room::OverQuota(over(uid, usage));
+            // Room that the user's own regions without blocks take.
+            return match self.remove_regions(|it| it == uid, least - room) {
+                removed if removed.is_empty() => Room::OverQuota(over(uid, usage)),
+                removed => Room::Removed(removed),
+            };
         }
         if let Some(growth) = self.arena.plan_share(bytes, share, room) {
             *self.users.growing.entry(uid).or_default() += growth.bytes();
             return Room::Growth(growth);
         }
-        match self.remove_regions_of_others(uid, least) {
+        let missing = least.saturating_sub(self.arena.room());
+        if missing == 0 && !self.arena.is_out_of_regions() {
+            return Room::Full;
+        }
+        // Others' regions first: this user may use its own ones again as they are.
+        let mut removed = self.remove_regions(|it| it != uid, missing);
+        if removed.is_empty() {
+            removed = self.remove_regions(|_| true, missing);
+        }
+        match removed {
             removed if removed.is_empty() => Room::Full,
             removed => Room::Removed(removed),
         }
@@ -260,11 +273,15 @@ impl PoolState {
         Ok(())
     }
 
-    /// Takes out regions without blocks of users other than `uid`, until a region of `least` bytes
-    /// can be made; none if that is not enough.
-    fn remove_regions_of_others(&mut self, uid: u32, least: u64) -> Vec<(u32, u32, Chunk)> {
+    /// Takes out regions without blocks of the users that `is_of` accepts, at least one and
+    /// `missing` bytes of them; none if there are not as many.
+    fn remove_regions(
+        &mut self,
+        is_of: impl Fn(u32) -> bool,
+        missing: u64,
+    ) -> Vec<(u32, u32, Chunk)> {
         let free =
-            |it: &(usize, &UserRegion)| it.1.uid != uid && self.arena.chunks()[it.0].slots() == 0;
+            |it: &(usize, &UserRegion)| is_of(it.1.uid) && self.arena.chunks()[it.0].slots() == 0;
         let mut numbers: Vec<usize> = self
             .users
             .regions
@@ -276,13 +293,12 @@ impl PoolState {
         let bytes_of = |number: usize| self.arena.chunks()[number].region.bytes();
         // The largest first: the fewest are made anew.
         numbers.sort_by_key(|&number| std::cmp::Reverse(bytes_of(number)));
-        let mut room = self.arena.room();
-        let mut needed = 0;
-        while room < least || (needed == 0 && self.arena.is_out_of_regions()) {
+        let (mut freed, mut needed) = (0_u64, 0);
+        while freed < missing || needed == 0 {
             let Some(&number) = numbers.get(needed) else {
                 return Vec::new();
             };
-            room = room.saturating_add(bytes_of(number));
+            freed = freed.saturating_add(bytes_of(number));
             needed += 1;
         }
         numbers.truncate(needed);

@@ -160,7 +160,7 @@ fn nothing_is_allocated_with_a_quota_of_zero_and_no_length_overflows_one() {
         let stage = stage("zero", 64 * MIB, |it| {
             it.user_quota(quota).quota_for(own_uid(), quota)
         });
-        for bytes in [1, MIB, u64::MAX - 511] {
+        for bytes in [1, MIB, u64::MAX - 511, u64::MAX] {
             for uid in [own_uid(), tenant(0)] {
                 let result = stage.pool.allocate_for(uid, bytes, Duration::MAX);
                 assert_eq!(quota_error(result).0, uid);
@@ -423,4 +423,120 @@ fn what_the_pools_owner_left_in_a_users_region_is_cleared_for_the_user() {
         assert_eq!(&block.to_vec(WAIT).unwrap()[..4], expected);
     }
     assert!(allocator.lock().users.has_removed());
+}
+
+#[test]
+fn a_user_without_blocks_can_have_its_whole_quota_in_one_block_whatever_it_had_before() {
+    let quota = Quota {
+        bytes: 8 * MIB,
+        ..Quota::default()
+    };
+    // The pool has room for the quota, and then for no more than that.
+    for limit in [64 * MIB, 8 * MIB] {
+        let stage = stage("whole", limit, |it| {
+            it.user_quota(quota).quota_for(own_uid(), quota)
+        });
+        let client = client(&stage);
+        for whole in [7 * MIB, 8 * MIB] {
+            let parts = [(); 4].map(|()| client.allocate(2 * MIB).unwrap());
+            let all_are_used = client.allocate(whole);
+            assert_eq!(quota_error(all_are_used).1, 8 * MIB);
+            let [first, others @ ..] = parts;
+            drop(others);
+            let one_is_used = client.allocate_timeout(whole, Duration::from_millis(20));
+            assert_eq!(quota_error(one_is_used).1, 2 * MIB);
+            drop(first);
+            let block = client.allocate_timeout(whole, WAIT).unwrap();
+            assert!(stage.pool.usage(own_uid()).region_bytes <= 8 * MIB);
+            drop(block);
+        }
+        let tenants = [(); 4].map(|()| stage.pool.allocate_for(tenant(0), 2 * MIB, WAIT).unwrap());
+        drop(tenants);
+        drop(stage.pool.allocate_for(tenant(0), 8 * MIB, WAIT).unwrap());
+    }
+}
+
+#[test]
+fn free_regions_of_every_user_make_room_for_a_block_that_needs_them_all() {
+    let stage = stage("all", 8 * MIB, |it| it);
+    let take = |uid, bytes, timeout| stage.pool.allocate_for(uid, bytes, timeout);
+    let own = [(); 2].map(|()| take(own_uid(), 2 * MIB, NO_WAIT).unwrap());
+    let theirs = [(); 2].map(|()| take(tenant(0), 2 * MIB, NO_WAIT).unwrap());
+    drop((own, theirs));
+    drop(take(own_uid(), 8 * MIB, WAIT).unwrap());
+    assert_eq!(stage.pool.usage(own_uid()).region_bytes, 8 * MIB);
+}
+
+/// A session at the pool, for requests that [`PoolClient`] does not make.
+fn session(stage: &Stage) -> crate::Result<crate::ipc::ClientSession> {
+    let name = crate::EndpointName::new("users")?;
+    let at = crate::ipc::Address {
+        domain: &stage.domain,
+        name: &name,
+        kind: crate::Kind::Pool,
+    };
+    let hello = crate::ipc::encode(&Hello { incarnation: None })?;
+    let (session, _) = crate::ipc::ClientSession::attach(&at, None, &hello, NO_WAIT)?;
+    session.observe(std::sync::Arc::new(Ignorant))?;
+    Ok(session)
+}
+
+struct Ignorant;
+
+impl crate::ipc::SessionObserver for Ignorant {}
+
+#[test]
+fn a_session_that_closes_while_it_has_blocks_keeps_its_place_until_it_has_none() {
+    let stage = stage("places", 64 * MIB, |it| it.peers_max(2));
+    let ask = crate::ipc::encode(&AllocRequest::Block { bytes: 1 }).unwrap();
+    for _ in 0..2 {
+        let session = session(&stage).unwrap();
+        session.request(&ask, WAIT).unwrap();
+    }
+    let allocator = stage.pool.allocator();
+    let have_left = || {
+        let state = allocator.lock();
+        state.borrowers.len() == 2 && state.borrowers.values().all(|it| it.is_leaving)
+    };
+    assert!(eventually(have_left));
+    // The pool's thread has ended both sessions when it answers this.
+    for _ in 0..3 {
+        let refused = session(&stage).map(drop);
+        assert!(
+            matches!(
+                refused,
+                Err(Error::Handshake {
+                    fault: crate::HandshakeFault::Full { .. },
+                    ..
+                })
+            ),
+            "{refused:?}"
+        );
+    }
+    allocator.lock().borrowers.values().for_each(|it| {
+        it.page
+            .at::<crate::backend::TimelineWord>(released_at(0))
+            .store(1)
+    });
+    assert_eq!(stage.pool.usage(own_uid()).blocks, 0);
+    drop([(); 2].map(|()| session(&stage).unwrap()));
+}
+
+#[test]
+fn a_block_that_is_granted_to_a_client_that_has_been_dropped_comes_back() {
+    let stage = stage("dropped", 64 * MIB, |it| it);
+    let client = client(&stage);
+    let held = stage.pool.allocator().lock();
+    let asked = std::cell::Cell::new(false);
+    // Called off when the request has been sent.
+    let gave_up = client.allocate_unless(MIB, WAIT, &|| asked.replace(true));
+    assert!(matches!(gave_up, Err(Error::Timeout { .. })), "{gave_up:?}");
+    drop(client);
+    drop(held);
+    let is_back = || {
+        let stats = stage.pool.stats();
+        (stats.allocations, stats.peers) == (1, 0)
+    };
+    assert!(eventually(is_back), "{:?}", stage.pool.stats());
+    assert_eq!(stage.pool.usage(own_uid()).blocks, 0);
 }

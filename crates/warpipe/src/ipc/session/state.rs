@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use crate::error::{Error, Result};
-use crate::ipc::message::{self, Message, Received};
+use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::Peer;
 use crate::ipc::{IncomingReply, Kind, NOTIFICATION, SessionObserver};
 use crate::runtime::closer::PeerSocket;
@@ -59,6 +59,17 @@ pub(super) struct PendingRequests {
     pub(super) open: HashMap<u64, PendingRequest>,
     /// No more replies will come.
     pub(super) is_over: bool,
+    /// The session itself, once it has been dropped with requests that are not answered.
+    pub(super) dropped: Option<Arc<SessionState>>,
+}
+
+impl PendingRequests {
+    fn take_dropped_if(
+        &mut self,
+        is_due: impl FnOnce(&HashMap<u64, PendingRequest>) -> bool,
+    ) -> Option<Arc<SessionState>> {
+        self.dropped.take_if(|_| is_due(&self.open))
+    }
 }
 
 /// The state of one request.
@@ -228,6 +239,39 @@ impl SessionState {
         if let (Ok(incoming), Some(observer)) = (answer, self.observer()) {
             observer.on_stale_reply(&request, incoming);
         }
+        // After the observer: what it has given back, the server sees before the close.
+        let last = self.lock().take_dropped_if(|open| open.is_empty());
+        if let Some(me) = last {
+            me.close();
+            self.reactor.drop_on_reaper(me);
+        }
+    }
+
+    /// Has a session that is being dropped close when its last request is answered: a reply that
+    /// came after the close would lend something that nobody gives back. False if no request is
+    /// open, or no reply would be read.
+    pub(super) fn closes_later(self: &Arc<SessionState>) -> bool {
+        let is_observed = !self
+            .registrations
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .is_empty();
+        let mut requests = self.lock();
+        let closes_later = is_observed && !requests.is_over && !requests.open.is_empty();
+        requests.dropped = closes_later.then(|| self.clone());
+        closes_later
+    }
+
+    /// Closes the session gracefully.
+    pub(super) fn close(&self) {
+        let _ = self.send(&Message::Close(CloseReason::Closed));
+        self.registrations
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clear();
+        // The reactor's thread may hold the last reference for a moment. The server sees the end
+        // now all the same.
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
     }
 
     /// Leaves the next reply in the socket until this process has room for it. The caller that
@@ -289,6 +333,9 @@ impl SessionState {
         self.observer()
             .into_iter()
             .for_each(|observer| observer.on_closed(graceful));
+        if let Some(me) = self.lock().take_dropped_if(|_| true) {
+            self.reactor.drop_on_reaper(me);
+        }
     }
 
     fn observer(&self) -> Option<Arc<dyn SessionObserver>> {

@@ -7,12 +7,17 @@ use super::state::{PROVEN, Patience, PendingRequest, REQUESTS_MAX};
 use crate::error::Error;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, ClientSession, IncomingReply, IpcServer, Kind,
+    AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IncomingReply, IpcServer, Kind,
     OutgoingReply, Rejection, RequestHandler, ServerCore, SessionObserver,
 };
 use crate::runtime::reactor::{EventSource, Next};
 
-struct SilentHandler;
+#[derive(Default)]
+struct SilentHandler {
+    /// Requests are answered when this is free.
+    gate: Arc<Mutex<()>>,
+    ends: Option<Sender<Disconnected>>,
+}
 
 impl RequestHandler for SilentHandler {
     fn on_connect(
@@ -30,16 +35,27 @@ impl RequestHandler for SilentHandler {
         _: &ClientInfo,
         _: &[u8],
     ) -> std::result::Result<OutgoingReply, Rejection> {
+        drop(self.gate.lock());
         Ok(OutgoingReply::default())
     }
 
     fn holds_anything(&self, _: &ClientInfo) -> bool {
         true
     }
+
+    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, disconnected: Disconnected) {
+        self.ends
+            .iter()
+            .for_each(|ends| ends.send(disconnected).unwrap());
+    }
 }
 
 /// A server in a domain of its own, and a session at it without an observer.
 fn connect(title: &str) -> (PathBuf, IpcServer, ClientSession) {
+    connect_to(title, SilentHandler::default())
+}
+
+fn connect_to(title: &str, handler: SilentHandler) -> (PathBuf, IpcServer, ClientSession) {
     let file = format!("warpipe-session-{title}-{}", std::process::id());
     let folder = std::env::temp_dir().join(file);
     let domain = Domain::at(&folder).unwrap();
@@ -49,7 +65,7 @@ fn connect(title: &str) -> (PathBuf, IpcServer, ClientSession) {
         name: &name,
         kind: Kind::Timeline,
     };
-    let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(SilentHandler)).unwrap();
+    let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(handler)).unwrap();
     let (session, _) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
     (folder, server, session)
 }
@@ -217,5 +233,53 @@ fn a_stale_reply_comes_with_its_request_which_counts_until_then() {
         (b"in time?".to_vec(), 0)
     );
     drop((session, server));
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
+fn a_session_that_is_dropped_before_a_reply_closes_when_its_observer_has_that_reply() {
+    let (gate, (ends, end)) = (Arc::new(Mutex::new(())), channel());
+    let handler = SilentHandler {
+        gate: gate.clone(),
+        ends: Some(ends),
+    };
+    let (folder, server, session) = connect_to("dropped", handler);
+    let (tx, rx) = channel();
+    let observer = RecordsStaleReplies(Mutex::new(tx));
+    session.observe(Arc::new(observer)).unwrap();
+    let closed = gate.lock().unwrap();
+    let asked = session.request(b"in time?", Duration::ZERO).map(drop);
+    assert!(matches!(asked, Err(Error::Timeout { .. })), "{asked:?}");
+    let inner = Arc::downgrade(&session.inner);
+    drop(session);
+    drop(closed);
+    let wait = Duration::from_secs(10);
+    assert_eq!(rx.recv_timeout(wait), Ok(b"in time?".to_vec()));
+    assert_eq!(end.recv_timeout(wait), Ok(Disconnected::Closed));
+    let start = Instant::now();
+    while inner.strong_count() > 0 {
+        assert!(start.elapsed() < wait, "it keeps itself");
+        std::thread::yield_now();
+    }
+    drop(server);
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
+fn a_session_that_is_dropped_before_a_reply_ends_with_a_server_that_closes_without_one() {
+    // The requests are never answered.
+    let (folder, server, session) = connect("unanswered");
+    session.observe(Arc::new(IgnoresAll)).unwrap();
+    let unanswered = PendingRequest::Abandoned(Vec::new());
+    session.inner.lock().open.insert(u64::MAX, unanswered);
+    let inner = Arc::downgrade(&session.inner);
+    drop(session);
+    assert!(inner.strong_count() > 0);
+    drop(server);
+    let start = Instant::now();
+    while inner.strong_count() > 0 {
+        assert!(start.elapsed() < Duration::from_secs(10), "it keeps itself");
+        std::thread::yield_now();
+    }
     let _ = std::fs::remove_dir_all(folder);
 }

@@ -1,0 +1,92 @@
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use super::*;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::limits::ConnectionQuota;
+
+struct Willing;
+
+impl RequestHandler for Willing {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply {
+            body: vec![],
+            fds: vec![],
+        })
+    }
+
+    fn on_request(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        Err(Rejection("none is expected".into()))
+    }
+
+    fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
+}
+
+#[test]
+fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
+    let folder = std::env::temp_dir().join(format!("warpipe-closing-{}", std::process::id()));
+    let (domain, name) = (
+        Domain::at(&folder).unwrap(),
+        EndpointName::new("a").unwrap(),
+    );
+    let at = Address {
+        domain: &domain,
+        name: &name,
+        kind: crate::ipc::Kind::Timeline,
+    };
+    let policy = AccessPolicy::default();
+    let quota = ConnectionQuota::new(policy.limits);
+    let server = IpcServer::open(&at, policy, Arc::new(Willing)).unwrap();
+    let server_core = server.server_core().clone();
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let (ours, theirs) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let socket = Arc::new(PeerSocket::from(CloseOnForkFd::new(theirs).unwrap()));
+    let peer = Peer::of(socket.as_fd(), "a").unwrap();
+    let first = Message::Hello {
+        generation: [7; 16],
+        device: None,
+        kind: crate::ipc::Kind::Timeline,
+        body: vec![],
+    };
+    message::send(ours.as_fd(), &first, &[]).unwrap();
+    let Ok(Received::Message(_, mut fds)) = message::receive(socket.as_fd(), "a") else {
+        panic!("no first message");
+    };
+    peer.adopt(message::take_lifeline(&mut fds).unwrap())
+        .unwrap();
+    let quota_permit = quota.take(&peer, &socket).unwrap();
+    let connection = acceptor::Connection {
+        id: 1,
+        peer,
+        socket,
+        quota_permit,
+    };
+    let hello = Hello {
+        generation: [7; 16],
+        device: None,
+        body: vec![],
+    };
+    // Between the check of `on_connection` and the admission.
+    drop(server);
+    server_core.admit(connection, &hello);
+    let told = message::receive(ours.as_fd(), "a");
+    assert!(
+        matches!(
+            told,
+            Ok(Received::Message(Message::Close(CloseReason::Closed), _))
+        ),
+        "{told:?}"
+    );
+    assert!(server_core.lock().is_empty(), "its socket is closed");
+    let _ = std::fs::remove_dir_all(folder);
+}
