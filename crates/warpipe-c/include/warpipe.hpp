@@ -7,13 +7,13 @@
 //   options.device = device.get();
 //   warpipe::Publisher publisher("camera", options);
 //   warpipe::Loan frame = publisher.loan(warpipe::Layout::contiguous(WARPIPE_UINT8, {720, 1280, 3}));
-//   fill<<<..., stream.get()>>>(frame.data<uint8_t>());
+//   fill<<<..., static_cast<cudaStream_t>(stream.get())>>>(frame.data<uint8_t>());
 //   frame.send(stream);
 //
 // Every call throws warpipe::Error, or one of its subclasses, where the C function returns another
-// status than WARPIPE_OK. Objects are moved, not copied; a moved-from object is empty. Their
-// destructors ignore errors: call finish(), release() and the like to see them. Ownership, threads
-// and streams are as warpipe.h says. Whatever takes a stream takes a warpipe::Stream, a CUstream or a
+// status than WARPIPE_OK. Objects are moved, not copied; a moved-from object is empty, as is one that a
+// call has closed. Their destructors ignore errors: call finish(), release() and the like to see them.
+// Ownership, threads and streams are as warpipe.h says. Whatever takes a stream takes a warpipe::Stream, a CUstream or a
 // cudaStream_t.
 //
 // License: MIT OR Apache-2.0
@@ -21,11 +21,20 @@
 #ifndef WARPIPE_HPP
 #define WARPIPE_HPP
 
+#if __cplusplus < 201703L
+#error "warpipe.hpp needs C++17 (-std=c++17); warpipe.h is for older standards"
+#elif !defined(__cpp_exceptions)
+#error "warpipe.hpp throws its errors: compile with -fexceptions, or use warpipe.h"
+#else
+
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
+#include <memory>
 #include <optional>
+#include <ratio>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -36,8 +45,29 @@
 
 namespace warpipe {
 
-// Times of calls. Negative ones count as 0.
-using Duration = std::chrono::nanoseconds;
+// Times of calls: any std::chrono::duration of a whole number. Negative ones count as 0, and those
+// beyond 292 years, such as std::chrono::hours::max(), as the longest one.
+class Duration : public std::chrono::nanoseconds {
+public:
+  constexpr Duration() noexcept : std::chrono::nanoseconds(0) {}
+  template <class Rep, class Period,
+            class = std::enable_if_t<std::is_integral_v<Rep> &&
+                                     std::ratio_divide<Period, std::nano>::den == 1>>
+  constexpr Duration(const std::chrono::duration<Rep, Period> &time) noexcept
+      : std::chrono::nanoseconds(
+            limited<std::ratio_divide<Period, std::nano>::num>(time.count())) {}
+
+private:
+  template <std::intmax_t Each, class Rep> static constexpr std::int64_t limited(Rep count) noexcept {
+    if (count <= 0)
+      return 0;
+    constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
+    const auto positive = static_cast<std::uintmax_t>(count);
+    return positive > static_cast<std::uintmax_t>(most / Each)
+               ? most
+               : static_cast<std::int64_t>(positive) * Each;
+  }
+};
 
 inline std::uint64_t nanoseconds(Duration duration) {
   return duration.count() < 0 ? 0 : static_cast<std::uint64_t>(duration.count());
@@ -120,6 +150,11 @@ inline void check_version() {
   check(warpipe_check_version(WARPIPE_VERSION_MAJOR, WARPIPE_VERSION_MINOR));
 }
 
+namespace detail {
+// Elements that are copied as bytes.
+template <class T> constexpr bool is_plain = std::is_trivially_copyable_v<T> && !std::is_same_v<T, bool>;
+} // namespace detail
+
 // Elements that something else owns.
 template <class T> class View {
 public:
@@ -183,13 +218,20 @@ public:
   explicit operator bool() const noexcept { return object_ != nullptr; }
 
   // Closes it, and throws what the destructor would ignore.
-  void close() { check(Close(release_handle())); }
+  void close() { closed(Close(get())); }
 
 protected:
   T **place() noexcept { return &object_; }
 
-  // After a call that may have closed the object, or left it as it was.
+  // After a call that has closed the object.
   void forget() noexcept { object_ = nullptr; }
+  // After a call that closes the object whatever its result, unless another thread was in a call on
+  // it: then it stays this one's.
+  void closed(warpipe_status status) {
+    if (status != WARPIPE_INVALID_STATE)
+      forget();
+    check(status);
+  }
 
 private:
   void reset() noexcept {
@@ -261,8 +303,14 @@ public:
   explicit Stream(const Device &device) : device_(device.get()) {
     check(warpipe_stream_create(device_, &stream_));
   }
+  explicit Stream(const Device &&device) = delete; // it ends before the stream
   Stream(Stream &&other) noexcept
       : device_(other.device_), stream_(std::exchange(other.stream_, nullptr)) {}
+  Stream &operator=(Stream &&other) noexcept {
+    std::swap(device_, other.device_);
+    std::swap(stream_, other.stream_);
+    return *this;
+  }
   Stream(const Stream &) = delete;
   Stream &operator=(const Stream &) = delete;
   ~Stream() {
@@ -284,17 +332,14 @@ public:
   // Runs a function on the CPU in the stream's order. It must not call this library or the device,
   // and must not throw.
   template <class Function> void call(Function function) const {
-    auto *kept = new Function(std::move(function));
+    auto kept = std::make_unique<Function>(std::move(function));
     const auto run = [](void *argument) noexcept {
-      auto *function = static_cast<Function *>(argument);
-      (*function)();
-      delete function;
+      const std::unique_ptr<Function> called(static_cast<Function *>(argument));
+      (*called)();
     };
-    const warpipe_status status = warpipe_stream_call(device_, stream_, run, kept);
-    if (status != WARPIPE_OK) {
-      delete kept;
-      check(status);
-    }
+    // Thrown before the function ends, which may have calls of its own that fail.
+    check(warpipe_stream_call(device_, stream_, run, kept.get()));
+    static_cast<void>(kept.release());
   }
 
 private:
@@ -366,7 +411,7 @@ public:
 
 namespace detail {
 inline warpipe_status release(warpipe_sample *sample) {
-  return warpipe_sample_release(sample, nullptr);
+  return sample == nullptr ? WARPIPE_OK : warpipe_sample_release(sample, nullptr);
 }
 inline warpipe_status discard(warpipe_loan *loan) { return warpipe_loan_close(loan); }
 } // namespace detail
@@ -383,12 +428,15 @@ public:
   const warpipe_sample_info &info() const noexcept { return info_; }
   Layout layout() const { return Layout(info_.layout); }
   std::uint64_t sequence() const noexcept { return info_.sequence; }
-  View<const std::uint8_t> metadata() const & { return {info_.metadata, info_.metadata_bytes}; }
+  // Valid as long as the object has its sample.
+  View<const std::uint8_t> metadata() const & {
+    return {*this ? info_.metadata : nullptr, *this ? info_.metadata_bytes : 0};
+  }
   View<const std::uint8_t> metadata() const && = delete; // it ends with the object
 
-  // The device address of the element with all indices 0.
+  // The device address of the element with all indices 0; null once this is empty.
   template <class T = void> const T *data() const noexcept {
-    return reinterpret_cast<const T *>(static_cast<std::uintptr_t>(info_.data));
+    return *this ? reinterpret_cast<const T *>(static_cast<std::uintptr_t>(info_.data)) : nullptr;
   }
 
   void wait(Duration timeout) const { check(warpipe_sample_wait(get(), nanoseconds(timeout))); }
@@ -401,7 +449,7 @@ public:
 
   // Waits for the data and copies the whole slot.
   template <class T> std::vector<T> to_vector(Duration timeout) const {
-    static_assert(std::is_trivially_copyable_v<T> && !std::is_same_v<T, bool>);
+    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
     std::vector<T> copy(info_.layout.bytes / sizeof(T));
     check(warpipe_sample_copy_to(get(), copy.data(), copy.size() * sizeof(T), nanoseconds(timeout)));
     return copy;
@@ -409,11 +457,11 @@ public:
 
   // Waits until the data is complete, and releases it; throws DataLost if its sender died first.
   void finish(Duration timeout) {
-    check(warpipe_sample_finish(release_handle(), nanoseconds(timeout)));
+    closed(warpipe_sample_finish(get(), nanoseconds(timeout)));
   }
   Receipt release() {
     warpipe_receipt *receipt = nullptr;
-    check(warpipe_sample_release(release_handle(), &receipt));
+    closed(warpipe_sample_release(get(), &receipt));
     return Receipt(receipt);
   }
   // Behind the work of another stream, which was made to wait for that of receive().
@@ -450,9 +498,9 @@ public:
   explicit Loan(warpipe_loan *loan) : Object(loan) { check(warpipe_loan_get_info(loan, &info_)); }
 
   Layout layout() const { return Layout(info_.layout); }
-  // The device address of the element with all indices 0.
+  // The device address of the element with all indices 0; null once this is empty.
   template <class T = void> T *data() const noexcept {
-    return reinterpret_cast<T *>(static_cast<std::uintptr_t>(info_.data));
+    return *this ? reinterpret_cast<T *>(static_cast<std::uintptr_t>(info_.data)) : nullptr;
   }
 
   void set_metadata(const void *metadata, std::size_t bytes) {
@@ -463,6 +511,7 @@ public:
     check(warpipe_loan_write(get(), stream, data, bytes));
   }
   template <class T> void write(void *stream, const std::vector<T> &data) {
+    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
     write(stream, data.data(), data.size() * sizeof(T));
   }
   // Copies a tensor of another framework, which stays the caller's.
@@ -529,6 +578,7 @@ public:
   // Copies from memory of the host, and sends.
   template <class T>
   std::uint64_t send(void *stream, const Layout &layout, const std::vector<T> &data) const {
+    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
     std::uint64_t sequence = 0;
     check(warpipe_publisher_send_host(get(), stream, layout.get(), data.data(),
                                       data.size() * sizeof(T), &sequence));
@@ -615,7 +665,8 @@ public:
   }
   // All samples until the publisher closes. Throws PeerGone if it died instead, and Timeout if none
   // comes for so long.
-  Samples samples(void *stream, Duration timeout) { return Samples(*this, stream, timeout); }
+  Samples samples(void *stream, Duration timeout) & { return Samples(*this, stream, timeout); }
+  Samples samples(void *stream, Duration timeout) && = delete; // it ends before the loop
 
   // Readable when try_receive() is worth a call.
   int fd() const {
@@ -704,6 +755,9 @@ public:
     return Job(job);
   }
   Job submit(Loan &&loan, void *stream) const { return submit(loan, stream); }
+  Job submit(Loan &&loan, void *stream, Duration timeout) const {
+    return submit(loan, stream, timeout);
+  }
   Job submit(Loan &loan, void *stream, Duration timeout) const {
     warpipe_job *job = nullptr;
     loan.used(
@@ -783,14 +837,18 @@ public:
   Layout layout() const { return Layout(info_.layout); }
   std::uint64_t job() const noexcept { return info_.job; }
   std::uint32_t attempt() const noexcept { return info_.attempt; }
-  View<const std::uint8_t> metadata() const & { return {info_.metadata, info_.metadata_bytes}; }
+  // Valid as long as the object has its lease.
+  View<const std::uint8_t> metadata() const & {
+    return {*this ? info_.metadata : nullptr, *this ? info_.metadata_bytes : 0};
+  }
   View<const std::uint8_t> metadata() const && = delete; // it ends with the object
   template <class T = void> const T *data() const noexcept {
-    return reinterpret_cast<const T *>(static_cast<std::uintptr_t>(info_.data));
+    return *this ? reinterpret_cast<const T *>(static_cast<std::uintptr_t>(info_.data)) : nullptr;
   }
 
   void wait(Duration timeout) const { check(warpipe_lease_wait(get(), nanoseconds(timeout))); }
   template <class T> std::vector<T> to_vector(Duration timeout) const {
+    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
     std::vector<T> copy(info_.layout.bytes / sizeof(T));
     check(warpipe_lease_copy_to(get(), copy.data(), copy.size() * sizeof(T), nanoseconds(timeout)));
     return copy;
@@ -989,6 +1047,7 @@ public:
     check(warpipe_memory_write(get(), stream, offset, data, bytes));
   }
   template <class T> std::vector<T> to_vector(Duration timeout) const {
+    static_assert(detail::is_plain<T>, "elements are copied as bytes; for bool take std::uint8_t");
     std::vector<T> copy(bytes() / sizeof(T));
     check(warpipe_memory_copy_to(get(), 0, copy.data(), copy.size() * sizeof(T),
                                  nanoseconds(timeout)));
@@ -1229,5 +1288,7 @@ public:
 };
 
 } // namespace warpipe
+
+#endif // C++17 with exceptions
 
 #endif // WARPIPE_HPP
