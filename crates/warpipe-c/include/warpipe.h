@@ -1651,7 +1651,8 @@ warpipe_status warpipe_loan_write(warpipe_loan *loan, void *stream, const void *
 // Requires: stream is a stream of the publisher's device; sequence is null or the address of a number.
 warpipe_status warpipe_loan_send(warpipe_loan *loan, void *stream, uint64_t *sequence);
 
-// warpipe_loan_send with another wait for room than the policy's, in nanoseconds.
+// warpipe_loan_send with another timeout than that of WARPIPE_POLICY_BLOCK, in nanoseconds. The
+// other policies do not wait.
 //
 // Requires: as for warpipe_loan_send.
 warpipe_status warpipe_loan_send_timeout(warpipe_loan *loan,

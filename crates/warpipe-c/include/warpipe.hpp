@@ -529,6 +529,7 @@ public:
     used(warpipe_loan_send(get(), stream, &sequence));
     return sequence;
   }
+  // With another timeout than that of WARPIPE_POLICY_BLOCK.
   std::uint64_t send(void *stream, Duration timeout) {
     std::uint64_t sequence = 0;
     used(warpipe_loan_send_timeout(get(), stream, nanoseconds(timeout), &sequence));

@@ -214,7 +214,8 @@ pub unsafe extern "C" fn warpipe_loan_send(
     run(|| unsafe { send(loan, stream, sequence, SampleMut::send) })
 }
 
-/// `warpipe_loan_send` with another wait for room than the policy's, in nanoseconds.
+/// `warpipe_loan_send` with another timeout than that of `WARPIPE_POLICY_BLOCK`, in nanoseconds. The
+/// other policies do not wait.
 ///
 /// # Safety
 /// As for `warpipe_loan_send`.

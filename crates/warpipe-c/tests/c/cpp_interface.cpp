@@ -68,6 +68,8 @@ void channel(const warpipe::Device &device, void *stream) {
   first.wait(kLimit);
   CHECK(first.is_complete());
   first.release().wait(kLimit);
+  // The slot returns behind the stream's work, and this policy waits for none.
+  warpipe::check(warpipe_stream_synchronize(device.get(), stream, warpipe::nanoseconds(kLimit)));
   late.send(stream, kLimit);
   { warpipe::Loan unused = publisher->loan(layout); }
 
