@@ -30,6 +30,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
                   the methods that find what tests cannot; `verify --help` names them
   ptx             compile every CUDA source under crates/ and rewrite the committed PTX
   python          build the Python package and run its tests on the host
+  python --torch  run its tests with PyTorch, which is installed for them (gigabytes)
   python --stubs  build the Python package and write its stub, _warpipe.pyi
   wheel           build the Python package as a manylinux wheel in target/wheels
   wheel --target aarch64
@@ -83,6 +84,9 @@ fn main() -> ExitCode {
             .and_then(|workspace| ptx::rewrite(&workspace))
             .map(|()| true),
         ["python"] => Workspace::find().map(|workspace| suite::run_python(&workspace)),
+        ["python", "--torch"] => {
+            Workspace::find().map(|workspace| suite::run_python_with_torch(&workspace))
+        }
         ["style"] => Workspace::find().and_then(|workspace| {
             style::report(&workspace)?;
             layers::check(&workspace).map(|()| true)

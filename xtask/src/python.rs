@@ -32,6 +32,25 @@ const TESTED_WITH: &[&str] = &[
     MPICH,
 ];
 
+/// The virtual environment of the tests, by its folder under `target/`.
+pub struct Tested {
+    folder: &'static str,
+    /// Packages beside [`TESTED_WITH`].
+    more: &'static [&'static str],
+}
+
+/// As every machine has it.
+pub const TESTED: Tested = Tested {
+    folder: "python-tests",
+    more: &[],
+};
+/// PyTorch comes with CUDA's libraries, gigabytes in all: installed on demand. Without a GPU its
+/// tensors of the host are tested.
+pub const TESTED_WITH_TORCH: Tested = Tested {
+    folder: "python-tests-torch",
+    more: &["torch>=2.11,<3"],
+};
+
 /// MPI for `examples/mpi`: the bindings, and a library with its launcher.
 const MPI4PY: &str = "mpi4py==4.1.2";
 const MPICH: &str = "mpich==5.0.2";
@@ -167,7 +186,7 @@ fn unwinder(workspace: &Workspace, tools: &Path, platform: &Platform) -> Outcome
 
 /// Runs the tests in which the interpreter ends with threads at work, on the host.
 fn try_ends(workspace: &Workspace, wheel: &Path) -> Outcome<()> {
-    let environment = tested(workspace)?;
+    let environment = TESTED.environment(workspace)?;
     install(workspace, &environment, wheel)?;
     let ends = ["exit", "interpreter_exit", "fork"].map(|name| format!("tests/test_{name}.py"));
     let counts = counted(
@@ -187,7 +206,7 @@ fn try_ends(workspace: &Workspace, wheel: &Path) -> Outcome<()> {
 
 /// Builds the package as it stands, without optimisation, and installs it in the environment of its
 /// tests.
-fn installed(workspace: &Workspace) -> Outcome<PathBuf> {
+fn installed(workspace: &Workspace, tested: &Tested) -> Outcome<PathBuf> {
     let (tools, folder) = (
         environment(workspace, "python-build", BUILDERS, &[])?,
         workspace.target.join("python-dev"),
@@ -199,14 +218,15 @@ fn installed(workspace: &Workspace) -> Outcome<PathBuf> {
         &["--profile", "dev", "--compatibility", "linux"],
         &[],
     )?;
-    let environment = tested(workspace)?;
+    let environment = tested.environment(workspace)?;
     install(workspace, &environment, &wheel)?;
     Ok(environment)
 }
 
 /// Writes the stub of the native half, `_warpipe.pyi`, from its types and the texts as built now.
 pub fn stubs(workspace: &Workspace) -> Outcome<()> {
-    let generate = Task::new(installed(workspace)?.join("bin/python")).args(["stubs/generate.py"]);
+    let generate =
+        Task::new(installed(workspace, &TESTED)?.join("bin/python")).args(["stubs/generate.py"]);
     if !generate
         .run(&workspace.root.join(CRATE), INSTALL_LIMIT)?
         .success
@@ -217,8 +237,8 @@ pub fn stubs(workspace: &Workspace) -> Outcome<()> {
 }
 
 /// Builds and installs the package, and runs its tests.
-pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
-    let environment = installed(workspace)?;
+pub fn tests(workspace: &Workspace, tested: &Tested) -> Outcome<Counts> {
+    let environment = installed(workspace, tested)?;
     counted(
         workspace,
         pytest(&environment)
@@ -232,7 +252,7 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
 /// Runs the tests again on the fake driver in `folder`, after [`tests`]: without the files that ask
 /// nothing of a device, and without the benchmark, which needs PyTorch there.
 pub fn tests_on_fake_driver(workspace: &Workspace, folder: &Path) -> Outcome<Counts> {
-    let environment = tested(workspace)?;
+    let environment = TESTED.environment(workspace)?;
     let left_out =
         ["package", "bench", "examples"].map(|name| format!("--ignore=tests/test_{name}.py"));
     let pytest = pytest(&environment)
@@ -247,14 +267,15 @@ pub fn tests_on_fake_driver(workspace: &Workspace, folder: &Path) -> Outcome<Cou
     counted(workspace, pytest)
 }
 
-/// The environment that the tests run in.
-fn tested(workspace: &Workspace) -> Outcome<PathBuf> {
-    environment(
-        workspace,
-        "python-tests",
-        TESTED_WITH,
-        &["--system-site-packages"],
-    )
+impl Tested {
+    fn environment(&self, workspace: &Workspace) -> Outcome<PathBuf> {
+        environment(
+            workspace,
+            self.folder,
+            &[TESTED_WITH, self.more].concat(),
+            &["--system-site-packages"],
+        )
+    }
 }
 
 fn install(workspace: &Workspace, environment: &Path, wheel: &Path) -> Outcome<()> {

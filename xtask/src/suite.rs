@@ -69,6 +69,19 @@ pub fn run_python(workspace: &Workspace) -> bool {
     suite.report()
 }
 
+/// Runs the tests of the Python package with PyTorch, which is installed for them, on the host.
+/// Says whether all of them passed.
+pub fn run_python_with_torch(workspace: &Workspace) -> bool {
+    let mut suite = Suite {
+        workspace,
+        steps: Vec::new(),
+    };
+    suite.step("tests of the Python package, with PyTorch", |workspace| {
+        python::tests(workspace, &python::TESTED_WITH_TORCH)
+    });
+    suite.report()
+}
+
 impl Suite<'_> {
     fn static_checks(&mut self) {
         self.cargo("fmt", &["fmt", "--all", "--check"], Dialect::ExitCode);
@@ -193,7 +206,9 @@ impl Suite<'_> {
     /// The Python package's tests on the host, and what a GPU needs no framework for over the fake
     /// driver.
     fn python(&mut self) {
-        self.step("tests of the Python package", python::tests);
+        self.step("tests of the Python package", |workspace| {
+            python::tests(workspace, &python::TESTED)
+        });
         self.step("the same, cuda over the fake driver", |workspace| {
             python::tests_on_fake_driver(workspace, &place_fake_driver(&workspace.target)?)
         });
