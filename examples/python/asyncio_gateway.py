@@ -22,14 +22,16 @@ LIMIT_SECONDS = 60.0
 
 
 def framework(device: warpipe.Device) -> Any:
-    """What computes on this device: NumPy on the host, PyTorch on a GPU, or CuPy if that is not there."""
+    """The framework that computes on this device: NumPy on the host, PyTorch on a GPU, or CuPy if that is not there."""
     if device.kind == "host":
         return np
     try:
-        import torch as found
+        import torch
     except ImportError:
-        import cupy as found
-    return found
+        import cupy
+
+        return cupy
+    return torch
 
 
 def array_of(memory: warpipe.Sample | warpipe.Loan) -> Any:
