@@ -182,8 +182,10 @@ static std::string ask(const Stage &stage) {
                                        "changed, each with its values";
 }
 
+static const stage::Usage USAGE{"libtorch_pipes [--device host|cuda]", {"child"}, {}};
+
 int main(int count, char **arguments) {
-  return stage::play(count, arguments, [](const Stage &stage) {
+  return stage::play(count, arguments, USAGE, [](const Stage &stage) {
     return stage.role() == "child" ? answer(stage) : ask(stage);
   });
 }

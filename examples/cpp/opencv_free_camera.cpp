@@ -82,9 +82,14 @@ static std::string film(const Stage &stage, std::uint64_t frames) {
   return std::to_string(frames) + " frames for two viewers, each frame as it was made";
 }
 
+static const stage::Usage USAGE{
+    "opencv_free_camera [--device host|cuda] [--frames N]", {"viewer"}, {"--frames"}};
+
 int main(int count, char **arguments) {
-  return stage::play(count, arguments, [](const Stage &stage) {
+  return stage::play(count, arguments, USAGE, [](const Stage &stage) {
     const std::uint64_t frames = stage.number("--frames", 180);
+    if (frames == 0)
+      throw stage::Misuse("--frames is at least 1");
     return stage.role() == "viewer" ? view(stage) : film(stage, frames);
   });
 }

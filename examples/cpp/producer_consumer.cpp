@@ -108,14 +108,18 @@ static void the_consumer_is_killed(const Stage &stage) {
   producer.finish();
 }
 
+static const stage::Usage USAGE{
+    "producer_consumer [--device host|cuda] [--frames N]", {"producer", "consumer"}, {"--frames"}};
+
 int main(int count, char **arguments) {
-  return stage::play(count, arguments, [](const Stage &stage) -> std::string {
+  return stage::play(count, arguments, USAGE, [](const Stage &stage) -> std::string {
     if (stage.role() == "producer")
       return produce(stage);
     if (stage.role() == "consumer")
       return consume(stage);
     const std::uint64_t frames = stage.number("--frames", 100);
-    ensure(frames >= SOME, "--frames is at least " + std::to_string(SOME));
+    if (frames < SOME)
+      throw stage::Misuse("--frames is at least " + std::to_string(SOME));
     every_frame_arrives(stage, frames);
     the_producer_is_killed(stage);
     the_consumer_is_killed(stage);

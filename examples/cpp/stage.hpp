@@ -7,7 +7,9 @@
 #ifndef STAGE_HPP
 #define STAGE_HPP
 
+#include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -39,6 +41,12 @@ inline void ensure(bool holds, const std::string &otherwise) {
   if (!holds)
     throw std::runtime_error(otherwise);
 }
+
+// A mistake on the command line.
+class Misuse : public std::runtime_error {
+public:
+  using std::runtime_error::runtime_error;
+};
 
 // The result of a system call.
 inline int checked(long result, const char *call) {
@@ -72,10 +80,11 @@ private:
   int fd_;
 };
 
-// Reads lines of text.
+// Reads the lines of text that a process writes.
 class Lines {
 public:
-  explicit Lines(int fd) : fd_(fd) {}
+  explicit Lines(int fd, std::string writer = "the process at the other end")
+      : fd_(fd), writer_(std::move(writer)) {}
 
   std::string next() {
     for (;;) {
@@ -85,16 +94,17 @@ public:
         text_.erase(0, end + 1);
         return line;
       }
-      ensure(fd_.is_readable(patience), "no line came");
+      ensure(fd_.is_readable(patience), "no line came from " + writer_);
       char part[4096];
       const int count = checked(read(fd_.get(), part, sizeof part), "read");
-      ensure(count > 0, "the lines ended: the process at the other end is gone");
+      ensure(count > 0, writer_ + " has ended; if it failed, its words are above");
       text_.append(part, static_cast<std::size_t>(count));
     }
   }
 
 private:
   Descriptor fd_;
+  std::string writer_;
   std::string text_;
 };
 
@@ -130,7 +140,7 @@ public:
 
     ended_ = Descriptor(checked(syscall(SYS_pidfd_open, pid_, 0), "pidfd_open"));
     input_ = std::move(in_write);
-    output_ = Lines(dup_of(out_read));
+    output_ = Lines(dup_of(out_read), name_);
   }
   Process(Process &&other) noexcept
       : name_(std::move(other.name_)), pid_(std::exchange(other.pid_, 0)),
@@ -192,7 +202,21 @@ private:
 // The role and the options of this process.
 class Stage {
 public:
-  Stage(int count, char **arguments) : words_(arguments, arguments + count) {
+  // With the roles that there are, and the options beside --device.
+  Stage(int count, char **arguments, const std::vector<std::string> &roles,
+        const std::vector<std::string> &options)
+      : words_(arguments, arguments + count) {
+    for (std::size_t at = 1; at < words_.size(); at += 2) {
+      const auto is_in = [](const std::vector<std::string> &list, const std::string &word) {
+        return std::find(list.begin(), list.end(), word) != list.end();
+      };
+      if (words_[at] != "--role" && words_[at] != "--device" && !is_in(options, words_[at]))
+        throw Misuse("there is no option " + words_[at]);
+      if (at + 1 == words_.size())
+        throw Misuse(words_[at] + " needs a value");
+      if (words_[at] == "--role" && !is_in(roles, words_[at + 1]))
+        throw Misuse("there is no role " + words_[at + 1]);
+    }
     std::signal(SIGPIPE, SIG_IGN);
     if (!role().empty()) {
       prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -221,7 +245,12 @@ public:
     return otherwise;
   }
   std::uint64_t number(const std::string &name, std::uint64_t otherwise) const {
-    return std::stoull(option(name, std::to_string(otherwise)));
+    const std::string text = option(name, std::to_string(otherwise));
+    std::uint64_t number = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+    if (error != std::errc() || end != text.data() + text.size())
+      throw Misuse(name + " is a whole number, and not " + text);
+    return number;
   }
 
   // --device host, cuda or cuda:1; by default the first GPU if there is one, else the host.
@@ -243,14 +272,25 @@ private:
   std::filesystem::path folder_;
 };
 
+// How an example is started: as its head says it, and what its processes accept.
+struct Usage {
+  std::string line;
+  std::vector<std::string> roles;
+  std::vector<std::string> options;
+};
+
 // Runs an example. Its result is the last line, behind "ok:" in the first process; an error goes to
-// standard error, and the exit code is 1.
-template <class Example> int play(int count, char **arguments, Example example) {
+// standard error, and the exit code is 1, or 2 for a mistake on the command line.
+template <class Example>
+int play(int count, char **arguments, const Usage &usage, Example example) {
   try {
-    const Stage stage(count, arguments);
+    const Stage stage(count, arguments, usage.roles, usage.options);
     const std::string result = example(stage);
     say(stage.role().empty() ? "ok: " + result : result);
     return 0;
+  } catch (const Misuse &misuse) {
+    std::fprintf(stderr, "error: %s\nusage: %s\n", misuse.what(), usage.line.c_str());
+    return 2;
   } catch (const std::exception &error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return 1;

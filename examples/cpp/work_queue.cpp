@@ -106,8 +106,10 @@ static std::string lead(const Stage &stage) {
          " that it held by the others";
 }
 
+static const stage::Usage USAGE{"work_queue [--device host|cuda]", {"worker"}, {"--stall"}};
+
 int main(int count, char **arguments) {
-  return stage::play(count, arguments, [](const Stage &stage) {
+  return stage::play(count, arguments, USAGE, [](const Stage &stage) {
     return stage.role() == "worker" ? work(stage) : lead(stage);
   });
 }

@@ -11,10 +11,10 @@
 //   frame.send(stream);
 //
 // Every call throws warpipe::Error, or one of its subclasses, where the C function returns another
-// status than WARPIPE_OK. Objects are moved, not copied; a moved-from object is empty, as is one that a
-// call has closed. Their destructors ignore errors: call finish(), release() and the like to see them.
-// Ownership, threads and streams are as warpipe.h says. Whatever takes a stream takes a warpipe::Stream, a CUstream or a
-// cudaStream_t.
+// status than WARPIPE_OK. Objects are moved, not copied; a moved-from object is empty, as is one that
+// a call has closed. Their destructors ignore errors: call finish(), release() and the like to see
+// them. Ownership, threads and streams are as warpipe.h says. Whatever takes a stream takes a
+// warpipe::Stream, a CUstream or a cudaStream_t.
 //
 // License: MIT OR Apache-2.0
 
@@ -58,7 +58,8 @@ public:
             limited<std::ratio_divide<Period, std::nano>::num>(time.count())) {}
 
 private:
-  template <std::intmax_t Each, class Rep> static constexpr std::int64_t limited(Rep count) noexcept {
+  template <std::intmax_t Each, class Rep>
+  static constexpr std::int64_t limited(Rep count) noexcept {
     if (count <= 0)
       return 0;
     constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
@@ -152,7 +153,8 @@ inline void check_version() {
 
 namespace detail {
 // Elements that are copied as bytes.
-template <class T> constexpr bool is_plain = std::is_trivially_copyable_v<T> && !std::is_same_v<T, bool>;
+template <class T>
+constexpr bool is_plain = std::is_trivially_copyable_v<T> && !std::is_same_v<T, bool>;
 } // namespace detail
 
 // Elements that something else owns.

@@ -1,5 +1,6 @@
 //! The example programs in C++: configured and built with CMake against the tests' install tree, and
-//! run on the host backend, and over the fake driver if they need no kernel.
+//! run on the host backend, over the fake driver if they need no kernel, and with mistakes on the
+//! command line.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -56,6 +57,7 @@ pub fn run(workspace: &Workspace) -> Outcome<Counts> {
             counts += Counts::ONE_SKIPPED;
             continue;
         }
+        counts += refuse(&program);
         counts += apply(&program, "host", None);
         if !example.has_kernels {
             counts += apply(&program, "cuda", Some(&fake));
@@ -97,6 +99,27 @@ fn build(workspace: &Workspace, tree: &Path) -> Outcome<PathBuf> {
     } else {
         Err(format!("{SOURCES} does not build; CMake's words are above"))
     }
+}
+
+/// Gives a program an option that it does not have, and a role: one check. Neither starts anything.
+fn refuse(program: &Path) -> Counts {
+    let name = program.file_name().unwrap_or_default().to_string_lossy();
+    println!("--- {name}, a mistake on the command line");
+    for mistake in [["--devise", "host"], ["--role", "nobody"]] {
+        let task = Task::new(program).args(mistake);
+        let finished = task.run(program.parent().unwrap_or(program), RUN_LIMIT);
+        let usage = format!("usage: {name} [--device host|cuda]");
+        let is_refused = finished.as_ref().is_ok_and(|finished| {
+            let last = finished.lines.last();
+            !finished.success && last.is_some_and(|line| line.starts_with(&usage))
+        });
+        if !is_refused {
+            let message = finished.err().unwrap_or("its output is above".into());
+            println!("failed: {name} {}: {message}", mistake.join(" "));
+            return Counts::ONE_FAILED;
+        }
+    }
+    Counts::ONE_PASSED
 }
 
 /// Runs a program: one check.
