@@ -40,8 +40,23 @@ const LISTENER: u64 = 0;
 
 /// The endpoint that gets the connections.
 pub(crate) trait ConnectionOwner: EventSource {
-    /// Takes a connection after its peer has sent its `Hello`. Its descriptor is not watched.
-    fn on_connection(&self, connection: Connection, hello: Hello);
+    /// Takes a connection after its peer has sent its `Hello`. Its descriptor is not watched. An
+    /// owner for which this process lacks descriptors or memory, which is not the peer's fault,
+    /// postpones the connection before it has sent anything.
+    fn on_connection(
+        &self,
+        connection: Connection,
+        hello: Hello,
+    ) -> std::result::Result<(), Box<Postponed>>;
+}
+
+/// A connection that its owner has no room for. It is offered again with each tick, as long as a
+/// connection may be pending.
+pub(crate) struct Postponed {
+    pub(crate) connection: Connection,
+    pub(crate) hello: Hello,
+    /// The answer to the peer in the end, if there is no room by then.
+    pub(crate) reason: Error,
 }
 
 /// A connection with a peer that may connect and counts against the limits. The peer's death is
@@ -93,6 +108,15 @@ struct AcceptorState {
     /// `None` while this process is out of descriptors: the next tick watches the listener again.
     listener: Option<Registration>,
     pending: HashMap<u64, PendingConnection>,
+    postponed: HashMap<u64, PostponedConnection>,
+}
+
+/// A connection that waits for its owner to have room.
+struct PostponedConnection {
+    /// Has it offered again.
+    registration: Registration,
+    clock: Uptime,
+    postponed: Box<Postponed>,
 }
 
 /// A connection without a `Hello` so far.
@@ -168,7 +192,11 @@ impl Acceptor {
         self.claim.withdraw();
         let mut state = self.lock();
         state.is_closed = true;
-        let ended = (state.listener.take(), std::mem::take(&mut state.pending));
+        let ended = (
+            state.listener.take(),
+            std::mem::take(&mut state.pending),
+            std::mem::take(&mut state.postponed),
+        );
         drop(state);
         drop(ended);
     }
@@ -180,9 +208,21 @@ impl Acceptor {
         // If this process is still out of descriptors, the next tick tries again.
         let _ = self.listen();
         let limit = self.options.handshake_timeout;
-        self.lock()
+        let mut state = self.lock();
+        state
             .pending
             .retain(|_, pending| pending.clock.ran() <= limit);
+        let late: Vec<_> = state
+            .postponed
+            .extract_if(|_, postponed| postponed.clock.ran() > limit)
+            .collect();
+        drop(state);
+        for (_, late) in late {
+            let Postponed {
+                connection, reason, ..
+            } = &*late.postponed;
+            say(&connection.socket, &refusal(false, reason));
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, AcceptorState> {
@@ -399,12 +439,62 @@ impl Acceptor {
         Peer::with_credentials(socket.as_fd(), credentials, self.name())
     }
 
+    fn hand_over(&self, hello: Hello, connection: Connection) {
+        let id = connection.id;
+        let Some(postponed) = self.offer(hello, connection) else {
+            return;
+        };
+        let registration = self.reactor.register_trigger(&self.event_source(), id);
+        let trigger = registration.id();
+        self.postpone(id, registration, Uptime::default(), postponed);
+        self.reactor.trigger(trigger);
+    }
+
+    /// Offers a connection to the owner. Returns it if the owner has no room.
+    ///
     /// A panic of the owner's (its policy is the user's code) refuses this client alone: in the
     /// listener's event it would end the listening.
-    fn hand_over(&self, hello: Hello, connection: Connection) {
-        if let Some(owner) = self.owner.upgrade() {
-            let _panicked = catch_panic(|| owner.on_connection(connection, hello));
-            self.reactor.drop_on_reaper(owner);
+    fn offer(&self, hello: Hello, connection: Connection) -> Option<Box<Postponed>> {
+        let owner = self.owner.upgrade()?;
+        let taken = catch_panic(|| owner.on_connection(connection, hello));
+        self.reactor.drop_on_reaper(owner);
+        taken?.err()
+    }
+
+    fn postpone(
+        &self,
+        id: u64,
+        registration: Registration,
+        clock: Uptime,
+        postponed: Box<Postponed>,
+    ) {
+        let again = PostponedConnection {
+            registration,
+            clock,
+            postponed,
+        };
+        let mut state = self.lock();
+        if !state.is_closed {
+            state.postponed.insert(id, again);
+        }
+    }
+
+    /// Offers a postponed connection again.
+    fn on_postponed(&self, id: u64, postponed: PostponedConnection) -> Next {
+        let PostponedConnection {
+            registration,
+            clock,
+            postponed,
+        } = postponed;
+        let Postponed {
+            connection, hello, ..
+        } = *postponed;
+        match self.offer(hello, connection) {
+            Some(postponed) => {
+                self.postpone(id, registration, clock, postponed);
+                Next::RetryAtTick
+            }
+            None => Next::Stop,
         }
     }
 }
@@ -420,7 +510,14 @@ impl EventSource for Acceptor {
         }
         match tag {
             LISTENER => self.accept(),
-            id => self.on_pending(id),
+            id => {
+                // Taken out while it is offered: a tick may not end it meanwhile.
+                let postponed = self.lock().postponed.remove(&id);
+                match postponed {
+                    Some(postponed) => self.on_postponed(id, postponed),
+                    None => self.on_pending(id),
+                }
+            }
         }
     }
 }

@@ -12,7 +12,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use rustix::io::Errno;
 
-use super::acceptor::{self, Acceptor, AcceptorOptions, ConnectionOwner, Hello, refusal};
+use super::acceptor::{
+    self, Acceptor, AcceptorOptions, ConnectionOwner, Hello, Postponed, refusal,
+};
 use super::{
     AccessPolicy, Address, ClientInfo, Disconnected, FDS_MAX, NOTIFICATION, OutgoingReply,
     Rejection, RequestHandler,
@@ -476,10 +478,15 @@ impl ServerCore {
 }
 
 impl ConnectionOwner for ServerCore {
-    fn on_connection(&self, connection: acceptor::Connection, hello: Hello) {
+    fn on_connection(
+        &self,
+        connection: acceptor::Connection,
+        hello: Hello,
+    ) -> Result<(), Box<Postponed>> {
         if !self.is_closed.load(Ordering::SeqCst) {
             self.admit(connection, &hello);
         }
+        Ok(())
     }
 }
 

@@ -112,7 +112,7 @@ impl LinkParts {
 
     /// Sends `welcome` with the link's descriptors and every region so far, and closes this
     /// process's copies of the peer's descriptors. After a failure, drop the remains in the reaper:
-    /// they hold registered memory.
+    /// they hold registered memory. The connection comes back if nothing has been sent.
     pub(super) fn welcome(
         self,
         connection: Connection,
@@ -120,10 +120,10 @@ impl LinkParts {
         welcome: &Message,
         completions: Option<(u64, BorrowedFd<'_>)>,
         chunks: &[Chunk],
-    ) -> Result<SubscriberLink, (Deferred, Errno)> {
+    ) -> Result<SubscriberLink, (Deferred, Errno, Option<Connection>)> {
         let fds = [self.segment_fd.as_fd(), self.their_wake.as_fd()];
         if let Err(error) = message::send(connection.socket.as_fd(), welcome, &fds) {
-            return Err((Box::new((self, connection)), error));
+            return Err((Box::new(self), error, Some(connection)));
         }
         let Connection {
             id,
@@ -163,7 +163,7 @@ impl LinkParts {
             .and_then(|()| link.announce(chunks));
         match sent {
             Ok(()) => Ok(link),
-            Err(error) => Err((Box::new(link), error)),
+            Err(error) => Err((Box::new(link), error, None)),
         }
     }
 }

@@ -24,6 +24,7 @@ mod receiver;
 mod ring_model;
 mod scribbler;
 mod sender;
+mod shortage;
 mod silent;
 mod stage;
 mod subscriber_handshake;

@@ -24,9 +24,10 @@ impl EventSource for Owner {
 }
 
 impl ConnectionOwner for Owner {
-    fn on_connection(&self, connection: Connection, _: Hello) {
+    fn on_connection(&self, connection: Connection, _: Hello) -> Result<(), Box<Postponed>> {
         self.acceptor.lock().pending.clear();
         self.connections.lock().unwrap().send(connection).unwrap();
+        Ok(())
     }
 }
 

@@ -8,8 +8,8 @@ use super::super::subscriber_link::{LinkParts, LinkPhase, SubscriberLink, share_
 use super::PublisherCore;
 use super::state::PublisherState;
 use crate::backend::Access;
-use crate::error::{Error, HandshakeFault, Result};
-use crate::ipc::acceptor::{Connection, ConnectionOwner, Hello, refusal};
+use crate::error::{Error, HandshakeFault};
+use crate::ipc::acceptor::{Connection, ConnectionOwner, Hello, Postponed, refusal};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::DeathEvidence;
 use crate::runtime::fence::LazyFence;
@@ -30,13 +30,28 @@ fn tag(id: u64, kind: u64) -> u64 {
     id << 2 | kind
 }
 
+/// Whether a message could not be sent because this process's user has too much in flight, or the
+/// kernel no memory.
+fn is_full(error: &Error) -> bool {
+    matches!(error, Error::InFlightLimit { .. }) || message::is_short(error)
+}
+
 impl PublisherCore {
-    /// Makes the link of a new subscriber and sends it.
-    fn attach(&self, connection: Connection, hello: &Hello) {
+    /// Makes the link of a new subscriber and sends it. Postpones the connection if this process
+    /// has no room for the link at present.
+    fn attach(&self, connection: Connection, hello: Hello) -> Result<(), Box<Postponed>> {
         let socket = connection.socket.clone();
         // Before `connection` is dropped, which shuts the socket down.
         let refuse = |reason: &dyn std::fmt::Display| {
             let _ = message::send(socket.as_fd(), &refusal(false, reason), &[]);
+            Ok(())
+        };
+        let postpone = |connection, hello, reason| {
+            Err(Box::new(Postponed {
+                connection,
+                hello,
+                reason,
+            }))
         };
         let own = self.device.info().id;
         let device = match (hello.device, hello.body.as_slice()) {
@@ -53,11 +68,12 @@ impl PublisherCore {
             });
         }
         let (id, pid) = (connection.id, connection.peer.pid);
-        let policy = self.options.policy_for(&connection.peer);
         let parts = match LinkParts::new(&self.device, self.options.depth, self.generation) {
             Ok(parts) => parts,
+            Err(error) if message::is_short(&error) => return postpone(connection, hello, error),
             Err(error) => return refuse(&error),
         };
+        let policy = self.options.policy_for(&connection.peer);
         let mut state = self.lock();
         let welcome = Message::Welcome {
             generation: self.generation,
@@ -75,12 +91,18 @@ impl PublisherCore {
             state.arena.chunks(),
         ) {
             Ok(link) if !state.closed => link,
-            Ok(link) => return self.reactor.defer_drop(Box::new(link)),
-            Err((remains, error)) => {
+            Ok(link) => {
+                self.reactor.defer_drop(Box::new(link));
+                return Ok(());
+            }
+            Err((remains, error, unsent)) => {
                 drop(state);
-                let context = format!("the link to process {pid}");
-                refuse(&Error::os("sendmsg", context, error));
-                return self.reactor.defer_drop(remains);
+                let error = Error::os("sendmsg", format!("the link to process {pid}"), error);
+                self.reactor.defer_drop(remains);
+                return match unsent {
+                    Some(connection) if is_full(&error) => postpone(connection, hello, error),
+                    _ => refuse(&error),
+                };
             }
         };
         let watch = |fd, kind| self.reactor.register(fd, &self.me, tag(id, kind));
@@ -96,6 +118,7 @@ impl PublisherCore {
         } else {
             self.reactor.defer_drop(Box::new(link));
         }
+        Ok(())
     }
 
     /// A link's socket is readable.
@@ -297,8 +320,8 @@ impl PublisherCore {
 }
 
 impl ConnectionOwner for PublisherCore {
-    fn on_connection(&self, connection: Connection, hello: Hello) {
-        self.attach(connection, &hello);
+    fn on_connection(&self, connection: Connection, hello: Hello) -> Result<(), Box<Postponed>> {
+        self.attach(connection, hello)
     }
 }
 
