@@ -56,7 +56,7 @@ pub(crate) struct Postponed {
     pub(crate) connection: Connection,
     pub(crate) hello: Hello,
     /// The answer to the peer in the end, if there is no room by then.
-    pub(crate) reason: Error,
+    pub(crate) reason: String,
 }
 
 /// A connection with a peer that may connect and counts against the limits. The peer's death is
@@ -67,7 +67,7 @@ pub(crate) struct Connection {
     pub(crate) id: u64,
     pub(crate) peer: Peer,
     pub(crate) socket: Arc<PeerSocket>,
-    pub(crate) quota_permit: QuotaPermit,
+    pub(crate) quota_permit: Arc<QuotaPermit>,
 }
 
 /// A peer's first message, which has named the endpoint's kind.
@@ -134,7 +134,7 @@ struct PendingConnection {
 enum HelloRead {
     /// The `Hello` is not there yet, or cannot be read yet: see [`Acceptor::read_hello`].
     Pending(Option<Peer>, Next),
-    Complete(Peer, Hello, QuotaPermit),
+    Complete(Peer, Hello, Arc<QuotaPermit>),
 }
 
 impl std::fmt::Debug for Acceptor {
@@ -422,7 +422,7 @@ impl Acceptor {
             device,
             body,
         };
-        Ok(HelloRead::Complete(peer, hello, quota_permit))
+        Ok(HelloRead::Complete(peer, hello, Arc::new(quota_permit)))
     }
 
     /// Opens all that an admission needs beside the descriptors of the `Hello`: the peer's pidfd,

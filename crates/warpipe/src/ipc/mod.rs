@@ -24,6 +24,7 @@ mod tests;
 
 use std::time::Duration;
 
+use rustix::io::Errno;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -130,7 +131,7 @@ impl OutgoingReply {
         fds: Vec<CloseOnForkFd>,
     ) -> Result<OutgoingReply, Rejection> {
         Ok(OutgoingReply {
-            body: encode(body).map_err(|error| Rejection(error.to_string()))?,
+            body: encode(body)?,
             fds,
         })
     }
@@ -139,12 +140,42 @@ impl OutgoingReply {
 /// Why a server refuses a request: a text for people. A result that programs must distinguish goes
 /// into a reply.
 #[derive(Debug)]
-pub(crate) struct Rejection(pub(crate) String);
+pub(crate) struct Rejection {
+    pub(crate) text: String,
+    /// This process lacks descriptors or memory at present.
+    pub(crate) is_short: bool,
+}
 
-impl<E: std::error::Error> From<E> for Rejection {
-    fn from(error: E) -> Rejection {
-        Rejection(error.to_string())
+impl Rejection {
+    pub(crate) fn new(text: impl Into<String>) -> Rejection {
+        Rejection {
+            text: text.into(),
+            is_short: false,
+        }
     }
+}
+
+impl<E: std::error::Error + 'static> From<E> for Rejection {
+    fn from(error: E) -> Rejection {
+        let error: &(dyn std::error::Error + 'static) = &error;
+        let is_short = match error.downcast_ref() {
+            Some(&error) => is_shortage(error),
+            None => error.downcast_ref().is_some_and(message::is_short),
+        };
+        Rejection {
+            text: error.to_string(),
+            is_short,
+        }
+    }
+}
+
+/// Whether a system call failed because this process lacks descriptors or memory, or its user has
+/// too many descriptors in flight.
+pub(crate) fn is_shortage(error: Errno) -> bool {
+    matches!(
+        error,
+        Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS | Errno::TOOMANYREFS
+    )
 }
 
 /// A reply that a client has received.
@@ -192,7 +223,7 @@ pub(crate) trait RequestHandler: Send + Sync {
         _client: &ClientInfo,
         _body: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
-        Err(Rejection("it answers no requests".into()))
+        Err(Rejection::new("it answers no requests"))
     }
 
     /// A client's socket has closed without a graceful close. The client is presumed dead, and may

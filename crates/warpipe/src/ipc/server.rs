@@ -17,7 +17,7 @@ use super::acceptor::{
 };
 use super::{
     AccessPolicy, Address, ClientInfo, Disconnected, FDS_MAX, NOTIFICATION, OutgoingReply,
-    Rejection, RequestHandler,
+    Rejection, RequestHandler, is_shortage,
 };
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
@@ -114,10 +114,31 @@ struct Connection {
     quota_permit: Arc<QuotaPermit>,
 }
 
-impl Drop for Connection {
-    fn drop(&mut self) {
-        // A handler may hold the permit, and with it the socket.
+impl Connection {
+    /// Ends the connection, also where a handler holds the permit, and with it the socket.
+    fn end(self) {
         let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both);
+    }
+
+    /// The connection as it came.
+    fn postponed(self, hello: Hello, reason: String) -> Box<Postponed> {
+        let Connection {
+            socket,
+            peer,
+            client: ClientInfo { id, .. },
+            quota_permit,
+            ..
+        } = self;
+        Box::new(Postponed {
+            connection: acceptor::Connection {
+                id,
+                peer,
+                socket,
+                quota_permit,
+            },
+            hello,
+            reason,
+        })
     }
 }
 
@@ -241,18 +262,19 @@ impl ServerCore {
         let connections = std::mem::take(&mut *open);
         drop(open);
         self.acceptor.close();
-        for connection in connections.values() {
+        for connection in connections.into_values() {
             let _ = message::send(
                 connection.socket.as_fd(),
                 &Message::Close(CloseReason::Closed),
                 &[],
             );
+            connection.end();
         }
     }
 
     /// Starts to watch for the death of a new client's process, and asks the handler for the reply
     /// that admits the client.
-    fn admit(&self, connection: acceptor::Connection, hello: &Hello) {
+    fn admit(&self, connection: acceptor::Connection, hello: Hello) -> Result<(), Box<Postponed>> {
         let acceptor::Connection {
             id,
             peer,
@@ -275,7 +297,10 @@ impl ServerCore {
         };
         let registrations = match registrations {
             Ok(registrations) => registrations,
-            Err(error) => return refuse(&socket, error),
+            Err(error) => {
+                refuse(&socket, error);
+                return Ok(());
+            }
         };
         let connection = Connection {
             registrations,
@@ -283,23 +308,26 @@ impl ServerCore {
             peer,
             client: client.clone(),
             phase: ConnectionPhase::Admitting,
-            quota_permit: Arc::new(quota_permit),
+            quota_permit,
         };
         let mut connections = self.lock();
         if self.is_closed.load(Ordering::SeqCst) {
             // Closed since the connection came, and `close` has not seen it.
             drop(connections);
             let _ = message::send(socket.as_fd(), &Message::Close(CloseReason::Closed), &[]);
-            return;
+            return Ok(());
         }
         connections.insert(id, connection);
         drop(connections);
         let reply = match self.handler.on_connect(self, &client, &hello.body) {
             Ok(reply) => reply,
-            Err(Rejection(reason)) => {
-                refuse(&socket, reason);
+            Err(Rejection { text, is_short }) => {
                 let rejected = self.lock().remove(&id);
-                return drop(rejected);
+                if is_short && let Some(connection) = rejected {
+                    return Err(connection.postponed(hello, text));
+                }
+                refuse(&socket, text);
+                return Ok(());
             }
         };
         let message = Message::SessionOpened {
@@ -314,14 +342,27 @@ impl ServerCore {
             connection.phase = ConnectionPhase::Open;
         }
         let sent = send_with(&socket, &message, &reply.fds);
+        let unsent = match sent {
+            Err(error) if is_shortage(error) => connections.remove(&id),
+            _ => None,
+        };
         drop(connections);
+        let reason = |error| Error::os("sendmsg", "the admission", error);
         match sent {
             Ok(()) => self.register_socket(id),
-            Err(error) => {
-                refuse(&socket, Error::os("sendmsg", "the admission", error));
-                self.on_end(id);
-            }
+            Err(error) => match unsent {
+                Some(connection) => {
+                    self.handler
+                        .on_disconnect(self, &client, Disconnected::Closed);
+                    return Err(connection.postponed(hello, reason(error).to_string()));
+                }
+                None => {
+                    refuse(&socket, reason(error));
+                    self.on_end(id);
+                }
+            },
         }
+        Ok(())
     }
 
     fn register_socket(&self, id: u64) {
@@ -355,8 +396,8 @@ impl ServerCore {
             match message::receive(socket.as_fd(), self.name()) {
                 Ok(Received::Nothing) => return Next::Keep,
                 Ok(Received::Message(message, _)) => {
-                    if let Err(Rejection(reason)) = self.on_message(id, &socket, message) {
-                        refuse(&socket, reason);
+                    if let Err(Rejection { text, .. }) = self.on_message(id, &socket, message) {
+                        refuse(&socket, text);
                         return self.on_end(id);
                     }
                 }
@@ -373,7 +414,7 @@ impl ServerCore {
     /// Handles one message. An error ends the session.
     fn on_message(&self, id: u64, socket: &PeerSocket, message: Message) -> Result<(), Rejection> {
         let Some(client) = self.open_client(id) else {
-            return Err(Rejection("its session has ended".into()));
+            return Err(Rejection::new("its session has ended"));
         };
         match message {
             Message::Request { serial, body } => {
@@ -386,7 +427,7 @@ impl ServerCore {
                         };
                         send_with(socket, &message, &fds)
                     }
-                    Err(Rejection(text)) => send_with(
+                    Err(Rejection { text, .. }) => send_with(
                         socket,
                         &Message::RequestFailed {
                             serial,
@@ -395,7 +436,9 @@ impl ServerCore {
                         &[],
                     ),
                 };
-                sent.map_err(|error| Rejection(format!("the answer could not be sent: {error}")))
+                sent.map_err(|error| {
+                    Rejection::new(format!("the answer could not be sent: {error}"))
+                })
             }
             Message::Close(_) => {
                 if let Some(connection) = self.lock().get_mut(&id) {
@@ -403,7 +446,9 @@ impl ServerCore {
                 }
                 Ok(())
             }
-            other => Err(Rejection(other.unexpected("Request or Close").to_string())),
+            other => Err(Rejection::new(
+                other.unexpected("Request or Close").to_string(),
+            )),
         }
     }
 
@@ -436,9 +481,10 @@ impl ServerCore {
             ConnectionPhase::Open | ConnectionPhase::Leaving => {
                 let ended = connections.remove(&id);
                 drop(connections);
-                if let Some(Connection { client, .. }) = &ended {
+                if let Some(ended) = ended {
                     self.handler
-                        .on_disconnect(self, client, Disconnected::Closed);
+                        .on_disconnect(self, &ended.client, Disconnected::Closed);
+                    ended.end();
                 }
             }
         }
@@ -469,9 +515,10 @@ impl ServerCore {
 
     fn on_death(&self, id: u64) -> Next {
         let dead = self.lock().remove(&id);
-        if let Some(Connection { client, .. }) = &dead {
+        if let Some(dead) = dead {
             self.handler
-                .on_disconnect(self, client, Disconnected::ProcessDied);
+                .on_disconnect(self, &dead.client, Disconnected::ProcessDied);
+            dead.end();
         }
         Next::Stop
     }
@@ -483,10 +530,10 @@ impl ConnectionOwner for ServerCore {
         connection: acceptor::Connection,
         hello: Hello,
     ) -> Result<(), Box<Postponed>> {
-        if !self.is_closed.load(Ordering::SeqCst) {
-            self.admit(connection, &hello);
+        if self.is_closed.load(Ordering::SeqCst) {
+            return Ok(());
         }
-        Ok(())
+        self.admit(connection, hello)
     }
 }
 

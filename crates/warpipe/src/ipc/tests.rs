@@ -16,7 +16,7 @@ impl RequestHandler for Echo {
         body: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
         if body == b"refused" {
-            return Err(Rejection("no strangers".into()));
+            return Err(Rejection::new("no strangers"));
         }
         assert_eq!(client.uid, rustix::process::geteuid().as_raw());
         Ok(OutgoingReply {
@@ -32,7 +32,7 @@ impl RequestHandler for Echo {
         body: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
         if body == b"no" {
-            Err(Rejection("I will not".into()))
+            Err(Rejection::new("I will not"))
         } else {
             Ok(OutgoingReply {
                 body: body.to_vec(),

@@ -37,14 +37,14 @@ impl RequestHandler for PoolAllocator {
             return OutgoingReply::new(&HelloReply::Expired, vec![]);
         }
         if let Some(device) = client.device.filter(|device| device.kind != owner.kind) {
-            return Err(Rejection(format!(
+            return Err(Rejection::new(format!(
                 "its memory is on {owner}, which {device} cannot reach"
             )));
         }
         let known = server_core
             .process_of(client.id)
             .zip(server_core.permit_of(client.id));
-        let (process, permit) = known.ok_or_else(|| Rejection("it is there no more".into()))?;
+        let (process, permit) = known.ok_or_else(|| Rejection::new("it is there no more"))?;
         let (page, fd) = SharedPage::create(Some(&self.device), PAGE_BYTES)?;
         let welcome = HelloReply::Welcome {
             owner,

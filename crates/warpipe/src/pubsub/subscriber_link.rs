@@ -76,7 +76,7 @@ pub(super) struct SubscriberLink {
     dropped: u64,
     /// Its share of the publisher's connection limits.
     #[expect(dead_code, reason = "held, not used")]
-    quota_permit: QuotaPermit,
+    quota_permit: Arc<QuotaPermit>,
     /// The generation that its `Hello` carried.
     pub(super) generation: [u8; 16],
     /// The positions that were taken back when it left.

@@ -25,7 +25,7 @@ impl RequestHandler for Willing {
         _: &ClientInfo,
         _: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
-        Err(Rejection("none is expected".into()))
+        Err(Rejection::new("none is expected"))
     }
 
     fn on_disconnect(&self, _: &ServerCore, _: &ClientInfo, _: Disconnected) {}
@@ -64,7 +64,7 @@ fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
     };
     peer.adopt(message::take_lifeline(&mut fds).unwrap())
         .unwrap();
-    let quota_permit = quota.take(&peer, &socket).unwrap();
+    let quota_permit = Arc::new(quota.take(&peer, &socket).unwrap());
     let connection = acceptor::Connection {
         id: 1,
         peer,
@@ -78,7 +78,7 @@ fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
     };
     // Between the check of `on_connection` and the admission.
     drop(server);
-    server_core.admit(connection, &hello);
+    assert!(server_core.admit(connection, hello).is_ok());
     let told = message::receive(ours.as_fd(), "a");
     assert!(
         matches!(

@@ -10,6 +10,7 @@ use super::state::PublisherState;
 use crate::backend::Access;
 use crate::error::{Error, HandshakeFault};
 use crate::ipc::acceptor::{Connection, ConnectionOwner, Hello, Postponed, refusal};
+use crate::ipc::is_shortage;
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::DeathEvidence;
 use crate::runtime::fence::LazyFence;
@@ -30,12 +31,6 @@ fn tag(id: u64, kind: u64) -> u64 {
     id << 2 | kind
 }
 
-/// Whether a message could not be sent because this process's user has too much in flight, or the
-/// kernel no memory.
-fn is_full(error: &Error) -> bool {
-    matches!(error, Error::InFlightLimit { .. }) || message::is_short(error)
-}
-
 impl PublisherCore {
     /// Makes the link of a new subscriber and sends it. Postpones the connection if this process
     /// has no room for the link at present.
@@ -46,11 +41,11 @@ impl PublisherCore {
             let _ = message::send(socket.as_fd(), &refusal(false, reason), &[]);
             Ok(())
         };
-        let postpone = |connection, hello, reason| {
+        let postpone = |connection, hello, reason: Error| {
             Err(Box::new(Postponed {
                 connection,
                 hello,
-                reason,
+                reason: reason.to_string(),
             }))
         };
         let own = self.device.info().id;
@@ -97,11 +92,11 @@ impl PublisherCore {
             }
             Err((remains, error, unsent)) => {
                 drop(state);
-                let error = Error::os("sendmsg", format!("the link to process {pid}"), error);
                 self.reactor.defer_drop(remains);
+                let reason = Error::os("sendmsg", format!("the link to process {pid}"), error);
                 return match unsent {
-                    Some(connection) if is_full(&error) => postpone(connection, hello, error),
-                    _ => refuse(&error),
+                    Some(connection) if is_shortage(error) => postpone(connection, hello, reason),
+                    _ => refuse(&reason),
                 };
             }
         };

@@ -84,7 +84,7 @@ impl EventTable {
     fn offer(&self, client: &ClientInfo, number: u32) -> Result<OutgoingReply, Rejection> {
         let mut state = self.lock();
         if number as usize >= state.pages.len() || state.shared.contains_key(&(client.id, number)) {
-            return Err(Rejection("there is no such page to share".into()));
+            return Err(Rejection::new("there is no such page to share"));
         }
         let draft = UnsealedPage::create(PAGE_BYTES)?;
         let answer = OutgoingReply::new(&PageReply, vec![draft.descriptor()?])?;
@@ -99,7 +99,7 @@ impl EventTable {
         number: u32,
     ) -> Result<OutgoingReply, Rejection> {
         let draft = self.lock().drafts.remove(&(client.id, number));
-        let draft = draft.ok_or_else(|| Rejection("it was offered no such page".into()))?;
+        let draft = draft.ok_or_else(|| Rejection::new("it was offered no such page"))?;
         let event_page = EventPage::confirm(&self.device, draft, server_core.name())?;
         self.lock().shared.insert((client.id, number), event_page);
         Ok(OutgoingReply::default())

@@ -56,7 +56,7 @@ impl RecorderWatch {
     ) -> Result<RecorderWatch, Rejection> {
         let process = server_core
             .process_of(client)
-            .ok_or_else(|| Rejection("it is there no more".into()))?;
+            .ok_or_else(|| Rejection::new("it is there no more"))?;
         let death_handler = Arc::new(RecorderDeathHandler {
             event_table: event_table.clone(),
             client,

@@ -43,7 +43,7 @@ impl RequestHandler for Wrong {
         _: &ClientInfo,
         _: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
-        Err(Rejection("never".into()))
+        Err(Rejection::new("never"))
     }
 
     fn holds_anything(&self, _: &ClientInfo) -> bool {

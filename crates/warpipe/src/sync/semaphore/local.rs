@@ -316,7 +316,7 @@ impl LocalSemaphore {
                 semaphore_server,
             }) => {
                 let forwarded = semaphore_server.forward(server.server_core(), CREATOR, member);
-                forwarded.map_err(|Rejection(text)| Error::Refused {
+                forwarded.map_err(|Rejection { text, .. }| Error::Refused {
                     name: self.name.clone(),
                     text,
                 })?;

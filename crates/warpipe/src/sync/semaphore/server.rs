@@ -142,7 +142,7 @@ impl SemaphoreServer {
         member: u32,
     ) -> Result<(), Rejection> {
         let offered = self.offers().remove(&asker).filter(|(of, _)| *of == member);
-        let (_, page) = offered.ok_or_else(|| Rejection("it was offered no such page".into()))?;
+        let (_, page) = offered.ok_or_else(|| Rejection::new("it was offered no such page"))?;
         if member == CREATOR {
             return Ok(self.signals.add_listener(asker, page.into())?);
         }
@@ -153,7 +153,7 @@ impl SemaphoreServer {
         if is_told {
             Ok(())
         } else {
-            Err(Rejection(format!("member {member} does not answer")))
+            Err(Rejection::new(format!("member {member} does not answer")))
         }
     }
 
@@ -179,13 +179,13 @@ impl RequestHandler for SemaphoreServer {
                 "it is for {:?} devices; open it on a device of that kind",
                 self.device
             );
-            return Err(Rejection(text));
+            return Err(Rejection::new(text));
         }
         let member = u32::try_from(client.id)
             .ok()
             .filter(|&member| member < CREATOR);
         let member = member.ok_or_else(|| {
-            Rejection("it has had all the members it can count; create it anew".into())
+            Rejection::new("it has had all the members it can count; create it anew")
         })?;
         let page = CloseOnForkFd::duplicate(&self.page)
             .map_err(|e| Error::os("fcntl(F_DUPFD)", "the semaphore's page", e))?;

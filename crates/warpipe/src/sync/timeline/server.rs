@@ -86,7 +86,7 @@ impl RequestHandler for TimelineServer {
         let draft = self
             .drafts()
             .remove(&client.id)
-            .ok_or_else(|| Rejection("it has its page".into()))?;
+            .ok_or_else(|| Rejection::new("it has its page"))?;
         let copy = SharedCounter::new(
             &Arc::new(draft.confirm(&self.device, server_core.name())?),
             LANE_OFFSET,
