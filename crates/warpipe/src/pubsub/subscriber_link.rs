@@ -120,10 +120,10 @@ impl LinkParts {
         welcome: &Message,
         completions: Option<(u64, BorrowedFd<'_>)>,
         chunks: &[Chunk],
-    ) -> Result<SubscriberLink, (Deferred, Errno, Option<Connection>)> {
+    ) -> Result<SubscriberLink, (Deferred, Errno, Option<Box<Connection>>)> {
         let fds = [self.segment_fd.as_fd(), self.their_wake.as_fd()];
         if let Err(error) = message::send(connection.socket.as_fd(), welcome, &fds) {
-            return Err((Box::new(self), error, Some(connection)));
+            return Err((Box::new(self), error, Some(Box::new(connection))));
         }
         let Connection {
             id,

@@ -95,7 +95,7 @@ impl PublisherCore {
                 self.reactor.defer_drop(remains);
                 let reason = Error::os("sendmsg", format!("the link to process {pid}"), error);
                 return match unsent {
-                    Some(connection) if is_shortage(error) => postpone(connection, hello, reason),
+                    Some(connection) if is_shortage(error) => postpone(*connection, hello, reason),
                     _ => refuse(&reason),
                 };
             }
