@@ -13,8 +13,9 @@
  *
  * Threads. Every function may be called on any thread. A warpipe_subscriber, warpipe_worker,
  * warpipe_server, warpipe_sample, warpipe_loan, warpipe_lease or warpipe_answer is for one thread at
- * a time: a second one gets WARPIPE_INVALID_STATE. All others may be used by any number of threads at once,
- * and any object may be closed while another thread is in a call on it: it ends when that call does.
+ * a time: a second one gets WARPIPE_INVALID_STATE. All others may be used by any number of threads
+ * at once. An object's close function may be called while another thread is in a call on it: the
+ * object ends when that call does. A sample has none, and stays open when a release is refused so.
  * The library calls no function of the caller but that of warpipe_stream_call, and holds no lock
  * then.
  *
@@ -2134,7 +2135,7 @@ warpipe_status warpipe_sample_copy_to(const warpipe_sample *sample,
 
 // Waits on the CPU until the data is complete, releases the sample behind the work of the stream
 // that it was received with, and reports whether its sender lived until then. Closes sample,
-// whatever the result.
+// whatever the result, unless another thread is in a call on it (WARPIPE_INVALID_STATE).
 //
 // WARPIPE_DATA_LOST: discard what was computed from it; WARPIPE_TIMEOUT.
 warpipe_status warpipe_sample_finish(warpipe_sample *sample, uint64_t timeout_ns);

@@ -228,9 +228,9 @@ protected:
   // After a call that has closed the object.
   void forget() noexcept { object_ = nullptr; }
   // After a call that closes the object whatever its result, unless another thread was in a call on
-  // it: then it stays this one's.
+  // it, or there was no room for a receipt: then it stays this one's.
   void closed(warpipe_status status) {
-    if (status != WARPIPE_INVALID_STATE)
+    if (status != WARPIPE_INVALID_STATE && status != WARPIPE_LIMIT_REACHED)
       forget();
     check(status);
   }

@@ -289,7 +289,7 @@ pub unsafe extern "C" fn warpipe_sample_copy_to(
 
 /// Waits on the CPU until the data is complete, releases the sample behind the work of the stream
 /// that it was received with, and reports whether its sender lived until then. Closes `sample`,
-/// whatever the result.
+/// whatever the result, unless another thread is in a call on it (`WARPIPE_INVALID_STATE`).
 ///
 /// `WARPIPE_DATA_LOST`: discard what was computed from it; `WARPIPE_TIMEOUT`.
 #[unsafe(no_mangle)]
