@@ -2313,7 +2313,8 @@ warpipe_status warpipe_client_request(const warpipe_client *client,
                                       uint64_t deadline_ns,
                                       warpipe_pending **pending);
 
-// Waits until count servers are attached.
+// Waits until count servers are attached. A server attaches to a new client while it is in
+// warpipe_server_accept.
 //
 // WARPIPE_TIMEOUT.
 warpipe_status warpipe_client_wait_for_servers(const warpipe_client *client,

@@ -963,6 +963,7 @@ public:
     check(warpipe_client_watch(get(), &watch));
     return Watch(watch);
   }
+  // A server attaches to a new client while it is in accept().
   void wait_for_servers(std::size_t count, Duration timeout) const {
     check(warpipe_client_wait_for_servers(get(), count, nanoseconds(timeout)));
   }

@@ -277,7 +277,8 @@ fn request(
     })
 }
 
-/// Waits until `count` servers are attached.
+/// Waits until `count` servers are attached. A server attaches to a new client while it is in
+/// `warpipe_server_accept`.
 ///
 /// `WARPIPE_TIMEOUT`.
 #[unsafe(no_mangle)]

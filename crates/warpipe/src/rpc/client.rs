@@ -246,7 +246,8 @@ impl Client {
         self.queue.watch()
     }
 
-    /// Waits until `count` servers are attached.
+    /// Waits until `count` servers are attached. A server attaches to a new client while it accepts
+    /// requests ([`Server::accept`](crate::Server::accept)).
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::Forked`].
