@@ -165,7 +165,8 @@ macro_rules! option_setters {
         }
     };
     (@allow_gids ($($path:ident).+)) => {
-        /// Admits processes with one of these effective groups.
+        /// Admits processes with one of these as their effective group. The kernel reports no
+        /// supplementary groups of a peer, so those do not count.
         pub fn allow_gids(mut self, gids: &[u32]) -> Self {
             self.$($path).+.access.gids.extend(gids);
             self

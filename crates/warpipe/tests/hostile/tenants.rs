@@ -368,6 +368,48 @@ fn a_client_counts_for_the_user_that_connected_whatever_it_becomes_later() {
 }
 
 #[test]
+fn a_group_admits_processes_with_it_as_their_effective_group_and_no_supplementary_members() {
+    let test =
+        "a_group_admits_processes_with_it_as_their_effective_group_and_no_supplementary_members";
+    if let Some(role) = role() {
+        let (own, other) = match role.as_str() {
+            "effective" => (FLOODER, STRANGER),
+            _ => (STRANGER, FLOODER),
+        };
+        // SAFETY: plain system calls, as in `as_tenant`.
+        let codes = unsafe {
+            [
+                libc::setgroups(1, &other),
+                libc::setgid(own),
+                libc::setuid(TENANT),
+            ]
+        };
+        assert_eq!(codes, [0; 3]);
+        let domain = Domain::of_user(std::env::var("WARPIPE_HOSTILE_PATH").unwrap(), 0).unwrap();
+        match open_pool(&domain) {
+            Ok(_) => println!("outcome: admitted"),
+            Err(Error::AccessDenied { .. }) => println!("outcome: denied"),
+            Err(other) => println!("outcome: {other}"),
+        }
+        return;
+    }
+    let Some(scratch) = open_scratch() else {
+        return;
+    };
+    let builder = Pool::builder("pool").domain(&scratch.domain);
+    let builder = builder.device(&Device::host()).allow_gids(&[FLOODER]);
+    let _pool = builder.build().unwrap();
+    for (role, outcome) in [("effective", "admitted"), ("supplementary", "denied")] {
+        let output = tenant(test, &scratch, TENANT, role).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            text.contains(&format!("outcome: {outcome}")),
+            "{role}: {text}"
+        );
+    }
+}
+
+#[test]
 fn clients_of_one_user_that_race_and_are_killed_keep_to_one_quota_and_return_it() {
     let test = "clients_of_one_user_that_race_and_are_killed_keep_to_one_quota_and_return_it";
     if role().is_some() {
