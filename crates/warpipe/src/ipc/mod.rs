@@ -252,6 +252,12 @@ pub(crate) trait RequestHandler: Send + Sync {
     ) {
     }
 
+    /// A reply could not be sent because this process lacks room for descriptors in flight. True if
+    /// the handler has taken back what it gave: the request fails then, and the session goes on.
+    fn take_back(&self, _client: &ClientInfo, _body: &[u8]) -> bool {
+        false
+    }
+
     /// Called every 200 ms on the reactor's thread, at the same time as the other calls. It must
     /// not call the driver, nor wait for a lock that is held across such a call.
     fn on_server_tick(&self, _server_core: &ServerCore, _now_ns: u64) {}

@@ -425,7 +425,18 @@ impl ServerCore {
                             body,
                             fds: fds.len().min(FDS_MAX) as u8,
                         };
-                        send_with(socket, &message, &fds)
+                        match send_with(socket, &message, &fds) {
+                            Err(error)
+                                if is_shortage(error)
+                                    && let Message::Reply { body, .. } = &message
+                                    && self.handler.take_back(&client, body) =>
+                            {
+                                let text = Error::os("sendmsg", "an answer", error);
+                                let text = message::text(text);
+                                send_with(socket, &Message::RequestFailed { serial, text }, &[])
+                            }
+                            sent => sent,
+                        }
                     }
                     Err(Rejection { text, .. }) => send_with(
                         socket,

@@ -128,6 +128,12 @@ impl Borrower {
         is_closed
     }
 
+    /// As [`close`](Self::close), and returns the pair's block.
+    pub(super) fn take_back(&mut self, pair: u32) -> Option<SlotId> {
+        let slot = self.open.iter().find(|open| open.pair == pair)?.slot;
+        self.close(pair).then_some(slot)
+    }
+
     pub(super) fn is_full(&self) -> bool {
         self.unused.is_empty() && self.next_pair >= PAIRS_MAX
     }

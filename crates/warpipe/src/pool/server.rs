@@ -104,6 +104,20 @@ impl RequestHandler for PoolAllocator {
         }
     }
 
+    /// The peer has not learned of the block.
+    fn take_back(&self, client: &ClientInfo, body: &[u8]) -> bool {
+        let Ok(AllocReply::Block(BlockGrant { pair, .. })) = decode(body, self.name.as_str())
+        else {
+            return false;
+        };
+        let mut state = self.lock();
+        let borrower = state.borrowers.get_mut(&client.id);
+        let slot = borrower.and_then(|borrower| borrower.take_back(pair));
+        slot.into_iter()
+            .for_each(|slot| state.release_borrower(slot));
+        true
+    }
+
     /// Runs on the reactor's thread, so it does not wait: the lock's holder may be in a driver call
     /// that waits for a stream which only the reactor can release. The next tick tries again.
     fn on_server_tick(&self, _: &ServerCore, _: u64) {

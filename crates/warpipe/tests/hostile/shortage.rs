@@ -6,13 +6,20 @@ use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::descriptors::{leave_descriptors, raise_descriptor_limit, settled_descriptors};
+use rustix::process::Resource;
+
+use super::descriptors::{
+    leave_descriptors, raise_descriptor_limit, set_soft, settled_descriptors,
+};
 use super::publisher_handshake::hello;
 use super::stage::{LONG, Scratch, eventually, hear, in_a_forked_child, packet, send_raw};
 use crate::ipc::Kind;
 use crate::ipc::message::{self, Message, Received};
 use crate::runtime::reactor::{EventSource, Next, Reactor};
-use crate::{Device, Pool, Publisher};
+use crate::{Device, Domain, Pool, PoolClient, Publisher};
+
+/// A user without other processes.
+const TENANT: u32 = 60_014;
 
 /// Counts the reactor's ticks.
 struct Clock(AtomicU32);
@@ -80,15 +87,19 @@ fn a_subscriber_that_comes_while_the_publisher_lacks_descriptors_gets_its_link_w
     }
 }
 
-#[test]
-fn a_client_that_comes_while_the_server_lacks_descriptors_is_admitted_when_there_is_room() {
-    // A client that expects no certain incarnation.
-    let hello = Message::Hello {
+/// Of a client that expects no certain incarnation.
+fn pool_hello() -> Message {
+    Message::Hello {
         generation: [7; 16],
         device: None,
         kind: Kind::Pool,
         body: vec![0],
-    };
+    }
+}
+
+#[test]
+fn a_client_that_comes_while_the_server_lacks_descriptors_is_admitted_when_there_is_room() {
+    let hello = pool_hello();
     for spare in 0..=4 {
         in_a_forked_child(|| {
             let scratch = Scratch::new();
@@ -134,5 +145,61 @@ fn a_subscriber_that_leaves_during_a_shortage_leaves_nothing_behind() {
         super::stage::assert_delivers(&publisher, &mut subscriber, b"to another one");
         eventually("it is gone", || publisher.subscribers().len() == 1);
         true
+    });
+}
+
+/// Fills the descriptors that this user may have in flight with answers of the pool that nobody
+/// reads. Returns whether another client of the pool outlasts that.
+fn outlasts_unread_answers(scratch: &Scratch) -> bool {
+    // SAFETY: plain system calls; this process has no other thread.
+    let codes = unsafe { [libc::setgid(TENANT), libc::setuid(TENANT)] };
+    assert_eq!(codes, [0; 2]);
+    set_soft(Resource::Nofile, Some(256));
+    let domain = Domain::at(&scratch.path).unwrap();
+    let builder = Pool::builder("a").domain(&domain).device(&Device::host());
+    let pool = builder.build().unwrap();
+    let opener = PoolClient::opener("a").domain(&domain);
+    let client = opener.device(&Device::host()).open().unwrap();
+    drop(client.allocate(1).unwrap());
+    let silent = [(); 4].map(|()| {
+        let (socket, pipes) = (scratch.connection(), [(); 2].map(|()| rustix::pipe::pipe()));
+        let pipes = pipes.map(Result::unwrap);
+        let ends = pipes.each_ref().map(|(end, _)| end.as_fd());
+        send_raw(&socket, &packet(&pool_hello()), &ends).unwrap();
+        assert!(message::wait_readable(socket.as_fd(), LONG));
+        (socket, pipes)
+    });
+    let ask = packet(&Message::Request {
+        serial: 5,
+        body: vec![1, 1],
+    });
+    let mut outcomes = Vec::new();
+    eventually("no more may be in flight", || {
+        silent.iter().for_each(|(socket, _)| {
+            let _ = send_raw(socket, &ask, &[]);
+        });
+        let outcome = client.allocate(1).map(drop);
+        let is_over = outcome.is_err();
+        outcomes.extend(is_over.then_some(outcome));
+        is_over
+    });
+    drop(silent);
+    eventually("it is served again", || client.allocate(1).is_ok());
+    let usage = pool.usage(TENANT);
+    eprintln!("{outcomes:?} {usage:?}");
+    !client.is_owner_gone()
+}
+
+#[test]
+fn answers_that_one_client_does_not_read_end_no_session_of_another_one() {
+    if !rustix::process::geteuid().is_root() {
+        return println!(
+            "skipped: only root is exempt from the limit, and can become another user"
+        );
+    }
+    in_a_forked_child(|| {
+        let scratch = Scratch::new();
+        std::os::unix::fs::chown(&scratch.path, Some(TENANT), Some(TENANT)).unwrap();
+        outlasts_unread_answers(&scratch)
     });
 }
