@@ -16,7 +16,7 @@ use std::time::Duration;
 
 pub use fault::{
     EventHandleFault, Expiry, HandleFault, HandshakeFault, Holder, LegacyFault, PeerLimit,
-    PointerKind, TicketFault,
+    PointerKind, TicketFault, WeightsFault,
 };
 pub use kind::ErrorKind;
 
@@ -423,6 +423,26 @@ pub enum Error {
         blocks: u32,
         /// The user's quota of blocks.
         blocks_max: u32,
+    },
+    /// A file, or a folder, of model weights that cannot be loaded.
+    #[error("{} cannot be loaded: {fault}", path.display())]
+    WeightsFile {
+        /// The file or folder.
+        path: PathBuf,
+        /// The fault.
+        fault: WeightsFault,
+    },
+    /// A tensor of published weights is not what its publisher wrote: its content hash differs.
+    #[error(
+        "version {version} of the weights {name:?} is damaged: tensor {tensor:?} has another content hash"
+    )]
+    WeightsDamaged {
+        /// The weights' name.
+        name: String,
+        /// The version.
+        version: u64,
+        /// The first tensor that differs.
+        tensor: String,
     },
     /// Memory that no legacy handle can name.
     #[error("{ptr:#x} is {kind}, which no legacy handle can name")]

@@ -16,6 +16,7 @@ use crate::pubsub::entry::{Completion, Description, Metadata, UntrustedEntry};
 use crate::queue::wire;
 use crate::shm::segment::{META_BYTES_MAX, Segment, VERSION};
 use crate::tensor::RANK_MAX;
+use crate::weights;
 use crate::{DType, Device, EventHandle, Layout, LegacyHandle, Ticket, origin, sync::event};
 
 /// A parser: its name, the function that runs it, and seeds that reach far into it.
@@ -45,6 +46,11 @@ pub const TARGETS: &[Target] = &[
         name: "queue",
         parse: queue,
         seeds: queue_seeds,
+    },
+    Target {
+        name: "weights",
+        parse: weights,
+        seeds: weights::seeds,
     },
     Target {
         name: "ticket",
@@ -184,6 +190,12 @@ fn packets(bytes: &[u8]) {
     }
 }
 
+/// A file's header, and a manifest.
+fn weights(bytes: &[u8]) {
+    weights::try_header(bytes);
+    weights::try_manifest(bytes);
+}
+
 /// Message bodies: the requests and replies of every endpoint kind.
 fn bodies(bytes: &[u8]) {
     let interfaces = [
@@ -193,6 +205,7 @@ fn bodies(bytes: &[u8]) {
         crate::pool::try_messages,
         crate::sync::semaphore::try_messages,
         crate::sync::timeline::try_messages,
+        crate::weights::try_messages,
     ];
     interfaces.into_iter().for_each(|read| read(bytes));
     // Types of this library that user programs may deserialize with serde.

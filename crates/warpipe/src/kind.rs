@@ -28,6 +28,10 @@ pub enum Kind {
     Results,
     /// Memory that a process exported by a legacy handle. It has no endpoint name.
     LegacyMemory,
+    /// The keeper of a name's model weights.
+    Weights,
+    /// A process that holds model weights.
+    WeightsHolder,
 }
 
 impl fmt::Display for Kind {
@@ -43,6 +47,8 @@ impl fmt::Display for Kind {
             Kind::Queue => "queue",
             Kind::Results => "worker's results",
             Kind::LegacyMemory => "legacy memory",
+            Kind::Weights => "weights' keeper",
+            Kind::WeightsHolder => "holder of weights",
         })
     }
 }

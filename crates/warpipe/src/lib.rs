@@ -36,6 +36,7 @@
 //! | requests and replies | [`Client`], [`Server`] |
 //! | memory of your own | [`Memory`], opened elsewhere by a [`Ticket`] |
 //! | memory of another allocator | [`LegacyHandle`], a CUDA IPC handle that knows its owner |
+//! | a model's weights, for all its engines | [`weights`] |
 //! | blocks of one process's memory | [`Pool`], [`PoolClient`] |
 //! | the order of streams | [`Timeline`] (a number that grows), [`Event`], [`Semaphore`] |
 //! | the list of live processes | [`Member`], [`Members`] |
@@ -131,12 +132,13 @@ mod stats;
 mod stream;
 mod sync;
 mod tensor;
+pub mod weights;
 
 pub use device::{Device, PreferredDevice};
 pub use device_types::{Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream};
 pub use error::{
     Error, ErrorKind, EventHandleFault, Expiry, HandleFault, HandshakeFault, Holder, LegacyFault,
-    PeerLimit, PointerKind, Result, TicketFault,
+    PeerLimit, PointerKind, Result, TicketFault, WeightsFault,
 };
 pub use ipc::PeerState;
 pub use ipc::domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};

@@ -177,8 +177,9 @@ pub(crate) use option_setters;
 
 /// The options with which an endpoint of another process, or of this one, is opened by its name:
 /// from [`Timeline::opener`](crate::Timeline::opener),
-/// [`Semaphore::opener`](crate::Semaphore::opener) and
-/// [`PoolClient::opener`](crate::PoolClient::opener).
+/// [`Semaphore::opener`](crate::Semaphore::opener),
+/// [`PoolClient::opener`](crate::PoolClient::opener) and
+/// [`SharedWeights::opener`](crate::weights::SharedWeights::opener).
 #[derive(Debug, Clone)]
 pub struct Opener<T> {
     name: String,
@@ -216,6 +217,24 @@ impl<T> Opener<T> {
     pub fn wait(mut self, timeout: Duration) -> Self {
         self.wait = timeout;
         self
+    }
+
+    /// The chosen domain.
+    pub(crate) fn chosen_domain(&self) -> Result<Domain> {
+        self.shared.domain()
+    }
+
+    /// The chosen device.
+    pub(crate) fn chosen_device(&self) -> Device {
+        self.shared.device()
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn timeout(&self) -> Duration {
+        self.wait
     }
 
     /// Asks the owner of the name, which has to be of this kind.

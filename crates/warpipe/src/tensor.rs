@@ -453,7 +453,10 @@ mod tests {
         let lone = Layout::strided(DType::F64, &[2, 1, 2], &[0, i64::MAX, 1], 8).unwrap();
         assert_eq!(offsets(lone), [8, 16, 8, 16]);
         assert_eq!(offsets(Layout::contiguous(DType::U8, &[]).unwrap()), [0]);
-        assert_eq!(offsets(Layout::contiguous(DType::U8, &[3, 0]).unwrap()), []);
+        assert_eq!(
+            offsets(Layout::contiguous(DType::U8, &[3, 0]).unwrap()),
+            [0; 0]
+        );
     }
 
     #[test]

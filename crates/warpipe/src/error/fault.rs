@@ -1,6 +1,7 @@
 //! The exact fault, for error kinds with many causes.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -304,4 +305,67 @@ impl fmt::Display for PointerKind {
             PointerKind::Unknown => "no memory that is there",
         })
     }
+}
+
+/// The fault of a file, or of a folder, that is to hold model weights.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WeightsFault {
+    /// It is no regular file.
+    #[error("it is neither a regular file nor a folder")]
+    NotRegular,
+    /// A folder without weights.
+    #[error("it has neither model.safetensors.index.json nor model.safetensors")]
+    Empty,
+    /// The file is shorter than its own header says, or longer.
+    #[error("it has {found} bytes, and its header describes {described}")]
+    Truncated {
+        /// The file's length.
+        found: u64,
+        /// The length that its header describes, the header included.
+        described: u64,
+    },
+    /// The first eight bytes, the header's length in little endian, cannot be right.
+    #[error("its header would have {found} bytes, allowed are 2 to {allowed}{detail}")]
+    HeaderLength {
+        /// The length read.
+        found: u64,
+        /// The longest header that this file may have.
+        allowed: u64,
+        /// The likely cause, or empty.
+        detail: &'static str,
+    },
+    /// The header is no JSON of the format.
+    #[error("its header is garbled: {0}")]
+    Header(String),
+    /// A tensor with a description that cannot be right, or that this library cannot share.
+    #[error("tensor {name:?}: {reason}")]
+    Tensor {
+        /// The tensor's name.
+        name: String,
+        /// The rule that the tensor breaks.
+        reason: String,
+    },
+    /// Two files hold a tensor of the same name.
+    #[error("tensor {name:?} lies in {} too", other.display())]
+    Duplicate {
+        /// The tensor's name.
+        name: String,
+        /// The other file.
+        other: PathBuf,
+    },
+    /// The index of a folder is garbled, or does not fit the files.
+    #[error("the index {0}")]
+    Index(String),
+    /// The file got shorter while it was read.
+    #[error("it became shorter while it was read")]
+    Changed,
+    /// There is more of something than this library loads under one name.
+    #[error("{what}: more than {limit}")]
+    Limit {
+        /// The kind of thing that is counted.
+        what: &'static str,
+        /// The limit.
+        limit: u64,
+    },
 }

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use super::{
     Error, EventHandleFault, HandleFault, HandshakeFault, LegacyFault, PointerKind, TicketFault,
+    WeightsFault,
 };
 use crate::kind::Kind;
 
@@ -111,6 +112,10 @@ impl Error {
                 LegacyFault::NotOpen { .. } => "close what was opened, once",
             },
             Error::NotExportable { kind, .. } => of_pointer(*kind),
+            Error::WeightsFile { fault, .. } => of_weights(fault),
+            Error::WeightsDamaged { .. } => {
+                "publish the weights again, and end the process that wrote to their memory"
+            }
             other => other.hint_of_peers(),
         }
     }
@@ -178,6 +183,29 @@ fn of_text(fault: &HandleFault) -> &'static str {
         HandleFault::NoHandle { .. } | HandleFault::Oversized { .. } | HandleFault::Damaged(_) => {
             WHOLE_TEXT
         }
+    }
+}
+
+/// The next step for a file of weights.
+fn of_weights(fault: &WeightsFault) -> &'static str {
+    match fault {
+        WeightsFault::NotRegular | WeightsFault::Empty => {
+            "name safetensors files, or a folder with model.safetensors.index.json or model.safetensors"
+        }
+        WeightsFault::HeaderLength { .. }
+        | WeightsFault::Header(_)
+        | WeightsFault::Truncated { .. } => {
+            "take a whole safetensors file: copy or download it again"
+        }
+        WeightsFault::Changed => "load it again when no process writes to it",
+        WeightsFault::Tensor { .. } => {
+            "save the tensors again with the safetensors library, or copy the file again"
+        }
+        WeightsFault::Duplicate { .. } => "leave one of the two files out",
+        WeightsFault::Index(_) => {
+            "download the folder again, or name its safetensors files one by one"
+        }
+        WeightsFault::Limit { .. } => "split the weights over several names",
     }
 }
 

@@ -108,7 +108,9 @@ impl Error {
             Error::Protocol { .. } => ErrorKind::Protocol,
             Error::PeerGone { .. } => ErrorKind::PeerGone,
             Error::Evicted { .. } | Error::LinkClosed { .. } => ErrorKind::LinkClosed,
-            Error::SampleLost { .. } | Error::EventLost { .. } => ErrorKind::DataLost,
+            Error::SampleLost { .. } | Error::EventLost { .. } | Error::WeightsDamaged { .. } => {
+                ErrorKind::DataLost
+            }
             Error::Timeout { .. } | Error::DeadlinePassed { .. } => ErrorKind::Timeout,
             Error::DeadLettered { .. } | Error::Rejected { .. } => ErrorKind::JobFailed,
             Error::Handshake { fault, .. } => of_handshake(fault),
@@ -119,6 +121,7 @@ impl Error {
             | Error::Range { .. }
             | Error::Backwards { .. }
             | Error::NotExportable { .. }
+            | Error::WeightsFile { .. }
             | Error::Layout { .. }
             | Error::Argument { .. } => ErrorKind::InvalidInput,
             Error::Capturing { .. }

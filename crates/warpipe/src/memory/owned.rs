@@ -14,6 +14,7 @@ use super::slice::{DeviceSlice, check_range};
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::fork::CloseOnForkFd;
 use crate::fork::driver_files::EXPORTED;
 use crate::ipc::domain::Domain;
 
@@ -115,6 +116,12 @@ impl Memory {
             .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a memory's descriptor", e))?;
         EXPORTED.set(copy.as_raw_fd());
         Ok(copy)
+    }
+
+    /// A descriptor of the memory that a forked child does not keep.
+    pub(crate) fn private_export(&self) -> Result<CloseOnForkFd> {
+        self.slice.owner_process().check()?;
+        self.mapping.region().export()
     }
 
     /// As [`export_fd`](Self::export_fd), with the memory's description.

@@ -144,7 +144,7 @@ fn a_worker_that_left_before_it_got_a_session_gets_none() {
     }
     assert_eq!(
         queue.state().unwrap().workers,
-        [],
+        [0; 0],
         "nobody would ever say that it is gone"
     );
     drop(answers);

@@ -1,0 +1,108 @@
+//! The endpoint of a process that holds a version of weights. A keeper connects to it and gets the
+//! descriptors: a publisher's offer, or after the previous keeper's death what a worker holds.
+//!
+//! A request carries no descriptors, so the process that has them serves, and the one that wants
+//! them connects. A holder's name contains the version's number: a new keeper knows from the
+//! directory which numbers are in use, also by processes that are stopped and answer nothing.
+
+use std::sync::Arc;
+
+use super::held::{Held, NUMBER_MAX};
+use crate::error::{Error, Result};
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::{
+    AccessPolicy, Address, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
+    ServerCore,
+};
+use crate::runtime::reactor::new_generation;
+
+/// The endpoint; dropping it ends it.
+#[derive(Debug)]
+pub(super) struct Holder {
+    _server: IpcServer,
+}
+
+/// The prefix of the names of holders of numbered versions.
+pub(super) fn held_prefix(weights: &str) -> String {
+    format!("{weights}/held-")
+}
+
+/// The prefix of the names of publishers with a version that has no number yet.
+pub(super) fn offer_prefix(weights: &str) -> String {
+    format!("{weights}/offer-")
+}
+
+/// The number of the version that a holder's name says.
+pub(super) fn number_of(weights: &str, holder: &EndpointName) -> Option<u64> {
+    let rest = holder.as_str().strip_prefix(&held_prefix(weights))?;
+    let (number, _) = rest.split_once('-')?;
+    let number = u64::from_str_radix(number, 16).ok()?;
+    (1..=NUMBER_MAX).contains(&number).then_some(number)
+}
+
+/// Removes the files of dead holders of these weights.
+pub(super) fn clear_dead(domain: &Domain, weights: &str) {
+    for prefix in [held_prefix(weights), offer_prefix(weights)] {
+        // The directory may be unreadable: the files stay until the next call.
+        for name in domain.names_after(&prefix).unwrap_or_default() {
+            domain.clear_name(&name);
+        }
+    }
+}
+
+impl Holder {
+    /// Serves a numbered version to later keepers.
+    pub(super) fn serve(domain: &Domain, weights: &str, held: Arc<Held>) -> Result<Holder> {
+        let prefix = format!("{}{:x}-", held_prefix(weights), held.version.number);
+        Ok(Holder::open(domain, &prefix, held)?.0)
+    }
+
+    /// Serves a version that has no number, and returns the name.
+    pub(super) fn offer(
+        domain: &Domain,
+        weights: &str,
+        held: Arc<Held>,
+    ) -> Result<(Holder, EndpointName)> {
+        Holder::open(domain, &offer_prefix(weights), held)
+    }
+
+    fn open(domain: &Domain, prefix: &str, held: Arc<Held>) -> Result<(Holder, EndpointName)> {
+        let handler = Arc::new(HolderHandler { held });
+        loop {
+            let [a, b, c, d, e, f, g, h, ..] = new_generation();
+            let random = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
+            let name = EndpointName::new(&format!("{prefix}{random:016x}"))?;
+            let at = Address {
+                domain,
+                name: &name,
+                kind: Kind::WeightsHolder,
+            };
+            match IpcServer::open(&at, AccessPolicy::default(), handler.clone()) {
+                Ok(server) => return Ok((Holder { _server: server }, name)),
+                // Another holder drew the same number.
+                Err(Error::NameTaken { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// Gives the descriptors to each client that is admitted.
+struct HolderHandler {
+    held: Arc<Held>,
+}
+
+impl RequestHandler for HolderHandler {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        self.held.reply(&self.held.describe())
+    }
+
+    fn runs_on_reactor(&self) -> bool {
+        true
+    }
+}

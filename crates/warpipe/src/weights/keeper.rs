@@ -1,0 +1,366 @@
+//! The keeper of a name: descriptors and a manifest of the current version, for whoever asks.
+//!
+//! It opens no device and maps no memory. It has no thread while nothing is published: each offer
+//! is fetched on a thread that ends with it.
+
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use serde::{Deserialize, Serialize};
+
+use super::held::{Held, NUMBER_MAX, Version, VersionReply};
+use super::holder::{clear_dead, offer_prefix};
+use super::{takeover, weights_name};
+use crate::error::{Error, Result};
+use crate::fork::OwnerProcess;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::{
+    ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
+};
+use crate::options::{EndpointOptions, option_setters};
+
+/// How many offers are fetched at once, each on a thread: a stopped publisher occupies its thread
+/// for as long as a handshake may take.
+const OFFERS_MAX: usize = 8;
+
+/// A client's request.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum KeeperRequest {
+    /// The version that is offered.
+    Offered,
+    /// The version to be checked: the candidate, else the one that is offered.
+    Candidate,
+    /// Fetch the version that the endpoint `name` offers. A notice follows.
+    Take { name: String },
+    /// The content hashes of a version have been compared.
+    Checked { version: Version, is_sound: bool },
+}
+
+/// The reply.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum KeeperReply {
+    /// Descriptors: the memory, the manifest.
+    Version(VersionReply),
+    /// There is none. A candidate may wait for its check.
+    Nothing { candidate: Option<u64> },
+    /// The request has been noted.
+    Noted,
+}
+
+/// A notification.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum KeeperNotice {
+    /// Another version is offered.
+    Offered,
+    /// The client's offer has become this version.
+    Taken { number: u64 },
+    /// The client's offer could not be fetched.
+    NotTaken { text: String },
+}
+
+/// Options for a keeper.
+#[derive(Debug, Clone)]
+pub struct KeeperBuilder {
+    name: String,
+    shared: EndpointOptions,
+}
+
+impl KeeperBuilder {
+    option_setters! { (shared):
+        /// The domain of its name; the environment's by default.
+        domain,
+    }
+
+    /// Claims the name, and asks every process that holds a version of it for its descriptors
+    /// (at most 20 s: a stopped process does not answer). The newest version found becomes the
+    /// [candidate](Keeper::candidate).
+    ///
+    /// # Errors
+    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`],
+    /// [`Error::Os`], [`Error::DescriptorLimit`].
+    pub fn build(self) -> Result<Keeper> {
+        let name = weights_name(&self.name)?;
+        let domain = self.shared.domain()?;
+        let core = Arc::new(KeeperCore {
+            name: name.clone(),
+            domain: domain.clone(),
+            state: Mutex::default(),
+            server: OnceLock::new(),
+            offers: AtomicUsize::new(0),
+        });
+        let handler = Arc::new(KeeperHandler(core.clone()));
+        // Before the search: a process that becomes a holder from now on has asked this keeper.
+        let server = self.shared.serve(&name, Kind::Weights, handler)?;
+        let found = takeover::find(&domain, &name);
+        if let Ok(found) = found.as_ref() {
+            core.lock().last_number = found.last_number;
+        }
+        let unanswered = found.as_ref().map_or(0, |found| found.unanswered);
+        let found = found.map(|found| core.lock().candidates = found.versions);
+        // In any case: offers wait for it.
+        let _ = core.server.set(Arc::downgrade(server.server_core()));
+        found?;
+        Ok(Keeper {
+            _server: server,
+            core,
+            unanswered,
+            owner_process: OwnerProcess::current(),
+        })
+    }
+}
+
+/// Keeps the weights of a name: descriptors alone, without a device. Dropping it releases the name;
+/// processes that have the weights open keep them.
+#[derive(Debug)]
+pub struct Keeper {
+    _server: IpcServer,
+    core: Arc<KeeperCore>,
+    unanswered: usize,
+    owner_process: OwnerProcess,
+}
+
+impl Keeper {
+    /// Options for the keeper of `name`: at most 40 bytes, otherwise as every endpoint name.
+    pub fn builder(name: &str) -> KeeperBuilder {
+        KeeperBuilder {
+            name: name.to_string(),
+            shared: EndpointOptions::default(),
+        }
+    }
+
+    /// The name.
+    pub fn name(&self) -> &str {
+        self.core.name.as_str()
+    }
+
+    /// The version that is offered.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn version(&self) -> Result<Option<u64>> {
+        self.owner_process.check()?;
+        let state = self.core.lock();
+        Ok(state.offered.as_ref().map(|held| held.version.number))
+    }
+
+    /// The version that was taken over from another process and is not offered before a process
+    /// with a device has compared its content hashes:
+    /// [`Opener::verify`](crate::options::Opener::verify), which opens a device and so is better
+    /// called in another process. If they differ, the next older version is the candidate.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn candidate(&self) -> Result<Option<u64>> {
+        self.owner_process.check()?;
+        Ok(self.core.lock().candidate())
+    }
+
+    /// How many processes held a version when this keeper began and did not answer it; they may be
+    /// stopped.
+    pub fn unanswered(&self) -> usize {
+        self.unanswered
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if self.owner_process.is_current() {
+            clear_dead(&self.core.domain, self.core.name.as_str());
+        }
+    }
+}
+
+#[derive(Debug)]
+struct KeeperCore {
+    name: EndpointName,
+    domain: Domain,
+    state: Mutex<KeeperState>,
+    /// Set once the holders have been asked: numbers are given from then on.
+    server: OnceLock<Weak<ServerCore>>,
+    /// Offers that are being fetched.
+    offers: AtomicUsize,
+}
+
+#[derive(Debug, Default)]
+struct KeeperState {
+    offered: Option<Held>,
+    /// Versions taken over and not checked, the newest last.
+    candidates: Vec<Held>,
+    last_number: u64,
+}
+
+impl KeeperState {
+    fn candidate(&self) -> Option<u64> {
+        self.candidates.last().map(|held| held.version.number)
+    }
+
+    /// Takes a publisher's version, and returns its number with the versions that it replaces.
+    fn replace(&mut self, mut held: Held) -> Result<(u64, Vec<Held>), String> {
+        if let Some(offered) = &self.offered
+            && offered.version.id == held.version.id
+        {
+            return Ok((offered.version.number, vec![held]));
+        }
+        let number = self.last_number + 1;
+        if number > NUMBER_MAX {
+            return Err(format!("{NUMBER_MAX} versions have been published"));
+        }
+        held.version.number = number;
+        self.last_number = number;
+        let mut replaced = std::mem::take(&mut self.candidates);
+        replaced.extend(self.offered.replace(held));
+        Ok((number, replaced))
+    }
+
+    /// Notes the result of a check, and returns the versions that are held no longer.
+    fn check(&mut self, version: Version, is_sound: bool) -> Vec<Held> {
+        let Some(candidate) = self.candidates.pop_if(|held| held.version == version) else {
+            return Vec::new();
+        };
+        if !is_sound {
+            return vec![candidate];
+        }
+        let mut replaced = std::mem::take(&mut self.candidates);
+        replaced.extend(self.offered.replace(candidate));
+        replaced
+    }
+}
+
+impl KeeperCore {
+    fn lock(&self) -> MutexGuard<'_, KeeperState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn reply_with(&self, held: &Held) -> Result<OutgoingReply, Rejection> {
+        held.reply(&KeeperReply::Version(held.describe()))
+    }
+
+    /// Fetches the version that `endpoint` offers. Waits for another process.
+    fn fetch(&self, endpoint: &str) -> Result<u64, String> {
+        let endpoint = EndpointName::new(endpoint).map_err(|error| error.to_string())?;
+        let held = takeover::fetch(&self.domain, &endpoint).map_err(|error| error.to_string())?;
+        // Closed behind the lock.
+        let (number, _replaced) = self.lock().replace(held)?;
+        Ok(number)
+    }
+}
+
+/// Tells every client of this user that another version is offered.
+fn tell_offered(server: &ServerCore) {
+    let own = rustix::process::geteuid().as_raw();
+    if let Ok(notice) = OutgoingReply::new(&KeeperNotice::Offered, vec![]) {
+        server.tell_user(own, &notice);
+    }
+}
+
+/// One of [`OFFERS_MAX`] offers that are being fetched.
+struct OfferSlot(Arc<KeeperCore>);
+
+impl OfferSlot {
+    fn take(core: &Arc<KeeperCore>) -> Option<OfferSlot> {
+        let slot = OfferSlot(core.clone());
+        (core.offers.fetch_add(1, SeqCst) < OFFERS_MAX).then_some(slot)
+    }
+
+    /// Fetches the offer of `client` and tells the result.
+    fn run(self, client: u64, endpoint: &str) {
+        let server = self.0.server.wait().clone();
+        // The keeper has gone, or goes: nobody would be told of the version.
+        if server.upgrade().is_none() {
+            return;
+        }
+        let fetched = self.0.fetch(endpoint);
+        let Some(server) = server.upgrade() else {
+            return;
+        };
+        let is_taken = fetched.is_ok();
+        let notice = match fetched {
+            Ok(number) => KeeperNotice::Taken { number },
+            Err(text) => KeeperNotice::NotTaken {
+                text: crate::ipc::message::text(text),
+            },
+        };
+        if let Ok(notice) = OutgoingReply::new(&notice, vec![]) {
+            server.tell(client, notice);
+        }
+        if is_taken {
+            tell_offered(&server);
+        }
+    }
+}
+
+impl Drop for OfferSlot {
+    fn drop(&mut self) {
+        self.0.offers.fetch_sub(1, SeqCst);
+    }
+}
+
+struct KeeperHandler(Arc<KeeperCore>);
+
+impl KeeperHandler {
+    fn begin_offer(&self, client: u64, endpoint: String) -> Result<OutgoingReply, Rejection> {
+        let core = &self.0;
+        if !endpoint.starts_with(&offer_prefix(core.name.as_str())) {
+            return Err(Rejection(format!(
+                "{endpoint:?} is no offer of these weights"
+            )));
+        }
+        let slot = OfferSlot::take(core)
+            .ok_or_else(|| Rejection(format!("it fetches {OFFERS_MAX} offers already")))?;
+        std::thread::Builder::new()
+            .name("warpipe-weights".into())
+            .spawn(move || slot.run(client, &endpoint))
+            .map_err(|e| Error::os("clone", "the thread warpipe-weights", e))?;
+        OutgoingReply::new(&KeeperReply::Noted, vec![])
+    }
+}
+
+impl RequestHandler for KeeperHandler {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply::default())
+    }
+
+    fn on_request(
+        &self,
+        server_core: &ServerCore,
+        client: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        let core = &self.0;
+        let nothing = |candidate| OutgoingReply::new(&KeeperReply::Nothing { candidate }, vec![]);
+        match decode(body, server_core.name())? {
+            KeeperRequest::Offered => {
+                let state = core.lock();
+                match &state.offered {
+                    Some(held) => core.reply_with(held),
+                    None => nothing(state.candidate()),
+                }
+            }
+            KeeperRequest::Candidate => {
+                let state = core.lock();
+                match state.candidates.last().or(state.offered.as_ref()) {
+                    Some(held) => core.reply_with(held),
+                    None => nothing(None),
+                }
+            }
+            KeeperRequest::Take { name } => self.begin_offer(client.id, name),
+            KeeperRequest::Checked { version, is_sound } => {
+                // Closed behind the lock.
+                let _replaced = core.lock().check(version, is_sound);
+                if is_sound {
+                    tell_offered(server_core);
+                }
+                OutgoingReply::new(&KeeperReply::Noted, vec![])
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "keeper_tests.rs"]
+mod tests;

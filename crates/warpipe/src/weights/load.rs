@@ -1,0 +1,337 @@
+//! Weights that this process has: loaded from files, or copied from its own memory.
+
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use xxhash_rust::xxh3::Xxh3;
+
+use super::held::{Held, Version};
+use super::holder::{Holder, clear_dead};
+use super::keeper_session::offer_to_keeper;
+use super::manifest::{ALIGNMENT, ContentHash, Manifest, TENSORS_MAX, TensorInfo, read_exact};
+use super::source::{Source, SourceTensor, of_file, unreadable};
+use super::weights_name;
+use crate::device::Device;
+use crate::error::{Error, Result, WeightsFault};
+use crate::ipc::domain::Domain;
+use crate::memory::Memory;
+use crate::memory::slice::zeroed;
+use crate::runtime::closer::PeerFd;
+use crate::runtime::reactor::new_generation;
+use crate::stream::Stream;
+use crate::tensor::Layout;
+
+/// The most threads that read files.
+const READERS_MAX: usize = 8;
+
+/// The staging buffer of each reader.
+const STAGING_BYTES: usize = 4 << 20;
+
+/// How long a reader waits for its last copies.
+const COPY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Model weights in one memory of this process, complete and never written again. Publish them
+/// under a name to give them to other processes.
+#[derive(Debug)]
+pub struct Weights {
+    /// Mapped as long as this object: the memory itself is kept by every descriptor of it.
+    _memory: Memory,
+    manifest: Manifest,
+    held: Held,
+}
+
+impl Weights {
+    /// Loads a source into one allocation of the device, with several readers. Each tensor starts
+    /// at a multiple of 512 bytes, and is hashed while it is read.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`] when the device, or this process, has no room;
+    /// [`Error::WeightsFile`] when a file became shorter since it was opened; [`Error::Os`] when it
+    /// cannot be read; [`Error::Timeout`] when the device copies nothing; [`Error::Driver`].
+    pub fn load(device: &Device, source: &Source) -> Result<Weights> {
+        let layouts = source.tensors.iter().map(|from| from.tensor.layout);
+        let placed = Placement::of(layouts)?;
+        let memory = Memory::allocate(device, placed.bytes)?;
+        let hashes = Loader {
+            source,
+            memory: &memory,
+            offsets: &placed.offsets,
+            order: largest_first(source),
+            next: AtomicUsize::new(0),
+            has_failed: AtomicBool::new(false),
+            hashes: Mutex::new(vec![[0; 16]; source.tensors.len()]),
+        }
+        .run(device)?;
+        let named = source.tensors.iter().map(|from| from.tensor.name.clone());
+        Weights::of(
+            memory,
+            named.zip(source.tensors.iter().map(layout_of)),
+            placed,
+            hashes,
+        )
+    }
+
+    /// Copies tensors of this process's host memory into one allocation of the device. Each layout
+    /// is row-major without gaps, and as long as its bytes.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for two tensors of one name, a name of no or more than 1,024 bytes, a
+    /// layout with other strides or of another length, or more than 262,144 tensors;
+    /// [`Error::DeviceMemory`]; [`Error::Timeout`]; [`Error::Driver`].
+    pub fn from_bytes<'a>(
+        device: &Device,
+        tensors: impl IntoIterator<Item = (&'a str, Layout, &'a [u8])>,
+    ) -> Result<Weights> {
+        let tensors: Vec<_> = tensors.into_iter().collect();
+        for (name, layout, bytes) in &tensors {
+            let is_whole = layout.offset() == 0 && layout.is_contiguous();
+            if !is_whole || layout.bytes() != bytes.len() as u64 {
+                let found = format!("{layout:?} with {} bytes", bytes.len());
+                let allowed = format!("a row-major layout of tensor {name:?}, and its bytes");
+                return Err(Error::argument("tensors", found, allowed));
+            }
+        }
+        let placed = Placement::of(tensors.iter().map(|tensor| tensor.1))?;
+        let memory = Memory::allocate(device, placed.bytes)?;
+        let stream = device.stream()?;
+        for ((_, _, bytes), &offset) in tensors.iter().zip(&placed.offsets) {
+            for (index, part) in bytes.chunks(STAGING_BYTES).enumerate() {
+                memory.write(&stream, offset + (index * STAGING_BYTES) as u64, part)?;
+            }
+        }
+        stream.synchronize(COPY_TIMEOUT)?;
+        let hashes = tensors.iter().map(|tensor| hash(tensor.2)).collect();
+        let named = tensors
+            .iter()
+            .map(|(name, layout, _)| (name.to_string(), *layout));
+        Weights::of(memory, named, placed, hashes)
+    }
+
+    fn of(
+        memory: Memory,
+        tensors: impl Iterator<Item = (String, Layout)>,
+        placed: Placement,
+        hashes: Vec<ContentHash>,
+    ) -> Result<Weights> {
+        let tensors = tensors.zip(&placed.offsets).zip(hashes);
+        let tensors = tensors.map(|(((name, layout), &offset), hash)| TensorInfo {
+            name,
+            layout,
+            offset,
+            hash,
+        });
+        let manifest = Manifest::new(placed.bytes, tensors.collect()).map_err(|found| {
+            Error::argument("tensors", found, "unique names of 1 to 1,024 bytes")
+        })?;
+        let held = Held {
+            version: Version {
+                number: 0,
+                id: new_generation(),
+            },
+            info: memory.info(),
+            memory: PeerFd::from(memory.private_export()?),
+            manifest: manifest.seal("weights")?,
+        };
+        held.memory.approve();
+        Ok(Weights {
+            _memory: memory,
+            manifest,
+            held,
+        })
+    }
+
+    /// The tensors, in the order of their offsets.
+    pub fn tensors(&self) -> &[TensorInfo] {
+        self.manifest.tensors()
+    }
+
+    /// The length of the memory.
+    pub fn bytes(&self) -> u64 {
+        self.manifest.bytes()
+    }
+
+    /// Hands the descriptors to the keeper of `name`, which offers them as its next version: a
+    /// worker gets all of the previous version or all of this one. Waits up to `timeout` for the
+    /// keeper to exist and to answer. This object may be dropped afterwards.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when no keeper has the name; [`Error::OtherKind`];
+    /// [`Error::Name`]; [`Error::PeerGone`] when the keeper ends meanwhile, and
+    /// [`Error::Timeout`]: the version is offered or not, and publishing once more is safe (a keeper
+    /// that offers it already gives it no second number); [`Error::Refused`] when the keeper cannot
+    /// take it; [`Error::DescriptorLimit`], [`Error::Forked`].
+    pub fn publish(
+        &self,
+        domain: &Domain,
+        name: &str,
+        timeout: Duration,
+    ) -> Result<PublishedWeights> {
+        let name = weights_name(name)?;
+        clear_dead(domain, name.as_str());
+        let offered = Arc::new(self.held.numbered(0)?);
+        let offer = Holder::offer(domain, name.as_str(), offered)?;
+        let number = offer_to_keeper(domain, &name, &offer.1, timeout)?;
+        let held = Arc::new(self.held.numbered(number)?);
+        let holder = Holder::serve(domain, name.as_str(), held)?;
+        Ok(PublishedWeights {
+            version: number,
+            _holder: holder,
+        })
+    }
+}
+
+#[cfg(test)]
+impl Weights {
+    pub(super) fn held_for_tests(&self, number: u64) -> Held {
+        self.held.numbered(number).unwrap()
+    }
+
+    pub(super) fn memory_for_tests(&self) -> &Memory {
+        &self._memory
+    }
+}
+
+fn layout_of(from: &SourceTensor) -> Layout {
+    from.tensor.layout
+}
+
+/// Weights that a keeper has taken. As long as it lives, this process is one of those that a later
+/// keeper can take the version over from; dropping it takes nothing back.
+#[derive(Debug)]
+pub struct PublishedWeights {
+    version: u64,
+    _holder: Holder,
+}
+
+impl PublishedWeights {
+    /// The number of the version: 1 more than the previous one of this name.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+}
+
+/// Where tensors lie in one memory.
+struct Placement {
+    bytes: u64,
+    offsets: Vec<u64>,
+}
+
+impl Placement {
+    fn of(layouts: impl Iterator<Item = Layout>) -> Result<Placement> {
+        let too_many = |found: String| {
+            Error::argument(
+                "tensors",
+                found,
+                format!("up to {TENSORS_MAX}, in 2^62 bytes"),
+            )
+        };
+        let (mut bytes, mut offsets) = (0u64, Vec::new());
+        for layout in layouts {
+            offsets.push(bytes);
+            bytes = bytes
+                .checked_add(layout.bytes())
+                .and_then(|end| end.checked_next_multiple_of(ALIGNMENT))
+                .filter(|&end| end <= 1 << 62)
+                .ok_or_else(|| too_many("more bytes".into()))?;
+        }
+        if offsets.len() > TENSORS_MAX {
+            return Err(too_many(offsets.len().to_string()));
+        }
+        // Memory of no bytes cannot be allocated.
+        let bytes = bytes.max(ALIGNMENT);
+        Ok(Placement { bytes, offsets })
+    }
+}
+
+/// Indices of tensors. The largest begin first, so that no reader is left alone with one.
+fn largest_first(source: &Source) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..source.tensors.len()).collect();
+    order.sort_by_key(|&index| std::cmp::Reverse(layout_of(&source.tensors[index]).bytes()));
+    order
+}
+
+/// What the readers of one load share.
+struct Loader<'a> {
+    source: &'a Source,
+    memory: &'a Memory,
+    offsets: &'a [u64],
+    order: Vec<usize>,
+    /// The next tensor in `order`.
+    next: AtomicUsize,
+    has_failed: AtomicBool,
+    hashes: Mutex<Vec<ContentHash>>,
+}
+
+impl Loader<'_> {
+    fn run(self, device: &Device) -> Result<Vec<ContentHash>> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let readers = READERS_MAX.min(cores).min(self.order.len());
+        let run = || {
+            let read = self.read_tensors(device);
+            self.has_failed.fetch_or(read.is_err(), Relaxed);
+            read
+        };
+        std::thread::scope(|scope| -> Result<()> {
+            let mut started = Vec::new();
+            for _ in 1..readers {
+                let reader = std::thread::Builder::new().name("warpipe-loader".into());
+                // Without more threads, those that run read everything.
+                started.extend(reader.spawn_scoped(scope, run));
+            }
+            let own = if readers > 0 { run() } else { Ok(()) };
+            let others = started.into_iter().map(|reader| match reader.join() {
+                Ok(read) => read,
+                Err(panic) => std::panic::resume_unwind(panic),
+            });
+            others.fold(own, Result::and)
+        })?;
+        Ok(self
+            .hashes
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Reads tensors until none is left, or a reader has failed.
+    fn read_tensors(&self, device: &Device) -> Result<()> {
+        let (stream, mut staging) = (device.stream()?, zeroed(STAGING_BYTES as u64)?);
+        while !self.has_failed.load(Relaxed) {
+            let Some(&index) = self.order.get(self.next.fetch_add(1, Relaxed)) else {
+                break;
+            };
+            let hash = self.read_tensor(index, &stream, &mut staging)?;
+            let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+            hashes[index] = hash;
+        }
+        stream.synchronize(COPY_TIMEOUT)
+    }
+
+    fn read_tensor(
+        &self,
+        index: usize,
+        stream: &Stream,
+        staging: &mut [u8],
+    ) -> Result<ContentHash> {
+        let SourceTensor { file, tensor } = &self.source.tensors[index];
+        let file = &self.source.files[*file];
+        let (mut hasher, mut done) = (Xxh3::new(), 0);
+        while done < tensor.layout.bytes() && !self.has_failed.load(Relaxed) {
+            let left = tensor.layout.bytes() - done;
+            let part = &mut staging[..left.min(STAGING_BYTES as u64) as usize];
+            let at = tensor.begin.checked_add(done);
+            let at = at.ok_or_else(|| of_file(&file.path, WeightsFault::Changed))?;
+            read_exact(file.fd.as_fd(), part, at).map_err(|error| unreadable(&file.path, error))?;
+            hasher.update(part);
+            self.memory
+                .write(stream, self.offsets[index] + done, part)?;
+            done += part.len() as u64;
+        }
+        Ok(hasher.digest128().to_be_bytes())
+    }
+}
+
+/// The content hash of bytes.
+pub(super) fn hash(bytes: &[u8]) -> ContentHash {
+    xxhash_rust::xxh3::xxh3_128(bytes).to_be_bytes()
+}

@@ -1,0 +1,297 @@
+//! The manifest of weights: which tensor lies where in the one memory, and its content hash.
+//!
+//! It travels in a sealed memfd beside the memory's descriptor. A receiver copies it once and uses
+//! the copy alone, after it has been checked.
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use rustix::fs::SealFlags;
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+use super::safetensors::check_name;
+use crate::backend::host;
+use crate::error::{Error, Result, WeightsFault};
+use crate::fork::CloseOnForkFd;
+use crate::shm::seal;
+use crate::tensor::{DType, Layout, RANK_MAX};
+
+/// The most tensors under one name.
+pub(super) const TENSORS_MAX: usize = 1 << 18;
+
+/// The longest name of a tensor.
+pub(super) const NAME_BYTES_MAX: usize = 1024;
+
+/// The longest manifest.
+const MANIFEST_BYTES_MAX: u64 = 64 << 20;
+
+/// Every tensor starts at a multiple of this.
+pub(super) const ALIGNMENT: u64 = 512;
+
+/// The format of the bytes, and the hash function: 128 bits of XXH3.
+const FORMAT: u32 = 1;
+
+/// The receiver reads the file with `pread`: the content must be final, too.
+const FINAL: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::WRITE)
+    .union(SealFlags::SEAL);
+
+/// A content hash: 128 bits of XXH3, in big endian. It shows damage, and is no signature.
+pub type ContentHash = [u8; 16];
+
+/// One tensor of published weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorInfo {
+    pub(super) name: String,
+    pub(super) layout: Layout,
+    pub(super) offset: u64,
+    pub(super) hash: ContentHash,
+}
+
+impl TensorInfo {
+    /// The tensor's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The element type and the shape; row-major, without gaps.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Where its first byte lies in the memory: a multiple of 512.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// The hash of its bytes.
+    pub fn hash(&self) -> ContentHash {
+        self.hash
+    }
+}
+
+/// The tensors of one memory, in the order of their offsets.
+#[derive(Debug, PartialEq)]
+pub(super) struct Manifest {
+    bytes: u64,
+    tensors: Vec<TensorInfo>,
+    /// Indices of `tensors`, by name.
+    by_name: Vec<usize>,
+}
+
+impl Manifest {
+    /// Checks the tensors of a memory of `bytes` bytes: names are unique, ranges lie inside,
+    /// aligned and in order, and none overlaps another.
+    pub(super) fn new(bytes: u64, tensors: Vec<TensorInfo>) -> Result<Manifest, String> {
+        if tensors.len() > TENSORS_MAX {
+            return Err(format!("more than {TENSORS_MAX} tensors"));
+        }
+        let mut names = HashSet::with_capacity(tensors.len());
+        let mut end_of_last = 0;
+        for tensor in &tensors {
+            let TensorInfo { name, offset, .. } = tensor;
+            check_name(name)?;
+            if !names.insert(name) {
+                return Err(format!("two tensors {name:?}"));
+            }
+            let end = offset.checked_add(tensor.layout.bytes());
+            let Some(end) = end.filter(|&end| end <= bytes) else {
+                return Err(format!("tensor {name:?} outside of the memory"));
+            };
+            if offset % ALIGNMENT != 0 || *offset < end_of_last {
+                return Err(format!("tensor {name:?} at byte {offset}"));
+            }
+            end_of_last = end;
+        }
+        let mut by_name: Vec<usize> = (0..tensors.len()).collect();
+        by_name.sort_by_key(|&index| &tensors[index].name);
+        Ok(Manifest {
+            bytes,
+            tensors,
+            by_name,
+        })
+    }
+
+    /// The length of the memory.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(super) fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    pub(super) fn tensor(&self, name: &str) -> Option<&TensorInfo> {
+        let tensor = |&index: &usize| self.tensors[index].name.as_str();
+        let found = self
+            .by_name
+            .binary_search_by(|index| tensor(index).cmp(name));
+        Some(&self.tensors[self.by_name[found.ok()?]])
+    }
+
+    /// Writes it to a sealed memfd.
+    ///
+    /// # Errors
+    /// [`Error::WeightsFile`] when it is too long; [`Error::Os`].
+    pub(super) fn seal(&self, name: &str) -> Result<SealedManifest> {
+        let bytes = self.encode();
+        if bytes.len() as u64 > MANIFEST_BYTES_MAX {
+            return Err(Error::WeightsFile {
+                path: name.into(),
+                fault: WeightsFault::Limit {
+                    what: "bytes of tensors' names",
+                    limit: MANIFEST_BYTES_MAX,
+                },
+            });
+        }
+        let fd = seal::memfd(c"warpipe-manifest", bytes.len() as u64)?;
+        write_all(fd.as_fd(), &bytes).map_err(|e| Error::os("pwrite", "a manifest", e))?;
+        rustix::fs::fcntl_add_seals(&fd, FINAL)
+            .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", "a manifest", e))?;
+        Ok(SealedManifest {
+            fd,
+            bytes: bytes.len() as u64,
+        })
+    }
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let head = Head {
+            format: FORMAT,
+            bytes: self.bytes,
+            tensors: self.tensors.len() as u32,
+        };
+        // Neither can fail: no length is unknown, and a vector takes every byte.
+        let mut bytes = postcard::to_stdvec(&head).unwrap_or_default();
+        for tensor in &self.tensors {
+            bytes.extend(postcard::to_stdvec(&Described::of(tensor)).unwrap_or_default());
+        }
+        bytes
+    }
+
+    /// Copies and checks the manifest that a peer sent.
+    pub(super) fn receive(fd: BorrowedFd<'_>, bytes: u64) -> Result<Manifest, String> {
+        if bytes > MANIFEST_BYTES_MAX {
+            return Err(format!("{bytes} bytes, at most {MANIFEST_BYTES_MAX}"));
+        }
+        host::check_memfd(fd, bytes, FINAL)?;
+        let mut copy = vec![0; bytes as usize];
+        read_exact(fd, &mut copy, 0).map_err(|error| error.to_string())?;
+        Manifest::decode(&copy)
+    }
+
+    /// Reads and checks a manifest's bytes.
+    pub(super) fn decode(bytes: &[u8]) -> Result<Manifest, String> {
+        let garbled = |_| "garbled bytes".to_string();
+        let (head, mut rest): (Head, &[u8]) = postcard::take_from_bytes(bytes).map_err(garbled)?;
+        if head.format != FORMAT {
+            return Err(format!("format {}", head.format));
+        }
+        // Before room is made for them.
+        if head.tensors as usize > TENSORS_MAX {
+            return Err(format!("{} tensors", head.tensors));
+        }
+        let mut tensors = Vec::new();
+        for _ in 0..head.tensors {
+            let (tensor, after): (Described, &[u8]) =
+                postcard::take_from_bytes(rest).map_err(garbled)?;
+            tensors.push(tensor.checked()?);
+            rest = after;
+        }
+        if !rest.is_empty() {
+            return Err(format!("{} bytes behind the last tensor", rest.len()));
+        }
+        Manifest::new(head.bytes, tensors)
+    }
+}
+
+/// A manifest in a file that no process can change.
+#[derive(Debug)]
+pub(super) struct SealedManifest {
+    pub(super) fd: CloseOnForkFd,
+    pub(super) bytes: u64,
+}
+
+/// The beginning of a manifest. [`Described`] follows for each tensor.
+#[derive(Serialize, Deserialize)]
+struct Head {
+    format: u32,
+    bytes: u64,
+    tensors: u32,
+}
+
+/// A tensor as a manifest describes it. The shape has a fixed size, so that no list of lengths can
+/// be long.
+#[derive(Serialize, Deserialize)]
+struct Described {
+    name: String,
+    dtype: DType,
+    rank: u8,
+    shape: [u64; RANK_MAX],
+    offset: u64,
+    hash: ContentHash,
+}
+
+impl Described {
+    fn of(tensor: &TensorInfo) -> Described {
+        let mut shape = [0; RANK_MAX];
+        let lengths = tensor.layout.shape();
+        shape[..lengths.len()].copy_from_slice(lengths);
+        Described {
+            name: tensor.name.clone(),
+            dtype: tensor.layout.dtype(),
+            rank: lengths.len() as u8,
+            shape,
+            offset: tensor.offset,
+            hash: tensor.hash,
+        }
+    }
+
+    fn checked(self) -> Result<TensorInfo, String> {
+        let rank = usize::from(self.rank);
+        let lengths = self.shape.get(..rank).ok_or("a rank above the limit")?;
+        let layout = Layout::contiguous(self.dtype, lengths).map_err(|error| error.to_string())?;
+        Ok(TensorInfo {
+            name: self.name,
+            layout,
+            offset: self.offset,
+            hash: self.hash,
+        })
+    }
+}
+
+/// `pread` until `bytes` is full.
+///
+/// # Errors
+/// `UnexpectedEof` when the file ends before.
+pub(super) fn read_exact(fd: BorrowedFd<'_>, bytes: &mut [u8], offset: u64) -> io::Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        match rustix::io::pread(fd, &mut bytes[done..], offset + done as u64) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => done += count,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+fn write_all(fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<(), Errno> {
+    let mut done = 0;
+    while done < bytes.len() {
+        match rustix::io::pwrite(fd, &bytes[done..], done as u64) {
+            Ok(0) => return Err(Errno::IO),
+            Ok(count) => done += count,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[path = "manifest_tests.rs"]
+mod tests;

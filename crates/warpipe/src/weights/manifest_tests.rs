@@ -1,0 +1,109 @@
+use super::*;
+
+fn tensor(name: &str, shape: &[u64], offset: u64) -> TensorInfo {
+    TensorInfo {
+        name: name.into(),
+        layout: Layout::contiguous(DType::U8, shape).unwrap(),
+        offset,
+        hash: [7; 16],
+    }
+}
+
+fn encoded(bytes: u64, tensors: Vec<TensorInfo>) -> Vec<u8> {
+    // Without the checks of `new`: as a hostile peer writes it.
+    Manifest {
+        bytes,
+        tensors,
+        by_name: vec![],
+    }
+    .encode()
+}
+
+fn refused(bytes: u64, tensors: Vec<TensorInfo>) -> String {
+    Manifest::decode(&encoded(bytes, tensors)).unwrap_err()
+}
+
+#[test]
+fn a_manifest_arrives_as_it_was_sent_and_finds_tensors_by_name() {
+    let tensors = vec![
+        tensor("z", &[3, 2], 0),
+        tensor("none", &[0], 512),
+        tensor("a", &[], 512),
+    ];
+    let sent = Manifest::new(1024, tensors.clone()).unwrap();
+    let sealed = sent.seal("any").unwrap();
+    let received = Manifest::receive(sealed.fd.as_fd(), sealed.bytes).unwrap();
+    assert_eq!((received.bytes(), received.tensors()), (1024, &tensors[..]));
+    for tensor in &tensors {
+        assert_eq!(received.tensor(tensor.name()), Some(tensor));
+    }
+    assert_eq!(received.tensor("b"), None);
+}
+
+#[test]
+fn tensors_that_overlap_lie_outside_or_share_a_name_are_refused() {
+    let a = || tensor("a", &[512], 0);
+    assert!(refused(1024, vec![a(), a()]).contains("two tensors"));
+    assert!(
+        refused(1024, vec![tensor("a", &[513], 0), tensor("b", &[1], 512)]).contains("at byte 512")
+    );
+    assert!(refused(1024, vec![tensor("b", &[1], 512), a()]).contains("at byte 0"));
+    assert!(refused(1024, vec![a(), tensor("b", &[513], 512)]).contains("outside"));
+    assert!(refused(1024, vec![tensor("b", &[1], u64::MAX - 511)]).contains("outside"));
+    assert!(refused(1024, vec![tensor("b", &[1], 8)]).contains("at byte 8"));
+    assert!(refused(1024, vec![tensor("", &[1], 0)]).contains("name"));
+    assert!(refused(1024, vec![tensor(&"n".repeat(1025), &[1], 0)]).contains("name"));
+}
+
+#[test]
+fn garbled_bytes_are_refused_and_none_panics_or_makes_room_for_what_is_not_there() {
+    let whole = encoded(1024, vec![tensor("a", &[4], 0), tensor("b", &[2, 2], 512)]);
+    assert!(Manifest::decode(&whole).is_ok());
+    for at in 0..whole.len() {
+        assert!(Manifest::decode(&whole[..at]).is_err(), "{at}");
+        for byte in [0, 1, 9, 0x7f, 0x80, 0xff] {
+            let mut bytes = whole.clone();
+            bytes[at] = byte;
+            let _ = Manifest::decode(&bytes);
+        }
+    }
+    let mut longer = whole.clone();
+    longer.push(0);
+    assert!(Manifest::decode(&longer).unwrap_err().contains("behind"));
+    let head = |format, tensors| {
+        let head = Head {
+            format,
+            bytes: 1024,
+            tensors,
+        };
+        Manifest::decode(&postcard::to_stdvec(&head).unwrap()).unwrap_err()
+    };
+    assert!(head(2, 0).contains("format 2"));
+    assert!(head(1, u32::MAX).contains("tensors"));
+    assert!(head(1, TENSORS_MAX as u32).contains("garbled"));
+}
+
+#[test]
+fn a_manifest_that_could_still_change_is_not_read() {
+    let bytes = encoded(512, vec![tensor("a", &[4], 0)]);
+    let open = seal::memfd(c"warpipe-manifest", bytes.len() as u64).unwrap();
+    write_all(open.as_fd(), &bytes).unwrap();
+    let refused = Manifest::receive(open.as_fd(), bytes.len() as u64).unwrap_err();
+    assert!(refused.contains("seal"), "{refused}");
+    let sealed = Manifest::new(512, vec![tensor("a", &[4], 0)]).unwrap();
+    let sealed = sealed.seal("any").unwrap();
+    for bytes in [
+        0,
+        sealed.bytes - 1,
+        sealed.bytes + 1,
+        MANIFEST_BYTES_MAX + 1,
+        u64::MAX,
+    ] {
+        assert!(
+            Manifest::receive(sealed.fd.as_fd(), bytes).is_err(),
+            "{bytes}"
+        );
+    }
+    let (_end, pipe) = rustix::pipe::pipe().unwrap();
+    assert!(Manifest::receive(pipe.as_fd(), 4).is_err());
+}

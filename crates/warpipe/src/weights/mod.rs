@@ -1,0 +1,117 @@
+//! Model weights in device memory that survive the processes that use them: one copy for any number
+//! of workers.
+//!
+//! A process loads weights into one memory ([`Weights::load`], from a [`Source`]) and hands their
+//! descriptors to the [`Keeper`] of a name ([`Weights::publish`]). The keeper holds descriptors
+//! alone: it opens no device and maps no memory. Workers open the weights by name
+//! ([`SharedWeights`]) as read-only tensors, and hold descriptors themselves: they go on when the
+//! keeper dies, and the next keeper of the name takes the newest version over from them. It offers
+//! that version once a process with a device has checked the content hashes
+//! ([`verify`](crate::Opener::verify)).
+//!
+//! ```
+//! use std::time::Duration;
+//! use warpipe::weights::{Keeper, SharedWeights, Weights};
+//! use warpipe::{DType, Device, Domain, Layout};
+//! # let folder = std::env::temp_dir().join(format!("warpipe-weights-{}", std::process::id()));
+//! let (domain, device) = (Domain::at(&folder)?, Device::host());
+//! let wait = Duration::from_secs(5);
+//! let keeper = Keeper::builder("llama").domain(&domain).build()?; // in a process of its own
+//!
+//! // In a process that may end afterwards; `Weights::load` does the same with files:
+//! let layout = Layout::contiguous(DType::U8, &[3])?;
+//! let weights = Weights::from_bytes(&device, [("bias", layout, &b"abc"[..])])?;
+//! assert_eq!(weights.publish(&domain, "llama", wait)?.version(), 1);
+//! drop(weights);
+//!
+//! // In each worker:
+//! let opener = SharedWeights::opener("llama").domain(&domain).device(&device).wait(wait);
+//! let weights = opener.open()?;
+//! let bias = weights.tensor("bias").expect("it was published");
+//! assert_eq!(bias.memory().to_vec(wait)?, b"abc");
+//! # drop((bias, weights, keeper)); std::fs::remove_dir_all(folder).ok();
+//! # Ok::<(), warpipe::Error>(())
+//! ```
+//!
+//! `docs/design/weights.md` has the protocol, its invariants and its failure cases.
+
+mod held;
+mod holder;
+mod keeper;
+mod keeper_session;
+mod load;
+mod manifest;
+mod safetensors;
+mod shared;
+mod source;
+mod takeover;
+#[cfg(test)]
+mod tests;
+
+pub use self::keeper::{Keeper, KeeperBuilder};
+pub use self::load::{PublishedWeights, Weights};
+pub use self::manifest::{ContentHash, TensorInfo};
+pub use self::shared::{SharedTensor, SharedWeights};
+pub use self::source::Source;
+
+use crate::error::Result;
+use crate::ipc::domain::EndpointName;
+
+crate::ipc::messages!(
+    held::VersionReply,
+    keeper::KeeperRequest,
+    keeper::KeeperReply,
+    keeper::KeeperNotice,
+);
+
+/// The longest name of weights: the names of holders begin with it.
+const WEIGHTS_NAME_BYTES_MAX: usize = 40;
+
+/// Checks the name of weights.
+fn weights_name(name: &str) -> Result<EndpointName> {
+    let too_long = "it is longer than 40 bytes, the most for weights";
+    EndpointName::of_at_most(WEIGHTS_NAME_BYTES_MAX, name, too_long)
+}
+
+/// Reads and checks a manifest's bytes, for `fuzzing`. An accepted manifest is the same when it is
+/// encoded once more.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn try_manifest(bytes: &[u8]) {
+    if let Ok(manifest) = manifest::Manifest::decode(bytes) {
+        let again = manifest::Manifest::decode(&manifest.encode());
+        assert_eq!(again.map(|again| again == manifest), Ok(true));
+    }
+}
+
+/// Reads and checks a safetensors file's header, for `fuzzing`. The tensors of an accepted header
+/// fill the data.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn try_header(bytes: &[u8]) {
+    if let Ok(tensors) = safetensors::parse(bytes, FUZZED_DATA_BYTES) {
+        let filled: u64 = tensors.iter().map(|tensor| tensor.layout.bytes()).sum();
+        assert_eq!(filled, FUZZED_DATA_BYTES);
+    }
+}
+
+/// The length of the data behind a header in `fuzzing`.
+#[cfg(any(test, feature = "testing"))]
+const FUZZED_DATA_BYTES: u64 = 28;
+
+/// A header and a manifest, for `fuzzing`.
+#[cfg(any(test, feature = "testing"))]
+pub(crate) fn seeds() -> Vec<Vec<u8>> {
+    use crate::tensor::{DType, Layout};
+    let header = r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[2,3],"data_offsets":[4,28]}}"#;
+    let Ok(layout) = Layout::contiguous(DType::F32, &[2, 3]) else {
+        return Vec::new();
+    };
+    let tensor = |name: &str, offset| TensorInfo {
+        name: name.into(),
+        layout: layout,
+        offset,
+        hash: [7; 16],
+    };
+    let tensors = vec![tensor("a", 0), tensor("b", 512)];
+    let manifest = manifest::Manifest::new(1024, tensors).map(|manifest| manifest.encode());
+    vec![header.into(), manifest.unwrap_or_default()]
+}

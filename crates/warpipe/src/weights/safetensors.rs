@@ -1,0 +1,356 @@
+//! The header of a safetensors file, read strictly.
+//!
+//! Source: the format's specification (<https://github.com/huggingface/safetensors>, "Format"):
+//! eight bytes with the header's length in little endian, the header as JSON, then the tensors'
+//! bytes without a gap. Nothing of a header is believed before it is checked here: every tensor
+//! lies inside the file, none overlaps another, and none has a name that another has.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, de};
+
+use super::manifest::{NAME_BYTES_MAX, TENSORS_MAX};
+use crate::error::WeightsFault;
+use crate::tensor::{DType, Layout, RANK_MAX};
+
+/// The longest header, as the format limits it.
+pub(super) const HEADER_BYTES_MAX: u64 = 100_000_000;
+
+/// The bytes before the header.
+pub(super) const LENGTH_BYTES: u64 = 8;
+
+/// The entry of a header that describes no tensor.
+const METADATA: &str = "__metadata__";
+
+/// A tensor of a file.
+#[derive(Debug, Clone)]
+pub(super) struct FileTensor {
+    pub(super) name: String,
+    pub(super) layout: Layout,
+    /// Where its first byte lies in the file.
+    pub(super) begin: u64,
+}
+
+/// The header's length, from the first eight bytes of a file of `file_bytes` bytes.
+pub(super) fn header_bytes(first: [u8; 8], file_bytes: u64) -> Result<u64, WeightsFault> {
+    let found = u64::from_le_bytes(first);
+    let allowed = HEADER_BYTES_MAX.min(file_bytes.saturating_sub(LENGTH_BYTES));
+    if (2..=allowed).contains(&found) {
+        return Ok(found);
+    }
+    let swapped = found.swap_bytes();
+    let detail = if (2..=allowed).contains(&swapped) {
+        " (in big endian it would fit)"
+    } else if (2..=HEADER_BYTES_MAX).contains(&found) {
+        " (the file was cut short)"
+    } else {
+        " (it is no safetensors file)"
+    };
+    Err(WeightsFault::HeaderLength {
+        found,
+        allowed,
+        detail,
+    })
+}
+
+/// Reads and checks a header in front of `data_bytes` bytes of tensors, in the order of the file.
+pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Vec<FileTensor>, WeightsFault> {
+    if header.first() != Some(&b'{') {
+        return Err(WeightsFault::Header(
+            "it does not begin with an opening brace".into(),
+        ));
+    }
+    let mut progress = Progress::default();
+    let mut json = serde_json::Deserializer::from_slice(header);
+    let read = HeaderSeed(&mut progress)
+        .deserialize(&mut json)
+        .and_then(|()| json.end());
+    match (read, progress.current) {
+        (Ok(()), _) => {}
+        (Err(error), Some(name)) => return Err(of_tensor(&name, error)),
+        (Err(error), None) => return Err(WeightsFault::Header(error.to_string())),
+    }
+    let data_begin = LENGTH_BYTES + header.len() as u64;
+    place(progress.tensors, data_begin, data_bytes)
+}
+
+/// Checks that the tensors' ranges cover the data exactly, once each.
+fn place(
+    mut tensors: Vec<NamedInfo>,
+    data_begin: u64,
+    data_bytes: u64,
+) -> Result<Vec<FileTensor>, WeightsFault> {
+    tensors.sort_by(|a, b| a.name.cmp(&b.name));
+    if let Some(pair) = tensors.windows(2).find(|pair| pair[0].name == pair[1].name) {
+        return Err(of_tensor(&pair[0].name, "it is described twice"));
+    }
+    tensors.sort_by_key(|tensor| tensor.info.data_offsets);
+    let mut end_of_last = 0;
+    let mut placed = Vec::with_capacity(tensors.len());
+    for NamedInfo { name, info } in tensors {
+        let [begin, end] = info.data_offsets;
+        let layout = layout_of(&info).map_err(|reason| of_tensor(&name, reason))?;
+        let fault = if end < begin {
+            Some(format!("its data_offsets {begin} and {end} are reversed"))
+        } else if end - begin != layout.bytes() {
+            let (found, needed) = (end - begin, layout.bytes());
+            Some(format!(
+                "{layout:?} has {needed} bytes, its data_offsets hold {found}"
+            ))
+        } else if begin < end_of_last {
+            Some(format!(
+                "its bytes {begin} to {end} overlap another tensor's"
+            ))
+        } else if end > data_bytes {
+            Some(format!(
+                "its bytes {begin} to {end} lie outside of the file's {data_bytes}"
+            ))
+        } else if begin > end_of_last {
+            Some(format!(
+                "{} bytes before it belong to no tensor",
+                begin - end_of_last
+            ))
+        } else {
+            None
+        };
+        if let Some(reason) = fault {
+            return Err(of_tensor(&name, reason));
+        }
+        end_of_last = end;
+        placed.push(FileTensor {
+            name,
+            layout,
+            begin: data_begin + begin,
+        });
+    }
+    if end_of_last != data_bytes {
+        return Err(WeightsFault::Truncated {
+            found: data_begin + data_bytes,
+            described: data_begin + end_of_last,
+        });
+    }
+    Ok(placed)
+}
+
+fn layout_of(info: &RawInfo) -> Result<Layout, String> {
+    let dtype = dtype_of(&info.dtype)?;
+    Layout::contiguous(dtype, info.shape.lengths()).map_err(|error| error.to_string())
+}
+
+/// The element type that a file names. `F8_E4M3` is PyTorch's `float8_e4m3fn`, which the format
+/// writes under this name.
+fn dtype_of(name: &str) -> Result<DType, String> {
+    Ok(match name {
+        "BOOL" => DType::BOOL,
+        "U8" => DType::U8,
+        "I8" => DType::I8,
+        "F8_E5M2" => DType::F8_E5M2,
+        "F8_E4M3" => DType::F8_E4M3FN,
+        "F8_E8M0" => DType::F8_E8M0FNU,
+        "F8_E4M3FNUZ" => DType::F8_E4M3FNUZ,
+        "F8_E5M2FNUZ" => DType::F8_E5M2FNUZ,
+        "I16" => DType::I16,
+        "U16" => DType::U16,
+        "F16" => DType::F16,
+        "BF16" => DType::BF16,
+        "I32" => DType::I32,
+        "U32" => DType::U32,
+        "F32" => DType::F32,
+        "C64" => DType::C64,
+        "I64" => DType::I64,
+        "U64" => DType::U64,
+        "F64" => DType::F64,
+        "F4" | "F6_E2M3" | "F6_E3M2" => {
+            return Err(format!("elements of {name} are smaller than a byte"));
+        }
+        _ => {
+            let name: String = name.chars().take(32).collect();
+            return Err(format!(
+                "{name:?} is no element type that this library knows"
+            ));
+        }
+    })
+}
+
+fn of_tensor(name: &str, reason: impl ToString) -> WeightsFault {
+    WeightsFault::Tensor {
+        name: shortened(name),
+        reason: reason.to_string(),
+    }
+}
+
+/// A name for a message: a file may hold one of megabytes.
+pub(super) fn shortened(name: &str) -> String {
+    name.chars().take(NAME_BYTES_MAX).collect()
+}
+
+/// A tensor's name and description, not yet checked.
+#[derive(Debug)]
+struct NamedInfo {
+    name: String,
+    info: RawInfo,
+}
+
+/// A tensor's description, as a header gives it.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawInfo {
+    dtype: String,
+    shape: Shape,
+    data_offsets: [u64; 2],
+}
+
+/// The lengths of at most [`RANK_MAX`] dimensions.
+#[derive(Debug, Default)]
+struct Shape {
+    rank: usize,
+    lengths: [u64; RANK_MAX],
+}
+
+impl Shape {
+    fn lengths(&self) -> &[u64] {
+        &self.lengths[..self.rank]
+    }
+}
+
+impl<'de> Deserialize<'de> for Shape {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Shape, D::Error> {
+        from.deserialize_seq(ShapeVisitor)
+    }
+}
+
+struct ShapeVisitor;
+
+impl<'de> Visitor<'de> for ShapeVisitor {
+    type Value = Shape;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "up to {RANK_MAX} lengths")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Shape, A::Error> {
+        let mut shape = Shape::default();
+        while let Some(length) = from.next_element()? {
+            if shape.rank == RANK_MAX {
+                return Err(A::Error::custom(format_args!(
+                    "more than {RANK_MAX} dimensions"
+                )));
+            }
+            shape.lengths[shape.rank] = length;
+            shape.rank += 1;
+        }
+        Ok(shape)
+    }
+}
+
+/// The tensors read so far, and the name of the one being read.
+#[derive(Default)]
+struct Progress {
+    tensors: Vec<NamedInfo>,
+    current: Option<String>,
+}
+
+/// Reads a header's map. A `HashMap` would keep the last of two equal names, without a word.
+struct HeaderSeed<'a>(&'a mut Progress);
+
+impl<'de> DeserializeSeed<'de> for HeaderSeed<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for HeaderSeed<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a map of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<(), A::Error> {
+        let progress = self.0;
+        while let Some(name) = from.next_key::<String>()? {
+            let name = progress.current.insert(name);
+            if name == METADATA {
+                from.next_value::<BTreeMap<String, String>>()?;
+                progress.current = None;
+                continue;
+            }
+            check_name(name).map_err(A::Error::custom)?;
+            if progress.tensors.len() == TENSORS_MAX {
+                return Err(A::Error::custom(format_args!(
+                    "more than {TENSORS_MAX} tensors"
+                )));
+            }
+            let info = from.next_value()?;
+            if let Some(name) = progress.current.take() {
+                progress.tensors.push(NamedInfo { name, info });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Checks the length of a tensor's name.
+pub(super) fn check_name(name: &str) -> Result<(), String> {
+    if (1..=NAME_BYTES_MAX).contains(&name.len()) {
+        return Ok(());
+    }
+    let found = name.len();
+    Err(format!(
+        "its name has {found} bytes, allowed are 1 to {NAME_BYTES_MAX}"
+    ))
+}
+
+/// The index of a folder: which file holds which tensor, in the order of the index.
+#[derive(Debug, Deserialize)]
+pub(super) struct Index {
+    pub(super) weight_map: WeightMap,
+}
+
+/// The tensors of an index with their files.
+#[derive(Debug)]
+pub(super) struct WeightMap(pub(super) Vec<(String, String)>);
+
+impl<'de> Deserialize<'de> for WeightMap {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<WeightMap, D::Error> {
+        from.deserialize_map(WeightMapVisitor)
+    }
+}
+
+struct WeightMapVisitor;
+
+impl<'de> Visitor<'de> for WeightMapVisitor {
+    type Value = WeightMap;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a map of tensors to files")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<WeightMap, A::Error> {
+        let mut entries = Vec::new();
+        while let Some(entry) = from.next_entry::<String, String>()? {
+            if entries.len() == TENSORS_MAX {
+                return Err(de::Error::custom(format_args!(
+                    "more than {TENSORS_MAX} tensors"
+                )));
+            }
+            entries.push(entry);
+        }
+        entries.sort();
+        if let Some(pair) = entries.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            let name = shortened(&pair[0].0);
+            return Err(de::Error::custom(format_args!(
+                "tensor {name:?} is named twice"
+            )));
+        }
+        Ok(WeightMap(entries))
+    }
+}
+
+#[cfg(test)]
+#[path = "safetensors_tests.rs"]
+mod tests;

@@ -1,0 +1,245 @@
+//! Weights of another process, open in this one.
+
+use std::fmt;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use xxhash_rust::xxh3::Xxh3;
+
+use super::held::{Held, Version};
+use super::holder::{Holder, clear_dead};
+use super::keeper::KeeperRequest;
+use super::keeper_session::{KeeperSession, wait_for_version};
+use super::manifest::{Manifest, TensorInfo};
+use super::weights_name;
+use crate::device::Device;
+use crate::device_types::Access;
+use crate::error::{Error, Result};
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::memory::slice::zeroed;
+use crate::memory::{Memory, SharedMemory};
+use crate::options::Opener;
+use crate::tensor::Layout;
+
+/// The bytes that are copied to the host at once to be hashed.
+const HASHED_AT_ONCE: u64 = 4 << 20;
+
+/// How long one such copy may take.
+const COPY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// All tensors of one version of weights, mapped read-only in this process
+/// (`cuMemImportFromShareableHandle`, or `mmap` of a sealed memfd): nothing is copied. Cheap to
+/// clone: all clones are one.
+///
+/// It stays valid when the keeper ends, when the publisher ends, and when another version is
+/// offered. While it is open this process is one of those that the next keeper of the name takes
+/// the version over from. With the last process that has a version open, its memory is free.
+#[derive(Clone)]
+pub struct SharedWeights {
+    inner: Arc<SharedInner>,
+}
+
+struct SharedInner {
+    memory: SharedMemory,
+    manifest: Manifest,
+    held: Arc<Held>,
+    /// A domain of another user takes no endpoints of this process.
+    _holder: Option<Holder>,
+    domain: Domain,
+    name: EndpointName,
+    device: Device,
+}
+
+impl fmt::Debug for SharedWeights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedWeights")
+            .field("name", &self.inner.name)
+            .field("version", &self.version())
+            .field("tensors", &self.tensors().len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Opener<SharedWeights> {
+    /// Opens the version that is offered, and waits for one up to the time given with
+    /// [`wait`](Opener::wait): also while there is no keeper, or the keeper is replaced.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] when no keeper has the name; [`Error::Timeout`] when it offers no
+    /// version; [`Error::OtherKind`], [`Error::Name`], [`Error::AccessDenied`],
+    /// [`Error::Handshake`]; [`Error::Protocol`] when what it sends is damaged;
+    /// [`Error::PeerAccess`] and [`Error::NotDeviceMemory`] when the device cannot map the memory;
+    /// [`Error::DescriptorLimit`], [`Error::Driver`].
+    pub fn open(&self) -> Result<SharedWeights> {
+        let name = weights_name(self.name())?;
+        let (domain, device) = (self.chosen_domain()?, self.chosen_device());
+        SharedWeights::after(&domain, &name, &device, 0, self.timeout())
+    }
+
+    /// Compares the content hashes of the version that a new keeper took over, and has the keeper
+    /// offer it if they are right. Without such a candidate it compares those of the version that
+    /// is offered. Returns the version's number. It reads all of the memory, through a buffer of
+    /// 4 MiB.
+    ///
+    /// # Errors
+    /// [`Error::WeightsDamaged`]: a candidate is dropped then, and an older one, if there is one,
+    /// takes its place; [`Error::Timeout`] when the keeper has no version; as
+    /// [`open`](Opener::open).
+    pub fn verify(&self) -> Result<u64> {
+        let name = weights_name(self.name())?;
+        let (domain, device) = (self.chosen_domain()?, self.chosen_device());
+        let keeper = KeeperSession::open(&domain, &name, self.timeout())?;
+        let Ok((held, manifest)) = keeper.version(&KeeperRequest::Candidate)? else {
+            return Err(Error::Timeout {
+                what: format!("a version of the weights {:?}", name.as_str()),
+                waited: Duration::ZERO,
+            });
+        };
+        let memory = map(&device, &held)?;
+        let damaged = damaged_tensor(&memory, &manifest)?;
+        let version = held.version;
+        let checked = KeeperRequest::Checked {
+            version,
+            is_sound: damaged.is_none(),
+        };
+        keeper.request(&checked)?;
+        match damaged {
+            None => Ok(version.number),
+            Some(tensor) => Err(Error::WeightsDamaged {
+                name: name.to_string(),
+                version: version.number,
+                tensor,
+            }),
+        }
+    }
+}
+
+impl SharedWeights {
+    /// Options to open the weights of a name.
+    pub fn opener(name: &str) -> Opener<SharedWeights> {
+        Opener::new(name)
+    }
+
+    /// Opens the next version of the same name on the same device, and waits for it up to
+    /// `timeout`. Versions in between are left out. This version stays open as long as this object.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] when none came; as [`Opener::open`].
+    pub fn newer(&self, timeout: Duration) -> Result<SharedWeights> {
+        let SharedInner {
+            domain,
+            name,
+            device,
+            ..
+        } = &*self.inner;
+        SharedWeights::after(domain, name, device, self.version(), timeout)
+    }
+
+    fn after(
+        domain: &Domain,
+        name: &EndpointName,
+        device: &Device,
+        after: u64,
+        timeout: Duration,
+    ) -> Result<SharedWeights> {
+        let (held, manifest) = wait_for_version(domain, name, after, timeout)?;
+        let memory = map(device, &held)?;
+        let held = Arc::new(held);
+        let is_own = domain.owner() == rustix::process::geteuid().as_raw();
+        let holder = if is_own {
+            clear_dead(domain, name.as_str());
+            Some(Holder::serve(domain, name.as_str(), held.clone())?)
+        } else {
+            None
+        };
+        Ok(SharedWeights {
+            inner: Arc::new(SharedInner {
+                memory,
+                manifest,
+                held,
+                _holder: holder,
+                domain: domain.clone(),
+                name: name.clone(),
+                device: device.clone(),
+            }),
+        })
+    }
+
+    /// The name.
+    pub fn name(&self) -> &str {
+        self.inner.name.as_str()
+    }
+
+    /// The number of the version: larger for later ones.
+    pub fn version(&self) -> u64 {
+        let Version { number, .. } = self.inner.held.version;
+        number
+    }
+
+    /// The length of the memory.
+    pub fn bytes(&self) -> u64 {
+        self.inner.manifest.bytes()
+    }
+
+    /// The tensors, in the order of their offsets.
+    pub fn tensors(&self) -> &[TensorInfo] {
+        self.inner.manifest.tensors()
+    }
+
+    /// The tensor of this name.
+    pub fn tensor(&self, name: &str) -> Option<SharedTensor> {
+        let info = self.inner.manifest.tensor(name)?;
+        let range = self.inner.memory.range(info.offset, info.layout.bytes());
+        Some(SharedTensor {
+            layout: info.layout,
+            // The manifest has been checked: every tensor lies in the memory.
+            memory: range.ok()?,
+        })
+    }
+}
+
+/// A tensor of shared weights. Cheap to clone, and valid on its own.
+#[derive(Debug, Clone)]
+pub struct SharedTensor {
+    layout: Layout,
+    memory: SharedMemory,
+}
+
+impl SharedTensor {
+    /// The element type and the shape; row-major, without gaps.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The tensor's bytes, for reading alone. Empty for a tensor without elements.
+    pub fn memory(&self) -> &SharedMemory {
+        &self.memory
+    }
+}
+
+fn map(device: &Device, held: &Held) -> Result<SharedMemory> {
+    let memory = Memory::import_fd(device, held.memory.as_fd(), &held.info, Access::Read)?;
+    // The device has mapped it: its `close` does not block.
+    held.memory.approve();
+    Ok(memory)
+}
+
+/// The first tensor with another content hash than the manifest says.
+fn damaged_tensor(memory: &SharedMemory, manifest: &Manifest) -> Result<Option<String>> {
+    let mut copy = zeroed(HASHED_AT_ONCE)?;
+    for tensor in manifest.tensors() {
+        let (mut hasher, mut done) = (Xxh3::new(), 0);
+        while done < tensor.layout.bytes() {
+            let part = (tensor.layout.bytes() - done).min(HASHED_AT_ONCE);
+            let part = &mut copy[..part as usize];
+            memory.copy_to(tensor.offset + done, part, COPY_TIMEOUT)?;
+            hasher.update(part);
+            done += part.len() as u64;
+        }
+        if hasher.digest128().to_be_bytes() != tensor.hash {
+            return Ok(Some(tensor.name.clone()));
+        }
+    }
+    Ok(None)
+}

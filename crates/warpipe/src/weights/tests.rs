@@ -1,0 +1,340 @@
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::Duration;
+
+use super::*;
+use crate::device::Device;
+use crate::error::Error;
+use crate::hostile::in_a_forked_child;
+use crate::ipc::domain::Domain;
+use crate::options::Opener;
+use crate::tensor::{DType, Layout};
+
+const WAIT: Duration = Duration::from_secs(30);
+
+struct Stage {
+    folder: PathBuf,
+    domain: Domain,
+    device: Device,
+}
+
+impl Stage {
+    fn new(title: &str) -> Stage {
+        let folder = format!("warpipe-weights-{title}-{}", std::process::id());
+        let folder = std::env::temp_dir().join(folder);
+        let domain = Domain::at(&folder).unwrap();
+        let device = Device::host();
+        Stage {
+            folder,
+            domain,
+            device,
+        }
+    }
+
+    fn keeper(&self) -> Keeper {
+        Keeper::builder("w").domain(&self.domain).build().unwrap()
+    }
+
+    fn opener(&self) -> Opener<SharedWeights> {
+        let opener = SharedWeights::opener("w").domain(&self.domain);
+        opener.device(&self.device).wait(WAIT)
+    }
+
+    /// Weights with two tensors, every byte of them `byte`.
+    fn weights(&self, byte: u8) -> Weights {
+        let layout = Layout::contiguous(DType::U8, &[3, 300]).unwrap();
+        let bytes = [byte; 900];
+        let tensors = [("a", layout, &bytes[..]), ("b", layout, &bytes[..])];
+        Weights::from_bytes(&self.device, tensors).unwrap()
+    }
+
+    fn publish(&self, byte: u8) -> PublishedWeights {
+        let weights = self.weights(byte);
+        weights.publish(&self.domain, "w", WAIT).unwrap()
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// The byte that all tensors consist of.
+fn byte_of(weights: &SharedWeights) -> u8 {
+    let bytes: Vec<u8> = ["a", "b"]
+        .iter()
+        .flat_map(|name| weights.tensor(name).unwrap().memory().to_vec(WAIT).unwrap())
+        .collect();
+    assert_eq!(bytes, vec![bytes[0]; 1800]);
+    bytes[0]
+}
+
+#[test]
+fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
+    let stage = Stage::new("load");
+    // Larger than a staging buffer, and a length that is no multiple of one.
+    let large: Vec<u8> = (0..9_000_001u32).map(|index| (index % 251) as u8).collect();
+    let header = format!(
+        r#"{{"large":{{"dtype":"U8","shape":[{0}],"data_offsets":[2,{1}]}},"none":{{"dtype":"F32","shape":[0],"data_offsets":[{1},{1}]}},"small":{{"dtype":"BF16","shape":[],"data_offsets":[0,2]}}}}"#,
+        large.len(),
+        large.len() + 2
+    );
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.extend_from_slice(&[5, 6]);
+    file.extend_from_slice(&large);
+    let path = stage.folder.join("model.safetensors");
+    std::fs::write(&path, &file).unwrap();
+    let source = Source::open([&path]).unwrap();
+    let weights = Weights::load(&stage.device, &source).unwrap();
+    let found: Vec<_> = weights
+        .tensors()
+        .iter()
+        .map(|t| (t.name(), t.offset(), t.hash()))
+        .collect();
+    let hash = load::hash;
+    let end = 512 + (large.len() as u64).next_multiple_of(512);
+    assert_eq!(
+        found,
+        [
+            ("small", 0, hash(&[5, 6])),
+            ("large", 512, hash(&large)),
+            ("none", end, hash(&[]))
+        ]
+    );
+    let _keeper = stage.keeper();
+    let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    drop(weights);
+    let shared = stage.opener().open().unwrap();
+    let bytes = |name: &str| shared.tensor(name).unwrap().memory().to_vec(WAIT).unwrap();
+    assert!(bytes("large") == large && bytes("small") == [5, 6] && bytes("none").is_empty());
+    assert_eq!(
+        shared.tensor("large").unwrap().layout().shape(),
+        [large.len() as u64]
+    );
+    assert!(shared.tensor("none of these").is_none());
+    assert_eq!(stage.opener().verify().unwrap(), published.version());
+}
+
+#[test]
+fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
+    let stage = Stage::new("shrink");
+    let header = r#"{"a":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}"#;
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.resize(file.len() + 64, 1);
+    let path = stage.folder.join("model.safetensors");
+    std::fs::write(&path, &file).unwrap();
+    let source = Source::open([&path]).unwrap();
+    std::fs::write(&path, &file[..file.len() - 1]).unwrap();
+    let refused = Weights::load(&stage.device, &source).unwrap_err();
+    assert!(refused.to_string().contains("became shorter"), "{refused}");
+}
+
+#[test]
+fn tensors_of_one_name_or_of_another_length_than_their_layout_are_refused() {
+    let device = Device::host();
+    let layout = Layout::contiguous(DType::U8, &[2]).unwrap();
+    let turned = Layout::strided(DType::U8, &[2], &[-1], 1).unwrap();
+    for tensors in [
+        vec![("a", layout, &[1, 2][..]), ("a", layout, &[1, 2][..])],
+        vec![("a", layout, &[1][..])],
+        vec![("", layout, &[1, 2][..])],
+        vec![("a", turned, &[1, 2][..])],
+    ] {
+        let refused = Weights::from_bytes(&device, tensors).unwrap_err();
+        assert!(matches!(refused, Error::Argument { .. }), "{refused}");
+    }
+    assert_eq!(Weights::from_bytes(&device, []).unwrap().tensors().len(), 0);
+}
+
+#[test]
+fn each_version_replaces_the_previous_one_which_stays_valid_for_its_readers() {
+    let stage = Stage::new("versions");
+    let keeper = stage.keeper();
+    assert_eq!(keeper.version().unwrap(), None);
+    assert_eq!(stage.publish(1).version(), 1);
+    let first = stage.opener().open().unwrap();
+    assert_eq!(stage.publish(2).version(), 2);
+    let second = first.newer(WAIT).unwrap();
+    assert_eq!((first.version(), byte_of(&first)), (1, 1));
+    assert_eq!((second.version(), byte_of(&second)), (2, 2));
+    assert_eq!(keeper.version().unwrap(), Some(2));
+    let none = second.newer(Duration::from_millis(1)).unwrap_err();
+    assert!(matches!(none, Error::Timeout { .. }), "{none}");
+}
+
+#[test]
+fn a_waiting_reader_gets_the_version_that_is_published_later() {
+    let stage = Stage::new("wait");
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| stage.opener().open().unwrap());
+        let _keeper = stage.keeper();
+        let _published = stage.publish(4);
+        let first = reader.join().unwrap();
+        let reader = scope.spawn(move || byte_of(&first.newer(WAIT).unwrap()));
+        let _published = stage.publish(5);
+        assert_eq!(reader.join().unwrap(), 5);
+    });
+}
+
+#[test]
+fn concurrent_readers_see_all_of_one_version_and_no_older_one_afterwards() {
+    let stage = Stage::new("swap");
+    let _keeper = stage.keeper();
+    let _first = stage.publish(1);
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                let mut last = 0;
+                while !is_over.load(SeqCst) {
+                    let weights = stage.opener().open().unwrap();
+                    assert!(weights.version() >= last);
+                    last = weights.version();
+                    assert_eq!(u64::from(byte_of(&weights)), last);
+                }
+            });
+        }
+        for byte in 2..=40 {
+            assert_eq!(stage.publish(byte).version(), u64::from(byte));
+        }
+        is_over.store(true, SeqCst);
+    });
+}
+
+#[test]
+fn a_new_keeper_offers_a_version_of_another_process_only_after_its_hashes_were_compared() {
+    let stage = Stage::new("takeover");
+    let keeper = stage.keeper();
+    let published = [stage.publish(1), stage.publish(2)];
+    drop(keeper);
+    let keeper = stage.keeper();
+    assert_eq!(
+        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (Some(2), None)
+    );
+    assert_eq!(keeper.unanswered(), 0);
+    let early = stage.opener().wait(Duration::ZERO).open().unwrap_err();
+    assert!(early.to_string().contains("check of version 2"), "{early}");
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| stage.opener().open().unwrap());
+        assert_eq!(stage.opener().verify().unwrap(), 2);
+        assert_eq!(byte_of(&reader.join().unwrap()), 2);
+    });
+    assert_eq!(
+        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (None, Some(2))
+    );
+    drop(published);
+    assert_eq!(stage.publish(3).version(), 3);
+}
+
+#[test]
+fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
+    let stage = Stage::new("damaged");
+    let keeper = stage.keeper();
+    let _older = stage.publish(1);
+    let weights = stage.weights(2);
+    let _newer = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    drop(keeper);
+    let stream = stage.device.stream().unwrap();
+    weights
+        .memory_for_tests()
+        .write(&stream, 1024 + 899, &[9])
+        .unwrap();
+    stream.synchronize(WAIT).unwrap();
+    let keeper = stage.keeper();
+    let damaged = stage.opener().verify().unwrap_err();
+    assert!(
+        matches!(&damaged, Error::WeightsDamaged { version: 2, tensor, .. } if tensor == "b"),
+        "{damaged}"
+    );
+    assert_eq!(
+        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (Some(1), None)
+    );
+    assert_eq!(stage.opener().verify().unwrap(), 1);
+    assert_eq!(byte_of(&stage.opener().open().unwrap()), 1);
+    assert_eq!(stage.publish(3).version(), 3, "no number is used twice");
+}
+
+#[test]
+fn names_that_are_taken_of_another_kind_or_unknown_are_errors_and_leave_no_file() {
+    let stage = Stage::new("names");
+    let weights = stage.weights(1);
+    let publish = |wait| weights.publish(&stage.domain, "w", wait);
+    let absent = publish(Duration::ZERO).unwrap_err();
+    assert!(matches!(absent, Error::NotFound { .. }), "{absent}");
+    let keeper = stage.keeper();
+    let taken = Keeper::builder("w")
+        .domain(&stage.domain)
+        .build()
+        .unwrap_err();
+    assert!(matches!(taken, Error::NameTaken { .. }), "{taken}");
+    drop(keeper);
+    let memory = crate::memory::Memory::allocate(&stage.device, 8).unwrap();
+    let other = memory.publish(&stage.domain, "w").unwrap();
+    let found = publish(Duration::ZERO).unwrap_err();
+    assert!(matches!(found, Error::OtherKind { .. }), "{found}");
+    drop(other);
+    let long = Keeper::builder(&"n".repeat(41))
+        .domain(&stage.domain)
+        .build()
+        .unwrap_err();
+    assert!(matches!(long, Error::Name { .. }), "{long}");
+    assert_eq!(std::fs::read_dir(&stage.folder).unwrap().count(), 0);
+}
+
+#[test]
+fn a_keeper_refuses_an_offer_that_is_none_of_its_weights() {
+    let stage = Stage::new("offer");
+    let _keeper = stage.keeper();
+    let name = weights_name("w").unwrap();
+    let session = keeper_session::KeeperSession::open(&stage.domain, &name, WAIT).unwrap();
+    for name in ["elsewhere", "x/offer-1", "w/held-1-1", ""] {
+        let take = keeper::KeeperRequest::Take { name: name.into() };
+        let refused = session.request(&take).unwrap_err();
+        assert!(matches!(refused, Error::Refused { .. }), "{refused}");
+    }
+    let gone = EndpointName::new("w/offer-1").unwrap();
+    let offered = keeper_session::offer_to_keeper(&stage.domain, &name, &gone, WAIT);
+    assert!(matches!(offered, Err(Error::Refused { .. })), "{offered:?}");
+}
+
+#[test]
+fn files_of_other_endpoints_behind_the_prefix_are_no_versions() {
+    let stage = Stage::new("prefix");
+    let memory = crate::memory::Memory::allocate(&stage.device, 8).unwrap();
+    let names = [
+        "w/held-5-0",
+        "w/held-x-0",
+        "w/held-1000000000001-0",
+        "w/held-0-0",
+        "w/held-9",
+    ];
+    let others = names.map(|name| memory.publish(&stage.domain, name).unwrap());
+    let keeper = stage.keeper();
+    assert_eq!(
+        (keeper.candidate().unwrap(), keeper.unanswered()),
+        (None, 1)
+    );
+    assert_eq!(stage.publish(1).version(), 6, "above a number in use");
+    drop(others);
+}
+
+#[test]
+fn a_forked_child_neither_hangs_nor_disturbs_what_its_parent_holds() {
+    let stage = Stage::new("fork");
+    let keeper = stage.keeper();
+    let _published = stage.publish(1);
+    let shared = stage.opener().open().unwrap();
+    let memory = shared.tensor("a").unwrap();
+    in_a_forked_child(|| {
+        let is_forked = |error: Option<Error>| matches!(error, Some(Error::Forked));
+        is_forked(keeper.version().err()) && is_forked(memory.memory().to_vec(WAIT).err())
+    });
+    assert_eq!(byte_of(&shared), 1);
+    assert_eq!(byte_of(&stage.opener().open().unwrap()), 1);
+}

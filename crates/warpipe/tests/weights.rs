@@ -1,0 +1,449 @@
+//! Weights across real processes that are really killed: what survives each death.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{ChildStdin, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::Signal;
+use warpipe::weights::{Keeper, PublishedWeights, SharedWeights, Weights};
+use warpipe::{DType, Device, Domain, Error, Layout};
+use warpipe_testkit::{ChildProcess, LineReader, TempDir, this_program};
+
+const WAIT: Duration = Duration::from_secs(60);
+
+/// What a child is: `keeper`, `worker`, `publisher`. It takes a command a line and replies with a
+/// line for each.
+const ROLE: &str = "WARPIPE_WEIGHTS_ROLE";
+const FOLDER: &str = "WARPIPE_WEIGHTS_FOLDER";
+
+/// Lines of a child that are replies. The test harness writes others.
+const REPLY: &str = "reply: ";
+
+/// Each version's tensors, and the length of each.
+const TENSORS: usize = 5;
+const TENSOR_BYTES: usize = 100_000;
+
+#[test]
+fn a_killed_keeper_costs_no_worker_anything_and_the_next_one_takes_the_newest_version_over() {
+    let stage = Stage::new();
+    let mut keeper = stage.child("keeper");
+    assert_eq!(keeper.reply(), "candidate None unanswered 0");
+    drop(stage.publish(1));
+    let mut old = stage.child("worker");
+    assert_eq!(old.reply(), "version 1 byte 1");
+    // The publisher dies as well: workers alone have the version.
+    let mut publisher = stage.child("publisher");
+    assert_eq!(publisher.ask("publish 1"), "version 2");
+    publisher.kill();
+    let mut new = stage.child("worker");
+    assert_eq!(new.reply(), "version 2 byte 2");
+
+    keeper.kill();
+    assert_eq!(old.ask("read"), "version 1 byte 1");
+    assert_eq!(new.ask("read"), "version 2 byte 2");
+    let mut keeper = stage.child("keeper");
+    assert_eq!(keeper.reply(), "candidate Some(2) unanswered 0");
+    let early = stage.opener(Duration::ZERO).open().unwrap_err();
+    assert!(matches!(early, Error::Timeout { .. }), "{early}");
+    assert_eq!(stage.opener(WAIT).verify().unwrap(), 2);
+    let mut third = stage.child("worker");
+    assert_eq!(third.reply(), "version 2 byte 2");
+    assert_eq!(stage.publish(3).version(), 3);
+    assert_eq!(old.ask("newer"), "version 3 byte 3");
+    assert_eq!(new.ask("newer"), "version 3 byte 3");
+}
+
+#[test]
+fn a_keeper_holds_two_descriptors_of_its_version_maps_no_memory_and_runs_no_thread_for_it() {
+    let stage = Stage::new();
+    let mut keeper = stage.child("keeper");
+    keeper.reply();
+    let threads = threads_of(&keeper);
+    for byte in 1..=10 {
+        stage.publish(byte);
+    }
+    assert_eq!(keeper.ask("version"), "version Some(10)");
+    let fds = descriptors_of(&keeper);
+    let of = |kind: &str| fds.iter().filter(|fd| fd.contains(kind)).count();
+    assert_eq!(
+        (of("memfd:warpipe-region"), of("memfd:warpipe-manifest")),
+        (1, 1),
+        "{fds:?}"
+    );
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", keeper.pid())).unwrap();
+    assert!(!maps.contains("warpipe-region"), "{maps}");
+    let ended = warpipe_testkit::eventually(WAIT, || threads_of(&keeper) == threads);
+    assert!(ended, "{} threads, {threads} at first", threads_of(&keeper));
+}
+
+#[test]
+fn a_killed_worker_goes_unnoticed_and_its_files_go_with_the_next_opening() {
+    let stage = Stage::new();
+    let mut keeper = stage.child("keeper");
+    keeper.reply();
+    drop(stage.publish(1));
+    let mut survivor = stage.child("worker");
+    survivor.reply();
+    for _ in 0..10 {
+        let mut worker = stage.child("worker");
+        assert_eq!(worker.reply(), "version 1 byte 1");
+        worker.kill();
+        assert_eq!(survivor.ask("read"), "version 1 byte 1");
+    }
+    assert_eq!(keeper.ask("version"), "version Some(1)");
+    let mut last = stage.child("worker");
+    assert_eq!(last.reply(), "version 1 byte 1");
+    assert_eq!(
+        stage.names(),
+        stage.names_of(&["w", "w/held-1-", "w/held-1-"])
+    );
+}
+
+#[test]
+fn nothing_is_left_of_weights_with_holders_that_are_all_dead() {
+    let stage = Stage::new();
+    let mut children = vec![stage.child("keeper")];
+    children[0].reply();
+    drop(stage.publish(1));
+    for _ in 0..3 {
+        let mut worker = stage.child("worker");
+        worker.reply();
+        children.push(worker);
+    }
+    assert_eq!(
+        regions_of(children.iter()),
+        4,
+        "one descriptor in each process"
+    );
+    children.iter_mut().for_each(Child::kill);
+    let keeper = stage.keeper();
+    assert_eq!(
+        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (None, None)
+    );
+    drop(keeper);
+    let files = std::fs::read_dir(stage.folder.path()).unwrap();
+    assert_eq!(files.count(), 0);
+}
+
+#[test]
+fn processes_that_read_while_versions_are_published_see_all_of_one_version() {
+    let stage = Stage::new();
+    let mut keeper = stage.child("keeper");
+    keeper.reply();
+    let mut published = stage.publish(1);
+    let mut workers: Vec<_> = (0..3).map(|_| stage.child("worker")).collect();
+    for worker in &mut workers {
+        worker.reply();
+        worker.tell("follow 100");
+    }
+    for byte in 2..=100 {
+        let next = stage.publish(byte);
+        assert_eq!(next.version(), u64::from(byte));
+        published = next;
+    }
+    for worker in &mut workers {
+        assert_eq!(worker.reply(), "version 100 byte 100");
+        let fds = descriptors_of(worker);
+        let regions = fds.iter().filter(|fd| fd.contains("memfd:warpipe-region"));
+        assert_eq!(regions.count(), 1, "earlier versions are not held: {fds:?}");
+    }
+    drop(published);
+}
+
+#[test]
+fn keepers_killed_while_versions_are_published_lose_none_that_a_publisher_was_told_of() {
+    const ROUNDS: u32 = 8;
+    const VERSIONS: u32 = 5;
+    let stage = Stage::new();
+    let mut keeper = stage.child("keeper");
+    assert_eq!(keeper.reply(), "candidate None unanswered 0");
+    let mut publisher = stage.child("publisher");
+    publisher.tell(&format!("publish {}", ROUNDS * VERSIONS));
+    let mut last = 0;
+    for _ in 0..ROUNDS {
+        for _ in 0..VERSIONS {
+            let told = number_in(&publisher.reply()).unwrap();
+            assert!(told > last, "{told} after {last}");
+            last = told;
+        }
+        keeper.kill();
+        keeper = stage.child("keeper");
+        // A version that is published meanwhile replaces the candidate.
+        let found = number_in(&keeper.reply()).or_else(|| number_in(&keeper.ask("version")));
+        assert!(
+            found.is_some_and(|found| found >= last),
+            "{found:?} after {last}"
+        );
+    }
+}
+
+#[test]
+fn a_stopped_holder_delays_a_new_keeper_and_its_versions_number_is_not_used_again() {
+    let stage = Stage::new();
+    let mut keeper = stage.child("keeper");
+    keeper.reply();
+    drop(stage.publish(1));
+    drop(stage.publish(2));
+    let mut worker = stage.child("worker");
+    worker.reply();
+    worker.signal(Signal::STOP);
+    keeper.kill();
+    let mut keeper = stage.child("keeper");
+    assert_eq!(keeper.reply(), "candidate None unanswered 1");
+    assert_eq!(stage.publish(3).version(), 3);
+    worker.signal(Signal::CONT);
+    assert_eq!(worker.ask("read"), "version 2 byte 2");
+    assert_eq!(worker.ask("newer"), "version 3 byte 3");
+}
+
+/// A domain, and the processes in it.
+struct Stage {
+    folder: TempDir,
+    domain: Domain,
+}
+
+impl Stage {
+    fn new() -> Stage {
+        let folder = warpipe_testkit::temporary_folder().unwrap();
+        let domain = Domain::at(folder.path()).unwrap();
+        Stage { folder, domain }
+    }
+
+    fn keeper(&self) -> Keeper {
+        Keeper::builder("w").domain(&self.domain).build().unwrap()
+    }
+
+    fn opener(&self, wait: Duration) -> warpipe::Opener<SharedWeights> {
+        let opener = SharedWeights::opener("w").domain(&self.domain);
+        opener.device(&Device::host()).wait(wait)
+    }
+
+    /// Publishes a version with tensors of this byte, and keeps nothing else of it.
+    fn publish(&self, byte: u8) -> PublishedWeights {
+        publish(&self.domain, byte).unwrap()
+    }
+
+    fn child(&self, role: &str) -> Child {
+        Child::start(role, self.folder.path())
+    }
+
+    /// The names in the domain.
+    fn names(&self) -> Vec<String> {
+        let endpoints = self.domain.endpoints().unwrap();
+        endpoints
+            .iter()
+            .map(|endpoint| endpoint.name.to_string())
+            .collect()
+    }
+
+    /// The names in the domain that begin so, if there are no others.
+    fn names_of(&self, prefixes: &[&str]) -> Vec<String> {
+        let names = self.names();
+        assert_eq!(names.len(), prefixes.len(), "{names:?}");
+        let begins = names
+            .iter()
+            .zip(prefixes)
+            .all(|(name, prefix)| name.starts_with(prefix));
+        assert!(begins, "{names:?}");
+        names
+    }
+}
+
+/// The number in a reply; `None` for one that says `None`.
+fn number_in(reply: &str) -> Option<u64> {
+    let value = reply.split(' ').nth(1)?;
+    value
+        .trim_matches(|c: char| !c.is_ascii_digit())
+        .parse()
+        .ok()
+}
+
+struct Child {
+    process: ChildProcess,
+    commands: ChildStdin,
+    replies: LineReader,
+}
+
+impl Child {
+    fn start(role: &str, folder: &Path) -> Child {
+        let mut command: Command = this_program();
+        command
+            .args(["--exact", "child_of_another_test", "--nocapture"])
+            .env(ROLE, role)
+            .env(FOLDER, folder)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut process = ChildProcess::start(&mut command).unwrap();
+        Child {
+            commands: process.take_stdin().unwrap(),
+            replies: LineReader::new(process.take_stdout().unwrap()),
+            process,
+        }
+    }
+
+    fn tell(&mut self, command: &str) {
+        writeln!(self.commands, "{command}").unwrap();
+    }
+
+    fn reply(&mut self) -> String {
+        loop {
+            let line = self
+                .replies
+                .next(WAIT)
+                .unwrap()
+                .expect("the child has ended");
+            // The harness writes a test's name in front of the first reply, on one line.
+            if let Some((_, reply)) = line.split_once(REPLY) {
+                return reply.to_string();
+            }
+        }
+    }
+
+    fn ask(&mut self, command: &str) -> String {
+        self.tell(command);
+        self.reply()
+    }
+
+    fn signal(&self, signal: Signal) {
+        self.process.signal(signal).unwrap();
+    }
+
+    /// Kills it, and waits for its end.
+    fn kill(&mut self) {
+        self.signal(Signal::KILL);
+        self.process.wait(WAIT).unwrap();
+    }
+
+    fn pid(&self) -> i32 {
+        self.process.pid().as_raw_nonzero().get()
+    }
+}
+
+fn descriptors(process: &str) -> Vec<String> {
+    let fds = std::fs::read_dir(format!("/proc/{process}/fd")).unwrap();
+    let link = |path: PathBuf| std::fs::read_link(path).ok();
+    fds.filter_map(|fd| link(fd.unwrap().path()))
+        .map(|target| target.display().to_string())
+        .collect()
+}
+
+fn descriptors_of(child: &Child) -> Vec<String> {
+    descriptors(&child.pid().to_string())
+}
+
+fn regions_of<'a>(children: impl Iterator<Item = &'a Child>) -> usize {
+    let fds = children.flat_map(descriptors_of);
+    fds.filter(|fd| fd.contains("memfd:warpipe-region")).count()
+}
+
+fn threads_of(child: &Child) -> usize {
+    std::fs::read_dir(format!("/proc/{}/task", child.pid()))
+        .unwrap()
+        .count()
+}
+
+fn publish(domain: &Domain, byte: u8) -> warpipe::Result<PublishedWeights> {
+    let layout = Layout::contiguous(DType::U8, &[TENSOR_BYTES as u64])?;
+    let bytes = vec![byte; TENSOR_BYTES];
+    let names: Vec<String> = (0..TENSORS).map(|index| format!("layer.{index}")).collect();
+    let tensors = names.iter().map(|name| (name.as_str(), layout, &bytes[..]));
+    Weights::from_bytes(&Device::host(), tensors)?.publish(domain, "w", WAIT)
+}
+
+/// The body of every child.
+#[test]
+fn child_of_another_test() {
+    let Some(role) = std::env::var_os(ROLE) else {
+        return;
+    };
+    let domain = Domain::at(std::env::var_os(FOLDER).unwrap()).unwrap();
+    let commands = std::io::stdin().lines().map(|line| line.unwrap());
+    match role.to_str().unwrap() {
+        "keeper" => keeper(&domain, commands),
+        "worker" => worker(&domain, commands),
+        _ => publisher(&domain, commands),
+    }
+}
+
+fn say(text: impl std::fmt::Display) {
+    println!("{REPLY}{text}");
+}
+
+fn keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
+    let keeper = Keeper::builder("w").domain(domain).build().unwrap();
+    let candidate = keeper.candidate().unwrap();
+    say(format_args!(
+        "candidate {candidate:?} unanswered {}",
+        keeper.unanswered()
+    ));
+    for _ in commands {
+        say(format_args!("version {:?}", keeper.version().unwrap()));
+    }
+}
+
+fn worker(domain: &Domain, commands: impl Iterator<Item = String>) {
+    let opener = SharedWeights::opener("w")
+        .domain(domain)
+        .device(&Device::host());
+    let mut weights = opener.wait(WAIT).open().unwrap();
+    say_version(&weights);
+    for command in commands {
+        match command.split_once(' ') {
+            Some(("follow", last)) => {
+                let last: u64 = last.parse().unwrap();
+                while weights.version() < last {
+                    weights = weights.newer(WAIT).unwrap();
+                    assert_eq!(u64::from(byte_of(&weights)), weights.version());
+                }
+            }
+            _ if command == "newer" => weights = weights.newer(WAIT).unwrap(),
+            _ => {}
+        }
+        say_version(&weights);
+    }
+}
+
+/// Publishes versions, whatever happens to their keeper, and holds the last of them.
+fn publisher(domain: &Domain, commands: impl Iterator<Item = String>) {
+    let mut published: Option<PublishedWeights> = None;
+    for command in commands {
+        let count: u64 = command.strip_prefix("publish ").unwrap().parse().unwrap();
+        for _ in 0..count {
+            let next = loop {
+                // Of the number that it gets, unless a keeper dies meanwhile.
+                let number = 1 + published.as_ref().map_or(0, PublishedWeights::version);
+                match publish(domain, number.max(2) as u8) {
+                    Ok(next) => break next,
+                    Err(Error::PeerGone { .. } | Error::Handshake { .. }) => {}
+                    Err(error) => panic!("{error}"),
+                }
+            };
+            say(format_args!("version {}", next.version()));
+            published = Some(next);
+        }
+    }
+}
+
+fn say_version(weights: &SharedWeights) {
+    say(format_args!(
+        "version {} byte {}",
+        weights.version(),
+        byte_of(weights)
+    ));
+}
+
+/// The byte that all tensors consist of.
+fn byte_of(weights: &SharedWeights) -> u8 {
+    assert_eq!(weights.tensors().len(), TENSORS);
+    let tensors = weights.tensors().iter().map(|tensor| tensor.name());
+    let bytes: Vec<u8> = tensors
+        .flat_map(|name| {
+            let tensor = weights.tensor(name).unwrap();
+            tensor.memory().to_vec(WAIT).unwrap()
+        })
+        .collect();
+    assert!(bytes.iter().all(|&byte| byte == bytes[0]) && bytes.len() == TENSORS * TENSOR_BYTES);
+    bytes[0]
+}
