@@ -362,5 +362,4 @@ impl RequestHandler for KeeperHandler {
 }
 
 #[cfg(test)]
-#[path = "keeper_tests.rs"]
 mod tests;

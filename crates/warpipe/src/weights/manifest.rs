@@ -293,5 +293,4 @@ fn write_all(fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<(), Errno> {
 }
 
 #[cfg(test)]
-#[path = "manifest_tests.rs"]
 mod tests;

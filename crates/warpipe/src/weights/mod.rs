@@ -107,7 +107,7 @@ pub(crate) fn seeds() -> Vec<Vec<u8>> {
     };
     let tensor = |name: &str, offset| TensorInfo {
         name: name.into(),
-        layout: layout,
+        layout,
         offset,
         hash: [7; 16],
     };

@@ -352,5 +352,4 @@ impl<'de> Visitor<'de> for WeightMapVisitor {
 }
 
 #[cfg(test)]
-#[path = "safetensors_tests.rs"]
 mod tests;

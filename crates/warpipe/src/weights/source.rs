@@ -270,5 +270,4 @@ fn read_header(
 }
 
 #[cfg(test)]
-#[path = "source_tests.rs"]
 mod tests;

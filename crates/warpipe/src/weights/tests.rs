@@ -1,3 +1,5 @@
+//! Publishing, opening and taking over within one process. `tests/weights.rs` kills processes.
+
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;

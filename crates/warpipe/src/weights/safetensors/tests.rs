@@ -1,3 +1,5 @@
+//! Headers of damaged and of hostile files.
+
 use super::*;
 
 fn entry(name: &str, dtype: &str, shape: &str, begin: u64, end: u64) -> String {

@@ -1,3 +1,5 @@
+//! Which version a keeper offers.
+
 use super::*;
 use crate::device::Device;
 use crate::tensor::{DType, Layout};

@@ -1,3 +1,5 @@
+//! Damaged files and folders.
+
 use std::fs;
 use std::os::unix::fs::symlink;
 

@@ -1,3 +1,5 @@
+//! Manifests of hostile peers.
+
 use super::*;
 
 fn tensor(name: &str, shape: &[u64], offset: u64) -> TensorInfo {
