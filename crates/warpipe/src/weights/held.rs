@@ -14,8 +14,8 @@ use crate::ipc::{IncomingReply, OutgoingReply, Rejection};
 use crate::memory::MemoryInfo;
 use crate::runtime::closer::PeerFd;
 
-/// The largest number of a version. A name in the domain's directory says a version's number, and
-/// anybody who writes there could otherwise use the numbers up.
+/// The largest number of a version. A name in the domain's directory says a version's number: a
+/// process that writes there could otherwise use the numbers up.
 pub(super) const NUMBER_MAX: u64 = 1 << 48;
 
 /// A version of weights. The `id` is of their content: a publisher draws it when it fills the
@@ -88,7 +88,7 @@ impl Held {
     }
 
     /// Takes the version that a peer sent, and the checked copy of its manifest. The memory is
-    /// checked as far as that needs no device: who maps it has the device check the rest.
+    /// checked as far as that needs no device: the device checks the rest when it maps it.
     pub(super) fn receive(
         name: &str,
         reply: &VersionReply,

@@ -1,4 +1,4 @@
-//! The keeper of a name: descriptors and a manifest of the current version, for whoever asks.
+//! The keeper of a name: descriptors and a manifest of the current version, for every process that asks.
 //!
 //! It opens no device and maps no memory. It has no thread while nothing is published: each offer
 //! is fetched on a thread that ends with it.
@@ -301,12 +301,12 @@ impl KeeperHandler {
     fn begin_offer(&self, client: u64, endpoint: String) -> Result<OutgoingReply, Rejection> {
         let core = &self.0;
         if !endpoint.starts_with(&offer_prefix(core.name.as_str())) {
-            return Err(Rejection(format!(
+            return Err(Rejection::new(format!(
                 "{endpoint:?} is no offer of these weights"
             )));
         }
         let slot = OfferSlot::take(core)
-            .ok_or_else(|| Rejection(format!("it fetches {OFFERS_MAX} offers already")))?;
+            .ok_or_else(|| Rejection::new(format!("it fetches {OFFERS_MAX} offers already")))?;
         std::thread::Builder::new()
             .name("warpipe-weights".into())
             .spawn(move || slot.run(client, &endpoint))

@@ -145,7 +145,8 @@ impl KeeperSession {
         let name = self.session.name();
         let what = match candidate {
             Some(number) => format!(
-                "the check of version {number} of the weights {name:?}, which was taken over: it is offered once `verify` has compared its hashes"
+                "the check of version {number} of the weights {name:?}, which was taken over: \
+                 it is offered once `verify` has compared its hashes"
             ),
             None if after == 0 => format!("a version of the weights {name:?}"),
             None => format!("a version of the weights {name:?} after {after}"),

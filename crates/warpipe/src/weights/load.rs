@@ -158,10 +158,10 @@ impl Weights {
     ///
     /// # Errors
     /// [`Error::NotFound`] when no keeper has the name; [`Error::OtherKind`];
-    /// [`Error::Name`]; [`Error::PeerGone`] when the keeper ends meanwhile, and
-    /// [`Error::Timeout`]: the version is offered or not, and publishing once more is safe (a keeper
-    /// that offers it already gives it no second number); [`Error::Refused`] when the keeper cannot
-    /// take it; [`Error::DescriptorLimit`], [`Error::Forked`].
+    /// [`Error::Name`]; [`Error::PeerGone`] when the keeper ends meanwhile; [`Error::Timeout`];
+    /// [`Error::Refused`] when the keeper cannot take it; [`Error::DescriptorLimit`],
+    /// [`Error::Forked`]. After `PeerGone` and `Timeout` the version may be offered. Publish once
+    /// more then: a keeper that offers it gives it no second number.
     pub fn publish(
         &self,
         domain: &Domain,

@@ -101,7 +101,8 @@ const FUZZED_DATA_BYTES: u64 = 28;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) fn seeds() -> Vec<Vec<u8>> {
     use crate::tensor::{DType, Layout};
-    let header = r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[2,3],"data_offsets":[4,28]}}"#;
+    let header = r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"BF16","shape":[2],
+        "data_offsets":[0,4]},"b":{"dtype":"F32","shape":[2,3],"data_offsets":[4,28]}}"#;
     let Ok(layout) = Layout::contiguous(DType::F32, &[2, 3]) else {
         return Vec::new();
     };

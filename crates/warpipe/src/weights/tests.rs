@@ -78,7 +78,9 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
     // Larger than a staging buffer, and a length that is no multiple of one.
     let large: Vec<u8> = (0..9_000_001u32).map(|index| (index % 251) as u8).collect();
     let header = format!(
-        r#"{{"large":{{"dtype":"U8","shape":[{0}],"data_offsets":[2,{1}]}},"none":{{"dtype":"F32","shape":[0],"data_offsets":[{1},{1}]}},"small":{{"dtype":"BF16","shape":[],"data_offsets":[0,2]}}}}"#,
+        r#"{{"large":{{"dtype":"U8","shape":[{0}],"data_offsets":[2,{1}]}},
+        "none":{{"dtype":"F32","shape":[0],"data_offsets":[{1},{1}]}},
+        "small":{{"dtype":"BF16","shape":[],"data_offsets":[0,2]}}}}"#,
         large.len(),
         large.len() + 2
     );

@@ -192,7 +192,10 @@ fn a_headers_length_is_believed_only_where_the_file_has_room_for_it() {
     for wrong in [0, 1, 101, HEADER_BYTES_MAX, u64::MAX, 1 << 63] {
         let fault = length(wrong).unwrap_err();
         assert!(
-            matches!(fault, WeightsFault::HeaderLength { found, allowed: 100, .. } if found == wrong),
+            matches!(
+                fault,
+                WeightsFault::HeaderLength { found, allowed: 100, .. } if found == wrong
+            ),
             "{fault:?}"
         );
     }
