@@ -432,17 +432,18 @@ pub enum Error {
         /// The fault.
         fault: WeightsFault,
     },
-    /// A tensor of published weights is not what its publisher wrote: its content hash differs.
+    /// Tensors of published weights are not what their publisher wrote: other content hashes.
     #[error(
-        "version {version} of the weights {name:?} is damaged: tensor {tensor:?} has another content hash"
+        "version {version} of the weights {name:?} is damaged: the content hash of {} differs",
+        fault::names(tensors)
     )]
     WeightsDamaged {
         /// The weights' name.
         name: String,
         /// The version.
         version: u64,
-        /// The first tensor that differs.
-        tensor: String,
+        /// The tensors that differ, in the order of their offsets.
+        tensors: Vec<String>,
     },
     /// Memory that no legacy handle can name.
     #[error("{ptr:#x} is {kind}, which no legacy handle can name")]

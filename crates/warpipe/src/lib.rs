@@ -189,6 +189,7 @@ struct GuideToMembers;
 #[doc = include_str!("../docs/guide/tenants.md")]
 #[doc = include_str!("../docs/guide/queue.md")]
 #[doc = include_str!("../docs/guide/service.md")]
+#[doc = include_str!("../docs/guide/weights.md")]
 #[doc = include_str!("../docs/users/pipeline.md")]
 #[doc = include_str!("../docs/users/serving.md")]
 #[doc = include_str!("../docs/users/jobs.md")]

@@ -369,3 +369,23 @@ pub enum WeightsFault {
         limit: u64,
     },
 }
+
+/// The tensors of an error, for people: the first ones by name.
+pub(super) fn names(tensors: &[String]) -> String {
+    const SHOWN: usize = 3;
+    let shown: Vec<String> = tensors
+        .iter()
+        .take(SHOWN)
+        .map(|t| format!("{t:?}"))
+        .collect();
+    let more = tensors.len().saturating_sub(SHOWN);
+    let noun = if tensors.len() == 1 {
+        "tensor"
+    } else {
+        "tensors"
+    };
+    match more {
+        0 => format!("{noun} {}", shown.join(", ")),
+        _ => format!("{noun} {} and {more} more", shown.join(", ")),
+    }
+}

@@ -32,6 +32,12 @@ pub(super) fn offer_prefix(weights: &str) -> String {
     format!("{weights}/offer-")
 }
 
+/// The weights that an endpoint's name says it holds a version of.
+pub(super) fn weights_of(holder: &EndpointName) -> Option<&str> {
+    let (weights, _) = holder.as_str().rsplit_once("/held-")?;
+    number_of(weights, holder).map(|_| weights)
+}
+
 /// The number of the version that a holder's name says.
 pub(super) fn number_of(weights: &str, holder: &EndpointName) -> Option<u64> {
     let rest = holder.as_str().strip_prefix(&held_prefix(weights))?;

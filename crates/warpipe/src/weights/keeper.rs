@@ -3,13 +3,16 @@
 //! It opens no device and maps no memory. It has no thread while nothing is published: each offer
 //! is fetched on a thread that ends with it.
 
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::held::{Held, NUMBER_MAX, Version, VersionReply};
 use super::holder::{clear_dead, offer_prefix};
+use super::keeper_session::end_keeper;
 use super::{takeover, weights_name};
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
@@ -18,6 +21,7 @@ use crate::ipc::{
     ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
 use crate::options::{EndpointOptions, option_setters};
+use crate::runtime::doorbell::LocalDoorbell;
 
 /// How many offers are fetched at once, each on a thread: a stopped publisher occupies its thread
 /// for as long as a handshake may take.
@@ -34,6 +38,8 @@ pub(super) enum KeeperRequest {
     Take { name: String },
     /// The content hashes of a version have been compared.
     Checked { version: Version, is_sound: bool },
+    /// Give all descriptors up, and end.
+    End,
 }
 
 /// The reply.
@@ -87,6 +93,7 @@ impl KeeperBuilder {
             state: Mutex::default(),
             server: OnceLock::new(),
             offers: AtomicUsize::new(0),
+            ending: LocalDoorbell::new()?,
         });
         let handler = Arc::new(KeeperHandler(core.clone()));
         // Before the search: a process that becomes a holder from now on has asked this keeper.
@@ -160,6 +167,36 @@ impl Keeper {
     pub fn unanswered(&self) -> usize {
         self.unanswered
     }
+
+    /// Whether a process of this user has asked this keeper to [end](Keeper::end). The keeper has
+    /// given its descriptors up then, offers nothing and takes nothing; its owner drops it.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn is_asked_to_end(&self) -> Result<bool> {
+        self.owner_process.check()?;
+        Ok(self.core.lock().is_ending)
+    }
+
+    /// Asks the keeper of `name`, in whatever process of this user, to give its descriptors up and
+    /// to end, and waits up to `timeout` until the name is free. Processes that have the weights
+    /// open keep them.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] without a keeper; [`Error::Timeout`] when its process does not drop it;
+    /// [`Error::OtherKind`], [`Error::Name`], [`Error::Handshake`].
+    pub fn end(domain: &Domain, name: &str, timeout: Duration) -> Result<()> {
+        end_keeper(domain, &weights_name(name)?, timeout)
+    }
+}
+
+impl AsFd for Keeper {
+    /// A descriptor that is readable from the time on when the keeper is
+    /// [asked to end](Keeper::is_asked_to_end) (an eventfd, for `poll` and event loops). Do not
+    /// read it.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.core.ending.as_fd()
+    }
 }
 
 impl Drop for Keeper {
@@ -179,6 +216,8 @@ struct KeeperCore {
     server: OnceLock<Weak<ServerCore>>,
     /// Offers that are being fetched.
     offers: AtomicUsize,
+    /// Rung when a process asks the keeper to end.
+    ending: LocalDoorbell,
 }
 
 #[derive(Debug, Default)]
@@ -187,6 +226,7 @@ struct KeeperState {
     /// Versions taken over and not checked, the newest last.
     candidates: Vec<Held>,
     last_number: u64,
+    is_ending: bool,
 }
 
 impl KeeperState {
@@ -196,6 +236,9 @@ impl KeeperState {
 
     /// Takes a publisher's version, and returns its number with the versions that it replaces.
     fn replace(&mut self, mut held: Held) -> Result<(u64, Vec<Held>), String> {
+        if self.is_ending {
+            return Err("it was asked to end".into());
+        }
         if let Some(offered) = &self.offered
             && offered.version.id == held.version.id
         {
@@ -224,6 +267,14 @@ impl KeeperState {
         replaced.extend(self.offered.replace(candidate));
         replaced
     }
+
+    /// Gives every version up, and takes none from now on.
+    fn end(&mut self) -> Vec<Held> {
+        self.is_ending = true;
+        let mut replaced = std::mem::take(&mut self.candidates);
+        replaced.extend(self.offered.take());
+        replaced
+    }
 }
 
 impl KeeperCore {
@@ -238,7 +289,8 @@ impl KeeperCore {
     /// Fetches the version that `endpoint` offers. Waits for another process.
     fn fetch(&self, endpoint: &str) -> Result<u64, String> {
         let endpoint = EndpointName::new(endpoint).map_err(|error| error.to_string())?;
-        let held = takeover::fetch(&self.domain, &endpoint).map_err(|error| error.to_string())?;
+        let fetched = takeover::fetch(&self.domain, &endpoint);
+        let (held, _) = fetched.map_err(|error| error.to_string())?;
         // Closed behind the lock.
         let (number, _replaced) = self.lock().replace(held)?;
         Ok(number)
@@ -355,6 +407,12 @@ impl RequestHandler for KeeperHandler {
                 if is_sound {
                     tell_offered(server_core);
                 }
+                OutgoingReply::new(&KeeperReply::Noted, vec![])
+            }
+            KeeperRequest::End => {
+                // Closed behind the lock.
+                let _given_up = core.lock().end();
+                core.ending.ring();
                 OutgoingReply::new(&KeeperReply::Noted, vec![])
             }
         }

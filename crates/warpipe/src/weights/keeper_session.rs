@@ -46,6 +46,24 @@ pub(super) fn offer_to_keeper(
     }
 }
 
+/// Has a keeper give its descriptors up, and waits up to `timeout` until it has ended.
+pub(super) fn end_keeper(domain: &Domain, name: &EndpointName, timeout: Duration) -> Result<()> {
+    let keeper = KeeperSession::open(domain, name, Duration::ZERO)?;
+    match keeper.request(&KeeperRequest::End) {
+        // Its owner may drop it before the reply is sent.
+        Ok(_) | Err(Error::PeerGone { .. }) => {}
+        Err(error) => return Err(error),
+    }
+    let news = keeper.news.wait(timeout, |_| false);
+    if news.is_over {
+        return Ok(());
+    }
+    Err(Error::Timeout {
+        what: format!("the end of the keeper of {name:?}, which has given its descriptors up"),
+        waited: timeout,
+    })
+}
+
 /// Waits up to `timeout` for a version after number `after` that is offered under the name. If the
 /// keeper ends meanwhile, waits for the next one.
 pub(super) fn wait_for_version(

@@ -1,7 +1,7 @@
 //! Weights that this process has: loaded from files, or copied from its own memory.
 
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -51,6 +51,20 @@ impl Weights {
     /// [`Error::WeightsFile`] when a file became shorter since it was opened; [`Error::Os`] when it
     /// cannot be read; [`Error::Timeout`] when the device copies nothing; [`Error::Driver`].
     pub fn load(device: &Device, source: &Source) -> Result<Weights> {
+        Weights::load_with_progress(device, source, |_| {})
+    }
+
+    /// As [`load`](Self::load), and calls `progress` with the number of bytes that have been read
+    /// so far, after each part. Several readers call it, each in a thread of its own, and each
+    /// number once: a smaller one may come after a larger one. A slow `progress` delays the load.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_with_progress(
+        device: &Device,
+        source: &Source,
+        progress: impl Fn(u64) + Sync,
+    ) -> Result<Weights> {
         let layouts = source.tensors.iter().map(|from| from.tensor.layout);
         let placed = Placement::of(layouts)?;
         let memory = Memory::allocate(device, placed.bytes)?;
@@ -61,6 +75,8 @@ impl Weights {
             order: largest_first(source),
             next: AtomicUsize::new(0),
             has_failed: AtomicBool::new(false),
+            bytes_read: AtomicU64::new(0),
+            progress: &progress,
             hashes: Mutex::new(vec![[0; 16]; source.tensors.len()]),
         }
         .run(device)?;
@@ -261,6 +277,8 @@ struct Loader<'a> {
     /// The next tensor in `order`.
     next: AtomicUsize,
     has_failed: AtomicBool,
+    bytes_read: AtomicU64,
+    progress: &'a (dyn Fn(u64) + Sync),
     hashes: Mutex<Vec<ContentHash>>,
 }
 
@@ -325,7 +343,9 @@ impl Loader<'_> {
             hasher.update(part);
             self.memory
                 .write(stream, self.offsets[index] + done, part)?;
-            done += part.len() as u64;
+            let length = part.len() as u64;
+            done += length;
+            (self.progress)(self.bytes_read.fetch_add(length, Relaxed) + length);
         }
         Ok(hasher.digest128().to_be_bytes())
     }

@@ -41,6 +41,7 @@ mod keeper;
 mod keeper_session;
 mod load;
 mod manifest;
+mod named;
 mod safetensors;
 mod shared;
 mod source;
@@ -51,6 +52,7 @@ mod tests;
 pub use self::keeper::{Keeper, KeeperBuilder};
 pub use self::load::{PublishedWeights, Weights};
 pub use self::manifest::{ContentHash, TensorInfo};
+pub use self::named::{NamedVersion, NamedWeights};
 pub use self::shared::{SharedTensor, SharedWeights};
 pub use self::source::Source;
 

@@ -97,21 +97,21 @@ impl Opener<SharedWeights> {
             });
         };
         let memory = map(&device, &held)?;
-        let damaged = damaged_tensor(&memory, &manifest)?;
+        let tensors = damaged_tensors(&memory, &manifest)?;
         let version = held.version;
         let checked = KeeperRequest::Checked {
             version,
-            is_sound: damaged.is_none(),
+            is_sound: tensors.is_empty(),
         };
         keeper.request(&checked)?;
-        match damaged {
-            None => Ok(version.number),
-            Some(tensor) => Err(Error::WeightsDamaged {
-                name: name.to_string(),
-                version: version.number,
-                tensor,
-            }),
+        if tensors.is_empty() {
+            return Ok(version.number);
         }
+        Err(Error::WeightsDamaged {
+            name: name.to_string(),
+            version: version.number,
+            tensors,
+        })
     }
 }
 
@@ -225,9 +225,9 @@ fn map(device: &Device, held: &Held) -> Result<SharedMemory> {
     Ok(memory)
 }
 
-/// The first tensor with another content hash than the manifest says.
-fn damaged_tensor(memory: &SharedMemory, manifest: &Manifest) -> Result<Option<String>> {
-    let mut copy = zeroed(HASHED_AT_ONCE)?;
+/// The tensors with another content hash than the manifest says.
+fn damaged_tensors(memory: &SharedMemory, manifest: &Manifest) -> Result<Vec<String>> {
+    let (mut copy, mut damaged) = (zeroed(HASHED_AT_ONCE)?, Vec::new());
     for tensor in manifest.tensors() {
         let (mut hasher, mut done) = (Xxh3::new(), 0);
         while done < tensor.layout.bytes() {
@@ -238,8 +238,8 @@ fn damaged_tensor(memory: &SharedMemory, manifest: &Manifest) -> Result<Option<S
             done += part.len() as u64;
         }
         if hasher.digest128().to_be_bytes() != tensor.hash {
-            return Ok(Some(tensor.name.clone()));
+            damaged.push(tensor.name.clone());
         }
     }
-    Ok(None)
+    Ok(damaged)
 }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::held::Held;
 use super::holder::{held_prefix, number_of, offer_prefix};
+use super::manifest::Manifest;
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{Address, ClientSession, Kind};
@@ -112,7 +113,7 @@ impl Search<'_> {
 
 /// Asks one holder for its version, which has to have the number in its name.
 fn ask(domain: &Domain, name: &EndpointName, number: u64) -> Result<Held> {
-    let held = fetch(domain, name)?;
+    let (held, _) = fetch(domain, name)?;
     if held.version.number == number {
         return Ok(held);
     }
@@ -124,13 +125,13 @@ fn ask(domain: &Domain, name: &EndpointName, number: u64) -> Result<Held> {
     })
 }
 
-/// Gets a holder's descriptors. The manifest has been checked.
-pub(super) fn fetch(domain: &Domain, name: &EndpointName) -> Result<Held> {
+/// Gets a holder's descriptors, and the checked manifest.
+pub(super) fn fetch(domain: &Domain, name: &EndpointName) -> Result<(Held, Manifest)> {
     let at = Address {
         domain,
         name,
         kind: Kind::WeightsHolder,
     };
     let (_session, reply) = ClientSession::attach(&at, None, &[], Duration::ZERO)?;
-    Ok(Held::open(name.as_str(), reply)?.0)
+    Held::open(name.as_str(), reply)
 }

@@ -122,6 +122,29 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
 }
 
 #[test]
+fn a_load_tells_each_number_of_bytes_that_it_has_read_and_all_of_them_in_the_end() {
+    let stage = Stage::new("progress");
+    let bytes = 9_000_001u64;
+    let header =
+        format!(r#"{{"a":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[0,{bytes}]}}}}"#);
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.resize(file.len() + bytes as usize, 3);
+    let path = stage.folder.join("model.safetensors");
+    std::fs::write(&path, &file).unwrap();
+    let source = Source::open([&path]).unwrap();
+    let told = std::sync::Mutex::new(Vec::new());
+    let progress = |done| told.lock().unwrap().push(done);
+    Weights::load_with_progress(&stage.device, &source, progress).unwrap();
+    let told = told.into_inner().unwrap();
+    assert!(
+        told.len() > 1 && told.is_sorted(),
+        "one tensor has one reader: {told:?}"
+    );
+    assert_eq!(told.last(), Some(&bytes));
+}
+
+#[test]
 fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
     let stage = Stage::new("shrink");
     let header = r#"{"a":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}"#;
@@ -252,7 +275,11 @@ fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
     let keeper = stage.keeper();
     let damaged = stage.opener().verify().unwrap_err();
     assert!(
-        matches!(&damaged, Error::WeightsDamaged { version: 2, tensor, .. } if tensor == "b"),
+        matches!(&damaged, Error::WeightsDamaged { version: 2, tensors, .. } if *tensors == ["b"]),
+        "{damaged}"
+    );
+    assert!(
+        damaged.to_string().contains("of tensor \"b\" differs"),
         "{damaged}"
     );
     assert_eq!(
@@ -341,4 +368,105 @@ fn a_forked_child_neither_hangs_nor_disturbs_what_its_parent_holds() {
     });
     assert_eq!(byte_of(&shared), 1);
     assert_eq!(byte_of(&stage.opener().open().unwrap()), 1);
+}
+
+#[test]
+fn every_damaged_tensor_is_listed() {
+    let stage = Stage::new("every");
+    let _keeper = stage.keeper();
+    let weights = stage.weights(1);
+    let _published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    let stream = stage.device.stream().unwrap();
+    for offset in [0, 1024] {
+        weights
+            .memory_for_tests()
+            .write(&stream, offset, &[9])
+            .unwrap();
+    }
+    stream.synchronize(WAIT).unwrap();
+    let damaged = stage.opener().verify().unwrap_err();
+    assert!(
+        matches!(&damaged, Error::WeightsDamaged { tensors, .. } if *tensors == ["a", "b"]),
+        "{damaged}"
+    );
+}
+
+#[test]
+fn weights_are_listed_with_their_keeper_or_without_one() {
+    let stage = Stage::new("list");
+    let list = || NamedWeights::list(&stage.domain).unwrap();
+    assert_eq!(list(), []);
+    let memory = crate::memory::Memory::allocate(&stage.device, 8).unwrap();
+    let _other = memory.publish(&stage.domain, "memory").unwrap();
+    let keeper = stage.keeper();
+    let [empty] = &list()[..] else {
+        panic!("one name")
+    };
+    assert_eq!((empty.version, empty.holders), (None, 0));
+    let own = Some(std::process::id() as i32);
+    assert_eq!(empty.keeper.as_ref().map(|keeper| keeper.pid), Some(own));
+
+    let _published = [stage.publish(1), stage.publish(2)];
+    let [offered] = &list()[..] else {
+        panic!("one name")
+    };
+    let version = offered.version.unwrap();
+    assert_eq!((offered.name.as_str(), offered.holders), ("w", 1));
+    assert_eq!(
+        (version.number, version.tensors, version.bytes),
+        (2, 2, 2048)
+    );
+    assert_eq!(
+        (version.is_offered, version.device),
+        (true, stage.device.info().id)
+    );
+
+    drop(keeper);
+    let [kept] = &list()[..] else {
+        panic!("one name")
+    };
+    assert_eq!((kept.keeper.clone(), kept.holders), (None, 1));
+    let version = kept.version.unwrap();
+    assert_eq!((version.number, version.is_offered), (2, false));
+
+    let _keeper = stage.keeper();
+    let candidate = NamedWeights::find(&stage.domain, "w").unwrap().unwrap();
+    let version = candidate.version.unwrap();
+    assert_eq!((version.number, version.is_offered), (2, false));
+    assert!(candidate.keeper.is_some());
+    assert_eq!(NamedWeights::find(&stage.domain, "memory").unwrap(), None);
+}
+
+#[test]
+fn a_keeper_that_is_asked_to_end_gives_its_descriptors_up_and_takes_no_more() {
+    let stage = Stage::new("end");
+    let absent = Keeper::end(&stage.domain, "w", WAIT).unwrap_err();
+    assert!(matches!(absent, Error::NotFound { .. }), "{absent}");
+    let keeper = stage.keeper();
+    let published = stage.publish(1);
+    assert!(!keeper.is_asked_to_end().unwrap());
+    std::thread::scope(|scope| {
+        let ending = scope.spawn(|| Keeper::end(&stage.domain, "w", WAIT));
+        let mut fds = [rustix::event::PollFd::new(
+            &keeper,
+            rustix::event::PollFlags::IN,
+        )];
+        rustix::event::poll(&mut fds, None).unwrap();
+        assert!(keeper.is_asked_to_end().unwrap());
+        assert_eq!(keeper.version().unwrap(), None);
+        let refused = stage
+            .weights(2)
+            .publish(&stage.domain, "w", WAIT)
+            .unwrap_err();
+        assert!(matches!(refused, Error::Refused { .. }), "{refused}");
+        let none = stage.opener().wait(Duration::ZERO).open().unwrap_err();
+        assert!(matches!(none, Error::Timeout { .. }), "{none}");
+        drop(keeper);
+        ending.join().unwrap().unwrap();
+    });
+    let next = stage.keeper();
+    assert_eq!(next.candidate().unwrap(), Some(published.version()));
+    let held_up = Keeper::end(&stage.domain, "w", Duration::ZERO).unwrap_err();
+    assert!(matches!(held_up, Error::Timeout { .. }), "{held_up}");
+    assert_eq!(next.candidate().unwrap(), None);
 }
