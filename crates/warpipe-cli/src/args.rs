@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use warpipe::DType;
 
 use crate::device_arg::DeviceArg;
-use crate::{demo, doctor, exit};
+use crate::{demo, doctor, exit, weights};
 
 /// Hands tensors in GPU memory from one process to others of the same machine, without a copy
 ///
@@ -29,6 +29,7 @@ pub enum Command {
     Doctor(DoctorArgs),
     Ls(LsArgs),
     Members(MembersArgs),
+    Weights(WeightsArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
     #[command(hide = true)]
@@ -39,6 +40,8 @@ pub enum Command {
     DemoCleaner(demo::CleanerArgs),
     #[command(hide = true)]
     DoctorChild(doctor::ChildArgs),
+    #[command(hide = true)]
+    WeightsChild(weights::ChildArgs),
 }
 
 /// Shows what warpipe is for: latency, throughput, and recovery from the death of a process
@@ -236,6 +239,125 @@ pub struct MembersArgs {
     pub json: bool,
 }
 
+/// Keeps a model's weights in memory, for all processes that use them
+///
+/// One copy of the weights lies in the device's memory, and any number of processes read it. It
+/// stays as long as one of them lives: `serve` takes the weights over from those processes when it
+/// is started again, and does not read the files.
+#[derive(Debug, Args)]
+#[command(after_help = exit::HELP)]
+pub struct WeightsArgs {
+    #[command(subcommand)]
+    pub command: WeightsCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum WeightsCommand {
+    Serve(WeightsServeArgs),
+    Ls(WeightsLsArgs),
+    Drop(WeightsDropArgs),
+    Verify(WeightsVerifyArgs),
+}
+
+/// Loads weights, and keeps them under a name until it is interrupted or told to end
+///
+/// Each PATH is a safetensors file, or a folder as Hugging Face lays it out: with
+/// model.safetensors.index.json and the files that it names, or with model.safetensors. A child
+/// process opens the device, checks all files, loads them into one memory, and ends. This process
+/// keeps the memory's descriptor alone: it opens no device and needs no memory of its own.
+///
+/// When processes have weights of that name open already, their newest version is taken over: a
+/// child process compares the content hash of each tensor, and no file is read. A version that is
+/// damaged is not offered: the next older one is compared, and without one the files are loaded.
+/// The same holds for a version on another device than the one that --device names.
+///
+/// It prints a line with `ready` once the weights can be opened. Nothing is offered if a file is
+/// damaged, the memory too small, or the name taken. SIGINT, SIGTERM and `warpipe weights drop`
+/// end it; processes that have the weights open keep them.
+#[derive(Debug, Args)]
+#[command(after_help = exit::HELP)]
+pub struct WeightsServeArgs {
+    /// Safetensors files, or folders with them
+    #[arg(required = true, value_name = "PATH")]
+    pub paths: Vec<PathBuf>,
+    /// Name of the weights, for example llama; at most 40 bytes
+    #[arg(long)]
+    pub name: String,
+    /// Device of the weights: auto (where a version is that is taken over, else the first GPU, else
+    /// the host), host, cuda or cuda:N
+    #[arg(long, default_value_t = DeviceArg::Auto)]
+    pub device: DeviceArg,
+    #[command(flatten)]
+    pub domain: DomainArg,
+    /// Prints no progress
+    #[arg(long)]
+    pub quiet: bool,
+    /// Prints JSON objects instead of text, one per event, and no progress
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Lists the weights of the domain, with their keepers and the processes that have them open
+///
+/// Weights that processes have open after their keeper has died are listed, too: `warpipe weights
+/// serve` with the same name takes them over. It opens no device and maps no memory.
+#[derive(Debug, Args)]
+#[command(after_help = exit::HELP)]
+pub struct WeightsLsArgs {
+    #[command(flatten)]
+    pub domain: DomainArg,
+    /// Prints one JSON object per name instead of text
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Ends the keeper of a name
+///
+/// The keeper gives its descriptors up, and its `warpipe weights serve` ends with exit code 0.
+/// Processes that have the weights open keep them; with the last of these the memory is free.
+#[derive(Debug, Args)]
+#[command(after_help = exit::HELP)]
+pub struct WeightsDropArgs {
+    /// Name of the weights
+    pub name: String,
+    /// Longest wait for the keeper's end, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    pub timeout: Duration,
+    #[command(flatten)]
+    pub domain: DomainArg,
+    /// Prints one JSON object instead of text
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Compares the content hash of every tensor with the one that was computed from the files
+///
+/// Lists the tensors that differ; the exit code is 1 then. It reads all of the memory and changes
+/// nothing in it. If the keeper has taken a version over that is not checked yet, this is its
+/// check: the keeper offers the version if it is right.
+#[derive(Debug, Args)]
+#[command(after_help = exit::HELP)]
+pub struct WeightsVerifyArgs {
+    /// Name of the weights
+    pub name: String,
+    /// Device that reads the memory: auto (the one on which it lies), host, cuda or cuda:N
+    #[arg(long, default_value_t = DeviceArg::Auto)]
+    pub device: DeviceArg,
+    #[command(flatten)]
+    pub domain: DomainArg,
+    /// Prints one JSON object instead of text
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The domain of a command that has an option for it.
+#[derive(Debug, Args)]
+pub struct DomainArg {
+    /// Directory of the domain, instead of the environment's
+    #[arg(long = "domain", value_name = "DIR")]
+    pub path: Option<PathBuf>,
+}
+
 /// Prints a completion script for a shell
 ///
 /// For one session of bash: source <(warpipe completions bash). To keep it, write the output to
@@ -266,7 +388,8 @@ pub enum CompletionShell {
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct ManArgs {
-    /// The subcommand that the page describes; by default the page describes warpipe itself
+    /// The subcommand that the page describes, as in pub or weights-serve; by default the page
+    /// describes warpipe itself
     #[arg(conflicts_with = "out")]
     pub subcommand: Option<String>,
     /// Writes the pages of warpipe and of all its subcommands into this directory instead

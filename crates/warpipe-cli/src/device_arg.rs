@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use warpipe::Device;
+use warpipe::{Device, DeviceId, DeviceKind};
 
 /// The value of `--device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,10 +50,19 @@ impl DeviceArg {
         }
     }
 
+    /// Opens the device, and for `auto` the one with this identity, on which some memory lies.
+    pub fn open_for(self, owner: DeviceId) -> warpipe::Result<Device> {
+        match (self, owner.kind) {
+            (DeviceArg::Auto, DeviceKind::Host) => Ok(Device::host()),
+            (DeviceArg::Auto, _) => Device::by_uuid(owner.uuid),
+            _ => Ok(self.open()?.device),
+        }
+    }
+
     /// The choice that names an open device, for a child process of the same environment.
     pub fn of(device: &Device) -> DeviceArg {
         match device.info().id.kind {
-            warpipe::DeviceKind::Host => DeviceArg::Host,
+            DeviceKind::Host => DeviceArg::Host,
             _ => DeviceArg::Cuda(device.info().ordinal),
         }
     }

@@ -40,6 +40,23 @@ pub enum Exit {
 pub struct UsageError(pub String);
 
 impl Exit {
+    /// The ending with this code: of a child process, which is this program.
+    pub fn of_code(code: u8) -> Option<Exit> {
+        use Exit::{Device, Done, Failed, Input, Interrupted, Nobody, PeerGone, System, Usage};
+        let all = [
+            Done,
+            Failed,
+            Usage,
+            Nobody,
+            PeerGone,
+            Input,
+            Device,
+            System,
+            Interrupted,
+        ];
+        all.into_iter().find(|&exit| exit as u8 == code)
+    }
+
     /// The ending that an error stands for, found through its causes.
     pub fn of(error: &anyhow::Error) -> Exit {
         error
@@ -63,6 +80,7 @@ impl Exit {
             // Before the kinds: the command line gave these.
             (Error::Domain { .. } | Error::NoSuchDevice { .. }, _) => Exit::Usage,
             (Error::Handshake { .. }, _) => Exit::PeerGone,
+            (Error::WeightsFile { .. }, _) => Exit::Input,
             (Error::DeviceMemory { .. } | Error::PeerAccess { .. }, _) => Exit::Device,
             (Error::AccessDenied { .. }, _) => Exit::System,
             (_, ErrorKind::InvalidInput | ErrorKind::NameConflict) => Exit::Usage,
@@ -85,7 +103,16 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
 /// What happened, and the next step in the command line's terms. The library's errors have a hint;
 /// messages of this program end in `; the next step`.
 pub fn fact_and_hint(error: &anyhow::Error) -> (String, Option<String>) {
-    let fact = format!("{error:#}");
+    let mut fact = String::new();
+    for cause in error.chain() {
+        let text = cause.to_string();
+        // Some errors contain the text of their cause.
+        match fact.ends_with(&text) {
+            _ if fact.is_empty() => fact = text,
+            true => {}
+            false => fact = format!("{fact}: {text}"),
+        }
+    }
     let library = error
         .chain()
         .find_map(|cause| cause.downcast_ref::<Error>());
@@ -117,6 +144,13 @@ pub fn hint(error: &Error) -> Option<String> {
             kind: Kind::Publisher,
             ..
         } => "subscribe again, or use --reconnect",
+        Error::NotFound {
+            kind: Kind::Weights,
+            ..
+        } => "see `warpipe weights ls`, and start a keeper with `warpipe weights serve`",
+        Error::WeightsDamaged { .. } => {
+            "end the process that wrote to the memory, then `warpipe weights drop` and `serve` again"
+        }
         other => return other.hint().map(Into::into),
     };
     Some(own.to_owned())
@@ -155,6 +189,7 @@ mod tests {
             Interrupted,
         ] {
             assert!(HELP.contains(&format!("\n  {:<5}", exit as u8)), "{exit:?}");
+            assert_eq!(Exit::of_code(exit as u8), Some(exit));
         }
     }
 
@@ -169,6 +204,20 @@ mod tests {
             hint.as_deref(),
             Some("update the driver (R525 or newer), or use --device host")
         );
+    }
+
+    #[test]
+    fn a_cause_that_an_error_contains_is_said_once() {
+        let source = io::Error::from_raw_os_error(2);
+        let said = source.to_string();
+        let (call, context) = ("open", "a file".to_owned());
+        let error = anyhow::Error::from(Error::Os {
+            call,
+            context,
+            source,
+        });
+        let (fact, _) = fact_and_hint(&error.context("cannot load"));
+        assert_eq!(fact, format!("cannot load: open failed on a file: {said}"));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Ctrl-C and SIGTERM as a flag that every loop looks at: nothing is torn down in the middle.
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -25,6 +26,15 @@ impl Interrupt {
             signal_hook::flag::register(signal, Arc::clone(&flag))?;
         }
         Ok(Interrupt { flag })
+    }
+
+    /// A stream that is readable once a signal has come, for `poll`. The flag is set before that.
+    pub fn readable(&self) -> std::io::Result<UnixStream> {
+        let (read, write) = UnixStream::pair()?;
+        for signal in [SIGINT, SIGTERM] {
+            signal_hook::low_level::pipe::register(signal, write.try_clone()?)?;
+        }
+        Ok(read)
     }
 
     /// Whether a signal came.

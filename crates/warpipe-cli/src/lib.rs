@@ -29,6 +29,7 @@ mod save;
 mod source;
 mod statistics;
 mod subscribe;
+mod weights;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -43,8 +44,8 @@ pub use doctor::system::mps_answers;
 pub use process::Program;
 
 /// Runs one command line, beginning with the program's name, and returns its exit code.
-/// `program` starts the same command in a child process: `demo` and `doctor` have
-/// children.
+/// `program` starts the same command in a child process: `demo`, `doctor` and
+/// `weights serve` have children.
 ///
 /// The first SIGINT or SIGTERM ends a command in order. This needs the default action of SIGINT:
 /// a runtime with a handler of its own (Python) restores that first.
@@ -55,7 +56,8 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, program: Program) -> 
             Ok(exit) => exit,
             Err(error) if exit::is_closed_pipe(&error) => Exit::Done,
             Err(error) => {
-                complain(&error);
+                let (happened, next) = exit::fact_and_hint(&error);
+                complain(&happened, next.as_deref());
                 Exit::of(&error)
             }
         },
@@ -82,20 +84,21 @@ fn run(command: &Command) -> anyhow::Result<Exit> {
         Command::Doctor(args) => doctor::run(args),
         Command::Ls(args) => list::run(args),
         Command::Members(args) => members::run(args),
+        Command::Weights(args) => weights::run(args),
         Command::Completions(args) => manual::complete(args),
         Command::Man(args) => manual::man(args),
         Command::DemoPublisher(args) => demo::run_publisher(args),
         Command::DemoSubscriber(args) => demo::run_subscriber(args),
         Command::DemoCleaner(args) => demo::run_cleaner(args),
         Command::DoctorChild(args) => doctor::run_child(args),
+        Command::WeightsChild(args) => Ok(weights::run_child(args)),
     }
 }
 
-/// What went wrong, and on a line of its own what to do.
-fn complain(error: &anyhow::Error) {
-    let (happened, next) = exit::fact_and_hint(error);
-    eprintln!("warpipe: {}", output::printable(&happened));
+/// Says what went wrong, and on a line of its own what to do.
+fn complain(happened: &str, next: Option<&str>) {
+    eprintln!("warpipe: {}", output::printable(happened));
     if let Some(next) = next {
-        eprintln!("  next: {}", output::printable(&next));
+        eprintln!("  next: {}", output::printable(next));
     }
 }

@@ -53,10 +53,13 @@ pub fn man(args: &ManArgs) -> anyhow::Result<Exit> {
     let mut command = public().disable_help_subcommand(true);
     command.build();
     if let Some(name) = &args.subcommand {
-        command = command
-            .find_subcommand(name)
-            .ok_or_else(|| UsageError(no_subcommand(name)))?
-            .clone();
+        // A subcommand of a subcommand is called by both names, as its page is.
+        for part in name.split('-') {
+            command = command
+                .find_subcommand(part)
+                .ok_or_else(|| UsageError(no_subcommand(name)))?
+                .clone();
+        }
     }
     let mut page = Vec::new();
     Man::new(command).render(&mut page)?;

@@ -20,6 +20,16 @@ pub struct InputError {
     fault: Fault,
 }
 
+impl InputError {
+    /// A file that the system does not open or read.
+    pub fn unreadable(path: impl Into<PathBuf>, error: io::Error) -> InputError {
+        InputError {
+            path: path.into(),
+            fault: Fault::Io(error),
+        }
+    }
+}
+
 /// A fault of a file.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {

@@ -18,6 +18,11 @@ fn every_command_explains_itself_and_its_exit_codes() {
         &["doctor", "--help"],
         &["ls", "--help"],
         &["members", "--help"],
+        &["weights", "--help"],
+        &["weights", "serve", "--help"],
+        &["weights", "ls", "--help"],
+        &["weights", "drop", "--help"],
+        &["weights", "verify", "--help"],
         &["completions", "--help"],
         &["man", "--help"],
     ] {
@@ -49,12 +54,13 @@ fn every_command_explains_itself_and_its_exit_codes() {
         "doctor",
         "ls",
         "members",
+        "weights",
         "WARPIPE_DOMAIN",
     ] {
         assert!(help.contains(command), "{command}");
     }
     assert!(
-        !help.contains("demo-publisher") && !help.contains("doctor-child"),
+        !help.contains("demo-publisher") && !help.contains("-child"),
         "inner commands stay inside"
     );
 }
@@ -82,11 +88,11 @@ fn each_shell_completes_every_subcommand_and_no_inner_one() {
         for name in subcommands(&world) {
             assert!(script.out.contains(&name), "{shell} lacks {name}");
         }
-        for option in ["subscribers", "void-as", "follow"] {
+        for option in ["subscribers", "void-as", "follow", "verify", "quiet"] {
             assert!(script.out.contains(option), "{shell} lacks {option}");
         }
         assert!(
-            !script.out.contains("demo-publisher") && !script.out.contains("doctor-child"),
+            !script.out.contains("demo-publisher") && !script.out.contains("-child"),
             "inner commands stay inside"
         );
     }
@@ -122,6 +128,12 @@ fn the_manual_has_a_page_for_every_subcommand() {
         let page = std::fs::read_to_string(folder.join(format!("warpipe-{name}.1"))).unwrap();
         assert!(page.contains(&format!("warpipe\\-{name}")), "{page}");
         assert_eq!(world.run(&["man", name]).out, page);
+        assert!(page.contains("success"), "{name} does not say exit codes");
+    }
+    for name in ["serve", "ls", "drop", "verify"] {
+        let page = std::fs::read_to_string(folder.join(format!("warpipe-weights-{name}.1")));
+        let page = page.unwrap();
+        assert_eq!(world.run(&["man", &format!("weights-{name}")]).out, page);
         assert!(page.contains("success"), "{name} does not say exit codes");
     }
     assert!(

@@ -1,6 +1,8 @@
 //! Runs the built command in a domain of its own.
 #![allow(dead_code)]
 
+pub mod weights;
+
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{ChildStderr, ChildStdout, Command, Output, Stdio};
@@ -131,6 +133,27 @@ impl Running {
             self.said.push_str(&line);
         }
         found
+    }
+
+    /// Reads on until a line has this word, and returns all that was said.
+    pub fn wait_for_line(&mut self, word: &str) -> String {
+        loop {
+            let mut line = String::new();
+            assert_ne!(
+                self.out.read_line(&mut line).unwrap(),
+                0,
+                "it ended without {word:?}: {}",
+                self.said
+            );
+            self.said.push_str(&line);
+            if line.contains(word) {
+                return self.said.clone();
+            }
+        }
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.child.pid().as_raw_nonzero().get()
     }
 
     pub fn signal(&self, signal: Signal) {
