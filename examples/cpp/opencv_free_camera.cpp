@@ -62,6 +62,7 @@ static std::string film(const Stage &stage, std::uint64_t frames) {
   warpipe::PublisherOptions options;
   options.device = device.get();
   options.policy = WARPIPE_POLICY_DROP_OLDEST;
+  options.timestamps = 1; // for the latency that the viewers print
   {
     warpipe::Publisher camera("camera", options);
     camera.wait_for_subscribers(viewers.size(), patience);

@@ -106,6 +106,8 @@ pub struct warpipe_publisher_options {
     pub allow_gids: *const u32,
     /// How many those are.
     pub allow_gids_count: usize,
+    /// 1: samples say when they were sent and received; not by default.
+    pub timestamps: u32,
 }
 
 // SAFETY: numbers and pointers, which may be zero.
@@ -243,6 +245,7 @@ pub unsafe extern "C" fn warpipe_publisher_create(
             .device(streams.device())
             .policy(policy_of(&options)?)
             .history(options.history)
+            .timestamps(options.timestamps != 0)
             .evict_after(time_option(options.evict_after_ns))
             .allow_uids(uids)
             .allow_gids(gids);

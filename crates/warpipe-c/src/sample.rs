@@ -41,9 +41,10 @@ pub struct warpipe_sample_info {
     /// The sample's number among its publisher's samples, from 1; a gap is samples that this
     /// subscriber did not get.
     pub sequence: u64,
-    /// When it was sent, in nanoseconds of `CLOCK_MONOTONIC`, as its sender says.
+    /// When it was sent, in nanoseconds of `CLOCK_MONOTONIC`, as its sender says; 0
+    /// if it does not, which is `timestamps` of the publisher's options.
     pub sent_at_ns: u64,
-    /// When it was received, in nanoseconds of `CLOCK_MONOTONIC`.
+    /// When it was received, in nanoseconds of `CLOCK_MONOTONIC`; 0 where `sent_at_ns` is.
     pub received_at_ns: u64,
     /// Of a job, request or result: the job's number, from 1; else 0.
     pub job: u64,
@@ -68,8 +69,8 @@ impl warpipe_sample_info {
             metadata: metadata.as_ptr(),
             metadata_bytes: metadata.len(),
             sequence: sample.sequence(),
-            sent_at_ns: sample.sent_at_ns(),
-            received_at_ns: sample.received_at_ns(),
+            sent_at_ns: sample.sent_at_ns().unwrap_or_default(),
+            received_at_ns: sample.received_at_ns().unwrap_or_default(),
             job: 0,
             attempt: 0,
             pid: 0,

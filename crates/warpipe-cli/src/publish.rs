@@ -97,6 +97,7 @@ fn build(args: &PubArgs, chosen: &ChosenDevice, layouts: &[Layout]) -> anyhow::R
         .domain(&Domain::from_environment()?)
         .device(&chosen.device)
         .depth(args.depth)
+        .timestamps(true)
         .memory_limit(MEMORY_LIMIT_LEAST.max(largest.saturating_mul(4)))
         .loan_timeout(args.timeout)
         .policy(policy);

@@ -30,7 +30,7 @@ struct Received {
     shape: Vec<u64>,
     strides: Vec<i64>,
     bytes: u64,
-    latency_us: f64,
+    latency_us: Option<f64>,
     file: Option<String>,
     saved: Option<PathBuf>,
 }
@@ -185,7 +185,7 @@ impl Run<'_> {
             format!(
                 "  #{sequence}  {layout:?}  {}  {}  {name}{kept}",
                 bytes(layout.bytes()),
-                duration(latency)
+                latency.map_or("-".into(), duration)
             )
         };
         let received = Received {
@@ -195,7 +195,7 @@ impl Run<'_> {
             shape: layout.shape().to_vec(),
             strides: layout.strides().to_vec(),
             bytes: layout.bytes(),
-            latency_us: latency.as_nanos() as f64 / 1e3,
+            latency_us: latency.map(|latency| latency.as_nanos() as f64 / 1e3),
             file: file.clone(),
             saved: saved.clone(),
         };
@@ -235,7 +235,8 @@ enum Next {
 struct Item {
     sequence: u64,
     layout: Layout,
-    latency: Duration,
+    /// `None` from a publisher without timestamps.
+    latency: Option<Duration>,
     origin: Option<Origin>,
     data: Option<Vec<u8>>,
 }
@@ -247,7 +248,8 @@ impl Item {
         // From another kind of publisher: whatever it means, it is no file.
         let origin = serde_json::from_slice(sample.metadata()).ok();
         sample.wait(timeout)?;
-        let latency = Duration::from_nanos(clock::now_ns().saturating_sub(sent_ns));
+        let latency =
+            sent_ns.map(|sent| Duration::from_nanos(clock::now_ns().saturating_sub(sent)));
         let data = with_data.then(|| sample.to_vec(timeout)).transpose()?;
         sample.finish(timeout)?;
         Ok(Item {

@@ -31,8 +31,8 @@ pub struct Frame {
     owner: Arc<Holding>,
     in_place: bool,
     sequence: u64,
-    sent_at_ns: u64,
-    received_at_ns: u64,
+    sent_at_ns: Option<u64>,
+    received_at_ns: Option<u64>,
     metadata: Vec<u8>,
     discontinuity: Option<Discontinuity>,
     patience: Option<Duration>,
@@ -173,15 +173,15 @@ impl Frame {
     }
 
     /// When it was sent, in nanoseconds of ``time.monotonic_ns()``. Untrusted: the sender states
-    /// it.
+    /// it. None from a publisher without ``timestamps``.
     #[getter]
-    fn sent_at_ns(&self) -> u64 {
+    fn sent_at_ns(&self) -> Option<u64> {
         self.sent_at_ns
     }
 
-    /// When it was received, in nanoseconds of ``time.monotonic_ns()``.
+    /// When it was received, in nanoseconds of ``time.monotonic_ns()``. None where ``sent_at_ns`` is.
     #[getter]
-    fn received_at_ns(&self) -> u64 {
+    fn received_at_ns(&self) -> Option<u64> {
         self.received_at_ns
     }
 

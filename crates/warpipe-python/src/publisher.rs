@@ -34,7 +34,8 @@ use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
 /// that holds that many: ``"block"`` (``send`` waits ``timeout`` seconds, None: no limit),
 /// ``"drop_oldest"``, ``"drop_newest"``, ``"fail"``. A ``send`` of another thread that the driver
 /// blocks is waited for as long, with the other policies at least 10 s. ``history``: how many of
-/// the last frames a late subscriber gets first. ``memory_limit``: bytes of device memory,
+/// the last frames a late subscriber gets first. ``timestamps``: whether frames say when they were
+/// sent and received. ``memory_limit``: bytes of device memory,
 /// allocated as needed. ``loan_timeout``: seconds to wait for memory that is in use.
 /// ``evict_after``: seconds of silence after which a subscriber loses its link.
 /// ``subscribers_max``: the most at once; ``subscribers_per_user_max`` of each other user, and
@@ -197,10 +198,10 @@ fn warn_of_copy(py: Python<'_>, why: PyErr) -> PyResult<()> {
 impl Publisher {
     #[new]
     #[pyo3(signature = (name, *, domain = None, device = None, depth = 16, policy = "block", timeout = Some(5.0),
-        history = 0, memory_limit = 4 << 30, loan_timeout = Some(5.0), evict_after = None, subscribers_max = 256,
+        history = 0, timestamps = false, memory_limit = 4 << 30, loan_timeout = Some(5.0), evict_after = None, subscribers_max = 256,
         subscribers_per_user_max = 128, subscribers_per_process_max = 64, handshake_timeout = 5.0, allow_uids = Vec::new(), allow_gids = Vec::new()),
         text_signature = "(name, *, domain=None, device=None, depth=16, policy='block', timeout=5.0, history=0, \
-        memory_limit=4294967296, loan_timeout=5.0, evict_after=None, subscribers_max=256, \
+        timestamps=False, memory_limit=4294967296, loan_timeout=5.0, evict_after=None, subscribers_max=256, \
         subscribers_per_user_max=128, subscribers_per_process_max=64, handshake_timeout=5.0, allow_uids=(), \
         allow_gids=())")]
     #[expect(
@@ -216,6 +217,7 @@ impl Publisher {
         policy: &str,
         timeout: Option<f64>,
         history: u32,
+        timestamps: bool,
         memory_limit: u64,
         loan_timeout: Option<f64>,
         evict_after: Option<f64>,
@@ -243,6 +245,7 @@ impl Publisher {
             .depth(depth)
             .policy(chosen)
             .history(history)
+            .timestamps(timestamps)
             .memory_limit(memory_limit)
             .loan_timeout(loan_timeout.unwrap_or(SLICE).min(SLICE))
             .evict_after(optional(evict_after, "evict_after")?)

@@ -143,6 +143,7 @@ class Publisher(Closeable):
         policy: _Policy = "block",
         timeout: float | None = 5.0,
         history: int = 0,
+        timestamps: bool = False,
         memory_limit: int = 4294967296,
         loan_timeout: float | None = 5.0,
         evict_after: float | None = None,
@@ -253,9 +254,9 @@ class Sample(_Tensor):
     @property
     def sequence(self) -> int: ...
     @property
-    def sent_at_ns(self) -> int: ...
+    def sent_at_ns(self) -> int | None: ...
     @property
-    def received_at_ns(self) -> int: ...
+    def received_at_ns(self) -> int | None: ...
     @property
     def metadata(self) -> dict[str, Any]: ...
     @property

@@ -1,5 +1,7 @@
 """The channel: loans, frames, policies, history, metadata, and the ends of endpoints."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -14,8 +16,19 @@ def test_what_is_sent_is_received_with_its_shape_type_and_sequence(link):
     frame = subscriber.receive()
     assert (frame.shape, frame.dtype, frame.sequence, frame.nbytes) == ((2, 3, 4), "int16", 1, 48)
     assert (frame.ndim, frame.size, frame.strides) == (3, 24, (12, 4, 1))
-    assert frame.sent_at_ns <= frame.received_at_ns
+    assert (frame.sent_at_ns, frame.received_at_ns) == (None, None)
     np.testing.assert_array_equal(frame.numpy(), data)
+
+
+def test_frames_say_when_they_were_sent_and_received_if_their_publisher_wants_it(domain, device):
+    before = time.monotonic_ns()
+    with warpipe.Publisher("stamps", domain=domain, device=device, timestamps=True, history=1) as publisher:
+        publisher.send(np.zeros(4))
+        # A frame of the history tells when it was sent at first.
+        sent = time.monotonic_ns()
+        with warpipe.Subscriber("stamps", domain=domain, device=device) as late:
+            frame = late.receive()
+            assert before <= frame.sent_at_ns <= sent <= frame.received_at_ns <= time.monotonic_ns()
 
 
 def test_a_source_may_be_changed_as_soon_as_it_is_sent(link):

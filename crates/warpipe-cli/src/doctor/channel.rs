@@ -30,6 +30,7 @@ fn round(device: &Device, domain: &Domain) -> anyhow::Result<String> {
     let publisher = Publisher::builder(&endpoint)
         .domain(domain)
         .device(device)
+        .timestamps(true)
         .build()
         .context("binding")?;
     let mut subscriber = Subscriber::builder(&endpoint)
@@ -46,7 +47,8 @@ fn round(device: &Device, domain: &Domain) -> anyhow::Result<String> {
     let received = subscriber
         .receive_timeout(&there, PATIENCE)
         .context("receiving")?;
-    let latency = warpipe::clock::now_ns().saturating_sub(received.sent_at_ns());
+    let latency = warpipe::clock::now_ns()
+        .saturating_sub(received.sent_at_ns().context("the sample has no time")?);
     let data = received.to_vec(PATIENCE)?;
     received.finish(PATIENCE)?;
     let due =

@@ -42,6 +42,7 @@ impl std::fmt::Debug for Metadata {
 #[derive(Debug, Clone)]
 pub(crate) struct Description {
     pub(crate) sequence: u64,
+    /// 0 for none.
     pub(crate) sent_ns: u64,
     pub(crate) region: u32,
     /// Where the slot begins in its region, in bytes.
@@ -62,24 +63,19 @@ pub(crate) struct Completion {
     pub(crate) value: u64,
 }
 
-// The words, counted from byte 32 of the entry. Words 0 to 3 share a cache line with the state
-// word.
-const PACKED: usize = 0;
-const SLOT: usize = 1;
-const SLOT_BYTES: usize = 2;
-const SENT: usize = 3;
-const OFFSET: usize = 4;
-const SHAPE: usize = 5;
-const STRIDES: usize = SHAPE + RANK_MAX;
-const META: usize = STRIDES + RANK_MAX;
-const META_WORDS: usize = META_BYTES_MAX / 8;
-const COMPLETION: usize = META + META_WORDS;
-const _: () = assert!(COMPLETION == 53 && COMPLETION + 2 <= 58);
-
 /// The strides follow from the shape and are not written.
 const CONTIGUOUS: u64 = 1;
-/// The words from [`COMPLETION`] on are written.
+/// The completion is written.
 const COMPLETED: u64 = 2;
+/// The time of sending is written.
+const STAMPED: u64 = 4;
+/// The layout's offset is written; otherwise it is 0.
+const SHIFTED: u64 = 8;
+const FLAGS: u64 = CONTIGUOUS | COMPLETED | STAMPED | SHIFTED;
+
+/// The most words of a description: packed, slot, time, offset, shape, strides, metadata, completion.
+const WORDS_MAX: usize = 4 + 2 * RANK_MAX + META_BYTES_MAX / 8 + 2;
+const _: () = assert!(WORDS_MAX <= 58);
 
 /// Word 0: region (32 bits), metadata length (9), type code (6), type bits / 8 (5), rank (4), flags
 /// (8).
@@ -98,46 +94,51 @@ impl Description {
     #[inline]
     pub(crate) fn write(&self, entry: &Entry) {
         let layout = &self.layout;
-        let put = |index: usize, value: u64| entry.words[index].store(value, Relaxed);
-        let plain = layout.is_contiguous() && layout.elements() != 0;
-        let rank = layout.shape().len();
-        let flags = if plain { CONTIGUOUS } else { 0 }
-            | if self.completion.is_some() {
-                COMPLETED
-            } else {
-                0
-            };
-        entry.sequence.store(self.sequence, Relaxed);
-        put(
-            PACKED,
-            pack(
-                self.region,
-                self.metadata.as_bytes().len() as u16,
-                layout.dtype(),
-                rank,
-                flags,
-            ),
-        );
-        put(SLOT, self.slot);
-        put(SLOT_BYTES, layout.bytes());
-        put(SENT, self.sent_ns);
-        put(OFFSET, layout.offset());
-        for (index, &length) in layout.shape().iter().enumerate() {
-            put(SHAPE + index, length);
-        }
-        if !plain {
-            for (index, &stride) in layout.strides().iter().enumerate() {
-                put(STRIDES + index, stride as u64);
+        let is_plain = layout.is_contiguous() && layout.elements() != 0;
+        let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
+        let flags = flag(is_plain, CONTIGUOUS)
+            | flag(self.completion.is_some(), COMPLETED)
+            | flag(self.sent_ns != 0, STAMPED)
+            | flag(layout.offset() != 0, SHIFTED);
+        let metadata = self.metadata.as_bytes();
+        // One after another without gaps: what is left out makes room in the first cache line, which
+        // has the state word.
+        let mut words = entry.words.iter();
+        let mut put = |value: u64| {
+            if let Some(word) = words.next() {
+                word.store(value, Relaxed);
             }
+        };
+        entry.sequence.store(self.sequence, Relaxed);
+        put(pack(
+            self.region,
+            metadata.len() as u16,
+            layout.dtype(),
+            layout.shape().len(),
+            flags,
+        ));
+        put(self.slot);
+        if flags & STAMPED != 0 {
+            put(self.sent_ns);
         }
-        for (index, chunk) in self.metadata.as_bytes().chunks(8).enumerate() {
+        if flags & SHIFTED != 0 {
+            put(layout.offset());
+        }
+        layout.shape().iter().for_each(|&length| put(length));
+        if !is_plain {
+            layout
+                .strides()
+                .iter()
+                .for_each(|&stride| put(stride as u64));
+        }
+        for chunk in metadata.chunks(8) {
             let mut word = [0; 8];
             word[..chunk.len()].copy_from_slice(chunk);
-            put(META + index, u64::from_le_bytes(word));
+            put(u64::from_le_bytes(word));
         }
         if let Some(Completion { word, value }) = self.completion {
-            put(COMPLETION, word.into());
-            put(COMPLETION + 1, value);
+            put(word.into());
+            put(value);
         }
     }
 }
@@ -152,7 +153,6 @@ pub(crate) struct UntrustedEntry {
     sequence: u64,
     packed: u64,
     slot: u64,
-    slot_bytes: u64,
     sent_ns: u64,
     offset: u64,
     shape: [u64; RANK_MAX],
@@ -182,30 +182,29 @@ impl UntrustedEntry {
     /// The bytes past them in the copy are left over from the last one and are never used.
     #[inline]
     pub(crate) fn copy(&mut self, entry: &Entry) {
-        let get = |index: usize| entry.words[index].load(Relaxed);
+        let mut words = entry.words.iter();
+        let mut get = || words.next().map_or(0, |word| word.load(Relaxed));
         self.sequence = entry.sequence.load(Relaxed);
-        self.packed = get(PACKED);
-        self.slot = get(SLOT);
-        self.slot_bytes = get(SLOT_BYTES);
-        self.sent_ns = get(SENT);
-        self.offset = get(OFFSET);
-        for index in 0..self.rank().min(RANK_MAX) {
-            self.shape[index] = get(SHAPE + index);
-            if !self.is_contiguous() {
-                self.strides[index] = get(STRIDES + index) as i64;
-            }
+        self.packed = get();
+        self.slot = get();
+        self.sent_ns = if self.has(STAMPED) { get() } else { 0 };
+        self.offset = if self.has(SHIFTED) { get() } else { 0 };
+        let rank = self.rank().min(RANK_MAX);
+        self.shape[..rank].fill_with(&mut get);
+        if !self.has(CONTIGUOUS) {
+            self.strides[..rank].fill_with(|| get() as i64);
         }
         self.metadata = Metadata::EMPTY;
         let length = self.meta_length().min(META_BYTES_MAX);
         if length > 0 {
             let mut bytes = [0; META_BYTES_MAX];
-            for (index, chunk) in bytes.chunks_mut(8).take(length.div_ceil(8)).enumerate() {
-                chunk.copy_from_slice(&get(META + index).to_le_bytes());
+            for chunk in bytes.chunks_mut(8).take(length.div_ceil(8)) {
+                chunk.copy_from_slice(&get().to_le_bytes());
             }
             self.metadata = Metadata(Some(bytes[..length].into()));
         }
-        if self.has_completion() {
-            self.completion = [get(COMPLETION), get(COMPLETION + 1)];
+        if self.has(COMPLETED) {
+            self.completion = [get(), get()];
         }
     }
 
@@ -221,12 +220,8 @@ impl UntrustedEntry {
         (self.packed >> 52 & 0xf) as usize
     }
 
-    fn is_contiguous(&self) -> bool {
-        self.packed >> 56 & CONTIGUOUS != 0
-    }
-
-    fn has_completion(&self) -> bool {
-        self.packed >> 56 & COMPLETED != 0
+    fn has(&self, flag: u64) -> bool {
+        self.packed >> 56 & flag != 0
     }
 
     /// Checks the copy against a region of `region_bytes` bytes.
@@ -249,34 +244,27 @@ impl UntrustedEntry {
         if self.meta_length() > META_BYTES_MAX {
             return Err(violation("metadata length", self.meta_length(), "0 to 256"));
         }
-        if self.packed >> 58 != 0 {
+        if self.packed >> 56 & !FLAGS != 0 {
             return Err(violation(
                 "flags",
                 format!("{:#x}", self.packed >> 56),
-                "0 to 3",
+                format!("0 to {FLAGS:#x}"),
             ));
         }
         let [word, value] = self.completion;
         let completion = self
-            .has_completion()
+            .has(COMPLETED)
             .then(|| u32::try_from(word).map(|word| Completion { word, value }));
         let completion = completion
             .transpose()
             .map_err(|_| violation("completion", word, "32 bits"))?;
         let layout = self.layout(dtype, rank)?;
-        if layout.bytes() != self.slot_bytes {
-            return Err(violation(
-                "slot length",
-                self.slot_bytes,
-                format!("{}, which the layout needs", layout.bytes()),
-            ));
-        }
         let fits = self
             .slot
-            .checked_add(self.slot_bytes)
+            .checked_add(layout.bytes())
             .is_some_and(|end| end <= region_bytes);
         if !fits {
-            let found = format!("{} + {} bytes", self.slot, self.slot_bytes);
+            let found = format!("{} + {} bytes", self.slot, layout.bytes());
             return Err(violation(
                 "slot",
                 found,
@@ -298,9 +286,9 @@ impl UntrustedEntry {
     #[inline]
     fn layout(&self, dtype: DType, rank: usize) -> Result<Layout, Violation> {
         let shape = &self.shape[..rank];
-        let layout = if self.is_contiguous() && self.offset == 0 {
+        let layout = if self.has(CONTIGUOUS) && self.offset == 0 {
             Layout::contiguous(dtype, shape)
-        } else if self.is_contiguous() {
+        } else if self.has(CONTIGUOUS) {
             Layout::contiguous(dtype, shape)
                 .and_then(|plain| Layout::strided(dtype, shape, plain.strides(), self.offset))
         } else {

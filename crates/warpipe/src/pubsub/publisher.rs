@@ -74,6 +74,7 @@ pub struct PublisherBuilder {
     policy_of: Option<PolicyOf>,
     pub(super) depth: u32,
     pub(super) history: u32,
+    pub(super) timestamps: bool,
     pub(super) loan_timeout: Duration,
     pub(super) evict_after: Option<Duration>,
     /// Receives the changes of the set of subscribers. With an observer, each sample also signals
@@ -109,6 +110,7 @@ impl PublisherBuilder {
             policy_of: None,
             depth: 16,
             history: 0,
+            timestamps: false,
             loan_timeout: Duration::from_secs(5),
             evict_after: None,
             observer: None,
@@ -140,6 +142,14 @@ impl PublisherBuilder {
     /// How many of the last samples a late subscriber gets first: 0 by default, at most the depth.
     pub fn history(mut self, samples: u32) -> Self {
         self.history = samples;
+        self
+    }
+
+    /// Whether samples say when they were sent, and received: see
+    /// [`Sample::sent_at_ns`](crate::Sample::sent_at_ns). Not by default: each costs a look
+    /// at the clock, and the time is a word more in each entry of the ring.
+    pub fn timestamps(mut self, stamps: bool) -> Self {
+        self.timestamps = stamps;
         self
     }
 

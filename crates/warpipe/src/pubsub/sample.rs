@@ -32,6 +32,7 @@ pub struct Sample {
     address: DevicePtr,
     position: u64,
     description: Box<Description>,
+    /// 0 for none.
     received_ns: u64,
     discontinuity: Option<Discontinuity>,
     stream: Stream,
@@ -48,7 +49,12 @@ impl Sample {
         stream: &Stream,
         discontinuity: Option<Discontinuity>,
     ) -> Sample {
-        let (received_ns, stream) = (now_ns(), stream.clone());
+        let received_ns = if description.sent_ns == 0 {
+            0
+        } else {
+            now_ns()
+        };
+        let stream = stream.clone();
         Sample {
             link,
             address,
@@ -89,14 +95,16 @@ impl Sample {
     }
 
     /// When the sample was sent, in nanoseconds of `CLOCK_MONOTONIC` (see
-    /// [`crate::clock::now_ns`]), as stated by the sender.
-    pub fn sent_at_ns(&self) -> u64 {
-        self.description.sent_ns
+    /// [`crate::clock::now_ns`]), as stated by the sender; `None` from a publisher without
+    /// [`timestamps`](crate::PublisherBuilder::timestamps).
+    pub fn sent_at_ns(&self) -> Option<u64> {
+        Some(self.description.sent_ns).filter(|&sent| sent != 0)
     }
 
-    /// When the sample was received, in nanoseconds of `CLOCK_MONOTONIC`.
-    pub fn received_at_ns(&self) -> u64 {
-        self.received_ns
+    /// When the sample was received, in nanoseconds of `CLOCK_MONOTONIC`; `None` where
+    /// [`sent_at_ns`](Self::sent_at_ns) is.
+    pub fn received_at_ns(&self) -> Option<u64> {
+        Some(self.received_ns).filter(|&received| received != 0)
     }
 
     /// Set on the first sample of another incarnation of the publisher.

@@ -83,7 +83,7 @@ impl Fake {
         );
         let description = Description {
             sequence: self.sequence,
-            sent_ns: 1,
+            sent_ns: 0,
             region: 0,
             slot: 512,
             layout,
@@ -99,11 +99,13 @@ impl Fake {
 /// The words of an entry's description, as `pubsub::entry` packs them.
 const PACKED: usize = 0;
 const SLOT: usize = 1;
-const SLOT_BYTES: usize = 2;
-const OFFSET: usize = 4;
-const SHAPE: usize = 5;
-const STRIDES: usize = 13;
-const COMPLETION: usize = 53;
+const SHAPE: usize = 2;
+const METADATA: usize = 3;
+const COMPLETION: usize = 4;
+/// With the flag that says so, in front of the shape.
+const OFFSET: usize = 2;
+/// Without the flag of contiguous tensors, behind the shape.
+const STRIDES: usize = 3;
 
 type Lie = (&'static str, fn(&Entry));
 
@@ -112,7 +114,7 @@ fn word(entry: &Entry, index: usize, change: impl Fn(u64) -> u64) {
     word.store(change(word.load(Relaxed)), Relaxed);
 }
 
-const LIES: [Lie; 24] = [
+const LIES: [Lie; 23] = [
     ("dtype", |it| word(it, PACKED, |packed| packed | 0x3f << 41)),
     ("dtype", |it| {
         word(it, PACKED, |packed| packed & !(0x1f << 47))
@@ -136,17 +138,28 @@ const LIES: [Lie; 24] = [
     ("slot", |it| word(it, SLOT, |_| REGION_BYTES)),
     ("slot", |it| word(it, SLOT, |_| REGION_BYTES - 999)),
     ("slot", |it| word(it, SLOT, |_| u64::MAX)),
-    ("slot length", |it| word(it, SLOT_BYTES, |bytes| bytes + 1)),
-    ("slot length", |it| word(it, SLOT_BYTES, |_| u64::MAX)),
-    ("slot length", |it| word(it, OFFSET, |_| 512)),
-    ("layout", |it| word(it, OFFSET, |_| u64::MAX)),
+    ("slot", |it| {
+        word(it, PACKED, |packed| packed | 1 << 59);
+        word(it, OFFSET, |_| REGION_BYTES);
+        word(it, OFFSET + 1, |_| 1000);
+    }),
+    ("layout", |it| {
+        word(it, PACKED, |packed| packed | 1 << 59);
+        word(it, OFFSET, |_| u64::MAX);
+        word(it, OFFSET + 1, |_| 1000);
+    }),
+    // The time of sending would be where the shape is, and the shape where the metadata is.
+    ("slot", |it| {
+        word(it, PACKED, |packed| packed | 1 << 58);
+        word(it, METADATA, |_| REGION_BYTES);
+    }),
     ("layout", |it| word(it, SHAPE, |_| u64::MAX)),
-    ("slot length", |it| word(it, SHAPE, |_| REGION_BYTES)),
+    ("slot", |it| word(it, SHAPE, |_| REGION_BYTES)),
     ("layout", |it| {
         word(it, PACKED, |packed| packed & !(1 << 56));
         word(it, STRIDES, |_| i64::MIN as u64);
     }),
-    ("slot length", |it| {
+    ("slot", |it| {
         word(it, PACKED, |packed| packed & !(1 << 56));
         word(it, STRIDES, |_| 1 << 20);
     }),

@@ -128,7 +128,7 @@ impl PublisherCore {
         layout: &Layout,
         metadata: &Metadata,
     ) -> u64 {
-        let description = state.describe(slot, layout, metadata);
+        let description = state.describe(slot, layout, metadata, self.options.timestamps);
         let sequence = description.sequence;
         let PublisherState {
             arena,

@@ -80,20 +80,21 @@ impl PublisherState {
         bytes.min(self.arena.limit())
     }
 
-    /// The description of the next sample, which takes the next number.
+    /// The description of the next sample, which takes the next number. `is_stamped`: with the time.
     #[inline]
     pub(super) fn describe(
         &mut self,
         slot: SlotId,
         layout: &Layout,
         metadata: &Metadata,
+        is_stamped: bool,
     ) -> Description {
         let sequence = self.next_sequence;
         self.next_sequence += 1;
         let slot = self.arena.slot(slot);
         Description {
             sequence,
-            sent_ns: now_ns(),
+            sent_ns: if is_stamped { now_ns() } else { 0 },
             region: slot.region,
             slot: slot.offset,
             layout: *layout,

@@ -273,7 +273,7 @@ impl PublisherCore {
             }
             None => return Ok(None),
         }
-        let description = turn.describe(slot, layout, metadata);
+        let description = turn.describe(slot, layout, metadata, self.options.timestamps);
         let PublisherState { arena, links, .. } = &mut *turn;
         if let Some(link) = links.find(to) {
             arena.hold(slot);
