@@ -107,7 +107,7 @@ catch! {
     a_place_that_is_not_given_back: two, "sync/semaphore/page.rs", "self.slot_state(slot).store(FREE", Store, Omitted;
     a_waiter_that_is_not_seen: two, "sync/semaphore/page.rs", "fetch_or(1 <<", Rmw, Omitted;
     a_promise_without_a_name: two, "sync/semaphore/page.rs", "self.signaller(permit, value).store(me", Store, Omitted;
-    a_debt_that_nobody_stores: two, "backend/word.rs", "self.value.compare_exchange(from", Rmw, Omitted;
+    a_debt_that_nobody_stores: two, "backend/word.rs", ".compare_exchange(from, value", Rmw, Omitted;
     a_dead_waiters_place_that_is_not_taken: two, "sync/semaphore/page.rs", "compare_exchange(seen, ours", Rmw, Says(0);
     a_dead_holders_permit_that_is_not_taken: two, "sync/semaphore/page.rs", "compare_exchange(owner, CREATOR", Rmw, Says(0);
 }
