@@ -363,6 +363,13 @@ impl Stream {
         unsafe { self.backend().batch_at_once(self.raw(), ops) }
     }
 
+    /// Whether all its work is done, on a backend where the CPU may then store signals itself.
+    #[inline]
+    pub(crate) fn may_signal_from_cpu(&self) -> bool {
+        // SAFETY: the stream is live as long as self.
+        unsafe { self.backend().may_signal_from_cpu(self.raw()) }
+    }
+
     /// Enqueues a copy from host memory, which may be reused at once ([`Backend::upload`]), or does
     /// nothing and returns [`Error::Capturing`].
     ///

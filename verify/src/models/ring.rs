@@ -72,9 +72,14 @@ impl Sender {
     fn send(&mut self) {
         if let RingSpace::At(position) = self.ring.space() {
             self.sequence += 1;
-            self.ring.publish(position, &description(self.sequence));
+            // As a stream that is done at once, and as one that is done later.
+            let is_complete = self.sequence % 2 == 0;
+            self.ring
+                .publish(position, &description(self.sequence), is_complete);
             self.published.push((position, self.sequence));
-            self.segment.entry(position).ready.store(position);
+            if !is_complete {
+                self.segment.entry(position).ready.store(position);
+            }
         }
     }
 

@@ -390,4 +390,5 @@ impl<T> Drop for Locked<T> {
 }
 
 #[cfg(test)]
+#[path = "table/tests.rs"] // also where another package includes this file by path
 mod tests;

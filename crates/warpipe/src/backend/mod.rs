@@ -186,6 +186,16 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `stream` is live; every word lies in registered memory that outlives the operation.
     unsafe fn batch(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()>;
 
+    /// Whether the stream's work so far is done and nothing orders later work but the caller: then
+    /// a signal may be stored by the CPU in place of [`batch`](Backend::batch). Never on CUDA, where
+    /// the driver orders signals.
+    ///
+    /// # Safety
+    /// `stream` is live.
+    unsafe fn may_signal_from_cpu(&self, _stream: RawStream) -> bool {
+        false
+    }
+
     /// Like [`batch`](Backend::batch), for a thread that has just called
     /// [`is_capturing`](Backend::is_capturing) for this stream, and only this library's code since
     /// then: the thread's current context is still the one found there.

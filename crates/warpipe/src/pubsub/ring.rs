@@ -132,13 +132,23 @@ impl SenderRing {
         fence(SeqCst);
     }
 
-    /// Publishes at a position that [`space`](Self::space) gave just now. Returns whether the
-    /// receiver sleeps.
+    /// Publishes at a position that [`space`](Self::space) gave just now. `is_complete`: the data is
+    /// complete, and no stream is going to say so. Returns whether the receiver sleeps.
     #[inline]
-    pub(crate) fn publish(&mut self, position: u64, description: &Description) -> bool {
+    pub(crate) fn publish(
+        &mut self,
+        position: u64,
+        description: &Description,
+        is_complete: bool,
+    ) -> bool {
         self.step_over(position);
         let entry = self.segment.entry(position);
         description.write(entry);
+        if is_complete {
+            // Here, beside the other words of its cache line: a receiver that polls takes the line
+            // away between two stores that are far apart.
+            entry.ready.store(position);
+        }
         // Pairs with the fence in `ReceiverRing::fall_asleep`: in the one order of this exchange,
         // that fence and the look at `asleep`, either this end sees the sleeper, or the sleeper
         // sees the sample. An exchange is cheaper than a store and a fence; the old value is not

@@ -289,17 +289,19 @@ impl SubscriberLink {
     }
 
     /// Publishes the sample to the subscriber. If the subscriber sleeps, the next
-    /// [`wake_sleeper`](Self::wake_sleeper) wakes it. Returns whether it sleeps.
+    /// [`wake_sleeper`](Self::wake_sleeper) wakes it. Returns whether it sleeps. `is_complete`: see
+    /// [`SenderRing::publish`].
     #[inline]
     pub(super) fn publish(
         &mut self,
         position: u64,
         slot: SlotId,
         description: &Description,
+        is_complete: bool,
     ) -> bool {
         self.free.set(None);
         self.in_flight.push_back((position, slot));
-        self.sleeps |= self.ring.publish(position, description);
+        self.sleeps |= self.ring.publish(position, description, is_complete);
         self.sleeps
     }
 

@@ -103,7 +103,8 @@ impl Play {
                     "position {position} overwrites one of {used:?}"
                 );
                 self.sequence += 1;
-                self.sender.publish(position, &description(self.sequence));
+                self.sender
+                    .publish(position, &description(self.sequence), false);
                 self.last_position = position;
                 self.waiting.push((position, self.sequence, complete));
                 if complete {
@@ -309,7 +310,7 @@ fn send_all(segment: &Arc<Segment>) -> (u64, Vec<u64>) {
             match room {
                 RingSpace::At(position) => {
                     at.insert(position, sequence);
-                    sender.publish(position, &fingerprint(sequence));
+                    sender.publish(position, &fingerprint(sequence), false);
                     segment.entry(position).ready.store(position);
                 }
                 RingSpace::Full => dropped.push(sequence),

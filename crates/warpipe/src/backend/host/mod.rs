@@ -199,6 +199,11 @@ impl Backend for HostBackend {
         Ok(())
     }
 
+    unsafe fn may_signal_from_cpu(&self, raw: RawStream) -> bool {
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw) }.is_ok_and(HostStream::is_idle)
+    }
+
     unsafe fn batch(&self, raw: RawStream, ops: &[StreamOp]) -> Result<()> {
         // SAFETY: the caller promises a live stream and words that outlive the operations.
         unsafe { stream(raw)?.batch(ops) }

@@ -92,7 +92,7 @@ impl Placement {
         self.ops = signals;
     }
 
-    /// Writes the entries at the positions.
+    /// Writes the entries at the positions, with their signals if the data `is_complete`.
     #[inline]
     pub(super) fn publish(
         &mut self,
@@ -100,16 +100,24 @@ impl Placement {
         arena: &mut Arena,
         slot: SlotId,
         description: &Description,
+        is_complete: bool,
     ) {
         for placed in &mut self.positions {
             match links.find_near(placed.index, placed.link) {
                 Some(link) if link.is_live() => {
                     arena.hold(slot);
-                    self.is_any_asleep |= link.publish(placed.position, slot, description);
+                    self.is_any_asleep |=
+                        link.publish(placed.position, slot, description, is_complete);
                     placed.is_published = true;
                 }
                 // The link has left since the position was found, and gets no more samples.
-                Some(link) => link.ring.forgo(placed.position),
+                Some(link) => {
+                    link.ring.forgo(placed.position);
+                    if is_complete {
+                        let segment = link.ring.segment();
+                        segment.entry(placed.position).ready.store(placed.position);
+                    }
+                }
                 None => {}
             }
         }

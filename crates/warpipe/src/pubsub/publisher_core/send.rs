@@ -65,7 +65,15 @@ impl PublisherCore {
         stream: &Stream,
         to: Recipients,
     ) -> Result<u64, SendFailure> {
-        self.prepare(turn, slot, to);
+        let fence = self.prepare(turn, slot, to);
+        if stream.may_signal_from_cpu() {
+            if let Some(value) = fence {
+                self.fences.store(slot, value);
+            }
+            let sequence = self.tell(turn, slot, layout, metadata, true);
+            turn.wake_sleepers();
+            return Ok(sequence);
+        }
         let ops = turn.placement.take_signals();
         // SAFETY: the words lie in link segments and the fence words, which are dropped only when
         // this turn is over and this stream, recorded by the caller, is proven to be past them
@@ -75,7 +83,7 @@ impl PublisherCore {
         // `ready` orders the devices, so the entries may be published before the driver call: a
         // subscriber on another core enqueues its wait and its kernels meanwhile.
         let early = self.signals_first(turn).then(|| enqueue(turn));
-        let sequence = self.tell(turn, slot, layout, metadata);
+        let sequence = self.tell(turn, slot, layout, metadata, false);
         let enqueued = early.unwrap_or_else(|| enqueue(turn));
         turn.placement.return_signals(ops);
         if enqueued.is_err() {
@@ -108,25 +116,30 @@ impl PublisherCore {
     }
 
     /// Finds the places of one sample, and the signals that complete it. A call of
-    /// [`tell`](Self::tell) must follow: see [`placement`](super::placement).
-    fn prepare(&self, state: &mut PublisherState, slot: SlotId, to: Recipients) {
+    /// [`tell`](Self::tell) must follow: see [`placement`](super::placement). Returns the value of
+    /// the slot's own word that is signalled, too, if it is.
+    fn prepare(&self, state: &mut PublisherState, slot: SlotId, to: Recipients) -> Option<u64> {
         state.place(to);
         // Then the slot's own word says when the slot is done; beside a foreign reader's that costs
         // a second device operation. Sent again later, a sample is ordered behind that word, too.
-        if self.sends_again() || state.placement.is_without_trusted_word() {
-            let (value, signal) = self.fences.next(slot);
-            state.arena.fence(slot, value);
-            state.placement.add_signal(signal);
+        if !self.sends_again() && !state.placement.is_without_trusted_word() {
+            return None;
         }
+        let (value, signal) = self.fences.next(slot);
+        state.arena.fence(slot, value);
+        state.placement.add_signal(signal);
+        Some(value)
     }
 
-    /// Writes the entries of one sample at the places that [`prepare`](Self::prepare) found.
+    /// Writes the entries of one sample at the places that [`prepare`](Self::prepare) found, and
+    /// their signals if its data `is_complete`.
     fn tell(
         &self,
         state: &mut PublisherState,
         slot: SlotId,
         layout: &Layout,
         metadata: &Metadata,
+        is_complete: bool,
     ) -> u64 {
         let description = state.describe(slot, layout, metadata, self.options.timestamps);
         let sequence = description.sequence;
@@ -137,7 +150,7 @@ impl PublisherCore {
             placement,
             ..
         } = state;
-        placement.publish(links, arena, slot, &description);
+        placement.publish(links, arena, slot, &description, is_complete);
         history.add(slot, description, arena);
         sequence
     }

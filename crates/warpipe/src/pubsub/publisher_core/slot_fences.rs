@@ -63,7 +63,7 @@ impl SlotFences {
         self.words.word(slot as usize).reached(value)
     }
 
-    /// Stores a value with a signal that the driver has refused.
+    /// Stores a value whose signal no stream executes.
     pub(super) fn store(&self, slot: SlotId, value: u64) {
         self.words.word(slot as usize).store(value);
     }
