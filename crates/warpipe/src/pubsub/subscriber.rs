@@ -382,6 +382,9 @@ impl Subscriber {
     /// polls a publisher that is attached during the call: samples that it sent before it was asked
     /// to ring did not ring.
     fn poll(&mut self, stream: &Stream) -> Result<Option<Sample>> {
+        if self.attached.as_ref().is_some_and(|it| it.is_quiet()) {
+            return Ok(None);
+        }
         if self.attached.is_some()
             && let Some(found) = self.look(stream)?
         {

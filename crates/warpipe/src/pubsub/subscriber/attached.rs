@@ -34,6 +34,17 @@ pub(super) struct Attached {
 pub(super) type TakenSample = (u64, DevicePtr, Box<Description>);
 
 impl Attached {
+    /// Whether [`poll`](Self::poll) would find nothing and change nothing: a few words are read, so
+    /// that a thread that polls sees the next sample early.
+    #[inline]
+    pub(super) fn is_quiet(&self) -> bool {
+        // The state before the ring, as in `poll`.
+        self.taken.is_none()
+            && self.region_missing.is_none()
+            && self.link.link_state() == LinkState::Open
+            && !self.ring.may_have_news()
+    }
+
     pub(super) fn poll(
         &mut self,
         stream: &Stream,
