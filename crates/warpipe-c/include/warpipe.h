@@ -349,6 +349,8 @@ typedef struct {
   const uint32_t *allow_gids;
   // How many those are.
   size_t allow_gids_count;
+  // 1: samples say when they were sent and received; not by default.
+  uint32_t timestamps;
 } warpipe_publisher_options;
 
 // The layout of a tensor in its memory.
@@ -470,9 +472,10 @@ typedef struct {
   // The sample's number among its publisher's samples, from 1; a gap is samples that this
   // subscriber did not get.
   uint64_t sequence;
-  // When it was sent, in nanoseconds of CLOCK_MONOTONIC, as its sender says.
+  // When it was sent, in nanoseconds of CLOCK_MONOTONIC, as its sender says; 0
+  // if it does not, which is timestamps of the publisher's options.
   uint64_t sent_at_ns;
-  // When it was received, in nanoseconds of CLOCK_MONOTONIC.
+  // When it was received, in nanoseconds of CLOCK_MONOTONIC; 0 where sent_at_ns is.
   uint64_t received_at_ns;
   // Of a job, request or result: the job's number, from 1; else 0.
   uint64_t job;

@@ -251,7 +251,8 @@ class Publisher(Closeable):
     that holds that many: ``"block"`` (``send`` waits ``timeout`` seconds, None: no limit),
     ``"drop_oldest"``, ``"drop_newest"``, ``"fail"``. A ``send`` of another thread that the driver
     blocks is waited for as long, with the other policies at least 10 s. ``history``: how many of
-    the last frames a late subscriber gets first. ``memory_limit``: bytes of device memory,
+    the last frames a late subscriber gets first. ``timestamps``: whether frames say when they were
+    sent and received. ``memory_limit``: bytes of device memory,
     allocated as needed. ``loan_timeout``: seconds to wait for memory that is in use.
     ``evict_after``: seconds of silence after which a subscriber loses its link.
     ``subscribers_max``: the most at once; ``subscribers_per_user_max`` of each other user, and
@@ -274,6 +275,7 @@ class Publisher(Closeable):
         policy: _Policy = "block",
         timeout: float | None = 5.0,
         history: int = 0,
+        timestamps: bool = False,
         memory_limit: int = 4294967296,
         loan_timeout: float | None = 5.0,
         evict_after: float | None = None,
@@ -550,13 +552,13 @@ class Sample(_Tensor):
         did not get.
         """
     @property
-    def sent_at_ns(self) -> int:
+    def sent_at_ns(self) -> int | None:
         """When it was sent, in nanoseconds of ``time.monotonic_ns()``. Untrusted: the sender states
-        it.
+        it. None from a publisher without ``timestamps``.
         """
     @property
-    def received_at_ns(self) -> int:
-        """When it was received, in nanoseconds of ``time.monotonic_ns()``."""
+    def received_at_ns(self) -> int | None:
+        """When it was received, in nanoseconds of ``time.monotonic_ns()``. None where ``sent_at_ns`` is."""
     @property
     def metadata(self) -> dict[str, Any]:
         """The dict that was sent with it (as JSON); empty if there was none.
