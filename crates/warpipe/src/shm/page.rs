@@ -223,6 +223,13 @@ impl SharedPage {
         self.mapping.bytes
     }
 
+    /// The address of `offset` in this process: of a page that is no words, but this process's own
+    /// memory for the device to copy.
+    pub(crate) fn address(&self, offset: usize) -> *mut u8 {
+        assert!(offset < self.bytes());
+        self.mapping.base.wrapping_add(offset)
+    }
+
     /// The `T` at `offset`.
     ///
     /// # Panics

@@ -12,24 +12,23 @@ use super::holder::{Holder, clear_dead};
 use super::keeper_session::offer_to_keeper;
 use super::manifest::{ALIGNMENT, ContentHash, Manifest, TENSORS_MAX, TensorInfo, read_exact};
 use super::source::{Source, SourceTensor, of_file, unreadable};
+use super::staging::Staging;
 use super::weights_name;
 use crate::device::Device;
 use crate::error::{Error, Result, WeightsFault};
 use crate::ipc::domain::Domain;
 use crate::memory::Memory;
-use crate::memory::slice::zeroed;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::reactor::new_generation;
-use crate::stream::Stream;
 use crate::tensor::Layout;
 
 /// The most threads that read files.
 const READERS_MAX: usize = 8;
 
-/// The staging buffer of each reader.
+/// Each of the two staging buffers of a reader.
 const STAGING_BYTES: usize = 4 << 20;
 
-/// How long a reader waits for its last copies.
+/// How long a reader waits for a copy.
 const COPY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Model weights in one memory of this process, complete and never written again. Publish them
@@ -313,37 +312,41 @@ impl Loader<'_> {
 
     /// Reads tensors until none is left, or a reader has failed.
     fn read_tensors(&self, device: &Device) -> Result<()> {
-        let (stream, mut staging) = (device.stream()?, zeroed(STAGING_BYTES as u64)?);
+        let mut staging = Staging::new(device, self.staging_bytes())?;
         while !self.has_failed.load(Relaxed) {
             let Some(&index) = self.order.get(self.next.fetch_add(1, Relaxed)) else {
                 break;
             };
-            let hash = self.read_tensor(index, &stream, &mut staging)?;
+            let hash = self.read_tensor(index, &mut staging)?;
             let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
             hashes[index] = hash;
         }
-        stream.synchronize(COPY_TIMEOUT)
+        staging.finish(COPY_TIMEOUT)
     }
 
-    fn read_tensor(
-        &self,
-        index: usize,
-        stream: &Stream,
-        staging: &mut [u8],
-    ) -> Result<ContentHash> {
+    /// The bytes of a staging buffer: no more than the largest tensor has.
+    fn staging_bytes(&self) -> usize {
+        let layouts = self.source.tensors.iter().map(layout_of);
+        let largest = layouts.map(|layout| layout.bytes()).max().unwrap_or(0);
+        largest.min(STAGING_BYTES as u64) as usize
+    }
+
+    fn read_tensor(&self, index: usize, staging: &mut Staging) -> Result<ContentHash> {
         let SourceTensor { file, tensor } = &self.source.tensors[index];
         let file = &self.source.files[*file];
         let (mut hasher, mut done) = (Xxh3::new(), 0);
         while done < tensor.layout.bytes() && !self.has_failed.load(Relaxed) {
             let left = tensor.layout.bytes() - done;
-            let part = &mut staging[..left.min(STAGING_BYTES as u64) as usize];
+            let buffer = staging.fill(COPY_TIMEOUT)?;
+            let part_bytes = left.min(buffer.len() as u64) as usize;
+            let part = &mut buffer[..part_bytes];
             let at = tensor.begin.checked_add(done);
             let at = at.ok_or_else(|| of_file(&file.path, WeightsFault::Changed))?;
             read_exact(file.fd.as_fd(), part, at).map_err(|error| unreadable(&file.path, error))?;
             hasher.update(part);
-            self.memory
-                .write(stream, self.offsets[index] + done, part)?;
-            let length = part.len() as u64;
+            let to = self.offsets[index] + done;
+            staging.copy_to(self.memory, to, part_bytes)?;
+            let length = part_bytes as u64;
             done += length;
             (self.progress)(self.bytes_read.fetch_add(length, Relaxed) + length);
         }

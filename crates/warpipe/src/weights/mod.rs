@@ -45,6 +45,7 @@ mod named;
 mod safetensors;
 mod shared;
 mod source;
+mod staging;
 mod takeover;
 #[cfg(test)]
 mod tests;

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 use super::*;
+use crate::backend::testing::{Failing, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
 use crate::hostile::in_a_forked_child;
@@ -121,27 +122,65 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
     assert_eq!(stage.opener().verify().unwrap(), published.version());
 }
 
+/// A file with one tensor, which needs each staging buffer more than once.
+fn large_file(stage: &Stage) -> (Source, Vec<u8>) {
+    let bytes: Vec<u8> = (0..17_000_001u32)
+        .map(|index| (index % 253) as u8)
+        .collect();
+    let header = format!(
+        r#"{{"a":{{"dtype":"U8","shape":[{0}],"data_offsets":[0,{0}]}}}}"#,
+        bytes.len()
+    );
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.extend_from_slice(&bytes);
+    let path = stage.folder.join("large.safetensors");
+    std::fs::write(&path, &file).unwrap();
+    (Source::open([&path]).unwrap(), bytes)
+}
+
 #[test]
 fn a_load_tells_each_number_of_bytes_that_it_has_read_and_all_of_them_in_the_end() {
     let stage = Stage::new("progress");
-    let bytes = 9_000_001u64;
-    let header =
-        format!(r#"{{"a":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[0,{bytes}]}}}}"#);
-    let mut file = (header.len() as u64).to_le_bytes().to_vec();
-    file.extend_from_slice(header.as_bytes());
-    file.resize(file.len() + bytes as usize, 3);
-    let path = stage.folder.join("model.safetensors");
-    std::fs::write(&path, &file).unwrap();
-    let source = Source::open([&path]).unwrap();
+    let (source, bytes) = large_file(&stage);
     let told = std::sync::Mutex::new(Vec::new());
     let progress = |done| told.lock().unwrap().push(done);
     Weights::load_with_progress(&stage.device, &source, progress).unwrap();
     let told = told.into_inner().unwrap();
-    assert!(
-        told.len() > 1 && told.is_sorted(),
-        "one tensor has one reader: {told:?}"
-    );
-    assert_eq!(told.last(), Some(&bytes));
+    // One tensor has one reader.
+    assert!(told.len() > 1 && told.is_sorted(), "{told:?}");
+    assert_eq!(told.last(), Some(&(bytes.len() as u64)));
+}
+
+#[test]
+fn a_call_of_the_device_that_fails_ends_the_load_and_the_next_load_is_whole() {
+    let stage = Stage::new("failing");
+    let (source, bytes) = large_file(&stage);
+    let inner = Device::preferred().device;
+    for (method, call) in [
+        ("allocate", 1),
+        ("create_stream", 1),
+        ("register", 1),
+        ("create_event", 1),
+        ("create_event", 2),
+        ("copy", 1),
+        ("copy", 5),
+        ("record_event", 1),
+        ("record_event", 4),
+        ("export", 1),
+    ] {
+        let backend = Wrapped::new(inner.backend().clone(), Failing::default());
+        let device = Device::from_backend(backend.clone());
+        backend.hook().aim(method, call);
+        let failed = Weights::load(&device, &source).unwrap_err();
+        assert!(
+            matches!(failed, Error::Injected { .. }),
+            "{method} {call}: {failed}"
+        );
+    }
+    let weights = Weights::load(&inner, &source).unwrap();
+    assert!(weights.memory_for_tests().to_vec(WAIT).unwrap()[..bytes.len()] == bytes[..]);
+    assert_eq!(weights.tensors()[0].hash(), load::hash(&bytes));
 }
 
 #[test]
