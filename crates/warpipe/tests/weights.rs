@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};
 use std::time::Duration;
 
-use rustix::process::Signal;
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use warpipe::weights::{Keeper, PublishedWeights, SharedWeights, Weights};
 use warpipe::{DType, Device, Domain, Error, Layout};
 use warpipe_testkit::{ChildProcess, LineReader, TempDir, this_program};
 
 const WAIT: Duration = Duration::from_secs(60);
 
-/// What a child is: `keeper`, `worker`, `publisher`. It takes a command a line and replies with a
+/// What a child is: `keeper`, `short keeper`, `worker`, `publisher`. It takes a command a line and replies with a
 /// line for each.
 const ROLE: &str = "WARPIPE_WEIGHTS_ROLE";
 const FOLDER: &str = "WARPIPE_WEIGHTS_FOLDER";
@@ -198,6 +198,78 @@ fn a_stopped_holder_delays_a_new_keeper_and_its_versions_number_is_not_used_agai
     assert_eq!(worker.ask("newer"), "version 3 byte 3");
 }
 
+#[test]
+fn a_stopped_keeper_costs_readers_and_publishers_no_more_than_the_time_that_they_gave() {
+    let stage = Stage::new();
+    let mut keeper = stage.child("keeper");
+    keeper.reply();
+    drop(stage.publish(1));
+    let waiting = stage.opener(WAIT).open().unwrap();
+    std::thread::scope(|scope| {
+        keeper.signal(Signal::STOP);
+        let newer = scope.spawn(|| waiting.newer(WAIT).unwrap().version());
+        let reader = scope.spawn(|| stage.opener(WAIT).open().unwrap().version());
+        let publisher = scope.spawn(|| stage.publish(2).version());
+        // Each of these ends after the longest wait for one message: two are more than one.
+        for _ in 0..2 {
+            let silent = stage.opener(Duration::ZERO).open().unwrap_err();
+            assert!(
+                matches!(silent, Error::Handshake { .. } | Error::Timeout { .. }),
+                "{silent}"
+            );
+        }
+        keeper.signal(Signal::CONT);
+        assert_eq!(publisher.join().unwrap(), 2);
+        assert_eq!(newer.join().unwrap(), 2);
+        assert!(reader.join().unwrap() >= 1);
+    });
+}
+
+#[test]
+fn a_holder_killed_with_its_lock_file_alone_leaves_nothing_and_its_number_is_not_used_again() {
+    let stage = Stage::new();
+    let mut keeper = stage.child("keeper");
+    keeper.reply();
+    drop(stage.publish(1));
+    drop(stage.publish(2));
+    let mut worker = stage.child("worker");
+    worker.reply();
+    worker.kill();
+    keeper.kill();
+    // As after a death between the two files.
+    let files = || std::fs::read_dir(stage.folder.path()).unwrap();
+    for file in files().map(|file| file.unwrap().path()) {
+        if file.extension().is_some_and(|kind| kind == "sock") {
+            std::fs::remove_file(file).unwrap();
+        }
+    }
+    let keeper = stage.keeper();
+    assert_eq!(stage.publish(3).version(), 3);
+    drop(keeper);
+    assert_eq!(files().count(), 0);
+}
+
+#[test]
+fn a_keeper_at_the_limit_of_descriptors_loses_no_version_without_an_error() {
+    let stage = Stage::new();
+    let keeper = stage.keeper();
+    let _published = stage.publish(1);
+    drop(keeper);
+    let mut short = stage.child("short keeper");
+    let (mut errors, mut kept) = (0, 0);
+    loop {
+        match short.ask("one more descriptor").as_str() {
+            "error" => errors += 1,
+            "candidate Some(1)" => kept += 1,
+            other => panic!("{other}"),
+        }
+        if kept == 3 {
+            break;
+        }
+    }
+    assert!(errors > 3, "the limit was not reached");
+}
+
 /// A domain, and the processes in it.
 struct Stage {
     folder: TempDir,
@@ -363,6 +435,7 @@ fn child_of_another_test() {
     match role.to_str().unwrap() {
         "keeper" => keeper(&domain, commands),
         "worker" => worker(&domain, commands),
+        "short keeper" => short_keeper(&domain, commands),
         _ => publisher(&domain, commands),
     }
 }
@@ -380,6 +453,26 @@ fn keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
     ));
     for _ in commands {
         say(format_args!("version {:?}", keeper.version().unwrap()));
+    }
+}
+
+/// Builds a keeper again and again, each time with room for one more descriptor.
+fn short_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
+    // What a process opens once.
+    let other = Keeper::builder("other").domain(domain).build().unwrap();
+    drop(other);
+    let whole = getrlimit(Resource::Nofile);
+    let used = descriptors("self").len() as u64 - 1;
+    for (room, _) in (0..).zip(commands) {
+        let current = Some(used + room);
+        setrlimit(Resource::Nofile, Rlimit { current, ..whole }).unwrap();
+        let built = Keeper::builder("w").domain(domain).build();
+        setrlimit(Resource::Nofile, whole).unwrap();
+        match built {
+            Ok(keeper) => say(format_args!("candidate {:?}", keeper.candidate().unwrap())),
+            Err(Error::DescriptorLimit { .. }) => say("error"),
+            Err(other) => say(other),
+        }
     }
 }
 

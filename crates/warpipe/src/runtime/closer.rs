@@ -258,7 +258,7 @@ impl Drop for PeerFd {
 
 /// Whether `close` of a copy that is not the last one returns at once. Queries no file system, and
 /// does not wait.
-fn closes_at_once_elsewhere(fd: BorrowedFd<'_>) -> bool {
+pub(crate) fn closes_at_once_elsewhere(fd: BorrowedFd<'_>) -> bool {
     let Ok(kind) = os::kind_of(fd) else {
         return false;
     };

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::{IncomingReply, OutgoingReply, Rejection};
 use crate::memory::MemoryInfo;
-use crate::runtime::closer::PeerFd;
+use crate::runtime::closer::{PeerFd, closes_at_once_elsewhere};
 
 /// The largest number of a version. A name in the domain's directory says a version's number: a
 /// process that writes there could otherwise use the numbers up.
@@ -120,6 +120,10 @@ impl Held {
             host::check_sealed_memfd(memory.as_fd(), info.mapped_bytes)
                 .map_err(|found| wrong("memory", found, "a sealed memfd"))?;
             memory.approve();
+        } else if !closes_at_once_elsewhere(memory.as_fd()) {
+            // Replies have copies of it, which the thread of all sockets closes.
+            let found = "a file whose close may block".into();
+            return Err(wrong("memory", found, "a descriptor of a device's memory"));
         }
         let checked = Manifest::receive(manifest.as_fd(), manifest_bytes)
             .map_err(|found| wrong("manifest", found, "a sealed and whole one"))?;

@@ -46,13 +46,24 @@ pub(super) fn number_of(weights: &str, holder: &EndpointName) -> Option<u64> {
     (1..=NUMBER_MAX).contains(&number).then_some(number)
 }
 
+/// The holders of these weights, numbered ones and offers, living and dead. Also those with a lock
+/// file alone: a process may die before it has made its socket, or while it removes its files.
+pub(super) fn holders(domain: &Domain, weights: &str) -> Result<Vec<EndpointName>> {
+    let prefixes = [held_prefix(weights), offer_prefix(weights)];
+    let mut names = domain.names()?;
+    names.retain(|name| {
+        let rest = |prefix: &String| name.as_str().strip_prefix(prefix.as_str());
+        let rest = prefixes.iter().find_map(rest);
+        rest.is_some_and(|rest| !rest.contains('/'))
+    });
+    Ok(names)
+}
+
 /// Removes the files of dead holders of these weights.
 pub(super) fn clear_dead(domain: &Domain, weights: &str) {
-    for prefix in [held_prefix(weights), offer_prefix(weights)] {
-        // The directory may be unreadable: the files stay until the next call.
-        for name in domain.names_after(&prefix).unwrap_or_default() {
-            domain.clear_name(&name);
-        }
+    // The directory may be unreadable: the files stay until the next call.
+    for name in holders(domain, weights).unwrap_or_default() {
+        domain.clear_name(&name);
     }
 }
 

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::held::{Held, NUMBER_MAX, Version, VersionReply};
 use super::holder::{clear_dead, offer_prefix};
 use super::keeper_session::end_keeper;
+use super::takeover::Found;
 use super::{takeover, weights_name};
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
@@ -40,6 +41,9 @@ pub(super) enum KeeperRequest {
     Checked { version: Version, is_sound: bool },
     /// Give all descriptors up, and end.
     End,
+    /// This process serves a holder of the version `number`: no keeper that begins after the reply
+    /// gives the number once more.
+    Holding { number: u64 },
 }
 
 /// The reply.
@@ -99,14 +103,14 @@ impl KeeperBuilder {
         // Before the search: a process that becomes a holder from now on has asked this keeper.
         let server = self.shared.serve(&name, Kind::Weights, handler)?;
         let found = takeover::find(&domain, &name);
-        if let Ok(found) = found.as_ref() {
-            core.lock().last_number = found.last_number;
-        }
         let unanswered = found.as_ref().map_or(0, |found| found.unanswered);
-        let found = found.map(|found| core.lock().candidates = found.versions);
+        // Closed behind the lock.
+        let found = found.map(|found| core.lock().take_over(found));
         // In any case: offers wait for it.
         let _ = core.server.set(Arc::downgrade(server.server_core()));
         found?;
+        // Processes may wait for something to check.
+        tell_offered(server.server_core());
         Ok(Keeper {
             _server: server,
             core,
@@ -234,6 +238,20 @@ impl KeeperState {
         self.candidates.last().map(|held| held.version.number)
     }
 
+    /// Takes what other processes hold, and returns it if this keeper takes nothing any more.
+    fn take_over(&mut self, found: Found) -> Vec<Held> {
+        self.know(found.last_number);
+        if self.is_ending {
+            return found.versions;
+        }
+        std::mem::replace(&mut self.candidates, found.versions)
+    }
+
+    /// Gives no number up to this one from now on.
+    fn know(&mut self, number: u64) {
+        self.last_number = self.last_number.max(number.min(NUMBER_MAX));
+    }
+
     /// Takes a publisher's version, and returns its number with the versions that it replaces.
     fn replace(&mut self, mut held: Held) -> Result<(u64, Vec<Held>), String> {
         if self.is_ending {
@@ -244,7 +262,13 @@ impl KeeperState {
         {
             return Ok((offered.version.number, vec![held]));
         }
-        let number = self.last_number + 1;
+        // Its publisher was not told of the number that the previous keeper gave.
+        let known = self
+            .candidates
+            .last()
+            .map(|newest| newest.version)
+            .filter(|newest| newest.id == held.version.id && newest.number == self.last_number);
+        let number = known.map_or(self.last_number + 1, |known| known.number);
         if number > NUMBER_MAX {
             return Err(format!("{NUMBER_MAX} versions have been published"));
         }
@@ -255,17 +279,16 @@ impl KeeperState {
         Ok((number, replaced))
     }
 
-    /// Notes the result of a check, and returns the versions that are held no longer.
-    fn check(&mut self, version: Version, is_sound: bool) -> Vec<Held> {
-        let Some(candidate) = self.candidates.pop_if(|held| held.version == version) else {
-            return Vec::new();
-        };
+    /// Notes the result of a check, and returns the versions that are held no longer; `None` when
+    /// this version is not the candidate.
+    fn check(&mut self, version: Version, is_sound: bool) -> Option<Vec<Held>> {
+        let candidate = self.candidates.pop_if(|held| held.version == version)?;
         if !is_sound {
-            return vec![candidate];
+            return Some(vec![candidate]);
         }
         let mut replaced = std::mem::take(&mut self.candidates);
         replaced.extend(self.offered.replace(candidate));
-        replaced
+        Some(replaced)
     }
 
     /// Gives every version up, and takes none from now on.
@@ -403,8 +426,8 @@ impl RequestHandler for KeeperHandler {
             KeeperRequest::Take { name } => self.begin_offer(client.id, name),
             KeeperRequest::Checked { version, is_sound } => {
                 // Closed behind the lock.
-                let _replaced = core.lock().check(version, is_sound);
-                if is_sound {
+                let replaced = core.lock().check(version, is_sound);
+                if replaced.is_some() {
                     tell_offered(server_core);
                 }
                 OutgoingReply::new(&KeeperReply::Noted, vec![])
@@ -413,6 +436,10 @@ impl RequestHandler for KeeperHandler {
                 // Closed behind the lock.
                 let _given_up = core.lock().end();
                 core.ending.ring();
+                OutgoingReply::new(&KeeperReply::Noted, vec![])
+            }
+            KeeperRequest::Holding { number } => {
+                core.lock().know(number);
                 OutgoingReply::new(&KeeperReply::Noted, vec![])
             }
         }

@@ -3,42 +3,47 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::held::Held;
+use super::held::{Held, NUMBER_MAX};
 use super::keeper::{KeeperNotice, KeeperReply, KeeperRequest};
 use super::manifest::Manifest;
 use crate::clock::Stopwatch;
-use crate::error::{Error, Result};
+use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode,
 };
 
-/// Has a keeper fetch what the endpoint `offer` serves, and returns the version's number. Waits up
-/// to `timeout`.
+/// Has a keeper fetch what the endpoint `offer` serves, and returns the session and the version's
+/// number. Waits up to `timeout`.
 pub(super) fn offer_to_keeper(
     domain: &Domain,
     name: &EndpointName,
     offer: &EndpointName,
     timeout: Duration,
-) -> Result<u64> {
+) -> Result<(KeeperSession, u64)> {
     let start = Instant::now();
     let keeper = KeeperSession::open(domain, name, timeout)?;
     let take = KeeperRequest::Take {
         name: offer.to_string(),
     };
-    keeper.request(&take)?;
-    let left = timeout.saturating_sub(start.elapsed());
-    let news = keeper.news.wait(left, |news| news.outcome.is_some());
-    match &news.outcome {
-        Some(Ok(number)) => Ok(*number),
+    let left = || timeout.saturating_sub(start.elapsed());
+    keeper.request(&take, left())?;
+    let mut news = keeper.news.wait(left(), |news| news.outcome.is_some());
+    let (outcome, is_over) = (news.outcome.take(), news.is_over);
+    drop(news);
+    match outcome {
+        Some(Ok(number)) if (1..=NUMBER_MAX).contains(&number) => Ok((keeper, number)),
+        Some(Ok(number)) => Err(Error::Protocol {
+            name: name.to_string(),
+            field: "version",
+            found: number.to_string(),
+            allowed: "1 to 2^48".into(),
+        }),
         Some(Err(text)) => Err(Error::Refused {
             name: name.to_string(),
-            text: text.clone(),
+            text,
         }),
-        None if news.is_over => {
-            drop(news);
-            Err(keeper.session.owner_gone())
-        }
+        None if is_over => Err(keeper.session.owner_gone()),
         None => Err(Error::Timeout {
             what: format!("the answer of the keeper of {name:?}"),
             waited: timeout,
@@ -49,7 +54,7 @@ pub(super) fn offer_to_keeper(
 /// Has a keeper give its descriptors up, and waits up to `timeout` until it has ended.
 pub(super) fn end_keeper(domain: &Domain, name: &EndpointName, timeout: Duration) -> Result<()> {
     let keeper = KeeperSession::open(domain, name, Duration::ZERO)?;
-    match keeper.request(&KeeperRequest::End) {
+    match keeper.request(&KeeperRequest::End, timeout) {
         // Its owner may drop it before the reply is sent.
         Ok(_) | Err(Error::PeerGone { .. }) => {}
         Err(error) => return Err(error),
@@ -64,21 +69,22 @@ pub(super) fn end_keeper(domain: &Domain, name: &EndpointName, timeout: Duration
     })
 }
 
-/// Waits up to `timeout` for a version after number `after` that is offered under the name. If the
-/// keeper ends meanwhile, waits for the next one.
+/// Waits up to `timeout` for a version after number `after` in the reply to `request`. If the keeper
+/// ends meanwhile, waits for the next one. The session is with the keeper that has replied.
 pub(super) fn wait_for_version(
     domain: &Domain,
     name: &EndpointName,
+    request: &KeeperRequest,
     after: u64,
     timeout: Duration,
-) -> Result<(Held, Manifest)> {
+) -> Result<(KeeperSession, Held, Manifest)> {
     let mut clock = Stopwatch::default();
     loop {
         let left = timeout.saturating_sub(clock.elapsed());
         let keeper = KeeperSession::open(domain, name, left)?;
-        match keeper.version_after(after, &mut clock, timeout) {
+        match keeper.version_after(request, after, &mut clock, timeout) {
             Err(Error::PeerGone { .. }) if clock.elapsed() < timeout => {}
-            other => return other,
+            other => return other.map(|(held, manifest)| (keeper, held, manifest)),
         }
     }
 }
@@ -101,25 +107,50 @@ impl KeeperSession {
             name,
             kind: Kind::Weights,
         };
-        let (session, _) = ClientSession::attach(&at, None, &[], timeout)?;
+        let mut clock = Stopwatch::default();
+        let session = loop {
+            let left = timeout.saturating_sub(clock.elapsed());
+            match ClientSession::attach(&at, None, &[], left) {
+                // The keeper is stopped, and may go on.
+                Err(Error::Handshake {
+                    fault: HandshakeFault::Silent(_),
+                    ..
+                }) if clock.elapsed() < timeout => {}
+                other => break other?.0,
+            }
+        };
         let news = Arc::new(NewsBoard::default());
         session.observe(news.clone())?;
         Ok(KeeperSession { session, news })
     }
 
-    /// Sends a request, and waits for the reply.
-    pub(super) fn request(&self, request: &KeeperRequest) -> Result<(KeeperReply, IncomingReply)> {
-        let reply = self.session.request(&encode(request)?, REPLY_TIMEOUT)?;
+    /// Sends a request, and waits for the reply: up to `timeout`, and not less than a living keeper
+    /// may need.
+    pub(super) fn request(
+        &self,
+        request: &KeeperRequest,
+        timeout: Duration,
+    ) -> Result<(KeeperReply, IncomingReply)> {
+        let timeout = timeout.max(REPLY_TIMEOUT);
+        let reply = self.session.request(&encode(request)?, timeout)?;
         Ok((decode(&reply.body, self.session.name())?, reply))
+    }
+
+    /// Tells the keeper that this process serves a holder of the version `number`. A keeper that
+    /// replies has the name still, so the next one finds the holder.
+    pub(super) fn tell_holding(&self, number: u64) -> Result<()> {
+        let holding = KeeperRequest::Holding { number };
+        self.request(&holding, Duration::ZERO).map(|_| ())
     }
 
     /// A version of the keeper's, with the checked manifest; or the number of a candidate.
     pub(super) fn version(
         &self,
         request: &KeeperRequest,
+        timeout: Duration,
     ) -> Result<std::result::Result<(Held, Manifest), Option<u64>>> {
         let name = self.session.name();
-        match self.request(request)? {
+        match self.request(request, timeout)? {
             (KeeperReply::Version(version), incoming) => {
                 Held::receive(name, &version, incoming.fds).map(Ok)
             }
@@ -133,8 +164,14 @@ impl KeeperSession {
         }
     }
 
+    #[cfg(test)]
+    pub(super) fn offered_for_tests(&self) -> u64 {
+        self.news.lock().offered
+    }
+
     fn version_after(
         &self,
+        request: &KeeperRequest,
         after: u64,
         clock: &mut Stopwatch,
         timeout: Duration,
@@ -142,7 +179,8 @@ impl KeeperSession {
         loop {
             // Before the question, so that a version in between is not missed.
             let seen = self.news.lock().offered;
-            let candidate = match self.version(&KeeperRequest::Offered)? {
+            let left = timeout.saturating_sub(clock.elapsed());
+            let candidate = match self.version(request, left)? {
                 Ok(found) if found.0.version.number > after => return Ok(found),
                 Ok(_) => None,
                 Err(candidate) => candidate,

@@ -16,6 +16,7 @@ use super::staging::Staging;
 use super::weights_name;
 use crate::device::Device;
 use crate::error::{Error, Result, WeightsFault};
+use crate::fork::OwnerProcess;
 use crate::ipc::domain::Domain;
 use crate::memory::Memory;
 use crate::runtime::closer::PeerFd;
@@ -39,6 +40,7 @@ pub struct Weights {
     _memory: Memory,
     manifest: Manifest,
     held: Held,
+    owner_process: OwnerProcess,
 }
 
 impl Weights {
@@ -154,6 +156,7 @@ impl Weights {
             _memory: memory,
             manifest,
             held,
+            owner_process: OwnerProcess::current(),
         })
     }
 
@@ -183,13 +186,17 @@ impl Weights {
         name: &str,
         timeout: Duration,
     ) -> Result<PublishedWeights> {
+        // In a forked child the numbers of the descriptors may belong to other files.
+        self.owner_process.check()?;
         let name = weights_name(name)?;
         clear_dead(domain, name.as_str());
         let offered = Arc::new(self.held.numbered(0)?);
         let offer = Holder::offer(domain, name.as_str(), offered)?;
-        let number = offer_to_keeper(domain, &name, &offer.1, timeout)?;
+        let (keeper, number) = offer_to_keeper(domain, &name, &offer.1, timeout)?;
         let held = Arc::new(self.held.numbered(number)?);
         let holder = Holder::serve(domain, name.as_str(), held)?;
+        // The next keeper may have begun before the holder was there: it lacks the version.
+        keeper.tell_holding(number)?;
         Ok(PublishedWeights {
             version: number,
             _holder: holder,

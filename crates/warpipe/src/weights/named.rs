@@ -182,10 +182,10 @@ impl Candidate {
             });
         }
         let keeper = KeeperSession::open(domain, &self.name, Duration::ZERO)?;
-        if let Ok(offered) = keeper.version(&KeeperRequest::Offered)? {
+        if let Ok(offered) = keeper.version(&KeeperRequest::Offered, Duration::ZERO)? {
             return Ok(Some(NamedVersion::of(&offered, true)));
         }
-        let candidate = keeper.version(&KeeperRequest::Candidate)?;
+        let candidate = keeper.version(&KeeperRequest::Candidate, Duration::ZERO)?;
         Ok(candidate.ok().map(|found| NamedVersion::of(&found, false)))
     }
 

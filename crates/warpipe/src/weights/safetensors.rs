@@ -5,7 +5,7 @@
 //! bytes without a gap. Nothing of a header is believed before it is checked here: every tensor
 //! lies inside the file, none overlaps another, and none has a name that another has.
 
-use std::collections::BTreeMap;
+use std::collections::HashSet;
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
@@ -70,7 +70,7 @@ pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Vec<FileTensor>, W
     match (read, progress.current) {
         (Ok(()), _) => {}
         (Err(error), Some(name)) => return Err(of_tensor(&name, error)),
-        (Err(error), None) => return Err(WeightsFault::Header(error.to_string())),
+        (Err(error), None) => return Err(WeightsFault::Header(shortened(&error.to_string()))),
     }
     let data_begin = LENGTH_BYTES + header.len() as u64;
     place(progress.tensors, data_begin, data_bytes)
@@ -177,11 +177,11 @@ fn dtype_of(name: &str) -> Result<DType, String> {
 fn of_tensor(name: &str, reason: impl ToString) -> WeightsFault {
     WeightsFault::Tensor {
         name: shortened(name),
-        reason: reason.to_string(),
+        reason: shortened(&reason.to_string()),
     }
 }
 
-/// A name for a message: a file may hold one of megabytes.
+/// A text of a file for a message: it may have megabytes.
 pub(super) fn shortened(name: &str) -> String {
     name.chars().take(NAME_BYTES_MAX).collect()
 }
@@ -250,6 +250,40 @@ impl<'de> Visitor<'de> for ShapeVisitor {
 struct Progress {
     tensors: Vec<NamedInfo>,
     current: Option<String>,
+    has_metadata: bool,
+}
+
+/// The entry that describes no tensor: texts by names, each name once. None is kept.
+struct Metadata;
+
+impl<'de> Deserialize<'de> for Metadata {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Metadata, D::Error> {
+        from.deserialize_map(Metadata)
+    }
+}
+
+impl<'de> Visitor<'de> for Metadata {
+    type Value = Metadata;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a map of texts")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Metadata, A::Error> {
+        let mut names = HashSet::new();
+        while let Some((name, _)) = from.next_entry::<String, String>()? {
+            if names.len() == TENSORS_MAX {
+                return Err(A::Error::custom(format_args!(
+                    "more than {TENSORS_MAX} entries"
+                )));
+            }
+            if let Some(name) = names.replace(name) {
+                let name = shortened(&name);
+                return Err(A::Error::custom(format_args!("{name:?} is there twice")));
+            }
+        }
+        Ok(Metadata)
+    }
 }
 
 /// Reads a header's map. A `HashMap` would keep the last of two equal names, without a word.
@@ -275,7 +309,10 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
         while let Some(name) = from.next_key::<String>()? {
             let name = progress.current.insert(name);
             if name == METADATA {
-                from.next_value::<BTreeMap<String, String>>()?;
+                if std::mem::replace(&mut progress.has_metadata, true) {
+                    return Err(A::Error::custom("it is there twice"));
+                }
+                from.next_value::<Metadata>()?;
                 progress.current = None;
                 continue;
             }

@@ -16,6 +16,7 @@ use super::weights_name;
 use crate::device::Device;
 use crate::device_types::Access;
 use crate::error::{Error, Result};
+use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::memory::slice::zeroed;
 use crate::memory::{Memory, SharedMemory};
@@ -49,6 +50,7 @@ struct SharedInner {
     domain: Domain,
     name: EndpointName,
     device: Device,
+    owner_process: OwnerProcess,
 }
 
 impl fmt::Debug for SharedWeights {
@@ -67,7 +69,8 @@ impl Opener<SharedWeights> {
     ///
     /// # Errors
     /// [`Error::NotFound`] when no keeper has the name; [`Error::Timeout`] when it offers no
-    /// version; [`Error::OtherKind`], [`Error::Name`], [`Error::AccessDenied`],
+    /// version; [`Error::PeerGone`] when it ends and no time is left to wait for the next one;
+    /// [`Error::Refused`] when it has no room for another session; [`Error::OtherKind`], [`Error::Name`], [`Error::AccessDenied`],
     /// [`Error::Handshake`]; [`Error::Protocol`] when what it sends is damaged;
     /// [`Error::PeerAccess`] and [`Error::NotDeviceMemory`] when the device cannot map the memory;
     /// [`Error::DescriptorLimit`], [`Error::Driver`].
@@ -79,23 +82,21 @@ impl Opener<SharedWeights> {
 
     /// Compares the content hashes of the version that a new keeper took over, and has the keeper
     /// offer it if they are right. Without such a candidate it compares those of the version that
-    /// is offered. Returns the version's number. It reads all of the memory, through a buffer of
-    /// 4 MiB.
+    /// is offered. Waits for one of them up to the time given with [`wait`](Opener::wait): also
+    /// while a new keeper still asks its holders. Returns the version's number. It reads all of
+    /// the memory, through a buffer of 4 MiB.
     ///
     /// # Errors
     /// [`Error::WeightsDamaged`]: a candidate is dropped then, and an older one, if there is one,
-    /// takes its place; [`Error::Timeout`] when the keeper has no version; as
+    /// takes its place, and a damaged version that is offered stays offered; [`Error::Timeout`]
+    /// when the keeper has no version; as
     /// [`open`](Opener::open).
     pub fn verify(&self) -> Result<u64> {
         let name = weights_name(self.name())?;
         let (domain, device) = (self.chosen_domain()?, self.chosen_device());
-        let keeper = KeeperSession::open(&domain, &name, self.timeout())?;
-        let Ok((held, manifest)) = keeper.version(&KeeperRequest::Candidate)? else {
-            return Err(Error::Timeout {
-                what: format!("a version of the weights {:?}", name.as_str()),
-                waited: Duration::ZERO,
-            });
-        };
+        let wanted = KeeperRequest::Candidate;
+        let (keeper, held, manifest) =
+            wait_for_version(&domain, &name, &wanted, 0, self.timeout())?;
         let memory = map(&device, &held)?;
         let tensors = damaged_tensors(&memory, &manifest)?;
         let version = held.version;
@@ -103,7 +104,7 @@ impl Opener<SharedWeights> {
             version,
             is_sound: tensors.is_empty(),
         };
-        keeper.request(&checked)?;
+        keeper.request(&checked, Duration::ZERO)?;
         if tensors.is_empty() {
             return Ok(version.number);
         }
@@ -125,7 +126,7 @@ impl SharedWeights {
     /// `timeout`. Versions in between are left out. This version stays open as long as this object.
     ///
     /// # Errors
-    /// [`Error::Timeout`] when none came; as [`Opener::open`].
+    /// [`Error::Timeout`] when none came; [`Error::Forked`]; as [`Opener::open`].
     pub fn newer(&self, timeout: Duration) -> Result<SharedWeights> {
         let SharedInner {
             domain,
@@ -133,6 +134,7 @@ impl SharedWeights {
             device,
             ..
         } = &*self.inner;
+        self.inner.owner_process.check()?;
         SharedWeights::after(domain, name, device, self.version(), timeout)
     }
 
@@ -143,13 +145,16 @@ impl SharedWeights {
         after: u64,
         timeout: Duration,
     ) -> Result<SharedWeights> {
-        let (held, manifest) = wait_for_version(domain, name, after, timeout)?;
+        let wanted = KeeperRequest::Offered;
+        let (keeper, held, manifest) = wait_for_version(domain, name, &wanted, after, timeout)?;
         let memory = map(device, &held)?;
         let held = Arc::new(held);
         let is_own = domain.owner() == rustix::process::geteuid().as_raw();
         let holder = if is_own {
             clear_dead(domain, name.as_str());
-            Some(Holder::serve(domain, name.as_str(), held.clone())?)
+            let holder = Holder::serve(domain, name.as_str(), held.clone())?;
+            tell_keepers(domain, name, &keeper, held.version.number);
+            Some(holder)
         } else {
             None
         };
@@ -162,6 +167,7 @@ impl SharedWeights {
                 domain: domain.clone(),
                 name: name.clone(),
                 device: device.clone(),
+                owner_process: OwnerProcess::current(),
             }),
         })
     }
@@ -215,6 +221,17 @@ impl SharedTensor {
     /// The tensor's bytes, for reading alone. Empty for a tensor without elements.
     pub fn memory(&self) -> &SharedMemory {
         &self.memory
+    }
+}
+
+/// Tells the keeper of a version that this process serves a holder of it. A keeper that has begun
+/// meanwhile may have asked the holders before this one was there: it must not give the number to
+/// another version. The weights are valid in any case, and a keeper that begins later finds the
+/// holder.
+fn tell_keepers(domain: &Domain, name: &EndpointName, keeper: &KeeperSession, number: u64) {
+    if keeper.tell_holding(number).is_err() {
+        let next = KeeperSession::open(domain, name, Duration::ZERO);
+        let _ = next.and_then(|next| next.tell_holding(number));
     }
 }
 

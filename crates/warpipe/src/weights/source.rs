@@ -143,8 +143,10 @@ impl Source {
         }
         let mut text = zeroed(file_bytes)?;
         read_exact(fd.as_fd(), &mut text, 0).map_err(|error| unreadable(path, error))?;
-        let index: Index =
-            serde_json::from_slice(&text).map_err(|error| fault(format!("is garbled: {error}")))?;
+        let index: Index = serde_json::from_slice(&text).map_err(|error| {
+            let error = safetensors::shortened(&error.to_string());
+            fault(format!("is garbled: {error}"))
+        })?;
         let map: HashMap<&str, &str> = index
             .weight_map
             .0

@@ -5,14 +5,17 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::held::Held;
-use super::holder::{held_prefix, number_of, offer_prefix};
+use super::holder::{holders, number_of};
 use super::manifest::Manifest;
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{Address, ClientSession, Kind};
 
 /// How many holders are asked at once: a stopped one occupies a thread for a whole handshake.
-const ASKED_AT_ONCE: usize = 8;
+const ASKED_AT_ONCE: usize = 32;
+
+/// The most versions that are taken over: a candidate keeps its memory until a check.
+const VERSIONS_MAX: usize = 8;
 
 /// From when on no further holder is asked.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(20);
@@ -20,32 +23,49 @@ const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(20);
 /// What the holders of a name have.
 #[derive(Debug, Default)]
 pub(super) struct Found {
-    /// Each version once, the newest last.
+    /// Each version once, the newest last; not more than [`VERSIONS_MAX`].
     pub(super) versions: Vec<Held>,
     /// The largest number in use, also by holders that did not answer and by dead ones.
     pub(super) last_number: u64,
     /// The holders that live and did not answer.
     pub(super) unanswered: usize,
+    /// This process has no room for more descriptors.
+    pub(super) shortage: Option<Error>,
+}
+
+impl Found {
+    /// Adds a version, and returns one that there is no room for.
+    fn add(&mut self, held: Held) -> Option<Held> {
+        if self.versions.iter().any(|v| v.version == held.version) {
+            return Some(held);
+        }
+        let number = held.version.number;
+        let at = self.versions.partition_point(|v| v.version.number < number);
+        self.versions.insert(at, held);
+        (self.versions.len() > VERSIONS_MAX).then(|| self.versions.remove(0))
+    }
 }
 
 /// Asks all holders. Removes the files of dead ones.
+///
+/// # Errors
+/// [`Error::DescriptorLimit`] when this process has no room for what they hold: a version would be
+/// lost without a word. [`Error::Os`] when the directory cannot be read.
 pub(super) fn find(domain: &Domain, weights: &EndpointName) -> Result<Found> {
     let mut found = Found::default();
     let mut living = VecDeque::new();
-    for name in domain.names_after(&held_prefix(weights.as_str()))? {
-        let Some(number) = number_of(weights.as_str(), &name) else {
-            continue;
-        };
-        found.last_number = found.last_number.max(number);
-        if !domain.clear_name(&name) {
+    for name in holders(domain, weights.as_str())? {
+        let number = number_of(weights.as_str(), &name);
+        found.last_number = found.last_number.max(number.unwrap_or(0));
+        if !domain.clear_name(&name)
+            && let Some(number) = number
+        {
             living.push_back((number, name));
         }
     }
-    for name in domain.names_after(&offer_prefix(weights.as_str()))? {
-        domain.clear_name(&name);
-    }
     // The newest first: the timeout then costs the oldest.
     living.make_contiguous().sort_by(|a, b| b.cmp(a));
+    let threads = ASKED_AT_ONCE.min(living.len());
     let search = Search {
         domain,
         since: Instant::now(),
@@ -53,7 +73,7 @@ pub(super) fn find(domain: &Domain, weights: &EndpointName) -> Result<Found> {
         found: Mutex::new(found),
     };
     std::thread::scope(|scope| {
-        for _ in 1..ASKED_AT_ONCE {
+        for _ in 1..threads {
             let thread = std::thread::Builder::new().name("warpipe-weights".into());
             // Without more threads, those that run ask everyone.
             let _ = thread.spawn_scoped(scope, || search.ask_all());
@@ -64,8 +84,10 @@ pub(super) fn find(domain: &Domain, weights: &EndpointName) -> Result<Found> {
         .found
         .into_inner()
         .unwrap_or_else(PoisonError::into_inner);
-    found.versions.sort_by_key(|held| held.version.number);
-    Ok(found)
+    match found.shortage.take() {
+        Some(error) => Err(error),
+        None => Ok(found),
+    }
 }
 
 struct Search<'a> {
@@ -93,20 +115,21 @@ impl Search<'_> {
                 })
             };
             let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-            match asked {
-                Ok(held)
-                    if found
-                        .versions
-                        .iter()
-                        .all(|known| known.version != held.version) =>
-                {
-                    found.versions.push(held);
-                }
-                Ok(_) => {}
+            // Closed behind the lock.
+            let _superfluous = match asked {
+                Ok(held) => found.add(held),
                 // It ended between the look at the directory and the question.
-                Err(Error::NotFound { .. }) => {}
-                Err(_) => found.unanswered += 1,
-            }
+                Err(Error::NotFound { .. }) => None,
+                Err(error @ Error::DescriptorLimit { .. }) => {
+                    found.shortage = Some(error);
+                    None
+                }
+                Err(_) => {
+                    found.unanswered += 1;
+                    None
+                }
+            };
+            drop(found);
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Publishing, opening and taking over within one process. `tests/weights.rs` kills processes.
 
+mod races;
+
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
@@ -365,11 +367,12 @@ fn a_keeper_refuses_an_offer_that_is_none_of_its_weights() {
     let session = keeper_session::KeeperSession::open(&stage.domain, &name, WAIT).unwrap();
     for name in ["elsewhere", "x/offer-1", "w/held-1-1", ""] {
         let take = keeper::KeeperRequest::Take { name: name.into() };
-        let refused = session.request(&take).unwrap_err();
+        let refused = session.request(&take, WAIT).unwrap_err();
         assert!(matches!(refused, Error::Refused { .. }), "{refused}");
     }
     let gone = EndpointName::new("w/offer-1").unwrap();
     let offered = keeper_session::offer_to_keeper(&stage.domain, &name, &gone, WAIT);
+    let offered = offered.map(|(_, number)| number);
     assert!(matches!(offered, Err(Error::Refused { .. })), "{offered:?}");
 }
 

@@ -172,6 +172,32 @@ fn a_name_without_bytes_or_with_too_many_is_refused_in_a_short_message() {
 }
 
 #[test]
+fn the_reason_of_a_refusal_is_short_however_long_the_text_in_the_file_is() {
+    let long = "n".repeat(1 << 20);
+    for text in [
+        format!(r#"{{"w":{{"{long}":1}}}}"#),
+        format!(r#"{{"w":"{long}"}}"#),
+        format!(r#"{{"w":{{"dtype":"U8","shape":"{long}"}}}}"#),
+        format!(r#"{{"__metadata__":"{long}"}}"#),
+    ] {
+        let shown = parse(text.as_bytes(), 0).unwrap_err().to_string();
+        assert!(shown.len() < 2 * NAME_BYTES_MAX, "{} bytes", shown.len());
+    }
+}
+
+#[test]
+fn metadata_twice_or_with_a_key_twice_are_refused() {
+    for text in [
+        r#"{"__metadata__":{},"__metadata__":{}}"#,
+        r#"{"__metadata__":{"a":"1","a":"2"}}"#,
+    ] {
+        let shown = parse(text.as_bytes(), 0).unwrap_err().to_string();
+        assert!(shown.contains("twice"), "{shown}");
+    }
+    assert!(parse(br#"{"__metadata__":{"a":"1","b":"1"}}"#, 0).is_ok());
+}
+
+#[test]
 fn more_tensors_than_the_limit_are_refused() {
     let entries: Vec<String> = (0..=TENSORS_MAX)
         .map(|index| entry(&format!("{index:x}"), "U8", "[0]", 0, 0))

@@ -110,6 +110,19 @@ fn an_index_that_does_not_fit_its_files_is_refused_with_the_tensors_name() {
 }
 
 #[test]
+fn the_text_of_a_refused_index_is_short_however_long_its_entries_are() {
+    let folder = Folder::new("long");
+    let long = "n".repeat(1 << 20);
+    fs::write(
+        folder.0.join(INDEX),
+        format!(r#"{{"weight_map":"{long}"}}"#),
+    )
+    .unwrap();
+    let refused = folder.refused();
+    assert!(refused.len() < 4096, "{} bytes", refused.len());
+}
+
+#[test]
 fn a_tensor_of_two_files_is_refused_with_both_files() {
     let folder = Folder::new("twice");
     let files = [folder.file("one", &["a"]), folder.file("two", &["b", "a"])];

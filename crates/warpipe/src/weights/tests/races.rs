@@ -1,0 +1,234 @@
+//! Peers that end, answer wrongly or are asked at a bad moment.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::mpsc::{Sender, channel};
+
+use super::{SeqCst, Stage, WAIT, byte_of, in_a_forked_child};
+use crate::device_types::{DeviceId, DeviceKind};
+use crate::error::Error;
+use crate::fork::CloseOnForkFd;
+use crate::ipc::{
+    AccessPolicy, Address, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
+    ServerCore, decode,
+};
+use crate::memory::MemoryInfo;
+use crate::runtime::closer::PeerFd;
+use crate::weights::held::{Held, Version};
+use crate::weights::holder::Holder;
+use crate::weights::keeper::{KeeperNotice, KeeperReply, KeeperRequest};
+use crate::weights::keeper_session::{KeeperSession, offer_to_keeper};
+use crate::weights::{takeover, weights_name};
+
+type Script =
+    dyn Fn(&ServerCore, u64, KeeperRequest) -> Result<OutgoingReply, Rejection> + Send + Sync;
+
+/// A keeper that answers as a test says.
+struct Scripted(Box<Script>);
+
+impl RequestHandler for Scripted {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply::default())
+    }
+
+    fn on_request(
+        &self,
+        core: &ServerCore,
+        client: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        (self.0)(core, client.id, decode(body, core.name())?)
+    }
+}
+
+impl Stage {
+    fn scripted(
+        &self,
+        script: impl Fn(&ServerCore, u64, KeeperRequest) -> Result<OutgoingReply, Rejection>
+        + Send
+        + Sync
+        + 'static,
+    ) -> IpcServer {
+        let at = Address {
+            domain: &self.domain,
+            name: &weights_name("w").unwrap(),
+            kind: Kind::Weights,
+        };
+        let handler = Arc::new(Scripted(Box::new(script)));
+        IpcServer::open(&at, AccessPolicy::default(), handler).unwrap()
+    }
+
+    fn holders(&self) -> usize {
+        self.domain.names_after("w/held-").unwrap().len()
+    }
+}
+
+fn noted() -> Result<OutgoingReply, Rejection> {
+    OutgoingReply::new(&KeeperReply::Noted, vec![])
+}
+
+fn notice(notice: KeeperNotice) -> OutgoingReply {
+    OutgoingReply::new(&notice, vec![]).unwrap()
+}
+
+fn version(held: &Held) -> Result<OutgoingReply, Rejection> {
+    held.reply(&KeeperReply::Version(held.describe()))
+}
+
+#[test]
+fn a_keeper_that_ends_before_a_publishers_holder_is_there_has_not_taken_the_version() {
+    let stage = Stage::new("lost");
+    let (took, taken): (Sender<u64>, _) = channel();
+    let server = stage.scripted(move |_, client, request| match request {
+        KeeperRequest::Take { .. } => {
+            let _ = took.send(client);
+            noted()
+        }
+        _ => Err(Rejection::new("it ends")),
+    });
+    let weights = stage.weights(1);
+    std::thread::scope(|scope| {
+        let publisher = scope.spawn(|| weights.publish(&stage.domain, "w", WAIT).map(|_| ()));
+        let client = taken.recv().unwrap();
+        let number = 5;
+        server
+            .server_core()
+            .tell(client, notice(KeeperNotice::Taken { number }));
+        drop(server);
+        let told = publisher.join().unwrap();
+        // Its next keeper may have searched before the holder was there, and not know the version.
+        assert!(
+            matches!(told, Err(Error::PeerGone { .. } | Error::Refused { .. })),
+            "{told:?}"
+        );
+    });
+    assert_eq!(stage.holders(), 0);
+}
+
+#[test]
+fn a_number_that_no_version_has_is_no_answer_to_a_publisher() {
+    for number in [0, (1 << 48) + 1, u64::MAX] {
+        let stage = Stage::new("number");
+        let _server = stage.scripted(move |core, client, request| {
+            if let KeeperRequest::Take { .. } = request {
+                core.tell(client, notice(KeeperNotice::Taken { number }));
+            }
+            noted()
+        });
+        let told = stage.weights(1).publish(&stage.domain, "w", WAIT);
+        assert!(matches!(told, Err(Error::Protocol { .. })), "{told:?}");
+    }
+}
+
+#[test]
+fn a_check_waits_for_a_keeper_that_still_asks_its_holders() {
+    let stage = Stage::new("asks");
+    let weights = stage.weights(1);
+    let held = weights.held_for_tests(3);
+    let asked = AtomicUsize::new(0);
+    let _server = stage.scripted(move |core, client, request| match request {
+        KeeperRequest::Candidate if asked.fetch_add(1, SeqCst) == 0 => {
+            // The candidate is there before the reply that says there is none arrives.
+            core.tell(client, notice(KeeperNotice::Offered));
+            OutgoingReply::new(&KeeperReply::Nothing { candidate: None }, vec![])
+        }
+        KeeperRequest::Candidate => version(&held),
+        _ => noted(),
+    });
+    assert_eq!(stage.opener().verify().unwrap(), 3);
+}
+
+#[test]
+fn a_descriptor_whose_close_may_block_is_no_memory_of_a_gpu() {
+    let stage = Stage::new("kind");
+    let _keeper = stage.keeper();
+    let weights = stage.weights(1);
+    let whole = weights.held_for_tests(0);
+    let directory = std::fs::File::open("/").unwrap();
+    let hostile = Held {
+        version: Version {
+            number: 0,
+            id: [1; 16],
+        },
+        info: MemoryInfo {
+            device: DeviceId {
+                kind: DeviceKind::Cuda,
+                uuid: [1; 16],
+            },
+            ..whole.info
+        },
+        memory: PeerFd::from(CloseOnForkFd::new(directory.into()).unwrap()),
+        manifest: whole.manifest,
+    };
+    let offer = Holder::offer(&stage.domain, "w", Arc::new(hostile)).unwrap();
+    let name = weights_name("w").unwrap();
+    let told = offer_to_keeper(&stage.domain, &name, &offer.1, WAIT).map(|_| ());
+    assert!(
+        matches!(&told, Err(Error::Refused { text, .. }) if text.contains("memory")),
+        "{told:?}"
+    );
+}
+
+#[test]
+fn the_newest_versions_alone_are_taken_over() {
+    const VERSIONS: u8 = 12;
+    let stage = Stage::new("cap");
+    let keeper = stage.keeper();
+    let _held: Vec<_> = (1..=VERSIONS).map(|byte| stage.publish(byte)).collect();
+    drop(keeper);
+    let found = takeover::find(&stage.domain, &weights_name("w").unwrap()).unwrap();
+    let numbers: Vec<u64> = found.versions.iter().map(|v| v.version.number).collect();
+    assert_eq!(numbers, [5, 6, 7, 8, 9, 10, 11, 12]);
+    assert_eq!((found.last_number, found.unanswered), (12, 0));
+}
+
+#[test]
+fn the_result_of_a_check_that_changes_nothing_wakes_nobody() {
+    let stage = Stage::new("woken");
+    let _keeper = stage.keeper();
+    let _published = stage.publish(1);
+    let name = weights_name("w").unwrap();
+    let session = KeeperSession::open(&stage.domain, &name, WAIT).unwrap();
+    let before = session.offered_for_tests();
+    for is_sound in [true, false] {
+        let version = Version {
+            number: 7,
+            id: [7; 16],
+        };
+        let checked = KeeperRequest::Checked { version, is_sound };
+        session.request(&checked, WAIT).unwrap();
+    }
+    // A notice would have come before the reply.
+    assert_eq!(session.offered_for_tests(), before);
+    let _published = stage.publish(2);
+    session.request(&KeeperRequest::Offered, WAIT).unwrap();
+    assert!(session.offered_for_tests() > before);
+}
+
+#[test]
+fn a_forked_child_cannot_use_its_parents_weights_and_removes_no_file_of_them() {
+    let stage = Stage::new("child");
+    let keeper = stage.keeper();
+    let weights = stage.weights(1);
+    let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    let shared = stage.opener().open().unwrap();
+    let mut all = Some((keeper, published, shared));
+    in_a_forked_child(|| {
+        let (_, _, shared) = all.as_ref().unwrap();
+        let results = [
+            weights.publish(&stage.domain, "w", WAIT).err(),
+            shared.newer(WAIT).err(),
+        ];
+        drop(all.take());
+        results
+            .iter()
+            .all(|error| matches!(error, Some(Error::Forked)))
+    });
+    assert_eq!(stage.holders(), 2);
+    assert_eq!(byte_of(&stage.opener().open().unwrap()), 1);
+}
