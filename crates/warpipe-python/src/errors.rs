@@ -197,6 +197,8 @@ fn class_of(error: &Error) -> &'static str {
         Error::Profiler { .. } => "ProfilerError",
         Error::Forked => "ForkedError",
         Error::Injected { .. } => "InjectedError",
+        Error::WeightsFile { .. } => "WeightsFileError",
+        Error::WeightsDamaged { .. } => "WeightsDamagedError",
         // Queues and services.
         Error::QueueFull { .. } => "QueueFullError",
         Error::DeadLettered { .. } => "DeadLetteredError",
@@ -386,6 +388,16 @@ fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("job", job)
         }
         Error::QueueClosed { name } => dict.set_item("endpoint", name),
+        Error::WeightsFile { path, .. } => dict.set_item("path", path),
+        Error::WeightsDamaged {
+            name,
+            version,
+            tensors,
+        } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("version", version)?;
+            dict.set_item("tensors", tensors)
+        }
         _ => Ok(()),
     }
 }

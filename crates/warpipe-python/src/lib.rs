@@ -17,6 +17,7 @@
 //! | `inbox` | common to subscribers, workers and servers |
 //! | `client`, `server`, `job_endpoint` | services; `job_endpoint` is common to queues and clients
 //! |
+//! | `weights`, `weights_watch` | model weights: read, filled, kept; new versions |
 //! | `memory` | the memory behind arrays, and its release |
 //! | `array`, `buffer`, `dlpack`, `torch` | this package's memory as other frameworks' arrays |
 //! | `in_place` | other frameworks' tensors, sent where they lie |
@@ -89,6 +90,8 @@ mod torch;
 mod tuples;
 mod view;
 mod wait;
+mod weights;
+mod weights_watch;
 mod worker;
 
 use pyo3::prelude::*;
@@ -159,5 +162,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<client::Client>()?;
     module.add_class::<future::Pending>()?;
     module.add_class::<server::Server>()?;
-    module.add_class::<server::Request>()
+    module.add_class::<server::Request>()?;
+    weights::register(module)?;
+    module.add_class::<weights_watch::Watch>()
 }

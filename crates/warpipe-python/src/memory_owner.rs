@@ -29,6 +29,8 @@ pub enum OwnedMemory {
     Legacy(warpipe::LegacyMemory),
     Block(warpipe::Buffer),
     Lent(warpipe::LentBuffer),
+    /// With this process's place among the holders of the version.
+    Weights(warpipe::weights::SharedWeights),
     /// Memory without a descriptor, for tests.
     Malloc(DeviceMalloc),
 }
@@ -87,6 +89,7 @@ impl OwnedMemory {
             OwnedMemory::Legacy(inner) => inner.ptr(),
             OwnedMemory::Block(block) => block.ptr(),
             OwnedMemory::Lent(block) => block.ptr(),
+            OwnedMemory::Weights(weights) => weights.memory().ptr(),
             OwnedMemory::Malloc(malloc) => malloc.ptr,
         }
     }
@@ -99,6 +102,7 @@ impl OwnedMemory {
             OwnedMemory::Legacy(inner) => inner.bytes(),
             OwnedMemory::Block(block) => block.bytes(),
             OwnedMemory::Lent(block) => block.bytes(),
+            OwnedMemory::Weights(weights) => weights.memory().bytes(),
             OwnedMemory::Malloc(malloc) => malloc.bytes,
         }
     }
@@ -111,6 +115,7 @@ impl OwnedMemory {
             OwnedMemory::Legacy(inner) => inner.device(),
             OwnedMemory::Block(block) => block.device(),
             OwnedMemory::Lent(block) => block.device(),
+            OwnedMemory::Weights(weights) => weights.memory().device(),
             OwnedMemory::Malloc(malloc) => &malloc.device,
         }
     }
@@ -120,6 +125,7 @@ impl OwnedMemory {
         match self {
             OwnedMemory::Shared(inner) => inner.access() == Access::Read,
             OwnedMemory::Lent(block) => block.access() == Access::Read,
+            OwnedMemory::Weights(_) => true,
             _ => false,
         }
     }
@@ -131,6 +137,7 @@ impl OwnedMemory {
             OwnedMemory::Legacy(inner) => inner.used_by(stream)?,
             OwnedMemory::Block(block) => block.used_on(stream),
             OwnedMemory::Lent(block) => block.used_on(stream),
+            OwnedMemory::Weights(weights) => weights.memory().used_on(stream),
             OwnedMemory::Malloc(_) => {}
         }
         Ok(())

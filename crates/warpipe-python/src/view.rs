@@ -52,7 +52,8 @@ impl View {
         ))
     }
 
-    fn over(what: &'static str, memory: Memory) -> PyClassInitializer<View> {
+    /// A tensor of held memory.
+    pub fn over(what: &'static str, memory: Memory) -> PyClassInitializer<View> {
         let tensor = Holding::new(what, None, memory);
         Tensor::of(&tensor).add_subclass(View { tensor })
     }

@@ -16,7 +16,8 @@ Units of work go through a ``Queue``, which gets each job done once by one of an
 
 Beside them there are memory that others open by a ticket (``Memory``, ``Ticket``, ``SharedMemory``), pools of it
 (``Pool``, ``PoolClient``), the order of streams of several processes (``Timeline``, ``Event``, ``Semaphore``), handles of
-other allocators' memory (``LegacyHandle``), and the members of a domain (``Member``, ``Members``).
+other allocators' memory (``LegacyHandle``), and the members of a domain (``Member``, ``Members``). Model weights that
+outlive their processes are in ``warpipe.weights``.
 
 Everything that holds memory (``Sample``, ``SampleMut``, ``Lease``, ``JobResult``, ``View``, ...) speaks DLPack and the array
 interfaces, so any framework can use it; ``Publisher.send`` and ``View.copy_from`` take any object that does. Tickets and
@@ -92,6 +93,9 @@ from ._errors import (
     TicketError,
     TicketExpiredError,
     TimeoutError as TimeoutError,
+    WeightsDamagedError,
+    WeightsFileError,
+    WeightsMismatchError,
     WrongDeviceError,
 )
 from ._queue import Server, Worker
@@ -144,6 +148,7 @@ from ._warpipe import (
     View,
     __version__,
 )
+from . import weights as weights
 
 # Without ``TimeoutError`` and ``ConnectionError``: a star must not replace Python's own.
 __all__ = [
@@ -260,7 +265,11 @@ __all__ = [
     "TicketExpiredError",
     "Timeline",
     "View",
+    "WeightsDamagedError",
+    "WeightsFileError",
+    "WeightsMismatchError",
     "Worker",
     "WrongDeviceError",
     "__version__",
+    "weights",
 ]

@@ -395,6 +395,36 @@ class QueueClosedError(ClosedError):
     endpoint: str
 
 
+# Weights.
+
+
+class WeightsFileError(Error, ValueError):
+    """A file of weights is damaged, truncated, or none; or a description is too long. Attribute: ``path``."""
+
+    path: str
+
+
+class WeightsDamagedError(Error):
+    """Tensors of published weights are not what their publisher wrote. Attributes: ``endpoint``, ``version``, ``tensors``
+    (their names)."""
+
+    endpoint: str
+    version: int
+    tensors: list[str]
+
+
+class WeightsMismatchError(Error, ValueError):
+    """Weights and a module have other tensors. Nothing of the module was changed.
+
+    Attributes: ``missing`` (names that the weights lack), ``unexpected`` (names that the module lacks), ``different``
+    (for each name, how the two differ).
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    different: dict[str, str]
+
+
 for _class in list(globals().values()):
     if isinstance(_class, type) and issubclass(_class, Error):
         _class.__module__ = "warpipe"

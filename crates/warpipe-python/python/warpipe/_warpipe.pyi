@@ -2,10 +2,10 @@
 """The native half of warpipe. Units: seconds for times, bytes for sizes, elements for shapes and strides."""
 import os
 import pathlib
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from types import EllipsisType, TracebackType
 from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final
-from typing_extensions import Buffer as _BytesLike, Self, disjoint_base
+from typing_extensions import Buffer as _BytesLike, Never, Self, disjoint_base
 
 from ._tuples import EndpointInfo, MemoryUse, PoolUsage
 
@@ -2101,3 +2101,170 @@ def _allocate_plain(nbytes: int, device: _DeviceLike) -> View:
     names.
     """
 
+@final
+class SharedWeights(Closeable):
+    """All tensors of one version of weights, mapped read only where they lie: nothing is copied.
+
+    ``warpipe.weights.open`` gives it. ``weights[name]`` is a ``View``: an array of any framework. The
+    memory stays mapped as long as this object, or a tensor or array of it, lives; meanwhile this
+    process is one of those that a new keeper takes the version over from. Opened again, a version
+    is the same memory.
+    """
+    @property
+    def name(self) -> str:
+        """The name."""
+    @property
+    def version(self) -> int:
+        """The number of the version: larger for later ones."""
+    @property
+    def nbytes(self) -> int:
+        """The length of the memory that all tensors lie in."""
+    @property
+    def device(self) -> Device:
+        """The device that they are mapped on."""
+    def keys(self) -> list[str]:
+        """The names of the tensors, in the order of their places in the memory.
+
+        Raises ``ClosedError``.
+        """
+    def offset(self, name: str) -> int:
+        """Where a tensor begins in the memory: a multiple of 512. Two names of one tensor, as tied
+        weights have them, begin at the same byte.
+
+        Raises ``KeyError``, ``ClosedError``.
+        """
+    def content_hash(self, name: str) -> bytes:
+        """The hash of a tensor's bytes: 128 bits of XXH3.
+
+        Raises ``KeyError``, ``ClosedError``.
+        """
+    def __getitem__(self, name: str, /) -> View: ...
+    def __contains__(self, name: object, /) -> bool: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def newer(self, timeout: float | None = 10.0) -> SharedWeights:
+        """Opens the next version of the same name on the same device, waiting for it up to ``timeout``
+        seconds (None: no limit), also while the keeper is replaced. Versions in between are left
+        out. This version stays open as long as this object.
+
+        Raises ``TimeoutError`` when none came, ``NotFoundError`` when there is no keeper, and as
+        ``open``.
+        """
+    def __reduce__(self) -> Never: ...
+
+@final
+class Keeper(Closeable):
+    """The versions of a name, offered to every process that asks: descriptors alone, without a device.
+
+    ``warpipe.weights.keep`` makes it. Closing it releases the name; processes that have the weights
+    open keep them, and the next keeper takes over what they have.
+    """
+    @property
+    def name(self) -> str:
+        """The name."""
+    @property
+    def version(self) -> int | None:
+        """The version that is offered; None before one is published.
+
+        Raises ``ClosedError``.
+        """
+    @property
+    def candidate(self) -> int | None:
+        """The version that was taken over from another process. It is offered once ``verify`` has
+        compared its content hashes; None if there is none.
+
+        Raises ``ClosedError``.
+        """
+    @property
+    def unanswered(self) -> int:
+        """How many processes held a version when this keeper began, and did not answer it."""
+    def __reduce__(self) -> Never: ...
+
+@final
+class PublishedWeights(Closeable):
+    """Weights that a keeper has taken: see ``warpipe.weights.publish``.
+
+    While it is open this process is one of those that a new keeper takes the version over from.
+    Closing it takes nothing back.
+    """
+    @property
+    def name(self) -> str:
+        """The name."""
+    @property
+    def version(self) -> int:
+        """The number of the version."""
+    @property
+    def nbytes(self) -> int:
+        """The length of the memory that the tensors were copied to."""
+    def __reduce__(self) -> Never: ...
+
+@final
+class Watch(Closeable):
+    """New versions of weights, as they are offered: ``for weights in watch(name):``, ``async for``, or
+    with a callback.
+
+    ``warpipe.weights.watch`` makes it. Each version is given out as ``SharedWeights``: all of it. If
+    several were published meanwhile, the newest one is, and the others are left out. A watch holds no
+    memory.
+    """
+    def __new__(
+        cls,
+        name: str,
+        *,
+        device: _DeviceLike | None = None,
+        domain: _DomainLike | None = None,
+        after: int = 0,
+        on: Callable[[SharedWeights], object] | None = None,
+    ) -> Self: ...
+    @property
+    def name(self) -> str:
+        """The name."""
+    def changes(self, timeout: float | None = 10.0) -> SharedWeights | None:
+        """The next version, waited for at most ``timeout`` seconds (None: no limit), also while there is
+        no keeper; None if there was none. An interrupted wait loses no version.
+
+        Raises ``ArgumentError`` if this watch has a callback, which gets the versions;
+        ``ClosedError``, and as ``open``.
+        """
+    def changes_async(self, timeout: float | None = 10.0) -> Coroutine[Any, Any, SharedWeights | None]:
+        """Waits for the next version in the running event loop: ``changes`` for asyncio. Cancelling it
+        loses no version.
+
+        Raises as ``changes``.
+        """
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``changes`` has a version. Only poll it.
+
+        Raises ``ClosedError``.
+        """
+    def __iter__(self) -> Self: ...
+    def __next__(self) -> SharedWeights: ...
+    def __aiter__(self) -> Self: ...
+    def __anext__(self) -> Coroutine[Any, Any, SharedWeights]: ...
+    def __reduce__(self) -> Never: ...
+
+@final
+class _WeightsBuilder:
+    """The memory of weights before they are complete, for ``publish``."""
+    def __new__(
+        cls, device: _DeviceLike, tensors: Sequence[tuple[str, _Shape, Any]], aliases: Sequence[tuple[str, int]]
+    ) -> Self: ...
+    @property
+    def memory(self) -> View:
+        """The memory to fill."""
+    @property
+    def offsets(self) -> list[int]:
+        """Where each tensor begins."""
+    def publish(self, name: str, domain: _DomainLike | None, wait: float | None) -> PublishedWeights:
+        """Hashes what was copied, and hands it to the keeper. Ends this object."""
+
+def _open_weights(
+    name: str, device: _DeviceLike | None, domain: _DomainLike | None, wait: float | None
+) -> SharedWeights:
+    """Opens a version after number ``after``."""
+def _keep_weights(name: str, domain: _DomainLike | None) -> Keeper:
+    """Claims a name, and asks the processes that hold a version of it."""
+def _verify_weights(
+    name: str, device: _DeviceLike | None, domain: _DomainLike | None, wait: float | None
+) -> int:
+    """Compares the hashes of the version that a new keeper took over."""

@@ -126,7 +126,8 @@ impl Weights {
         Weights::of(memory, named, placed, hashes)
     }
 
-    fn of(
+    /// Seals the manifest of a memory that is complete.
+    pub(super) fn of(
         memory: Memory,
         tensors: impl Iterator<Item = (String, Layout)>,
         placed: Placement,
@@ -235,13 +236,14 @@ impl PublishedWeights {
 }
 
 /// Where tensors lie in one memory.
-struct Placement {
-    bytes: u64,
-    offsets: Vec<u64>,
+#[derive(Debug)]
+pub(super) struct Placement {
+    pub(super) bytes: u64,
+    pub(super) offsets: Vec<u64>,
 }
 
 impl Placement {
-    fn of(layouts: impl Iterator<Item = Layout>) -> Result<Placement> {
+    pub(super) fn of(layouts: impl Iterator<Item = Layout>) -> Result<Placement> {
         let too_many = |found: String| {
             Error::argument(
                 "tensors",

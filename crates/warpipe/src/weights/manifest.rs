@@ -71,6 +71,11 @@ impl TensorInfo {
     pub fn hash(&self) -> ContentHash {
         self.hash
     }
+
+    /// Whether it is another name of the same tensor.
+    fn is_same_bytes(&self, other: &TensorInfo) -> bool {
+        (self.offset, self.layout, self.hash) == (other.offset, other.layout, other.hash)
+    }
 }
 
 /// The tensors of one memory, in the order of their offsets.
@@ -84,13 +89,15 @@ pub(super) struct Manifest {
 
 impl Manifest {
     /// Checks the tensors of a memory of `bytes` bytes: names are unique, ranges lie inside,
-    /// aligned and in order, and none overlaps another.
+    /// aligned and in order, and none overlaps another. Tied weights are one tensor under several
+    /// names: they follow each other, with the same offset, layout and hash.
     pub(super) fn new(bytes: u64, tensors: Vec<TensorInfo>) -> Result<Manifest, String> {
         if tensors.len() > TENSORS_MAX {
             return Err(format!("more than {TENSORS_MAX} tensors"));
         }
         let mut names = HashSet::with_capacity(tensors.len());
         let mut end_of_last = 0;
+        let mut last: Option<&TensorInfo> = None;
         for tensor in &tensors {
             let TensorInfo { name, offset, .. } = tensor;
             check_name(name)?;
@@ -101,10 +108,12 @@ impl Manifest {
             let Some(end) = end.filter(|&end| end <= bytes) else {
                 return Err(format!("tensor {name:?} outside of the memory"));
             };
-            if offset % ALIGNMENT != 0 || *offset < end_of_last {
+            let is_alias = last.is_some_and(|last| tensor.is_same_bytes(last));
+            if !is_alias && (offset % ALIGNMENT != 0 || *offset < end_of_last) {
                 return Err(format!("tensor {name:?} at byte {offset}"));
             }
             end_of_last = end;
+            last = Some(tensor);
         }
         let mut by_name: Vec<usize> = (0..tensors.len()).collect();
         by_name.sort_by_key(|&index| &tensors[index].name);

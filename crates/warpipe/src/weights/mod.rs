@@ -35,6 +35,7 @@
 //!
 //! `docs/design/weights.md` has the protocol, its invariants and its failure cases.
 
+mod fill;
 mod held;
 mod holder;
 mod keeper;
@@ -50,6 +51,7 @@ mod takeover;
 #[cfg(test)]
 mod tests;
 
+pub use self::fill::WeightsBuilder;
 pub use self::keeper::{Keeper, KeeperBuilder};
 pub use self::load::{PublishedWeights, Weights};
 pub use self::manifest::{ContentHash, TensorInfo};
@@ -115,7 +117,7 @@ pub(crate) fn seeds() -> Vec<Vec<u8>> {
         offset,
         hash: [7; 16],
     };
-    let tensors = vec![tensor("a", 0), tensor("b", 512)];
+    let tensors = vec![tensor("a", 0), tensor("a, tied", 0), tensor("b", 512)];
     let manifest = manifest::Manifest::new(1024, tensors).map(|manifest| manifest.encode());
     vec![header.into(), manifest.unwrap_or_default()]
 }

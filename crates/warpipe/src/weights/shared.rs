@@ -75,9 +75,29 @@ impl Opener<SharedWeights> {
     /// [`Error::PeerAccess`] and [`Error::NotDeviceMemory`] when the device cannot map the memory;
     /// [`Error::DescriptorLimit`], [`Error::Driver`].
     pub fn open(&self) -> Result<SharedWeights> {
+        self.open_after(0)
+    }
+
+    /// As [`open`](Opener::open), for a version after number `version`, as
+    /// [`SharedWeights::newer`]: without keeping an earlier one open.
+    ///
+    /// # Errors
+    /// As [`open`](Opener::open).
+    pub fn open_after(&self, version: u64) -> Result<SharedWeights> {
         let name = weights_name(self.name())?;
         let (domain, device) = (self.chosen_domain()?, self.chosen_device());
-        SharedWeights::after(&domain, &name, &device, 0, self.timeout())
+        SharedWeights::after(&domain, &name, &device, version, self.timeout())
+    }
+
+    /// The number of the version that is offered, if it is after number `version`; waits for such a
+    /// one as [`open`](Opener::open). Opens nothing and uses no device.
+    ///
+    /// # Errors
+    /// As [`open`](Opener::open).
+    pub fn version_after(&self, version: u64) -> Result<u64> {
+        let name = weights_name(self.name())?;
+        let (held, _) = wait_for_version(&self.chosen_domain()?, &name, version, self.timeout())?;
+        Ok(held.version.number)
     }
 
     /// Compares the content hashes of the version that a new keeper took over, and has the keeper
@@ -188,9 +208,20 @@ impl SharedWeights {
         self.inner.manifest.bytes()
     }
 
+    /// The memory of all tensors, for reading alone; [`TensorInfo::offset`] counts from its first
+    /// byte.
+    pub fn memory(&self) -> &SharedMemory {
+        &self.inner.memory
+    }
+
     /// The tensors, in the order of their offsets.
     pub fn tensors(&self) -> &[TensorInfo] {
         self.inner.manifest.tensors()
+    }
+
+    /// The description of the tensor of this name.
+    pub fn tensor_info(&self, name: &str) -> Option<&TensorInfo> {
+        self.inner.manifest.tensor(name)
     }
 
     /// The tensor of this name.

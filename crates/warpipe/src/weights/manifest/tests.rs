@@ -58,6 +58,41 @@ fn tensors_that_overlap_lie_outside_or_share_a_name_are_refused() {
 }
 
 #[test]
+fn tied_weights_are_one_tensor_under_several_names_and_nothing_else_overlaps() {
+    let tied = || {
+        vec![
+            tensor("a", &[700], 0),
+            tensor("b", &[700], 0),
+            tensor("c", &[700], 0),
+            tensor("d", &[4], 1024),
+        ]
+    };
+    let sent = Manifest::new(2048, tied()).unwrap();
+    let received = Manifest::decode(&sent.encode()).unwrap();
+    assert_eq!(received.tensors(), &tied()[..]);
+    assert_eq!(received.tensor("c").unwrap().offset(), 0);
+    type Change = fn(&mut TensorInfo);
+    let changes: [Change; 4] = [
+        |b| b.layout = Layout::contiguous(DType::U8, &[699]).unwrap(),
+        |b| b.layout = Layout::contiguous(DType::U8, &[7, 100]).unwrap(),
+        |b| b.hash = [8; 16],
+        |b| b.name = "a".into(),
+    ];
+    for (index, change) in changes.into_iter().enumerate() {
+        let mut tensors = tied();
+        change(&mut tensors[1]);
+        assert!(
+            Manifest::decode(&encoded(2048, tensors)).is_err(),
+            "{index}"
+        );
+    }
+    // Another tensor in between.
+    let mut apart = tied();
+    apart.swap(2, 3);
+    assert!(refused(2048, apart).contains("at byte 0"));
+}
+
+#[test]
 fn garbled_bytes_are_refused_and_none_panics_or_makes_room_for_what_is_not_there() {
     let whole = encoded(1024, vec![tensor("a", &[4], 0), tensor("b", &[2, 2], 512)]);
     assert!(Manifest::decode(&whole).is_ok());

@@ -1,0 +1,298 @@
+"""Model weights in memory that outlives its processes: one copy on a device, for any number of readers.
+
+>>> import warpipe
+>>> keeper = warpipe.weights.keep("llama")                             # doctest: +SKIP
+>>> warpipe.weights.publish("llama", model.state_dict()).version       # doctest: +SKIP
+1
+>>> tensors = warpipe.weights.load("llama", wait=60)                   # doctest: +SKIP
+
+A keeper has a name, and offers the newest version of its weights. ``publish`` copies tensors into one memory and hands it
+to the keeper. ``load``, ``open`` and ``attach`` map it read only in any number of processes: nothing is copied. Readers
+go on when the keeper or the publisher ends. A version's memory is free when the last process that has it open ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from . import _warpipe
+from ._errors import NotATensorError, WeightsMismatchError
+from ._warpipe import Keeper, PublishedWeights, SharedWeights, Watch
+
+__all__ = [
+    "Keeper",
+    "PublishedWeights",
+    "SharedWeights",
+    "Watch",
+    "attach",
+    "keep",
+    "load",
+    "open",
+    "publish",
+    "verify",
+    "watch",
+]
+
+_CUDA = 2
+# As many names of each kind are in a message; the exception's attributes have all.
+_NAMES_TOLD = 20
+
+
+def open(name: str, *, device: Any = None, domain: Any = None, wait: float | None = 0.0) -> SharedWeights:
+    """Opens the version that is offered under ``name``, mapped read only on ``device``.
+
+    Waits up to ``wait`` seconds (None: no limit) for a keeper and a version, also while the keeper is replaced. A
+    version that is open in this process already is the same memory.
+
+    Raises ``NotFoundError`` when no keeper has the name, ``TimeoutError`` when it offers no version,
+    ``InvalidNameError``, ``OtherKindError``, ``AccessDeniedError``, ``PeerAccessError``, ``DeviceError``.
+    """
+    return _warpipe._open_weights(name, device, domain, wait)
+
+
+def load(name: str, *, device: Any = None, domain: Any = None, wait: float | None = 0.0) -> dict[str, Any]:
+    """All tensors of the version that is offered under ``name``: a ``torch.Tensor`` for each name, or a ``View`` where
+    PyTorch is not installed.
+
+    Each starts at a multiple of 512 bytes of one mapped memory; nothing is copied. The names of tied weights have one
+    tensor. The memory stays mapped as long as any of the tensors lives. It may only be read: NumPy and CuPy enforce
+    that; PyTorch ignores it, and a write faults.
+
+    Raises as ``open``.
+    """
+    weights = open(name, device=device, domain=domain, wait=wait)
+    has_torch = importlib.util.find_spec("torch") is not None
+    return _tensors(weights, weights.keys(), lambda view: view.torch() if has_torch else view)
+
+
+def _tensors(
+    weights: SharedWeights, names: Iterable[str], make: Callable[[_warpipe.View], Any]
+) -> dict[str, Any]:
+    """A tensor for each name, and one for all names of the same tensor."""
+    made: dict[Any, Any] = {}
+    tensors = {}
+    for name in names:
+        view = weights[name]
+        place = (weights.offset(name), view.shape, view.dtype) if view.nbytes else name
+        if place not in made:
+            made[place] = make(view)
+        tensors[name] = made[place]
+    return tensors
+
+
+def attach(
+    module: Any,
+    name: str | SharedWeights,
+    *,
+    device: Any = None,
+    domain: Any = None,
+    wait: float | None = 0.0,
+    strict: bool = True,
+) -> SharedWeights:
+    """Gives a ``torch.nn.Module`` the tensors of published weights, in place of its parameters and buffers; returns the
+    weights, with their ``version``.
+
+    The module may have been built on the ``meta`` device: nothing of it is allocated or copied. Names, shapes and
+    element types are compared before anything is changed. Names of the module that are one tensor (tied weights) share
+    one; the weights need one of those names. Parameters do not require gradients afterwards. Buffers that are not
+    persistent stay as they are. With ``strict=False`` missing and unexpected names are left out. ``name`` may be weights
+    that are open.
+
+    Raises ``WeightsMismatchError``, which tells of all names, and as ``open``.
+    """
+    torch = importlib.import_module("torch")
+    weights = open(name, device=device, domain=domain, wait=wait) if isinstance(name, str) else name
+    places = _places(module)
+    held = set(weights.keys())
+    # Names of one tensor of the module, by its identity.
+    tied: dict[int, list[str]] = {}
+    for full, (_, _, tensor) in places.items():
+        tied.setdefault(id(tensor), []).append(full)
+    missing, different, taken = [], {}, {}
+    for names in tied.values():
+        found = [full for full in names if full in held]
+        if not found:
+            missing += names
+            continue
+        for full in found:
+            difference = _difference(places[full][2], weights[full])
+            if difference is None and weights.content_hash(full) != weights.content_hash(found[0]):
+                difference = f"is one tensor with {found[0]!r} in the module, and another one in the weights"
+            if difference is not None:
+                different[full] = difference
+        taken.update(dict.fromkeys(names, found[0]))
+    unexpected = [full for full in weights.keys() if full not in places]
+    if different or (strict and (missing or unexpected)):
+        raise _mismatch(weights, missing if strict else [], unexpected if strict else [], different)
+    tensors = _tensors(weights, dict.fromkeys(taken.values()), lambda view: view.torch())
+    parameters: dict[int, Any] = {}
+    for full, source in taken.items():
+        owner, last, tensor = places[full]
+        given = tensors[source]
+        if isinstance(tensor, torch.nn.Parameter):
+            # One object for all names of a parameter: the module's ties stay.
+            given = parameters.setdefault(id(tensor), torch.nn.Parameter(given, requires_grad=False))
+        setattr(owner, last, given)
+    return weights
+
+
+def _places(module: Any) -> dict[str, tuple[Any, str, Any]]:
+    """Each name that a module's ``state_dict`` has: its owner, its attribute there, its tensor."""
+    places = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        passing = owner._non_persistent_buffers_set
+        buffers = {last: tensor for last, tensor in owner._buffers.items() if last not in passing}
+        for last, tensor in [*owner._parameters.items(), *buffers.items()]:
+            if tensor is not None:
+                places[f"{prefix}.{last}" if prefix else last] = (owner, last, tensor)
+    return places
+
+
+def _difference(wanted: Any, found: _warpipe.View) -> str | None:
+    """How a tensor of a module and one of the weights differ."""
+    if type(wanted).__name__.startswith("Uninitialized"):
+        return "has no shape in the module yet: it is lazy"
+    dtype = str(wanted.dtype).removeprefix("torch.")
+    ours, theirs = (tuple(wanted.shape), dtype), (tuple(found.shape), found.dtype)
+    if ours == theirs:
+        return None
+    return f"is {dtype} {list(ours[0])} in the module, and {found.dtype} {list(theirs[0])} in the weights"
+
+
+def _mismatch(
+    weights: SharedWeights, missing: list[str], unexpected: list[str], different: dict[str, str]
+) -> WeightsMismatchError:
+    def listed(names: list[str]) -> str:
+        more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+        return ", ".join(names[:_NAMES_TOLD]) + more
+
+    parts = []
+    if missing:
+        parts.append(f"the weights lack {listed(missing)}")
+    if unexpected:
+        parts.append(f"the module lacks {listed(unexpected)}")
+    if different:
+        parts.append(listed([f"{name} {how}" for name, how in different.items()]))
+    next_step = "publish the weights of this model, or build the module for them"
+    if not different:
+        next_step += "; strict=False leaves such names out"
+    said = f"version {weights.version} of the weights {weights.name!r} does not fit the module: {'; '.join(parts)}; {next_step}"
+    error = WeightsMismatchError(said)
+    error.missing, error.unexpected, error.different = missing, unexpected, different
+    return error
+
+
+def publish(
+    name: str, state_dict: Mapping[str, Any], *, device: Any = None, domain: Any = None, wait: float | None = 10.0
+) -> PublishedWeights:
+    """Copies tensors into one new memory on ``device``, and hands it to the keeper of ``name`` as its next version.
+
+    ``state_dict`` has a tensor of any framework for each name: of the host, or of the device, where the copies run on the
+    current stream of the tensors' framework (``cuMemcpyDtoDAsync``). Without ``device`` it is that of the first GPU
+    tensor, else ``Device()``. Tensors with other strides become row-major. Names of the same tensor (tied weights) are
+    stored once. When the copies are done, the memory is read once to be hashed. The tensors may be changed as soon as
+    this returns. Waits up to ``wait`` seconds (None: no limit) for the keeper to exist and to answer.
+
+    The result has the ``version``. While it is open, this process is one of those that a new keeper takes the version
+    over from; readers do not need it. After ``TimeoutError``, ``PeerGoneError`` and an interrupt the version may have
+    been published.
+
+    Raises ``NotFoundError`` when no keeper has the name, ``TimeoutError``, ``PeerGoneError``, ``RefusedError``,
+    ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``ArgumentError``, ``InvalidNameError``,
+    ``DeviceError``.
+    """
+    tensors: list[tuple[str, Any]] = []
+    aliases = []
+    first: dict[Any, int] = {}
+    for key, found in state_dict.items():
+        tensor = _plain(key, found)
+        identity = _identity(tensor)
+        index = first.setdefault(identity, len(tensors)) if identity is not None else len(tensors)
+        if index < len(tensors):
+            aliases.append((key, index))
+        else:
+            tensors.append((key, tensor))
+    if device is None:
+        device = _device_of(tensor for _, tensor in tensors)
+    described = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors]
+    builder = _warpipe._WeightsBuilder(device, described, aliases)
+    with builder.memory as memory:
+        for (_, shape, dtype), offset, (_, tensor) in zip(described, builder.offsets, tensors):
+            memory.view(shape, dtype, offset).copy_from(tensor)
+        memory.wait(None)
+    return builder.publish(name, domain, wait)
+
+
+def _plain(key: str, tensor: Any) -> Any:
+    """A tensor as DLPack can export it."""
+    if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
+        said = f"{key!r} is a {type(tensor).__name__} and no tensor; leave it out, or make it an array"
+        raise NotATensorError(said)
+    if type(tensor).__module__.startswith("torch"):
+        return tensor.detach().resolve_conj().resolve_neg()
+    return tensor
+
+
+def _identity(tensor: Any) -> Any:
+    """Equal for two tensors that are the same elements in the same memory; None if nobody can tell."""
+    if hasattr(tensor, "data_ptr"):
+        place, strides = (str(tensor.device), tensor.data_ptr()), tuple(tensor.stride())
+    else:
+        interface = getattr(tensor, "__cuda_array_interface__", None) or getattr(tensor, "__array_interface__", None)
+        if interface is None:
+            return None
+        place, strides = ("", interface["data"][0]), interface.get("strides")
+    is_empty = 0 in tensor.shape
+    return None if is_empty else (place, strides, tuple(tensor.shape), str(tensor.dtype))
+
+
+def _device_of(tensors: Iterable[Any]) -> Any:
+    """The GPU of the first tensor on one, else this package's choice."""
+    for tensor in tensors:
+        if hasattr(tensor, "__dlpack_device__"):
+            kind, ordinal = tensor.__dlpack_device__()
+            if kind == _CUDA:
+                return f"cuda:{ordinal}"
+    return _warpipe.Device()
+
+
+def keep(name: str, *, domain: Any = None) -> Keeper:
+    """Keeps the versions of a name in this process: descriptors alone, without a device. Run it where little can fail.
+
+    It asks every process that holds a version of the name, at most 20 s. The newest becomes its ``candidate``, which is
+    offered once ``verify`` has been called in a process with a device; or a new version is published.
+
+    Raises ``NameTakenError``, ``InvalidNameError``, ``ForeignFileError``, ``DomainError``.
+    """
+    return _warpipe._keep_weights(name, domain)
+
+
+def verify(name: str, *, device: Any = None, domain: Any = None, wait: float | None = 0.0) -> int:
+    """Compares the content hashes of the version that a new keeper took over, and has the keeper offer it if they are
+    right. Without such a candidate, those of the version that is offered. Returns its number. It reads all of the memory.
+
+    Raises ``WeightsDamagedError``: a candidate is dropped then, and an older one may take its place; ``TimeoutError``
+    when the keeper has no version; as ``open``.
+    """
+    return _warpipe._verify_weights(name, device, domain, wait)
+
+
+def watch(
+    name: str,
+    *,
+    device: Any = None,
+    domain: Any = None,
+    after: int = 0,
+    on: Callable[[SharedWeights], object] | None = None,
+) -> Watch:
+    """Follows the versions of a name after number ``after``, the one that is offered first: ``for weights in watch(name):``,
+    ``async for``, or ``changes(timeout)``; with ``on`` each is given to this function, on a thread of its own.
+
+    It goes on while the keeper is replaced. Close it to end it.
+
+    Raises ``DomainError``, ``DeviceError``.
+    """
+    return Watch(name, device=device, domain=domain, after=after, on=on)

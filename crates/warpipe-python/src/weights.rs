@@ -1,0 +1,584 @@
+//! Model weights: `warpipe.weights`.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::{PyKeyError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyIterator, PyList};
+use warpipe::weights::{self, TensorInfo, Weights};
+use warpipe::{DType, Error, Layout, Opener};
+
+use crate::closeable::Closeable;
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::dtype;
+use crate::errors::{Fault, Outcome};
+use crate::handle::CloseableHandle;
+use crate::memory::{Memory, MemoryHolder};
+use crate::memory_owner::{MemoryOwner, OwnedMemory};
+use crate::process::Home;
+use crate::view::View;
+use crate::wait::{CallOff, asking, attach, hand_over, on_a_thread, optional};
+
+/// How long one call of the library waits. A wait that is given up leaves at most so much of it
+/// behind.
+pub const LOOK: Duration = Duration::from_secs(1);
+
+/// Adds the classes.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<SharedWeights>()?;
+    module.add_class::<Keeper>()?;
+    module.add_class::<PublishedWeights>()?;
+    module.add_class::<Builder>()?;
+    module.add_function(wrap_pyfunction!(_open_weights, module)?)?;
+    module.add_function(wrap_pyfunction!(_keep_weights, module)?)?;
+    module.add_function(wrap_pyfunction!(_verify_weights, module)?)
+}
+
+/// The error of pickling something that belongs to a process.
+pub fn no_pickle(what: &str, next: &str) -> PyErr {
+    PyTypeError::new_err(format!(
+        "{what} belongs to its process and cannot be pickled; {next}"
+    ))
+}
+
+/// Repeats `call`, which waits no longer than its argument, until it is done or `wait` has passed:
+/// without a keeper, without a version, and when the keeper ends meanwhile.
+pub fn patiently<T>(
+    wait: Option<Duration>,
+    call_off: &CallOff,
+    mut call: impl FnMut(Duration) -> Result<T, Error>,
+) -> Result<T, Error> {
+    use std::sync::atomic::Ordering::Relaxed;
+    let start = Instant::now();
+    loop {
+        let left = || wait.map_or(LOOK, |wait| wait.saturating_sub(start.elapsed()));
+        match call(left().min(LOOK)) {
+            Err(Error::NotFound { .. } | Error::Timeout { .. } | Error::PeerGone { .. })
+                if !left().is_zero() && !call_off.flag().load(Relaxed) => {}
+            Err(Error::Timeout { what, .. }) => {
+                let waited = wait.unwrap_or_default();
+                return Err(Error::Timeout { what, waited });
+            }
+            other => return other,
+        }
+    }
+}
+
+/// The memory of a version that is open in this process, and what it was opened by.
+struct Known {
+    home: Home,
+    domain: PathBuf,
+    owner: Weak<MemoryOwner>,
+}
+
+/// The versions that are open in this process: each is mapped once on a device.
+static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
+
+fn weights_of(owner: &MemoryOwner) -> &weights::SharedWeights {
+    match owner.memory() {
+        OwnedMemory::Weights(weights) => weights,
+        _ => unreachable!("weights hold one"),
+    }
+}
+
+/// The memory of these weights: the one that is open already, if there is one. Call without the
+/// interpreter.
+fn owner_of(domain: &Path, opened: weights::SharedWeights) -> Arc<MemoryOwner> {
+    let is_same = |other: &weights::SharedWeights| {
+        (other.name(), other.version()) == (opened.name(), opened.version())
+            && other.memory().device().info().id == opened.memory().device().info().id
+            // A domain of another user does not know that this process has a number in use.
+            && other.tensors() == opened.tensors()
+    };
+    // Never blocks on the list: a forked child may find it locked for ever.
+    let Ok(mut known) = KNOWN.try_lock() else {
+        return Arc::new(MemoryOwner::new(OwnedMemory::Weights(opened)));
+    };
+    let found = known
+        .iter()
+        .filter(|one| one.home.is_here() && one.domain == domain)
+        .filter_map(|one| one.owner.upgrade())
+        .find(|owner| is_same(weights_of(owner)));
+    if let Some(found) = found {
+        return found;
+    }
+    let owner = Arc::new(MemoryOwner::new(OwnedMemory::Weights(opened)));
+    known.retain(|one| one.home.is_here() && one.owner.strong_count() > 0);
+    known.push(Known {
+        home: Home::here(),
+        domain: domain.to_owned(),
+        owner: Arc::downgrade(&owner),
+    });
+    owner
+}
+
+/// How weights are opened: kept to open a newer version.
+#[derive(Debug, Clone)]
+pub struct Place {
+    pub domain: warpipe::Domain,
+    pub device: warpipe::Device,
+    pub name: String,
+}
+
+impl Place {
+    /// Of arguments.
+    pub fn of(
+        name: &str,
+        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Place> {
+        Ok(Place {
+            domain: Domain::from_argument(domain)?,
+            device: Device::from_argument(device)?.inner,
+            name: name.to_owned(),
+        })
+    }
+
+    /// Options of the library.
+    pub fn opener(&self, wait: Duration) -> Opener<weights::SharedWeights> {
+        weights::SharedWeights::opener(&self.name)
+            .domain(&self.domain)
+            .device(&self.device)
+            .wait(wait)
+    }
+
+    /// Opens a version after number `after`, on a thread, while the caller `goes_on`.
+    pub fn open_after(
+        &self,
+        py: Python<'_>,
+        after: u64,
+        wait: Option<Duration>,
+        goes_on: impl Fn() -> Outcome<()> + Send + Sync,
+    ) -> PyResult<Result<Version, Error>> {
+        let place = self.clone();
+        on_a_thread(py, "warpipe-opens", goes_on, move |call_off| {
+            let opened = patiently(wait, call_off, |slice| {
+                place.opener(slice).open_after(after)
+            });
+            Ok(opened.map(|opened| Version::of(place, opened)))
+        })
+    }
+}
+
+/// A version that is open.
+#[derive(Debug)]
+pub struct Version {
+    place: Place,
+    owner: Arc<MemoryOwner>,
+}
+
+impl Version {
+    /// Of opened weights. Call without the interpreter.
+    pub fn of(place: Place, opened: weights::SharedWeights) -> Version {
+        let owner = owner_of(place.domain.path(), opened);
+        Version { place, owner }
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u64 {
+        weights_of(&self.owner).version()
+    }
+
+    /// As a Python object.
+    pub fn into_python(self, py: Python<'_>) -> PyResult<Bound<'_, SharedWeights>> {
+        let Version { place, owner } = self;
+        let weights = weights_of(&owner);
+        let (version, nbytes) = (weights.version(), weights.bytes());
+        let handle = CloseableHandle::new("weights", &place.name, owner);
+        let base = handle.base();
+        let shared = SharedWeights {
+            handle,
+            place,
+            version,
+            nbytes,
+        };
+        Bound::new(py, base.add_subclass(shared))
+    }
+}
+
+/// All tensors of one version of weights, mapped read only where they lie: nothing is copied.
+///
+/// ``warpipe.weights.open`` gives it. ``weights[name]`` is a ``View``: an array of any framework. The
+/// memory stays mapped as long as this object, or a tensor or array of it, lives; meanwhile this
+/// process is one of those that a new keeper takes the version over from. Opened again, a version
+/// is the same memory.
+#[pyclass(frozen, extends = Closeable, module = "warpipe.weights")]
+#[derive(Debug)]
+pub struct SharedWeights {
+    handle: CloseableHandle<Arc<MemoryOwner>>,
+    place: Place,
+    version: u64,
+    nbytes: u64,
+}
+
+impl SharedWeights {
+    fn find<R>(&self, name: &str, read: impl FnOnce(&TensorInfo) -> R) -> PyResult<R> {
+        let owner = self.handle.get()?;
+        let found = weights_of(&owner).tensor_info(name).map(read);
+        found.ok_or_else(|| PyKeyError::new_err(name.to_owned()))
+    }
+}
+
+#[pymethods]
+impl SharedWeights {
+    /// The name.
+    #[getter]
+    fn name(&self) -> &str {
+        self.handle.name()
+    }
+
+    /// The number of the version: larger for later ones.
+    #[getter]
+    fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// The length of the memory that all tensors lie in.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.nbytes
+    }
+
+    /// The device that they are mapped on.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.place.device)
+    }
+
+    /// The names of the tensors, in the order of their places in the memory.
+    ///
+    /// Raises ``ClosedError``.
+    fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let owner = self.handle.get()?;
+        let tensors = weights_of(&owner).tensors();
+        PyList::new(py, tensors.iter().map(TensorInfo::name))
+    }
+
+    /// Where a tensor begins in the memory: a multiple of 512. Two names of one tensor, as tied
+    /// weights have them, begin at the same byte.
+    ///
+    /// Raises ``KeyError``, ``ClosedError``.
+    fn offset(&self, name: &str) -> PyResult<u64> {
+        self.find(name, TensorInfo::offset)
+    }
+
+    /// The hash of a tensor's bytes: 128 bits of XXH3.
+    ///
+    /// Raises ``KeyError``, ``ClosedError``.
+    fn content_hash<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &self.find(name, TensorInfo::hash)?))
+    }
+
+    fn __getitem__(&self, py: Python<'_>, name: &str) -> PyResult<Py<View>> {
+        let (layout, offset) = self.find(name, |info| (*info.layout(), info.offset()))?;
+        let open = self.handle.get()?;
+        let owner: Arc<MemoryOwner> = (**open).clone();
+        let address = owner.memory().ptr() + offset;
+        let memory = Memory {
+            layout,
+            address,
+            lowest: address,
+            device: owner.memory().device().clone(),
+            read_only: true,
+            hold: MemoryHolder::Owned(owner),
+        };
+        Py::new(py, View::over("the tensor", memory))
+    }
+
+    fn __contains__(&self, name: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let owner = self.handle.get()?;
+        let Ok(name) = name.extract::<String>() else {
+            return Ok(false);
+        };
+        Ok(weights_of(&owner).tensor_info(&name).is_some())
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        let owner = self.handle.get()?;
+        Ok(weights_of(&owner).tensors().len())
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        self.keys(py)?.try_iter()
+    }
+
+    /// Opens the next version of the same name on the same device, waiting for it up to ``timeout``
+    /// seconds (None: no limit), also while the keeper is replaced. Versions in between are left
+    /// out. This version stays open as long as this object.
+    ///
+    /// Raises ``TimeoutError`` when none came, ``NotFoundError`` when there is no keeper, and as
+    /// ``open``.
+    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
+    fn newer<'py>(
+        &self,
+        py: Python<'py>,
+        timeout: Option<f64>,
+    ) -> PyResult<Bound<'py, SharedWeights>> {
+        let timeout = optional(timeout, "timeout")?;
+        let goes_on = || self.handle.get().map(drop);
+        goes_on()?;
+        let opened = self.place.open_after(py, self.version, timeout, goes_on)?;
+        let opened = opened.map_err(Fault::from)?;
+        hand_over(py, opened, drop)?.into_python(py)
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        let next = "open them in the other process: `warpipe.weights.open(name)`";
+        Err(no_pickle("an object of weights", next))
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "SharedWeights({:?}, version={}, nbytes={})",
+            self.name(),
+            self.version,
+            self.nbytes
+        )
+    }
+}
+
+/// The versions of a name, offered to every process that asks: descriptors alone, without a device.
+///
+/// ``warpipe.weights.keep`` makes it. Closing it releases the name; processes that have the weights
+/// open keep them, and the next keeper takes over what they have.
+#[pyclass(frozen, extends = Closeable, module = "warpipe.weights")]
+#[derive(Debug)]
+pub struct Keeper {
+    handle: CloseableHandle<weights::Keeper>,
+    unanswered: usize,
+}
+
+#[pymethods]
+impl Keeper {
+    /// The name.
+    #[getter]
+    fn name(&self) -> &str {
+        self.handle.name()
+    }
+
+    /// The version that is offered; None before one is published.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn version(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        let keeper = self.handle.get()?;
+        Ok(py.detach(|| keeper.version()).map_err(Fault::from)?)
+    }
+
+    /// The version that was taken over from another process. It is offered once ``verify`` has
+    /// compared its content hashes; None if there is none.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn candidate(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        let keeper = self.handle.get()?;
+        Ok(py.detach(|| keeper.candidate()).map_err(Fault::from)?)
+    }
+
+    /// How many processes held a version when this keeper began, and did not answer it.
+    #[getter]
+    fn unanswered(&self) -> usize {
+        self.unanswered
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        let next = "keep the name in one process";
+        Err(no_pickle("a keeper", next))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Keeper({:?})", self.name())
+    }
+}
+
+/// Weights that a keeper has taken: see ``warpipe.weights.publish``.
+///
+/// While it is open this process is one of those that a new keeper takes the version over from.
+/// Closing it takes nothing back.
+#[pyclass(frozen, extends = Closeable, module = "warpipe.weights")]
+#[derive(Debug)]
+pub struct PublishedWeights {
+    handle: CloseableHandle<weights::PublishedWeights>,
+    version: u64,
+    nbytes: u64,
+}
+
+#[pymethods]
+impl PublishedWeights {
+    /// The name.
+    #[getter]
+    fn name(&self) -> &str {
+        self.handle.name()
+    }
+
+    /// The number of the version.
+    #[getter]
+    fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// The length of the memory that the tensors were copied to.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.nbytes
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        let next = "send its name and version, and open the weights there";
+        Err(no_pickle("a publication of weights", next))
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "PublishedWeights({:?}, version={})",
+            self.name(),
+            self.version
+        )
+    }
+}
+
+/// The memory of weights before they are complete, for ``publish``.
+#[pyclass(frozen, module = "warpipe.weights", name = "_WeightsBuilder")]
+#[derive(Debug)]
+pub struct Builder {
+    home: Home,
+    builder: Mutex<Option<weights::WeightsBuilder>>,
+}
+
+impl Builder {
+    fn with<R>(&self, read: impl FnOnce(&mut Option<weights::WeightsBuilder>) -> R) -> Outcome<R> {
+        self.home.check()?;
+        let mut builder = self.builder.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(read(&mut builder))
+    }
+
+    fn taken() -> Fault {
+        Fault::closed("memory of these weights", "")
+    }
+}
+
+#[pymethods]
+impl Builder {
+    /// ``tensors``: name, shape and element type of each. ``aliases``: a further name, and the index
+    /// of its tensor.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        device: &Bound<'_, PyAny>,
+        tensors: Vec<(String, Bound<'_, PyAny>, Bound<'_, PyAny>)>,
+        aliases: Vec<(String, usize)>,
+    ) -> PyResult<Builder> {
+        let device = Device::from_argument(Some(device))?.inner;
+        let mut laid = Vec::with_capacity(tensors.len());
+        for (name, shape, element) in &tensors {
+            let element: DType = dtype::from_argument(element)?;
+            let layout = Layout::contiguous(element, &dtype::shape(shape)?).map_err(Fault::from)?;
+            laid.push((name.as_str(), layout));
+        }
+        let build = || {
+            let builder = Weights::builder(&device, laid)?;
+            let named = aliases.iter();
+            Ok(named.fold(builder, |builder, (name, index)| {
+                builder.alias(name, *index)
+            }))
+        };
+        let builder = py
+            .detach(build)
+            .map_err(|error: Error| Fault::from(error))?;
+        Ok(Builder {
+            home: Home::here(),
+            builder: Mutex::new(Some(builder)),
+        })
+    }
+
+    /// The memory to fill.
+    #[getter]
+    fn memory(&self, py: Python<'_>) -> PyResult<Py<View>> {
+        let memory = self.with(|builder| builder.as_ref().map(|some| some.memory().clone()))?;
+        let memory = OwnedMemory::Own(memory.ok_or_else(Builder::taken)?);
+        Py::new(py, View::of("the memory", memory)?)
+    }
+
+    /// Where each tensor begins.
+    #[getter]
+    fn offsets(&self) -> PyResult<Vec<u64>> {
+        let offsets = self.with(|some| some.as_ref().map(|some| some.offsets().to_vec()))?;
+        Ok(offsets.ok_or_else(Builder::taken)?)
+    }
+
+    /// Hashes what was copied, and hands it to the keeper. Ends this object.
+    fn publish(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        wait: Option<f64>,
+    ) -> PyResult<Py<PublishedWeights>> {
+        let (domain, wait) = (Domain::from_argument(domain)?, optional(wait, "wait")?);
+        let builder = self.with(Option::take)?.ok_or_else(Builder::taken)?;
+        let to = name.to_owned();
+        let publish = move |call_off: &CallOff| {
+            let weights = builder.finish()?;
+            let published =
+                patiently(wait, call_off, |slice| weights.publish(&domain, &to, slice))?;
+            Ok((published, weights.bytes()))
+        };
+        let (published, nbytes) = on_a_thread(py, "warpipe-offers", || Ok(()), publish)?;
+        let version = published.version();
+        let handle = CloseableHandle::new("publication", name, published);
+        let base = handle.base();
+        let made = PublishedWeights {
+            handle,
+            version,
+            nbytes,
+        };
+        Py::new(py, base.add_subclass(made))
+    }
+}
+
+/// Opens a version after number ``after``.
+#[pyfunction]
+fn _open_weights<'py>(
+    py: Python<'py>,
+    name: &str,
+    device: Option<&Bound<'py, PyAny>>,
+    domain: Option<&Bound<'py, PyAny>>,
+    wait: Option<f64>,
+) -> PyResult<Bound<'py, SharedWeights>> {
+    let (place, wait) = (Place::of(name, device, domain)?, optional(wait, "wait")?);
+    let opened = place.open_after(py, 0, wait, || Ok(()))?;
+    let opened = opened.map_err(Fault::from)?;
+    hand_over(py, opened, drop)?.into_python(py)
+}
+
+/// Claims a name, and asks the processes that hold a version of it.
+#[pyfunction]
+fn _keep_weights(
+    py: Python<'_>,
+    name: &str,
+    domain: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Py<Keeper>> {
+    let domain = Domain::from_argument(domain)?;
+    let builder = weights::Keeper::builder(name).domain(&domain);
+    let keeper = asking(py, move || builder.build())?;
+    let unanswered = keeper.unanswered();
+    let handle = CloseableHandle::new("keeper", name, keeper);
+    let base = handle.base();
+    Py::new(py, base.add_subclass(Keeper { handle, unanswered }))
+}
+
+/// Compares the hashes of the version that a new keeper took over.
+#[pyfunction]
+fn _verify_weights(
+    py: Python<'_>,
+    name: &str,
+    device: Option<&Bound<'_, PyAny>>,
+    domain: Option<&Bound<'_, PyAny>>,
+    wait: Option<f64>,
+) -> PyResult<u64> {
+    let (place, wait) = (Place::of(name, device, domain)?, optional(wait, "wait")?);
+    attach(py, wait, move |slice| place.opener(slice).verify())
+}

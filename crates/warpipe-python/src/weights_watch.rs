@@ -1,0 +1,363 @@
+//! New versions of weights, as they are offered.
+//!
+//! A thread of the watch waits for the keeper's notices. It learns a version's number and maps
+//! nothing, so a watch holds no memory: the version is opened when it is given out. With a callback
+//! the thread opens it. The thread's waits are short, so that it ends soon after the watch.
+
+use std::io::{PipeReader, PipeWriter, Read, Write};
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::PyStopIteration;
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use warpipe::Error;
+
+use crate::closeable::Closeable;
+use crate::errors::{Fault, Outcome};
+use crate::handle::CloseableHandle;
+use crate::interpreter_exit::Callback;
+use crate::process::Home;
+use crate::wait::{hand_over, in_slices, optional};
+use crate::weights::{LOOK, Place, SharedWeights, Version, no_pickle};
+
+/// What the thread and the watch share.
+#[derive(Debug)]
+struct Board {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    /// The newest number that the keeper has told.
+    told: u64,
+    /// The last number that was given out.
+    given: u64,
+    fault: Option<Fault>,
+    is_closed: bool,
+    /// A byte is in the pipe while there is something to take.
+    reader: PipeReader,
+    writer: PipeWriter,
+    is_rung: bool,
+}
+
+impl State {
+    fn has_news(&self) -> bool {
+        self.told > self.given || self.fault.is_some()
+    }
+
+    /// Makes the descriptor readable exactly while there is something to take.
+    fn ring(&mut self) {
+        let has_news = self.has_news();
+        // One byte at most is in the pipe, so neither call waits.
+        if has_news && !self.is_rung {
+            self.is_rung = self.writer.write_all(&[1]).is_ok();
+        } else if !has_news && self.is_rung {
+            self.is_rung = self.reader.read_exact(&mut [0]).is_err();
+        }
+    }
+}
+
+impl Board {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        let mut state = self.lock();
+        change(&mut state);
+        state.ring();
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Waits until `is_there`, or the watch is closed, at most `timeout`.
+    fn wait(&self, timeout: Duration, is_there: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
+        let pending = |state: &mut State| !state.is_closed && !is_there(state);
+        let waited = self
+            .changed
+            .wait_timeout_while(self.lock(), timeout, pending);
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// A watch until it is closed. Its thread ends within a look.
+#[derive(Debug)]
+struct Watching {
+    home: Home,
+    board: Arc<Board>,
+}
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        // In a forked child the lock may be held for ever, and there is no thread.
+        if self.home.is_here() {
+            self.board.change(|state| state.is_closed = true);
+        }
+    }
+}
+
+/// Whether the wait for a version goes on after this error.
+fn is_for_now(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::NotFound { .. } | Error::Timeout { .. } | Error::PeerGone { .. }
+    )
+}
+
+/// The thread of a watch without a callback.
+fn follow(board: &Board, place: &Place) {
+    loop {
+        let state = board.wait(Duration::MAX, |state| state.fault.is_none());
+        if state.is_closed {
+            return;
+        }
+        let after = state.told.max(state.given);
+        drop(state);
+        match place.opener(LOOK).version_after(after) {
+            // Not if the number was taken back meanwhile: then the version is looked for again.
+            Ok(number) => board.change(|state| state.told = state.told.max(number)),
+            Err(error) if is_for_now(&error) => {}
+            Err(error) => board.change(|state| state.fault = Some(error.into())),
+        }
+    }
+}
+
+/// A new version on its way to a callback.
+struct Arrived(Version);
+
+impl<'py> IntoPyObject<'py> for Arrived {
+    type Target = SharedWeights;
+    type Output = Bound<'py, SharedWeights>;
+    type Error = PyErr;
+
+    fn into_pyobject(self, py: Python<'py>) -> PyResult<Bound<'py, SharedWeights>> {
+        self.0.into_python(py)
+    }
+}
+
+/// The thread of a watch with a callback.
+fn call(board: &Board, place: &Place, callback: &Callback) {
+    let mut after = board.lock().given;
+    while !board.lock().is_closed && callback.is_live() {
+        match place.opener(LOOK).open_after(after) {
+            Ok(opened) if !board.lock().is_closed => {
+                let version = Version::of(place.clone(), opened);
+                after = version.number();
+                callback.call(Arrived(version));
+            }
+            Ok(_) => {}
+            Err(error) if is_for_now(&error) => {}
+            Err(error) => {
+                // Nobody else would hear of it.
+                let raised = PyErr::from(Fault::from(error));
+                let _ = Python::try_attach(|py| raised.write_unraisable(py, None));
+                return;
+            }
+        }
+    }
+}
+
+/// New versions of weights, as they are offered: ``for weights in watch(name):``, ``async for``, or
+/// with a callback.
+///
+/// ``warpipe.weights.watch`` makes it. Each version is given out as ``SharedWeights``: all of it. If
+/// several were published meanwhile, the newest one is, and the others are left out. A watch holds no
+/// memory.
+#[pyclass(frozen, extends = Closeable, module = "warpipe.weights")]
+#[derive(Debug)]
+pub struct Watch {
+    handle: CloseableHandle<Watching>,
+    place: Place,
+    /// Visible to the garbage collector.
+    callback: Option<Arc<Callback>>,
+}
+
+impl Watch {
+    fn board(&self) -> Outcome<Arc<Board>> {
+        Ok(self.handle.get()?.board.clone())
+    }
+
+    /// Waits until a version is told, and returns the number after which it is to be opened.
+    fn told(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Option<u64>> {
+        in_slices(py, timeout, |slice| {
+            let board = self.board()?;
+            let mut state = board.wait(slice, State::has_news);
+            if let Some(fault) = state.fault.take() {
+                drop(state);
+                board.change(|_| ());
+                return Err(fault);
+            }
+            Ok(state.has_news().then_some(state.given))
+        })
+    }
+}
+
+#[pymethods]
+impl Watch {
+    /// ``name``, and which version came last: see ``warpipe.weights.watch``.
+    #[new]
+    #[pyo3(signature = (name, *, device = None, domain = None, after = 0, on = None))]
+    fn new(
+        name: &str,
+        device: Option<&Bound<'_, PyAny>>,
+        domain: Option<&Bound<'_, PyAny>>,
+        after: u64,
+        on: Option<Py<PyAny>>,
+    ) -> PyResult<PyClassInitializer<Watch>> {
+        let place = Place::of(name, device, domain)?;
+        let (reader, writer) = std::io::pipe()?;
+        let board = Arc::new(Board {
+            state: Mutex::new(State {
+                told: after,
+                given: after,
+                fault: None,
+                is_closed: false,
+                reader,
+                writer,
+                is_rung: false,
+            }),
+            changed: Condvar::new(),
+        });
+        let callback = on.map(Callback::new);
+        let thread = {
+            let (board, place, callback) = (board.clone(), place.clone(), callback.clone());
+            move || match &callback {
+                Some(callback) => call(&board, &place, callback),
+                None => follow(&board, &place),
+            }
+        };
+        std::thread::Builder::new()
+            .name("warpipe-watch".into())
+            .spawn(thread)?;
+        let home = Home::here();
+        let handle = CloseableHandle::new("watch", name, Watching { home, board });
+        Ok(handle.base().add_subclass(Watch {
+            handle,
+            place,
+            callback,
+        }))
+    }
+
+    /// The name.
+    #[getter]
+    fn name(&self) -> &str {
+        self.handle.name()
+    }
+
+    /// The next version, waited for at most ``timeout`` seconds (None: no limit), also while there is
+    /// no keeper; None if there was none. An interrupted wait loses no version.
+    ///
+    /// Raises ``ArgumentError`` if this watch has a callback, which gets the versions;
+    /// ``ClosedError``, and as ``open``.
+    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
+    fn changes<'py>(
+        &self,
+        py: Python<'py>,
+        timeout: Option<f64>,
+    ) -> PyResult<Option<Bound<'py, SharedWeights>>> {
+        let (timeout, start) = (optional(timeout, "timeout")?, Instant::now());
+        if self.callback.is_some() {
+            let next = "a watch without `on`";
+            return Err(Fault::argument("on", "a callback, which gets the versions", next).into());
+        }
+        loop {
+            let left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
+            let Some(given) = self.told(py, left)? else {
+                return Ok(None);
+            };
+            let goes_on = || self.handle.get().map(drop);
+            // It is offered now.
+            let opened = self
+                .place
+                .open_after(py, given, Some(Duration::ZERO), goes_on)?;
+            match opened {
+                Ok(version) => {
+                    let version = hand_over(py, version, drop)?;
+                    let number = version.number();
+                    let weights = version.into_python(py)?;
+                    let mut is_next = false;
+                    self.board()?.change(|state| {
+                        is_next = number > state.given;
+                        state.given = state.given.max(number);
+                    });
+                    // Another thread may have taken it.
+                    if is_next {
+                        return Ok(Some(weights));
+                    }
+                }
+                // Its keeper has ended; the next one tells of it again.
+                Err(error) if is_for_now(&error) => {
+                    self.board()?.change(|state| state.told = state.given);
+                }
+                Err(error) => return Err(Fault::from(error).into()),
+            }
+        }
+    }
+
+    /// Waits for the next version in the running event loop: ``changes`` for asyncio. Cancelling it
+    /// loses no version.
+    ///
+    /// Raises as ``changes``.
+    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
+    fn changes_async<'py>(
+        slf: &Bound<'py, Watch>,
+        timeout: Option<f64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        optional(timeout, "timeout")?;
+        slf.py()
+            .import("warpipe._members")?
+            .call_method1("change_within", (slf, timeout))
+    }
+
+    /// A descriptor that is readable while ``changes`` has a version. Only poll it.
+    ///
+    /// Raises ``ClosedError``.
+    fn fileno(&self) -> PyResult<i32> {
+        Ok(self.board()?.lock().reader.as_raw_fd())
+    }
+
+    fn __iter__(slf: Py<Watch>) -> Py<Watch> {
+        slf
+    }
+
+    /// The next version, without a limit; the iteration ends when the watch is closed.
+    fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, SharedWeights>>> {
+        match self.changes(py, None) {
+            Err(_) if self.handle.is_closed()? => Err(PyStopIteration::new_err(())),
+            other => other,
+        }
+    }
+
+    fn __aiter__(slf: Py<Watch>) -> Py<Watch> {
+        slf
+    }
+
+    /// The next version, in the running event loop.
+    fn __anext__<'py>(slf: &Bound<'py, Watch>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py()
+            .import("warpipe._members")?
+            .call_method1("next_change", (slf,))
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.callback
+            .iter()
+            .try_for_each(|callback| callback.traverse(&visit))
+    }
+
+    fn __clear__(&self) {
+        self.callback.iter().for_each(|callback| callback.clear());
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        let next = "watch the name in the other process";
+        Err(no_pickle("a watch", next))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Watch({:?})", self.name())
+    }
+}
