@@ -91,7 +91,21 @@ fn is_proc_of(pid: i32) -> bool {
 /// The fields of `/proc/PID/stat` that are used.
 struct Stat {
     state: u8,
+    /// `PF_...` of the kernel.
+    flags: u64,
     started: u64,
+}
+
+/// The kernel ends this thread: `PF_EXITING`.
+const EXITING: u64 = 4;
+
+/// Whether the process with this number is dying or dead, and some of its files may still be open.
+/// False where that cannot be seen. True also of a process that lives on in other threads than its
+/// first one.
+pub(crate) fn is_exiting(pid: i32) -> bool {
+    is_proc_of(std::process::id() as i32)
+        && Stat::of(pid)
+            .is_ok_and(|stat| stat.flags & EXITING != 0 || matches!(stat.state, b'Z' | b'X'))
 }
 
 impl Stat {
@@ -113,8 +127,14 @@ impl Stat {
             .split(|&byte| byte == b' ')
             .filter(|field| !field.is_empty());
         let state = *fields.next()?.first()?;
-        let started = std::str::from_utf8(fields.nth(18)?).ok()?.parse().ok()?;
-        Some(Stat { state, started })
+        let number = |field: &[u8]| std::str::from_utf8(field).ok()?.parse().ok();
+        let flags = number(fields.nth(5)?)?;
+        let started = number(fields.nth(12)?)?;
+        Some(Stat {
+            state,
+            flags,
+            started,
+        })
     }
 }
 

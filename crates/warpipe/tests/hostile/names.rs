@@ -3,7 +3,9 @@
 use std::fs::Permissions;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
 
-use super::stage::{Scratch, alone};
+use rustix::process::Signal;
+
+use super::stage::{LONG, Scratch, TestProcess, alone, domain_of_test, next_order, role, stream};
 use crate::{Device, Domain, EndpointName, Error, NAME_BYTES_MAX, Publisher, Subscriber};
 
 const BAD: [&str; 15] = [
@@ -162,4 +164,60 @@ fn a_relative_directory_stays_the_same_when_the_process_moves() {
             assert!(!scratch.path.join("relative/a.sock").exists());
         },
     );
+}
+
+/// How many files the exit of a process closes between its lifeline and its lock.
+const FILES_BETWEEN: usize = 15_000;
+
+/// Has a lifeline, then many files, then the lock of a name.
+fn own_a_name_behind_many_files() {
+    let (domain, device) = (domain_of_test(), Device::host());
+    let publisher = |name| {
+        Publisher::builder(name)
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap()
+    };
+    let first = publisher("first");
+    let mut files = Vec::new();
+    while files.len() < FILES_BETWEEN
+        && let Ok((one, other)) = std::os::unix::net::UnixStream::pair()
+    {
+        files.extend([one, other]);
+    }
+    files.truncate(files.len().saturating_sub(1000));
+    let last = publisher("last");
+    println!("ready");
+    next_order();
+    drop((first, files, last));
+}
+
+#[test]
+fn the_name_of_a_dead_process_is_free_although_its_exit_has_not_closed_the_lock_yet() {
+    const TEST: &str =
+        "the_name_of_a_dead_process_is_free_although_its_exit_has_not_closed_the_lock_yet";
+    if role().as_deref() == Some("owner") {
+        return own_a_name_behind_many_files();
+    }
+    let scratch = Scratch::new();
+    let device = Device::host();
+    for _ in 0..5 {
+        let mut owner = TestProcess::start(module_path!(), TEST, "owner", &scratch);
+        owner.hear("ready");
+        let mut subscriber = Subscriber::builder("first")
+            .domain(&scratch.domain)
+            .device(&device)
+            .build()
+            .unwrap();
+        owner.process.signal(Signal::KILL).unwrap();
+        let gone = subscriber.receive_timeout(&stream(), LONG).unwrap_err();
+        assert!(matches!(gone, Error::PeerGone { .. }), "{gone}");
+        let next = Publisher::builder("last")
+            .domain(&scratch.domain)
+            .device(&device)
+            .build();
+        next.expect("the name is free");
+        owner.kill();
+    }
 }

@@ -20,6 +20,7 @@ use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::message::is_short;
+use crate::origin::is_exiting;
 use crate::os::{ofd_is_locked, ofd_write_lock};
 use crate::runtime::heartbeat::Uptime;
 
@@ -33,6 +34,9 @@ const CLAIM_TRIES: u32 = 64;
 
 /// How long a claim waits for a cleaner, which may be stopped while it holds the lock.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long a claim waits for the lock of a process whose exit closes its files.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The mode of a lock file: any process that may read it could lock it.
 const LOCK_MODE: u32 = 0o600;
@@ -77,8 +81,22 @@ impl Domain {
     /// Takes the lock of `name` for its next owner, and removes the files that a dead one left.
     pub(super) fn lock(&self, name: &EndpointName) -> Result<Locked> {
         let file = name.file("", ".lock");
-        for _ in 0..CLAIM_TRIES {
-            if let Some(lock) = self.try_lock(name, &file)? {
+        let (dying, mut backoff) = (Uptime::default(), Backoff::default());
+        let mut tries = 0;
+        while tries < CLAIM_TRIES {
+            let locked = match self.try_lock(name, &file) {
+                // Its death may be known already: an exit closes one file after another.
+                Err(Error::NameTaken {
+                    holder: Holder { pid: Some(pid) },
+                    ..
+                }) if dying.ran() < EXIT_TIMEOUT && is_exiting(pid) => {
+                    backoff.pause();
+                    continue;
+                }
+                other => other?,
+            };
+            tries += 1;
+            if let Some(lock) = locked {
                 let had_author = read_author(&lock).is_some();
                 let written =
                     write_author(&lock).map_err(|e| Error::os("pwrite", self.shown(&file), e));
