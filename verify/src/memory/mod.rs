@@ -3,6 +3,9 @@
 #[path = "../../../crates/warpipe/src/memory/arena.rs"]
 pub(crate) mod arena;
 
+#[path = "../../../crates/warpipe/src/memory/free_ranges.rs"]
+mod free_ranges;
+
 pub(crate) mod region {
     use crate::device::Device;
     use crate::error::Result;

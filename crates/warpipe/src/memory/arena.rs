@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use super::free_ranges::FreeRanges;
 use super::region::Region;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -48,8 +49,7 @@ impl Slot {
 pub(crate) struct Chunk {
     pub(crate) region: Arc<Region>,
     pub(crate) export: CloseOnForkFd,
-    /// Free ranges `(offset, bytes)`, by offset, never adjacent.
-    free: Vec<(u64, u64)>,
+    free: FreeRanges,
     /// Slots of it that are not free, and their bytes.
     slots: u32,
     used: u64,
@@ -101,7 +101,7 @@ impl Chunk {
         let region = Region::allocate(device, bytes)?;
         let export = region.export()?;
         Ok(Chunk {
-            free: vec![(0, region.bytes())],
+            free: FreeRanges::new(region.bytes()),
             region: Arc::new(region),
             export,
             slots: 0,
@@ -187,17 +187,14 @@ impl Arena {
             return None;
         }
         let bytes = needed(bytes)?;
-        let (region, offset) = self
-            .chunks
-            .iter_mut()
-            .enumerate()
-            .filter(|(index, _)| may_use(*index))
-            .find_map(|(index, chunk)| {
-                let fit = chunk.free.iter().position(|&(_, length)| length >= bytes)?;
-                chunk.slots += 1;
-                chunk.used += bytes;
-                Some((index as u32, carve(&mut chunk.free, fit, bytes)))
-            })?;
+        let found = self.find_range(bytes, &may_use);
+        let (region, offset) = found.or_else(|| {
+            let allowed = self.chunks.iter_mut().enumerate();
+            let allowed = allowed.filter(|(index, _)| may_use(*index));
+            // All of them: a later search then begins with as much.
+            let has_joined = allowed.fold(false, |any, (_, chunk)| chunk.free.join() | any);
+            has_joined.then(|| self.find_range(bytes, &may_use))?
+        })?;
         self.taken += 1;
         let slot = Slot {
             region,
@@ -217,6 +214,19 @@ impl Arena {
                 Some(self.slots.len() as SlotId - 1)
             }
         }
+    }
+
+    /// Takes `bytes` in the first region that has a range for them.
+    #[inline]
+    fn find_range(&mut self, bytes: u64, may_use: impl Fn(usize) -> bool) -> Option<(u32, u64)> {
+        let chunks = self.chunks.iter_mut().enumerate();
+        let mut allowed = chunks.filter(|(index, _)| may_use(*index));
+        allowed.find_map(|(index, chunk)| {
+            let offset = chunk.free.take(bytes)?;
+            chunk.slots += 1;
+            chunk.used += bytes;
+            Some((index as u32, offset))
+        })
     }
 
     /// A region in which `bytes` fit, counted against the limit from now on: as much as there is so
@@ -378,7 +388,7 @@ impl Arena {
         self.changes += 1;
         let chunk = &mut self.chunks[region as usize];
         (chunk.slots, chunk.used) = (chunk.slots - 1, chunk.used - bytes);
-        give_back(&mut chunk.free, offset, bytes);
+        chunk.free.give_back(offset, bytes);
         self.unused.push(id);
     }
 }
@@ -386,31 +396,6 @@ impl Arena {
 /// The length of a slot for `bytes`: at least one unit, so that an empty tensor has an address.
 pub(crate) fn needed(bytes: u64) -> Option<u64> {
     bytes.max(1).checked_next_multiple_of(ALIGNMENT)
-}
-
-fn carve(free: &mut Vec<(u64, u64)>, index: usize, bytes: u64) -> u64 {
-    let (offset, length) = free[index];
-    if length == bytes {
-        free.remove(index);
-    } else {
-        free[index] = (offset + bytes, length - bytes);
-    }
-    offset
-}
-
-/// Returns a range, joined with its neighbours.
-fn give_back(free: &mut Vec<(u64, u64)>, offset: u64, bytes: u64) {
-    let index = free.partition_point(|&(start, _)| start < offset);
-    let joins_next = free
-        .get(index)
-        .is_some_and(|&(start, _)| start == offset + bytes);
-    let joins_last = index > 0 && free[index - 1].0 + free[index - 1].1 == offset;
-    match (joins_last, joins_next) {
-        (true, true) => free[index - 1].1 += bytes + free.remove(index).1,
-        (true, false) => free[index - 1].1 += bytes,
-        (false, true) => free[index] = (offset, bytes + free[index].1),
-        (false, false) => free.insert(index, (offset, bytes)),
-    }
 }
 
 #[cfg(test)]

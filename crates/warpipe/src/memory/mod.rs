@@ -3,6 +3,7 @@
 
 pub(crate) mod arena;
 mod file;
+mod free_ranges;
 pub(crate) mod legacy;
 pub(crate) mod mapped_region;
 mod owned;
