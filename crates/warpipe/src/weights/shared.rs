@@ -96,7 +96,8 @@ impl Opener<SharedWeights> {
     /// As [`open`](Opener::open).
     pub fn version_after(&self, version: u64) -> Result<u64> {
         let name = weights_name(self.name())?;
-        let (held, _) = wait_for_version(&self.chosen_domain()?, &name, version, self.timeout())?;
+        let (domain, wanted) = (self.chosen_domain()?, KeeperRequest::Offered);
+        let (_, held, _) = wait_for_version(&domain, &name, &wanted, version, self.timeout())?;
         Ok(held.version.number)
     }
 
