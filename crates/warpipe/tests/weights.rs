@@ -73,7 +73,8 @@ fn a_keeper_holds_two_descriptors_of_its_version_maps_no_memory_and_runs_no_thre
     );
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", keeper.pid())).unwrap();
     assert!(!maps.contains("warpipe-region"), "{maps}");
-    let ended = warpipe_testkit::eventually(WAIT, || threads_of(&keeper) == threads);
+    // The search for holders may still have had threads at first.
+    let ended = warpipe_testkit::eventually(WAIT, || threads_of(&keeper) <= threads);
     assert!(ended, "{} threads, {threads} at first", threads_of(&keeper));
 }
 
