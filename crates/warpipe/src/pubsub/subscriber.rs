@@ -161,6 +161,10 @@ impl Subscriber {
             spin,
         };
         subscriber.attach_first()?;
+        if !subscriber.options.reconnect {
+            // It attaches once: the process's inotify instance ends with the last waiter.
+            subscriber.arrivals = None;
+        }
         Ok(subscriber)
     }
 

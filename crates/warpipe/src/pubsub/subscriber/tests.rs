@@ -399,3 +399,16 @@ fn a_polled_subscriber_tries_a_name_again_that_closed_on_it() {
         assert_eq!(polling.join().unwrap().to_vec(LONG).unwrap(), b"hello");
     });
 }
+
+#[test]
+fn a_subscriber_that_has_waited_for_its_one_publisher_watches_the_domain_no_longer() {
+    let place = Place::new("watches");
+    let (_publisher, follower) = (place.publisher(), place.subscriber());
+    let waited = Subscriber::builder("camera")
+        .domain(&place.domain)
+        .device(&place.device)
+        .wait_for_publisher(Some(LONG))
+        .build()
+        .unwrap();
+    assert!(waited.arrivals.is_none() && follower.arrivals.is_some());
+}
