@@ -82,8 +82,8 @@ impl KeeperBuilder {
     }
 
     /// Claims the name, and asks every process that holds a version of it for its descriptors
-    /// (at most 20 s: a stopped process does not answer). The newest version found becomes the
-    /// [candidate](Keeper::candidate).
+    /// (at most 25 s: a stopped process does not answer). The newest version found becomes the
+    /// [candidate](Keeper::candidate); up to 7 older ones wait behind it.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`],
@@ -166,8 +166,8 @@ impl Keeper {
         Ok(self.core.lock().candidate())
     }
 
-    /// How many processes held a version when this keeper began and did not answer it; they may be
-    /// stopped.
+    /// How many holders did not answer this keeper when it began; they may be stopped. A process is
+    /// a holder once for each time that it opened or published weights of the name.
     pub fn unanswered(&self) -> usize {
         self.unanswered
     }
@@ -247,9 +247,11 @@ impl KeeperState {
         std::mem::replace(&mut self.candidates, found.versions)
     }
 
-    /// Gives no number up to this one from now on.
+    /// Gives no number up to this one from now on. Numbers that no version has count for nothing.
     fn know(&mut self, number: u64) {
-        self.last_number = self.last_number.max(number.min(NUMBER_MAX));
+        if number <= NUMBER_MAX {
+            self.last_number = self.last_number.max(number);
+        }
     }
 
     /// Takes a publisher's version, and returns its number with the versions that it replaces.

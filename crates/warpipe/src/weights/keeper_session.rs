@@ -69,8 +69,8 @@ pub(super) fn end_keeper(domain: &Domain, name: &EndpointName, timeout: Duration
     })
 }
 
-/// Waits up to `timeout` for a version after number `after` in the reply to `request`. If the keeper
-/// ends meanwhile, waits for the next one. The session is with the keeper that has replied.
+/// Waits up to `timeout` for a version after number `after` in the reply to `request`. If the
+/// keeper ends meanwhile, waits for the next one. The session is with the keeper that has replied.
 pub(super) fn wait_for_version(
     domain: &Domain,
     name: &EndpointName,

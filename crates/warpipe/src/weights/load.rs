@@ -178,7 +178,8 @@ impl Weights {
     /// # Errors
     /// [`Error::NotFound`] when no keeper has the name; [`Error::OtherKind`];
     /// [`Error::Name`]; [`Error::PeerGone`] when the keeper ends meanwhile; [`Error::Timeout`];
-    /// [`Error::Refused`] when the keeper cannot take it; [`Error::DescriptorLimit`],
+    /// [`Error::Refused`] when the keeper cannot take it, or fetches 8 offers already;
+    /// [`Error::Protocol`] when its answer is damaged; [`Error::DescriptorLimit`],
     /// [`Error::Forked`]. After `PeerGone` and `Timeout` the version may be offered. Publish once
     /// more then: a keeper that offers it gives it no second number.
     pub fn publish(

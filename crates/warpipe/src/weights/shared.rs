@@ -70,10 +70,10 @@ impl Opener<SharedWeights> {
     /// # Errors
     /// [`Error::NotFound`] when no keeper has the name; [`Error::Timeout`] when it offers no
     /// version; [`Error::PeerGone`] when it ends and no time is left to wait for the next one;
-    /// [`Error::Refused`] when it has no room for another session; [`Error::OtherKind`], [`Error::Name`], [`Error::AccessDenied`],
-    /// [`Error::Handshake`]; [`Error::Protocol`] when what it sends is damaged;
-    /// [`Error::PeerAccess`] and [`Error::NotDeviceMemory`] when the device cannot map the memory;
-    /// [`Error::DescriptorLimit`], [`Error::Driver`].
+    /// [`Error::Refused`] when it has no room for another session; [`Error::OtherKind`],
+    /// [`Error::Name`], [`Error::AccessDenied`], [`Error::Handshake`]; [`Error::Protocol`] when
+    /// what it sends is damaged; [`Error::PeerAccess`] and [`Error::NotDeviceMemory`] when the
+    /// device cannot map the memory; [`Error::DescriptorLimit`], [`Error::Driver`].
     pub fn open(&self) -> Result<SharedWeights> {
         self.open_after(0)
     }

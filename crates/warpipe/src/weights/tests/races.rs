@@ -111,6 +111,50 @@ fn a_keeper_that_ends_before_a_publishers_holder_is_there_has_not_taken_the_vers
 }
 
 #[test]
+fn a_reader_tells_its_number_once_its_holder_is_there_and_to_the_next_keeper_if_one_has_ended() {
+    let stage = Stage::new("tells");
+    let weights = stage.weights(1);
+    let held = weights.held_for_tests(9);
+    let domain = stage.domain.clone();
+    let (told, tells): (Sender<(u64, usize)>, _) = channel();
+    let _server = stage.scripted(move |_, _, request| match request {
+        KeeperRequest::Holding { number } => {
+            let holders = domain
+                .names_after("w/held-9-")
+                .map_or(0, |names| names.len());
+            let _ = told.send((number, holders));
+            // As a keeper that has ended: the reader asks whichever keeper has the name.
+            Err(Rejection::new("it has ended"))
+        }
+        _ => version(&held),
+    });
+    let shared = stage.opener().open().unwrap();
+    assert_eq!((shared.version(), byte_of(&shared)), (9, 1));
+    assert_eq!(tells.try_iter().collect::<Vec<_>>(), [(9, 1), (9, 1)]);
+}
+
+#[test]
+fn a_keeper_gives_no_number_that_a_process_holds_which_it_did_not_find() {
+    let stage = Stage::new("unfound");
+    let _keeper = stage.keeper();
+    let name = weights_name("w").unwrap();
+    let session = KeeperSession::open(&stage.domain, &name, WAIT).unwrap();
+    assert_eq!(stage.publish(1).version(), 1);
+    session.tell_holding(9).unwrap();
+    session.tell_holding(4).unwrap();
+    assert_eq!(stage.publish(2).version(), 10);
+    // Numbers have an end. A number behind it counts for nothing.
+    session.tell_holding(u64::MAX).unwrap();
+    assert_eq!(stage.publish(3).version(), 11);
+    session.tell_holding(1 << 48).unwrap();
+    let full = stage.weights(3).publish(&stage.domain, "w", WAIT);
+    assert!(
+        matches!(&full, Err(Error::Refused { text, .. }) if text.contains("281474976710656")),
+        "{full:?}"
+    );
+}
+
+#[test]
 fn a_number_that_no_version_has_is_no_answer_to_a_publisher() {
     for number in [0, (1 << 48) + 1, u64::MAX] {
         let stage = Stage::new("number");
