@@ -78,4 +78,4 @@ macro_rules! replays {
     };
 }
 
-replays! { message bodies queue ticket event_handle legacy_handle entry layout text npy png }
+replays! { message bodies queue ticket event_handle legacy_handle entry layout text npy png weights }
