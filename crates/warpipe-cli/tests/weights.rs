@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use rustix::process::Signal;
 use support::weights::{Stage, Worker, children_of, expected, leak, open_device, safetensors};
 use support::{PATIENCE, device};
-use warpipe::weights::Weights;
-use warpipe::{DType, Layout};
+use warpipe::weights::{SharedWeights, Weights};
+use warpipe::{DType, Device, Layout};
 
 #[test]
 #[ignore = "the part of the worker, for the other tests to start"]
@@ -309,5 +309,54 @@ fn a_version_that_a_program_publishes_is_listed_as_well() {
         (&row["version"], &row["tensors"], &row["holders"]),
         (&published.version().into(), &1.into(), &1.into()),
         "{row}"
+    );
+}
+
+#[test]
+fn a_version_on_another_device_than_the_chosen_one_is_not_taken_over() {
+    if Device::cuda(0).is_err() {
+        // Two devices are needed: this runs on a GPU, and over the fake driver.
+        return;
+    }
+    let stage = Stage::new();
+    let path = stage.file.to_str().unwrap();
+    let serve = |device| {
+        let arguments = ["weights", "serve", path, "--name", "w", "--json"];
+        stage
+            .world
+            .start(&[&arguments[..], &["--device", device]].concat())
+    };
+    let mut first = serve("host");
+    first.wait_for("ready", 1);
+    let (domain, host) = (stage.domain(), Device::host());
+    let opener = SharedWeights::opener("w").domain(&domain).device(&host);
+    let weights = opener.open().unwrap();
+    first.signal(Signal::KILL);
+    first.end();
+
+    let mut second = serve("cuda:0");
+    let elsewhere = second.wait_for("elsewhere", 1).remove(0);
+    assert_eq!(
+        (&elsewhere["version"], &elsewhere["device"]),
+        (&1.into(), &"host".into()),
+        "{elsewhere}"
+    );
+    let ready = second.wait_for("ready", 1).remove(0);
+    assert_eq!(
+        (&ready["from"], &ready["version"]),
+        (&"files".into(), &2.into()),
+        "{ready}"
+    );
+    assert_eq!(weights.version(), 1);
+    second.signal(Signal::TERM);
+    second.end();
+
+    // Without a choice, it is taken over where it lies.
+    let mut third = serve("auto");
+    let ready = third.wait_for("ready", 1).remove(0);
+    assert_eq!(
+        (&ready["from"], &ready["version"]),
+        (&"processes".into(), &1.into()),
+        "{ready}"
     );
 }

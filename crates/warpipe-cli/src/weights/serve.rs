@@ -242,7 +242,12 @@ impl Serve<'_> {
                 Ok(Outcome::Ended(Exit::of_code(exit).unwrap_or(Exit::Failed)))
             }
             Some(ChildLine::Progress { .. }) | None => {
-                let fact = format!("the loading process {}; nothing is offered", ending(status));
+                let work = match task {
+                    Task::Load => "loads the files",
+                    Task::Verify => "checks the version",
+                };
+                let ending = ending(status);
+                let fact = format!("the process that {work} {ending}; nothing is offered");
                 let next = "if nobody killed it, look for the out-of-memory killer in the kernel's \
                             log, and serve again";
                 crate::complain(&fact, Some(next));

@@ -27,10 +27,10 @@ use crate::tensor::Layout;
 const READERS_MAX: usize = 8;
 
 /// Each of the two staging buffers of a reader.
-const STAGING_BYTES: usize = 4 << 20;
+pub(super) const STAGING_BYTES: usize = 4 << 20;
 
 /// How long a reader waits for a copy.
-const COPY_TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const COPY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Model weights in one memory of this process, complete and never written again. Publish them
 /// under a name to give them to other processes.
@@ -277,6 +277,26 @@ fn largest_first(source: &Source) -> Vec<usize> {
     order
 }
 
+/// Calls `run` on several threads, on no more than there are tensors, and returns the first error.
+pub(super) fn in_parallel(tensors: usize, run: impl Fn() -> Result<()> + Sync) -> Result<()> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let readers = READERS_MAX.min(cores).min(tensors);
+    std::thread::scope(|scope| -> Result<()> {
+        let mut started = Vec::new();
+        for _ in 1..readers {
+            let reader = std::thread::Builder::new().name("warpipe-loader".into());
+            // Without more threads, those that run read everything.
+            started.extend(reader.spawn_scoped(scope, &run));
+        }
+        let own = if readers > 0 { run() } else { Ok(()) };
+        let others = started.into_iter().map(|reader| match reader.join() {
+            Ok(read) => read,
+            Err(panic) => std::panic::resume_unwind(panic),
+        });
+        others.fold(own, Result::and)
+    })
+}
+
 /// What the readers of one load share.
 struct Loader<'a> {
     source: &'a Source,
@@ -293,26 +313,10 @@ struct Loader<'a> {
 
 impl Loader<'_> {
     fn run(self, device: &Device) -> Result<Vec<ContentHash>> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let readers = READERS_MAX.min(cores).min(self.order.len());
-        let run = || {
+        in_parallel(self.order.len(), || {
             let read = self.read_tensors(device);
             self.has_failed.fetch_or(read.is_err(), Relaxed);
             read
-        };
-        std::thread::scope(|scope| -> Result<()> {
-            let mut started = Vec::new();
-            for _ in 1..readers {
-                let reader = std::thread::Builder::new().name("warpipe-loader".into());
-                // Without more threads, those that run read everything.
-                started.extend(reader.spawn_scoped(scope, run));
-            }
-            let own = if readers > 0 { run() } else { Ok(()) };
-            let others = started.into_iter().map(|reader| match reader.join() {
-                Ok(read) => read,
-                Err(panic) => std::panic::resume_unwind(panic),
-            });
-            others.fold(own, Result::and)
         })?;
         Ok(self
             .hashes

@@ -5,8 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use xxhash_rust::xxh3::Xxh3;
-
+use super::check::damaged_tensors;
 use super::held::{Held, Version};
 use super::holder::{Holder, clear_dead};
 use super::keeper::KeeperRequest;
@@ -18,16 +17,9 @@ use crate::device_types::Access;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::memory::slice::zeroed;
 use crate::memory::{Memory, SharedMemory};
 use crate::options::Opener;
 use crate::tensor::Layout;
-
-/// The bytes that are copied to the host at once to be hashed.
-const HASHED_AT_ONCE: u64 = 4 << 20;
-
-/// How long one such copy may take.
-const COPY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// All tensors of one version of weights, mapped read-only in this process
 /// (`cuMemImportFromShareableHandle`, or `mmap` of a sealed memfd): nothing is copied. Cheap to
@@ -105,7 +97,7 @@ impl Opener<SharedWeights> {
     /// offer it if they are right. Without such a candidate it compares those of the version that
     /// is offered. Waits for one of them up to the time given with [`wait`](Opener::wait): also
     /// while a new keeper still asks its holders. Returns the version's number. It reads all of
-    /// the memory, through a buffer of 4 MiB.
+    /// the memory, with several readers that have 8 MiB of page-locked memory each.
     ///
     /// # Errors
     /// [`Error::WeightsDamaged`]: a candidate is dropped then, and an older one, if there is one,
@@ -272,23 +264,4 @@ fn map(device: &Device, held: &Held) -> Result<SharedMemory> {
     // The device has mapped it: its `close` does not block.
     held.memory.approve();
     Ok(memory)
-}
-
-/// The tensors with another content hash than the manifest says.
-fn damaged_tensors(memory: &SharedMemory, manifest: &Manifest) -> Result<Vec<String>> {
-    let (mut copy, mut damaged) = (zeroed(HASHED_AT_ONCE)?, Vec::new());
-    for tensor in manifest.tensors() {
-        let (mut hasher, mut done) = (Xxh3::new(), 0);
-        while done < tensor.layout.bytes() {
-            let part = (tensor.layout.bytes() - done).min(HASHED_AT_ONCE);
-            let part = &mut copy[..part as usize];
-            memory.copy_to(tensor.offset + done, part, COPY_TIMEOUT)?;
-            hasher.update(part);
-            done += part.len() as u64;
-        }
-        if hasher.digest128().to_be_bytes() != tensor.hash {
-            damaged.push(tensor.name.clone());
-        }
-    }
-    Ok(damaged)
 }

@@ -1,6 +1,6 @@
-//! The way of a reader's bytes to the device: two buffers of page-locked memory, so that the device
-//! copies one while the reader fills the other. **This module is marked for unsafe**: it gives out
-//! memory that a device reads by its address.
+//! The way of a reader's bytes to the device, and from it: two buffers of page-locked memory, so that
+//! the device copies one while the reader has the other. **This module is marked for unsafe**: it
+//! gives out memory that a device reads and writes by its address.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,6 +27,12 @@ pub(super) struct Staging {
     buffer_bytes: usize,
     /// The buffer that [`fill`](Self::fill) gave out last.
     current: usize,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Direction {
+    ToDevice,
+    FromDevice,
 }
 
 struct Buffer {
@@ -75,24 +81,33 @@ impl Staging {
     /// The other buffer than the last time, of whole pages, for the caller to fill. Waits up to
     /// `timeout` until the device has copied what was in it.
     pub(super) fn fill(&mut self, timeout: Duration) -> Result<&mut [u8]> {
-        let next = (self.current + 1) % BUFFERS;
+        self.current = (self.current + 1) % BUFFERS;
+        self.buffer(self.current, timeout)
+    }
+
+    /// The bytes that [`copy_from`](Self::copy_from) had copied into the buffer `index` last. Waits up
+    /// to `timeout` for that copy.
+    pub(super) fn fetched(&mut self, index: usize, timeout: Duration) -> Result<&mut [u8]> {
+        self.buffer(index % BUFFERS, timeout)
+    }
+
+    fn buffer(&mut self, index: usize, timeout: Duration) -> Result<&mut [u8]> {
         let (start, mut backoff) = (Instant::now(), Backoff::default());
-        while !self.is_free(next)? {
+        while !self.is_free(index)? {
             if start.elapsed() >= timeout {
                 return Err(Error::Timeout {
-                    what: "the copy of a part of a tensor to the device".into(),
+                    what: "the copy of a part of a tensor".into(),
                     waited: timeout,
                 });
             }
             backoff.pause();
         }
-        self.buffers[next].state = BufferState::Free;
-        self.current = next;
-        let address = self.memory.address(next * self.buffer_bytes);
+        self.buffers[index].state = BufferState::Free;
+        let address = self.memory.address(index * self.buffer_bytes);
         // SAFETY: inside the page, which is mapped for writing as long as self, and whose bytes are
         // initialized (zeros at first). Nothing else has a reference into it: only this function
         // gives one out, and that one borrows self. The device is past its last copy of this buffer,
-        // and gets the next one in `copy_to`, which borrows self, too.
+        // and gets the next one in `copy`, which borrows self, too.
         Ok(unsafe { std::slice::from_raw_parts_mut(address, self.buffer_bytes) })
     }
 
@@ -104,25 +119,57 @@ impl Staging {
         offset: u64,
         bytes: usize,
     ) -> Result<()> {
+        self.copy(self.current, memory, offset, bytes, Direction::ToDevice)
+    }
+
+    /// Enqueues a copy of `bytes` bytes from byte `offset` of `memory` into the buffer `index`, counted
+    /// modulo 2 (`cuMemcpyAsync`).
+    pub(super) fn copy_from(
+        &mut self,
+        index: usize,
+        memory: &DeviceSlice,
+        offset: u64,
+        bytes: usize,
+    ) -> Result<()> {
+        self.copy(
+            index % BUFFERS,
+            memory,
+            offset,
+            bytes,
+            Direction::FromDevice,
+        )
+    }
+
+    fn copy(
+        &mut self,
+        index: usize,
+        memory: &DeviceSlice,
+        offset: u64,
+        bytes: usize,
+        direction: Direction,
+    ) -> Result<()> {
         check_range("weights", offset, bytes as u64, memory.bytes())?;
         check_range("a buffer", 0, bytes as u64, self.buffer_bytes as u64)?;
-        let from = self.memory.device_ptr(self.current * self.buffer_bytes);
-        let from = from.ok_or_else(|| Error::argument("buffer", "not registered", "registered"))?;
+        let ours = self.memory.device_ptr(index * self.buffer_bytes);
+        let ours = ours.ok_or_else(|| Error::argument("buffer", "not registered", "registered"))?;
+        let theirs = memory.ptr() + offset;
+        let (to, from) = match direction {
+            Direction::ToDevice => (theirs, ours),
+            Direction::FromDevice => (ours, theirs),
+        };
         memory.used_on(&self.stream);
-        let buffer = &mut self.buffers[self.current];
+        let buffer = &mut self.buffers[index];
         buffer.state = BufferState::Unknown;
         // SAFETY: both ranges lie in their memory, as checked above. The slice's memory stays mapped
         // until the stream recorded above is past the copy; the buffer's is dropped after that
-        // stream (`memory`), and written again only once `is_free` has seen the copy's end.
-        unsafe {
-            self.stream
-                .copy(memory.ptr() + offset, from, bytes as u64)?;
-        }
+        // stream (`memory`). No reference into the buffer exists: one would borrow self. The next
+        // one is given out once `is_free` has seen the copy's end.
+        unsafe { self.stream.copy(to, from, bytes as u64) }?;
         // SAFETY: both handles are live as long as self.
         unsafe {
             let backend = self.stream.backend();
-            backend.record_event(buffer.copied, self.stream.raw())?;
-        }
+            backend.record_event(buffer.copied, self.stream.raw())
+        }?;
         buffer.state = BufferState::Copying;
         Ok(())
     }

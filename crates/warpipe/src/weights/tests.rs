@@ -434,6 +434,51 @@ fn every_damaged_tensor_is_listed() {
 }
 
 #[test]
+fn damage_in_any_part_of_a_tensor_is_found() {
+    let stage = Stage::new("parts");
+    let (source, bytes) = large_file(&stage);
+    let weights = Weights::load(&stage.device, &source).unwrap();
+    let _keeper = stage.keeper();
+    let _published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    assert_eq!(stage.opener().verify().unwrap(), 1);
+    let stream = stage.device.stream().unwrap();
+    let last = bytes.len() - 1;
+    for place in [0, (4 << 20) - 1, 4 << 20, 8 << 20, last] {
+        let write = |byte: u8| {
+            let memory = weights.memory_for_tests();
+            memory.write(&stream, place as u64, &[byte]).unwrap();
+            stream.synchronize(WAIT).unwrap();
+        };
+        write(!bytes[place]);
+        let damaged = stage.opener().verify().unwrap_err();
+        assert!(matches!(damaged, Error::WeightsDamaged { .. }), "{damaged}");
+        write(bytes[place]);
+    }
+    assert_eq!(stage.opener().verify().unwrap(), 1);
+}
+
+#[test]
+fn a_check_that_the_device_fails_is_no_verdict() {
+    let stage = Stage::new("verdict");
+    let keeper = stage.keeper();
+    let _published = stage.publish(1);
+    drop(keeper);
+    let keeper = stage.keeper();
+    for (method, call) in [("import", 1), ("register", 1), ("copy", 1), ("copy", 2)] {
+        let backend = Wrapped::new(stage.device.backend().clone(), Failing::default());
+        backend.hook().aim(method, call);
+        let device = Device::from_backend(backend);
+        let failed = stage.opener().device(&device).verify().unwrap_err();
+        assert!(
+            matches!(failed, Error::Injected { .. }),
+            "{method}: {failed}"
+        );
+        assert_eq!(keeper.candidate().unwrap(), Some(1));
+    }
+    assert_eq!(stage.opener().verify().unwrap(), 1);
+}
+
+#[test]
 fn weights_are_listed_with_their_keeper_or_without_one() {
     let stage = Stage::new("list");
     let list = || NamedWeights::list(&stage.domain).unwrap();
