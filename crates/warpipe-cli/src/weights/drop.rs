@@ -19,7 +19,7 @@ struct Dropped<'a> {
 pub fn run(args: &WeightsDropArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
     let domain = super::domain(&args.domain)?;
-    // Before its end: who keeps the name, and how many processes have a version open.
+    // Before its end: the process that keeps the name, and how many have a version open.
     let found = NamedWeights::find(&domain, &args.name)?;
     Keeper::end(&domain, &args.name, args.timeout)?;
     let (keeper, holders) = found.map_or((None, 0), |found| (found.keeper, found.holders));

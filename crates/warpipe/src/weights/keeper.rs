@@ -1,4 +1,5 @@
-//! The keeper of a name: descriptors and a manifest of the current version, for every process that asks.
+//! The keeper of a name: descriptors and a manifest of the current version, for every process that
+//! asks.
 //!
 //! It opens no device and maps no memory. It has no thread while nothing is published: each offer
 //! is fetched on a thread that ends with it.

@@ -1,6 +1,6 @@
-//! The way of a reader's bytes to the device, and from it: two buffers of page-locked memory, so that
-//! the device copies one while the reader has the other. **This module is marked for unsafe**: it
-//! gives out memory that a device reads and writes by its address.
+//! The way of a reader's bytes to the device, and from it: two buffers of page-locked memory, so
+//! that the device copies one while the reader has the other. **This module is marked for unsafe**:
+//! it gives out memory that a device reads and writes by its address.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -85,8 +85,8 @@ impl Staging {
         self.buffer(self.current, timeout)
     }
 
-    /// The bytes that [`copy_from`](Self::copy_from) had copied into the buffer `index` last. Waits up
-    /// to `timeout` for that copy.
+    /// The bytes that [`copy_from`](Self::copy_from) had copied into the buffer `index` last. Waits
+    /// up to `timeout` for that copy.
     pub(super) fn fetched(&mut self, index: usize, timeout: Duration) -> Result<&mut [u8]> {
         self.buffer(index % BUFFERS, timeout)
     }
@@ -106,8 +106,8 @@ impl Staging {
         let address = self.memory.address(index * self.buffer_bytes);
         // SAFETY: inside the page, which is mapped for writing as long as self, and whose bytes are
         // initialized (zeros at first). Nothing else has a reference into it: only this function
-        // gives one out, and that one borrows self. The device is past its last copy of this buffer,
-        // and gets the next one in `copy`, which borrows self, too.
+        // gives one out, and that one borrows self. The device is past its last copy of this
+        // buffer, and gets the next one in `copy`, which borrows self, too.
         Ok(unsafe { std::slice::from_raw_parts_mut(address, self.buffer_bytes) })
     }
 
@@ -122,8 +122,8 @@ impl Staging {
         self.copy(self.current, memory, offset, bytes, Direction::ToDevice)
     }
 
-    /// Enqueues a copy of `bytes` bytes from byte `offset` of `memory` into the buffer `index`, counted
-    /// modulo 2 (`cuMemcpyAsync`).
+    /// Enqueues a copy of `bytes` bytes from byte `offset` of `memory` into the buffer `index`,
+    /// counted modulo 2 (`cuMemcpyAsync`).
     pub(super) fn copy_from(
         &mut self,
         index: usize,
@@ -160,10 +160,10 @@ impl Staging {
         memory.used_on(&self.stream);
         let buffer = &mut self.buffers[index];
         buffer.state = BufferState::Unknown;
-        // SAFETY: both ranges lie in their memory, as checked above. The slice's memory stays mapped
-        // until the stream recorded above is past the copy; the buffer's is dropped after that
-        // stream (`memory`). No reference into the buffer exists: one would borrow self. The next
-        // one is given out once `is_free` has seen the copy's end.
+        // SAFETY: both ranges lie in their memory, as checked above. The slice's memory stays
+        // mapped until the stream recorded above is past the copy; the buffer's is dropped after
+        // that stream (`memory`). No reference into the buffer exists: one would borrow self. The
+        // next one is given out once `is_free` has seen the copy's end.
         unsafe { self.stream.copy(to, from, bytes as u64) }?;
         // SAFETY: both handles are live as long as self.
         unsafe {
@@ -179,7 +179,8 @@ impl Staging {
         self.stream.synchronize(timeout)
     }
 
-    /// Whether the device is past the last copy of a buffer. A fault of the device is an error here.
+    /// Whether the device is past the last copy of a buffer. A fault of the device is an error
+    /// here.
     fn is_free(&self, index: usize) -> Result<bool> {
         let buffer = &self.buffers[index];
         match buffer.state {
