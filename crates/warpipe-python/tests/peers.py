@@ -217,3 +217,27 @@ def subscribe_until_full(pipe, domain, device):
     except warpipe.Error as error:
         pipe.send((len(held), type(error).__name__))
     pipe.recv()
+
+
+def keep_weights(pipe, domain, name):
+    """Keeps the weights of a name until the pipe says a word, and says which version it offers."""
+    with warpipe.weights.keep(name, domain=domain) as keeper:
+        pipe.send("ready")
+        while pipe.recv() != "end":
+            pipe.send((keeper.version, keeper.candidate))
+
+
+def hold_weights(pipe, domain, device, name):
+    """Opens weights, and says what is in them; for each word once more."""
+    shared = warpipe.weights.open(name, domain=domain, device=device, wait=LIMIT_SECONDS)
+    while True:
+        pipe.send((shared.version, {key: shared[key].numpy().tolist() for key in shared}))
+        if pipe.recv() == "newer":
+            shared = shared.newer(LIMIT_SECONDS)
+
+
+def publish_weights(pipe, domain, device, name, tensors):
+    """Publishes weights, and waits to be killed."""
+    published = warpipe.weights.publish(name, tensors, domain=domain, device=device, wait=LIMIT_SECONDS)
+    pipe.send(published.version)
+    pipe.recv()

@@ -70,3 +70,10 @@ def test_the_examples_are_typed_and_mypy_is_content_with_them():
         capture_output=True, text=True, timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_engines_follow_a_trainer_and_its_old_weights_are_freed(device):
+    if device.kind == "cuda" and not importlib.util.find_spec("torch"):
+        pytest.skip("on a GPU the trainer computes with PyTorch")
+    said = run(example("trainer_to_engines.py"), "--syncs", "200", "--device", device.kind)
+    assert "trainer: 200 versions to 2 engines" in said
