@@ -1,0 +1,157 @@
+"""Model weights in PyTorch: modules are given published tensors, and state dicts are published."""
+
+import numpy as np
+import pytest
+
+import warpipe
+from warpipe import weights
+
+torch = pytest.importorskip("torch")
+
+LIMIT_SECONDS = 60.0
+
+
+class Model(torch.nn.Module):
+    """An embedding that is tied to the last layer, a buffer of each kind, and no bias."""
+
+    def __init__(self, width=8, dtype=torch.bfloat16):
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, width, dtype=dtype)
+        self.norm = torch.nn.LayerNorm(width, dtype=dtype)
+        self.head = torch.nn.Linear(width, 16, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((), 0.5))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embed(tokens))) * self.scale
+
+
+def on_meta(**options):
+    with torch.device("meta"):
+        return Model(**options)
+
+
+@pytest.fixture
+def place(device):
+    """The device of PyTorch's tensors."""
+    return torch.device("cpu" if device.kind == "host" else f"cuda:{device.ordinal}")
+
+
+@pytest.fixture
+def options(domain, device):
+    return {"domain": domain, "device": device, "wait": LIMIT_SECONDS}
+
+
+@pytest.fixture
+def trained(place):
+    torch.manual_seed(7)
+    return Model().to(place)
+
+
+@pytest.fixture
+def published(domain, options, trained):
+    with weights.keep("model", domain=domain), weights.publish("model", trained.state_dict(), **options) as published:
+        yield published
+
+
+def test_a_module_built_on_meta_computes_what_the_published_one_does_bit_for_bit(published, options, trained, place):
+    module = on_meta()
+    module.cache = torch.zeros(3)
+    shared = weights.attach(module, "model", **options)
+    assert shared.version == published.version
+    tokens = torch.arange(16, device=place)
+    with torch.no_grad():
+        assert torch.equal(module(tokens), trained(tokens))
+
+
+def test_tied_parameters_are_one_tensor_in_the_memory_and_in_the_module(published, options):
+    module = on_meta()
+    shared = weights.attach(module, "model", **options)
+    assert module.head.weight is module.embed.weight
+    assert shared.offset("head.weight") == shared.offset("embed.weight")
+    assert module.embed.weight.data_ptr() % 512 == 0
+
+
+def test_parameters_need_no_gradients_afterwards_and_passing_buffers_stay(published, options):
+    module = on_meta()
+    module.cache = torch.ones(3)
+    weights.attach(module, "model", **options)
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+    assert torch.equal(module.cache, torch.ones(3)) and module.scale.item() == 0.5
+
+
+def test_the_name_that_a_file_left_out_because_it_is_tied_is_no_difference(domain, options, trained):
+    state = {name: tensor for name, tensor in trained.state_dict().items() if name != "head.weight"}
+    with weights.keep("untied", domain=domain), weights.publish("untied", state, **options):
+        module = on_meta()
+        weights.attach(module, "untied", **options)
+        assert module.head.weight is module.embed.weight
+        assert torch.equal(module.head.weight, trained.head.weight)
+
+
+@pytest.mark.parametrize("change", ["width", "dtype", "name"])
+def test_a_module_that_does_not_fit_is_refused_with_all_names_and_keeps_what_it_had(published, options, change):
+    module = {
+        "width": lambda: on_meta(width=4),
+        "dtype": lambda: on_meta(dtype=torch.float32),
+        "name": on_meta,
+    }[change]()
+    if change == "name":
+        module.other = torch.nn.Linear(2, 2, device="meta")
+        del module.norm
+    before = dict(module.named_parameters())
+    with pytest.raises(warpipe.WeightsMismatchError) as refused:
+        weights.attach(module, "model", **options)
+    error = refused.value
+    if change == "name":
+        assert sorted(error.missing) == ["other.bias", "other.weight"]
+        assert sorted(error.unexpected) == ["norm.bias", "norm.weight"] and not error.different
+    else:
+        assert {"embed.weight", "norm.weight", "norm.bias"} <= set(error.different)
+        assert not error.missing and not error.unexpected
+    after = dict(module.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+
+
+def test_names_that_only_one_side_has_are_left_out_if_that_is_wanted(published, options, trained):
+    module = on_meta()
+    module.other = torch.nn.Linear(2, 2)
+    kept = module.other.weight
+    weights.attach(module, "model", strict=False, **options)
+    assert module.other.weight is kept
+    assert torch.equal(module.norm.weight, trained.norm.weight)
+
+
+def test_tensors_that_are_loaded_are_torchs_and_outlive_the_publisher(domain, options, trained):
+    with weights.keep("gone", domain=domain) as keeper:
+        weights.publish("gone", trained.state_dict(), **options).close()
+        tensors = weights.load("gone", **options)
+        keeper.close()
+    expected = trained.state_dict()
+    assert tensors.keys() == expected.keys()
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_views_with_strides_a_conjugate_and_a_0_d_tensor_arrive_as_their_values(domain, options, place):
+    base = torch.arange(24, dtype=torch.float32, device=place).reshape(4, 6)
+    given = {
+        "turned": base.T,
+        "stepped": base[::2, 1::2],
+        "conjugate": torch.complex(base, base + 1).conj(),
+        "one": torch.tensor(3, device=place),
+        "none": base[:0],
+        "parameter": torch.nn.Parameter(base),
+    }
+    with weights.keep("views", domain=domain), weights.publish("views", given, **options):
+        found = weights.load("views", **options)
+        for name, tensor in given.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor.detach().resolve_conj()), name
+
+
+def test_numpy_arrays_and_tensors_may_be_published_together(domain, options, place):
+    given = {"array": np.arange(5, dtype="f4"), "tensor": torch.arange(5, device=place)}
+    with weights.keep("both", domain=domain), weights.publish("both", given, **options):
+        found = weights.load("both", **options)
+        assert found["array"].tolist() == found["tensor"].tolist() == [0, 1, 2, 3, 4]
