@@ -271,6 +271,62 @@ fn a_keeper_at_the_limit_of_descriptors_loses_no_version_without_an_error() {
     assert!(errors > 3, "the limit was not reached");
 }
 
+/// As containers that share the domain's directory alone: each process is number 1 of its own.
+#[test]
+fn weights_cross_and_are_taken_over_between_processes_without_a_common_pid_or_ipc_namespace() {
+    if !Isolated::is_possible() {
+        return println!("declared skip: this user may make no namespaces");
+    }
+    let stage = Stage::new();
+    let mut keeper = stage.isolated("keeper");
+    assert_eq!(keeper.reply(), "candidate None unanswered 0");
+    let mut publisher = stage.isolated("publisher");
+    assert_eq!(publisher.ask("publish 1"), "version 1");
+    let mut worker = stage.isolated("worker");
+    assert_eq!(worker.reply(), "version 1 byte 1");
+    assert_eq!(publisher.ask("publish 2"), "version 2");
+    assert_eq!(worker.ask("newer"), "version 2 byte 2");
+    keeper.kill();
+    publisher.kill();
+    assert_eq!(worker.ask("again"), "version 2 byte 2");
+    let mut next = stage.isolated("keeper");
+    assert_eq!(next.reply(), "candidate Some(2) unanswered 0");
+    assert_eq!(stage.opener(WAIT).verify().unwrap(), 2);
+    let mut later = stage.isolated("worker");
+    assert_eq!(later.reply(), "version 2 byte 2");
+}
+
+/// A process in user, PID, IPC and mount namespaces of its own (`unshare(1)`).
+struct Isolated;
+
+impl Isolated {
+    const FLAGS: [&str; 7] = [
+        "--user",
+        "--map-root-user",
+        "--pid",
+        "--ipc",
+        "--mount-proc",
+        "--fork",
+        "--kill-child",
+    ];
+
+    fn is_possible() -> bool {
+        let tried = Command::new("unshare")
+            .args(Self::FLAGS)
+            .arg("true")
+            .status();
+        tried.is_ok_and(|status| status.success())
+    }
+
+    fn command() -> Command {
+        let mut command = Command::new("unshare");
+        command
+            .args(Self::FLAGS)
+            .arg(std::env::current_exe().unwrap());
+        command
+    }
+}
+
 /// A domain, and the processes in it.
 struct Stage {
     folder: TempDir,
@@ -299,7 +355,11 @@ impl Stage {
     }
 
     fn child(&self, role: &str) -> Child {
-        Child::start(role, self.folder.path())
+        Child::start(this_program(), role, self.folder.path())
+    }
+
+    fn isolated(&self, role: &str) -> Child {
+        Child::start(Isolated::command(), role, self.folder.path())
     }
 
     /// The names in the domain.
@@ -340,8 +400,7 @@ struct Child {
 }
 
 impl Child {
-    fn start(role: &str, folder: &Path) -> Child {
-        let mut command: Command = this_program();
+    fn start(mut command: Command, role: &str, folder: &Path) -> Child {
         command
             .args(["--exact", "child_of_another_test", "--nocapture"])
             .env(ROLE, role)
