@@ -330,25 +330,13 @@ impl Acceptor {
     /// A pending connection's socket is readable.
     fn on_pending(&self, id: u64) -> Next {
         // Taken out while it is read: a tick may not end it meanwhile.
-        let Some(pending) = self.lock().pending.remove(&id) else {
+        let Some(mut pending) = self.lock().pending.remove(&id) else {
             return Next::Stop;
         };
-        let PendingConnection {
-            registration,
-            clock,
-            credentials,
-            peer,
-            socket,
-        } = pending;
-        match self.read_hello(credentials, peer, &socket) {
+        let peer = pending.peer.take();
+        match self.read_hello(pending.credentials, peer, &pending.socket) {
             Ok(HelloRead::Pending(peer, next)) => {
-                let pending = PendingConnection {
-                    registration,
-                    clock,
-                    credentials,
-                    peer,
-                    socket,
-                };
+                pending.peer = peer;
                 let mut state = self.lock();
                 if !state.is_closed {
                     state.pending.insert(id, pending);
@@ -356,6 +344,11 @@ impl Acceptor {
                 return next;
             }
             Ok(HelloRead::Complete(peer, hello, quota_permit)) => {
+                let PendingConnection {
+                    registration,
+                    socket,
+                    ..
+                } = pending;
                 drop(registration);
                 let connection = Connection {
                     id,
@@ -365,7 +358,9 @@ impl Acceptor {
                 };
                 self.hand_over(hello, connection);
             }
-            Err(refusal) => refusal.iter().for_each(|refusal| say(&socket, refusal)),
+            Err(refusal) => refusal
+                .iter()
+                .for_each(|refusal| say(&pending.socket, refusal)),
         }
         Next::Stop
     }

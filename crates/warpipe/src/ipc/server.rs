@@ -414,6 +414,10 @@ impl ServerCore {
     /// Handles one message. An error ends the session.
     fn on_message(&self, id: u64, socket: &PeerSocket, message: Message) -> Result<(), Rejection> {
         let Some(client) = self.open_client(id) else {
+            // `close` has taken it out, and tells the client so.
+            if self.socket_of(id).is_none() {
+                return Ok(());
+            }
             return Err(Rejection::new("its session has ended"));
         };
         match message {

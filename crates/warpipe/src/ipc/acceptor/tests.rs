@@ -8,6 +8,7 @@ use crate::ipc::Address;
 use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
 use crate::ipc::domain::{Domain, EndpointName};
+use crate::runtime::reactor::CLOSED_BEFORE;
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -112,6 +113,23 @@ fn a_handshake_does_not_time_out_because_this_process_stood_still() {
     assert_eq!(scene.owner.acceptor.lock().pending.len(), 1);
     client.hello([7; 16], None, &[]).unwrap();
     scene.connections.recv_timeout(LONG).unwrap();
+}
+
+/// Otherwise another thread's descriptor with the same number is watched no longer.
+#[test]
+fn the_registration_of_a_refused_connection_ends_before_its_socket_is_closed() {
+    let scene = Scene::new("refused");
+    let (before, mut others) = (CLOSED_BEFORE.load(Ordering::Relaxed), Vec::new());
+    for _ in 0..10 {
+        let mut client = scene.pending();
+        client.kind = Kind::Pool;
+        client.hello([7; 16], None, &[]).unwrap();
+        let refused = client.wait(|| false).unwrap_err();
+        assert!(matches!(refused, Error::OtherKind { .. }), "{refused}");
+        // The thread that accepts this one is through with the one before.
+        others.push(scene.pending());
+    }
+    assert_eq!(CLOSED_BEFORE.load(Ordering::Relaxed), before);
 }
 
 #[test]

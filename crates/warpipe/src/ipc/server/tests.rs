@@ -90,3 +90,30 @@ fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
     assert!(server_core.lock().is_empty(), "its socket is closed");
     let _ = std::fs::remove_dir_all(folder);
 }
+
+/// `close` takes the connections out first, and tells the clients then.
+#[test]
+fn a_request_that_is_read_while_the_server_closes_is_not_refused_before_the_close_is_told() {
+    let folder = std::env::temp_dir().join(format!("warpipe-taken-out-{}", std::process::id()));
+    let (domain, name) = (
+        Domain::at(&folder).unwrap(),
+        EndpointName::new("a").unwrap(),
+    );
+    let at = Address {
+        domain: &domain,
+        name: &name,
+        kind: crate::ipc::Kind::Timeline,
+    };
+    let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(Willing)).unwrap();
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let (_ours, theirs) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let socket = PeerSocket::from(CloseOnForkFd::new(theirs).unwrap());
+    let request = Message::Request {
+        serial: 1,
+        body: vec![],
+    };
+    assert!(server.server_core().on_message(1, &socket, request).is_ok());
+    drop(server);
+    let _ = std::fs::remove_dir_all(folder);
+}
