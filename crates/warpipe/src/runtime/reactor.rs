@@ -421,8 +421,8 @@ impl Reactor {
     fn deregister(&self, id: u64) {
         let mut state = self.lock();
         if let Some(fd) = state.registrations.remove(&id).and_then(|entry| entry.fd) {
-            // Only for tests: the number of a descriptor that was closed before may be another
-            // one's by now, which would be watched no longer.
+            // A descriptor must be open here: if it was closed before, another one may have its
+            // number, and that one would be watched no longer. Tests count such ends.
             #[cfg(test)]
             let is_paused = state.paused.contains(&id);
             let _deleted = epoll::delete(&self.epoll, watched(fd));

@@ -35,7 +35,7 @@ const CLAIM_TRIES: u32 = 64;
 /// How long a claim waits for a cleaner, which may be stopped while it holds the lock.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long a claim waits for the lock of a process whose exit closes its files.
+/// How long a claim waits while the exit of the name's owner closes files, the lock among them.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The mode of a lock file: any process that may read it could lock it.

@@ -63,7 +63,7 @@ impl SlotFences {
         self.words.word(slot as usize).reached(value)
     }
 
-    /// Stores a value whose signal no stream executes.
+    /// Stores a value that no stream is going to signal.
     pub(super) fn store(&self, slot: SlotId, value: u64) {
         self.words.word(slot as usize).store(value);
     }
