@@ -11,6 +11,7 @@ import argparse
 import multiprocessing
 import os
 import tempfile
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,8 +41,13 @@ def state_at(step: int, device: warpipe.Device) -> dict[str, Any]:
     return {"embed": embed, "norm": make.full((COLUMNS,), -step, dtype=make.float32, **options), "head": embed}
 
 
-def held(device: warpipe.Device) -> tuple[int, int]:
-    """The bytes that this process has mapped, and its open descriptors."""
+def held(device: warpipe.Device, limit: int) -> tuple[int, int]:
+    """The bytes that this process has mapped, and its open descriptors. A thread of the library unmaps a version after its
+    last user: this waits until it has."""
+    end = time.monotonic() + LIMIT_SECONDS
+    while device.bytes_held > limit:
+        assert time.monotonic() < end, f"old versions are freed: {device.bytes_held} bytes are mapped, wanted {limit}"
+        time.sleep(0.001)
     return device.bytes_held, len(os.listdir("/proc/self/fd"))
 
 
@@ -56,16 +62,18 @@ def engine(pipe: Connection, domain: str, name: str | None, syncs: int) -> None:
     """Follows the versions, and says for each what this process holds."""
     device = warpipe.Device(name)
     with weights.watch(NAME, device=device, domain=domain) as watch:
-        version = 0
+        version = limit = 0
         while version < syncs:
             with next(watch) as shared:
                 version = shared.version
+                # Nothing but the first version is mapped when it comes.
+                limit = limit or VERSIONS_AT_ONCE * device.bytes_held
                 for key, expected in (("embed", version), ("norm", -version), ("head", version)):
                     found = shared[key].numpy()
                     assert (found == expected).all(), f"{key} is of another version than {version}"
                 del found
                 assert shared.offset("embed") == shared.offset("head"), "tied weights lie there once"
-                pipe.send((version, *held(device)))
+                pipe.send((version, *held(device, limit)))
         pipe.recv()
 
 
@@ -81,7 +89,7 @@ def train(engines: list[Connection], domain: str, name: str | None, syncs: int) 
             version, *what = pipe.recv()
             assert version == step, "an engine that keeps up misses no version"
             seen[number].append((what[0], what[1]))
-        seen[ENGINES].append(held(device))
+        seen[ENGINES].append(held(device, VERSIONS_AT_ONCE * seen[0][0][0]))
     return seen
 
 
@@ -112,9 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
         for process in processes:
             process.join(LIMIT_SECONDS)
     assert [process.exitcode for process in processes] == [0] * len(processes), "all processes end well"
-    bytes_of_one = max(what[0] for what in seen[0][:1])
     for process_seen in seen:
-        assert max(what[0] for what in process_seen) <= VERSIONS_AT_ONCE * bytes_of_one, "old versions are freed"
         first = max(what[1] for what in process_seen[: max(1, len(process_seen) // 4)])
         assert process_seen[-1][1] <= first + DESCRIPTORS_MORE, "no descriptor is left open"
     print(f"trainer: {options.syncs} versions to {ENGINES} engines, at most {max(w[0] for w in seen[0])} bytes mapped in one")
