@@ -1,5 +1,6 @@
 //! The command line's arguments.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -28,6 +29,8 @@ pub enum Command {
     Sub(SubArgs),
     Doctor(DoctorArgs),
     Ls(LsArgs),
+    Top(TopArgs),
+    Metrics(MetricsArgs),
     Members(MembersArgs),
     Weights(WeightsArgs),
     Completions(CompletionsArgs),
@@ -219,6 +222,57 @@ pub struct LsArgs {
     /// named by `$WARPIPE_DOMAIN`, is not found. Only root may read the domains of others.
     #[arg(long)]
     pub all_users: bool,
+    /// Adds the counts of each endpoint, its subscribers, and the holders of all memory
+    ///
+    /// As `warpipe top --once` without rates; with --json the same object.
+    #[arg(short, long, conflicts_with = "all_users")]
+    pub verbose: bool,
+}
+
+/// Shows the endpoints of the domain and the processes with their memory, and keeps it up to date
+///
+/// For each endpoint: samples and bytes per second, the mean latency (of publishers that state when
+/// they send), samples in flight, dropped samples, and the state and lag of each subscriber. For
+/// each process: descriptors, and the memory that it has allocated, or imported from others. For
+/// memory: the processes that share it. It reads the statistics pages of this user's processes, also
+/// of those that are stopped; nothing is asked of them, and nothing changes.
+///
+/// Keys: Tab or 1 2 3 choose endpoints, processes or memory; arrows and PageUp, PageDown scroll; s
+/// chooses the column to sort by, r reverses the order; / begins a filter, Enter ends it, Esc clears
+/// it; space pauses; q quits.
+#[derive(Debug, Args)]
+#[command(after_help = exit::HELP)]
+pub struct TopArgs {
+    /// Observes for one interval, prints the result, and ends
+    #[arg(long)]
+    pub once: bool,
+    /// Prints one JSON object; with --once
+    #[arg(long, requires = "once")]
+    pub json: bool,
+    /// Time between two looks, in seconds, 0.1 to 3600
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
+    pub interval: Duration,
+    #[command(flatten)]
+    pub domain: DomainArg,
+}
+
+/// Serves the counts of the domain to Prometheus, as text over HTTP
+///
+/// GET /metrics looks at the domain and answers in the text format of Prometheus, version 0.0.4.
+/// The names of the metrics are listed in docs/guide/observe.md and stay. Anyone who can connect
+/// can read the names of the domain and the numbers of its processes, so the address has to be one
+/// of loopback unless --any-address is given. SIGINT and SIGTERM end it.
+#[derive(Debug, Args)]
+#[command(after_help = exit::HELP)]
+pub struct MetricsArgs {
+    /// Address and port to listen on; port 0 takes a free one, which is printed
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9464")]
+    pub listen: SocketAddr,
+    /// Allows an address that other machines may reach
+    #[arg(long)]
+    pub any_address: bool,
+    #[command(flatten)]
+    pub domain: DomainArg,
 }
 
 /// Lists the members of the domain and their states
@@ -407,6 +461,15 @@ fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
+fn interval(text: &str) -> Result<Duration, String> {
+    let seconds = text
+        .parse()
+        .ok()
+        .filter(|seconds| (0.1..=3600.0).contains(seconds));
+    let interval = seconds.map(Duration::from_secs_f64);
+    interval.ok_or_else(|| format!("{text:?} is no interval; use 0.1 to 3600 seconds"))
+}
+
 fn rate(text: &str) -> Result<f64, String> {
     let rate = text
         .parse()
@@ -436,7 +499,9 @@ mod tests {
     #[test]
     fn times_and_rates_have_bounds() {
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        assert_eq!(interval("0.1"), Ok(Duration::from_millis(100)));
         for wrong in ["0", "-1", "nan", "inf", "1e9", "x", ""] {
+            assert!(interval(wrong).is_err(), "{wrong}");
             assert!(seconds(wrong).is_err() && rate(wrong).is_err(), "{wrong}");
         }
     }

@@ -20,7 +20,9 @@ mod interrupt;
 mod list;
 mod manual;
 mod members;
+mod metrics;
 mod npy;
+mod observe;
 mod output;
 mod process;
 mod publish;
@@ -29,6 +31,7 @@ mod save;
 mod source;
 mod statistics;
 mod subscribe;
+mod top;
 mod weights;
 
 use std::ffi::OsString;
@@ -83,6 +86,8 @@ fn run(command: &Command) -> anyhow::Result<Exit> {
         Command::Sub(args) => subscribe::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Ls(args) => list::run(args),
+        Command::Metrics(args) => metrics::run(args),
+        Command::Top(args) => top::run(args),
         Command::Members(args) => members::run(args),
         Command::Weights(args) => weights::run(args),
         Command::Completions(args) => manual::complete(args),

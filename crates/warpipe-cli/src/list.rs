@@ -8,6 +8,7 @@ use warpipe::{Domain, Endpoint};
 
 use crate::args::LsArgs;
 use crate::exit::Exit;
+use crate::observe::{Source, text};
 use crate::output::{Output, Style, printable, styled};
 
 #[derive(Serialize)]
@@ -27,6 +28,11 @@ pub fn run(args: &LsArgs) -> anyhow::Result<Exit> {
         return list_all(output);
     }
     let domain = Domain::from_environment()?;
+    if args.verbose {
+        let snapshot = Source::new(domain).look()?;
+        output.say(|| text::all(&snapshot, &[]).join("\n"), &snapshot)?;
+        return Ok(Exit::Done);
+    }
     list(output, &domain, &domain.endpoints()?, None)?;
     Ok(Exit::Done)
 }

@@ -128,6 +128,8 @@ mod rows;
 mod rpc;
 mod runtime;
 mod shm;
+#[doc(hidden)]
+pub mod statistics;
 mod stats;
 mod stream;
 mod sync;

@@ -108,6 +108,11 @@ pub(crate) fn is_exiting(pid: i32) -> bool {
             .is_ok_and(|stat| stat.flags & EXITING != 0 || matches!(stat.state, b'Z' | b'X'))
 }
 
+/// When the process with this number started, in ticks since the boot.
+pub(crate) fn started_of(pid: i32) -> Option<u64> {
+    Stat::of(pid).ok().map(|stat| stat.started)
+}
+
 impl Stat {
     fn of(pid: i32) -> io::Result<Stat> {
         Stat::at(&format!("/proc/{pid}/stat"))

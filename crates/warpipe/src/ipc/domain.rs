@@ -155,6 +155,11 @@ impl Domain {
         &self.inner.path
     }
 
+    /// The device and the inode of the directory: the same for every process that uses it.
+    pub(crate) fn identity(&self) -> [u64; 2] {
+        rustix::fs::fstat(&self.inner.directory).map_or([0; 2], |stat| [stat.st_dev, stat.st_ino])
+    }
+
     /// Every endpoint in the domain, of living and of dead processes, sorted by name.
     ///
     /// # Errors
@@ -488,6 +493,11 @@ pub(crate) struct NameClaim {
 }
 
 impl NameClaim {
+    /// The domain of the name.
+    pub(crate) fn domain(&self) -> &Domain {
+        &self.domain
+    }
+
     /// Removes the endpoint's files, once. No new client can connect, and the name is free.
     pub(crate) fn withdraw(&self) {
         // In a forked child the files are still the parent's.

@@ -20,12 +20,12 @@ use crate::backend::{Access, DeviceId};
 use crate::backoff::Backoff;
 use crate::error::PeerLimit;
 use crate::error::{Error, HandshakeFault, Result};
-use crate::fork::NoForkSection;
 use crate::fork::lifeline::Lifeline;
-use crate::ipc::Kind;
+use crate::fork::{CloseOnForkFd, NoForkSection};
 use crate::ipc::client_handshake::HandshakeLimit;
+use crate::ipc::{FDS_MAX, Kind};
 use crate::os::take_standard;
-use crate::runtime::closer::{PeerFd, peek, peer_of};
+use crate::runtime::closer::{PeerFd, PeerSocket, peek, peer_of};
 use crate::shm::segment::VERSION;
 
 /// The longest packet, frame included.
@@ -184,6 +184,19 @@ pub(crate) fn send(
     let mut packet = frame(VERSION).to_vec();
     packet.extend(postcard::to_stdvec(message).map_err(|_| Errno::MSGSIZE)?);
     send_packet(socket, &packet, &fds)
+}
+
+/// [`send`] with descriptors of a reply, as many as one may have.
+pub(crate) fn send_owned(
+    socket: &PeerSocket,
+    message: &Message,
+    fds: &[CloseOnForkFd],
+) -> std::result::Result<(), Errno> {
+    if fds.len() > FDS_MAX {
+        return Err(Errno::INVAL);
+    }
+    let borrowed: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+    send(socket.as_fd(), message, &borrowed)
 }
 
 /// Whether a failed send is this process's own fault (no memory, or too many descriptors in flight)

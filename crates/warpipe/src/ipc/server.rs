@@ -6,11 +6,9 @@
 //! of the handler is made under the server's lock.
 
 use std::collections::HashMap;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-
-use rustix::io::Errno;
 
 use super::acceptor::{
     self, Acceptor, AcceptorOptions, ConnectionOwner, Hello, Postponed, refusal,
@@ -20,7 +18,6 @@ use super::{
     Rejection, RequestHandler, is_shortage,
 };
 use crate::error::{Error, Result};
-use crate::fork::CloseOnForkFd;
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::limits::QuotaPermit;
@@ -28,6 +25,7 @@ use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Peer, Process};
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, new_generation};
+use crate::statistics::EndpointRow;
 
 /// Messages of one client answered before other sockets are served.
 const BATCH_MAX: usize = 16;
@@ -62,8 +60,9 @@ impl IpcServer {
         let claim = at
             .domain
             .claim(at.name, access_policy.is_open_to_others())?;
+        let generation = new_generation();
         let server_core = Arc::new_cyclic(|me: &Weak<ServerCore>| ServerCore {
-            generation: new_generation(),
+            generation,
             acceptor: Acceptor::new(
                 claim,
                 AcceptorOptions {
@@ -81,6 +80,7 @@ impl IpcServer {
             reactor: reactor.clone(),
             connections: Mutex::default(),
             is_closed: AtomicBool::new(false),
+            row: EndpointRow::served(at, generation),
         });
         server_core.acceptor.listen()?;
         reactor.register_ticks(server_core.me.clone());
@@ -162,6 +162,8 @@ pub(crate) struct ServerCore {
     reactor: Arc<Reactor>,
     connections: Mutex<HashMap<u64, Connection>>,
     is_closed: AtomicBool,
+    /// Its row of this process's statistics page.
+    row: EndpointRow,
 }
 
 impl std::fmt::Debug for ServerCore {
@@ -209,7 +211,7 @@ impl ServerCore {
             _ => return false,
         };
         let OutgoingReply { body, fds } = reply;
-        send_with(
+        message::send_owned(
             &socket,
             &Message::Reply {
                 serial: NOTIFICATION,
@@ -341,7 +343,7 @@ impl ServerCore {
         if let Some(connection) = connections.get_mut(&id) {
             connection.phase = ConnectionPhase::Open;
         }
-        let sent = send_with(&socket, &message, &reply.fds);
+        let sent = message::send_owned(&socket, &message, &reply.fds);
         let unsent = match sent {
             Err(error) if is_shortage(error) => connections.remove(&id),
             _ => None,
@@ -429,7 +431,7 @@ impl ServerCore {
                             body,
                             fds: fds.len().min(FDS_MAX) as u8,
                         };
-                        match send_with(socket, &message, &fds) {
+                        match message::send_owned(socket, &message, &fds) {
                             Err(error)
                                 if is_shortage(error)
                                     && let Message::Reply { body, .. } = &message
@@ -437,12 +439,16 @@ impl ServerCore {
                             {
                                 let text = Error::os("sendmsg", "an answer", error);
                                 let text = message::text(text);
-                                send_with(socket, &Message::RequestFailed { serial, text }, &[])
+                                message::send_owned(
+                                    socket,
+                                    &Message::RequestFailed { serial, text },
+                                    &[],
+                                )
                             }
                             sent => sent,
                         }
                     }
-                    Err(Rejection { text, .. }) => send_with(
+                    Err(Rejection { text, .. }) => message::send_owned(
                         socket,
                         &Message::RequestFailed {
                             serial,
@@ -575,19 +581,8 @@ impl EventSource for ServerCore {
         }
         self.acceptor.tick();
         self.handler.on_server_tick(self, now_ns);
+        self.row.set_clients(self.lock().len(), now_ns);
     }
-}
-
-fn send_with(
-    socket: &PeerSocket,
-    message: &Message,
-    fds: &[CloseOnForkFd],
-) -> std::result::Result<(), Errno> {
-    if fds.len() > FDS_MAX {
-        return Err(Errno::INVAL);
-    }
-    let borrowed: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
-    message::send(socket.as_fd(), message, &borrowed)
 }
 
 fn refuse(socket: &PeerSocket, reason: impl ToString) {

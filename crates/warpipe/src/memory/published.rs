@@ -98,14 +98,11 @@ impl Publication {
             kind: Kind::Memory,
         };
         let server = IpcServer::open(&at, self.shared.access, Arc::new(handler))?;
+        let generation = server.server_core().generation();
+        memory.mapping.region().identify(generation, PUBLISHED_ID);
         // A ticket that is opened in this process finds this mapping, without a call of the driver.
         IMPORTS.put(
-            &ImportKey::new(
-                domain.owner(),
-                server.server_core().generation(),
-                PUBLISHED_ID,
-                memory.device(),
-            ),
+            &ImportKey::new(domain.owner(), generation, PUBLISHED_ID, memory.device()),
             &memory.mapping,
         );
         Ok(Published {

@@ -3,10 +3,11 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, unreclaimed};
+use crate::backend::{Access, DeviceId, DeviceKind, DevicePtr, RawRegion, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
+use crate::statistics::{RegionRow, Role};
 
 /// A mapped region; released when dropped. Code that enqueues work on the region keeps it alive
 /// until that work is done.
@@ -14,14 +15,22 @@ use crate::fork::CloseOnForkFd;
 pub(crate) struct Region {
     device: Device,
     raw: RawRegion,
+    row: RegionRow,
 }
 
 impl Region {
     /// Allocates `bytes`, rounded up to the device's granularity.
     pub(crate) fn allocate(device: &Device, bytes: u64) -> Result<Region> {
         let raw = device.backend().allocate(bytes)?;
+        let owner = device.info().id;
+        let file = match owner.kind {
+            // SAFETY: the handle of an allocation on the host is its open descriptor.
+            DeviceKind::Host => file_id(unsafe { BorrowedFd::borrow_raw(raw.handle as i32) }),
+            DeviceKind::Cuda => NO_FILE,
+        };
         Ok(Region {
             device: device.clone(),
+            row: RegionRow::open(Role::Owner, raw.bytes, owner, file),
             raw,
         })
     }
@@ -35,10 +44,20 @@ impl Region {
         owner: DeviceId,
     ) -> Result<Region> {
         let raw = device.backend().import(fd.as_fd(), bytes, access, owner)?;
+        let file = match owner.kind {
+            DeviceKind::Host => file_id(fd),
+            DeviceKind::Cuda => NO_FILE,
+        };
         Ok(Region {
             device: device.clone(),
+            row: RegionRow::open(Role::Peer, raw.bytes, owner, file),
             raw,
         })
+    }
+
+    /// Says in this process's statistics which endpoint shares the region, and under which number.
+    pub(crate) fn identify(&self, generation: [u8; 16], number: u64) {
+        self.row.identify(generation, number);
     }
 
     /// The descriptor that is the right to this memory.
@@ -56,6 +75,14 @@ impl Region {
     pub(crate) fn bytes(&self) -> u64 {
         self.raw.bytes
     }
+}
+
+/// The identity of memory without a file of its own: a GPU's descriptors are all of one file.
+const NO_FILE: [u64; 2] = [0; 2];
+
+/// The device and the inode of a memory's file.
+fn file_id(fd: BorrowedFd<'_>) -> [u64; 2] {
+    rustix::fs::fstat(fd).map_or(NO_FILE, |stat| [stat.st_dev, stat.st_ino])
 }
 
 impl Drop for Region {

@@ -178,7 +178,10 @@ impl Ticket {
             &key,
             |_| true,
             || match published::import(incoming, device, self.name())? {
-                Some(mapping) => Ok(Arc::new(mapping)),
+                Some(mapping) => {
+                    mapping.region().identify(session.generation(), id);
+                    Ok(Arc::new(mapping))
+                }
                 None => Err(self.expired(Expiry::Replaced)),
             },
         )

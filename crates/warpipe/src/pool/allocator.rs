@@ -241,7 +241,7 @@ impl PoolAllocator {
                     drop(state);
                     let made = growth.make(&self.device);
                     state = self.lock();
-                    state.adopt_for(uid, growth, made)?;
+                    state.adopt_for(uid, growth, made, self.generation.get().copied())?;
                 }
                 Room::Removed(removed) => {
                     drop(state);

@@ -259,6 +259,7 @@ impl PoolSession {
         };
         let imported = Region::import(&self.device, fd.as_fd(), mapped, access, self.owner)?;
         fd.approve();
+        imported.identify(self.shared.session.generation(), region.into());
         let mapping = Arc::new(MappedRegion::of(
             imported,
             &self.device,

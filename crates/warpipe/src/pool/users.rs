@@ -13,6 +13,7 @@ use super::allocator::PoolState;
 use super::last_writers::{LastWriter, LastWriters};
 use crate::error::Error;
 use crate::memory::arena::{Chunk, Growth, SlotId, needed};
+use crate::memory::ticket::Incarnation;
 
 /// The most that one user may have of a [`Pool`](crate::Pool) at once, whatever the number of its
 /// processes. A block counts until it is free again: released, with the work on it done, or the
@@ -260,6 +261,7 @@ impl PoolState {
         uid: u32,
         growth: Growth,
         made: crate::error::Result<Chunk>,
+        generation: Option<Incarnation>,
     ) -> crate::error::Result<()> {
         if let Some(growing) = self.users.growing.get_mut(&uid) {
             *growing -= growth.bytes();
@@ -270,6 +272,12 @@ impl PoolState {
         let number = self.arena.adopt(growth, made)? as usize;
         let bytes = self.arena.chunks()[number].region.bytes();
         self.users.add_region(uid, bytes);
+        if let Some(generation) = generation {
+            let id = self.users.region(number).id;
+            self.arena.chunks()[number]
+                .region
+                .identify(generation, id.into());
+        }
         Ok(())
     }
 

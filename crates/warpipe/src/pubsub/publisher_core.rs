@@ -47,6 +47,7 @@ use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
 use crate::runtime::turn::{TurnLock, TurnState};
+use crate::statistics::{EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
 
 /// How often a sender polls for room before it sleeps: a few milliseconds, within which a full
@@ -117,9 +118,20 @@ impl PublisherCore {
         forward_stream
             .iter()
             .for_each(|stream| streams.record_use(stream));
+        let generation = new_generation();
+        let row = EndpointRow::open(&EndpointWords {
+            kind: options.kind,
+            role: Role::Owner,
+            name: &name,
+            domain: claim.domain().identity(),
+            device: Some(device.info().id),
+            generation,
+            depth: options.depth,
+            memory_max: options.shared.memory_limit,
+        });
         let core = Arc::new_cyclic(|me: &Weak<PublisherCore>| PublisherCore {
             owner_process: OwnerProcess::current(),
-            generation: new_generation(),
+            generation,
             this: me.clone(),
             me: me.clone(),
             reactor: reactor.clone(),
@@ -131,6 +143,7 @@ impl PublisherCore {
                 placement: Placement::default(),
                 next_sequence: 1,
                 closed: false,
+                row,
                 turn: TurnState::default(),
             }),
             fences,
@@ -197,7 +210,9 @@ impl PublisherCore {
                     Ok(chunk)
                 });
                 state = self.lock();
-                state.arena.adopt(growth, made)?;
+                let number = state.arena.adopt(growth, made)?;
+                let region = &state.arena.chunks()[number as usize].region;
+                region.identify(self.generation, number.into());
                 state.regions.extend(held.map(Arc::new));
                 state.links.has_new_region();
                 continue;

@@ -35,6 +35,7 @@ use crate::runtime::fence::Fence;
 use crate::runtime::heartbeat::PeerHeartbeat;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor, Registration};
 use crate::shm::segment::Segment;
+use crate::statistics;
 use crate::stream::Stream;
 
 /// The tags of the events that [`PublisherLink`] waits for.
@@ -99,6 +100,8 @@ pub(crate) struct PublisherLink {
     pub(super) name: String,
     pub(super) peer: Arc<Peer>,
     pub(super) lossless: bool,
+    /// The publisher's.
+    pub(super) generation: [u8; 16],
     owner: DeviceId,
     access: Access,
     device: Device,
@@ -134,6 +137,9 @@ impl PublisherLink {
             .receiver
             .heartbeat_ns
             .store(now_ns(), Relaxed);
+        for (number, region) in regions.iter().enumerate() {
+            region.identify(welcome.generation, number as u64);
+        }
         let memory = LinkMemory {
             death: OnceLock::new(),
             peer: peer.clone(),
@@ -156,6 +162,7 @@ impl PublisherLink {
             name: name.to_string(),
             peer,
             lossless: welcome.lossless,
+            generation: welcome.generation,
             owner: welcome.owner,
             access: welcome.access,
             device: device.clone(),
@@ -549,5 +556,6 @@ impl EventSource for PublisherLink {
         self.peer_heartbeat
             .tick(header.sender.heartbeat_ns.load(Relaxed));
         self.map_again();
+        statistics::beat(now_ns);
     }
 }

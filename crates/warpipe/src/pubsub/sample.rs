@@ -107,6 +107,13 @@ impl Sample {
         Some(self.received_ns).filter(|&received| received != 0)
     }
 
+    /// The time between sending and receiving, if both are known. The sender states its time, which
+    /// may be any number.
+    #[inline]
+    pub(super) fn latency_ns(&self) -> Option<u64> {
+        self.received_ns.checked_sub(self.sent_at_ns()?)
+    }
+
     /// Set on the first sample of another incarnation of the publisher.
     pub fn discontinuity(&self) -> Option<Discontinuity> {
         self.discontinuity

@@ -38,6 +38,7 @@ use crate::options::EndpointOptions;
 use crate::pubsub::ring::ReceiverRing;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::spin::{Came, Spin};
+use crate::statistics::{EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
 
 /// How often attaching is tried again without a sign of a new publisher, while a name cannot be
@@ -105,6 +106,8 @@ pub struct Subscriber {
     discontinuity: Option<Discontinuity>,
     dropped_before: u64,
     spin: Spin,
+    /// Its row of this process's statistics page.
+    row: Arc<EndpointRow>,
 }
 
 impl Subscriber {
@@ -142,6 +145,16 @@ impl Subscriber {
             listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
         }
         let spin = Spin::new(options.shared.spin);
+        let row = EndpointRow::open(&EndpointWords {
+            kind: options.kind,
+            role: Role::Peer,
+            name: name.as_str(),
+            domain: domain.identity(),
+            device: Some(device.info().id),
+            generation: [0; 16],
+            depth: 0,
+            memory_max: 0,
+        });
         let mut subscriber = Subscriber {
             owner_process: OwnerProcess::current(),
             options,
@@ -159,6 +172,7 @@ impl Subscriber {
             discontinuity: None,
             dropped_before: 0,
             spin,
+            row: Arc::new(row),
         };
         subscriber.attach_first()?;
         if !subscriber.options.reconnect {
@@ -222,6 +236,7 @@ impl Subscriber {
             ring.fall_asleep();
         }
         let regions = link.regions().clone();
+        self.row.attach_to(link.generation);
         self.attached = Some(LeakOnFork::new(Attached {
             link,
             ring,
@@ -229,6 +244,7 @@ impl Subscriber {
             last_sequence: 0,
             region_missing: None,
             taken: None,
+            row: self.row.clone(),
         }));
         Ok(())
     }

@@ -27,6 +27,7 @@ use crate::runtime::doorbell::PeerDoorbell;
 use crate::runtime::heartbeat::{PeerHeartbeat, Uptime};
 use crate::runtime::reactor::{Deferred, Registration};
 use crate::shm::segment::Segment;
+use crate::statistics::{LinkRow, LinkState, LinkWords};
 
 /// The phase of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,6 +87,8 @@ pub(super) struct SubscriberLink {
     pub(super) socket: Arc<PeerSocket>,
     /// The segment's file, until the link is live.
     segment_fd: Option<CloseOnForkFd>,
+    /// Its row of this process's statistics page, once it is in the list.
+    pub(super) row: Option<LinkRow>,
 }
 
 /// The parts of a new link, before the publisher's state contains it.
@@ -154,6 +157,7 @@ impl LinkParts {
             peer_doorbell: Arc::new(self.peer_doorbell),
             socket,
             segment_fd: Some(self.segment_fd),
+            row: None,
         };
         link.write_heartbeat(crate::clock::now_ns());
         let tell =
@@ -388,6 +392,37 @@ impl SubscriberLink {
     /// How long the subscriber has given no sign of life.
     pub(super) fn silence(&self) -> Duration {
         self.peer_heartbeat.silence()
+    }
+
+    /// Samples given and not yet released.
+    pub(super) fn in_flight(&self) -> u64 {
+        self.in_flight.len() as u64
+    }
+
+    /// Samples that it did not get because of its policy.
+    pub(super) fn dropped(&self) -> u64 {
+        self.dropped
+    }
+
+    /// Writes its row of the statistics page: called with each tick.
+    pub(super) fn write_statistics(&self) {
+        let Some(row) = &self.row else { return };
+        let is_asleep = || self.ring.segment().header().receiver.asleep.load(Relaxed) != 0;
+        let state = match self.info().state {
+            PeerState::Dead => LinkState::Dead,
+            PeerState::Suspect => LinkState::Suspect,
+            PeerState::Leaving => LinkState::Leaving,
+            PeerState::Stalled => LinkState::Stalled,
+            PeerState::Alive if !self.is_live() => LinkState::Attaching,
+            PeerState::Alive if is_asleep() => LinkState::Waiting,
+            PeerState::Alive => LinkState::Active,
+        };
+        row.set(&LinkWords {
+            state,
+            in_flight: self.in_flight(),
+            dropped: self.dropped,
+            silent_ms: self.silence().as_millis() as u64,
+        });
     }
 
     pub(super) fn info(&self) -> SubscriberInfo {

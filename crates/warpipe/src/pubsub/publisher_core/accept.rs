@@ -16,6 +16,7 @@ use crate::ipc::peer::DeathEvidence;
 use crate::runtime::fence::LazyFence;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next};
 use crate::shm::segment::OpenError;
+use crate::statistics;
 
 /// How often the socket of a suspect peer is read, [`MESSAGES_AT_ONCE`] each time.
 const FINAL_READS_MAX: usize = 16;
@@ -109,6 +110,7 @@ impl PublisherCore {
         ) {
             link.registrations.extend([socket, suspect, proven]);
             link.generation = hello.generation;
+            link.row = Some(state.row.link(link.peer.pid, link.peer.uid));
             state.links.add(link);
         } else {
             self.reactor.defer_drop(Box::new(link));
@@ -353,5 +355,8 @@ impl EventSource for PublisherCore {
         let _ = state.announce(&self.name);
         self.evict_stalled(&mut state);
         self.reap_links(&mut state);
+        state.write_statistics();
+        drop(state);
+        statistics::beat(now_ns);
     }
 }

@@ -19,6 +19,8 @@ pub(super) struct Links {
     /// An observer asks for `disconnects`.
     is_observed: bool,
     disconnects: Disconnects,
+    /// The samples that links which are no longer in the list did not get.
+    dropped_before: u64,
 }
 
 impl Links {
@@ -28,6 +30,7 @@ impl Links {
             is_announced: true,
             is_observed,
             disconnects: Disconnects::default(),
+            dropped_before: 0,
         }
     }
 
@@ -151,6 +154,7 @@ impl Links {
             matches!(link.phase, LinkPhase::Leaving | LinkPhase::Suspect) && link.holds_nothing()
         };
         let done: Vec<SubscriberLink> = self.list.extract_if(.., is_done).collect();
+        self.dropped_before += done.iter().map(SubscriberLink::dropped).sum::<u64>();
         if self.is_observed {
             for link in &done {
                 self.disconnects.add_untaken(link.id, &link.untaken);
@@ -180,6 +184,11 @@ impl Links {
                 .extend(all.then_some(link.generation));
         }
         disconnects
+    }
+
+    /// The samples that subscribers, those that have gone too, did not get because of a policy.
+    pub(super) fn dropped(&self) -> u64 {
+        self.dropped_before + self.list.iter().map(SubscriberLink::dropped).sum::<u64>()
     }
 
     /// Wakes every sleeping subscriber that has been given a sample.

@@ -12,8 +12,10 @@ use crate::error::Result;
 use crate::memory::arena::{Arena, SlotId};
 use crate::memory::region::Region;
 use crate::pubsub::entry::{Description, Metadata};
+use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::turn::{HasTurn, TurnState};
+use crate::statistics::EndpointRow;
 use crate::tensor::Layout;
 
 /// A region that the streams of its publisher work on.
@@ -30,6 +32,8 @@ pub(super) struct PublisherState {
     pub(super) placement: Placement,
     pub(super) next_sequence: u64,
     pub(super) closed: bool,
+    /// Its row of this process's statistics page.
+    pub(super) row: EndpointRow,
     /// The send turn.
     pub(super) turn: TurnState,
 }
@@ -91,6 +95,7 @@ impl PublisherState {
     ) -> Description {
         let sequence = self.next_sequence;
         self.next_sequence += 1;
+        self.row.count(sequence, layout.bytes());
         let slot = self.arena.slot(slot);
         Description {
             sequence,
@@ -101,6 +106,16 @@ impl PublisherState {
             metadata: metadata.clone(),
             completion: None,
         }
+    }
+
+    /// Writes what is not counted with each sample: called with each tick.
+    pub(super) fn write_statistics(&mut self) {
+        self.links.iter().for_each(SubscriberLink::write_statistics);
+        let in_flight: u64 = self.links.iter().map(SubscriberLink::in_flight).sum();
+        let peers = self.links.iter().count() as u64;
+        let dropped = self.links.dropped();
+        self.row
+            .set_use(dropped, in_flight, peers, self.arena.total());
     }
 
     /// A counter that changes whenever a slot was freed.

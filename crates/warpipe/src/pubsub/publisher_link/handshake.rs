@@ -33,6 +33,7 @@ pub(super) struct Welcome {
     pub(super) regions: u32,
     /// Set by a publisher with a history.
     pub(super) completions: Option<FenceWords>,
+    pub(super) generation: [u8; 16],
 }
 
 /// How a subscriber describes itself.
@@ -185,6 +186,7 @@ impl LinkHandshake<'_> {
             lossless,
             regions,
             completions: None,
+            generation,
         })
     }
 

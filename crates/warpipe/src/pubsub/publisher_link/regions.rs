@@ -147,6 +147,7 @@ impl PublisherLink {
             self.owner,
             &self.name,
         )?;
+        region.identify(self.generation, id.into());
         regions.push(region);
         Ok(())
     }

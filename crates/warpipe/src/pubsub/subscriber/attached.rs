@@ -11,6 +11,7 @@ use crate::pubsub::publisher_link::{LinkState, PublisherLink};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{Discontinuity, Sample};
 use crate::runtime::heartbeat::Uptime;
+use crate::statistics::EndpointRow;
 use crate::stream::Stream;
 
 /// How long a sample's region may take to arrive behind the sample itself, while this process runs.
@@ -28,6 +29,8 @@ pub(super) struct Attached {
     /// A sample taken from the ring that the device refused to wait for. It is the next to be
     /// admitted.
     pub(super) taken: Option<TakenSample>,
+    /// The subscriber's row of this process's statistics page.
+    pub(super) row: Arc<EndpointRow>,
 }
 
 /// A sample that belongs to this end: its position, the address of its slot, its description.
@@ -72,14 +75,11 @@ impl Attached {
             match self.link.admit(position, stream) {
                 Ok(true) => {
                     let (link, gap) = (self.link.clone(), discontinuity.take());
-                    return Ok(Some(Sample::new(
-                        link,
-                        address,
-                        position,
-                        description,
-                        stream,
-                        gap,
-                    )));
+                    let sample = Sample::new(link, address, position, description, stream, gap);
+                    if let Some(latency_ns) = sample.latency_ns() {
+                        self.row.time(latency_ns);
+                    }
+                    return Ok(Some(sample));
                 }
                 Ok(false) => {}
                 Err(error) => {
@@ -99,6 +99,8 @@ impl Attached {
         // Set whatever happens to the sample: one that its publisher left incomplete is lost, and
         // the next one follows it.
         self.last_sequence = description.sequence;
+        self.row
+            .count(description.sequence, description.layout.bytes());
         if let Some(completion) = description.completion {
             self.link.note_completion(position, completion)?;
         }

@@ -1,0 +1,40 @@
+//! `warpipe metrics`: the counts of a domain for Prometheus.
+
+mod format;
+mod http;
+
+use std::net::TcpListener;
+
+use anyhow::Context;
+
+use crate::args::MetricsArgs;
+use crate::exit::{Exit, UsageError};
+use crate::interrupt::Interrupt;
+use crate::observe::Source;
+use crate::output::Output;
+use crate::top;
+
+/// Answers until it is interrupted.
+pub fn run(args: &MetricsArgs) -> anyhow::Result<Exit> {
+    let interrupt = Interrupt::install()?;
+    if !args.listen.ip().is_loopback() && !args.any_address {
+        return Err(UsageError(format!(
+            "{} is no loopback address, and every machine that reaches it could read the names of \
+             this domain; use 127.0.0.1 or [::1], or add --any-address",
+            args.listen
+        ))
+        .into());
+    }
+    let mut source = Source::new(top::domain(&args.domain)?);
+    source.look()?;
+    let listener = TcpListener::bind(args.listen)
+        .with_context(|| format!("{} cannot be listened on", args.listen))?;
+    let address = listener.local_addr()?;
+    Output::new(false).human(|| format!("http://{address}/metrics"))?;
+    let page = || match source.look() {
+        Ok(snapshot) => Ok(format::page(&snapshot)),
+        Err(error) => Err(format!("{error:#}")),
+    };
+    http::serve(&listener, &interrupt, page)?;
+    Ok(Exit::Interrupted)
+}

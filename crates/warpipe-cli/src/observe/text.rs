@@ -1,0 +1,126 @@
+//! A look as lines of text.
+
+use super::snapshot::{EndpointRow, EndpointState, Snapshot};
+use super::{MemoryRow, Rate};
+use crate::output::{self, Style, printable, styled};
+
+/// The longest path that a process's name may have beside it.
+const NAME_WIDTH_MAX: usize = 40;
+
+/// One line for an endpoint, and one for each of its subscribers.
+pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec<String> {
+    let (name, state) = (&endpoint.name, endpoint.state);
+    let style = match state {
+        EndpointState::Live => Style::Green,
+        EndpointState::Unobserved => Style::Dim,
+        EndpointState::Stalled | EndpointState::Stopped => Style::Yellow,
+        EndpointState::Stale => Style::Red,
+    };
+    let width = width.min(NAME_WIDTH_MAX);
+    let mut text = format!(
+        "  {name:<width$}  {}",
+        styled(style, &format!("{:<10}", state.name()))
+    );
+    let holder = endpoint
+        .pid
+        .map_or(String::new(), |pid| format!("  process {pid}"));
+    match (&endpoint.kind, state) {
+        (Some(kind), _) => {
+            let memory = output::bytes(endpoint.memory);
+            text += &format!("  {kind}{holder}  memory {memory}");
+        }
+        (None, EndpointState::Stale) => text += "  left by a dead process",
+        (None, _) => {
+            text += &format!(
+                "{holder}  its statistics cannot be read: it is another user's, in another PID \
+                 namespace, or without a page"
+            );
+        }
+    }
+    if endpoint.kind.is_some() && endpoint.depth > 0 {
+        let (in_flight, dropped) = (endpoint.in_flight, output::count(endpoint.dropped));
+        text += &format!("  in flight {in_flight}  dropped {dropped}");
+    }
+    if let Some(rate) = rate {
+        let bytes = output::bytes(rate.bytes_per_second as u64);
+        text += &format!("  {:.1}/s  {bytes}/s", rate.items_per_second);
+        if let Some(ns) = rate.latency_ns {
+            let latency = output::duration(std::time::Duration::from_nanos(ns));
+            text += &format!("  latency {latency}");
+        }
+    }
+    let subscribers = endpoint.subscribers.iter().map(|it| {
+        let style = match it.state {
+            "suspect" | "dead" => Style::Red,
+            "stalled" => Style::Yellow,
+            _ => Style::Dim,
+        };
+        format!(
+            "      process {}  {}  lag {}  dropped {}",
+            it.pid,
+            styled(style, &format!("{:<9}", it.state)),
+            it.lag,
+            output::count(it.dropped)
+        )
+    });
+    std::iter::once(text).chain(subscribers).collect()
+}
+
+/// One line for a region of memory.
+pub fn memory(memory: &MemoryRow) -> String {
+    let MemoryRow {
+        device, borrowers, ..
+    } = memory;
+    let bytes = output::bytes(memory.bytes);
+    let mut text = format!("  {bytes:>10}  {device}");
+    match memory.owner {
+        Some(owner) => text += &format!("  process {owner}"),
+        None => text += &styled(Style::Yellow, "  no owner: its importers alone keep it"),
+    }
+    if let Some(name) = &memory.endpoint {
+        text += &format!("  {name}");
+    }
+    if !borrowers.is_empty() {
+        let pids: Vec<String> = borrowers.iter().map(i32::to_string).collect();
+        let many = borrowers.len();
+        text += &format!("  shared by {many} (process {})", pids.join(", "));
+    }
+    text
+}
+
+/// Everything of a look.
+pub fn all(snapshot: &Snapshot, rates: &[Option<Rate>]) -> Vec<String> {
+    let domain = printable(&snapshot.domain);
+    let title = |text: String| styled(Style::Bold, &text);
+    let mut lines = vec![title(format!(
+        "{domain}: {} names",
+        snapshot.endpoints.len()
+    ))];
+    let widths = snapshot
+        .endpoints
+        .iter()
+        .map(|endpoint| endpoint.name.len());
+    let width = widths.max().unwrap_or(0);
+    let rates = rates.iter().copied().chain(std::iter::repeat(None));
+    for (row, rate) in snapshot.endpoints.iter().zip(rates) {
+        lines.extend(endpoint(row, rate, width));
+    }
+    lines.push(title(format!("processes: {}", snapshot.processes.len())));
+    for process in &snapshot.processes {
+        lines.push(format!(
+            "  {:>8}  {:<16}  {:<8}  {} descriptors  GPU {} own, {} of others  host {} own, {} of others",
+            process.pid,
+            process.command,
+            process.state.name(),
+            process.descriptors,
+            output::bytes(process.gpu_owned),
+            output::bytes(process.gpu_imported),
+            output::bytes(process.host_owned),
+            output::bytes(process.host_imported),
+        ));
+    }
+    lines.push(title(format!("memory: {} regions", snapshot.memory.len())));
+    lines.extend(snapshot.memory.iter().map(memory));
+    lines.extend(snapshot.notes.iter().map(|note| printable(note)));
+    lines
+}

@@ -1,0 +1,217 @@
+//! `warpipe top`: the endpoints of a domain, the processes and their memory, kept up to date.
+
+mod draw;
+mod keys;
+mod table;
+mod terminal;
+#[cfg(test)]
+pub mod tests;
+mod view;
+
+use std::io::{self, IsTerminal};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use ratatui_core::terminal::Terminal;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::Serialize;
+use warpipe::Domain;
+
+use crate::args::{DomainArg, TopArgs};
+use crate::exit::{Exit, UsageError};
+use crate::interrupt::{Interrupt, LOOK};
+use crate::observe::{EndpointRow, MemoryRow, Meter, ProcessRow, Rate, Snapshot, Source, text};
+use crate::output::Output;
+use crate::top::terminal::Screen;
+use crate::top::view::{View, Wish};
+
+/// Shows the domain until the user quits; with `--once` for one interval.
+pub fn run(args: &TopArgs) -> anyhow::Result<Exit> {
+    let interrupt = Interrupt::install()?;
+    let mut source = Source::new(domain(&args.domain)?);
+    if args.once {
+        return once(args, &mut source, &interrupt);
+    }
+    if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
+        return Err(UsageError(
+            "top needs a terminal for its input and output; use `warpipe top --once`".into(),
+        )
+        .into());
+    }
+    let wakers = Wakers {
+        interrupted: interrupt.readable()?,
+        resized: resized()?,
+    };
+    let shown = {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            // Before the report, which would go to the other screen.
+            terminal::restore();
+            before(panic);
+        }));
+        let _screen = Screen::enter().context("the terminal cannot be set up")?;
+        show(args, &mut source, &interrupt, &wakers)
+    };
+    match shown {
+        Ok(()) if interrupt.came() => Ok(Exit::Interrupted),
+        Ok(()) => Ok(Exit::Done),
+        Err(error) => Err(error),
+    }
+}
+
+/// What wakes the loop, beside keys.
+struct Wakers {
+    interrupted: UnixStream,
+    resized: UnixStream,
+}
+
+/// A stream that is readable when the terminal has another size.
+fn resized() -> io::Result<UnixStream> {
+    let (read, write) = UnixStream::pair()?;
+    read.set_nonblocking(true)?;
+    signal_hook::low_level::pipe::register(signal_hook::consts::SIGWINCH, write)?;
+    Ok(read)
+}
+
+/// How long the rest of a key's bytes may take. A lone Escape is such a beginning.
+const KEY_REST: Duration = Duration::from_millis(25);
+
+/// Draws, waits for a key, a new size or the next look, and begins again.
+fn show(
+    args: &TopArgs,
+    source: &mut Source,
+    interrupt: &Interrupt,
+    wakers: &Wakers,
+) -> anyhow::Result<()> {
+    let mut terminal = Terminal::new(terminal::Output::default())?;
+    let (mut view, mut meter) = (View::default(), Meter::default());
+    let (mut bytes, mut due) = (Vec::new(), Instant::now());
+    while !interrupt.came() {
+        if due <= Instant::now() {
+            view.update(look(source, &mut meter));
+            // A look that takes long leaves time for others.
+            due = Instant::now() + args.interval;
+        }
+        terminal.draw(|frame| draw::draw(&mut view, frame.buffer_mut()))?;
+        let left = due.saturating_duration_since(Instant::now());
+        let limit = if bytes.is_empty() {
+            left
+        } else {
+            KEY_REST.min(left)
+        };
+        let has_input = wait(wakers, limit)?;
+        let is_over = has_input && !read_input(&mut bytes)?;
+        let keys = keys::take(&mut bytes, !has_input);
+        let wants_to_quit = keys.into_iter().any(|key| view.press(key) == Wish::Quit);
+        if is_over || wants_to_quit {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+fn look(source: &mut Source, meter: &mut Meter) -> Result<(Snapshot, Vec<Option<Rate>>), String> {
+    let snapshot = source.look().map_err(|error| format!("{error:#}"))?;
+    let rates = meter.rates(&snapshot);
+    Ok((snapshot, rates))
+}
+
+/// Waits, and returns whether standard input is readable, or at its end.
+fn wait(wakers: &Wakers, limit: Duration) -> io::Result<bool> {
+    let input = io::stdin();
+    let mut fds = [
+        PollFd::new(&input, PollFlags::IN),
+        PollFd::new(&wakers.resized, PollFlags::IN),
+        PollFd::new(&wakers.interrupted, PollFlags::IN),
+    ];
+    let limit = Timespec::try_from(limit).ok();
+    match poll(&mut fds, limit.as_ref()) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let has_input = !fds[0].revents().is_empty();
+    let mut signals = [0; 64];
+    while matches!(
+        rustix::io::read(wakers.resized.as_fd(), &mut signals),
+        Ok(1..)
+    ) {}
+    Ok(has_input)
+}
+
+/// Adds what the terminal has sent. False at its end: the terminal is gone.
+fn read_input(bytes: &mut Vec<u8>) -> io::Result<bool> {
+    let mut some = [0; 256];
+    match rustix::io::read(io::stdin(), &mut some) {
+        Ok(0) | Err(rustix::io::Errno::IO) => Ok(false),
+        Ok(count) => {
+            bytes.extend_from_slice(&some[..count]);
+            Ok(true)
+        }
+        Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => Ok(true),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The domain of an option, else the environment's.
+pub fn domain(args: &DomainArg) -> warpipe::Result<Domain> {
+    match &args.path {
+        Some(path) => Domain::at(path),
+        None => Domain::from_environment(),
+    }
+}
+
+/// The object of `--json`.
+#[derive(Serialize)]
+struct Report<'a> {
+    domain: &'a str,
+    taken_ns: u64,
+    interval_seconds: f64,
+    endpoints: Vec<ReportedEndpoint<'a>>,
+    processes: &'a [ProcessRow],
+    memory: &'a [MemoryRow],
+    notes: &'a [String],
+}
+
+#[derive(Serialize)]
+struct ReportedEndpoint<'a> {
+    #[serde(flatten)]
+    endpoint: &'a EndpointRow,
+    /// Null for an endpoint that was not there when the interval began.
+    rate: Option<Rate>,
+}
+
+fn once(args: &TopArgs, source: &mut Source, interrupt: &Interrupt) -> anyhow::Result<Exit> {
+    let mut meter = Meter::default();
+    meter.rates(&source.look()?);
+    let mut left = args.interval;
+    while !left.is_zero() && !interrupt.came() {
+        let step = left.min(LOOK);
+        std::thread::sleep(step);
+        left -= step;
+    }
+    if interrupt.came() {
+        return Ok(Exit::Interrupted);
+    }
+    let snapshot = source.look()?;
+    let rates = meter.rates(&snapshot);
+    let text = || text::all(&snapshot, &rates).join("\n");
+    Output::new(args.json).say(text, &report(&snapshot, &rates, args.interval))?;
+    Ok(Exit::Done)
+}
+
+fn report<'a>(snapshot: &'a Snapshot, rates: &[Option<Rate>], interval: Duration) -> Report<'a> {
+    let endpoints = snapshot.endpoints.iter().zip(rates);
+    Report {
+        domain: &snapshot.domain,
+        taken_ns: snapshot.taken_ns,
+        interval_seconds: interval.as_secs_f64(),
+        endpoints: endpoints
+            .map(|(endpoint, &rate)| ReportedEndpoint { endpoint, rate })
+            .collect(),
+        processes: &snapshot.processes,
+        memory: &snapshot.memory,
+        notes: &snapshot.notes,
+    }
+}

@@ -1,0 +1,295 @@
+//! The three tables: columns, and rows of cells with texts and colours.
+
+use std::time::Duration;
+
+use super::view::Tab;
+use crate::observe::{
+    EndpointRow, EndpointState, MemoryRow, ProcessRow, ProcessState, Rate, Snapshot, SubscriberRow,
+};
+use crate::output;
+
+/// A column. Numbers are on the right of theirs.
+#[derive(Debug, Clone, Copy)]
+pub struct Column {
+    pub title: &'static str,
+    /// The width; 0 takes what the others leave.
+    pub width: u16,
+    pub is_number: bool,
+}
+
+const fn text(title: &'static str, width: u16) -> Column {
+    Column {
+        title,
+        width,
+        is_number: false,
+    }
+}
+
+const fn number(title: &'static str, width: u16) -> Column {
+    Column {
+        title,
+        width,
+        is_number: true,
+    }
+}
+
+const ENDPOINTS: &[Column] = &[
+    text("NAME", 0),
+    text("KIND", 10),
+    text("STATE", 10),
+    number("PID", 8),
+    number("RATE/s", 10),
+    number("BYTES/s", 10),
+    number("LATENCY", 9),
+    number("FLIGHT", 7),
+    number("DROPS", 8),
+    number("PEERS", 6),
+    number("MEMORY", 10),
+];
+
+const PROCESSES: &[Column] = &[
+    text("COMMAND", 0),
+    number("PID", 8),
+    text("STATE", 8),
+    number("FDS", 6),
+    number("ENDPOINTS", 10),
+    number("GPU OWN", 10),
+    number("GPU OTHERS", 11),
+    number("HOST OWN", 10),
+    number("HOST OTHERS", 12),
+];
+
+const MEMORY: &[Column] = &[
+    text("ENDPOINT", 0),
+    text("DEVICE", 12),
+    number("BYTES", 10),
+    number("OWNER", 8),
+    number("SHARED BY", 10),
+    text("BORROWERS", 24),
+];
+
+/// The columns of a table.
+pub fn columns(tab: Tab) -> &'static [Column] {
+    match tab {
+        Tab::Endpoints => ENDPOINTS,
+        Tab::Processes => PROCESSES,
+        Tab::Memory => MEMORY,
+    }
+}
+
+/// How much a cell asks for attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Tone {
+    #[default]
+    Plain,
+    Good,
+    /// Stopped, stalled, dropped samples.
+    Warning,
+    /// Suspect, dead, left by the dead.
+    Alarm,
+    Dim,
+}
+
+/// One cell.
+#[derive(Debug, Clone, Default)]
+pub struct Cell {
+    pub text: String,
+    /// The number to sort by.
+    pub sort: Option<f64>,
+    pub tone: Tone,
+}
+
+/// One row, and lines below it.
+#[derive(Debug, Clone)]
+pub struct Row {
+    pub cells: Vec<Cell>,
+    pub details: Vec<Cell>,
+}
+
+/// A table, ready to be drawn.
+#[derive(Debug, Clone)]
+pub struct Table {
+    pub columns: &'static [Column],
+    pub rows: Vec<Row>,
+    pub sorted_by: usize,
+    pub is_reversed: bool,
+}
+
+impl Table {
+    /// The rows of a look, not yet filtered or sorted.
+    pub fn of(tab: Tab, snapshot: &Snapshot, rates: &[Option<Rate>]) -> Table {
+        let rows = match tab {
+            Tab::Endpoints => {
+                let rates = rates.iter().chain(std::iter::repeat(&None));
+                let endpoints = snapshot.endpoints.iter().zip(rates);
+                endpoints
+                    .map(|(endpoint, rate)| endpoint_row(endpoint, *rate))
+                    .collect()
+            }
+            Tab::Processes => snapshot.processes.iter().map(process_row).collect(),
+            Tab::Memory => snapshot.memory.iter().map(memory_row).collect(),
+        };
+        Table {
+            columns: columns(tab),
+            rows,
+            sorted_by: 0,
+            is_reversed: false,
+        }
+    }
+}
+
+impl Row {
+    /// Whether a cell has this text, in small letters.
+    pub fn has(&self, wanted: &str) -> bool {
+        let mut cells = self.cells.iter().chain(&self.details);
+        cells.any(|cell| cell.text.to_lowercase().contains(wanted))
+    }
+}
+
+impl Cell {
+    fn text(text: impl Into<String>) -> Cell {
+        Cell {
+            text: text.into(),
+            ..Cell::default()
+        }
+    }
+
+    fn number(text: String, sort: f64) -> Cell {
+        Cell {
+            text,
+            sort: Some(sort),
+            tone: Tone::Plain,
+        }
+    }
+
+    fn tone(self, tone: Tone) -> Cell {
+        Cell { tone, ..self }
+    }
+}
+
+/// What is not known.
+fn unknown() -> Cell {
+    Cell::text("-").tone(Tone::Dim)
+}
+
+fn count(number: u64) -> Cell {
+    Cell::number(output::count(number), number as f64)
+}
+
+fn bytes(number: u64) -> Cell {
+    Cell::number(output::bytes(number), number as f64)
+}
+
+fn pid(pid: Option<i32>) -> Cell {
+    pid.map_or_else(unknown, |pid| {
+        Cell::number(pid.to_string(), -f64::from(pid))
+    })
+}
+
+fn endpoint_row(endpoint: &EndpointRow, rate: Option<Rate>) -> Row {
+    let known = |cell: Cell| {
+        if endpoint.kind.is_some() {
+            cell
+        } else {
+            unknown()
+        }
+    };
+    let per_second = |of: fn(&Rate) -> f64, text: fn(f64) -> String| {
+        rate.filter(|_| endpoint.kind.is_some())
+            .map_or_else(unknown, |rate| Cell::number(text(of(&rate)), of(&rate)))
+    };
+    let latency = rate.and_then(|rate| rate.latency_ns);
+    let drops = count(endpoint.dropped);
+    let tone = match endpoint.state {
+        EndpointState::Live => Tone::Good,
+        EndpointState::Unobserved => Tone::Dim,
+        EndpointState::Stalled | EndpointState::Stopped => Tone::Warning,
+        EndpointState::Stale => Tone::Alarm,
+    };
+    Row {
+        cells: vec![
+            Cell::text(&endpoint.name),
+            endpoint.kind.as_deref().map_or_else(unknown, Cell::text),
+            Cell::text(endpoint.state.name()).tone(tone),
+            pid(endpoint.pid),
+            per_second(|rate| rate.items_per_second, |rate| format!("{rate:.1}")),
+            per_second(
+                |rate| rate.bytes_per_second,
+                |rate| output::bytes(rate as u64),
+            ),
+            latency.map_or_else(unknown, |ns| {
+                Cell::number(output::duration(Duration::from_nanos(ns)), ns as f64)
+            }),
+            known(count(endpoint.in_flight)),
+            known(if endpoint.dropped > 0 {
+                drops.tone(Tone::Warning)
+            } else {
+                drops
+            }),
+            known(count(endpoint.peers)),
+            known(bytes(endpoint.memory)),
+        ],
+        details: endpoint.subscribers.iter().map(subscriber).collect(),
+    }
+}
+
+fn subscriber(subscriber: &SubscriberRow) -> Cell {
+    let SubscriberRow {
+        pid,
+        state,
+        lag,
+        dropped,
+        silent_seconds,
+        ..
+    } = subscriber;
+    let behind = subscriber.behind.map_or("-".to_owned(), output::count);
+    let tone = match *state {
+        "suspect" | "dead" => Tone::Alarm,
+        "stalled" => Tone::Warning,
+        _ => Tone::Dim,
+    };
+    Cell::text(format!(
+        "process {pid}  {state:<9}  lag {lag}  behind {behind}  dropped {dropped}  silent {silent_seconds:.1} s",
+    ))
+    .tone(tone)
+}
+
+fn process_row(process: &ProcessRow) -> Row {
+    let tone = match process.state {
+        ProcessState::Running => Tone::Good,
+        ProcessState::Stalled | ProcessState::Stopped => Tone::Warning,
+    };
+    Row {
+        cells: vec![
+            Cell::text(&process.command),
+            pid(Some(process.pid)),
+            Cell::text(process.state.name()).tone(tone),
+            count(process.descriptors as u64),
+            count(process.endpoints as u64),
+            bytes(process.gpu_owned),
+            bytes(process.gpu_imported),
+            bytes(process.host_owned),
+            bytes(process.host_imported),
+        ],
+        details: Vec::new(),
+    }
+}
+
+fn memory_row(memory: &MemoryRow) -> Row {
+    let borrowers: Vec<String> = memory.borrowers.iter().map(i32::to_string).collect();
+    let owner = match memory.owner {
+        None => Cell::text("none").tone(Tone::Warning),
+        owner => pid(owner),
+    };
+    Row {
+        cells: vec![
+            memory.endpoint.as_deref().map_or_else(unknown, Cell::text),
+            Cell::text(&memory.device),
+            bytes(memory.bytes),
+            owner,
+            count(memory.borrowers.len() as u64),
+            Cell::text(borrowers.join(" ")),
+        ],
+        details: Vec::new(),
+    }
+}

@@ -1,0 +1,167 @@
+//! The terminal: raw mode, the other screen, cells as ECMA-48 sequences, and its restoring.
+
+use std::io::{self, Write};
+use std::sync::Mutex;
+
+use ratatui_core::backend::{Backend, ClearType, WindowSize};
+use ratatui_core::buffer::Cell;
+use ratatui_core::layout::{Position, Size};
+use ratatui_core::style::{Color, Modifier};
+use rustix::termios::{self, OptionalActions, Termios};
+
+/// The other screen, and no cursor.
+const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
+
+/// The cursor, plain text, and the screen from before.
+const LEAVE: &[u8] = b"\x1b[0m\x1b[?25h\x1b[?1049l";
+
+/// The screen for a terminal that does not say its size.
+const SIZE: (u16, u16) = (80, 24);
+
+/// The larger screens are drawn in part: a terminal may claim any size.
+const SIZE_MAX: (u16, u16) = (1000, 500);
+
+/// The modes of the terminal before this program changed them. A panic restores them, too.
+static BEFORE: Mutex<Option<Termios>> = Mutex::new(None);
+
+/// The terminal in raw mode. Dropping it restores what was there before.
+pub struct Screen(());
+
+impl Screen {
+    /// Takes over the terminal of standard input and output.
+    pub fn enter() -> io::Result<Screen> {
+        let before = termios::tcgetattr(io::stdin())?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        *lock() = Some(before);
+        let screen = Screen(());
+        termios::tcsetattr(io::stdin(), OptionalActions::Flush, &raw)?;
+        let mut out = io::stdout().lock();
+        out.write_all(ENTER)?;
+        out.flush()?;
+        Ok(screen)
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        restore();
+    }
+}
+
+/// Restores the terminal, once.
+pub fn restore() {
+    let Some(before) = lock().take() else { return };
+    let mut out = io::stdout().lock();
+    let _ = out.write_all(LEAVE).and_then(|()| out.flush());
+    let _ = termios::tcsetattr(io::stdin(), OptionalActions::Flush, &before);
+}
+
+fn lock() -> std::sync::MutexGuard<'static, Option<Termios>> {
+    BEFORE
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Standard output, as frames are drawn on it. A frame goes out in one write.
+#[derive(Default)]
+pub struct Output {
+    frame: Vec<u8>,
+}
+
+impl Backend for Output {
+    type Error = io::Error;
+
+    fn draw<'a, I>(&mut self, content: I) -> io::Result<()>
+    where
+        I: Iterator<Item = (u16, u16, &'a Cell)>,
+    {
+        let mut next = None;
+        let mut style = None;
+        for (x, y, cell) in content {
+            if next != Some((x, y)) {
+                write!(self.frame, "\x1b[{};{}H", y + 1, x + 1)?;
+            }
+            let wanted = (cell.fg, cell.modifier);
+            if style != Some(wanted) {
+                write_style(&mut self.frame, wanted.0, wanted.1)?;
+                style = Some(wanted);
+            }
+            self.frame.extend_from_slice(cell.symbol().as_bytes());
+            // A wide letter takes two cells, and the terminal's cursor is then elsewhere.
+            next = cell.symbol().is_ascii().then_some((x + 1, y));
+        }
+        self.frame.extend_from_slice(b"\x1b[0m");
+        Ok(())
+    }
+
+    fn hide_cursor(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn show_cursor(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn get_cursor_position(&mut self) -> io::Result<Position> {
+        Ok(Position::ORIGIN)
+    }
+
+    fn set_cursor_position<P: Into<Position>>(&mut self, _: P) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn clear(&mut self) -> io::Result<()> {
+        self.frame.extend_from_slice(b"\x1b[0m\x1b[2J");
+        Ok(())
+    }
+
+    fn clear_region(&mut self, _: ClearType) -> io::Result<()> {
+        self.clear()
+    }
+
+    fn size(&self) -> io::Result<Size> {
+        let size = termios::tcgetwinsize(io::stdout()).map(|size| (size.ws_col, size.ws_row));
+        let (columns, rows) = size.ok().filter(|&(x, y)| x > 0 && y > 0).unwrap_or(SIZE);
+        Ok(Size::new(columns.min(SIZE_MAX.0), rows.min(SIZE_MAX.1)))
+    }
+
+    fn window_size(&mut self) -> io::Result<WindowSize> {
+        Ok(WindowSize {
+            columns_rows: self.size()?,
+            pixels: Size::ZERO,
+        })
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let mut out = io::stdout().lock();
+        out.write_all(&self.frame)?;
+        self.frame.clear();
+        out.flush()
+    }
+}
+
+fn write_style(frame: &mut Vec<u8>, color: Color, modifier: Modifier) -> io::Result<()> {
+    frame.extend_from_slice(b"\x1b[0");
+    for (flag, code) in [
+        (Modifier::BOLD, 1),
+        (Modifier::DIM, 2),
+        (Modifier::UNDERLINED, 4),
+        (Modifier::REVERSED, 7),
+    ] {
+        if modifier.contains(flag) {
+            write!(frame, ";{code}")?;
+        }
+    }
+    let code = match color {
+        Color::Red => Some(31),
+        Color::Green => Some(32),
+        Color::Yellow => Some(33),
+        _ => None,
+    };
+    if let Some(code) = code {
+        write!(frame, ";{code}")?;
+    }
+    frame.push(b'm');
+    Ok(())
+}

@@ -1,0 +1,357 @@
+//! Tests of the screen, without a terminal.
+
+use std::path::Path;
+
+use ratatui_core::buffer::Buffer;
+use ratatui_core::layout::Rect;
+use ratatui_core::style::{Color, Modifier};
+
+use super::draw::draw;
+use super::keys::Key;
+use super::view::{Tab, View, Wish};
+use crate::observe::{
+    EndpointRow, EndpointState, MemoryRow, ProcessRow, ProcessState, Rate, Snapshot, SubscriberRow,
+};
+
+fn endpoint(name: &str, items: u64) -> EndpointRow {
+    EndpointRow {
+        name: name.into(),
+        kind: Some("publisher".into()),
+        state: EndpointState::Live,
+        pid: Some(4711),
+        device: Some("host".into()),
+        items,
+        bytes: items * 1024,
+        timed: items,
+        latency_ns: items * 12_000,
+        in_flight: 3,
+        dropped: 0,
+        memory: 8 << 20,
+        memory_max: 1 << 30,
+        peers: 1,
+        depth: 16,
+        subscribers: Vec::new(),
+        generation: [1, 2],
+    }
+}
+
+fn subscriber(pid: i32, state: &'static str) -> SubscriberRow {
+    SubscriberRow {
+        pid,
+        uid: 1000,
+        state,
+        lag: 2,
+        behind: Some(5),
+        dropped: 0,
+        silent_seconds: 1.2,
+    }
+}
+
+/// A look with one of each.
+pub fn sample() -> Snapshot {
+    let mut camera = endpoint("camera/front", 1234);
+    camera.subscribers = vec![
+        subscriber(4801, "active"),
+        subscriber(4802, "stalled"),
+        subscriber(4803, "suspect"),
+    ];
+    let mut lidar = endpoint("lidar", 99);
+    lidar.dropped = 7;
+    let stale = EndpointRow {
+        kind: None,
+        state: EndpointState::Stale,
+        pid: None,
+        ..endpoint("old", 0)
+    };
+    Snapshot {
+        domain: "/run/user/1000/warpipe".into(),
+        taken_ns: 1,
+        endpoints: vec![camera, lidar, stale],
+        processes: vec![ProcessRow {
+            pid: 4711,
+            command: "grabber".into(),
+            state: ProcessState::Stopped,
+            descriptors: 27,
+            endpoints: 2,
+            gpu_owned: 3 << 30,
+            gpu_imported: 0,
+            host_owned: 8 << 20,
+            host_imported: 0,
+        }],
+        memory: vec![
+            MemoryRow {
+                bytes: 3 << 30,
+                device: "GPU-1".into(),
+                endpoint: Some("camera/front".into()),
+                owner: Some(4711),
+                borrowers: vec![4801, 4802],
+            },
+            MemoryRow {
+                bytes: 4096,
+                device: "host".into(),
+                endpoint: None,
+                owner: None,
+                borrowers: vec![4801],
+            },
+        ],
+        notes: Vec::new(),
+    }
+}
+
+fn rates(snapshot: &Snapshot) -> Vec<Option<Rate>> {
+    let rate = |endpoint: &EndpointRow| Rate {
+        items_per_second: endpoint.items as f64,
+        bytes_per_second: endpoint.bytes as f64,
+        latency_ns: Some(12_000),
+    };
+    snapshot.endpoints.iter().map(|it| Some(rate(it))).collect()
+}
+
+fn view_of(snapshot: Snapshot) -> View {
+    let rates = rates(&snapshot);
+    let mut view = View::default();
+    view.update(Ok((snapshot, rates)));
+    view
+}
+
+fn frame(view: &mut View, width: u16, height: u16) -> Buffer {
+    let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
+    draw(view, &mut buffer);
+    buffer
+}
+
+fn lines(buffer: &Buffer) -> Vec<String> {
+    let line = |y| {
+        let cells = (0..buffer.area.width).map(|x| buffer[(x, y)].symbol());
+        cells.collect::<String>().trim_end().to_owned()
+    };
+    (0..buffer.area.height).map(line).collect()
+}
+
+/// The lines of rows, without head, foot and details.
+fn names(view: &mut View) -> Vec<String> {
+    let shown = lines(&frame(view, 120, 40));
+    let rows = shown[3..39]
+        .iter()
+        .filter(|line| !line.is_empty() && !line.starts_with(' '));
+    rows.map(|line| line.split(' ').next().unwrap().to_owned())
+        .collect()
+}
+
+fn type_text(view: &mut View, text: &str) {
+    for letter in text.chars() {
+        assert_eq!(view.press(Key::Char(letter)), Wish::Stay);
+    }
+}
+
+#[test]
+fn a_stalled_and_a_suspect_peer_are_seen_by_their_colours() {
+    let mut view = view_of(sample());
+    let buffer = frame(&mut view, 120, 20);
+    let shown = lines(&buffer);
+    let style = |part: &str| {
+        let y = shown.iter().position(|line| line.contains(part)).unwrap();
+        let x = shown[y].find(part).unwrap();
+        let cell = &buffer[(x as u16, y as u16)];
+        (cell.fg, cell.modifier.contains(Modifier::BOLD))
+    };
+    assert_eq!(style("stalled"), (Color::Yellow, false));
+    assert_eq!(style("suspect"), (Color::Red, true));
+    assert_eq!(style("active"), (Color::Reset, false));
+    assert_eq!(style("stale "), (Color::Red, true));
+    assert!(
+        shown.iter().any(|line| line.contains("lag 2  behind 5")),
+        "{shown:?}"
+    );
+}
+
+#[test]
+fn keys_choose_the_table_the_order_and_the_rows() {
+    let mut view = view_of(sample());
+    assert_eq!(names(&mut view), ["camera/front", "lidar", "old"]);
+    type_text(&mut view, "r");
+    assert_eq!(names(&mut view), ["old", "lidar", "camera/front"]);
+    // By the rate, the largest first.
+    type_text(&mut view, "rssss");
+    assert_eq!(names(&mut view), ["camera/front", "lidar", "old"]);
+    type_text(&mut view, "/LID");
+    assert_eq!(names(&mut view), ["lidar"]);
+    view.press(Key::Enter);
+    type_text(&mut view, "2");
+    assert_eq!(view.tab(), Tab::Processes);
+    assert_eq!(names(&mut view), [] as [&str; 0]);
+    view.press(Key::Escape);
+    assert_eq!(names(&mut view), ["grabber"]);
+    view.press(Key::Tab);
+    assert_eq!(view.tab(), Tab::Memory);
+    // While a filter is typed, letters are no commands.
+    type_text(&mut view, "/q");
+    assert_eq!(view.press(Key::Interrupt), Wish::Quit);
+    view.press(Key::Escape);
+    assert_eq!(view.press(Key::Char('q')), Wish::Quit);
+}
+
+#[test]
+fn a_thousand_endpoints_scroll_from_the_first_to_the_last() {
+    let mut snapshot = sample();
+    snapshot.endpoints = (0..1000)
+        .map(|n| endpoint(&format!("e{n:04}"), n))
+        .collect();
+    let mut view = view_of(snapshot);
+    assert_eq!(names(&mut view).first().unwrap(), "e0000");
+    view.press(Key::PageDown);
+    assert_eq!(names(&mut view).first().unwrap(), "e0036");
+    view.press(Key::End);
+    assert_eq!(names(&mut view).last().unwrap(), "e0999");
+    view.press(Key::Down);
+    assert_eq!(names(&mut view).last().unwrap(), "e0999");
+    view.press(Key::Home);
+    view.press(Key::Up);
+    assert_eq!(names(&mut view).first().unwrap(), "e0000");
+}
+
+#[test]
+fn a_screen_of_any_size_is_drawn() {
+    for (width, height) in [
+        (0, 0),
+        (1, 1),
+        (2, 3),
+        (15, 4),
+        (17, 5),
+        (80, 24),
+        (300, 100),
+    ] {
+        for tab in "123".chars() {
+            let mut view = view_of(sample());
+            type_text(&mut view, &tab.to_string());
+            view.press(Key::End);
+            let buffer = frame(&mut view, width, height);
+            assert_eq!(buffer.area, Rect::new(0, 0, width, height));
+        }
+    }
+}
+
+#[test]
+fn a_domain_that_vanishes_leaves_no_rows_and_the_reason() {
+    let mut view = view_of(sample());
+    view.update(Err("the domain cannot be read: \x1b[2J".into()));
+    let shown = lines(&frame(&mut view, 160, 20)).join("\n");
+    assert!(
+        shown.contains("the domain cannot be read: \\u{1b}[2J"),
+        "{shown}"
+    );
+    assert!(
+        !shown.contains("camera") && !shown.contains('\x1b'),
+        "{shown}"
+    );
+    let snapshot = sample();
+    let rates = rates(&snapshot);
+    view.update(Ok((snapshot, rates)));
+    assert_eq!(names(&mut view).len(), 3);
+}
+
+#[test]
+fn a_paused_screen_keeps_its_numbers() {
+    let mut view = view_of(sample());
+    type_text(&mut view, " ");
+    view.update(Ok((Snapshot::default(), Vec::new())));
+    assert_eq!(names(&mut view).len(), 3);
+    type_text(&mut view, " ");
+    view.update(Ok((Snapshot::default(), Vec::new())));
+    assert_eq!(names(&mut view).len(), 0);
+}
+
+#[test]
+fn absurd_numbers_of_a_page_are_drawn() {
+    let mut snapshot = sample();
+    let camera = &mut snapshot.endpoints[0];
+    (camera.items, camera.bytes, camera.in_flight) = (u64::MAX, u64::MAX, u64::MAX);
+    (camera.dropped, camera.memory, camera.peers) = (u64::MAX, u64::MAX, u64::MAX);
+    camera.subscribers[0].lag = u64::MAX;
+    camera.subscribers[0].silent_seconds = f64::MAX;
+    snapshot.processes[0].gpu_owned = u64::MAX;
+    let other = ProcessRow {
+        pid: 1,
+        ..snapshot.processes[0].clone()
+    };
+    snapshot.processes.push(other);
+    let mut view = view_of(snapshot);
+    for tab in "123".chars() {
+        type_text(&mut view, &tab.to_string());
+        frame(&mut view, 100, 30);
+    }
+}
+
+/// The picture of the guide, from the same view that is tested. Run with
+/// `WARPIPE_BLESS=1` to write it anew.
+#[test]
+fn the_picture_in_the_guide_is_what_top_draws() {
+    let mut view = view_of(sample());
+    let svg = svg(&frame(&mut view, 118, 12));
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/guide/top.svg");
+    if std::env::var_os("WARPIPE_BLESS").is_some() {
+        std::fs::write(&path, &svg).unwrap();
+    }
+    let kept = std::fs::read_to_string(&path).unwrap();
+    assert!(
+        kept == svg,
+        "{} is stale: run this test with WARPIPE_BLESS=1",
+        path.display()
+    );
+}
+
+/// A frame as an SVG picture: one text for each run of cells of one style.
+fn svg(buffer: &Buffer) -> String {
+    use std::fmt::Write;
+    const CELL: (u16, u16) = (8, 17);
+    let Rect { width, height, .. } = buffer.area;
+    let size = (width * CELL.0 + 16, height * CELL.1 + 16);
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" \
+         font-family=\"monospace\" font-size=\"13\" xml:space=\"preserve\">\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"#1b1d21\"/>\n",
+        size.0, size.1
+    );
+    for y in 0..height {
+        let mut x = 0;
+        while x < width {
+            let style = |x: u16| (buffer[(x, y)].fg, buffer[(x, y)].modifier);
+            let end = (x..width)
+                .find(|&at| style(at) != style(x))
+                .unwrap_or(width);
+            let text: String = (x..end).map(|at| buffer[(at, y)].symbol()).collect();
+            let (fg, modifier) = style(x);
+            let reversed = modifier.contains(Modifier::REVERSED);
+            let left = x * CELL.0 + 8;
+            if reversed {
+                let (top, wide) = (y * CELL.1 + 9, (end - x) * CELL.0);
+                let _ = writeln!(
+                    svg,
+                    "<rect x=\"{left}\" y=\"{top}\" width=\"{wide}\" height=\"{}\" fill=\"#d8dade\"/>",
+                    CELL.1
+                );
+            }
+            if !text.trim().is_empty() {
+                let fill = match fg {
+                    _ if reversed => "#1b1d21",
+                    Color::Red => "#ff6b68",
+                    Color::Green => "#7fc97f",
+                    Color::Yellow => "#e8c15a",
+                    _ if modifier.contains(Modifier::DIM) => "#8d929b",
+                    _ => "#d8dade",
+                };
+                let bold = modifier.contains(Modifier::BOLD);
+                let weight = if bold { " font-weight=\"bold\"" } else { "" };
+                let _ = writeln!(
+                    svg,
+                    "<text x=\"{left}\" y=\"{}\" textLength=\"{}\" fill=\"{fill}\"{weight}>{}</text>",
+                    y * CELL.1 + 22,
+                    (end - x) * CELL.0,
+                    text.replace('&', "&amp;").replace('<', "&lt;")
+                );
+            }
+            x = end;
+        }
+    }
+    svg + "</svg>\n"
+}

@@ -1,0 +1,195 @@
+//! The page of this process, and its rows. **This module is marked for unsafe**: it maps the page.
+
+use std::sync::Mutex;
+use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::sync::atomic::{AtomicU64, fence};
+
+use rustix::mm::{MapFlags, ProtFlags};
+use rustix::process::{Resource, getrlimit};
+
+use super::layout::{FILE_NAME, MAGIC, PAGE_BYTES, PAGE_WORDS, Table, VERSION, header};
+use crate::fork::per_process::PerProcess;
+use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::origin::ProcessOrigin;
+use crate::shm::seal;
+use std::os::fd::AsFd;
+
+/// The page's words. A process that has made a page keeps it to its end: rows point into it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Words(&'static [AtomicU64; PAGE_WORDS]);
+
+/// The page, and which of its rows are free.
+#[derive(Debug, Default)]
+pub(super) struct Page {
+    mapped: Option<Mapped>,
+    free: [Vec<u32>; 3],
+    ends: [u32; 3],
+}
+
+#[derive(Debug)]
+struct Mapped {
+    words: Words,
+    /// Observers open it.
+    _fd: CloseOnForkFd,
+}
+
+/// The page of each process: a forked child makes its own.
+static PAGE: PerProcess<Mutex<Page>> = PerProcess::new();
+
+/// A row of this process's page. Dropping it frees the row.
+#[derive(Debug)]
+pub(super) struct Row<const N: usize> {
+    words: &'static [AtomicU64; N],
+    table: Table,
+    index: u32,
+    owner_process: OwnerProcess,
+}
+
+impl Page {
+    /// Maps and seals a page. `None` where the process may not have one: it lacks a descriptor, or
+    /// memory, or files of that length, or the kernel is older than the seal.
+    fn map() -> Option<Mapped> {
+        // A file beyond the limit would raise SIGXFSZ, which ends a process.
+        let limit = getrlimit(Resource::Fsize).current;
+        if limit.is_some_and(|limit| limit < PAGE_BYTES as u64) {
+            return None;
+        }
+        let origin = ProcessOrigin::here().ok()?;
+        let fd = seal::memfd(FILE_NAME, PAGE_BYTES as u64).ok()?;
+        // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
+        let base = unsafe {
+            let protection = ProtFlags::READ | ProtFlags::WRITE;
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                PAGE_BYTES,
+                protection,
+                MapFlags::SHARED,
+                &fd,
+                0,
+            )
+        };
+        let base = base.ok()?;
+        // SAFETY: the mapping is as long as the array, page-aligned, and never unmapped; atomics
+        // have no invalid bit patterns. The size is sealed, so no access raises SIGBUS.
+        let words = Words(unsafe { &*base.cast::<[AtomicU64; PAGE_WORDS]>() });
+        if seal::close(fd.as_fd()).is_err() {
+            // SAFETY: exactly the range mapped above; the one reference into it is not used again.
+            let _ = unsafe { rustix::mm::munmap(base, PAGE_BYTES) };
+            return None;
+        }
+        for (word, value) in [
+            (header::VERSION, VERSION),
+            (header::PID, origin.pid as u64),
+            (header::NAMESPACE, origin.namespace),
+            (header::STARTED, origin.started),
+        ] {
+            words.store(word, value);
+        }
+        words.0[header::MAGIC].store(MAGIC, Release);
+        Some(Mapped { words, _fd: fd })
+    }
+
+    fn take(&mut self, table: Table) -> Option<(Words, u32)> {
+        if self.mapped.is_none() {
+            self.mapped = Page::map();
+        }
+        let words = self.mapped.as_ref()?.words;
+        let (free, end) = (
+            &mut self.free[table as usize],
+            &mut self.ends[table as usize],
+        );
+        if let Some(index) = free.pop() {
+            return Some((words, index));
+        }
+        if *end as usize == table.rows_max() {
+            words.add(header::UNLISTED, 1);
+            return None;
+        }
+        *end += 1;
+        words.0[header::ENDS + table as usize].store(u64::from(*end), Relaxed);
+        Some((words, *end - 1))
+    }
+}
+
+impl Words {
+    fn store(self, word: usize, value: u64) {
+        self.0[word].store(value, Relaxed);
+    }
+
+    fn add(self, word: usize, by: u64) {
+        self.store(word, self.0[word].load(Relaxed).wrapping_add(by));
+    }
+
+    /// Notes that this process runs.
+    pub(super) fn beat(self, now_ns: u64) {
+        self.store(header::BEAT, now_ns);
+    }
+}
+
+impl<const N: usize> Row<N> {
+    /// A row of `table`, in which `fill` stores the words. `None` where the process has no page, or
+    /// the table no room.
+    pub(super) fn open(table: Table, fill: impl FnOnce(&Row<N>)) -> Option<Row<N>> {
+        assert_eq!(N, table.row_words());
+        let owner_process = OwnerProcess::current();
+        let (page, index) = PAGE.lock().take(table)?;
+        let start = table.start() + index as usize * N;
+        let words = page.0[start..start + N].first_chunk()?;
+        // An observer that reads one of the new words sees that the row was free before.
+        fence(Release);
+        let row = Row {
+            words,
+            table,
+            index,
+            owner_process,
+        };
+        words[1..].iter().for_each(|word| word.store(0, Relaxed));
+        fill(&row);
+        words[0].store(words[0].load(Relaxed).wrapping_add(1), Release);
+        Some(row)
+    }
+
+    /// Stores a word. Does nothing in a forked child: the page is its parent's.
+    #[inline]
+    pub(super) fn store(&self, word: usize, value: u64) {
+        if self.owner_process.is_current() {
+            self.words[word].store(value, Relaxed);
+        }
+    }
+
+    /// Adds to a word. It has one writer at a time, so this is a load and a store.
+    #[inline]
+    pub(super) fn add(&self, word: usize, by: u64) {
+        self.store(word, self.words[word].load(Relaxed).wrapping_add(by));
+    }
+
+    pub(super) fn store_all(&self, first: usize, values: &[u64]) {
+        for (at, &value) in values.iter().enumerate() {
+            self.store(first + at, value);
+        }
+    }
+
+    pub(super) fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// The row's first word.
+    pub(super) fn life(&self) -> u64 {
+        self.words[0].load(Relaxed)
+    }
+}
+
+impl<const N: usize> Drop for Row<N> {
+    fn drop(&mut self) {
+        if self.owner_process.is_current() {
+            let mut page = PAGE.lock();
+            self.words[0].store(self.life().wrapping_add(1), Release);
+            page.free[self.table as usize].push(self.index);
+        }
+    }
+}
+
+/// This process's page, if it has one.
+pub(super) fn own() -> Option<Words> {
+    Some(PAGE.lock().mapped.as_ref()?.words)
+}

@@ -1,0 +1,175 @@
+//! What endpoints, links and memory write into their rows.
+
+use super::layout::{self, Table, endpoint, link, region};
+use super::observer::{LinkState, Role};
+use super::page::{self, Row};
+use crate::device_types::DeviceId;
+use crate::ipc::Address;
+use crate::kind::Kind;
+
+/// Notes that this process runs: called with each tick of an endpoint.
+pub(crate) fn beat(now_ns: u64) {
+    if let Some(page) = page::own() {
+        page.beat(now_ns);
+    }
+}
+
+/// The description of an endpoint, which does not change.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct EndpointWords<'a> {
+    pub(crate) kind: Kind,
+    pub(crate) role: Role,
+    pub(crate) name: &'a str,
+    /// The device and the inode of the domain's directory.
+    pub(crate) domain: [u64; 2],
+    pub(crate) device: Option<DeviceId>,
+    pub(crate) generation: [u8; 16],
+    /// The samples that each subscriber may have in flight; 0 for an endpoint without samples.
+    pub(crate) depth: u32,
+    /// The most bytes of memory; 0 for no limit of its own.
+    pub(crate) memory_max: u64,
+}
+
+/// The row of an endpoint. All its methods do nothing where the process has no page.
+#[derive(Debug)]
+pub(crate) struct EndpointRow(Option<Row<{ endpoint::WORDS }>>);
+
+impl EndpointRow {
+    pub(crate) fn open(words: &EndpointWords<'_>) -> EndpointRow {
+        EndpointRow(Row::open(Table::Endpoints, |row| {
+            row.store(endpoint::KIND, layout::kind_code(words.kind));
+            row.store(endpoint::ROLE, words.role as u64);
+            row.store_all(endpoint::DEVICE, &layout::device_words(words.device));
+            row.store_all(endpoint::GENERATION, &layout::halves(words.generation));
+            row.store_all(endpoint::DOMAIN, &words.domain);
+            row.store(endpoint::NAME_BYTES, words.name.len() as u64);
+            for (at, chunk) in words.name.as_bytes().chunks(8).enumerate() {
+                let mut bytes = [0; 8];
+                bytes[..chunk.len()].copy_from_slice(chunk);
+                row.store(endpoint::NAME + at, u64::from_le_bytes(bytes));
+            }
+            row.store(endpoint::DEPTH, words.depth.into());
+            row.store(endpoint::MEMORY_MAX, words.memory_max);
+        }))
+    }
+
+    /// Counts an item: a sample sent, or received. The caller is the only thread that does.
+    #[inline]
+    pub(crate) fn count(&self, sequence: u64, bytes: u64) {
+        if let Some(row) = &self.0 {
+            row.add(endpoint::ITEMS, 1);
+            row.add(endpoint::BYTES, bytes);
+            row.store(endpoint::SEQUENCE, sequence);
+        }
+    }
+
+    /// Adds the time between the sending and the receiving of a counted item.
+    #[inline]
+    pub(crate) fn time(&self, latency_ns: u64) {
+        if let Some(row) = &self.0 {
+            row.add(endpoint::TIMED, 1);
+            row.add(endpoint::LATENCY_NS, latency_ns);
+        }
+    }
+
+    /// The publisher that a subscriber is attached to from now on.
+    pub(crate) fn attach_to(&self, generation: [u8; 16]) {
+        if let Some(row) = &self.0 {
+            row.store_all(endpoint::GENERATION, &layout::halves(generation));
+        }
+    }
+
+    /// The state of a publisher, written with each tick.
+    pub(crate) fn set_use(&self, dropped: u64, in_flight: u64, peers: u64, memory: u64) {
+        if let Some(row) = &self.0 {
+            row.store(endpoint::DROPPED, dropped);
+            row.store(endpoint::IN_FLIGHT, in_flight);
+            row.store(endpoint::PEERS, peers);
+            row.store(endpoint::MEMORY, memory);
+        }
+    }
+
+    /// The row of a name that a server answers for.
+    pub(crate) fn served(at: &Address<'_>, generation: [u8; 16]) -> EndpointRow {
+        EndpointRow::open(&EndpointWords {
+            kind: at.kind,
+            role: Role::Owner,
+            name: at.name.as_str(),
+            domain: at.domain.identity(),
+            device: None,
+            generation,
+            depth: 0,
+            memory_max: 0,
+        })
+    }
+
+    /// The clients of a server, written with each tick.
+    pub(crate) fn set_clients(&self, clients: usize, now_ns: u64) {
+        if let Some(row) = &self.0 {
+            row.store(endpoint::PEERS, clients as u64);
+        }
+        beat(now_ns);
+    }
+
+    /// The row of a new subscriber of this publisher.
+    pub(crate) fn link(&self, pid: i32, uid: u32) -> LinkRow {
+        let Some(of) = &self.0 else {
+            return LinkRow(None);
+        };
+        LinkRow(Row::open(Table::Links, |row| {
+            row.store(link::ENDPOINT, of.index().into());
+            row.store(link::ENDPOINT_LIFE, of.life());
+            row.store(link::PID, pid as u64);
+            row.store(link::UID, uid.into());
+            row.store(link::STATE, LinkState::Attaching as u64);
+        }))
+    }
+}
+
+/// The row of one subscriber of a publisher.
+#[derive(Debug)]
+pub(crate) struct LinkRow(Option<Row<{ link::WORDS }>>);
+
+/// The state of a link, written with each tick.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LinkWords {
+    pub(crate) state: LinkState,
+    pub(crate) in_flight: u64,
+    pub(crate) dropped: u64,
+    pub(crate) silent_ms: u64,
+}
+
+impl LinkRow {
+    pub(crate) fn set(&self, words: &LinkWords) {
+        if let Some(row) = &self.0 {
+            row.store(link::STATE, words.state as u64);
+            row.store(link::IN_FLIGHT, words.in_flight);
+            row.store(link::DROPPED, words.dropped);
+            row.store(link::SILENT_MS, words.silent_ms);
+        }
+    }
+}
+
+/// The row of one region of memory.
+#[derive(Debug)]
+pub(crate) struct RegionRow(Option<Row<{ region::WORDS }>>);
+
+impl RegionRow {
+    /// `file`: the device and the inode of the memory's file, for memory that has one of its own.
+    pub(crate) fn open(role: Role, bytes: u64, device: DeviceId, file: [u64; 2]) -> RegionRow {
+        RegionRow(Row::open(Table::Regions, |row| {
+            row.store(region::ROLE, role as u64);
+            row.store(region::BYTES, bytes);
+            row.store_all(region::DEVICE, &layout::device_words(Some(device)));
+            row.store_all(region::FILE, &file);
+        }))
+    }
+
+    /// The endpoint that shares the region, and the region's number there.
+    pub(crate) fn identify(&self, generation: [u8; 16], number: u64) {
+        if let Some(row) = &self.0 {
+            row.store_all(region::GENERATION, &layout::halves(generation));
+            row.store(region::NUMBER, number);
+        }
+    }
+}
