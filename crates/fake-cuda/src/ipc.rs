@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use rustix::fs::{MemfdFlags, Mode, OFlags, Stat};
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::memory::USED;
+use crate::memory::{self, USED};
 use crate::status::*;
 use crate::{capture, config, device, host};
 
@@ -254,7 +254,8 @@ unsafe extern "C" fn cuMemGetAddressRange_v2(
             blocks
                 .at(address, 1)
                 .map(|(base, block)| (base as u64, block.bytes))
-        });
+        })
+        .or_else(|| memory::mapping_of(address));
         let (start, length) = found.ok_or(INVALID_VALUE)?;
         // SAFETY: the caller's out pointers.
         unsafe {

@@ -30,6 +30,8 @@ struct Allocation {
     device: usize,
     /// Whether it counts as this process's use: imported memory belongs to another process.
     counted: bool,
+    /// The value of its handle, as long as it is there.
+    handle: u64,
 }
 
 impl Drop for Allocation {
@@ -40,10 +42,10 @@ impl Drop for Allocation {
     }
 }
 
-/// A reserved range of addresses.
-struct Range {
+/// An allocation, mapped at an address inside a reserved range.
+struct Mapping {
     bytes: usize,
-    mapped: Option<Arc<Allocation>>,
+    allocation: Arc<Allocation>,
     writable: bool,
     readable: bool,
     /// The device that was last given access.
@@ -53,8 +55,54 @@ struct Range {
 #[derive(Default)]
 struct Memory {
     last_handle: u64,
-    handles: HashMap<u64, Arc<Allocation>>,
-    ranges: BTreeMap<usize, Range>,
+    /// Allocations by handle, and how often each is held.
+    handles: HashMap<u64, (Arc<Allocation>, u32)>,
+    /// Reserved ranges: their lengths by address.
+    ranges: BTreeMap<usize, usize>,
+    /// By address. Each lies in one reserved range, and none overlaps another.
+    mappings: BTreeMap<usize, Mapping>,
+}
+
+impl Memory {
+    /// The mapping in which `address` lies.
+    fn mapping_at(&self, address: usize) -> Option<(usize, &Mapping)> {
+        let (&start, mapping) = self.mappings.range(..=address).next_back()?;
+        (address - start < mapping.bytes).then_some((start, mapping))
+    }
+
+    /// Whether adjacent mappings cover these bytes, and each is as wanted.
+    fn covers(&self, address: usize, bytes: usize, is_so: impl Fn(&Mapping) -> bool) -> bool {
+        let Some(end) = address.checked_add(bytes) else {
+            return false;
+        };
+        let mut at = address;
+        loop {
+            match self.mapping_at(at) {
+                Some((start, mapping)) if is_so(mapping) => at = start + mapping.bytes,
+                _ => return false,
+            }
+            if at >= end {
+                return true;
+            }
+        }
+    }
+
+    /// The mappings that make up exactly these bytes.
+    fn exactly(&mut self, address: u64, bytes: usize) -> Outcome<Vec<usize>> {
+        let start = address as usize;
+        let end = start.checked_add(bytes).ok_or(INVALID_VALUE)?;
+        let mut at = start;
+        for (&next, mapping) in self.mappings.range(start..end) {
+            if next != at {
+                return Err(INVALID_VALUE);
+            }
+            at = next + mapping.bytes;
+        }
+        if at != end || bytes == 0 {
+            return Err(INVALID_VALUE);
+        }
+        Ok(self.mappings.range(start..end).map(|(&at, _)| at).collect())
+    }
 }
 
 static MEMORY: Mutex<Option<Memory>> = Mutex::new(None);
@@ -70,15 +118,12 @@ pub fn end_all(device: usize) {
     with(|memory| {
         memory
             .handles
-            .retain(|_, allocation| allocation.device != device);
-        memory.ranges.retain(|&address, range| {
-            let is_ended = range
-                .mapped
-                .as_ref()
-                .is_some_and(|allocation| allocation.device == device);
+            .retain(|_, (allocation, _)| allocation.device != device);
+        memory.mappings.retain(|&address, mapping| {
+            let is_ended = mapping.allocation.device == device;
             if is_ended {
-                // SAFETY: this library's own mapping; the device's streams have ended.
-                let _ = unsafe { rustix::mm::munmap(place(address as u64), range.bytes) };
+                // The addresses stay reserved. The device's streams have ended.
+                let _ = clear(address as u64, mapping.bytes);
             }
             !is_ended
         });
@@ -96,10 +141,9 @@ pub fn reached_by(device: usize, address: u64, bytes: usize, write: bool) -> boo
     usable(address, bytes, write)
         && ipc::is_reached(device, address)
         && with(|memory| {
-            let range = memory.ranges.range(..=address as usize).next_back();
-            range.is_none_or(|(&start, range)| {
-                address as usize - start >= range.bytes || range.reader == device
-            })
+            memory
+                .mapping_at(address as usize)
+                .is_none_or(|(_, mapping)| mapping.reader == device)
         })
 }
 
@@ -108,24 +152,14 @@ pub fn is_device(address: u64, bytes: usize, write: bool) -> bool {
     if ipc::is_block(address, bytes) {
         return true;
     }
-    let address = address as usize;
     with(|memory| {
-        memory
-            .ranges
-            .range(..=address)
-            .next_back()
-            .is_some_and(|(&start, range)| {
-                let inside = address
-                    .checked_add(bytes)
-                    .is_some_and(|end| end <= start + range.bytes);
-                inside
-                    && range.mapped.is_some()
-                    && if write {
-                        range.writable
-                    } else {
-                        range.readable
-                    }
-            })
+        memory.covers(address as usize, bytes, |mapping| {
+            if write {
+                mapping.writable
+            } else {
+                mapping.readable
+            }
+        })
     })
 }
 
@@ -221,6 +255,7 @@ fn create(bytes: usize, device: usize) -> Outcome<Allocation> {
             bytes,
             device,
             counted: true,
+            handle: 0,
         }),
         Err(_) => {
             USED.fetch_sub(bytes as u64, Ordering::AcqRel);
@@ -229,22 +264,34 @@ fn create(bytes: usize, device: usize) -> Outcome<Allocation> {
     }
 }
 
-fn hold(allocation: Allocation) -> u64 {
+fn hold(mut allocation: Allocation) -> u64 {
     with(|memory| {
         memory.last_handle += 1;
+        allocation.handle = memory.last_handle;
         memory
             .handles
-            .insert(memory.last_handle, Arc::new(allocation));
+            .insert(memory.last_handle, (Arc::new(allocation), 1));
         memory.last_handle
     })
+}
+
+impl Memory {
+    fn held(&self, handle: u64) -> Outcome<Arc<Allocation>> {
+        let held = self.handles.get(&handle);
+        held.map(|(allocation, _)| allocation.clone())
+            .ok_or(INVALID_VALUE)
+    }
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemRelease(handle: u64) -> c_int {
     answer("cuMemRelease", Needs::Context, || {
-        with(|memory| memory.handles.remove(&handle))
-            .map(drop)
-            .ok_or(INVALID_VALUE)
+        let released = with(|memory| {
+            let (_, times) = memory.handles.get_mut(&handle).ok_or(INVALID_VALUE)?;
+            *times -= 1;
+            Ok((*times == 0).then(|| memory.handles.remove(&handle)))
+        });
+        released.map(drop)
     })
 }
 
@@ -256,8 +303,7 @@ unsafe extern "C" fn cuMemExportToShareableHandle(
     _flags: u64,
 ) -> c_int {
     answer("cuMemExportToShareableHandle", Needs::Context, || {
-        let allocation =
-            with(|memory| memory.handles.get(&handle).cloned()).ok_or(INVALID_VALUE)?;
+        let allocation = with(|memory| memory.held(handle))?;
         if kind != 1 {
             return Err(INVALID_VALUE);
         }
@@ -305,6 +351,7 @@ fn open(fd: BorrowedFd<'_>) -> Outcome<Allocation> {
         bytes,
         device,
         counted: false,
+        handle: 0,
     })
 }
 
@@ -336,36 +383,25 @@ unsafe extern "C" fn cuMemAddressReserve(
             )
         }
         .map_err(|_| OUT_OF_MEMORY)?;
-        let range = Range {
-            bytes,
-            mapped: None,
-            writable: false,
-            readable: false,
-            reader: 0,
-        };
-        with(|memory| memory.ranges.insert(start.addr(), range));
+        with(|memory| memory.ranges.insert(start.expose_provenance(), bytes));
         // SAFETY: the caller's out pointer.
         unsafe { give(address, start.addr() as u64) }
     })
-}
-
-/// A reserved range of exactly this address and length.
-fn exact(memory: &mut Memory, address: u64, bytes: usize) -> Outcome<&mut Range> {
-    memory
-        .ranges
-        .get_mut(&(address as usize))
-        .filter(|range| range.bytes == bytes)
-        .ok_or(INVALID_VALUE)
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemAddressFree(address: u64, bytes: usize) -> c_int {
     answer("cuMemAddressFree", Needs::Context, || {
         with(|memory| {
-            if exact(memory, address, bytes)?.mapped.is_some() {
+            let start = address as usize;
+            let is_mapped = |memory: &Memory| {
+                let last = memory.mappings.range(..start + bytes).next_back();
+                last.is_some_and(|(&at, mapping)| at + mapping.bytes > start)
+            };
+            if memory.ranges.get(&start) != Some(&bytes) || is_mapped(memory) {
                 return Err(INVALID_VALUE);
             }
-            memory.ranges.remove(&(address as usize));
+            memory.ranges.remove(&start);
             // SAFETY: a range that `cuMemAddressReserve` mapped, and nothing else is mapped in it.
             unsafe { rustix::mm::munmap(place(address), bytes) }.map_err(|_| OPERATING_SYSTEM)
         })
@@ -375,6 +411,15 @@ extern "C" fn cuMemAddressFree(address: u64, bytes: usize) -> c_int {
 /// This library mapped the range's memory, and the mapping exposed its provenance.
 fn place(address: u64) -> *mut c_void {
     ptr::with_exposed_provenance_mut(address as usize)
+}
+
+/// Puts the empty reservation back over a mapping.
+fn clear(address: u64, bytes: usize) -> Outcome<()> {
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+    // SAFETY: over this library's own mapping, in a range that it has reserved.
+    let reserved =
+        unsafe { rustix::mm::mmap_anonymous(place(address), bytes, ProtFlags::empty(), flags) };
+    reserved.map(drop).map_err(|_| OPERATING_SYSTEM)
 }
 
 #[unsafe(no_mangle)]
@@ -387,9 +432,14 @@ extern "C" fn cuMemMap(
 ) -> c_int {
     answer("cuMemMap", Needs::Context, || {
         with(|memory| {
-            let allocation = memory.handles.get(&handle).cloned().ok_or(INVALID_VALUE)?;
-            let range = exact(memory, address, bytes)?;
-            if range.mapped.is_some() || flags != 0 {
+            let allocation = memory.held(handle)?;
+            let start = address as usize;
+            let end = start.checked_add(bytes).ok_or(INVALID_VALUE)?;
+            let range = memory.ranges.range(..=start).next_back();
+            let is_reserved = range.is_some_and(|(&at, &length)| end <= at + length);
+            let below = memory.mappings.range(..end).next_back();
+            let is_mapped = below.is_some_and(|(&at, mapping)| at + mapping.bytes > start);
+            if !is_reserved || is_mapped || flags != 0 {
                 return Err(INVALID_VALUE);
             }
             if offset != 0 || bytes != allocation.bytes {
@@ -407,26 +457,47 @@ extern "C" fn cuMemMap(
                 )
             };
             mapped.map_err(|_| OPERATING_SYSTEM)?;
-            range.mapped = Some(allocation);
+            let mapping = Mapping {
+                bytes,
+                allocation,
+                writable: false,
+                readable: false,
+                reader: 0,
+            };
+            memory.mappings.insert(start, mapping);
             Ok(())
         })
     })
 }
 
+/// A whole mapping, or several adjacent ones; never a part of one.
 #[unsafe(no_mangle)]
 extern "C" fn cuMemUnmap(address: u64, bytes: usize) -> c_int {
     answer("cuMemUnmap", Needs::Context, || {
         with(|memory| {
-            let range = exact(memory, address, bytes)?;
-            range.mapped.take().ok_or(INVALID_VALUE)?;
-            (range.readable, range.writable) = (false, false);
-            let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
-            // SAFETY: puts the empty reservation back over this library's own mapping.
-            let reserved = unsafe {
-                rustix::mm::mmap_anonymous(place(address), bytes, ProtFlags::empty(), flags)
-            };
-            reserved.map(drop).map_err(|_| OPERATING_SYSTEM)
+            for at in memory.exactly(address, bytes)? {
+                memory.mappings.remove(&at);
+            }
+            clear(address, bytes)
         })
+    })
+}
+
+/// The handle of the allocation that is mapped at an address, held once more: the same value,
+/// also if every other hold has been released.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemRetainAllocationHandle(handle: *mut u64, address: *mut c_void) -> c_int {
+    answer("cuMemRetainAllocationHandle", Needs::Context, || {
+        let retained = with(|memory| {
+            let (_, mapping) = memory.mapping_at(address.addr()).ok_or(INVALID_VALUE)?;
+            let allocation = mapping.allocation.clone();
+            let handle = allocation.handle;
+            let (_, times) = memory.handles.entry(handle).or_insert((allocation, 0));
+            *times += 1;
+            Ok(handle)
+        })?;
+        // SAFETY: the caller's out pointer.
+        unsafe { give(handle, retained) }
     })
 }
 
@@ -458,15 +529,18 @@ unsafe extern "C" fn cuMemSetAccess(
             _ => return Err(INVALID_VALUE),
         };
         with(|memory| {
-            let range = exact(memory, address, bytes)?;
-            let owner = range.mapped.as_ref().ok_or(INVALID_VALUE)?.device;
-            if owner != reader && !config::get().peers {
+            let mappings = memory.exactly(address, bytes)?;
+            let owners = |at: &usize| memory.mappings[at].allocation.device;
+            if mappings.iter().any(|at| owners(at) != reader) && !config::get().peers {
                 return Err(INVALID_DEVICE);
             }
-            // SAFETY: this library's own mapping of device memory.
+            // SAFETY: this library's own mappings of device memory.
             unsafe { rustix::mm::mprotect(place(address), bytes, protection) }
                 .map_err(|_| OPERATING_SYSTEM)?;
-            (range.readable, range.writable, range.reader) = (readable, writable, reader);
+            for at in mappings {
+                let mapping = memory.mappings.get_mut(&at).ok_or(INVALID_VALUE)?;
+                (mapping.readable, mapping.writable, mapping.reader) = (readable, writable, reader);
+            }
             Ok(())
         })
     })
@@ -474,14 +548,17 @@ unsafe extern "C" fn cuMemSetAccess(
 
 /// The device of mapped memory.
 pub fn device_at(address: u64) -> Option<usize> {
-    let address = address as usize;
     with(|memory| {
-        let (&start, range) = memory.ranges.range(..=address).next_back()?;
-        range
-            .mapped
-            .as_ref()
-            .filter(|_| address - start < range.bytes)
-            .map(|allocation| allocation.device)
+        let (_, mapping) = memory.mapping_at(address as usize)?;
+        Some(mapping.allocation.device)
+    })
+}
+
+/// Base and length of the mapping in which an address lies.
+pub fn mapping_of(address: u64) -> Option<(u64, usize)> {
+    with(|memory| {
+        let (start, mapping) = memory.mapping_at(address as usize)?;
+        Some((start as u64, mapping.bytes))
     })
 }
 
@@ -491,16 +568,11 @@ pub fn device_at(address: u64) -> Option<usize> {
 unsafe extern "C" fn fakeCudaCensus(out: *mut [u64; 4]) -> c_int {
     answer("fakeCudaCensus", Needs::Nothing, || {
         let census = with(|memory| {
-            let mapped = memory
-                .ranges
-                .values()
-                .filter(|range| range.mapped.is_some())
-                .count();
             [
                 USED.load(Ordering::Acquire),
                 memory.handles.len() as u64,
                 memory.ranges.len() as u64,
-                mapped as u64,
+                memory.mappings.len() as u64,
             ]
         });
         // SAFETY: the caller's out pointer.

@@ -31,6 +31,7 @@ pub mod process;
 pub mod report;
 pub mod runner;
 pub mod shared;
+mod shared_allocations;
 pub mod words;
 pub mod workload;
 

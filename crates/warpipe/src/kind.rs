@@ -32,6 +32,8 @@ pub enum Kind {
     Weights,
     /// A process that holds model weights.
     WeightsHolder,
+    /// Memory that another library has allocated, shared by its process.
+    Allocations,
 }
 
 impl fmt::Display for Kind {
@@ -49,6 +51,7 @@ impl fmt::Display for Kind {
             Kind::LegacyMemory => "legacy memory",
             Kind::Weights => "weights' keeper",
             Kind::WeightsHolder => "holder of weights",
+            Kind::Allocations => "shared allocations",
         })
     }
 }

@@ -107,6 +107,7 @@ mod fork;
 #[doc(hidden)]
 pub mod fuzzing;
 // A tree of its own beside the sources: as unit tests its files reach the library's internals.
+mod allocations;
 #[cfg(test)]
 #[path = "../tests/hostile/mod.rs"]
 mod hostile;
@@ -136,6 +137,9 @@ mod sync;
 mod tensor;
 pub mod weights;
 
+pub use allocations::{
+    AllocationClient, AllocationServer, AllocationServerBuilder, AllocationStats, OpenAllocation,
+};
 pub use device::{Device, PreferredDevice};
 pub use device_types::{Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream};
 pub use error::{

@@ -1,5 +1,6 @@
 //! The cases, by subject.
 
+mod allocations;
 mod backend;
 mod blocked;
 mod blocked_launch_queue;
@@ -150,6 +151,7 @@ pub fn all() -> Vec<Case> {
         handles::CASES,
         pool::CASES,
         legacy::CASES,
+        allocations::CASES,
         policy::CASES,
         semaphore::CASES,
         names::CASES,

@@ -6,7 +6,10 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, LegacyMemory, Member, Publisher, Sample, SampleMut, Stream, Subscriber};
+use warpipe::{
+    AllocationClient, AllocationServer, Error, LegacyMemory, Member, OpenAllocation, Publisher,
+    Sample, SampleMut, Stream, Subscriber,
+};
 
 use super::holder::Holder;
 use super::hung::Hung;
@@ -18,8 +21,10 @@ use super::worker::WorkerActor;
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
 use crate::device_malloc::{self, DeviceMalloc};
+use crate::device_words::wrong_words;
 use crate::guard::Guard;
 use crate::payload::{Check, ErrorCounters, Payload};
+use crate::shared_allocations::ForeignMemory;
 use crate::words::Words;
 
 /// Carries out the orders on standard input.
@@ -55,6 +60,8 @@ struct Actor {
     gate: Option<mpsc::Sender<()>>,
     opened: Vec<LegacyMemory>,
     plain: Vec<DeviceMalloc>,
+    shares: Vec<OpenAllocation>,
+    servers: Vec<AllocationServer>,
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
     worker_actor: WorkerActor,
@@ -83,6 +90,8 @@ impl Actor {
             gate: None,
             opened: Vec::new(),
             plain: Vec::new(),
+            shares: Vec::new(),
+            servers: Vec::new(),
             subscribers: Vec::new(),
             publisher: None,
             worker_actor: WorkerActor::default(),
@@ -179,6 +188,9 @@ impl Actor {
                 .pop()
                 .context("memory to close")?
                 .close(PATIENCE)?,
+            Order::OpenShare { name, number, seed } => self.open_share(&name, number, seed)?,
+            Order::ReleaseShare => drop(self.shares.pop().context("a share to release")?),
+            Order::ShareSegment { name, seed } => return self.share_segment(&name, seed),
             Order::OpenEvent(handle) => device_malloc::open_event(&self.context.device, &handle)?,
             Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
             Order::Join { name, role } => self.members.push(
@@ -375,6 +387,30 @@ impl Actor {
         let stream = self.streams()?.receiving.clone();
         words.play(&stream, rounds, false)?;
         Ok(stream.synchronize(PATIENCE)?)
+    }
+
+    fn open_share(&mut self, name: &str, number: u64, seed: u64) -> Result<()> {
+        let client = AllocationClient::opener(name)
+            .domain(&self.context.domain)
+            .device(&self.context.device)
+            .open()?;
+        let memory = client.open_share(number, PATIENCE)?;
+        let stream = self.context.stream()?;
+        let wrong = wrong_words(&memory, &stream, &mut self.streams()?.error_counters, seed)?;
+        ensure!(wrong == 0, "{wrong} wrong words in shared memory");
+        self.shares.push(memory);
+        Ok(())
+    }
+
+    fn share_segment(&mut self, name: &str, seed: u64) -> Result<Answer> {
+        let server = AllocationServer::builder(name)
+            .domain(&self.context.domain)
+            .device(&self.context.device)
+            .build()?;
+        let memory = ForeignMemory::segment(&self.context, mpsc::channel().0)?;
+        let number = memory.share(&server, &self.context.stream()?, seed)?;
+        self.servers.push(server);
+        Ok(Answer::Number(number))
     }
 
     fn connect_only(&mut self, name: &str) -> Result<()> {

@@ -300,6 +300,24 @@ pub enum Order {
     },
     /// Close what was opened last, with an error if that fails.
     CloseLegacy,
+    /// Open a share of another process's server, check its words, and keep it open.
+    OpenShare {
+        /// The server's name.
+        name: String,
+        /// The share.
+        number: u64,
+        /// The seed of its words.
+        seed: u64,
+    },
+    /// Release what was opened last.
+    ReleaseShare,
+    /// Share a part of an expandable segment. Answers with the share's number.
+    ShareSegment {
+        /// The server's name.
+        name: String,
+        /// The seed of its words.
+        seed: u64,
+    },
     /// Open another process's event by its 64 bytes, and destroy it.
     OpenEvent(Vec<u8>),
     /// Something with a semaphore.

@@ -43,6 +43,19 @@ pub struct RawRegion {
     pub(crate) stage: Stage,
 }
 
+/// An allocation that other code of this process has made and mapped, held once more. Plain data:
+/// its owner releases it with [`Backend::release_retained`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Retained {
+    /// The driver's handle (`CUmemGenericAllocationHandle`). All holds of one allocation have the
+    /// same, and while one is held no other allocation gets it.
+    pub handle: u64,
+    /// Where the allocation is mapped.
+    pub base: DevicePtr,
+    /// The mapping's length in bytes.
+    pub bytes: u64,
+}
+
 /// The part of a region that a device has not released. Each step waits for the previous one:
 /// mapped memory is not freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,6 +66,14 @@ pub(crate) enum Stage {
     Reserved,
     /// The handle.
     Held,
+    /// The addresses, and the first `mapped` bytes in mappings of `piece` bytes each. No handle:
+    /// the mappings hold the allocations.
+    Pieces {
+        /// The length of each mapping.
+        piece: u64,
+        /// What is still mapped.
+        mapped: u64,
+    },
 }
 
 /// One memory operation of a [`Backend::batch`].
@@ -132,6 +153,48 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
         access: Access,
         owner: DeviceId,
     ) -> Result<RawRegion>;
+
+    /// `cuMemRetainAllocationHandle` + `cuMemGetAddressRange`: holds the allocation that other code
+    /// of this process has mapped at `ptr` by the virtual memory functions (PyTorch's expandable
+    /// segments, for example). [`Error::NotExportable`](crate::Error::NotExportable) for any other
+    /// memory; on the host backend there is none.
+    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
+        let kind = self.locate(ptr)?.kind;
+        Err(crate::Error::NotExportable { ptr, kind })
+    }
+
+    /// `cuMemExportToShareableHandle` (POSIX descriptor) of a retained allocation. Close-on-exec.
+    /// [`Error::NotExportable`](crate::Error::NotExportable) if it was made without that.
+    ///
+    /// # Safety
+    /// `retained` came from `retain_mapped` of this backend and is not released.
+    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
+        let (ptr, kind) = (retained.base, PointerKind::Vmm);
+        Err(crate::Error::NotExportable { ptr, kind })
+    }
+
+    /// `cuMemRelease` of a retained allocation.
+    ///
+    /// # Safety
+    /// `retained` came from `retain_mapped` of this backend and is released once.
+    unsafe fn release_retained(&self, _retained: &Retained) -> Result<()> {
+        Ok(())
+    }
+
+    /// As [`import`](Backend::import), of several allocations of `piece` bytes each, mapped in
+    /// their order into one range.
+    fn import_pieces(
+        &self,
+        _fds: &[BorrowedFd<'_>],
+        _piece: u64,
+        _access: Access,
+        owner: DeviceId,
+    ) -> Result<RawRegion> {
+        Err(crate::Error::NotDeviceMemory {
+            wanted: "memory of this backend",
+            found: format!("memory of device {owner}"),
+        })
+    }
 
     /// Unmaps a region and releases this process's handle of it. After an error `region` records
     /// the remaining part: call this again to continue there.

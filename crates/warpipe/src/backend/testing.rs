@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use super::{
     Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
-    RawStream, Rows, StreamOp, TimelineWord,
+    RawStream, Retained, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
@@ -294,6 +294,34 @@ impl<H: Hook> Backend for Wrapped<H> {
     ) -> Result<RawRegion> {
         self.hook.before("import")?;
         self.inner.import(fd, bytes, access, owner)
+    }
+
+    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
+        self.hook.before("retain_mapped")?;
+        self.inner.retain_mapped(ptr)
+    }
+
+    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
+        self.hook.before("export_retained")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.export_retained(retained) }
+    }
+
+    unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
+        self.hook.before("release_retained")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.release_retained(retained) }
+    }
+
+    fn import_pieces(
+        &self,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<RawRegion> {
+        self.hook.before("import_pieces")?;
+        self.inner.import_pieces(fds, piece, access, owner)
     }
 
     unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {

@@ -60,6 +60,23 @@ impl Region {
         self.row.identify(generation, number);
     }
 
+    /// Maps several of a peer's allocations of `piece` bytes each into one range; the descriptors
+    /// are checked by the backend.
+    pub(crate) fn import_pieces(
+        device: &Device,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<Region> {
+        let raw = device.backend().import_pieces(fds, piece, access, owner)?;
+        Ok(Region {
+            device: device.clone(),
+            row: RegionRow::open(Role::Peer, raw.bytes, owner, NO_FILE),
+            raw,
+        })
+    }
+
     /// The descriptor that is the right to this memory.
     pub(crate) fn export(&self) -> Result<CloseOnForkFd> {
         // SAFETY: `raw` is live as long as self.

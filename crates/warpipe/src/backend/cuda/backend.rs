@@ -22,7 +22,7 @@ use super::sys::{CUcontext, CUdevice, CUresult, Driver};
 use super::{shutdown_gate, waits};
 use crate::backend::{
     Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
-    RawStream, Rows, StreamOp, TimelineWord,
+    RawStream, Retained, Rows, StreamOp, TimelineWord,
 };
 use crate::backoff::Backoff;
 use crate::error::{Error, Result};
@@ -256,6 +256,30 @@ impl Backend for CudaBackend {
         owner: DeviceId,
     ) -> Result<RawRegion> {
         self.import_region(fd, bytes, access, owner)
+    }
+
+    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
+        self.retain_foreign(ptr)
+    }
+
+    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
+        // SAFETY: the caller's promise.
+        unsafe { self.export_foreign(retained) }
+    }
+
+    unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.release_foreign(retained) }
+    }
+
+    fn import_pieces(
+        &self,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<RawRegion> {
+        self.import_foreign(fds, piece, access, owner)
     }
 
     unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {

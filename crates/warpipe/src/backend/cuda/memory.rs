@@ -264,6 +264,10 @@ impl CudaBackend {
                 self.held.fetch_sub(region.bytes, Ordering::Relaxed);
             }
         })?;
+        if let Stage::Pieces { .. } = region.stage {
+            // SAFETY: the caller's promise.
+            return unsafe { self.release_pieces(region) };
+        }
         let mut mapping = AddressMapping {
             driver: self.driver,
             handle: region.handle,
@@ -279,7 +283,7 @@ impl CudaBackend {
     }
 
     /// Queues the remaining part of an unfinished region for another attempt.
-    fn owe(&self, region: RawRegion) {
+    pub(super) fn owe(&self, region: RawRegion) {
         // Counted until it is released, like any region.
         self.held.fetch_add(region.bytes, Ordering::Relaxed);
         if let Some(backend) = self.me.upgrade() {
@@ -338,37 +342,37 @@ pub(super) fn allocation(device: CUdevice) -> CUmemAllocationProp {
     }
 }
 
-fn on(device: CUdevice) -> CUmemLocation {
+pub(super) fn on(device: CUdevice) -> CUmemLocation {
     CUmemLocation {
         kind: MEM_LOCATION_TYPE_DEVICE,
         id: device,
     }
 }
 
-fn access_flags(access: Access) -> u32 {
+pub(super) fn access_flags(access: Access) -> u32 {
     match access {
         Access::Read => MEM_ACCESS_READ,
         Access::ReadWrite => MEM_ACCESS_READWRITE,
     }
 }
 
-fn size(bytes: u64) -> Result<usize> {
+pub(super) fn size(bytes: u64) -> Result<usize> {
     usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))
 }
 
-fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
+pub(super) fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     rustix::io::fcntl_dupfd_cloexec(fd, 3)
         .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a received descriptor", e))
 }
 
-fn not_memory(found: String) -> Error {
+pub(super) fn not_memory(found: String) -> Error {
     Error::NotDeviceMemory {
         wanted: WANTED,
         found,
     }
 }
 
-fn import_error(fault: Fault) -> Error {
+pub(super) fn import_error(fault: Fault) -> Error {
     if fault.is(&NOT_SUCH_MEMORY) {
         not_memory(fault.words())
     } else {
@@ -379,7 +383,7 @@ fn import_error(fault: Fault) -> Error {
 /// Keeps files that are not driver memory from the driver, which would have to deal with a peer's
 /// pipe, or query a file system. The driver exports a device file; the fake driver a memfd, which
 /// is recognized by its seals.
-fn refuse_plain_files(fd: BorrowedFd<'_>) -> Result<()> {
+pub(super) fn refuse_plain_files(fd: BorrowedFd<'_>) -> Result<()> {
     let kind =
         os::kind_of(fd).map_err(|error| Error::os("statx", "a received descriptor", error))?;
     let found = match kind.file {

@@ -15,6 +15,7 @@ mod context;
 mod copies;
 mod device;
 mod fault;
+mod foreign;
 mod gather;
 mod kernels;
 mod legacy;

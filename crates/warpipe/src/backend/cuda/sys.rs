@@ -278,6 +278,7 @@ functions! {
         kind: c_uint,
         flags: u64,
     );
+    fn cuMemRetainAllocationHandle(handle: *mut CUmemGenericAllocationHandle, address: *mut c_void);
     fn cuMemImportFromShareableHandle(
         handle: *mut CUmemGenericAllocationHandle,
         shareable: *mut c_void,

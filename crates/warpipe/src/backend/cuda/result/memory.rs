@@ -114,6 +114,19 @@ impl Driver {
         Ok(fd)
     }
 
+    /// The handle of the allocation that is mapped at an address, held once more. Every hold of an
+    /// allocation has the same value. An address without one is a failure.
+    pub fn memory_retain(
+        &self,
+        address: CUdeviceptr,
+    ) -> DriverAnswer<CUmemGenericAllocationHandle> {
+        let mut handle = 0;
+        let address = ptr::without_provenance_mut::<c_void>(address as usize);
+        // SAFETY: the out pointer is a live local; the address is only looked up.
+        unsafe { call!(self, cuMemRetainAllocationHandle(&mut handle, address)) }?;
+        Ok(handle)
+    }
+
     /// Accepts any open descriptor: one that is not device memory is a failure.
     pub fn memory_import(&self, fd: c_int) -> DriverAnswer<CUmemGenericAllocationHandle> {
         let mut handle = 0;

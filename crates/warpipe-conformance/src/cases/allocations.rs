@@ -1,0 +1,200 @@
+//! Memory of other allocators that a process shares: read elsewhere, and freed when its receiver
+//! has released it or is dead.
+
+use std::sync::mpsc::{Receiver, channel};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use warpipe::{AllocationClient, AllocationServer, Error};
+use warpipe_testkit::eventually;
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::{Backend, Context};
+use crate::device_words::wrong_words;
+use crate::peer::{Order, Peer};
+use crate::shared_allocations::{ForeignMemory, refused};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new(
+        "another process reads memory of another allocator, which is freed when it has released it",
+        released,
+    ),
+    Case::new(
+        "many tensors of one allocation are mapped once in their receiver",
+        mapped_once,
+    ),
+    Case::new(
+        "a killed receiver's memory of another allocator is freed, and not before its death",
+        killed_receiver,
+    )
+    .ends_clients(),
+    Case::new(
+        "memory that came in pieces outlives the process that shared it",
+        killed_exporter,
+    )
+    .ends_clients(),
+    Case::new("memory that no process can open is not shared", not_shared),
+];
+
+const NAME: &str = "tensors";
+
+fn server(context: &Context) -> Result<AllocationServer> {
+    Ok(AllocationServer::builder(NAME)
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?)
+}
+
+/// Memory of both kinds; the receiver of each says when it is freed.
+fn of_each_kind(context: &Context) -> Result<[(ForeignMemory, Receiver<()>); 2]> {
+    let ((malloc, freed), (segment, unmapped)) = (channel(), channel());
+    Ok([
+        (
+            ForeignMemory::malloc(&context.device, 1 << 16, malloc)?,
+            freed,
+        ),
+        (ForeignMemory::segment(context, segment)?, unmapped),
+    ])
+}
+
+fn open(peer: &mut Peer, number: u64, seed: u64) -> Result<()> {
+    let name = NAME.to_string();
+    peer.ask(&Order::OpenShare { name, number, seed })?;
+    Ok(())
+}
+
+fn is_freed(freed: &Receiver<()>) -> bool {
+    use std::sync::mpsc::RecvTimeoutError::Disconnected;
+    freed.recv_timeout(PATIENCE) == Err(Disconnected)
+}
+
+fn is_kept(freed: &Receiver<()>) -> bool {
+    freed.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty)
+}
+
+fn released(context: &Context) -> Result<()> {
+    let (server, stream) = (server(context)?, context.stream()?);
+    let mut peer = context.peer()?;
+    for (seed, (memory, freed)) in (1..).zip(of_each_kind(context)?) {
+        let number = memory.share(&server, &stream, seed)?;
+        open(&mut peer, number, seed)?;
+        ensure!(
+            server.is_opened(number)? == Some(true) && is_kept(&freed),
+            "it is open"
+        );
+        peer.ask(&Order::ReleaseShare)?;
+        ensure!(is_freed(&freed), "a released share's memory is not freed");
+    }
+    ensure!(
+        eventually(PATIENCE, || server.stats().runs == 0),
+        "allocations are held: {:?}",
+        server.stats()
+    );
+    peer.dismiss()
+}
+
+fn mapped_once(context: &Context) -> Result<()> {
+    let (server, stream) = (server(context)?, context.stream()?);
+    let held = || context.device.backend().bytes_held();
+    let client = AllocationClient::opener(NAME)
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()?;
+    let (tell, freed) = channel();
+    let memory = ForeignMemory::segment(context, tell)?;
+    let ptr = memory.ptr;
+    let number = memory.share(&server, &stream, 7)?;
+    let first = client.open_share(number, PATIENCE)?;
+    let mut before = held();
+    let parts = (0..100u64).map(|part| {
+        // The first part's allocation is mapped alone, beside the whole segment.
+        if part == 1 {
+            before = held();
+        }
+        // SAFETY: the first share, which is open, keeps the memory.
+        let shared = unsafe { server.share(&stream, ptr + 64 * part, 64, Box::new(())) };
+        Ok(client.open_share(shared?, PATIENCE)?)
+    });
+    let parts: Vec<_> = parts.collect::<Result<_>>()?;
+    ensure!(
+        held() == before,
+        "{} bytes more are mapped",
+        held() - before
+    );
+    if context.settings.backend != Backend::Host {
+        ensure!(server.stats().runs <= 2, "{:?}", server.stats());
+    }
+    let counters = &mut context.error_counters()?;
+    ensure!(
+        wrong_words(&first, &stream, counters, 7)? == 0,
+        "wrong words"
+    );
+    drop((first, parts));
+    ensure!(is_freed(&freed), "memory of closed shares is not freed");
+    Ok(())
+}
+
+fn killed_receiver(context: &Context) -> Result<()> {
+    let (server, stream) = (server(context)?, context.stream()?);
+    for (seed, (memory, freed)) in (1..).zip(of_each_kind(context)?) {
+        let mut peer = context.peer()?;
+        let number = memory.share(&server, &stream, seed)?;
+        open(&mut peer, number, seed)?;
+        ensure!(is_kept(&freed), "it is open");
+        peer.kill()?;
+        ensure!(is_freed(&freed), "a dead receiver's memory is not freed");
+        ensure!(
+            eventually(PATIENCE, || server.stats().clients == 0),
+            "{:?}",
+            server.stats()
+        );
+    }
+    Ok(())
+}
+
+fn killed_exporter(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    let number = peer.number(&Order::ShareSegment {
+        name: NAME.into(),
+        seed: 3,
+    })?;
+    let client = AllocationClient::opener(NAME)
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()?;
+    let memory = client.open_share(number, PATIENCE)?;
+    memory.check()?;
+    peer.kill()?;
+    if context.settings.backend == Backend::Host {
+        // The host has legacy memory alone.
+        ensure!(
+            eventually(PATIENCE, || memory.check().is_err()),
+            "memory of the dead counts as valid"
+        );
+        return Ok(());
+    }
+    ensure!(
+        eventually(PATIENCE, || client.is_owner_gone()),
+        "the death is not seen"
+    );
+    memory.check()?;
+    let (stream, counters) = (context.stream()?, &mut context.error_counters()?);
+    ensure!(
+        wrong_words(&memory, &stream, counters, 3)? == 0,
+        "wrong words"
+    );
+    match client.open_share(number + 1, PATIENCE) {
+        Err(Error::PeerGone { .. }) => Ok(()),
+        other => bail!("a dead process answered {other:?}"),
+    }
+}
+
+fn not_shared(context: &Context) -> Result<()> {
+    let (server, stream) = (server(context)?, context.stream()?);
+    let local = [0u64; 8];
+    for ptr in [0, 64, local.as_ptr().addr() as u64] {
+        refused(&server, &stream, ptr).with_context(|| format!("{ptr:#x}"))?;
+    }
+    ensure!(server.stats().unclaimed == 0, "{:?}", server.stats());
+    Ok(())
+}

@@ -1,0 +1,141 @@
+//! Memory of another allocator, shared by its process. **This module is marked for unsafe**: it
+//! shares addresses, and releases the regions that it maps.
+
+use std::os::fd::AsFd;
+use std::sync::mpsc::Sender;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use warpipe::backend::RawRegion;
+use warpipe::{Access, AllocationServer, Device, DevicePtr, Stream};
+
+use crate::PATIENCE;
+use crate::context::{Backend, Context};
+use crate::device_malloc::{DeviceMalloc, OFFSET};
+use crate::payload::fill_words;
+
+/// The pieces of an expandable segment.
+const PIECES: u64 = 3;
+
+/// Memory that the library did not allocate, as far as a server can see. Says so when it is freed.
+pub struct ForeignMemory {
+    /// Where its words begin.
+    pub ptr: DevicePtr,
+    words: u64,
+    _memory: Allocator,
+    _freed: Sender<()>,
+}
+
+enum Allocator {
+    Malloc { _memory: DeviceMalloc },
+    Segment { _memory: ExpandableSegment },
+}
+
+/// Allocations of the virtual memory functions in one range of addresses, as PyTorch's expandable
+/// segments are.
+struct ExpandableSegment {
+    device: Device,
+    regions: Vec<RawRegion>,
+    ptr: DevicePtr,
+    bytes: u64,
+}
+
+impl Drop for ExpandableSegment {
+    fn drop(&mut self) {
+        for region in &mut self.regions {
+            // SAFETY: allocated or imported in `new`, released once, when nothing uses it.
+            let _ = unsafe { self.device.backend().release(region) };
+        }
+    }
+}
+
+impl ExpandableSegment {
+    fn new(device: &Device) -> Result<ExpandableSegment> {
+        let backend = device.backend();
+        let piece = backend.granularity();
+        let mut segment = ExpandableSegment {
+            device: device.clone(),
+            regions: vec![],
+            ptr: 0,
+            bytes: PIECES * piece,
+        };
+        let mut fds = vec![];
+        for _ in 0..PIECES {
+            let region = backend.allocate(piece)?;
+            segment.regions.push(region);
+            // SAFETY: allocated just now.
+            fds.push(unsafe { backend.export(&region) }?);
+        }
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let id = device.info().id;
+        let whole = backend.import_pieces(&fds, piece, Access::ReadWrite, id)?;
+        segment.regions.push(whole);
+        segment.ptr = whole.ptr;
+        Ok(segment)
+    }
+}
+
+impl ForeignMemory {
+    /// `cudaMalloc` memory with words of a pattern, which are written late.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn malloc(device: &Device, words: u64, freed: Sender<()>) -> Result<ForeignMemory> {
+        let memory = DeviceMalloc::new(device, words, 0)?;
+        Ok(ForeignMemory {
+            ptr: memory.ptr + OFFSET,
+            words,
+            _memory: Allocator::Malloc { _memory: memory },
+            _freed: freed,
+        })
+    }
+
+    /// A part of an expandable segment, over all of its pieces; on the host, which has none, as
+    /// [`malloc`](Self::malloc).
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn segment(context: &Context, freed: Sender<()>) -> Result<ForeignMemory> {
+        let device = &context.device;
+        if context.settings.backend == Backend::Host {
+            return ForeignMemory::malloc(device, 4096, freed);
+        }
+        let segment = ExpandableSegment::new(device)?;
+        let (ptr, bytes) = (segment.ptr, segment.bytes);
+        Ok(ForeignMemory {
+            ptr: ptr + OFFSET,
+            words: (bytes - 2 * OFFSET) / 8,
+            _memory: Allocator::Segment { _memory: segment },
+            _freed: freed,
+        })
+    }
+
+    /// Writes the words of a pattern on `stream`, late, and shares them.
+    ///
+    /// # Errors
+    /// Those of the device and of [`AllocationServer::share`].
+    pub fn share(self, server: &AllocationServer, stream: &Stream, seed: u64) -> Result<u64> {
+        let late = Duration::from_millis(20);
+        // SAFETY: the words lie in the memory, which its share keeps.
+        unsafe { fill_words(stream, self.ptr, self.words, seed, late)? };
+        let (ptr, bytes) = (self.ptr, 8 * self.words);
+        // SAFETY: the memory is freed by the owner's drop.
+        let number = unsafe { server.share(stream, ptr, bytes, Box::new(self)) }?;
+        stream.synchronize(PATIENCE)?;
+        Ok(number)
+    }
+}
+
+/// Shares an address with an owner that keeps nothing.
+///
+/// # Errors
+/// Those of [`AllocationServer::share`].
+pub fn refused(server: &AllocationServer, stream: &Stream, ptr: DevicePtr) -> Result<()> {
+    // SAFETY: it is refused, or withdrawn unopened.
+    let shared = unsafe { server.share(stream, ptr, 8, Box::new(())) };
+    ensure!(
+        matches!(shared, Err(warpipe::Error::NotExportable { .. })),
+        "{shared:?}"
+    );
+    Ok(())
+}

@@ -1,0 +1,103 @@
+//! Allocations of other code, held by the process that shares them. **This module is marked for
+//! unsafe**: it releases what it holds.
+
+use crate::backend::{DevicePtr, PointerKind, Retained};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::CloseOnForkFd;
+
+use super::PIECES_MAX;
+
+/// One allocation, held. Its memory stays as long, also if its allocator frees it.
+#[derive(Debug)]
+struct Piece {
+    device: Device,
+    retained: Retained,
+}
+
+impl Piece {
+    fn at(device: &Device, ptr: DevicePtr) -> Result<Piece> {
+        let retained = device.backend().retain_mapped(ptr)?;
+        Ok(Piece {
+            device: device.clone(),
+            retained,
+        })
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        // SAFETY: retained once, in `at`. An error leaves the allocation held: a leak, which the
+        // process's end reclaims.
+        let _ = unsafe { self.device.backend().release_retained(&self.retained) };
+    }
+}
+
+/// Adjacent allocations of one length. Dropped by the reaper: a drop calls the driver.
+#[derive(Debug)]
+pub(super) struct Run {
+    pieces: Vec<Piece>,
+}
+
+impl Run {
+    /// The allocations that cover `ptr..ptr + bytes`, and the range's offset in them.
+    ///
+    /// # Errors
+    /// [`Error::NotExportable`] for memory of another kind, also in a part of the range, and for
+    /// allocations of several lengths.
+    pub(super) fn around(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<(Run, u64)> {
+        let (kind, end) = (PointerKind::Vmm, ptr.checked_add(bytes));
+        let end = end.ok_or(Error::NotExportable { ptr, kind })?;
+        let first = Piece::at(device, ptr)?;
+        let Retained {
+            base, bytes: piece, ..
+        } = first.retained;
+        let mut pieces = vec![first];
+        let mut at = base + piece;
+        while at < end {
+            let next = Piece::at(device, at)?;
+            let is_alike = next.retained.base == at && next.retained.bytes == piece;
+            if !is_alike || pieces.len() == PIECES_MAX {
+                return Err(Error::NotExportable { ptr: at, kind });
+            }
+            pieces.push(next);
+            at += piece;
+        }
+        Ok((Run { pieces }, ptr - base))
+    }
+
+    /// The run's identity, as long as it is held.
+    pub(super) fn handles(&self) -> Vec<u64> {
+        self.pieces
+            .iter()
+            .map(|piece| piece.retained.handle)
+            .collect()
+    }
+
+    pub(super) fn len(&self) -> u32 {
+        self.pieces.len() as u32
+    }
+
+    /// The length of each piece in bytes.
+    pub(super) fn piece_bytes(&self) -> u64 {
+        self.pieces.first().map_or(0, |piece| piece.retained.bytes)
+    }
+
+    /// Descriptors of up to `most` pieces, from `first` on.
+    pub(super) fn export(&self, first: u32, most: usize) -> Result<Vec<CloseOnForkFd>> {
+        let chosen = self.pieces.iter().skip(first as usize).take(most);
+        chosen
+            .map(|piece| {
+                // SAFETY: held until self is dropped.
+                let fd = unsafe { piece.device.backend().export_retained(&piece.retained) }?;
+                CloseOnForkFd::new(fd).map_err(|error| {
+                    Error::os(
+                        "fcntl(F_DUPFD_CLOEXEC)",
+                        "an allocation's descriptor",
+                        error,
+                    )
+                })
+            })
+            .collect()
+    }
+}

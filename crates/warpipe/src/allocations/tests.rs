@@ -1,0 +1,284 @@
+//! Server and client in one process. The conformance suite covers other processes and their deaths,
+//! and memory in pieces.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+
+use super::*;
+use std::time::{Duration, Instant};
+
+use crate::backend::DevicePtr;
+use crate::error::Error;
+use crate::ipc::domain::Domain;
+use crate::{Device, Stream};
+
+const WAIT: Duration = Duration::from_secs(10);
+const BYTES: u64 = 4096;
+
+struct Stage {
+    domain: Domain,
+    device: Device,
+    server: AllocationServer,
+}
+
+impl Stage {
+    fn new(title: &str) -> Stage {
+        let folder =
+            std::env::temp_dir().join(format!("warpipe-alloc-{title}-{}", std::process::id()));
+        let (domain, device) = (Domain::at(folder).unwrap(), Device::host());
+        let server = AllocationServer::builder("tensors")
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap();
+        Stage {
+            domain,
+            device,
+            server,
+        }
+    }
+
+    fn client(&self) -> AllocationClient {
+        AllocationClient::opener("tensors")
+            .domain(&self.domain)
+            .device(&self.device)
+            .open()
+            .unwrap()
+    }
+
+    /// Shares memory that is freed when the share is over.
+    fn share(&self, stream: &Stream, contents: &[u8]) -> (u64, Receiver<()>) {
+        let tensor = Tensor::new(&self.device, contents, stream);
+        let (ptr, told) = (tensor.0.ptr, tensor.1);
+        // SAFETY: the memory is freed by its owner's drop.
+        let number = unsafe { self.server.share(stream, ptr, BYTES, Box::new(tensor.0)) };
+        (number.unwrap(), told)
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(self.domain.path());
+    }
+}
+
+/// Another library's tensor.
+struct Tensor {
+    device: Device,
+    ptr: DevicePtr,
+    tell: Sender<()>,
+}
+
+impl Tensor {
+    fn new(device: &Device, contents: &[u8], stream: &Stream) -> (Tensor, Receiver<()>) {
+        let ptr = device.backend().allocate_plain(BYTES).unwrap();
+        // SAFETY: new memory, which is freed when nothing uses it.
+        unsafe { device.backend().upload(stream.raw(), ptr, contents) }.unwrap();
+        let (tell, told) = channel();
+        let device = device.clone();
+        (Tensor { device, ptr, tell }, told)
+    }
+}
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new`, freed once, when its share is over.
+        unsafe { self.device.backend().free_plain(self.ptr) }.unwrap();
+        let _ = self.tell.send(());
+    }
+}
+
+fn is_kept(told: &Receiver<()>) -> bool {
+    // Two of the server's ticks: a released share would be dropped meanwhile.
+    told.recv_timeout(Duration::from_millis(450)).is_err()
+}
+
+fn eventually(mut is_so: impl FnMut() -> bool) -> bool {
+    let start = Instant::now();
+    while !is_so() {
+        if start.elapsed() > WAIT {
+            return false;
+        }
+        thread::yield_now();
+    }
+    true
+}
+
+#[test]
+fn a_receiver_reads_the_memory_and_the_owner_lives_until_it_is_released() {
+    let stage = Stage::new("read");
+    let stream = stage.device.stream().unwrap();
+    let (number, told) = stage.share(&stream, b"of another library");
+    stream.synchronize(WAIT).unwrap();
+    let memory = stage.client().open_share(number, WAIT).unwrap();
+    assert_eq!(&memory.to_vec(WAIT).unwrap()[..18], b"of another library");
+    memory.check().unwrap();
+    assert_eq!(stage.server.is_opened(number).unwrap(), Some(true));
+    let stats = stage.server.stats();
+    assert_eq!((stats.unclaimed, stats.claimed, stats.bytes), (0, 1, BYTES));
+    assert!(is_kept(&told));
+    drop(memory);
+    told.recv_timeout(WAIT).unwrap();
+    assert_eq!(stage.server.is_opened(number).unwrap(), None);
+}
+
+#[test]
+fn the_owner_lives_until_the_receivers_streams_are_past_the_memory() {
+    let stage = Stage::new("streams");
+    let (writing, reading) = (
+        stage.device.stream().unwrap(),
+        stage.device.stream().unwrap(),
+    );
+    let (number, told) = stage.share(&writing, b"x");
+    let memory = stage.client().open_share(number, WAIT).unwrap();
+    let (go, held) = channel::<()>();
+    reading.call(move || assert!(held.recv().is_err())).unwrap();
+    memory.used_on(&reading);
+    drop(memory);
+    assert!(is_kept(&told));
+    drop(go);
+    told.recv_timeout(WAIT).unwrap();
+}
+
+#[test]
+fn contents_are_waited_for_and_a_share_that_is_not_ready_in_time_can_be_opened_again() {
+    let stage = Stage::new("ready");
+    let stream = stage.device.stream().unwrap();
+    let (go, held) = channel::<()>();
+    stream.call(move || assert!(held.recv().is_err())).unwrap();
+    let (number, _told) = stage.share(&stream, b"late");
+    let client = stage.client();
+    let late = client
+        .open_share(number, Duration::from_millis(20))
+        .unwrap_err();
+    assert!(matches!(late, Error::Timeout { .. }), "{late}");
+    drop(go);
+    // The server takes a returned share back at its next look.
+    assert!(eventually(|| stage.server.stats().unclaimed == 1));
+    let memory = client.open_share(number, WAIT).unwrap();
+    assert_eq!(&memory.to_vec(WAIT).unwrap()[..4], b"late");
+}
+
+#[test]
+fn a_share_is_opened_once_and_not_after_it_is_withdrawn() {
+    let stage = Stage::new("once");
+    let (stream, client) = (stage.device.stream().unwrap(), stage.client());
+    let (first, _told) = stage.share(&stream, b"1");
+    let (second, gone) = stage.share(&stream, b"2");
+    let memory = client.open_share(first, WAIT).unwrap();
+    assert!(!stage.server.withdraw(first).unwrap(), "it is open");
+    assert!(stage.server.withdraw(second).unwrap());
+    gone.recv_timeout(WAIT).unwrap();
+    for number in [first, second, 77] {
+        let error = client.open_share(number, WAIT).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::NotFound {
+                    was_there: true,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+    }
+    drop(memory);
+}
+
+#[test]
+fn an_open_that_is_called_off_loses_no_share() {
+    let stage = Stage::new("called-off");
+    let (stream, client) = (stage.device.stream().unwrap(), stage.client());
+    let (number, told) = stage.share(&stream, b"kept");
+    for _ in 0..50 {
+        match client.open_share_unless(number, WAIT, &|| true) {
+            Ok(memory) => {
+                // The reply came before the first question. The share is over.
+                drop(memory);
+                told.recv_timeout(WAIT).unwrap();
+                return;
+            }
+            Err(error) => assert!(matches!(error, Error::Timeout { .. }), "{error}"),
+        }
+        assert!(eventually(|| stage.server.stats().unclaimed == 1));
+    }
+    let memory = client.open_share(number, WAIT).unwrap();
+    assert_eq!(&memory.to_vec(WAIT).unwrap()[..4], b"kept");
+}
+
+#[test]
+fn the_owner_of_an_open_share_outlives_its_server() {
+    let mut stage = Stage::new("server");
+    let stream = stage.device.stream().unwrap();
+    let (open, kept) = stage.share(&stream, b"open");
+    let (_unclaimed, gone) = stage.share(&stream, b"unclaimed");
+    let client = stage.client();
+    let memory = client.open_share(open, WAIT).unwrap();
+    let another = AllocationServer::builder("another").domain(&stage.domain);
+    let another = another.device(&stage.device).build().unwrap();
+    drop(std::mem::replace(&mut stage.server, another));
+    gone.recv_timeout(WAIT).unwrap();
+    assert!(is_kept(&kept));
+    assert_eq!(&memory.to_vec(WAIT).unwrap()[..4], b"open");
+    let error = client.open_share(open, WAIT).unwrap_err();
+    assert!(
+        matches!(error, Error::PeerGone { graceful: true, .. }),
+        "{error}"
+    );
+    drop(memory);
+    kept.recv_timeout(WAIT).unwrap();
+}
+
+#[test]
+fn memory_that_cannot_be_shared_is_refused_and_its_owner_dropped() {
+    let stage = Stage::new("refused");
+    let stream = stage.device.stream().unwrap();
+    let local = [0u8; 64];
+    for (ptr, bytes) in [(0, 8), (local.as_ptr().addr() as u64, 8), (64, 8)] {
+        let (tell, told) = channel::<()>();
+        // SAFETY: refused, as it is no device memory.
+        let refused = unsafe { stage.server.share(&stream, ptr, bytes, Box::new(tell)) };
+        assert!(
+            matches!(refused, Err(Error::NotExportable { .. })),
+            "{refused:?}"
+        );
+        assert!(told.recv_timeout(WAIT).is_err(), "the owner is dropped");
+    }
+    // SAFETY: refused, as it has no length.
+    let empty = unsafe { stage.server.share(&stream, 64, 0, Box::new(())) };
+    assert!(matches!(empty, Err(Error::Argument { .. })), "{empty:?}");
+    assert_eq!(stage.server.stats().unclaimed, 0);
+}
+
+#[test]
+fn a_client_may_have_many_shares_and_words_of_released_ones_are_used_again() {
+    let stage = Stage::new("many");
+    let (stream, client) = (stage.device.stream().unwrap(), stage.client());
+    let tensor = Tensor::new(&stage.device, b"many", &stream).0;
+    stream.synchronize(WAIT).unwrap();
+    for _ in 0..2 {
+        let open: Vec<_> = (0..CLAIMS_MAX)
+            .map(|_| {
+                // SAFETY: the tensor lives until the end of this test, behind all uses.
+                let number = unsafe { stage.server.share(&stream, tensor.ptr, 64, Box::new(())) };
+                client.open_share(number.unwrap(), WAIT).unwrap()
+            })
+            .collect();
+        // SAFETY: as above.
+        let number = unsafe { stage.server.share(&stream, tensor.ptr, 64, Box::new(())) }.unwrap();
+        let full = client.open_share(number, WAIT).unwrap_err();
+        assert!(
+            matches!(
+                full,
+                Error::Argument {
+                    argument: "shares",
+                    ..
+                }
+            ),
+            "{full}"
+        );
+        drop(open);
+        assert!(eventually(|| stage.server.stats().claimed == 0));
+        drop(client.open_share(number, WAIT).unwrap());
+    }
+}

@@ -1,0 +1,217 @@
+//! Memory of the virtual memory functions that other code of this process has allocated: held,
+//! exported, and imported piece by piece into one range.
+//!
+//! PyTorch's expandable segments are made of such pieces, of 2 and 20 MiB. A handle that is held
+//! keeps its value and the memory; so comparing handles says whether an address still has the
+//! allocation of before.
+
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::atomic::Ordering;
+
+use rustix::io::FdFlags;
+
+use super::backend::CudaBackend;
+use super::fault::Fault;
+use super::memory::{duplicate, import_error, not_memory, on, refuse_plain_files, size};
+use super::sys::*;
+use crate::backend::{
+    Access, DeviceId, DeviceKind, DevicePtr, PointerKind, RawRegion, Retained, Stage,
+};
+use crate::error::{Error, Result};
+
+/// Codes with which the driver says that an address has no allocation of this kind, or that an
+/// allocation was made without a descriptor.
+const NO_SUCH_ALLOCATION: [CUresult; 4] = [
+    CUresult::INVALID_VALUE,
+    CUresult::INVALID_HANDLE,
+    CUresult::NOT_SUPPORTED,
+    CUresult::NOT_PERMITTED,
+];
+
+impl CudaBackend {
+    pub(super) fn retain_foreign(&self, ptr: DevicePtr) -> Result<Retained> {
+        let kind = self.locate_pointer(ptr)?.kind;
+        if kind != PointerKind::Vmm {
+            return Err(Error::NotExportable { ptr, kind });
+        }
+        let _current = self.enter()?;
+        let handle = self
+            .driver
+            .memory_retain(ptr)
+            .map_err(|fault| not_exportable(fault, ptr))?;
+        match self.driver.address_range(ptr) {
+            Ok((base, bytes)) => Ok(Retained {
+                handle,
+                base,
+                bytes,
+            }),
+            Err(fault) => {
+                // SAFETY: held just now, and used by nothing.
+                let _ = unsafe { self.driver.memory_release(handle) };
+                Err(not_exportable(fault, ptr))
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::export_retained`].
+    pub(super) unsafe fn export_foreign(&self, retained: &Retained) -> Result<OwnedFd> {
+        let _current = self.enter()?;
+        // SAFETY: held, by the caller's promise. One that was not made to be exported is a failure.
+        let fd = unsafe { self.driver.memory_export(retained.handle) }
+            .map_err(|fault| not_exportable(fault, retained.base))?;
+        // SAFETY: the driver opened it just now; no other code has its number.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
+            .map_err(|error| Error::os("fcntl", "an exported allocation's descriptor", error))?;
+        Ok(fd)
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::release_retained`].
+    pub(super) unsafe fn release_foreign(&self, retained: &Retained) -> Result<()> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.memory_release(retained.handle) }?)
+    }
+
+    pub(super) fn import_foreign(
+        &self,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<RawRegion> {
+        if owner.kind != DeviceKind::Cuda {
+            return Err(not_memory(format!("memory of device {owner}")));
+        }
+        let bytes = piece
+            .checked_mul(fds.len() as u64)
+            .filter(|&bytes| bytes > 0);
+        let bytes = bytes
+            .filter(|_| piece.is_multiple_of(self.granularity))
+            .ok_or_else(|| {
+                let count = fds.len();
+                not_memory(format!(
+                    "said to be {count} pieces of {piece} bytes, each not a multiple of {}",
+                    self.granularity
+                ))
+            })?;
+        for &fd in fds {
+            refuse_plain_files(fd)?;
+        }
+        let _current = self.enter()?;
+        self.check_peer(owner)?;
+        let ptr = self
+            .driver
+            .address_reserve(size(bytes)?)
+            .map_err(|fault| self.no_room(fault, bytes))?;
+        let mut region = RawRegion {
+            ptr,
+            bytes,
+            handle: 0,
+            stage: Stage::Pieces { piece, mapped: 0 },
+        };
+        self.held.fetch_add(bytes, Ordering::Relaxed);
+        match self.map_pieces(&mut region, fds, access, owner) {
+            Ok(()) => Ok(region),
+            Err(error) => {
+                // The first failure is the one to report.
+                // SAFETY: made here, and given to nobody.
+                if unsafe { self.release_pieces(&mut region) }.is_err() {
+                    self.held.fetch_sub(bytes, Ordering::Relaxed);
+                    self.owe(region);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn map_pieces(
+        &self,
+        region: &mut RawRegion,
+        fds: &[BorrowedFd<'_>],
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<()> {
+        let Stage::Pieces { piece, mapped } = &mut region.stage else {
+            unreachable!("a region of pieces")
+        };
+        for &fd in fds {
+            // The driver takes the descriptor's number as a pointer, and number 0 as null.
+            let moved = (fd.as_raw_fd() == 0).then(|| duplicate(fd)).transpose()?;
+            let number = moved.as_ref().map_or(fd.as_raw_fd(), AsRawFd::as_raw_fd);
+            let handle = self.driver.memory_import(number).map_err(import_error)?;
+            // SAFETY: the range is reserved, and empty behind `mapped`; the handle was imported
+            // just now.
+            let made = unsafe {
+                self.driver
+                    .memory_map(region.ptr + *mapped, size(*piece)?, handle)
+            };
+            // SAFETY: imported above, released once. The mapping, if any, holds the allocation.
+            let released = unsafe { self.driver.memory_release(handle) };
+            made.map_err(|fault| not_a_piece(fault, *piece))?;
+            *mapped += *piece;
+            released?;
+        }
+        let access = self.access_for(access);
+        // SAFETY: all of the range is mapped.
+        unsafe {
+            self.driver
+                .memory_set_access(region.ptr, size(region.bytes)?, &access)
+        }
+        .map_err(|fault| match owner == self.info.id {
+            true => fault.into(),
+            false => self.peer_error(owner, fault.words()),
+        })
+    }
+
+    /// Undoes the completed steps, last first. After an error `region` records what is left.
+    ///
+    /// # Safety
+    /// As for [`crate::backend::Backend::release`], of a region in the stage `Pieces`.
+    pub(super) unsafe fn release_pieces(&self, region: &mut RawRegion) -> Result<()> {
+        let _current = self.enter()?;
+        if let Stage::Pieces { piece, mapped } = &mut region.stage {
+            while *mapped > 0 {
+                let last = *mapped - *piece;
+                // SAFETY: mapped as one piece, and no work uses it by the caller's promise.
+                unsafe { self.driver.memory_unmap(region.ptr + last, size(*piece)?) }?;
+                *mapped = last;
+            }
+        }
+        // SAFETY: reserved in `import_foreign`, unmapped above.
+        unsafe { self.driver.address_free(region.ptr, size(region.bytes)?) }?;
+        self.held.fetch_sub(region.bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn access_for(&self, access: Access) -> CUmemAccessDesc {
+        CUmemAccessDesc {
+            location: on(self.device),
+            flags: super::memory::access_flags(access),
+        }
+    }
+}
+
+fn not_exportable(fault: Fault, ptr: DevicePtr) -> Error {
+    if fault.is(&NO_SUCH_ALLOCATION) {
+        Error::NotExportable {
+            ptr,
+            kind: PointerKind::Vmm,
+        }
+    } else {
+        fault.into()
+    }
+}
+
+fn not_a_piece(fault: Fault, piece: u64) -> Error {
+    if fault.is(&[CUresult::INVALID_VALUE, CUresult::NOT_SUPPORTED]) {
+        not_memory(format!(
+            "said to be {piece} bytes, which is not its size ({})",
+            fault.words()
+        ))
+    } else {
+        fault.into()
+    }
+}
