@@ -192,6 +192,7 @@ struct GuideToMembers;
 #[doc = include_str!("../docs/guide/legacy-handles.md")]
 #[doc = include_str!("../docs/guide/handles.md")]
 #[doc = include_str!("../docs/guide/pool.md")]
+#[doc = include_str!("../docs/guide/allocations.md")]
 #[doc = include_str!("../docs/guide/tenants.md")]
 #[doc = include_str!("../docs/guide/queue.md")]
 #[doc = include_str!("../docs/guide/service.md")]

@@ -9,7 +9,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use warpipe::backend::{Backend, RawRegion, StreamOp, TimelineWord};
 use warpipe::{Access, Device, DeviceId, Error, RawStream, Stream};
 
-use super::control::{control, reset_beside_a_wait};
+use super::control::{control, refused_download, reset_beside_a_wait};
 use super::exit::*;
 use super::failures::*;
 use super::gather::*;
@@ -50,6 +50,7 @@ cases! {
     UPLOAD_LIMIT = upload_limit;
     DOWNLOAD_IN_PLACE = download_in_place;
     DOWNLOAD_LIMIT = download_limit;
+    REFUSED_DOWNLOAD = refused_download;
     CALL = call;
     CONTROL = control;
     RESET_BESIDE_A_WAIT = reset_beside_a_wait;

@@ -1,13 +1,17 @@
 //! Calls that a test has the fake driver hang, fail and count.
 
 use std::ffi::{CString, c_char, c_int, c_void};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use libloading::{Library, Symbol};
 use warpipe::Error;
 use warpipe::backend::StreamOp;
 
-use super::cases::{MIB, PATIENCE, batch, driver_library, gpu, release, word_address, words};
+use super::cases::{
+    MIB, PATIENCE, REGION_BYTES, batch, driver_library, gpu, release, word_address, words,
+};
+use super::transfers::held_stream;
 
 struct Control(Library);
 
@@ -129,6 +133,37 @@ pub fn control() {
     assert_eq!(control.count("fakeCudaHanging", "cuMemCreate"), 0);
     control.reset();
     assert_eq!(control.calls(), []);
+}
+
+pub fn refused_download() {
+    const WRITE: &str = "cuStreamWriteValue64_v2";
+    let (device, control) = (gpu(), Control(driver_library()));
+    let (stream, words) = held_stream(&device);
+    let region = device.backend().allocate(REGION_BYTES).unwrap();
+    control.reset();
+    control.fail(WRITE, 1, 999);
+    let (returned, is_returned) = channel::<()>();
+    let releasing = std::thread::spawn(move || {
+        until(|| control.count("fakeCudaFailed", WRITE) == 1);
+        // A moment for a download that does not wait. One that does is not late.
+        let _ = is_returned.recv_timeout(Duration::from_millis(200));
+        words[0].store(1);
+    });
+    let mut out = vec![0; 4096];
+    // SAFETY: the region is longer.
+    let refused = unsafe {
+        device
+            .backend()
+            .download(stream.raw(), &mut out, region.ptr)
+    };
+    let is_idle = stream.is_idle().unwrap();
+    drop(returned);
+    releasing.join().unwrap();
+    assert!(matches!(refused, Err(Error::Driver { .. })), "{refused:?}");
+    assert!(
+        is_idle,
+        "a copy is under way, and its caller may unmap what it reads"
+    );
 }
 
 pub fn reset_beside_a_wait() {

@@ -93,6 +93,11 @@ fn a_download_behind_a_stream_that_waits_ends_in_a_typed_timeout_and_touches_not
 }
 
 #[test]
+fn a_download_that_a_call_refuses_has_no_copy_under_way_when_it_returns() {
+    FakeDriver::new().run(cases::REFUSED_DOWNLOAD);
+}
+
+#[test]
 fn a_download_into_page_locked_memory_is_limited_before_it_begins_and_touches_nothing_afterwards() {
     FakeDriver::new().run(cases::DOWNLOAD_IN_PLACE);
 }

@@ -16,6 +16,7 @@ mod claims;
 mod pieces;
 mod server;
 mod session;
+mod shares;
 #[cfg(test)]
 mod tests;
 

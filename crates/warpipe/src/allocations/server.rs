@@ -1,39 +1,17 @@
-//! The sharing process: shares, their owners, and the clients that have them. **This module is
-//! marked for unsafe**: it enqueues stores of words by address.
+//! The sharing process's handle.
 
 use std::any::Any;
-use std::collections::HashMap;
-use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
-use super::claims::{Claims, Ended};
-use super::pieces::Run;
-use super::{
-    AllocationNotice, AllocationReply, AllocationRequest, CLAIMS_BYTES, Grant, HelloReply, Place,
-    READY_BYTES, READY_MAX, word_at,
-};
-use crate::backend::{DevicePtr, PointerKind, StreamOp, TimelineWord};
+use super::shares::Shares;
+use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::CloseOnForkFd;
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{
-    ClientInfo, Disconnected, FDS_MAX, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
-    ServerCore, decode,
-};
-use crate::memory::legacy::LegacyHandle;
+use crate::ipc::{IpcServer, Kind};
 use crate::options::{EndpointOptions, option_setters};
-use crate::runtime::drop_after_fence::DropAfterFence;
-use crate::runtime::fence::StreamSet;
-use crate::runtime::reactor::Reactor;
-use crate::shm::page::SharedPage;
 use crate::stream::Stream;
-
-/// How long a run is held that no share lies in: a sender of many small tensors of one allocation
-/// exports it once.
-const RUN_IDLE: Duration = Duration::from_secs(1);
 
 /// Settings of an [`AllocationServer`]. See [`AllocationServer::builder`].
 #[derive(Debug, Clone)]
@@ -57,13 +35,7 @@ impl AllocationServerBuilder {
     pub fn build(self) -> Result<AllocationServer> {
         let name = EndpointName::new(&self.name)?;
         let device = self.shared.device();
-        let (ready, ready_fd) = SharedPage::publish(Some(&device), READY_BYTES)?;
-        let handler = Arc::new(Shares {
-            device,
-            ready: DropAfterFence::new(Arc::<StreamSet>::default(), Arc::new(ready))?,
-            ready_fd,
-            state: Mutex::default(),
-        });
+        let handler = Arc::new(Shares::new(device)?);
         let server = self
             .shared
             .serve(&name, Kind::Allocations, handler.clone())?;
@@ -150,7 +122,7 @@ impl AllocationServer {
 
     /// The device of the memory that it shares.
     pub fn device(&self) -> &Device {
-        &self.inner.shares.device
+        self.inner.shares.device()
     }
 
     /// Shares `bytes` bytes at `ptr`, whose contents are complete behind the work of `stream` so
@@ -182,25 +154,9 @@ impl AllocationServer {
         if bytes == 0 {
             return Err(Error::argument("bytes", bytes, "at least 1"));
         }
-        stream.check_usable(&shares.device)?;
+        stream.check_usable(shares.device())?;
         // SAFETY: the caller's promise.
-        let place = unsafe { shares.place(ptr, bytes) }?;
-        let ready = shares.announce(stream)?;
-        let mut state = shares.lock();
-        state.last_share += 1;
-        let number = state.last_share;
-        let share = Share {
-            number,
-            place,
-            bytes,
-            ready,
-            _owner: owner,
-        };
-        state.unclaimed.insert(number, share);
-        state.shared += 1;
-        // Each look costs as much as there are shares, so it comes after as many.
-        let is_due = state.shared > state.clients.values().map(Claims::len).sum::<usize>();
-        drop(state);
+        let (number, is_due) = unsafe { shares.share(stream, ptr, bytes, owner) }?;
         if is_due {
             shares.collect(self.inner.server.server_core().reactor());
         }
@@ -214,7 +170,7 @@ impl AllocationServer {
     /// [`Error::Forked`].
     pub fn withdraw(&self, number: u64) -> Result<bool> {
         let Inner { shares, .. } = self.inner.get()?;
-        let share = shares.lock().unclaimed.remove(&number);
+        let share = shares.withdraw(number);
         Ok(share.is_some())
     }
 
@@ -223,279 +179,14 @@ impl AllocationServer {
     /// # Errors
     /// [`Error::Forked`].
     pub fn is_opened(&self, number: u64) -> Result<Option<bool>> {
-        let state = self.inner.get()?.shares.lock();
-        if state.unclaimed.contains_key(&number) {
-            return Ok(Some(false));
-        }
-        let mut claimed = state.clients.values().flat_map(Claims::shares);
-        Ok(claimed.any(|share| share.number == number).then_some(true))
+        Ok(self.inner.get()?.shares.is_opened(number))
     }
 
     /// Shares, clients and bytes now.
     pub fn stats(&self) -> AllocationStats {
         let shares = &self.inner.shares;
         shares.collect(self.inner.server.server_core().reactor());
-        let state = shares.lock();
-        let claimed = || state.clients.values().flat_map(Claims::shares);
-        AllocationStats {
-            unclaimed: state.unclaimed.len(),
-            claimed: claimed().count(),
-            bytes: state
-                .unclaimed
-                .values()
-                .chain(claimed())
-                .map(|share| share.bytes)
-                .sum(),
-            runs: state.runs.len(),
-            clients: state.clients.len(),
-        }
-    }
-}
-
-/// A range that is shared once.
-struct Share {
-    number: u64,
-    place: SharedPlace,
-    bytes: u64,
-    ready: Option<(u32, u64)>,
-    /// Keeps the memory allocated.
-    _owner: Box<dyn Any + Send>,
-}
-
-enum SharedPlace {
-    Run { run: Arc<HeldRun>, offset: u64 },
-    Legacy(LegacyHandle),
-}
-
-impl fmt::Debug for Share {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Share")
-            .field("number", &self.number)
-            .field("bytes", &self.bytes)
-            .finish_non_exhaustive()
-    }
-}
-
-/// A run that clients know by its number.
-#[derive(Debug)]
-struct HeldRun {
-    number: u32,
-    run: Run,
-}
-
-/// The shares of a server.
-struct Shares {
-    device: Device,
-    /// Words that the sharing streams store when the contents are complete.
-    ready: DropAfterFence<Arc<SharedPage>>,
-    ready_fd: CloseOnForkFd,
-    /// Never held during a driver call.
-    state: Mutex<State>,
-}
-
-impl fmt::Debug for Shares {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shares")
-            .field("device", &self.device)
-            .finish_non_exhaustive()
-    }
-}
-
-#[derive(Default)]
-struct State {
-    last_share: u64,
-    /// Shares since the clients' words were looked at.
-    shared: usize,
-    unclaimed: HashMap<u64, Share>,
-    clients: HashMap<u64, Claims<Share>>,
-    last_run: u32,
-    /// By the handles of its pieces. The instant is the first at which no share was seen in it.
-    runs: HashMap<Vec<u64>, (Arc<HeldRun>, Option<Instant>)>,
-    /// Ready words without a share, and the value that each reaches.
-    unused_words: Vec<(u32, u64)>,
-    next_word: u32,
-    last_ready: u64,
-}
-
-impl Shares {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// # Safety
-    /// The memory stays allocated as long as the place is used.
-    unsafe fn place(&self, ptr: DevicePtr, bytes: u64) -> Result<SharedPlace> {
-        match self.device.backend().locate(ptr)?.kind {
-            PointerKind::Device => {
-                // SAFETY: the caller's promise.
-                let handle = unsafe { LegacyHandle::export(&self.device, ptr, bytes) }?;
-                Ok(SharedPlace::Legacy(handle))
-            }
-            _ => {
-                let (run, offset) = Run::around(&self.device, ptr, bytes)?;
-                let run = self.known(run)?;
-                Ok(SharedPlace::Run { run, offset })
-            }
-        }
-    }
-
-    /// The run that is held already, or this one.
-    fn known(&self, run: Run) -> Result<Arc<HeldRun>> {
-        let handles = run.handles();
-        let mut state = self.lock();
-        if let Some((known, idle)) = state.runs.get_mut(&handles) {
-            *idle = None;
-            let known = known.clone();
-            drop(state);
-            // The second hold of each piece ends here, without the lock.
-            drop(run);
-            return Ok(known);
-        }
-        let number = state.last_run.checked_add(1).ok_or_else(|| {
-            Error::argument(
-                "runs of allocations",
-                u64::from(u32::MAX) + 1,
-                "at most 2^32 - 1",
-            )
-        })?;
-        state.last_run = number;
-        let held = Arc::new(HeldRun { number, run });
-        state.runs.insert(handles, (held.clone(), None));
-        Ok(held)
-    }
-
-    /// Has `stream` store a ready word behind its work so far. `None` if it has none.
-    fn announce(&self, stream: &Stream) -> Result<Option<(u32, u64)>> {
-        if stream.is_idle()? {
-            return Ok(None);
-        }
-        let mut state = self.lock();
-        let is_past = |&(word, value): &(u32, u64)| self.word(word).reached(value);
-        let free = state.unused_words.iter().position(is_past);
-        let word = match free {
-            Some(at) => state.unused_words.swap_remove(at).0,
-            None if state.next_word < READY_MAX => {
-                state.next_word += 1;
-                state.next_word - 1
-            }
-            None => {
-                let allowed = format!("at most {READY_MAX} whose streams are at work");
-                return Err(Error::argument("shares", u64::from(READY_MAX) + 1, allowed));
-            }
-        };
-        // Values only grow, whatever the word.
-        state.last_ready += 1;
-        let value = state.last_ready;
-        drop(state);
-        let Some(address) = self.ready.device_ptr(word_at(word)) else {
-            return Ok(None);
-        };
-        self.ready.streams().record_use(stream);
-        // SAFETY: the page is dropped only when this stream, recorded above, is past its stores.
-        let stored = unsafe {
-            stream.batch(&[StreamOp::Signal {
-                word: address,
-                value,
-            }])
-        };
-        if let Err(error) = stored {
-            self.lock().unused_words.push((word, 0));
-            return Err(error);
-        }
-        Ok(Some((word, value)))
-    }
-
-    fn word(&self, index: u32) -> &TimelineWord {
-        self.ready.at(word_at(index))
-    }
-
-    /// Takes what clients have released.
-    fn collect(&self, reactor: &Reactor) {
-        let dropped = self.lock().collect();
-        drop_deferred(dropped, reactor);
-    }
-
-    fn open_share(&self, client: &ClientInfo, number: u64) -> Result<OutgoingReply, Rejection> {
-        let mut state = self.lock();
-        let Some(share) = state.unclaimed.remove(&number) else {
-            return OutgoingReply::new(&AllocationReply::Gone, vec![]);
-        };
-        let (bytes, place, ready) = (share.bytes, share.place(), share.ready);
-        let ready = ready.filter(|&(word, value)| !self.word(word).reached(value));
-        let Some(claims) = state.clients.get_mut(&client.id) else {
-            state.unclaimed.insert(number, share);
-            return Err(Rejection::new("it is there no more"));
-        };
-        let (word, value) = match claims.open(share) {
-            Ok(claim) => claim,
-            Err(share) => {
-                state.unclaimed.insert(number, share);
-                return OutgoingReply::new(&AllocationReply::TooMany, vec![]);
-            }
-        };
-        let grant = Grant {
-            word,
-            value,
-            bytes,
-            place,
-            ready,
-        };
-        OutgoingReply::new(&AllocationReply::Opened(grant), vec![])
-    }
-
-    fn send_pieces(&self, number: u32, first: u32) -> Result<OutgoingReply, Rejection> {
-        let state = self.lock();
-        let held = state.runs.values().find(|(run, _)| run.number == number);
-        let run = held.map(|(run, _)| run.clone());
-        drop(state);
-        let run = run.filter(|run| first < run.run.len());
-        let Some(run) = run else {
-            return OutgoingReply::new(&AllocationReply::Gone, vec![]);
-        };
-        let fds = run.run.export(first, FDS_MAX)?;
-        OutgoingReply::new(&AllocationReply::Pieces, fds)
-    }
-}
-
-/// Has the reaper drop shares: an owner's drop is foreign code, and a run's calls the driver.
-fn drop_deferred(shares: Vec<Share>, reactor: &Reactor) {
-    if !shares.is_empty() {
-        reactor.defer_drop(Box::new(shares));
-    }
-}
-
-impl State {
-    /// Removes what clients have released, with clients that are done, and returns it. What they
-    /// have returned can be opened again.
-    fn collect(&mut self) -> Vec<Share> {
-        self.shared = 0;
-        let mut dropped = vec![];
-        for claims in self.clients.values_mut() {
-            let Ended { released, returned } = claims.collect();
-            dropped.extend(released);
-            self.unclaimed
-                .extend(returned.into_iter().map(|share| (share.number, share)));
-        }
-        let done = self.clients.extract_if(|_, claims| claims.is_done());
-        dropped.extend(done.flat_map(|(_, claims)| claims.into_shares()));
-        self.unused_words
-            .extend(dropped.iter().filter_map(|share| share.ready));
-        dropped
-    }
-
-    /// Removes and returns the runs in which no share has been for [`RUN_IDLE`].
-    fn end_idle_runs(&mut self, now: Instant) -> Vec<Arc<HeldRun>> {
-        let is_over = |_: &Vec<u64>, (run, idle): &mut (Arc<HeldRun>, Option<Instant>)| {
-            if Arc::strong_count(run) > 1 {
-                *idle = None;
-                return false;
-            }
-            now.duration_since(*idle.get_or_insert(now)) >= RUN_IDLE
-        };
-        self.runs
-            .extract_if(is_over)
-            .map(|(_, (run, _))| run)
-            .collect()
+        shares.stats()
     }
 }
 
@@ -504,141 +195,11 @@ impl Drop for Inner {
     /// or is proven dead.
     fn drop(&mut self) {
         let reactor = self.server.server_core().reactor();
-        let clients = std::mem::take(&mut self.shares.lock().clients);
-        for mut claims in clients.into_values().filter(Claims::has_any) {
+        for mut claims in self.shares.take_clients() {
             reactor.drop_after(move || {
-                let Ended { released, returned } = claims.collect();
-                drop((released, returned));
+                drop(claims.collect());
                 !claims.has_any() || claims.is_dead()
             });
-        }
-    }
-}
-
-impl Share {
-    fn place(&self) -> Place {
-        match &self.place {
-            SharedPlace::Run { run, offset } => Place::Run {
-                run: run.number,
-                pieces: run.run.len(),
-                piece: run.run.piece_bytes(),
-                offset: *offset,
-            },
-            SharedPlace::Legacy(handle) => Place::Legacy(handle.to_bytes()),
-        }
-    }
-}
-
-impl RequestHandler for Shares {
-    fn on_connect(
-        &self,
-        server_core: &ServerCore,
-        client: &ClientInfo,
-        _: &[u8],
-    ) -> Result<OutgoingReply, Rejection> {
-        let owner = self.device.info().id;
-        if let Some(device) = client.device.filter(|device| device.kind != owner.kind) {
-            return Err(Rejection::new(format!(
-                "its memory is on {owner}, which {device} cannot reach"
-            )));
-        }
-        let process = server_core.process_of(client.id);
-        let process = process.ok_or_else(|| Rejection::new("it is there no more"))?;
-        let (page, fd) = SharedPage::create(None, CLAIMS_BYTES)?;
-        let reply = HelloReply {
-            owner,
-            claims_bytes: page.bytes() as u64,
-            ready_bytes: self.ready.bytes() as u64,
-        };
-        let ready_fd = CloseOnForkFd::duplicate(&self.ready_fd)?;
-        let reply = OutgoingReply::new(&reply, vec![fd, ready_fd])?;
-        self.lock()
-            .clients
-            .insert(client.id, Claims::new(page, process));
-        Ok(reply)
-    }
-
-    fn on_request(
-        &self,
-        server_core: &ServerCore,
-        client: &ClientInfo,
-        body: &[u8],
-    ) -> Result<OutgoingReply, Rejection> {
-        match decode(body, server_core.name())? {
-            AllocationRequest::Open(number) => self.open_share(client, number),
-            AllocationRequest::Pieces { run, first } => self.send_pieces(run, first),
-        }
-    }
-
-    fn holds_anything(&self, client: &ClientInfo) -> bool {
-        self.lock()
-            .clients
-            .get(&client.id)
-            .is_some_and(Claims::has_any)
-    }
-
-    fn on_disconnect(&self, server_core: &ServerCore, client: &ClientInfo, how: Disconnected) {
-        let mut state = self.lock();
-        let dead = match how {
-            // Its words report each release.
-            Disconnected::Closed => {
-                let claims = state.clients.get_mut(&client.id);
-                claims
-                    .into_iter()
-                    .for_each(|claims| claims.is_leaving = true);
-                None
-            }
-            Disconnected::ProcessDied => state.clients.remove(&client.id),
-        };
-        let Some(mut dead) = dead else {
-            return;
-        };
-        // Words that it stored before its death count.
-        let Ended {
-            mut released,
-            returned,
-        } = dead.collect();
-        for share in returned {
-            state.unclaimed.insert(share.number, share);
-        }
-        released.extend(dead.into_shares());
-        let words = released.iter().filter_map(|share| share.ready);
-        state.unused_words.extend(words);
-        drop(state);
-        drop_deferred(released, server_core.reactor());
-    }
-
-    /// The client has not learned of the share.
-    fn take_back(&self, client: &ClientInfo, body: &[u8]) -> bool {
-        let Ok(AllocationReply::Opened(Grant { word, .. })) = decode(body, "a server") else {
-            // Descriptors of pieces are asked for again.
-            return true;
-        };
-        let mut state = self.lock();
-        let claims = state.clients.get_mut(&client.id);
-        if let Some(share) = claims.and_then(|claims| claims.take_back(word)) {
-            state.unclaimed.insert(share.number, share);
-        }
-        true
-    }
-
-    fn on_server_tick(&self, server_core: &ServerCore, _: u64) {
-        let mut state = self.lock();
-        let (dropped, ended) = (state.collect(), state.end_idle_runs(Instant::now()));
-        let clients: Vec<u64> = match ended.is_empty() {
-            true => vec![],
-            false => state.clients.keys().copied().collect(),
-        };
-        drop(state);
-        drop_deferred(dropped, server_core.reactor());
-        for run in ended {
-            let notice = AllocationNotice::RunEnded(run.number);
-            for &client in &clients {
-                if let Ok(notice) = OutgoingReply::new(&notice, vec![]) {
-                    server_core.tell(client, notice);
-                }
-            }
-            server_core.reactor().defer_drop(Box::new(run));
         }
     }
 }

@@ -25,7 +25,7 @@ use std::time::Duration;
 pub use crate::device_types::{
     Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::Kernel;
 pub use crate::rows::{Axis, Rows};
 
@@ -160,7 +160,7 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// memory; on the host backend there is none.
     fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
         let kind = self.locate(ptr)?.kind;
-        Err(crate::Error::NotExportable { ptr, kind })
+        Err(Error::NotExportable { ptr, kind })
     }
 
     /// `cuMemExportToShareableHandle` (POSIX descriptor) of a retained allocation. Close-on-exec.
@@ -170,7 +170,7 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `retained` came from `retain_mapped` of this backend and is not released.
     unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
         let (ptr, kind) = (retained.base, PointerKind::Vmm);
-        Err(crate::Error::NotExportable { ptr, kind })
+        Err(Error::NotExportable { ptr, kind })
     }
 
     /// `cuMemRelease` of a retained allocation.
@@ -190,7 +190,7 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
         _access: Access,
         owner: DeviceId,
     ) -> Result<RawRegion> {
-        Err(crate::Error::NotDeviceMemory {
+        Err(Error::NotDeviceMemory {
             wanted: "memory of this backend",
             found: format!("memory of device {owner}"),
         })

@@ -167,8 +167,10 @@ impl DeviceSlice {
     pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
         self.mapping.owner_process().check()?;
         wait_for(&self.streams, timeout)?;
+        let mut copy = zeroed(self.bytes)?;
         // SAFETY: the slice lies in memory that is mapped as long as `mapping` (`new`).
-        unsafe { copy_out(self.device(), self.ptr, self.bytes) }
+        unsafe { self.download(self.ptr, &mut copy) }?;
+        Ok(copy)
     }
 
     /// As [`to_vec`](Self::to_vec), for the bytes from byte `offset` on that fill `bytes`.
@@ -181,7 +183,26 @@ impl DeviceSlice {
         wait_for(&self.streams, timeout)?;
         // SAFETY: the range lies in this slice, as checked above, and the slice in memory that is
         // mapped as long as `mapping` (`new`).
-        unsafe { download(self.device(), self.ptr + offset, bytes) }
+        unsafe { self.download(self.ptr + offset, bytes) }
+    }
+
+    /// Copies device memory to memory of the host, on a stream of its own: a user's may be stuck
+    /// behind other work.
+    ///
+    /// # Safety
+    /// `ptr` is readable for as many bytes, in memory of the mapping.
+    unsafe fn download(&self, ptr: DevicePtr, bytes: &mut [u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let stream = self.device().stream()?;
+        // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
+        let copied = unsafe { stream.backend().download(stream.raw(), bytes, ptr) };
+        if copied.is_err() {
+            // A copy that was not done in time may still run: the memory stays mapped until then.
+            self.mapping.streams().record_use(&stream);
+        }
+        copied
     }
 
     pub(crate) fn name(&self) -> &str {
@@ -213,25 +234,13 @@ impl DeviceSlice {
 ///
 /// # Safety
 /// `ptr` is readable for `bytes` bytes.
+#[cfg(test)]
 pub(crate) unsafe fn copy_out(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<Vec<u8>> {
     let mut copy = zeroed(bytes)?;
-    // SAFETY: the caller's promise.
-    unsafe { download(device, ptr, &mut copy) }?;
-    Ok(copy)
-}
-
-/// Copies device memory to memory of the host.
-///
-/// # Safety
-/// `ptr` is readable for as many bytes.
-unsafe fn download(device: &Device, ptr: DevicePtr, bytes: &mut [u8]) -> Result<()> {
-    if bytes.is_empty() {
-        return Ok(());
-    }
-    // Not a stream of the user's, which may be stuck behind other work.
     let stream = device.stream()?;
     // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
-    unsafe { stream.backend().download(stream.raw(), bytes, ptr) }
+    unsafe { stream.backend().download(stream.raw(), &mut copy, ptr) }?;
+    Ok(copy)
 }
 
 /// A vector for a copy of device memory.

@@ -24,6 +24,9 @@ const WINDOW: usize = 4;
 /// The limit for a copy's wait for staging memory, or for the stream's earlier work.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// How often a query is refused before its stream counts as failed.
+const QUERIES: u32 = 3;
+
 /// A limited wait.
 struct Wait {
     start: Instant,
@@ -154,14 +157,41 @@ impl CudaBackend {
         let _current = self.enter()?;
         if dst.len() > LARGEST && self.driver.is_registered_host(dst.as_ptr())? {
             // SAFETY: the caller's promise.
-            return unsafe { self.download_in_place(stream, dst, src) };
+            let outcome = unsafe { self.download_in_place(stream, dst, src) };
+            // SAFETY: the stream is the caller's.
+            return unsafe { self.settled(stream, outcome) };
         }
         let mut window = VecDeque::with_capacity(WINDOW);
         // SAFETY: the caller's promise.
         let outcome = unsafe { self.download_through(stream, dst, src, &mut window) };
+        // SAFETY: the stream is the caller's.
+        let outcome = unsafe { self.settled(stream, outcome) };
         window
             .into_iter()
             .for_each(|(lease, _)| self.staging.leave(lease));
+        outcome
+    }
+
+    /// Waits, after a refused call, for the copies before it: the caller is free to unmap the memory
+    /// that they read, or to use the memory that they write, once it has the error. Not after a
+    /// timeout, nor on a stream that the driver refuses to tell of: a failed context copies nothing.
+    ///
+    /// # Safety
+    /// The stream is live, the context current.
+    unsafe fn settled(&self, stream: CUstream, outcome: Result<()>) -> Result<()> {
+        if matches!(outcome, Ok(()) | Err(Error::Timeout { .. })) {
+            return outcome;
+        }
+        let (mut wait, mut refusals) = (Wait::new(), 0);
+        while refusals < QUERIES {
+            // SAFETY: the caller's promise.
+            match unsafe { self.driver.stream_query(stream) } {
+                Ok(true) => break,
+                Ok(false) if wait.pause(earlier_work).is_err() => break,
+                Ok(false) => {}
+                Err(_) => refusals += 1,
+            }
+        }
         outcome
     }
 
