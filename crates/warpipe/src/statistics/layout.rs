@@ -168,11 +168,12 @@ pub(super) fn kind_code(kind: Kind) -> u64 {
         Kind::LegacyMemory => 10,
         Kind::Weights => 11,
         Kind::WeightsHolder => 12,
+        Kind::Allocations => 13,
     }
 }
 
 pub(super) fn kind_of(code: u64) -> Option<Kind> {
-    const KINDS: [Kind; 12] = [
+    const KINDS: [Kind; 13] = [
         Kind::Memory,
         Kind::Timeline,
         Kind::Events,
@@ -185,6 +186,7 @@ pub(super) fn kind_of(code: u64) -> Option<Kind> {
         Kind::LegacyMemory,
         Kind::Weights,
         Kind::WeightsHolder,
+        Kind::Allocations,
     ];
     KINDS.into_iter().find(|&kind| kind_code(kind) == code)
 }

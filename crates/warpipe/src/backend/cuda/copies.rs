@@ -107,7 +107,9 @@ impl CudaBackend {
         }?;
         if late {
             // SAFETY: the stream is the caller's.
-            unsafe { self.wait_for_copy(stream) }?;
+            let waited = unsafe { self.wait_for_copy(stream) };
+            // SAFETY: as above.
+            return unsafe { self.settled(stream, waited) };
         }
         Ok(())
     }
