@@ -249,6 +249,9 @@ pub struct TopArgs {
     /// Prints one JSON object; with --once
     #[arg(long, requires = "once")]
     pub json: bool,
+    /// Panics after the first frame, for the test that the terminal is restored
+    #[arg(long, hide = true)]
+    pub plant_panic: bool,
     /// Time between two looks, in seconds, 0.1 to 3600
     #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = interval)]
     pub interval: Duration,

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
+use anyhow::bail;
 use serde::Serialize;
 use warpipe::statistics::{Endpoint, Observation, Observer, Process, Role};
 use warpipe::{Domain, clock};
@@ -13,6 +15,8 @@ use super::process::{self, ProcessRow, ProcessState};
 /// What is looked at, and what the last look has found out.
 pub struct Source {
     domain: Domain,
+    /// The device and the inode of the domain's directory.
+    identity: [u64; 2],
     observer: Observer,
 }
 
@@ -103,6 +107,7 @@ pub struct SubscriberRow {
 impl Source {
     pub fn new(domain: Domain) -> Source {
         Source {
+            identity: identity(domain.path()).unwrap_or_default(),
             domain,
             observer: Observer::new(),
         }
@@ -111,8 +116,18 @@ impl Source {
     /// Takes a look.
     ///
     /// # Errors
-    /// The domain's directory cannot be read.
+    /// The domain's directory is gone, or cannot be read.
     pub fn look(&mut self) -> anyhow::Result<Snapshot> {
+        let path = self.domain.path();
+        match identity(path) {
+            Some(now) if now == self.identity => {}
+            // Another directory under the same path, which the domain's processes use from now on.
+            Some(now) => (self.domain, self.identity) = (Domain::at(path)?, now),
+            None => bail!(
+                "the domain's directory {} is gone; the next endpoint there makes it again",
+                path.display()
+            ),
+        }
         let names: BTreeMap<String, Option<i32>> = self
             .domain
             .endpoints()?
@@ -122,12 +137,16 @@ impl Source {
                 (endpoint.name.to_string(), holder)
             })
             .collect();
-        let identity = std::fs::metadata(self.domain.path())
-            .map_or([0; 2], |folder| [folder.dev(), folder.ino()]);
         let observation = self.observer.observe();
         let domain = self.domain.path().display().to_string();
-        Ok(Snapshot::of(domain, identity, &names, &observation))
+        Ok(Snapshot::of(domain, self.identity, &names, &observation))
     }
+}
+
+/// The device and the inode of a directory, if it is there.
+fn identity(path: &Path) -> Option<[u64; 2]> {
+    let folder = std::fs::metadata(path).ok()?;
+    Some([folder.dev(), folder.ino()])
 }
 
 impl Snapshot {

@@ -95,6 +95,7 @@ fn show(
             due = Instant::now() + args.interval;
         }
         terminal.draw(|frame| draw::draw(&mut view, frame.buffer_mut()))?;
+        assert!(!args.plant_panic, "planted");
         let left = due.saturating_duration_since(Instant::now());
         let limit = if bytes.is_empty() {
             left

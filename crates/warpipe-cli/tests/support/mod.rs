@@ -1,6 +1,7 @@
 //! Runs the built command in a domain of its own.
 #![allow(dead_code)]
 
+pub mod pty;
 pub mod weights;
 
 use std::io::{BufRead, BufReader, Read};

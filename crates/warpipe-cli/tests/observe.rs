@@ -1,0 +1,290 @@
+//! `top`, `ls -v` and `metrics`, over processes that publish, stop and die.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::Stdio;
+
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
+use serde_json::Value;
+use support::pty::OnTerminal;
+use support::{Ended, World};
+use warpipe::{Device, Domain, Publisher, Subscriber};
+use warpipe_testkit::{ChildProcess, eventually};
+
+/// A look of `top --once --json`.
+fn once(world: &World) -> Value {
+    // Read while it runs: the object of 1,000 endpoints is longer than a pipe.
+    let mut command = world.warpipe(&["top", "--once", "--json", "--interval", "0.1"]);
+    let ended = command.output().unwrap();
+    assert!(ended.status.success(), "{ended:?}");
+    serde_json::from_slice(&ended.stdout).unwrap()
+}
+
+/// The endpoint of that name, once it is as wanted.
+fn endpoint_when(world: &World, name: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+    let mut last = Value::Null;
+    let found = eventually(support::PATIENCE, || {
+        let look = once(world);
+        let endpoints = look["endpoints"].as_array().unwrap();
+        last = endpoints
+            .iter()
+            .find(|it| it["name"] == name)
+            .cloned()
+            .unwrap_or(look);
+        is_so(&last)
+    });
+    assert!(found, "{name} stays so: {last:#}");
+    last
+}
+
+/// A process that publishes a file again and again, and one that receives it.
+fn pair(world: &World, name: &str) -> (ChildProcess, ChildProcess) {
+    let file = world.write("a.bin", &[7; 10_000]);
+    let (file, device) = (file.to_str().unwrap(), support::device());
+    let start = |arguments: &[&str]| {
+        let mut command = world.warpipe(arguments);
+        // Nobody reads what they say.
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        ChildProcess::start(&mut command).unwrap()
+    };
+    let publisher = start(&[
+        "pub", name, file, "--loop", "--rate", "200", "--device", &device,
+    ]);
+    endpoint_when(world, name, |it| it["state"] == "live");
+    let subscriber = start(&["sub", name, "--device", &device]);
+    endpoint_when(world, name, |it| {
+        it["timed"].as_u64().is_some_and(|timed| timed >= 3)
+    });
+    (publisher, subscriber)
+}
+
+fn pid(child: &ChildProcess) -> i32 {
+    child.pid().as_raw_nonzero().get()
+}
+
+#[test]
+fn a_look_says_rate_lag_latency_and_which_process_shares_the_memory() {
+    let world = World::new();
+    let (publisher, subscriber) = pair(&world, "camera/front");
+    let seen = endpoint_when(&world, "camera/front", |it| {
+        it["rate"]["items_per_second"]
+            .as_f64()
+            .is_some_and(|rate| rate > 0.0)
+            && it["rate"]["latency_ns"].is_u64()
+    });
+    assert_eq!(
+        (&seen["pid"], &seen["kind"]),
+        (&pid(&publisher).into(), &"publisher".into())
+    );
+    assert_eq!(seen["subscribers"][0]["pid"], pid(&subscriber));
+    let items = seen["items"].as_u64().unwrap();
+    assert_eq!(seen["bytes"], items * 10_000);
+    let look = once(&world);
+    let shared = look["memory"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|it| it["owner"] == pid(&publisher));
+    let shared = shared.unwrap_or_else(|| panic!("{look:#}"));
+    assert_eq!(shared["borrowers"], Value::from(vec![pid(&subscriber)]));
+    assert_eq!(shared["endpoint"], "camera/front");
+    let text = world.run(&["ls", "-v"]);
+    let holder = format!("shared by 1 (process {})", pid(&subscriber));
+    assert!(text.out.contains(&holder), "{text:?}");
+}
+
+#[test]
+fn a_stopped_publisher_and_a_stopped_subscriber_are_seen_with_their_counts() {
+    let world = World::new();
+    let (publisher, subscriber) = pair(&world, "camera/stopped");
+    subscriber.signal(Signal::STOP).unwrap();
+    let seen = endpoint_when(&world, "camera/stopped", |it| {
+        it["subscribers"][0]["state"] == "stalled"
+    });
+    assert_eq!(seen["state"], "live");
+    publisher.signal(Signal::STOP).unwrap();
+    let seen = endpoint_when(&world, "camera/stopped", |it| it["state"] == "stopped");
+    assert!(seen["items"].as_u64().unwrap() >= 3, "{seen:#}");
+    assert_eq!(seen["subscribers"][0]["pid"], pid(&subscriber));
+    publisher.signal(Signal::KILL).unwrap();
+    endpoint_when(&world, "camera/stopped", |it| it["state"] == "stale");
+    // The memory lives on in the subscriber alone.
+    let look = once(&world);
+    let kept = look["memory"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|it| it["borrowers"] == Value::from(vec![pid(&subscriber)]));
+    assert_eq!(
+        kept.unwrap_or_else(|| panic!("{look:#}"))["owner"],
+        Value::Null
+    );
+    let text = world.run(&["ls", "-v"]).out;
+    assert!(
+        text.contains("no owner: its importers alone keep it"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_screen_follows_keys_and_sizes_and_a_domain_that_vanishes() {
+    let world = World::new();
+    let (_publisher, _subscriber) = pair(&world, "camera/screen");
+    let command = world.warpipe(&["top", "--interval", "0.1"]);
+    let mut top = OnTerminal::start(command, 130, 24);
+    top.until(|lines| {
+        lines
+            .iter()
+            .any(|line| line.contains("camera/screen") && line.contains("live"))
+    });
+    top.until(|lines| lines.iter().any(|line| line.contains("lag")));
+    top.press("2");
+    top.until(|lines| lines[2].starts_with("COMMAND"));
+    top.press("\t");
+    top.until(|lines| lines[2].starts_with("ENDPOINT"));
+    top.press("1/nothing");
+    top.until(|lines| lines[23].starts_with("filter: nothing_") && !lines[3].contains("camera"));
+    top.press("\x1b");
+    top.until(|lines| lines[3].starts_with("camera/screen"));
+    for (columns, rows) in [(40, 6), (5, 2), (200, 50)] {
+        top.resize(columns, rows);
+        let is_drawn =
+            |lines: &[String]| lines[0].starts_with(&world.path("domain").to_str().unwrap()[..4]);
+        top.until(is_drawn);
+    }
+    std::fs::remove_dir_all(world.path("domain")).unwrap();
+    top.until(|lines| lines[1].contains("is gone") && !lines[3].contains("camera/screen"));
+    // Another domain at the same place.
+    let domain = Domain::at(world.path("domain")).unwrap();
+    let publisher = Publisher::builder("camera/again")
+        .domain(&domain)
+        .device(&Device::host());
+    let _publisher = publisher.build().unwrap();
+    top.until(|lines| lines[3].starts_with("camera/again") && !lines[1].contains("is gone"));
+    top.press("q");
+    let (status, is_restored, lines) = top.end();
+    assert!(status.success() && is_restored, "{status} {lines:#?}");
+}
+
+#[test]
+fn the_terminal_is_restored_however_the_command_ends() {
+    let world = World::new();
+    for (end, code) in [("\x03", 0), ("INT", 130), ("TERM", 130)] {
+        let mut top = OnTerminal::start(world.warpipe(&["top"]), 80, 24);
+        top.until(|lines| lines[23].contains("q quit"));
+        match end {
+            "INT" => top.signal(Signal::INT),
+            "TERM" => top.signal(Signal::TERM),
+            keys => top.press(keys),
+        }
+        let (status, is_restored, lines) = top.end();
+        assert_eq!(status.code(), Some(code), "{end:?} {lines:#?}");
+        assert!(is_restored, "{end:?} {lines:#?}");
+    }
+    let top = OnTerminal::start(world.warpipe(&["top", "--plant-panic"]), 80, 24);
+    let (status, is_restored, lines) = top.end();
+    assert!(!status.success() && is_restored, "{status} {lines:#?}");
+    assert!(lines.join(" ").contains("planted"), "{lines:#?}");
+}
+
+#[test]
+fn a_thousand_endpoints_of_a_process_are_listed_and_scrolled() {
+    let world = World::new();
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    setrlimit(Resource::Nofile, raised).unwrap();
+    let domain = Domain::at(world.path("domain")).unwrap();
+    let device = Device::host();
+    let publish = |number: usize| {
+        let name = format!("many/{number:04}");
+        Publisher::builder(&name)
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap()
+    };
+    let publishers: Vec<Publisher> = (0..1000).map(publish).collect();
+    let look = once(&world);
+    let endpoints = look["endpoints"].as_array().unwrap();
+    let observed = endpoints
+        .iter()
+        .filter(|it| it["kind"] == "publisher")
+        .count();
+    assert_eq!((endpoints.len(), observed), (1000, 1000));
+    let mut top = OnTerminal::start(world.warpipe(&["top", "--interval", "0.1"]), 100, 30);
+    top.until(|lines| lines[3].starts_with("many/0000") && lines[0].contains("1000 endpoints"));
+    top.press("\x1b[F");
+    top.until(|lines| lines[28].starts_with("many/0999"));
+    top.press("r\x1b[H");
+    top.until(|lines| lines[3].starts_with("many/0999"));
+    drop(publishers);
+    top.until(|lines| lines[0].contains(" 0 endpoints"));
+    top.press("q");
+    assert!(top.end().1);
+}
+
+/// Sends bytes to the server, and returns its answer.
+fn ask(address: &str, request: &[u8]) -> String {
+    let mut client = TcpStream::connect(address).unwrap();
+    client.write_all(request).unwrap();
+    let mut answer = String::new();
+    client.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+#[test]
+fn metrics_are_served_to_one_client_after_a_silent_one() {
+    let world = World::new();
+    let domain = Domain::at(world.path("domain")).unwrap();
+    let device = Device::host();
+    let publisher = Publisher::builder("camera/metrics")
+        .domain(&domain)
+        .device(&device);
+    let publisher = publisher.build().unwrap();
+    let subscriber = Subscriber::builder("camera/metrics")
+        .domain(&domain)
+        .device(&device);
+    let _subscriber = subscriber.build().unwrap();
+    publisher
+        .send_bytes(&device.stream().unwrap(), &[1; 100])
+        .unwrap();
+    let mut server = world.start(&["metrics", "--listen", "127.0.0.1:0"]);
+    let said = server.wait_for_line("http://");
+    let address = said
+        .trim()
+        .trim_start_matches("http://")
+        .trim_end_matches("/metrics");
+    // It says nothing, and keeps its connection: the next one is answered all the same.
+    let _silent = TcpStream::connect(address).unwrap();
+    let answer = ask(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
+    assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+    let counted = "warpipe_endpoint_bytes_total{name=\"camera/metrics\",kind=\"publisher\"} 100\n";
+    assert!(answer.contains(counted), "{answer}");
+    assert!(ask(address, b"\x1b[2J\r\n\r\n").starts_with("HTTP/1.1 400 "));
+    server.signal(Signal::TERM);
+    assert_eq!(server.end().code, Some(130));
+}
+
+#[test]
+fn wrong_uses_are_refused_with_the_next_step() {
+    let world = World::new();
+    let refused = |ended: &Ended, word: &str| {
+        assert_eq!(ended.code, Some(2), "{ended:?}");
+        assert!(ended.err.contains(word), "{ended:?}");
+    };
+    refused(
+        &world.run(&["metrics", "--listen", "0.0.0.0:0"]),
+        "--any-address",
+    );
+    refused(&world.run(&["top"]), "warpipe top --once");
+    refused(&world.run(&["top", "--json"]), "--once");
+    refused(&world.run(&["top", "--interval", "0"]), "0.1 to 3600");
+}
