@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use warpipe::DeviceKind;
-use warpipe::statistics::{Process, Region, Role};
+use warpipe::statistics::{Endpoint, Process, Region, Role};
 
 use crate::output::printable;
 
@@ -64,7 +64,11 @@ pub fn row(process: &Process, now_ns: u64) -> ProcessRow {
     ProcessRow {
         pid,
         command: command(pid),
-        state: state(pid, process.beat_ns, now_ns),
+        state: match is_stopped(pid) {
+            true => ProcessState::Stopped,
+            false if is_silent(process, now_ns) => ProcessState::Stalled,
+            false => ProcessState::Running,
+        },
         descriptors: std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count),
         endpoints: process.endpoints.len(),
         gpu_owned: bytes(DeviceKind::Cuda, Role::Owner),
@@ -81,19 +85,71 @@ fn command(pid: i32) -> String {
     printable(&text).chars().take(COMMAND_MAX).collect()
 }
 
-fn state(pid: i32, beat_ns: u64, now_ns: u64) -> ProcessState {
+/// Whether a signal or a debugger has stopped the process.
+fn is_stopped(pid: i32) -> bool {
     let stat = std::fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
     // Behind the name in parentheses, which may have parentheses itself.
-    let state = stat
-        .rsplit(|&byte| byte == b')')
-        .next()
-        .and_then(|rest| rest.get(1).copied());
-    if matches!(state, Some(b'T' | b't')) {
-        return ProcessState::Stopped;
+    let rest = stat.rsplit(|&byte| byte == b')').next();
+    matches!(rest.and_then(|rest| rest.get(1)), Some(b'T' | b't'))
+}
+
+/// Whether the process has not ticked for a while, though it has an endpoint that ticks: a name, or
+/// a subscriber that is attached.
+fn is_silent(process: &Process, now_ns: u64) -> bool {
+    let ticks = |it: &Endpoint| it.role == Role::Owner || it.generation != [0; 2];
+    let is_due = process.beat_ns != 0 && process.endpoints.iter().any(ticks);
+    is_due && now_ns.saturating_sub(process.beat_ns) > STALLED_NS
+}
+
+#[cfg(test)]
+mod tests {
+    use warpipe::{EndpointName, Kind};
+
+    use super::*;
+
+    fn process(endpoints: Vec<Endpoint>) -> Process {
+        Process {
+            pid: 1,
+            beat_ns: 1,
+            endpoints,
+            regions: Vec::new(),
+            unlisted: 0,
+            damaged: 0,
+        }
     }
-    // A process without endpoints does not tick.
-    match beat_ns != 0 && now_ns.saturating_sub(beat_ns) > STALLED_NS {
-        true => ProcessState::Stalled,
-        false => ProcessState::Running,
+
+    fn endpoint(role: Role, generation: [u64; 2]) -> Endpoint {
+        Endpoint {
+            kind: Kind::Publisher,
+            role,
+            name: EndpointName::new("a").unwrap(),
+            domain: [0; 2],
+            device: None,
+            generation,
+            items: 0,
+            bytes: 0,
+            sequence: 0,
+            timed: 0,
+            latency_ns: 0,
+            dropped: 0,
+            in_flight: 0,
+            memory: 0,
+            memory_max: 0,
+            peers: 0,
+            depth: 0,
+            links: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn only_a_process_that_has_to_tick_is_stalled() {
+        let stalled = |endpoints, now_ns| is_silent(&process(endpoints), now_ns);
+        let later = 2 * STALLED_NS;
+        assert!(stalled(vec![endpoint(Role::Owner, [7, 7])], later));
+        assert!(stalled(vec![endpoint(Role::Peer, [7, 7])], later));
+        assert!(!stalled(vec![endpoint(Role::Owner, [7, 7])], STALLED_NS));
+        // Its endpoints are closed, or it looks for its next publisher.
+        assert!(!stalled(Vec::new(), later));
+        assert!(!stalled(vec![endpoint(Role::Peer, [0, 0])], later));
     }
 }

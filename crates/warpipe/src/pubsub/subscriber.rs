@@ -451,6 +451,7 @@ impl Subscriber {
 
     fn detach(&mut self, end: &Error) {
         if let Some(old) = self.attached.take() {
+            self.row.detach();
             self.dropped_before = self.dropped_before.saturating_add(old.link.dropped());
             old.link.leave();
             let graceful = matches!(end, Error::PeerGone { graceful: true, .. });

@@ -79,6 +79,11 @@ impl EndpointRow {
         }
     }
 
+    /// A subscriber has no publisher any more.
+    pub(crate) fn detach(&self) {
+        self.attach_to([0; 16]);
+    }
+
     /// The state of a publisher, written with each tick.
     pub(crate) fn set_use(&self, dropped: u64, in_flight: u64, peers: u64, memory: u64) {
         if let Some(row) = &self.0 {

@@ -279,6 +279,45 @@ fn the_memory_of_an_owner_and_of_an_importer_has_one_identity() {
 }
 
 #[test]
+fn a_subscriber_that_looks_for_its_next_publisher_is_attached_to_none() {
+    use crate::{Device, Domain, Publisher, Subscriber};
+    use std::time::Duration;
+    let folder = std::env::temp_dir().join(format!("warpipe-detached-{}", std::process::id()));
+    let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+    let name = "statistics/detached";
+    let publisher = Publisher::builder(name)
+        .domain(&domain)
+        .device(&device)
+        .build()
+        .unwrap();
+    let builder = Subscriber::builder(name).domain(&domain).device(&device);
+    let mut subscriber = builder.reconnect(true).build().unwrap();
+    let generations = || -> Vec<_> {
+        let seen = own()
+            .endpoints
+            .into_iter()
+            .filter(|it| it.name.as_str() == name);
+        seen.map(|it| (it.role, it.generation)).collect()
+    };
+    let [(_, published), (_, attached)] = generations()[..] else {
+        panic!("a publisher and a subscriber: {:?}", generations())
+    };
+    assert!(published == attached && published != [0; 2]);
+    drop(publisher);
+    let stream = device.stream().unwrap();
+    let received = subscriber.receive_timeout(&stream, Duration::from_millis(20));
+    assert!(received.is_err());
+    let ended = warpipe_testkit::eventually(Duration::from_secs(60), || {
+        let _ = subscriber.try_receive(&stream);
+        generations()
+            .iter()
+            .all(|&(role, it)| role == Role::Owner || it == [0; 2])
+    });
+    assert!(ended, "{:?}", generations());
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
 fn every_word_of_a_row_has_a_place_of_its_own() {
     let places = [
         endpoint::KIND,
