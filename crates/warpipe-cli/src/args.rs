@@ -29,6 +29,7 @@ pub enum Command {
     Sub(SubArgs),
     Doctor(DoctorArgs),
     Ls(LsArgs),
+    Gc(GcArgs),
     Top(TopArgs),
     Metrics(MetricsArgs),
     Members(MembersArgs),
@@ -227,6 +228,27 @@ pub struct LsArgs {
     /// As `warpipe top --once` without rates; with --json the same object.
     #[arg(short, long, conflicts_with = "all_users")]
     pub verbose: bool,
+}
+
+/// Shows the names that dead processes left in the domain, and removes them with --yes
+///
+/// A name counts as dead if no process holds its lock, whatever process id stands in the lock file.
+/// Without --yes nothing is removed. With it, the files of each name are removed under the locks that
+/// a new owner takes: a name that a process takes meanwhile stays, with all its files. Files of other
+/// programs and of other users are shown and kept. Nobody has to call this: a dead name is taken over
+/// by its next owner.
+#[derive(Debug, Args)]
+#[command(after_help = exit::HELP)]
+pub struct GcArgs {
+    /// Removes what is shown as dead
+    #[arg(short, long)]
+    pub yes: bool,
+    /// Leaves out what is younger than this many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub older_than: Option<Duration>,
+    /// Prints one JSON object per name and one with the total, instead of text
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Shows the endpoints of the domain and the processes with their memory, and keeps it up to date

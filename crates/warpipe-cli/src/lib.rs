@@ -15,6 +15,7 @@ mod attach;
 mod demo;
 mod doctor;
 mod exit;
+mod gc;
 mod image;
 mod interrupt;
 mod list;
@@ -86,6 +87,7 @@ fn run(command: &Command) -> anyhow::Result<Exit> {
         Command::Sub(args) => subscribe::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Ls(args) => list::run(args),
+        Command::Gc(args) => gc::run(args),
         Command::Metrics(args) => metrics::run(args),
         Command::Top(args) => top::run(args),
         Command::Members(args) => members::run(args),

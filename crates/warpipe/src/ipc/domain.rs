@@ -185,6 +185,12 @@ impl Domain {
         Ok(names)
     }
 
+    /// Removes the files of one dead endpoint, as [`clean`](Self::clean) does. Returns whether this
+    /// call removed them: not if a process holds the name, or if they are no files of this library.
+    pub fn clean_name(&self, name: &EndpointName) -> bool {
+        self.clear_name(name)
+    }
+
     /// Removes the files of one dead endpoint. False while its name is held: by a living process,
     /// or for a moment by a dying one: its sockets may close before its lock is free.
     pub(crate) fn forget(&self, name: &EndpointName) -> bool {

@@ -1,0 +1,277 @@
+//! `warpipe gc`: what dead processes left in the domain, shown first, removed on demand.
+//!
+//! A name counts as dead if no process has its lock. The library removes its files under the same
+//! locks as a claim of the name, and only if they are its own; so a name that is taken between the
+//! look and the removal stays. This command removes nothing by itself.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::Metadata;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::time::{Duration, SystemTime};
+
+use anyhow::Context as _;
+use serde::Serialize;
+use warpipe::{Domain, EndpointName};
+
+use crate::args::GcArgs;
+use crate::exit::Exit;
+use crate::output::{Output, Style, printable, styled};
+
+/// A name without an owner, or a file that is no name's.
+#[derive(Debug, Serialize)]
+struct Leftover {
+    /// The name; `None` for a file of another program.
+    name: Option<String>,
+    files: Vec<String>,
+    /// Since the newest of the files was made or written.
+    age_seconds: u64,
+    state: State,
+    /// Why it is kept.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<&'static str>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum State {
+    /// Left by a dead process, and not removed.
+    Dead,
+    /// Removed by this command.
+    Removed,
+    /// Not removed: it may be another program's, or is in use by now.
+    Kept,
+}
+
+/// The result of all removals, for programs.
+#[derive(Serialize)]
+struct Total {
+    removed: usize,
+    dead: usize,
+    kept: usize,
+}
+
+/// Shows what dead processes left, and removes it with `--yes`.
+pub fn run(args: &GcArgs) -> anyhow::Result<Exit> {
+    let output = Output::new(args.json);
+    let domain = Domain::from_environment()?;
+    let mut leftovers = look(&domain)?;
+    if let Some(least) = args.older_than {
+        leftovers.retain(|leftover| Duration::from_secs(leftover.age_seconds) >= least);
+    }
+    if args.yes {
+        for leftover in &mut leftovers {
+            remove(&domain, leftover);
+        }
+    }
+    report(output, &domain, &leftovers, args.yes)?;
+    Ok(Exit::Done)
+}
+
+/// Names without an owner, sorted, and behind them files that are no name's.
+fn look(domain: &Domain) -> anyhow::Result<Vec<Leftover>> {
+    let mut files = Files::of(domain)?;
+    let mut leftovers = Vec::new();
+    for endpoint in domain.endpoints()? {
+        let of_name = files.take(&endpoint.name);
+        // A name that was released since its files were listed has none left.
+        if endpoint.holder.is_some() || of_name.is_empty() {
+            continue;
+        }
+        let reason = reason_to_keep(&of_name);
+        leftovers.push(Leftover {
+            name: Some(endpoint.name.to_string()),
+            age_seconds: age(&of_name),
+            files: shown(&of_name),
+            state: if reason.is_some() {
+                State::Kept
+            } else {
+                State::Dead
+            },
+            reason,
+        });
+    }
+    for (file, metadata) in files.0 {
+        let of_file = vec![(file, metadata)];
+        leftovers.push(Leftover {
+            name: None,
+            age_seconds: age(&of_file),
+            files: shown(&of_file),
+            state: State::Kept,
+            reason: Some("not a file of warpipe's"),
+        });
+    }
+    Ok(leftovers)
+}
+
+/// The files of the domain, by name. A file that vanishes meanwhile is left out.
+struct Files(BTreeMap<OsString, Metadata>);
+
+impl Files {
+    fn of(domain: &Domain) -> anyhow::Result<Files> {
+        let path = domain.path();
+        let failed = || format!("{} cannot be read", path.display());
+        let mut files = BTreeMap::new();
+        for entry in std::fs::read_dir(path).with_context(failed)? {
+            let entry = entry.with_context(failed)?;
+            if let Ok(metadata) = entry.metadata() {
+                files.insert(entry.file_name(), metadata);
+            }
+        }
+        Ok(Files(files))
+    }
+
+    /// Takes out the files of a name.
+    fn take(&mut self, name: &EndpointName) -> Vec<(OsString, Metadata)> {
+        let stem = name.as_str().replace('/', "+");
+        let names = [
+            format!("{stem}.lock"),
+            format!("{stem}.sock"),
+            format!(".{stem}.new"),
+        ];
+        let found = names
+            .into_iter()
+            .filter_map(|file| self.0.remove_entry(&OsString::from(file)));
+        found.collect()
+    }
+}
+
+/// Why the library would not remove the files of a dead name, as far as can be seen from outside.
+fn reason_to_keep(files: &[(OsString, Metadata)]) -> Option<&'static str> {
+    let ends = |file: &OsString, end: &str| file.to_string_lossy().ends_with(end);
+    let is_wrong = |(file, metadata): &(OsString, Metadata)| match ends(file, ".lock") {
+        true => !metadata.file_type().is_file(),
+        false => !metadata.file_type().is_socket(),
+    };
+    let own = rustix::process::geteuid().as_raw();
+    if files.iter().any(|(_, metadata)| metadata.uid() != own) {
+        Some("of another user")
+    } else if files.iter().any(is_wrong) {
+        Some("not a file of warpipe's")
+    } else if !files.iter().any(|(file, _)| ends(file, ".lock")) {
+        // Its owner may be about to come: nothing proves a death.
+        Some("a socket without a lock file, which the next owner of the name removes")
+    } else {
+        None
+    }
+}
+
+/// Since the newest file was made or written. A clock that was set back makes it new.
+fn age(files: &[(OsString, Metadata)]) -> u64 {
+    let now = SystemTime::now();
+    let ages = files.iter().filter_map(|(_, metadata)| {
+        let changed = metadata.modified().ok()?;
+        Some(now.duration_since(changed).unwrap_or_default().as_secs())
+    });
+    ages.min().unwrap_or(0)
+}
+
+fn shown(files: &[(OsString, Metadata)]) -> Vec<String> {
+    let mut names: Vec<_> = files
+        .iter()
+        .map(|(file, _)| file.to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}
+
+fn remove(domain: &Domain, leftover: &mut Leftover) {
+    let name = match &leftover.name {
+        Some(name) if leftover.state == State::Dead => name.as_str(),
+        _ => return,
+    };
+    let Ok(name) = EndpointName::new(name) else {
+        return;
+    };
+    if domain.clean_name(&name) {
+        leftover.state = State::Removed;
+    } else {
+        leftover.state = State::Kept;
+        leftover.reason =
+            Some("in use again, removed already, or with a file of another program's");
+    }
+}
+
+fn report(
+    output: Output,
+    domain: &Domain,
+    leftovers: &[Leftover],
+    is_removing: bool,
+) -> anyhow::Result<()> {
+    let count = |state| {
+        leftovers
+            .iter()
+            .filter(|leftover| leftover.state == state)
+            .count()
+    };
+    let total = Total {
+        removed: count(State::Removed),
+        dead: count(State::Dead),
+        kept: count(State::Kept),
+    };
+    let path = domain.path().display().to_string();
+    output.human(|| styled(Style::Bold, &printable(&path)))?;
+    let label = |leftover: &Leftover| match &leftover.name {
+        Some(name) => printable(name),
+        None => printable(&leftover.files.join(" ")),
+    };
+    let width = leftovers
+        .iter()
+        .map(|leftover| label(leftover).len())
+        .max()
+        .unwrap_or(0);
+    for leftover in leftovers {
+        let state = match leftover.state {
+            State::Dead => styled(Style::Yellow, "dead   "),
+            State::Removed => styled(Style::Green, "removed"),
+            State::Kept => styled(Style::Dim, "kept   "),
+        };
+        let line = || {
+            let (label, age) = (label(leftover), time(leftover.age_seconds));
+            let reason = leftover
+                .reason
+                .map_or(String::new(), |reason| format!("   {reason}"));
+            format!("  {label:<width$}  {state}  {age:>8}{reason}")
+        };
+        output.say(line, leftover)?;
+    }
+    let summary = || match (leftovers.is_empty(), is_removing) {
+        (true, _) => "nothing is left by dead processes".to_string(),
+        (false, false) if total.dead > 0 => {
+            format!(
+                "{} names of dead processes; `warpipe gc --yes` removes them",
+                total.dead
+            )
+        }
+        (false, false) => "no name of a dead process can be removed".to_string(),
+        (false, true) => format!("{} removed, {} kept", total.removed, total.kept),
+    };
+    output.say(summary, &total)?;
+    Ok(())
+}
+
+/// An age in its largest unit.
+fn time(seconds: u64) -> String {
+    match seconds {
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{} min", seconds / 60),
+        3600..86_400 => format!("{} h", seconds / 3600),
+        _ => format!("{} d", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_age_is_shown_in_its_largest_unit() {
+        let shown: Vec<_> = [0, 59, 60, 3599, 3600, 86_399, 86_400 * 400]
+            .map(time)
+            .into();
+        assert_eq!(
+            shown,
+            ["0 s", "59 s", "1 min", "59 min", "1 h", "23 h", "400 d"]
+        );
+    }
+}

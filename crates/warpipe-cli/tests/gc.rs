@@ -1,0 +1,214 @@
+//! `gc`: what it shows, what it removes, and what it never touches.
+
+mod support;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde_json::Value;
+use support::World;
+use warpipe::{Device, Domain, Publisher, Timeline};
+
+/// Set for the process that a test starts to own names.
+const DOMAIN: &str = "WARPIPE_TEST_OWNER_IN";
+const NAMES: [&str; 3] = ["camera/front", "camera/rear", "steps"];
+
+/// The owner of [`NAMES`], in a process of its own: this program once more.
+fn owner(world: &World) -> Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args(["--ignored", "--exact", "an_owner_of_names"])
+        .env(DOMAIN, world.path("domain"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    let child = command.spawn().unwrap();
+    let domain = Domain::at(world.path("domain")).unwrap();
+    while domain.endpoints().unwrap().len() < NAMES.len() {
+        std::thread::yield_now();
+    }
+    child
+}
+
+fn kill(mut child: Child) {
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+#[ignore = "the part of the owner, for the other tests to start"]
+fn an_owner_of_names() {
+    let domain = Domain::at(std::env::var_os(DOMAIN).expect("started by another test")).unwrap();
+    let device = Device::host();
+    let build = |name: &str| {
+        Timeline::builder(name)
+            .domain(&domain)
+            .device(&device)
+            .build()
+    };
+    let _owned: Vec<_> = NAMES.iter().map(|name| build(name).unwrap()).collect();
+    loop {
+        // Until it is killed.
+        std::thread::park();
+    }
+}
+
+/// The rows of names and files, and the total behind them.
+fn rows(world: &World, arguments: &[&str]) -> (Vec<Value>, Value) {
+    let ended = world.run(&[&["gc", "--json"], arguments].concat());
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let mut rows = ended.json();
+    let total = rows.pop().unwrap();
+    (rows, total)
+}
+
+fn files(world: &World) -> BTreeSet<String> {
+    let entries = fs::read_dir(world.path("domain")).unwrap();
+    entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect()
+}
+
+#[test]
+fn names_of_a_dead_process_are_shown_and_removed_when_told_so() {
+    let world = World::new();
+    let living = owner(&world);
+    let (shown, _) = rows(&world, &["--yes"]);
+    assert!(shown.is_empty(), "the owner lives: {shown:?}");
+    assert_eq!(files(&world).len(), 2 * NAMES.len());
+    kill(living);
+
+    let before = files(&world);
+    let (shown, total) = rows(&world, &[]);
+    let names: Vec<_> = shown
+        .iter()
+        .map(|row| row["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, NAMES);
+    assert!(shown.iter().all(|row| row["state"] == "dead"), "{shown:?}");
+    assert_eq!(
+        (total["dead"].as_u64(), total["removed"].as_u64()),
+        (Some(3), Some(0))
+    );
+    assert_eq!(files(&world), before, "a look removes nothing");
+    let (young, _) = rows(&world, &["--older-than", "3600", "--yes"]);
+    assert!(young.is_empty() && files(&world) == before, "{young:?}");
+
+    let ended = world.run(&["gc", "--yes"]);
+    assert!(ended.out.contains("camera/front  removed") && ended.out.contains("3 removed, 0 kept"));
+    assert!(files(&world).is_empty());
+    let ended = world.run(&["gc"]);
+    assert!(
+        ended.out.contains("nothing is left by dead processes"),
+        "{}",
+        ended.out
+    );
+}
+
+#[test]
+fn files_of_other_programs_are_shown_and_kept() {
+    let world = World::new();
+    kill(owner(&world));
+    let at = |file: &str| world.path("domain").join(file);
+    let _socket = UnixListener::bind(at("alone.sock")).unwrap();
+    fs::write(at("notes.txt"), "a user's").unwrap();
+    fs::write(at("text.lock"), "a user's, under the name of a lock").unwrap();
+    fs::create_dir(at("folder.lock")).unwrap();
+    symlink(at("notes.txt"), at("link.lock")).unwrap();
+    symlink(at("notes.txt"), at("link")).unwrap();
+    fs::write(at("esc\u{1b}[2J.txt"), "").unwrap();
+    // A dead name's socket that another program has replaced by a file.
+    fs::remove_file(at("camera+rear.sock")).unwrap();
+    fs::write(at("camera+rear.sock"), "a user's").unwrap();
+    let before = files(&world);
+
+    let (shown, total) = rows(&world, &["--yes"]);
+    let removed: Vec<_> = shown
+        .iter()
+        .filter(|row| row["state"] == "removed")
+        .collect();
+    let removed: Vec<_> = removed
+        .iter()
+        .map(|row| row["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(removed, ["camera/front", "steps"]);
+    assert_eq!(total["kept"].as_u64(), Some(shown.len() as u64 - 2));
+    let gone = [
+        "camera+front.lock",
+        "camera+front.sock",
+        "steps.lock",
+        "steps.sock",
+    ];
+    let expected: BTreeSet<_> = before
+        .into_iter()
+        .filter(|file| !gone.contains(&file.as_str()))
+        .collect();
+    assert_eq!(files(&world), expected);
+    let reasons = shown
+        .iter()
+        .filter(|row| row["state"] == "kept")
+        .map(|row| &row["reason"]);
+    assert!(reasons.clone().all(Value::is_string), "{shown:?}");
+    let ended = world.run(&["gc"]);
+    assert!(
+        !ended.out.contains('\u{1b}') && ended.out.contains("notes.txt"),
+        "{}",
+        ended.out
+    );
+}
+
+#[test]
+fn a_domain_that_cannot_be_read_is_an_error() {
+    let world = World::new();
+    world.write("domain", b"no folder");
+    let ended = world.run(&["gc", "--yes"]);
+    assert_eq!(ended.code, Some(2), "{}", ended.err);
+}
+
+#[test]
+fn removals_beside_processes_that_take_and_release_names_cost_none_its_name() {
+    let world = World::new();
+    let (domain, device) = (Domain::at(world.path("domain")).unwrap(), Device::host());
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let cleaners: Vec<_> = (0..2)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut rounds = 0;
+                    while !is_over.load(Ordering::Relaxed) {
+                        assert_eq!(world.run(&["gc", "--yes"]).code, Some(0));
+                        rounds += 1;
+                    }
+                    rounds
+                })
+            })
+            .collect();
+        for round in 0..300 {
+            let name = NAMES[round % NAMES.len()];
+            let publisher = Publisher::builder(name)
+                .domain(&domain)
+                .device(&device)
+                .build();
+            let publisher = publisher.unwrap_or_else(|error| panic!("round {round}: {error}"));
+            let found = domain.endpoints().unwrap();
+            assert!(
+                found
+                    .iter()
+                    .any(|at| at.name.as_str() == name && at.holder.is_some()),
+                "round {round}: {found:?}"
+            );
+            drop(publisher);
+        }
+        is_over.store(true, Ordering::Relaxed);
+        let rounds: usize = cleaners
+            .into_iter()
+            .map(|cleaner| cleaner.join().unwrap())
+            .sum();
+        assert!(rounds > 0, "no removal ran beside the names");
+    });
+    assert!(files(&world).is_empty(), "{:?}", files(&world));
+}
