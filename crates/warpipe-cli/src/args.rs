@@ -1,5 +1,6 @@
 //! The command line's arguments.
 
+use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use warpipe::DType;
 
 use crate::device_arg::DeviceArg;
-use crate::{demo, doctor, exit, weights};
+use crate::{demo, doctor, exit, run, weights};
 
 /// Hands tensors in GPU memory from one process to others of the same machine, without a copy
 ///
@@ -34,6 +35,7 @@ pub enum Command {
     Metrics(MetricsArgs),
     Members(MembersArgs),
     Weights(WeightsArgs),
+    Run(RunArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
     #[command(hide = true)]
@@ -46,6 +48,10 @@ pub enum Command {
     DoctorChild(doctor::ChildArgs),
     #[command(hide = true)]
     WeightsChild(weights::ChildArgs),
+    #[command(hide = true)]
+    MpsDaemon(run::ChildArgs),
+    #[command(hide = true)]
+    MpsProgram(run::ProgramArgs),
 }
 
 /// Shows what warpipe is for: latency, throughput, and recovery from the death of a process
@@ -228,6 +234,29 @@ pub struct LsArgs {
     /// As `warpipe top --once` without rates; with --json the same object.
     #[arg(short, long, conflicts_with = "all_users")]
     pub verbose: bool,
+}
+
+/// Runs a program with a private MPS daemon, and quits the daemon when the program ends
+///
+/// Kernels of processes that share a GPU hand over in about 10 us through MPS, and in a time slice
+/// without it. The daemon (`nvidia-cuda-mps-control`, which comes with NVIDIA's driver) has folders of
+/// its own: no other program uses it, and the machine's own daemon, if there is one, is not touched.
+/// It serves the GPUs that CUDA_VISIBLE_DEVICES names, as this command has it.
+///
+/// The exit code is the program's, or 128 and the number of the signal that ended it; 126 or 127 for a
+/// program that cannot be run or found. Signals are passed on to the program. When this command is
+/// killed, the program gets SIGTERM, and the daemon ends all the same.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// Starts a private MPS daemon for the program
+    #[arg(long)]
+    pub mps: bool,
+    /// Does not say what MPS gives up
+    #[arg(short, long)]
+    pub quiet: bool,
+    /// The program and its arguments
+    #[arg(last = true, required = true, value_name = "PROGRAM")]
+    pub program: Vec<OsString>,
 }
 
 /// Shows the names that dead processes left in the domain, and removes them with --yes

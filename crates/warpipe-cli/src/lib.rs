@@ -28,6 +28,7 @@ mod output;
 mod process;
 mod publish;
 mod registered;
+mod run;
 mod save;
 mod source;
 mod statistics;
@@ -57,31 +58,32 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, program: Program) -> 
     process::set_program(program);
     let exit = match Arguments::try_parse_from(arguments) {
         Ok(arguments) => match run(&arguments.command) {
-            Ok(exit) => exit,
-            Err(error) if exit::is_closed_pipe(&error) => Exit::Done,
+            Ok(code) => code,
+            Err(error) if exit::is_closed_pipe(&error) => Exit::Done as u8,
             Err(error) => {
                 let (happened, next) = exit::fact_and_hint(&error);
                 complain(&happened, next.as_deref());
-                Exit::of(&error)
+                Exit::of(&error) as u8
             }
         },
         // Also help and the version. A reader of them that went away is no error.
         Err(said) => {
             let _ = said.print();
             if said.use_stderr() {
-                Exit::Usage
+                Exit::Usage as u8
             } else {
-                Exit::Done
+                Exit::Done as u8
             }
         }
     };
     // A caller in another language ends without Rust's own flush.
     let _ = std::io::stdout().flush();
-    exit as u8
+    exit
 }
 
-fn run(command: &Command) -> anyhow::Result<Exit> {
-    match command {
+/// Its exit code.
+fn run(command: &Command) -> anyhow::Result<u8> {
+    let exit = match command {
         Command::Demo(args) => demo::run(args),
         Command::Pub(args) => publish::run(args),
         Command::Sub(args) => subscribe::run(args),
@@ -99,7 +101,12 @@ fn run(command: &Command) -> anyhow::Result<Exit> {
         Command::DemoCleaner(args) => demo::run_cleaner(args),
         Command::DoctorChild(args) => doctor::run_child(args),
         Command::WeightsChild(args) => Ok(weights::run_child(args)),
-    }
+        Command::MpsDaemon(args) => run::run_daemon(args),
+        // The program's own code.
+        Command::Run(args) => return run::run(args),
+        Command::MpsProgram(args) => return Ok(run::exec_program(args)),
+    };
+    Ok(exit? as u8)
 }
 
 /// Says what went wrong, and on a line of its own what to do.

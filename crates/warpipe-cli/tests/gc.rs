@@ -18,7 +18,7 @@ const DOMAIN: &str = "WARPIPE_TEST_OWNER_IN";
 const NAMES: [&str; 3] = ["camera/front", "camera/rear", "steps"];
 
 /// The owner of [`NAMES`], in a process of its own: this program once more.
-fn owner(world: &World) -> Child {
+fn owner(world: &World) -> Owner {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
         .args(["--ignored", "--exact", "an_owner_of_names"])
@@ -26,17 +26,22 @@ fn owner(world: &World) -> Child {
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null());
-    let child = command.spawn().unwrap();
+    let owner = Owner(command.spawn().unwrap());
     let domain = Domain::at(world.path("domain")).unwrap();
     while domain.endpoints().unwrap().len() < NAMES.len() {
         std::thread::yield_now();
     }
-    child
+    owner
 }
 
-fn kill(mut child: Child) {
-    child.kill().unwrap();
-    child.wait().unwrap();
+/// Killed when it is dropped.
+struct Owner(Child);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 #[test]
@@ -80,7 +85,7 @@ fn names_of_a_dead_process_are_shown_and_removed_when_told_so() {
     let (shown, _) = rows(&world, &["--yes"]);
     assert!(shown.is_empty(), "the owner lives: {shown:?}");
     assert_eq!(files(&world).len(), 2 * NAMES.len());
-    kill(living);
+    drop(living);
 
     let before = files(&world);
     let (shown, total) = rows(&world, &[]);
@@ -112,7 +117,7 @@ fn names_of_a_dead_process_are_shown_and_removed_when_told_so() {
 #[test]
 fn files_of_other_programs_are_shown_and_kept() {
     let world = World::new();
-    kill(owner(&world));
+    drop(owner(&world));
     let at = |file: &str| world.path("domain").join(file);
     let _socket = UnixListener::bind(at("alone.sock")).unwrap();
     fs::write(at("notes.txt"), "a user's").unwrap();

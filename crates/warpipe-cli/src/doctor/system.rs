@@ -196,6 +196,11 @@ pub fn mps_answers() -> bool {
     knock(&mps_control()).is_ok()
 }
 
+/// Whether a daemon with this folder of pipes is there.
+pub fn mps_answers_at(pipes: &Path) -> bool {
+    knock(&pipes.join("control")).is_ok()
+}
+
 fn mps_control() -> PathBuf {
     let directory =
         std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").map_or("/tmp/nvidia-mps".into(), PathBuf::from);

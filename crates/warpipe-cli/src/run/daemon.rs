@@ -1,0 +1,219 @@
+//! The supervisor of a private MPS daemon: starts it, and quits it when its standard input ends.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, anyhow};
+use clap::Args;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::variables;
+use crate::doctor::system::mps_answers_at;
+use crate::exit::Exit;
+use crate::interrupt::Interrupt;
+use crate::process::{ending, wait};
+
+/// The daemon's control program, found in PATH.
+const CONTROL: &str = "nvidia-cuda-mps-control";
+
+/// The line that says that the daemon answers.
+pub const READY: &str = "ready\n";
+
+const START_LIMIT: Duration = Duration::from_secs(20);
+/// For one command to the daemon, and for its end.
+const QUIT_LIMIT: Duration = Duration::from_secs(10);
+const LOOK: Duration = Duration::from_millis(50);
+
+/// The most of a log that an error shows, from its end.
+const LOG_SHOWN: usize = 600;
+
+#[derive(Debug, Args)]
+pub struct ChildArgs {
+    #[arg(long)]
+    folder: PathBuf,
+}
+
+/// Says one line on standard output: that the daemon answers, or why not.
+pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
+    // A signal ends it like the end of its standard input.
+    let interrupt = Interrupt::install()?;
+    let outcome = supervise(&args.folder, &interrupt);
+    let removed = fs::remove_dir_all(&args.folder);
+    let failed = outcome
+        .and_then(|()| removed.with_context(|| format!("{} is left", args.folder.display())));
+    match failed {
+        Ok(()) => Ok(Exit::Done),
+        Err(error) => {
+            // Read if the daemon has not answered; on standard error otherwise.
+            let said = format!("{error:#}").replace('\n', "; ");
+            if writeln!(io::stdout(), "{said}").is_err() {
+                eprintln!("warpipe: {said}");
+            }
+            Ok(Exit::Failed)
+        }
+    }
+}
+
+fn supervise(folder: &Path, interrupt: &Interrupt) -> anyhow::Result<()> {
+    for (_, made) in variables(folder) {
+        fs::create_dir(&made).with_context(|| format!("{} cannot be made", made.display()))?;
+    }
+    let mut daemon = Daemon::start(folder)?;
+    let started = daemon.wait_until_it_answers(interrupt);
+    if started.is_ok() {
+        let told = io::stdout()
+            .write_all(READY.as_bytes())
+            .and_then(|()| io::stdout().flush());
+        if told.is_ok() {
+            daemon.wait_for_the_end_of_input(interrupt);
+        }
+    }
+    daemon.quit();
+    started
+}
+
+/// A daemon in the foreground of this process.
+struct Daemon {
+    folder: PathBuf,
+    child: Child,
+}
+
+impl Daemon {
+    fn start(folder: &Path) -> anyhow::Result<Daemon> {
+        let output = File::create(folder.join("output"))?;
+        let spawned = Command::new(CONTROL)
+            .arg("-f")
+            .envs(variables(folder))
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output)
+            .spawn();
+        let child = spawned.map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => anyhow!(
+                "{CONTROL} is not in PATH; it comes with NVIDIA's driver, and needs a GPU on this machine"
+            ),
+            _ => anyhow!("{CONTROL} cannot be started: {error}"),
+        })?;
+        let folder = folder.to_owned();
+        Ok(Daemon { folder, child })
+    }
+
+    fn wait_until_it_answers(&mut self, interrupt: &Interrupt) -> anyhow::Result<()> {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Err(anyhow!("{CONTROL} {}{}", ending(status), self.log()));
+            }
+            if mps_answers_at(&self.folder.join("pipe")) {
+                return Ok(());
+            }
+            if start.elapsed() > START_LIMIT {
+                let limit = START_LIMIT.as_secs();
+                return Err(anyhow!(
+                    "{CONTROL} does not answer after {limit} s{}",
+                    self.log()
+                ));
+            }
+            if interrupt.came() || input_ends_within(LOOK) {
+                return Err(anyhow!("interrupted"));
+            }
+        }
+    }
+
+    fn wait_for_the_end_of_input(&mut self, interrupt: &Interrupt) {
+        let mut is_told = false;
+        while !interrupt.came() && !input_ends_within(LOOK) {
+            if !is_told && let Ok(Some(status)) = self.child.try_wait() {
+                is_told = true;
+                let log = self.log();
+                eprintln!(
+                    "warpipe: the MPS daemon {}: its clients lose the GPU{log}",
+                    ending(status)
+                );
+            }
+        }
+    }
+
+    /// Ends the daemon and its servers: by request, and those that do not heed it by force.
+    fn quit(&mut self) {
+        if matches!(self.child.try_wait(), Ok(Some(_))) {
+            return;
+        }
+        let servers = self.command("get_server_list").unwrap_or_default();
+        let _ = self.command("quit");
+        if !matches!(wait(&mut self.child, QUIT_LIMIT), Ok(Some(_))) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+        servers.lines().filter_map(server).for_each(|server| {
+            let _ = kill_process(server, Signal::KILL);
+        });
+    }
+
+    /// The daemon's answer to a command.
+    fn command(&self, command: &str) -> io::Result<String> {
+        let answer = self.folder.join("answer");
+        let mut control = Command::new(CONTROL)
+            .envs(variables(&self.folder))
+            .stdin(Stdio::piped())
+            .stdout(File::create(&answer)?)
+            .stderr(Stdio::null())
+            .spawn()?;
+        if let Some(mut input) = control.stdin.take() {
+            let _ = writeln!(input, "{command}");
+        }
+        crate::process::end(&mut control, QUIT_LIMIT)?;
+        fs::read_to_string(answer)
+    }
+
+    /// The end of what the daemon has written, for an error.
+    fn log(&self) -> String {
+        let files = ["output", "log/control.log"].map(|file| self.folder.join(file));
+        let text: String = files
+            .iter()
+            .filter_map(|file| fs::read_to_string(file).ok())
+            .collect();
+        let lines: Vec<_> = text
+            .lines()
+            .filter(|line| !line.trim().is_empty())
+            .collect();
+        let text = crate::output::printable(&lines.join("; "));
+        let from = text
+            .char_indices()
+            .rev()
+            .nth(LOG_SHOWN)
+            .map_or(0, |(at, _)| at);
+        if text.is_empty() {
+            text
+        } else {
+            format!(": {}", &text[from..])
+        }
+    }
+}
+
+/// A server that still runs, by the number that the daemon gave: numbers are used again.
+fn server(line: &str) -> Option<Pid> {
+    let number: i32 = line.trim().parse().ok()?;
+    let name = fs::read_to_string(format!("/proc/{number}/comm")).ok()?;
+    name.starts_with("nvidia-cuda-mps")
+        .then(|| Pid::from_raw(number))
+        .flatten()
+}
+
+/// Whether standard input ends within this time. Nothing is written to it.
+fn input_ends_within(limit: Duration) -> bool {
+    let limit = Timespec {
+        tv_sec: 0,
+        tv_nsec: limit.subsec_nanos() as _,
+    };
+    let stdin = io::stdin();
+    let mut waited = [PollFd::new(&stdin, PollFlags::IN)];
+    match poll(&mut waited, Some(&limit)) {
+        Ok(0) | Err(_) => false,
+        Ok(_) => !waited[0].revents().is_empty(),
+    }
+}

@@ -1,0 +1,205 @@
+//! `warpipe run --mps`: a program with a private MPS daemon.
+//!
+//! Three processes: this one, which waits for the program and passes signals on; the program, which
+//! dies with this one; and the daemon's supervisor ([`daemon`]), which starts the MPS daemon, and
+//! quits it and removes its folder when this process's end closes its standard input, however this
+//! process ends.
+
+mod daemon;
+mod signals;
+
+use std::ffi::OsString;
+use std::fs::Permissions;
+use std::io::{BufRead, BufReader};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, anyhow, bail};
+use clap::Args;
+use rustix::process::{Pid, Signal, getpgrp, getppid};
+
+pub use self::daemon::{ChildArgs, run as run_daemon};
+use self::signals::Signals;
+use crate::args::RunArgs;
+use crate::exit::{Exit, UsageError};
+use crate::process::this_program;
+
+/// The longest that the supervisor takes to quit the daemon, and some.
+const QUIT_LIMIT: Duration = Duration::from_secs(60);
+
+/// The longest path of a Unix socket.
+const SOCKET_PATH_MAX: usize = 107;
+
+/// The daemon's longest file name in its folder of pipes.
+const LONGEST_PIPE: &str = "/pipe/control_privileged";
+
+/// As of a shell: a program that cannot be run, or is not there.
+const NOT_RUN: u8 = 126;
+const NOT_FOUND: u8 = 127;
+
+const WARNING: &str = "\
+warpipe: this program shares its GPU through a private MPS daemon. With MPS
+  - a fault of one client (an illegal address), or the kill of one in the middle of a kernel, ends all
+    clients of the daemon;
+  - clients have their own addresses, and no other isolation from each other;
+  - only processes that this program starts are clients; end them by a request, not by SIGKILL.";
+
+/// Runs the program, and returns its exit code, or 128 and the number of the signal that ended it.
+pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
+    if !args.mps {
+        let text = "`warpipe run` is for programs that need a private MPS daemon: say `warpipe run --mps -- PROGRAM`, or run the program itself";
+        return Err(UsageError(text.into()).into());
+    }
+    let signals = Signals::catch().context("signals cannot be caught")?;
+    let started = folder().and_then(|folder| Ok((Supervisor::start(&folder)?, folder)));
+    let (mut supervisor, folder) = match started {
+        Ok(started) => started,
+        Err(error) => {
+            eprintln!(
+                "warpipe: {}",
+                crate::output::printable(&format!("{error:#}"))
+            );
+            return Ok(Exit::Failed as u8);
+        }
+    };
+    // The supervisor removes it from here on.
+    let folder = folder.keep();
+    if !args.quiet {
+        eprintln!("{WARNING}");
+    }
+    let status = run_program(args, &folder, &signals);
+    supervisor.end()?;
+    Ok(code(status?))
+}
+
+/// A new folder for the daemon's pipes and logs, for this user alone.
+fn folder() -> anyhow::Result<tempfile::TempDir> {
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let runtime = runtime.filter(|path| path.is_absolute() && path.is_dir());
+    let parent = runtime.unwrap_or_else(std::env::temp_dir);
+    let folder = tempfile::Builder::new()
+        .prefix("warpipe-mps-")
+        .permissions(Permissions::from_mode(0o700))
+        .tempdir_in(&parent)
+        .with_context(|| format!("no folder can be made in {}", parent.display()))?;
+    let length = folder.path().as_os_str().as_bytes().len() + LONGEST_PIPE.len();
+    if length > SOCKET_PATH_MAX {
+        bail!(
+            "{} is too long for the daemon's sockets ({length} bytes, at most {SOCKET_PATH_MAX}); set TMPDIR to a shorter one and unset XDG_RUNTIME_DIR",
+            folder.path().display()
+        );
+    }
+    Ok(folder)
+}
+
+/// The variables by which a client finds the daemon whose folder this is.
+fn variables(folder: &Path) -> [(&'static str, PathBuf); 2] {
+    [
+        ("CUDA_MPS_PIPE_DIRECTORY", folder.join("pipe")),
+        ("CUDA_MPS_LOG_DIRECTORY", folder.join("log")),
+    ]
+}
+
+/// The process that starts the daemon and quits it.
+struct Supervisor(Child);
+
+impl Supervisor {
+    /// Returns when the daemon answers.
+    fn start(folder: &tempfile::TempDir) -> anyhow::Result<Supervisor> {
+        let mut command = this_program();
+        command.arg("mps-daemon").arg("--folder").arg(folder.path());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command
+            .spawn()
+            .context("cannot start the MPS daemon's supervisor")?;
+        let output = child
+            .stdout
+            .take()
+            .context("the supervisor has no output")?;
+        let mut said = String::new();
+        // It says one line, or ends: it limits its own waits.
+        BufReader::new(output)
+            .read_line(&mut said)
+            .context("the supervisor's answer")?;
+        if said == daemon::READY {
+            return Ok(Supervisor(child));
+        }
+        drop(child.stdin.take());
+        child.wait().context("the supervisor")?;
+        match said.trim_end() {
+            "" => Err(anyhow!(
+                "the MPS daemon's supervisor ended before the daemon answered"
+            )),
+            reason => Err(anyhow!("{reason}")),
+        }
+    }
+
+    fn end(&mut self) -> anyhow::Result<()> {
+        drop(self.0.stdin.take());
+        crate::process::end(&mut self.0, QUIT_LIMIT).context("the MPS daemon's supervisor")?;
+        Ok(())
+    }
+}
+
+fn run_program(args: &RunArgs, folder: &Path, signals: &Signals) -> anyhow::Result<ExitStatus> {
+    let mut command = this_program();
+    command
+        .args([
+            "mps-program",
+            "--parent",
+            &std::process::id().to_string(),
+            "--",
+        ])
+        .args(&args.program)
+        .envs(variables(folder))
+        // The terminal's: unlike other children, the program is its user's.
+        .process_group(getpgrp().as_raw_pid());
+    let mut child = command.spawn().context("the program cannot be started")?;
+    signals
+        .pass_on_until_end(&mut child)
+        .context("the wait for the program")
+}
+
+fn code(status: ExitStatus) -> u8 {
+    let signalled = || status.signal().map(|signal| 128 + signal);
+    status
+        .code()
+        .or_else(signalled)
+        .and_then(|code| u8::try_from(code).ok())
+        .unwrap_or(u8::MAX)
+}
+
+/// The program's process, before it becomes the program.
+#[derive(Debug, Args)]
+pub struct ProgramArgs {
+    #[arg(long)]
+    parent: i32,
+    #[arg(last = true, required = true)]
+    program: Vec<OsString>,
+}
+
+/// Becomes the program, which gets SIGTERM when `warpipe run` is killed. Returns if it cannot.
+pub fn exec_program(args: &ProgramArgs) -> u8 {
+    let Some((program, arguments)) = args.program.split_first() else {
+        return NOT_RUN;
+    };
+    let asked = rustix::process::set_parent_process_death_signal(Some(Signal::TERM));
+    // The parent may have died before the kernel was asked for the signal.
+    if asked.is_err() || getppid().map(Pid::as_raw_pid) != Some(args.parent) {
+        return NOT_RUN;
+    }
+    let error = Command::new(program).args(arguments).exec();
+    let name = program.to_string_lossy();
+    eprintln!(
+        "warpipe: {} cannot be run: {error}",
+        crate::output::printable(&name)
+    );
+    match error.kind() {
+        std::io::ErrorKind::NotFound => NOT_FOUND,
+        _ => NOT_RUN,
+    }
+}

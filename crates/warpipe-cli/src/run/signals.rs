@@ -1,0 +1,62 @@
+//! Signals to `warpipe run`, passed on to its program.
+
+use std::io::{self, Read};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, ExitStatus};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, getpgrp, kill_process, pidfd_open};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+
+/// Each signal with a stream that is readable once it has come.
+pub struct Signals(Vec<(Signal, UnixStream)>);
+
+impl Signals {
+    /// From now on they do not end this process.
+    pub fn catch() -> io::Result<Signals> {
+        let all = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
+        let caught = all.into_iter().map(|number| {
+            let (read, write) = UnixStream::pair()?;
+            read.set_nonblocking(true)?;
+            signal_hook::low_level::pipe::register(number, write)?;
+            let signal = Signal::from_named_raw(number).ok_or(io::ErrorKind::InvalidInput)?;
+            Ok((signal, read))
+        });
+        Ok(Signals(caught.collect::<io::Result<_>>()?))
+    }
+
+    /// Waits for the program's end.
+    pub fn pass_on_until_end(&self, child: &mut Child) -> io::Result<ExitStatus> {
+        let pid = Pid::from_child(child);
+        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
+        loop {
+            let mut waited = vec![PollFd::new(&pidfd, PollFlags::IN)];
+            waited.extend(
+                self.0
+                    .iter()
+                    .map(|(_, read)| PollFd::new(read, PollFlags::IN)),
+            );
+            match poll(&mut waited, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+            if let Some(status) = child.try_wait()? {
+                return Ok(status);
+            }
+            for (signal, mut read) in self.0.iter().map(|(signal, read)| (*signal, read)) {
+                let mut bytes = [0; 64];
+                let came = matches!(read.read(&mut bytes), Ok(1..));
+                if came && !is_from_terminal(signal) {
+                    // The child is not reaped, so the number is its own.
+                    let _ = kill_process(pid, signal);
+                }
+            }
+        }
+    }
+}
+
+/// Whether the terminal has sent the signal to the program as well: to its foreground processes.
+fn is_from_terminal(signal: Signal) -> bool {
+    let is_key = matches!(signal, Signal::INT | Signal::QUIT);
+    is_key && rustix::termios::tcgetpgrp(io::stdin()).is_ok_and(|it| it == getpgrp())
+}

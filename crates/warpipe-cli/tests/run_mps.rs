@@ -1,0 +1,229 @@
+//! `run --mps`, with a program in PATH that plays the MPS daemon.
+
+mod support;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use support::{PATIENCE, World};
+use warpipe_testkit::eventually;
+
+/// The daemon: in the foreground it listens on a FIFO named `control` until it is told to quit. Its
+/// other calls are commands on standard input. It writes its number to `$RECORD`.
+const DAEMON: &str = r#"#!/bin/bash
+pipe="$CUDA_MPS_PIPE_DIRECTORY"
+if [ "$1" = -f ]; then
+    echo $$ > "$RECORD"
+    echo "$pipe" > "$RECORD.pipe"
+    [ -z "$FAILS" ] || { echo "no GPU here" >&2; exit 3; }
+    mkfifo "$pipe/control" && exec 3<>"$pipe/control"
+    [ -z "$STUBBORN" ] || trap '' TERM
+    while read -r command <&3; do
+        [ "$command" = quit ] && [ -z "$STUBBORN" ] && exit 0
+    done
+else
+    while read -r command; do
+        [ "$command" = quit ] && echo quit > "$pipe/control"
+    done
+fi
+exit 0
+"#;
+
+struct Stage {
+    world: World,
+    record: PathBuf,
+}
+
+impl Stage {
+    fn new() -> Stage {
+        let world = World::new();
+        fs::create_dir(world.path("bin")).unwrap();
+        fs::create_dir(world.path("tmp")).unwrap();
+        let daemon = world.write("bin/nvidia-cuda-mps-control", DAEMON.as_bytes());
+        fs::set_permissions(daemon, fs::Permissions::from_mode(0o700)).unwrap();
+        let record = world.path("record");
+        Stage { world, record }
+    }
+
+    fn command(&self, program: &[&str]) -> Command {
+        let mut command = self
+            .world
+            .warpipe(&[&["run", "--mps", "--"], program].concat());
+        let path = std::env::var("PATH").unwrap();
+        command
+            .env(
+                "PATH",
+                format!("{}:{path}", self.world.path("bin").display()),
+            )
+            .env("RECORD", &self.record)
+            .env("TMPDIR", self.world.path("tmp"))
+            .env_remove("XDG_RUNTIME_DIR")
+            .stdin(Stdio::null());
+        command
+    }
+
+    fn daemon(&self) -> Pid {
+        let number = fs::read_to_string(&self.record).unwrap();
+        Pid::from_raw(number.trim().parse().unwrap()).unwrap()
+    }
+
+    /// Neither the daemon nor a folder is left.
+    fn is_clean(&self) -> bool {
+        let is_gone = || test_kill_process(self.daemon()).is_err();
+        let is_empty = || fs::read_dir(self.world.path("tmp")).unwrap().count() == 0;
+        eventually(PATIENCE, || is_gone() && is_empty())
+    }
+}
+
+#[test]
+fn a_program_finds_its_own_daemon_and_its_exit_code_is_passed_on() {
+    let stage = Stage::new();
+    let script = "[ -p \"$CUDA_MPS_PIPE_DIRECTORY/control\" ] && [ -d \"$CUDA_MPS_LOG_DIRECTORY\" ] && stat -c %a \"$CUDA_MPS_PIPE_DIRECTORY/..\" && exit 7";
+    let ended = stage.command(&["sh", "-c", script]).output().unwrap();
+    assert_eq!(ended.status.code(), Some(7), "{ended:?}");
+    assert_eq!(String::from_utf8_lossy(&ended.stdout).trim(), "700");
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(
+        said.contains("ends all") && said.contains("clients of the daemon"),
+        "{said}"
+    );
+    assert!(
+        test_kill_process(stage.daemon()).is_err(),
+        "the daemon runs on"
+    );
+    assert!(stage.is_clean());
+}
+
+#[test]
+fn a_program_that_a_signal_ends_gives_128_and_its_number() {
+    let stage = Stage::new();
+    let ended = stage
+        .command(&["sh", "-c", "kill -KILL $$"])
+        .output()
+        .unwrap();
+    assert_eq!(ended.status.code(), Some(137), "{ended:?}");
+    assert!(stage.is_clean());
+}
+
+#[test]
+fn a_program_that_is_not_there_gives_127_and_the_daemon_ends() {
+    let stage = Stage::new();
+    let ended = stage.command(&["no-such-program"]).output().unwrap();
+    assert_eq!(ended.status.code(), Some(127), "{ended:?}");
+    assert!(String::from_utf8_lossy(&ended.stderr).contains("no-such-program"));
+    assert!(stage.is_clean());
+}
+
+#[test]
+fn signals_are_passed_on_to_the_program() {
+    let stage = Stage::new();
+    let ready = stage.world.path("ready");
+    let script = format!(
+        "mkfifo {0}.fifo; cat <> {0}.fifo & trap 'kill $!; exit 9' TERM; : > {0}; wait",
+        ready.display()
+    );
+    let mut running = stage.command(&["bash", "-c", &script]).spawn().unwrap();
+    assert!(eventually(PATIENCE, || ready.exists()));
+    kill_process(Pid::from_child(&running), Signal::TERM).unwrap();
+    assert_eq!(running.wait().unwrap().code(), Some(9));
+    assert!(stage.is_clean());
+}
+
+#[test]
+fn the_daemon_and_the_program_end_when_the_command_is_killed() {
+    let stage = Stage::new();
+    let program = stage.world.path("program");
+    let script = format!(
+        "mkfifo {0}.fifo; echo $$ > {0}.new && mv {0}.new {0} && exec cat <> {0}.fifo",
+        program.display()
+    );
+    let mut running = stage.command(&["sh", "-c", &script]).spawn().unwrap();
+    assert!(eventually(PATIENCE, || program.exists()));
+    running.kill().unwrap();
+    running.wait().unwrap();
+    assert!(stage.is_clean());
+    let number = fs::read_to_string(&program)
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap();
+    let program = Pid::from_raw(number).unwrap();
+    assert!(
+        eventually(PATIENCE, || test_kill_process(program).is_err()),
+        "the program runs on"
+    );
+}
+
+#[test]
+fn a_daemon_that_does_not_quit_is_killed() {
+    let stage = Stage::new();
+    let ended = stage
+        .command(&["true"])
+        .env("STUBBORN", "1")
+        .output()
+        .unwrap();
+    assert_eq!(ended.status.code(), Some(0), "{ended:?}");
+    assert!(stage.is_clean());
+}
+
+#[test]
+fn a_daemon_that_cannot_start_is_an_error_that_shows_its_words() {
+    let stage = Stage::new();
+    let ended = stage
+        .command(&["touch", "started"])
+        .env("FAILS", "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("exit code 3") && said.contains("no GPU here"),
+        "{said}"
+    );
+    assert!(stage.is_clean());
+
+    let ended = stage
+        .command(&["true"])
+        .env("PATH", stage.world.path("tmp"))
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(
+        ended.status.code() == Some(1) && said.contains("is not in PATH"),
+        "{said}"
+    );
+    assert!(stage.is_clean());
+}
+
+#[test]
+fn a_folder_too_long_for_the_daemons_sockets_is_refused() {
+    let stage = Stage::new();
+    let long = stage.world.path(&"x".repeat(90));
+    fs::create_dir(&long).unwrap();
+    let ended = stage
+        .command(&["true"])
+        .env("TMPDIR", &long)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(
+        ended.status.code() == Some(1) && said.contains("too long"),
+        "{said}"
+    );
+    assert!(!stage.record.exists() && fs::read_dir(&long).unwrap().count() == 0);
+}
+
+#[test]
+fn without_mps_it_says_what_it_is_for() {
+    let stage = Stage::new();
+    let ended = stage.world.run(&["run", "--", "true"]);
+    assert_eq!(ended.code, Some(2), "{}", ended.err);
+    assert!(
+        ended.err.contains("warpipe run --mps -- PROGRAM"),
+        "{}",
+        ended.err
+    );
+}
