@@ -236,17 +236,28 @@ pub struct LsArgs {
     pub verbose: bool,
 }
 
+/// For `run --help`.
+const RUN_HELP: &str = "\
+Exit codes:
+  0      success of the program
+  1      the daemon cannot be started; the program was not run
+  2      wrong usage
+  126    the program cannot be run
+  127    the program is not there
+  128+N  signal N ended the program
+  Others are the program's own.";
+
 /// Runs a program with a private MPS daemon, and quits the daemon when the program ends
 ///
-/// Kernels of processes that share a GPU hand over in about 10 us through MPS, and in a time slice
-/// without it. The daemon (`nvidia-cuda-mps-control`, which comes with NVIDIA's driver) has folders of
+/// Processes that share a GPU take turns in time slices; under MPS their kernels run beside each other,
+/// and hand over in microseconds. The daemon (`nvidia-cuda-mps-control`, which comes with NVIDIA's driver) has folders of
 /// its own: no other program uses it, and the machine's own daemon, if there is one, is not touched.
 /// It serves the GPUs that CUDA_VISIBLE_DEVICES names, as this command has it.
 ///
-/// The exit code is the program's, or 128 and the number of the signal that ended it; 126 or 127 for a
-/// program that cannot be run or found. Signals are passed on to the program. When this command is
-/// killed, the program gets SIGTERM, and the daemon ends all the same.
+/// Signals are passed on to the program. When this command is killed, the program gets SIGTERM, and the
+/// daemon ends all the same.
 #[derive(Debug, Args)]
+#[command(after_help = RUN_HELP)]
 pub struct RunArgs {
     /// Starts a private MPS daemon for the program
     #[arg(long)]
