@@ -4,8 +4,8 @@
 //! are closed again: no memory is mapped, and no device is opened.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::holder::{number_of, weights_of};
 use super::keeper::KeeperRequest;
@@ -16,8 +16,11 @@ use crate::device_types::DeviceId;
 use crate::error::{Error, Holder, Result};
 use crate::ipc::domain::{Author, Domain, EndpointName};
 
-/// How many names are asked at once: a stopped keeper occupies a thread for a whole handshake.
-const ASKED_AT_ONCE: usize = 8;
+/// How many processes are asked at once: a stopped one occupies a thread for a whole handshake.
+const ASKED_AT_ONCE: usize = 32;
+
+/// From when on no further process is asked.
+const LIST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Weights of a domain: those that have a keeper, and those that processes have open without one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,37 +66,13 @@ impl NamedVersion {
 }
 
 impl NamedWeights {
-    /// All weights of a domain of this user, sorted by name. A stopped process delays it by 5 s.
+    /// All weights of a domain of this user, sorted by name. Processes are asked at the same time:
+    /// stopped ones delay it by 5 s, and many of them by 10 s at most.
     ///
     /// # Errors
     /// [`Error::Os`] when the domain's directory cannot be read.
     pub fn list(domain: &Domain) -> Result<Vec<NamedWeights>> {
-        let candidates = Candidate::all(domain)?;
-        let found = Mutex::new(Vec::new());
-        let left = Mutex::new(candidates);
-        let ask_all = || {
-            loop {
-                let next = left
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .pop_front();
-                let Some(next) = next else { return };
-                let weights = next.ask(domain);
-                let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
-                found.extend(weights);
-            }
-        };
-        std::thread::scope(|scope| {
-            for _ in 1..ASKED_AT_ONCE {
-                let thread = std::thread::Builder::new().name("warpipe-weights".into());
-                // Without more threads, those that run ask everyone.
-                let _ = thread.spawn_scoped(scope, ask_all);
-            }
-            ask_all();
-        });
-        let mut found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
-        found.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(found)
+        Ok(Survey::of(domain, Candidate::all(domain)?))
     }
 
     /// The weights of this name; `None` when no process has any.
@@ -102,9 +81,9 @@ impl NamedWeights {
     /// [`Error::Name`]; as [`list`](Self::list).
     pub fn find(domain: &Domain, name: &str) -> Result<Option<NamedWeights>> {
         let name = weights_name(name)?;
-        let candidates = Candidate::all(domain)?.into_iter();
-        let wanted = candidates.into_iter().find(|found| found.name == name);
-        Ok(wanted.and_then(|found| found.ask(domain)))
+        let mut candidates = Candidate::all(domain)?;
+        candidates.retain(|found| found.name == name);
+        Ok(Survey::of(domain, candidates).pop())
     }
 }
 
@@ -119,7 +98,7 @@ struct Candidate {
 }
 
 impl Candidate {
-    fn all(domain: &Domain) -> Result<VecDeque<Candidate>> {
+    fn all(domain: &Domain) -> Result<Vec<Candidate>> {
         let mut found: BTreeMap<String, Candidate> = BTreeMap::new();
         for (endpoint, author) in domain.held()? {
             let weights = weights_of(&endpoint);
@@ -145,31 +124,19 @@ impl Candidate {
         Ok(found.into_values().collect())
     }
 
-    /// Asks the keeper, or without one the holders of the newest versions. `None` when these are no
-    /// weights.
-    fn ask(self, domain: &Domain) -> Option<NamedWeights> {
-        let keeper = self.keeper_version(domain);
-        let (keeper, version) = match keeper {
-            Ok(version) => (domain.holder(&self.name), version),
+    /// Asks the keeper.
+    fn ask_keeper(&self, domain: &Domain) -> Keeping {
+        match self.keeper_version(domain) {
+            Ok(version) => Keeping::Keeper(domain.holder(&self.name), version),
             // It is stopped, or ends: the name alone does not say that it keeps weights.
             Err(Error::Handshake { .. } | Error::Timeout { .. } | Error::PeerGone { .. })
                 if !self.holders.is_empty() =>
             {
-                (domain.holder(&self.name), None)
+                Keeping::Keeper(domain.holder(&self.name), None)
             }
-            Err(_) if self.holders.is_empty() => return None,
-            Err(_) => (None, None),
-        };
-        let version = match keeper {
-            Some(_) => version,
-            None => self.held_version(domain),
-        };
-        Some(NamedWeights {
-            name: self.name,
-            keeper,
-            version,
-            holders: self.processes.len(),
-        })
+            Err(_) if self.holders.is_empty() => Keeping::NoWeights,
+            Err(_) => Keeping::NoKeeper,
+        }
     }
 
     fn keeper_version(&self, domain: &Domain) -> Result<Option<NamedVersion>> {
@@ -189,11 +156,156 @@ impl Candidate {
         Ok(candidate.ok().map(|found| NamedVersion::of(&found, false)))
     }
 
-    /// The newest version that a process answers with.
-    fn held_version(&self, domain: &Domain) -> Option<NamedVersion> {
-        let newest_first = self.holders.values().rev().flatten();
-        let mut held = newest_first.filter_map(|holder| takeover::fetch(domain, holder).ok());
-        held.next().map(|held| NamedVersion::of(&held, false))
+    /// One question for each holder, the newest version's first.
+    fn questions(&self, index: usize) -> impl Iterator<Item = Question> {
+        let newest_first = self.holders.iter().rev();
+        newest_first.flat_map(move |(&number, holders)| {
+            let question = move |holder: &EndpointName| Question::Holder {
+                index,
+                number,
+                holder: holder.clone(),
+            };
+            holders.iter().map(question)
+        })
+    }
+}
+
+/// The answer of the process that holds a name.
+enum Keeping {
+    Keeper(Option<Holder>, Option<NamedVersion>),
+    /// The holders of versions are asked.
+    NoKeeper,
+    /// The name is another endpoint's.
+    NoWeights,
+}
+
+/// A question to one process.
+enum Question {
+    /// To the keeper of the candidate with this index.
+    Keeper { index: usize },
+    /// To a process with a version of the candidate with this index.
+    Holder {
+        index: usize,
+        number: u64,
+        holder: EndpointName,
+    },
+}
+
+/// The questions to all processes, which several threads ask.
+struct Survey<'a> {
+    domain: &'a Domain,
+    candidates: &'a [Candidate],
+    since: Instant,
+    left: Mutex<VecDeque<Question>>,
+    /// One for each candidate.
+    found: Mutex<Vec<Option<NamedWeights>>>,
+}
+
+impl Survey<'_> {
+    /// The weights among the candidates, sorted by name.
+    fn of(domain: &Domain, candidates: Vec<Candidate>) -> Vec<NamedWeights> {
+        let (mut left, mut found) = (VecDeque::new(), Vec::new());
+        let mut of_holders = Vec::new();
+        for (index, candidate) in candidates.iter().enumerate() {
+            found.push(Some(NamedWeights {
+                name: candidate.name.clone(),
+                keeper: None,
+                version: None,
+                holders: candidate.processes.len(),
+            }));
+            if candidate.is_held {
+                left.push_back(Question::Keeper { index });
+            } else {
+                of_holders.extend(candidate.questions(index).enumerate());
+            }
+        }
+        // The newest of each name first: the timeout then costs the oldest.
+        of_holders.sort_by_key(|(rank, _)| *rank);
+        left.extend(of_holders.into_iter().map(|(_, question)| question));
+        let threads = ASKED_AT_ONCE.min(left.len());
+        let survey = Survey {
+            domain,
+            candidates: &candidates,
+            since: Instant::now(),
+            left: Mutex::new(left),
+            found: Mutex::new(found),
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..threads {
+                let thread = std::thread::Builder::new().name("warpipe-weights".into());
+                // Without more threads, those that run ask everyone.
+                let _ = thread.spawn_scoped(scope, || survey.ask_all());
+            }
+            survey.ask_all();
+        });
+        let found = survey.found.into_inner();
+        let found = found.unwrap_or_else(PoisonError::into_inner);
+        let mut found: Vec<NamedWeights> = found.into_iter().flatten().collect();
+        found.sort_by(|a, b| a.name.cmp(&b.name));
+        found
+    }
+
+    fn ask_all(&self) {
+        loop {
+            let next = self.left().pop_front();
+            let Some(next) = next else { return };
+            self.ask(next, self.since.elapsed() >= LIST_TIMEOUT);
+        }
+    }
+
+    /// Asks one process, unless it `is_late` or its answer would change nothing.
+    fn ask(&self, question: Question, is_late: bool) {
+        match question {
+            Question::Keeper { index } => {
+                let candidate = &self.candidates[index];
+                let keeping = match is_late {
+                    false => candidate.ask_keeper(self.domain),
+                    true if candidate.holders.is_empty() => Keeping::NoWeights,
+                    true => Keeping::Keeper(self.domain.holder(&candidate.name), None),
+                };
+                match keeping {
+                    Keeping::Keeper(keeper, version) => {
+                        if let Some(weights) = &mut self.found()[index] {
+                            (weights.keeper, weights.version) = (keeper, version);
+                        }
+                    }
+                    Keeping::NoKeeper => self.left().extend(candidate.questions(index)),
+                    Keeping::NoWeights => self.found()[index] = None,
+                }
+            }
+            Question::Holder {
+                index,
+                number,
+                holder,
+            } => {
+                let is_newer = |weights: &NamedWeights| {
+                    let known = weights.version.map_or(0, |version| version.number);
+                    number > known
+                };
+                if is_late || !self.found()[index].as_ref().is_some_and(is_newer) {
+                    return;
+                }
+                let Ok(held) = takeover::fetch(self.domain, &holder) else {
+                    return;
+                };
+                let version = NamedVersion::of(&held, false);
+                // Another thread may have got a newer one meanwhile.
+                if let Some(weights) = &mut self.found()[index]
+                    && version.number == number
+                    && is_newer(weights)
+                {
+                    weights.version = Some(version);
+                }
+            }
+        }
+    }
+
+    fn left(&self) -> MutexGuard<'_, VecDeque<Question>> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn found(&self) -> MutexGuard<'_, Vec<Option<NamedWeights>>> {
+        self.found.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,13 +1,18 @@
 //! Peers that end, answer wrongly or are asked at a bad moment.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::{Sender, channel};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::SocketFlags;
 
 use super::{SeqCst, Stage, WAIT, byte_of, in_a_forked_child};
 use crate::device_types::{DeviceId, DeviceKind};
 use crate::error::Error;
 use crate::fork::CloseOnForkFd;
+use crate::ipc::domain::{EndpointName, NameClaim};
 use crate::ipc::{
     AccessPolicy, Address, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
     ServerCore, decode,
@@ -18,7 +23,7 @@ use crate::weights::held::{Held, Version};
 use crate::weights::holder::Holder;
 use crate::weights::keeper::{KeeperNotice, KeeperReply, KeeperRequest};
 use crate::weights::keeper_session::{KeeperSession, offer_to_keeper};
-use crate::weights::{takeover, weights_name};
+use crate::weights::{NamedWeights, takeover, weights_name};
 
 type Script =
     dyn Fn(&ServerCore, u64, KeeperRequest) -> Result<OutgoingReply, Rejection> + Send + Sync;
@@ -216,6 +221,41 @@ fn a_descriptor_whose_close_may_block_is_no_memory_of_a_gpu() {
         matches!(&told, Err(Error::Refused { text, .. }) if text.contains("memory")),
         "{told:?}"
     );
+}
+
+#[test]
+fn holders_without_a_keeper_are_asked_at_the_same_time_and_one_that_answers_is_listed() {
+    let stage = Stage::new("together");
+    let weights = stage.weights(1);
+    let held = Arc::new(weights.held_for_tests(1));
+    let _answers = Holder::serve(&stage.domain, "w", held).unwrap();
+    let claim = |number: u64| {
+        let name = EndpointName::new(&format!("w/held-{number:x}-1")).unwrap();
+        stage.domain.claim(&name, false).unwrap()
+    };
+    // As stopped processes: the system takes their connections, and they answer nothing.
+    let silent: Vec<_> = (2..14).map(claim).collect();
+    let listed = std::thread::scope(|scope| {
+        let listed = scope.spawn(|| NamedWeights::find(&stage.domain, "w"));
+        let accept = |claim: &NameClaim| {
+            let listener = claim.listener.as_fd();
+            let mut fds = [PollFd::from_borrowed_fd(listener, PollFlags::IN)];
+            rustix::event::poll(&mut fds, None).unwrap();
+            rustix::net::accept_with(listener, SocketFlags::CLOEXEC).unwrap()
+        };
+        let connected: Vec<OwnedFd> = silent.iter().map(accept).collect();
+        let mut first = [PollFd::new(&connected[0], PollFlags::empty())];
+        rustix::event::poll(&mut first, Some(&Timespec::default())).unwrap();
+        let is_over = first[0].revents().contains(PollFlags::HUP);
+        drop(connected);
+        assert!(
+            !is_over,
+            "the first one was given up before the last was asked"
+        );
+        listed.join().unwrap().unwrap().unwrap()
+    });
+    assert_eq!(listed.version.map(|version| version.number), Some(1));
+    assert_eq!((listed.keeper, listed.holders), (None, 1));
 }
 
 #[test]
