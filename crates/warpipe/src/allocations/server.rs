@@ -49,13 +49,11 @@ impl AllocationServerBuilder {
     }
 }
 
-/// Shares memory that other libraries allocate in this process. See the
-/// [module's text](AllocationServer#how-it-works).
+/// Shares memory that other libraries allocate in this process.
 ///
-/// # How it works
 /// [`share`](Self::share) gives a number for a range of memory, and keeps an owner until the
 /// receiver is done: an object that keeps the memory allocated. The number goes to one other
-/// process by any means, which opens it with an [`AllocationClient`].
+/// process by any means, which opens it with an [`AllocationClient`](crate::AllocationClient).
 ///
 /// ```
 /// use std::time::Duration;
