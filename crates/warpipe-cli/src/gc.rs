@@ -27,9 +27,8 @@ struct Leftover {
     /// Since the newest of the files was made or written.
     age_seconds: u64,
     state: State,
-    /// Why it is kept.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    reason: Option<&'static str>,
+    /// Why it counts as dead, or is kept.
+    reason: &'static str,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -83,22 +82,26 @@ fn look(domain: &Domain) -> anyhow::Result<Vec<Leftover>> {
             name: Some(endpoint.name.to_string()),
             age_seconds: age(&of_name),
             files: shown(&of_name),
-            state: if reason.is_some() {
-                State::Kept
-            } else {
-                State::Dead
+            state: match reason {
+                Some(_) => State::Kept,
+                None => State::Dead,
             },
-            reason,
+            reason: reason.unwrap_or("no process holds its lock"),
         });
     }
-    for (file, metadata) in files.0 {
+    // A name that was taken or released meanwhile is no other program's.
+    for endpoint in domain.endpoints()? {
+        files.take(&endpoint.name);
+    }
+    let is_there = |file: &OsString| domain.path().join(file).symlink_metadata().is_ok();
+    for (file, metadata) in files.0.into_iter().filter(|(file, _)| is_there(file)) {
         let of_file = vec![(file, metadata)];
         leftovers.push(Leftover {
             name: None,
             age_seconds: age(&of_file),
             files: shown(&of_file),
             state: State::Kept,
-            reason: Some("not a file of warpipe's"),
+            reason: "not a file of warpipe's",
         });
     }
     Ok(leftovers)
@@ -187,8 +190,7 @@ fn remove(domain: &Domain, leftover: &mut Leftover) {
         leftover.state = State::Removed;
     } else {
         leftover.state = State::Kept;
-        leftover.reason =
-            Some("in use again, removed already, or with a file of another program's");
+        leftover.reason = "in use again, removed already, or with a file of another program's";
     }
 }
 
@@ -228,10 +230,7 @@ fn report(
         };
         let line = || {
             let (label, age) = (label(leftover), time(leftover.age_seconds));
-            let reason = leftover
-                .reason
-                .map_or(String::new(), |reason| format!("   {reason}"));
-            format!("  {label:<width$}  {state}  {age:>8}{reason}")
+            format!("  {label:<width$}  {state}  {age:>8}   {}", leftover.reason)
         };
         output.say(line, leftover)?;
     }

@@ -4,7 +4,7 @@ mod support;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
@@ -12,7 +12,8 @@ use support::{PATIENCE, World};
 use warpipe_testkit::eventually;
 
 /// The daemon: in the foreground it listens on a FIFO named `control` until it is told to quit. Its
-/// other calls are commands on standard input. It writes its number to `$RECORD`.
+/// other calls are commands on standard input. It writes its number to `$RECORD`, and that of its
+/// server, if it is to have one, beside it.
 const DAEMON: &str = r#"#!/bin/bash
 pipe="$CUDA_MPS_PIPE_DIRECTORY"
 if [ "$1" = -f ]; then
@@ -21,6 +22,9 @@ if [ "$1" = -f ]; then
     [ -z "$FAILS" ] || { echo "no GPU here" >&2; exit 3; }
     mkfifo "$pipe/control" && exec 3<>"$pipe/control"
     [ -z "$STUBBORN" ] || trap '' TERM
+    # A server, which does not end by itself.
+    mkfifo "$pipe/wait"
+    [ -z "$SERVER" ] || { cat <> "$pipe/wait" & echo $! > "$RECORD.server"; }
     while read -r command <&3; do
         [ "$command" = quit ] && [ -z "$STUBBORN" ] && exit 0
     done
@@ -66,8 +70,11 @@ impl Stage {
     }
 
     fn daemon(&self) -> Pid {
-        let number = fs::read_to_string(&self.record).unwrap();
-        Pid::from_raw(number.trim().parse().unwrap()).unwrap()
+        process_in(&self.record)
+    }
+
+    fn server(&self) -> Pid {
+        process_in(&self.record.with_extension("server"))
     }
 
     /// Neither the daemon nor a folder is left.
@@ -76,6 +83,11 @@ impl Stage {
         let is_empty = || fs::read_dir(self.world.path("tmp")).unwrap().count() == 0;
         eventually(PATIENCE, || is_gone() && is_empty())
     }
+}
+
+fn process_in(file: &Path) -> Pid {
+    let number = fs::read_to_string(file).unwrap();
+    Pid::from_raw(number.trim().parse().unwrap()).unwrap()
 }
 
 #[test]
@@ -166,6 +178,49 @@ fn a_daemon_that_does_not_quit_is_killed() {
         .output()
         .unwrap();
     assert_eq!(ended.status.code(), Some(0), "{ended:?}");
+    assert!(stage.is_clean());
+}
+
+#[test]
+fn no_server_outlives_its_daemon_however_that_ends() {
+    for (program, stubborn) in [
+        ("true", ""),
+        ("true", "1"),
+        ("kill -KILL $(cat $RECORD)", ""),
+    ] {
+        let stage = Stage::new();
+        let mut command = stage.command(&["sh", "-c", program]);
+        let ended = command
+            .env("SERVER", "1")
+            .env("STUBBORN", stubborn)
+            .output()
+            .unwrap();
+        assert_eq!(ended.status.code(), Some(0), "{ended:?}");
+        let is_gone = test_kill_process(stage.server()).is_err();
+        assert!(is_gone && stage.is_clean(), "{program}, {stubborn:?}");
+    }
+}
+
+#[test]
+fn an_ignored_signal_stays_ignored_in_the_program() {
+    let stage = Stage::new();
+    let run = stage.command(&["grep", "SigIgn", "/proc/self/status"]);
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", "trap '' HUP; exec \"$0\" \"$@\""])
+        .arg(run.get_program())
+        .args(run.get_args());
+    for (name, value) in run.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    let ended = shell.output().unwrap();
+    let said = String::from_utf8_lossy(&ended.stdout);
+    let mask = said.trim().strip_prefix("SigIgn:").map(str::trim);
+    let mask = u64::from_str_radix(mask.unwrap_or_default(), 16).unwrap();
+    assert!(mask & 1 == 1, "SIGHUP ends the program: {said}");
     assert!(stage.is_clean());
 }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow};
 use clap::Args;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, set_child_subreaper};
 
 use super::variables;
 use crate::doctor::system::mps_answers_at;
@@ -26,6 +26,8 @@ pub const READY: &str = "ready\n";
 const START_LIMIT: Duration = Duration::from_secs(20);
 /// For one command to the daemon, and for its end.
 const QUIT_LIMIT: Duration = Duration::from_secs(10);
+/// For the servers' own end, after the daemon's.
+const SERVER_LIMIT: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(50);
 
 /// The most of a log that an error shows, from its end.
@@ -41,6 +43,8 @@ pub struct ChildArgs {
 pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     // A signal ends it like the end of its standard input.
     let interrupt = Interrupt::install()?;
+    // The servers that the daemon forks become this process's children when the daemon ends.
+    set_child_subreaper(Some(getpid()))?;
     let outcome = supervise(&args.folder, &interrupt);
     let removed = fs::remove_dir_all(&args.folder);
     let failed = outcome
@@ -140,34 +144,30 @@ impl Daemon {
 
     /// Ends the daemon and its servers: by request, and those that do not heed it by force.
     fn quit(&mut self) {
-        if matches!(self.child.try_wait(), Ok(Some(_))) {
-            return;
+        if matches!(self.child.try_wait(), Ok(None)) {
+            let _ = self.request_quit();
+            if !matches!(wait(&mut self.child, QUIT_LIMIT), Ok(Some(_))) {
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+            }
         }
-        let servers = self.command("get_server_list").unwrap_or_default();
-        let _ = self.command("quit");
-        if !matches!(wait(&mut self.child, QUIT_LIMIT), Ok(Some(_))) {
-            let _ = self.child.kill();
-            let _ = self.child.wait();
+        // What the daemon has left is this process's, and nothing else is.
+        if let Err(error) = end_children(SERVER_LIMIT) {
+            eprintln!("warpipe: servers of the MPS daemon may be left: {error}");
         }
-        servers.lines().filter_map(server).for_each(|server| {
-            let _ = kill_process(server, Signal::KILL);
-        });
     }
 
-    /// The daemon's answer to a command.
-    fn command(&self, command: &str) -> io::Result<String> {
-        let answer = self.folder.join("answer");
+    fn request_quit(&self) -> io::Result<()> {
         let mut control = Command::new(CONTROL)
             .envs(variables(&self.folder))
             .stdin(Stdio::piped())
-            .stdout(File::create(&answer)?)
+            .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()?;
         if let Some(mut input) = control.stdin.take() {
-            let _ = writeln!(input, "{command}");
+            let _ = writeln!(input, "quit");
         }
-        crate::process::end(&mut control, QUIT_LIMIT)?;
-        fs::read_to_string(answer)
+        crate::process::end(&mut control, QUIT_LIMIT).map(drop)
     }
 
     /// The end of what the daemon has written, for an error.
@@ -195,13 +195,51 @@ impl Daemon {
     }
 }
 
-/// A server that still runs, by the number that the daemon gave: numbers are used again.
-fn server(line: &str) -> Option<Pid> {
-    let number: i32 = line.trim().parse().ok()?;
-    let name = fs::read_to_string(format!("/proc/{number}/comm")).ok()?;
-    name.starts_with("nvidia-cuda-mps")
-        .then(|| Pid::from_raw(number))
-        .flatten()
+/// Waits for this process's children to end, and kills those that have not after `limit`.
+fn end_children(limit: Duration) -> io::Result<()> {
+    let start = Instant::now();
+    loop {
+        // Reaps those that have ended, so their numbers are not used again before this look.
+        match rustix::process::wait(WaitOptions::NOHANG) {
+            Ok(Some(_)) => continue,
+            Err(rustix::io::Errno::CHILD) => return Ok(()),
+            Ok(None) => {}
+            Err(error) => return Err(error.into()),
+        }
+        if start.elapsed() > limit {
+            children()?.into_iter().for_each(|child| {
+                let _ = kill_process(child, Signal::KILL);
+            });
+        }
+        std::thread::park_timeout(LOOK);
+    }
+}
+
+/// The children of this process, which alone reaps them.
+fn children() -> io::Result<Vec<Pid>> {
+    let own = std::process::id();
+    let parent = |number: i32| -> Option<u32> {
+        let stat = fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
+        // Behind the name, which may contain anything, come the state and the parent.
+        stat.rsplit_once(')')?
+            .1
+            .split_ascii_whitespace()
+            .nth(1)?
+            .parse()
+            .ok()
+    };
+    let mut found = vec![];
+    for entry in fs::read_dir("/proc")? {
+        let number = entry?
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok());
+        let child = number
+            .filter(|&number| parent(number) == Some(own))
+            .and_then(Pid::from_raw);
+        found.extend(child);
+    }
+    Ok(found)
 }
 
 /// Whether standard input ends within this time. Nothing is written to it.

@@ -15,7 +15,12 @@ impl Signals {
     /// From now on they do not end this process.
     pub fn catch() -> io::Result<Signals> {
         let all = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
-        let caught = all.into_iter().map(|number| {
+        // Ignored signals stay so, here and in the program: `nohup` and `&` of a shell ask for that.
+        let ignored = ignored()?;
+        let wanted = all
+            .into_iter()
+            .filter(|number| ignored & (1 << (number - 1)) == 0);
+        let caught = wanted.map(|number| {
             let (read, write) = UnixStream::pair()?;
             read.set_nonblocking(true)?;
             signal_hook::low_level::pipe::register(number, write)?;
@@ -53,6 +58,14 @@ impl Signals {
             }
         }
     }
+}
+
+/// The signals that this process ignores, one bit each.
+fn ignored() -> io::Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.ok_or_else(|| io::Error::other("/proc/self/status names no ignored signals"))
 }
 
 /// Whether the terminal has sent the signal to the program as well: to its foreground processes.
