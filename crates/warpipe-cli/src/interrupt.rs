@@ -22,17 +22,19 @@ impl Interrupt {
         let flag = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM] {
             // In this order: the first signal finds the flag unset and only sets it.
-            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&flag))?;
-            signal_hook::flag::register(signal, Arc::clone(&flag))?;
+            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&flag))
+                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&flag)))
+                .map_err(not_caught)?;
         }
         Ok(Interrupt { flag })
     }
 
     /// A stream that is readable once a signal has come, for `poll`. The flag is set before that.
     pub fn readable(&self) -> std::io::Result<UnixStream> {
-        let (read, write) = UnixStream::pair()?;
+        let (read, write) = UnixStream::pair().map_err(not_caught)?;
         for signal in [SIGINT, SIGTERM] {
-            signal_hook::low_level::pipe::register(signal, write.try_clone()?)?;
+            let write = write.try_clone().map_err(not_caught)?;
+            signal_hook::low_level::pipe::register(signal, write).map_err(not_caught)?;
         }
         Ok(read)
     }
@@ -41,4 +43,12 @@ impl Interrupt {
     pub fn came(&self) -> bool {
         self.flag.load(Ordering::Relaxed)
     }
+}
+
+/// Mostly the process may open no more descriptors.
+fn not_caught(error: std::io::Error) -> std::io::Error {
+    let text = format!(
+        "signals cannot be caught: {error}; raise the limit of open descriptors (`ulimit -n`)"
+    );
+    std::io::Error::new(error.kind(), text)
 }

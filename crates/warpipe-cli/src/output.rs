@@ -50,8 +50,14 @@ impl Output {
 
     fn line(self, text: &str) -> io::Result<()> {
         let mut out = io::stdout().lock();
-        writeln!(out, "{text}")?;
-        out.flush()
+        let written = writeln!(out, "{text}").and_then(|()| out.flush());
+        // With its kind, by which a reader that went away is told apart.
+        written.map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!("standard output cannot be written: {error}"),
+            )
+        })
     }
 }
 

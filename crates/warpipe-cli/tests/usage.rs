@@ -426,3 +426,16 @@ fn the_doctor_says_why_a_profiler_gets_no_ranges() {
         "{check}"
     );
 }
+
+#[test]
+fn an_output_that_cannot_be_written_is_an_error_that_names_it() {
+    let world = World::new();
+    let full = std::fs::File::options()
+        .write(true)
+        .open("/dev/full")
+        .unwrap();
+    let output = world.warpipe(&["ls"]).stdout(full).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(7), "{said}");
+    assert!(said.contains("standard output cannot be written"), "{said}");
+}
