@@ -200,6 +200,9 @@ impl Tests {
         let task = match place {
             Place::Valgrind => Task::new("valgrind")
                 .args(["--quiet", "--error-exitcode=9", "--trace-children=yes"])
+                // One thread runs at a time. Without turns, one that polls can keep the others from
+                // running for minutes.
+                .args(["--fair-sched=try"])
                 .args([program]),
             Place::Host | Place::FakeDriver(_) => Task::new(program),
         };

@@ -1,6 +1,7 @@
 // The rules for threads: a publisher is shared, a subscriber is for one thread at a time, and any
 // object may be closed while another thread is in a call on it.
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 
 #include "check.h"
@@ -47,6 +48,8 @@ static void *receive_all(void *argument) {
     } else {
       CHECK(status == WARPIPE_TIMEOUT || status == WARPIPE_INVALID_STATE);
       CHECK(sample == NULL);
+      // While the other thread is in a call, this one is refused at once.
+      sched_yield();
     }
   }
   return NULL;
