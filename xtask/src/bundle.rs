@@ -39,7 +39,7 @@ struct TestProgram {
     path: PathBuf,
 }
 
-/// Builds the programs and fills `target/gpu-bundle/`, and `target/gpu-bundle.tar.gz` with the same.
+/// Builds the programs and fills `target/gpu-bundle/`, and `target/gpu-bundle.tar.xz` with the same.
 pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     let programs = build_programs(workspace)?;
     let tests = build_tests(workspace)?;
@@ -66,7 +66,7 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     let cpp = folder.join("cpp");
     c::carry(workspace, &cpp)?;
     write(&cpp.join("cpp"), CPP_CHECK, 0o755)?;
-    let archive = folder.with_extension("tar.gz");
+    let archive = folder.with_extension("tar.xz");
     pack(&folder, &archive)?;
     let bytes = fs::metadata(&archive)
         .map_err(|error| format!("{}: {error}", archive.display()))?
@@ -89,7 +89,7 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
 
 fn pack(folder: &Path, archive: &Path) -> Outcome<()> {
     let mut tar = Command::new("tar");
-    tar.arg("-czf").arg(archive);
+    tar.arg("-cJf").arg(archive);
     tar.arg("-C").arg(folder.parent().unwrap_or(folder));
     let name = folder.file_name().unwrap_or_default();
     let status = tar.arg(name).stdin(Stdio::null()).status();

@@ -304,7 +304,8 @@ unsafe extern "C" fn cuMemExportToShareableHandle(
 ) -> c_int {
     answer("cuMemExportToShareableHandle", Needs::Context, || {
         let allocation = with(|memory| memory.held(handle))?;
-        if kind != 1 {
+        // As on an H200: an imported allocation cannot be exported.
+        if kind != 1 || !allocation.counted {
             return Err(INVALID_VALUE);
         }
         // Without close-on-exec, like the driver's own.

@@ -22,6 +22,7 @@ pub mod cases;
 pub mod context;
 pub mod device_malloc;
 pub mod device_words;
+mod expandable_segment;
 pub mod fake_driver;
 pub mod graph;
 pub mod guard;

@@ -1,20 +1,19 @@
 //! Memory of another allocator, shared by its process. **This module is marked for unsafe**: it
-//! shares addresses, and releases the regions that it maps.
+//! shares addresses.
 
-use std::os::fd::AsFd;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use warpipe::backend::RawRegion;
-use warpipe::{Access, AllocationServer, Device, DevicePtr, Stream};
+use warpipe::{AllocationServer, Device, DevicePtr, Stream};
 
 use crate::PATIENCE;
 use crate::context::{Backend, Context};
 use crate::device_malloc::{DeviceMalloc, OFFSET};
+use crate::expandable_segment::ExpandableSegment;
 use crate::payload::fill_words;
 
-/// The pieces of an expandable segment.
+/// The pieces of a segment.
 const PIECES: u64 = 3;
 
 /// Memory that the library did not allocate, as far as a server can see. Says so when it is freed.
@@ -29,50 +28,6 @@ pub struct ForeignMemory {
 enum Allocator {
     Malloc { _memory: DeviceMalloc },
     Segment { _memory: ExpandableSegment },
-}
-
-/// Allocations of the virtual memory functions in one range of addresses, as PyTorch's expandable
-/// segments are.
-struct ExpandableSegment {
-    device: Device,
-    regions: Vec<RawRegion>,
-    ptr: DevicePtr,
-    bytes: u64,
-}
-
-impl Drop for ExpandableSegment {
-    fn drop(&mut self) {
-        for region in &mut self.regions {
-            // SAFETY: allocated or imported in `new`, released once, when nothing uses it.
-            let _ = unsafe { self.device.backend().release(region) };
-        }
-    }
-}
-
-impl ExpandableSegment {
-    fn new(device: &Device) -> Result<ExpandableSegment> {
-        let backend = device.backend();
-        let piece = backend.granularity();
-        let mut segment = ExpandableSegment {
-            device: device.clone(),
-            regions: vec![],
-            ptr: 0,
-            bytes: PIECES * piece,
-        };
-        let mut fds = vec![];
-        for _ in 0..PIECES {
-            let region = backend.allocate(piece)?;
-            segment.regions.push(region);
-            // SAFETY: allocated just now.
-            fds.push(unsafe { backend.export(&region) }?);
-        }
-        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        let id = device.info().id;
-        let whole = backend.import_pieces(&fds, piece, Access::ReadWrite, id)?;
-        segment.regions.push(whole);
-        segment.ptr = whole.ptr;
-        Ok(segment)
-    }
 }
 
 impl ForeignMemory {
@@ -100,7 +55,7 @@ impl ForeignMemory {
         if context.settings.backend == Backend::Host {
             return ForeignMemory::malloc(device, 4096, freed);
         }
-        let segment = ExpandableSegment::new(device)?;
+        let segment = ExpandableSegment::new(device, PIECES)?;
         let (ptr, bytes) = (segment.ptr, segment.bytes);
         Ok(ForeignMemory {
             ptr: ptr + OFFSET,

@@ -445,8 +445,8 @@ pub enum Error {
         /// The tensors that differ, in the order of their offsets.
         tensors: Vec<String>,
     },
-    /// Memory that no legacy handle can name.
-    #[error("{ptr:#x} is {kind}, which no legacy handle can name")]
+    /// Memory of a kind that another process cannot open by the handle that was asked for.
+    #[error("{ptr:#x} cannot be exported: it is {kind}")]
     NotExportable {
         /// The address.
         ptr: u64,

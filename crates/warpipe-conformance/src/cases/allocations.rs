@@ -4,7 +4,7 @@
 use std::sync::mpsc::{Receiver, channel};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{AllocationClient, AllocationServer, Error};
+use warpipe::{AllocationClient, AllocationServer, Error, Stream};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -22,6 +22,10 @@ pub(super) const CASES: &[Case] = &[
     Case::new(
         "many tensors of one allocation are mapped once in their receiver",
         mapped_once,
+    ),
+    Case::new(
+        "threads that share parts of one allocation at the same time share one run",
+        shared_at_once,
     ),
     Case::new(
         "a killed receiver's memory of another allocator is freed, and not before its death",
@@ -43,6 +47,13 @@ fn server(context: &Context) -> Result<AllocationServer> {
         .domain(&context.domain)
         .device(&context.device)
         .build()?)
+}
+
+fn client(context: &Context) -> Result<AllocationClient> {
+    Ok(AllocationClient::opener(NAME)
+        .domain(&context.domain)
+        .device(&context.device)
+        .open()?)
 }
 
 /// Memory of both kinds; the receiver of each says when it is freed.
@@ -96,10 +107,7 @@ fn released(context: &Context) -> Result<()> {
 fn mapped_once(context: &Context) -> Result<()> {
     let (server, stream) = (server(context)?, context.stream()?);
     let held = || context.device.backend().bytes_held();
-    let client = AllocationClient::opener(NAME)
-        .domain(&context.domain)
-        .device(&context.device)
-        .open()?;
+    let client = client(context)?;
     let (tell, freed) = channel();
     let memory = ForeignMemory::segment(context, tell)?;
     let ptr = memory.ptr;
@@ -134,6 +142,44 @@ fn mapped_once(context: &Context) -> Result<()> {
     Ok(())
 }
 
+/// Each round begins with a run that the server does not know.
+fn shared_at_once(context: &Context) -> Result<()> {
+    const THREADS: u64 = 4;
+    let (server, client) = (server(context)?, client(context)?);
+    for _ in 0..20 {
+        let (tell, freed) = channel();
+        let memory = ForeignMemory::segment(context, tell)?;
+        let start = std::sync::Barrier::new(THREADS as usize);
+        let share = |part: u64| {
+            let stream = context.stream()?;
+            start.wait();
+            // SAFETY: the memory lives until all shares are closed, below.
+            let number = unsafe { server.share(&stream, memory.ptr + 64 * part, 64, Box::new(())) };
+            Ok(client.open_share(number?, PATIENCE)?)
+        };
+        let opened = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..THREADS)
+                .map(|part| scope.spawn(move || share(part)))
+                .collect();
+            let joined = threads.into_iter().map(|it| it.join().unwrap());
+            joined.collect::<Result<Vec<_>>>()
+        })?;
+        if context.settings.backend == Backend::Cuda {
+            // Runs of earlier rounds are held for a moment.
+            let stats = server.stats();
+            ensure!(stats.claimed == THREADS as usize, "{stats:?}");
+            let first = opened[0].ptr();
+            let near = opened
+                .iter()
+                .all(|it| it.ptr().abs_diff(first) < 64 * THREADS);
+            ensure!(near, "parts of one allocation are mapped apart");
+        }
+        drop((opened, memory));
+        ensure!(is_freed(&freed), "the memory is not freed");
+    }
+    Ok(())
+}
+
 fn killed_receiver(context: &Context) -> Result<()> {
     let (server, stream) = (server(context)?, context.stream()?);
     for (seed, (memory, freed)) in (1..).zip(of_each_kind(context)?) {
@@ -158,10 +204,7 @@ fn killed_exporter(context: &Context) -> Result<()> {
         name: NAME.into(),
         seed: 3,
     })?;
-    let client = AllocationClient::opener(NAME)
-        .domain(&context.domain)
-        .device(&context.device)
-        .open()?;
+    let client = client(context)?;
     let memory = client.open_share(number, PATIENCE)?;
     memory.check()?;
     peer.kill()?;
@@ -195,6 +238,25 @@ fn not_shared(context: &Context) -> Result<()> {
     for ptr in [0, 64, local.as_ptr().addr() as u64] {
         refused(&server, &stream, ptr).with_context(|| format!("{ptr:#x}"))?;
     }
+    if context.settings.backend == Backend::Cuda {
+        imported_is_refused(context, &server, &stream)?;
+    }
     ensure!(server.stats().unclaimed == 0, "{:?}", server.stats());
+    Ok(())
+}
+
+/// The driver exports no memory that was imported: the share is refused, and no receiver waits.
+fn imported_is_refused(
+    context: &Context,
+    server: &AllocationServer,
+    stream: &Stream,
+) -> Result<()> {
+    let (tell, freed) = channel();
+    let number = ForeignMemory::segment(context, tell)?.share(server, stream, 5)?;
+    let client = client(context)?;
+    let imported = client.open_share(number, PATIENCE)?;
+    refused(server, stream, imported.ptr()).context("imported memory")?;
+    drop(imported);
+    ensure!(is_freed(&freed), "memory of closed shares is not freed");
     Ok(())
 }

@@ -315,7 +315,7 @@ class ExportError(Error, BufferError):
 
 
 class NotExportableError(ExportError):
-    """Memory that no legacy handle can name. Attributes: ``ptr``, ``kind`` (what it is, in words)."""
+    """Memory of a kind that another process cannot open by the handle that was asked for. Attributes: ``ptr``, ``kind`` (what it is, in words)."""
 
     ptr: int
     kind: str

@@ -464,15 +464,16 @@ impl AllocationSession {
         is_called_off: &dyn Fn() -> bool,
     ) -> Result<Arc<MappedRegion>> {
         let bytes = piece * u64::from(pieces);
-        let mut runs = self.runs.lock();
-        if let Some(known) = runs.get(&run) {
-            if known.bytes != bytes {
-                let found = format!("{bytes} bytes");
-                return Err(self.wrong("run", found, format!("{} bytes", known.bytes)));
-            }
-            return Ok(known.clone());
+        if let Some(known) = self.known_run(&self.runs.lock(), run, bytes)? {
+            return Ok(known);
         }
+        // Without the lock: the server may take its time, and the reaper takes the lock.
         let fds = self.descriptors(run, pieces, left, is_called_off)?;
+        let mut runs = self.runs.lock();
+        if let Some(known) = self.known_run(&runs, run, bytes)? {
+            // Another thread has mapped it meanwhile.
+            return Ok(known);
+        }
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let (access, owner) = (Access::ReadWrite, self.owner);
         let region = Region::import_pieces(&self.device, &borrowed, piece, access, owner)?;
@@ -481,6 +482,21 @@ impl AllocationSession {
         let mapping = Arc::new(mapping);
         runs.insert(run, mapping.clone());
         Ok(mapping)
+    }
+
+    fn known_run(
+        &self,
+        runs: &HashMap<u32, Arc<MappedRegion>>,
+        run: u32,
+        bytes: u64,
+    ) -> Result<Option<Arc<MappedRegion>>> {
+        match runs.get(&run) {
+            Some(known) if known.bytes != bytes => {
+                let found = format!("{bytes} bytes");
+                Err(self.wrong("run", found, format!("{} bytes", known.bytes)))
+            }
+            known => Ok(known.cloned()),
+        }
     }
 
     fn descriptors(

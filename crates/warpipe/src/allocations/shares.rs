@@ -204,13 +204,17 @@ impl Shares {
     /// The run that is held already, or this one.
     fn known(&self, run: Run) -> Result<Arc<HeldRun>> {
         let handles = run.handles();
+        let known = self.lock().known(&handles);
+        if let Some(known) = known {
+            // The second hold of each piece ends with `run`, without the lock.
+            return Ok(known);
+        }
+        // Memory that cannot be exported is refused here, and not in its receiver.
+        run.export(0, 1)?;
         let mut state = self.lock();
-        if let Some((known, idle)) = state.runs.get_mut(&handles) {
-            *idle = None;
-            let known = known.clone();
+        if let Some(known) = state.known(&handles) {
+            // Another thread has shared a part of it meanwhile.
             drop(state);
-            // The second hold of each piece ends here, without the lock.
-            drop(run);
             return Ok(known);
         }
         let number = state.last_run.checked_add(1).ok_or_else(|| {
@@ -327,6 +331,13 @@ fn drop_deferred(shares: Vec<Share>, reactor: &Reactor) {
 }
 
 impl State {
+    /// The run of these pieces, which is in use from now on.
+    fn known(&mut self, handles: &[u64]) -> Option<Arc<HeldRun>> {
+        let (known, idle) = self.runs.get_mut(handles)?;
+        *idle = None;
+        Some(known.clone())
+    }
+
     /// Removes what clients have released, with clients that are done, and returns it. What they
     /// have returned can be opened again.
     fn collect(&mut self) -> Vec<Share> {

@@ -285,6 +285,9 @@ pub enum PointerKind {
     Pool,
     /// Memory mapped by the virtual memory functions (`cuMemMap`), like this library's own regions.
     Vmm,
+    /// Memory of the virtual memory functions without a handle that can be exported: another
+    /// process's, imported by its descriptor, or made without one.
+    VmmPrivate,
     /// Memory that this process itself has opened by a legacy handle.
     Import,
     /// An address without an allocation: freed, or never allocated.
@@ -301,6 +304,9 @@ impl fmt::Display for PointerKind {
             PointerKind::Managed => "managed memory",
             PointerKind::Pool => "memory of a pool (cuMemAllocAsync)",
             PointerKind::Vmm => "memory of the virtual memory functions (cuMemMap)",
+            PointerKind::VmmPrivate => {
+                "memory of cuMemMap that was imported, or made without an exportable handle"
+            }
             PointerKind::Import => "another process's memory, opened by a legacy handle",
             PointerKind::Unknown => "no memory that is there",
         })

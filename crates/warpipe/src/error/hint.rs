@@ -224,6 +224,9 @@ fn of_pointer(kind: PointerKind) -> &'static str {
         PointerKind::Vmm => {
             "export its descriptor instead (PyTorch: leave `expandable_segments` out of PYTORCH_CUDA_ALLOC_CONF)"
         }
+        PointerKind::VmmPrivate => {
+            "share it from the process that allocated it, or copy it to memory of cudaMalloc"
+        }
         PointerKind::Import => "pass on the handle with which it was opened",
         PointerKind::Unknown => {
             "it was freed, or never was device memory: export it while it lives"

@@ -20,7 +20,7 @@ use crate::backend::{
 use crate::error::{Error, Result};
 
 /// Codes with which the driver says that an address has no allocation of this kind, or that an
-/// allocation was made without a descriptor.
+/// allocation was imported, or made without a descriptor.
 const NO_SUCH_ALLOCATION: [CUresult; 4] = [
     CUresult::INVALID_VALUE,
     CUresult::INVALID_HANDLE,
@@ -38,7 +38,7 @@ impl CudaBackend {
         let handle = self
             .driver
             .memory_retain(ptr)
-            .map_err(|fault| not_exportable(fault, ptr))?;
+            .map_err(|fault| not_exportable(fault, ptr, PointerKind::Unknown))?;
         match self.driver.address_range(ptr) {
             Ok((base, bytes)) => Ok(Retained {
                 handle,
@@ -48,7 +48,7 @@ impl CudaBackend {
             Err(fault) => {
                 // SAFETY: held just now, and used by nothing.
                 let _ = unsafe { self.driver.memory_release(handle) };
-                Err(not_exportable(fault, ptr))
+                Err(not_exportable(fault, ptr, PointerKind::Unknown))
             }
         }
     }
@@ -57,9 +57,10 @@ impl CudaBackend {
     /// As for [`crate::backend::Backend::export_retained`].
     pub(super) unsafe fn export_foreign(&self, retained: &Retained) -> Result<OwnedFd> {
         let _current = self.enter()?;
-        // SAFETY: held, by the caller's promise. One that was not made to be exported is a failure.
+        // SAFETY: held, by the caller's promise. One that was imported, or not made to be exported,
+        // is a failure.
         let fd = unsafe { self.driver.memory_export(retained.handle) }
-            .map_err(|fault| not_exportable(fault, retained.base))?;
+            .map_err(|fault| not_exportable(fault, retained.base, PointerKind::VmmPrivate))?;
         // SAFETY: the driver opened it just now; no other code has its number.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
@@ -194,12 +195,9 @@ impl CudaBackend {
     }
 }
 
-fn not_exportable(fault: Fault, ptr: DevicePtr) -> Error {
+fn not_exportable(fault: Fault, ptr: DevicePtr, kind: PointerKind) -> Error {
     if fault.is(&NO_SUCH_ALLOCATION) {
-        Error::NotExportable {
-            ptr,
-            kind: PointerKind::Vmm,
-        }
+        Error::NotExportable { ptr, kind }
     } else {
         fault.into()
     }

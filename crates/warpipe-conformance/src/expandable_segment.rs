@@ -1,0 +1,172 @@
+//! Memory in pieces, as PyTorch's expandable segments are: allocations of the virtual memory
+//! functions side by side in one reserved range, each made to be exported. **This module is marked
+//! for unsafe**: it calls the driver by itself, as another library of the process would.
+
+use std::ffi::{c_int, c_void};
+
+use anyhow::{Context as _, Result, ensure};
+use libloading::Library;
+use warpipe::{Device, DevicePtr};
+
+type Create = unsafe extern "C" fn(*mut u64, usize, *const Properties, u64) -> c_int;
+type Reserve = unsafe extern "C" fn(*mut u64, usize, usize, u64, u64) -> c_int;
+type Map = unsafe extern "C" fn(u64, usize, usize, u64, u64) -> c_int;
+type SetAccess = unsafe extern "C" fn(u64, usize, *const AccessOf, usize) -> c_int;
+type OfRange = unsafe extern "C" fn(u64, usize) -> c_int;
+type Release = unsafe extern "C" fn(u64) -> c_int;
+type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
+type SetCurrent = unsafe extern "C" fn(*mut c_void) -> c_int;
+
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Location {
+    kind: u32,
+    id: c_int,
+}
+
+/// The first GPU.
+const PLACE: Location = Location { kind: 1, id: 0 };
+
+/// `CUmemAllocationProp`.
+#[repr(C)]
+struct Properties {
+    kind: u32,
+    handle_types: u32,
+    location: Location,
+    windows: usize,
+    flags: [u8; 8],
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+struct AccessOf {
+    location: Location,
+    flags: u32,
+}
+
+/// A range of pieces on the first GPU. Its drop unmaps it, as an allocator does that has no more
+/// use for it.
+pub struct ExpandableSegment {
+    library: Library,
+    /// Its first byte.
+    pub ptr: DevicePtr,
+    /// The length of each piece in bytes.
+    piece: usize,
+    mapped: usize,
+    /// The length of the range in bytes.
+    pub bytes: u64,
+}
+
+impl ExpandableSegment {
+    /// A range of `pieces` allocations, of the device's granularity each.
+    ///
+    /// # Errors
+    /// The driver refuses a call.
+    pub fn new(device: &Device, pieces: u64) -> Result<ExpandableSegment> {
+        let piece = usize::try_from(device.backend().granularity())?;
+        let bytes = pieces * piece as u64;
+        // SAFETY: the library is loaded already, so nothing is initialised again.
+        let library = unsafe { Library::new("libcuda.so.1")? };
+        let mut segment = ExpandableSegment {
+            library,
+            ptr: 0,
+            piece,
+            mapped: 0,
+            bytes,
+        };
+        segment.enter()?;
+        let reserve = segment.function::<Reserve>("cuMemAddressReserve")?;
+        // SAFETY: the driver's signature; the out pointer lives.
+        check("cuMemAddressReserve", unsafe {
+            reserve(&mut segment.ptr, bytes as usize, 0, 0, 0)
+        })?;
+        for _ in 0..pieces {
+            segment.add()?;
+        }
+        let access = AccessOf {
+            location: PLACE,
+            flags: 3,
+        };
+        let set = segment.function::<SetAccess>("cuMemSetAccess")?;
+        // SAFETY: the whole range is mapped; the description lives.
+        check("cuMemSetAccess", unsafe {
+            set(segment.ptr, bytes as usize, &access, 1)
+        })?;
+        Ok(segment)
+    }
+
+    /// Makes the device's primary context current, in which the library works, too.
+    fn enter(&self) -> Result<()> {
+        let mut context = std::ptr::null_mut();
+        let retain = self.function::<Retain>("cuDevicePrimaryCtxRetain")?;
+        // SAFETY: the driver's signature; the out pointer lives.
+        check("cuDevicePrimaryCtxRetain", unsafe {
+            retain(&mut context, PLACE.id)
+        })?;
+        // SAFETY: the context was retained just now, and stays until the process ends.
+        check("cuCtxSetCurrent", unsafe {
+            self.function::<SetCurrent>("cuCtxSetCurrent")?(context)
+        })
+    }
+
+    /// Maps one more piece behind the others.
+    fn add(&mut self) -> Result<()> {
+        let properties = Properties {
+            kind: 1,         // pinned
+            handle_types: 1, // a POSIX descriptor
+            location: PLACE,
+            windows: 0,
+            flags: [0; 8],
+        };
+        let mut handle = 0;
+        let create = self.function::<Create>("cuMemCreate")?;
+        // SAFETY: the driver's signature; both pointers live.
+        check("cuMemCreate", unsafe {
+            create(&mut handle, self.piece, &properties, 0)
+        })?;
+        let at = self.ptr + (self.mapped * self.piece) as u64;
+        // SAFETY: the range is reserved, and empty from `at` on; the handle was made just now.
+        let made = unsafe { self.function::<Map>("cuMemMap")?(at, self.piece, 0, handle, 0) };
+        // SAFETY: made above, released once; the mapping holds the allocation.
+        let released = unsafe { self.function::<Release>("cuMemRelease")?(handle) };
+        check("cuMemMap", made)?;
+        self.mapped += 1;
+        check("cuMemRelease", released)
+    }
+
+    fn function<T: Copy>(&self, name: &str) -> Result<T> {
+        // SAFETY: the types above are the signatures in the driver's header.
+        let function = unsafe { self.library.get::<T>(name) };
+        Ok(*function.with_context(|| format!("the driver lacks {name}"))?)
+    }
+
+    fn unmap(&mut self) -> Result<()> {
+        self.enter()?;
+        for number in 0..std::mem::take(&mut self.mapped) {
+            let at = self.ptr + (number * self.piece) as u64;
+            // SAFETY: mapped in `add`, unmapped once, when nothing uses it.
+            check("cuMemUnmap", unsafe {
+                self.function::<OfRange>("cuMemUnmap")?(at, self.piece)
+            })?;
+        }
+        // SAFETY: reserved in `new`, freed once, and empty.
+        check("cuMemAddressFree", unsafe {
+            self.function::<OfRange>("cuMemAddressFree")?(self.ptr, self.bytes as usize)
+        })
+    }
+}
+
+impl Drop for ExpandableSegment {
+    fn drop(&mut self) {
+        if self.ptr != 0 {
+            // A failure leaves the range mapped, and the case that counts bytes sees it.
+            let _ = self.unmap();
+        }
+    }
+}
+
+fn check(call: &str, code: c_int) -> Result<()> {
+    ensure!(code == 0, "{call}: {code}");
+    Ok(())
+}
