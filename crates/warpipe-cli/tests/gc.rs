@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -15,6 +16,8 @@ use warpipe::{Device, Domain, Publisher, Timeline};
 
 /// Set for the process that a test starts to own names.
 const DOMAIN: &str = "WARPIPE_TEST_OWNER_IN";
+/// The extension of the file that the owner makes once it owns all names.
+const READY: &str = "ready";
 const NAMES: [&str; 3] = ["camera/front", "camera/rear", "steps"];
 
 /// The owner of [`NAMES`], in a process of its own: this program once more.
@@ -26,9 +29,11 @@ fn owner(world: &World) -> Owner {
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null());
-    let owner = Owner(command.spawn().unwrap());
-    let domain = Domain::at(world.path("domain")).unwrap();
-    while domain.endpoints().unwrap().len() < NAMES.len() {
+    let mut owner = Owner(command.spawn().unwrap());
+    // Not once the names are there: the last one's temporary file may be there, too.
+    while !world.path("domain").with_extension(READY).exists() {
+        let ended = owner.0.try_wait().unwrap();
+        assert!(ended.is_none(), "the owner has ended: {ended:?}");
         std::thread::yield_now();
     }
     owner
@@ -47,7 +52,8 @@ impl Drop for Owner {
 #[test]
 #[ignore = "the part of the owner, for the other tests to start"]
 fn an_owner_of_names() {
-    let domain = Domain::at(std::env::var_os(DOMAIN).expect("started by another test")).unwrap();
+    let folder = PathBuf::from(std::env::var_os(DOMAIN).expect("started by another test"));
+    let domain = Domain::at(&folder).unwrap();
     let device = Device::host();
     let build = |name: &str| {
         Timeline::builder(name)
@@ -56,6 +62,7 @@ fn an_owner_of_names() {
             .build()
     };
     let _owned: Vec<_> = NAMES.iter().map(|name| build(name).unwrap()).collect();
+    fs::write(folder.with_extension(READY), "").unwrap();
     loop {
         // Until it is killed.
         std::thread::park();

@@ -288,6 +288,7 @@ fn weights_cross_and_are_taken_over_between_processes_without_a_common_pid_or_ip
     assert_eq!(worker.ask("newer"), "version 2 byte 2");
     keeper.kill();
     publisher.kill();
+    stage.wait_until_unowned("w");
     assert_eq!(worker.ask("again"), "version 2 byte 2");
     let mut next = stage.isolated("keeper");
     assert_eq!(next.reply(), "candidate Some(2) unanswered 0");
@@ -369,6 +370,20 @@ impl Stage {
             .iter()
             .map(|endpoint| endpoint.name.to_string())
             .collect()
+    }
+
+    /// Waits until no process holds the name's lock. A process in a PID namespace of its own ends
+    /// a moment after `unshare`, and another namespace cannot see that it is dying.
+    fn wait_until_unowned(&self, name: &str) {
+        let is_unowned = || {
+            let endpoints = self.domain.endpoints().unwrap();
+            let mut owned = endpoints.iter().filter(|it| it.holder.is_some());
+            owned.all(|it| it.name.to_string() != name)
+        };
+        assert!(
+            warpipe_testkit::eventually(WAIT, is_unowned),
+            "{name} stays owned"
+        );
     }
 
     /// The names in the domain that begin so, if there are no others.
