@@ -25,7 +25,7 @@ LIMIT_SECONDS = 60.0
 NAME = "policy"
 # The version in use, and the next one.
 VERSIONS_AT_ONCE = 2
-# Descriptors that another thread is about to close.
+# Descriptors that a process opens once, after its first version, and that another thread is about to close.
 DESCRIPTORS_MORE = 16
 
 
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     quarter = max(1, options.syncs // 4)
     for process_seen in seen:
         # A thread of the library closes those of earlier versions: some are open at any moment, and none for long.
-        first, last = (max(it[1] for it in process_seen[:quarter]), min(it[1] for it in process_seen[-quarter:]))
+        first, last = (min(it[1] for it in part) for part in (process_seen[:quarter], process_seen[-quarter:]))
         assert last <= first + DESCRIPTORS_MORE, f"no descriptor is left open: {first} at first, then at least {last}"
     print(f"trainer: {options.syncs} versions to {ENGINES} engines, at most {max(w[0] for w in seen[0])} bytes mapped in one")
 

@@ -1,11 +1,14 @@
 //! Weights across real processes that are really killed: what survives each death.
 
+#[path = "weights/roles.rs"]
+mod roles;
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};
 use std::time::Duration;
 
-use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
+use rustix::process::Signal;
 use warpipe::weights::{Keeper, PublishedWeights, SharedWeights, Weights};
 use warpipe::{DType, Device, Domain, Error, Layout};
 use warpipe_testkit::{ChildProcess, LineReader, TempDir, this_program};
@@ -508,107 +511,9 @@ fn child_of_another_test() {
     let domain = Domain::at(std::env::var_os(FOLDER).unwrap()).unwrap();
     let commands = std::io::stdin().lines().map(|line| line.unwrap());
     match role.to_str().unwrap() {
-        "keeper" => keeper(&domain, commands),
-        "worker" => worker(&domain, commands),
-        "short keeper" => short_keeper(&domain, commands),
-        _ => publisher(&domain, commands),
+        "keeper" => roles::keeper(&domain, commands),
+        "worker" => roles::worker(&domain, commands),
+        "short keeper" => roles::short_keeper(&domain, commands),
+        _ => roles::publisher(&domain, commands),
     }
-}
-
-fn say(text: impl std::fmt::Display) {
-    println!("{REPLY}{text}");
-}
-
-fn keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
-    let keeper = Keeper::builder("w").domain(domain).build().unwrap();
-    let candidate = keeper.candidate().unwrap();
-    say(format_args!(
-        "candidate {candidate:?} unanswered {}",
-        keeper.unanswered()
-    ));
-    for _ in commands {
-        say(format_args!("version {:?}", keeper.version().unwrap()));
-    }
-}
-
-/// Builds a keeper again and again, each time with room for one more descriptor.
-fn short_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
-    // What a process opens once.
-    let other = Keeper::builder("other").domain(domain).build().unwrap();
-    drop(other);
-    let whole = getrlimit(Resource::Nofile);
-    let used = descriptors("self").len() as u64 - 1;
-    for (room, _) in (0..).zip(commands) {
-        let current = Some(used + room);
-        setrlimit(Resource::Nofile, Rlimit { current, ..whole }).unwrap();
-        let built = Keeper::builder("w").domain(domain).build();
-        setrlimit(Resource::Nofile, whole).unwrap();
-        match built {
-            Ok(keeper) => say(format_args!("candidate {:?}", keeper.candidate().unwrap())),
-            Err(Error::DescriptorLimit { .. }) => say("error"),
-            Err(other) => say(other),
-        }
-    }
-}
-
-fn worker(domain: &Domain, commands: impl Iterator<Item = String>) {
-    let opener = SharedWeights::opener("w")
-        .domain(domain)
-        .device(&Device::host());
-    let mut weights = opener.wait(WAIT).open().unwrap();
-    say_version(&weights);
-    for command in commands {
-        match command.split_once(' ') {
-            Some(("follow", last)) => {
-                let last: u64 = last.parse().unwrap();
-                while weights.version() < last {
-                    weights = weights.newer(WAIT).unwrap();
-                    assert_eq!(u64::from(byte_of(&weights)), weights.version());
-                }
-            }
-            _ if command == "newer" => weights = weights.newer(WAIT).unwrap(),
-            _ => {}
-        }
-        say_version(&weights);
-    }
-}
-
-/// Publishes versions, whatever happens to their keeper, and holds the last of them.
-fn publisher(domain: &Domain, commands: impl Iterator<Item = String>) {
-    let mut published = None;
-    for command in commands {
-        let byte = command.strip_prefix("publish ").unwrap().parse().unwrap();
-        let next = loop {
-            match publish(domain, byte) {
-                Ok(next) => break next,
-                Err(Error::PeerGone { .. } | Error::Handshake { .. }) => {}
-                Err(error) => panic!("{error}"),
-            }
-        };
-        say(format_args!("version {}", next.version()));
-        published = Some(next);
-    }
-    drop(published);
-}
-
-fn say_version(weights: &SharedWeights) {
-    say(format_args!(
-        "version {} byte {}",
-        weights.version(),
-        byte_of(weights)
-    ));
-}
-
-/// The byte that all tensors consist of.
-fn byte_of(weights: &SharedWeights) -> u8 {
-    assert_eq!(weights.tensors().len(), TENSORS);
-    let tensors = weights.tensors().iter().map(|tensor| tensor.name());
-    let bytes: Vec<u8> = tensors
-        .flat_map(|name| {
-            let tensor = weights.tensor(name).unwrap();
-            tensor.memory().to_vec(WAIT).unwrap()
-        })
-        .collect();
-    assert!(bytes.iter().all(|&byte| byte == bytes[0]) && bytes.len() == TENSORS * TENSOR_BYTES);
-    bytes[0]
 }

@@ -1,0 +1,107 @@
+//! The parts of the child processes. Each takes a command a line, and replies with a line for each.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use warpipe::weights::{Keeper, SharedWeights};
+use warpipe::{Device, Domain, Error};
+
+use super::{REPLY, TENSOR_BYTES, TENSORS, WAIT, descriptors, publish};
+
+fn say(text: impl std::fmt::Display) {
+    println!("{REPLY}{text}");
+}
+
+/// Keeps the name, and replies with its version.
+pub fn keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
+    let keeper = Keeper::builder("w").domain(domain).build().unwrap();
+    let candidate = keeper.candidate().unwrap();
+    say(format_args!(
+        "candidate {candidate:?} unanswered {}",
+        keeper.unanswered()
+    ));
+    for _ in commands {
+        say(format_args!("version {:?}", keeper.version().unwrap()));
+    }
+}
+
+/// Builds a keeper again and again, each time with room for one more descriptor.
+pub fn short_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
+    // What a process opens once.
+    let other = Keeper::builder("other").domain(domain).build().unwrap();
+    drop(other);
+    let whole = getrlimit(Resource::Nofile);
+    let used = descriptors("self").len() as u64 - 1;
+    for (room, _) in (0..).zip(commands) {
+        let current = Some(used + room);
+        setrlimit(Resource::Nofile, Rlimit { current, ..whole }).unwrap();
+        let built = Keeper::builder("w").domain(domain).build();
+        setrlimit(Resource::Nofile, whole).unwrap();
+        match built {
+            Ok(keeper) => say(format_args!("candidate {:?}", keeper.candidate().unwrap())),
+            Err(Error::DescriptorLimit { .. }) => say("error"),
+            Err(other) => say(other),
+        }
+    }
+}
+
+/// Opens the version that is offered, and newer ones on command.
+pub fn worker(domain: &Domain, commands: impl Iterator<Item = String>) {
+    let opener = SharedWeights::opener("w")
+        .domain(domain)
+        .device(&Device::host());
+    let mut weights = opener.wait(WAIT).open().unwrap();
+    say_version(&weights);
+    for command in commands {
+        match command.split_once(' ') {
+            Some(("follow", last)) => {
+                let last: u64 = last.parse().unwrap();
+                while weights.version() < last {
+                    weights = weights.newer(WAIT).unwrap();
+                    assert_eq!(u64::from(byte_of(&weights)), weights.version());
+                }
+            }
+            _ if command == "newer" => weights = weights.newer(WAIT).unwrap(),
+            _ => {}
+        }
+        say_version(&weights);
+    }
+}
+
+/// Publishes versions, whatever happens to their keeper, and holds the last of them.
+pub fn publisher(domain: &Domain, commands: impl Iterator<Item = String>) {
+    let mut published = None;
+    for command in commands {
+        let byte = command.strip_prefix("publish ").unwrap().parse().unwrap();
+        let next = loop {
+            match publish(domain, byte) {
+                Ok(next) => break next,
+                Err(Error::PeerGone { .. } | Error::Handshake { .. }) => {}
+                Err(error) => panic!("{error}"),
+            }
+        };
+        say(format_args!("version {}", next.version()));
+        published = Some(next);
+    }
+    drop(published);
+}
+
+fn say_version(weights: &SharedWeights) {
+    say(format_args!(
+        "version {} byte {}",
+        weights.version(),
+        byte_of(weights)
+    ));
+}
+
+/// The byte that all tensors consist of.
+pub fn byte_of(weights: &SharedWeights) -> u8 {
+    assert_eq!(weights.tensors().len(), TENSORS);
+    let tensors = weights.tensors().iter().map(|tensor| tensor.name());
+    let bytes: Vec<u8> = tensors
+        .flat_map(|name| {
+            let tensor = weights.tensor(name).unwrap();
+            tensor.memory().to_vec(WAIT).unwrap()
+        })
+        .collect();
+    assert!(bytes.iter().all(|&byte| byte == bytes[0]) && bytes.len() == TENSORS * TENSOR_BYTES);
+    bytes[0]
+}
