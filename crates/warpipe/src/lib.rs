@@ -129,12 +129,14 @@ mod rows;
 mod rpc;
 mod runtime;
 mod shm;
+mod slow_path;
 #[doc(hidden)]
 pub mod statistics;
 mod stats;
 mod stream;
 mod sync;
 mod tensor;
+mod trace;
 pub mod weights;
 
 pub use allocations::{

@@ -13,7 +13,7 @@ pub(crate) struct PublisherLink {
 }
 
 impl PublisherLink {
-    fn read_final_messages(&self) -> bool {
+    fn on_death(&self) -> bool {
         true
     }
 }

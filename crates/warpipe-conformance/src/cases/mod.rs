@@ -35,6 +35,7 @@ mod reuse;
 mod semaphore;
 mod service;
 mod stall;
+mod statistics;
 mod storm;
 mod streams;
 mod timeline;
@@ -163,6 +164,7 @@ pub fn all() -> Vec<Case> {
         graceful_close::CASES,
         orphan::CASES,
         fault::CASES,
+        statistics::CASES,
         refused::CASES,
         holes::CASES,
         descriptors::CASES,

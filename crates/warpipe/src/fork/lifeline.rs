@@ -45,6 +45,10 @@ pub(crate) struct Lifeline {
 /// process.
 const ALARM_FROM: u64 = 1000;
 
+/// A table of descriptors with this much room is not made larger for the alarm: a number near its end
+/// is above the driver's files.
+const ROOM_ENOUGH: u64 = 256;
+
 /// A descriptor that forked children inherit until [`release_in_child`], identified by its file: a
 /// program that closes descriptors that it does not own may have closed it, and another file may
 /// have the number.
@@ -157,15 +161,48 @@ fn alarmed(
 ) -> Result<Lifeline, Errno> {
     let (alarm, writer) = pipe()?;
     let alarm = section.adopt(alarm)?;
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile)
-        .current
-        .unwrap_or(u64::MAX);
-    let from = limit.saturating_sub(16).min(ALARM_FROM) as RawFd;
+    let from = alarm_from(status("FDSize:"), descriptor_limit());
     // Without such a number the alarm ends later, and is as true.
     let writer = rustix::io::fcntl_dupfd_cloexec(&writer, from).unwrap_or(writer);
     let end = make()?;
     ALARM.set(writer);
     Ok(Lifeline { end, alarm })
+}
+
+/// The lowest number for the alarm, in a process whose table has room for `room` descriptors. To make
+/// the table larger while other threads use it takes 10 ms and more: the kernel waits until no CPU
+/// reads the old one (`synchronize_rcu`).
+fn alarm_from(room: Option<u64>, limit: u64) -> RawFd {
+    let in_table = room
+        .filter(|&room| room >= ROOM_ENOUGH)
+        .map_or(ALARM_FROM, |room| room - 32);
+    limit.saturating_sub(16).min(ALARM_FROM).min(in_table) as RawFd
+}
+
+fn descriptor_limit() -> u64 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    limit.current.unwrap_or(u64::MAX)
+}
+
+/// A number of `/proc/self/status`.
+fn status(name: &str) -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+    line.trim().parse().ok()
+}
+
+/// Makes the table of descriptors large enough for the alarm, where no other thread uses it yet.
+fn make_room() {
+    if status("Threads:") != Some(1) {
+        return;
+    }
+    if let Some(socket) = SOCKET.number() {
+        // SAFETY: it is open, and this library's (`number` has checked); no other code closes it.
+        let socket = unsafe { BorrowedFd::borrow_raw(socket) };
+        let from = alarm_from(None, descriptor_limit());
+        // A refusal costs time later, and nothing else.
+        let _ = rustix::io::fcntl_dupfd_cloexec(socket, from);
+    }
 }
 
 fn pair() -> Result<(OwnedFd, OwnedFd), Errno> {
@@ -279,7 +316,7 @@ pub(super) fn keep_in_child() {
 /// Runs when the library is loaded, before any code can have started CUDA through it.
 extern "C" fn on_load() {
     // If this fails for want of room, the first link makes the lifeline's sockets.
-    let _ = super::excluded(reserve);
+    let _ = super::excluded(|| reserve().map(|()| make_room()));
 }
 
 // Miri does not support some of its calls, and would stop here in every program.
@@ -314,6 +351,27 @@ mod tests {
         assert!(SOCKET.number().unwrap() < ALARM.number().unwrap() && is_prompt());
         let flags = rustix::io::fcntl_getfd(lifeline.end.as_fd()).unwrap();
         assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+    }
+
+    #[test]
+    fn the_first_lifeline_does_not_make_the_table_of_descriptors_larger() {
+        let test = "the_first_lifeline_does_not_make_the_table_of_descriptors_larger";
+        alone(module_path!(), test, || {
+            let room = || status("FDSize:").unwrap();
+            let before = room();
+            Lifeline::of_process().unwrap();
+            assert_eq!(room(), before);
+        });
+    }
+
+    #[test]
+    fn the_alarm_has_a_high_number_within_the_limit_and_in_a_large_table() {
+        assert_eq!(alarm_from(Some(64), 20_000), 1000);
+        assert_eq!(alarm_from(None, 20_000), 1000);
+        assert_eq!(alarm_from(Some(256), 20_000), 224);
+        assert_eq!(alarm_from(Some(4096), 20_000), 1000);
+        assert_eq!(alarm_from(Some(64), 100), 84);
+        assert_eq!(alarm_from(Some(64), 3), 0);
     }
 
     #[test]

@@ -28,6 +28,7 @@ use crate::os;
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, catch_panic};
+use crate::trace::{self, TraceEvent};
 
 /// The most connections without a `Hello` so far.
 const PENDING_MAX: usize = 64;
@@ -153,6 +154,10 @@ impl Acceptor {
         reactor: &Arc<Reactor>,
         owner: Weak<dyn ConnectionOwner>,
     ) -> Arc<Acceptor> {
+        trace::emit(|| TraceEvent::EndpointOpened {
+            name: options.name.clone(),
+            kind: options.kind.to_string(),
+        });
         Arc::new_cyclic(|me| Acceptor {
             me: me.clone(),
             quota: ConnectionQuota::new(options.access_policy.limits),
@@ -191,7 +196,12 @@ impl Acceptor {
     pub(crate) fn close(&self) {
         self.claim.withdraw();
         let mut state = self.lock();
-        state.is_closed = true;
+        if !std::mem::replace(&mut state.is_closed, true) {
+            trace::emit(|| TraceEvent::EndpointClosed {
+                name: self.name().to_string(),
+                kind: self.kind().to_string(),
+            });
+        }
         let ended = (
             state.listener.take(),
             std::mem::take(&mut state.pending),
@@ -221,8 +231,12 @@ impl Acceptor {
             let Postponed {
                 connection, reason, ..
             } = &*late.postponed;
-            say(&connection.socket, &refusal(false, reason));
+            self.say(&connection.socket, &refusal(false, reason));
         }
+    }
+
+    fn say(&self, socket: &PeerSocket, message: &Message) {
+        say(self.name(), socket, message);
     }
 
     fn lock(&self) -> MutexGuard<'_, AcceptorState> {
@@ -258,14 +272,14 @@ impl Acceptor {
             Err(error) => {
                 let context = format!("a connection to {:?}", self.name());
                 let error = Error::os("getsockopt(SO_PEERCRED)", context, error);
-                return say(&socket, &refusal(false, error));
+                return self.say(&socket, &refusal(false, error));
             }
         };
         let (uid, gid) = (credentials.uid, credentials.gid);
         let is_admitted = || self.options.access_policy.admits(uid, gid);
         let screened = self.claim.listener.screen(socket.as_fd(), uid, is_admitted);
         if let Err((denied, reason)) = screened {
-            return say(&socket, &refusal(denied, reason));
+            return self.say(&socket, &refusal(denied, reason));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         match self.read_hello(credentials, None, &socket) {
@@ -280,7 +294,9 @@ impl Acceptor {
                     quota_permit,
                 },
             ),
-            Err(refusal) => refusal.iter().for_each(|refusal| say(&socket, refusal)),
+            Err(refusal) => refusal
+                .iter()
+                .for_each(|refusal| self.say(&socket, refusal)),
         }
     }
 
@@ -296,7 +312,7 @@ impl Acceptor {
             .register(socket.as_fd(), &self.event_source(), id);
         let registration = match registered {
             Ok(registration) => registration,
-            Err(error) => return say(&socket, &refusal(false, error)),
+            Err(error) => return self.say(&socket, &refusal(false, error)),
         };
         let mut state = self.lock();
         if state.is_closed {
@@ -323,7 +339,7 @@ impl Acceptor {
         drop(state);
         if let Some(evicted) = evicted {
             let reason = "too many connect and say nothing; try again";
-            say(&evicted.socket, &refusal(false, reason));
+            self.say(&evicted.socket, &refusal(false, reason));
         }
     }
 
@@ -360,7 +376,7 @@ impl Acceptor {
             }
             Err(refusal) => refusal
                 .iter()
-                .for_each(|refusal| say(&pending.socket, refusal)),
+                .for_each(|refusal| self.say(&pending.socket, refusal)),
         }
         Next::Stop
     }
@@ -525,9 +541,23 @@ pub(crate) fn refusal(denied: bool, reason: impl ToString) -> Message {
     }
 }
 
-/// Sends a peer the last message of its connection.
-fn say(socket: &PeerSocket, message: &Message) {
+/// Sends a peer of `name` the last message of its connection.
+pub(crate) fn say(name: &str, socket: &PeerSocket, message: &Message) {
     let _ = message::send(socket.as_fd(), message, &[]);
+    trace::emit(|| {
+        let peer = os::peer_credentials(socket.as_fd()).ok();
+        TraceEvent::ConnectionRefused {
+            name: name.to_string(),
+            uid: peer.map_or(u32::MAX, |peer| peer.uid),
+            pid: peer.map_or(0, |peer| peer.pid),
+            reason: match message {
+                Message::Refused { text, .. } => text.clone(),
+                Message::OtherKind { found } => format!("it asks for another kind than {found}"),
+                Message::Full { limit, max } => format!("it is full: {max} {limit}"),
+                other => format!("{other:?}"),
+            },
+        }
+    });
 }
 
 #[cfg(test)]

@@ -26,6 +26,7 @@ use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Peer, Process};
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, new_generation};
 use crate::statistics::EndpointRow;
+use crate::trace::{self, TraceEvent};
 
 /// Messages of one client answered before other sockets are served.
 const BATCH_MAX: usize = 16;
@@ -247,6 +248,15 @@ impl ServerCore {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Ends a connection with a reason.
+    fn refuse(&self, socket: &PeerSocket, reason: impl ToString) {
+        acceptor::say(self.name(), socket, &refusal(false, reason));
+    }
+
+    fn trace(&self, client: &ClientInfo, event: impl FnOnce(String, u64, u32) -> TraceEvent) {
+        trace::emit(|| event(self.name().to_string(), client.id, client.uid));
+    }
+
     fn socket_of(&self, id: u64) -> Option<Arc<PeerSocket>> {
         self.lock()
             .get(&id)
@@ -300,7 +310,7 @@ impl ServerCore {
         let registrations = match registrations {
             Ok(registrations) => registrations,
             Err(error) => {
-                refuse(&socket, error);
+                self.refuse(&socket, error);
                 return Ok(());
             }
         };
@@ -328,7 +338,7 @@ impl ServerCore {
                 if is_short && let Some(connection) = rejected {
                     return Err(connection.postponed(hello, text));
                 }
-                refuse(&socket, text);
+                self.refuse(&socket, text);
                 return Ok(());
             }
         };
@@ -351,7 +361,14 @@ impl ServerCore {
         drop(connections);
         let reason = |error| Error::os("sendmsg", "the admission", error);
         match sent {
-            Ok(()) => self.register_socket(id),
+            Ok(()) => {
+                self.trace(&client, |name, client, uid| TraceEvent::ClientConnected {
+                    name,
+                    client,
+                    uid,
+                });
+                self.register_socket(id)
+            }
             Err(error) => match unsent {
                 Some(connection) => {
                     self.handler
@@ -359,7 +376,7 @@ impl ServerCore {
                     return Err(connection.postponed(hello, reason(error).to_string()));
                 }
                 None => {
-                    refuse(&socket, reason(error));
+                    self.refuse(&socket, reason(error));
                     self.on_end(id);
                 }
             },
@@ -383,7 +400,7 @@ impl ServerCore {
                 }
             }
             Err(error) => {
-                refuse(&socket, error);
+                self.refuse(&socket, error);
                 self.on_end(id);
             }
         }
@@ -399,13 +416,13 @@ impl ServerCore {
                 Ok(Received::Nothing) => return Next::Keep,
                 Ok(Received::Message(message, _)) => {
                     if let Err(Rejection { text, .. }) = self.on_message(id, &socket, message) {
-                        refuse(&socket, text);
+                        self.refuse(&socket, text);
                         return self.on_end(id);
                     }
                 }
                 Ok(Received::End) => return self.on_end(id),
                 Err(error) => {
-                    refuse(&socket, error);
+                    self.refuse(&socket, error);
                     return self.on_end(id);
                 }
             }
@@ -497,12 +514,20 @@ impl ServerCore {
                 let _ = rustix::net::shutdown(&*connection.socket, rustix::net::Shutdown::Both);
                 let client = connection.client.clone();
                 drop(connections);
+                self.trace(&client, |name, client, uid| TraceEvent::ClientSuspect {
+                    name,
+                    client,
+                    uid,
+                });
                 self.handler.on_suspect(self, &client);
             }
             ConnectionPhase::Open | ConnectionPhase::Leaving => {
                 let ended = connections.remove(&id);
                 drop(connections);
                 if let Some(ended) = ended {
+                    self.trace(&ended.client, |name, client, uid| {
+                        TraceEvent::ClientClosed { name, client, uid }
+                    });
                     self.handler
                         .on_disconnect(self, &ended.client, Disconnected::Closed);
                     ended.end();
@@ -537,6 +562,11 @@ impl ServerCore {
     fn on_death(&self, id: u64) -> Next {
         let dead = self.lock().remove(&id);
         if let Some(dead) = dead {
+            self.trace(&dead.client, |name, client, uid| TraceEvent::ClientDied {
+                name,
+                client,
+                uid,
+            });
             self.handler
                 .on_disconnect(self, &dead.client, Disconnected::ProcessDied);
             dead.end();
@@ -583,10 +613,6 @@ impl EventSource for ServerCore {
         self.handler.on_server_tick(self, now_ns);
         self.row.set_clients(self.lock().len(), now_ns);
     }
-}
-
-fn refuse(socket: &PeerSocket, reason: impl ToString) {
-    let _ = message::send(socket.as_fd(), &refusal(false, reason), &[]);
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use super::slice::DeviceSlice;
 use crate::backend::DeviceId;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::slow_path::{self, SlowPath};
 
 /// Another process's memory, or a range of it, mapped here (`cuMemMap` of an imported handle, or
 /// `mmap`). Cheap to clone: all clones, and all other handles that this process opens of it, are
@@ -63,6 +64,7 @@ pub(crate) fn check_reach(device: &Device, owner: DeviceId) -> Result<()> {
         return Ok(());
     }
     let reason = "one is a GPU, the other the host: they have no memory in common".to_string();
+    slow_path::count(SlowPath::NoPeerAccess, 0);
     Err(Error::PeerAccess {
         reader: format!("{} ({})", info.name, info.id),
         owner: owner.to_string(),

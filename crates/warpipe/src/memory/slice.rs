@@ -264,7 +264,7 @@ pub(crate) fn zeroed(bytes: u64) -> Result<Vec<u8>> {
 }
 
 /// Waits until `streams` have done what they were given so far.
-fn wait_for(streams: &StreamSet, timeout: Duration) -> Result<()> {
+pub(crate) fn wait_for(streams: &StreamSet, timeout: Duration) -> Result<()> {
     let (start, mut fence, mut backoff) =
         (Instant::now(), streams.fence_busy(), Backoff::default());
     while !fence.is_reached() {

@@ -21,6 +21,7 @@ use crate::memory::arena::check_limit;
 use crate::options::{EndpointOptions, option_setters};
 use crate::pubsub::entry::Metadata;
 use crate::shm::segment::DEPTH_MAX;
+use crate::slow_path::SlowPath;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -75,6 +76,7 @@ pub struct PublisherBuilder {
     pub(super) depth: u32,
     pub(super) history: u32,
     pub(super) timestamps: bool,
+    pub(super) gaps: bool,
     pub(super) loan_timeout: Duration,
     pub(super) evict_after: Option<Duration>,
     /// Receives the changes of the set of subscribers. With an observer, each sample also signals
@@ -111,6 +113,7 @@ impl PublisherBuilder {
             depth: 16,
             history: 0,
             timestamps: false,
+            gaps: false,
             loan_timeout: Duration::from_secs(5),
             evict_after: None,
             observer: None,
@@ -150,6 +153,13 @@ impl PublisherBuilder {
     /// at the clock, and the time is a word more in each entry of the ring.
     pub fn timestamps(mut self, stamps: bool) -> Self {
         self.timestamps = stamps;
+        self
+    }
+
+    /// Whether [`Publisher::skip_to`] may leave out numbers; not by default. Subscribers are told, and
+    /// then accept a gap under every policy.
+    pub fn gaps(mut self, gaps: bool) -> Self {
+        self.gaps = gaps;
         self
     }
 
@@ -420,6 +430,34 @@ impl Publisher {
         Ok(sample.send(stream)?)
     }
 
+    /// Gives the next sample this number, for a publisher that forwards the samples of another one.
+    /// Subscribers see the gap in the samples' numbers. [`Subscriber::dropped`](crate::Subscriber::dropped)
+    /// does not count it: no policy dropped a sample.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use warpipe::{Device, Domain, Publisher, Subscriber};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-skip-{}", std::process::id()));
+    /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+    /// let publisher = Publisher::builder("a").domain(&domain).device(&device).gaps(true).build()?;
+    /// let mut subscriber = Subscriber::builder("a").domain(&domain).device(&device).build()?;
+    /// let stream = device.stream()?;
+    /// publisher.send_bytes(&stream, b"first")?;
+    /// publisher.skip_to(5)?;
+    /// publisher.send_bytes(&stream, b"fifth")?;
+    /// assert_eq!(subscriber.receive(&stream)?.sequence(), 1);
+    /// assert_eq!(subscriber.receive(&stream)?.sequence(), 5);
+    /// # drop((subscriber, publisher)); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a number that has been given, or is 0, and for a publisher that was
+    /// built without [`gaps`](PublisherBuilder::gaps); [`Error::Forked`].
+    pub fn skip_to(&self, sequence: u64) -> Result<()> {
+        self.core.skip_to(sequence)
+    }
+
     /// The subscribers and the state of each.
     pub fn subscribers(&self) -> Vec<SubscriberInfo> {
         self.core.subscribers()
@@ -431,6 +469,17 @@ impl Publisher {
     /// [`Error::Timeout`].
     pub fn wait_for_subscribers(&self, count: usize, timeout: Duration) -> Result<()> {
         self.core.wait_for_subscribers(count, timeout)
+    }
+
+    /// Counts a tensor of `bytes` that its user wanted to send where it lies, and that has to be
+    /// copied: `warpipe ls -v` shows the count, and the last reason. For bindings.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    #[doc(hidden)]
+    pub fn count_copy(&self, reason: SlowPath, bytes: u64) -> Result<()> {
+        self.core.get()?.count_copy(reason, bytes);
+        Ok(())
     }
 
     /// Device memory taken so far and its limit, in bytes.

@@ -47,6 +47,7 @@ use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
 use crate::runtime::turn::{TurnLock, TurnState};
+use crate::slow_path::SlowPath;
 use crate::statistics::{EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
 
@@ -173,6 +174,10 @@ impl PublisherCore {
 
     fn lock(&self) -> MutexGuard<'_, PublisherState> {
         self.state.lock()
+    }
+
+    pub(super) fn count_copy(&self, reason: SlowPath, bytes: u64) {
+        self.lock().count_copy(reason, bytes);
     }
 
     pub(super) fn record_use(&self, stream: &Stream) {

@@ -37,6 +37,7 @@ use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor, Registr
 use crate::shm::segment::Segment;
 use crate::statistics;
 use crate::stream::Stream;
+use crate::trace::{self, TraceEvent};
 
 /// The tags of the events that [`PublisherLink`] waits for.
 const SOCKET: u64 = 0;
@@ -507,6 +508,15 @@ impl PublisherLink {
         Next::Keep
     }
 
+    /// The publisher is dead. As [`read_final_messages`](Self::read_final_messages).
+    fn on_death(&self) -> bool {
+        trace::emit(|| TraceEvent::OwnerDied {
+            name: self.name.clone(),
+            pid: self.peer.pid,
+        });
+        self.read_final_messages()
+    }
+
     /// Reads the last messages of a dead or suspect publisher: all of them are in the socket by
     /// now, however late its end comes. False if some are left because this process lacks
     /// resources.
@@ -519,7 +529,13 @@ impl PublisherLink {
 
     fn on_close(&self, close_reason: CloseReason) {
         match close_reason {
-            CloseReason::Closed => self.monitor().set_link_state(LinkState::Closed),
+            CloseReason::Closed => {
+                trace::emit(|| TraceEvent::OwnerClosed {
+                    name: self.name.clone(),
+                    pid: self.peer.pid,
+                });
+                self.monitor().set_link_state(LinkState::Closed);
+            }
             CloseReason::Evicted(reason) | CloseReason::Failed(reason) => {
                 let error = Error::Evicted {
                     name: self.name.clone(),

@@ -38,7 +38,7 @@ use crate::options::EndpointOptions;
 use crate::pubsub::ring::ReceiverRing;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::spin::{Came, Spin};
-use crate::statistics::{EndpointRow, EndpointWords, Role};
+use crate::statistics::{self, EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
 
 /// How often attaching is tried again without a sign of a new publisher, while a name cannot be
@@ -203,7 +203,8 @@ impl Subscriber {
     }
 
     fn attach(&mut self) -> Result<()> {
-        let link = self.connect_options().attach()?;
+        let attached = self.connect_options().attach();
+        let link = attached.inspect_err(|_| statistics::write_slow_paths())?;
         self.attached_by(link)
     }
 
@@ -266,6 +267,14 @@ impl Subscriber {
         self.attached
             .as_ref()
             .map(|attached| attached.link.peer.pid)
+    }
+
+    /// Random bytes that tell this incarnation of the publisher from every other one; `None` while
+    /// there is none.
+    pub fn publisher_generation(&self) -> Option<[u8; 16]> {
+        self.attached
+            .as_ref()
+            .map(|attached| attached.link.generation)
     }
 
     /// The publisher's process; `None` while there is none.
@@ -431,7 +440,8 @@ impl Subscriber {
             return Ok(false);
         };
         self.attempt = None;
-        self.attached_by(result?).map(|()| true)
+        let link = result.inspect_err(|_| statistics::write_slow_paths())?;
+        self.attached_by(link).map(|()| true)
     }
 
     /// Polls the attached publisher once; `None` when that publisher is at its end and another one

@@ -8,7 +8,7 @@ use crate::kind::Kind;
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"WPSTATS\0");
 
 /// Changes with every change of the words.
-pub(super) const VERSION: u64 = 1;
+pub(super) const VERSION: u64 = 2;
 
 /// The name of the memfd, by which an observer finds its descriptor.
 pub(super) const FILE_NAME: &std::ffi::CStr = c"warpipe-statistics";
@@ -32,6 +32,8 @@ pub(super) mod header {
     pub(in super::super) const UNLISTED: usize = 9;
     /// One for each table: the rows from here on have never been used.
     pub(in super::super) const ENDS: usize = 16;
+    /// Two for each slow path: how often it was taken, and the bytes. Written with each tick.
+    pub(in super::super) const SLOW_PATHS: usize = 32;
     pub(in super::super) const WORDS: usize = 512;
 }
 
@@ -49,6 +51,11 @@ pub(super) mod endpoint {
     /// The name, filled up with zeros.
     pub(in super::super) const NAME: usize = 11;
     pub(in super::super) const NAME_WORDS: usize = 10;
+    /// The items that were copied although they were to be sent in place, their bytes, and the
+    /// last reason.
+    pub(in super::super) const COPIED: usize = 21;
+    pub(in super::super) const COPIED_BYTES: usize = 22;
+    pub(in super::super) const COPY_REASON: usize = 23;
     /// Written with each item, in a cache line of their own.
     pub(in super::super) const ITEMS: usize = 24;
     pub(in super::super) const BYTES: usize = 25;
@@ -149,7 +156,8 @@ const _: () = {
             && region::WORDS.is_multiple_of(8)
     );
     assert!(endpoint::ITEMS.is_multiple_of(8) && endpoint::DROPPED == endpoint::ITEMS + 8);
-    assert!(endpoint::NAME + endpoint::NAME_WORDS <= endpoint::ITEMS);
+    assert!(endpoint::NAME + endpoint::NAME_WORDS <= endpoint::COPIED);
+    assert!(header::SLOW_PATHS + 2 * crate::slow_path::SlowPath::ALL.len() <= header::WORDS);
     assert!(endpoint::NAME_WORDS * 8 == crate::ipc::domain::NAME_BYTES_MAX);
     assert!(PAGE_BYTES.is_multiple_of(4096));
 };

@@ -16,4 +16,7 @@ mod tests;
 pub use self::observer::{
     Endpoint, Link, LinkState, Observation, Observer, Process, Region, RegionId, Role, Unreadable,
 };
-pub(crate) use self::rows::{EndpointRow, EndpointWords, LinkRow, LinkWords, RegionRow, beat};
+pub(crate) use self::rows::{
+    EndpointRow, EndpointWords, LinkRow, LinkWords, RegionRow, beat, write_slow_paths,
+};
+pub use crate::slow_path::{SlowPath, SlowPathCount};

@@ -23,6 +23,7 @@ use crate::kind::Kind;
 use crate::origin::{self, ProcessOrigin};
 use crate::os;
 use crate::shm::seal;
+use crate::slow_path::{SlowPath, SlowPathCount};
 
 /// How long a process in which no page was found is not looked at again.
 const LOOK_AGAIN: Duration = Duration::from_secs(2);
@@ -135,6 +136,8 @@ pub struct Endpoint {
     pub peers: u64,
     /// The samples that each subscriber may have in flight; 0 for an endpoint without samples.
     pub depth: u64,
+    /// The items that were copied although they were to be sent in place, and the last reason.
+    pub copied: Option<SlowPathCount>,
     /// The subscribers, for a publisher.
     pub links: Vec<Link>,
 }
@@ -193,6 +196,8 @@ pub struct Process {
     pub endpoints: Vec<Endpoint>,
     /// Its memory.
     pub regions: Vec<Region>,
+    /// The slow paths that it has taken.
+    pub slow_paths: Vec<SlowPathCount>,
     /// How many rows found no room in its page.
     pub unlisted: u64,
     /// How many rows hold words that no writer stores.
@@ -395,6 +400,7 @@ fn read(pid: i32, words: &[AtomicU64; PAGE_WORDS]) -> Result<Process, Refusal> {
         beat_ns: word(header::BEAT),
         endpoints: Vec::new(),
         regions: Vec::new(),
+        slow_paths: slow_paths(&word),
         unlisted: word(header::UNLISTED),
         damaged: 0,
     };
@@ -421,6 +427,19 @@ fn read(pid: i32, words: &[AtomicU64; PAGE_WORDS]) -> Result<Process, Refusal> {
     }
     process.regions = regions.into_iter().map(|(.., region)| region).collect();
     Ok(process)
+}
+
+/// The slow paths that have been taken.
+fn slow_paths(word: &impl Fn(usize) -> u64) -> Vec<SlowPathCount> {
+    let counts = SlowPath::ALL.into_iter().enumerate().map(|(at, path)| {
+        let first = header::SLOW_PATHS + 2 * at;
+        SlowPathCount {
+            path,
+            count: word(first),
+            bytes: word(first + 1),
+        }
+    });
+    counts.filter(|it| it.count > 0).collect()
 }
 
 /// The rows in use of a table, each with its index and its first word, and the number of those that
@@ -486,6 +505,11 @@ fn endpoint_of(_: u32, row: &[u64; endpoint::WORDS]) -> Option<Endpoint> {
         memory_max: row[endpoint::MEMORY_MAX],
         peers: row[endpoint::PEERS],
         depth: row[endpoint::DEPTH],
+        copied: SlowPath::of(row[endpoint::COPY_REASON]).map(|path| SlowPathCount {
+            path,
+            count: row[endpoint::COPIED],
+            bytes: row[endpoint::COPIED_BYTES],
+        }),
         links: Vec::new(),
     })
 }

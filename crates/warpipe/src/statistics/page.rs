@@ -124,6 +124,13 @@ impl Words {
     pub(super) fn beat(self, now_ns: u64) {
         self.store(header::BEAT, now_ns);
     }
+
+    /// Several threads may do so: each word is of some moment, and the next tick writes them again.
+    pub(super) fn write_slow_paths(self, counts: &[[u64; 2]]) {
+        for (at, &value) in counts.as_flattened().iter().enumerate() {
+            self.store(header::SLOW_PATHS + at, value);
+        }
+    }
 }
 
 impl<const N: usize> Row<N> {

@@ -6,11 +6,21 @@ use super::page::{self, Row};
 use crate::device_types::DeviceId;
 use crate::ipc::Address;
 use crate::kind::Kind;
+use crate::slow_path::{self, SlowPath};
 
 /// Notes that this process runs: called with each tick of an endpoint.
 pub(crate) fn beat(now_ns: u64) {
     if let Some(page) = page::own() {
         page.beat(now_ns);
+        page.write_slow_paths(&slow_path::counts());
+    }
+}
+
+/// Writes what is else written with each tick, for an endpoint that has no ticks: a subscriber that
+/// cannot attach.
+pub(crate) fn write_slow_paths() {
+    if let Some(page) = page::own() {
+        page.write_slow_paths(&slow_path::counts());
     }
 }
 
@@ -60,6 +70,16 @@ impl EndpointRow {
             row.add(endpoint::ITEMS, 1);
             row.add(endpoint::BYTES, bytes);
             row.store(endpoint::SEQUENCE, sequence);
+        }
+    }
+
+    /// Counts an item that was copied although it was to be sent in place. The caller is the only
+    /// thread that does.
+    pub(crate) fn copied(&self, reason: SlowPath, bytes: u64) {
+        if let Some(row) = &self.0 {
+            row.add(endpoint::COPIED, 1);
+            row.add(endpoint::COPIED_BYTES, bytes);
+            row.store(endpoint::COPY_REASON, reason as u64);
         }
     }
 

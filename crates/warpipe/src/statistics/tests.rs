@@ -14,8 +14,9 @@ use super::layout::{
 use super::observer::try_read;
 use super::*;
 use crate::device_types::DeviceKind;
-use crate::hostile::in_a_forked_child;
+use crate::hostile::{alone, in_a_forked_child};
 use crate::origin::ProcessOrigin;
+use crate::slow_path;
 use crate::{DeviceId, Kind};
 
 const HOST: DeviceId = DeviceId {
@@ -57,6 +58,8 @@ fn an_observer_sees_what_an_endpoint_has_counted_until_it_is_closed() {
     (1..=3).for_each(|sequence| row.count(sequence, 100));
     row.time(40);
     row.set_use(5, 2, 1, 4096);
+    row.copied(SlowPath::Gathered, 10);
+    row.copied(SlowPath::NotExportable, 30);
     let link = row.link(4711, 42);
     link.set(&LinkWords {
         state: LinkState::Stalled,
@@ -67,6 +70,12 @@ fn an_observer_sees_what_an_endpoint_has_counted_until_it_is_closed() {
     let seen = find("statistics/counted").unwrap();
     assert_eq!((seen.items, seen.bytes, seen.sequence), (3, 300, 3));
     assert_eq!((seen.timed, seen.latency_ns), (1, 40));
+    let copied = SlowPathCount {
+        path: SlowPath::NotExportable,
+        count: 2,
+        bytes: 40,
+    };
+    assert_eq!(seen.copied, Some(copied), "with the last reason");
     assert_eq!((seen.dropped, seen.in_flight, seen.memory), (5, 2, 4096));
     assert_eq!(
         (seen.kind, seen.role, seen.device),
@@ -85,7 +94,48 @@ fn an_observer_sees_what_an_endpoint_has_counted_until_it_is_closed() {
 }
 
 #[test]
+fn slow_paths_are_seen_after_a_tick_and_a_child_counts_its_own() {
+    let _row = EndpointRow::open(&words("statistics/slow"));
+    let seen = || {
+        let found = own().slow_paths;
+        let found = found.iter().find(|it| it.path == SlowPath::StagedDownload);
+        found.map_or((0, 0), |it| (it.count, it.bytes))
+    };
+    let (count, bytes) = seen();
+    slow_path::count(SlowPath::StagedDownload, 100);
+    slow_path::count(SlowPath::StagedDownload, 50);
+    beat(1);
+    assert_eq!(seen(), (count + 2, bytes + 150));
+    in_a_forked_child(|| {
+        let _own = EndpointRow::open(&words("statistics/slow-child"));
+        slow_path::count(SlowPath::StagedDownload, 1);
+        write_slow_paths();
+        seen() == (1, 1)
+    });
+    assert_eq!(seen(), (count + 2, bytes + 150));
+}
+
+#[test]
+fn every_slow_path_has_one_word_and_one_name() {
+    for path in SlowPath::ALL {
+        assert_eq!(SlowPath::of(path as u64), Some(path));
+        let others = SlowPath::ALL
+            .iter()
+            .filter(|other| other.name() == path.name());
+        assert_eq!(others.count(), 1, "{}", path.name());
+    }
+    assert_eq!(SlowPath::of(0), None);
+    assert_eq!(SlowPath::of(u64::MAX), None);
+}
+
+#[test]
 fn a_thousand_endpoints_share_one_descriptor_and_rows_are_used_again() {
+    // Other tests make descriptors of that name.
+    let test = "a_thousand_endpoints_share_one_descriptor_and_rows_are_used_again";
+    alone(module_path!(), test, a_thousand_endpoints);
+}
+
+fn a_thousand_endpoints() {
     let pages = || {
         let fds = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
         let targets = fds.filter_map(|fd| std::fs::read_link(fd.path()).ok());

@@ -1,22 +1,12 @@
 //! Weights that the caller copies into their memory itself, on streams of its own.
 
-use std::time::Duration;
-
-use xxhash_rust::xxh3::Xxh3;
-
+use super::blocks::{COPY_TIMEOUT, hash_memory};
 use super::load::{Placement, Weights};
-use super::manifest::ContentHash;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
-use crate::memory::slice::zeroed;
+use crate::memory::slice::wait_for;
 use crate::tensor::Layout;
-
-/// The bytes that are copied to the host at once to be hashed.
-const HASHED_AT_ONCE: u64 = 4 << 20;
-
-/// How long one such copy may take, after the copies before it.
-const COPY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The memory of weights that are not complete yet.
 ///
@@ -99,8 +89,8 @@ impl WeightsBuilder {
     }
 
     /// Waits for the streams that [`memory`](WeightsBuilder::memory) has recorded, hashes what lies
-    /// in the memory, and seals the description. It reads the memory once, through a buffer of
-    /// 4 MiB.
+    /// in the memory, and seals the description. Several threads read the memory once, each
+    /// through two buffers of 1 MiB.
     ///
     /// # Errors
     /// [`Error::Argument`] for two tensors of one name, a name of no or more than 1,024 bytes, or an
@@ -122,10 +112,11 @@ impl WeightsBuilder {
         let mut aliases = aliases.into_iter().peekable();
         let mut named = Vec::new();
         let (mut offsets, mut hashes) = (Vec::new(), Vec::new());
-        let mut copy = zeroed(HASHED_AT_ONCE)?;
+        wait_for(memory.streams(), COPY_TIMEOUT)?;
+        let lengths: Vec<u64> = tensors.iter().map(|tensor| tensor.1.bytes()).collect();
+        let hashed = hash_memory(&memory, &placed.offsets, &lengths)?;
         for (index, (name, layout)) in tensors.into_iter().enumerate() {
-            let offset = placed.offsets[index];
-            let hash = content_hash(&memory, offset, layout.bytes(), &mut copy)?;
+            let (offset, hash) = (placed.offsets[index], hashed[index]);
             let mut add = |name| {
                 named.push((name, layout));
                 offsets.push(offset);
@@ -142,17 +133,4 @@ impl WeightsBuilder {
         };
         Weights::of(memory, named.into_iter(), placed, hashes)
     }
-}
-
-/// The hash of `bytes` bytes of the memory, read through `copy`.
-fn content_hash(memory: &Memory, offset: u64, bytes: u64, copy: &mut [u8]) -> Result<ContentHash> {
-    let (mut hasher, mut done) = (Xxh3::new(), 0);
-    while done < bytes {
-        let part = (bytes - done).min(copy.len() as u64);
-        let part = &mut copy[..part as usize];
-        memory.copy_to(offset + done, part, COPY_TIMEOUT)?;
-        hasher.update(part);
-        done += part.len() as u64;
-    }
-    Ok(hasher.digest128().to_be_bytes())
 }

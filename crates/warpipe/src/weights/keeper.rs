@@ -24,6 +24,7 @@ use crate::ipc::{
 };
 use crate::options::{EndpointOptions, option_setters};
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::trace::{self, TraceEvent};
 
 /// How many offers are fetched at once, each on a thread: a stopped publisher occupies its thread
 /// for as long as a handshake may take.
@@ -323,6 +324,20 @@ impl KeeperCore {
     }
 }
 
+impl KeeperCore {
+    fn trace_offered(&self) {
+        trace::emit(|| {
+            let state = self.lock();
+            let offered = state.offered.as_ref();
+            TraceEvent::WeightsOffered {
+                name: self.name.to_string(),
+                version: offered.map_or(0, |held| held.version.number),
+                bytes: offered.map_or(0, |held| held.info.bytes),
+            }
+        });
+    }
+}
+
 /// Tells every client of this user that another version is offered.
 fn tell_offered(server: &ServerCore) {
     let own = rustix::process::geteuid().as_raw();
@@ -362,6 +377,7 @@ impl OfferSlot {
             server.tell(client, notice);
         }
         if is_taken {
+            self.0.trace_offered();
             tell_offered(&server);
         }
     }
@@ -431,6 +447,7 @@ impl RequestHandler for KeeperHandler {
                 // Closed behind the lock.
                 let replaced = core.lock().check(version, is_sound);
                 if replaced.is_some() {
+                    core.trace_offered();
                     tell_offered(server_core);
                 }
                 OutgoingReply::new(&KeeperReply::Noted, vec![])

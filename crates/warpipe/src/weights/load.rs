@@ -1,17 +1,18 @@
 //! Weights that this process has: loaded from files, or copied from its own memory.
 
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use xxhash_rust::xxh3::Xxh3;
 
+use super::blocks::{Block, COPY_TIMEOUT, content_hash, hash_in_parallel};
 use super::held::{Held, Version};
 use super::holder::{Holder, clear_dead};
 use super::keeper_session::offer_to_keeper;
 use super::manifest::{ALIGNMENT, ContentHash, Manifest, TENSORS_MAX, TensorInfo, read_exact};
-use super::source::{Source, SourceTensor, of_file, unreadable};
+use super::source::{Source, SourceFile, SourceTensor, of_file, unreadable};
 use super::staging::Staging;
 use super::weights_name;
 use crate::device::Device;
@@ -23,14 +24,8 @@ use crate::runtime::closer::PeerFd;
 use crate::runtime::reactor::new_generation;
 use crate::tensor::Layout;
 
-/// The most threads that read files.
-const READERS_MAX: usize = 8;
-
-/// Each of the two staging buffers of a reader.
-pub(super) const STAGING_BYTES: usize = 4 << 20;
-
-/// How long a reader waits for a copy.
-pub(super) const COPY_TIMEOUT: Duration = Duration::from_secs(60);
+/// The bytes of host memory that are enqueued at once.
+const WRITTEN_AT_ONCE: usize = 4 << 20;
 
 /// Model weights in one memory of this process, complete and never written again. Publish them
 /// under a name to give them to other processes.
@@ -69,18 +64,16 @@ impl Weights {
         let layouts = source.tensors.iter().map(|from| from.tensor.layout);
         let placed = Placement::of(layouts)?;
         let memory = Memory::allocate(device, placed.bytes)?;
-        let hashes = Loader {
-            source,
-            memory: &memory,
-            offsets: &placed.offsets,
-            order: largest_first(source),
-            next: AtomicUsize::new(0),
-            has_failed: AtomicBool::new(false),
-            bytes_read: AtomicU64::new(0),
-            progress: &progress,
-            hashes: Mutex::new(vec![[0; 16]; source.tensors.len()]),
-        }
-        .run(device)?;
+        let lengths = source.tensors.iter().map(layout_of);
+        let lengths: Vec<u64> = lengths.map(|layout| layout.bytes()).collect();
+        let bytes_read = AtomicU64::new(0);
+        let hashes = hash_in_parallel(device, &lengths, |block, staging| {
+            let from = &source.tensors[block.tensor];
+            let to = placed.offsets[block.tensor] + block.begin;
+            let progress = |bytes| progress(bytes_read.fetch_add(bytes, Relaxed) + bytes);
+            let file = &source.files[from.file];
+            read_block(from, file, block, (&memory, to), staging, &progress)
+        })?;
         let named = source.tensors.iter().map(|from| from.tensor.name.clone());
         Weights::of(
             memory,
@@ -114,12 +107,15 @@ impl Weights {
         let memory = Memory::allocate(device, placed.bytes)?;
         let stream = device.stream()?;
         for ((_, _, bytes), &offset) in tensors.iter().zip(&placed.offsets) {
-            for (index, part) in bytes.chunks(STAGING_BYTES).enumerate() {
-                memory.write(&stream, offset + (index * STAGING_BYTES) as u64, part)?;
+            for (index, part) in bytes.chunks(WRITTEN_AT_ONCE).enumerate() {
+                memory.write(&stream, offset + (index * WRITTEN_AT_ONCE) as u64, part)?;
             }
         }
         stream.synchronize(COPY_TIMEOUT)?;
-        let hashes = tensors.iter().map(|tensor| hash(tensor.2)).collect();
+        let hashes = tensors
+            .iter()
+            .map(|tensor| content_hash(tensor.2))
+            .collect();
         let named = tensors
             .iter()
             .map(|(name, layout, _)| (name.to_string(), *layout));
@@ -270,105 +266,27 @@ impl Placement {
     }
 }
 
-/// Indices of tensors. The largest begin first, so that no reader is left alone with one.
-fn largest_first(source: &Source) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..source.tensors.len()).collect();
-    order.sort_by_key(|&index| std::cmp::Reverse(layout_of(&source.tensors[index]).bytes()));
-    order
-}
-
-/// Calls `run` on several threads, on no more than there are tensors, and returns the first error.
-pub(super) fn in_parallel(tensors: usize, run: impl Fn() -> Result<()> + Sync) -> Result<()> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let readers = READERS_MAX.min(cores).min(tensors);
-    std::thread::scope(|scope| -> Result<()> {
-        let mut started = Vec::new();
-        for _ in 1..readers {
-            let reader = std::thread::Builder::new().name("warpipe-loader".into());
-            // Without more threads, those that run read everything.
-            started.extend(reader.spawn_scoped(scope, &run));
-        }
-        let own = if readers > 0 { run() } else { Ok(()) };
-        let others = started.into_iter().map(|reader| match reader.join() {
-            Ok(read) => read,
-            Err(panic) => std::panic::resume_unwind(panic),
-        });
-        others.fold(own, Result::and)
-    })
-}
-
-/// What the readers of one load share.
-struct Loader<'a> {
-    source: &'a Source,
-    memory: &'a Memory,
-    offsets: &'a [u64],
-    order: Vec<usize>,
-    /// The next tensor in `order`.
-    next: AtomicUsize,
-    has_failed: AtomicBool,
-    bytes_read: AtomicU64,
-    progress: &'a (dyn Fn(u64) + Sync),
-    hashes: Mutex<Vec<ContentHash>>,
-}
-
-impl Loader<'_> {
-    fn run(self, device: &Device) -> Result<Vec<ContentHash>> {
-        in_parallel(self.order.len(), || {
-            let read = self.read_tensors(device);
-            self.has_failed.fetch_or(read.is_err(), Relaxed);
-            read
-        })?;
-        Ok(self
-            .hashes
-            .into_inner()
-            .unwrap_or_else(PoisonError::into_inner))
+/// Reads the block of a source's tensor, and enqueues its copy to byte `to` of `memory`.
+fn read_block(
+    from: &SourceTensor,
+    file: &SourceFile,
+    block: &Block,
+    (memory, to): (&Memory, u64),
+    staging: &mut Staging,
+    progress: &dyn Fn(u64),
+) -> Result<ContentHash> {
+    let (mut hasher, mut done) = (Xxh3::new(), 0);
+    while done < block.bytes {
+        let buffer = staging.fill(COPY_TIMEOUT)?;
+        let part_bytes = (block.bytes - done).min(buffer.len() as u64) as usize;
+        let part = &mut buffer[..part_bytes];
+        let at = from.tensor.begin.checked_add(block.begin + done);
+        let at = at.ok_or_else(|| of_file(&file.path, WeightsFault::Changed))?;
+        read_exact(file.fd.as_fd(), part, at).map_err(|error| unreadable(&file.path, error))?;
+        hasher.update(part);
+        staging.copy_to(memory, to + done, part_bytes)?;
+        done += part_bytes as u64;
+        progress(part_bytes as u64);
     }
-
-    /// Reads tensors until none is left, or a reader has failed.
-    fn read_tensors(&self, device: &Device) -> Result<()> {
-        let mut staging = Staging::new(device, self.staging_bytes())?;
-        while !self.has_failed.load(Relaxed) {
-            let Some(&index) = self.order.get(self.next.fetch_add(1, Relaxed)) else {
-                break;
-            };
-            let hash = self.read_tensor(index, &mut staging)?;
-            let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
-            hashes[index] = hash;
-        }
-        staging.finish(COPY_TIMEOUT)
-    }
-
-    /// The bytes of a staging buffer: no more than the largest tensor has.
-    fn staging_bytes(&self) -> usize {
-        let layouts = self.source.tensors.iter().map(layout_of);
-        let largest = layouts.map(|layout| layout.bytes()).max().unwrap_or(0);
-        largest.min(STAGING_BYTES as u64) as usize
-    }
-
-    fn read_tensor(&self, index: usize, staging: &mut Staging) -> Result<ContentHash> {
-        let SourceTensor { file, tensor } = &self.source.tensors[index];
-        let file = &self.source.files[*file];
-        let (mut hasher, mut done) = (Xxh3::new(), 0);
-        while done < tensor.layout.bytes() && !self.has_failed.load(Relaxed) {
-            let left = tensor.layout.bytes() - done;
-            let buffer = staging.fill(COPY_TIMEOUT)?;
-            let part_bytes = left.min(buffer.len() as u64) as usize;
-            let part = &mut buffer[..part_bytes];
-            let at = tensor.begin.checked_add(done);
-            let at = at.ok_or_else(|| of_file(&file.path, WeightsFault::Changed))?;
-            read_exact(file.fd.as_fd(), part, at).map_err(|error| unreadable(&file.path, error))?;
-            hasher.update(part);
-            let to = self.offsets[index] + done;
-            staging.copy_to(self.memory, to, part_bytes)?;
-            let length = part_bytes as u64;
-            done += length;
-            (self.progress)(self.bytes_read.fetch_add(length, Relaxed) + length);
-        }
-        Ok(hasher.digest128().to_be_bytes())
-    }
-}
-
-/// The content hash of bytes.
-pub(super) fn hash(bytes: &[u8]) -> ContentHash {
-    xxhash_rust::xxh3::xxh3_128(bytes).to_be_bytes()
+    Ok(hasher.digest128().to_be_bytes())
 }

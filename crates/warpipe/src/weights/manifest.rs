@@ -30,8 +30,8 @@ const MANIFEST_BYTES_MAX: u64 = 64 << 20;
 /// Every tensor starts at a multiple of this.
 pub(super) const ALIGNMENT: u64 = 512;
 
-/// The format of the bytes, and the hash function: 128 bits of XXH3.
-const FORMAT: u32 = 1;
+/// The format of the bytes, and the hash function of contents.
+const FORMAT: u32 = 2;
 
 /// The receiver reads the file with `pread`: the content must be final, too.
 const FINAL: SealFlags = SealFlags::SHRINK
@@ -39,7 +39,8 @@ const FINAL: SealFlags = SealFlags::SHRINK
     .union(SealFlags::WRITE)
     .union(SealFlags::SEAL);
 
-/// A content hash: 128 bits of XXH3, in big endian. It shows damage, and is no signature.
+/// A content hash: 128 bits of XXH3, in big endian, over those of the content's blocks of 16 MiB. It
+/// shows damage, and is no signature.
 pub type ContentHash = [u8; 16];
 
 /// One tensor of published weights.

@@ -35,6 +35,7 @@
 //!
 //! `docs/design/weights.md` has the protocol, its invariants and its failure cases.
 
+mod blocks;
 mod check;
 mod fill;
 mod held;

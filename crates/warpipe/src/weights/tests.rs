@@ -100,7 +100,7 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
         .iter()
         .map(|t| (t.name(), t.offset(), t.hash()))
         .collect();
-    let hash = load::hash;
+    let hash = blocks::content_hash;
     let end = 512 + (large.len() as u64).next_multiple_of(512);
     assert_eq!(
         found,
@@ -182,7 +182,7 @@ fn a_call_of_the_device_that_fails_ends_the_load_and_the_next_load_is_whole() {
     }
     let weights = Weights::load(&inner, &source).unwrap();
     assert!(weights.memory_for_tests().to_vec(WAIT).unwrap()[..bytes.len()] == bytes[..]);
-    assert_eq!(weights.tensors()[0].hash(), load::hash(&bytes));
+    assert_eq!(weights.tensors()[0].hash(), blocks::content_hash(&bytes));
 }
 
 #[test]

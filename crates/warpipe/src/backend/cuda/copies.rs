@@ -17,6 +17,7 @@ use super::staging::{LARGEST, Purpose, StagingLease, UPLOADS_MAX};
 use super::sys::{CUdeviceptr, CUstream};
 use crate::backoff::Backoff;
 use crate::error::{Error, Result};
+use crate::slow_path::{self, SlowPath};
 
 /// Pieces of one download that are in progress at once.
 const WINDOW: usize = 4;
@@ -99,6 +100,9 @@ impl CudaBackend {
         // The driver stages pageable memory before it returns, but reads page-locked memory when
         // the stream reaches the copy.
         let late = self.driver.is_registered_host(src.as_ptr())?;
+        if !late {
+            slow_path::count(SlowPath::PageableUpload, src.len() as u64);
+        }
         // SAFETY: the caller's promise on `dst`; `src` is read before this function returns, see
         // below.
         unsafe {
@@ -123,6 +127,7 @@ impl CudaBackend {
         src: &[u8],
         lease: StagingLease,
     ) -> Result<()> {
+        slow_path::count(SlowPath::StagedUpload, src.len() as u64);
         let (mut at, mut copied) = (dst, Ok(()));
         for (bytes, piece) in src.chunks(lease.piece_bytes).zip(&lease.pieces) {
             // SAFETY: the piece is this lease's alone and at least as long.
@@ -163,6 +168,7 @@ impl CudaBackend {
             // SAFETY: the stream is the caller's.
             return unsafe { self.settled(stream, outcome) };
         }
+        slow_path::count(SlowPath::StagedDownload, dst.len() as u64);
         let mut window = VecDeque::with_capacity(WINDOW);
         // SAFETY: the caller's promise.
         let outcome = unsafe { self.download_through(stream, dst, src, &mut window) };

@@ -17,6 +17,7 @@ use super::waits;
 use crate::backend::{Access, DeviceId, DeviceKind, RawRegion, Stage, unreclaimed};
 use crate::error::{Error, Result};
 use crate::os;
+use crate::slow_path::{self, SlowPath};
 
 /// The expected kind of a descriptor, for errors.
 const WANTED: &str = "CUDA memory";
@@ -234,6 +235,7 @@ impl CudaBackend {
     }
 
     pub(super) fn peer_error(&self, owner: DeviceId, reason: String) -> Error {
+        slow_path::count(SlowPath::NoPeerAccess, 0);
         Error::PeerAccess {
             reader: format!("{} ({})", self.info.name, self.info.id),
             owner: owner.to_string(),

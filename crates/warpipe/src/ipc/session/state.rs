@@ -15,6 +15,7 @@ use crate::ipc::peer::Peer;
 use crate::ipc::{IncomingReply, Kind, NOTIFICATION, SessionObserver};
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
+use crate::trace::{self, TraceEvent};
 
 /// The most requests of one session that the server has not answered.
 pub(super) const REQUESTS_MAX: usize = 64;
@@ -330,6 +331,12 @@ impl SessionState {
         self.replied.notify_all();
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         let graceful = self.is_graceful.load(SeqCst);
+        if graceful {
+            trace::emit(|| TraceEvent::OwnerClosed {
+                name: self.name.clone(),
+                pid: self.peer.pid,
+            });
+        }
         self.observer()
             .into_iter()
             .for_each(|observer| observer.on_closed(graceful));
@@ -360,7 +367,12 @@ impl EventSource for SessionState {
             }
             ORPHANED => {
                 self.on_ready(SUSPECT);
-                self.is_dead.store(true, SeqCst);
+                if !self.is_dead.swap(true, SeqCst) {
+                    trace::emit(|| TraceEvent::OwnerDied {
+                        name: self.name.clone(),
+                        pid: self.peer.pid,
+                    });
+                }
                 self.observer()
                     .into_iter()
                     .for_each(|observer| observer.on_orphaned());

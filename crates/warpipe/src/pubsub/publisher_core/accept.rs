@@ -9,14 +9,16 @@ use super::PublisherCore;
 use super::state::PublisherState;
 use crate::backend::Access;
 use crate::error::{Error, HandshakeFault};
-use crate::ipc::acceptor::{Connection, ConnectionOwner, Hello, Postponed, refusal};
+use crate::ipc::acceptor::{Connection, ConnectionOwner, Hello, Postponed, refusal, say};
 use crate::ipc::is_shortage;
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::DeathEvidence;
 use crate::runtime::fence::LazyFence;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next};
 use crate::shm::segment::OpenError;
+use crate::slow_path::{self, SlowPath};
 use crate::statistics;
+use crate::trace::{self, TraceEvent};
 
 /// How often the socket of a suspect peer is read, [`MESSAGES_AT_ONCE`] each time.
 const FINAL_READS_MAX: usize = 16;
@@ -39,7 +41,7 @@ impl PublisherCore {
         let socket = connection.socket.clone();
         // Before `connection` is dropped, which shuts the socket down.
         let refuse = |reason: &dyn std::fmt::Display| {
-            let _ = message::send(socket.as_fd(), &refusal(false, reason), &[]);
+            say(&self.name, &socket, &refusal(false, reason));
             Ok(())
         };
         let postpone = |connection, hello, reason: Error| {
@@ -58,6 +60,7 @@ impl PublisherCore {
             }
         };
         if !share_memory(own, device) {
+            slow_path::count(SlowPath::NoPeerAccess, 0);
             return refuse(&HandshakeFault::Device {
                 publisher: own.to_string(),
                 subscriber: device.to_string(),
@@ -76,7 +79,7 @@ impl PublisherCore {
             device: own,
             depth: self.options.depth,
             access: Access::Read,
-            lossless: policy.is_lossless(),
+            lossless: policy.is_lossless() && !self.options.gaps,
             regions: state.arena.chunks().len() as u32,
         };
         let mut link = match parts.welcome(
@@ -139,6 +142,7 @@ impl PublisherCore {
                     state = self.go_live(self.lock(), id, registered);
                 }
                 Ok(Received::Message(Message::Close(_), _)) => {
+                    self.trace_left(link, &"it has closed");
                     link.leave(None);
                     self.ring();
                 }
@@ -148,10 +152,12 @@ impl PublisherCore {
                 }
                 Ok(Received::Message(other, _)) => {
                     let fault = other.unexpected("Attached or Bye").to_string();
+                    self.trace_left(link, &fault);
                     link.leave(Some(CloseReason::Failed(message::text(fault))));
                     return Next::Stop;
                 }
                 Err(error) => {
+                    self.trace_left(link, &error);
                     link.leave(Some(CloseReason::Failed(message::text(error))));
                     return Next::Stop;
                 }
@@ -179,8 +185,12 @@ impl PublisherCore {
             Ok(()) if message::send(link.socket(), &Message::Attached, &[]).is_err() => {
                 link.leave(None)
             }
-            Ok(()) if self.options.history == 0 => link.phase = LinkPhase::Live,
+            Ok(()) if self.options.history == 0 => {
+                self.trace_attached(link);
+                link.phase = LinkPhase::Live;
+            }
             Ok(()) => {
+                self.trace_attached(link);
                 link.phase = LinkPhase::Joining;
                 state.history.join(id);
                 // The thread that is sending now makes the link live when it has finished.
@@ -193,6 +203,24 @@ impl PublisherCore {
         }
         self.ring();
         state
+    }
+
+    fn trace_attached(&self, link: &SubscriberLink) {
+        trace::emit(|| TraceEvent::SubscriberAttached {
+            name: self.name.to_string(),
+            subscriber: link.id,
+            pid: link.peer.pid,
+            uid: link.peer.uid,
+        });
+    }
+
+    fn trace_left(&self, link: &SubscriberLink, reason: &dyn ToString) {
+        trace::emit(|| TraceEvent::SubscriberLeft {
+            name: self.name.to_string(),
+            subscriber: link.id,
+            pid: link.peer.pid,
+            reason: reason.to_string(),
+        });
     }
 
     /// Gives the history to the links that wait for it, and has the fence thread complete it.
@@ -222,6 +250,11 @@ impl PublisherCore {
                 LinkPhase::Attaching | LinkPhase::Joining | LinkPhase::Live
             )
         {
+            trace::emit(|| TraceEvent::SubscriberSuspect {
+                name: self.name.to_string(),
+                subscriber: id,
+                pid: link.peer.pid,
+            });
             link.leave(None);
             link.phase = LinkPhase::Suspect;
         }
@@ -233,6 +266,11 @@ impl PublisherCore {
     /// that it held are free once this process's own streams are past them.
     fn on_death(&self, state: &mut PublisherState, id: u64) -> Next {
         if let Some(link) = state.links.find(id) {
+            trace::emit(|| TraceEvent::SubscriberDied {
+                name: self.name.to_string(),
+                subscriber: id,
+                pid: link.peer.pid,
+            });
             link.ring.receiver_is_dead();
             link.leave(None);
             self.free_soon(id);
@@ -307,6 +345,12 @@ impl PublisherCore {
         for link in state.links.iter_mut().filter(|link| link.is_live()) {
             let silence = link.silence();
             if silence > limit {
+                trace::emit(|| TraceEvent::SubscriberEvicted {
+                    name: self.name.to_string(),
+                    subscriber: link.id,
+                    pid: link.peer.pid,
+                    silent_ms: silence.as_millis() as u64,
+                });
                 link.leave(Some(CloseReason::Evicted(format!(
                     "no sign of life for {silence:.1?}"
                 ))));

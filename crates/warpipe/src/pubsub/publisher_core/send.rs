@@ -8,13 +8,16 @@ use super::state::PublisherState;
 use super::unicast::Recipients;
 use super::{PublisherCore, SendFailure};
 use crate::backend::DeviceKind;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::arena::SlotId;
 use crate::nvtx;
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::ring;
 use crate::stream::Stream;
 use crate::tensor::Layout;
+
+/// The highest number that may be skipped to.
+const SEQUENCE_MAX: u64 = 1 << 62;
 
 impl PublisherCore {
     /// Sends the contents of `slot` to every subscriber, behind the work enqueued on `stream`.
@@ -35,6 +38,23 @@ impl PublisherCore {
         let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, Recipients::All)?;
         turn.arena.release(slot);
         Ok(sequence)
+    }
+
+    /// See [`Publisher::skip_to`](crate::Publisher::skip_to).
+    pub(in crate::pubsub) fn skip_to(&self, sequence: u64) -> Result<()> {
+        self.owner_process.check()?;
+        let mut state = self.lock();
+        // No count of samples reaches the limit, so the next numbers do not overflow either.
+        let allowed = state.next_sequence..=SEQUENCE_MAX;
+        if !self.options.gaps || !allowed.contains(&sequence) {
+            let allowed = match self.options.gaps {
+                true => format!("{} to {}", allowed.start(), allowed.end()),
+                false => "a publisher built with gaps(true)".into(),
+            };
+            return Err(Error::argument("sequence", sequence, allowed));
+        }
+        state.next_sequence = sequence;
+        Ok(())
     }
 
     /// Records the stream, and refuses one that must not be given work. Recording comes first,

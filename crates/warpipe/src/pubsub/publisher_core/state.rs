@@ -15,6 +15,7 @@ use crate::pubsub::entry::{Description, Metadata};
 use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::turn::{HasTurn, TurnState};
+use crate::slow_path::SlowPath;
 use crate::statistics::EndpointRow;
 use crate::tensor::Layout;
 
@@ -109,6 +110,11 @@ impl PublisherState {
     }
 
     /// Writes what is not counted with each sample: called with each tick.
+    /// Counts an item that was copied although it was to be sent in place.
+    pub(super) fn count_copy(&self, reason: SlowPath, bytes: u64) {
+        self.row.copied(reason, bytes);
+    }
+
     pub(super) fn write_statistics(&mut self) {
         self.links.iter().for_each(SubscriberLink::write_statistics);
         let in_flight: u64 = self.links.iter().map(SubscriberLink::in_flight).sum();

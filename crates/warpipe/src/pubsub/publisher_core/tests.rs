@@ -1,4 +1,5 @@
-//! Other threads of a publisher make progress while the driver blocks one thread's send.
+//! Other threads of a publisher make progress while the driver blocks one thread's send; numbers that a
+//! publisher skips.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -336,4 +337,58 @@ fn memory_outlives_the_work_of_a_hold_that_is_dropped_between_the_last_fence_and
         eventually("it is released", || released() == 1);
         let _ = std::fs::remove_dir_all(folder);
     });
+}
+
+#[test]
+fn a_publisher_with_gaps_gives_the_numbers_that_it_skips_to_and_no_number_twice() {
+    let stage = Stage::new("gaps");
+    let publisher = stage.builder().gaps(true).history(2).build().unwrap();
+    let (mut early, stream) = (stage.subscriber(), stage.stream());
+    let send = || publisher.send_bytes(&stream, b"a sample").unwrap();
+    assert_eq!(send(), 1);
+    publisher.skip_to(5).unwrap();
+    assert_eq!(send(), 5);
+    for given in [0, 1, 5, u64::MAX] {
+        let refused = publisher.skip_to(given).unwrap_err().to_string();
+        assert!(refused.contains("6 to "), "{given}: {refused}");
+    }
+    publisher.skip_to(6).unwrap();
+    publisher.skip_to(9).unwrap();
+    publisher.skip_to(7).unwrap_err();
+    assert_eq!(send(), 9);
+    let mut late = stage.subscriber();
+    let next = |subscriber: &mut Subscriber| {
+        let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+        sample.sequence()
+    };
+    assert_eq!([1, 5, 9], [(); 3].map(|()| next(&mut early)));
+    assert_eq!([5, 9], [(); 2].map(|()| next(&mut late)));
+    assert_eq!((early.dropped(), late.dropped()), (0, 0));
+}
+
+#[test]
+fn a_publisher_without_gaps_refuses_to_skip_and_its_numbers_follow_each_other() {
+    let stage = Stage::new("no-gaps");
+    let (publisher, stream) = (stage.publisher(), stage.stream());
+    let refused = publisher.skip_to(5).unwrap_err();
+    assert!(matches!(refused, Error::Argument { .. }), "{refused:?}");
+    assert!(refused.to_string().contains("gaps(true)"), "{refused}");
+    let mut subscriber = stage.subscriber();
+    for number in 1..=2 {
+        publisher.send_bytes(&stream, b"a sample").unwrap();
+        let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+        assert_eq!(sample.sequence(), number);
+    }
+}
+
+#[test]
+fn two_publishers_of_one_name_and_process_have_different_generations() {
+    let stage = Stage::new("generation");
+    let generations = [(); 2].map(|()| {
+        let _publisher = stage.publisher();
+        let (one, other) = (stage.subscriber(), stage.subscriber());
+        assert_eq!(one.publisher_generation(), other.publisher_generation());
+        one.publisher_generation().unwrap()
+    });
+    assert_ne!(generations[0], generations[1]);
 }

@@ -205,7 +205,7 @@ impl EventSource for PublisherMonitor {
         // messages.
         let mut has_heard = true;
         if let Some(link) = self.link.get().and_then(Weak::upgrade) {
-            has_heard = link.read_final_messages();
+            has_heard = link.on_death();
             // This may be the last holder of the link, and dropping the link calls the driver.
             let reactor = link.reactor.clone();
             Arc::into_inner(link)

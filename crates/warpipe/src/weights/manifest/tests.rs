@@ -115,9 +115,9 @@ fn garbled_bytes_are_refused_and_none_panics_or_makes_room_for_what_is_not_there
         };
         Manifest::decode(&postcard::to_stdvec(&head).unwrap()).unwrap_err()
     };
-    assert!(head(2, 0).contains("format 2"));
-    assert!(head(1, u32::MAX).contains("tensors"));
-    assert!(head(1, TENSORS_MAX as u32).contains("garbled"));
+    assert!(head(FORMAT + 1, 0).contains("format 3"));
+    assert!(head(FORMAT, u32::MAX).contains("tensors"));
+    assert!(head(FORMAT, TENSORS_MAX as u32).contains("garbled"));
 }
 
 #[test]
