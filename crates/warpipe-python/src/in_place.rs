@@ -15,6 +15,7 @@ use std::time::Duration;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyString};
+use warpipe::statistics::SlowPath;
 use warpipe::{DType, Layout, LegacyHandle, LegacyMemory, RANK_MAX, SlotReturn};
 
 use crate::detached::detached;
@@ -131,36 +132,56 @@ impl Drop for InPlace {
     }
 }
 
+/// Why a tensor cannot be sent in place.
+#[derive(Debug)]
+pub struct NotInPlace {
+    pub reason: SlowPath,
+    pub fault: Fault,
+}
+
 /// The metadata of a carrier, or the reason why the tensor cannot be sent in place.
-pub fn carrier(device: &warpipe::Device, source: &Source, metadata: &[u8]) -> Outcome<Vec<u8>> {
-    let refuse = |reason: String| {
-        Fault::Own(
+pub fn carrier(
+    device: &warpipe::Device,
+    source: &Source,
+    metadata: &[u8],
+) -> Result<Vec<u8>, NotInPlace> {
+    let refuse = |reason: SlowPath, words: String| {
+        let fault = Fault::Own(
             "ExportError",
-            format!("the tensor cannot be sent where it lies: {reason}"),
-        )
+            format!("the tensor cannot be sent where it lies: {words}"),
+        );
+        NotInPlace { reason, fault }
     };
     let (SourceLocation::Device(address, ..) | SourceLocation::Host(address, _)) = &source.place
     else {
         return Err(refuse(
+            SlowPath::Gathered,
             "it has gaps, or is no array, and is gathered into a copy; make it a contiguous one first".into(),
         ));
     };
     if source.layout.bytes() == 0 {
-        return Err(refuse("it is empty".into()));
+        return Err(refuse(SlowPath::NotExportable, "it is empty".into()));
     }
     // SAFETY: the tensor is kept until the carrier's slot is free (`InPlace`), and the slot is free
     // after all its readers.
-    let handle = unsafe { LegacyHandle::export(device, *address, source.layout.bytes()) }?;
+    let exported = unsafe { LegacyHandle::export(device, *address, source.layout.bytes()) };
+    let handle = exported.map_err(|error| NotInPlace {
+        reason: SlowPath::NotExportable,
+        fault: error.into(),
+    })?;
     let mut bytes = describe(&source.layout);
     let handle = handle.to_bytes();
     put(&mut bytes, handle.len() as u64);
     bytes.extend(handle);
     let room = BYTES_MAX.saturating_sub(bytes.len());
     if metadata.len() > room {
-        return Err(refuse(format!(
-            "its metadata takes {} bytes, and beside its name there is room for {room}",
-            metadata.len()
-        )));
+        return Err(refuse(
+            SlowPath::NoMetadataRoom,
+            format!(
+                "its metadata takes {} bytes, and beside its name there is room for {room}",
+                metadata.len()
+            ),
+        ));
     }
     bytes.extend(metadata);
     Ok(bytes)

@@ -140,6 +140,31 @@ impl Callback {
     }
 }
 
+/// A Python object that the library holds, and drops on any of its threads. Once the program ends it
+/// is left where it is.
+#[derive(Debug)]
+pub struct LibraryHeld(Option<Py<PyAny>>);
+
+impl LibraryHeld {
+    /// Wraps an object.
+    pub fn new(object: Py<PyAny>) -> LibraryHeld {
+        LibraryHeld(Some(object))
+    }
+}
+
+impl Drop for LibraryHeld {
+    fn drop(&mut self) {
+        let mut object = self.0.take();
+        // Counted before the check, as in `Callback::call`.
+        let _running = RunningCallback::start();
+        if !has_begun() {
+            thread_exit::prepare_exit();
+            let _ = Python::try_attach(|_| drop(object.take()));
+        }
+        std::mem::forget(object);
+    }
+}
+
 /// An endpoint that notifies its peers of a graceful end of this process.
 pub trait Endpoint: Send + Sync {
     /// Closes it as its own `close` does, without a wait for other threads.

@@ -9,6 +9,7 @@
 //! | `tensor` | common to frames, loans and views: held memory as an array of any framework |
 //! | `view`, `memory_owner` | other memory as a tensor, and its release |
 //! | `shared_memory`, `ticket`, `pool`, `legacy` | owners of memory, and its names |
+//! | `allocations` | memory of other libraries, shared: the half of `warpipe.torch` |
 //! | `timeline`, `event`, `semaphore` | synchronisation between streams of processes |
 //! | `members` | the members of a domain |
 //! | `closeable`, `handle` | the base of the classes that Python closes, and their handles |
@@ -20,6 +21,7 @@
 //! | `weights`, `weights_watch` | model weights: read, filled, kept; new versions |
 //! | `memory` | the memory behind arrays, and its release |
 //! | `array`, `buffer`, `dlpack`, `torch` | this package's memory as other frameworks' arrays |
+//! | `torch_allocator` | this package's memory in PyTorch's caching allocator |
 //! | `in_place` | other frameworks' tensors, sent where they lie |
 //! | `tuples` | results of several values |
 //! | `source`, `rows`, `copies`, `dtype`, `metadata` | other frameworks' tensors, to be sent |
@@ -39,6 +41,7 @@
 //! `python/warpipe/__init__.py` and `stubs/types.pyi`.
 #![deny(missing_docs)]
 
+mod allocations;
 mod array;
 mod buffer;
 mod client;
@@ -87,6 +90,7 @@ mod thread_exit;
 mod ticket;
 mod timeline;
 mod torch;
+mod torch_allocator;
 mod tuples;
 mod view;
 mod wait;
@@ -163,6 +167,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<future::Pending>()?;
     module.add_class::<server::Server>()?;
     module.add_class::<server::Request>()?;
+    allocations::register(module)?;
     weights::register(module)?;
     module.add_class::<weights_watch::Watch>()
 }

@@ -31,6 +31,8 @@ pub enum OwnedMemory {
     Lent(warpipe::LentBuffer),
     /// With this process's place among the holders of the version.
     Weights(warpipe::weights::SharedWeights),
+    /// Memory that another process's library has allocated.
+    Foreign(warpipe::OpenAllocation),
     /// Memory without a descriptor, for tests.
     Malloc(DeviceMalloc),
 }
@@ -90,6 +92,7 @@ impl OwnedMemory {
             OwnedMemory::Block(block) => block.ptr(),
             OwnedMemory::Lent(block) => block.ptr(),
             OwnedMemory::Weights(weights) => weights.memory().ptr(),
+            OwnedMemory::Foreign(inner) => inner.ptr(),
             OwnedMemory::Malloc(malloc) => malloc.ptr,
         }
     }
@@ -103,6 +106,7 @@ impl OwnedMemory {
             OwnedMemory::Block(block) => block.bytes(),
             OwnedMemory::Lent(block) => block.bytes(),
             OwnedMemory::Weights(weights) => weights.memory().bytes(),
+            OwnedMemory::Foreign(inner) => inner.bytes(),
             OwnedMemory::Malloc(malloc) => malloc.bytes,
         }
     }
@@ -116,6 +120,7 @@ impl OwnedMemory {
             OwnedMemory::Block(block) => block.device(),
             OwnedMemory::Lent(block) => block.device(),
             OwnedMemory::Weights(weights) => weights.memory().device(),
+            OwnedMemory::Foreign(inner) => inner.device(),
             OwnedMemory::Malloc(malloc) => &malloc.device,
         }
     }
@@ -138,6 +143,7 @@ impl OwnedMemory {
             OwnedMemory::Block(block) => block.used_on(stream),
             OwnedMemory::Lent(block) => block.used_on(stream),
             OwnedMemory::Weights(weights) => weights.memory().used_on(stream),
+            OwnedMemory::Foreign(inner) => inner.used_on(stream),
             OwnedMemory::Malloc(_) => {}
         }
         Ok(())

@@ -367,8 +367,13 @@ impl Publisher {
         if lasting {
             match py.detach(|| in_place::carrier(device, &source, &encoded)) {
                 Ok(carrier) => return self.send_in_place(py, source, &carrier, stream.as_ref()),
-                Err(fault) if zero_copy == ZeroCopy::Require => return Err(fault.into()),
-                Err(fault) => warn_of_copy(py, fault.into())?,
+                Err(why) if zero_copy == ZeroCopy::Require => return Err(why.fault.into()),
+                Err(why) => {
+                    let (publisher, bytes) = (self.inner()?, source.layout.bytes());
+                    py.detach(|| publisher.count_copy(why.reason, bytes))
+                        .map_err(Fault::from)?;
+                    warn_of_copy(py, why.fault.into())?;
+                }
             }
             source = Wanted {
                 lasting: false,

@@ -46,6 +46,13 @@ def test_a_data_loader_feeds_a_trainer(device):
     assert "trainer: 150 batches" in said
 
 
+def test_a_data_loader_of_pytorch_hands_its_workers_batches_to_the_trainer(device):
+    pytest.importorskip("torch")
+    place = "cpu" if device.kind == "host" else f"cuda:{device.ordinal}"
+    said = run(example("torch_data_loader.py"), "--batches", "80", "--device", place)
+    assert "trainer: 80 batches of 2 workers" in said
+
+
 @kills
 def test_inference_goes_on_when_a_server_is_killed(device):
     needs_a_framework(device)
@@ -62,7 +69,7 @@ def test_an_asyncio_gateway_serves_all_its_clients(device):
 def test_the_examples_are_typed_and_mypy_is_content_with_them():
     pytest.importorskip("mypy")
     names = ["camera_to_two_models.py", "data_loader_to_trainer.py", "inference_server.py", "asyncio_gateway.py"]
-    names += ["allreduce.py", "ranks.py", "ring.py"]
+    names += ["torch_data_loader.py", "allreduce.py", "ranks.py", "ring.py"]
     # The frameworks of a GPU machine need not be here.
     flags = ["--strict", "--no-incremental", "--ignore-missing-imports"]
     done = subprocess.run(

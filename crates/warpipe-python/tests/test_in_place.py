@@ -1,6 +1,10 @@
 """Tensors that are sent where they lie: nothing is copied, the order of streams holds, and the tensor is kept so long."""
 
 import gc
+import json
+import os
+import subprocess
+import sys
 import warnings
 import weakref
 
@@ -142,6 +146,30 @@ def test_what_cannot_be_shared_is_copied_with_the_reason_or_refused(link, tensor
     copied, shared = subscriber.receive(), subscriber.receive()
     copied.wait()
     assert (copied.in_place, shared.in_place) == (False, True)
+
+
+def test_ls_shows_how_often_a_tensor_was_copied_and_the_last_reason(link, tensor, device, domain):
+    publisher, subscriber = link
+    environment = {**os.environ, "WARPIPE_DOMAIN": str(domain.path)}
+
+    def look():
+        command = [sys.executable, "-m", "warpipe", "ls", "-v", "--json"]
+        ran = subprocess.run(command, env=environment, capture_output=True, timeout=10 * LIMIT_SECONDS, check=True)
+        (endpoint,) = [it for it in json.loads(ran.stdout)["endpoints"] if it["name"] == publisher.name]
+        return endpoint["copied"]
+
+    with subscriber:
+        publisher.send(tensor, zero_copy="require")
+        subscriber.receive().release()
+        assert look() is None, "nothing was copied"
+        for what, metadata in (tensor, {"text": "x" * 200}), (warpipe.Memory.allocate(16, device=device), None):
+            with pytest.warns(warpipe.CopyWarning):
+                publisher.send(what, metadata=metadata, zero_copy=True)
+            with subscriber.receive() as frame:
+                frame.wait()
+        copied = look()
+    assert (copied["path"], copied["count"], copied["bytes"]) == ("not_exportable", 2, 32)
+    assert "cannot be exported" in copied["reason"]
 
 
 def test_a_consumer_waits_for_the_tensors_work(link, device, domain):

@@ -17,7 +17,8 @@ Units of work go through a ``Queue``, which gets each job done once by one of an
 Beside them there are memory that others open by a ticket (``Memory``, ``Ticket``, ``SharedMemory``), pools of it
 (``Pool``, ``PoolClient``), the order of streams of several processes (``Timeline``, ``Event``, ``Semaphore``), handles of
 other allocators' memory (``LegacyHandle``), and the members of a domain (``Member``, ``Members``). Model weights that
-outlive their processes are in ``warpipe.weights``.
+outlive their processes are in ``warpipe.weights``. ``warpipe.torch.install()`` has ``torch.multiprocessing`` carry GPU
+tensors by this package.
 
 Everything that holds memory (``Sample``, ``SampleMut``, ``Lease``, ``JobResult``, ``View``, ...) speaks DLPack and the array
 interfaces, so any framework can use it; ``Publisher.send`` and ``View.copy_from`` take any object that does. Tickets and
@@ -26,6 +27,9 @@ that made them: use ``multiprocessing`` with ``spawn``; after a ``fork`` they ra
 """
 
 from __future__ import annotations
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any as _Any
 
 from ._errors import (
     AccessDeniedError,
@@ -150,7 +154,18 @@ from ._warpipe import (
 )
 from . import weights as weights
 
-# Without ``TimeoutError`` and ``ConnectionError``: a star must not replace Python's own.
+if TYPE_CHECKING:
+    from . import torch as torch
+
+
+def __getattr__(name: str) -> _Any:
+    # With ``multiprocessing``, which other programs need not import.
+    if name == "torch":
+        return _import_module(".torch", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# Without ``TimeoutError``, ``ConnectionError`` and ``torch``: a star must not replace those of others.
 __all__ = [
     "AccessDeniedError",
     "ArgumentError",

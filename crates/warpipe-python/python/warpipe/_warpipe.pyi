@@ -2102,6 +2102,74 @@ def _allocate_plain(nbytes: int, device: _DeviceLike) -> View:
     """
 
 @final
+class _AllocationServer(Closeable):
+    """Shares memory that other libraries allocate in this process, for ``warpipe.torch``."""
+    def __new__(cls, name: str, device: _DeviceLike, domain: _DomainLike | None) -> Self: ...
+    @property
+    def name(self) -> str:
+        """The name that clients open."""
+    def share(self, address: int, nbytes: int, owner: object, *, stream: _StreamLike | None) -> int:
+        """Shares ``nbytes`` bytes at ``address``, complete behind the work of ``stream`` so far, and
+        returns the number that one other process opens. ``owner`` keeps the memory allocated: it is
+        referenced until the share is over.
+
+        Raises ``NotExportableError``, ``ArgumentError``, ``LegacyHandleError``, ``CapturingError``,
+        ``ClosedError``, ``DriverError``.
+        """
+    def withdraw(self, number: int) -> bool:
+        """Takes back a share that nobody has opened. False if it was opened or withdrawn.
+
+        Raises ``ClosedError``.
+        """
+    def is_opened(self, number: int) -> bool | None:
+        """Whether a process has opened the share: False while it waits for one, None once it is over.
+
+        Raises ``ClosedError``.
+        """
+    def stats(self) -> dict[str, int]:
+        """The present numbers, by their names in the Rust library's ``AllocationStats``.
+
+        Raises ``ClosedError``.
+        """
+
+@final
+class _AllocationClient(Closeable):
+    """Opens what an ``_AllocationServer`` of another process shares."""
+    def __new__(cls, name: str, device: _DeviceLike, domain: _DomainLike | None) -> Self: ...
+    @property
+    def owner_pid(self) -> int:
+        """The sharing process.
+
+        Raises ``ClosedError``.
+        """
+    @property
+    def is_owner_gone(self) -> bool:
+        """Whether the server has closed, or its process has died.
+
+        Raises ``ClosedError``.
+        """
+    def open(self, number: int, timeout: float) -> _OpenAllocation:
+        """Opens a share, once its contents are complete, waiting at most ``timeout`` seconds.
+
+        Raises ``NotFoundError``, ``TimeoutError``, ``PeerGoneError``, ``ArgumentError``,
+        ``PeerAccessError``, ``LegacyHandleError``, ``DescriptorLimitError``, ``DriverError``.
+        """
+
+@final
+class _OpenAllocation(View):
+    """Memory of another process's library: a ``View`` of its bytes, released there when the last array
+    of it is dropped and their streams are past their work.
+    """
+    def watch(self) -> _AllocationWatch:
+        """Tells of this memory, and does not hold it."""
+
+@final
+class _AllocationWatch:
+    """Tells of an ``_OpenAllocation``, and does not hold it."""
+    def check(self) -> None:
+        """Raises ``PeerGoneError`` if the memory went with its owner."""
+
+@final
 class SharedWeights(Closeable):
     """All tensors of one version of weights, mapped read only where they lie: nothing is copied.
 

@@ -1,0 +1,122 @@
+"""The messages of ``multiprocessing`` that this process pickles and sends: what is made for a message that is not sent is
+taken back. While it is followed, three methods of ``multiprocessing`` are this module's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+
+class Message:
+    """A message that a thread is in the middle of pickling or sending."""
+
+    def __init__(self, pipe: Connection | None) -> None:
+        self.pipe = pipe
+        """The connection that it is written to, where that is known."""
+        self.order: Any = None
+        """What its contents are to be ordered behind, beside the thread's own stream."""
+        self.take_back: list[Callable[[], object]] = []
+
+
+_state = threading.local()
+_usual: list[tuple[type, str, Any]] = []
+
+
+def current() -> Message | None:
+    """This thread's."""
+    return getattr(_state, "message", None)
+
+
+@contextlib.contextmanager
+def message(pipe: Connection | None, failures: type[BaseException]) -> Iterator[None]:
+    """Pickles or sends a message, or a part of one. After a failure it is taken back."""
+    outer = current()
+    if pipe is None and outer is not None:
+        pipe = outer.pipe
+    inner = _state.message = Message(pipe)
+    try:
+        yield
+    except failures:
+        for take_back in inner.take_back:
+            take_back()
+        raise
+    else:
+        if outer is not None:
+            outer.take_back += inner.take_back
+    finally:
+        _state.message = outer
+
+
+class Ordered:
+    """A message that another thread pickles, and what that is to be ordered behind."""
+
+    def __init__(self, message: Any, order: Any) -> None:
+        self.message, self.order = message, order
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        pickled = current()
+        if pickled is not None:
+            pickled.order = self.order
+        return same, (self.message,)
+
+
+def same(found: Any) -> Any:
+    """In messages: the argument."""
+    return found
+
+
+def _dumping(_usual: Callable[..., Any]) -> Callable[..., Any]:
+    def dump(pickler: ForkingPickler, found: Any) -> None:
+        with message(None, BaseException):
+            pickle.Pickler.dump(pickler, found)
+
+    return dump
+
+
+def sending(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``send`` of a connection, or of PyTorch's wrapper of one."""
+
+    def send(connection: Any, found: Any) -> None:
+        # An interrupt may come when all has been written.
+        with message(getattr(connection, "conn", connection), Exception):
+            usual(connection, found)
+
+    return send
+
+
+def _putting(usual: Callable[..., Any]) -> Callable[..., Any]:
+    def put(queue: Any, found: Any) -> None:
+        with message(getattr(queue._writer, "conn", queue._writer), Exception):
+            usual(queue, found)
+
+    return put
+
+
+def replace(cls: type, name: str, method: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Has a class use ``method(usual)`` in the place of the usual method until ``leave``."""
+    _usual.append((cls, name, vars(cls).get(name)))
+    setattr(cls, name, functools.wraps(getattr(cls, name))(method(getattr(cls, name))))
+
+
+def follow() -> None:
+    """Follows the messages of this process."""
+    for cls, name, method in ((ForkingPickler, "dump", _dumping), (Connection, "send", sending), (SimpleQueue, "put", _putting)):
+        replace(cls, name, method)
+
+
+def leave() -> None:
+    """Gives all methods back. A message in progress ends as it began."""
+    for cls, name, usual in _usual:
+        if usual is None:
+            # It has its base's again.
+            delattr(cls, name)
+        else:
+            setattr(cls, name, usual)
+    _usual.clear()

@@ -1,0 +1,248 @@
+//! Memory of other libraries, shared with other processes: what `warpipe.torch` is made of.
+//! **This module is marked for unsafe**: it shares memory by address.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+
+use crate::closeable::Closeable;
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::errors::{Fault, Outcome};
+use crate::handle::CloseableHandle;
+use crate::interpreter_exit::LibraryHeld;
+use crate::memory_owner::{MemoryOwner, OwnedMemory};
+use crate::process::Home;
+use crate::stream::Consumer;
+use crate::view::View;
+use crate::wait::{asking, in_slices_that_ask, seconds};
+
+/// Shares memory that other libraries allocate in this process, for ``warpipe.torch``.
+#[pyclass(frozen, extends = Closeable, module = "warpipe._warpipe", name = "_AllocationServer")]
+#[derive(Debug)]
+pub struct AllocationServer {
+    handle: CloseableHandle<warpipe::AllocationServer>,
+}
+
+#[pymethods]
+impl AllocationServer {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        device: &Bound<'_, PyAny>,
+        domain: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PyClassInitializer<AllocationServer>> {
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(Some(device))?.inner,
+        );
+        let build = || {
+            warpipe::AllocationServer::builder(name)
+                .domain(&domain)
+                .device(&device)
+                .build()
+        };
+        let server = py.detach(build).map_err(Fault::from)?;
+        let handle = CloseableHandle::new("server of allocations", name, server);
+        let base = handle.base();
+        Ok(base.add_subclass(AllocationServer { handle }))
+    }
+
+    /// The name that clients open.
+    #[getter]
+    fn name(&self) -> &str {
+        self.handle.name()
+    }
+
+    /// Shares ``nbytes`` bytes at ``address``, complete behind the work of ``stream`` so far, and
+    /// returns the number that one other process opens. ``owner`` keeps the memory allocated: it is
+    /// referenced until the share is over.
+    ///
+    /// Raises ``NotExportableError``, ``ArgumentError``, ``LegacyHandleError``, ``CapturingError``,
+    /// ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (address, nbytes, owner, *, stream))]
+    fn share(
+        &self,
+        py: Python<'_>,
+        address: u64,
+        nbytes: u64,
+        owner: Py<PyAny>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<u64> {
+        let server = self.handle.get()?;
+        let stream = match stream {
+            Some(stream) => {
+                let consumer = Consumer::from_argument(py, server.device(), stream)?;
+                Some(consumer.follow(py)?.clone())
+            }
+            None => None,
+        };
+        let owner = Box::new(LibraryHeld::new(owner));
+        let share = move || -> Outcome<u64> {
+            let stream = match stream {
+                Some(stream) => stream,
+                None => server.device().stream()?,
+            };
+            // SAFETY: the caller of this private class passes the object that keeps the memory.
+            Ok(unsafe { server.share(&stream, address, nbytes, owner) }?)
+        };
+        Ok(py.detach(share)?)
+    }
+
+    /// Takes back a share that nobody has opened. False if it was opened or withdrawn.
+    ///
+    /// Raises ``ClosedError``.
+    fn withdraw(&self, py: Python<'_>, number: u64) -> PyResult<bool> {
+        let withdraw = || Outcome::Ok(self.handle.get()?.withdraw(number)?);
+        Ok(py.detach(withdraw)?)
+    }
+
+    /// Whether a process has opened the share: False while it waits for one, None once it is over.
+    ///
+    /// Raises ``ClosedError``.
+    fn is_opened(&self, py: Python<'_>, number: u64) -> PyResult<Option<bool>> {
+        let is_opened = || Outcome::Ok(self.handle.get()?.is_opened(number)?);
+        Ok(py.detach(is_opened)?)
+    }
+
+    /// The present numbers, by their names in the Rust library's ``AllocationStats``.
+    ///
+    /// Raises ``ClosedError``.
+    fn stats(&self, py: Python<'_>) -> PyResult<BTreeMap<&'static str, u64>> {
+        let stats = py.detach(|| Outcome::Ok(self.handle.get()?.stats()))?;
+        Ok(BTreeMap::from([
+            ("unclaimed", stats.unclaimed as u64),
+            ("claimed", stats.claimed as u64),
+            ("bytes", stats.bytes),
+            ("runs", stats.runs as u64),
+            ("clients", stats.clients as u64),
+        ]))
+    }
+}
+
+/// Opens what an ``_AllocationServer`` of another process shares.
+#[pyclass(frozen, extends = Closeable, module = "warpipe._warpipe", name = "_AllocationClient")]
+#[derive(Debug)]
+pub struct AllocationClient {
+    handle: CloseableHandle<warpipe::AllocationClient>,
+}
+
+#[pymethods]
+impl AllocationClient {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        name: &str,
+        device: &Bound<'_, PyAny>,
+        domain: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PyClassInitializer<AllocationClient>> {
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(Some(device))?.inner,
+        );
+        let called = name.to_owned();
+        let open = move || {
+            warpipe::AllocationClient::opener(&called)
+                .domain(&domain)
+                .device(&device)
+                .open()
+        };
+        let client = asking(py, open)?;
+        let handle = CloseableHandle::new("client of allocations", name, client);
+        let base = handle.base();
+        Ok(base.add_subclass(AllocationClient { handle }))
+    }
+
+    /// The sharing process.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn owner_pid(&self, py: Python<'_>) -> PyResult<i32> {
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.owner_pid()))?)
+    }
+
+    /// Whether the server has closed, or its process has died.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn is_owner_gone(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(py.detach(|| Outcome::Ok(self.handle.get()?.is_owner_gone()))?)
+    }
+
+    /// Opens a share, once its contents are complete, waiting at most ``timeout`` seconds.
+    ///
+    /// Raises ``NotFoundError``, ``TimeoutError``, ``PeerGoneError``, ``ArgumentError``,
+    /// ``PeerAccessError``, ``LegacyHandleError``, ``DescriptorLimitError``, ``DriverError``.
+    fn open<'py>(
+        &self,
+        py: Python<'py>,
+        number: u64,
+        timeout: f64,
+    ) -> PyResult<Bound<'py, OpenAllocation>> {
+        let timeout = seconds(timeout, "timeout")?;
+        let ask = |_: Duration, is_called_off: &dyn Fn() -> bool| {
+            let client = self.handle.get()?;
+            Ok(Some(client.open_share_unless(
+                number,
+                timeout,
+                is_called_off,
+            )?))
+        };
+        let opened = in_slices_that_ask(py, None, ask)?;
+        let opened = opened.expect("there is no limit beside the call's own");
+        Bound::new(
+            py,
+            View::of("the allocation", OwnedMemory::Foreign(opened))?.add_subclass(OpenAllocation),
+        )
+    }
+}
+
+/// Memory of another process's library: a ``View`` of its bytes, released there when the last array
+/// of it is dropped and their streams are past their work.
+#[pyclass(frozen, extends = View, module = "warpipe._warpipe", name = "_OpenAllocation")]
+#[derive(Debug)]
+pub struct OpenAllocation;
+
+#[pymethods]
+impl OpenAllocation {
+    /// Tells of this memory, and does not hold it.
+    fn watch(slf: &Bound<'_, OpenAllocation>) -> PyResult<AllocationWatch> {
+        let owner = slf.as_super().get().owner()?;
+        Ok(AllocationWatch {
+            home: Home::here(),
+            owner: Arc::downgrade(&owner),
+        })
+    }
+}
+
+/// Tells of an ``_OpenAllocation``, and does not hold it.
+#[pyclass(frozen, module = "warpipe._warpipe", name = "_AllocationWatch")]
+#[derive(Debug)]
+pub struct AllocationWatch {
+    home: Home,
+    owner: Weak<MemoryOwner>,
+}
+
+#[pymethods]
+impl AllocationWatch {
+    /// Raises ``PeerGoneError`` if the memory went with its owner.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.home.check()?;
+        let check = || match self.owner.upgrade().as_deref().map(MemoryOwner::memory) {
+            Some(OwnedMemory::Foreign(memory)) => memory.check(),
+            _ => Ok(()),
+        };
+        Ok(py.detach(check).map_err(Fault::from)?)
+    }
+}
+
+/// Adds the classes to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<AllocationServer>()?;
+    module.add_class::<AllocationClient>()?;
+    module.add_class::<OpenAllocation>()?;
+    module.add_class::<AllocationWatch>()
+}
