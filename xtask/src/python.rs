@@ -48,7 +48,7 @@ pub const TESTED: Tested = Tested {
 /// tensors of the host are tested.
 pub const TESTED_WITH_TORCH: Tested = Tested {
     folder: "python-tests-torch",
-    more: &["torch>=2.11,<3"],
+    more: &["torch>=2.11,<3", "transformers>=5,<6", "safetensors"],
 };
 
 /// MPI for `examples/mpi`: the bindings, and a library with its launcher.

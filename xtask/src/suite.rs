@@ -24,6 +24,11 @@ const BUILD_LIMIT: Duration = Duration::from_secs(3600);
 const TEST_LIMIT: Duration = Duration::from_secs(3600);
 const LONG_LIMIT: Duration = Duration::from_secs(4 * 3600);
 
+/// Not in the default build of the command: some 210 crates more. The workspace has them in any case,
+/// by its member `warpipe-bridge`, so each step over the workspace gives this feature, and they are
+/// built twice: their metadata for Clippy and rustdoc, their code for the tests.
+const BRIDGE: &str = "warpipe-cli/bridge";
+
 /// One line of the table.
 struct Step {
     name: String,
@@ -88,7 +93,17 @@ impl Suite<'_> {
         let deny = ["--", "-D", "warnings"];
         self.cargo(
             "clippy",
-            &[&["clippy", "--workspace", "--all-targets"], &deny[..]].concat(),
+            &[
+                &[
+                    "clippy",
+                    "--workspace",
+                    "--all-targets",
+                    "--features",
+                    BRIDGE,
+                ],
+                &deny[..],
+            ]
+            .concat(),
             Dialect::ExitCode,
         );
         let cudarc = [
@@ -105,7 +120,24 @@ impl Suite<'_> {
             Dialect::ExitCode,
         );
         let docs = Task::new(cargo())
-            .args(["doc", "-p", "warpipe", "-p", "warpipe-dlpack", "--no-deps"])
+            .args([
+                "doc",
+                "-p",
+                "warpipe",
+                "-p",
+                "warpipe-bridge",
+                "-p",
+                "warpipe-dlpack",
+                // For the features that they give to shared crates: so Zenoh's metadata is Clippy's,
+                // and not built again.
+                "-p",
+                "warpipe-cli",
+                "-p",
+                "xtask",
+                "--features",
+                BRIDGE,
+                "--no-deps",
+            ])
             .env("RUSTDOCFLAGS", "-D warnings");
         self.program("documentation", docs, BUILD_LIMIT, Dialect::ExitCode);
         self.check("figures are those of the reports", results::check);
@@ -131,6 +163,8 @@ impl Suite<'_> {
                 "nextest",
                 "run",
                 "--workspace",
+                "--features",
+                BRIDGE,
                 "--no-fail-fast",
                 "--no-tests=pass",
             ];
@@ -139,6 +173,8 @@ impl Suite<'_> {
             let arguments = [
                 "test",
                 "--workspace",
+                "--features",
+                BRIDGE,
                 "--no-fail-fast",
                 "--lib",
                 "--bins",
@@ -148,7 +184,14 @@ impl Suite<'_> {
         }
         self.cargo(
             "doc tests",
-            &["test", "--workspace", "--no-fail-fast", "--doc"],
+            &[
+                "test",
+                "--workspace",
+                "--features",
+                BRIDGE,
+                "--no-fail-fast",
+                "--doc",
+            ],
             Dialect::CargoTest,
         );
     }

@@ -36,6 +36,8 @@ pub enum Command {
     Members(MembersArgs),
     Weights(WeightsArgs),
     Run(RunArgs),
+    #[cfg(feature = "bridge")]
+    Bridge(crate::bridge::BridgeArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
     #[command(hide = true)]
@@ -516,7 +518,7 @@ pub struct ManArgs {
     pub out: Option<PathBuf>,
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+pub fn seconds(text: &str) -> Result<Duration, String> {
     let wrong = || format!("{text:?} is no time in seconds; use a number above 0 and up to 86400");
     let seconds: f64 = text.parse().map_err(|_| wrong())?;
     if seconds > 0.0 && seconds <= 86_400.0 {

@@ -72,7 +72,22 @@ impl Exit {
         if cause.is::<InputError>() {
             return Some(Exit::Input);
         }
+        #[cfg(feature = "bridge")]
+        if let Some(error) = cause.downcast_ref::<warpipe_bridge::Error>() {
+            return Exit::of_bridge(error);
+        }
         cause.is::<UsageError>().then_some(Exit::Usage)
+    }
+
+    /// `None` for an error of the library, which is the next cause.
+    #[cfg(feature = "bridge")]
+    fn of_bridge(error: &warpipe_bridge::Error) -> Option<Exit> {
+        use warpipe_bridge::Error as Bridge;
+        match error {
+            Bridge::Local(error) => Some(Exit::of_library(error)),
+            Bridge::Zenoh { .. } | Bridge::Thread { .. } => Some(Exit::System),
+            _ => Some(Exit::Usage),
+        }
     }
 
     fn of_library(error: &Error) -> Exit {

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::Metadata;
+use std::io::ErrorKind;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::time::{Duration, SystemTime};
 
@@ -115,7 +116,12 @@ impl Files {
         let path = domain.path();
         let failed = || format!("{} cannot be read", path.display());
         let mut files = BTreeMap::new();
-        for entry in std::fs::read_dir(path).with_context(failed)? {
+        let entries = match std::fs::read_dir(path) {
+            // It was there a moment ago: its files went with it.
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Files(files)),
+            entries => entries.with_context(failed)?,
+        };
+        for entry in entries {
             let entry = entry.with_context(failed)?;
             if let Ok(metadata) = entry.metadata() {
                 files.insert(entry.file_name(), metadata);

@@ -12,6 +12,8 @@ pub mod raw;
 
 mod args;
 mod attach;
+#[cfg(feature = "bridge")]
+mod bridge;
 mod demo;
 mod doctor;
 mod exit;
@@ -94,6 +96,8 @@ fn run(command: &Command) -> anyhow::Result<u8> {
         Command::Top(args) => top::run(args),
         Command::Members(args) => members::run(args),
         Command::Weights(args) => weights::run(args),
+        #[cfg(feature = "bridge")]
+        Command::Bridge(args) => bridge::run(args),
         Command::Completions(args) => manual::complete(args),
         Command::Man(args) => manual::man(args),
         Command::DemoPublisher(args) => demo::run_publisher(args),

@@ -4,7 +4,7 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{chown, symlink};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -22,7 +22,11 @@ const NAMES: [&str; 3] = ["camera/front", "camera/rear", "steps"];
 
 /// The owner of [`NAMES`], in a process of its own: this program once more.
 fn owner(world: &World) -> Owner {
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    owner_by(world, Command::new(std::env::current_exe().unwrap()))
+}
+
+/// The same, started by a command that ends with this program.
+fn owner_by(world: &World, mut command: Command) -> Owner {
     command
         .args(["--ignored", "--exact", "an_owner_of_names"])
         .env(DOMAIN, world.path("domain"))
@@ -171,6 +175,103 @@ fn files_of_other_programs_are_shown_and_kept() {
         "{}",
         ended.out
     );
+}
+
+#[test]
+fn files_of_another_user_are_kept_with_the_reason() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("declared skip: only root can give a file to another user");
+    }
+    let world = World::new();
+    drop(owner(&world));
+    let foreign = ["camera+rear.lock", "camera+rear.sock"];
+    for file in foreign {
+        chown(world.path("domain").join(file), Some(65_534), None).unwrap();
+    }
+    let (shown, total) = rows(&world, &["--yes"]);
+    let kept: Vec<_> = shown.iter().filter(|row| row["state"] == "kept").collect();
+    assert_eq!(kept.len(), 1, "{shown:?}");
+    assert_eq!(kept[0]["name"], "camera/rear");
+    let reason = kept[0]["reason"].as_str().unwrap();
+    assert!(reason.contains("another user"), "{reason}");
+    assert_eq!(total["removed"].as_u64(), Some(2), "{total}");
+    assert_eq!(files(&world), foreign.map(str::to_owned).into());
+}
+
+#[test]
+fn names_of_a_process_in_another_pid_namespace_stay_until_it_is_dead() {
+    const UNSHARE: [&str; 5] = [
+        "--user",
+        "--map-root-user",
+        "--pid",
+        "--fork",
+        "--kill-child",
+    ];
+    let unshare = || {
+        let mut command = Command::new("unshare");
+        command.args(UNSHARE);
+        command
+    };
+    if !unshare()
+        .arg("true")
+        .status()
+        .is_ok_and(|status| status.success())
+    {
+        return println!("declared skip: this user may make no namespaces");
+    }
+    let world = World::new();
+    let mut command = unshare();
+    command.arg(std::env::current_exe().unwrap());
+    let living = owner_by(&world, command);
+    let (shown, _) = rows(&world, &["--yes"]);
+    assert!(shown.is_empty(), "the owner lives: {shown:?}");
+    assert_eq!(files(&world).len(), 2 * NAMES.len());
+    drop(living);
+    // The process ends a moment after `unshare`.
+    let domain = Domain::at(world.path("domain")).unwrap();
+    while domain
+        .endpoints()
+        .unwrap()
+        .iter()
+        .any(|it| it.holder.is_some())
+    {
+        std::thread::yield_now();
+    }
+    let (_, total) = rows(&world, &["--yes"]);
+    assert_eq!(
+        total["removed"].as_u64(),
+        Some(NAMES.len() as u64),
+        "{total}"
+    );
+    assert!(files(&world).is_empty());
+}
+
+#[test]
+fn a_directory_that_vanishes_meanwhile_is_no_fault_of_the_command() {
+    let world = World::new();
+    drop(owner(&world));
+    let (dead, domain) = (world.path("dead"), world.path("domain"));
+    fs::rename(&domain, &dead).unwrap();
+    for _ in 0..30 {
+        fs::create_dir_all(&domain).unwrap();
+        for name in NAMES.map(|name| name.replace('/', "+")) {
+            fs::copy(
+                dead.join(format!("{name}.lock")),
+                domain.join(format!("{name}.lock")),
+            )
+            .unwrap();
+            drop(UnixListener::bind(domain.join(format!("{name}.sock"))).unwrap());
+        }
+        let running = world.start(&["gc", "--yes"]);
+        // The command removes files beside this.
+        while domain.exists() {
+            let _ = fs::remove_dir_all(&domain);
+        }
+        let ended = running.end();
+        assert!(!ended.err.contains("panicked"), "{}", ended.err);
+        assert!(matches!(ended.code, Some(0 | 2)), "{ended:?}");
+        let _ = fs::remove_dir_all(&domain);
+    }
 }
 
 #[test]

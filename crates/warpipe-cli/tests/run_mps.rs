@@ -24,7 +24,7 @@ if [ "$1" = -f ]; then
     [ -z "$STUBBORN" ] || trap '' TERM
     # A server, which does not end by itself.
     mkfifo "$pipe/wait"
-    [ -z "$SERVER" ] || { cat <> "$pipe/wait" & echo $! > "$RECORD.server"; }
+    [ -z "$SERVER" ] || { nvidia-cuda-mps-server <> "$pipe/wait" & echo $! > "$RECORD.server"; }
     while read -r command <&3; do
         [ "$command" = quit ] && [ -z "$STUBBORN" ] && exit 0
     done
@@ -48,6 +48,7 @@ impl Stage {
         fs::create_dir(world.path("tmp")).unwrap();
         let daemon = world.write("bin/nvidia-cuda-mps-control", DAEMON.as_bytes());
         fs::set_permissions(daemon, fs::Permissions::from_mode(0o700)).unwrap();
+        fs::copy("/bin/cat", world.path("bin/nvidia-cuda-mps-server")).unwrap();
         let record = world.path("record");
         Stage { world, record }
     }
@@ -167,6 +168,43 @@ fn the_daemon_and_the_program_end_when_the_command_is_killed() {
         eventually(PATIENCE, || test_kill_process(program).is_err()),
         "the program runs on"
     );
+}
+
+#[test]
+fn the_daemon_its_server_and_its_folder_go_when_the_supervisor_is_killed() {
+    let stage = Stage::new();
+    let go = stage.world.path("go");
+    let script = format!(
+        "mkfifo {0}.new && mv {0}.new {0} && read line < {0}; exit 5",
+        go.display()
+    );
+    let mut running = stage
+        .command(&["sh", "-c", &script])
+        .env("SERVER", "1")
+        .spawn()
+        .unwrap();
+    let server = stage.record.with_extension("server");
+    let is_written = |path: &Path| fs::read_to_string(path).is_ok_and(|it| it.ends_with('\n'));
+    assert!(eventually(PATIENCE, || go.exists() && is_written(&server)));
+    let daemon = stage.daemon();
+    kill_process(parent_of(daemon), Signal::KILL).unwrap();
+    let has_ended = eventually(PATIENCE, || test_kill_process(daemon).is_err());
+    fs::write(&go, "\n").unwrap();
+    assert_eq!(running.wait().unwrap().code(), Some(5), "the program's own");
+    assert!(has_ended, "the daemon runs on");
+    assert!(stage.is_clean());
+    let server = stage.server();
+    assert!(
+        eventually(PATIENCE, || test_kill_process(server).is_err()),
+        "a server runs on"
+    );
+}
+
+fn parent_of(pid: Pid) -> Pid {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_pid())).unwrap();
+    let (_, fields) = stat.rsplit_once(')').unwrap();
+    let parent = fields.split_ascii_whitespace().nth(1).unwrap();
+    Pid::from_raw(parent.parse().unwrap()).unwrap()
 }
 
 #[test]

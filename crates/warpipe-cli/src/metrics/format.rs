@@ -75,6 +75,7 @@ const ENDPOINT: [(Metric, Value); 7] = [
 pub fn page(snapshot: &Snapshot) -> String {
     let mut page = Page::default();
     endpoints(&mut page, snapshot);
+    copies(&mut page, snapshot);
     subscribers(&mut page, snapshot);
     processes(&mut page, snapshot);
     memory(&mut page, snapshot);
@@ -114,6 +115,22 @@ fn endpoints(page: &mut Page, snapshot: &Snapshot) {
             "warpipe_endpoint_latency_seconds_count",
             &labels,
             endpoint.timed,
+        );
+    }
+}
+
+fn copies(page: &mut Page, snapshot: &Snapshot) {
+    page.head(&Metric(
+        "warpipe_endpoint_copied_total",
+        "counter",
+        "Tensors that were to be sent where they lie and were copied.",
+    ));
+    for endpoint in snapshot.endpoints.iter().filter(|it| it.kind.is_some()) {
+        let count = endpoint.copied.as_ref().map_or(0, |it| it.count);
+        page.value(
+            "warpipe_endpoint_copied_total",
+            &endpoint_labels(endpoint),
+            count,
         );
     }
 }
@@ -197,6 +214,18 @@ fn processes(page: &mut Page, snapshot: &Snapshot) {
         ] {
             let labels = [("pid", pid.as_str()), ("device", device), ("role", role)];
             page.value("warpipe_process_memory_bytes", &labels, bytes);
+        }
+    }
+    page.head(&Metric(
+        "warpipe_process_slow_path_total",
+        "counter",
+        "Copies that were staged, and refusals for want of peer access.",
+    ));
+    for process in &snapshot.processes {
+        let pid = process.pid.to_string();
+        for taken in &process.slow_paths {
+            let labels = [("pid", pid.as_str()), ("path", taken.path)];
+            page.value("warpipe_process_slow_path_total", &labels, taken.count);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use warpipe::DeviceKind;
-use warpipe::statistics::{Endpoint, Process, Region, Role};
+use warpipe::statistics::{Endpoint, Process, Region, Role, SlowPathCount};
 
 use crate::output::printable;
 
@@ -49,6 +49,27 @@ pub struct ProcessRow {
     /// The same of host memory.
     pub host_owned: u64,
     pub host_imported: u64,
+    /// Why its data did not take the fastest path.
+    pub slow_paths: Vec<SlowPathRow>,
+}
+
+/// A path that is slower than another one, and how often it was taken.
+#[derive(Debug, Clone, Serialize)]
+pub struct SlowPathRow {
+    /// `staged_upload`, `not_exportable`, ...: a promise, in docs/guide/observe.md.
+    pub path: &'static str,
+    pub reason: &'static str,
+    pub count: u64,
+    pub bytes: u64,
+}
+
+pub fn slow_path(found: SlowPathCount) -> SlowPathRow {
+    SlowPathRow {
+        path: found.path.name(),
+        reason: found.path.reason(),
+        count: found.count,
+        bytes: found.bytes,
+    }
 }
 
 /// The row of a process.
@@ -75,6 +96,7 @@ pub fn row(process: &Process, now_ns: u64) -> ProcessRow {
         gpu_imported: bytes(DeviceKind::Cuda, Role::Peer),
         host_owned: bytes(DeviceKind::Host, Role::Owner),
         host_imported: bytes(DeviceKind::Host, Role::Peer),
+        slow_paths: process.slow_paths.iter().copied().map(slow_path).collect(),
     }
 }
 
@@ -113,6 +135,7 @@ mod tests {
             beat_ns: 1,
             endpoints,
             regions: Vec::new(),
+            slow_paths: Vec::new(),
             unlisted: 0,
             damaged: 0,
         }
@@ -137,6 +160,7 @@ mod tests {
             memory_max: 0,
             peers: 0,
             depth: 0,
+            copied: None,
             links: Vec::new(),
         }
     }

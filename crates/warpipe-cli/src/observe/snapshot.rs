@@ -10,7 +10,7 @@ use warpipe::statistics::{Endpoint, Observation, Observer, Process, Role};
 use warpipe::{Domain, clock};
 
 use super::memory::{self, MemoryRow};
-use super::process::{self, ProcessRow, ProcessState};
+use super::process::{self, ProcessRow, ProcessState, SlowPathRow};
 
 /// What is looked at, and what the last look has found out.
 pub struct Source {
@@ -84,6 +84,8 @@ pub struct EndpointRow {
     /// Subscribers, or clients.
     pub peers: u64,
     pub depth: u64,
+    /// The tensors that were to be sent where they lie and had to be copied, and the last reason.
+    pub copied: Option<SlowPathRow>,
     pub subscribers: Vec<SubscriberRow>,
     #[serde(skip)]
     pub generation: [u64; 2],
@@ -246,6 +248,7 @@ impl EndpointRow {
             memory_max: 0,
             peers: 0,
             depth: 0,
+            copied: None,
             subscribers: Vec::new(),
             generation: [0; 2],
         }
@@ -308,6 +311,7 @@ fn observed(
         memory_max: endpoint.memory_max,
         peers: endpoint.peers,
         depth: endpoint.depth,
+        copied: endpoint.copied.map(process::slow_path),
         subscribers,
         generation: endpoint.generation,
     }

@@ -1,5 +1,6 @@
 //! A look as lines of text.
 
+use super::process::SlowPathRow;
 use super::snapshot::{EndpointRow, EndpointState, Snapshot};
 use super::{MemoryRow, Rate};
 use crate::output::{self, Style, printable, styled};
@@ -63,7 +64,20 @@ pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec
             output::count(it.dropped)
         )
     });
-    std::iter::once(text).chain(subscribers).collect()
+    let copied = endpoint.copied.iter().map(slow_path);
+    let lines = std::iter::once(text).chain(copied);
+    lines.chain(subscribers).collect()
+}
+
+/// One line for a slow path.
+fn slow_path(taken: &SlowPathRow) -> String {
+    let SlowPathRow { reason, count, .. } = taken;
+    let times = output::count(*count);
+    let mut text = styled(Style::Yellow, &format!("      {times} x"));
+    if taken.bytes > 0 {
+        text += &format!("  {}", output::bytes(taken.bytes));
+    }
+    text + &format!("  {reason}")
 }
 
 /// One line for a region of memory.
@@ -118,6 +132,7 @@ pub fn all(snapshot: &Snapshot, rates: &[Option<Rate>]) -> Vec<String> {
             output::bytes(process.host_owned),
             output::bytes(process.host_imported),
         ));
+        lines.extend(process.slow_paths.iter().map(slow_path));
     }
     lines.push(title(format!("memory: {} regions", snapshot.memory.len())));
     lines.extend(snapshot.memory.iter().map(memory));

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -9,16 +10,22 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow};
 use clap::Args;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, set_child_subreaper};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, pidfd_send_signal,
+    set_child_subreaper,
+};
 
-use super::variables;
+use super::{NOT_FOUND, variables};
 use crate::doctor::system::mps_answers_at;
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
-use crate::process::{ending, wait};
+use crate::process::{ending, this_program, wait};
 
 /// The daemon's control program, found in PATH.
 const CONTROL: &str = "nvidia-cuda-mps-control";
+
+/// The kernel's name of `nvidia-cuda-mps-server`: 15 bytes of it.
+const SERVER_COMM: &[u8] = b"nvidia-cuda-mps";
 
 /// The line that says that the daemon answers.
 pub const READY: &str = "ready\n";
@@ -89,19 +96,17 @@ struct Daemon {
 impl Daemon {
     fn start(folder: &Path) -> anyhow::Result<Daemon> {
         let output = File::create(folder.join("output"))?;
-        let spawned = Command::new(CONTROL)
-            .arg("-f")
+        // By way of a process that asks for a signal at this one's death: killed, it quits nothing.
+        let spawned = this_program()
+            .args(["mps-program", "--kill", "--parent"])
+            .arg(std::process::id().to_string())
+            .args(["--", CONTROL, "-f"])
             .envs(variables(folder))
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
             .stderr(output)
             .spawn();
-        let child = spawned.map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => anyhow!(
-                "{CONTROL} is not in PATH; it comes with NVIDIA's driver, and needs a GPU on this machine"
-            ),
-            _ => anyhow!("{CONTROL} cannot be started: {error}"),
-        })?;
+        let child = spawned.with_context(|| format!("{CONTROL} cannot be started"))?;
         let folder = folder.to_owned();
         Ok(Daemon { folder, child })
     }
@@ -110,6 +115,12 @@ impl Daemon {
         let start = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait()? {
+                if status.code() == Some(NOT_FOUND.into()) {
+                    return Err(anyhow!(
+                        "{CONTROL} is not in PATH; it comes with NVIDIA's driver, and needs a GPU on this machine{}",
+                        self.log()
+                    ));
+                }
                 return Err(anyhow!("{CONTROL} {}{}", ending(status), self.log()));
             }
             if mps_answers_at(&self.folder.join("pipe")) {
@@ -240,6 +251,35 @@ fn children() -> io::Result<Vec<Pid>> {
         found.extend(child);
     }
     Ok(found)
+}
+
+/// Ends the servers of a daemon that was killed: processes with a server's name and this folder's
+/// variables. The daemon's clients have the variables too, and other daemons' servers the name.
+pub fn end_servers_of(folder: &Path) -> io::Result<()> {
+    let (name, pipes) = variables(folder)[0].clone();
+    let variable = [name.as_bytes(), b"=", pipes.as_os_str().as_bytes()].concat();
+    for entry in fs::read_dir("/proc")? {
+        let number = entry?.file_name().to_str().and_then(|it| it.parse().ok());
+        let Some(pid) = number.and_then(Pid::from_raw) else {
+            continue;
+        };
+        // Opened before it is looked at, so that the number is still its own when it is killed.
+        let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else {
+            continue;
+        };
+        let read = |file: &str| fs::read(format!("/proc/{}/{file}", pid.as_raw_nonzero()));
+        let is_server = read("comm").is_ok_and(|comm| comm.trim_ascii_end() == SERVER_COMM);
+        let is_of_folder = || {
+            let environment = read("environ").unwrap_or_default();
+            environment
+                .split(|&byte| byte == 0)
+                .any(|it| it == variable)
+        };
+        if is_server && is_of_folder() {
+            let _ = pidfd_send_signal(&process, Signal::KILL);
+        }
+    }
+    Ok(())
 }
 
 /// Whether standard input ends within this time. Nothing is written to it.

@@ -105,7 +105,10 @@ fn variables(folder: &Path) -> [(&'static str, PathBuf); 2] {
 }
 
 /// The process that starts the daemon and quits it.
-struct Supervisor(Child);
+struct Supervisor {
+    child: Child,
+    folder: PathBuf,
+}
 
 impl Supervisor {
     /// Returns when the daemon answers.
@@ -126,7 +129,8 @@ impl Supervisor {
             .read_line(&mut said)
             .context("the supervisor's answer")?;
         if said == daemon::READY {
-            return Ok(Supervisor(child));
+            let folder = folder.path().to_owned();
+            return Ok(Supervisor { child, folder });
         }
         drop(child.stdin.take());
         child.wait().context("the supervisor")?;
@@ -139,8 +143,18 @@ impl Supervisor {
     }
 
     fn end(&mut self) -> anyhow::Result<()> {
-        drop(self.0.stdin.take());
-        crate::process::end(&mut self.0, QUIT_LIMIT).context("the MPS daemon's supervisor")?;
+        drop(self.child.stdin.take());
+        let ended = crate::process::end(&mut self.child, QUIT_LIMIT)
+            .context("the MPS daemon's supervisor")?;
+        if let Some(signal) = ended.signal() {
+            // The daemon died with it. Its servers and its folder are left to this process.
+            eprintln!(
+                "warpipe: signal {signal} ended the MPS daemon's supervisor, and so the daemon"
+            );
+            daemon::end_servers_of(&self.folder)?;
+            std::fs::remove_dir_all(&self.folder)
+                .with_context(|| format!("{} is left", self.folder.display()))?;
+        }
         Ok(())
     }
 }
@@ -178,16 +192,25 @@ fn code(status: ExitStatus) -> u8 {
 pub struct ProgramArgs {
     #[arg(long)]
     parent: i32,
+    /// At the parent's death SIGKILL instead of SIGTERM.
+    #[arg(long)]
+    kill: bool,
     #[arg(last = true, required = true)]
     program: Vec<OsString>,
 }
 
-/// Becomes the program, which gets SIGTERM when `warpipe run` is killed. Returns if it cannot.
+/// Becomes the program, which gets a signal when its parent is killed: SIGTERM, or SIGKILL for the
+/// daemon, which may ignore SIGTERM. Returns if it cannot.
 pub fn exec_program(args: &ProgramArgs) -> u8 {
     let Some((program, arguments)) = args.program.split_first() else {
         return NOT_RUN;
     };
-    let asked = rustix::process::set_parent_process_death_signal(Some(Signal::TERM));
+    let signal = if args.kill {
+        Signal::KILL
+    } else {
+        Signal::TERM
+    };
+    let asked = rustix::process::set_parent_process_death_signal(Some(signal));
     // The parent may have died before the kernel was asked for the signal.
     if asked.is_err() || getppid().map(Pid::as_raw_pid) != Some(args.parent) {
         return NOT_RUN;

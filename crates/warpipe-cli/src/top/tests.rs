@@ -30,6 +30,7 @@ fn endpoint(name: &str, items: u64) -> EndpointRow {
         memory_max: 1 << 30,
         peers: 1,
         depth: 16,
+        copied: None,
         subscribers: Vec::new(),
         generation: [1, 2],
     }
@@ -77,6 +78,7 @@ pub fn sample() -> Snapshot {
             gpu_imported: 0,
             host_owned: 8 << 20,
             host_imported: 0,
+            slow_paths: Vec::new(),
         }],
         memory: vec![
             MemoryRow {

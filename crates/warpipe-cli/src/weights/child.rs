@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -72,6 +72,10 @@ pub struct OfferedVersion {
     pub tensors: usize,
     pub bytes: u64,
     pub device: String,
+    /// How long the device took to open.
+    pub open_seconds: f64,
+    /// How long the files took to be read, hashed and copied, or the memory to be hashed.
+    pub read_seconds: f64,
 }
 
 /// The command that starts such a child.
@@ -122,9 +126,12 @@ fn load(args: &ChildArgs) -> anyhow::Result<ChildLine> {
     let domain = Domain::at(&args.domain)?;
     // Before the device: a damaged file costs no wait for it.
     let source = Source::open(&args.paths).map_err(unreadable)?;
+    let start = Instant::now();
     let device = args.device.open()?.device;
+    let open_seconds = start.elapsed().as_secs_f64();
     let total = source.bytes();
     let last_percent = Mutex::new(None);
+    let start = Instant::now();
     let weights = Weights::load_with_progress(&device, &source, |done| {
         let percent = done.saturating_mul(100) / total.max(1);
         // A panic of another reader ends the process.
@@ -137,12 +144,15 @@ fn load(args: &ChildArgs) -> anyhow::Result<ChildLine> {
         }
     });
     let weights = weights.map_err(unreadable)?;
+    let read_seconds = start.elapsed().as_secs_f64();
     let published = weights.publish(&domain, &args.name, PUBLISH_TIMEOUT)?;
     Ok(ChildLine::Offered(OfferedVersion {
         version: published.version(),
         tensors: weights.tensors().len(),
         bytes: weights.bytes(),
         device: device.to_string(),
+        open_seconds,
+        read_seconds,
     }))
 }
 
@@ -164,13 +174,16 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
     let candidate = found.and_then(|found| found.version);
     let candidate = candidate
         .ok_or_else(|| anyhow::anyhow!("the keeper has no version any more; serve again"))?;
+    let start = Instant::now();
     let device = args.device.open_for(candidate.device)?;
+    let open_seconds = start.elapsed().as_secs_f64();
     if device.info().id != candidate.device {
         return Ok(ChildLine::Elsewhere {
             version: candidate.number,
             device: candidate.device.to_string(),
         });
     }
+    let start = Instant::now();
     let opener = SharedWeights::opener(&args.name);
     match opener.domain(&domain).device(&device).verify() {
         Ok(version) => Ok(ChildLine::Offered(OfferedVersion {
@@ -178,6 +191,8 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
             tensors: candidate.tensors,
             bytes: candidate.bytes,
             device: device.to_string(),
+            open_seconds,
+            read_seconds: start.elapsed().as_secs_f64(),
         })),
         Err(Error::WeightsDamaged {
             version, tensors, ..

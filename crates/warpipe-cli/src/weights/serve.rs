@@ -56,6 +56,9 @@ struct Ready<'a> {
     /// `files`, or `processes` that had the weights open.
     from: &'static str,
     seconds: f64,
+    /// Of these, until the device was open, and to read the files or to check the hashes.
+    open_seconds: f64,
+    read_seconds: f64,
     pid: u32,
 }
 
@@ -143,6 +146,8 @@ impl Serve<'_> {
             device: &offered.device,
             from,
             seconds: taken.as_secs_f64(),
+            open_seconds: offered.open_seconds,
+            read_seconds: offered.read_seconds,
             pid: std::process::id(),
         };
         let text = || {

@@ -1,0 +1,235 @@
+//! The handle of a bridge, and what its threads share.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use zenoh::Wait;
+use zenoh::sample::Sample;
+
+use crate::control::Control;
+use crate::error::{Error, Result};
+use crate::lane::{Ending, LaneReceiver, LaneSender};
+use crate::message::{Hello, Id, Message, PART_BYTES_MAX, Purpose};
+use crate::options::Options;
+use crate::session::{Events, Presence};
+use crate::status::{Notice, Status};
+
+/// Events that may wait for the control thread.
+const EVENTS_MAX: usize = 4096;
+/// Notices that may wait for the caller; later ones are left out.
+const NOTICES_MAX: usize = 1024;
+
+/// Bridges of which it is known that they are present.
+const PRESENT_MAX: usize = 4096;
+
+static PRESENCES: AtomicU64 = AtomicU64::new(1);
+
+/// What the control thread is told.
+pub(crate) enum Event {
+    /// [`Shared::present`] has changed.
+    Presence,
+    Hello {
+        from: Id,
+        hello: Hello,
+    },
+    Begin {
+        from: Id,
+        lane: Id,
+        purpose: Purpose,
+    },
+    /// A lane's thread has ended.
+    Done,
+    Stop,
+}
+
+/// Shared by the threads of a bridge.
+pub(crate) struct Shared {
+    pub(crate) me: Id,
+    pub(crate) senders: RwLock<HashMap<Id, Arc<LaneSender>>>,
+    pub(crate) receivers: RwLock<HashMap<Id, Arc<LaneReceiver>>>,
+    pub(crate) status: Mutex<Status>,
+    pub(crate) refused: AtomicU64,
+    /// The bridges that are present, each with a number that is another one when it comes back.
+    pub(crate) present: Mutex<HashMap<Id, u64>>,
+    events: SyncSender<Event>,
+    notices: SyncSender<Notice>,
+}
+
+impl Shared {
+    pub(crate) fn sender(&self, lane: &Id, peer: &Id) -> Option<Arc<LaneSender>> {
+        let senders = self.senders.read().unwrap_or_else(PoisonError::into_inner);
+        senders.get(lane).filter(|it| it.peer == *peer).cloned()
+    }
+
+    pub(crate) fn receiver(&self, lane: &Id, peer: &Id) -> Option<Arc<LaneReceiver>> {
+        let receivers = self
+            .receivers
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        receivers.get(lane).filter(|it| it.peer == *peer).cloned()
+    }
+
+    pub(crate) fn notice(&self, notice: Notice) {
+        let _ = self.notices.try_send(notice);
+    }
+
+    /// Tells the control thread, without waiting for it.
+    pub(crate) fn tell(&self, event: Event) {
+        if self.events.try_send(event).is_err() {
+            self.refuse();
+        }
+    }
+
+    fn refuse(&self) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Hands a message of a lane to its lane; `None` if there is no such lane of that peer.
+    fn route(&self, from: Id, message: Message, sample: &Sample) -> Option<()> {
+        match message {
+            Message::Part(part) => {
+                let receiver = self.receiver(&part.lane, &from)?;
+                if sample.payload().len() > PART_BYTES_MAX {
+                    receiver.end(Ending::Fault("a part is too long".into()));
+                } else {
+                    receiver.put(part, sample.payload().clone());
+                }
+            }
+            Message::End { lane, end } => self.receiver(&lane, &from)?.end(Ending::Sender(end)),
+            Message::Ready { lane, after, parts } => self.sender(&lane, &from)?.ready(after, parts),
+            Message::Credit { lane, parts } => self.sender(&lane, &from)?.grant(parts),
+            Message::Stop { lane, reason } => {
+                let reason = format!("the other end stopped it: {}", reason.escape_debug());
+                self.sender(&lane, &from)?.end(&reason);
+            }
+            Message::Hello(hello) => self.tell(Event::Hello { from, hello }),
+            Message::Begin { lane, purpose } => self.tell(Event::Begin {
+                from,
+                lane,
+                purpose,
+            }),
+        }
+        Some(())
+    }
+}
+
+impl Events for Shared {
+    fn presence(&self, bridge: Id, is_present: bool) {
+        if bridge == self.me {
+            return;
+        }
+        let mut present = self.present.lock().unwrap_or_else(PoisonError::into_inner);
+        if is_present && present.len() < PRESENT_MAX {
+            let number = PRESENCES.fetch_add(1, Ordering::Relaxed);
+            present.entry(bridge).or_insert(number);
+        } else if !is_present {
+            present.remove(&bridge);
+        }
+        drop(present);
+        // If there is no room, the control thread is busy, and looks with its next tick.
+        let _ = self.events.try_send(Event::Presence);
+    }
+
+    fn received(&self, sample: &Sample) {
+        let message = sample.attachment().map(|bytes| bytes.to_bytes());
+        let message = message.and_then(|bytes| Message::decode(&bytes));
+        let routed = message.and_then(|(from, message)| self.route(from, message, sample));
+        if routed.is_none() {
+            self.refuse();
+        }
+    }
+}
+
+/// A bridge between the domain of its options and other machines, until it is dropped.
+pub struct Bridge {
+    shared: Arc<Shared>,
+    notices: Mutex<Receiver<Notice>>,
+    control: Option<JoinHandle<()>>,
+    session: zenoh::Session,
+}
+
+impl Bridge {
+    /// Opens the endpoints and begins to carry names.
+    ///
+    /// # Errors
+    /// [`Error::Insecure`], [`Error::Endpoint`], [`Error::Pattern`] and [`Error::Option`] for the
+    /// options; [`Error::Zenoh`] for an address in use or a certificate that cannot be read;
+    /// [`Error::Local`]; [`Error::Thread`].
+    pub fn open(options: Options) -> Result<Bridge> {
+        let patterns = options.check()?;
+        let (events, incoming) = sync_channel(EVENTS_MAX);
+        let (notices, told) = sync_channel(NOTICES_MAX);
+        let shared = Arc::new(Shared {
+            me: random_id(),
+            senders: RwLock::default(),
+            receivers: RwLock::default(),
+            status: Mutex::default(),
+            refused: AtomicU64::new(0),
+            present: Mutex::default(),
+            events,
+            notices,
+        });
+        let presence = Presence::open(&options, shared.me, shared.clone())?;
+        let session = presence.session.clone();
+        let control = Control::new(options, patterns, shared.clone(), presence, incoming)?;
+        let thread = std::thread::Builder::new().name("bridge-control".into());
+        let control = thread.spawn(move || control.run());
+        let control = control.map_err(|source| Error::Thread {
+            purpose: "a bridge",
+            source,
+        })?;
+        Ok(Bridge {
+            shared,
+            notices: Mutex::new(told),
+            control: Some(control),
+            session,
+        })
+    }
+
+    /// The next thing that happened, at the latest after `timeout`; `None` if nothing did.
+    pub fn next_notice(&self, timeout: Duration) -> Option<Notice> {
+        let notices = self.notices.lock().unwrap_or_else(PoisonError::into_inner);
+        notices.recv_timeout(timeout).ok()
+    }
+
+    /// The state, as of the last second.
+    pub fn status(&self) -> Status {
+        let status = self.shared.status.lock();
+        status.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Drop for Bridge {
+    fn drop(&mut self) {
+        // The queue may be full for a moment; the control thread empties it.
+        let _ = self.shared.events.send(Event::Stop);
+        if let Some(control) = self.control.take() {
+            let _ = control.join();
+        }
+        let _ = self.session.close().wait();
+    }
+}
+
+impl std::fmt::Debug for Bridge {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Bridge").finish_non_exhaustive()
+    }
+}
+
+/// 16 random bytes of the system.
+pub(crate) fn random_id() -> Id {
+    let mut id = Id::default();
+    let mut filled = 0;
+    while filled < id.len() {
+        match rustix::rand::getrandom(&mut id[filled..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(count) => filled += count,
+            // Interrupted by a signal: the system's source itself does not fail once it is ready.
+            Err(_) => std::hint::spin_loop(),
+        }
+    }
+    id
+}

@@ -1,0 +1,291 @@
+//! The control thread: which bridges there are, which names go to them, and which come from them.
+
+mod lanes;
+mod report;
+
+use std::collections::HashMap;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use warpipe::{Publisher, Stream};
+
+use self::report::Meter;
+use crate::bridge::{Event, Shared};
+use crate::error::Result;
+use crate::exporter::Sent;
+use crate::importer::{Import, Left};
+use crate::lane::{Ending, LaneReceiver, LaneSender};
+use crate::message::{End, Hello, Id, Message, node_name};
+use crate::options::{Options, Patterns};
+use crate::pattern::{self, Pattern};
+use crate::session::{Outbox, Presence};
+use crate::status::Notice;
+
+/// How often the domain is looked at for names, and lanes that have ended are cleared away.
+const TICK: Duration = Duration::from_millis(200);
+/// How often the status is published.
+const STATUS_INTERVAL: Duration = Duration::from_secs(1);
+/// How long a name rests after its lane ended.
+const RETRY: Duration = Duration::from_secs(1);
+/// Lanes with one peer, in each direction.
+const LANES_PER_PEER_MAX: usize = 128;
+/// Imported names, those of unreachable peers included.
+const IMPORTS_MAX: usize = 1024;
+/// Homes and names of which it is known how far they were sent.
+const SENT_MAX: usize = 4096;
+
+/// Another bridge that is present.
+struct Peer {
+    /// Of this presence.
+    number: u64,
+    outbox: Arc<Outbox>,
+    hello: Option<KnownHello>,
+    exports: HashMap<String, ExportLane>,
+    imports: Vec<ImportLane>,
+    /// Names that rest until then.
+    rests: HashMap<String, Instant>,
+}
+
+struct KnownHello {
+    hello: Hello,
+    imports: Vec<Pattern>,
+}
+
+struct ExportLane {
+    sender: Arc<LaneSender>,
+    thread: JoinHandle<Result<End>>,
+    meter: Meter,
+}
+
+struct ImportLane {
+    import: Arc<Import>,
+    receiver: Arc<LaneReceiver>,
+    thread: JoinHandle<Left>,
+    meter: Meter,
+}
+
+pub(crate) struct Control {
+    options: Arc<Options>,
+    patterns: Patterns,
+    home: u64,
+    shared: Arc<Shared>,
+    presence: Presence,
+    incoming: Receiver<Event>,
+    peers: HashMap<Id, Peer>,
+    /// By the exporter's home and the name.
+    imports: HashMap<(u64, String), (Id, Arc<Import>)>,
+    sent: HashMap<(u64, String), Arc<Mutex<Sent>>>,
+    status: Option<(Publisher, Stream)>,
+    looked: Instant,
+    told: Instant,
+}
+
+impl Control {
+    pub(crate) fn new(
+        mut options: Options,
+        patterns: Patterns,
+        shared: Arc<Shared>,
+        presence: Presence,
+        incoming: Receiver<Event>,
+    ) -> Result<Control> {
+        options.node = node_name(&options.node);
+        let now = Instant::now();
+        Ok(Control {
+            home: home(&options),
+            options: Arc::new(options),
+            patterns,
+            shared,
+            presence,
+            incoming,
+            peers: HashMap::new(),
+            imports: HashMap::new(),
+            sent: HashMap::new(),
+            status: None,
+            looked: now,
+            told: now,
+        })
+    }
+
+    pub(crate) fn run(mut self) {
+        loop {
+            match self.incoming.recv_timeout(TICK) {
+                Ok(Event::Presence) => self.look_for_bridges(),
+                Ok(Event::Hello { from, hello }) => self.greeted(from, hello),
+                Ok(Event::Begin {
+                    from,
+                    lane,
+                    purpose,
+                }) => self.begin(from, lane, purpose),
+                Ok(Event::Done) => self.reap(),
+                Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if self.looked.elapsed() >= TICK {
+                self.looked = Instant::now();
+                self.tick();
+            }
+        }
+        self.close();
+    }
+
+    fn close(&mut self) {
+        let bridges: Vec<Id> = self.peers.keys().copied().collect();
+        for bridge in bridges {
+            let Some(peer) = self.peers.remove(&bridge) else {
+                continue;
+            };
+            self.end_lanes(&peer);
+            // Each of them ends within a slice of its waits.
+            for (_, lane) in peer.exports {
+                let _ = lane.thread.join();
+            }
+            for lane in peer.imports {
+                let _ = lane.thread.join();
+            }
+        }
+    }
+
+    fn tick(&mut self) {
+        self.reap();
+        self.look_for_bridges();
+        let greeting: Vec<Id> = self
+            .peers
+            .iter()
+            .filter(|(_, peer)| peer.hello.is_none())
+            .map(|(id, _)| *id)
+            .collect();
+        greeting.iter().for_each(|bridge| self.greet(bridge));
+        self.export_names();
+        if self.told.elapsed() >= STATUS_INTERVAL {
+            let elapsed = std::mem::replace(&mut self.told, Instant::now()).elapsed();
+            self.tell_status(elapsed);
+        }
+    }
+
+    /// Compares the peers with the bridges that are present.
+    fn look_for_bridges(&mut self) {
+        let present = self.shared.present.lock();
+        let present = present.unwrap_or_else(PoisonError::into_inner).clone();
+        let is_gone =
+            |(id, peer): (&Id, &Peer)| (present.get(id) != Some(&peer.number)).then_some(*id);
+        let gone: Vec<Id> = self.peers.iter().filter_map(is_gone).collect();
+        gone.iter().for_each(|bridge| self.disappeared(bridge));
+        for (bridge, number) in present {
+            if !self.peers.contains_key(&bridge) && self.peers.len() < self.options.peers_max {
+                self.appeared(bridge, number);
+            }
+        }
+    }
+
+    fn appeared(&mut self, bridge: Id, number: u64) {
+        let Ok(outbox) = self.presence.outbox(self.shared.me, &bridge) else {
+            return;
+        };
+        let peer = Peer {
+            number,
+            outbox: Arc::new(outbox),
+            hello: None,
+            exports: HashMap::new(),
+            imports: Vec::new(),
+            rests: HashMap::new(),
+        };
+        self.peers.insert(bridge, peer);
+        self.greet(&bridge);
+    }
+
+    /// The peer is unreachable: suspicion, and no proof of anything. Its lanes end; what it exported
+    /// stays published here, and waits.
+    fn disappeared(&mut self, bridge: &Id) {
+        let Some(peer) = self.peers.remove(bridge) else {
+            return;
+        };
+        self.end_lanes(&peer);
+        if let Some(known) = &peer.hello {
+            let node = known.hello.node.clone();
+            self.shared.notice(Notice::Unreachable { node });
+        }
+    }
+
+    fn end_lanes(&self, peer: &Peer) {
+        for lane in peer.exports.values() {
+            lane.sender.end("the peer is unreachable");
+            self.forget_sender(&lane.sender.lane);
+        }
+        for lane in &peer.imports {
+            lane.receiver.end(Ending::Cut);
+            self.forget_receiver(&lane.receiver.lane);
+        }
+    }
+
+    fn forget_sender(&self, lane: &Id) {
+        let mut senders = self
+            .shared
+            .senders
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        senders.remove(lane);
+    }
+
+    fn forget_receiver(&self, lane: &Id) {
+        let mut receivers = self
+            .shared
+            .receivers
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        receivers.remove(lane);
+    }
+
+    fn greet(&self, bridge: &Id) {
+        let Some(peer) = self.peers.get(bridge) else {
+            return;
+        };
+        let hello = Hello {
+            node: self.options.node.clone(),
+            home: self.home,
+            imports: self.options.import.clone(),
+            has_yours: peer.hello.is_some(),
+        };
+        let _ = peer.outbox.send(&Message::Hello(hello), Vec::new());
+    }
+
+    fn greeted(&mut self, from: Id, hello: Hello) {
+        // The sign of its presence may come later; it greets again until it is answered.
+        self.look_for_bridges();
+        let Some(peer) = self.peers.get_mut(&from) else {
+            return;
+        };
+        let Ok(imports) = pattern::all(&hello.imports) else {
+            return;
+        };
+        let node = node_name(&hello.node);
+        let (is_first, answers) = (peer.hello.is_none(), hello.has_yours);
+        let hello = Hello {
+            node: node.clone(),
+            ..hello
+        };
+        peer.hello = Some(KnownHello { hello, imports });
+        if is_first {
+            self.shared.notice(Notice::Reached { node });
+        }
+        if is_first || !answers {
+            self.greet(&from);
+        }
+    }
+}
+
+/// A number that every run of a bridge in this domain of this machine has.
+fn home(options: &Options) -> u64 {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    let mut hasher = DefaultHasher::new();
+    std::fs::read_to_string("/etc/machine-id")
+        .ok()
+        .hash(&mut hasher);
+    options.node.hash(&mut hasher);
+    let path = options.domain.path();
+    path.canonicalize()
+        .unwrap_or_else(|_| path.to_owned())
+        .hash(&mut hasher);
+    hasher.finish()
+}

@@ -1,0 +1,293 @@
+//! The lanes of the peers: begun, and cleared away when they have ended.
+
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use warpipe::EndpointName;
+
+use super::report::Meter;
+use super::{Control, ExportLane, IMPORTS_MAX, ImportLane, LANES_PER_PEER_MAX, RETRY, SENT_MAX};
+use crate::bridge::{Event, random_id};
+use crate::error::Result;
+use crate::exporter::Export;
+use crate::importer::{Import, Left};
+use crate::lane::{Ending, LaneReceiver, LaneSender};
+use crate::message::{End, Id, Message, Purpose, bounded};
+use crate::session::Outbox;
+use crate::status::{Notice, STATUS_PREFIX};
+
+impl Control {
+    /// Begins a lane for each name that a peer wants and has not.
+    pub(super) fn export_names(&mut self) {
+        let Ok(endpoints) = self.options.domain.endpoints() else {
+            return;
+        };
+        let me = std::process::id() as i32;
+        let is_ours = |name: &str| name.starts_with(STATUS_PREFIX) || name.starts_with("remote/");
+        for endpoint in endpoints {
+            let name = endpoint.name.as_str();
+            // Names of this process are imported ones: they do not go back.
+            let holder = endpoint.holder.and_then(|holder| holder.pid);
+            let is_exported = self
+                .patterns
+                .export
+                .iter()
+                .any(|pattern| pattern.matches(name));
+            if !is_exported || is_ours(name) || holder.is_none_or(|pid| pid == me) {
+                continue;
+            }
+            let bridges: Vec<Id> = self.peers.keys().copied().collect();
+            for bridge in bridges {
+                self.export_to(&bridge, name);
+            }
+        }
+    }
+
+    fn export_to(&mut self, bridge: &Id, name: &str) {
+        let Some(peer) = self.peers.get_mut(bridge) else {
+            return;
+        };
+        let Some(known) = peer.hello.as_ref().filter(|known| known.hello.has_yours) else {
+            return;
+        };
+        let rests = peer
+            .rests
+            .get(name)
+            .is_some_and(|&until| Instant::now() < until);
+        let wants = known.imports.iter().any(|pattern| pattern.matches(name));
+        let is_full = peer.exports.len() >= LANES_PER_PEER_MAX;
+        if !wants || rests || is_full || peer.exports.contains_key(name) {
+            return;
+        }
+        let key = (known.hello.home, name.to_owned());
+        if self.sent.len() >= SENT_MAX && !self.sent.contains_key(&key) {
+            self.sent.retain(|_, sent| Arc::strong_count(sent) > 1);
+        }
+        let sent = self.sent.entry(key).or_default().clone();
+        let sender = Arc::new(LaneSender::new(random_id(), *bridge, peer.outbox.clone()));
+        let export = Export {
+            name: name.to_owned(),
+            options: self.options.clone(),
+            sender: sender.clone(),
+            sent,
+        };
+        let mut senders = self
+            .shared
+            .senders
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        senders.insert(sender.lane, sender.clone());
+        drop(senders);
+        let shared = self.shared.clone();
+        let thread = std::thread::Builder::new().name("bridge-export".into());
+        let thread = thread.spawn(move || {
+            let end = export.run();
+            shared.tell(Event::Done);
+            end
+        });
+        match thread {
+            Ok(thread) => {
+                let node = known.hello.node.clone();
+                let lane = ExportLane {
+                    sender,
+                    thread,
+                    meter: Meter::default(),
+                };
+                peer.exports.insert(name.to_owned(), lane);
+                self.shared.notice(Notice::Exporting {
+                    name: name.into(),
+                    node,
+                });
+            }
+            Err(_) => {
+                peer.rests.insert(name.to_owned(), Instant::now() + RETRY);
+                self.forget_sender(&sender.lane);
+            }
+        }
+    }
+
+    /// A peer begins a lane to this end.
+    pub(super) fn begin(&mut self, from: Id, lane: Id, purpose: Purpose) {
+        let Purpose::Samples { name, generation } = purpose;
+        let begun = self.import(from, lane, &name, generation);
+        if let (Err(reason), Some(peer)) = (begun, self.peers.get(&from)) {
+            let reason = bounded(&reason);
+            let _ = peer
+                .outbox
+                .send(&Message::Stop { lane, reason }, Vec::new());
+        }
+    }
+
+    fn import(&mut self, from: Id, lane: Id, name: &str, generation: Id) -> Result<(), String> {
+        let wants = self
+            .patterns
+            .import
+            .iter()
+            .any(|pattern| pattern.matches(name));
+        if !wants || EndpointName::new(name).is_err() {
+            return Err(format!("{name:?} is not imported here"));
+        }
+        let peer = self.peers.get(&from).ok_or("there was no hello")?;
+        let known = peer.hello.as_ref().ok_or("there was no hello")?;
+        if peer.imports.len() >= LANES_PER_PEER_MAX {
+            return Err(format!(
+                "{LANES_PER_PEER_MAX} names are imported from this peer already"
+            ));
+        }
+        let is_known = self.shared.receiver(&lane, &from).is_some();
+        let key = (known.hello.home, name.to_owned());
+        let holder = self.imports.get(&key).map(|(holder, _)| *holder);
+        if is_known || holder.is_some_and(|it| it != from && self.peers.contains_key(&it)) {
+            return Err(format!(
+                "{name:?} comes from another bridge of that machine already"
+            ));
+        }
+        if holder.is_none() && self.imports.len() >= IMPORTS_MAX {
+            return Err(format!("{IMPORTS_MAX} names are imported already"));
+        }
+        let node = known.hello.node.clone();
+        let outbox = peer.outbox.clone();
+        let import = self
+            .imports
+            .entry(key)
+            .or_insert_with(|| (from, Arc::new(Import::new(name, &node))));
+        import.0 = from;
+        let import = import.1.clone();
+        self.start_import(from, lane, import, outbox, generation)
+    }
+
+    fn start_import(
+        &mut self,
+        from: Id,
+        lane: Id,
+        import: Arc<Import>,
+        outbox: Arc<Outbox>,
+        generation: Id,
+    ) -> Result<(), String> {
+        let peer = self.peers.get_mut(&from).ok_or("there was no hello")?;
+        // Its older lane, if there is one, ends: the exporter began anew.
+        for older in peer
+            .imports
+            .iter()
+            .filter(|older| Arc::ptr_eq(&older.import, &import))
+        {
+            older.receiver.end(Ending::Cut);
+        }
+        let receiver = Arc::new(LaneReceiver::new(lane, from, self.options.window, outbox));
+        let mut receivers = self
+            .shared
+            .receivers
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        receivers.insert(lane, receiver.clone());
+        drop(receivers);
+        let (name, node) = (import.name.clone(), import.node.clone());
+        let (shared, options) = (self.shared.clone(), self.options.clone());
+        let (work, incoming) = (import.clone(), receiver.clone());
+        let thread = std::thread::Builder::new().name("bridge-import".into());
+        let thread = thread.spawn(move || {
+            let left = work.run(&options, &incoming, generation);
+            shared.tell(Event::Done);
+            left
+        });
+        let thread = thread.map_err(|error| error.to_string())?;
+        let lane = ImportLane {
+            import,
+            receiver,
+            thread,
+            meter: Meter::default(),
+        };
+        peer.imports.push(lane);
+        self.shared.notice(Notice::Importing { name, node });
+        Ok(())
+    }
+
+    /// Clears away the lanes that have ended.
+    pub(super) fn reap(&mut self) {
+        let mut ended = Vec::new();
+        for peer in self.peers.values_mut() {
+            let node = peer
+                .hello
+                .as_ref()
+                .map_or_else(String::new, |known| known.hello.node.clone());
+            let done: Vec<String> = peer
+                .exports
+                .iter()
+                .filter(|(_, lane)| lane.thread.is_finished())
+                .map(|(name, _)| name.clone())
+                .collect();
+            for name in done {
+                let Some(lane) = peer.exports.remove(&name) else {
+                    continue;
+                };
+                let (reason, rest) = export_reason(&lane.sender, lane.thread.join());
+                peer.rests.insert(name.clone(), Instant::now() + rest);
+                ended.push((
+                    lane.sender.lane,
+                    Notice::ExportEnded {
+                        name,
+                        node: node.clone(),
+                        reason,
+                    },
+                ));
+            }
+            let (done, live) = std::mem::take(&mut peer.imports)
+                .into_iter()
+                .partition(|lane: &ImportLane| lane.thread.is_finished());
+            peer.imports = live;
+            let done: Vec<ImportLane> = done;
+            for lane in done {
+                let (reason, waits) = match lane.thread.join() {
+                    Ok(Left::Ended(end)) => (end_text(&end), false),
+                    Ok(Left::Waiting(reason)) => (reason, true),
+                    Err(_) => ("its thread panicked".into(), true),
+                };
+                let (name, node) = (lane.import.name.clone(), lane.import.node.clone());
+                ended.push((
+                    lane.receiver.lane,
+                    Notice::ImportEnded {
+                        name,
+                        node,
+                        reason,
+                        waits,
+                    },
+                ));
+            }
+            peer.rests.retain(|_, until| Instant::now() < *until);
+        }
+        for (lane, notice) in ended {
+            self.forget_sender(&lane);
+            self.forget_receiver(&lane);
+            self.shared.notice(notice);
+        }
+    }
+}
+
+/// Why an export ended, and how long its name rests.
+fn export_reason(
+    sender: &LaneSender,
+    result: std::thread::Result<Result<End>>,
+) -> (String, Duration) {
+    match result {
+        // By the policy: not again while this peer is present.
+        Ok(Ok(End::Failed(reason))) => (reason, Duration::from_secs(u32::MAX.into())),
+        Ok(Ok(End::Paused)) => (
+            sender
+                .ended()
+                .unwrap_or_else(|| "the peer did not take it".into()),
+            RETRY,
+        ),
+        Ok(Ok(end)) => (end_text(&end), Duration::ZERO),
+        Ok(Err(error)) => (error.to_string(), RETRY),
+        Err(_) => ("its thread panicked".into(), RETRY),
+    }
+}
+
+fn end_text(end: &End) -> String {
+    match end {
+        End::Closed => "its publisher closed".into(),
+        End::Died => "its publisher died".into(),
+        End::Failed(reason) => reason.escape_debug().to_string(),
+        End::Paused => "paused".into(),
+    }
+}

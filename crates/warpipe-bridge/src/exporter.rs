@@ -1,0 +1,256 @@
+//! One name, exported to one peer: an ordinary subscriber here, and a lane to the peer.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use warpipe::{Error as Local, Sample, Stream, Subscriber};
+
+use crate::error::{Error, Result};
+use crate::lane::{LaneCounts, LaneSender, SLICE};
+use crate::message::{End, Id, Message, Purpose, Tag, Tensor, bounded};
+use crate::options::{Options, Policy};
+
+/// How long a peer may take to take a lane.
+const READY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The samples that were sent to a home, by the publisher's incarnation: a new run of the bridge
+/// there gets none of them again.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct Sent {
+    pub(crate) generation: Id,
+    pub(crate) sequence: u64,
+}
+
+/// What an export needs.
+#[derive(Debug)]
+pub(crate) struct Export {
+    pub(crate) name: String,
+    pub(crate) options: Arc<Options>,
+    pub(crate) sender: Arc<LaneSender>,
+    pub(crate) sent: Arc<Mutex<Sent>>,
+}
+
+/// The samples that are held for the peer.
+#[derive(Debug, Default)]
+struct Held {
+    samples: VecDeque<Sample>,
+    end: Option<End>,
+}
+
+#[derive(Debug, Default)]
+struct Shelf {
+    held: Mutex<Held>,
+    changed: Condvar,
+    is_over: AtomicBool,
+}
+
+impl Export {
+    /// Runs until the source or the lane has ended. Returns how the lane ended at this end.
+    pub(crate) fn run(&self) -> Result<End> {
+        let end = self.export();
+        let told = match &end {
+            Ok(end) => end.clone(),
+            Err(error) => End::Failed(bounded(&error.to_string())),
+        };
+        let lane = self.sender.lane;
+        let _ = self.sender.send(&Message::End { lane, end: told });
+        self.sender.end("the export has ended");
+        end
+    }
+
+    fn export(&self) -> Result<End> {
+        let device = &self.options.device;
+        let mut subscriber = Subscriber::builder(&self.name)
+            .domain(&self.options.domain)
+            .device(device)
+            .build()?;
+        let generation = subscriber.publisher_generation().unwrap_or_default();
+        let (name, lane) = (self.name.clone(), self.sender.lane);
+        let purpose = Purpose::Samples { name, generation };
+        self.sender.send(&Message::Begin { lane, purpose })?;
+        let Some(after) = self.sender.wait_ready(READY_TIMEOUT) else {
+            return Ok(End::Paused);
+        };
+        let before = *self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = if before.generation == generation {
+            before.sequence
+        } else {
+            0
+        };
+        let after = after.max(sent);
+        let (receiving, copying) = (device.stream()?, device.stream()?);
+        let shelf = Shelf::default();
+        std::thread::scope(|scope| {
+            let sending = std::thread::Builder::new().name("bridge-send".into());
+            let sending = sending.spawn_scoped(scope, || {
+                let result = self.send_held(&shelf, &copying, generation);
+                shelf.is_over.store(true, Ordering::Release);
+                shelf.changed.notify_all();
+                result
+            });
+            let sending = sending.map_err(|source| Error::Thread {
+                purpose: "an export",
+                source,
+            })?;
+            let end = self.receive(&mut subscriber, &receiving, &shelf, after);
+            let end = match end {
+                Ok(end) => end,
+                Err(error) => End::Failed(bounded(&error.to_string())),
+            };
+            let is_failure = matches!(end, End::Failed(_));
+            shelf
+                .held
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .end = Some(end.clone());
+            shelf.changed.notify_all();
+            if is_failure {
+                self.sender.end("the export failed");
+            }
+            match sending.join() {
+                Ok(result) => result.map(|()| end),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        })
+    }
+
+    /// Takes samples from the publisher until it has gone or the lane has ended.
+    fn receive(
+        &self,
+        subscriber: &mut Subscriber,
+        stream: &Stream,
+        shelf: &Shelf,
+        after: u64,
+    ) -> Result<End> {
+        let mut last = after;
+        loop {
+            if self.sender.ended().is_some() || shelf.is_over.load(Ordering::Acquire) {
+                return Ok(End::Paused);
+            }
+            if self.options.policy == Policy::Block && !self.wait_for_room(shelf) {
+                continue;
+            }
+            let sample = match subscriber.receive_timeout(stream, SLICE) {
+                Ok(sample) => sample,
+                Err(Local::Timeout { .. }) => continue,
+                Err(Local::PeerGone { graceful, .. }) => {
+                    return Ok(if graceful { End::Closed } else { End::Died });
+                }
+                Err(error) => return Err(error.into()),
+            };
+            if sample.sequence() <= after {
+                continue;
+            }
+            let missing = sample.sequence().saturating_sub(last + 1);
+            if last > 0 {
+                LaneCounts::add(&self.sender.counts.missing, missing);
+            }
+            last = sample.sequence();
+            if let Some(end) = self.hold(shelf, sample) {
+                return Ok(end);
+            }
+        }
+    }
+
+    /// Whether there is room for one more sample, at the latest after a slice.
+    fn wait_for_room(&self, shelf: &Shelf) -> bool {
+        let held = shelf.held.lock().unwrap_or_else(PoisonError::into_inner);
+        // One is on its way, and one behind it hides the time until the publisher's next.
+        let waits = |held: &mut Held| {
+            held.samples.len() >= self.options.held_max.min(2)
+                && !shelf.is_over.load(Ordering::Acquire)
+        };
+        let waited = shelf.changed.wait_timeout_while(held, SLICE, waits);
+        let (held, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        held.samples.len() < self.options.held_max.min(2)
+    }
+
+    /// Keeps a sample for the sender, by the policy. An end for the policy that ends the lane.
+    fn hold(&self, shelf: &Shelf, sample: Sample) -> Option<End> {
+        let mut held = shelf.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_full = held.samples.len() >= self.options.held_max;
+        let mut dropped = None;
+        match self.options.policy {
+            Policy::DropOldest if is_full => {
+                dropped = held.samples.pop_front();
+                held.samples.push_back(sample);
+            }
+            Policy::DropNewest if is_full => dropped = Some(sample),
+            Policy::Fail if is_full => {
+                let reason = format!(
+                    "{} samples wait for room at the importer",
+                    held.samples.len()
+                );
+                return Some(End::Failed(reason));
+            }
+            Policy::Block | Policy::DropOldest | Policy::DropNewest | Policy::Fail => {
+                held.samples.push_back(sample);
+            }
+        }
+        drop(held);
+        if dropped.is_some() {
+            LaneCounts::add(&self.sender.counts.dropped, 1);
+        }
+        shelf.changed.notify_all();
+        None
+    }
+
+    /// Sends what is held, in order, until the lane has ended and nothing is left.
+    fn send_held(&self, shelf: &Shelf, stream: &Stream, generation: Id) -> Result<()> {
+        loop {
+            // A sample leaves the shelf when it can go: until then the policy may still drop it.
+            if !self.sender.wait_credit(SLICE) {
+                if self.sender.ended().is_some() {
+                    return Ok(());
+                }
+                continue;
+            }
+            let held = shelf.held.lock().unwrap_or_else(PoisonError::into_inner);
+            let waits = |held: &mut Held| held.samples.is_empty() && held.end.is_none();
+            let waited = shelf.changed.wait_timeout_while(held, SLICE, waits);
+            let (mut held, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            let (sample, is_over) = (held.samples.pop_front(), held.end.is_some());
+            drop(held);
+            shelf.changed.notify_all();
+            match sample {
+                Some(sample) if !self.send_one(&sample, stream, generation)? => return Ok(()),
+                Some(_) => {}
+                None if is_over || self.sender.ended().is_some() => return Ok(()),
+                None => {}
+            }
+        }
+    }
+
+    /// Sends one sample if its data is proven complete. Says whether the lane goes on.
+    fn send_one(&self, sample: &Sample, stream: &Stream, generation: Id) -> Result<bool> {
+        loop {
+            match sample.wait(SLICE) {
+                Ok(()) => break,
+                Err(Local::Timeout { .. }) if self.sender.ended().is_none() => {}
+                Err(Local::Timeout { .. }) => return Ok(false),
+                // Its number is missing there, and so it is counted.
+                Err(Local::SampleLost { .. }) => return Ok(true),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if sample.layout().bytes() > self.options.tensor_bytes_max {
+            LaneCounts::add(&self.sender.counts.dropped, 1);
+            return Ok(true);
+        }
+        let sequence = sample.sequence();
+        // Before the first part: a part that may have arrived is never sent again.
+        *self.sent.lock().unwrap_or_else(PoisonError::into_inner) = Sent {
+            generation,
+            sequence,
+        };
+        let tensor = Tensor::new(Tag::Sample { sequence }, sample.layout(), sample.metadata());
+        // SAFETY: the data is complete, and the sample, which the caller keeps, keeps its slot
+        // mapped and unwritten.
+        unsafe {
+            self.sender
+                .send_tensor(tensor, sample.slot_ptr(), stream, self.options.part_bytes)
+        }
+    }
+}

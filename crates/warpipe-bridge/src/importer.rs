@@ -1,0 +1,278 @@
+//! One name, imported from one peer: a lane from the peer, and an ordinary publisher here.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
+
+use warpipe::{Error as Local, Policy as LocalPolicy, Publisher, SampleMut, Stream};
+use zenoh::bytes::ZBytes;
+
+use crate::error::Result;
+use crate::lane::{Assembly, Ending, LaneCounts, LaneReceiver, SLICE, upload};
+use crate::message::{End, Id, Message, Part, Tag, bounded};
+use crate::options::Options;
+
+/// How often a name that is taken is tried again, a slice apart.
+const TAKEN_ATTEMPTS: u32 = 10;
+
+/// An imported name. It outlives its lanes: when a peer comes back, the same publisher goes on.
+#[derive(Debug)]
+pub(crate) struct Import {
+    pub(crate) name: String,
+    /// The name of the exporter's machine.
+    pub(crate) node: String,
+    /// Held by the lane's thread while it runs.
+    published: Mutex<Option<Published>>,
+}
+
+/// The publisher for one incarnation of the source.
+#[derive(Debug)]
+struct Published {
+    publisher: Publisher,
+    generation: Id,
+    /// The number of the last sample.
+    last: u64,
+    stream: Stream,
+}
+
+/// How the end of a lane leaves its name.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Left {
+    /// The source has ended, and so has the publisher here.
+    Ended(End),
+    /// The source may live: the publisher here waits for it.
+    Waiting(String),
+}
+
+impl Import {
+    pub(crate) fn new(name: &str, node: &str) -> Import {
+        Import {
+            name: name.into(),
+            node: node.into(),
+            published: Mutex::default(),
+        }
+    }
+
+    /// Whether its publisher waits here: no lane runs.
+    pub(crate) fn is_published(&self) -> bool {
+        self.published
+            .try_lock()
+            .is_ok_and(|published| published.is_some())
+    }
+
+    /// Publishes what a lane brings, until it ends.
+    pub(crate) fn run(&self, options: &Options, lane: &LaneReceiver, generation: Id) -> Left {
+        // The thread of the lane before this one ends within a slice: its lane was cut.
+        let mut published = self
+            .published
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let ending = match self.publish_all(options, lane, generation, &mut published) {
+            Ok(ending) => ending,
+            Err(error) => Ending::Fault(error.to_string()),
+        };
+        let stop = |reason: &str| {
+            let (lane_id, reason) = (lane.lane, bounded(reason));
+            let _ = lane.send(&Message::Stop {
+                lane: lane_id,
+                reason,
+            });
+        };
+        match ending {
+            Ending::Sender(End::Paused) => Left::Waiting("the exporter paused".into()),
+            Ending::Sender(end) => {
+                *published = None;
+                Left::Ended(end)
+            }
+            Ending::Cut => {
+                stop("the lane was replaced or its peer was unreachable");
+                Left::Waiting("the peer is unreachable".into())
+            }
+            Ending::Fault(reason) => {
+                stop(&reason);
+                Left::Waiting(reason)
+            }
+        }
+    }
+
+    fn publish_all(
+        &self,
+        options: &Options,
+        lane: &LaneReceiver,
+        generation: Id,
+        published: &mut Option<Published>,
+    ) -> Result<Ending> {
+        if published
+            .as_ref()
+            .is_some_and(|it| it.generation != generation)
+        {
+            // Another incarnation of the source is another one here.
+            *published = None;
+        }
+        let published = match published {
+            Some(published) => published,
+            None => published.insert(self.publish(options, lane, generation)?),
+        };
+        lane.accept(published.last)?;
+        let mut assembly = None;
+        loop {
+            let (part, payload) = match lane.next() {
+                Ok(Some(part)) => part,
+                Ok(None) => continue,
+                Err(ending) => return Ok(ending),
+            };
+            if lane.is_cut() {
+                return Ok(Ending::Cut);
+            }
+            if let Some(ending) = published.take(options, lane, &mut assembly, part, &payload)? {
+                return Ok(ending);
+            }
+            drop(payload);
+            lane.taken()?;
+        }
+    }
+
+    /// Takes the name here, or `remote/HOST/NAME` where another process has it.
+    fn publish(&self, options: &Options, lane: &LaneReceiver, generation: Id) -> Result<Published> {
+        let build = |name: &str| {
+            Publisher::builder(name)
+                .domain(&options.domain)
+                .device(&options.device)
+                .memory_limit(options.memory_limit)
+                .depth(options.depth)
+                .history(options.history.min(options.depth))
+                .policy(LocalPolicy::Block { timeout: SLICE })
+                .loan_timeout(SLICE)
+                .gaps(true)
+                .build()
+        };
+        let mut attempts = 0;
+        let publisher = loop {
+            match build(&self.name) {
+                // A bridge that was killed holds its names until the system has cleared it away.
+                Err(Local::NameTaken { .. }) if attempts < TAKEN_ATTEMPTS && !lane.is_cut() => {
+                    lane.wait_for_end(SLICE);
+                    attempts += 1;
+                }
+                Err(Local::NameTaken { .. }) => {
+                    break build(&format!("remote/{}/{}", self.node, self.name))?;
+                }
+                other => break other?,
+            }
+        };
+        Ok(Published {
+            stream: options.device.stream()?,
+            publisher,
+            generation,
+            last: 0,
+        })
+    }
+}
+
+impl Published {
+    /// Puts a part into its slot, and publishes the sample with its last one.
+    fn take(
+        &mut self,
+        options: &Options,
+        lane: &LaneReceiver,
+        assembly: &mut Option<Assembly<Option<SampleMut>>>,
+        mut part: Part,
+        payload: &ZBytes,
+    ) -> Result<Option<Ending>> {
+        let fault = |reason: String| Ok(Some(Ending::Fault(reason)));
+        if let Some(tensor) = part.tensor.take() {
+            if assembly.is_some() {
+                return fault("a tensor began before the one before it was whole".into());
+            }
+            let Tag::Sample { sequence } = tensor.tag;
+            if sequence == 0 || sequence > 1 << 62 || tensor.bytes > options.tensor_bytes_max {
+                return fault(format!(
+                    "sample {sequence} of {} bytes is not allowed",
+                    tensor.bytes
+                ));
+            }
+            let layout = match tensor.layout() {
+                Ok(layout) => layout,
+                Err(reason) => return fault(reason),
+            };
+            let target = if sequence <= self.last {
+                LaneCounts::add(&lane.counts.repeated, 1);
+                None
+            } else {
+                match self.loan(lane, &layout)? {
+                    Some(loan) => Some(loan),
+                    None => return Ok(Some(Ending::Cut)),
+                }
+            };
+            *assembly = Some(Assembly::new(tensor, layout, target));
+        }
+        let Some(current) = assembly else {
+            return fault("a part came without its tensor".into());
+        };
+        if let Err(reason) = current.add(&part, payload.len() as u64) {
+            return fault(reason);
+        }
+        if let Some(loan) = &current.target {
+            // SAFETY: `add` found the range inside the slot, which is this loan's alone until it is
+            // sent, behind the same stream.
+            unsafe {
+                upload(
+                    payload,
+                    &options.device,
+                    &self.stream,
+                    loan.slot_ptr() + part.offset,
+                )?;
+            }
+        }
+        if !current.is_whole() {
+            return Ok(None);
+        }
+        match assembly.take() {
+            Some(whole) => self.send(lane, whole),
+            None => Ok(None),
+        }
+    }
+
+    /// Waits for a slot: what the subscribers here hold is what holds up the lane. `None` when the
+    /// lane was cut.
+    fn loan(&self, lane: &LaneReceiver, layout: &warpipe::Layout) -> Result<Option<SampleMut>> {
+        while !lane.is_cut() {
+            match self.publisher.loan(layout) {
+                Ok(loan) => return Ok(Some(loan)),
+                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes <= limit => {}
+                Err(Local::Timeout { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(None)
+    }
+
+    fn send(
+        &mut self,
+        lane: &LaneReceiver,
+        whole: Assembly<Option<SampleMut>>,
+    ) -> Result<Option<Ending>> {
+        let Tag::Sample { sequence } = whole.tag;
+        let Some(mut loan) = whole.target else {
+            return Ok(None);
+        };
+        loan.set_metadata(&whole.metadata)?;
+        if self.last > 0 {
+            LaneCounts::add(&lane.counts.missing, sequence - self.last - 1);
+        }
+        self.publisher.skip_to(sequence)?;
+        loop {
+            match loan.send(&self.stream) {
+                Ok(_) => break,
+                Err(unsent) => match (unsent.error, unsent.sample) {
+                    (Local::Timeout { .. }, Some(sample)) if !lane.is_cut() => loan = *sample,
+                    (Local::Timeout { .. }, _) => return Ok(Some(Ending::Cut)),
+                    (error, _) => return Err(error.into()),
+                },
+            }
+        }
+        self.last = sequence;
+        lane.counts.tensors.fetch_add(1, Ordering::Relaxed);
+        LaneCounts::add(&lane.counts.bytes, whole.layout.bytes());
+        Ok(None)
+    }
+}

@@ -1,0 +1,389 @@
+//! A lane: tensors in one direction between two bridges, in parts, under credit.
+//!
+//! The receiver says how many parts may be sent in all; the sender waits for that number before
+//! each part. So no more parts are on their way than the receiver has room for, and a receiver that
+//! stands still holds up its own lanes and no link.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use warpipe::{Device, DevicePtr, Layout, Stream};
+use zenoh::bytes::ZBytes;
+
+use crate::error::Result;
+use crate::message::{Id, Message, Part, Tag, Tensor};
+use crate::session::Outbox;
+
+/// How often a wait looks whether its lane has ended.
+pub(crate) const SLICE: Duration = Duration::from_millis(100);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Figures of one lane, for people.
+#[derive(Debug, Default)]
+pub(crate) struct LaneCounts {
+    pub(crate) tensors: AtomicU64,
+    pub(crate) bytes: AtomicU64,
+    /// Samples that the policy left out.
+    pub(crate) dropped: AtomicU64,
+    /// Samples whose numbers were missing, whatever the reason.
+    pub(crate) missing: AtomicU64,
+    /// Samples that came a second time and were not published.
+    pub(crate) repeated: AtomicU64,
+    /// Parts that may still be sent.
+    pub(crate) credit: AtomicU64,
+}
+
+impl LaneCounts {
+    pub(crate) fn add(counter: &AtomicU64, count: u64) {
+        counter.fetch_add(count, Ordering::Relaxed);
+    }
+}
+
+/// The sending end of a lane.
+#[derive(Debug)]
+pub(crate) struct LaneSender {
+    pub(crate) lane: Id,
+    pub(crate) peer: Id,
+    outbox: Arc<Outbox>,
+    state: Mutex<SenderState>,
+    changed: Condvar,
+    pub(crate) counts: LaneCounts,
+}
+
+#[derive(Debug, Default)]
+struct SenderState {
+    /// From the receiver's `Ready`.
+    after: Option<u64>,
+    granted: u64,
+    sent: u64,
+    ended: Option<String>,
+}
+
+impl LaneSender {
+    pub(crate) fn new(lane: Id, peer: Id, outbox: Arc<Outbox>) -> LaneSender {
+        LaneSender {
+            lane,
+            peer,
+            outbox,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            counts: LaneCounts::default(),
+        }
+    }
+
+    pub(crate) fn send(&self, message: &Message) -> Result<()> {
+        self.outbox.send(message, Vec::new())
+    }
+
+    /// The receiver has taken the lane.
+    pub(crate) fn ready(&self, after: u64, parts: u64) {
+        lock(&self.state).after.get_or_insert(after);
+        self.grant(parts);
+    }
+
+    /// The receiver allows this number of parts in all. A smaller number than before changes
+    /// nothing.
+    pub(crate) fn grant(&self, parts: u64) {
+        let mut state = lock(&self.state);
+        state.granted = state.granted.max(parts);
+        let credit = state.granted.saturating_sub(state.sent);
+        self.counts.credit.store(credit, Ordering::Relaxed);
+        self.changed.notify_all();
+    }
+
+    /// Ends the lane from outside; the first reason stays.
+    pub(crate) fn end(&self, reason: &str) {
+        lock(&self.state).ended.get_or_insert_with(|| reason.into());
+        self.changed.notify_all();
+    }
+
+    /// Why the lane has ended, if it has.
+    pub(crate) fn ended(&self) -> Option<String> {
+        lock(&self.state).ended.clone()
+    }
+
+    /// Waits for the receiver's `Ready`. `None` when the lane ended or nothing came.
+    pub(crate) fn wait_ready(&self, timeout: Duration) -> Option<u64> {
+        let state = lock(&self.state);
+        let waits = |state: &mut SenderState| state.after.is_none() && state.ended.is_none();
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(state, timeout, waits)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.after.filter(|_| state.ended.is_none())
+    }
+
+    /// Whether a part may be sent, at the latest after `timeout`. False once the lane has ended.
+    pub(crate) fn wait_credit(&self, timeout: Duration) -> bool {
+        let state = lock(&self.state);
+        let waits = |state: &mut SenderState| state.sent >= state.granted && state.ended.is_none();
+        let waited = self.changed.wait_timeout_while(state, timeout, waits);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.sent < state.granted && state.ended.is_none()
+    }
+
+    /// Takes one credit and returns the number of the part; `None` once the lane has ended.
+    fn take_credit(&self) -> Option<u64> {
+        let mut state = lock(&self.state);
+        loop {
+            if state.ended.is_some() {
+                return None;
+            }
+            if state.sent < state.granted {
+                state.sent += 1;
+                let credit = state.granted - state.sent;
+                self.counts.credit.store(credit, Ordering::Relaxed);
+                return Some(state.sent);
+            }
+            let waited = self.changed.wait_timeout(state, SLICE);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Sends the tensor at `address`, in parts of at most `part_bytes`. Says whether all of it was
+    /// sent: not when the lane ended meanwhile.
+    ///
+    /// # Safety
+    /// `address` is readable by `device` for the layout's bytes, and nothing writes there, until
+    /// this returns.
+    pub(crate) unsafe fn send_tensor(
+        &self,
+        tensor: Tensor,
+        address: DevicePtr,
+        stream: &Stream,
+        part_bytes: usize,
+    ) -> Result<bool> {
+        let (bytes, mut tensor, mut offset) = (tensor.bytes, Some(tensor), 0);
+        while tensor.is_some() || offset < bytes {
+            let Some(number) = self.take_credit() else {
+                return Ok(false);
+            };
+            let length = (bytes - offset).min(part_bytes as u64);
+            let mut payload = vec![0; length as usize];
+            if length > 0 {
+                let backend = stream.device().backend();
+                // SAFETY: the stream is live and only ever copies; the caller promises the range.
+                unsafe { backend.download(stream.raw(), &mut payload, address + offset)? };
+            }
+            let part = Part {
+                lane: self.lane,
+                number,
+                offset,
+                tensor: tensor.take(),
+            };
+            self.outbox.send(&Message::Part(part), payload)?;
+            offset += length;
+        }
+        LaneCounts::add(&self.counts.tensors, 1);
+        LaneCounts::add(&self.counts.bytes, bytes);
+        Ok(true)
+    }
+}
+
+/// The receiving end of a lane. Zenoh's thread puts parts in, and one thread takes them out.
+#[derive(Debug)]
+pub(crate) struct LaneReceiver {
+    pub(crate) lane: Id,
+    pub(crate) peer: Id,
+    pub(crate) window: u64,
+    outbox: Arc<Outbox>,
+    state: Mutex<ReceiverState>,
+    changed: Condvar,
+    pub(crate) counts: LaneCounts,
+}
+
+#[derive(Debug, Default)]
+struct ReceiverState {
+    parts: VecDeque<(Part, ZBytes)>,
+    /// The number of the last part that came.
+    arrived: u64,
+    taken: u64,
+    granted: u64,
+    end: Option<Ending>,
+}
+
+/// Why a receiver's lane has ended.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Ending {
+    /// The sender said so.
+    Sender(crate::message::End),
+    /// The peer is unreachable, or a new lane replaces this one.
+    Cut,
+    /// The peer broke the protocol.
+    Fault(String),
+}
+
+impl LaneReceiver {
+    pub(crate) fn new(lane: Id, peer: Id, window: u64, outbox: Arc<Outbox>) -> LaneReceiver {
+        LaneReceiver {
+            lane,
+            peer,
+            window,
+            outbox,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            counts: LaneCounts::default(),
+        }
+    }
+
+    pub(crate) fn send(&self, message: &Message) -> Result<()> {
+        self.outbox.send(message, Vec::new())
+    }
+
+    /// Takes the lane: tells the sender where to begin, and how many parts it may send.
+    pub(crate) fn accept(&self, after: u64) -> Result<()> {
+        lock(&self.state).granted = self.window;
+        self.counts.credit.store(self.window, Ordering::Relaxed);
+        self.send(&Message::Ready {
+            lane: self.lane,
+            after,
+            parts: self.window,
+        })
+    }
+
+    /// A part came. Does not wait: the credit bounds what can come.
+    pub(crate) fn put(&self, part: Part, payload: ZBytes) {
+        let mut state = lock(&self.state);
+        let fault = if part.number != state.arrived + 1 {
+            Some(format!(
+                "part {} came behind part {}",
+                part.number, state.arrived
+            ))
+        } else if part.number > state.granted {
+            Some(format!(
+                "part {} is beyond the credit of {}",
+                part.number, state.granted
+            ))
+        } else {
+            None
+        };
+        if state.end.is_none() {
+            match fault {
+                Some(fault) => state.end = Some(Ending::Fault(fault)),
+                None => {
+                    state.arrived += 1;
+                    state.parts.push_back((part, payload));
+                }
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    /// Ends the lane behind the parts that have come; the first ending stays.
+    pub(crate) fn end(&self, ending: Ending) {
+        lock(&self.state).end.get_or_insert(ending);
+        self.changed.notify_all();
+    }
+
+    /// The next part, at the latest after [`SLICE`]; `Ok(None)` if none has come by then.
+    pub(crate) fn next(&self) -> std::result::Result<Option<(Part, ZBytes)>, Ending> {
+        let state = lock(&self.state);
+        let waits = |state: &mut ReceiverState| state.parts.is_empty() && state.end.is_none();
+        let (mut state, _) = self
+            .changed
+            .wait_timeout_while(state, SLICE, waits)
+            .unwrap_or_else(PoisonError::into_inner);
+        match (state.parts.pop_front(), &state.end) {
+            (Some(part), _) => Ok(Some(part)),
+            (None, Some(end)) => Err(end.clone()),
+            (None, None) => Ok(None),
+        }
+    }
+
+    /// Waits until the lane has ended, at most `timeout`.
+    pub(crate) fn wait_for_end(&self, timeout: Duration) {
+        let waits = |state: &mut ReceiverState| state.end.is_none();
+        let waited = self
+            .changed
+            .wait_timeout_while(lock(&self.state), timeout, waits);
+        drop(waited);
+    }
+
+    /// Whether the lane was cut, so that not even the parts that have come are wanted.
+    pub(crate) fn is_cut(&self) -> bool {
+        lock(&self.state).end == Some(Ending::Cut)
+    }
+
+    /// The part's bytes are in their slot: gives the credit back, in steps of half a window.
+    pub(crate) fn taken(&self) -> Result<()> {
+        let mut state = lock(&self.state);
+        state.taken += 1;
+        let parts = state.taken + self.window;
+        self.counts
+            .credit
+            .store(state.granted - state.taken, Ordering::Relaxed);
+        if parts - state.granted < self.window.div_ceil(2) {
+            return Ok(());
+        }
+        state.granted = parts;
+        drop(state);
+        self.send(&Message::Credit {
+            lane: self.lane,
+            parts,
+        })
+    }
+}
+
+/// Copies the payload of a part to `address`.
+///
+/// # Safety
+/// `address` is writable for the payload's length, and nothing else enqueued writes there, until
+/// the stream has done the copy.
+pub(crate) unsafe fn upload(
+    payload: &ZBytes,
+    device: &Device,
+    stream: &Stream,
+    mut address: DevicePtr,
+) -> Result<()> {
+    for slice in payload.slices().filter(|slice| !slice.is_empty()) {
+        // SAFETY: the stream is live; the slices together are the payload, for which the caller
+        // promises the range.
+        unsafe { device.backend().upload(stream.raw(), address, slice)? };
+        address += slice.len() as u64;
+    }
+    Ok(())
+}
+
+/// Where the parts of one tensor go, checked part by part.
+#[derive(Debug)]
+pub(crate) struct Assembly<T> {
+    pub(crate) tag: Tag,
+    pub(crate) layout: Layout,
+    pub(crate) metadata: Vec<u8>,
+    filled: u64,
+    pub(crate) target: T,
+}
+
+impl<T> Assembly<T> {
+    pub(crate) fn new(tensor: Tensor, layout: Layout, target: T) -> Assembly<T> {
+        Assembly {
+            tag: tensor.tag,
+            layout,
+            metadata: tensor.metadata,
+            filled: 0,
+            target,
+        }
+    }
+
+    /// Accounts for a part's payload; an error for one that does not follow.
+    pub(crate) fn add(&mut self, part: &Part, length: u64) -> std::result::Result<(), String> {
+        let left = self.layout.bytes() - self.filled;
+        if part.offset != self.filled || length > left || (length == 0 && left > 0) {
+            return Err(format!(
+                "{length} bytes at {} where {left} bytes at {} are left",
+                part.offset, self.filled
+            ));
+        }
+        self.filled += length;
+        Ok(())
+    }
+
+    pub(crate) fn is_whole(&self) -> bool {
+        self.filled == self.layout.bytes()
+    }
+}

@@ -1,0 +1,297 @@
+//! The messages between bridges. Each is the attachment of one Zenoh sample: the version, the
+//! sender, and the message in postcard; the bytes of a tensor's part are the sample's payload. A
+//! received message is copied once into these types and checked, and only the copy is used.
+
+use serde::{Deserialize, Serialize};
+use warpipe::{DType, Layout, NAME_BYTES_MAX, RANK_MAX};
+
+/// The version of keys and messages. Bridges of different versions do not see each other.
+pub(crate) const VERSION: u8 = 1;
+/// The most bytes of an attachment.
+pub(crate) const MESSAGE_BYTES_MAX: usize = 8192;
+/// The most bytes of a tensor in one part.
+pub(crate) const PART_BYTES_MAX: usize = 4 << 20;
+/// The most bytes of an outcome's or an end's text.
+pub(crate) const TEXT_BYTES_MAX: usize = 512;
+/// The most patterns in a `Hello`.
+pub(crate) const PATTERNS_MAX: usize = 16;
+/// The most bytes of a sample's metadata.
+const METADATA_BYTES_MAX: usize = 256;
+/// The most bytes of the name of a machine.
+const NODE_BYTES_MAX: usize = 64;
+
+/// A run of a bridge, or of a lane: random.
+pub(crate) type Id = [u8; 16];
+
+/// An id as it stands in keys.
+pub(crate) fn hex(id: &Id) -> String {
+    id.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The reverse of [`hex`].
+pub(crate) fn id_of(text: &str) -> Option<Id> {
+    let mut id = Id::default();
+    if text.len() != 2 * id.len() || !text.is_ascii() {
+        return None;
+    }
+    for (byte, digits) in id.iter_mut().zip(text.as_bytes().chunks(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
+    }
+    Some(id)
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Message {
+    /// Who the sender is and what it takes. Sent until the other end's has come.
+    Hello(Hello),
+    /// A lane begins.
+    Begin { lane: Id, purpose: Purpose },
+    /// The other end takes the lane: `parts` is the number of parts that may be sent in all, and
+    /// no sample up to number `after` is wanted.
+    Ready { lane: Id, after: u64, parts: u64 },
+    /// More parts may be sent: the number in all.
+    Credit { lane: Id, parts: u64 },
+    /// A part of a tensor.
+    Part(Part),
+    /// The sender of a lane ends it, after all its parts.
+    End { lane: Id, end: End },
+    /// The receiver of a lane ends it.
+    Stop { lane: Id, reason: String },
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Hello {
+    /// The machine's name, for people.
+    pub(crate) node: String,
+    /// The same for every run of a bridge in one domain.
+    pub(crate) home: u64,
+    /// Patterns of the names that the sender imports.
+    pub(crate) imports: Vec<String>,
+    /// Whether the other end's `Hello` has come.
+    pub(crate) has_yours: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Purpose {
+    /// The samples of a publisher, by its name and the random bytes of its incarnation.
+    Samples { name: String, generation: Id },
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Part {
+    pub(crate) lane: Id,
+    /// From 1 in each lane.
+    pub(crate) number: u64,
+    /// Of the first byte in the tensor.
+    pub(crate) offset: u64,
+    /// With the first part of a tensor.
+    pub(crate) tensor: Option<Tensor>,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Tensor {
+    pub(crate) tag: Tag,
+    pub(crate) bytes: u64,
+    dtype: String,
+    shape: Vec<u64>,
+    strides: Vec<i64>,
+    offset: u64,
+    pub(crate) metadata: Vec<u8>,
+}
+
+/// What a tensor is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Tag {
+    /// A sample with its publisher's number.
+    Sample { sequence: u64 },
+}
+
+/// Why the sender of a lane ended it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) enum End {
+    /// The source closed.
+    Closed,
+    /// The source is proven dead.
+    Died,
+    /// The policy `fail` ended the lane.
+    Failed(String),
+    /// This end of the lane ends, and says nothing of the source.
+    Paused,
+}
+
+impl Tensor {
+    pub(crate) fn new(tag: Tag, layout: &Layout, metadata: &[u8]) -> Tensor {
+        Tensor {
+            tag,
+            bytes: layout.bytes(),
+            dtype: layout.dtype().name().to_owned(),
+            shape: layout.shape().to_vec(),
+            strides: layout.strides().to_vec(),
+            offset: layout.offset(),
+            metadata: metadata.to_vec(),
+        }
+    }
+
+    /// The layout, checked like one of this process.
+    pub(crate) fn layout(&self) -> Result<Layout, String> {
+        let dtype = DType::from_name(&self.dtype).ok_or("an unknown element type")?;
+        let layout = Layout::strided(dtype, &self.shape, &self.strides, self.offset);
+        let layout = layout.map_err(|error| error.to_string())?;
+        if layout.bytes() != self.bytes {
+            return Err(format!(
+                "{} bytes for a layout of {}",
+                self.bytes,
+                layout.bytes()
+            ));
+        }
+        Ok(layout)
+    }
+
+    fn is_bounded(&self) -> bool {
+        self.metadata.len() <= METADATA_BYTES_MAX
+            && self.shape.len() <= RANK_MAX
+            && self.strides.len() <= RANK_MAX
+            && self.dtype.len() <= 32
+    }
+}
+
+impl Message {
+    fn is_bounded(&self) -> bool {
+        match self {
+            Message::Hello(hello) => {
+                hello.imports.len() <= PATTERNS_MAX && hello.node.len() <= NODE_BYTES_MAX
+            }
+            Message::Begin {
+                purpose: Purpose::Samples { name, .. },
+                ..
+            } => name.len() <= NAME_BYTES_MAX,
+            Message::Part(part) => part.tensor.as_ref().is_none_or(Tensor::is_bounded),
+            Message::End {
+                end: End::Failed(text),
+                ..
+            }
+            | Message::Stop { reason: text, .. } => text.len() <= TEXT_BYTES_MAX,
+            Message::Ready { .. } | Message::Credit { .. } | Message::End { .. } => true,
+        }
+    }
+
+    /// As the attachment of a Zenoh sample.
+    pub(crate) fn encode(&self, from: &Id) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(160);
+        bytes.push(VERSION);
+        bytes.extend_from_slice(from);
+        // Types without maps or custom code: a vector takes them all.
+        postcard::to_extend(self, bytes).expect("a message can be encoded")
+    }
+
+    /// The sender and the message; `None` for anything but a message of this version.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<(Id, Message)> {
+        if bytes.len() > MESSAGE_BYTES_MAX {
+            return None;
+        }
+        let (&[VERSION], rest) = bytes.split_first_chunk::<1>()? else {
+            return None;
+        };
+        let (from, rest) = rest.split_first_chunk::<16>()?;
+        let (message, left) = postcard::take_from_bytes::<Message>(rest).ok()?;
+        (left.is_empty() && message.is_bounded()).then_some((*from, message))
+    }
+}
+
+/// A text that fits into a message.
+pub(crate) fn bounded(text: &str) -> String {
+    let mut end = text.len().min(TEXT_BYTES_MAX);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    text[..end].to_owned()
+}
+
+/// A machine's name that fits into a message and into the name of an endpoint.
+pub(crate) fn node_name(text: &str) -> String {
+    let harmless = |c: char| {
+        if c.is_ascii_alphanumeric() || c == '-' {
+            c
+        } else {
+            '-'
+        }
+    };
+    let name: String = text.chars().take(NODE_BYTES_MAX).map(harmless).collect();
+    if name.is_empty() { "host".into() } else { name }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn examples() -> Vec<Message> {
+        let layout = Layout::contiguous(DType::F32, &[2, 3]).unwrap();
+        let tensor = Tensor::new(Tag::Sample { sequence: 7 }, &layout, b"meta");
+        let part = Part {
+            lane: [1; 16],
+            number: 1,
+            offset: 0,
+            tensor: Some(tensor),
+        };
+        vec![
+            Message::Part(part),
+            Message::Credit {
+                lane: [2; 16],
+                parts: 9,
+            },
+            Message::Stop {
+                lane: [3; 16],
+                reason: "full".into(),
+            },
+        ]
+    }
+
+    #[test]
+    fn a_message_is_read_as_it_was_written() {
+        for message in examples() {
+            let bytes = message.encode(&[9; 16]);
+            assert_eq!(Message::decode(&bytes), Some(([9; 16], message)));
+        }
+    }
+
+    #[test]
+    fn cut_long_and_altered_messages_are_refused_or_read_within_their_bounds() {
+        let mut rng = fastrand::Rng::with_seed(5);
+        for message in examples() {
+            let bytes = message.encode(&[9; 16]);
+            for length in 0..bytes.len() {
+                assert_eq!(Message::decode(&bytes[..length]), None);
+            }
+            let longer = [&bytes[..], &[0]].concat();
+            assert_eq!(Message::decode(&longer), None);
+            for _ in 0..2000 {
+                let mut altered = bytes.clone();
+                let at = rng.usize(..altered.len());
+                altered[at] = rng.u8(..);
+                if let Some((_, message)) = Message::decode(&altered) {
+                    assert!(message.is_bounded());
+                    if let Message::Part(Part {
+                        tensor: Some(tensor),
+                        ..
+                    }) = message
+                    {
+                        let _ = tensor.layout();
+                    }
+                }
+            }
+        }
+        assert_eq!(Message::decode(&vec![VERSION; MESSAGE_BYTES_MAX + 1]), None);
+        let stop = Message::Stop {
+            lane: [0; 16],
+            reason: "a".repeat(TEXT_BYTES_MAX + 1),
+        };
+        assert_eq!(Message::decode(&stop.encode(&[0; 16])), None);
+    }
+
+    #[test]
+    fn an_id_in_a_key_is_the_same_id() {
+        let id = [0, 1, 0xfe, 255, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+        assert_eq!(id_of(&hex(&id)), Some(id));
+        assert_eq!((id_of("12"), id_of(&"é".repeat(16))), (None, None));
+    }
+}

@@ -1,0 +1,186 @@
+//! The Zenoh session of a bridge: its configuration, its inbox and its presence.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use zenoh::liveliness::LivelinessToken;
+use zenoh::pubsub::{Publisher, Subscriber};
+use zenoh::qos::CongestionControl;
+use zenoh::sample::{Sample, SampleKind};
+use zenoh::{Config, Session, Wait};
+
+use crate::error::{Error, Result};
+use crate::message::{Id, Message, VERSION, hex, id_of};
+use crate::options::Options;
+
+/// The longest that Zenoh waits to send a message before it closes the link. Credits keep a
+/// receiver from being the cause, so this is about links that carry nothing.
+const SEND_TIMEOUT_US: u64 = 60_000_000;
+/// More than any message: a part and its attachment.
+const MESSAGE_BYTES_MAX: usize = 8 << 20;
+
+/// What comes in, on Zenoh's own threads: neither function may wait.
+pub(crate) trait Events: Send + Sync + 'static {
+    fn presence(&self, bridge: Id, is_present: bool);
+    fn received(&self, sample: &Sample);
+}
+
+/// The parts that keep a bridge present.
+pub(crate) struct Presence {
+    pub(crate) session: Session,
+    _inbox: Subscriber<()>,
+    _token: LivelinessToken,
+    _others: Subscriber<()>,
+}
+
+/// The messages to one bridge.
+#[derive(Debug)]
+pub(crate) struct Outbox {
+    me: Id,
+    publisher: Publisher<'static>,
+}
+
+impl Presence {
+    /// Opens the session and shows this bridge to the others.
+    pub(crate) fn open(options: &Options, me: Id, events: Arc<dyn Events>) -> Result<Presence> {
+        let session = zenoh::open(config(options)?).wait();
+        let session = session.map_err(|error| Error::zenoh("open its session", error))?;
+        let inbox = {
+            let events = events.clone();
+            let inbox = session.declare_subscriber(inbox_key(&me));
+            inbox
+                .callback(move |sample| events.received(&sample))
+                .wait()
+        };
+        let inbox = inbox.map_err(|error| Error::zenoh("open an inbox", error))?;
+        // After the inbox: a bridge that sees the token can send.
+        let token = session
+            .liveliness()
+            .declare_token(presence_key(&hex(&me)))
+            .wait();
+        let token = token.map_err(|error| Error::zenoh("declare its presence", error))?;
+        let others = session.liveliness().declare_subscriber(presence_key("*"));
+        let others = others.history(true).callback(move |sample| {
+            let id = sample
+                .key_expr()
+                .as_str()
+                .rsplit('/')
+                .next()
+                .and_then(id_of);
+            if let Some(id) = id {
+                events.presence(id, sample.kind() == SampleKind::Put);
+            }
+        });
+        let others = others.wait();
+        let others = others.map_err(|error| Error::zenoh("watch for bridges", error))?;
+        Ok(Presence {
+            session,
+            _inbox: inbox,
+            _token: token,
+            _others: others,
+        })
+    }
+
+    /// An outbox for messages to `bridge`.
+    pub(crate) fn outbox(&self, me: Id, bridge: &Id) -> Result<Outbox> {
+        let publisher = self.session.declare_publisher(inbox_key(bridge));
+        // All messages have one priority, so they come in the order in which they are sent.
+        let publisher = publisher
+            .congestion_control(CongestionControl::Block)
+            .wait();
+        let publisher = publisher.map_err(|error| Error::zenoh("open an outbox", error))?;
+        Ok(Outbox { me, publisher })
+    }
+}
+
+impl Outbox {
+    /// Sends a message. Whether it arrives, only an answer says; an error is that of a closed
+    /// session.
+    pub(crate) fn send(&self, message: &Message, payload: Vec<u8>) -> Result<()> {
+        let put = self
+            .publisher
+            .put(payload)
+            .attachment(message.encode(&self.me));
+        put.wait().map_err(|error| Error::zenoh("send", error))
+    }
+}
+
+fn inbox_key(bridge: &Id) -> String {
+    format!("warpipe/{VERSION}/inbox/{}", hex(bridge))
+}
+
+fn presence_key(bridge: &str) -> String {
+    format!("warpipe/{VERSION}/bridge/{bridge}")
+}
+
+fn config(options: &Options) -> Result<Config> {
+    let mut config = Config::default();
+    let mut set = |key: &str, value: String| {
+        let set = config.insert_json5(key, &value);
+        set.map_err(|error| Error::zenoh("take its configuration", format!("{key}: {error}")))
+    };
+    set("mode", "\"peer\"".into())?;
+    set("listen/endpoints", list(&options.listen))?;
+    set("connect/endpoints", list(&options.connect))?;
+    // A peer that is not there yet is tried again, and one that was lost.
+    set("connect/exit_on_failure", "false".into())?;
+    set("connect/timeout_ms", "-1".into())?;
+    let retry = "{ period_init_ms: 100, period_max_ms: 2000, period_increase_factor: 2 }";
+    set("connect/retry", retry.into())?;
+    // Only the endpoints that were named.
+    set("scouting/multicast/enabled", "false".into())?;
+    set("scouting/gossip/enabled", "false".into())?;
+    set(
+        "transport/unicast/max_sessions",
+        options.peers_max.to_string(),
+    )?;
+    set(
+        "transport/link/tx/lease",
+        options.link_timeout.as_millis().to_string(),
+    )?;
+    set("transport/link/tx/queue/size/data", "16".into())?;
+    let wait = "transport/link/tx/queue/congestion_control/block/wait_before_close";
+    set(wait, SEND_TIMEOUT_US.to_string())?;
+    set(
+        "transport/link/rx/max_message_size",
+        MESSAGE_BYTES_MAX.to_string(),
+    )?;
+    let tls = &options.tls;
+    if let Some(authority) = &tls.authority {
+        set("transport/link/tls/root_ca_certificate", text(authority))?;
+        set("transport/link/tls/enable_mtls", "true".into())?;
+    }
+    for side in ["listen", "connect"] {
+        if let (Some(certificate), Some(key)) = (&tls.certificate, &tls.key) {
+            set(
+                &format!("transport/link/tls/{side}_certificate"),
+                text(certificate),
+            )?;
+            set(&format!("transport/link/tls/{side}_private_key"), text(key))?;
+        }
+    }
+    Ok(config)
+}
+
+fn list(endpoints: &[String]) -> String {
+    let quoted: Vec<String> = endpoints.iter().map(|one| quoted(one)).collect();
+    format!("[{}]", quoted.join(","))
+}
+
+fn text(path: &Path) -> String {
+    quoted(&path.to_string_lossy())
+}
+
+/// As a string of JSON.
+fn quoted(text: &str) -> String {
+    let mut quoted = String::from('"');
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => quoted.extend(['\\', c]),
+            c if c.is_control() => quoted.push_str(&format!("\\u{:04x}", c as u32)),
+            c => quoted.push(c),
+        }
+    }
+    quoted.push('"');
+    quoted
+}

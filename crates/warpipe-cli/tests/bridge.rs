@@ -1,0 +1,538 @@
+//! `warpipe bridge` as two processes on loopback, between two domains.
+
+#[path = "bridge/links.rs"]
+mod links;
+mod support;
+
+use std::net::TcpListener;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use warpipe::{DType, Device, Domain, Error, Layout, Policy, Publisher, Subscriber};
+
+use support::{PATIENCE, Running, World};
+use warpipe_testkit::ChildProcess;
+
+/// A wait that no step needs whole: only a hang reaches it.
+const LONG: Duration = Duration::from_secs(60);
+
+/// Two domains, and what bridges between them are started with.
+struct Pair {
+    near: World,
+    far: World,
+    endpoint: String,
+}
+
+impl Pair {
+    fn new() -> Pair {
+        let free = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("tcp/{}", free.local_addr().unwrap());
+        Pair {
+            near: World::new(),
+            far: World::new(),
+            endpoint,
+        }
+    }
+
+    fn domains(&self) -> (Domain, Domain) {
+        let open = |world: &World| Domain::at(world.path("domain")).unwrap();
+        (open(&self.near), open(&self.far))
+    }
+
+    fn exporting<'a>(&'a self, more: &[&'a str]) -> Vec<&'a str> {
+        let own = [
+            "bridge", "--device", "host", "--name", "near", "--export", "**",
+        ];
+        [&own[..], &["--listen", &self.endpoint], more].concat()
+    }
+
+    fn importing<'a>(&'a self, more: &[&'a str]) -> Vec<&'a str> {
+        let own = [
+            "bridge",
+            "--device",
+            "host",
+            "--name",
+            "far",
+            "--import",
+            "camera/**",
+        ];
+        [&own[..], &["--connect", &self.endpoint], more].concat()
+    }
+
+    fn exporter(&self, more: &[&str]) -> Running {
+        self.near.start(&self.exporting(more))
+    }
+
+    fn importer(&self, more: &[&str]) -> Running {
+        self.far.start(&self.importing(more))
+    }
+}
+
+fn publisher(domain: &Domain) -> Publisher {
+    let builder = Publisher::builder("camera/front").domain(domain);
+    builder.device(&Device::host()).build().unwrap()
+}
+
+fn subscriber(domain: &Domain) -> Subscriber {
+    let builder = Subscriber::builder("camera/front").domain(domain);
+    let builder = builder
+        .device(&Device::host())
+        .reconnect(true)
+        .timeout(LONG);
+    builder.wait_for_publisher(Some(LONG)).build().unwrap()
+}
+
+#[test]
+fn a_name_of_one_domain_has_the_same_samples_numbers_and_layouts_in_another() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let publisher = publisher(&near);
+    let _bridges = (pair.exporter(&[]), pair.importer(&[]));
+    let mut subscriber = subscriber(&far);
+    let stream = Device::host().stream().unwrap();
+    let layout = Layout::strided(DType::F32, &[2, 3], &[4, 1], 1).unwrap();
+    for number in 1..=100u8 {
+        let mut loan = publisher.loan(&layout).unwrap();
+        let bytes = vec![number; layout.bytes() as usize];
+        loan.write(&stream, &bytes).unwrap();
+        loan.set_metadata(&[number]).unwrap();
+        assert_eq!(loan.send(&stream).unwrap(), u64::from(number));
+        let sample = subscriber.receive(&stream).unwrap();
+        assert_eq!(
+            (sample.sequence(), sample.layout()),
+            (number.into(), &layout)
+        );
+        assert_eq!(sample.metadata(), [number]);
+        assert_eq!(sample.to_vec(LONG).unwrap(), bytes);
+    }
+}
+
+/// The next sample's number and contents.
+fn next(subscriber: &mut Subscriber) -> (u64, Vec<u8>) {
+    let stream = Device::host().stream().unwrap();
+    let sample = subscriber.receive(&stream).unwrap();
+    (sample.sequence(), sample.to_vec(LONG).unwrap())
+}
+
+/// Publishes numbers, each as its sample's contents, until one reaches the subscriber.
+fn publish_until_received(publisher: &Publisher, subscriber: &mut Subscriber) -> u64 {
+    let stream = Device::host().stream().unwrap();
+    let start = Instant::now();
+    while start.elapsed() < PATIENCE {
+        let _ = publisher.send_bytes(&stream, b"again").unwrap();
+        match subscriber.receive_timeout(&stream, Duration::from_millis(50)) {
+            Ok(sample) => return sample.sequence(),
+            Err(Error::Timeout { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+    panic!("no sample came");
+}
+
+#[test]
+fn a_hundred_thousand_small_samples_have_the_exact_sum() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let builder = Publisher::builder("camera/front").domain(&near).depth(256);
+    let builder = builder.policy(Policy::Block { timeout: LONG });
+    let publisher = builder.device(&Device::host()).build().unwrap();
+    let _bridges = (pair.exporter(&[]), pair.importer(&["--depth", "256"]));
+    let mut subscriber = subscriber(&far);
+    let sender = std::thread::spawn(move || {
+        let stream = Device::host().stream().unwrap();
+        for number in 1..=100_000u64 {
+            publisher
+                .send_bytes(&stream, &number.to_le_bytes())
+                .unwrap();
+        }
+        publisher
+    });
+    let stream = Device::host().stream().unwrap();
+    let (mut sum, mut bytes) = (0, [0; 8]);
+    for number in 1..=100_000 {
+        let sample = subscriber.receive(&stream).unwrap();
+        sample.copy_to(&mut bytes, LONG).unwrap();
+        sum += u64::from_le_bytes(bytes);
+        assert_eq!(
+            (sample.sequence(), u64::from_le_bytes(bytes)),
+            (number, number)
+        );
+    }
+    assert_eq!(sum, 5_000_050_000);
+    drop(sender.join().unwrap());
+}
+
+#[test]
+fn a_tensor_of_a_gibibyte_arrives_whole() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let publisher = publisher(&near);
+    let _bridges = (pair.exporter(&[]), pair.importer(&[]));
+    let mut subscriber = subscriber(&far);
+    let stream = Device::host().stream().unwrap();
+    let bytes: u64 = 1 << 30;
+    let mut whole = vec![0; bytes as usize];
+    for (number, part) in whole.chunks_mut(4096).enumerate() {
+        part.fill(number as u8);
+        part[..8].copy_from_slice(&number.to_le_bytes());
+    }
+    publisher.send_bytes(&stream, &whole).unwrap();
+    let sample = subscriber.receive(&stream).unwrap();
+    assert!(sample.to_vec(LONG).unwrap() == whole, "the bytes differ");
+}
+
+#[test]
+fn a_killed_publisher_is_gone_in_the_other_domain_too_and_the_next_one_is_another_run() {
+    let pair = Pair::new();
+    let (_, far) = pair.domains();
+    let file = pair.near.write("frame.bin", b"frame");
+    let arguments = [
+        "pub",
+        "camera/front",
+        file.to_str().unwrap(),
+        "--loop",
+        "--rate",
+        "100",
+    ];
+    let arguments = [
+        &arguments[..],
+        &["--device", "host", "--wait-subscribers", "0"],
+    ]
+    .concat();
+    let first = pair.near.start(&arguments);
+    let _bridges = (pair.exporter(&[]), pair.importer(&[]));
+    let builder = Subscriber::builder("camera/front")
+        .domain(&far)
+        .device(&Device::host());
+    let mut once = builder
+        .wait_for_publisher(Some(LONG))
+        .timeout(LONG)
+        .build()
+        .unwrap();
+    let mut follows = subscriber(&far);
+    assert_eq!(
+        (next(&mut once).1, next(&mut follows).1),
+        (b"frame".to_vec(), b"frame".to_vec())
+    );
+    first.signal(Signal::KILL);
+    first.end();
+    let stream = Device::host().stream().unwrap();
+    let gone = std::iter::repeat_with(|| once.receive(&stream)).find_map(Result::err);
+    assert!(matches!(gone, Some(Error::PeerGone { .. })), "{gone:?}");
+    let _second = pair.near.start(&arguments);
+    let mut samples = std::iter::repeat_with(|| follows.receive(&stream).unwrap());
+    assert!(samples.any(|sample| sample.discontinuity().is_some()));
+}
+
+#[test]
+fn a_killed_exporter_proves_nothing_the_publisher_there_goes_on_and_what_is_missing_is_counted() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let publisher = publisher(&near);
+    let exporter = pair.exporter(&[]);
+    let mut importer = pair.importer(&["--json"]);
+    let builder = Subscriber::builder("camera/front")
+        .domain(&far)
+        .device(&Device::host());
+    let mut once = builder
+        .wait_for_publisher(Some(LONG))
+        .timeout(LONG)
+        .build()
+        .unwrap();
+    let before = publish_until_received(&publisher, &mut once);
+    exporter.signal(Signal::KILL);
+    exporter.end();
+    importer.wait_for_line("is unreachable");
+    let stream = Device::host().stream().unwrap();
+    for _ in 0..3 {
+        publisher.send_bytes(&stream, b"unseen").unwrap();
+    }
+    let _exporter = pair.exporter(&[]);
+    // The same link of the same subscriber: the numbers go on, with a gap.
+    let after = publish_until_received(&publisher, &mut once);
+    assert!(after > before + 3, "{before} {after}");
+}
+
+#[test]
+fn a_killed_importer_comes_back_as_another_run_and_nothing_comes_twice() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let builder = Publisher::builder("camera/front").domain(&near).history(8);
+    let publisher = builder.device(&Device::host()).build().unwrap();
+    let _exporter = pair.exporter(&[]);
+    let importer = pair.importer(&[]);
+    let mut subscriber = subscriber(&far);
+    let before = publish_until_received(&publisher, &mut subscriber);
+    importer.signal(Signal::KILL);
+    importer.end();
+    let _importer = pair.importer(&[]);
+    let stream = Device::host().stream().unwrap();
+    let start = Instant::now();
+    let sample = loop {
+        publisher.send_bytes(&stream, b"again").unwrap();
+        match subscriber.receive_timeout(&stream, Duration::from_millis(50)) {
+            Ok(sample) if sample.discontinuity().is_some() => break sample,
+            Ok(_) | Err(Error::Timeout { .. }) => assert!(start.elapsed() < PATIENCE),
+            Err(error) => panic!("{error}"),
+        }
+    };
+    assert!(sample.sequence() > before, "{before} {}", sample.sequence());
+}
+
+#[test]
+fn a_late_subscriber_gets_the_history_of_the_other_machine() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let builder = Publisher::builder("camera/front").domain(&near).history(4);
+    let publisher = builder.device(&Device::host()).build().unwrap();
+    let stream = Device::host().stream().unwrap();
+    for number in 1..=9u8 {
+        publisher.send_bytes(&stream, &[number]).unwrap();
+    }
+    let _bridges = (pair.exporter(&[]), pair.importer(&["--history", "4"]));
+    let mut first = subscriber(&far);
+    let samples = [(); 4].map(|()| next(&mut first));
+    assert_eq!(
+        samples,
+        [6, 7, 8, 9].map(|number| (number.into(), vec![number]))
+    );
+    let mut late = subscriber(&far);
+    assert_eq!([(); 4].map(|()| next(&mut late)), samples);
+}
+
+#[test]
+fn a_link_that_is_silent_is_unreachable_and_no_publisher_there_is_told_of_a_death() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let publisher = publisher(&near);
+    let exporter = pair.exporter(&["--link-timeout", "1"]);
+    let mut importer = pair.importer(&["--link-timeout", "1", "--json"]);
+    let builder = Subscriber::builder("camera/front")
+        .domain(&far)
+        .device(&Device::host());
+    let mut once = builder
+        .wait_for_publisher(Some(LONG))
+        .timeout(LONG)
+        .build()
+        .unwrap();
+    let before = publish_until_received(&publisher, &mut once);
+    exporter.signal(Signal::STOP);
+    importer.wait_for_line("is unreachable");
+    exporter.signal(Signal::CONT);
+    let after = publish_until_received(&publisher, &mut once);
+    assert!(after > before);
+}
+
+/// The numbers of samples that were sent, and of those that a slow receiver got.
+struct Overwhelmed {
+    sent: Vec<u64>,
+    got: Vec<u64>,
+}
+
+/// A receiver that takes nothing until `count` samples were sent, or the publisher was held up. Then
+/// it takes all that is on its way, to the last sample that comes.
+fn overwhelm(policy: &str, count: usize) -> Overwhelmed {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let builder = Publisher::builder("camera/front").domain(&near);
+    // With block the publisher's timeout is what ends the sending.
+    let timeout = if policy == "block" {
+        Duration::from_secs(2)
+    } else {
+        LONG
+    };
+    let builder = builder.policy(Policy::Block { timeout });
+    let publisher = builder.device(&Device::host()).build().unwrap();
+    let _bridges = (
+        pair.exporter(&["--policy", policy]),
+        pair.importer(&["--depth", "2"]),
+    );
+    let mut slow = subscriber(&far);
+    let stream = Device::host().stream().unwrap();
+    let mut sent = Vec::new();
+    while sent.len() < count {
+        match publisher.send_bytes(&stream, &[0; 4096]) {
+            Ok(number) => sent.push(number),
+            Err(Error::Timeout { .. }) => break,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    let (mut got, start) = (Vec::new(), Instant::now());
+    let last = *sent.last().unwrap();
+    while start.elapsed() < LONG {
+        match slow.receive_timeout(&stream, Duration::from_millis(50)) {
+            Ok(sample) => got.push(sample.sequence()),
+            // It leaves out the last one itself, so only a later one is behind all that came.
+            Err(Error::Timeout { .. }) if policy == "drop-newest" => {
+                publisher.send_bytes(&stream, &[1; 4096]).unwrap();
+            }
+            Err(Error::Timeout { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+        if got.last().is_some_and(|&number| number >= last) {
+            assert!(got.is_sorted(), "{got:?}");
+            got.retain(|&number| number <= last);
+            return Overwhelmed { sent, got };
+        }
+    }
+    panic!("the last sample did not come: {got:?}");
+}
+
+#[test]
+fn with_block_a_slow_receiver_holds_up_the_publisher_and_loses_nothing() {
+    const MANY: usize = 100_000;
+    let Overwhelmed { sent, got } = overwhelm("block", MANY);
+    assert!(sent.len() < MANY, "the publisher was held up");
+    assert_eq!(got, sent);
+}
+
+#[test]
+fn with_drop_oldest_a_slow_receiver_loses_samples_and_gets_the_last_one() {
+    let Overwhelmed { got, .. } = overwhelm("drop-oldest", 3000);
+    assert!(got.len() < 3000 && got.last() == Some(&3000), "{got:?}");
+}
+
+#[test]
+fn with_drop_newest_a_slow_receiver_loses_the_last_samples() {
+    let Overwhelmed { got, .. } = overwhelm("drop-newest", 3000);
+    assert!(
+        got.first() == Some(&1) && got.last() < Some(&3000),
+        "{got:?}"
+    );
+}
+
+#[test]
+fn with_fail_a_slow_receiver_loses_its_publisher_and_the_source_goes_on() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let builder = Publisher::builder("camera/front").domain(&near);
+    let builder = builder.policy(Policy::Block { timeout: LONG });
+    let publisher = builder.device(&Device::host()).build().unwrap();
+    let mut exporter = pair.exporter(&["--policy", "fail", "--json"]);
+    let _importer = pair.importer(&["--depth", "2"]);
+    let builder = Subscriber::builder("camera/front").domain(&far);
+    let builder = builder.device(&Device::host()).timeout(LONG);
+    let mut slow = builder.wait_for_publisher(Some(LONG)).build().unwrap();
+    let stream = Device::host().stream().unwrap();
+    for _ in 0..3000 {
+        publisher.send_bytes(&stream, &[0; 4096]).unwrap();
+    }
+    exporter.wait_for_line("samples wait for room at the importer");
+    let gone = std::iter::repeat_with(|| slow.receive(&stream)).find_map(Result::err);
+    assert!(matches!(gone, Some(Error::PeerGone { .. })), "{gone:?}");
+}
+
+/// The number of kills: 20, or as many as the environment says.
+fn kills() -> u64 {
+    let set = std::env::var("WARPIPE_TEST_KILLS").ok();
+    set.map_or(20, |kills| {
+        kills.parse().expect("WARPIPE_TEST_KILLS is a number")
+    })
+}
+
+#[test]
+fn whichever_process_is_killed_nothing_comes_twice_and_samples_come_again() {
+    let pair = Pair::new();
+    let (_, far) = pair.domains();
+    let file = pair.near.write("frame.bin", b"frame");
+    let publish = [
+        "pub",
+        "camera/front",
+        file.to_str().unwrap(),
+        "--loop",
+        "--rate",
+        "500",
+    ];
+    let publish = [
+        &publish[..],
+        &["--device", "host", "--wait-subscribers", "0"],
+    ]
+    .concat();
+    let listen = ["sub", "camera/front", "--device", "host", "--reconnect"];
+    let mut rng = warpipe_testkit::Rng::new();
+    let seed = rng.u64(..);
+    rng.seed(seed);
+    println!("seed {seed}");
+    let start = |index: usize| {
+        let mut command = match index {
+            0 => pair.near.warpipe(&publish),
+            1 => pair.near.warpipe(&pair.exporting(&[])),
+            2 => pair.far.warpipe(&pair.importing(&[])),
+            _ => pair.far.warpipe(&listen),
+        };
+        // Nothing reads what they say: a full pipe would stop them.
+        let command = command.stdin(Stdio::null()).stdout(Stdio::null());
+        ChildProcess::start(command.stderr(Stdio::null())).unwrap()
+    };
+    let mut processes = [0, 1, 2, 3].map(start);
+    let mut subscriber = subscriber(&far);
+    let stream = Device::host().stream().unwrap();
+    let mut last = next(&mut subscriber).0;
+    for kill in 0..kills() {
+        let victim = rng.usize(..4);
+        processes[victim].signal(Signal::KILL).unwrap();
+        // Its name is free once the process is reaped.
+        processes[victim].wait(PATIENCE).unwrap();
+        processes[victim] = start(victim);
+        // Samples that were published before the kill may still come: some more than those.
+        let mut due = rng.usize(20..60);
+        while due > 0 {
+            let sample = subscriber.receive(&stream);
+            let sample = sample.unwrap_or_else(|error| panic!("kill {kill} of {victim}: {error}"));
+            assert_eq!(sample.to_vec(LONG).unwrap(), b"frame");
+            // Only a run of the publisher begins anew; a bridge's run goes on with its numbers.
+            let is_new_run = sample.discontinuity().is_some() && sample.sequence() < last;
+            assert!(
+                is_new_run || sample.sequence() > last,
+                "{last} {}",
+                sample.sequence()
+            );
+            last = sample.sequence();
+            due -= 1;
+        }
+    }
+}
+
+#[test]
+fn bytes_that_are_no_zenoh_end_their_own_connection_alone() {
+    use std::io::Write;
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let publisher = publisher(&near);
+    let _bridges = (pair.exporter(&[]), pair.importer(&[]));
+    let mut subscriber = subscriber(&far);
+    let mut last = publish_until_received(&publisher, &mut subscriber);
+    let mut rng = warpipe_testkit::Rng::with_seed(7);
+    for length in [0, 1, 2, 3, 100, 70_000] {
+        let address = pair.endpoint.trim_start_matches("tcp/");
+        let mut peer = std::net::TcpStream::connect(address).unwrap();
+        let garbage: Vec<u8> = (0..length).map(|_| rng.u8(..)).collect();
+        let _ = peer.write_all(&garbage);
+        let number = publish_until_received(&publisher, &mut subscriber);
+        assert_eq!(number, last + 1, "no sample was lost");
+        last = number;
+    }
+}
+
+#[test]
+fn a_name_that_is_taken_is_published_under_its_machine() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let [source, _taken] = [&near, &far].map(publisher);
+    let _bridges = (pair.exporter(&[]), pair.importer(&[]));
+    let builder = Subscriber::builder("remote/near/camera/front").domain(&far);
+    let builder = builder
+        .device(&Device::host())
+        .wait_for_publisher(Some(LONG));
+    let mut subscriber = builder.build().unwrap();
+    publish_until_received(&source, &mut subscriber);
+}
+
+#[test]
+fn plain_text_off_loopback_is_refused_with_the_next_step() {
+    let world = World::new();
+    let ended = world.run(&["bridge", "--listen", "tcp/0.0.0.0:7447", "--export", "**"]);
+    assert_eq!(ended.code, Some(2), "{ended:?}");
+    assert!(ended.err.contains("--insecure"), "{ended:?}");
+}
