@@ -179,7 +179,19 @@ fn a_second_thread_may_not_use_a_worker_that_leases() {
     let jobs = Jobs::new();
     let (worker, stream) = (Shared::new(jobs.worker), Shared::new(jobs.fixture.stream));
     let leasing = std::thread::spawn(move || {
-        Shared::new(get!(warpipe_worker_lease(worker.get(), stream.get(), LONG)))
+        let mut lease = none();
+        // This thread may come while the other one is in its short call.
+        while call!(warpipe_worker_lease(
+            worker.get(),
+            stream.get(),
+            LONG,
+            &mut lease
+        )) == warpipe_status::WARPIPE_INVALID_STATE
+        {
+            std::thread::yield_now();
+        }
+        assert!(!lease.is_null(), "{}", common::message());
+        Shared::new(lease)
     });
     let mut fd = 0;
     assert!(eventually(Duration::from_nanos(LONG), || {
