@@ -6,10 +6,12 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use rustix::process::Signal;
+use serde_json::{Value, json};
 use support::weights::{Stage, Worker, children_of, expected, leak, open_device, safetensors};
 use support::{PATIENCE, device};
 use warpipe::weights::{SharedWeights, Weights};
 use warpipe::{DType, Device, Layout};
+use warpipe_testkit::eventually;
 
 #[test]
 #[ignore = "the part of the worker, for the other tests to start"]
@@ -274,6 +276,59 @@ fn a_keeper_has_no_device_no_mapping_of_the_memory_and_no_thread_for_it() {
         !names.iter().any(|name| name.contains("weights")),
         "{names:?}"
     );
+}
+
+/// The look of `top --once --json` once the memory of the weights is as wanted.
+fn memory_when(stage: &Stage, is_so: impl Fn(&Value) -> bool) -> Value {
+    let mut last = Value::Null;
+    let found = eventually(PATIENCE, || {
+        let look = ["top", "--once", "--json", "--interval", "0.1"];
+        last = stage.world.run(&look).json().remove(0);
+        let rows = last["memory"].as_array().unwrap();
+        rows.iter().any(|row| row["endpoint"] == "w" && is_so(row))
+    });
+    assert!(found, "it stays so: {last:#}");
+    last
+}
+
+#[test]
+fn the_memory_of_weights_is_seen_with_its_keeper_and_its_readers() {
+    let stage = Stage::new();
+    let mut serve = stage.serve(&[]);
+    let bytes = serve.wait_for("ready", 1).remove(0)["bytes"].as_u64();
+    let mut worker = Worker::start(&stage);
+    assert_eq!(worker.reply(), expected(1));
+    let (keeper, reader) = (serve.pid(), worker.pid());
+    let look = memory_when(&stage, |row| {
+        row["keepers"] == json!([keeper])
+            && row["borrowers"] == json!([reader])
+            && row["owner"].is_null()
+            && row["bytes"].as_u64() >= bytes
+    });
+    let processes = look["processes"].as_array().unwrap();
+    let process = processes.iter().find(|it| it["pid"] == keeper).unwrap();
+    let kept = ["gpu_kept", "host_kept"].map(|field| process[field].as_u64().unwrap());
+    assert!(kept.iter().sum::<u64>() >= bytes.unwrap(), "{process}");
+    let text = stage.world.run(&["ls", "-v"]).out;
+    for words in [
+        format!("kept by process {keeper}"),
+        format!("shared by 1 (process {reader})"),
+        "without mapping it".into(),
+    ] {
+        assert!(text.contains(&words), "{words}: {text}");
+    }
+
+    serve.signal(Signal::KILL);
+    serve.end();
+    let text = stage.world.run(&["ls", "-v"]).out;
+    assert!(text.contains("no owner: its importers alone"), "{text}");
+    let mut next = stage.serve(&[]);
+    next.wait_for("ready", 1);
+    let keeper = next.pid();
+    memory_when(&stage, |row| {
+        row["keepers"] == json!([keeper]) && row["borrowers"] == json!([reader])
+    });
+    worker.kill();
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 use std::fmt::Write;
 
-use crate::observe::{EndpointRow, ProcessState, Snapshot};
+use crate::observe::{EndpointRow, MemoryRow, ProcessState, Snapshot};
 
 /// A metric: its name, type and help.
 struct Metric(&'static str, &'static str, &'static str);
@@ -211,6 +211,8 @@ fn processes(page: &mut Page, snapshot: &Snapshot) {
             ("cuda", "imported", process.gpu_imported),
             ("host", "owned", process.host_owned),
             ("host", "imported", process.host_imported),
+            ("cuda", "kept", process.gpu_kept),
+            ("host", "kept", process.host_kept),
         ] {
             let labels = [("pid", pid.as_str()), ("device", device), ("role", role)];
             page.value("warpipe_process_memory_bytes", &labels, bytes);
@@ -236,11 +238,13 @@ fn memory(page: &mut Page, snapshot: &Snapshot) {
         "gauge",
         "Memory of all observed processes, each region counted once.",
     ));
-    for (state, is_owned) in [("owned", true), ("borrowed", false)] {
-        let regions = snapshot
-            .memory
-            .iter()
-            .filter(|it| it.owner.is_some() == is_owned);
+    let state_of = |it: &MemoryRow| match it {
+        it if it.owner.is_some() => "owned",
+        it if it.is_kept() => "kept",
+        _ => "borrowed",
+    };
+    for state in ["owned", "kept", "borrowed"] {
+        let regions = snapshot.memory.iter().filter(|it| state_of(it) == state);
         let bytes = regions.map(|it| it.bytes).fold(0, u64::saturating_add);
         page.value("warpipe_memory_bytes", &[("state", state)], bytes);
     }

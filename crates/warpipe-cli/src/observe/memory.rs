@@ -1,4 +1,4 @@
-//! Memory by its identity: which process owns it, and which others have it.
+//! Memory by its identity: which process owns it, which ones have it, and which ones keep it.
 
 use std::collections::BTreeMap;
 
@@ -16,6 +16,23 @@ pub struct MemoryRow {
     pub owner: Option<i32>,
     /// The processes that have imported it.
     pub borrowers: Vec<i32>,
+    /// The processes that have its descriptor and do not map it: keepers of weights.
+    pub keepers: Vec<i32>,
+}
+
+/// Adds a process that may have the memory several times.
+fn add(pids: &mut Vec<i32>, pid: i32) {
+    if !pids.contains(&pid) {
+        pids.push(pid);
+    }
+}
+
+impl MemoryRow {
+    /// Whether an observed process is answerable for the memory: one that allocated it, or a
+    /// keeper.
+    pub fn is_kept(&self) -> bool {
+        self.owner.is_some() || !self.keepers.is_empty()
+    }
 }
 
 /// The memory of all observed processes, the largest first.
@@ -39,6 +56,7 @@ pub fn rows(observation: &Observation) -> Vec<MemoryRow> {
                 endpoint: None,
                 owner: None,
                 borrowers: Vec::new(),
+                keepers: Vec::new(),
             });
             row.bytes = row.bytes.max(region.bytes);
             if let Some(name) = names.get(&region.generation) {
@@ -46,8 +64,8 @@ pub fn rows(observation: &Observation) -> Vec<MemoryRow> {
             }
             match region.role {
                 Role::Owner => row.owner = Some(process.pid),
-                Role::Peer if row.borrowers.contains(&process.pid) => {}
-                Role::Peer => row.borrowers.push(process.pid),
+                Role::Peer => add(&mut row.borrowers, process.pid),
+                Role::Keeper => add(&mut row.keepers, process.pid),
             }
         }
     }

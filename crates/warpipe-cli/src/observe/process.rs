@@ -49,6 +49,9 @@ pub struct ProcessRow {
     /// The same of host memory.
     pub host_owned: u64,
     pub host_imported: u64,
+    /// Memory of which it has the descriptor and no mapping: a keeper of weights.
+    pub gpu_kept: u64,
+    pub host_kept: u64,
     /// Why its data did not take the fastest path.
     pub slow_paths: Vec<SlowPathRow>,
 }
@@ -96,6 +99,8 @@ pub fn row(process: &Process, now_ns: u64) -> ProcessRow {
         gpu_imported: bytes(DeviceKind::Cuda, Role::Peer),
         host_owned: bytes(DeviceKind::Host, Role::Owner),
         host_imported: bytes(DeviceKind::Host, Role::Peer),
+        gpu_kept: bytes(DeviceKind::Cuda, Role::Keeper),
+        host_kept: bytes(DeviceKind::Host, Role::Keeper),
         slow_paths: process.slow_paths.iter().copied().map(slow_path).collect(),
     }
 }

@@ -83,21 +83,33 @@ fn slow_path(taken: &SlowPathRow) -> String {
 /// One line for a region of memory.
 pub fn memory(memory: &MemoryRow) -> String {
     let MemoryRow {
-        device, borrowers, ..
+        device,
+        borrowers,
+        keepers,
+        ..
     } = memory;
+    let list = |pids: &[i32]| {
+        let pids: Vec<String> = pids.iter().map(i32::to_string).collect();
+        pids.join(", ")
+    };
     let bytes = output::bytes(memory.bytes);
     let mut text = format!("  {bytes:>10}  {device}");
     match memory.owner {
         Some(owner) => text += &format!("  process {owner}"),
-        None => text += &styled(Style::Yellow, "  no owner: its importers alone keep it"),
+        None if keepers.is_empty() => {
+            text += &styled(Style::Yellow, "  no owner: its importers alone keep it");
+        }
+        None => {}
+    }
+    if !keepers.is_empty() {
+        text += &format!("  kept by process {}", list(keepers));
     }
     if let Some(name) = &memory.endpoint {
         text += &format!("  {name}");
     }
     if !borrowers.is_empty() {
-        let pids: Vec<String> = borrowers.iter().map(i32::to_string).collect();
         let many = borrowers.len();
-        text += &format!("  shared by {many} (process {})", pids.join(", "));
+        text += &format!("  shared by {many} (process {})", list(borrowers));
     }
     text
 }
@@ -132,6 +144,13 @@ pub fn all(snapshot: &Snapshot, rates: &[Option<Rate>]) -> Vec<String> {
             output::bytes(process.host_owned),
             output::bytes(process.host_imported),
         ));
+        let kept = process.gpu_kept.saturating_add(process.host_kept);
+        if kept > 0 {
+            lines.push(format!(
+                "      keeps {} without mapping it",
+                output::bytes(kept)
+            ));
+        }
         lines.extend(process.slow_paths.iter().map(slow_path));
     }
     lines.push(title(format!("memory: {} regions", snapshot.memory.len())));

@@ -277,7 +277,7 @@ fn process_row(process: &ProcessRow) -> Row {
 
 fn memory_row(memory: &MemoryRow) -> Row {
     let borrowers: Vec<String> = memory.borrowers.iter().map(i32::to_string).collect();
-    let owner = match memory.owner {
+    let owner = match memory.owner.or(memory.keepers.first().copied()) {
         None => Cell::text("none").tone(Tone::Warning),
         owner => pid(owner),
     };

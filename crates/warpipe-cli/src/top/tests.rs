@@ -78,6 +78,8 @@ pub fn sample() -> Snapshot {
             gpu_imported: 0,
             host_owned: 8 << 20,
             host_imported: 0,
+            gpu_kept: 0,
+            host_kept: 0,
             slow_paths: Vec::new(),
         }],
         memory: vec![
@@ -87,6 +89,7 @@ pub fn sample() -> Snapshot {
                 endpoint: Some("camera/front".into()),
                 owner: Some(4711),
                 borrowers: vec![4801, 4802],
+                keepers: Vec::new(),
             },
             MemoryRow {
                 bytes: 4096,
@@ -94,6 +97,7 @@ pub fn sample() -> Snapshot {
                 endpoint: None,
                 owner: None,
                 borrowers: vec![4801],
+                keepers: Vec::new(),
             },
         ],
         notes: Vec::new(),

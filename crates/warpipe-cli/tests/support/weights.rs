@@ -109,6 +109,10 @@ impl Worker {
         }
     }
 
+    pub fn pid(&self) -> i32 {
+        self.process.pid().as_raw_nonzero().get()
+    }
+
     pub fn reply(&mut self) -> String {
         loop {
             let line = self.replies.next(PATIENCE).unwrap().expect("it has ended");

@@ -185,6 +185,11 @@ impl ServerCore {
         self.generation
     }
 
+    /// How this process's statistics show the name.
+    pub(crate) fn row(&self) -> &EndpointRow {
+        &self.row
+    }
+
     pub(crate) fn reactor(&self) -> &Arc<Reactor> {
         &self.reactor
     }

@@ -1,7 +1,7 @@
 //! Memory that this process allocated and can share.
 
 use std::ops::Deref;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -160,11 +160,49 @@ impl Memory {
         info: &MemoryInfo,
         access: Access,
     ) -> Result<SharedMemory> {
+        let region = Memory::import_region(device, fd.as_fd(), info, access)?;
+        Memory::map_whole(region, device, info, access)
+    }
+
+    /// As [`import_fd`](Self::import_fd), of memory that the endpoints of `generation` share under
+    /// `number`: the statistics of all processes that have it say so.
+    pub(crate) fn import_shared(
+        device: &Device,
+        fd: BorrowedFd<'_>,
+        info: &MemoryInfo,
+        access: Access,
+        (generation, number): ([u8; 16], u64),
+    ) -> Result<SharedMemory> {
+        let region = Memory::import_region(device, fd, info, access)?;
+        region.identify(generation, number);
+        Memory::map_whole(region, device, info, access)
+    }
+
+    fn import_region(
+        device: &Device,
+        fd: BorrowedFd<'_>,
+        info: &MemoryInfo,
+        access: Access,
+    ) -> Result<Region> {
         check_range("an imported descriptor", 0, info.bytes, info.mapped_bytes)?;
         super::shared::check_reach(device, info.device)?;
-        let region = Region::import(device, fd.as_fd(), info.mapped_bytes, access, info.device)?;
+        Region::import(device, fd, info.mapped_bytes, access, info.device)
+    }
+
+    fn map_whole(
+        region: Region,
+        device: &Device,
+        info: &MemoryInfo,
+        access: Access,
+    ) -> Result<SharedMemory> {
         let mapping = MappedRegion::of(region, device, info.device, access, info.bytes)?;
         SharedMemory::whole(&Arc::new(mapping), "an imported descriptor")
+    }
+
+    /// Says in this process's statistics which generation of endpoints shares the memory, and under
+    /// which number.
+    pub(crate) fn identify(&self, generation: [u8; 16], number: u64) {
+        self.mapping.region().identify(generation, number);
     }
 
     /// Publishes it under a name, read-only, for this user: see [`publication`](Self::publication)

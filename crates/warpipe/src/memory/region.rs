@@ -7,7 +7,7 @@ use crate::backend::{Access, DeviceId, DeviceKind, DevicePtr, RawRegion, unrecla
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
-use crate::statistics::{RegionRow, Role};
+use crate::statistics::{NO_FILE, RegionRow, Role, file_of};
 
 /// A mapped region; released when dropped. Code that enqueues work on the region keeps it alive
 /// until that work is done.
@@ -24,8 +24,10 @@ impl Region {
         let raw = device.backend().allocate(bytes)?;
         let owner = device.info().id;
         let file = match owner.kind {
-            // SAFETY: the handle of an allocation on the host is its open descriptor.
-            DeviceKind::Host => file_id(unsafe { BorrowedFd::borrow_raw(raw.handle as i32) }),
+            DeviceKind::Host => {
+                // SAFETY: the handle of an allocation on the host is its open descriptor.
+                file_of(unsafe { BorrowedFd::borrow_raw(raw.handle as i32) }, owner)
+            }
             DeviceKind::Cuda => NO_FILE,
         };
         Ok(Region {
@@ -44,13 +46,9 @@ impl Region {
         owner: DeviceId,
     ) -> Result<Region> {
         let raw = device.backend().import(fd.as_fd(), bytes, access, owner)?;
-        let file = match owner.kind {
-            DeviceKind::Host => file_id(fd),
-            DeviceKind::Cuda => NO_FILE,
-        };
         Ok(Region {
             device: device.clone(),
-            row: RegionRow::open(Role::Peer, raw.bytes, owner, file),
+            row: RegionRow::open(Role::Peer, raw.bytes, owner, file_of(fd, owner)),
             raw,
         })
     }
@@ -92,14 +90,6 @@ impl Region {
     pub(crate) fn bytes(&self) -> u64 {
         self.raw.bytes
     }
-}
-
-/// The identity of memory without a file of its own: a GPU's descriptors are all of one file.
-const NO_FILE: [u64; 2] = [0; 2];
-
-/// The device and the inode of a memory's file.
-fn file_id(fd: BorrowedFd<'_>) -> [u64; 2] {
-    rustix::fs::fstat(fd).map_or(NO_FILE, |stat| [stat.st_dev, stat.st_ino])
 }
 
 impl Drop for Region {

@@ -17,6 +17,7 @@ pub use self::observer::{
     Endpoint, Link, LinkState, Observation, Observer, Process, Region, RegionId, Role, Unreadable,
 };
 pub(crate) use self::rows::{
-    EndpointRow, EndpointWords, LinkRow, LinkWords, RegionRow, beat, write_slow_paths,
+    EndpointRow, EndpointWords, LinkRow, LinkWords, NO_FILE, RegionRow, beat, file_of,
+    write_slow_paths,
 };
 pub use crate::slow_path::{SlowPath, SlowPathCount};

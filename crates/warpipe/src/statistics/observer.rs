@@ -38,11 +38,13 @@ pub enum Role {
     Owner = 1,
     /// A subscriber, a worker or a server of another's endpoint; a process that has imported memory.
     Peer = 2,
+    /// Of memory alone: a process that has its descriptor and does not map it.
+    Keeper = 3,
 }
 
 impl Role {
     fn of(word: u64) -> Option<Role> {
-        [Role::Owner, Role::Peer]
+        [Role::Owner, Role::Peer, Role::Keeper]
             .into_iter()
             .find(|&role| role as u64 == word)
     }
@@ -548,6 +550,7 @@ impl fmt::Display for Role {
         f.write_str(match self {
             Role::Owner => "owner",
             Role::Peer => "peer",
+            Role::Keeper => "keeper",
         })
     }
 }

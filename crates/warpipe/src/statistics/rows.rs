@@ -1,9 +1,11 @@
 //! What endpoints, links and memory write into their rows.
 
+use std::os::fd::BorrowedFd;
+
 use super::layout::{self, Table, endpoint, link, region};
 use super::observer::{LinkState, Role};
 use super::page::{self, Row};
-use crate::device_types::DeviceId;
+use crate::device_types::{DeviceId, DeviceKind};
 use crate::ipc::Address;
 use crate::kind::Kind;
 use crate::slow_path::{self, SlowPath};
@@ -99,6 +101,11 @@ impl EndpointRow {
         }
     }
 
+    /// The version that a keeper's name stands for from now on: its memory has the same generation.
+    pub(crate) fn offer(&self, generation: [u8; 16]) {
+        self.attach_to(generation);
+    }
+
     /// A subscriber has no publisher any more.
     pub(crate) fn detach(&self) {
         self.attach_to([0; 16]);
@@ -175,6 +182,19 @@ impl LinkRow {
     }
 }
 
+/// The identity of memory without a file of its own: a GPU's descriptors are all of one file.
+pub(crate) const NO_FILE: [u64; 2] = [0; 2];
+
+/// The device and the inode of the file of a memory's descriptor, if it has one of its own.
+pub(crate) fn file_of(fd: BorrowedFd<'_>, device: DeviceId) -> [u64; 2] {
+    match device.kind {
+        DeviceKind::Host => {
+            rustix::fs::fstat(fd).map_or(NO_FILE, |stat| [stat.st_dev, stat.st_ino])
+        }
+        DeviceKind::Cuda => NO_FILE,
+    }
+}
+
 /// The row of one region of memory.
 #[derive(Debug)]
 pub(crate) struct RegionRow(Option<Row<{ region::WORDS }>>);
@@ -188,6 +208,11 @@ impl RegionRow {
             row.store_all(region::DEVICE, &layout::device_words(Some(device)));
             row.store_all(region::FILE, &file);
         }))
+    }
+
+    /// The row of memory of which this process has the descriptor alone.
+    pub(crate) fn keep(fd: BorrowedFd<'_>, bytes: u64, device: DeviceId) -> RegionRow {
+        RegionRow::open(Role::Keeper, bytes, device, file_of(fd, device))
     }
 
     /// The endpoint that shares the region, and the region's number there.

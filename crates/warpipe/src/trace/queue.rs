@@ -90,5 +90,8 @@ impl Queue {
 
 /// A subscriber that panics loses this event alone: the panic's message has been printed.
 fn give(event: &TraceEvent) {
-    let _ = catch_unwind(AssertUnwindSafe(|| event.give()));
+    if let Err(payload) = catch_unwind(AssertUnwindSafe(|| event.give())) {
+        // The payload is the subscriber's as well, and may panic when it is dropped.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(payload))).map_err(std::mem::forget);
+    }
 }

@@ -13,6 +13,7 @@ use crate::fork::CloseOnForkFd;
 use crate::ipc::{IncomingReply, OutgoingReply, Rejection};
 use crate::memory::MemoryInfo;
 use crate::runtime::closer::{PeerFd, closes_at_once_elsewhere};
+use crate::statistics::RegionRow;
 
 /// The largest number of a version. A name in the domain's directory says a version's number: a
 /// process that writes there could otherwise use the numbers up.
@@ -41,9 +42,26 @@ pub(super) struct Held {
     pub(super) info: MemoryInfo,
     pub(super) memory: PeerFd,
     pub(super) manifest: SealedManifest,
+    /// In a keeper: says in this process's statistics that it has the memory.
+    pub(super) row: Option<RegionRow>,
 }
 
+/// The number of a version's memory among the memory of its generation.
+pub(super) const MEMORY_NUMBER: u64 = 0;
+
 impl Held {
+    /// Says in this process's statistics that it keeps the memory without mapping it.
+    pub(super) fn keep(&mut self) {
+        let MemoryInfo {
+            mapped_bytes,
+            device,
+            ..
+        } = self.info;
+        let row = RegionRow::keep(self.memory.as_fd(), mapped_bytes, device);
+        row.identify(self.version.id, MEMORY_NUMBER);
+        self.row = Some(row);
+    }
+
     /// Duplicates the descriptors, for a version with this number.
     pub(super) fn numbered(&self, number: u64) -> Result<Held> {
         let [memory, manifest] = self.duplicates()?;
@@ -58,6 +76,7 @@ impl Held {
                 fd: manifest,
                 bytes: self.manifest.bytes,
             },
+            row: None,
         })
     }
 
@@ -140,6 +159,7 @@ impl Held {
                 fd: manifest.accept(),
                 bytes: manifest_bytes,
             },
+            row: None,
         };
         Ok((held, checked))
     }

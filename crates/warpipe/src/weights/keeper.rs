@@ -243,10 +243,12 @@ impl KeeperState {
     /// Takes what other processes hold, and returns it if this keeper takes nothing any more.
     fn take_over(&mut self, found: Found) -> Vec<Held> {
         self.know(found.last_number);
+        let mut versions = found.versions;
         if self.is_ending {
-            return found.versions;
+            return versions;
         }
-        std::mem::replace(&mut self.candidates, found.versions)
+        versions.iter_mut().for_each(Held::keep);
+        std::mem::replace(&mut self.candidates, versions)
     }
 
     /// Gives no number up to this one from now on. Numbers that no version has count for nothing.
@@ -277,6 +279,7 @@ impl KeeperState {
             return Err(format!("{NUMBER_MAX} versions have been published"));
         }
         held.version.number = number;
+        held.keep();
         self.last_number = number;
         let mut replaced = std::mem::take(&mut self.candidates);
         replaced.extend(self.offered.replace(held));
@@ -325,7 +328,11 @@ impl KeeperCore {
 }
 
 impl KeeperCore {
-    fn trace_offered(&self) {
+    /// Says in the statistics and to the program which version is offered from now on.
+    fn note_offered(&self, server: &ServerCore) {
+        if let Some(offered) = &self.lock().offered {
+            server.row().offer(offered.version.id);
+        }
         trace::emit(|| {
             let state = self.lock();
             let offered = state.offered.as_ref();
@@ -377,7 +384,7 @@ impl OfferSlot {
             server.tell(client, notice);
         }
         if is_taken {
-            self.0.trace_offered();
+            self.0.note_offered(&server);
             tell_offered(&server);
         }
     }
@@ -447,7 +454,7 @@ impl RequestHandler for KeeperHandler {
                 // Closed behind the lock.
                 let replaced = core.lock().check(version, is_sound);
                 if replaced.is_some() {
-                    core.trace_offered();
+                    core.note_offered(server_core);
                     tell_offered(server_core);
                 }
                 OutgoingReply::new(&KeeperReply::Noted, vec![])

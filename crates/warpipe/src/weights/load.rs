@@ -8,7 +8,7 @@ use std::time::Duration;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::blocks::{Block, COPY_TIMEOUT, content_hash, hash_in_parallel};
-use super::held::{Held, Version};
+use super::held::{Held, MEMORY_NUMBER, Version};
 use super::holder::{Holder, clear_dead};
 use super::keeper_session::offer_to_keeper;
 use super::manifest::{ALIGNMENT, ContentHash, Manifest, TENSORS_MAX, TensorInfo, read_exact};
@@ -147,8 +147,10 @@ impl Weights {
             info: memory.info(),
             memory: PeerFd::from(memory.private_export()?),
             manifest: manifest.seal("weights")?,
+            row: None,
         };
         held.memory.approve();
+        memory.identify(held.version.id, MEMORY_NUMBER);
         Ok(Weights {
             _memory: memory,
             manifest,

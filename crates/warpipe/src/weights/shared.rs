@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::check::damaged_tensors;
-use super::held::{Held, Version};
+use super::held::{Held, MEMORY_NUMBER, Version};
 use super::holder::{Holder, clear_dead};
 use super::keeper::KeeperRequest;
 use super::keeper_session::{KeeperSession, wait_for_version};
@@ -260,7 +260,9 @@ fn tell_keepers(domain: &Domain, name: &EndpointName, keeper: &KeeperSession, nu
 }
 
 fn map(device: &Device, held: &Held) -> Result<SharedMemory> {
-    let memory = Memory::import_fd(device, held.memory.as_fd(), &held.info, Access::Read)?;
+    let identity = (held.version.id, MEMORY_NUMBER);
+    let (fd, info) = (held.memory.as_fd(), &held.info);
+    let memory = Memory::import_shared(device, fd, info, Access::Read, identity)?;
     // The device has mapped it: its `close` does not block.
     held.memory.approve();
     Ok(memory)

@@ -213,6 +213,7 @@ fn a_descriptor_whose_close_may_block_is_no_memory_of_a_gpu() {
         },
         memory: PeerFd::from(CloseOnForkFd::new(directory.into()).unwrap()),
         manifest: whole.manifest,
+        row: None,
     };
     let offer = Holder::offer(&stage.domain, "w", Arc::new(hostile)).unwrap();
     let name = weights_name("w").unwrap();
