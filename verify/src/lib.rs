@@ -46,6 +46,7 @@ mod tensor;
 mod handle;
 mod pool;
 mod queue;
+mod rings;
 mod semaphore;
 
 pub mod histories;

@@ -2,7 +2,9 @@
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
-use warpipe_verify::models::{self, Model, counter, rescue, ring, room, sleep, table, timeline};
+use warpipe_verify::models::{
+    self, Model, counter, kernel_ring, rescue, ring, room, sleep, table, timeline,
+};
 use warpipe_verify::plant::Effect::{Omitted, Order, Says, Split};
 use warpipe_verify::plant::{Effect, Op, Plant};
 
@@ -54,6 +56,10 @@ hold! {
     an_object_is_taken_or_dropped_and_once: table::TAKEN;
     an_object_that_is_put_back_behind_its_end_is_dropped: table::PUT_BACK;
     an_entry_holds_one_object: table::REUSED;
+    an_item_is_read_whole_and_written_over_behind_its_release: kernel_ring::WHOLE;
+    a_slot_is_written_again_when_every_consumer_has_released_it: kernel_ring::EVERY_CONSUMER;
+    an_item_of_two_blocks_is_published_when_both_have_written: kernel_ring::SHARED;
+    an_item_published_before_the_end_counts: kernel_ring::ENDED;
 }
 
 /// Plants a fault and runs a model, which must notice.
@@ -142,5 +148,11 @@ catch! {
     an_object_put_back_in_two_steps: table::PUT_BACK, "handle/table.rs", "self.slot.state.fetch_sub(units, AcqRel)", Rmw, Split;
     an_entry_given_in_two_steps: table::REUSED, "handle/table.rs", ".compare_exchange(head, changed(head, next), AcqRel, Acquire)", Rmw, Split;
     an_entry_freed_in_two_steps: table::REUSED, "handle/table.rs", ".compare_exchange(head, changed(head, index + 1), AcqRel, Relaxed)", Rmw, Split;
+    an_item_awaited_in_no_order: kernel_ring::WHOLE, "rings/host_ring.rs", "while word.load(Acquire) < due", Load, Order(Relaxed);
+    an_item_that_is_not_awaited: kernel_ring::WHOLE, "rings/host_ring.rs", "while word.load(Acquire) < due", Load, Says(9);
+    an_item_passed_on_without_a_fence: kernel_ring::WHOLE, "rings/host_ring.rs", "fence(AcqRel);", Fence, Omitted;
+    a_release_awaited_in_no_order: kernel_ring::EVERY_CONSUMER, "rings/host_ring.rs", "while word.load(Acquire) < due", Load, Order(Relaxed);
+    a_part_finished_in_no_order: kernel_ring::SHARED, "rings/host_ring.rs", "if arrivals.fetch_add(1, AcqRel) + 1 < blocks", Rmw, Order(Relaxed);
+    an_end_told_in_no_order: kernel_ring::ENDED, "rings/host_ring.rs", "peer::GONE)).load(Acquire)", Load, Order(Relaxed);
     a_loss_seen_behind_its_word_in_no_order: rescue::LOST, "backend/word.rs", "self.value.load(Ordering::Acquire)", Load, Order(Relaxed);
 }

@@ -15,6 +15,7 @@ mod process;
 mod ptx;
 mod python;
 mod results;
+mod ring_header;
 mod style;
 mod suite;
 mod verify;
@@ -29,6 +30,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   verify [--for DURATION] [--only METHOD]
                   the methods that find what tests cannot; `verify --help` names them
   ptx             compile every CUDA source under crates/ and rewrite the committed PTX
+  ring-header     write the table of kernel rings' layout into device.cuh
   python          build the Python package and run its tests on the host
   python --torch  run its tests with PyTorch, which is installed for them (gigabytes)
   python --stubs  build the Python package and write its stub, _warpipe.pyi
@@ -82,6 +84,9 @@ fn main() -> ExitCode {
         },
         ["ptx"] => Workspace::find()
             .and_then(|workspace| ptx::rewrite(&workspace))
+            .map(|()| true),
+        ["ring-header"] => Workspace::find()
+            .and_then(|workspace| ring_header::write(&workspace))
             .map(|()| true),
         ["python"] => Workspace::find().map(|workspace| suite::run_python(&workspace)),
         ["python", "--torch"] => {

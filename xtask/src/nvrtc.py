@@ -4,7 +4,7 @@ import ctypes
 import pathlib
 import sys
 
-OPTIONS = [b"--gpu-architecture=compute_70"]
+OPTIONS = [b"--gpu-architecture=compute_70", b"--include-path=crates/warpipe/include"]
 
 
 def load(folder):

@@ -211,7 +211,9 @@ fn host_version(entry: &Entry) -> Outcome<HostVersion> {
     }
     let mut kernels = warpipe_kernels::ALL
         .iter()
-        .chain(warpipe_kernels::render::ALL);
+        .chain(warpipe_kernels::render::ALL)
+        .chain(warpipe_kernels::ring::ALL)
+        .chain(warpipe::RING_STEPS);
     let kernel = kernels.find(|kernel| kernel.name().to_bytes() == entry.name.as_bytes());
     match kernel {
         Some(kernel) if entry.parameters.iter().all(|&bytes| bytes == 8) => {
@@ -361,6 +363,8 @@ mod tests {
         for kernel in warpipe_kernels::ALL
             .iter()
             .chain(warpipe_kernels::render::ALL)
+            .chain(warpipe_kernels::ring::ALL)
+            .chain(warpipe::RING_STEPS)
         {
             let found = entries(kernel.ptx().to_str().unwrap()).unwrap();
             let entry = found

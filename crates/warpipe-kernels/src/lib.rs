@@ -7,6 +7,7 @@
 //!   are in elements: a *word* is a `u64`, aligned to 8 bytes; a *float* is an `f32`, aligned to 4.
 //! * [`ALL`] lists the kernels, for lookups by name.
 //! * [`render`] draws triangles, with kernels of a module of its own.
+//! * [`ring`] has kernels on both sides of kernel rings.
 //! * [`pattern`] and [`checksum_of`] say on the CPU what the kernels write and sum.
 //!
 //! Both sides of a kernel give the same bits, with one exception: the sign and payload of a NaN.
@@ -24,6 +25,7 @@
 mod host;
 mod pattern;
 pub mod render;
+pub mod ring;
 
 pub use pattern::{checksum_of, pattern};
 
@@ -67,7 +69,8 @@ pub static PASS_ON: Kernel = Kernel::new(c"pass_on", MODULE, host::pass_on);
 /// `dense(out, in, weights, bias, rows, inputs, outputs, relu)`; see [`dense()`].
 pub static DENSE: Kernel = Kernel::new(c"dense", MODULE, host::dense);
 
-/// Every kernel of this module; those that draw are in [`render::ALL`].
+/// Every kernel of this module; those that draw are in [`render::ALL`], those on rings in
+/// [`ring::ALL`].
 pub static ALL: &[Kernel] = &[
     FILL,
     CHECK,
@@ -106,6 +109,7 @@ fn grid_for(count: u64) -> u32 {
 /// [`warpipe::Error::Driver`].
 pub fn preload(device: &Device) -> Result<()> {
     ALL.iter()
+        .chain(ring::ALL)
         .try_for_each(|kernel| device.backend().preload(kernel))
 }
 

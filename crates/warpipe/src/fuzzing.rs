@@ -163,6 +163,10 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
             limit: PeerLimit::User,
             max: small,
         },
+        Message::MemoryRequest {
+            serial: number,
+            body: b"memory".to_vec(),
+        },
     ]
 }
 
@@ -206,6 +210,7 @@ fn bodies(bytes: &[u8]) {
         crate::pool::try_messages,
         crate::sync::semaphore::try_messages,
         crate::sync::timeline::try_messages,
+        crate::rings::try_messages,
         crate::weights::try_messages,
     ];
     interfaces.into_iter().for_each(|read| read(bytes));

@@ -34,6 +34,8 @@ pub enum Kind {
     WeightsHolder,
     /// Memory that another library has allocated, shared by its process.
     Allocations,
+    /// A ring that kernels use from inside.
+    KernelRing,
 }
 
 impl fmt::Display for Kind {
@@ -52,6 +54,7 @@ impl fmt::Display for Kind {
             Kind::Weights => "weights' keeper",
             Kind::WeightsHolder => "holder of weights",
             Kind::Allocations => "shared allocations",
+            Kind::KernelRing => "kernel ring",
         })
     }
 }

@@ -39,6 +39,7 @@
 //! | a model's weights, for all its engines | [`weights`] |
 //! | blocks of one process's memory | [`Pool`], [`PoolClient`] |
 //! | the order of streams | [`Timeline`] (a number that grows), [`Event`], [`Semaphore`] |
+//! | items, from kernel to kernel without a CPU | [`KernelRing`] |
 //! | the list of live processes | [`Member`], [`Members`] |
 //!
 //! Names live in a [`Domain`], a directory of this user. A [`Device`] is a GPU or the host, a
@@ -125,6 +126,7 @@ mod os;
 mod pool;
 mod pubsub;
 mod queue;
+mod rings;
 mod rows;
 mod rpc;
 mod runtime;
@@ -168,6 +170,9 @@ pub use queue::{
     AnswerError, AnswerHandle, JobHandle, JobResult, Lease, Loan, Queue, QueueBuilder, QueueState,
     QueueWatch, ResultOrder, SubmitError, Worker, WorkerBuilder,
 };
+#[doc(hidden)] // For the fake driver, which runs their CPU versions.
+pub use rings::RING_STEPS;
+pub use rings::{HostRing, KernelRing, KernelRingBuilder, RingEnd};
 pub use rpc::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
 pub use runtime::closer::pending_closes;
 pub use stats::{ProcessStats, process_stats};

@@ -178,7 +178,7 @@ pub(crate) use option_setters;
 /// The options with which an endpoint of another process, or of this one, is opened by its name:
 /// from [`Timeline::opener`](crate::Timeline::opener),
 /// [`Semaphore::opener`](crate::Semaphore::opener),
-/// [`PoolClient::opener`](crate::PoolClient::opener) and
+/// [`PoolClient::opener`](crate::PoolClient::opener), [`KernelRing::opener`](crate::KernelRing::opener) and
 /// [`SharedWeights::opener`](crate::weights::SharedWeights::opener).
 #[derive(Debug, Clone)]
 pub struct Opener<T> {

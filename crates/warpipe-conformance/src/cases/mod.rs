@@ -17,6 +17,7 @@ mod gather;
 mod graceful_close;
 mod handles;
 mod holes;
+mod kernel_ring;
 mod layout;
 mod legacy;
 mod members;
@@ -178,6 +179,7 @@ pub fn all() -> Vec<Case> {
         owners::CASES,
         timeline::CASES,
         event::CASES,
+        kernel_ring::CASES,
     ]
     .concat()
 }

@@ -15,6 +15,7 @@ use super::holder::Holder;
 use super::hung::Hung;
 use super::order::{Answer, Batch, Fault, Item, Order};
 use super::orphan;
+use super::ring::{self, RingSide};
 use super::semaphore::Contender;
 use super::signals::Signals;
 use super::worker::WorkerActor;
@@ -70,6 +71,7 @@ struct Actor {
     sockets: Vec<std::os::fd::OwnedFd>,
     semaphore: Contender,
     members: Vec<Member>,
+    ring: Option<RingSide>,
     signals: Option<Signals>,
     streams: Option<Streams>,
     guard: Option<Guard>,
@@ -100,6 +102,7 @@ impl Actor {
             sockets: Vec::new(),
             semaphore: Contender::default(),
             members: Vec::new(),
+            ring: None,
             signals: None,
             streams: None,
             guard: None,
@@ -209,6 +212,7 @@ impl Actor {
                 };
                 return signals.carry_out(&self.context, order);
             }
+            Order::Ring(order) => return ring::carry_out(&mut self.ring, &self.context, order),
             Order::Fork => return Ok(Answer::Number(orphan::fork_and_live(false, None)? as u64)),
             Order::ForkUnseen => {
                 return Ok(Answer::Number(orphan::fork_and_live(true, None)? as u64));
@@ -440,6 +444,7 @@ impl Actor {
         self.sockets.clear();
         self.semaphore = Contender::default();
         self.members.clear();
+        self.ring = None;
         self.signals.take().map_or(Ok(()), Signals::end)?;
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;

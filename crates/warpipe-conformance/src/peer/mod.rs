@@ -9,6 +9,7 @@ mod holder;
 mod hung;
 mod order;
 mod orphan;
+mod ring;
 mod semaphore;
 mod signals;
 mod worker;
@@ -22,6 +23,7 @@ pub use order::{
     kind_of,
 };
 pub use orphan::THREAD as ORPHAN;
+pub use ring::{RingOrder, RingSide, WORDS as RING_WORDS};
 pub use semaphore::{Board, SemaphoreOrder};
 pub use signals::SignalOrder;
 

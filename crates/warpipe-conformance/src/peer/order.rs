@@ -335,6 +335,8 @@ pub enum Order {
     Hold(super::HolderOrder),
     /// Something about timelines and events.
     Signals(super::SignalOrder),
+    /// About a kernel ring.
+    Ring(super::RingOrder),
     /// Something while a function of the driver hangs.
     Hung(super::HungOrder),
     /// Fork a child that only lives on. Answers with its process id.

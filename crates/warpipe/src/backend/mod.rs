@@ -126,6 +126,13 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// The device that this backend drives.
     fn info(&self) -> &DeviceInfo;
 
+    /// Whether kernels of this process run at the same time as kernels that other processes have on
+    /// this device (CUDA: `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`). If not, or if the driver does not
+    /// say, processes take turns in time slices.
+    fn runs_beside_other_processes(&self) -> bool {
+        true
+    }
+
     /// The unit of a region's length, in bytes (CUDA: usually 2 MiB; host: the page).
     fn granularity(&self) -> u64;
 

@@ -270,6 +270,10 @@ impl<H: Hook> Backend for Wrapped<H> {
         &self.info
     }
 
+    fn runs_beside_other_processes(&self) -> bool {
+        self.inner.runs_beside_other_processes()
+    }
+
     fn granularity(&self) -> u64 {
         self.inner.granularity()
     }

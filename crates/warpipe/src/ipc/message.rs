@@ -96,6 +96,8 @@ pub(crate) enum Message {
     /// Publisher, instead of `Welcome`; server, instead of `SessionOpened`: its limit of
     /// connections is reached.
     Full { limit: PeerLimit, max: u32 },
+    /// Client: a request that brings memory. Descriptor: the memory.
+    MemoryRequest { serial: u64, body: Vec<u8> },
 }
 
 /// Why an end closes.
@@ -125,6 +127,7 @@ impl Message {
             Message::RequestFailed { .. } => "RequestFailed",
             Message::Completions { .. } => "Completions",
             Message::Full { .. } => "Full",
+            Message::MemoryRequest { .. } => "MemoryRequest",
         }
     }
 
@@ -132,7 +135,9 @@ impl Message {
     pub(crate) fn descriptors(&self) -> usize {
         let own = match self {
             Message::Welcome { .. } => 2,
-            Message::Region { .. } | Message::Completions { .. } => 1,
+            Message::Region { .. }
+            | Message::Completions { .. }
+            | Message::MemoryRequest { .. } => 1,
             Message::SessionOpened { fds, .. } | Message::Reply { fds, .. } => usize::from(*fds),
             _ => 0,
         };

@@ -226,6 +226,23 @@ pub(crate) trait RequestHandler: Send + Sync {
         Err(Rejection::new("it answers no requests"))
     }
 
+    /// Whether a client sends memory of its own, once, after its admission. The sockets of other
+    /// servers let no descriptor in then.
+    fn takes_memory(&self) -> bool {
+        false
+    }
+
+    /// A client sends a request with memory of its own.
+    fn on_memory(
+        &self,
+        _server_core: &ServerCore,
+        _client: &ClientInfo,
+        _body: &[u8],
+        _memory: PeerFd,
+    ) -> Result<OutgoingReply, Rejection> {
+        Err(Rejection::new("it takes no memory"))
+    }
+
     /// A client's socket has closed without a graceful close. The client is presumed dead, and may
     /// still touch its memory.
     fn on_suspect(&self, _server_core: &ServerCore, _client: &ClientInfo) {}

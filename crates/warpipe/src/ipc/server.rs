@@ -23,7 +23,8 @@ use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Peer, Process};
-use crate::runtime::closer::PeerSocket;
+use crate::os::let_descriptors_in;
+use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, new_generation};
 use crate::statistics::EndpointRow;
 use crate::trace::{self, TraceEvent};
@@ -347,6 +348,9 @@ impl ServerCore {
                 return Ok(());
             }
         };
+        if self.handler.takes_memory() {
+            let_descriptors_in(socket.as_fd(), true);
+        }
         let message = Message::SessionOpened {
             generation: self.generation,
             body: reply.body,
@@ -419,8 +423,9 @@ impl ServerCore {
             };
             match message::receive(socket.as_fd(), self.name()) {
                 Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::Message(message, _)) => {
-                    if let Err(Rejection { text, .. }) = self.on_message(id, &socket, message) {
+                Ok(Received::Message(message, fds)) => {
+                    if let Err(Rejection { text, .. }) = self.on_message(id, &socket, message, fds)
+                    {
                         self.refuse(&socket, text);
                         return self.on_end(id);
                     }
@@ -436,7 +441,13 @@ impl ServerCore {
     }
 
     /// Handles one message. An error ends the session.
-    fn on_message(&self, id: u64, socket: &PeerSocket, message: Message) -> Result<(), Rejection> {
+    fn on_message(
+        &self,
+        id: u64,
+        socket: &PeerSocket,
+        message: Message,
+        fds: Vec<PeerFd>,
+    ) -> Result<(), Rejection> {
         let Some(client) = self.open_client(id) else {
             // `close` has taken it out, and tells the client so.
             if self.socket_of(id).is_none() {
@@ -445,8 +456,15 @@ impl ServerCore {
             return Err(Rejection::new("its session has ended"));
         };
         match message {
-            Message::Request { serial, body } => {
-                let sent = match self.handler.on_request(self, &client, &body) {
+            Message::Request { serial, ref body } | Message::MemoryRequest { serial, ref body } => {
+                let replied = match (&message, fds.into_iter().next()) {
+                    (Message::MemoryRequest { .. }, Some(memory)) => {
+                        let_descriptors_in(socket.as_fd(), false);
+                        self.handler.on_memory(self, &client, body, memory)
+                    }
+                    _ => self.handler.on_request(self, &client, body),
+                };
+                let sent = match replied {
                     Ok(OutgoingReply { body, fds }) => {
                         let message = Message::Reply {
                             serial,

@@ -6,7 +6,7 @@
 mod handshake;
 mod state;
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -134,11 +134,31 @@ impl ClientSession {
         self.ask_unless(body, timeout, &|| false)
     }
 
+    /// As [`request`](Self::request), with memory of this process.
+    pub(crate) fn request_with_memory(
+        &self,
+        body: &[u8],
+        memory: BorrowedFd<'_>,
+        timeout: Duration,
+    ) -> Result<IncomingReply> {
+        self.ask(body, Some(memory), timeout, &|| false)
+    }
+
     /// As [`request`](Self::request), for a caller that may cancel, with the same result as a
     /// timeout. `is_cancelled` is called every [`RETRY_INTERVAL`], while no lock is held.
     pub(crate) fn ask_unless(
         &self,
         body: &[u8],
+        timeout: Duration,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<IncomingReply> {
+        self.ask(body, None, timeout, is_cancelled)
+    }
+
+    fn ask(
+        &self,
+        body: &[u8],
+        memory: Option<BorrowedFd<'_>>,
         timeout: Duration,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<IncomingReply> {
@@ -157,10 +177,22 @@ impl ClientSession {
             is_cancelled,
         };
         inner.add_request(serial, &patience)?;
-        match inner.send(&Message::Request {
-            serial,
-            body: body.to_vec(),
-        }) {
+        let request = body.to_vec();
+        let sent = match memory {
+            None => inner.send(&Message::Request {
+                serial,
+                body: request,
+            }),
+            Some(memory) => message::send(
+                inner.socket.as_fd(),
+                &Message::MemoryRequest {
+                    serial,
+                    body: request,
+                },
+                &[memory],
+            ),
+        };
+        match sent {
             // The server has closed. The reactor reads the messages that it sent before, its
             // graceful close for one, and then ends this wait.
             Err(error) if has_closed(error) => {

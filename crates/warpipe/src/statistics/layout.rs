@@ -177,11 +177,12 @@ pub(super) fn kind_code(kind: Kind) -> u64 {
         Kind::Weights => 11,
         Kind::WeightsHolder => 12,
         Kind::Allocations => 13,
+        Kind::KernelRing => 14,
     }
 }
 
 pub(super) fn kind_of(code: u64) -> Option<Kind> {
-    const KINDS: [Kind; 13] = [
+    const KINDS: [Kind; 14] = [
         Kind::Memory,
         Kind::Timeline,
         Kind::Events,
@@ -195,6 +196,7 @@ pub(super) fn kind_of(code: u64) -> Option<Kind> {
         Kind::Weights,
         Kind::WeightsHolder,
         Kind::Allocations,
+        Kind::KernelRing,
     ];
     KINDS.into_iter().find(|&kind| kind_code(kind) == code)
 }

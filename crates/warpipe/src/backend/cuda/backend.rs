@@ -18,7 +18,7 @@ use super::kernels::Kernels;
 use super::legacy::{EVENTS, IpcHandleTable};
 use super::memory::allocation;
 use super::staging::Staging;
-use super::sys::{CUcontext, CUdevice, CUresult, Driver};
+use super::sys::{CUcontext, CUdevice, CUresult, DEVICE_ATTRIBUTE_MPS_ENABLED, Driver};
 use super::{shutdown_gate, waits};
 use crate::backend::{
     Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
@@ -233,6 +233,13 @@ impl crate::backend::sealed::Sealed for CudaBackend {}
 impl Backend for CudaBackend {
     fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+
+    fn runs_beside_other_processes(&self) -> bool {
+        let _guard = shutdown_gate::enter();
+        let attribute = DEVICE_ATTRIBUTE_MPS_ENABLED;
+        let answer = self.driver.device_attribute(self.device, attribute);
+        answer.is_ok_and(|is_enabled| is_enabled != 0)
     }
 
     fn granularity(&self) -> u64 {

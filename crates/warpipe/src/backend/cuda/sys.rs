@@ -202,6 +202,7 @@ pub(super) const JIT_ERROR_LOG_BUFFER_SIZE_BYTES: c_uint = 6;
 pub(super) const DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: c_uint = 102;
 pub(super) const DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: c_uint = 103;
 pub(super) const DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: c_uint = 122;
+pub(super) const DEVICE_ATTRIBUTE_MPS_ENABLED: c_uint = 133;
 
 /// Declares the table: a type for each function's pointer, a field for it, and the lookup by its
 /// name.

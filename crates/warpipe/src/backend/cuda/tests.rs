@@ -250,6 +250,10 @@ fn constants_have_the_drivers_values() {
     use theirs::CUdevice_attribute_enum as attribute;
     let pairs = [
         (
+            ours::DEVICE_ATTRIBUTE_MPS_ENABLED,
+            attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED as u32,
+        ),
+        (
             ours::MEM_LOCATION_TYPE_DEVICE,
             theirs::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as u32,
         ),

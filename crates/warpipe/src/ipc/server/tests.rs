@@ -114,7 +114,12 @@ fn a_request_that_is_read_while_the_server_closes_is_not_refused_before_the_clos
         serial: 1,
         body: vec![],
     };
-    assert!(server.server_core().on_message(1, &socket, request).is_ok());
+    assert!(
+        server
+            .server_core()
+            .on_message(1, &socket, request, vec![])
+            .is_ok()
+    );
     drop(server);
     let _ = std::fs::remove_dir_all(folder);
 }

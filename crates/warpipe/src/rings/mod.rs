@@ -1,0 +1,609 @@
+//! Kernel rings: kernels of two processes hand items over without a CPU
+//! (`docs/design/kernel-rings.md`).
+//!
+//! * [`layout`]: the table of the parameter block, from which the header's is written;
+//! * [`host_ring`]: one side on the CPU; `include/warpipe/device.cuh` on a GPU;
+//! * [`steps`]: the two kernels of a ring on a stream;
+//! * [`server`]: the producer's memory, and its consumers; [`consumer`]: theirs.
+
+mod consumer;
+mod host_ring;
+#[cfg_attr(not(test), allow(dead_code, reason = "the header is written by xtask"))]
+mod layout;
+mod server;
+mod steps;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Release};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use self::consumer::ConsumerMemory;
+pub use self::host_ring::{HostRing, RingEnd};
+use self::layout::{CONSUMERS_MAX, DEPTH_MAX, block, peer};
+use self::server::{ProducerMemory, RingServer};
+pub use self::steps::RING_STEPS;
+use crate::backend::{DeviceId, DevicePtr};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::OwnerProcess;
+use crate::ipc::Kind;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::memory::region::Region;
+use crate::options::{EndpointOptions, Opener, option_setters};
+use crate::runtime::drop_after_fence::DropAfterFence;
+use crate::runtime::fence::StreamSet;
+use crate::shm::page::SharedPage;
+use crate::stream::Stream;
+
+/// A slot's length is a multiple of this.
+const SLOT_UNIT: u64 = 128;
+/// The most bytes of a ring's slots.
+const SLOTS_BYTES_MAX: u64 = 1 << 40;
+/// Looks at a word between two at the words that the reactor writes, which lie in host memory.
+const LOOK_EVERY: u64 = 1024;
+/// Looks at a word after which a wait ends, by default.
+const SPIN_LIMIT: u64 = 1 << 26;
+/// How long the copy of a parameter block may take.
+const UPLOAD_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The producer's description of the ring. Descriptors: the slots, and the words on which the
+/// producer spins for this consumer.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct RingGrant {
+    depth: u64,
+    slot_bytes: u64,
+    slots_bytes: u64,
+    words_bytes: u64,
+    spins_max: u64,
+    device: DeviceId,
+    /// Whether the producer's kernels run beside those of other processes on its device.
+    runs_beside: bool,
+    allows_time_slices: bool,
+}
+
+/// A consumer's words, on which it spins. Descriptor: their memory.
+#[derive(Debug, Serialize, Deserialize)]
+struct WordsOffer {
+    bytes: u64,
+}
+
+crate::ipc::messages!(RingGrant, WordsOffer);
+
+/// The options of a kernel ring. See [`KernelRing::builder`].
+#[derive(Debug, Clone)]
+pub struct KernelRingBuilder {
+    name: String,
+    shared: EndpointOptions,
+    depth: u64,
+    slot_bytes: u64,
+    consumers: u32,
+    spin_limit: u64,
+    allows_time_slices: bool,
+}
+
+impl KernelRingBuilder {
+    option_setters! { (shared):
+        domain,
+        /// The device of the producer's kernels, on which the slots lie; [`Device::preferred`] by
+        /// default.
+        device,
+        allow_uids,
+        allow_gids,
+    }
+
+    /// The number of slots, a power of two up to 1024; 8 by default.
+    pub fn depth(mut self, slots: u32) -> Self {
+        self.depth = slots.into();
+        self
+    }
+
+    /// The bytes of a slot, rounded up to a multiple of 128; 4096 by default.
+    pub fn slot_bytes(mut self, bytes: u64) -> Self {
+        self.slot_bytes = bytes;
+        self
+    }
+
+    /// The number of consumers, 1 to 8, each of which gets every item; 1 by default.
+    pub fn consumers(mut self, consumers: u32) -> Self {
+        self.consumers = consumers;
+        self
+    }
+
+    /// How often a kernel looks at a word before its wait ends, 2^26 by default: a bound on every
+    /// wait, also where a peer is stopped and not dead. A number of looks, not a time.
+    pub fn spin_limit(mut self, looks: u64) -> Self {
+        self.spin_limit = looks;
+        self
+    }
+
+    /// Lets a consumer of another process use the producer's GPU without MPS. The kernels of the two
+    /// then take turns in time slices, and a kernel that waits uses up its slice.
+    pub fn allow_time_slices(mut self) -> Self {
+        self.allows_time_slices = true;
+        self
+    }
+
+    /// Creates the ring, takes its name, and allocates its memory on the device: the slots, and one
+    /// unit of the device's memory (2 MiB on CUDA) for the parameters and for each consumer.
+    ///
+    /// # Errors
+    /// [`Error::Argument`], [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`],
+    /// [`Error::Domain`], or an error of the device or the system. An error leaves nothing behind.
+    pub fn build(self) -> Result<KernelRing> {
+        let name = EndpointName::new(&self.name)?;
+        let wrong =
+            |argument, found: u64, allowed: &str| Err(Error::argument(argument, found, allowed));
+        if !self.depth.is_power_of_two() || self.depth > DEPTH_MAX {
+            return wrong("depth", self.depth, "a power of two, 1 to 1024");
+        }
+        if !(1..=CONSUMERS_MAX).contains(&self.consumers.into()) {
+            return wrong("consumers", self.consumers.into(), "1 to 8");
+        }
+        if self.spin_limit == 0 {
+            return wrong("spin_limit", 0, "at least 1");
+        }
+        let slot_bytes = self.slot_bytes.checked_next_multiple_of(SLOT_UNIT);
+        let Some(slot_bytes) = slot_bytes
+            .filter(|&bytes| bytes > 0 && bytes.saturating_mul(self.depth) <= SLOTS_BYTES_MAX)
+        else {
+            return wrong("slot_bytes", self.slot_bytes, "1 to 2^40 in all slots");
+        };
+        let device = self.shared.device();
+        let side = Side::new(&device)?;
+        let slots = side.allocate(self.depth * slot_bytes)?;
+        let grant = RingGrant {
+            depth: self.depth,
+            slot_bytes,
+            slots_bytes: slots.bytes(),
+            words_bytes: 0,
+            spins_max: self.spin_limit,
+            device: device.info().id,
+            runs_beside: device.backend().runs_beside_other_processes(),
+            allows_time_slices: self.allows_time_slices,
+        };
+        let ring_server = Arc::new(RingServer::new(
+            &device,
+            side.page.clone(),
+            grant.clone(),
+            &slots,
+            self.consumers,
+        )?);
+        let ends = (self.shared).serve(&name, Kind::KernelRing, ring_server.clone())?;
+        let memory = RingMemory::Producer(ProducerMemory {
+            _server: ends,
+            ring_server: ring_server.clone(),
+            slots,
+        });
+        KernelRing::new(&name, device, side, &grant, memory)
+    }
+}
+
+impl Opener<KernelRing> {
+    /// Opens the ring as a consumer. Its memory on the consumer's device is two units (2 MiB each
+    /// on CUDA), for the words on which the consumer's kernels spin and for the parameters.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
+    /// [`Error::Protocol`]; [`Error::Refused`] by a ring that has its consumers, or has started;
+    /// [`Error::Argument`] for the producer's GPU without MPS, where the two would take turns in
+    /// time slices; or an error of the device or the system.
+    pub fn open(self) -> Result<KernelRing> {
+        let attachment = self.attach(Kind::KernelRing, &[])?;
+        let (name, device) = (attachment.name.clone(), attachment.device.clone());
+        let side = Side::new(&device)?;
+        let (grant, memory) = ConsumerMemory::attach(attachment, &side)?;
+        let words = [
+            (block::ROLE, layout::CONSUMER),
+            (block::PEERS, 1),
+            (block::SLOTS, memory.slots()),
+            (block::PEER + peer::MINE, memory.mine()),
+            (block::PEER + peer::THEIRS, memory.theirs()),
+        ];
+        let ring = KernelRing::new(&name, device, side, &grant, RingMemory::Consumer(memory))?;
+        ring.write_block(&words)?;
+        Ok(ring)
+    }
+}
+
+/// The part of a ring's memory that both sides have: the parameter block, and words of this process
+/// in host memory, which its reactor writes without the driver.
+struct Side {
+    device: Device,
+    block: Region,
+    page: Arc<SharedPage>,
+}
+
+/// Offsets in the host page, a line each.
+const STOP: usize = 0;
+const STATUS: usize = 128;
+const GONE: usize = 256;
+
+fn gone_offset(peer: usize) -> usize {
+    GONE + 128 * peer
+}
+
+impl Side {
+    fn new(device: &Device) -> Result<Side> {
+        device.backend().preload(&steps::WAIT)?;
+        device.backend().preload(&steps::PASS)?;
+        let bytes = gone_offset(CONSUMERS_MAX as usize);
+        Ok(Side {
+            device: device.clone(),
+            block: allocate(device, block::BYTES)?,
+            page: Arc::new(SharedPage::private(device, bytes)?),
+        })
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<Region> {
+        allocate(&self.device, bytes)
+    }
+
+    fn device_ptr(&self, offset: usize) -> u64 {
+        self.page.device_ptr(offset).unwrap_or_default()
+    }
+}
+
+/// A region of whole units.
+fn allocate(device: &Device, bytes: u64) -> Result<Region> {
+    let unit = device.backend().granularity();
+    let whole = bytes.checked_next_multiple_of(unit);
+    let whole =
+        whole.ok_or_else(|| Error::argument("slot_bytes", bytes, "what an address can count"))?;
+    Region::allocate(device, whole)
+}
+
+/// A ring that kernels of two processes use from inside: the producer's kernel writes a slot and
+/// publishes it, the consumers' kernels wait for it and release it, with no launch, no stream
+/// operation and no CPU between items.
+///
+/// Kernels include [`warpipe/device.cuh`](Self::HEADER) and get [`params`](Self::params) as an argument;
+/// [`HostRing`] is the same for kernels on the CPU. Or two tiny kernels on a stream do it:
+/// [`wait_on`](Self::wait_on), and [`publish_on`](Self::publish_on) or
+/// [`release_on`](Self::release_on). Their position advances in device memory.
+///
+/// A wait of a kernel ends when the peer has closed the ring or is proven dead, when this side
+/// [stops](Self::stop), and after [a number of looks](KernelRingBuilder::spin_limit).
+///
+/// **Not tried on a GPU yet**: tested on the host backend, and over a fake driver.
+///
+/// Both kernels must run at the same time: on two GPUs, or on one under MPS, where a client that is
+/// killed in the middle of a kernel ends all clients. Without MPS the processes of one GPU take
+/// turns in time slices, and [`open`](Self::open) refuses that.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpipe::{Device, Domain, KernelRing};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-ring-{}", std::process::id()));
+/// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+/// let limit = Duration::from_secs(10);
+/// let producer = KernelRing::builder("frames").domain(&domain).device(&device).build()?;
+/// // In another process, as a rule:
+/// let consumer = KernelRing::opener("frames").domain(&domain).device(&device).open()?;
+/// producer.wait_for_consumers(limit)?;
+///
+/// let (writing, reading) = (device.stream()?, device.stream()?);
+/// producer.wait_on(&writing)?; // until the next slot is free
+/// producer.publish_on(&writing)?; // behind the work that writes it
+/// consumer.wait_on(&reading)?; // until the next item is there
+/// consumer.release_on(&reading)?; // behind the work that reads it
+/// reading.synchronize(limit)?;
+/// consumer.check()?; // an error if a wait ended without its item
+/// # drop((consumer, producer)); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+pub struct KernelRing {
+    name: String,
+    device: Device,
+    depth: u64,
+    slot_bytes: u64,
+    spins_max: u64,
+    slots: DevicePtr,
+    owner_process: OwnerProcess,
+    page: Arc<SharedPage>,
+    held: DropAfterFence<Held>,
+}
+
+/// All that the ring's kernels use, and the session, which says to the peer that they are done.
+/// Dropped when they are.
+struct Held {
+    memory: RingMemory,
+    side: Side,
+}
+
+enum RingMemory {
+    Producer(ProducerMemory),
+    Consumer(ConsumerMemory),
+}
+
+impl KernelRing {
+    /// The text of `warpipe/device.cuh`, for NVRTC; the file lies in this crate's `include/`.
+    pub const HEADER: &str = include_str!("../../include/warpipe/device.cuh");
+
+    /// A builder for a ring of this name, of which this process is the producer.
+    pub fn builder(name: &str) -> KernelRingBuilder {
+        KernelRingBuilder {
+            name: name.to_string(),
+            shared: EndpointOptions::default(),
+            depth: 8,
+            slot_bytes: 4096,
+            consumers: 1,
+            spin_limit: SPIN_LIMIT,
+            allows_time_slices: false,
+        }
+    }
+
+    /// Opens a ring as a consumer, in the environment's domain and with the preferred device.
+    /// [`opener`](Self::opener) has options.
+    ///
+    /// # Errors
+    /// As [`Opener`]`::open`.
+    pub fn open(name: &str) -> Result<KernelRing> {
+        KernelRing::opener(name).open()
+    }
+
+    /// The options with which the ring of this name is opened, as a consumer.
+    pub fn opener(name: &str) -> Opener<KernelRing> {
+        Opener::new(name)
+    }
+
+    fn new(
+        name: &EndpointName,
+        device: Device,
+        side: Side,
+        grant: &RingGrant,
+        memory: RingMemory,
+    ) -> Result<KernelRing> {
+        let slots = match &memory {
+            RingMemory::Producer(memory) => memory.slots.ptr(),
+            RingMemory::Consumer(memory) => memory.slots(),
+        };
+        let page = side.page.clone();
+        Ok(KernelRing {
+            name: name.to_string(),
+            device,
+            depth: grant.depth,
+            slot_bytes: grant.slot_bytes,
+            spins_max: grant.spins_max,
+            slots,
+            owner_process: OwnerProcess::current(),
+            page,
+            held: DropAfterFence::new(Arc::<StreamSet>::default(), Held { memory, side })?,
+        })
+    }
+
+    /// The endpoint's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The device of this side's kernels.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether this side writes the items.
+    pub fn is_producer(&self) -> bool {
+        matches!(self.held.memory, RingMemory::Producer(_))
+    }
+
+    /// The number of slots.
+    pub fn depth(&self) -> u64 {
+        self.depth
+    }
+
+    /// The bytes of a slot.
+    pub fn slot_bytes(&self) -> u64 {
+        self.slot_bytes
+    }
+
+    /// The address of the slot in which the items `index`, `index + depth` and so on lie, for work
+    /// behind [`wait_on`](Self::wait_on). A consumer may only read it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] from [`depth`](Self::depth) on.
+    pub fn slot(&self, index: u64) -> Result<DevicePtr> {
+        if index >= self.depth {
+            let allowed = format!("below {}", self.depth);
+            return Err(Error::argument("slot", index, allowed));
+        }
+        Ok(self.slots + index * self.slot_bytes)
+    }
+
+    /// The producer: waits on the CPU until every consumer has opened the ring, which then starts.
+    /// No other consumer is admitted from then on, also in place of one that ends. A consumer need
+    /// not call it.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], [`Error::Forked`], [`Error::Driver`].
+    pub fn wait_for_consumers(&self, timeout: Duration) -> Result<()> {
+        self.owner_process.check()?;
+        let RingMemory::Producer(memory) = &self.held.memory else {
+            return Ok(());
+        };
+        memory.ring_server.start(timeout, &self.name, |consumers| {
+            let mut words = vec![
+                (block::ROLE, layout::PRODUCER),
+                (block::PEERS, consumers.len() as u64),
+                (block::SLOTS, self.slots),
+            ];
+            for (index, &(mine, theirs)) in (0..).zip(consumers) {
+                let at = block::PEER + index * peer::BYTES;
+                words.push((at + peer::MINE, mine));
+                words.push((at + peer::THEIRS, theirs));
+            }
+            self.write_block(&words)
+        })
+    }
+
+    /// Writes the parameter block, the words of all rings and `words`.
+    fn write_block(&self, words: &[(u64, u64)]) -> Result<()> {
+        let side = &self.held.side;
+        let common = [
+            (block::LAYOUT, layout::LAYOUT),
+            (block::DEPTH, self.depth),
+            (block::SLOT_BYTES, self.slot_bytes),
+            (block::SPINS_MAX, self.spins_max),
+            (block::LOOK_EVERY, LOOK_EVERY),
+            (block::STOP, side.device_ptr(STOP)),
+            (block::STATUS, side.device_ptr(STATUS)),
+        ];
+        let gone = (0..CONSUMERS_MAX).map(|index| {
+            let offset = block::PEER + index * peer::BYTES + peer::GONE;
+            (offset, side.device_ptr(gone_offset(index as usize)))
+        });
+        let mut bytes = [0; block::CURSOR as usize];
+        for (offset, value) in common.into_iter().chain(gone).chain(words.iter().copied()) {
+            bytes[offset as usize..][..8].copy_from_slice(&value.to_ne_bytes());
+        }
+        let stream = self.device.stream()?;
+        self.held.streams().record_use(&stream);
+        // SAFETY: the block is longer, lives until this stream is past the copy, and no kernel has
+        // its address yet.
+        unsafe { stream.upload(side.block.ptr(), &bytes)? };
+        stream.synchronize(UPLOAD_TIMEOUT)
+    }
+
+    /// The address of the parameter block, which kernels on `stream` take as a `warpipe_ring *`.
+    /// The ring's memory lives until `stream` is past the work that it has when the ring is
+    /// dropped; a kernel of the ring on any other stream needs a call of its own. A stream that
+    /// launches a graph with the ring's steps needs one, too.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a stream of another device, and for a producer before
+    /// [`wait_for_consumers`](Self::wait_for_consumers); [`Error::Forked`].
+    pub fn params(&self, stream: &Stream) -> Result<DevicePtr> {
+        self.owner_process.check()?;
+        stream.check_of(&self.device)?;
+        if let RingMemory::Producer(memory) = &self.held.memory
+            && !memory.ring_server.has_started()
+        {
+            let allowed = "one whose consumers wait_for_consumers has waited for";
+            return Err(Error::argument("ring", &self.name, allowed));
+        }
+        self.held.streams().record_use(stream);
+        Ok(self.held.side.block.ptr())
+    }
+
+    /// Has `stream` wait for the next item, or a producer's for the next free slot, by a kernel of
+    /// one thread. May be captured in a graph. If the wait ends without the item, no later step of
+    /// this side waits or passes anything on, and [`check`](Self::check) says why.
+    ///
+    /// # Errors
+    /// As for [`params`](Self::params), and [`Error::Driver`].
+    pub fn wait_on(&self, stream: &Stream) -> Result<()> {
+        let params = self.params(stream)?;
+        // SAFETY: the kernel takes the block, which lives until the stream is past it.
+        unsafe { stream.launch(&steps::WAIT, 1, 1, &[params]) }
+    }
+
+    /// The producer: publishes the item whose slot [`wait_on`](Self::wait_on) waited for, behind the
+    /// stream's work so far. May be captured in a graph.
+    ///
+    /// # Errors
+    /// As for [`wait_on`](Self::wait_on), and [`Error::Argument`] for a consumer.
+    pub fn publish_on(&self, stream: &Stream) -> Result<()> {
+        self.check_role(true)?;
+        self.pass_on(stream)
+    }
+
+    /// A consumer: releases the item that [`wait_on`](Self::wait_on) waited for, behind the stream's
+    /// work so far. May be captured in a graph.
+    ///
+    /// # Errors
+    /// As for [`wait_on`](Self::wait_on), and [`Error::Argument`] for a producer.
+    pub fn release_on(&self, stream: &Stream) -> Result<()> {
+        self.check_role(false)?;
+        self.pass_on(stream)
+    }
+
+    fn check_role(&self, is_producer: bool) -> Result<()> {
+        if self.is_producer() == is_producer {
+            return Ok(());
+        }
+        let (found, allowed) = match is_producer {
+            true => (
+                "a consumer's",
+                "the producer's: a consumer calls release_on",
+            ),
+            false => (
+                "the producer's",
+                "a consumer's: the producer calls publish_on",
+            ),
+        };
+        Err(Error::argument("ring", found, allowed))
+    }
+
+    fn pass_on(&self, stream: &Stream) -> Result<()> {
+        let params = self.params(stream)?;
+        // SAFETY: as in `wait_on`.
+        unsafe { stream.launch(&steps::PASS, 1, 1, &[params]) }
+    }
+
+    /// Whether every wait of a [`wait_on`](Self::wait_on) that the device has finished was given
+    /// its item. Synchronize the stream first.
+    ///
+    /// # Errors
+    /// [`Error::PeerGone`] for a consumer whose producer has ended; [`Error::LinkClosed`] for a
+    /// producer without consumers, after [`stop`](Self::stop), and after the limit of looks.
+    pub fn check(&self) -> Result<()> {
+        self.owner_process.check()?;
+        match RingEnd::of_status(self.page.at::<AtomicU64>(STATUS).load(Acquire)) {
+            None => Ok(()),
+            Some(end) => Err(self.ended(end)),
+        }
+    }
+
+    fn ended(&self, end: RingEnd) -> Error {
+        let closed = |reason: String| Error::LinkClosed {
+            name: self.name.clone(),
+            reason,
+        };
+        let is_graceful = end == RingEnd::Closed;
+        match (end, &self.held.memory) {
+            (RingEnd::Closed | RingEnd::Died | RingEnd::Orphaned, RingMemory::Consumer(memory)) => {
+                Error::peer_gone(Kind::KernelRing, &*self.name, memory.pid(), is_graceful)
+            }
+            (RingEnd::Closed | RingEnd::Died | RingEnd::Orphaned, RingMemory::Producer(_)) => {
+                closed(format!("its consumers have ended ({end:?})"))
+            }
+            (RingEnd::Stopped, _) => closed("this side has stopped it".into()),
+            (RingEnd::SpinLimit, _) => closed(format!(
+                "a wait took more than {} looks; see KernelRingBuilder::spin_limit",
+                self.spins_max
+            )),
+            (RingEnd::WrongLayout, _) => closed("its kernels are of another version".into()),
+        }
+    }
+
+    /// Has the kernels of this side return from their waits, from now on: at once where they wait,
+    /// else within 256 items. The drop of the ring does so, too, and tells the peer when they are
+    /// done.
+    pub fn stop(&self) {
+        if self.owner_process.is_current() {
+            self.page.at::<AtomicU64>(STOP).store(1, Release);
+        }
+    }
+}
+
+impl Drop for KernelRing {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl fmt::Debug for KernelRing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KernelRing")
+            .field("name", &self.name)
+            .field("is_producer", &self.is_producer())
+            .field("depth", &self.depth)
+            .field("slot_bytes", &self.slot_bytes)
+            .finish_non_exhaustive()
+    }
+}

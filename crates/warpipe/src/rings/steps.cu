@@ -1,0 +1,27 @@
+// The two steps of a ring on a stream. The position lies in device memory, so a graph may replay them.
+
+#include "warpipe/device.cuh"
+
+extern "C" __global__ void warpipe_ring_wait_step(unsigned long long params) {
+    warpipe_ring *ring = (warpipe_ring *)params;
+    if (ring->failed != WARPIPE_RING_OK)
+        return;
+    unsigned long long item = ring->cursor;
+    unsigned long long status = warpipe_ring_wait(ring, item);
+    if (status == WARPIPE_RING_OK) {
+        ring->granted = item + 1;
+        return;
+    }
+    ring->failed = status;
+    warpipe_ring_store(ring->status, status);
+}
+
+// Passes on nothing that the step before it was not given.
+extern "C" __global__ void warpipe_ring_pass_step(unsigned long long params) {
+    warpipe_ring *ring = (warpipe_ring *)params;
+    unsigned long long item = ring->cursor;
+    if (ring->granted != item + 1)
+        return;
+    ring->cursor = item + 1;
+    warpipe_ring_pass(ring, item);
+}
