@@ -10,10 +10,12 @@ use crate::workspace::Workspace;
 mod layout;
 
 const HEADER: &str = "crates/warpipe/include/warpipe/device.cuh";
+/// The Python package's copy, for `warpipe.include_dir()`.
+const COPY: &str = "crates/warpipe-python/python/warpipe/include/warpipe/device.cuh";
 const BEGIN: &str = "/* Made by `cargo xtask ring-header`; do not edit. */\n";
 const END: &str = "/* End of what is made. */\n";
 
-/// Writes that part. A unit test of the library sees that it is not stale.
+/// Writes that part, and the copy. Unit tests see that neither is stale.
 pub fn write(workspace: &Workspace) -> Outcome<()> {
     let path = workspace.root.join(HEADER);
     let text = fs::read_to_string(&path).map_err(|error| format!("{HEADER}: {error}"))?;
@@ -22,5 +24,9 @@ pub fn write(workspace: &Workspace) -> Outcome<()> {
         .and_then(|(head, rest)| Some((head, rest.split_once(END)?.1)));
     let (head, tail) = parts.ok_or_else(|| format!("{HEADER} lacks its two marks"))?;
     let text = format!("{head}{BEGIN}{}{END}{tail}", layout::header());
-    fs::write(&path, text).map_err(|error| format!("{HEADER}: {error}"))
+    for header in [HEADER, COPY] {
+        fs::write(workspace.root.join(header), &text)
+            .map_err(|error| format!("{header}: {error}"))?;
+    }
+    Ok(())
 }

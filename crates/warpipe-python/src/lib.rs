@@ -11,6 +11,7 @@
 //! | `shared_memory`, `ticket`, `pool`, `legacy` | owners of memory, and its names |
 //! | `allocations` | memory of other libraries, shared: the half of `warpipe.torch` |
 //! | `timeline`, `event`, `semaphore` | synchronisation between streams of processes |
+//! | `kernel_ring` | items from kernel to kernel |
 //! | `members` | the members of a domain |
 //! | `closeable`, `handle` | the base of the classes that Python closes, and their handles |
 //! | `queue`, `job`, `worker`, `lease` | jobs |
@@ -64,6 +65,7 @@ mod inbox;
 mod interpreter_exit;
 mod job;
 mod job_endpoint;
+mod kernel_ring;
 mod lease;
 mod legacy;
 mod loan;
@@ -131,6 +133,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<frame::Frame>()?;
     module.add_class::<frame::Discontinuity>()?;
     module.add_class::<timeline::Timeline>()?;
+    module.add_class::<kernel_ring::KernelRing>()?;
     module.add_class::<event::Event>()?;
     module.add_class::<event::EventHandle>()?;
     module.add_class::<event::Recording>()?;

@@ -147,6 +147,23 @@ def signal_when_told(pipe, domain, device):
         pipe.send(word)
 
 
+def release_items(pipe, domain, device, name, count):
+    """Consumes items of a ring by its steps, says how the last one's wait ended, and waits to be killed."""
+    ring = warpipe.KernelRing.open(name, domain=domain, device=device, wait=LIMIT_SECONDS)
+    stream = warpipe.Stream(device)
+    pipe.send("ready")
+    for _ in range(count):
+        ring.wait_on(stream=stream)
+        ring.release_on(stream=stream)
+    stream.synchronize(LIMIT_SECONDS)
+    try:
+        ring.check()
+        pipe.send("whole")
+    except warpipe.PeerGoneError as gone:
+        pipe.send(("gone", gone.pid, gone.graceful))
+    pipe.recv()
+
+
 def join_and_wait(pipe, domain, name):
     """Is a member until it is told to leave, or is killed."""
     member = warpipe.Member.join(name, "sampler", domain=domain)

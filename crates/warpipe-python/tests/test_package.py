@@ -208,7 +208,7 @@ def test_an_editor_shows_the_text_of_every_public_class_and_method():
     for name, thing in public_names():
         # A class is documented where it is, and a member where it is defined.
         owner, _, member = name.partition(".")
-        if isinstance(thing, int):
+        if isinstance(thing, int) or inspect.isfunction(getattr(warpipe, owner)):
             continue
         bases = [base for base in getattr(warpipe, owner).__mro__ if base.__module__ == "warpipe"]
         names = {base.__name__ for base in bases if not member or member in vars(base)}
@@ -230,7 +230,7 @@ def test_every_name_of_the_rust_library_has_its_counterpart_or_a_reason():
     assert len(names) > 70 and {"Publisher", "NAME_BYTES_MAX", "clock"} <= names
     guide = (REPOSITORY / "docs/guide/python.md").read_text()
     told = guide[guide.index("**Names beside the Rust library's.**"):]
-    same, others = told.split("The others:", 1)
+    same, others = re.split(r"The\sothers:", told, maxsplit=1)
     same = set(re.findall(r"`(\w+)`", same))
     assert same <= set(warpipe.__all__), "what is called the same is there"
     told = same | set(re.findall(r"`(\w+)`", others))

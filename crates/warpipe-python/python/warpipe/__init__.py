@@ -15,7 +15,7 @@ Units of work go through a ``Queue``, which gets each job done once by one of an
 ``Client`` asks a service, and a ``Server`` answers.
 
 Beside them there are memory that others open by a ticket (``Memory``, ``Ticket``, ``SharedMemory``), pools of it
-(``Pool``, ``PoolClient``), the order of streams of several processes (``Timeline``, ``Event``, ``Semaphore``), handles of
+(``Pool``, ``PoolClient``), the order of streams of several processes (``Timeline``, ``Event``, ``Semaphore``), rings of kernels (``KernelRing``), handles of
 other allocators' memory (``LegacyHandle``), and the members of a domain (``Member``, ``Members``). Model weights that
 outlive their processes are in ``warpipe.weights``. ``warpipe.torch.install()`` has ``torch.multiprocessing`` carry GPU
 tensors by this package.
@@ -28,6 +28,7 @@ that made them: use ``multiprocessing`` with ``spawn``; after a ``fork`` they ra
 
 from __future__ import annotations
 
+import os as _os
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any as _Any
 
@@ -118,6 +119,7 @@ from ._warpipe import (
     EventHandle,
     JobHandle,
     JobResult,
+    KernelRing,
     Lease,
     LegacyHandle,
     LegacyMemory,
@@ -156,6 +158,11 @@ from . import weights as weights
 
 if TYPE_CHECKING:
     from . import torch as torch
+
+
+def include_dir() -> str:
+    """The folder of ``warpipe/device.cuh``, for the include path of nvcc or NVRTC."""
+    return _os.path.join(_os.path.dirname(__file__), "include")
 
 
 def __getattr__(name: str) -> _Any:
@@ -211,6 +218,7 @@ __all__ = [
     "JobError",
     "JobHandle",
     "JobResult",
+    "KernelRing",
     "LayoutError",
     "Lease",
     "LegacyHandle",
@@ -286,5 +294,6 @@ __all__ = [
     "Worker",
     "WrongDeviceError",
     "__version__",
+    "include_dir",
     "weights",
 ]

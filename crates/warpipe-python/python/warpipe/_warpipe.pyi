@@ -1290,6 +1290,120 @@ class Timeline(Closeable):
         """
 
 @final
+class KernelRing(Closeable):
+    """A ring that kernels of two processes use from inside: the producer's kernel writes a slot and
+    publishes it, the consumers' kernels wait for it and release it, with no launch, no stream
+    operation and no CPU between items.
+
+    ``KernelRing.create(name)`` makes one as its producer, ``KernelRing.open(name)`` opens it as a
+    consumer. Kernels include ``warpipe/device.cuh`` of ``warpipe.include_dir()`` and take
+    ``ring.params(stream=stream)`` as a ``warpipe_ring *``. Or ``wait_on``, ``publish_on`` and ``release_on``
+    launch a tiny kernel each, which a CUDA graph may record and replay.
+
+    A wait of a kernel ends when the peer has closed the ring or is proven dead, when this side stops,
+    and after ``spin_limit`` looks. Both kernels must run at the same time: on two GPUs, or on one
+    under MPS, where a client that is killed in the middle of a kernel ends all clients. Not tried on a
+    GPU yet: tested on the host, and over a fake driver.
+    """
+    @staticmethod
+    def create(
+        name: str,
+        *,
+        depth: int = 8,
+        slot_bytes: int = 4096,
+        consumers: int = 1,
+        spin_limit: int | None = None,
+        allow_time_slices: bool = False,
+        domain: _DomainLike | None = None,
+        device: _DeviceLike | None = None,
+        allow_uids: Sequence[int] = ...,
+        allow_gids: Sequence[int] = ...,
+    ) -> KernelRing:
+        """Makes a ring as its producer, and takes its name. ``depth``: slots, a power of two up to 1024.
+        ``slot_bytes``: bytes of each, rounded up to a multiple of 128. ``consumers``: 1 to 8, each of
+        which gets every item. ``spin_limit``: looks at a word after which a kernel's wait ends, 2**26
+        by default. ``allow_time_slices``: a consumer may use the same GPU without MPS, where a kernel
+        that waits uses up its slice of time. ``allow_uids``, ``allow_gids``: users and groups that may
+        open it beside this process's own user.
+
+        Raises ``ArgumentError``, ``InvalidNameError``, ``NameTakenError``, ``DomainError``,
+        ``DeviceMemoryError``, ``DeviceError``.
+        """
+    @staticmethod
+    def open(
+        name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None, wait: float | None = 0.0
+    ) -> KernelRing:
+        """Opens a ring as a consumer, waiting up to ``wait`` seconds (None: no limit) until it exists.
+
+        Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``,
+        ``RefusedError`` by a ring that has its consumers or has started, ``ArgumentError`` for the
+        producer's GPU without MPS, ``DeviceError``.
+        """
+    @property
+    def name(self) -> str:
+        """Its name."""
+    @property
+    def device(self) -> Device:
+        """The device of this side's kernels."""
+    @property
+    def is_producer(self) -> bool:
+        """Whether this side writes the items."""
+    @property
+    def depth(self) -> int:
+        """The number of slots."""
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of a slot."""
+    def slot(self, index: int) -> int:
+        """The address of a slot, for work between two steps. A consumer may only read it. Item ``n`` lies
+        in slot ``n % depth``.
+
+        Raises ``ArgumentError``, ``ClosedError``.
+        """
+    def wait_for_consumers(self, timeout: float | None = 10.0) -> None:
+        """The producer: waits up to ``timeout`` seconds (None: no limit) for every consumer; then the ring
+        starts, and admits no other one. A consumer returns at once.
+
+        Raises ``TimeoutError``, ``ClosedError``, ``DriverError``.
+        """
+    def params(self, *, stream: _StreamLike) -> int:
+        """The address of the parameter block, for kernels on ``stream`` and for graphs that are launched
+        there. The ring's memory lasts until the kernels that the stream has at ``close`` are done; each
+        stream needs a call of its own.
+
+        Raises ``ArgumentError``, also before ``wait_for_consumers``; ``ClosedError``.
+        """
+    def wait_on(self, *, stream: _StreamLike) -> None:
+        """Has ``stream`` wait for the next item, or a producer's for the next free slot, by a kernel of one
+        thread. If the wait ends without it, no later step of this side does anything, and ``check``
+        raises.
+
+        Raises ``ArgumentError``, ``ClosedError``, ``DriverError``.
+        """
+    def publish_on(self, *, stream: _StreamLike) -> None:
+        """The producer: publishes the item that ``wait_on`` waited for, behind the work on ``stream`` so
+        far.
+
+        Raises as ``wait_on``.
+        """
+    def release_on(self, *, stream: _StreamLike) -> None:
+        """A consumer: releases the item that ``wait_on`` waited for, behind the work on ``stream`` so far.
+
+        Raises as ``wait_on``.
+        """
+    def check(self) -> None:
+        """Returns if every finished wait of a ``wait_on`` was given its item. Synchronize the stream
+        first.
+
+        Raises ``PeerGoneError``, ``LinkClosedError``, ``ClosedError``.
+        """
+    def stop(self) -> None:
+        """Has this side's kernels return from their waits. ``close()`` does so, too.
+
+        Raises ``ClosedError``.
+        """
+
+@final
 class Recording:
     """One recording of an event, for ``Event.check``."""
     def __eq__(self, other: object, /) -> bool: ...

@@ -177,9 +177,10 @@ impl HostRing {
             if spins >= spins_max {
                 return RingEnd::SpinLimit.status();
             }
-            match spins % 64 {
-                0 => std::thread::yield_now(),
-                _ => std::hint::spin_loop(),
+            // A look then takes about as long as a GPU's, so one limit of looks serves both.
+            match spins {
+                ..64 => std::hint::spin_loop(),
+                _ => std::thread::yield_now(),
             }
         }
         0

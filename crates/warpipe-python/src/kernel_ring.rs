@@ -1,0 +1,314 @@
+//! Kernel rings.
+
+use std::fmt;
+
+use pyo3::prelude::*;
+
+use crate::closeable::Closeable;
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::errors::{Fault, Outcome};
+use crate::handle::CloseableHandle;
+use crate::stream::{Consumer, Consumers};
+use crate::wait::{attach, in_slices, late, none_if_late, optional};
+
+/// A ring that kernels of two processes use from inside: the producer's kernel writes a slot and
+/// publishes it, the consumers' kernels wait for it and release it, with no launch, no stream
+/// operation and no CPU between items.
+///
+/// ``KernelRing.create(name)`` makes one as its producer, ``KernelRing.open(name)`` opens it as a
+/// consumer. Kernels include ``warpipe/device.cuh`` of ``warpipe.include_dir()`` and take
+/// ``ring.params(stream=stream)`` as a ``warpipe_ring *``. Or ``wait_on``, ``publish_on`` and ``release_on``
+/// launch a tiny kernel each, which a CUDA graph may record and replay.
+///
+/// A wait of a kernel ends when the peer has closed the ring or is proven dead, when this side stops,
+/// and after ``spin_limit`` looks. Both kernels must run at the same time: on two GPUs, or on one
+/// under MPS, where a client that is killed in the middle of a kernel ends all clients. Not tried on a
+/// GPU yet: tested on the host, and over a fake driver.
+#[pyclass(frozen, extends = Closeable, module = "warpipe")]
+#[derive(Debug)]
+pub struct KernelRing {
+    handle: CloseableHandle<Ring>,
+    device: warpipe::Device,
+    is_producer: bool,
+    depth: u64,
+    slot_bytes: u64,
+}
+
+/// The ring, and the streams of other frameworks that its kernels were launched on.
+struct Ring {
+    inner: warpipe::KernelRing,
+    consumers: Consumers,
+}
+
+impl fmt::Debug for Ring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.inner.fmt(f)
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        self.inner.stop();
+        // The ring knows the streams that follow those of other frameworks: they are brought behind
+        // the kernels on these. One that cannot be followed has ended, and its kernels with it.
+        let _ = self.consumers.followed();
+    }
+}
+
+impl KernelRing {
+    fn new(py: Python<'_>, inner: warpipe::KernelRing) -> PyResult<Py<KernelRing>> {
+        let device = inner.device().clone();
+        let (is_producer, depth, slot_bytes) =
+            (inner.is_producer(), inner.depth(), inner.slot_bytes());
+        let name = inner.name().to_owned();
+        let ring = Ring {
+            inner,
+            consumers: Consumers::default(),
+        };
+        let handle = CloseableHandle::new("kernel ring", name, ring);
+        let base = handle.base();
+        Py::new(
+            py,
+            base.add_subclass(KernelRing {
+                handle,
+                device,
+                is_producer,
+                depth,
+                slot_bytes,
+            }),
+        )
+    }
+
+    /// Enqueues a step on a stream.
+    fn step(
+        &self,
+        py: Python<'_>,
+        stream: &Bound<'_, PyAny>,
+        step: impl Fn(&warpipe::KernelRing, &warpipe::Stream) -> warpipe::Result<()> + Sync,
+    ) -> PyResult<()> {
+        let ring = self.handle.get()?;
+        let consumer = Consumer::from_argument(py, &self.device, stream)?;
+        let linked = consumer.follow(py)?;
+        py.detach(|| step(&ring.inner, linked))
+            .map_err(Fault::from)?;
+        Ok(consumer.lead(py)?)
+    }
+}
+
+#[pymethods]
+impl KernelRing {
+    /// Makes a ring as its producer, and takes its name. ``depth``: slots, a power of two up to 1024.
+    /// ``slot_bytes``: bytes of each, rounded up to a multiple of 128. ``consumers``: 1 to 8, each of
+    /// which gets every item. ``spin_limit``: looks at a word after which a kernel's wait ends, 2**26
+    /// by default. ``allow_time_slices``: a consumer may use the same GPU without MPS, where a kernel
+    /// that waits uses up its slice of time. ``allow_uids``, ``allow_gids``: users and groups that may
+    /// open it beside this process's own user.
+    ///
+    /// Raises ``ArgumentError``, ``InvalidNameError``, ``NameTakenError``, ``DomainError``,
+    /// ``DeviceMemoryError``, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (name, *, depth = 8, slot_bytes = 4096, consumers = 1, spin_limit = None,
+            allow_time_slices = false, domain = None, device = None, allow_uids = Vec::new(), allow_gids = Vec::new()),
+        text_signature = "(name, *, depth=8, slot_bytes=4096, consumers=1, spin_limit=None, allow_time_slices=False, domain=None, device=None, allow_uids=(), allow_gids=())")]
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "keyword arguments, each with a default"
+    )]
+    fn create(
+        py: Python<'_>,
+        name: &str,
+        depth: u32,
+        slot_bytes: u64,
+        consumers: u32,
+        spin_limit: Option<u64>,
+        allow_time_slices: bool,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        allow_uids: Vec<u32>,
+        allow_gids: Vec<u32>,
+    ) -> PyResult<Py<KernelRing>> {
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
+        let mut builder = warpipe::KernelRing::builder(name)
+            .domain(&domain)
+            .device(&device)
+            .depth(depth)
+            .slot_bytes(slot_bytes)
+            .consumers(consumers)
+            .allow_uids(&allow_uids)
+            .allow_gids(&allow_gids);
+        if let Some(looks) = spin_limit {
+            builder = builder.spin_limit(looks);
+        }
+        if allow_time_slices {
+            builder = builder.allow_time_slices();
+        }
+        let made = py.detach(|| builder.build());
+        KernelRing::new(py, made.map_err(Fault::from)?)
+    }
+
+    /// Opens a ring as a consumer, waiting up to ``wait`` seconds (None: no limit) until it exists.
+    ///
+    /// Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``,
+    /// ``RefusedError`` by a ring that has its consumers or has started, ``ArgumentError`` for the
+    /// producer's GPU without MPS, ``DeviceError``.
+    #[staticmethod]
+    #[pyo3(signature = (name, *, domain = None, device = None, wait = Some(0.0)),
+        text_signature = "(name, *, domain=None, device=None, wait=0.0)")]
+    fn open(
+        py: Python<'_>,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        wait: Option<f64>,
+    ) -> PyResult<Py<KernelRing>> {
+        let (domain, device) = (
+            Domain::from_argument(domain)?,
+            Device::from_argument(device)?.inner,
+        );
+        let wait = optional(wait, "wait")?;
+        let called = name.to_owned();
+        let open = move |slice| {
+            warpipe::KernelRing::opener(&called)
+                .domain(&domain)
+                .device(&device)
+                .wait(slice)
+                .open()
+        };
+        KernelRing::new(py, attach(py, wait, open)?)
+    }
+
+    /// Its name.
+    #[getter]
+    fn name(&self) -> &str {
+        self.handle.name()
+    }
+
+    /// The device of this side's kernels.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.device)
+    }
+
+    /// Whether this side writes the items.
+    #[getter]
+    fn is_producer(&self) -> bool {
+        self.is_producer
+    }
+
+    /// The number of slots.
+    #[getter]
+    fn depth(&self) -> u64 {
+        self.depth
+    }
+
+    /// The bytes of a slot.
+    #[getter]
+    fn slot_bytes(&self) -> u64 {
+        self.slot_bytes
+    }
+
+    /// The address of a slot, for work between two steps. A consumer may only read it. Item ``n`` lies
+    /// in slot ``n % depth``.
+    ///
+    /// Raises ``ArgumentError``, ``ClosedError``.
+    fn slot(&self, index: u64) -> PyResult<u64> {
+        let ring = self.handle.get()?;
+        Ok(ring.inner.slot(index).map_err(Fault::from)?)
+    }
+
+    /// The producer: waits up to ``timeout`` seconds (None: no limit) for every consumer; then the ring
+    /// starts, and admits no other one. A consumer returns at once.
+    ///
+    /// Raises ``TimeoutError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
+    fn wait_for_consumers(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = optional(timeout, "timeout")?;
+        let come = in_slices(py, timeout, |slice| {
+            none_if_late(self.handle.get()?.inner.wait_for_consumers(slice))
+        })?;
+        let what = || format!("the consumers of {:?}", self.name());
+        Ok(come.ok_or_else(|| late(what(), timeout))?)
+    }
+
+    /// The address of the parameter block, for kernels on ``stream`` and for graphs that are launched
+    /// there. The ring's memory lasts until the kernels that the stream has at ``close`` are done; each
+    /// stream needs a call of its own.
+    ///
+    /// Raises ``ArgumentError``, also before ``wait_for_consumers``; ``ClosedError``.
+    #[pyo3(signature = (*, stream))]
+    fn params(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let ring = self.handle.get()?;
+        let consumer = Consumer::from_argument(py, &self.device, stream)?;
+        let params = ring.inner.params(consumer.linked()).map_err(Fault::from)?;
+        ring.consumers.note(&consumer);
+        Ok(params)
+    }
+
+    /// Has ``stream`` wait for the next item, or a producer's for the next free slot, by a kernel of one
+    /// thread. If the wait ends without it, no later step of this side does anything, and ``check``
+    /// raises.
+    ///
+    /// Raises ``ArgumentError``, ``ClosedError``, ``DriverError``.
+    #[pyo3(signature = (*, stream))]
+    fn wait_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.step(py, stream, warpipe::KernelRing::wait_on)
+    }
+
+    /// The producer: publishes the item that ``wait_on`` waited for, behind the work on ``stream`` so
+    /// far.
+    ///
+    /// Raises as ``wait_on``.
+    #[pyo3(signature = (*, stream))]
+    fn publish_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.step(py, stream, warpipe::KernelRing::publish_on)
+    }
+
+    /// A consumer: releases the item that ``wait_on`` waited for, behind the work on ``stream`` so far.
+    ///
+    /// Raises as ``wait_on``.
+    #[pyo3(signature = (*, stream))]
+    fn release_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.step(py, stream, warpipe::KernelRing::release_on)
+    }
+
+    /// Returns if every finished wait of a ``wait_on`` was given its item. Synchronize the stream
+    /// first.
+    ///
+    /// Raises ``PeerGoneError``, ``LinkClosedError``, ``ClosedError``.
+    fn check(&self) -> PyResult<()> {
+        Ok(self.handle.get()?.inner.check().map_err(Fault::from)?)
+    }
+
+    /// Has this side's kernels return from their waits. ``close()`` does so, too.
+    ///
+    /// Raises ``ClosedError``.
+    fn stop(&self) -> PyResult<()> {
+        Ok(Outcome::Ok(self.handle.get()?.inner.stop())?)
+    }
+
+    fn __repr__(&self) -> String {
+        let side = if self.is_producer {
+            "producer"
+        } else {
+            "consumer"
+        };
+        format!("KernelRing({:?}, {side}, {})", self.name(), self.device)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_package_has_the_librarys_header() {
+        let ours = include_str!("../python/warpipe/include/warpipe/device.cuh");
+        assert_eq!(
+            ours,
+            warpipe::KernelRing::HEADER,
+            "run `cargo xtask ring-header`, and commit it"
+        );
+    }
+}
