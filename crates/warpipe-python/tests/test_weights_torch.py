@@ -1,5 +1,7 @@
 """Model weights in PyTorch: modules are given published tensors, and state dicts are published."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,7 @@ class Model(torch.nn.Module):
 
 
 def on_meta(**options):
-    with torch.device("meta"):
+    with weights.on_meta():
         return Model(**options)
 
 
@@ -57,7 +59,6 @@ def published(domain, options, trained):
 
 def test_a_module_built_on_meta_computes_what_the_published_one_does_bit_for_bit(published, options, trained, place):
     module = on_meta()
-    module.cache = torch.zeros(3)
     shared = weights.attach(module, "model", **options)
     assert shared.version == published.version
     tokens = torch.arange(16, device=place)
@@ -119,6 +120,7 @@ def test_names_that_only_one_side_has_are_left_out_if_that_is_wanted(published, 
     module.other = torch.nn.Linear(2, 2)
     kept = module.other.weight
     weights.attach(module, "model", strict=False, **options)
+    assert not module.cache.is_meta
     assert module.other.weight is kept
     assert torch.equal(module.norm.weight, trained.norm.weight)
 
@@ -155,3 +157,63 @@ def test_numpy_arrays_and_tensors_may_be_published_together(domain, options, pla
     with weights.keep("both", domain=domain), weights.publish("both", given, **options):
         found = weights.load("both", **options)
         assert found["array"].tolist() == found["tensor"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_buffers_that_no_weights_have_are_named_where_a_module_has_them_on_meta(published, options):
+    with torch.device("meta"):
+        module = torch.nn.Sequential(Model())
+    state = {f"0.{name}": found for name, found in weights.load("model", **options).items()}
+    with weights.keep("inner", domain=options["domain"]), weights.publish("inner", state, **options):
+        before = module[0].embed.weight
+        with pytest.raises(warpipe.WeightsMismatchError, match=r"on meta.* 0\.cache; build the module in .*on_meta") as refused:
+            weights.attach(module, "inner", **options)
+        assert refused.value.uncomputed == ["0.cache"]
+        assert module[0].embed.weight is before, "nothing was changed"
+        weights.attach(module, "inner", meta_buffers=True, **options)
+        assert module[0].cache.is_meta and not module[0].embed.weight.is_meta
+
+
+def test_a_module_built_in_on_meta_allocates_no_parameters_and_has_its_buffers_on_the_device(place):
+    tied = torch.nn.Parameter(torch.ones(2))
+    with weights.on_meta(place):
+        module = Model()
+        other = torch.nn.Module()
+        module.one, other.two = tied, tied
+        module.lazy = torch.nn.LazyLinear(2)
+    assert all(parameter.is_meta for name, parameter in module.named_parameters() if not name.startswith("lazy"))
+    assert module.head.weight is module.embed.weight and other.two is module.one
+    assert module.norm.weight.requires_grad
+    assert module.cache.device == module.scale.device == torch.zeros(0, device=place).device
+    assert module.scale.item() == 0.5 and module.cache.tolist() == [0.0] * 3
+    assert not Model().norm.weight.is_meta and not tied.is_meta, "it ends with the block"
+
+
+def test_modules_of_other_threads_are_built_as_always():
+    made = []
+    with weights.on_meta():
+        thread = threading.Thread(target=lambda: made.append(torch.nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+    assert not made[0].weight.is_meta
+
+
+def test_a_transformer_with_rotary_embeddings_answers_as_the_published_one(domain, options, place):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=128,
+        num_hidden_layers=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    build = transformers.AutoModelForCausalLM.from_config
+    trained = build(config, dtype=torch.bfloat16).to(place).eval()
+    with weights.keep("llama", domain=domain), weights.publish("llama", trained.state_dict(), **options):
+        with torch.device("meta"):
+            module = build(config, dtype=torch.bfloat16).eval()
+        with pytest.raises(warpipe.WeightsMismatchError, match=r"model\.rotary_emb\.inv_freq"):
+            weights.attach(module, "llama", **options)
+        with weights.on_meta(place):
+            module = build(config, dtype=torch.bfloat16).eval()
+        assert all(parameter.is_meta for parameter in module.parameters())
+        weights.attach(module, "llama", **options)
+        tokens = torch.tensor([[1, 7, 42, 9]], device=place)
+        with torch.inference_mode():
+            assert torch.equal(module(input_ids=tokens).logits, trained(input_ids=tokens).logits)

@@ -417,12 +417,13 @@ class WeightsMismatchError(Error, ValueError):
     """Weights and a module have other tensors. Nothing of the module was changed.
 
     Attributes: ``missing`` (names that the weights lack), ``unexpected`` (names that the module lacks), ``different``
-    (for each name, how the two differ).
+    (for each name, how the two differ), ``uncomputed`` (buffers of the module without values, which no weights have).
     """
 
     missing: list[str]
     unexpected: list[str]
     different: dict[str, str]
+    uncomputed: list[str]
 
 
 for _class in list(globals().values()):

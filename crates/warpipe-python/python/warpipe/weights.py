@@ -13,9 +13,11 @@ go on when the keeper or the publisher ends. A version's memory is free when the
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from . import _warpipe
@@ -30,6 +32,7 @@ __all__ = [
     "attach",
     "keep",
     "load",
+    "on_meta",
     "open",
     "publish",
     "verify",
@@ -91,15 +94,18 @@ def attach(
     domain: Any = None,
     wait: float | None = 0.0,
     strict: bool = True,
+    meta_buffers: bool = False,
 ) -> SharedWeights:
     """Gives a ``torch.nn.Module`` the tensors of published weights, in place of its parameters and buffers; returns the
     weights, with their ``version``.
 
-    The module may have been built on the ``meta`` device: nothing of it is allocated or copied. Names, shapes and
-    element types are compared before anything is changed. Names of the module that are one tensor (tied weights) share
-    one; the weights need one of those names. Parameters do not require gradients afterwards. Buffers that are not
-    persistent stay as they are. With ``strict=False`` missing and unexpected names are left out. ``name`` may be weights
-    that are open.
+    The module may have been built in ``on_meta``: nothing of it is allocated or copied. Names, shapes and element types
+    are compared before anything is changed. Names of the module that are one tensor (tied weights) share one; the
+    weights need one of those names. Parameters do not require gradients afterwards. With ``strict=False`` missing and
+    unexpected names are left out. ``name`` may be weights that are open.
+
+    Buffers that are not persistent are in no state dict and stay as they are. One that is on the ``meta`` device has no
+    values, and is an error; with ``meta_buffers=True`` it stays there, to be computed before the module is called.
 
     Raises ``WeightsMismatchError``, which tells of all names, and as ``open``.
     """
@@ -125,8 +131,11 @@ def attach(
                 different[full] = difference
         taken.update(dict.fromkeys(names, found[0]))
     unexpected = [full for full in weights.keys() if full not in places]
-    if different or (strict and (missing or unexpected)):
-        raise _mismatch(weights, missing if strict else [], unexpected if strict else [], different)
+    if not strict:
+        missing, unexpected = [], []
+    uncomputed = [] if meta_buffers else _uncomputed(module)
+    if different or missing or unexpected or uncomputed:
+        raise _mismatch(weights, missing, unexpected, different, uncomputed)
     tensors = _tensors(weights, dict.fromkeys(taken.values()), lambda view: view.torch())
     parameters: dict[int, Any] = {}
     for full, source in taken.items():
@@ -137,6 +146,57 @@ def attach(
             given = parameters.setdefault(id(tensor), torch.nn.Parameter(given, requires_grad=False))
         setattr(owner, last, given)
     return weights
+
+
+@contextlib.contextmanager
+def on_meta(device: Any = None) -> Iterator[None]:
+    """Modules that this thread builds inside have their parameters on PyTorch's ``meta`` device, where they allocate
+    nothing, and buffers with their values: for ``attach``.
+
+    >>> with warpipe.weights.on_meta("cuda"):                              # doctest: +SKIP
+    ...     model = transformers.AutoModelForCausalLM.from_config(config)
+
+    In ``with torch.device("meta")`` the buffers have no values either, and those that are not persistent come from no
+    weights (``inv_freq`` of rotary embeddings). Here each is computed where the module makes it, then moved to ``device``
+    if there is one, as PyTorch names it. Parameters are made on PyTorch's default device and replaced as soon as the
+    module has them, before they are initialised.
+
+    Raises ``ImportError`` without PyTorch.
+    """
+    torch = importlib.import_module("torch")
+    hooks = importlib.import_module("torch.nn.modules.module")
+    thread = threading.get_ident()
+    # A parameter that several modules are given stays one.
+    made = importlib.import_module("torch.utils.weak").WeakIdKeyDictionary()
+
+    def parameter(_module: Any, _name: str, given: Any) -> Any:
+        is_here = threading.get_ident() == thread
+        if not is_here or given is None or given.is_meta or _is_lazy(given):
+            return None
+        if given not in made:
+            made[given] = torch.nn.Parameter(given.detach().to("meta"), requires_grad=given.requires_grad)
+        return made[given]
+
+    def buffer(_module: Any, _name: str, given: Any) -> Any:
+        is_here = threading.get_ident() == thread
+        if not is_here or given is None or given.is_meta or device is None:
+            return None
+        return given.to(device)
+
+    with contextlib.ExitStack() as registered:
+        registered.callback(hooks.register_module_parameter_registration_hook(parameter).remove)
+        registered.callback(hooks.register_module_buffer_registration_hook(buffer).remove)
+        yield
+
+
+def _uncomputed(module: Any) -> list[str]:
+    """Buffers without values that no weights have."""
+    found = []
+    for prefix, owner in module.named_modules():
+        for last in owner._buffers.keys() & owner._non_persistent_buffers_set:
+            if owner._buffers[last] is not None and owner._buffers[last].is_meta:
+                found.append(f"{prefix}.{last}" if prefix else last)
+    return sorted(found)
 
 
 def _places(module: Any) -> dict[str, tuple[Any, str, Any]]:
@@ -153,7 +213,7 @@ def _places(module: Any) -> dict[str, tuple[Any, str, Any]]:
 
 def _difference(wanted: Any, found: _warpipe.View) -> str | None:
     """How a tensor of a module and one of the weights differ."""
-    if type(wanted).__name__.startswith("Uninitialized"):
+    if _is_lazy(wanted):
         return "has no shape in the module yet: it is lazy"
     dtype = str(wanted.dtype).removeprefix("torch.")
     ours, theirs = (tuple(wanted.shape), dtype), (tuple(found.shape), found.dtype)
@@ -162,8 +222,12 @@ def _difference(wanted: Any, found: _warpipe.View) -> str | None:
     return f"is {dtype} {list(ours[0])} in the module, and {found.dtype} {list(theirs[0])} in the weights"
 
 
+def _is_lazy(tensor: Any) -> bool:
+    return type(tensor).__name__.startswith("Uninitialized")
+
+
 def _mismatch(
-    weights: SharedWeights, missing: list[str], unexpected: list[str], different: dict[str, str]
+    weights: SharedWeights, missing: list[str], unexpected: list[str], different: dict[str, str], uncomputed: list[str]
 ) -> WeightsMismatchError:
     def listed(names: list[str]) -> str:
         more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
@@ -176,12 +240,20 @@ def _mismatch(
         parts.append(f"the module lacks {listed(unexpected)}")
     if different:
         parts.append(listed([f"{name} {how}" for name, how in different.items()]))
-    next_step = "publish the weights of this model, or build the module for them"
-    if not different:
-        next_step += "; strict=False leaves such names out"
-    said = f"version {weights.version} of the weights {weights.name!r} does not fit the module: {'; '.join(parts)}; {next_step}"
+    steps = []
+    if parts:
+        steps.append("publish the weights of this model, or build the module for them")
+    if parts and not different:
+        steps.append("strict=False leaves such names out")
+    if uncomputed:
+        parts.append(f"these buffers are on meta, and no state dict has them: {listed(uncomputed)}")
+        steps.append(
+            "build the module in warpipe.weights.on_meta(), which computes its buffers, or compute them afterwards "
+            "and give attach(..., meta_buffers=True)"
+        )
+    said = f"version {weights.version} of the weights {weights.name!r} does not fit the module: {'; '.join([*parts, *steps])}"
     error = WeightsMismatchError(said)
-    error.missing, error.unexpected, error.different = missing, unexpected, different
+    error.missing, error.unexpected, error.different, error.uncomputed = missing, unexpected, different, uncomputed
     return error
 
 
