@@ -97,6 +97,19 @@ def make(pipe, device):
     pipe.recv()
 
 
+def put_made(queue, pipe, device):
+    """As ``make``, by a queue."""
+    tensor = fresh(device, torch.arange(6.0))
+    queue.put(tensor)
+    pipe.recv()
+
+
+def say_options(pipe, _device):
+    """Whether and how this process has it installed."""
+    pipe.send(tuple(carried.TABLE.options) if carried._usual else None)
+    pipe.recv()
+
+
 def make_in_pool(pipe, device):
     """As ``make``, in memory of warpipe's."""
     pool = carried.pool()

@@ -243,6 +243,49 @@ def test_processes_that_are_spawned_and_their_children_have_it_installed(device,
     assert child.exitcode == 0
 
 
+def ended(child, ours):
+    ours.send("end")
+    child.join(LIMIT_SECONDS)
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "JoinableQueue"])
+def test_queues_and_processes_that_were_made_before_install_carry_tensors_both_ways(domain, device, kind):
+    carried.uninstall()
+    inbox, outbox, answers = getattr(mp, kind)(), getattr(mp, kind)(), mp.Queue()
+    ours, theirs = mp.Pipe()
+    tensor = fresh(device, torch.arange(3.0))
+    child = mp.Process(target=tensors.put_made, args=(outbox, theirs, device))
+    other = mp.Process(target=tensors.answer, args=(inbox, answers), daemon=True)
+    carried.install(domain=domain)
+    child.start()
+    other.start()
+    inbox.put(tensor)
+    assert answers.get(timeout=LIMIT_SECONDS) == as_sent(tensor)
+    received = outbox.get()
+    assert tensors.is_carried(received) and received.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    del received
+    inbox.put(None)
+    ended(child, ours)
+    other.join(LIMIT_SECONDS)
+    assert other.exitcode == 0
+
+
+def test_a_process_has_the_options_of_its_start_and_not_those_of_its_making(domain, device):
+    ours, theirs = mp.Pipe()
+    child = mp.Process(target=tensors.say_options, args=(theirs, device))
+    carried.install(domain=domain, timeout=7)
+    child.start()
+    assert said(ours) == (True, os.fspath(domain), 7.0)
+    ended(child, ours)
+    ours, theirs = mp.Pipe()
+    child = mp.Process(target=tensors.say_options, args=(theirs, device))
+    carried.uninstall()
+    child.start()
+    assert said(ours) is None, "uninstall() holds for processes that were made before it"
+    ended(child, ours)
+
+
 @kills
 def test_a_tensor_of_a_dead_sender_is_reported_where_its_memory_went_with_it(device):
     with process(tensors.make, device) as (sender, pipe):

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import warnings
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import JoinableQueue, Queue
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -48,7 +49,8 @@ class SharedTensors(NamedTuple):
 
 
 def install(*, copy: bool = True, domain: Any = None, timeout: float = 60.0) -> None:
-    """Has ``multiprocessing`` carry GPU tensors by warpipe, in this process and in the processes that it spawns.
+    """Has ``multiprocessing`` carry GPU tensors by warpipe, in this process and in the processes that it starts afterwards
+    with ``spawn`` or ``forkserver``.
 
     A tensor whose memory cannot be given to another process (a pool's, or that of a tensor that was itself received) is
     copied, and a ``CopyWarning`` says why, once for each reason; with ``copy=False`` that is an error. ``domain`` is that
@@ -62,7 +64,7 @@ def install(*, copy: bool = True, domain: Any = None, timeout: float = 60.0) -> 
     reductions = importlib.import_module("torch.multiprocessing.reductions")
     options = Options(copy, None if domain is None else os.fspath(domain), float(timeout))
     TABLE.options = options
-    multiprocessing.current_process()._config[_CONFIGURED] = _Installed(options)  # type: ignore[attr-defined]
+    _configuration()[_CONFIGURED] = _Installed(options)
     if _usual:
         return
     ours = {reductions.reduce_tensor: _reduce_tensor, reductions.reduce_storage: _reduce_storage}
@@ -75,12 +77,13 @@ def install(*, copy: bool = True, domain: Any = None, timeout: float = 60.0) -> 
     # Each class that has a ``put`` of its own.
     for queue in (Queue, JoinableQueue):
         _messages.replace(queue, "put", _ordered_put)
+    _messages.replace(BaseProcess, "start", _configured_start)
 
 
 def uninstall() -> None:
     """Has ``multiprocessing`` carry tensors as PyTorch does, from the next one on. Those that are sent stay valid, and
     this process can still receive others."""
-    multiprocessing.current_process()._config.pop(_CONFIGURED, None)  # type: ignore[attr-defined]
+    _configuration().pop(_CONFIGURED, None)
     if not _usual:
         return
     for cls, reduce in _usual.items():
@@ -125,6 +128,11 @@ def check(tensor: Any) -> None:
         received.check()
 
 
+def _configuration() -> dict[str, Any]:
+    """Of this process: a ``Process`` copies it when it is made."""
+    return multiprocessing.current_process()._config  # type: ignore[attr-defined,no-any-return]
+
+
 class _Installed:
     """In the configuration of a process, which its children inherit: unpickled there, it installs this."""
 
@@ -132,12 +140,28 @@ class _Installed:
         self.options = options
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _installed, tuple(self.options)
+        # A ``Process`` that was made before ``uninstall`` has it still.
+        return (_installed, tuple(self.options)) if _usual else (_not_installed, ())
 
 
 def _installed(copy: bool, domain: str | None, timeout: float) -> _Installed:
     install(copy=copy, domain=domain, timeout=timeout)
     return _Installed(TABLE.options)
+
+
+def _not_installed() -> None:
+    """What another process has in the place of ``_Installed``."""
+
+
+def _configured_start(start: Callable[[Any], None]) -> Callable[[Any], None]:
+    def configured(process: Any) -> None:
+        # It may have been made before ``install``, or with other options.
+        installed = _configuration().get(_CONFIGURED)
+        if installed is not None:
+            process._config[_CONFIGURED] = installed
+        start(process)
+
+    return configured
 
 
 def _ordered_put(put: Callable[..., Any]) -> Callable[..., Any]:
