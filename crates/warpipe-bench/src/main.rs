@@ -14,6 +14,7 @@ mod fanout;
 mod fanout_rings;
 mod handoff;
 mod idle;
+mod kernel_ring;
 mod legacy;
 mod peer_process;
 mod pin;
@@ -106,13 +107,15 @@ enum What {
     Semaphore,
     /// Opening a legacy handle that is open already
     Legacy,
+    /// Items from kernel to kernel by a ring, beside bare words
+    KernelRing,
     /// CPU time of a hand-over through the C interface, beside Rust's
     C,
 }
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 14] = [
+const BENCHMARKS: [(What, Benchmark); 15] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
@@ -126,6 +129,7 @@ const BENCHMARKS: [(What, Benchmark); 14] = [
     (What::Attach, attach::run),
     (What::Semaphore, semaphore::run),
     (What::Legacy, legacy::run),
+    (What::KernelRing, kernel_ring::run),
     (What::C, c_interface::run),
 ];
 
@@ -143,6 +147,7 @@ enum Role {
     Attach(attach::Terms),
     Semaphore(semaphore::Terms),
     Legacy(legacy::Terms),
+    KernelRing(kernel_ring::Terms),
 }
 
 /// Measures, prints and writes. An error is a benchmark that could not be run.
@@ -183,6 +188,7 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Bandwidth(terms) => bandwidth::copy(&terms, &control),
         Role::Attach(terms) => attach::offer(&terms, &control),
         Role::Semaphore(terms) => semaphore::answer(&terms, &control),
+        Role::KernelRing(terms) => kernel_ring::answer(&terms, &control),
         Role::Legacy(terms) => legacy::export(&terms, &control),
     }
 }

@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 use serde_json::Value;
 use warpipe_testkit::temporary_folder;
 
-const BENCHMARKS: [&str; 13] = [
+const BENCHMARKS: [&str; 14] = [
     "handoff",
     "pipeline",
     "send",
@@ -19,6 +19,7 @@ const BENCHMARKS: [&str; 13] = [
     "attach",
     "semaphore",
     "legacy",
+    "kernel_ring",
 ];
 
 fn run(arguments: &[&str]) -> Output {

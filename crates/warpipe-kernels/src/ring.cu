@@ -31,7 +31,7 @@ static __device__ __forceinline__ bool is_due(u64 turn, u64 items) {
 }
 
 extern "C" __global__ void ring_send(u64 params, u64 items, u64 words, u64 seed, u64 statuses) {
-    warpipe_ring *ring = (warpipe_ring *)params;
+    const warpipe_ring opened = warpipe_ring_open(params), *ring = &opened;
     for (u64 turn = 0; is_due(turn, items); ++turn) {
         const u64 item = warpipe_ring_block_claim(ring);
         if (failed(warpipe_ring_block_wait(ring, item), (u64 *)statuses)) return;
@@ -41,7 +41,7 @@ extern "C" __global__ void ring_send(u64 params, u64 items, u64 words, u64 seed,
 }
 
 extern "C" __global__ void ring_receive(u64 params, u64 items, u64 words, u64 seed, u64 errors, u64 statuses) {
-    warpipe_ring *ring = (warpipe_ring *)params;
+    const warpipe_ring opened = warpipe_ring_open(params), *ring = &opened;
     for (u64 turn = 0; is_due(turn, items); ++turn) {
         const u64 item = warpipe_ring_block_claim(ring);
         if (failed(warpipe_ring_block_wait(ring, item), (u64 *)statuses)) return;
@@ -50,32 +50,59 @@ extern "C" __global__ void ring_receive(u64 params, u64 items, u64 words, u64 se
     }
 }
 
-// Sends an item, and waits for the one that comes back, which is to be the same.
-extern "C" __global__ void ring_ping(u64 out, u64 in, u64 rounds, u64 words, u64 seed, u64 errors, u64 statuses) {
-    warpipe_ring *sends = (warpipe_ring *)out, *receives = (warpipe_ring *)in;
-    for (u64 round = 0; round < rounds; ++round) {
-        const u64 item = warpipe_ring_block_claim(sends), answer = warpipe_ring_block_claim(receives);
-        if (failed(warpipe_ring_block_wait(sends, item), (u64 *)statuses)) return;
-        write_words((u64 *)warpipe_ring_slot(sends, item), words, seed, item);
-        warpipe_ring_block_pass(sends, item);
-        if (failed(warpipe_ring_block_wait(receives, answer), (u64 *)statuses)) return;
-        check_words((const u64 *)warpipe_ring_slot(receives, answer), words, seed, item, (u64 *)errors);
-        warpipe_ring_block_pass(receives, answer);
+static __device__ void copy_words(u64 *to, const u64 *from, u64 words) {
+    for (u64 index = threadIdx.x; index < words / 2; index += blockDim.x) ((ulonglong2 *)to)[index] = ((const ulonglong2 *)from)[index];
+}
+
+// Copies each item to the block's place, of `words` words, an even number.
+extern "C" __global__ void ring_drain(u64 params, u64 items, u64 words, u64 places, u64 statuses) {
+    const warpipe_ring opened = warpipe_ring_open(params), *ring = &opened;
+    for (u64 turn = 0; is_due(turn, items); ++turn) {
+        const u64 item = warpipe_ring_block_claim(ring);
+        if (failed(warpipe_ring_block_wait(ring, item), (u64 *)statuses)) return;
+        copy_words((u64 *)places + blockIdx.x * words, (const u64 *)warpipe_ring_slot(ring, item), words);
+        warpipe_ring_block_pass(ring, item);
     }
 }
 
-// Sends back what comes.
-extern "C" __global__ void ring_echo(u64 in, u64 out, u64 rounds, u64 words, u64 statuses) {
-    warpipe_ring *receives = (warpipe_ring *)in, *sends = (warpipe_ring *)out;
+// The same without a ring: from `slots` slots behind each other, over and over.
+extern "C" __global__ void bare_drain(u64 from, u64 slots, u64 items, u64 words, u64 places) {
+    for (u64 turn = 0; is_due(turn, items); ++turn) {
+        const u64 item = turn * gridDim.x + blockIdx.x;
+        copy_words((u64 *)places + blockIdx.x * words, (const u64 *)from + item % slots * words, words);
+    }
+}
+
+// Sends an item, and waits for the one that comes back, which is to be the same. One block. The next slot is waited
+// for while an item is on its way.
+extern "C" __global__ void ring_ping(u64 out, u64 in, u64 rounds, u64 words, u64 seed, u64 errors, u64 statuses) {
+    const warpipe_ring sends = warpipe_ring_open(out), receives = warpipe_ring_open(in);
+    const u64 begin = warpipe_ring_position(&sends), answers = warpipe_ring_position(&receives);
+    if (rounds == 0 || failed(warpipe_ring_block_wait(&sends, begin), (u64 *)statuses)) return;
     for (u64 round = 0; round < rounds; ++round) {
-        const u64 item = warpipe_ring_block_claim(receives), answer = warpipe_ring_block_claim(sends);
-        if (failed(warpipe_ring_block_wait(receives, item), (u64 *)statuses)) return;
-        if (failed(warpipe_ring_block_wait(sends, answer), (u64 *)statuses)) return;
-        const u64 *from = (const u64 *)warpipe_ring_slot(receives, item);
-        u64 *to = (u64 *)warpipe_ring_slot(sends, answer);
+        const u64 item = begin + round, answer = answers + round;
+        write_words((u64 *)warpipe_ring_slot(&sends, item), words, seed, item);
+        warpipe_ring_block_arrive(&sends, item, 1);
+        if (round + 1 < rounds && failed(warpipe_ring_block_wait(&sends, item + 1), (u64 *)statuses)) return;
+        if (failed(warpipe_ring_block_wait(&receives, answer), (u64 *)statuses)) return;
+        check_words((const u64 *)warpipe_ring_slot(&receives, answer), words, seed, item, (u64 *)errors);
+        warpipe_ring_block_arrive(&receives, answer, 1);
+    }
+}
+
+// Sends back what comes. One block.
+extern "C" __global__ void ring_echo(u64 in, u64 out, u64 rounds, u64 words, u64 statuses) {
+    const warpipe_ring receives = warpipe_ring_open(in), sends = warpipe_ring_open(out);
+    const u64 begin = warpipe_ring_position(&receives), answers = warpipe_ring_position(&sends);
+    for (u64 round = 0; round < rounds; ++round) {
+        const u64 item = begin + round, answer = answers + round;
+        if (failed(warpipe_ring_block_wait(&sends, answer), (u64 *)statuses)) return;
+        if (failed(warpipe_ring_block_wait(&receives, item), (u64 *)statuses)) return;
+        const u64 *from = (const u64 *)warpipe_ring_slot(&receives, item);
+        u64 *to = (u64 *)warpipe_ring_slot(&sends, answer);
         for (u64 index = threadIdx.x; index < words; index += blockDim.x) to[index] = from[index];
-        warpipe_ring_block_pass(sends, answer);
-        warpipe_ring_block_pass(receives, item);
+        warpipe_ring_block_arrive(&sends, answer, 1);
+        warpipe_ring_block_arrive(&receives, item, 1);
     }
 }
 

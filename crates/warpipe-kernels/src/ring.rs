@@ -25,11 +25,15 @@ static SEND: Kernel = Kernel::new(c"ring_send", MODULE, host::send);
 static RECEIVE: Kernel = Kernel::new(c"ring_receive", MODULE, host::receive);
 static PING: Kernel = Kernel::new(c"ring_ping", MODULE, host::ping);
 static ECHO: Kernel = Kernel::new(c"ring_echo", MODULE, host::echo);
+static DRAIN: Kernel = Kernel::new(c"ring_drain", MODULE, host::drain);
+static BARE_DRAIN: Kernel = Kernel::new(c"bare_drain", MODULE, host::bare_drain);
 static BARE_PING: Kernel = Kernel::new(c"bare_ping", MODULE, host::bare_ping);
 static BARE_ECHO: Kernel = Kernel::new(c"bare_echo", MODULE, host::bare_echo);
 
 /// Every kernel of this module.
-pub static ALL: &[Kernel] = &[SEND, RECEIVE, PING, ECHO, BARE_PING, BARE_ECHO];
+pub static ALL: &[Kernel] = &[
+    SEND, RECEIVE, PING, ECHO, DRAIN, BARE_PING, BARE_ECHO, BARE_DRAIN,
+];
 
 /// What a launch on a side of a ring does.
 #[derive(Debug, Clone, Copy)]
@@ -122,6 +126,48 @@ pub unsafe fn echo(
     let args = [incoming, out, items.count, items.words, statuses];
     // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
     unsafe { stream.launch(&ECHO, 1, BLOCK, &args) }
+}
+
+/// `cuLaunchKernel` of `ring_drain`: `blocks` blocks copy items to `places`, each to a place of its
+/// own of `items.words` words, and release them. The words are an even number; `items.seed` is not
+/// used.
+///
+/// # Errors
+/// [`warpipe::Error::Driver`].
+///
+/// # Safety
+/// As for [`receive`]; nothing else uses the places until the kernel is done.
+pub unsafe fn drain(
+    stream: &Stream,
+    params: DevicePtr,
+    items: Items,
+    blocks: u32,
+    places: DevicePtr,
+    statuses: DevicePtr,
+) -> Result<()> {
+    let args = [params, items.count, items.words, places, statuses];
+    // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
+    unsafe { stream.launch(&DRAIN, blocks, BLOCK, &args) }
+}
+
+/// `cuLaunchKernel` of `bare_drain`: the copies of [`drain`] without a ring, from `slots` items that
+/// lie at `from`, over and over.
+///
+/// # Errors
+/// [`warpipe::Error::Driver`].
+///
+/// # Safety
+/// The memory is valid until the kernel is done, and nothing else uses the places.
+pub unsafe fn bare_drain(
+    stream: &Stream,
+    (from, slots): (DevicePtr, u64),
+    items: Items,
+    blocks: u32,
+    places: DevicePtr,
+) -> Result<()> {
+    let args = [from, slots, items.count, items.words, places];
+    // SAFETY: the arguments are what the kernel takes; the memory is the caller's promise.
+    unsafe { stream.launch(&BARE_DRAIN, blocks, BLOCK, &args) }
 }
 
 /// The memory of a bare hand-over.

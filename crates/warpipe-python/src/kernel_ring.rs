@@ -17,8 +17,8 @@ use crate::wait::{attach, in_slices, late, none_if_late, optional};
 /// operation and no CPU between items.
 ///
 /// ``KernelRing.create(name)`` makes one as its producer, ``KernelRing.open(name)`` opens it as a
-/// consumer. Kernels include ``warpipe/device.cuh`` of ``warpipe.include_dir()`` and take
-/// ``ring.params(stream=stream)`` as a ``warpipe_ring *``. Or ``wait_on``, ``publish_on`` and ``release_on``
+/// consumer. Kernels include ``warpipe/device.cuh`` of ``warpipe.include_dir()`` and give
+/// ``ring.params(stream=stream)`` to ``warpipe_ring_open``. Or ``wait_on``, ``publish_on`` and ``release_on``
 /// launch a tiny kernel each, which a CUDA graph may record and replay.
 ///
 /// A wait of a kernel ends when the peer has closed the ring or is proven dead, when this side stops,

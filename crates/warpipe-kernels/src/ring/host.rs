@@ -92,6 +92,38 @@ pub(super) unsafe fn receive(launch: KernelLaunch<'_>) {
 
 /// # Safety
 /// As for the kernel.
+pub(super) unsafe fn drain(launch: KernelLaunch<'_>) {
+    let [params, items, words, places, statuses] = arguments(&launch);
+    // SAFETY: as in `send`; the first block's place stands for all.
+    unsafe {
+        let ring = HostRing::new(params);
+        let outcome = (0..items).try_for_each(|_| {
+            let item = ring.claim();
+            ring.wait(item)?;
+            let place = with_exposed_provenance_mut::<u8>(places as usize);
+            std::ptr::copy_nonoverlapping(ring.slot(item), place, 8 * words as usize);
+            ring.pass(item);
+            Ok(())
+        });
+        report(outcome, statuses);
+    }
+}
+
+/// # Safety
+/// As for the kernel.
+pub(super) unsafe fn bare_drain(launch: KernelLaunch<'_>) {
+    let [from, slots, items, words, places] = arguments(&launch);
+    let from: *const u64 = with_exposed_provenance(from as usize);
+    let place: *mut u64 = with_exposed_provenance_mut(places as usize);
+    for item in 0..items {
+        let offset = (item % slots * words) as usize;
+        // SAFETY: the caller vouches for all slots and the place.
+        unsafe { std::ptr::copy_nonoverlapping(from.add(offset), place, words as usize) };
+    }
+}
+
+/// # Safety
+/// As for the kernel.
 pub(super) unsafe fn ping(launch: KernelLaunch<'_>) {
     let [out, back, rounds, words, seed, errors, statuses] = arguments(&launch);
     // SAFETY: as in `send`.

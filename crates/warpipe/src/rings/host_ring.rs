@@ -1,4 +1,4 @@
-//! One side of a ring on the CPU: the functions of `device.cuh`, line for line. **This module is
+//! One side of a ring on the CPU: the protocol of `device.cuh`, operation for operation. **This module is
 //! marked for unsafe**: it uses memory by the addresses of a parameter block.
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -52,7 +52,7 @@ impl RingEnd {
 }
 
 /// One side of a [`KernelRing`](crate::KernelRing) in the CPU version of a kernel, which gets the
-/// ring's parameter block as an argument. Its methods are the functions of `device.cuh`; a thread
+/// ring's parameter block as an argument. Its methods do what the functions of `device.cuh` do; a thread
 /// of the CPU stands for a whole block of a GPU's.
 #[derive(Debug, Clone, Copy)]
 pub struct HostRing {
@@ -133,6 +133,10 @@ impl HostRing {
         if item < depth {
             return 0;
         }
+        if peers == 1 {
+            // Nothing to remember: the end of the one consumer is the ring's.
+            return self.wait_for(block::PEER, item, item - depth + 1);
+        }
         let (mut last, mut lost) = (0, 0);
         for peer in (0..peers).map(|index| block::PEER + index * peer::BYTES) {
             let mut seen = self.own(peer + peer::LOST).load(Relaxed);
@@ -203,11 +207,13 @@ impl HostRing {
     /// One of `blocks` threads that share the item has finished its part; the last one passes it
     /// on.
     pub fn arrive(&self, item: u64, blocks: u64) {
-        let arrivals = self.own(block::ARRIVALS + self.slot_number(item) * 8);
-        if arrivals.fetch_add(1, AcqRel) + 1 < blocks {
-            return;
+        if blocks > 1 {
+            let arrivals = self.own(block::ARRIVALS + self.slot_number(item) * 8);
+            if arrivals.fetch_add(1, AcqRel) + 1 < blocks {
+                return;
+            }
+            arrivals.store(0, Relaxed);
         }
-        arrivals.store(0, Relaxed);
         self.own(block::CURSOR).store(item + 1, Relaxed);
         self.pass(item);
     }

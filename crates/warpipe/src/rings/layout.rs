@@ -138,7 +138,7 @@ pub fn header() -> String {
         text += &format!("#define WARPIPE_RING_{name} {value}ull /* {about} */\n");
     }
     text += &structure("warpipe_ring_peer", peer::FIELDS, peer::BYTES);
-    text += &structure("warpipe_ring", block::FIELDS, block::BYTES);
+    text += &structure("warpipe_ring_params", block::FIELDS, block::BYTES);
     text
 }
 

@@ -469,7 +469,7 @@ impl KernelRing {
         stream.synchronize(UPLOAD_TIMEOUT)
     }
 
-    /// The address of the parameter block, which kernels on `stream` take as a `warpipe_ring *`.
+    /// The address of the parameter block, which kernels on `stream` give to `warpipe_ring_open`.
     /// The ring's memory lives until `stream` is past the work that it has when the ring is
     /// dropped; a kernel of the ring on any other stream needs a call of its own. A stream that
     /// launches a graph with the ring's steps needs one, too.

@@ -3,25 +3,25 @@
 #include "warpipe/device.cuh"
 
 extern "C" __global__ void warpipe_ring_wait_step(unsigned long long params) {
-    warpipe_ring *ring = (warpipe_ring *)params;
-    if (ring->failed != WARPIPE_RING_OK)
+    const warpipe_ring ring = warpipe_ring_open(params);
+    if (ring.params->failed != WARPIPE_RING_OK)
         return;
-    unsigned long long item = ring->cursor;
-    unsigned long long status = warpipe_ring_wait(ring, item);
+    unsigned long long item = ring.params->cursor;
+    unsigned long long status = warpipe_ring_wait(&ring, item);
     if (status == WARPIPE_RING_OK) {
-        ring->granted = item + 1;
+        ring.params->granted = item + 1;
         return;
     }
-    ring->failed = status;
-    warpipe_ring_store(ring->status, status);
+    ring.params->failed = status;
+    warpipe_ring_store(ring.params->status, status);
 }
 
 // Passes on nothing that the step before it was not given.
 extern "C" __global__ void warpipe_ring_pass_step(unsigned long long params) {
-    warpipe_ring *ring = (warpipe_ring *)params;
-    unsigned long long item = ring->cursor;
-    if (ring->granted != item + 1)
+    const warpipe_ring ring = warpipe_ring_open(params);
+    unsigned long long item = ring.params->cursor;
+    if (ring.params->granted != item + 1)
         return;
-    ring->cursor = item + 1;
-    warpipe_ring_pass(ring, item);
+    ring.params->cursor = item + 1;
+    warpipe_ring_pass(&ring, item);
 }

@@ -2,8 +2,9 @@
  *
  * Plain CUDA C++ for nvcc and NVRTC, compute capability 7.0 or later, without another include.
  *
- * A kernel takes the address that KernelRing::params (Python: ring.params) gives, and uses it as a
- * `warpipe_ring *`. Items are numbered from 0 and no number comes twice; item `n` lies in slot
+ * A kernel takes the address that KernelRing::params (Python: ring.params) gives, as 64 bits, and
+ * begins with `warpipe_ring ring = warpipe_ring_open(params);`, which keeps the ring's constants in
+ * registers. Items are numbered from 0 and no number comes twice; item `n` lies in slot
  * `n % depth`. The producer waits until a slot is free, writes it, and passes it on; a consumer
  * waits until it is written, reads it, and passes it back. Every consumer gets every item.
  *
@@ -13,15 +14,16 @@
  * word of KernelRing::stop; and it ends after `spins_max` spins.
  *
  * One thread of a block:
- *     unsigned long long item = warpipe_ring_claim(ring);
- *     if (warpipe_ring_wait(ring, item) == WARPIPE_RING_OK) { use warpipe_ring_slot(ring, item);
- *                                                           warpipe_ring_pass(ring, item); }
+ *     unsigned long long item = warpipe_ring_claim(&ring);
+ *     if (warpipe_ring_wait(&ring, item) == WARPIPE_RING_OK) { use warpipe_ring_slot(&ring, item);
+ *                                                            warpipe_ring_pass(&ring, item); }
  * A whole block, all of its threads, each item to one block:
  *     warpipe_ring_block_claim, then warpipe_ring_block_wait, then warpipe_ring_block_pass
- * Several blocks that share every item, each with a part of it; all must run at the same time:
- *     item = warpipe_ring_position(ring) at first, then one more each time;
- *     warpipe_ring_block_wait, then warpipe_ring_block_arrive
- * A kernel uses one of the two ways.
+ * Blocks that share every item, each with a part of it; all must run at the same time:
+ *     item = warpipe_ring_position(&ring) at first, then one more each time;
+ *     warpipe_ring_block_wait, then warpipe_ring_block_arrive(&ring, item, blocks)
+ * The last way is also the fastest for one block alone: it makes no atomic addition. A kernel uses
+ * one of these ways.
  *
  * An item that was claimed has to be passed on, unless its wait failed: the ring ends then.
  *
@@ -54,7 +56,7 @@ struct warpipe_ring_peer {
 };
 static_assert(sizeof(warpipe_ring_peer) == 32, "warpipe_ring_peer");
 
-struct warpipe_ring {
+struct warpipe_ring_params {
     unsigned long long layout; /* the version */
     unsigned long long role; /* producer or consumer */
     unsigned long long peers; /* how many peers: a consumer has one */
@@ -74,8 +76,25 @@ struct warpipe_ring {
     unsigned long long unused_528[14];
     unsigned long long arrivals[1024]; /* for each slot, blocks that have finished its item */
 };
-static_assert(sizeof(warpipe_ring) == 8832, "warpipe_ring");
+static_assert(sizeof(warpipe_ring_params) == 8832, "warpipe_ring_params");
 /* End of what is made. */
+
+/* A kernel's own copy of a ring's constants. The ring is `params`. */
+struct warpipe_ring {
+    warpipe_ring_params *params;
+    unsigned long long role;
+    unsigned long long peers;
+    unsigned long long mask;
+    unsigned long long slot_bytes;
+    unsigned long long spins_max;
+    unsigned long long look_every;
+    unsigned long long slots;
+    unsigned long long stop;
+    unsigned long long mine; /* of the first peer, like the two below */
+    unsigned long long theirs;
+    unsigned long long gone;
+    unsigned long long status; /* not OK: no wait begins */
+};
 
 /* Words that another process or the CPU writes, at system scope. */
 
@@ -105,42 +124,62 @@ static __device__ __forceinline__ unsigned long long warpipe_ring_add(unsigned l
     return before;
 }
 
+/* The ring with these parameters, for the calling thread. */
+static __device__ __forceinline__ warpipe_ring warpipe_ring_open(unsigned long long params)
+{
+    warpipe_ring_params *block = (warpipe_ring_params *)params;
+    warpipe_ring ring;
+    ring.params = block;
+    ring.role = block->role;
+    ring.peers = block->peers;
+    ring.mask = block->depth - 1;
+    ring.slot_bytes = block->slot_bytes;
+    ring.spins_max = block->spins_max;
+    ring.look_every = block->look_every;
+    ring.slots = block->slots;
+    ring.stop = block->stop;
+    ring.mine = block->peer[0].mine;
+    ring.theirs = block->peer[0].theirs;
+    ring.gone = block->peer[0].gone;
+    ring.status = block->layout == WARPIPE_RING_LAYOUT ? WARPIPE_RING_OK : WARPIPE_RING_WRONG_LAYOUT;
+    return ring;
+}
+
 /* The offset of an item's word among those of a side. */
 static __device__ __forceinline__ unsigned long long warpipe_ring_word(const warpipe_ring *ring, unsigned long long item)
 {
-    return (item & (ring->depth - 1)) * WARPIPE_RING_WORD_STRIDE;
+    return (item & ring->mask) * WARPIPE_RING_WORD_STRIDE;
 }
 
 /* The next item of this side that no thread has claimed. */
-static __device__ __forceinline__ unsigned long long warpipe_ring_position(warpipe_ring *ring)
+static __device__ __forceinline__ unsigned long long warpipe_ring_position(const warpipe_ring *ring)
 {
-    return warpipe_ring_load((unsigned long long)&ring->cursor);
+    return warpipe_ring_load((unsigned long long)&ring->params->cursor);
 }
 
 /* Claims the next item for the calling thread. */
-static __device__ __forceinline__ unsigned long long warpipe_ring_claim(warpipe_ring *ring)
+static __device__ __forceinline__ unsigned long long warpipe_ring_claim(const warpipe_ring *ring)
 {
-    return warpipe_ring_add((unsigned long long)&ring->cursor);
+    return warpipe_ring_add((unsigned long long)&ring->params->cursor);
 }
 
 /* The slot of an item. A consumer may only read it. */
 static __device__ __forceinline__ void *warpipe_ring_slot(const warpipe_ring *ring, unsigned long long item)
 {
-    return (void *)(ring->slots + (item & (ring->depth - 1)) * ring->slot_bytes);
+    return (void *)(ring->slots + (item & ring->mask) * ring->slot_bytes);
 }
 
-/* Waits until one peer's word of the item is at `due`. */
-static __device__ inline unsigned long long warpipe_ring_wait_for(
-    warpipe_ring *ring, warpipe_ring_peer *peer, unsigned long long item, unsigned long long due)
+/* Waits until one peer's word is at `due`. */
+static __device__ __forceinline__ unsigned long long warpipe_ring_wait_for(
+    const warpipe_ring *ring, unsigned long long word, unsigned long long gone_word, unsigned long long due)
 {
-    unsigned long long word = peer->mine + warpipe_ring_word(ring, item);
     unsigned long long until_look = ring->look_every;
     for (unsigned long long spins = 1; warpipe_ring_acquire(word) < due; ++spins) {
         if (--until_look == 0) {
             until_look = ring->look_every;
             if (warpipe_ring_load(ring->stop) != 0)
                 return WARPIPE_RING_STOPPED;
-            unsigned long long gone = warpipe_ring_acquire(peer->gone);
+            unsigned long long gone = warpipe_ring_acquire(gone_word);
             if (gone != 0) /* The word may have come before the end did. */
                 return warpipe_ring_acquire(word) < due ? gone : WARPIPE_RING_OK;
         }
@@ -150,24 +189,17 @@ static __device__ inline unsigned long long warpipe_ring_wait_for(
     return WARPIPE_RING_OK;
 }
 
-/* Waits until the item's slot may be used, and returns a status. By one thread. */
-static __device__ inline unsigned long long warpipe_ring_wait(warpipe_ring *ring, unsigned long long item)
+/* A producer's wait: for every consumer that has not ended. */
+static __device__ inline unsigned long long warpipe_ring_wait_for_all(const warpipe_ring *ring, unsigned long long item)
 {
-    if (ring->layout != WARPIPE_RING_LAYOUT)
-        return WARPIPE_RING_WRONG_LAYOUT;
-    if ((item & (WARPIPE_RING_STOP_LOOK - 1)) == WARPIPE_RING_STOP_LOOK - 1 && warpipe_ring_load(ring->stop) != 0)
-        return WARPIPE_RING_STOPPED;
-    if (ring->role == WARPIPE_RING_CONSUMER)
-        return warpipe_ring_wait_for(ring, &ring->peer[0], item, item + 1);
-    if (item < ring->depth)
-        return WARPIPE_RING_OK;
+    unsigned long long due = item - ring->mask;
     unsigned long long last = WARPIPE_RING_OK;
     unsigned long long lost = 0;
     for (unsigned long long index = 0; index < ring->peers; ++index) {
-        warpipe_ring_peer *peer = &ring->peer[index];
+        warpipe_ring_peer *peer = &ring->params->peer[index];
         unsigned long long seen = warpipe_ring_load((unsigned long long)&peer->lost);
         if (seen == 0) {
-            seen = warpipe_ring_wait_for(ring, peer, item, item - ring->depth + 1);
+            seen = warpipe_ring_wait_for(ring, peer->mine + warpipe_ring_word(ring, item), peer->gone, due);
             if (seen != WARPIPE_RING_OK && seen != WARPIPE_RING_CLOSED && seen != WARPIPE_RING_DIED)
                 return seen;
             if (seen != WARPIPE_RING_OK)
@@ -181,46 +213,64 @@ static __device__ inline unsigned long long warpipe_ring_wait(warpipe_ring *ring
     return lost == ring->peers ? last : WARPIPE_RING_OK;
 }
 
+/* Waits until the item's slot may be used, and returns a status. By one thread. */
+static __device__ __forceinline__ unsigned long long warpipe_ring_wait(const warpipe_ring *ring, unsigned long long item)
+{
+    if (ring->status != WARPIPE_RING_OK)
+        return ring->status;
+    if ((item & (WARPIPE_RING_STOP_LOOK - 1)) == WARPIPE_RING_STOP_LOOK - 1 && warpipe_ring_load(ring->stop) != 0)
+        return WARPIPE_RING_STOPPED;
+    unsigned long long word = ring->mine + warpipe_ring_word(ring, item);
+    if (ring->role == WARPIPE_RING_CONSUMER)
+        return warpipe_ring_wait_for(ring, word, ring->gone, item + 1);
+    if (item <= ring->mask)
+        return WARPIPE_RING_OK;
+    if (ring->peers == 1) /* Nothing to remember: the end of the one consumer is the ring's. */
+        return warpipe_ring_wait_for(ring, word, ring->gone, item - ring->mask);
+    return warpipe_ring_wait_for_all(ring, item);
+}
+
 /* Passes the item's slot on: a producer to the consumers, a consumer back. By one thread, behind
  * everything that it did with the slot, and what other threads did before a barrier with it. */
-static __device__ inline void warpipe_ring_pass(const warpipe_ring *ring, unsigned long long item)
+static __device__ __forceinline__ void warpipe_ring_pass(const warpipe_ring *ring, unsigned long long item)
 {
     unsigned long long word = warpipe_ring_word(ring, item);
     asm volatile("fence.acq_rel.sys;" : : : "memory");
-    for (unsigned long long index = 0; index < ring->peers; ++index)
-        warpipe_ring_store(ring->peer[index].theirs + word, item + 1);
+    warpipe_ring_store(ring->theirs + word, item + 1);
+    for (unsigned long long index = 1; index < ring->peers; ++index)
+        warpipe_ring_store(ring->params->peer[index].theirs + word, item + 1);
+}
+
+static __device__ __forceinline__ bool warpipe_ring_is_first(void)
+{
+    return threadIdx.x + threadIdx.y + threadIdx.z == 0;
 }
 
 /* The value of the block's first thread, for all of its threads. */
-static __device__ inline unsigned long long warpipe_ring_of_first(unsigned long long value)
+static __device__ __forceinline__ unsigned long long warpipe_ring_of_first(unsigned long long value)
 {
     __shared__ unsigned long long shared;
     __syncthreads();
-    if (threadIdx.x + threadIdx.y + threadIdx.z == 0)
+    if (warpipe_ring_is_first())
         shared = value;
     __syncthreads();
     return shared;
 }
 
-static __device__ inline bool warpipe_ring_is_first(void)
-{
-    return threadIdx.x + threadIdx.y + threadIdx.z == 0;
-}
-
 /* Claims the next item for the block. By all threads of it, like the three below. */
-static __device__ inline unsigned long long warpipe_ring_block_claim(warpipe_ring *ring)
+static __device__ __forceinline__ unsigned long long warpipe_ring_block_claim(const warpipe_ring *ring)
 {
     return warpipe_ring_of_first(warpipe_ring_is_first() ? warpipe_ring_claim(ring) : 0);
 }
 
 /* Waits until the block may use the item's slot, and returns a status. */
-static __device__ inline unsigned long long warpipe_ring_block_wait(warpipe_ring *ring, unsigned long long item)
+static __device__ __forceinline__ unsigned long long warpipe_ring_block_wait(const warpipe_ring *ring, unsigned long long item)
 {
     return warpipe_ring_of_first(warpipe_ring_is_first() ? warpipe_ring_wait(ring, item) : 0);
 }
 
 /* Passes the block's item on. */
-static __device__ inline void warpipe_ring_block_pass(const warpipe_ring *ring, unsigned long long item)
+static __device__ __forceinline__ void warpipe_ring_block_pass(const warpipe_ring *ring, unsigned long long item)
 {
     __syncthreads();
     if (warpipe_ring_is_first())
@@ -228,16 +278,19 @@ static __device__ inline void warpipe_ring_block_pass(const warpipe_ring *ring, 
 }
 
 /* One of `blocks` blocks has finished its part of the item; the last one passes it on. */
-static __device__ inline void warpipe_ring_block_arrive(warpipe_ring *ring, unsigned long long item, unsigned long long blocks)
+static __device__ __forceinline__ void warpipe_ring_block_arrive(
+    const warpipe_ring *ring, unsigned long long item, unsigned long long blocks)
 {
     __syncthreads();
     if (!warpipe_ring_is_first())
         return;
-    unsigned long long arrivals = (unsigned long long)&ring->arrivals[item & (ring->depth - 1)];
-    if (warpipe_ring_add(arrivals) + 1 < blocks)
-        return;
-    warpipe_ring_store(arrivals, 0);
-    warpipe_ring_store((unsigned long long)&ring->cursor, item + 1);
+    if (blocks > 1) {
+        unsigned long long arrivals = (unsigned long long)&ring->params->arrivals[item & ring->mask];
+        if (warpipe_ring_add(arrivals) + 1 < blocks)
+            return;
+        warpipe_ring_store(arrivals, 0);
+    }
+    warpipe_ring_store((unsigned long long)&ring->params->cursor, item + 1);
     warpipe_ring_pass(ring, item);
 }
 
