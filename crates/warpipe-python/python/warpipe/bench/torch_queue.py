@@ -1,0 +1,189 @@
+"""The command ``python -m warpipe.bench.torch_queue``: round trips of GPU tensors through queues of
+``torch.multiprocessing``, with ``warpipe.torch.install()`` and as PyTorch sends them, for each of PyTorch's allocators; and
+receivers that are killed while they hold tensors. Needs PyTorch.
+
+Memory, shares or descriptors that grow with the killed receivers are an error, as is a wrong byte; a figure is a result."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+import queue
+import signal
+import sys
+import tempfile
+import time
+from typing import Any
+
+import warpipe
+
+from . import figures
+from .__main__ import heading, sharing
+from .weights import Ended, Failed, Process, end
+
+# Names of PyTorch's allocators, and what PYTORCH_CUDA_ALLOC_CONF says for each.
+ALLOCATORS = {
+    "segments": "expandable_segments:False",
+    "expandable": "expandable_segments:True",
+    "pool": "expandable_segments:False",
+}
+SIZES = {"cuda": [4 << 10, 64 << 20, 1 << 30], "host": [4 << 10, 64 << 20]}
+QUICK_SIZES = [4 << 10, 1 << 20]
+TURNS, QUICK_TURNS = 100, 5
+KILLS, AT_ONCE = 200, 8
+QUICK_KILLS, QUICK_AT_ONCE = 4, 2
+# Seconds without a line of a worker.
+PATIENCE = 300.0
+# Bytes of the device, beside the sender's, that may differ between two looks at it: of other processes' contexts.
+DEVICE_SLACK = 64 << 20
+# Open files that come and go: sockets of receivers that have just died.
+FILES_SLACK = 8
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m warpipe.bench.torch_queue", description=__doc__)
+    parser.add_argument("--device", help="a GPU if there is one")
+    parser.add_argument("--quick", action="store_true", help="shows that everything runs, not how fast it is")
+    parser.add_argument("--allocator", choices=list(ALLOCATORS), action="append", help="all if left out")
+    parser.add_argument("--kills", type=int, help=f"receivers that are killed for each allocator ({KILLS})")
+    parser.add_argument("--at-once", type=int, help=f"receivers that are killed at the same time ({AT_ONCE})")
+    parser.add_argument("--mode", help="how processes share the GPU, for the report; found by itself if left out")
+    parser.add_argument("--out", type=pathlib.Path, help="write everything to this file, as JSON")
+    asked = parser.parse_args(given)
+    if asked.kills is None:
+        asked.kills = QUICK_KILLS if asked.quick else KILLS
+    if asked.at_once is None:
+        asked.at_once = QUICK_AT_ONCE if asked.quick else AT_ONCE
+    if asked.kills < 0 or asked.at_once < 1:
+        parser.error("--kills is a number from 0, --at-once one from 1")
+    return asked
+
+
+class Bench:
+    def __init__(self, device: str, asked: argparse.Namespace, domain: pathlib.Path) -> None:
+        self.device, self.asked, self.domain = device, asked, domain
+        self.kind = "host" if device == "host" else "cuda"
+        self.runs: list[dict[str, Any]] = []
+        self.process: Process | None = None
+
+    def run(self) -> None:
+        allocators = self.asked.allocator or list(ALLOCATORS)
+        for allocator in ["host"] if self.kind == "host" else allocators:
+            # PyTorch itself sends no memory of other allocators.
+            for way in ("warpipe",) if allocator == "pool" else ("plain", "warpipe"):
+                self.runs.append(self.worker(way, allocator))
+
+    def worker(self, way: str, allocator: str) -> dict[str, Any]:
+        quick = self.asked.quick
+        sizes, turns = (QUICK_SIZES, QUICK_TURNS) if quick else (SIZES[self.kind], TURNS)
+        command = [
+            sys.executable, "-m", "warpipe.bench.torch_queue_worker", way, allocator, "--device", self.device,
+            "--domain", str(self.domain), "--sizes", *map(str, sizes), "--turns", str(turns),
+            "--kills", str(self.asked.kills if way == "warpipe" else 0), "--at-once", str(self.asked.at_once),
+        ]  # fmt: skip
+        settings = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATORS[allocator]} if allocator in ALLOCATORS else {}
+        run: dict[str, Any] = {"way": way, "allocator": allocator, "status": "measured", "trips": [], "kills": []}
+        self.process = Process(command, {**os.environ, **settings})
+        try:
+            while (line := self.said())["event"] != "done":
+                self.take(run, line)
+        except Failed as failed:
+            run |= {"status": "failed", "reason": str(failed)}
+        finally:
+            self.close()
+        print(f"{allocator}, {way}: {run['status']} {run.get('reason', '')}".rstrip(), flush=True)
+        return run
+
+    def said(self) -> dict[str, Any]:
+        assert self.process is not None
+        try:
+            line = self.process.lines.get(timeout=PATIENCE)
+        except queue.Empty:
+            raise Failed(f"no line within {PATIENCE} s") from None
+        if line is None:
+            raise Failed(f"the process ended: exit code {self.process.child.wait()}")
+        return line
+
+    def take(self, run: dict[str, Any], line: dict[str, Any]) -> None:
+        event = line.pop("event")
+        if event == "failed":
+            raise Failed(line["reason"])
+        run[event].append(line)
+        if event == "trips":
+            spread = line["ns"]
+            told = f"p50 {spread['p50'] / 1e3:.0f} us, p90 {spread['p90'] / 1e3:.0f} us"
+            print(f"  {figures.size_name(line['bytes'])}: {told}", flush=True)
+        elif len(run["kills"]) > 1:
+            check_flat(run["kills"][0]["state"], line["state"], line["killed"])
+
+    def close(self) -> None:
+        if self.process is not None and self.process.child.poll() is None:
+            self.process.kill()
+
+    def figures(self) -> list[dict[str, Any]]:
+        """warpipe's round trips beside PyTorch's own."""
+        found = {
+            (run["allocator"], trip["bytes"], run["way"]): trip["ns"]["p50"] / 1e3 for run in self.runs for trip in run["trips"]
+        }
+        made = []
+        for (allocator, nbytes, way), ours in found.items():
+            # Memory of a pool has its like in PyTorch's segments.
+            floor = found.get(("segments" if allocator == "pool" else allocator, nbytes, "plain"))
+            if way == "warpipe" and floor:
+                made.append({
+                    "bench": "torch_queue", "name": f"{figures.size_name(nbytes)}, {allocator}: a round trip, beside PyTorch's",
+                    "unit": "us", "ours": ours, "floor": floor, "ratio": ours / floor, "wanted": "nothing", "met": None,
+                })  # fmt: skip
+        return made
+
+
+def check_flat(first: dict[str, int], now: dict[str, int], killed: int) -> None:
+    """Compares what is in use after some kills with what was after the first ones."""
+    slack = {"files": FILES_SLACK, "used": DEVICE_SLACK}
+    grown = {name: (first[name], now[name]) for name in first if now[name] > first[name] + slack.get(name, 0)}
+    kept = {name: now[name] for name in now if name.startswith("shared") and now[name]}
+    if grown or kept:
+        raise Failed(f"after {killed} killed receivers there is more in use: grown {grown}, still shared {kept}")
+
+
+def main(given: list[str] | None = None) -> int:
+    asked = arguments(given)
+    if importlib.util.find_spec("torch") is None:
+        print("this benchmark needs torch: pip install torch", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, end)
+    device = warpipe.Device(asked.device)
+    mode = asked.mode or sharing(device.kind)
+    print(f"device: {device.name} ({device.uuid}), {mode}: {device.why}", flush=True)
+    if asked.quick:
+        print("quick: this shows that everything runs; the figures mean little", flush=True)
+    asked.devices = 1
+    ended, started = None, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        name = "host" if device.kind == "host" else f"cuda:{device.ordinal}"
+        bench = Bench(name, asked, pathlib.Path(folder) / "domain")
+        try:
+            bench.run()
+        except Ended as signalled:
+            ended = str(signalled)
+        finally:
+            bench.close()
+    made = bench.figures()
+    for figure in made:
+        print(f"{figure['name']}: {figure['ours']:.0f} us beside {figure['floor']:.0f} us, ratio {figure['ratio']:.2f}")
+    # PyTorch's own way may fail; warpipe's is this benchmark's subject.
+    failed = [run for run in bench.runs if run["status"] == "failed" and run["way"] == "warpipe"]
+    for run in failed:
+        print(f"FAILED: {run['allocator']}: {run['reason']}", flush=True)
+    if asked.out:
+        report = {**heading(device, mode, asked), "seconds": time.monotonic() - started}
+        report |= {"torch_queue": bench.runs, "ended": ended, "figures": made}
+        asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if failed or ended else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
