@@ -11,6 +11,8 @@ pub struct Config {
     pub visible: Vec<usize>,
     pub memory_bytes: u64,
     pub peers: bool,
+    /// This process is a client of MPS.
+    pub mps: bool,
     pub delay: Duration,
     /// Function, call and code of each.
     pub failures: Vec<(String, u64, i32)>,
@@ -29,6 +31,7 @@ pub fn get() -> &'static Config {
             ),
             memory_bytes: number("FAKE_CUDA_MEMORY_MB").unwrap_or(65_536) << 20,
             peers: std::env::var_os("FAKE_CUDA_NO_PEER").is_none(),
+            mps: std::env::var_os("FAKE_CUDA_NO_MPS").is_none(),
             delay: Duration::from_micros(number("FAKE_CUDA_DELAY_US").unwrap_or(0)),
             failures: std::env::var("FAKE_CUDA_FAIL")
                 .map(|text| failures(&text))

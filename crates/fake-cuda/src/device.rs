@@ -138,6 +138,9 @@ unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) -> c_
 }
 
 /// Every attribute that is queried is supported.
+/// `CU_DEVICE_ATTRIBUTE_MPS_ENABLED`.
+const MPS_ENABLED: u32 = 133;
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetAttribute(
     value: *mut c_int,
@@ -149,8 +152,9 @@ unsafe extern "C" fn cuDeviceGetAttribute(
         if attribute == 0 {
             return Err(INVALID_VALUE);
         }
+        let is_there = attribute != MPS_ENABLED || config::get().mps;
         // SAFETY: the caller's out pointer.
-        unsafe { give(value, 1) }
+        unsafe { give(value, c_int::from(is_there)) }
     })
 }
 

@@ -27,6 +27,7 @@
 //! | `CUDA_VISIBLE_DEVICES` | as for the driver, plain ordinals only |
 //! | `FAKE_CUDA_MEMORY_MB` | memory for each process, default 65536 |
 //! | `FAKE_CUDA_NO_PEER` | if set, no GPU reaches another's memory |
+//! | `FAKE_CUDA_NO_MPS` | if set, this process is no client of MPS |
 //! | `FAKE_CUDA_FAIL` | `function:call:code,...`: that call of that function, from 1, returns that code |
 //! | `FAKE_CUDA_DELAY_US` | a stream waits this long before each word it writes |
 //!

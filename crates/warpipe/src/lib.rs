@@ -196,6 +196,7 @@ struct GuideToMembers;
 #[doc = include_str!("../docs/guide/channels.md")]
 #[doc = include_str!("../docs/guide/timeline.md")]
 #[doc = include_str!("../docs/guide/events.md")]
+#[doc = include_str!("../docs/guide/kernel-rings.md")]
 #[doc = include_str!("../docs/guide/legacy-handles.md")]
 #[doc = include_str!("../docs/guide/handles.md")]
 #[doc = include_str!("../docs/guide/pool.md")]

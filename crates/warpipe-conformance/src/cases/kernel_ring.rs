@@ -1,7 +1,7 @@
 //! Kernel rings between processes: items, ends, deaths, graphs.
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, RingEnd};
+use warpipe::{Error, KernelRing, RingEnd};
 use warpipe_kernels::checksum_of;
 
 use super::Case;
@@ -27,6 +27,14 @@ pub(super) const CASES: &[Case] = &[
     Case::new(
         "a ring's consumer that closes ends a waiting producer's kernel without harm",
         closed_consumer,
+    ),
+    Case::new(
+        "a ring between two processes on one GPU is refused in time slices, and open under MPS",
+        refused_in_time_slices,
+    ),
+    Case::new(
+        "a ring whose side stops ends that side's waiting kernel, and then its peer's",
+        stopped,
     ),
     Case::new(
         "graphs replay a ring's steps in two processes, and every item is right and comes once",
@@ -142,6 +150,55 @@ fn closed_consumer(context: &Context) -> Result<()> {
         RingEnd::of_status(status) == Some(RingEnd::Closed),
         "the producer's status is {status}"
     );
+    peer.dismiss()
+}
+
+fn refused_in_time_slices(context: &Context) -> Result<()> {
+    let runs_beside = context.device.backend().runs_beside_other_processes();
+    let producer = KernelRing::builder(NAME)
+        .domain(&context.domain)
+        .device(&context.device)
+        .build()?;
+    let mut peer = context.peer()?;
+    match peer.try_ask(&Order::Ring(RingOrder::Open(NAME.into())))? {
+        Ok(_) => ensure!(runs_beside, "it was opened in time slices"),
+        Err(fault) => ensure!(
+            !runs_beside && fault.kind == "Argument" && fault.text.contains("MPS"),
+            "the refusal is {fault:?}"
+        ),
+    }
+    context.figure("runs_beside_other_processes", runs_beside);
+    order(&mut peer, RingOrder::Close)?;
+    drop(producer);
+    peer.dismiss()
+}
+
+fn stopped(context: &Context) -> Result<()> {
+    let producer = RingSide::create(context, NAME, 1)?;
+    let mut peer = context.peer()?;
+    order(&mut peer, RingOrder::Open(NAME.into()))?;
+    producer.ring.wait_for_consumers(crate::PATIENCE)?;
+    let (count, blocks) = (1, 1);
+    order(&mut peer, RingOrder::Launch { count, blocks })?;
+    producer.launch(producer.ring.depth() + 2, 1)?;
+    producer.ring.stop();
+    let status = producer.finish()?;
+    ensure!(
+        RingEnd::of_status(status) == Some(RingEnd::Stopped),
+        "the producer's status is {status}"
+    );
+    // The consumer's next wait ends when the producer has closed.
+    let status = number(&mut peer, RingOrder::Finish)?;
+    ensure!(status == 0, "the consumer's status is {status}");
+    let count = producer.ring.depth() + 1;
+    order(&mut peer, RingOrder::Launch { count, blocks })?;
+    drop(producer);
+    let status = number(&mut peer, RingOrder::Finish)?;
+    ensure!(
+        RingEnd::of_status(status) == Some(RingEnd::Closed),
+        "the consumer's status is {status}"
+    );
+    order(&mut peer, RingOrder::Close)?;
     peer.dismiss()
 }
 

@@ -92,7 +92,7 @@ fn import(
 }
 
 /// Refuses a description that is not of a ring: the kernels of this side index by it.
-fn check(grant: &RingGrant, device: &Device, name: &str) -> Result<()> {
+pub(super) fn check(grant: &RingGrant, device: &Device, name: &str) -> Result<()> {
     let wrong = |field, found: u64, allowed: String| {
         Err(Error::Protocol {
             name: name.to_string(),

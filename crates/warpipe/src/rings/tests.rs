@@ -454,3 +454,97 @@ fn one_gpu_in_time_slices_is_refused_unless_the_producer_allows_it() {
     let host = Device::host().info().id;
     assert!(!takes_turns(&grant(host, false, false), host, false));
 }
+
+#[test]
+fn memory_that_is_no_consumers_words_is_refused_and_the_ring_goes_on() {
+    use std::os::fd::AsFd;
+
+    use rustix::fs::{MemfdFlags, memfd_create};
+
+    use crate::ipc::{Address, ClientSession, SessionObserver, encode};
+    struct Deaf;
+    impl SessionObserver for Deaf {}
+
+    let place = Place::new();
+    let producer = place.builder().build().unwrap();
+    let at = Address {
+        domain: &place.domain,
+        name: &EndpointName::new("ring").unwrap(),
+        kind: Kind::KernelRing,
+    };
+    let id = place.device.info().id;
+    let (pipe, _writer) = rustix::pipe::pipe().unwrap();
+    let unsealed = memfd_create(c"words", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&unsealed, layout::WORDS_BYTES).unwrap();
+    let long = allocate(&place.device, 2 * layout::WORDS_BYTES).unwrap();
+    let long = long.export().unwrap();
+    for (bytes, memory) in [
+        (layout::WORDS_BYTES, pipe.as_fd()),
+        (layout::WORDS_BYTES, unsealed.as_fd()),
+        (layout::WORDS_BYTES, long.as_fd()),
+        (layout::WORDS_BYTES + 1, long.as_fd()),
+        (1 << 40, long.as_fd()),
+        (0, long.as_fd()),
+        (u64::MAX, long.as_fd()),
+    ] {
+        let session = (0..1000).find_map(|_| {
+            // The place of the one before is free once the producer has seen its end.
+            let (session, _) = ClientSession::attach(&at, Some(id), b"", LIMIT).ok()?;
+            Some(session)
+        });
+        let session = session.expect("the place is free");
+        session.observe(Arc::new(Deaf)).unwrap();
+        let offer = encode(&WordsOffer { bytes }).unwrap();
+        let refused = session.request_with_memory(&offer, memory, LIMIT);
+        assert!(
+            matches!(refused, Err(Error::Refused { .. })),
+            "{bytes}: {refused:?}"
+        );
+        assert!(matches!(
+            session.request(b"anything", LIMIT),
+            Err(Error::Refused { .. })
+        ));
+    }
+    let consumer = (0..1000)
+        .find_map(|_| place.open().ok())
+        .expect("the place is free");
+    producer.wait_for_consumers(LIMIT).unwrap();
+    drop(consumer);
+}
+
+#[test]
+fn a_grant_that_is_of_no_ring_is_refused_before_anything_is_mapped() {
+    let device = Device::host();
+    let sound = RingGrant {
+        depth: 8,
+        slot_bytes: 4096,
+        slots_bytes: 8 * 4096,
+        words_bytes: layout::WORDS_BYTES,
+        spins_max: 1,
+        device: device.info().id,
+        runs_beside: true,
+        allows_time_slices: false,
+    };
+    assert!(consumer::check(&sound, &device, "ring").is_ok());
+    let wrong: [fn(&mut RingGrant); 10] = [
+        |grant| grant.depth = 0,
+        |grant| grant.depth = 7,
+        |grant| grant.depth = 2048,
+        |grant| grant.slot_bytes = 0,
+        |grant| grant.slot_bytes = 100,
+        |grant| grant.slot_bytes = 1 << 63,
+        |grant| grant.slots_bytes = 4096,
+        |grant| grant.slots_bytes = u64::MAX,
+        |grant| grant.words_bytes = 4096,
+        |grant| grant.spins_max = 0,
+    ];
+    for change in wrong {
+        let mut grant = sound.clone();
+        change(&mut grant);
+        let error = consumer::check(&grant, &device, "ring").unwrap_err();
+        assert!(
+            matches!(error, Error::Protocol { .. }),
+            "{grant:?}: {error}"
+        );
+    }
+}
