@@ -7,7 +7,7 @@ use warpipe_kernels::checksum_of;
 use super::Case;
 use crate::context::Context;
 use crate::graph::Graphs;
-use crate::peer::{Order, Peer, RING_WORDS, RingOrder, RingSide};
+use crate::peer::{Order, Peer, RING_WORDS, RingOrder, RingPair, RingSide};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -39,6 +39,11 @@ pub(super) const CASES: &[Case] = &[
     Case::new(
         "graphs replay a ring's steps in two processes, and every item is right and comes once",
         replayed,
+    )
+    .limit(300),
+    Case::new(
+        "a round trip by a ring's steps goes on in replays of a graph where single launches left it",
+        round_trips,
     )
     .limit(300),
 ];
@@ -224,5 +229,40 @@ fn replayed(context: &Context) -> Result<()> {
     );
     context.figure("items", items);
     drop(producer);
+    peer.dismiss()
+}
+
+/// Alternates between single launches and replays, which share the position. The figures are of
+/// the whole trips, in the order of the measurements: launches and replays take turns.
+fn round_trips(context: &Context) -> Result<()> {
+    drop(Graphs::of(context)?);
+    // In time slices of one GPU each trip costs each side a slice.
+    let trips = match context.device.backend().runs_beside_other_processes() {
+        true => u64::from(context.rounds(100, 100, 2000)),
+        false => 20,
+    };
+    let out = KernelRing::builder("out")
+        .domain(&context.domain)
+        .device(&context.device)
+        .allow_time_slices()
+        .build()?;
+    let mut peer = context.peer()?;
+    let pair = RingOrder::Pair("out".into(), "back".into());
+    peer.send(&Order::Ring(pair))?;
+    let pair = RingPair::begin(context, out, "back")?;
+    peer.answer()?.context("the other side's rings")?;
+    let mut each_us = [Vec::new(), Vec::new()];
+    for round in 0..6 {
+        let replays = round % 2 == 1;
+        peer.send(&Order::Ring(RingOrder::Echo { trips, replays }))?;
+        let took = pair.travel(context, trips, replays)?;
+        peer.answer()?.context("the other side's trips")?;
+        each_us[usize::from(replays)].push(took.as_nanos() as f64 / 1e3 / trips as f64);
+    }
+    let [launched, replayed] = each_us;
+    context.figure("launched_us", launched);
+    context.figure("replayed_us", replayed);
+    drop(pair);
+    order(&mut peer, RingOrder::Close)?;
     peer.dismiss()
 }

@@ -15,7 +15,7 @@ use super::holder::Holder;
 use super::hung::Hung;
 use super::order::{Answer, Batch, Fault, Item, Order};
 use super::orphan;
-use super::ring::{self, RingSide};
+use super::ring::{self, Rings};
 use super::semaphore::Contender;
 use super::signals::Signals;
 use super::worker::WorkerActor;
@@ -71,7 +71,7 @@ struct Actor {
     sockets: Vec<std::os::fd::OwnedFd>,
     semaphore: Contender,
     members: Vec<Member>,
-    ring: Option<RingSide>,
+    rings: Rings,
     signals: Option<Signals>,
     streams: Option<Streams>,
     guard: Option<Guard>,
@@ -102,7 +102,7 @@ impl Actor {
             sockets: Vec::new(),
             semaphore: Contender::default(),
             members: Vec::new(),
-            ring: None,
+            rings: Rings::default(),
             signals: None,
             streams: None,
             guard: None,
@@ -212,7 +212,7 @@ impl Actor {
                 };
                 return signals.carry_out(&self.context, order);
             }
-            Order::Ring(order) => return ring::carry_out(&mut self.ring, &self.context, order),
+            Order::Ring(order) => return ring::carry_out(&mut self.rings, &self.context, order),
             Order::Fork => return Ok(Answer::Number(orphan::fork_and_live(false, None)? as u64)),
             Order::ForkUnseen => {
                 return Ok(Answer::Number(orphan::fork_and_live(true, None)? as u64));
@@ -444,7 +444,7 @@ impl Actor {
         self.sockets.clear();
         self.semaphore = Contender::default();
         self.members.clear();
-        self.ring = None;
+        self.rings = Rings::default();
         self.signals.take().map_or(Ok(()), Signals::end)?;
         if let Some(streams) = self.streams.take() {
             streams.sending.synchronize(PATIENCE)?;

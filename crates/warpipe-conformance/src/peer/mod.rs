@@ -23,7 +23,7 @@ pub use order::{
     kind_of,
 };
 pub use orphan::THREAD as ORPHAN;
-pub use ring::{RingOrder, RingSide, WORDS as RING_WORDS};
+pub use ring::{RingOrder, RingPair, RingSide, WORDS as RING_WORDS};
 pub use semaphore::{Board, SemaphoreOrder};
 pub use signals::SignalOrder;
 

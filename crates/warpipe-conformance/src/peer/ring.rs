@@ -1,5 +1,7 @@
 //! A peer's orders for kernel rings. **This module is marked for unsafe**: it launches kernels.
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
 use warpipe::{KernelRing, Memory, Stream};
@@ -34,6 +36,15 @@ pub enum RingOrder {
     /// Capture the steps of so many items, one in each slot, and replay them so often. The words
     /// are added up.
     Replay(u64),
+    /// Open the first ring as a consumer, make the second, and wait for its consumer.
+    Pair(String, String),
+    /// Send so many items of the first ring back on the second, by steps.
+    Echo {
+        /// How many.
+        trips: u64,
+        /// By replays of a graph.
+        replays: bool,
+    },
     /// Wait for the stream. Answers with the status of the kernel's waits.
     Finish,
     /// Answers with the words that were wrong, or with the sum.
@@ -188,12 +199,112 @@ impl RingSide {
     }
 }
 
-pub(super) fn carry_out(
-    side: &mut Option<RingSide>,
-    context: &Context,
-    order: RingOrder,
-) -> Result<Answer> {
+/// Two rings, on which one process sends and the other one sends back.
+pub struct RingPair {
+    receives: KernelRing,
+    sends: KernelRing,
+    stream: Stream,
+    begins: bool,
+}
+
+impl RingPair {
+    /// The side that begins: makes the ring `out`, and opens `back` once the other side has made it.
+    ///
+    /// # Errors
+    /// Those of the rings.
+    pub fn begin(context: &Context, out: KernelRing, back: &str) -> Result<RingPair> {
+        let opener = KernelRing::opener(back).domain(&context.domain);
+        let receives = opener.device(&context.device).wait(PATIENCE).open()?;
+        out.wait_for_consumers(PATIENCE)?;
+        Ok(RingPair {
+            receives,
+            sends: out,
+            stream: context.stream()?,
+            begins: true,
+        })
+    }
+
+    fn answer(context: &Context, out: &str, back: &str) -> Result<RingPair> {
+        let opener = KernelRing::opener(out).domain(&context.domain);
+        let receives = opener.device(&context.device).wait(PATIENCE).open()?;
+        let builder = KernelRing::builder(back).domain(&context.domain);
+        let sends = builder
+            .device(&context.device)
+            .allow_time_slices()
+            .build()?;
+        sends.wait_for_consumers(PATIENCE)?;
+        Ok(RingPair {
+            receives,
+            sends,
+            stream: context.stream()?,
+            begins: false,
+        })
+    }
+
+    /// The steps of one trip on this side.
+    fn trip(&self, stream: &Stream) -> warpipe::Result<()> {
+        let send = || {
+            self.sends.wait_on(stream)?;
+            self.sends.publish_on(stream)
+        };
+        let receive = || {
+            self.receives.wait_on(stream)?;
+            self.receives.release_on(stream)
+        };
+        match self.begins {
+            true => send().and_then(|()| receive()),
+            false => receive().and_then(|()| send()),
+        }
+    }
+
+    /// Makes the trips, and waits for the last. How long that took.
+    ///
+    /// # Errors
+    /// Those of the driver, or of a wait that failed.
+    pub fn travel(&self, context: &Context, trips: u64, replays: bool) -> Result<Duration> {
+        let graphs = Graphs::of(context)?;
+        let capturing = context.stream()?;
+        graphs.begin(&capturing, Mode::Global)?;
+        let captured = self.trip(&capturing);
+        let graph = graphs.end(&capturing);
+        captured?;
+        let graph = graph?;
+        self.receives.params(&self.stream)?;
+        self.sends.params(&self.stream)?;
+        let start = Instant::now();
+        for _ in 0..trips {
+            match replays {
+                true => graph.launch(&self.stream)?,
+                false => self.trip(&self.stream)?,
+            }
+        }
+        self.stream.synchronize(10 * PATIENCE)?;
+        let took = start.elapsed();
+        self.receives.check()?;
+        self.sends.check()?;
+        Ok(took)
+    }
+}
+
+/// The rings of a peer.
+#[derive(Default)]
+pub(super) struct Rings {
+    side: Option<RingSide>,
+    pair: Option<RingPair>,
+}
+
+pub(super) fn carry_out(rings: &mut Rings, context: &Context, order: RingOrder) -> Result<Answer> {
+    let Rings { side, pair } = rings;
     match order {
+        RingOrder::Pair(out, back) => {
+            *pair = Some(RingPair::answer(context, &out, &back)?);
+            return Ok(Answer::Done);
+        }
+        RingOrder::Echo { trips, replays } => {
+            let pair = pair.as_ref().context("it has no pair of rings")?;
+            pair.travel(context, trips, replays)?;
+            return Ok(Answer::Done);
+        }
         RingOrder::Create { name, consumers } => {
             *side = Some(RingSide::create(context, &name, consumers)?);
             return Ok(Answer::Done);
@@ -203,7 +314,7 @@ pub(super) fn carry_out(
             return Ok(Answer::Done);
         }
         RingOrder::Close => {
-            *side = None;
+            (*side, *pair) = (None, None);
             return Ok(Answer::Done);
         }
         _ => {}
@@ -216,7 +327,11 @@ pub(super) fn carry_out(
         RingOrder::Finish => return Ok(Answer::Number(side.finish()?)),
         RingOrder::Wrong => return Ok(Answer::Number(side.wrong()?)),
         RingOrder::Check => side.ring.check()?,
-        RingOrder::Create { .. } | RingOrder::Open(_) | RingOrder::Close => {}
+        RingOrder::Create { .. }
+        | RingOrder::Open(_)
+        | RingOrder::Close
+        | RingOrder::Pair(..)
+        | RingOrder::Echo { .. } => {}
     }
     Ok(Answer::Done)
 }
