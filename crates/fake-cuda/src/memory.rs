@@ -30,6 +30,8 @@ struct Allocation {
     device: usize,
     /// Whether it counts as this process's use: imported memory belongs to another process.
     counted: bool,
+    /// Whether it was made to be exported.
+    exportable: bool,
     /// The value of its handle, as long as it is there.
     handle: u64,
 }
@@ -172,22 +174,23 @@ struct Properties {
     location: c_int,
 }
 
-/// The device that the properties name, if they are ones that the fake driver can serve.
+/// The device that the properties name, if they are ones that the fake driver can serve, and whether
+/// memory with them can be exported.
 ///
 /// # Safety
 /// `properties` is null or valid for reads.
-unsafe fn device_in(properties: *const Properties) -> Outcome<usize> {
+unsafe fn device_in(properties: *const Properties) -> Outcome<(usize, bool)> {
     // SAFETY: the caller's promise.
     let properties = unsafe { properties.as_ref() }.ok_or(INVALID_VALUE)?;
-    if (
-        properties.kind,
-        properties.handle_types,
-        properties.location_kind,
-    ) != (1, 1, 1)
-    {
+    let is_exportable = match properties.handle_types {
+        0 => false,
+        1 => true,
+        _ => return Err(INVALID_VALUE),
+    };
+    if (properties.kind, properties.location_kind) != (1, 1) {
         return Err(INVALID_VALUE);
     }
-    device::physical(properties.location)
+    Ok((device::physical(properties.location)?, is_exportable))
 }
 
 #[unsafe(no_mangle)]
@@ -229,11 +232,12 @@ unsafe extern "C" fn cuMemCreate(
 ) -> c_int {
     answer("cuMemCreate", Needs::Context, || {
         // SAFETY: the caller's pointer.
-        let device = unsafe { device_in(properties.cast()) }?;
+        let (device, exportable) = unsafe { device_in(properties.cast()) }?;
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || flags != 0 {
             return Err(INVALID_VALUE);
         }
-        let allocation = create(bytes, device)?;
+        let mut allocation = create(bytes, device)?;
+        allocation.exportable = exportable;
         // SAFETY: the caller's out pointer.
         unsafe { give(handle, hold(allocation)) }
     })
@@ -255,6 +259,7 @@ fn create(bytes: usize, device: usize) -> Outcome<Allocation> {
             bytes,
             device,
             counted: true,
+            exportable: true,
             handle: 0,
         }),
         Err(_) => {
@@ -305,7 +310,7 @@ unsafe extern "C" fn cuMemExportToShareableHandle(
     answer("cuMemExportToShareableHandle", Needs::Context, || {
         let allocation = with(|memory| memory.held(handle))?;
         // As on an H200: an imported allocation cannot be exported.
-        if kind != 1 || !allocation.counted {
+        if kind != 1 || !allocation.exportable {
             return Err(INVALID_VALUE);
         }
         // Without close-on-exec, like the driver's own.
@@ -352,6 +357,7 @@ fn open(fd: BorrowedFd<'_>) -> Outcome<Allocation> {
         bytes,
         device,
         counted: false,
+        exportable: false,
         handle: 0,
     })
 }

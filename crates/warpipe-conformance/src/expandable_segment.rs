@@ -1,5 +1,5 @@
 //! Memory in pieces, as PyTorch's expandable segments are: allocations of the virtual memory
-//! functions side by side in one reserved range, each made to be exported. **This module is marked
+//! functions side by side in one reserved range, made to be exported. **This module is marked
 //! for unsafe**: it calls the driver by itself, as another library of the process would.
 
 use std::ffi::{c_int, c_void};
@@ -64,6 +64,18 @@ impl ExpandableSegment {
     /// # Errors
     /// The driver refuses a call.
     pub fn new(device: &Device, pieces: u64) -> Result<ExpandableSegment> {
+        ExpandableSegment::of(device, pieces, pieces)
+    }
+
+    /// As [`new`](Self::new), with a last piece that no process can export.
+    ///
+    /// # Errors
+    /// The driver refuses a call.
+    pub fn with_a_private_end(device: &Device, pieces: u64) -> Result<ExpandableSegment> {
+        ExpandableSegment::of(device, pieces, pieces - 1)
+    }
+
+    fn of(device: &Device, pieces: u64, exportable: u64) -> Result<ExpandableSegment> {
         let piece = usize::try_from(device.backend().granularity())?;
         let bytes = pieces * piece as u64;
         // SAFETY: the library is loaded already, so nothing is initialised again.
@@ -81,8 +93,8 @@ impl ExpandableSegment {
         check("cuMemAddressReserve", unsafe {
             reserve(&mut segment.ptr, bytes as usize, 0, 0, 0)
         })?;
-        for _ in 0..pieces {
-            segment.add()?;
+        for number in 0..pieces {
+            segment.add(number < exportable)?;
         }
         let access = AccessOf {
             location: PLACE,
@@ -111,10 +123,11 @@ impl ExpandableSegment {
     }
 
     /// Maps one more piece behind the others.
-    fn add(&mut self) -> Result<()> {
+    fn add(&mut self, is_exportable: bool) -> Result<()> {
         let properties = Properties {
-            kind: 1,         // pinned
-            handle_types: 1, // a POSIX descriptor
+            kind: 1, // pinned
+            // 1: a POSIX descriptor.
+            handle_types: u32::from(is_exportable),
             location: PLACE,
             windows: 0,
             flags: [0; 8],

@@ -86,8 +86,21 @@ impl ForeignMemory {
 /// # Errors
 /// Those of [`AllocationServer::share`].
 pub fn refused(server: &AllocationServer, stream: &Stream, ptr: DevicePtr) -> Result<()> {
+    range_refused(server, stream, ptr, 8)
+}
+
+/// As [`refused`], for `bytes` bytes.
+///
+/// # Errors
+/// It is not refused.
+pub fn range_refused(
+    server: &AllocationServer,
+    stream: &Stream,
+    ptr: DevicePtr,
+    bytes: u64,
+) -> Result<()> {
     // SAFETY: it is refused, or withdrawn unopened.
-    let shared = unsafe { server.share(stream, ptr, 8, Box::new(())) };
+    let shared = unsafe { server.share(stream, ptr, bytes, Box::new(())) };
     ensure!(
         matches!(shared, Err(warpipe::Error::NotExportable { .. })),
         "{shared:?}"

@@ -11,8 +11,9 @@ use super::Case;
 use crate::PATIENCE;
 use crate::context::{Backend, Context};
 use crate::device_words::wrong_words;
+use crate::expandable_segment::ExpandableSegment;
 use crate::peer::{Order, Peer};
-use crate::shared_allocations::{ForeignMemory, refused};
+use crate::shared_allocations::{ForeignMemory, range_refused, refused};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -240,6 +241,9 @@ fn not_shared(context: &Context) -> Result<()> {
     }
     if context.settings.backend == Backend::Cuda {
         imported_is_refused(context, &server, &stream)?;
+        // A range with one piece that cannot be exported, wherever that lies.
+        let segment = ExpandableSegment::with_a_private_end(&context.device, 3)?;
+        range_refused(&server, &stream, segment.ptr, segment.bytes).context("a private end")?;
     }
     ensure!(server.stats().unclaimed == 0, "{:?}", server.stats());
     Ok(())

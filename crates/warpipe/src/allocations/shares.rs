@@ -209,8 +209,12 @@ impl Shares {
             // The second hold of each piece ends with `run`, without the lock.
             return Ok(known);
         }
-        // Memory that cannot be exported is refused here, and not in its receiver.
-        run.export(0, 1)?;
+        // Memory that cannot be exported is refused here, and not in its receiver. Each piece was
+        // made on its own. One at a time: a run may have more pieces than this process may have
+        // descriptors.
+        for piece in 0..run.len() {
+            drop(run.export(piece, 1)?);
+        }
         let mut state = self.lock();
         if let Some(known) = state.known(&handles) {
             // Another thread has shared a part of it meanwhile.
