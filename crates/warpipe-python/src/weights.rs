@@ -440,6 +440,17 @@ impl PublishedWeights {
     }
 }
 
+fn layout_of(shape: &Bound<'_, PyAny>, element: &Bound<'_, PyAny>) -> PyResult<Layout> {
+    let element: DType = dtype::from_argument(element)?;
+    Ok(Layout::contiguous(element, &dtype::shape(shape)?).map_err(Fault::from)?)
+}
+
+/// The same error, with the name of the tensor that it is about.
+fn of_tensor(py: Python<'_>, name: &str, error: &PyErr) -> PyErr {
+    let said = format!("{name:?}: {}", error.value(py));
+    PyErr::from_type(error.get_type(py), said)
+}
+
 /// The memory of weights before they are complete, for ``publish``.
 #[pyclass(frozen, module = "warpipe.weights", name = "_WeightsBuilder")]
 #[derive(Debug)]
@@ -474,8 +485,7 @@ impl Builder {
         let device = Device::from_argument(Some(device))?.inner;
         let mut laid = Vec::with_capacity(tensors.len());
         for (name, shape, element) in &tensors {
-            let element: DType = dtype::from_argument(element)?;
-            let layout = Layout::contiguous(element, &dtype::shape(shape)?).map_err(Fault::from)?;
+            let layout = layout_of(shape, element).map_err(|error| of_tensor(py, name, &error))?;
             laid.push((name.as_str(), layout));
         }
         let build = || {

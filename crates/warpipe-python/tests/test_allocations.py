@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -213,6 +214,57 @@ def test_a_message_in_a_pipe_is_given_back_when_its_only_reader_is_killed(device
         for now in later:
             TABLE.unclaimed.look(now)
         until(lambda: all(look() for look in is_gone), "the end of the storages")
+
+
+def test_a_message_goes_while_no_thread_can_be_started_and_a_later_one_has_both_followed(device, monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    ours, theirs = multiprocessing.Pipe()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        ours.send(storages.plain(device))
+    assert counts() == (1, 0), "the message was sent"
+    ours.send(storages.plain(device))
+    followed = [thread for thread in threading.enumerate() if thread.name == "warpipe-unclaimed"]
+    assert followed and TABLE.unclaimed.is_followed
+    assert [theirs.recv().text for _ in range(2)] == ["hello"] * 2
+    until(lambda: not TABLE.unclaimed.waiting, "the look at both")
+
+
+def test_shares_are_followed_again_after_a_look_that_failed(device, monkeypatch):
+    failed, told = threading.Event(), []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    def failing(now):
+        failed.set()
+        raise ValueError("a look that fails")
+
+    ours, theirs = multiprocessing.Pipe()
+    with monkeypatch.context() as patched:
+        patched.setattr(TABLE.unclaimed, "look", failing)
+        ours.send(storages.plain(device))
+        assert failed.wait(LIMIT_SECONDS)
+        until(lambda: told and not TABLE.unclaimed.is_followed, "the end of the thread, which is told")
+    ours.send(storages.plain(device))
+    assert TABLE.unclaimed.is_followed
+    assert [theirs.recv().text for _ in range(2)] == ["hello"] * 2
+    until(lambda: not TABLE.unclaimed.waiting, "the look at both")
+
+
+def test_a_finalizer_may_send_a_storage_while_shares_are_looked_at(device):
+    ours, theirs = multiprocessing.Pipe()
+
+    def interrupted():
+        # As a collection of garbage that begins there.
+        with TABLE.unclaimed.lock:
+            ours.send(storages.plain(device))
+
+    thread = threading.Thread(target=interrupted, daemon=True)
+    thread.start()
+    thread.join(LIMIT_SECONDS)
+    assert not thread.is_alive(), "it waits for itself"
+    assert theirs.recv().text == "hello"
 
 
 def test_a_message_that_was_read_from_a_pipe_which_was_closed_then_can_be_opened(device):

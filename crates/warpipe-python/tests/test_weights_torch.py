@@ -217,3 +217,23 @@ def test_a_transformer_with_rotary_embeddings_answers_as_the_published_one(domai
         tokens = torch.tensor([[1, 7, 42, 9]], device=place)
         with torch.inference_mode():
             assert torch.equal(module(input_ids=tokens).logits, trained(input_ids=tokens).logits)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_cannot_be_published_are_named_with_the_next_step(domain, options):
+    distributed = torch.ones(2).as_subclass(type("Distributed", (torch.Tensor,), {"full_tensor": None, "__module__": "torch.x"}))
+    given = {
+        "meta device.*load": torch.empty(3, device="meta"),
+        "torch.sparse_coo.*to_dense": torch.eye(3).to_sparse(),
+        "quantized.*tensors that it consists": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8),
+        "nested.*tensors that it consists": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "lazy.*call its module": torch.nn.parameter.UninitializedParameter(),
+        "distributed.*full_tensor": distributed,
+        "object": np.array([object()]),
+        "byte order": np.ones(3, ">f4"),
+    }
+    with weights.keep("odd", domain=domain) as keeper:
+        for said, tensor in given.items():
+            with pytest.raises(warpipe.Error, match=f"layer.weight.*{said}"):
+                weights.publish("odd", {"fine": torch.ones(2), "layer.weight": tensor}, **options)
+        assert keeper.version is None

@@ -274,8 +274,10 @@ class Table:
 
     def _forget(self) -> None:
         if len(self.opened) > self.limit:
-            self.opened = {key: one for key, one in self.opened.items() if one.live() is not None}
-            self.received_by_key = {key: one for key, one in self.received_by_key.items() if one.live() is not None}
+            # Of copies: a finalizer that runs meanwhile may receive something.
+            self.opened = {key: one for key, one in list(self.opened.items()) if one.live() is not None}
+            by_key = list(self.received_by_key.items())
+            self.received_by_key = {key: one for key, one in by_key if one.live() is not None}
             self.limit = max(_KEPT, 2 * len(self.opened))
 
     def stats(self) -> dict[str, int]:

@@ -47,7 +47,8 @@ class Unclaimed:
     """A thread looks at the shares while there are any. It is a daemon: it keeps no process from ending."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        # A collection of garbage inside may run a finalizer that sends something.
+        self.lock = threading.RLock()
         self.waiting: list[Waiting] = []
         self.is_followed = False
 
@@ -66,7 +67,12 @@ class Unclaimed:
             self.waiting.append(Waiting(server, number, popen, fifo))
             begins, self.is_followed = not self.is_followed, True
         if begins:
-            threading.Thread(target=self._follow, name="warpipe-unclaimed", daemon=True).start()
+            try:
+                threading.Thread(target=self._follow, name="warpipe-unclaimed", daemon=True).start()
+            except RuntimeError:
+                # The interpreter ends, or there are too many threads. The message goes all the same; the next one
+                # tries again.
+                self._ends_following()
 
     def forget(self, server: Any, number: int) -> None:
         """The share was not sent. Called before it is withdrawn, which shows nothing of a reader then."""
@@ -75,18 +81,27 @@ class Unclaimed:
                 one.is_forgotten |= (one.server, one.number) == (server, number)
             self.waiting = [one for one in self.waiting if not one.is_forgotten]
 
+    def _ends_following(self) -> None:
+        with self.lock:
+            self.is_followed = False
+
     def _follow(self) -> None:
         pause = threading.Event()
         shortest, longest = _LOOK_SECONDS
         seconds = shortest
-        while True:
-            pause.wait(seconds)
-            self.look(time.monotonic())
-            with self.lock:
-                if not self.waiting:
-                    self.is_followed = False
-                    return
-            seconds = min(2 * seconds, longest)
+        try:
+            while True:
+                pause.wait(seconds)
+                self.look(time.monotonic())
+                with self.lock:
+                    if not self.waiting:
+                        self.is_followed = False
+                        return
+                seconds = min(2 * seconds, longest)
+        except BaseException:
+            # The next share has another thread look.
+            self._ends_following()
+            raise
 
     def look(self, now: float) -> None:
         """Withdraws the shares whose receiver is dead, by the rules above."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from . import _warpipe
-from ._errors import NotATensorError, WeightsMismatchError
+from ._errors import Error, NotATensorError, WeightsMismatchError
 from ._warpipe import Keeper, PublishedWeights, SharedWeights, Watch
 
 __all__ = [
@@ -292,20 +292,50 @@ def publish(
     described = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors]
     builder = _warpipe._WeightsBuilder(device, described, aliases)
     with builder.memory as memory:
-        for (_, shape, dtype), offset, (_, tensor) in zip(described, builder.offsets, tensors):
-            memory.view(shape, dtype, offset).copy_from(tensor)
+        for (key, shape, dtype), offset, (_, tensor) in zip(described, builder.offsets, tensors):
+            with _naming(key):
+                memory.view(shape, dtype, offset).copy_from(tensor)
         memory.wait(None)
     return builder.publish(name, domain, wait)
 
 
 def _plain(key: str, tensor: Any) -> Any:
     """A tensor as DLPack can export it."""
+    is_torchs = type(tensor).__module__.startswith("torch")
+    refused = _refused(tensor) if is_torchs else None
+    if refused is not None:
+        raise NotATensorError(f"{key!r} {refused}")
     if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
         said = f"{key!r} is a {type(tensor).__name__} and no tensor; leave it out, or make it an array"
         raise NotATensorError(said)
-    if type(tensor).__module__.startswith("torch"):
+    if is_torchs:
         return tensor.detach().resolve_conj().resolve_neg()
     return tensor
+
+
+def _refused(tensor: Any) -> str | None:
+    """Why a tensor of PyTorch's has no bytes of its own that can be copied, and the next step."""
+    if _is_lazy(tensor):
+        return "has no shape yet: it is lazy; call its module once before"
+    if getattr(tensor, "is_meta", False):
+        return "is on the meta device and has no values; load the module's weights before"
+    if hasattr(tensor, "full_tensor"):
+        return "is distributed; give its full_tensor(), or its to_local() under a name of each rank"
+    if getattr(tensor, "is_nested", False) or getattr(tensor, "is_quantized", False):
+        return "is nested or quantized; give the tensors that it consists of"
+    layout = getattr(tensor, "layout", None)
+    if layout is not None and str(layout) != "torch.strided":
+        return f"has the layout {layout}; give its to_dense(), or the tensors that it consists of"
+    return None
+
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Errors inside have the name of the tensor."""
+    try:
+        yield
+    except Error as error:
+        raise type(error)(f"{key!r}: {error}") from error
 
 
 def _identity(tensor: Any) -> Any:
