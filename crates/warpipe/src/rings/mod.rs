@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use self::consumer::ConsumerMemory;
 pub use self::host_ring::{HostRing, RingEnd};
 use self::layout::{CONSUMERS_MAX, DEPTH_MAX, block, peer};
-use self::server::{ProducerMemory, RingServer};
+use self::server::{OwnedPlaces, ProducerMemory, RingServer};
 pub use self::steps::RING_STEPS;
 use crate::backend::{DeviceId, DevicePtr};
 use crate::device::Device;
@@ -177,7 +177,7 @@ impl KernelRingBuilder {
         let ends = (self.shared).serve(&name, Kind::KernelRing, ring_server.clone())?;
         let memory = RingMemory::Producer(ProducerMemory {
             _server: ends,
-            ring_server: ring_server.clone(),
+            ring_server: OwnedPlaces(ring_server),
             slots,
         });
         KernelRing::new(&name, device, side, &grant, memory)
@@ -426,19 +426,22 @@ impl KernelRing {
         let RingMemory::Producer(memory) = &self.held.memory else {
             return Ok(());
         };
-        memory.ring_server.start(timeout, &self.name, |consumers| {
-            let mut words = vec![
-                (block::ROLE, layout::PRODUCER),
-                (block::PEERS, consumers.len() as u64),
-                (block::SLOTS, self.slots),
-            ];
-            for (index, &(mine, theirs)) in (0..).zip(consumers) {
-                let at = block::PEER + index * peer::BYTES;
-                words.push((at + peer::MINE, mine));
-                words.push((at + peer::THEIRS, theirs));
-            }
-            self.write_block(&words)
-        })
+        memory
+            .ring_server
+            .0
+            .start(timeout, &self.name, |consumers| {
+                let mut words = vec![
+                    (block::ROLE, layout::PRODUCER),
+                    (block::PEERS, consumers.len() as u64),
+                    (block::SLOTS, self.slots),
+                ];
+                for (index, &(mine, theirs)) in (0..).zip(consumers) {
+                    let at = block::PEER + index * peer::BYTES;
+                    words.push((at + peer::MINE, mine));
+                    words.push((at + peer::THEIRS, theirs));
+                }
+                self.write_block(&words)
+            })
     }
 
     /// Writes the parameter block, the words of all rings and `words`.
@@ -481,7 +484,7 @@ impl KernelRing {
         self.owner_process.check()?;
         stream.check_of(&self.device)?;
         if let RingMemory::Producer(memory) = &self.held.memory
-            && !memory.ring_server.has_started()
+            && !memory.ring_server.0.has_started()
         {
             let allowed = "one whose consumers wait_for_consumers has waited for";
             return Err(Error::argument("ring", &self.name, allowed));

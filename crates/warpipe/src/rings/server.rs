@@ -28,14 +28,17 @@ const OFFER_BYTES_MAX: u64 = 64 << 20;
 pub(super) struct ProducerMemory {
     /// Dropped first: that tells the consumers.
     pub(super) _server: IpcServer,
-    pub(super) ring_server: Arc<RingServer>,
+    pub(super) ring_server: OwnedPlaces,
     pub(super) slots: Region,
 }
 
-impl Drop for ProducerMemory {
+/// The memory of all places, dropped here: the reactor may hold the server's handler for a moment
+/// longer, and must not unmap memory.
+pub(super) struct OwnedPlaces(pub(super) Arc<RingServer>);
+
+impl Drop for OwnedPlaces {
     fn drop(&mut self) {
-        // The reactor may hold the server's handler for a moment, and must not unmap memory.
-        let places = std::mem::take(&mut self.ring_server.lock().places);
+        let places = std::mem::take(&mut self.0.lock().places);
         drop(places);
     }
 }

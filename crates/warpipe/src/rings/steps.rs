@@ -5,7 +5,8 @@ use std::ffi::CStr;
 use super::host_ring::HostRing;
 use crate::kernel::{Kernel, KernelLaunch};
 
-const PTX: &CStr =
+/// A static, so that it has one address, and the module is loaded once.
+static PTX: &CStr =
     match CStr::from_bytes_with_nul(concat!(include_str!("steps.ptx"), "\0").as_bytes()) {
         Ok(text) => text,
         Err(_) => panic!("steps.ptx has a NUL inside"),
