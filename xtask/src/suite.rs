@@ -221,6 +221,16 @@ impl Suite<'_> {
                     Some(&folder),
                     long,
                 );
+                let sliced = Task::new(self.workspace.target.join("debug/conformance"))
+                    .args(["--backend", "cuda", "--only", "refused in time slices"])
+                    .env("LD_LIBRARY_PATH", &folder)
+                    .env("FAKE_CUDA_NO_MPS", "1");
+                self.program(
+                    "conformance, cuda over the fake driver without MPS",
+                    sliced,
+                    TEST_LIMIT,
+                    Dialect::LastLine,
+                );
                 let examples =
                     Task::new(cargo()).args(["test", "-p", "warpipe", "--test", "examples"]);
                 let examples = examples

@@ -39,6 +39,13 @@ const TABLES: &[(&str, &str, &[&str])] = &[
         &["queue", "semaphore", "attach", "legacy", "bandwidth"],
     ),
     (
+        "Kernel rings",
+        "Two kernels that hand items over without a CPU. The floor of the round trips is two kernels \
+         with a bare word and one slot each way, that of the slots a copy of the other process's \
+         memory, without a ring and without a writer.",
+        &["kernel_ring"],
+    ),
+    (
         "Ready words: one kernel beside a batch of writes",
         "A send to more than four subscribers signals by one kernel instead of a batch of stream \
          memory operations. The floor is the batch.",
