@@ -6,6 +6,7 @@ import pathlib
 import pytest
 from conftest import LIMIT_SECONDS, until
 from peers import kill, process, release_items, said
+from test_processes import kills
 
 import warpipe
 
@@ -68,6 +69,7 @@ def test_another_process_gets_every_item_and_then_the_close(create, device, plac
         assert (word, graceful) == ("gone", True)
 
 
+@kills
 def test_a_step_of_a_producer_whose_consumer_was_killed_ends(create, device, place):
     producer = create(depth=1)
     stream = warpipe.Stream(device)
