@@ -14,7 +14,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::memory::{self, USED};
 use crate::status::*;
-use crate::{capture, config, device, host};
+use crate::{capture, config, device, host, stream};
 
 /// Addresses are multiples of this; lengths may be anything.
 const PAGE: usize = 4096;
@@ -232,6 +232,16 @@ unsafe extern "C" fn cuMemAllocAsync(
     // SAFETY: the caller's out pointer.
     answer("cuMemAllocAsync", Needs::Context, || unsafe {
         give(address, allocate(Kind::Pool, bytes)?)
+    })
+}
+
+/// The stream's earlier work is done before the memory goes: the driver need not wait for that in the
+/// call, and may.
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFreeAsync(address: u64, stream: *mut c_void) -> c_int {
+    answer("cuMemFreeAsync", Needs::Context, || {
+        stream::find_for_work(stream)?.finish()?;
+        free(address)
     })
 }
 

@@ -106,7 +106,7 @@ impl Stream {
     }
 
     /// Waits, without a limit, until all work so far is done.
-    fn finish(&self) -> Outcome {
+    pub fn finish(&self) -> Outcome {
         if let Some(capture) = self.capture() {
             capture.invalidate();
             return Err(STREAM_CAPTURE_UNSUPPORTED);
@@ -429,6 +429,40 @@ extern "C" fn cuMemcpyAsync(dst: u64, src: u64, bytes: usize, stream: *mut c_voi
             return Err(INVALID_VALUE);
         }
         find_for_work(stream)?.push(Work::Copy { dst, src, bytes })
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemcpyDtoDAsync_v2(dst: u64, src: u64, bytes: usize, stream: *mut c_void) -> c_int {
+    answer("cuMemcpyDtoDAsync_v2", Needs::Context, || {
+        if !memory::is_device(dst, bytes, true) || !memory::is_device(src, bytes, false) {
+            return Err(INVALID_VALUE);
+        }
+        find_for_work(stream)?.push(Work::Copy { dst, src, bytes })
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamSynchronize(stream: *mut c_void) -> c_int {
+    answer("cuStreamSynchronize", Needs::Context, || {
+        check_fault()?;
+        let stream = find_for_work(stream)?;
+        capture::check_unsafe_call()?;
+        stream.finish()
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxSynchronize() -> c_int {
+    answer("cuCtxSynchronize", Needs::Context, || {
+        check_fault()?;
+        capture::check_unsafe_call()?;
+        let device = device::current()?;
+        let streams: Vec<_> = with(|streams| {
+            let of_device = streams.values().filter(|stream| stream.device == device);
+            of_device.cloned().collect()
+        });
+        streams.iter().try_for_each(|stream| stream.finish())
     })
 }
 

@@ -312,6 +312,15 @@ fn without_the_semaphore_more_are_inside_and_the_example_says_so() {
 }
 
 #[test]
+fn weights_are_read_as_slices_of_cudarc_after_their_trainer_has_ended() {
+    ends_with(
+        "shared_weights",
+        &[],
+        "ok: 2 readers had both tensors of version 1 without a copy, after their trainer",
+    );
+}
+
+#[test]
 fn inference_servers_reply_what_the_reference_says() {
     ends_with(
         "inference_server",
