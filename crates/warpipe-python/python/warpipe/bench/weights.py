@@ -330,9 +330,9 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def resident(pid: int) -> int:
-    """KiB of memory that a process has of its own."""
+    """KiB of memory that a process has of its own: without the pages of programs and libraries, which all share."""
     status = pathlib.Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
 
 
 @contextlib.contextmanager
