@@ -84,7 +84,7 @@ impl Shared {
         }
     }
 
-    fn refuse(&self) {
+    pub(crate) fn refuse(&self) {
         self.refused.fetch_add(1, Ordering::Relaxed);
     }
 

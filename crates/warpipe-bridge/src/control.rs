@@ -260,6 +260,14 @@ impl Control {
             return;
         };
         let node = node_name(&hello.node);
+        // A run of a bridge is one machine's for good: with another home it would take over what
+        // another peer has published.
+        let is_other =
+            |known: &KnownHello| known.hello.home != hello.home || known.hello.node != node;
+        if peer.hello.as_ref().is_some_and(is_other) {
+            self.shared.refuse();
+            return;
+        }
         let (is_first, answers) = (peer.hello.is_none(), hello.has_yours);
         let hello = Hello {
             node: node.clone(),

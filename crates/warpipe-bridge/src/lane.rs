@@ -16,6 +16,8 @@ use crate::error::Result;
 use crate::message::{Id, Message, Part, Tag, Tensor};
 use crate::session::Outbox;
 
+/// The most parts that a receiver may allow to be on their way.
+pub(crate) const WINDOW_MAX: u64 = 1024;
 /// How often a wait looks whether its lane has ended.
 pub(crate) const SLICE: Duration = Duration::from_millis(100);
 
@@ -87,9 +89,16 @@ impl LaneSender {
     }
 
     /// The receiver allows this number of parts in all. A smaller number than before changes
-    /// nothing.
+    /// nothing. One beyond any window ends the lane: a peer has no room for it, and what it does not
+    /// read would fill the link.
     pub(crate) fn grant(&self, parts: u64) {
         let mut state = lock(&self.state);
+        if parts.saturating_sub(state.sent) > WINDOW_MAX {
+            let reason = || format!("the peer allowed more than {WINDOW_MAX} parts at a time");
+            state.ended.get_or_insert_with(reason);
+            self.changed.notify_all();
+            return;
+        }
         state.granted = state.granted.max(parts);
         let credit = state.granted.saturating_sub(state.sent);
         self.counts.credit.store(credit, Ordering::Relaxed);

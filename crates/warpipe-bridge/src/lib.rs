@@ -22,6 +22,8 @@ mod bridge;
 mod control;
 mod error;
 mod exporter;
+#[cfg(test)]
+mod hostile;
 mod importer;
 mod lane;
 mod message;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use warpipe::{Device, Domain, NAME_BYTES_MAX};
 
 use crate::error::{Error, Result};
+use crate::lane::WINDOW_MAX;
 use crate::message::{PART_BYTES_MAX, PATTERNS_MAX, node_name};
 use crate::pattern::{self, Pattern};
 
@@ -110,7 +111,7 @@ impl Options {
 
     pub(crate) fn check(&self) -> Result<Patterns> {
         in_range("held_max", self.held_max as u64, 1, 1024)?;
-        in_range("window", self.window, 2, 1024)?;
+        in_range("window", self.window, 2, WINDOW_MAX)?;
         in_range(
             "part_bytes",
             self.part_bytes as u64,

@@ -134,12 +134,26 @@ impl Control {
                 "{LANES_PER_PEER_MAX} names are imported from this peer already"
             ));
         }
-        let is_known = self.shared.receiver(&lane, &from).is_some();
+        // A lane of another peer too: its receiver would be replaced.
+        let receivers = self.shared.receivers.read();
+        let receivers = receivers.unwrap_or_else(PoisonError::into_inner);
+        let is_known = receivers.contains_key(&lane);
+        drop(receivers);
         let key = (known.hello.home, name.to_owned());
         let holder = self.imports.get(&key).map(|(holder, _)| *holder);
-        if is_known || holder.is_some_and(|it| it != from && self.peers.contains_key(&it)) {
+        if is_known {
+            return Err("the lane has begun already".into());
+        }
+        if holder.is_some_and(|it| it != from && self.peers.contains_key(&it)) {
             return Err(format!(
                 "{name:?} comes from another bridge of that machine already"
+            ));
+        }
+        // Names that wait without a lane count: else one peer could take all places, a lane each.
+        let own = self.imports.values().filter(|(holder, _)| *holder == from);
+        if holder != Some(from) && own.count() >= LANES_PER_PEER_MAX {
+            return Err(format!(
+                "{LANES_PER_PEER_MAX} names of this peer are kept already"
             ));
         }
         if holder.is_none() && self.imports.len() >= IMPORTS_MAX {
@@ -255,6 +269,9 @@ impl Control {
             }
             peer.rests.retain(|_, until| Instant::now() < *until);
         }
+        // A name whose source has ended gives its place back: no lane and no publisher has it.
+        self.imports
+            .retain(|_, (_, import)| Arc::strong_count(import) > 1 || import.is_published());
         for (lane, notice) in ended {
             self.forget_sender(&lane);
             self.forget_receiver(&lane);

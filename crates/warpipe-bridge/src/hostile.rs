@@ -1,0 +1,320 @@
+//! Peers that break the protocol, and a peer beside them that keeps it.
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+use warpipe::{DType, Device, Domain, Layout};
+use zenoh::Wait;
+use zenoh::bytes::ZBytes;
+use zenoh::sample::Sample;
+
+use crate::bridge::random_id;
+use crate::lane::{Ending, LaneReceiver, LaneSender, WINDOW_MAX};
+use crate::message::{End, Hello, Id, Message, Part, Purpose, Tag, Tensor};
+use crate::session::{Events, Outbox, Presence};
+use crate::{Bridge, Notice, Options};
+
+/// A wait that no step needs whole: only a hang reaches it.
+const LONG: Duration = Duration::from_secs(60);
+
+/// Sends on a lane that has begun.
+type Attack = fn(&Peer, Id);
+
+enum Seen {
+    Bridge(Id),
+    Message(Message),
+}
+
+struct Recorder(Sender<Seen>);
+
+impl Events for Recorder {
+    fn presence(&self, bridge: Id, is_present: bool) {
+        if is_present {
+            let _ = self.0.send(Seen::Bridge(bridge));
+        }
+    }
+
+    fn received(&self, sample: &Sample) {
+        let attachment = sample.attachment().expect("a bridge sends an attachment");
+        let (_, message) = Message::decode(&attachment.to_bytes()).expect("a bridge's message");
+        let _ = self.0.send(Seen::Message(message));
+    }
+}
+
+/// A peer whose messages the test writes itself.
+struct Peer {
+    presence: Presence,
+    outbox: Outbox,
+    seen: Receiver<Seen>,
+    hello: Hello,
+}
+
+impl Peer {
+    fn connect(domain: &Domain, endpoint: &str, home: u64) -> Peer {
+        let mut options = Options::new(domain, &Device::host());
+        options.connect.push(endpoint.into());
+        let me = random_id();
+        let (sender, seen) = channel();
+        let presence = Presence::open(&options, me, Arc::new(Recorder(sender))).unwrap();
+        let bridge = loop {
+            match seen.recv_timeout(LONG).unwrap() {
+                Seen::Bridge(bridge) if bridge != me => break bridge,
+                _ => {}
+            }
+        };
+        let hello = Hello {
+            node: format!("peer-{home}"),
+            home,
+            imports: vec!["camera/**".into()],
+            has_yours: true,
+        };
+        let outbox = presence.outbox(me, &bridge).unwrap();
+        let peer = Peer {
+            presence,
+            outbox,
+            seen,
+            hello,
+        };
+        peer.wait(|message| matches!(message, Message::Hello(_)).then_some(()));
+        peer.send(Message::Hello(peer.hello.clone()));
+        peer
+    }
+
+    fn send(&self, message: Message) {
+        self.send_with(message, 0);
+    }
+
+    fn send_with(&self, message: Message, payload: usize) {
+        self.outbox.send(&message, vec![0; payload]).unwrap();
+    }
+
+    fn wait<T>(&self, mut wanted: impl FnMut(Message) -> Option<T>) -> T {
+        let start = Instant::now();
+        while start.elapsed() < LONG {
+            if let Seen::Message(message) = self.seen.recv_timeout(LONG).unwrap()
+                && let Some(found) = wanted(message)
+            {
+                return found;
+            }
+        }
+        panic!("the message did not come");
+    }
+
+    fn begin(&self, lane: Id, name: &str) {
+        let (name, generation) = (name.into(), [7; 16]);
+        let purpose = Purpose::Samples { name, generation };
+        self.send(Message::Begin { lane, purpose });
+    }
+
+    /// Begins a lane and waits until it is taken.
+    fn begun(&self, name: &str) -> Id {
+        let lane = random_id();
+        self.begin(lane, name);
+        self.wait(|message| match message {
+            Message::Ready { lane: of, .. } if of == lane => Some(()),
+            Message::Stop { lane: of, reason } if of == lane => panic!("{name}: {reason}"),
+            _ => None,
+        });
+        lane
+    }
+
+    /// The reason for which the bridge stops a lane.
+    fn stopped(&self, lane: Id) -> String {
+        self.wait(|message| match message {
+            Message::Stop { lane: of, reason } if of == lane => Some(reason),
+            _ => None,
+        })
+    }
+
+    /// Sends the next sample of a lane, in one part.
+    fn sample(&self, lane: Id, number: u64, sequence: u64, claimed: u64, payload: usize) {
+        let layout = Layout::contiguous(DType::U8, &[claimed]).unwrap();
+        let tensor = Some(Tensor::new(Tag::Sample { sequence }, &layout, b""));
+        let part = Part {
+            lane,
+            number,
+            offset: 0,
+            tensor,
+        };
+        self.send_with(Message::Part(part), payload);
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.presence.session.close().wait();
+    }
+}
+
+struct World {
+    _folder: TempDir,
+    domain: Domain,
+    endpoint: String,
+    bridge: Bridge,
+}
+
+impl World {
+    fn new() -> World {
+        let folder = tempfile::tempdir().unwrap();
+        let domain = Domain::at(folder.path().join("domain")).unwrap();
+        let free = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("tcp/{}", free.local_addr().unwrap());
+        drop(free);
+        let mut options = Options::new(&domain, &Device::host());
+        options.listen.push(endpoint.clone());
+        options.export.push("camera/**".into());
+        options.import.push("from/**".into());
+        options.tensor_bytes_max = 1 << 20;
+        let bridge = Bridge::open(options).unwrap();
+        World {
+            _folder: folder,
+            domain,
+            endpoint,
+            bridge,
+        }
+    }
+
+    fn peer(&self, home: u64) -> Peer {
+        Peer::connect(&self.domain, &self.endpoint, home)
+    }
+
+    fn wait_for(&self, wanted: impl Fn(&Notice) -> bool) {
+        let start = Instant::now();
+        while start.elapsed() < LONG {
+            if self.bridge.next_notice(LONG).is_some_and(|it| wanted(&it)) {
+                return;
+            }
+        }
+        panic!("the notice did not come");
+    }
+
+    fn wait_for_refused(&self) {
+        let start = Instant::now();
+        while self.bridge.status().refused == 0 {
+            assert!(start.elapsed() < LONG, "nothing was refused");
+            let _ = self.bridge.next_notice(Duration::from_millis(50));
+        }
+    }
+}
+
+#[test]
+fn a_lane_that_breaks_the_protocol_ends_with_its_reason_and_the_lane_of_another_peer_goes_on() {
+    let world = World::new();
+    let (hostile, honest) = (world.peer(1), world.peer(2));
+    let kept = honest.begun("from/kept");
+    let mut sequence = 0;
+    let mut goes_on = |parts: u64| {
+        for _ in 0..parts {
+            sequence += 1;
+            honest.sample(kept, sequence, sequence, 8, 8);
+        }
+        let granted = |message| match message {
+            Message::Credit { lane, parts } if lane == kept => (parts > sequence).then_some(()),
+            Message::Stop { reason, .. } => panic!("{reason}"),
+            _ => None,
+        };
+        honest.wait(granted);
+    };
+    let attacks: [(&str, Attack); 5] = [
+        ("came behind part 0", |peer, lane| {
+            peer.sample(lane, 2, 1, 8, 8)
+        }),
+        ("is not allowed", |peer, lane| {
+            peer.sample(lane, 1, 1, 1 << 40, 8)
+        }),
+        ("is not allowed", |peer, lane| {
+            peer.sample(lane, 1, u64::MAX, 8, 8)
+        }),
+        ("bytes at 0", |peer, lane| peer.sample(lane, 1, 1, 8, 4096)),
+        ("without its tensor", |peer, lane| {
+            let part = Part {
+                lane,
+                number: 1,
+                offset: 0,
+                tensor: None,
+            };
+            peer.send_with(Message::Part(part), 8);
+        }),
+    ];
+    for (number, (expected, attack)) in attacks.into_iter().enumerate() {
+        let lane = hostile.begun(&format!("from/hostile-{number}"));
+        attack(&hostile, lane);
+        let reason = hostile.stopped(lane);
+        assert!(reason.contains(expected), "{reason}");
+        goes_on(16);
+    }
+    for name in ["from/../../etc", "from//a", "camera/front", "from/\0"] {
+        let lane = random_id();
+        hostile.begin(lane, name);
+        let reason = hostile.stopped(lane);
+        assert!(reason.contains("is not imported here"), "{reason}");
+    }
+    goes_on(16);
+}
+
+#[test]
+fn a_lane_of_another_peer_cannot_be_begun_again_nor_a_machine_be_another_one() {
+    let world = World::new();
+    let (hostile, honest) = (world.peer(1), world.peer(2));
+    let kept = honest.begun("from/kept");
+    hostile.begin(kept, "from/hostile");
+    assert_eq!(hostile.stopped(kept), "the lane has begun already");
+    let other = Hello {
+        home: 2,
+        ..hostile.hello.clone()
+    };
+    hostile.send(Message::Hello(other));
+    world.wait_for_refused();
+}
+
+#[test]
+fn a_credit_beyond_any_window_ends_its_lane_and_so_does_a_part_beyond_the_credit() {
+    let world = World::new();
+    let peer = world.peer(1);
+    let outbox = Arc::new(peer.presence.outbox([3; 16], &[4; 16]).unwrap());
+    let sender = LaneSender::new([1; 16], [2; 16], outbox.clone());
+    sender.ready(0, WINDOW_MAX);
+    assert!(sender.wait_credit(Duration::ZERO));
+    sender.grant(u64::MAX);
+    assert!(!sender.wait_credit(Duration::ZERO));
+    assert!(sender.ended().unwrap().contains("allowed more than"));
+
+    let receiver = LaneReceiver::new([1; 16], [2; 16], 2, outbox);
+    receiver.accept(0).unwrap();
+    for number in 1..=100 {
+        let part = Part {
+            lane: [1; 16],
+            number,
+            offset: 0,
+            tensor: None,
+        };
+        receiver.put(part, ZBytes::new());
+    }
+    assert!(receiver.next().unwrap().is_some() && receiver.next().unwrap().is_some());
+    let reason = "part 3 is beyond the credit of 2".into();
+    assert_eq!(receiver.next(), Err(Ending::Fault(reason)));
+}
+
+#[test]
+fn names_that_wait_take_a_bounded_number_of_places_and_ended_ones_give_theirs_back() {
+    let world = World::new();
+    let (hostile, honest) = (world.peer(1), world.peer(2));
+    let leave = |name: &str, end: End| {
+        let lane = hostile.begun(name);
+        hostile.send(Message::End { lane, end });
+        world.wait_for(|it| matches!(it, Notice::ImportEnded { name: of, .. } if of == name));
+    };
+    for number in 0..140 {
+        leave(&format!("from/ended-{number}"), End::Closed);
+    }
+    for number in 0..128 {
+        leave(&format!("from/waits-{number}"), End::Paused);
+    }
+    let lane = random_id();
+    hostile.begin(lane, "from/one-more");
+    assert!(hostile.stopped(lane).contains("are kept already"));
+    honest.begun("from/kept");
+}
