@@ -1,5 +1,8 @@
 //! `warpipe ls`: the names in the domain, or in those of all users, and their holders.
 
+#[cfg(feature = "bridge")]
+mod remote;
+
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
@@ -33,7 +36,10 @@ pub fn run(args: &LsArgs) -> anyhow::Result<Exit> {
         output.say(|| text::all(&snapshot, &[]).join("\n"), &snapshot)?;
         return Ok(Exit::Done);
     }
-    list(output, &domain, &domain.endpoints()?, None)?;
+    let endpoints = domain.endpoints()?;
+    list(output, &domain, &endpoints, None)?;
+    #[cfg(feature = "bridge")]
+    remote::list(output, &domain, &endpoints)?;
     Ok(Exit::Done)
 }
 

@@ -9,6 +9,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
+use serde_json::Value;
 use warpipe::{DType, Device, Domain, Error, Layout, Policy, Publisher, Subscriber};
 
 use support::{PATIENCE, Running, World};
@@ -527,6 +528,49 @@ fn a_name_that_is_taken_is_published_under_its_machine() {
         .wait_for_publisher(Some(LONG));
     let mut subscriber = builder.build().unwrap();
     publish_until_received(&source, &mut subscriber);
+}
+
+/// The row of `ls --json` about the name at one end, once it says what is wanted.
+fn listed(world: &World, wanted: impl Fn(&Value) -> bool) -> Value {
+    let start = Instant::now();
+    while start.elapsed() < PATIENCE {
+        let rows = world.run(&["ls", "--json"]).json();
+        let mut remote = rows.into_iter().filter(|row| row["bridge"].is_string());
+        if let Some(row) = remote.find(&wanted) {
+            return row;
+        }
+    }
+    panic!("ls did not show it");
+}
+
+#[test]
+fn ls_shows_at_both_ends_which_names_are_remote_from_where_and_whether_they_can_be_reached() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let publisher = publisher(&near);
+    let exporter = pair.exporter(&[]);
+    let _importer = pair.importer(&["--link-timeout", "1"]);
+    publish_until_received(&publisher, &mut subscriber(&far));
+    let row = listed(&pair.near, |row| row["tensors"].as_u64() > Some(0));
+    assert_eq!(
+        (&row["name"], &row["node"], &row["direction"]),
+        (&"camera/front".into(), &"far".into(), &"to".into())
+    );
+    let row = listed(&pair.far, |row| row["reachable"] == true);
+    assert_eq!(
+        (&row["node"], &row["direction"]),
+        (&"near".into(), &"from".into())
+    );
+    assert!(
+        row["credit"].as_u64() > Some(0) && row["rate"].is_number(),
+        "{row}"
+    );
+    let text = pair.far.run(&["ls"]).out;
+    assert!(text.contains("camera/front from near  reachable"), "{text}");
+    exporter.signal(Signal::KILL);
+    exporter.end();
+    let row = listed(&pair.far, |row| row["reachable"] == false);
+    assert_eq!(row["name"], "camera/front");
 }
 
 #[test]

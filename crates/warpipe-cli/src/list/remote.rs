@@ -1,0 +1,78 @@
+//! The names that bridges carry, from the status that each publishes.
+
+use std::time::Duration;
+
+use serde::Serialize;
+use warpipe::{Device, Domain, Endpoint, Subscriber};
+use warpipe_bridge::{Direction, RemoteName, STATUS_PREFIX, Status};
+
+use crate::output::{Output, Style, printable, styled};
+
+/// A bridge publishes its status each second; one that stands still is waited for no longer.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// More than the status of a bridge with all names that it may carry.
+const STATUS_BYTES_MAX: u64 = 64 << 20;
+
+#[derive(Serialize)]
+struct Row<'a> {
+    /// The endpoint of the bridge.
+    bridge: &'a str,
+    #[serde(flatten)]
+    remote: &'a RemoteName,
+}
+
+/// Lists the remote names of each bridge in the domain. A bridge that does not say them is named on
+/// the error stream.
+pub(super) fn list(output: Output, domain: &Domain, endpoints: &[Endpoint]) -> anyhow::Result<()> {
+    let is_bridge = |endpoint: &&Endpoint| {
+        endpoint.holder.is_some() && endpoint.name.as_str().starts_with(STATUS_PREFIX)
+    };
+    for endpoint in endpoints.iter().filter(is_bridge) {
+        let bridge = endpoint.name.as_str();
+        match status(domain, bridge) {
+            Ok(status) => {
+                for remote in &status.names {
+                    output.say(|| line(remote), &Row { bridge, remote })?;
+                }
+            }
+            Err(error) => eprintln!("{bridge}: {}", printable(&error.to_string())),
+        }
+    }
+    Ok(())
+}
+
+fn status(domain: &Domain, bridge: &str) -> anyhow::Result<Status> {
+    let device = Device::host();
+    let mut subscriber = Subscriber::builder(bridge)
+        .domain(domain)
+        .device(&device)
+        .build()?;
+    let sample = subscriber.receive_timeout(&device.stream()?, TIMEOUT)?;
+    let bytes = sample.layout().bytes();
+    anyhow::ensure!(
+        bytes <= STATUS_BYTES_MAX,
+        "its status has {bytes} bytes; a bridge's has at most {STATUS_BYTES_MAX}"
+    );
+    Ok(serde_json::from_slice(&sample.to_vec(TIMEOUT)?)?)
+}
+
+fn line(remote: &RemoteName) -> String {
+    let way = match remote.direction {
+        Direction::From => "from",
+        _ => "to",
+    };
+    let state = if remote.reachable {
+        styled(Style::Green, "reachable")
+    } else {
+        styled(Style::Yellow, "unreachable")
+    };
+    format!(
+        "  {} {way} {}  {state}   {:.1} tensors/s, credit {}, {} missing, {} dropped",
+        printable(&remote.name),
+        printable(&remote.node),
+        remote.rate,
+        remote.credit,
+        remote.missing,
+        remote.dropped,
+    )
+}
