@@ -50,7 +50,9 @@ def test_every_other_snippet_agrees_with_the_stubs(tmp_path):
     files = [tmp_path / f"snippet_{number}.py" for number in range(len(found))]
     for path, snippet in zip(files, found, strict=True):
         path.write_text(f"# {snippet.id}\n{PRELUDE}{snippet.values[0]}")
-    command = [sys.executable, "-m", "mypy", "--no-incremental", "--ignore-missing-imports", *map(str, files)]
+    # A class of a package that is not here may be a base class.
+    lenient = ["--ignore-missing-imports", "--allow-subclassing-any"]
+    command = [sys.executable, "-m", "mypy", "--no-incremental", *lenient, *map(str, files)]
     # A program of its own imports what it uses, once.
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + "\n".join(f"{path.name}: {one.id}" for path, one in zip(files, found))

@@ -165,8 +165,9 @@ impl KeeperSession {
     }
 
     #[cfg(test)]
-    pub(super) fn offered_for_tests(&self) -> u64 {
-        self.news.lock().offered
+    pub(super) fn wait_for_offers_for_tests(&self, count: u64, timeout: Duration) -> u64 {
+        let is_there = |news: &News| news.offered >= count;
+        self.news.wait(timeout, is_there).offered
     }
 
     fn version_after(

@@ -154,7 +154,8 @@ class Bench:
         import torch
 
         free, total = torch.cuda.mem_get_info(self.device)
-        return (total - free) / (1 << 30)
+        used: float = (total - free) / (1 << 30)
+        return used
 
     def used_when(self, is_so: Callable[[float], bool]) -> float:
         """A dead process's memory is free when its context is gone: soon after its end, not before."""

@@ -276,10 +276,11 @@ fn the_newest_versions_alone_are_taken_over() {
 fn the_result_of_a_check_that_changes_nothing_wakes_nobody() {
     let stage = Stage::new("woken");
     let _keeper = stage.keeper();
-    let _published = stage.publish(1);
     let name = weights_name("w").unwrap();
     let session = KeeperSession::open(&stage.domain, &name, WAIT).unwrap();
-    let before = session.offered_for_tests();
+    let _published = stage.publish(1);
+    // A publisher has its reply before the other sessions have their notice.
+    assert_eq!(session.wait_for_offers_for_tests(1, WAIT), 1);
     for is_sound in [true, false] {
         let version = Version {
             number: 7,
@@ -289,10 +290,9 @@ fn the_result_of_a_check_that_changes_nothing_wakes_nobody() {
         session.request(&checked, WAIT).unwrap();
     }
     // A notice would have come before the reply.
-    assert_eq!(session.offered_for_tests(), before);
+    assert_eq!(session.wait_for_offers_for_tests(0, WAIT), 1);
     let _published = stage.publish(2);
-    session.request(&KeeperRequest::Offered, WAIT).unwrap();
-    assert!(session.offered_for_tests() > before);
+    assert_eq!(session.wait_for_offers_for_tests(2, WAIT), 2);
 }
 
 #[test]
