@@ -15,6 +15,12 @@ const FOOT_LINES: u16 = 1;
 /// The least width of the column that takes what the others leave.
 const NAME_MIN: u16 = 16;
 
+/// One line of a table's body: the unit by which it scrolls.
+enum Line<'a> {
+    Row(&'a Row),
+    Detail(&'a Cell),
+}
+
 /// Draws the whole screen. A screen of any size is drawn: columns that have no room are left out.
 pub fn draw(view: &mut View, buffer: &mut Buffer) {
     let area = buffer.area;
@@ -28,21 +34,17 @@ pub fn draw(view: &mut View, buffer: &mut Buffer) {
     let widths = widths(table.columns, area.width);
     titles(&table, &widths, buffer, line(area, 2));
     let body = area.height.saturating_sub(HEAD_LINES + FOOT_LINES);
-    let first = view.scroll(table.rows.len(), usize::from(body));
-    let mut y = HEAD_LINES;
-    let end = HEAD_LINES + body;
-    for shown in table.rows.iter().skip(first) {
-        if y >= end {
-            break;
-        }
-        row(shown, table.columns, &widths, buffer, line(area, y));
-        y += 1;
-        for detail in &shown.details {
-            if y >= end {
-                break;
-            }
-            put(buffer, line(area, y), 4, detail, usize::from(area.width));
-            y += 1;
+    let lines: usize = table.rows.iter().map(|row| 1 + row.details.len()).sum();
+    let first = view.scroll(lines, usize::from(body));
+    let lines = table.rows.iter().flat_map(|row| {
+        let details = row.details.iter().map(Line::Detail);
+        std::iter::once(Line::Row(row)).chain(details)
+    });
+    for (y, shown) in (HEAD_LINES..HEAD_LINES + body).zip(lines.skip(first)) {
+        let area = line(area, y);
+        match shown {
+            Line::Row(shown) => row(shown, table.columns, &widths, buffer, area),
+            Line::Detail(detail) => put(buffer, area, 4, detail, usize::from(area.width)),
         }
     }
     footer(view, buffer, line(area, area.height - 1));

@@ -217,6 +217,28 @@ fn a_thousand_endpoints_scroll_from_the_first_to_the_last() {
 }
 
 #[test]
+fn every_subscriber_of_an_endpoint_is_scrolled_to() {
+    let mut snapshot = sample();
+    snapshot.endpoints.truncate(2);
+    snapshot.endpoints[0].subscribers = (0..100).map(|n| subscriber(5000 + n, "active")).collect();
+    let mut view = view_of(snapshot);
+    let mut seen = String::new();
+    let mut last = Vec::new();
+    loop {
+        let shown = lines(&frame(&mut view, 120, 24));
+        if shown == last {
+            break;
+        }
+        seen += &shown.join("\n");
+        last = shown;
+        view.press(Key::PageDown);
+    }
+    let missing = (0..100).find(|n| !seen.contains(&format!("process {}", 5000 + n)));
+    assert_eq!(missing, None);
+    assert!(seen.contains("\nlidar "), "{seen}");
+}
+
+#[test]
 fn a_screen_of_any_size_is_drawn() {
     for (width, height) in [
         (0, 0),

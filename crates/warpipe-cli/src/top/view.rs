@@ -44,9 +44,9 @@ pub struct View {
     filter: String,
     is_typing: bool,
     is_paused: bool,
-    /// The first row shown.
+    /// The first line of the table's body that is shown.
     first: usize,
-    /// How many rows the last frame had room for.
+    /// How many lines the last frame had room for.
     page: usize,
     snapshot: Snapshot,
     rates: Vec<Option<Rate>>,
@@ -189,10 +189,11 @@ impl View {
         table
     }
 
-    /// The first of `rows` rows, not counting details, that a frame with room for `page` shows.
-    pub fn scroll(&mut self, rows: usize, page: usize) -> usize {
+    /// The first of `lines` lines, of rows and their details, that a frame with room for `page`
+    /// shows.
+    pub fn scroll(&mut self, lines: usize, page: usize) -> usize {
         self.page = page.max(1);
-        self.first = self.first.min(rows.saturating_sub(self.page));
+        self.first = self.first.min(lines.saturating_sub(self.page));
         self.first
     }
 
