@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use crate::Outcome;
 use crate::c;
+use crate::comparison;
 use crate::python;
 use crate::workspace::{Workspace, cargo};
 
@@ -44,6 +45,7 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     let programs = build_programs(workspace)?;
     let tests = build_tests(workspace)?;
     let examples = build_examples(workspace)?;
+    let comparison = comparison::build(workspace)?;
     let folder = workspace.target.join("gpu-bundle");
     let _ = fs::remove_dir_all(&folder);
     make(&folder.join("tests"))?;
@@ -51,6 +53,7 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     for (name, path) in &programs {
         place(path, &folder.join(name))?;
     }
+    place(&comparison, &folder.join(comparison::PROGRAM))?;
     for TestProgram { name, path } in &tests {
         place(path, &folder.join("tests").join(name))?;
     }
@@ -71,7 +74,7 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     let bytes = fs::metadata(&archive)
         .map_err(|error| format!("{}: {error}", archive.display()))?
         .len();
-    let count = programs.len() + tests.len() + examples.len();
+    let count = programs.len() + 1 + tests.len() + examples.len();
     println!(
         "{}: {count} programs; {}: {:.1} MiB",
         folder.display(),

@@ -6,6 +6,7 @@ mod api;
 mod bundle;
 mod c;
 mod cases;
+mod comparison;
 mod counts;
 mod layers;
 mod nightly;
@@ -51,6 +52,8 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   c-dist          make the C interface's install tree in target/c-dist
   pages           see that links resolve and that a test runs every snippet
   book            make the book of docs/ in target/book, with mdBook (built once)
+  comparison [OPTION]...
+                  measure the host path beside a bare ring and iceoryx2; `--help` says how
   gpu-bundle      assemble target/gpu-bundle, which tests a machine that has a GPU and no Rust";
 
 /// A failure, as told to a person: what failed, and the next step.
@@ -147,6 +150,9 @@ fn main() -> ExitCode {
         ["c-dist"] => Workspace::find()
             .and_then(|workspace| c::dist(&workspace))
             .map(|()| true),
+        ["comparison", options @ ..] => {
+            Workspace::find().and_then(|workspace| comparison::run(&workspace, options))
+        }
         ["gpu-bundle"] => Workspace::find()
             .and_then(|workspace| bundle::assemble(&workspace))
             .map(|()| true),

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::Outcome;
 use crate::api;
 use crate::c;
+use crate::comparison;
 use crate::counts::{Counts, Dialect};
 use crate::layers;
 use crate::packages;
@@ -55,6 +56,7 @@ pub fn run(workspace: &Workspace, long: bool) -> bool {
     suite.step("examples in C++", c::run_examples);
     suite.step("snippets in C and C++", c::check_snippets);
     suite.verify();
+    suite.check("comparison with others, for a moment", comparison::check);
     suite.python();
     suite.report()
 }

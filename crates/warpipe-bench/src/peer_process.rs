@@ -17,8 +17,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use warpipe_testkit::{ChildProcess, this_program, wait_readable};
 
-use super::Role;
-use super::setup::PATIENCE;
+use super::PATIENCE;
 
 /// The longest message: the single measurements of a long benchmark.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
@@ -32,7 +31,7 @@ pub struct PeerProcess {
 
 impl PeerProcess {
     /// Starts it.
-    pub fn start(role: &Role) -> anyhow::Result<PeerProcess> {
+    pub fn start(role: &impl Serialize) -> anyhow::Result<PeerProcess> {
         let (ours, theirs) = UnixStream::pair().context("socketpair")?;
         let mut command = this_program();
         command.args(["--role", &serde_json::to_string(role)?]);

@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use warpipe_cli::raw::{LINE_BYTES, SharedMemory};
 use warpipe_testkit::wait_readable;
 
-use super::setup::PATIENCE;
+use super::PATIENCE;
 
 pub type Payload = [u8; LINE_BYTES];
 

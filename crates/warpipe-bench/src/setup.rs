@@ -1,19 +1,16 @@
 //! The surroundings of a benchmark: device, private domain, and size.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use warpipe::{Device, Domain};
+pub use warpipe_bench::PATIENCE;
 use warpipe_cli::device_arg::{ChosenDevice, DeviceArg};
 use warpipe_cli::mps_answers;
 use warpipe_testkit::{TempDir, temporary_folder};
 
 use super::BenchArgs;
-
-/// Far more than any step takes: only a hang reaches it.
-pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Samples that may be in flight, in every benchmark that keeps the device busy.
 pub const IN_FLIGHT: u32 = 8;

@@ -25,6 +25,13 @@ const TABLES: &[(&str, &str, &[&str])] = &[
         &["send", "ring", "host rings", "idle"],
     ),
     (
+        "The host path beside others",
+        "128 bytes of host memory from one process to another, and from one to several. All copy the \
+         bytes into a slot, and out of it. `floor` is what the figure names: iceoryx2, or a bare ring \
+         in shared memory without checks. `warpipe-comparison` measures it.",
+        &["host path"],
+    ),
+    (
         "Deaths",
         "The worst of all runs, from the SIGKILL, the end of the victim's child, or the call of \
          `exec`. Time-sliced the victim is killed in the middle of a kernel; under MPS it is idle, \
@@ -37,6 +44,20 @@ const TABLES: &[(&str, &str, &[&str])] = &[
          mapping, that of `bandwidth` the process's own memory, that of `legacy` the driver's open \
          and close.",
         &["queue", "semaphore", "attach", "legacy", "bandwidth"],
+    ),
+    (
+        "Weights",
+        "8 GiB of a model of transformers. The floor of the load is one copy from page-locked memory, \
+         that of the opening the driver's import and mapping, that of the others safetensors and \
+         `from_pretrained`. `python -m warpipe.bench.weights` measures it.",
+        &["weights"],
+    ),
+    (
+        "Queues of PyTorch",
+        "A round trip of a tensor through queues of `torch.multiprocessing` with \
+         `warpipe.torch.install()`; the floor is the same without it, for each allocator of PyTorch's. \
+         `python -m warpipe.bench.torch_queue` measures it.",
+        &["torch_queue"],
     ),
     (
         "Kernel rings",
@@ -177,7 +198,7 @@ fn table_of(figure: &Figure) -> &str {
 }
 
 fn mode_of(figure: &Figure, head: &Head) -> String {
-    if ["ring", "host rings"].contains(&table_of(figure)) {
+    if ["ring", "host rings", "host path"].contains(&table_of(figure)) {
         "host".into()
     } else if figure.name.contains("two devices") {
         format!("two GPUs, {}", head.sharing())

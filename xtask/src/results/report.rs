@@ -54,7 +54,7 @@ impl Head {
     }
 }
 
-/// A report of `warpipe-bench`.
+/// A report of `warpipe-bench`, or of another program with figures alone.
 #[derive(Debug, Deserialize)]
 pub struct Bench {
     pub head: Head,
@@ -135,6 +135,14 @@ fn count_one_device_once(reports: &mut [Python]) {
     }
 }
 
+/// The parts of `run` with reports of figures alone, by the beginning of their files' names.
+const BENCHES: &[&str] = &[
+    "bench-",
+    "comparison-",
+    "weights-bench-",
+    "torch-queue-bench-",
+];
+
 /// A report's kind, by its file's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -149,7 +157,7 @@ impl Kind {
         let name = path.file_name()?.to_str()?;
         match name.strip_suffix(".json")? {
             name if name.starts_with("python-bench-") => Some(Kind::Python),
-            name if name.starts_with("bench-") => Some(Kind::Bench),
+            name if BENCHES.iter().any(|bench| name.starts_with(bench)) => Some(Kind::Bench),
             name if name.starts_with("demo-") => Some(Kind::Demo),
             _ => None,
         }
@@ -346,6 +354,7 @@ mod tests {
     fn the_name_of_a_file_says_the_kind_of_its_report() {
         let kind = |name: &str| Kind::of(Path::new(name));
         assert_eq!(kind("r/bench-mps.json"), Some(Kind::Bench));
+        assert_eq!(kind("r/weights-bench-mps.json"), Some(Kind::Bench));
         assert_eq!(kind("r/python-bench-mps-x2.json"), Some(Kind::Python));
         assert_eq!(kind("r/python-bench-mps.svg"), None);
         assert_eq!(kind("r/conformance-mps.json"), None);
