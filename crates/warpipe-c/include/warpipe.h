@@ -403,7 +403,7 @@ typedef struct {
   // How long after a publisher's suspected death what is not complete is given up, where a child
   // of it keeps the proof back, in nanoseconds; 30 s by default.
   uint64_t orphan_timeout_ns;
-  // How long a wait polls before it sleeps, in nanoseconds; up to 20 us by default.
+  // How long a wait polls before it sleeps, in nanoseconds; 20 us by default.
   uint64_t spin_ns;
   // 1: attach to the next publisher of this name when one has gone; else receiving says
   // WARPIPE_PEER_GONE.

@@ -134,7 +134,7 @@ pub struct warpipe_subscriber_options {
     /// How long after a publisher's suspected death what is not complete is given up, where a child
     /// of it keeps the proof back, in nanoseconds; 30 s by default.
     pub orphan_timeout_ns: u64,
-    /// How long a wait polls before it sleeps, in nanoseconds; up to 20 us by default.
+    /// How long a wait polls before it sleeps, in nanoseconds; 20 us by default.
     pub spin_ns: u64,
     /// 1: attach to the next publisher of this name when one has gone; else receiving says
     /// `WARPIPE_PEER_GONE`.

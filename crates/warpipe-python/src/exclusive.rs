@@ -17,7 +17,8 @@ pub struct Exclusive<T> {
 #[derive(Debug)]
 struct ExclusiveState<T> {
     /// `None` while a thread has the value.
-    value: Option<T>,
+    /// On the heap, so that it is not copied at each use.
+    value: Option<Box<T>>,
     /// A thread has the value.
     is_borrowed: bool,
     closed: bool,
@@ -33,7 +34,7 @@ impl<T> Exclusive<T> {
     pub fn new(value: T) -> Exclusive<T> {
         Exclusive {
             state: Mutex::new(ExclusiveState {
-                value: Some(value),
+                value: Some(Box::new(value)),
                 is_borrowed: false,
                 closed: false,
                 waiting: 0,
@@ -54,13 +55,15 @@ impl<T> Exclusive<T> {
         work: impl FnOnce(&mut T) -> R,
     ) -> Result<Option<R>, Closed> {
         let mut state = self.lock();
-        state.waiting += 1;
         let busy = |state: &mut ExclusiveState<T>| state.value.is_none() && !state.closed;
-        let (mut state, _) = self
-            .returned
-            .wait_timeout_while(state, limit, busy)
-            .unwrap_or_else(PoisonError::into_inner);
-        state.waiting -= 1;
+        if busy(&mut state) {
+            state.waiting += 1;
+            (state, _) = self
+                .returned
+                .wait_timeout_while(state, limit, busy)
+                .unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
+        }
         if state.closed {
             return Err(Closed);
         }
@@ -74,7 +77,7 @@ impl<T> Exclusive<T> {
         Ok(Some(result))
     }
 
-    fn put_back(&self, value: T) {
+    fn put_back(&self, value: Box<T>) {
         let mut state = self.lock();
         if state.closed {
             drop(state);
@@ -85,8 +88,9 @@ impl<T> Exclusive<T> {
         (state.value, state.is_borrowed) = (Some(value), false);
         let others = state.waiting > 0;
         drop(state);
-        self.returned.notify_one();
+        // A system call, also where no thread waits.
         if others {
+            self.returned.notify_one();
             // Otherwise this thread, in a loop, would take it again before the woken thread runs.
             std::thread::yield_now();
         }

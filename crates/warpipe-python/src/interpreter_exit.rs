@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::detached::DropDetached;
-use crate::process::Home;
+use crate::process::{self, Home};
 use crate::stream::imported;
 use crate::thread_exit;
 use crate::wait::{SLICE, in_slices};
@@ -68,7 +68,7 @@ fn is_callback_running() -> bool {
 
 /// Whether the program has begun to end: no new call enters the interpreter.
 pub fn has_begun() -> bool {
-    EXITING.load(Ordering::SeqCst) == std::process::id()
+    EXITING.load(Ordering::SeqCst) == process::own()
 }
 
 /// Whether a callback runs that will not return any more.

@@ -19,6 +19,7 @@ use crate::ipc::{
     AccessPolicy, Address, ClientSession, HANDSHAKE_TIMEOUT, IncomingReply, IpcServer, Kind,
     RequestHandler,
 };
+use crate::runtime::spin::SPIN;
 
 /// The options that an endpoint is made or opened with. Each kind of endpoint has setters for the
 /// options that it has; the others keep their defaults, and it does not read them.
@@ -27,7 +28,7 @@ pub(crate) struct EndpointOptions {
     domain: Option<Domain>,
     device: Option<Device>,
     pub(crate) memory_limit: u64,
-    pub(crate) spin: Option<Duration>,
+    pub(crate) spin: Duration,
     pub(crate) handshake_timeout: Duration,
     pub(crate) access: AccessPolicy,
 }
@@ -38,7 +39,7 @@ impl Default for EndpointOptions {
             domain: None,
             device: None,
             memory_limit: 4 << 30,
-            spin: None,
+            spin: SPIN,
             handshake_timeout: HANDSHAKE_TIMEOUT,
             access: AccessPolicy::default(),
         }
@@ -142,12 +143,11 @@ macro_rules! option_setters {
         }
     };
     (@spin ($($path:ident).+)) => {
-        /// How long a wait polls before it sleeps. By default up to 20 µs, and rarely where polling
-        /// does not pay, as when both ends share a core. A given length is used as it is. A
-        /// sleeping wait costs no CPU. A polling wait saves the latency of a wake-up and occupies a
-        /// core.
+        /// How long a wait polls before it sleeps: 20 µs by default. A polling wait saves the
+        /// latency of a wake-up and costs CPU time, but gives its CPU away to threads that are
+        /// ready to run; a sleeping wait costs none.
         pub fn spin(mut self, spin: Duration) -> Self {
-            self.$($path).+.spin = Some(spin);
+            self.$($path).+.spin = spin;
             self
         }
     };

@@ -31,6 +31,8 @@ pub(super) fn queue(site: Site) -> Result<Box<dyn Workload>> {
         .queue(&site.name_of("queue"))
         .max_attempts(ATTEMPTS)
         .submit_timeout(site.patience)
+        // Calls of the driver that it makes to let a worker in may hang for as long.
+        .handshake_timeout(site.patience)
         .build()?;
     let worker = Some(attach(&site)?);
     Ok(Box::new(Jobs {

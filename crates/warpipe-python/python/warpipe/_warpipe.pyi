@@ -441,8 +441,8 @@ class _Subscriber(Closeable):
     to wait for a publisher of the name, None for no limit (default: not at all). ``reconnect``:
     follow the next publisher of the name when this one ends. ``timeout``: seconds that a receive,
     or each step of an iteration, waits (None: no limit; by default 10 for a receive, and no limit
-    for an iteration). ``spin``: seconds that it polls before it sleeps (default: up to 20 us, where
-    that pays). ``orphan_timeout``: seconds after which streams that wait for a dead publisher go
+    for an iteration). ``spin``: seconds that it polls before it sleeps (default: 20 us).
+    ``orphan_timeout``: seconds after which streams that wait for a dead publisher go
     on, where a child that it forked keeps its device work running; the samples that they waited for
     are lost. ``stream``: the stream to receive on; by default one of its own, and every array made
     of a frame orders its own stream after the data.

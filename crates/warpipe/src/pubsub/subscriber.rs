@@ -37,7 +37,7 @@ use crate::nvtx;
 use crate::options::EndpointOptions;
 use crate::pubsub::ring::ReceiverRing;
 use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::spin::{Came, Spin};
+use crate::runtime::spin::Polls;
 use crate::statistics::{self, EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
 
@@ -105,7 +105,6 @@ pub struct Subscriber {
     attempt: Option<ReconnectAttempt>,
     discontinuity: Option<Discontinuity>,
     dropped_before: u64,
-    spin: Spin,
     /// Its row of this process's statistics page.
     row: Arc<EndpointRow>,
 }
@@ -144,7 +143,6 @@ impl Subscriber {
         if let Some(arrivals) = arrivals.as_ref().filter(|_| options.reconnect) {
             listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
         }
-        let spin = Spin::new(options.shared.spin);
         let row = EndpointRow::open(&EndpointWords {
             kind: options.kind,
             role: Role::Peer,
@@ -171,7 +169,6 @@ impl Subscriber {
             attempt: None,
             discontinuity: None,
             dropped_before: 0,
-            spin,
             row: Arc::new(row),
         };
         subscriber.attach_first()?;
@@ -318,15 +315,8 @@ impl Subscriber {
         }
         let start = Instant::now();
         loop {
-            let limit = self.spin.limit().min(timeout);
-            let polled = Instant::now();
-            if let Some(sample) = self.spin_for(limit, stream)? {
-                self.spin.tell(
-                    limit,
-                    Came::Polling {
-                        elapsed: polled.elapsed(),
-                    },
-                );
+            let polls = Polls::for_at_most(self.options.shared.spin.min(timeout));
+            if let Some(sample) = self.poll_while(polls, stream)? {
                 return Ok(sample);
             }
             self.fall_asleep();
@@ -340,16 +330,9 @@ impl Subscriber {
                 self.wake_up();
                 return Err(self.nothing_within(timeout));
             }
-            let asleep = Instant::now();
             self.sleep(left.min(self.patience()));
             self.wake_up();
             if let Some(sample) = self.poll(stream)? {
-                self.spin.tell(
-                    limit,
-                    Came::Asleep {
-                        slept: asleep.elapsed(),
-                    },
-                );
                 return Ok(sample);
             }
         }

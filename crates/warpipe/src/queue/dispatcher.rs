@@ -22,7 +22,6 @@ use crate::pubsub::{Disconnects, Publisher, SubscriberChanges};
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::runtime::releasable::ReleasableGuard;
-use crate::runtime::spin::Spin;
 
 /// Each ring wakes one sleeper, once.
 const EPOLL_FLAGS: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
@@ -77,7 +76,7 @@ pub(super) struct Dispatcher {
     pub(super) publisher: Publisher,
     pub(super) observer: Arc<SubscriberChanges>,
     pub(super) pending_workers: PendingWorkers,
-    pub(super) spin: Spin,
+    pub(super) spin: Duration,
     state: Mutex<State>,
     pub(super) changed: Condvar,
     /// Wakes the queue's own thread when no other thread leads any more.
@@ -132,7 +131,7 @@ impl Dispatcher {
         .map_err(|e| Error::os("epoll_ctl", "a queue's doorbell", e))?;
         let dispatcher = Arc::new(Dispatcher {
             owner_process: OwnerProcess::current(),
-            spin: Spin::new(options.shared.spin),
+            spin: options.shared.spin,
             options,
             domain,
             publisher,

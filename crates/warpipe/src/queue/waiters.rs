@@ -11,7 +11,7 @@
 mod lost_wakeups;
 
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::epoll;
 
@@ -23,7 +23,7 @@ use crate::os::timespec;
 use crate::pubsub::CompletionWait;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::TICK;
-use crate::runtime::spin::Came;
+use crate::runtime::spin::Polls;
 
 /// The interval of looks without a ring.
 const IDLE_INTERVAL: Duration = Duration::from_secs(10);
@@ -39,9 +39,8 @@ const WORD_WAIT: Duration = Duration::from_micros(250);
 struct PollBackoff {
     backoff: Backoff,
     words: u32,
-    /// How long the waiter polls; `None` before it had to wait.
-    spin: Option<Duration>,
-    asleep: Option<Instant>,
+    /// The polls for a job or an outcome; `None` before the waiter had to wait.
+    polls: Option<Polls>,
 }
 
 impl Default for PollBackoff {
@@ -49,8 +48,7 @@ impl Default for PollBackoff {
         PollBackoff {
             backoff: Backoff::spinning(POLLS),
             words: WORD_WAITS,
-            spin: None,
-            asleep: None,
+            polls: None,
         }
     }
 }
@@ -202,34 +200,17 @@ impl Dispatcher {
             }
             self.end_if_drained(guard);
             if let Some(found) = found {
-                if let Some(limit) = poll_backoff.spin {
-                    let came = match poll_backoff.asleep {
-                        Some(asleep) => Came::Asleep {
-                            slept: asleep.elapsed(),
-                        },
-                        None => Came::Polling {
-                            elapsed: clock.elapsed(),
-                        },
-                    };
-                    self.spin.tell(limit, came);
-                }
                 break found;
             }
             let waited = clock.elapsed();
             if waited >= timeout {
                 break Err(what());
             }
-            self.pause(guard, waited, timeout - waited, &mut poll_backoff);
+            self.pause(guard, timeout - waited, &mut poll_backoff);
         }
     }
 
-    fn pause(
-        &self,
-        guard: &mut StateGuard<'_>,
-        waited: Duration,
-        left: Duration,
-        poll_backoff: &mut PollBackoff,
-    ) {
+    fn pause(&self, guard: &mut StateGuard<'_>, left: Duration, poll_backoff: &mut PollBackoff) {
         let has_pending_result = guard.has_pending_result();
         if poll_backoff.words > 0
             && let Some(word) = guard.only_pending_result()
@@ -237,18 +218,19 @@ impl Dispatcher {
             poll_backoff.words -= 1;
             return guard.unlocked(|| word.wait(WORD_WAIT.min(left)));
         }
+        let PollBackoff { backoff, polls, .. } = poll_backoff;
         let pause = match has_pending_result {
-            true => poll_backoff.backoff.step(),
-            false if waited < *poll_backoff.spin.get_or_insert_with(|| self.spin.limit()) => {
-                Duration::ZERO
-            }
+            true => backoff.step(),
             false => WAIT_SLICE,
         };
         if pause.is_zero() {
-            return guard.unlocked(|| (0..8).for_each(|_| std::hint::spin_loop()));
+            return guard.unlocked(|| backoff.spin(8));
         }
         if !has_pending_result {
-            poll_backoff.asleep = Some(Instant::now());
+            let polls = polls.get_or_insert_with(|| Polls::for_at_most(self.spin.min(left)));
+            if guard.unlocked(|| polls.pass()) {
+                return;
+            }
             self.end_polling(guard);
         }
         match has_pending_result || guard.waiters.has_leader {

@@ -22,7 +22,7 @@ use crate::options::{EndpointOptions, option_setters};
 use crate::queue::{Lease, Loan, Worker, WorkerBuilder};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::{Reactor, catch_panic};
-use crate::runtime::spin::{Came, Spin};
+use crate::runtime::spin::Polls;
 use crate::stream::Stream;
 
 /// The most clients that are attached to at the same time.
@@ -95,7 +95,7 @@ impl ServerBuilder {
         watch_descriptor(&readable, scan_timer.as_fd(), SCAN_TIMER)?;
         Ok(Server {
             owner_process: OwnerProcess::current(),
-            spin: Spin::new(self.shared.spin),
+            spin: self.shared.spin,
             options: self,
             domain,
             device,
@@ -139,7 +139,7 @@ struct ClientLink {
 pub struct Server {
     owner_process: OwnerProcess,
     options: ServerBuilder,
-    spin: Spin,
+    spin: Duration,
     domain: Domain,
     device: Device,
     clients: Vec<ClientLink>,
@@ -194,20 +194,10 @@ impl Server {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;
         let start = Instant::now();
-        let limit = self.spin.limit().min(timeout);
-        let mut asleep: Option<Instant> = None;
+        let mut polls = Polls::for_at_most(self.spin.min(timeout));
         loop {
             self.scan_directory()?;
             if let Some(request) = self.poll(stream)? {
-                let came = match asleep {
-                    Some(asleep) => Came::Asleep {
-                        slept: asleep.elapsed(),
-                    },
-                    None => Came::Polling {
-                        elapsed: start.elapsed(),
-                    },
-                };
-                self.spin.tell(limit, came);
                 return Ok(request);
             }
             let waited = start.elapsed();
@@ -217,10 +207,7 @@ impl Server {
                     waited: timeout,
                 });
             }
-            if waited < limit {
-                std::hint::spin_loop();
-            } else {
-                asleep = Some(Instant::now());
+            if !polls.pass() {
                 self.sleep((timeout - waited).min(SCAN_INTERVAL));
             }
         }

@@ -3,7 +3,7 @@
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::epoll;
 
@@ -13,6 +13,7 @@ use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::Arrivals;
 use crate::os::timespec;
 use crate::pubsub::sample::Sample;
+use crate::runtime::spin::Polls;
 use crate::stream::Stream;
 
 /// The sources of events in a subscriber's one descriptor: its own process, its publisher, the
@@ -22,8 +23,8 @@ pub(super) const WAKE: u64 = 1;
 pub(super) const ARRIVALS: u64 = 2;
 const TIMER: u64 = 3;
 
-/// So many rounds of 64 polls come before a thread gives its CPU away between them.
-const ROUNDS_BEFORE_YIELD: u32 = 2;
+/// Looks at the ring that make one poll.
+const LOOKS: u32 = 8;
 
 impl Subscriber {
     /// How long a sleep may last before the next poll without a wake-up.
@@ -68,22 +69,18 @@ impl Subscriber {
         Ok(())
     }
 
-    pub(super) fn spin_for(&mut self, limit: Duration, stream: &Stream) -> Result<Option<Sample>> {
-        let start = Instant::now();
-        for round in 0.. {
-            if start.elapsed() >= limit {
-                break;
-            }
-            // The publisher may wait for this very CPU.
-            if round >= ROUNDS_BEFORE_YIELD {
-                std::thread::yield_now();
-            }
-            for _ in 0..64 {
-                if self
-                    .attached
-                    .as_ref()
-                    .is_some_and(|attached| attached.ring.may_have_news())
-                {
+    pub(super) fn poll_while(
+        &mut self,
+        mut polls: Polls,
+        stream: &Stream,
+    ) -> Result<Option<Sample>> {
+        let has_news = |subscriber: &Subscriber| {
+            let attached = subscriber.attached.as_ref();
+            attached.is_some_and(|attached| attached.ring.may_have_news())
+        };
+        while polls.pass() {
+            for _ in 0..LOOKS {
+                if has_news(self) {
                     return self.poll(stream);
                 }
                 std::hint::spin_loop();
