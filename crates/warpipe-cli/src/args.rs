@@ -303,7 +303,7 @@ pub struct GcArgs {
 ///
 /// Keys: Tab or 1 2 3 choose endpoints, processes or memory; arrows and PageUp, PageDown scroll; s
 /// chooses the column to sort by, r reverses the order; / begins a filter, Enter ends it, Esc clears
-/// it; space pauses; q quits.
+/// it; space pauses; Ctrl-Z suspends; q quits.
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct TopArgs {

@@ -174,12 +174,20 @@ fn a_screen_follows_keys_and_sizes_and_a_domain_that_vanishes() {
 #[test]
 fn the_terminal_is_restored_however_the_command_ends() {
     let world = World::new();
-    for (end, code) in [("\x03", 0), ("INT", 130), ("TERM", 130)] {
+    for (end, code) in [
+        ("\x03", 0),
+        ("INT", 130),
+        ("TERM", 130),
+        ("HUP", 130),
+        ("QUIT", 130),
+    ] {
         let mut top = OnTerminal::start(world.warpipe(&["top"]), 80, 24);
         top.until(|lines| lines[23].contains("q quit"));
         match end {
             "INT" => top.signal(Signal::INT),
             "TERM" => top.signal(Signal::TERM),
+            "HUP" => top.signal(Signal::HUP),
+            "QUIT" => top.signal(Signal::QUIT),
             keys => top.press(keys),
         }
         let (status, is_restored, lines) = top.end();
@@ -190,6 +198,30 @@ fn the_terminal_is_restored_however_the_command_ends() {
     let (status, is_restored, lines) = top.end();
     assert!(!status.success() && is_restored, "{status} {lines:#?}");
     assert!(lines.join(" ").contains("planted"), "{lines:#?}");
+}
+
+#[test]
+fn a_stop_gives_the_terminal_back_and_a_continuation_draws_the_whole_screen() {
+    let world = World::new();
+    let mut top = OnTerminal::start(world.warpipe(&["top"]), 80, 24);
+    for stop in ["\x1a", "TSTP", "STOP"] {
+        top.until(|lines| lines[23].contains("q quit"));
+        match stop {
+            "TSTP" => top.signal(Signal::TSTP),
+            "STOP" => top.signal(Signal::STOP),
+            key => top.press(key),
+        }
+        // SIGSTOP leaves the program no time.
+        assert!(top.until_stopped() || stop == "STOP", "{stop:?}");
+        top.set_modes_of_a_shell();
+        top.wipe();
+        top.signal(Signal::CONT);
+        top.until(|lines| lines[2].starts_with("NAME") && lines[23].contains("q quit"));
+    }
+    // Raw again: a key needs no Enter.
+    top.press("q");
+    let (status, is_restored, lines) = top.end();
+    assert!(status.success() && is_restored, "{status} {lines:#?}");
 }
 
 #[test]

@@ -16,6 +16,8 @@ pub enum Key {
     End,
     /// Ctrl-C or Ctrl-D, which a terminal in raw mode sends as bytes.
     Interrupt,
+    /// Ctrl-Z.
+    Suspend,
     /// Any other key.
     Other,
 }
@@ -41,6 +43,7 @@ fn next(bytes: &[u8], is_all: bool) -> Option<(Key, usize)> {
         b'\r' | b'\n' => Some((Key::Enter, 1)),
         0x7f | 0x08 => Some((Key::Backspace, 1)),
         3 | 4 => Some((Key::Interrupt, 1)),
+        0x1a => Some((Key::Suspend, 1)),
         0..0x20 => Some((Key::Other, 1)),
         byte @ 0x20..0x7f => Some((Key::Char(byte.into()), 1)),
         // A letter of several bytes. No command is one, and names have none.

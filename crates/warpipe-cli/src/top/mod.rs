@@ -2,6 +2,7 @@
 
 mod draw;
 mod keys;
+mod stop;
 mod table;
 mod terminal;
 #[cfg(test)]
@@ -9,7 +10,6 @@ pub mod tests;
 mod view;
 
 use std::io::{self, IsTerminal};
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,7 @@ use anyhow::Context;
 use ratatui_core::terminal::Terminal;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
+use signal_hook::consts::SIGWINCH;
 use warpipe::Domain;
 
 use crate::args::{DomainArg, TopArgs};
@@ -24,12 +25,13 @@ use crate::exit::{Exit, UsageError};
 use crate::interrupt::{Interrupt, LOOK};
 use crate::observe::{EndpointRow, MemoryRow, Meter, ProcessRow, Rate, Snapshot, Source, text};
 use crate::output::Output;
+use crate::top::stop::Stops;
 use crate::top::terminal::Screen;
 use crate::top::view::{View, Wish};
 
 /// Shows the domain until the user quits; with `--once` for one interval.
 pub fn run(args: &TopArgs) -> anyhow::Result<Exit> {
-    let interrupt = Interrupt::install()?;
+    let interrupt = Interrupt::install_for_terminal()?;
     let mut source = Source::new(domain(&args.domain)?);
     if args.once {
         return once(args, &mut source, &interrupt);
@@ -42,7 +44,8 @@ pub fn run(args: &TopArgs) -> anyhow::Result<Exit> {
     }
     let wakers = Wakers {
         interrupted: interrupt.readable()?,
-        resized: resized()?,
+        resized: stop::readable(SIGWINCH)?,
+        stops: Stops::catch()?,
     };
     let shown = {
         let before = std::panic::take_hook();
@@ -51,8 +54,8 @@ pub fn run(args: &TopArgs) -> anyhow::Result<Exit> {
             terminal::restore();
             before(panic);
         }));
-        let _screen = Screen::enter().context("the terminal cannot be set up")?;
-        show(args, &mut source, &interrupt, &wakers)
+        let screen = Screen::enter().context("the terminal cannot be set up")?;
+        show(args, &mut source, &interrupt, &wakers, &screen)
     };
     match shown {
         Ok(()) if interrupt.came() => Ok(Exit::Interrupted),
@@ -65,14 +68,7 @@ pub fn run(args: &TopArgs) -> anyhow::Result<Exit> {
 struct Wakers {
     interrupted: UnixStream,
     resized: UnixStream,
-}
-
-/// A stream that is readable when the terminal has another size.
-fn resized() -> io::Result<UnixStream> {
-    let (read, write) = UnixStream::pair()?;
-    read.set_nonblocking(true)?;
-    signal_hook::low_level::pipe::register(signal_hook::consts::SIGWINCH, write)?;
-    Ok(read)
+    stops: Stops,
 }
 
 /// How long the rest of a key's bytes may take. A lone Escape is such a beginning.
@@ -84,6 +80,7 @@ fn show(
     source: &mut Source,
     interrupt: &Interrupt,
     wakers: &Wakers,
+    screen: &Screen,
 ) -> anyhow::Result<()> {
     let mut terminal = Terminal::new(terminal::Output::default())?;
     let (mut view, mut meter) = (View::default(), Meter::default());
@@ -105,9 +102,16 @@ fn show(
         let has_input = wait(wakers, limit)?;
         let is_over = has_input && !read_input(&mut bytes)?;
         let keys = keys::take(&mut bytes, !has_input);
-        let wants_to_quit = keys.into_iter().any(|key| view.press(key) == Wish::Quit);
-        if is_over || wants_to_quit {
+        let wishes: Vec<Wish> = keys.into_iter().map(|key| view.press(key)).collect();
+        if is_over || wishes.contains(&Wish::Quit) {
             return Ok(());
+        }
+        if wishes.contains(&Wish::Suspend) {
+            wakers.stops.ask()?;
+        }
+        if wakers.stops.obey(screen)? {
+            // The screen has nothing of the last frame.
+            terminal.clear()?;
         }
     }
     Ok(())
@@ -126,6 +130,8 @@ fn wait(wakers: &Wakers, limit: Duration) -> io::Result<bool> {
         PollFd::new(&input, PollFlags::IN),
         PollFd::new(&wakers.resized, PollFlags::IN),
         PollFd::new(&wakers.interrupted, PollFlags::IN),
+        PollFd::new(&wakers.stops.asked, PollFlags::IN),
+        PollFd::new(&wakers.stops.continued, PollFlags::IN),
     ];
     let limit = Timespec::try_from(limit).ok();
     match poll(&mut fds, limit.as_ref()) {
@@ -133,11 +139,7 @@ fn wait(wakers: &Wakers, limit: Duration) -> io::Result<bool> {
         Err(error) => return Err(error.into()),
     }
     let has_input = !fds[0].revents().is_empty();
-    let mut signals = [0; 64];
-    while matches!(
-        rustix::io::read(wakers.resized.as_fd(), &mut signals),
-        Ok(1..)
-    ) {}
+    stop::came(&wakers.resized);
     Ok(has_input)
 }
 

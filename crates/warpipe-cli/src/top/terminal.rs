@@ -30,16 +30,29 @@ pub struct Screen(());
 impl Screen {
     /// Takes over the terminal of standard input and output.
     pub fn enter() -> io::Result<Screen> {
-        let before = termios::tcgetattr(io::stdin())?;
-        let mut raw = before.clone();
-        raw.make_raw();
-        *lock() = Some(before);
+        *lock() = Some(termios::tcgetattr(io::stdin())?);
         let screen = Screen(());
+        screen.take()?;
+        Ok(screen)
+    }
+
+    /// Takes the terminal over, again after a stop: a shell has set its modes meanwhile.
+    pub fn take(&self) -> io::Result<()> {
+        let Some(mut raw) = lock().clone() else {
+            return Ok(());
+        };
+        raw.make_raw();
         termios::tcsetattr(io::stdin(), OptionalActions::Flush, &raw)?;
         let mut out = io::stdout().lock();
         out.write_all(ENTER)?;
-        out.flush()?;
-        Ok(screen)
+        out.flush()
+    }
+
+    /// Gives the terminal back for the time of a stop.
+    pub fn give_back(&self) {
+        if let Some(before) = &*lock() {
+            leave(before);
+        }
     }
 }
 
@@ -51,10 +64,15 @@ impl Drop for Screen {
 
 /// Restores the terminal, once.
 pub fn restore() {
-    let Some(before) = lock().take() else { return };
+    if let Some(before) = lock().take() {
+        leave(&before);
+    }
+}
+
+fn leave(before: &Termios) {
     let mut out = io::stdout().lock();
     let _ = out.write_all(LEAVE).and_then(|()| out.flush());
-    let _ = termios::tcsetattr(io::stdin(), OptionalActions::Flush, &before);
+    let _ = termios::tcsetattr(io::stdin(), OptionalActions::Flush, before);
 }
 
 fn lock() -> std::sync::MutexGuard<'static, Option<Termios>> {

@@ -59,6 +59,7 @@ pub struct View {
 pub enum Wish {
     Stay,
     Quit,
+    Suspend,
 }
 
 impl Default for View {
@@ -100,8 +101,10 @@ impl View {
 
     /// Follows a key.
     pub fn press(&mut self, key: Key) -> Wish {
-        if key == Key::Interrupt {
-            return Wish::Quit;
+        match key {
+            Key::Interrupt => return Wish::Quit,
+            Key::Suspend => return Wish::Suspend,
+            _ => {}
         }
         if self.is_typing {
             self.type_filter(key);

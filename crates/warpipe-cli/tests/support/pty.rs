@@ -2,13 +2,14 @@
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::Instant;
 
 use rustix::fs::{Mode, OFlags};
 use rustix::process::Signal;
 use rustix::pty::OpenptFlags;
-use rustix::termios::{Termios, Winsize, tcgetattr, tcsetwinsize};
+use rustix::termios::{OptionalActions, Termios, Winsize, tcgetattr, tcsetattr, tcsetwinsize};
 use warpipe_testkit::ChildProcess;
 
 use super::PATIENCE;
@@ -36,6 +37,8 @@ impl OnTerminal {
         let before = tcgetattr(&line).unwrap();
         let side = || Stdio::from(File::from(line.try_clone().unwrap()));
         command.stdin(side()).stdout(side()).stderr(side());
+        // A job of its own: a stop of its group is none of the test's.
+        command.process_group(0);
         OnTerminal {
             child: ChildProcess::start(&mut command).unwrap(),
             keyboard,
@@ -53,11 +56,34 @@ impl OnTerminal {
         self.child.signal(signal).unwrap();
     }
 
+    /// Waits until the program is stopped, and says whether the terminal is as it was before.
+    pub fn until_stopped(&mut self) -> bool {
+        let stat = format!("/proc/{}/stat", self.child.pid().as_raw_nonzero());
+        let is_stopped = || {
+            let stat = std::fs::read_to_string(&stat).unwrap();
+            stat.rsplit(')').next().unwrap().starts_with(" T")
+        };
+        assert!(warpipe_testkit::eventually(PATIENCE, is_stopped));
+        self.read_all();
+        self.is_restored()
+    }
+
+    /// The modes that a shell sets while it has the terminal.
+    pub fn set_modes_of_a_shell(&self) {
+        tcsetattr(&self.line, OptionalActions::Now, &self.before).unwrap();
+    }
+
     /// Gives the terminal another size, as a window's user does.
     pub fn resize(&mut self, columns: u16, rows: u16) {
         set_size(&self.keyboard, columns, rows);
         self.screen = Screen::new(columns, rows);
         self.signal(Signal::WINCH);
+    }
+
+    /// Loses what the screen shows, as a shell does that uses it meanwhile.
+    pub fn wipe(&mut self) {
+        let (columns, rows) = (self.screen.cells[0].len(), self.screen.cells.len());
+        self.screen = Screen::new(columns as u16, rows as u16);
     }
 
     /// Reads on until the screen is as wanted, and returns its lines.
@@ -79,19 +105,24 @@ impl OnTerminal {
     /// Waits for the program's end, and says whether the terminal is as it was before.
     pub fn end(mut self) -> (ExitStatus, bool, Vec<String>) {
         let status = self.child.wait(PATIENCE).unwrap();
-        while warpipe_testkit::wait_readable(&self.keyboard, std::time::Duration::ZERO).unwrap() {
-            if !self.read() {
-                break;
-            }
-        }
+        self.read_all();
+        let lines = self.screen.lines();
+        (status, self.is_restored(), lines)
+    }
+
+    fn is_restored(&self) -> bool {
         let after = tcgetattr(&self.line).unwrap();
-        let is_restored = after.local_modes == self.before.local_modes
+        after.local_modes == self.before.local_modes
             && after.input_modes == self.before.input_modes
             && after.output_modes == self.before.output_modes
             && !self.screen.is_other
-            && self.screen.has_cursor;
-        let lines = self.screen.lines();
-        (status, is_restored, lines)
+            && self.screen.has_cursor
+    }
+
+    /// Reads what is there.
+    fn read_all(&mut self) {
+        let now = std::time::Duration::ZERO;
+        while warpipe_testkit::wait_readable(&self.keyboard, now).unwrap() && self.read() {}
     }
 
     fn read(&mut self) -> bool {
