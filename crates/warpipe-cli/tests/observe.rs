@@ -4,12 +4,12 @@ mod support;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use serde_json::Value;
 use support::pty::OnTerminal;
-use support::{Ended, World};
+use support::{Ended, Running, World};
 use warpipe::{Device, Domain, Publisher, Subscriber};
 use warpipe_testkit::{ChildProcess, eventually};
 
@@ -265,15 +265,21 @@ fn a_thousand_endpoints_of_a_process_are_listed_and_scrolled() {
 
 /// Sends bytes to the server, and returns its answer.
 fn ask(address: &str, request: &[u8]) -> String {
-    let mut client = TcpStream::connect(address).unwrap();
-    client.write_all(request).unwrap();
+    try_ask(address, request).unwrap()
+}
+
+fn try_ask(address: &str, request: &[u8]) -> std::io::Result<String> {
+    let mut client = TcpStream::connect(address)?;
+    client.write_all(request)?;
     let mut answer = String::new();
-    client.read_to_string(&mut answer).unwrap();
-    answer
+    // Each silent client may hold up a server that answers one at a time for 2 s.
+    client.set_read_timeout(Some(support::PATIENCE))?;
+    client.read_to_string(&mut answer)?;
+    Ok(answer)
 }
 
 #[test]
-fn metrics_are_served_to_one_client_after_a_silent_one() {
+fn metrics_are_served_beside_many_silent_clients() {
     let world = World::new();
     let domain = Domain::at(world.path("domain")).unwrap();
     let device = Device::host();
@@ -294,13 +300,39 @@ fn metrics_are_served_to_one_client_after_a_silent_one() {
         .trim()
         .trim_start_matches("http://")
         .trim_end_matches("/metrics");
-    // It says nothing, and keeps its connection: the next one is answered all the same.
-    let _silent = TcpStream::connect(address).unwrap();
+    // They say nothing, and keep their connections: the next one is answered beside them.
+    let silent = (0..200).map(|_| TcpStream::connect(address).unwrap());
+    let _silent: Vec<TcpStream> = silent.collect();
     let answer = ask(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
     assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
     let counted = "warpipe_endpoint_bytes_total{name=\"camera/metrics\",kind=\"publisher\"} 100\n";
     assert!(answer.contains(counted), "{answer}");
     assert!(ask(address, b"\x1b[2J\r\n\r\n").starts_with("HTTP/1.1 400 "));
+    server.signal(Signal::TERM);
+    assert_eq!(server.end().code, Some(130));
+}
+
+#[test]
+fn a_metrics_server_without_free_descriptors_answers_when_it_has_some() {
+    let world = World::new();
+    Domain::at(world.path("domain")).unwrap();
+    let mut command = Command::new("sh");
+    let line = "ulimit -n 32 && exec \"$0\" metrics --listen 127.0.0.1:0";
+    command.args(["-c", line, env!("CARGO_BIN_EXE_warpipe")]);
+    command.env("WARPIPE_DOMAIN", world.path("domain"));
+    let mut server = Running::start(command);
+    let said = server.wait_for_line("http://");
+    let address = said.trim().trim_start_matches("http://");
+    let address = address.trim_end_matches("/metrics");
+    let silent = (0..100).map(|_| TcpStream::connect(address).unwrap());
+    let silent: Vec<TcpStream> = silent.collect();
+    drop(silent);
+    let answered = eventually(support::PATIENCE, || {
+        // Reset while there is none.
+        try_ask(address, b"GET /metrics HTTP/1.1\r\n\r\n")
+            .is_ok_and(|answer| answer.starts_with("HTTP/1.1 200 OK\r\n"))
+    });
+    assert!(answered);
     server.signal(Signal::TERM);
     assert_eq!(server.end().code, Some(130));
 }

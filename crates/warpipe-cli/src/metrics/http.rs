@@ -1,21 +1,28 @@
-//! HTTP/1.1, as much as a scraper needs: one GET for each connection, one connection at a time.
+//! HTTP/1.1, as much as a scraper needs: one GET for each connection.
 //!
 //! A client may send anything, or nothing: a request has limits of bytes and of time, after which
-//! its connection is closed. Others wait in the backlog meanwhile.
+//! its connection is closed. Clients are answered beside each other, so one that is slow holds up
+//! no other.
 
 use std::io::{self, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::interrupt::Interrupt;
+use crate::interrupt::{Interrupt, LOOK};
 
-/// The longest request, with its headers.
+/// The longest request, with its headers; also the most that is read behind one.
 const REQUEST_BYTES_MAX: usize = 8192;
 
 /// How long a client may take to send its request, and again to read the answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The most clients at a time. One more takes the place of the one whose time ends next.
+const CLIENTS_MAX: usize = 64;
+
+/// The most clients that are accepted before the others are looked at again.
+const ACCEPTED_AT_ONCE: usize = CLIENTS_MAX / 4;
 
 /// Answers until it is interrupted. `page` makes the body of each answer.
 pub fn serve(
@@ -25,73 +32,163 @@ pub fn serve(
 ) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let interrupted = interrupt.readable()?;
+    let mut clients: Vec<Client> = Vec::new();
     while !interrupt.came() {
-        let mut fds = [
-            PollFd::new(listener, PollFlags::IN),
+        let mut fds = vec![
             PollFd::new(&interrupted, PollFlags::IN),
+            PollFd::new(listener, PollFlags::IN),
         ];
-        match poll(&mut fds, None) {
+        fds.extend(clients.iter().map(|it| PollFd::new(&it.stream, it.wants())));
+        match poll(&mut fds, limit(&clients).as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
-        match listener.accept() {
+        // Before others are accepted: what has come from these may be a request.
+        let now = Instant::now();
+        clients.retain_mut(|client| {
             // A client that breaks off is its own affair.
-            Ok((client, _)) => drop(answer(client, &mut page)),
-            Err(error) if is_passing(&error) => {}
-            Err(error) => return Err(error),
+            client.deadline > now && client.go_on(&mut page).unwrap_or(false)
+        });
+        accept(listener, &mut clients)?;
+    }
+    Ok(())
+}
+
+/// Until the time of a client ends.
+fn limit(clients: &[Client]) -> Option<Timespec> {
+    let next = clients.iter().map(|client| client.deadline).min()?;
+    Timespec::try_from(next.saturating_duration_since(Instant::now())).ok()
+}
+
+/// Accepts the clients that wait, up to a limit.
+fn accept(listener: &TcpListener, clients: &mut Vec<Client>) -> io::Result<()> {
+    for _ in 0..ACCEPTED_AT_ONCE {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                if clients.len() == CLIENTS_MAX {
+                    let ends = clients.iter().enumerate();
+                    let next = ends.min_by_key(|(_, client)| client.deadline);
+                    next.map(|(at, _)| at).map(|at| clients.swap_remove(at));
+                }
+                clients.extend(Client::new(stream));
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            Err(error) if lacks_descriptors(&error) => {
+                let before = clients.len();
+                clients.retain(|client| !matches!(client.state, State::Asking(_)));
+                if clients.len() == before {
+                    // The listener stays readable.
+                    std::thread::park_timeout(LOOK);
+                }
+                return Ok(());
+            }
+            Err(error) if is_of_the_listener(&error) => return Err(error),
+            // Of a connection that has ended meanwhile.
+            Err(_) => {}
         }
     }
     Ok(())
 }
 
-/// Whether the next connection may be accepted all the same.
-fn is_passing(error: &io::Error) -> bool {
-    use io::ErrorKind::{ConnectionAborted, ConnectionReset, Interrupted, WouldBlock};
+fn lacks_descriptors(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
     matches!(
-        error.kind(),
-        WouldBlock | Interrupted | ConnectionAborted | ConnectionReset
+        errno,
+        Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
     )
 }
 
-fn answer(
-    mut client: TcpStream,
-    page: &mut impl FnMut() -> Result<String, String>,
-) -> io::Result<()> {
-    client.set_nonblocking(false)?;
-    let request = read_request(&mut client)?;
-    let response = respond(&request, page);
-    let (mut rest, start) = (response.as_bytes(), Instant::now());
-    // A client that reads a byte at a time gets no more time than others.
-    while !rest.is_empty() {
-        client.set_write_timeout(Some(left(start)?))?;
-        let count = client.write(rest)?;
-        rest = &rest[count..];
-    }
-    client.shutdown(std::net::Shutdown::Write)
+/// Whether no further connection could be accepted either. `accept` also reports the faults of a
+/// connection and of the network below it.
+fn is_of_the_listener(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+    matches!(errno, Some(Errno::BADF | Errno::INVAL | Errno::NOTSOCK))
 }
 
-/// The rest of a client's time.
-fn left(start: Instant) -> io::Result<Duration> {
-    let left = CLIENT_TIMEOUT.saturating_sub(start.elapsed());
-    match left.is_zero() {
-        true => Err(io::ErrorKind::TimedOut.into()),
-        false => Ok(left),
-    }
+/// One connection.
+struct Client {
+    stream: TcpStream,
+    deadline: Instant,
+    state: State,
 }
 
-/// Reads up to the empty line. What lies behind it, a body, is not read.
-fn read_request(client: &mut TcpStream) -> io::Result<Vec<u8>> {
-    let (mut request, start) = (Vec::new(), Instant::now());
-    let mut some = [0; 1024];
-    loop {
-        client.set_read_timeout(Some(left(start)?))?;
-        let count = client.read(&mut some)?;
-        request.extend_from_slice(&some[..count]);
-        let is_whole = request.windows(4).any(|four| four == b"\r\n\r\n");
-        if count == 0 || is_whole || request.len() > REQUEST_BYTES_MAX {
-            return Ok(request);
+enum State {
+    /// What it has sent of its request.
+    Asking(Vec<u8>),
+    /// The answer, and how much of it was taken.
+    Reading(Vec<u8>, usize),
+    /// It has the answer. How much has come behind its request: a connection that is closed with
+    /// unread bytes would be reset, and the answer with it.
+    Leaving(usize),
+}
+
+impl Client {
+    fn new(stream: TcpStream) -> io::Result<Client> {
+        stream.set_nonblocking(true)?;
+        Ok(Client {
+            stream,
+            deadline: Instant::now() + CLIENT_TIMEOUT,
+            state: State::Asking(Vec::new()),
+        })
+    }
+
+    fn wants(&self) -> PollFlags {
+        match self.state {
+            State::Asking(_) | State::Leaving(_) => PollFlags::IN,
+            State::Reading(..) => PollFlags::OUT,
         }
     }
+
+    /// Goes on as far as it can without waiting. False at the end.
+    fn go_on(&mut self, page: &mut impl FnMut() -> Result<String, String>) -> io::Result<bool> {
+        loop {
+            match self.step(page) {
+                Ok(false) => return Ok(false),
+                Ok(true) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(true),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// One read or write, which does not wait.
+    fn step(&mut self, page: &mut impl FnMut() -> Result<String, String>) -> io::Result<bool> {
+        let mut some = [0; 1024];
+        match &mut self.state {
+            State::Asking(request) => {
+                let count = self.stream.read(&mut some)?;
+                request.extend_from_slice(&some[..count]);
+                if count == 0 || is_whole(request) || request.len() > REQUEST_BYTES_MAX {
+                    let answer = respond(request, page);
+                    self.state = State::Reading(answer.into_bytes(), 0);
+                    self.deadline = Instant::now() + CLIENT_TIMEOUT;
+                }
+            }
+            State::Reading(answer, taken) => {
+                *taken += self.stream.write(&answer[*taken..])?;
+                if *taken == answer.len() {
+                    self.stream.shutdown(Shutdown::Write)?;
+                    self.state = State::Leaving(0);
+                }
+            }
+            State::Leaving(behind) => {
+                let count = self.stream.read(&mut some)?;
+                *behind += count;
+                return Ok(count > 0 && *behind <= REQUEST_BYTES_MAX);
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Whether the empty line has come. What lies behind it, a body, is not looked at. Lines may end
+/// without a carriage return, as those of people do.
+fn is_whole(request: &[u8]) -> bool {
+    let has = |end: &[u8]| request.windows(end.len()).any(|it| it == end);
+    has(b"\r\n\r\n") || has(b"\n\n")
 }
 
 /// The whole answer to a request.
@@ -107,7 +204,7 @@ fn respond(request: &[u8], page: &mut impl FnMut() -> Result<String, String>) ->
         );
     }
     let line = request
-        .split(|&byte| byte == b'\r')
+        .split(|&byte| byte == b'\r' || byte == b'\n')
         .next()
         .unwrap_or_default();
     let words: Vec<&[u8]> = line.split(|&byte| byte == b' ').collect();
@@ -169,6 +266,7 @@ mod tests {
         assert!(head.contains("Content-Length: 4\r\n") && head.ends_with("\r\n\r\n"));
         for (request, wanted) in [
             (&b"GET /metrics?x=1 HTTP/1.0\r\n\r\n"[..], "200"),
+            (b"GET /metrics HTTP/1.0\n\n", "200"),
             (b"GET / HTTP/1.1\r\n\r\n", "404"),
             (b"POST /metrics HTTP/1.1\r\n\r\n", "405"),
             (b"GET /metrics\r\n\r\n", "400"),
