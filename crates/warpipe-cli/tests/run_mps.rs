@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use support::{PATIENCE, World};
-use warpipe_testkit::eventually;
+use warpipe_testkit::{ChildProcess, eventually};
 
 /// The daemon: in the foreground it listens on a FIFO named `control` until it is told to quit. Its
 /// other calls are commands on standard input. It writes its number to `$RECORD`, and that of its
@@ -20,6 +20,7 @@ if [ "$1" = -f ]; then
     echo $$ > "$RECORD"
     echo "$pipe" > "$RECORD.pipe"
     [ -z "$FAILS" ] || { echo "no GPU here" >&2; exit 3; }
+    [ -z "$MUTE" ] || exec tail -f /dev/null
     mkfifo "$pipe/control" && exec 3<>"$pipe/control"
     [ -z "$STUBBORN" ] || trap '' TERM
     # A server, which does not end by itself.
@@ -143,6 +144,26 @@ fn signals_are_passed_on_to_the_program() {
     kill_process(Pid::from_child(&running), Signal::TERM).unwrap();
     assert_eq!(running.wait().unwrap().code(), Some(9));
     assert!(stage.is_clean());
+}
+
+#[test]
+fn a_signal_while_the_daemon_starts_ends_the_command_and_the_program_is_not_run() {
+    let stage = Stage::new();
+    let started = stage.world.path("started");
+    let program = ["touch", started.to_str().unwrap()];
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        // It never answers.
+        let mut command = stage.command(&program);
+        let mut running = ChildProcess::start(command.env("MUTE", "1")).unwrap();
+        let is_started = || fs::read(&stage.record).is_ok_and(|text| text.ends_with(b"\n"));
+        assert!(eventually(PATIENCE, is_started));
+        running.signal(signal).unwrap();
+        assert_eq!(running.wait(PATIENCE).unwrap().code(), Some(code));
+        assert!(test_kill_process(stage.daemon()).is_err());
+        assert!(!started.exists());
+        assert_eq!(fs::read_dir(stage.world.path("tmp")).unwrap().count(), 0);
+        fs::remove_file(&stage.record).unwrap();
+    }
 }
 
 #[test]

@@ -83,6 +83,11 @@ fn supervise(folder: &Path, interrupt: &Interrupt) -> anyhow::Result<()> {
             daemon.wait_for_the_end_of_input(interrupt);
         }
     }
+    if started.is_err() {
+        // It takes no request, and has no servers yet: no client could connect.
+        let _ = daemon.child.kill();
+        let _ = daemon.child.wait();
+    }
     daemon.quit();
     started
 }

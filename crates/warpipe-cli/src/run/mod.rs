@@ -55,9 +55,11 @@ pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
         return Err(UsageError(text.into()).into());
     }
     let signals = Signals::catch().context("signals cannot be caught")?;
-    let started = folder().and_then(|folder| Ok((Supervisor::start(&folder)?, folder)));
+    let started = folder().and_then(|folder| Ok((Supervisor::start(&folder, &signals)?, folder)));
     let (mut supervisor, folder) = match started {
-        Ok(started) => started,
+        Ok((Ok(supervisor), folder)) => (supervisor, folder),
+        // Nothing of the program is there that could be asked to end.
+        Ok((Err(signal), _)) => return Ok(code_of(signal.as_raw())),
         Err(error) => {
             eprintln!(
                 "warpipe: {}",
@@ -111,8 +113,11 @@ struct Supervisor {
 }
 
 impl Supervisor {
-    /// Returns when the daemon answers.
-    fn start(folder: &tempfile::TempDir) -> anyhow::Result<Supervisor> {
+    /// Returns when the daemon answers, or with the signal that came before.
+    fn start(
+        folder: &tempfile::TempDir,
+        signals: &Signals,
+    ) -> anyhow::Result<Result<Supervisor, Signal>> {
         let mut command = this_program();
         command.arg("mps-daemon").arg("--folder").arg(folder.path());
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -123,6 +128,11 @@ impl Supervisor {
             .stdout
             .take()
             .context("the supervisor has no output")?;
+        if let Some(signal) = signals.wait_unless_asked_to_end(&output)? {
+            drop(child.stdin.take());
+            child.wait().context("the supervisor")?;
+            return Ok(Err(signal));
+        }
         let mut said = String::new();
         // It says one line, or ends: it limits its own waits.
         BufReader::new(output)
@@ -130,7 +140,7 @@ impl Supervisor {
             .context("the supervisor's answer")?;
         if said == daemon::READY {
             let folder = folder.path().to_owned();
-            return Ok(Supervisor { child, folder });
+            return Ok(Ok(Supervisor { child, folder }));
         }
         drop(child.stdin.take());
         child.wait().context("the supervisor")?;
@@ -179,12 +189,17 @@ fn run_program(args: &RunArgs, folder: &Path, signals: &Signals) -> anyhow::Resu
 }
 
 fn code(status: ExitStatus) -> u8 {
-    let signalled = || status.signal().map(|signal| 128 + signal);
-    status
-        .code()
-        .or_else(signalled)
-        .and_then(|code| u8::try_from(code).ok())
-        .unwrap_or(u8::MAX)
+    match (status.code(), status.signal()) {
+        (None, Some(signal)) => code_of(signal),
+        (code, _) => code
+            .and_then(|code| u8::try_from(code).ok())
+            .unwrap_or(u8::MAX),
+    }
+}
+
+/// As of a shell, for a program that a signal ended.
+fn code_of(signal: i32) -> u8 {
+    u8::try_from(128 + signal).unwrap_or(u8::MAX)
 }
 
 /// The program's process, before it becomes the program.

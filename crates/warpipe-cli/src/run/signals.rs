@@ -1,6 +1,7 @@
 //! Signals to `warpipe run`, passed on to its program.
 
 use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, ExitStatus};
 
@@ -28,6 +29,28 @@ impl Signals {
             Ok((signal, read))
         });
         Ok(Signals(caught.collect::<io::Result<_>>()?))
+    }
+
+    /// Waits until a stream is readable, or at its end. Returns the signal that asked for this
+    /// process's end before.
+    pub fn wait_unless_asked_to_end(&self, stream: &impl AsFd) -> io::Result<Option<Signal>> {
+        let asks = |it: &&(Signal, UnixStream)| !matches!(it.0, Signal::USR1 | Signal::USR2);
+        loop {
+            let mut waited = vec![PollFd::new(stream, PollFlags::IN)];
+            waited.extend(
+                self.0
+                    .iter()
+                    .filter(asks)
+                    .map(|(_, read)| PollFd::new(read, PollFlags::IN)),
+            );
+            match poll(&mut waited, None) {
+                Err(rustix::io::Errno::INTR) => continue,
+                other => other?,
+            };
+            let came = self.0.iter().filter(asks).zip(&waited[1..]);
+            let mut came = came.filter(|(_, waited)| !waited.revents().is_empty());
+            return Ok(came.next().map(|((signal, _), _)| *signal));
+        }
     }
 
     /// Waits for the program's end.
