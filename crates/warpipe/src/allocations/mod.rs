@@ -13,7 +13,6 @@
 //! A reply that its requester does not wait for any more returns the share.
 
 mod claims;
-mod pieces;
 mod server;
 mod session;
 mod shares;
@@ -44,9 +43,6 @@ const READY_MAX: u32 = 16_384;
 
 /// The length of the server's page of ready words.
 const READY_BYTES: usize = READY_MAX as usize * size_of::<TimelineWord>();
-
-/// The most pieces that one share may span.
-const PIECES_MAX: usize = 4096;
 
 /// In a release word: the share goes back to the server, as its requester gave up.
 const RETURNED: u64 = 1 << 62;

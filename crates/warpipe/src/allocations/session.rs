@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::{
     AllocationNotice, AllocationReply, AllocationRequest, CLAIMS_BYTES, CLAIMS_MAX, Grant,
-    HelloReply, PIECES_MAX, Place, READY_BYTES, READY_MAX, RETURNED, word_at,
+    HelloReply, Place, READY_BYTES, READY_MAX, RETURNED, word_at,
 };
 use crate::backend::{Access, DeviceId, TimelineWord};
 use crate::backoff::Backoff;
@@ -23,6 +23,7 @@ use crate::ipc::{ClientSession, IncomingReply, Kind, SessionObserver, decode, en
 use crate::memory::DeviceSlice;
 use crate::memory::legacy::{LegacyHandle, LegacyMemory};
 use crate::memory::mapped_region::{ImportKey, MappedRegion};
+use crate::memory::pieces::RUN_PIECES_MAX;
 use crate::memory::region::Region;
 use crate::memory::slice::{Mapping, check_range};
 use crate::memory::weak_cache::WeakCache;
@@ -444,10 +445,10 @@ impl AllocationSession {
                     .checked_mul(u64::from(pieces))
                     .filter(|&total| total > 0);
                 let total = total
-                    .filter(|_| pieces as usize <= PIECES_MAX)
+                    .filter(|_| pieces as usize <= RUN_PIECES_MAX)
                     .ok_or_else(|| {
                         let found = format!("{pieces} of {piece} bytes");
-                        self.wrong("pieces", found, format!("1 to {PIECES_MAX}"))
+                        self.wrong("pieces", found, format!("1 to {RUN_PIECES_MAX}"))
                     })?;
                 check_range(self.name(), offset, grant.bytes, total)?;
                 let mapping = self.run((run, pieces, piece), left, is_called_off)?;

@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::claims::{Claims, Ended};
-use super::pieces::Run;
 use super::server::AllocationStats;
 use super::{
     AllocationNotice, AllocationReply, AllocationRequest, CLAIMS_BYTES, Grant, HelloReply, Place,
@@ -22,6 +21,7 @@ use crate::ipc::{
     ClientInfo, Disconnected, FDS_MAX, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
 use crate::memory::legacy::LegacyHandle;
+use crate::memory::pieces::Run;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;

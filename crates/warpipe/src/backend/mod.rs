@@ -164,7 +164,7 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `cuMemRetainAllocationHandle` + `cuMemGetAddressRange`: holds the allocation that other code
     /// of this process has mapped at `ptr` by the virtual memory functions (PyTorch's expandable
     /// segments, for example). [`Error::NotExportable`](crate::Error::NotExportable) for any other
-    /// memory; on the host backend there is none.
+    /// memory; on the host backend for any but its own regions.
     fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
         let kind = self.locate(ptr)?.kind;
         Err(Error::NotExportable { ptr, kind })

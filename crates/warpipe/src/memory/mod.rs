@@ -7,6 +7,7 @@ mod free_ranges;
 pub(crate) mod legacy;
 pub(crate) mod mapped_region;
 mod owned;
+pub(crate) mod pieces;
 mod published;
 pub(crate) mod region;
 mod shared;
@@ -16,6 +17,7 @@ mod tests;
 pub(crate) mod ticket;
 pub(crate) mod weak_cache;
 
+pub(crate) use self::owned::PiecesInfo;
 pub use self::owned::{Export, Memory, MemoryInfo};
 pub use self::published::{Publication, Published};
 pub use self::shared::SharedMemory;

@@ -1,5 +1,6 @@
 //! Memory that this process allocated and can share.
 
+use std::any::Any;
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -67,6 +68,20 @@ pub struct MemoryInfo {
     pub mapped_bytes: u64,
     /// The device that the memory lies on.
     pub device: DeviceId,
+}
+
+/// Memory that comes as descriptors of pieces of one length.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PiecesInfo {
+    pub(crate) piece_bytes: u64,
+    /// The length of all that is used.
+    pub(crate) bytes: u64,
+    pub(crate) device: DeviceId,
+}
+
+fn check_import(device: &Device, info: &MemoryInfo) -> Result<()> {
+    check_range("an imported descriptor", 0, info.bytes, info.mapped_bytes)?;
+    super::shared::check_reach(device, info.device)
 }
 
 /// A descriptor of memory, with its description.
@@ -164,18 +179,39 @@ impl Memory {
         Memory::map_whole(region, device, info, access)
     }
 
-    /// As [`import_fd`](Self::import_fd), of memory that the endpoints of `generation` share under
-    /// `number`: the statistics of all processes that have it say so.
+    /// As [`import_fd`](Self::import_fd), of one or several pieces that the endpoints of
+    /// `generation` share under `number`: the statistics of all processes that have them say so.
+    /// They are mapped into one range, and `held` is kept until that is unmapped.
     pub(crate) fn import_shared(
         device: &Device,
-        fd: BorrowedFd<'_>,
-        info: &MemoryInfo,
+        fds: &[BorrowedFd<'_>],
+        pieces: &PiecesInfo,
         access: Access,
         (generation, number): ([u8; 16], u64),
+        held: Option<Arc<dyn Any + Send + Sync>>,
     ) -> Result<SharedMemory> {
-        let region = Memory::import_region(device, fd, info, access)?;
+        let &PiecesInfo {
+            piece_bytes,
+            bytes,
+            device: owner,
+        } = pieces;
+        let info = MemoryInfo {
+            bytes,
+            mapped_bytes: piece_bytes.saturating_mul(fds.len() as u64),
+            device: owner,
+        };
+        let mut region = match fds {
+            &[only] => Memory::import_region(device, only, &info, access)?,
+            several => {
+                check_import(device, &info)?;
+                Region::import_pieces(device, several, piece_bytes, access, owner)?
+            }
+        };
         region.identify(generation, number);
-        Memory::map_whole(region, device, info, access)
+        if let Some(held) = held {
+            region.hold(held);
+        }
+        Memory::map_whole(region, device, &info, access)
     }
 
     fn import_region(
@@ -184,8 +220,7 @@ impl Memory {
         info: &MemoryInfo,
         access: Access,
     ) -> Result<Region> {
-        check_range("an imported descriptor", 0, info.bytes, info.mapped_bytes)?;
-        super::shared::check_reach(device, info.device)?;
+        check_import(device, info)?;
         Region::import(device, fd, info.mapped_bytes, access, info.device)
     }
 

@@ -1,7 +1,9 @@
 //! One exportable allocation, or one import of a peer's. **This module is marked for unsafe**: it
 //! owns raw regions.
 
+use std::any::Any;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 
 use crate::backend::{Access, DeviceId, DeviceKind, DevicePtr, RawRegion, unreclaimed};
 use crate::device::Device;
@@ -16,6 +18,8 @@ pub(crate) struct Region {
     device: Device,
     raw: RawRegion,
     row: RegionRow,
+    /// Dropped behind the mapping: see [`hold`](Region::hold).
+    held: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Region {
@@ -34,6 +38,7 @@ impl Region {
             device: device.clone(),
             row: RegionRow::open(Role::Owner, raw.bytes, owner, file),
             raw,
+            held: None,
         })
     }
 
@@ -50,7 +55,13 @@ impl Region {
             device: device.clone(),
             row: RegionRow::open(Role::Peer, raw.bytes, owner, file_of(fd, owner)),
             raw,
+            held: None,
         })
+    }
+
+    /// Keeps `held` as long as the region is mapped.
+    pub(crate) fn hold(&mut self, held: Arc<dyn Any + Send + Sync>) {
+        self.held = Some(held);
     }
 
     /// Says in this process's statistics which endpoint shares the region, and under which number.
@@ -72,6 +83,7 @@ impl Region {
             device: device.clone(),
             row: RegionRow::open(Role::Peer, raw.bytes, owner, NO_FILE),
             raw,
+            held: None,
         })
     }
 

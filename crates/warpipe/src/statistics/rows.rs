@@ -215,6 +215,11 @@ impl RegionRow {
         RegionRow::open(Role::Keeper, bytes, device, file_of(fd, device))
     }
 
+    /// As [`keep`](Self::keep), of memory in several pieces.
+    pub(crate) fn keep_many(bytes: u64, device: DeviceId) -> RegionRow {
+        RegionRow::open(Role::Keeper, bytes, device, NO_FILE)
+    }
+
     /// The endpoint that shares the region, and the region's number there.
     pub(crate) fn identify(&self, generation: [u8; 16], number: u64) {
         if let Some(row) = &self.0 {

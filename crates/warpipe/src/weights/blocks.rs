@@ -111,15 +111,16 @@ pub(super) fn hash_in_parallel(
     Ok((0..lengths.len()).map(of_tensor).collect())
 }
 
-/// The content hashes of tensors that lie in a device's memory, by their offsets and lengths.
-pub(super) fn hash_memory(
-    memory: &DeviceSlice,
-    offsets: &[u64],
-    lengths: &[u64],
-) -> Result<Vec<ContentHash>> {
-    hash_in_parallel(memory.device(), lengths, |block, staging| {
-        let begin = offsets[block.tensor] + block.begin;
-        hash_block(memory, begin, block.bytes, staging)
+/// The content hashes of tensors that lie in a device's memory: of each the memory, where it begins
+/// there, and its length.
+pub(super) fn hash_memory(tensors: &[(&DeviceSlice, u64, u64)]) -> Result<Vec<ContentHash>> {
+    let Some((first, ..)) = tensors.first() else {
+        return Ok(Vec::new());
+    };
+    let lengths: Vec<u64> = tensors.iter().map(|&(_, _, bytes)| bytes).collect();
+    hash_in_parallel(first.device(), &lengths, |block, staging| {
+        let (memory, begin, _) = tensors[block.tensor];
+        hash_block(memory, begin + block.begin, block.bytes, staging)
     })
 }
 
@@ -212,7 +213,12 @@ mod tests {
         memory.write(&stream, 0, &bytes).unwrap();
         stream.synchronize(COPY_TIMEOUT).unwrap();
         let lengths = tensors.map(|tensor| tensor.len() as u64);
-        let found = hash_memory(&memory, &offsets, &lengths).unwrap();
+        let places: Vec<(&DeviceSlice, u64, u64)> = offsets
+            .into_iter()
+            .zip(lengths)
+            .map(|(offset, bytes)| (&*memory, offset, bytes))
+            .collect();
+        let found = hash_memory(&places).unwrap();
         assert_eq!(found, tensors.map(content_hash));
         assert_ne!(content_hash(&large), xxh3_128(&large).to_be_bytes());
     }

@@ -1,16 +1,25 @@
 //! The content hashes of a version, compared with those of its manifest.
 
 use super::blocks::hash_memory;
-use super::manifest::Manifest;
+use super::manifest::{Manifest, TensorInfo};
 use crate::error::Result;
-use crate::memory::SharedMemory;
+use crate::memory::DeviceSlice;
 
-/// The tensors with another content hash than the manifest says, in the manifest's order.
-pub(super) fn damaged_tensors(memory: &SharedMemory, manifest: &Manifest) -> Result<Vec<String>> {
+/// The tensors with another content hash than the manifest says, in the manifest's order. `memory`
+/// has a slice for each part.
+pub(super) fn damaged_tensors(memory: &[&DeviceSlice], manifest: &Manifest) -> Result<Vec<String>> {
     let tensors = manifest.tensors();
-    let offsets: Vec<u64> = tensors.iter().map(|tensor| tensor.offset).collect();
-    let lengths: Vec<u64> = tensors.iter().map(|tensor| tensor.layout.bytes()).collect();
-    let hashes = hash_memory(memory, &offsets, &lengths)?;
+    let begins: Vec<u64> = manifest.parts().map(|(begin, _)| begin).collect();
+    let place = |tensor: &TensorInfo| {
+        let part = manifest.part_at(tensor.offset);
+        (
+            memory[part],
+            tensor.offset - begins[part],
+            tensor.layout.bytes(),
+        )
+    };
+    let places: Vec<_> = tensors.iter().map(place).collect();
+    let hashes = hash_memory(&places)?;
     let damaged = tensors
         .iter()
         .zip(hashes)

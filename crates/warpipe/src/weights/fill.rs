@@ -1,7 +1,11 @@
-//! Weights that the caller copies into their memory itself, on streams of its own.
+//! Weights that the caller copies into their memory itself, on streams of its own, beside tensors
+//! that are published where they lie.
 
 use super::blocks::{COPY_TIMEOUT, hash_memory};
-use super::load::{Placement, Weights};
+use super::in_place::TensorsInPlace;
+use super::lease;
+use super::load::{Placement, Storage, Weights};
+use super::manifest::TensorInfo;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -33,6 +37,7 @@ pub struct WeightsBuilder {
     memory: Memory,
     tensors: Vec<(String, Layout)>,
     placed: Placement,
+    in_place: Option<TensorsInPlace>,
     /// Further names of tensors, by their index.
     aliases: Vec<(usize, String)>,
 }
@@ -64,6 +69,7 @@ impl Weights {
             memory,
             tensors,
             placed,
+            in_place: None,
             aliases: Vec::new(),
         })
     }
@@ -79,6 +85,12 @@ impl WeightsBuilder {
     /// Where each tensor begins in the memory, in the order in which they were given.
     pub fn offsets(&self) -> &[u64] {
         &self.placed.offsets
+    }
+
+    /// Publishes these tensors, too, without a copy. They are counted behind the others.
+    pub fn beside(mut self, tensors: TensorsInPlace) -> WeightsBuilder {
+        self.in_place = Some(tensors);
+        self
     }
 
     /// Another name of a tensor, by its index: tied weights lie in the memory once. An index
@@ -100,37 +112,83 @@ impl WeightsBuilder {
             memory,
             tensors,
             placed,
-            mut aliases,
+            in_place,
+            aliases,
         } = self;
-        if let Some((index, name)) = aliases.iter().find(|alias| alias.0 >= tensors.len()) {
-            let found = format!("tensor {index} for {name:?}");
-            let allowed = format!("one of {} tensors", tensors.len());
-            return Err(Error::argument("alias", found, allowed));
-        }
-        // Stable: the aliases of a tensor keep their order.
-        aliases.sort_by_key(|alias| alias.0);
-        let mut aliases = aliases.into_iter().peekable();
-        let mut named = Vec::new();
-        let (mut offsets, mut hashes) = (Vec::new(), Vec::new());
         wait_for(memory.streams(), COPY_TIMEOUT)?;
-        let lengths: Vec<u64> = tensors.iter().map(|tensor| tensor.1.bytes()).collect();
-        let hashed = hash_memory(&memory, &placed.offsets, &lengths)?;
-        for (index, (name, layout)) in tensors.into_iter().enumerate() {
-            let (offset, hash) = (placed.offsets[index], hashed[index]);
-            let mut add = |name| {
-                named.push((name, layout));
-                offsets.push(offset);
-                hashes.push(hash);
-            };
-            add(name);
-            while let Some((_, name)) = aliases.next_if(|alias| alias.0 == index) {
-                add(name);
-            }
+        let in_place = in_place.filter(|tensors| !tensors.is_empty());
+        let device = memory.device().clone();
+        if let Some(other) = in_place
+            .as_ref()
+            .filter(|it| it.device().info().id != device.info().id)
+        {
+            let found = other.device().info().id;
+            return Err(Error::argument("tensors in place", found, device.info().id));
         }
-        let placed = Placement {
-            bytes: placed.bytes,
-            offsets,
+        let (copied, mut storage) = (tensors.len(), Storage::default());
+        if copied > 0 || in_place.is_none() {
+            storage.add_memory(memory.clone())?;
+            storage.bytes = placed.bytes;
+        }
+        let laid = match in_place {
+            None => None,
+            Some(in_place) => {
+                let begin = storage.parts.iter().map(|part| part.bytes()).sum();
+                let mut laid = in_place.lay(begin)?;
+                storage.parts.append(&mut laid.parts);
+                storage.pieces.append(&mut laid.pieces);
+                storage.bytes = storage.parts.iter().map(|part| part.bytes()).sum();
+                storage.lease = Some(lease::grant(laid.mapping.clone())?);
+                Some(laid)
+            }
         };
-        Weights::of(memory, named.into_iter(), placed, hashes)
+        let copies = tensors.into_iter().zip(&placed.offsets).enumerate();
+        let copies = copies.map(|(number, ((name, layout), &offset))| {
+            ((number, name, layout, offset), (&*memory, offset))
+        });
+        let lying = laid.iter().flat_map(|laid| &laid.tensors).map(|tensor| {
+            let (number, name) = (copied + tensor.number, tensor.name.clone());
+            (
+                (number, name, tensor.layout, tensor.offset),
+                (&tensor.slice, 0),
+            )
+        });
+        let (described, places): (Vec<_>, Vec<_>) = copies.chain(lying).unzip();
+        let mut names = names_of(
+            &described.iter().map(|it| it.0).collect::<Vec<_>>(),
+            aliases,
+        )?;
+        let places = places.into_iter().zip(&described);
+        let places: Vec<_> = places
+            .map(|((memory, begin), (_, _, layout, _))| (memory, begin, layout.bytes()))
+            .collect();
+        let hashes = hash_memory(&places)?;
+        let mut infos = Vec::new();
+        for ((number, name, layout, offset), hash) in described.into_iter().zip(hashes) {
+            let others = std::mem::take(&mut names[number]);
+            let tensor = |name| TensorInfo {
+                name,
+                layout,
+                offset,
+                hash,
+            };
+            infos.push(tensor(name));
+            infos.extend(others.into_iter().map(tensor));
+        }
+        Weights::in_storage(&device, storage, infos)
     }
+}
+
+/// The further names of each tensor, by its number.
+fn names_of(numbers: &[usize], aliases: Vec<(usize, String)>) -> Result<Vec<Vec<String>>> {
+    let mut names = vec![Vec::new(); numbers.len()];
+    for (index, name) in aliases {
+        let Some(of_it) = names.get_mut(index) else {
+            let found = format!("tensor {index} for {name:?}");
+            let allowed = format!("one of {} tensors", numbers.len());
+            return Err(Error::argument("alias", found, allowed));
+        };
+        of_it.push(name);
+    }
+    Ok(names)
 }

@@ -1,17 +1,22 @@
-//! One version of weights as a process holds it: two descriptors and their description. Nothing of
-//! it needs a device.
+//! One version of weights as a process holds it: descriptors and their description. Nothing of it
+//! needs a device.
+//!
+//! A reply brings a version's description with its manifest and the first of its pieces. Whoever
+//! wants the others asks for them: see [`PartialVersion`].
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::lease;
 use super::manifest::{Manifest, SealedManifest};
+use super::room::check_room;
 use crate::backend::host;
-use crate::device_types::DeviceKind;
+use crate::device_types::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
-use crate::ipc::{IncomingReply, OutgoingReply, Rejection};
-use crate::memory::MemoryInfo;
+use crate::ipc::{FDS_MAX, IncomingReply, OutgoingReply, Rejection};
 use crate::runtime::closer::{PeerFd, closes_at_once_elsewhere};
 use crate::statistics::RegionRow;
 
@@ -27,146 +32,270 @@ pub(super) struct Version {
     pub(super) id: [u8; 16],
 }
 
-/// A version's description. The descriptors go along: the memory, the manifest.
+/// A version's description. Descriptors go along: the manifest, the lease if there is one, and as
+/// many of the first pieces as there is room for.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct VersionReply {
     pub(super) version: Version,
-    memory: MemoryInfo,
+    device: DeviceId,
     manifest_bytes: u64,
+    has_lease: bool,
 }
 
 /// The descriptors of one version.
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) version: Version,
-    pub(super) info: MemoryInfo,
-    pub(super) memory: PeerFd,
-    pub(super) manifest: SealedManifest,
-    /// In a keeper: says in this process's statistics that it has the memory.
-    pub(super) row: Option<RegionRow>,
+    pub(super) device: DeviceId,
+    /// The length of the memory, as its tensors use it.
+    pub(super) bytes: u64,
+    /// The length of each part, which a keeper says in its statistics.
+    parts: Arc<[u64]>,
+    pub(super) pieces: Arc<[PeerFd]>,
+    /// Of memory that its publisher must not use again as long as any process has this.
+    pub(super) lease: Option<Arc<PeerFd>>,
+    manifest: Arc<SealedManifest>,
+    /// In a keeper: say in this process's statistics that it has the memory.
+    rows: Vec<RegionRow>,
 }
 
-/// The number of a version's memory among the memory of its generation.
-pub(super) const MEMORY_NUMBER: u64 = 0;
-
 impl Held {
-    /// Says in this process's statistics that it keeps the memory without mapping it.
-    pub(super) fn keep(&mut self) {
-        let MemoryInfo {
-            mapped_bytes,
+    /// A publisher's version, which has no number yet.
+    pub(super) fn new(
+        id: [u8; 16],
+        device: DeviceId,
+        pieces: Vec<PeerFd>,
+        lease: Option<Arc<PeerFd>>,
+        manifest: &Manifest,
+    ) -> Result<Held> {
+        pieces.iter().for_each(PeerFd::approve);
+        Ok(Held {
+            version: Version { number: 0, id },
             device,
-            ..
-        } = self.info;
-        let row = RegionRow::keep(self.memory.as_fd(), mapped_bytes, device);
-        row.identify(self.version.id, MEMORY_NUMBER);
-        self.row = Some(row);
+            bytes: manifest.bytes(),
+            parts: manifest.parts().map(|(_, part)| part.bytes()).collect(),
+            pieces: pieces.into(),
+            lease,
+            manifest: Arc::new(manifest.seal("weights")?),
+            rows: Vec::new(),
+        })
     }
 
-    /// Duplicates the descriptors, for a version with this number.
-    pub(super) fn numbered(&self, number: u64) -> Result<Held> {
-        let [memory, manifest] = self.duplicates()?;
-        Ok(Held {
+    /// Says in this process's statistics that it keeps the memory without mapping it.
+    pub(super) fn keep(&mut self) {
+        let (device, id) = (self.device, self.version.id);
+        let kept = (0..).zip(&*self.parts).map(|(number, &bytes)| {
+            let row = match &self.pieces[..] {
+                [only] => RegionRow::keep(only.as_fd(), bytes, device),
+                _ => RegionRow::keep_many(bytes, device),
+            };
+            row.identify(id, number);
+            row
+        });
+        self.rows = kept.collect();
+    }
+
+    /// The same descriptors, for a version with this number.
+    pub(super) fn numbered(&self, number: u64) -> Held {
+        Held {
             version: Version {
                 number,
                 ..self.version
             },
-            info: self.info,
-            memory: PeerFd::from(memory),
-            manifest: SealedManifest {
-                fd: manifest,
-                bytes: self.manifest.bytes,
-            },
-            row: None,
-        })
+            device: self.device,
+            bytes: self.bytes,
+            parts: self.parts.clone(),
+            pieces: self.pieces.clone(),
+            lease: self.lease.clone(),
+            manifest: self.manifest.clone(),
+            rows: Vec::new(),
+        }
     }
 
-    fn duplicates(&self) -> Result<[CloseOnForkFd; 2]> {
-        let duplicate = |fd: std::os::fd::BorrowedFd<'_>| {
-            CloseOnForkFd::duplicate(fd)
-                .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a version of weights", e))
-        };
-        Ok([
-            duplicate(self.memory.as_fd())?,
-            duplicate(self.manifest.fd.as_fd())?,
-        ])
-    }
-
-    /// The description of this version, as a part of a reply with [`fds`](Self::fds).
+    /// The description of this version, as a part of a [`reply`](Self::reply).
     pub(super) fn describe(&self) -> VersionReply {
         VersionReply {
             version: self.version,
-            memory: self.info,
+            device: self.device,
             manifest_bytes: self.manifest.bytes,
+            has_lease: self.lease.is_some(),
         }
     }
 
     /// A reply with this version. `body` contains [`describe`](Self::describe).
     pub(super) fn reply(&self, body: &impl Serialize) -> Result<OutgoingReply, Rejection> {
-        let fds = self.duplicates()?;
-        OutgoingReply::new(body, fds.into())
+        let first = [
+            Some(self.manifest.fd.as_fd()),
+            self.lease.as_deref().map(AsFd::as_fd),
+        ];
+        let pieces = self.pieces.iter().map(AsFd::as_fd);
+        let fds = first.into_iter().flatten().chain(pieces).take(FDS_MAX);
+        OutgoingReply::new(body, duplicates(fds)?)
     }
 
-    /// Takes the version that a peer sent, and the checked copy of its manifest. The memory is
-    /// checked as far as that needs no device: the device checks the rest when it maps it.
+    /// A reply with pieces from number `first` on, as many as fit.
+    pub(super) fn reply_pieces(
+        &self,
+        body: &impl Serialize,
+        first: u32,
+    ) -> Result<OutgoingReply, Rejection> {
+        let from = self.pieces.get(first as usize..);
+        let Some(from @ [_, ..]) = from else {
+            let pieces = self.pieces.len();
+            return Err(Rejection::new(format!(
+                "it has {pieces} pieces, and no {first}"
+            )));
+        };
+        let fds = from.iter().take(FDS_MAX).map(AsFd::as_fd);
+        OutgoingReply::new(body, duplicates(fds)?)
+    }
+}
+
+fn duplicates<'a>(fds: impl Iterator<Item = BorrowedFd<'a>>) -> Result<Vec<CloseOnForkFd>> {
+    fds.map(|fd| {
+        CloseOnForkFd::duplicate(fd)
+            .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a version of weights", e))
+    })
+    .collect()
+}
+
+/// A version of another process, of which this one may lack pieces. The memory is checked as far as
+/// that needs no device: the device checks the rest when it maps it.
+#[derive(Debug)]
+pub(super) struct PartialVersion {
+    name: String,
+    pub(super) version: Version,
+    pub(super) device: DeviceId,
+    pub(super) manifest: Manifest,
+    sealed: SealedManifest,
+    lease: Option<PeerFd>,
+    pieces: Vec<PeerFd>,
+}
+
+impl PartialVersion {
+    /// Takes the description that a peer sent, and the checked copy of its manifest.
     pub(super) fn receive(
         name: &str,
         reply: &VersionReply,
         fds: Vec<PeerFd>,
-    ) -> Result<(Held, Manifest)> {
-        let wrong = |field, found: String, allowed: &str| Error::Protocol {
-            name: name.to_string(),
-            field,
-            found,
-            allowed: allowed.to_string(),
-        };
-        let count = fds.len().to_string();
-        let Ok([memory, manifest]) = <[PeerFd; 2]>::try_from(fds) else {
-            return Err(wrong("descriptors", count, "2"));
-        };
+    ) -> Result<PartialVersion> {
         let VersionReply {
             version,
-            memory: info,
+            device,
             manifest_bytes,
+            has_lease,
         } = *reply;
+        let wrong = |field, found: String, allowed: &str| wrong(name, field, found, allowed);
+        let count = fds.len();
+        let mut fds = fds.into_iter();
+        let few = || wrong("descriptors", count.to_string(), "more");
         if version.number > NUMBER_MAX {
             return Err(wrong("version", version.number.to_string(), "up to 2^48"));
         }
-        if info.bytes == 0 || info.bytes > info.mapped_bytes {
-            let allowed = format!("1 to {}", info.mapped_bytes);
-            return Err(wrong("bytes", info.bytes.to_string(), &allowed));
+        let sealed = fds.next().ok_or_else(few)?;
+        let lease = has_lease.then(|| fds.next().ok_or_else(few)).transpose()?;
+        if let Some(lease) = &lease {
+            lease::check(lease.as_fd()).map_err(|found| wrong("lease", found, "a pipe"))?;
+            lease.approve();
         }
-        if info.device.kind == DeviceKind::Host {
-            host::check_sealed_memfd(memory.as_fd(), info.mapped_bytes)
-                .map_err(|found| wrong("memory", found, "a sealed memfd"))?;
-            memory.approve();
-        } else if !closes_at_once_elsewhere(memory.as_fd()) {
-            // Replies have copies of it, which the thread of all sockets closes.
-            let found = "a file whose close may block".into();
-            return Err(wrong("memory", found, "a descriptor of a device's memory"));
-        }
-        let checked = Manifest::receive(manifest.as_fd(), manifest_bytes)
+        let manifest = Manifest::receive(sealed.as_fd(), manifest_bytes)
             .map_err(|found| wrong("manifest", found, "a sealed and whole one"))?;
-        if checked.bytes() != info.bytes {
-            let found = format!("of {} bytes", checked.bytes());
-            let allowed = format!("that of {} bytes", info.bytes);
-            return Err(wrong("manifest", found, &allowed));
-        }
-        let held = Held {
-            version,
-            info,
-            memory,
-            manifest: SealedManifest {
-                fd: manifest.accept(),
-                bytes: manifest_bytes,
-            },
-            row: None,
+        let sealed = SealedManifest {
+            fd: sealed.accept(),
+            bytes: manifest_bytes,
         };
-        Ok((held, checked))
+        let mut partial = PartialVersion {
+            name: name.to_string(),
+            version,
+            device,
+            manifest,
+            sealed,
+            lease,
+            pieces: Vec::new(),
+        };
+        partial.add(fds.collect())?;
+        Ok(partial)
     }
 
-    /// [`receive`](Self::receive) for a reply that is a description alone.
-    pub(super) fn open(name: &str, incoming: IncomingReply) -> Result<(Held, Manifest)> {
-        let reply: VersionReply = crate::ipc::decode(&incoming.body, name)?;
-        Held::receive(name, &reply, incoming.fds)
+    /// Whether no piece is missing.
+    pub(super) fn is_whole(&self) -> bool {
+        self.manifest.pieces().count() == self.pieces.len()
+    }
+
+    /// Adds the next pieces.
+    fn add(&mut self, fds: Vec<PeerFd>) -> Result<()> {
+        let lengths = self.manifest.pieces().skip(self.pieces.len());
+        let left = lengths.clone().count();
+        if fds.is_empty() || fds.len() > left {
+            let allowed = format!("1 to {left} of its pieces");
+            return Err(wrong(
+                &self.name,
+                "descriptors",
+                fds.len().to_string(),
+                &allowed,
+            ));
+        }
+        for (fd, bytes) in fds.iter().zip(lengths) {
+            self.check_piece(fd, bytes)?;
+        }
+        self.pieces.extend(fds);
+        Ok(())
+    }
+
+    fn check_piece(&self, fd: &PeerFd, bytes: u64) -> Result<()> {
+        let wrong = |found, allowed| wrong(&self.name, "memory", found, allowed);
+        if self.device.kind == DeviceKind::Host {
+            host::check_sealed_memfd(fd.as_fd(), bytes)
+                .map_err(|found| wrong(found, "a sealed memfd"))?;
+            fd.approve();
+        } else if !closes_at_once_elsewhere(fd.as_fd()) {
+            // Replies have copies of it, which the thread of all sockets closes.
+            let found = "a file whose close may block".into();
+            return Err(wrong(found, "a descriptor of a device's memory"));
+        }
+        Ok(())
+    }
+
+    /// Asks for the missing pieces: `ask` gets the number of the first one, and returns
+    /// descriptors; none if the peer has this version no more, and then there is no version.
+    ///
+    /// # Errors
+    /// [`Error::DescriptorLimit`] when this process has no room for them, before any is asked for.
+    pub(super) fn complete(
+        mut self,
+        mut ask: impl FnMut(u32) -> Result<Option<IncomingReply>>,
+    ) -> Result<Option<(Held, Manifest)>> {
+        let missing = self.manifest.pieces().count() - self.pieces.len();
+        check_room(missing, &self.name)?;
+        while !self.is_whole() {
+            let Some(reply) = ask(self.pieces.len() as u32)? else {
+                return Ok(None);
+            };
+            self.add(reply.fds)?;
+        }
+        let held = Held {
+            version: self.version,
+            device: self.device,
+            bytes: self.manifest.bytes(),
+            parts: self
+                .manifest
+                .parts()
+                .map(|(_, part)| part.bytes())
+                .collect(),
+            pieces: self.pieces.into(),
+            lease: self.lease.map(Arc::new),
+            manifest: Arc::new(self.sealed),
+            rows: Vec::new(),
+        };
+        Ok(Some((held, self.manifest)))
+    }
+}
+
+fn wrong(name: &str, field: &'static str, found: String, allowed: &str) -> Error {
+    Error::Protocol {
+        name: name.to_string(),
+        field,
+        found,
+        allowed: allowed.to_string(),
     }
 }

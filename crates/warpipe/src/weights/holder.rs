@@ -7,14 +7,23 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use super::held::{Held, NUMBER_MAX};
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     AccessPolicy, Address, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
-    ServerCore,
+    ServerCore, decode,
 };
 use crate::runtime::reactor::new_generation;
+
+/// A keeper's request, if the first reply did not have all pieces.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(super) struct HolderRequest {
+    /// The number of the first piece that is asked for. The reply has the descriptors alone.
+    pub(super) first: u32,
+}
 
 /// The endpoint; dropping it ends it.
 #[derive(Debug)]
@@ -117,6 +126,16 @@ impl RequestHandler for HolderHandler {
         _: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
         self.held.reply(&self.held.describe())
+    }
+
+    fn on_request(
+        &self,
+        server_core: &ServerCore,
+        _: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        let HolderRequest { first } = decode(body, server_core.name())?;
+        self.held.reply_pieces(&(), first)
     }
 
     fn runs_on_reactor(&self) -> bool {

@@ -37,6 +37,8 @@ pub(super) enum KeeperRequest {
     Offered,
     /// The version to be checked: the candidate, else the one that is offered.
     Candidate,
+    /// Descriptors of a version's pieces, from number `first` on: as many as one reply carries.
+    Pieces { version: Version, first: u32 },
     /// Fetch the version that the endpoint `name` offers. A notice follows.
     Take { name: String },
     /// The content hashes of a version have been compared.
@@ -51,8 +53,12 @@ pub(super) enum KeeperRequest {
 /// The reply.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum KeeperReply {
-    /// Descriptors: the memory, the manifest.
+    /// Descriptors: the manifest, the lease, the first pieces.
     Version(VersionReply),
+    /// The descriptors go with it.
+    Pieces,
+    /// The keeper has the version of which pieces were asked for no more.
+    Replaced,
     /// There is none. A candidate may wait for its check.
     Nothing { candidate: Option<u64> },
     /// The request has been noted.
@@ -258,6 +264,12 @@ impl KeeperState {
         }
     }
 
+    /// The version, if this keeper has it.
+    fn find(&self, version: Version) -> Option<&Held> {
+        let mut held = self.candidates.iter().chain(&self.offered);
+        held.find(|held| held.version == version)
+    }
+
     /// Takes a publisher's version, and returns its number with the versions that it replaces.
     fn replace(&mut self, mut held: Held) -> Result<(u64, Vec<Held>), String> {
         if self.is_ending {
@@ -339,7 +351,7 @@ impl KeeperCore {
             TraceEvent::WeightsOffered {
                 name: self.name.to_string(),
                 version: offered.map_or(0, |held| held.version.number),
-                bytes: offered.map_or(0, |held| held.info.bytes),
+                bytes: offered.map_or(0, |held| held.bytes),
             }
         });
     }
@@ -449,6 +461,10 @@ impl RequestHandler for KeeperHandler {
                     None => nothing(None),
                 }
             }
+            KeeperRequest::Pieces { version, first } => match core.lock().find(version) {
+                Some(held) => held.reply_pieces(&KeeperReply::Pieces, first),
+                None => OutgoingReply::new(&KeeperReply::Replaced, vec![]),
+            },
             KeeperRequest::Take { name } => self.begin_offer(client.id, name),
             KeeperRequest::Checked { version, is_sound } => {
                 // Closed behind the lock.

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::held::{Held, NUMBER_MAX};
+use super::held::{Held, NUMBER_MAX, PartialVersion, Version};
 use super::keeper::{KeeperNotice, KeeperReply, KeeperRequest};
 use super::manifest::Manifest;
 use crate::clock::Stopwatch;
@@ -69,8 +69,9 @@ pub(super) fn end_keeper(domain: &Domain, name: &EndpointName, timeout: Duration
     })
 }
 
-/// Waits up to `timeout` for a version after number `after` in the reply to `request`. If the
-/// keeper ends meanwhile, waits for the next one. The session is with the keeper that has replied.
+/// Waits up to `timeout` for a version after number `after` in the reply to `request`, and gets all
+/// of it. If the keeper ends meanwhile, waits for the next one. The session is with the keeper that
+/// has replied.
 pub(super) fn wait_for_version(
     domain: &Domain,
     name: &EndpointName,
@@ -78,13 +79,51 @@ pub(super) fn wait_for_version(
     after: u64,
     timeout: Duration,
 ) -> Result<(KeeperSession, Held, Manifest)> {
+    let waited = |keeper: &KeeperSession, clock: &mut Stopwatch| {
+        loop {
+            let found = keeper.version_after(request, after, clock, timeout)?;
+            let left = timeout.saturating_sub(clock.elapsed());
+            // A version that is replaced meanwhile is not offered any more: the next one is.
+            match keeper.complete(found, left)? {
+                Some(whole) => return Ok(whole),
+                None if left.is_zero() => return Err(keeper.none_in_time(after, None, timeout)),
+                None => {}
+            }
+        }
+    };
+    let (keeper, (held, manifest)) = with_keepers(domain, name, timeout, waited)?;
+    Ok((keeper, held, manifest))
+}
+
+/// As [`wait_for_version`], for its number alone.
+pub(super) fn wait_for_number(
+    domain: &Domain,
+    name: &EndpointName,
+    request: &KeeperRequest,
+    after: u64,
+    timeout: Duration,
+) -> Result<u64> {
+    let waited = |keeper: &KeeperSession, clock: &mut Stopwatch| {
+        let found = keeper.version_after(request, after, clock, timeout)?;
+        Ok(found.version.number)
+    };
+    Ok(with_keepers(domain, name, timeout, waited)?.1)
+}
+
+/// Repeats `ask` with the next keeper when one ends, up to `timeout`.
+fn with_keepers<T>(
+    domain: &Domain,
+    name: &EndpointName,
+    timeout: Duration,
+    ask: impl Fn(&KeeperSession, &mut Stopwatch) -> Result<T>,
+) -> Result<(KeeperSession, T)> {
     let mut clock = Stopwatch::default();
     loop {
         let left = timeout.saturating_sub(clock.elapsed());
         let keeper = KeeperSession::open(domain, name, left)?;
-        match keeper.version_after(request, after, &mut clock, timeout) {
+        match ask(&keeper, &mut clock) {
             Err(Error::PeerGone { .. }) if clock.elapsed() < timeout => {}
-            other => return other.map(|(held, manifest)| (keeper, held, manifest)),
+            other => return other.map(|found| (keeper, found)),
         }
     }
 }
@@ -148,19 +187,46 @@ impl KeeperSession {
         &self,
         request: &KeeperRequest,
         timeout: Duration,
-    ) -> Result<std::result::Result<(Held, Manifest), Option<u64>>> {
-        let name = self.session.name();
+    ) -> Result<std::result::Result<PartialVersion, Option<u64>>> {
         match self.request(request, timeout)? {
             (KeeperReply::Version(version), incoming) => {
-                Held::receive(name, &version, incoming.fds).map(Ok)
+                PartialVersion::receive(self.session.name(), &version, incoming.fds).map(Ok)
             }
             (KeeperReply::Nothing { candidate }, _) => Ok(Err(candidate)),
-            (KeeperReply::Noted, _) => Err(Error::Protocol {
-                name: name.to_string(),
-                field: "reply",
-                found: "Noted".into(),
-                allowed: "Version or Nothing".into(),
-            }),
+            (reply, _) => Err(self.wrong(&reply, "Version or Nothing")),
+        }
+    }
+
+    /// Gets the pieces that a version lacks. `None` if the keeper has it no more.
+    fn complete(
+        &self,
+        found: PartialVersion,
+        timeout: Duration,
+    ) -> Result<Option<(Held, Manifest)>> {
+        let (version, mut clock) = (found.version, Stopwatch::default());
+        found.complete(|first| self.pieces(version, first, timeout.saturating_sub(clock.elapsed())))
+    }
+
+    fn pieces(
+        &self,
+        version: Version,
+        first: u32,
+        timeout: Duration,
+    ) -> Result<Option<IncomingReply>> {
+        let request = KeeperRequest::Pieces { version, first };
+        match self.request(&request, timeout)? {
+            (KeeperReply::Pieces, incoming) => Ok(Some(incoming)),
+            (KeeperReply::Replaced, _) => Ok(None),
+            (reply, _) => Err(self.wrong(&reply, "Pieces or Replaced")),
+        }
+    }
+
+    fn wrong(&self, found: &KeeperReply, allowed: &str) -> Error {
+        Error::Protocol {
+            name: self.session.name().to_string(),
+            field: "reply",
+            found: format!("{found:?}"),
+            allowed: allowed.into(),
         }
     }
 
@@ -176,13 +242,13 @@ impl KeeperSession {
         after: u64,
         clock: &mut Stopwatch,
         timeout: Duration,
-    ) -> Result<(Held, Manifest)> {
+    ) -> Result<PartialVersion> {
         loop {
             // Before the question, so that a version in between is not missed.
             let seen = self.news.lock().offered;
             let left = timeout.saturating_sub(clock.elapsed());
             let candidate = match self.version(request, left)? {
-                Ok(found) if found.0.version.number > after => return Ok(found),
+                Ok(found) if found.version.number > after => return Ok(found),
                 Ok(_) => None,
                 Err(candidate) => candidate,
             };

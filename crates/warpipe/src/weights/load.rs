@@ -8,10 +8,12 @@ use std::time::Duration;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::blocks::{Block, COPY_TIMEOUT, content_hash, hash_in_parallel};
-use super::held::{Held, MEMORY_NUMBER, Version};
+use super::held::Held;
 use super::holder::{Holder, clear_dead};
 use super::keeper_session::offer_to_keeper;
-use super::manifest::{ALIGNMENT, ContentHash, Manifest, TENSORS_MAX, TensorInfo, read_exact};
+use super::manifest::{
+    ALIGNMENT, ContentHash, Manifest, Part, TENSORS_MAX, TensorInfo, read_exact,
+};
 use super::source::{Source, SourceFile, SourceTensor, of_file, unreadable};
 use super::staging::Staging;
 use super::weights_name;
@@ -27,12 +29,13 @@ use crate::tensor::Layout;
 /// The bytes of host memory that are enqueued at once.
 const WRITTEN_AT_ONCE: usize = 4 << 20;
 
-/// Model weights in one memory of this process, complete and never written again. Publish them
-/// under a name to give them to other processes.
+/// Model weights in memory of this process, complete and never written again. Publish them under a
+/// name to give them to other processes.
 #[derive(Debug)]
 pub struct Weights {
-    /// Mapped as long as this object: the memory itself is kept by every descriptor of it.
-    _memory: Memory,
+    /// Mapped as long as this object: the memory itself is kept by every descriptor of it. `None`
+    /// if all tensors are [in place](super::TensorsInPlace).
+    _memory: Option<Memory>,
     manifest: Manifest,
     held: Held,
     owner_process: OwnerProcess,
@@ -136,21 +139,35 @@ impl Weights {
             offset,
             hash,
         });
-        let manifest = Manifest::new(placed.bytes, tensors.collect()).map_err(|found| {
+        let device = memory.device().clone();
+        let mut storage = Storage::default();
+        storage.add_memory(memory)?;
+        storage.bytes = placed.bytes;
+        Weights::in_storage(&device, storage, tensors.collect())
+    }
+
+    /// Seals the manifest of tensors in complete memory, in the order of their offsets.
+    pub(super) fn in_storage(
+        device: &Device,
+        storage: Storage,
+        tensors: Vec<TensorInfo>,
+    ) -> Result<Weights> {
+        let Storage {
+            memory,
+            bytes,
+            parts,
+            pieces,
+            lease,
+        } = storage;
+        let manifest = Manifest::new(bytes, parts, tensors).map_err(|found| {
             Error::argument("tensors", found, "unique names of 1 to 1,024 bytes")
         })?;
-        let held = Held {
-            version: Version {
-                number: 0,
-                id: new_generation(),
-            },
-            info: memory.info(),
-            memory: PeerFd::from(memory.private_export()?),
-            manifest: manifest.seal("weights")?,
-            row: None,
-        };
-        held.memory.approve();
-        memory.identify(held.version.id, MEMORY_NUMBER);
+        let id = new_generation();
+        let held = Held::new(id, device.info().id, pieces, lease, &manifest)?;
+        if let Some(memory) = &memory {
+            // It is the first part.
+            memory.identify(id, 0);
+        }
         Ok(Weights {
             _memory: memory,
             manifest,
@@ -190,10 +207,10 @@ impl Weights {
         self.owner_process.check()?;
         let name = weights_name(name)?;
         clear_dead(domain, name.as_str());
-        let offered = Arc::new(self.held.numbered(0)?);
+        let offered = Arc::new(self.held.numbered(0));
         let offer = Holder::offer(domain, name.as_str(), offered)?;
         let (keeper, number) = offer_to_keeper(domain, &name, &offer.1, timeout)?;
-        let held = Arc::new(self.held.numbered(number)?);
+        let held = Arc::new(self.held.numbered(number));
         let holder = Holder::serve(domain, name.as_str(), held)?;
         // The next keeper may have begun before the holder was there: it lacks the version.
         keeper.tell_holding(number)?;
@@ -207,11 +224,11 @@ impl Weights {
 #[cfg(test)]
 impl Weights {
     pub(super) fn held_for_tests(&self, number: u64) -> Held {
-        self.held.numbered(number).unwrap()
+        self.held.numbered(number)
     }
 
     pub(super) fn memory_for_tests(&self) -> &Memory {
-        &self._memory
+        self._memory.as_ref().unwrap()
     }
 }
 
@@ -231,6 +248,29 @@ impl PublishedWeights {
     /// The number of the version: 1 more than the previous one of this name.
     pub fn version(&self) -> u64 {
         self.version
+    }
+}
+
+/// The memory of weights.
+#[derive(Default)]
+pub(super) struct Storage {
+    /// The first part, if it is of this library.
+    pub(super) memory: Option<Memory>,
+    pub(super) bytes: u64,
+    pub(super) parts: Vec<Part>,
+    pub(super) pieces: Vec<PeerFd>,
+    pub(super) lease: Option<Arc<PeerFd>>,
+}
+
+impl Storage {
+    /// Begins with this memory.
+    pub(super) fn add_memory(&mut self, memory: Memory) -> Result<()> {
+        let mapped_bytes = memory.info().mapped_bytes;
+        self.parts.push(Part::whole(mapped_bytes));
+        self.pieces.push(PeerFd::from(memory.private_export()?));
+        self.bytes = mapped_bytes;
+        self.memory = Some(memory);
+        Ok(())
     }
 }
 

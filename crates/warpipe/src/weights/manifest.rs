@@ -1,6 +1,7 @@
-//! The manifest of weights: which tensor lies where in the one memory, and its content hash.
+//! The manifest of weights: the parts of their memory, which tensor lies where in it, and its
+//! content hash.
 //!
-//! It travels in a sealed memfd beside the memory's descriptor. A receiver copies it once and uses
+//! It travels in a sealed memfd beside the memory's descriptors. A receiver copies it once and uses
 //! the copy alone, after it has been checked.
 
 use std::collections::HashSet;
@@ -15,6 +16,7 @@ use super::safetensors::check_name;
 use crate::backend::host;
 use crate::error::{Error, Result, WeightsFault};
 use crate::fork::CloseOnForkFd;
+use crate::memory::pieces::RUN_PIECES_MAX;
 use crate::shm::seal;
 use crate::tensor::{DType, Layout, RANK_MAX};
 
@@ -31,7 +33,11 @@ const MANIFEST_BYTES_MAX: u64 = 64 << 20;
 pub(super) const ALIGNMENT: u64 = 512;
 
 /// The format of the bytes, and the hash function of contents.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
+
+/// The most pieces of a version, each of which is a descriptor: the memory of the largest GPUs in
+/// pieces of 20 MiB.
+pub(super) const PIECES_MAX: usize = 1 << 14;
 
 /// The receiver reads the file with `pread`: the content must be final, too.
 const FINAL: SealFlags = SealFlags::SHRINK
@@ -79,20 +85,58 @@ impl TensorInfo {
     }
 }
 
-/// The tensors of one memory, in the order of their offsets.
+/// A part of the memory: allocations of one length, side by side. A reader maps it into one range.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Part {
+    pub(super) pieces: u32,
+    pub(super) piece_bytes: u64,
+}
+
+impl Part {
+    /// A part that is one allocation.
+    pub(super) fn whole(bytes: u64) -> Part {
+        Part {
+            pieces: 1,
+            piece_bytes: bytes,
+        }
+    }
+
+    /// Its length, of a part that was checked.
+    pub(super) fn bytes(self) -> u64 {
+        u64::from(self.pieces) * self.piece_bytes
+    }
+
+    fn check(self) -> Option<u64> {
+        let is_one = (1..=RUN_PIECES_MAX).contains(&(self.pieces as usize));
+        let bytes = self.piece_bytes.checked_mul(u64::from(self.pieces))?;
+        (is_one && bytes > 0 && self.piece_bytes.is_multiple_of(ALIGNMENT)).then_some(bytes)
+    }
+}
+
+/// The tensors of a version, in the order of their offsets. The parts of its memory follow each
+/// other without a gap.
 #[derive(Debug, PartialEq)]
 pub(super) struct Manifest {
     bytes: u64,
+    parts: Vec<Part>,
+    /// Where each part begins.
+    begins: Vec<u64>,
     tensors: Vec<TensorInfo>,
     /// Indices of `tensors`, by name.
     by_name: Vec<usize>,
 }
 
 impl Manifest {
-    /// Checks the tensors of a memory of `bytes` bytes: names are unique, ranges lie inside,
-    /// aligned and in order, and none overlaps another. Tied weights are one tensor under several
-    /// names: they follow each other, with the same offset, layout and hash.
-    pub(super) fn new(bytes: u64, tensors: Vec<TensorInfo>) -> Result<Manifest, String> {
+    /// Checks the tensors of a memory of `bytes` bytes, which end in the last of its parts: names
+    /// are unique, each range lies inside one part, aligned and in order, and none overlaps
+    /// another. Tied weights are one tensor under several names: they follow each other, with the
+    /// same offset, layout and hash.
+    pub(super) fn new(
+        bytes: u64,
+        parts: Vec<Part>,
+        tensors: Vec<TensorInfo>,
+    ) -> Result<Manifest, String> {
+        let begins = begins_of(bytes, &parts)?;
         if tensors.len() > TENSORS_MAX {
             return Err(format!("more than {TENSORS_MAX} tensors"));
         }
@@ -109,6 +153,10 @@ impl Manifest {
             let Some(end) = end.filter(|&end| end <= bytes) else {
                 return Err(format!("tensor {name:?} outside of the memory"));
             };
+            let part = part_at(&begins, *offset);
+            if end > begins[part] + parts[part].bytes() {
+                return Err(format!("tensor {name:?} in two parts of the memory"));
+            }
             let is_alias = last.is_some_and(|last| tensor.is_same_bytes(last));
             if !is_alias && (offset % ALIGNMENT != 0 || *offset < end_of_last) {
                 return Err(format!("tensor {name:?} at byte {offset}"));
@@ -120,9 +168,27 @@ impl Manifest {
         by_name.sort_by_key(|&index| &tensors[index].name);
         Ok(Manifest {
             bytes,
+            parts,
+            begins,
             tensors,
             by_name,
         })
+    }
+
+    /// The parts of the memory, and where each begins.
+    pub(super) fn parts(&self) -> impl Iterator<Item = (u64, Part)> {
+        self.begins.iter().copied().zip(self.parts.iter().copied())
+    }
+
+    /// The index of the part in which a tensor at this offset lies.
+    pub(super) fn part_at(&self, offset: u64) -> usize {
+        part_at(&self.begins, offset)
+    }
+
+    /// The length of each piece, in the order of their descriptors.
+    pub(super) fn pieces(&self) -> impl Iterator<Item = u64> + Clone {
+        let of_part = |part: &Part| std::iter::repeat_n(part.piece_bytes, part.pieces as usize);
+        self.parts.iter().flat_map(of_part)
     }
 
     /// The length of the memory.
@@ -171,10 +237,14 @@ impl Manifest {
         let head = Head {
             format: FORMAT,
             bytes: self.bytes,
+            parts: self.parts.len() as u32,
             tensors: self.tensors.len() as u32,
         };
-        // Neither can fail: no length is unknown, and a vector takes every byte.
+        // None can fail: no length is unknown, and a vector takes every byte.
         let mut bytes = postcard::to_stdvec(&head).unwrap_or_default();
+        for part in &self.parts {
+            bytes.extend(postcard::to_stdvec(part).unwrap_or_default());
+        }
         for tensor in &self.tensors {
             bytes.extend(postcard::to_stdvec(&Described::of(tensor)).unwrap_or_default());
         }
@@ -203,6 +273,15 @@ impl Manifest {
         if head.tensors as usize > TENSORS_MAX {
             return Err(format!("{} tensors", head.tensors));
         }
+        if head.parts as usize > PIECES_MAX {
+            return Err(format!("{} parts", head.parts));
+        }
+        let mut parts = Vec::new();
+        for _ in 0..head.parts {
+            let (part, after): (Part, &[u8]) = postcard::take_from_bytes(rest).map_err(garbled)?;
+            parts.push(part);
+            rest = after;
+        }
         let mut tensors = Vec::new();
         for _ in 0..head.tensors {
             let (tensor, after): (Described, &[u8]) =
@@ -213,8 +292,31 @@ impl Manifest {
         if !rest.is_empty() {
             return Err(format!("{} bytes behind the last tensor", rest.len()));
         }
-        Manifest::new(head.bytes, tensors)
+        Manifest::new(head.bytes, parts, tensors)
     }
+}
+
+/// Where the parts of a memory of `bytes` bytes begin.
+fn begins_of(bytes: u64, parts: &[Part]) -> Result<Vec<u64>, String> {
+    let (mut begins, mut end, mut pieces) = (Vec::with_capacity(parts.len()), 0u64, 0);
+    for part in parts {
+        let wrong = || format!("a part of {} times {} bytes", part.pieces, part.piece_bytes);
+        begins.push(end);
+        let after = part.check().and_then(|length| end.checked_add(length));
+        end = after.ok_or_else(wrong)?;
+        pieces += part.pieces as usize;
+    }
+    if pieces > PIECES_MAX {
+        return Err(format!("{pieces} pieces, at most {PIECES_MAX}"));
+    }
+    match begins.last() {
+        Some(&last) if last < bytes && bytes <= end => Ok(begins),
+        _ => Err(format!("{bytes} bytes in parts of {end}")),
+    }
+}
+
+fn part_at(begins: &[u64], offset: u64) -> usize {
+    begins.partition_point(|&begin| begin <= offset).max(1) - 1
 }
 
 /// A manifest in a file that no process can change.
@@ -224,11 +326,13 @@ pub(super) struct SealedManifest {
     pub(super) bytes: u64,
 }
 
-/// The beginning of a manifest. [`Described`] follows for each tensor.
+/// The beginning of a manifest. A [`Part`] follows for each part, then a [`Described`] for each
+/// tensor.
 #[derive(Serialize, Deserialize)]
 struct Head {
     format: u32,
     bytes: u64,
+    parts: u32,
     tensors: u32,
 }
 

@@ -40,11 +40,14 @@ mod check;
 mod fill;
 mod held;
 mod holder;
+mod in_place;
 mod keeper;
 mod keeper_session;
+mod lease;
 mod load;
 mod manifest;
 mod named;
+mod room;
 mod safetensors;
 mod shared;
 mod source;
@@ -54,6 +57,7 @@ mod takeover;
 mod tests;
 
 pub use self::fill::WeightsBuilder;
+pub use self::in_place::TensorsInPlace;
 pub use self::keeper::{Keeper, KeeperBuilder};
 pub use self::load::{PublishedWeights, Weights};
 pub use self::manifest::{ContentHash, TensorInfo};
@@ -66,6 +70,7 @@ use crate::ipc::domain::EndpointName;
 
 crate::ipc::messages!(
     held::VersionReply,
+    holder::HolderRequest,
     keeper::KeeperRequest,
     keeper::KeeperReply,
     keeper::KeeperNotice,
@@ -120,6 +125,7 @@ pub(crate) fn seeds() -> Vec<Vec<u8>> {
         hash: [7; 16],
     };
     let tensors = vec![tensor("a", 0), tensor("a, tied", 0), tensor("b", 512)];
-    let manifest = manifest::Manifest::new(1024, tensors).map(|manifest| manifest.encode());
+    let parts = vec![manifest::Part::whole(512), manifest::Part::whole(4096)];
+    let manifest = manifest::Manifest::new(1024, parts, tensors).map(|manifest| manifest.encode());
     vec![header.into(), manifest.unwrap_or_default()]
 }

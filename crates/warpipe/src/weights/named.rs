@@ -1,17 +1,17 @@
 //! The weights of a domain, as a list for people: names, versions, and processes that have them.
 //!
-//! The descriptors of a version come along with its description, as every process gets them. They
-//! are closed again: no memory is mapped, and no device is opened.
+//! Descriptors of a version come along with its description, as every process gets them. They are
+//! closed again: no memory is mapped, and no device is opened.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::held::PartialVersion;
 use super::holder::{number_of, weights_of};
 use super::keeper::KeeperRequest;
 use super::keeper_session::KeeperSession;
-use super::manifest::Manifest;
-use super::{WEIGHTS_NAME_BYTES_MAX, held::Held, takeover, weights_name};
+use super::{WEIGHTS_NAME_BYTES_MAX, takeover, weights_name};
 use crate::device_types::DeviceId;
 use crate::error::{Error, Holder, Result};
 use crate::ipc::domain::{Author, Domain, EndpointName};
@@ -54,12 +54,12 @@ pub struct NamedVersion {
 }
 
 impl NamedVersion {
-    fn of((held, manifest): &(Held, Manifest), is_offered: bool) -> NamedVersion {
+    fn of(found: &PartialVersion, is_offered: bool) -> NamedVersion {
         NamedVersion {
-            number: held.version.number,
-            tensors: manifest.tensors().len(),
-            bytes: manifest.bytes(),
-            device: held.info.device,
+            number: found.version.number,
+            tensors: found.manifest.tensors().len(),
+            bytes: found.manifest.bytes(),
+            device: found.device,
             is_offered,
         }
     }
@@ -285,10 +285,10 @@ impl Survey<'_> {
                 if is_late || !self.found()[index].as_ref().is_some_and(is_newer) {
                     return;
                 }
-                let Ok(held) = takeover::fetch(self.domain, &holder) else {
+                let Ok(found) = takeover::describe(self.domain, &holder) else {
                     return;
                 };
-                let version = NamedVersion::of(&held, false);
+                let version = NamedVersion::of(&found, false);
                 // Another thread may have got a newer one meanwhile.
                 if let Some(weights) = &mut self.found()[index]
                     && version.number == number

@@ -1,24 +1,25 @@
 //! Weights of another process, open in this one.
 
 use std::fmt;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::check::damaged_tensors;
-use super::held::{Held, MEMORY_NUMBER, Version};
+use super::held::{Held, Version};
 use super::holder::{Holder, clear_dead};
 use super::keeper::KeeperRequest;
-use super::keeper_session::{KeeperSession, wait_for_version};
-use super::manifest::{Manifest, TensorInfo};
+use super::keeper_session::{KeeperSession, wait_for_number, wait_for_version};
+use super::manifest::{Manifest, Part, TensorInfo};
 use super::weights_name;
 use crate::device::Device;
 use crate::device_types::Access;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::memory::{Memory, SharedMemory};
+use crate::memory::{DeviceSlice, Memory, PiecesInfo, SharedMemory};
 use crate::options::Opener;
+use crate::runtime::closer::PeerFd;
 use crate::tensor::Layout;
 
 /// All tensors of one version of weights, mapped read-only in this process
@@ -34,7 +35,9 @@ pub struct SharedWeights {
 }
 
 struct SharedInner {
-    memory: SharedMemory,
+    /// One for each part of the manifest.
+    memory: Vec<SharedMemory>,
+    begins: Vec<u64>,
     manifest: Manifest,
     held: Arc<Held>,
     /// A domain of another user takes no endpoints of this process.
@@ -89,8 +92,7 @@ impl Opener<SharedWeights> {
     pub fn version_after(&self, version: u64) -> Result<u64> {
         let name = weights_name(self.name())?;
         let (domain, wanted) = (self.chosen_domain()?, KeeperRequest::Offered);
-        let (_, held, _) = wait_for_version(&domain, &name, &wanted, version, self.timeout())?;
-        Ok(held.version.number)
+        wait_for_number(&domain, &name, &wanted, version, self.timeout())
     }
 
     /// Compares the content hashes of the version that a new keeper took over, and has the keeper
@@ -110,8 +112,9 @@ impl Opener<SharedWeights> {
         let wanted = KeeperRequest::Candidate;
         let (keeper, held, manifest) =
             wait_for_version(&domain, &name, &wanted, 0, self.timeout())?;
-        let memory = map(&device, &held)?;
-        let tensors = damaged_tensors(&memory, &manifest)?;
+        let memory = map(&device, &held, &manifest)?;
+        let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
+        let tensors = damaged_tensors(&slices, &manifest)?;
         let version = held.version;
         let checked = KeeperRequest::Checked {
             version,
@@ -160,7 +163,7 @@ impl SharedWeights {
     ) -> Result<SharedWeights> {
         let wanted = KeeperRequest::Offered;
         let (keeper, held, manifest) = wait_for_version(domain, name, &wanted, after, timeout)?;
-        let memory = map(device, &held)?;
+        let memory = map(device, &held, &manifest)?;
         let held = Arc::new(held);
         let is_own = domain.owner() == rustix::process::geteuid().as_raw();
         let holder = if is_own {
@@ -174,6 +177,7 @@ impl SharedWeights {
         Ok(SharedWeights {
             inner: Arc::new(SharedInner {
                 memory,
+                begins: manifest.parts().map(|(begin, _)| begin).collect(),
                 manifest,
                 held,
                 _holder: holder,
@@ -201,10 +205,13 @@ impl SharedWeights {
         self.inner.manifest.bytes()
     }
 
-    /// The memory of all tensors, for reading alone; [`TensorInfo::offset`] counts from its first
-    /// byte.
-    pub fn memory(&self) -> &SharedMemory {
-        &self.inner.memory
+    /// The parts of the memory, for reading alone, with the [offset](TensorInfo::offset) at which
+    /// each begins. Each tensor lies in one of them. Weights that were loaded or copied have one
+    /// part; those that were published [in place](super::TensorsInPlace) have as many as their
+    /// publisher's allocator had.
+    pub fn parts(&self) -> impl Iterator<Item = (u64, &SharedMemory)> {
+        let begins = self.inner.begins.iter().copied();
+        begins.zip(&self.inner.memory)
     }
 
     /// The tensors, in the order of their offsets.
@@ -220,7 +227,9 @@ impl SharedWeights {
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<SharedTensor> {
         let info = self.inner.manifest.tensor(name)?;
-        let range = self.inner.memory.range(info.offset, info.layout.bytes());
+        let part = self.inner.manifest.part_at(info.offset);
+        let begin = info.offset - self.inner.begins[part];
+        let range = self.inner.memory[part].range(begin, info.layout.bytes());
         Some(SharedTensor {
             layout: info.layout,
             // The manifest has been checked: every tensor lies in the memory.
@@ -259,11 +268,26 @@ fn tell_keepers(domain: &Domain, name: &EndpointName, keeper: &KeeperSession, nu
     }
 }
 
-fn map(device: &Device, held: &Held) -> Result<SharedMemory> {
-    let identity = (held.version.id, MEMORY_NUMBER);
-    let (fd, info) = (held.memory.as_fd(), &held.info);
-    let memory = Memory::import_shared(device, fd, info, Access::Read, identity)?;
-    // The device has mapped it: its `close` does not block.
-    held.memory.approve();
-    Ok(memory)
+/// Maps each part into one range.
+fn map(device: &Device, held: &Held, manifest: &Manifest) -> Result<Vec<SharedMemory>> {
+    let mut pieces = &held.pieces[..];
+    let parts = (0..).zip(manifest.parts());
+    let map_part = |(number, (begin, part)): (u64, (u64, Part))| {
+        let (of_it, rest) = pieces.split_at(part.pieces as usize);
+        pieces = rest;
+        let fds: Vec<BorrowedFd<'_>> = of_it.iter().map(AsFd::as_fd).collect();
+        let shape = PiecesInfo {
+            piece_bytes: part.piece_bytes,
+            bytes: part.bytes().min(manifest.bytes() - begin),
+            device: held.device,
+        };
+        let identity = (held.version.id, number);
+        // Mapped memory is in use, whatever has become of this object.
+        let lease = held.lease.clone().map(|lease| lease as Arc<_>);
+        let memory = Memory::import_shared(device, &fds, &shape, Access::Read, identity, lease)?;
+        // The device has mapped it: its `close` does not block.
+        of_it.iter().for_each(PeerFd::approve);
+        Ok(memory)
+    };
+    parts.map(map_part).collect()
 }

@@ -5,11 +5,12 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::held::Held;
-use super::holder::{holders, number_of};
+use super::held::{PartialVersion, VersionReply};
+use super::holder::{HolderRequest, holders, number_of};
 use super::manifest::Manifest;
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{Address, ClientSession, Kind};
+use crate::ipc::{Address, ClientSession, Kind, REPLY_TIMEOUT, decode, encode};
 
 /// How many holders are asked at once: a stopped one occupies a thread for a whole handshake.
 const ASKED_AT_ONCE: usize = 32;
@@ -70,6 +71,7 @@ pub(super) fn find(domain: &Domain, weights: &EndpointName) -> Result<Found> {
         domain,
         since: Instant::now(),
         living: Mutex::new(living),
+        completing: Mutex::new(()),
         found: Mutex::new(found),
     };
     std::thread::scope(|scope| {
@@ -94,10 +96,62 @@ struct Search<'a> {
     domain: &'a Domain,
     since: Instant,
     living: Mutex<VecDeque<(u64, EndpointName)>>,
+    /// Held by the thread that asks for a version's pieces: many holders may have one version, and
+    /// its pieces are asked for once.
+    completing: Mutex<()>,
     found: Mutex<Found>,
 }
 
 impl Search<'_> {
+    fn check_time(&self) -> Result<()> {
+        if self.since.elapsed() < TAKEOVER_TIMEOUT {
+            return Ok(());
+        }
+        Err(Error::Timeout {
+            what: "the answers of all holders".into(),
+            waited: TAKEOVER_TIMEOUT,
+        })
+    }
+
+    /// Asks one holder for its version, which has to have the number in its name. `None` if the
+    /// version has been found.
+    fn ask(&self, name: &EndpointName, number: u64) -> Result<Option<Held>> {
+        let (session, version) = attach(self.domain, name)?;
+        if version.version.number != number {
+            return Err(Error::Protocol {
+                name: name.to_string(),
+                field: "version",
+                found: version.version.number.to_string(),
+                allowed: number.to_string(),
+            });
+        }
+        let completing = match version.is_whole() {
+            true => None,
+            false => Some(self.completing.lock()),
+        };
+        if completing.is_some() {
+            self.check_time()?;
+            let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+            if found
+                .versions
+                .iter()
+                .any(|held| held.version == version.version)
+            {
+                return Ok(None);
+            }
+        }
+        let (held, _) = complete(&session, version)?;
+        // Before another thread looks for it.
+        if completing.is_some() {
+            let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+            let superfluous = found.add(held);
+            drop(found);
+            drop(superfluous);
+            return Ok(None);
+        }
+        Ok(Some(held))
+    }
+
     fn ask_all(&self) {
         loop {
             let next = self
@@ -106,18 +160,11 @@ impl Search<'_> {
                 .unwrap_or_else(PoisonError::into_inner)
                 .pop_front();
             let Some((number, name)) = next else { return };
-            let asked = if self.since.elapsed() < TAKEOVER_TIMEOUT {
-                ask(self.domain, &name, number)
-            } else {
-                Err(Error::Timeout {
-                    what: "the answers of all holders".into(),
-                    waited: TAKEOVER_TIMEOUT,
-                })
-            };
+            let asked = self.check_time().and_then(|()| self.ask(&name, number));
             let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
             // Closed behind the lock.
             let _superfluous = match asked {
-                Ok(held) => found.add(held),
+                Ok(held) => held.and_then(|held| found.add(held)),
                 // It ended between the look at the directory and the question.
                 Err(Error::NotFound { .. }) => None,
                 Err(error @ Error::DescriptorLimit { .. }) => {
@@ -134,27 +181,38 @@ impl Search<'_> {
     }
 }
 
-/// Asks one holder for its version, which has to have the number in its name.
-fn ask(domain: &Domain, name: &EndpointName, number: u64) -> Result<Held> {
-    let (held, _) = fetch(domain, name)?;
-    if held.version.number == number {
-        return Ok(held);
-    }
-    Err(Error::Protocol {
-        name: name.to_string(),
-        field: "version",
-        found: held.version.number.to_string(),
-        allowed: number.to_string(),
-    })
-}
-
 /// Gets a holder's descriptors, and the checked manifest.
 pub(super) fn fetch(domain: &Domain, name: &EndpointName) -> Result<(Held, Manifest)> {
+    let (session, version) = attach(domain, name)?;
+    complete(&session, version)
+}
+
+/// Gets the description of a holder's version.
+pub(super) fn describe(domain: &Domain, name: &EndpointName) -> Result<PartialVersion> {
+    Ok(attach(domain, name)?.1)
+}
+
+fn attach(domain: &Domain, name: &EndpointName) -> Result<(ClientSession, PartialVersion)> {
     let at = Address {
         domain,
         name,
         kind: Kind::WeightsHolder,
     };
-    let (_session, reply) = ClientSession::attach(&at, None, &[], Duration::ZERO)?;
-    Held::open(name.as_str(), reply)
+    let (session, incoming) = ClientSession::attach(&at, None, &[], Duration::ZERO)?;
+    let reply: VersionReply = decode(&incoming.body, name.as_str())?;
+    let version = PartialVersion::receive(name.as_str(), &reply, incoming.fds)?;
+    Ok((session, version))
+}
+
+/// Gets the pieces that a version lacks.
+fn complete(session: &ClientSession, version: PartialVersion) -> Result<(Held, Manifest)> {
+    let start = Instant::now();
+    let ask = |first| {
+        // For all of them: a holder that is slow with each delays a takeover no longer.
+        let left = REPLY_TIMEOUT.saturating_sub(start.elapsed());
+        let request = encode(&HolderRequest { first })?;
+        Ok(Some(session.request(&request, left)?))
+    };
+    let whole = version.complete(ask)?;
+    whole.ok_or_else(|| session.owner_gone())
 }

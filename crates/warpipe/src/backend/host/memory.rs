@@ -66,22 +66,81 @@ pub(super) unsafe fn export(region: &RawRegion) -> Result<OwnedFd> {
         .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
 }
 
+fn protection_of(access: Access) -> ProtFlags {
+    match access {
+        Access::Read => ProtFlags::READ,
+        Access::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
+    }
+}
+
 /// Checks that `fd` is a sealed memfd of exactly `bytes`, and maps it.
 pub(super) fn import(fd: BorrowedFd<'_>, bytes: u64, access: Access) -> Result<RawRegion> {
     check_sealed_memfd(fd, bytes).map_err(|found| Error::NotDeviceMemory {
         wanted: "a sealed memfd",
         found,
     })?;
-    let protection = match access {
-        Access::Read => ProtFlags::READ,
-        Access::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
-    };
     Ok(RawRegion {
-        ptr: map(&fd, bytes, protection)?,
+        ptr: map(&fd, bytes, protection_of(access))?,
         bytes,
         handle: IMPORTED,
         stage: Stage::Mapped,
     })
+}
+
+/// Checks that each of `fds` is a sealed memfd of exactly `piece` bytes, and maps them in their
+/// order into one range.
+pub(super) fn import_pieces(
+    fds: &[BorrowedFd<'_>],
+    piece: u64,
+    access: Access,
+) -> Result<RawRegion> {
+    let refused = |found| Error::NotDeviceMemory {
+        wanted: "sealed memfds",
+        found,
+    };
+    let page = rustix::param::page_size() as u64;
+    let bytes = piece
+        .checked_mul(fds.len() as u64)
+        .filter(|&bytes| bytes > 0);
+    let bytes = bytes.filter(|_| piece.is_multiple_of(page));
+    let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
+    let bytes = bytes.ok_or_else(|| refused(format!("{} of {piece} bytes", fds.len())))?;
+    for &fd in fds {
+        check_sealed_memfd(fd, piece).map_err(refused)?;
+    }
+    let failed = |e| Error::os("mmap", format!("{} pieces of {piece} bytes", fds.len()), e);
+    // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing.
+    let base = unsafe {
+        rustix::mm::mmap_anonymous(
+            std::ptr::null_mut(),
+            bytes,
+            ProtFlags::empty(),
+            MapFlags::PRIVATE | MapFlags::NORESERVE,
+        )
+    };
+    let region = RawRegion {
+        ptr: base.map_err(failed)? as u64,
+        bytes: bytes as u64,
+        handle: IMPORTED,
+        stage: Stage::Mapped,
+    };
+    let protection = protection_of(access);
+    let mapped = (0..).zip(fds).try_for_each(|(number, &fd)| {
+        let at = (region.ptr + number * piece) as *mut std::ffi::c_void;
+        // SAFETY: inside the range that was mapped just now for this, and nothing uses yet; the
+        // piece's length is sealed.
+        let made = unsafe {
+            let flags = MapFlags::SHARED | MapFlags::FIXED;
+            rustix::mm::mmap(at, piece as usize, protection, flags, fd, 0)
+        };
+        made.map(drop)
+    });
+    if let Err(error) = mapped {
+        // SAFETY: mapped here, and given to nobody.
+        let _ = unsafe { release(region) };
+        return Err(failed(error));
+    }
+    Ok(region)
 }
 
 /// The reason, if any, why `fd` is not a memfd of exactly `bytes` bytes with a sealed size.

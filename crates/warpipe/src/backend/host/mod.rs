@@ -7,6 +7,7 @@
 mod memory;
 pub(crate) use memory::{check_memfd, check_sealed_memfd};
 mod device_malloc;
+mod regions;
 mod stream;
 
 use std::ffi::c_void;
@@ -16,10 +17,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use self::device_malloc::DeviceMalloc;
+use self::regions::Regions;
 use self::stream::{HostEvent, HostStream, Op};
 use super::{
-    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo, RawEvent,
-    RawRegion, RawStream, Rows, StreamOp, TimelineWord,
+    Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo,
+    PointerKind, RawEvent, RawRegion, RawStream, Retained, Rows, StreamOp, TimelineWord,
 };
 use crate::error::{Error, LegacyFault, Result};
 use crate::fork::per_process::InheritedOnFork;
@@ -32,6 +34,7 @@ pub struct HostBackend {
     allocated: AtomicU64,
     imported: AtomicU64,
     malloc: DeviceMalloc,
+    regions: Regions,
     has_short_queues: bool,
 }
 
@@ -72,6 +75,7 @@ impl HostBackend {
             allocated: AtomicU64::new(0),
             imported: AtomicU64::new(0),
             malloc: DeviceMalloc::default(),
+            regions: Regions::default(),
             has_short_queues,
         }
     }
@@ -141,9 +145,11 @@ impl Backend for HostBackend {
 
     fn allocate(&self, bytes: u64) -> Result<RawRegion> {
         self.reserve(bytes)?;
-        memory::allocate(bytes).inspect_err(|_| {
+        let region = memory::allocate(bytes).inspect_err(|_| {
             self.allocated.fetch_sub(bytes, Ordering::Relaxed);
-        })
+        })?;
+        self.regions.add(&region);
+        Ok(region)
     }
 
     unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd> {
@@ -164,10 +170,47 @@ impl Backend for HostBackend {
         Ok(region)
     }
 
+    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
+        match self.regions.retain(ptr)? {
+            Some(retained) => Ok(retained),
+            None => {
+                let kind = match self.locate(ptr)?.kind {
+                    // Mapped, and not allocated here.
+                    PointerKind::Vmm => PointerKind::VmmPrivate,
+                    kind => kind,
+                };
+                Err(Error::NotExportable { ptr, kind })
+            }
+        }
+    }
+
+    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
+        self.regions.export(retained)
+    }
+
+    unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
+        self.regions.release(retained);
+        Ok(())
+    }
+
+    fn import_pieces(
+        &self,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        _owner: DeviceId,
+    ) -> Result<RawRegion> {
+        let region = memory::import_pieces(fds, piece, access)?;
+        self.imported.fetch_add(region.bytes, Ordering::Relaxed);
+        Ok(region)
+    }
+
     unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
         let counter = if memory::is_import(region) {
             &self.imported
         } else {
+            // Before another mapping may have the address.
+            self.regions.remove(region);
             &self.allocated
         };
         // SAFETY: the caller's promise: the region is this backend's, live, and no longer used.

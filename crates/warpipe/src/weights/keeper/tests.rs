@@ -19,7 +19,7 @@ fn a_published_version_is_numbered_after_all_known_ones_and_replaces_them() {
         ..KeeperState::default()
     };
     let first = held(0);
-    let again = first.numbered(0).unwrap();
+    let again = first.numbered(0);
     let (number, replaced) = state.replace(first).unwrap();
     assert_eq!((number, replaced.len(), state.candidate()), (8, 2, None));
     let (number, _) = state.replace(again).unwrap();
@@ -71,7 +71,7 @@ fn a_version_published_again_to_the_next_keeper_keeps_its_number_if_it_is_the_ne
         last_number: 6,
         ..KeeperState::default()
     };
-    let newest = state.candidates[1].numbered(0).unwrap();
+    let newest = state.candidates[1].numbered(0);
     let (number, replaced) = state.replace(newest).unwrap();
     assert_eq!((number, replaced.len(), state.candidate()), (6, 2, None));
     assert_eq!(state.offered.map(|held| held.version.number), Some(6));
@@ -81,7 +81,7 @@ fn a_version_published_again_to_the_next_keeper_keeps_its_number_if_it_is_the_ne
             last_number,
             ..KeeperState::default()
         };
-        let held = state.candidates[again].numbered(0).unwrap();
+        let held = state.candidates[again].numbered(0);
         let (number, _) = state.replace(held).unwrap();
         assert_eq!(number, last_number + 1, "a later version may be in use");
     }

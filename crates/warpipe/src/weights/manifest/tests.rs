@@ -13,8 +13,14 @@ fn tensor(name: &str, shape: &[u64], offset: u64) -> TensorInfo {
 
 fn encoded(bytes: u64, tensors: Vec<TensorInfo>) -> Vec<u8> {
     // Without the checks of `new`: as a hostile peer writes it.
+    in_parts(bytes, vec![Part::whole(4096)], tensors)
+}
+
+fn in_parts(bytes: u64, parts: Vec<Part>, tensors: Vec<TensorInfo>) -> Vec<u8> {
     Manifest {
         bytes,
+        parts,
+        begins: vec![],
         tensors,
         by_name: vec![],
     }
@@ -32,7 +38,7 @@ fn a_manifest_arrives_as_it_was_sent_and_finds_tensors_by_name() {
         tensor("none", &[0], 512),
         tensor("a", &[], 512),
     ];
-    let sent = Manifest::new(1024, tensors.clone()).unwrap();
+    let sent = Manifest::new(1024, vec![Part::whole(4096)], tensors.clone()).unwrap();
     let sealed = sent.seal("any").unwrap();
     let received = Manifest::receive(sealed.fd.as_fd(), sealed.bytes).unwrap();
     assert_eq!((received.bytes(), received.tensors()), (1024, &tensors[..]));
@@ -67,7 +73,7 @@ fn tied_weights_are_one_tensor_under_several_names_and_nothing_else_overlaps() {
             tensor("d", &[4], 1024),
         ]
     };
-    let sent = Manifest::new(2048, tied()).unwrap();
+    let sent = Manifest::new(2048, vec![Part::whole(4096)], tied()).unwrap();
     let received = Manifest::decode(&sent.encode()).unwrap();
     assert_eq!(received.tensors(), &tied()[..]);
     assert_eq!(received.tensor("c").unwrap().offset(), 0);
@@ -93,6 +99,51 @@ fn tied_weights_are_one_tensor_under_several_names_and_nothing_else_overlaps() {
 }
 
 #[test]
+fn a_memory_is_of_whole_parts_and_each_tensor_lies_in_one_of_them() {
+    let part = |pieces, piece_bytes| Part {
+        pieces,
+        piece_bytes,
+    };
+    let two = || vec![part(3, 1024), part(1, 4096)];
+    let tensors = vec![tensor("a", &[3072], 0), tensor("b", &[10], 3072)];
+    let sent = Manifest::new(4000, two(), tensors).unwrap();
+    let received = Manifest::decode(&sent.encode()).unwrap();
+    assert_eq!(received, sent);
+    assert_eq!(
+        received.pieces().collect::<Vec<_>>(),
+        [1024, 1024, 1024, 4096]
+    );
+    let places = [0, 3071, 3072, 9000].map(|offset| received.part_at(offset));
+    assert_eq!(places, [0, 0, 1, 1]);
+    // It ends in the last part.
+    for bytes in [0, 1, 3072, 3 * 1024 + 4096 + 1, u64::MAX] {
+        let found = Manifest::decode(&in_parts(bytes, two(), vec![])).unwrap_err();
+        assert!(found.contains("bytes in parts"), "{found}");
+    }
+    let over = vec![tensor("a", &[513], 2560)];
+    let found = Manifest::decode(&in_parts(4000, two(), over)).unwrap_err();
+    assert!(found.contains("two parts"), "{found}");
+    let wrong = [
+        part(0, 1024),
+        part(1, 0),
+        part(1, 700),
+        part(u32::MAX, 1024),
+        part(RUN_PIECES_MAX as u32 + 1, 1024),
+        part(2, 1 << 63),
+    ];
+    for wrong in wrong {
+        let found = Manifest::decode(&in_parts(512, vec![wrong], vec![])).unwrap_err();
+        assert!(found.contains("a part of"), "{found}");
+    }
+    let wide = vec![part(1, 1 << 63), part(1, 1 << 63)];
+    assert!(Manifest::decode(&in_parts(512, wide, vec![])).is_err());
+    let many = vec![part(RUN_PIECES_MAX as u32, 512); PIECES_MAX / RUN_PIECES_MAX + 1];
+    let found = Manifest::decode(&in_parts(512, many, vec![])).unwrap_err();
+    assert!(found.contains("pieces, at most"), "{found}");
+    assert!(Manifest::decode(&in_parts(512, vec![], vec![])).is_err());
+}
+
+#[test]
 fn garbled_bytes_are_refused_and_none_panics_or_makes_room_for_what_is_not_there() {
     let whole = encoded(1024, vec![tensor("a", &[4], 0), tensor("b", &[2, 2], 512)]);
     assert!(Manifest::decode(&whole).is_ok());
@@ -107,17 +158,20 @@ fn garbled_bytes_are_refused_and_none_panics_or_makes_room_for_what_is_not_there
     let mut longer = whole.clone();
     longer.push(0);
     assert!(Manifest::decode(&longer).unwrap_err().contains("behind"));
-    let head = |format, tensors| {
+    let head = |format, parts, tensors| {
         let head = Head {
             format,
             bytes: 1024,
+            parts,
             tensors,
         };
         Manifest::decode(&postcard::to_stdvec(&head).unwrap()).unwrap_err()
     };
-    assert!(head(FORMAT + 1, 0).contains("format 3"));
-    assert!(head(FORMAT, u32::MAX).contains("tensors"));
-    assert!(head(FORMAT, TENSORS_MAX as u32).contains("garbled"));
+    assert!(head(FORMAT + 1, 1, 0).contains("format 4"));
+    assert!(head(FORMAT, 1, u32::MAX).contains("tensors"));
+    assert!(head(FORMAT, u32::MAX, 0).contains("parts"));
+    assert!(head(FORMAT, PIECES_MAX as u32, 0).contains("garbled"));
+    assert!(head(FORMAT, 0, TENSORS_MAX as u32).contains("garbled"));
 }
 
 #[test]
@@ -127,7 +181,7 @@ fn a_manifest_that_could_still_change_is_not_read() {
     write_all(open.as_fd(), &bytes).unwrap();
     let refused = Manifest::receive(open.as_fd(), bytes.len() as u64).unwrap_err();
     assert!(refused.contains("seal"), "{refused}");
-    let sealed = Manifest::new(512, vec![tensor("a", &[4], 0)]).unwrap();
+    let sealed = Manifest::new(512, vec![Part::whole(512)], vec![tensor("a", &[4], 0)]).unwrap();
     let sealed = sealed.seal("any").unwrap();
     for bytes in [
         0,

@@ -17,7 +17,6 @@ use crate::ipc::{
     AccessPolicy, Address, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
     ServerCore, decode,
 };
-use crate::memory::MemoryInfo;
 use crate::runtime::closer::PeerFd;
 use crate::weights::held::{Held, Version};
 use crate::weights::holder::Holder;
@@ -197,24 +196,14 @@ fn a_descriptor_whose_close_may_block_is_no_memory_of_a_gpu() {
     let stage = Stage::new("kind");
     let _keeper = stage.keeper();
     let weights = stage.weights(1);
-    let whole = weights.held_for_tests(0);
     let directory = std::fs::File::open("/").unwrap();
-    let hostile = Held {
-        version: Version {
-            number: 0,
-            id: [1; 16],
-        },
-        info: MemoryInfo {
-            device: DeviceId {
-                kind: DeviceKind::Cuda,
-                uuid: [1; 16],
-            },
-            ..whole.info
-        },
-        memory: PeerFd::from(CloseOnForkFd::new(directory.into()).unwrap()),
-        manifest: whole.manifest,
-        row: None,
+    let mut hostile = weights.held_for_tests(0);
+    hostile.device = DeviceId {
+        kind: DeviceKind::Cuda,
+        uuid: [1; 16],
     };
+    let directory = PeerFd::from(CloseOnForkFd::new(directory.into()).unwrap());
+    hostile.pieces = [directory].into();
     let offer = Holder::offer(&stage.domain, "w", Arc::new(hostile)).unwrap();
     let name = weights_name("w").unwrap();
     let told = offer_to_keeper(&stage.domain, &name, &offer.1, WAIT).map(|_| ());

@@ -1,0 +1,185 @@
+//! Allocations of other code, held by the process that shares them. **This module is marked for
+//! unsafe**: it releases what it holds, and makes slices of memory by address.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use super::slice::{DeviceSlice, Mapping};
+use crate::backend::{Access, DeviceId, DevicePtr, PointerKind, Retained};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::runtime::drop_after_fence::DropAfterFence;
+use crate::runtime::fence::StreamSet;
+
+/// The most pieces of one run.
+pub(crate) const RUN_PIECES_MAX: usize = 4096;
+
+/// One allocation, held. Its memory stays as long, also if its allocator frees it.
+#[derive(Debug)]
+pub(crate) struct Piece {
+    device: Device,
+    retained: Retained,
+}
+
+impl Piece {
+    /// The allocation that is mapped at `ptr`.
+    ///
+    /// # Errors
+    /// [`Error::NotExportable`] for memory of another kind.
+    pub(crate) fn at(device: &Device, ptr: DevicePtr) -> Result<Piece> {
+        let retained = device.backend().retain_mapped(ptr)?;
+        Ok(Piece {
+            device: device.clone(),
+            retained,
+        })
+    }
+
+    /// Where it is mapped here.
+    pub(crate) fn base(&self) -> DevicePtr {
+        self.retained.base
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.retained.bytes
+    }
+
+    /// A descriptor of it.
+    ///
+    /// # Errors
+    /// [`Error::NotExportable`] if it was made without that.
+    pub(crate) fn export(&self) -> Result<CloseOnForkFd> {
+        // SAFETY: held until self is dropped.
+        let fd = unsafe { self.device.backend().export_retained(&self.retained) }?;
+        CloseOnForkFd::new(fd).map_err(|error| {
+            Error::os(
+                "fcntl(F_DUPFD_CLOEXEC)",
+                "an allocation's descriptor",
+                error,
+            )
+        })
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        // SAFETY: retained once, in `at`. An error leaves the allocation held: a leak, which the
+        // process's end reclaims.
+        let _ = unsafe { self.device.backend().release_retained(&self.retained) };
+    }
+}
+
+/// Adjacent allocations of one length. Dropped by the reaper: a drop calls the driver.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pieces: Vec<Piece>,
+}
+
+impl Run {
+    /// The allocations that cover `ptr..ptr + bytes`, and the range's offset in them.
+    ///
+    /// # Errors
+    /// [`Error::NotExportable`] for memory of another kind, also in a part of the range, and for
+    /// allocations of several lengths.
+    pub(crate) fn around(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<(Run, u64)> {
+        let (kind, end) = (PointerKind::Vmm, ptr.checked_add(bytes));
+        let end = end.ok_or(Error::NotExportable { ptr, kind })?;
+        let first = Piece::at(device, ptr)?;
+        let Retained {
+            base, bytes: piece, ..
+        } = first.retained;
+        let mut pieces = vec![first];
+        let mut at = base + piece;
+        while at < end {
+            let next = Piece::at(device, at)?;
+            let is_alike = next.retained.base == at && next.retained.bytes == piece;
+            if !is_alike || pieces.len() == RUN_PIECES_MAX {
+                return Err(Error::NotExportable { ptr: at, kind });
+            }
+            pieces.push(next);
+            at += piece;
+        }
+        Ok((Run { pieces }, ptr - base))
+    }
+
+    /// The run's identity, as long as it is held.
+    pub(crate) fn handles(&self) -> Vec<u64> {
+        self.pieces
+            .iter()
+            .map(|piece| piece.retained.handle)
+            .collect()
+    }
+
+    pub(crate) fn len(&self) -> u32 {
+        self.pieces.len() as u32
+    }
+
+    /// The length of each piece in bytes.
+    pub(crate) fn piece_bytes(&self) -> u64 {
+        self.pieces.first().map_or(0, |piece| piece.retained.bytes)
+    }
+
+    /// Descriptors of up to `most` pieces, from `first` on.
+    pub(crate) fn export(&self, first: u32, most: usize) -> Result<Vec<CloseOnForkFd>> {
+        let chosen = self.pieces.iter().skip(first as usize).take(most);
+        chosen.map(Piece::export).collect()
+    }
+}
+
+/// Memory of another allocator of this process, with what keeps it allocated: that is dropped once
+/// the streams that were given work on it are past that.
+pub(crate) struct OwnedElsewhere {
+    device: Device,
+    owners: DropAfterFence<Mutex<Box<dyn Any + Send>>>,
+}
+
+impl fmt::Debug for OwnedElsewhere {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnedElsewhere")
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl OwnedElsewhere {
+    /// Memory that stays allocated as long as `owners`.
+    pub(crate) fn new(device: &Device, owners: Box<dyn Any + Send>) -> Result<Arc<OwnedElsewhere>> {
+        Ok(Arc::new(OwnedElsewhere {
+            device: device.clone(),
+            owners: DropAfterFence::new(Arc::default(), Mutex::new(owners))?,
+        }))
+    }
+
+    /// A range of it.
+    ///
+    /// # Safety
+    /// `ptr..ptr + bytes` is mapped for reading on the device, and stays so as long as the owners.
+    pub(crate) unsafe fn slice(
+        self: &Arc<Self>,
+        ptr: DevicePtr,
+        bytes: u64,
+        name: &Arc<str>,
+    ) -> DeviceSlice {
+        // SAFETY: the caller's promise.
+        unsafe { DeviceSlice::new(self.clone(), ptr, bytes, Access::Read, name) }
+    }
+}
+
+impl Mapping for OwnedElsewhere {
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn owner(&self) -> DeviceId {
+        self.device.info().id
+    }
+
+    fn streams(&self) -> &Arc<StreamSet> {
+        self.owners.streams()
+    }
+
+    fn owner_process(&self) -> OwnerProcess {
+        self.owners.owner_process()
+    }
+}

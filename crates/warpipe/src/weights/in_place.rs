@@ -1,0 +1,297 @@
+//! Tensors that are published where they lie: the descriptors of the pieces that another allocator
+//! of this process has put them in. **This module is marked for unsafe**: it makes slices of memory
+//! by address.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use super::manifest::{ALIGNMENT, PIECES_MAX, Part};
+use super::room::check_room;
+use crate::backend::DevicePtr;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::CloseOnForkFd;
+use crate::memory::DeviceSlice;
+use crate::memory::pieces::{OwnedElsewhere, Piece, RUN_PIECES_MAX};
+use crate::runtime::closer::PeerFd;
+use crate::tensor::Layout;
+
+/// So many pieces are exported before there is another look at the limit of descriptors.
+const LOOK_EVERY: usize = 64;
+
+/// Tensors to be published where they lie, beside those of a
+/// [`WeightsBuilder`](super::WeightsBuilder) or alone: nothing of them is copied.
+///
+/// They lie in memory that this process has a descriptor of, or can make one: [`Memory`], and what
+/// another allocator has made with the virtual memory functions to be exported (PyTorch's
+/// expandable segments). A version of such weights has a descriptor for each allocation that a
+/// tensor lies in. Readers map these whole: they see what else lies there.
+///
+/// The owner of each tensor is kept until no process has the version: the keeper has another one or
+/// has ended, and each reader and publisher has given it up or is dead. Then it is dropped on a
+/// thread of the library.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpipe::weights::{Keeper, SharedWeights, TensorsInPlace, Weights};
+/// use warpipe::{DType, Device, Domain, Layout, Memory};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-in-place-{}", std::process::id()));
+/// # let (domain, device, wait) = (Domain::at(&folder)?, Device::host(), Duration::from_secs(5));
+/// # let keeper = Keeper::builder("llama").domain(&domain).build()?;
+/// let memory = Memory::allocate(&device, 4096)?;
+/// let stream = device.stream()?;
+/// memory.write(&stream, 512, b"abc")?;
+/// stream.synchronize(wait)?;
+///
+/// let mut tensors = TensorsInPlace::new(&device);
+/// let (layout, ptr) = (Layout::contiguous(DType::U8, &[3])?, memory.ptr() + 512);
+/// // SAFETY: the tensor lies in `memory`, which its owner keeps.
+/// unsafe { tensors.add("bias", layout, ptr, Box::new(memory))? };
+/// let weights = Weights::builder(&device, [])?.beside(tensors).finish()?;
+/// weights.publish(&domain, "llama", wait)?;
+///
+/// let shared = SharedWeights::opener("llama").domain(&domain).device(&device).wait(wait).open()?;
+/// assert_eq!(shared.tensor("bias").expect("it was published").memory().to_vec(wait)?, b"abc");
+/// # drop((shared, weights, keeper)); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+///
+/// [`Memory`]: crate::Memory
+pub struct TensorsInPlace {
+    device: Device,
+    /// By address.
+    tensors: BTreeMap<DevicePtr, TensorInPlace>,
+    /// By address: the length and the descriptor of each.
+    pieces: BTreeMap<DevicePtr, (u64, CloseOnForkFd)>,
+    owners: Vec<Box<dyn Any + Send>>,
+}
+
+struct TensorInPlace {
+    name: String,
+    layout: Layout,
+    /// Counted from 0 as they were added.
+    number: usize,
+}
+
+impl fmt::Debug for TensorsInPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TensorsInPlace")
+            .field("tensors", &self.tensors.len())
+            .field("pieces", &self.pieces.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl TensorsInPlace {
+    /// None yet.
+    pub fn new(device: &Device) -> TensorsInPlace {
+        TensorsInPlace {
+            device: device.clone(),
+            tensors: BTreeMap::new(),
+            pieces: BTreeMap::new(),
+            owners: Vec::new(),
+        }
+    }
+
+    /// The number of tensors.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// The number of descriptors that their version has.
+    pub fn pieces(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// Adds a tensor with its contents, which are complete. After an error the tensor has not been
+    /// added: it can be published as a copy.
+    ///
+    /// # Safety
+    /// The tensor's bytes at `ptr` lie on the device and are allocated as long as `owner` lives.
+    /// Nothing writes them meanwhile: readers would see that.
+    ///
+    /// # Errors
+    /// [`Error::NotExportable`] for memory of another kind, `cudaMalloc`'s for example;
+    /// [`Error::Argument`] for a layout that is not row-major without gaps, a tensor without
+    /// elements, an address that is no multiple of 512 bytes from its allocation's first, a tensor
+    /// that overlaps one that was added, or more than 16,384 pieces; [`Error::DescriptorLimit`],
+    /// [`Error::Driver`].
+    pub unsafe fn add(
+        &mut self,
+        name: &str,
+        layout: Layout,
+        ptr: DevicePtr,
+        owner: Box<dyn Any + Send>,
+    ) -> Result<()> {
+        self.check(name, &layout, ptr)?;
+        let mut added = Vec::new();
+        if let Err(error) = self.cover(name, ptr, layout.bytes(), &mut added) {
+            // No other tensor lies in them.
+            added.iter().for_each(|base| drop(self.pieces.remove(base)));
+            return Err(error);
+        }
+        let tensor = TensorInPlace {
+            name: name.to_string(),
+            layout,
+            number: self.tensors.len(),
+        };
+        self.tensors.insert(ptr, tensor);
+        self.owners.push(owner);
+        Ok(())
+    }
+
+    fn check(&self, name: &str, layout: &Layout, ptr: DevicePtr) -> Result<()> {
+        let refused = |found: String, allowed: &str| {
+            Err(Error::argument(
+                "tensor",
+                format!("{name:?}, {found}"),
+                format!("{allowed}; or publish a copy of it"),
+            ))
+        };
+        if layout.offset() != 0 || !layout.is_contiguous() {
+            return refused(format!("of {layout:?}"), "a row-major one without gaps");
+        }
+        let end = ptr.checked_add(layout.bytes()).filter(|&end| end > ptr);
+        let Some(end) = end else {
+            return refused(format!("of {} bytes", layout.bytes()), "one with elements");
+        };
+        let before = self.tensors.range(..end).next_back();
+        if let Some((&at, other)) = before
+            && at + other.layout.bytes() > ptr
+        {
+            let found = format!("which overlaps {:?}", other.name);
+            return refused(found, "one that shares no memory with another");
+        }
+        Ok(())
+    }
+
+    /// Holds descriptors of the pieces that a tensor lies in; those that were not held go to
+    /// `added`.
+    fn cover(
+        &mut self,
+        name: &str,
+        ptr: DevicePtr,
+        bytes: u64,
+        added: &mut Vec<DevicePtr>,
+    ) -> Result<()> {
+        let mut at = ptr;
+        while at < ptr + bytes {
+            let known = self.pieces.range(..=at).next_back();
+            let known = known.map(|(&base, &(length, _))| (base, length));
+            let known = known.filter(|&(base, length)| at - base < length);
+            let (base, length) = match known {
+                Some(known) => known,
+                None => {
+                    let piece = self.hold(name, at)?;
+                    added.push(piece.0);
+                    piece
+                }
+            };
+            if at == ptr && !(ptr - base).is_multiple_of(ALIGNMENT) {
+                let found = format!("{name:?}, {} bytes behind its allocation", ptr - base);
+                let allowed =
+                    format!("at a multiple of {ALIGNMENT} bytes; or publish a copy of it");
+                return Err(Error::argument("tensor", found, allowed));
+            }
+            at = base + length;
+        }
+        Ok(())
+    }
+
+    fn hold(&mut self, name: &str, at: DevicePtr) -> Result<(DevicePtr, u64)> {
+        let count = self.pieces.len();
+        if count == PIECES_MAX {
+            let found = format!("{} for {name:?}", count + 1);
+            let allowed = format!("up to {PIECES_MAX} in a version; publish a copy of it");
+            return Err(Error::argument("pieces", found, allowed));
+        }
+        if count % LOOK_EVERY == LOOK_EVERY - 1 {
+            check_room(LOOK_EVERY, name)?;
+        }
+        let piece = Piece::at(&self.device, at)?;
+        let (base, bytes) = (piece.base(), piece.bytes());
+        let fd = piece.export()?;
+        self.pieces.insert(base, (bytes, fd));
+        Ok((base, bytes))
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The parts of a version's memory behind its first `begin` bytes, with all tensors in the
+    /// order of their offsets, and the descriptors.
+    pub(super) fn lay(self, begin: u64) -> Result<LaidInPlace> {
+        let mut parts: Vec<Part> = Vec::new();
+        let (mut begins, mut next) = (BTreeMap::new(), begin);
+        let (mut end_of_last, mut pieces) = (None, Vec::with_capacity(self.pieces.len()));
+        for (base, (bytes, fd)) in self.pieces {
+            pieces.push(PeerFd::from(fd));
+            match parts.last_mut() {
+                Some(part)
+                    if end_of_last == Some(base)
+                        && part.piece_bytes == bytes
+                        && (part.pieces as usize) < RUN_PIECES_MAX =>
+                {
+                    part.pieces += 1;
+                }
+                _ => {
+                    parts.push(Part::whole(bytes));
+                    begins.insert(base, next);
+                }
+            }
+            next += bytes;
+            end_of_last = Some(base + bytes);
+        }
+        let mapping = OwnedElsewhere::new(&self.device, Box::new(self.owners))?;
+        let label: Arc<str> = "weights in place".into();
+        let tensors = self.tensors.into_iter().map(|(ptr, tensor)| {
+            let TensorInPlace {
+                name,
+                layout,
+                number,
+            } = tensor;
+            let begins = begins.range(..=ptr).next_back();
+            let offset = begins.map_or(0, |(base, begin)| begin + (ptr - base));
+            // SAFETY: the promise of `add`: allocated as long as the owners, which `mapping` has.
+            let slice = unsafe { mapping.slice(ptr, layout.bytes(), &label) };
+            LaidTensor {
+                name,
+                layout,
+                number,
+                offset,
+                slice,
+            }
+        });
+        Ok(LaidInPlace {
+            tensors: tensors.collect(),
+            parts,
+            pieces,
+            mapping,
+        })
+    }
+}
+
+/// Tensors with their places in a version's memory.
+pub(super) struct LaidInPlace {
+    pub(super) tensors: Vec<LaidTensor>,
+    pub(super) parts: Vec<Part>,
+    pub(super) pieces: Vec<PeerFd>,
+    /// Keeps the owners.
+    pub(super) mapping: Arc<OwnedElsewhere>,
+}
+
+pub(super) struct LaidTensor {
+    pub(super) name: String,
+    pub(super) layout: Layout,
+    pub(super) number: usize,
+    pub(super) offset: u64,
+    pub(super) slice: DeviceSlice,
+}
