@@ -1,7 +1,7 @@
 //! The takeover: a new keeper asks every process that holds a version of its name.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::held::Held;
@@ -10,7 +10,7 @@ use super::holder::{HolderRequest, holders, number_of};
 use super::manifest::Manifest;
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{Address, ClientSession, Kind, REPLY_TIMEOUT, decode, encode};
+use crate::ipc::{Address, ClientSession, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode};
 
 /// How many holders are asked at once: a stopped one occupies a thread for a whole handshake.
 const ASKED_AT_ONCE: usize = 32;
@@ -127,7 +127,10 @@ impl Search<'_> {
         }
         let completing = match version.is_whole() {
             true => None,
-            false => Some(self.completing.lock()),
+            false => {
+                let completing = self.completing.lock();
+                Some(completing.unwrap_or_else(PoisonError::into_inner))
+            }
         };
         if completing.is_some() {
             self.check_time()?;
@@ -204,8 +207,17 @@ fn attach(domain: &Domain, name: &EndpointName) -> Result<(ClientSession, Partia
     Ok((session, version))
 }
 
+/// A holder sends nothing but replies.
+struct NothingElse;
+
+impl SessionObserver for NothingElse {}
+
 /// Gets the pieces that a version lacks.
 fn complete(session: &ClientSession, version: PartialVersion) -> Result<(Held, Manifest)> {
+    if !version.is_whole() {
+        // The reactor receives the replies.
+        session.observe(Arc::new(NothingElse))?;
+    }
     let start = Instant::now();
     let ask = |first| {
         // For all of them: a holder that is slow with each delays a takeover no longer.

@@ -1,5 +1,6 @@
 //! Publishing, opening and taking over within one process. `tests/weights.rs` kills processes.
 
+mod in_place;
 mod races;
 
 use std::path::PathBuf;

@@ -51,7 +51,7 @@ impl RequestHandler for Scripted {
 }
 
 impl Stage {
-    fn scripted(
+    pub(super) fn scripted(
         &self,
         script: impl Fn(&ServerCore, u64, KeeperRequest) -> Result<OutgoingReply, Rejection>
         + Send

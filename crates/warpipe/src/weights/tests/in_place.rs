@@ -1,0 +1,352 @@
+//! Tensors that are published where they lie: several pieces, leases, and peers that send wrong
+//! ones. **This module is marked for unsafe**: it publishes tensors by address.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+
+use super::{Stage, WAIT, byte_of};
+use crate::device_types::DeviceKind;
+use crate::error::{Error, PointerKind};
+use crate::fork::CloseOnForkFd;
+use crate::hostile::in_a_forked_child;
+use crate::ipc::OutgoingReply;
+use crate::memory::Memory;
+use crate::runtime::closer::PeerFd;
+use crate::tensor::{DType, Layout};
+use crate::weights::held::Held;
+use crate::weights::holder::Holder;
+use crate::weights::keeper::{KeeperReply, KeeperRequest};
+use crate::weights::keeper_session::offer_to_keeper;
+use crate::weights::{SharedWeights, TensorsInPlace, Weights, takeover, weights_name};
+
+/// Memory of a tensor, which says when its owner is dropped.
+struct Tensor {
+    _memory: Memory,
+    _dropped: Sender<()>,
+}
+
+fn bytes(count: u64) -> Layout {
+    Layout::contiguous(DType::U8, &[count]).unwrap()
+}
+
+fn is_dropped(told: &Receiver<()>) -> bool {
+    told.recv_timeout(WAIT) == Err(RecvTimeoutError::Disconnected)
+}
+
+fn is_kept(told: &Receiver<()>) -> bool {
+    told.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty)
+}
+
+impl Stage {
+    /// `count` tensors in memory of their own, the number's low byte in all bytes of each. The
+    /// receiver says when all of it is free.
+    fn in_place(&self, count: usize) -> (TensorsInPlace, Receiver<()>) {
+        let ((tell, told), stream) = (channel(), self.device.stream().unwrap());
+        let mut tensors = TensorsInPlace::new(&self.device);
+        for number in 0..count {
+            let memory = Memory::allocate(&self.device, 4096).unwrap();
+            memory.write(&stream, 512, &[number as u8; 100]).unwrap();
+            stream.synchronize(WAIT).unwrap();
+            let (ptr, _dropped) = (memory.ptr() + 512, tell.clone());
+            let owner = Box::new(Tensor {
+                _memory: memory,
+                _dropped,
+            });
+            // SAFETY: the tensor lies in the memory of its owner, which nothing writes.
+            unsafe { tensors.add(&format!("t{number}"), bytes(100), ptr, owner) }.unwrap();
+        }
+        (tensors, told)
+    }
+
+    fn weights_in_place(&self, count: usize) -> (Weights, Receiver<()>) {
+        let (tensors, told) = self.in_place(count);
+        let builder = Weights::builder(&self.device, []).unwrap();
+        (builder.beside(tensors).finish().unwrap(), told)
+    }
+}
+
+fn check(shared: &SharedWeights, count: usize) {
+    assert_eq!(shared.tensors().len(), count);
+    for number in 0..count {
+        let tensor = shared.tensor(&format!("t{number}")).unwrap();
+        assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [number as u8; 100]);
+    }
+}
+
+#[test]
+fn tensors_are_read_where_their_publisher_has_them_beside_some_that_are_copied() {
+    let stage = Stage::new("lying");
+    let _keeper = stage.keeper();
+    let (tensors, told) = stage.in_place(3);
+    assert_eq!((tensors.len(), tensors.pieces()), (3, 3));
+    let builder = Weights::builder(&stage.device, [("copied", bytes(5))]).unwrap();
+    let stream = stage.device.stream().unwrap();
+    builder.memory().write(&stream, 0, b"bytes").unwrap();
+    let builder = builder.alias("tied", 2).alias("also copied", 0);
+    let weights = builder.beside(tensors).finish().unwrap();
+    let names: Vec<_> = weights.tensors().iter().map(|it| it.name()).collect();
+    assert_eq!(names.len(), 6);
+    assert_eq!(names[..2], ["copied", "also copied"]);
+    let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    drop(weights);
+    let readers = [0, 1].map(|_| stage.opener().open().unwrap());
+    for shared in &readers {
+        for number in 0..3u8 {
+            let tensor = shared.tensor(&format!("t{number}")).unwrap();
+            assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [number; 100]);
+        }
+        assert_eq!(
+            shared
+                .tensor("tied")
+                .unwrap()
+                .memory()
+                .to_vec(WAIT)
+                .unwrap(),
+            [1; 100]
+        );
+        assert_eq!(
+            shared
+                .tensor("also copied")
+                .unwrap()
+                .memory()
+                .to_vec(WAIT)
+                .unwrap(),
+            b"bytes"
+        );
+        let parts: Vec<_> = shared
+            .parts()
+            .map(|(begin, part)| (begin, part.bytes()))
+            .collect();
+        assert_eq!(parts[0], (0, 4096));
+        assert_eq!(parts.iter().map(|part| part.1).sum::<u64>(), shared.bytes());
+        assert!(
+            shared
+                .parts()
+                .all(|(_, part)| part.access() == crate::backend::Access::Read)
+        );
+    }
+    assert_eq!(stage.opener().verify().unwrap(), published.version());
+    assert!(is_kept(&told));
+}
+
+#[test]
+fn what_owns_the_tensors_is_kept_until_no_process_has_the_version() {
+    let stage = Stage::new("lease");
+    let keeper = stage.keeper();
+    let (weights, told) = stage.weights_in_place(3);
+    let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    drop(weights);
+    let shared = stage.opener().open().unwrap();
+    let tensor = shared.tensor("t2").unwrap();
+    // The keeper has another version, and the publisher gives this one up.
+    stage.publish(7);
+    drop(published);
+    check(&shared, 3);
+    drop(shared);
+    // A tensor of it is in use.
+    assert!(is_kept(&told));
+    assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [2; 100]);
+    drop(tensor);
+    assert!(is_dropped(&told), "nobody has the version");
+    // The keeper's end, too, gives a version up; and one that nobody took is nobody's.
+    let (weights, told) = stage.weights_in_place(2);
+    weights.publish(&stage.domain, "w", WAIT).unwrap();
+    drop(weights);
+    assert!(is_kept(&told), "the keeper offers it");
+    drop(keeper);
+    assert!(is_dropped(&told));
+    let (weights, told) = stage.weights_in_place(1);
+    assert!(is_kept(&told));
+    drop(weights);
+    assert!(is_dropped(&told));
+}
+
+#[test]
+fn a_forked_child_keeps_no_version_of_its_parent() {
+    let stage = Stage::new("forked-lease");
+    let keeper = stage.keeper();
+    let (weights, told) = stage.weights_in_place(2);
+    let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    let shared = stage.opener().open().unwrap();
+    let mut all = Some((weights, published, shared, keeper));
+    in_a_forked_child(|| {
+        drop(all.take());
+        true
+    });
+    assert!(is_kept(&told), "the child's drops are not the parent's");
+    drop(all);
+    assert!(is_dropped(&told));
+}
+
+#[test]
+fn a_version_of_many_pieces_is_taken_over_whole_from_many_holders() {
+    const PIECES: usize = 300;
+    let stage = Stage::new("many");
+    let keeper = stage.keeper();
+    let (weights, told) = stage.weights_in_place(PIECES);
+    let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    drop(weights);
+    let shared = stage.opener().open().unwrap();
+    check(&shared, PIECES);
+    drop(keeper);
+    let found = takeover::find(&stage.domain, &weights_name("w").unwrap()).unwrap();
+    assert_eq!(found.versions.len(), 1);
+    assert_eq!(found.versions[0].pieces.len(), PIECES);
+    drop(found);
+    let next = stage.keeper();
+    assert_eq!((next.candidate().unwrap(), next.unanswered()), (Some(1), 0));
+    assert_eq!(stage.opener().verify().unwrap(), 1);
+    drop((shared, published));
+    let again = stage.opener().open().unwrap();
+    check(&again, PIECES);
+    assert!(is_kept(&told));
+    drop((again, next));
+    assert!(is_dropped(&told));
+}
+
+#[test]
+fn a_reader_whose_version_is_replaced_while_it_asks_for_pieces_opens_the_next_one() {
+    let stage = Stage::new("replaced");
+    let ((old, _told), new) = (stage.weights_in_place(9), stage.weights(5));
+    let (old, new) = (old.held_for_tests(1), new.held_for_tests(2));
+    let asked = AtomicUsize::new(0);
+    let version = |held: &Held| held.reply(&KeeperReply::Version(held.describe()));
+    let _server = stage.scripted(move |_, _, request| match request {
+        KeeperRequest::Pieces { .. } => OutgoingReply::new(&KeeperReply::Replaced, vec![]),
+        KeeperRequest::Offered if asked.fetch_add(1, SeqCst) < 3 => version(&old),
+        KeeperRequest::Offered => version(&new),
+        _ => OutgoingReply::new(&KeeperReply::Noted, vec![]),
+    });
+    let shared = stage.opener().open().unwrap();
+    assert_eq!((shared.version(), byte_of(&shared)), (2, 5));
+}
+
+#[test]
+fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped() {
+    let stage = Stage::new("hostile-pieces");
+    let keeper = stage.keeper();
+    let name = weights_name("w").unwrap();
+    let (whole, _told) = stage.weights_in_place(9);
+    let offered = |change: &dyn Fn(&mut Held)| {
+        let mut held = whole.held_for_tests(0);
+        change(&mut held);
+        let offer = Holder::offer(&stage.domain, "w", Arc::new(held)).unwrap();
+        offer_to_keeper(&stage.domain, &name, &offer.1, WAIT).map(|_| ())
+    };
+    let with = |held: &Held, last: OwnedFd| -> Arc<[PeerFd]> {
+        let copy = |fd: &PeerFd| PeerFd::from(CloseOnForkFd::duplicate(fd).unwrap());
+        let mut pieces: Vec<PeerFd> = held.pieces.iter().take(8).map(copy).collect();
+        pieces.push(PeerFd::from(CloseOnForkFd::new(last).unwrap()));
+        pieces.into()
+    };
+    let longer = || {
+        Memory::allocate(&stage.device, 8192)
+            .unwrap()
+            .export_fd()
+            .unwrap()
+    };
+    let file = || OwnedFd::from(std::fs::File::open("/").unwrap());
+    let pipe = || rustix::pipe::pipe().unwrap().0;
+    let changes: [(&dyn Fn(&mut Held), &str); 7] = [
+        (
+            &|held| held.pieces = with(held, longer()),
+            "a memfd of 8192 bytes",
+        ),
+        (&|held| held.pieces = with(held, file()), "memory"),
+        (&|held| held.pieces = with(held, pipe()), "memory"),
+        (&|held| held.pieces = Arc::from(Vec::new()), "descriptors"),
+        (
+            &|held| {
+                let few = held.pieces.iter().take(7);
+                let copy = |fd: &PeerFd| PeerFd::from(CloseOnForkFd::duplicate(fd).unwrap());
+                held.pieces = few.map(copy).collect();
+            },
+            "it has 7 pieces",
+        ),
+        (
+            &|held| {
+                let file = PeerFd::from(CloseOnForkFd::new(file()).unwrap());
+                held.lease = Some(Arc::new(file));
+            },
+            "lease",
+        ),
+        // The reply says that the lease comes, and its place is a piece's.
+        (&|held| held.device.kind = DeviceKind::Cuda, "memory"),
+    ];
+    for (change, words) in &changes[..6] {
+        let told = offered(*change);
+        assert!(
+            matches!(&told, Err(Error::Refused { text, .. }) if text.contains(words)),
+            "{words}: {told:?}"
+        );
+    }
+    assert_eq!(keeper.version().unwrap(), None);
+    let more = offered(&|held| {
+        let copy = |fd: &PeerFd| PeerFd::from(CloseOnForkFd::duplicate(fd).unwrap());
+        let twice = held.pieces.iter().chain(&*held.pieces);
+        held.pieces = twice.map(copy).collect();
+    });
+    assert!(
+        matches!(&more, Err(Error::Refused { text, .. }) if text.contains("descriptors")),
+        "{more:?}"
+    );
+    // A keeper cannot tell memory of a GPU: the device does.
+    offered(changes[6].0).unwrap();
+    let refused = stage.opener().open().unwrap_err();
+    assert!(matches!(refused, Error::PeerAccess { .. }), "{refused}");
+}
+
+#[test]
+fn memory_that_no_process_can_open_or_that_does_not_fit_is_refused_with_the_tensors_name() {
+    let stage = Stage::new("refused");
+    let mut tensors = TensorsInPlace::new(&stage.device);
+    let memory = Memory::allocate(&stage.device, 8192).unwrap();
+    let imported = Memory::import_fd(
+        &stage.device,
+        memory.export_fd().unwrap(),
+        &memory.info(),
+        crate::backend::Access::Read,
+    )
+    .unwrap();
+    let plain = stage.device.backend().allocate_plain(4096).unwrap();
+    // SAFETY: the memory lives until the end, and nothing writes it.
+    let mut add = |layout, ptr| unsafe { tensors.add("norm", layout, ptr, Box::new(())) };
+    let kinds = [
+        (plain, PointerKind::Device),
+        (imported.ptr(), PointerKind::VmmPrivate),
+        (std::ptr::from_ref(&stage) as u64 & !511, PointerKind::Host),
+        (512, PointerKind::Unknown),
+    ];
+    for (at, wanted) in kinds {
+        match add(bytes(4), at) {
+            Err(Error::NotExportable { ptr, kind }) => assert_eq!((ptr, kind), (at, wanted)),
+            other => panic!("{other:?}"),
+        }
+    }
+    let gaps = Layout::strided(DType::U8, &[2, 2], &[4, 1], 0).unwrap();
+    let ptr = memory.ptr();
+    add(bytes(1000), ptr + 512).unwrap();
+    let wrong = [
+        (gaps, ptr, "row-major"),
+        (bytes(0), ptr, "with elements"),
+        (bytes(4), u64::MAX, "with elements"),
+        (bytes(4), ptr + 2048 + 8, "512 bytes"),
+        (bytes(4), ptr + 1024, "overlaps \"norm\""),
+        (bytes(513), ptr, "overlaps \"norm\""),
+    ];
+    for (layout, at, words) in wrong {
+        let told = add(layout, at).unwrap_err();
+        let text = told.to_string();
+        assert!(matches!(told, Error::Argument { .. }), "{text}");
+        assert!(text.contains(words) && text.contains("\"norm\""), "{text}");
+        assert!(text.contains("publish a copy"), "{text}");
+    }
+    // A range that goes on behind its memory.
+    let beyond = add(bytes(1 << 40), ptr + 4096).unwrap_err();
+    assert!(matches!(beyond, Error::NotExportable { .. }), "{beyond}");
+    assert_eq!((tensors.len(), tensors.pieces()), (1, 1));
+    // SAFETY: allocated above, used by nothing.
+    unsafe { stage.device.backend().free_plain(plain) }.unwrap();
+}
