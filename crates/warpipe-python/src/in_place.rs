@@ -16,12 +16,14 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyString};
 use warpipe::statistics::SlowPath;
+use warpipe::weights;
 use warpipe::{DType, Layout, LegacyHandle, LegacyMemory, RANK_MAX, SlotReturn};
 
 use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
+use crate::interpreter_exit::LibraryHeld;
 use crate::metadata::BYTES_MAX;
-use crate::source::{Source, SourceLocation};
+use crate::source::{Source, SourceLocation, SourceOwner};
 use crate::wait::in_slices;
 
 const MAGIC: [u8; 5] = *b"\xf5WPIP";
@@ -293,6 +295,19 @@ pub fn read(metadata: &[u8]) -> Outcome<Option<Named>> {
         handle,
         metadata: metadata.to_vec(),
     }))
+}
+
+/// Adds a tensor that is published where it lies, and that `owner` keeps.
+pub fn add_in_place(
+    tensors: &mut weights::TensorsInPlace,
+    name: &str,
+    layout: Layout,
+    address: u64,
+    owner: Box<LibraryHeld<SourceOwner>>,
+) -> Outcome<()> {
+    // SAFETY: the owner is what keeps the tensor's memory allocated, and the caller of `publish`
+    // writes it no more, as its documentation says.
+    Ok(unsafe { tensors.add(name, layout, address, owner) }?)
 }
 
 /// The allocations that a subscriber has open of its publisher. The last few stay open, because the

@@ -140,19 +140,19 @@ impl Callback {
     }
 }
 
-/// A Python object that the library holds, and drops on any of its threads. Once the program ends it
-/// is left where it is.
+/// A Python object, or what holds one, that the library holds, and drops on any of its threads. Once
+/// the program ends it is left where it is.
 #[derive(Debug)]
-pub struct LibraryHeld(Option<Py<PyAny>>);
+pub struct LibraryHeld<T = Py<PyAny>>(Option<T>);
 
-impl LibraryHeld {
+impl<T> LibraryHeld<T> {
     /// Wraps an object.
-    pub fn new(object: Py<PyAny>) -> LibraryHeld {
+    pub fn new(object: T) -> LibraryHeld<T> {
         LibraryHeld(Some(object))
     }
 }
 
-impl Drop for LibraryHeld {
+impl<T> Drop for LibraryHeld<T> {
     fn drop(&mut self) {
         let mut object = self.0.take();
         // Counted before the check, as in `Callback::call`.

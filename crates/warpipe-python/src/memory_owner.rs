@@ -91,7 +91,9 @@ impl OwnedMemory {
             OwnedMemory::Legacy(inner) => inner.ptr(),
             OwnedMemory::Block(block) => block.ptr(),
             OwnedMemory::Lent(block) => block.ptr(),
-            OwnedMemory::Weights(weights) => weights.memory().ptr(),
+            OwnedMemory::Weights(weights) => {
+                weights.parts().next().map_or(0, |(_, part)| part.ptr())
+            }
             OwnedMemory::Foreign(inner) => inner.ptr(),
             OwnedMemory::Malloc(malloc) => malloc.ptr,
         }
@@ -105,7 +107,7 @@ impl OwnedMemory {
             OwnedMemory::Legacy(inner) => inner.bytes(),
             OwnedMemory::Block(block) => block.bytes(),
             OwnedMemory::Lent(block) => block.bytes(),
-            OwnedMemory::Weights(weights) => weights.memory().bytes(),
+            OwnedMemory::Weights(weights) => weights.bytes(),
             OwnedMemory::Foreign(inner) => inner.bytes(),
             OwnedMemory::Malloc(malloc) => malloc.bytes,
         }
@@ -119,7 +121,7 @@ impl OwnedMemory {
             OwnedMemory::Legacy(inner) => inner.device(),
             OwnedMemory::Block(block) => block.device(),
             OwnedMemory::Lent(block) => block.device(),
-            OwnedMemory::Weights(weights) => weights.memory().device(),
+            OwnedMemory::Weights(weights) => weights.device(),
             OwnedMemory::Foreign(inner) => inner.device(),
             OwnedMemory::Malloc(malloc) => &malloc.device,
         }
@@ -142,7 +144,9 @@ impl OwnedMemory {
             OwnedMemory::Legacy(inner) => inner.used_by(stream)?,
             OwnedMemory::Block(block) => block.used_on(stream),
             OwnedMemory::Lent(block) => block.used_on(stream),
-            OwnedMemory::Weights(weights) => weights.memory().used_on(stream),
+            OwnedMemory::Weights(weights) => {
+                weights.parts().for_each(|(_, part)| part.used_on(stream));
+            }
             OwnedMemory::Foreign(inner) => inner.used_on(stream),
             OwnedMemory::Malloc(_) => {}
         }

@@ -11,16 +11,22 @@ use warpipe::weights::{self, TensorInfo, Weights};
 use warpipe::{DType, Error, Layout, Opener};
 
 use crate::closeable::Closeable;
+use crate::detached::OwnStream;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
+use crate::in_place::add_in_place;
+use crate::interpreter_exit::LibraryHeld;
 use crate::memory::{Memory, MemoryHolder};
 use crate::memory_owner::{MemoryOwner, OwnedMemory};
 use crate::process::Home;
+use crate::source::{SourceLocation, Wanted};
 use crate::view::View;
-use crate::wait::{CallOff, asking, attach, hand_over, on_a_thread, optional};
+use crate::wait::{
+    CallOff, asking, attach, hand_over, in_slices, none_if_late, on_a_thread, optional,
+};
 
 /// How long one call of the library waits. A wait that is given up leaves at most so much of it
 /// behind.
@@ -32,6 +38,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Keeper>()?;
     module.add_class::<PublishedWeights>()?;
     module.add_class::<Builder>()?;
+    module.add_class::<TensorsInPlace>()?;
     module.add_function(wrap_pyfunction!(_open_weights, module)?)?;
     module.add_function(wrap_pyfunction!(_keep_weights, module)?)?;
     module.add_function(wrap_pyfunction!(_verify_weights, module)?)
@@ -89,7 +96,7 @@ fn weights_of(owner: &MemoryOwner) -> &weights::SharedWeights {
 fn owner_of(domain: &Path, opened: weights::SharedWeights) -> Arc<MemoryOwner> {
     let is_same = |other: &weights::SharedWeights| {
         (other.name(), other.version()) == (opened.name(), opened.version())
-            && other.memory().device().info().id == opened.memory().device().info().id
+            && other.device().info().id == opened.device().info().id
             // A domain of another user does not know that this process has a number in use.
             && other.tensors() == opened.tensors()
     };
@@ -236,7 +243,7 @@ impl SharedWeights {
         self.version
     }
 
-    /// The length of the memory that all tensors lie in.
+    /// The length of the memory that all tensors lie in, in one part or several.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.nbytes
@@ -257,7 +264,8 @@ impl SharedWeights {
         PyList::new(py, tensors.iter().map(TensorInfo::name))
     }
 
-    /// Where a tensor begins in the memory: a multiple of 512. Two names of one tensor, as tied
+    /// Where a tensor begins in the memory: a multiple of 512. The memory may have parts that are not
+    /// mapped side by side. Two names of one tensor, as tied
     /// weights have them, begin at the same byte.
     ///
     /// Raises ``KeyError``, ``ClosedError``.
@@ -273,10 +281,11 @@ impl SharedWeights {
     }
 
     fn __getitem__(&self, py: Python<'_>, name: &str) -> PyResult<Py<View>> {
-        let (layout, offset) = self.find(name, |info| (*info.layout(), info.offset()))?;
         let open = self.handle.get()?;
         let owner: Arc<MemoryOwner> = (**open).clone();
-        let address = owner.memory().ptr() + offset;
+        let tensor = weights_of(&owner).tensor(name);
+        let tensor = tensor.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
+        let (layout, address) = (*tensor.layout(), tensor.memory().ptr());
         let memory = Memory {
             layout,
             address,
@@ -404,6 +413,7 @@ pub struct PublishedWeights {
     handle: CloseableHandle<weights::PublishedWeights>,
     version: u64,
     nbytes: u64,
+    copied: u64,
 }
 
 #[pymethods]
@@ -420,10 +430,16 @@ impl PublishedWeights {
         self.version
     }
 
-    /// The length of the memory that the tensors were copied to.
+    /// The length of the memory that the tensors lie in.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.nbytes
+    }
+
+    /// The bytes of the tensors that were copied: 0 if all were published where they lie.
+    #[getter]
+    fn copied(&self) -> u64 {
+        self.copied
     }
 
     fn __reduce__(&self) -> PyResult<()> {
@@ -451,12 +467,86 @@ fn of_tensor(py: Python<'_>, name: &str, error: &PyErr) -> PyErr {
     PyErr::from_type(error.get_type(py), said)
 }
 
+/// Tensors that are published where they lie, for ``publish``.
+#[pyclass(frozen, module = "warpipe.weights", name = "_TensorsInPlace")]
+#[derive(Debug)]
+pub struct TensorsInPlace {
+    home: Home,
+    device: warpipe::Device,
+    stream: OwnStream,
+    tensors: Mutex<Option<weights::TensorsInPlace>>,
+}
+
+impl TensorsInPlace {
+    fn with<R>(
+        &self,
+        change: impl FnOnce(&mut Option<weights::TensorsInPlace>) -> R,
+    ) -> Outcome<R> {
+        self.home.check()?;
+        let mut tensors = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(change(&mut tensors))
+    }
+
+    fn taken() -> Fault {
+        Fault::closed("list of tensors in place", "")
+    }
+}
+
+#[pymethods]
+impl TensorsInPlace {
+    #[new]
+    fn new(py: Python<'_>, device: &Bound<'_, PyAny>) -> PyResult<TensorsInPlace> {
+        let device = Device::from_argument(Some(device))?.inner;
+        Ok(TensorsInPlace {
+            home: Home::here(),
+            stream: OwnStream::new(py, &device)?,
+            tensors: Mutex::new(Some(weights::TensorsInPlace::new(&device))),
+            device,
+        })
+    }
+
+    /// Adds a tensor, when the streams that write it are done, and keeps its memory allocated.
+    fn add(&self, py: Python<'_>, name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        let wanted = Wanted {
+            device: &self.device,
+            stream: None,
+            own: &self.stream,
+            packed: false,
+            lasting: true,
+        };
+        let source = wanted.find(tensor)?;
+        let (place, layout) = (source.place, source.layout);
+        let (address, owner) = match place {
+            SourceLocation::Host(address, owner) => (address, owner),
+            SourceLocation::Device(address, reader, owner) => {
+                let behind = reader.follow(py)?.clone();
+                let done = in_slices(py, None, |slice| none_if_late(behind.synchronize(slice)));
+                done?;
+                (address, owner)
+            }
+            _ => {
+                let said = "it has gaps, or is no array; make it a contiguous one first";
+                return Err(Fault::layout(said).into());
+            }
+        };
+        let owner = Box::new(LibraryHeld::new(owner));
+        let add = || -> Outcome<()> {
+            self.with(|tensors| {
+                let tensors = tensors.as_mut().ok_or_else(TensorsInPlace::taken)?;
+                add_in_place(tensors, name, layout, address, owner)
+            })?
+        };
+        Ok(py.detach(add)?)
+    }
+}
+
 /// The memory of weights before they are complete, for ``publish``.
 #[pyclass(frozen, module = "warpipe.weights", name = "_WeightsBuilder")]
 #[derive(Debug)]
 pub struct Builder {
     home: Home,
     builder: Mutex<Option<weights::WeightsBuilder>>,
+    copied: u64,
 }
 
 impl Builder {
@@ -474,13 +564,15 @@ impl Builder {
 #[pymethods]
 impl Builder {
     /// ``tensors``: name, shape and element type of each. ``aliases``: a further name, and the index
-    /// of its tensor.
+    /// of its tensor; those of ``in_place`` are behind the others.
     #[new]
+    #[pyo3(signature = (device, tensors, aliases, in_place = None))]
     fn new(
         py: Python<'_>,
         device: &Bound<'_, PyAny>,
         tensors: Vec<(String, Bound<'_, PyAny>, Bound<'_, PyAny>)>,
         aliases: Vec<(String, usize)>,
+        in_place: Option<&TensorsInPlace>,
     ) -> PyResult<Builder> {
         let device = Device::from_argument(Some(device))?.inner;
         let mut laid = Vec::with_capacity(tensors.len());
@@ -488,8 +580,16 @@ impl Builder {
             let layout = layout_of(shape, element).map_err(|error| of_tensor(py, name, &error))?;
             laid.push((name.as_str(), layout));
         }
-        let build = || {
-            let builder = Weights::builder(&device, laid)?;
+        let in_place = match in_place {
+            Some(list) => Some(list.with(Option::take)?.ok_or_else(TensorsInPlace::taken)?),
+            None => None,
+        };
+        let copied = laid.iter().map(|(_, layout)| layout.bytes()).sum();
+        let build = move || {
+            let mut builder = Weights::builder(&device, laid)?;
+            if let Some(in_place) = in_place {
+                builder = builder.beside(in_place);
+            }
             let named = aliases.iter();
             Ok(named.fold(builder, |builder, (name, index)| {
                 builder.alias(name, *index)
@@ -501,6 +601,7 @@ impl Builder {
         Ok(Builder {
             home: Home::here(),
             builder: Mutex::new(Some(builder)),
+            copied,
         })
     }
 
@@ -544,6 +645,7 @@ impl Builder {
             handle,
             version,
             nbytes,
+            copied: self.copied,
         };
         Py::new(py, base.add_subclass(made))
     }

@@ -6,8 +6,8 @@
 1
 >>> tensors = warpipe.weights.load("llama", wait=60)                   # doctest: +SKIP
 
-A keeper has a name, and offers the newest version of its weights. ``publish`` copies tensors into one memory and hands it
-to the keeper. ``load``, ``open`` and ``attach`` map it read only in any number of processes: nothing is copied. Readers
+A keeper has a name, and offers the newest version of its weights. ``publish`` copies tensors into one memory, or takes
+them where they lie, and hands it to the keeper. ``load``, ``open`` and ``attach`` map it read only in any number of processes: nothing is copied. Readers
 go on when the keeper or the publisher ends. A version's memory is free when the last process that has it open ends.
 """
 
@@ -17,11 +17,12 @@ import contextlib
 import importlib
 import importlib.util
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from . import _warpipe
-from ._errors import Error, NotATensorError, WeightsMismatchError
+from ._errors import ArgumentError, CopyWarning, Error, NotATensorError, WeightsMismatchError
 from ._warpipe import Keeper, PublishedWeights, SharedWeights, Watch
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 _CUDA = 2
+_IN_PLACE = "allocate it in warpipe.torch.pool() or in expandable segments, row-major"
 # As many names of each kind are in a message; the exception's attributes have all.
 _NAMES_TOLD = 20
 
@@ -258,7 +260,13 @@ def _mismatch(
 
 
 def publish(
-    name: str, state_dict: Mapping[str, Any], *, device: Any = None, domain: Any = None, wait: float | None = 10.0
+    name: str,
+    state_dict: Mapping[str, Any],
+    *,
+    device: Any = None,
+    domain: Any = None,
+    wait: float | None = 10.0,
+    zero_copy: bool | str = False,
 ) -> PublishedWeights:
     """Copies tensors into one new memory on ``device``, and hands it to the keeper of ``name`` as its next version.
 
@@ -268,14 +276,24 @@ def publish(
     stored once. When the copies are done, the memory is read once to be hashed. The tensors may be changed as soon as
     this returns. Waits up to ``wait`` seconds (None: no limit) for the keeper to exist and to answer.
 
-    The result has the ``version``. While it is open, this process is one of those that a new keeper takes the version
+    With ``zero_copy=True`` tensors are published where they lie if they lie in ``warpipe.torch.pool()``, in PyTorch's
+    expandable segments or in ``Memory``. The others are copied, and a ``CopyWarning`` says why; with
+    ``zero_copy="require"`` that is an error. Such a tensor must not be written any more: its readers would see that, and
+    its hash would not be right. Its memory is kept allocated until no process has the version: until another one is
+    offered, and each reader and publisher of this one has closed it or is dead. Readers map all of the segments' pieces
+    that a tensor lies in, and see what else lies there. Each process that has the version has a descriptor for each piece
+    (``ulimit -n``).
+
+    The result has the ``version`` and the bytes that were ``copied``. While it is open, this process is one of those that a new keeper takes the version
     over from; readers do not need it. After ``TimeoutError``, ``PeerGoneError`` and an interrupt the version may have
     been published.
 
     Raises ``NotFoundError`` when no keeper has the name, ``TimeoutError``, ``PeerGoneError``, ``RefusedError``,
     ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``ArgumentError``, ``InvalidNameError``,
-    ``DeviceError``.
+    ``DeviceError``; ``NotExportableError``, ``DescriptorLimitError`` with ``"require"``.
     """
+    if zero_copy not in (True, False, "require"):
+        raise ArgumentError(f'zero_copy is {zero_copy!r}; give True, False or "require"')
     tensors: list[tuple[str, Any]] = []
     aliases = []
     first: dict[Any, int] = {}
@@ -289,14 +307,46 @@ def publish(
             tensors.append((key, tensor))
     if device is None:
         device = _device_of(tensor for _, tensor in tensors)
+    in_place, copied = None, list(range(len(tensors)))
+    if zero_copy:
+        in_place = _warpipe._TensorsInPlace(device)
+        copied = _not_in_place(in_place, tensors, zero_copy == "require")
+        # In the builder's order: those in place are behind the others.
+        lying = sorted(set(range(len(tensors))) - set(copied))
+        place = {index: at for at, index in enumerate([*copied, *lying])}
+        aliases = [(key, place[index]) for key, index in aliases]
+    tensors = [tensors[index] for index in copied]
     described = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors]
-    builder = _warpipe._WeightsBuilder(device, described, aliases)
+    builder = _warpipe._WeightsBuilder(device, described, aliases, in_place)
     with builder.memory as memory:
         for (key, shape, dtype), offset, (_, tensor) in zip(described, builder.offsets, tensors):
             with _naming(key):
                 memory.view(shape, dtype, offset).copy_from(tensor)
         memory.wait(None)
     return builder.publish(name, domain, wait)
+
+
+def _not_in_place(in_place: Any, tensors: list[tuple[str, Any]], is_required: bool) -> list[int]:
+    """Adds the tensors that can be published where they lie; returns the indices of the others."""
+    others, refused = [], []
+    for index, (key, tensor) in enumerate(tensors):
+        if 0 in tensor.shape:
+            # There is nothing to copy.
+            others.append(index)
+            continue
+        try:
+            in_place.add(key, tensor)
+        except Error as error:
+            said = f"{key!r} cannot be published where it lies: {error}"
+            if is_required:
+                raise type(error)(f"{said}; {_IN_PLACE}, or give zero_copy=True to have it copied") from error
+            others.append(index)
+            refused.append(said)
+    if refused:
+        more = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
+        said = f"{len(refused)} of {len(tensors)} tensors are copied: {refused[0]}{more}; {_IN_PLACE}"
+        warnings.warn(said, CopyWarning, stacklevel=3)
+    return others
 
 
 def _plain(key: str, tensor: Any) -> Any:

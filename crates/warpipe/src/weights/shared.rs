@@ -200,7 +200,12 @@ impl SharedWeights {
         number
     }
 
-    /// The length of the memory.
+    /// The device that it is mapped on.
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    /// The length of the memory: of all [parts](Self::parts).
     pub fn bytes(&self) -> u64 {
         self.inner.manifest.bytes()
     }
