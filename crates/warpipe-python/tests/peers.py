@@ -258,3 +258,19 @@ def publish_weights(pipe, domain, device, name, tensors):
     published = warpipe.weights.publish(name, tensors, domain=domain, device=device, wait=LIMIT_SECONDS)
     pipe.send(published.version)
     pipe.recv()
+
+
+def publish_weights_in_place(pipe, domain, device, name, tensors):
+    """Publishes weights where they lie, and waits to be killed."""
+    placed = {key: in_memory(warpipe.Device(device), value) for key, value in tensors.items()}
+    options = {"domain": domain, "device": device, "wait": LIMIT_SECONDS}
+    published = warpipe.weights.publish(name, placed, **options, zero_copy="require")
+    pipe.send((published.version, published.copied))
+    pipe.recv()
+
+
+def in_memory(device, values):
+    """The values in exportable memory of their own."""
+    view = warpipe.Memory.allocate(values.nbytes, device=device).view(values.shape, values.dtype)
+    view.copy_from(values)
+    return view
