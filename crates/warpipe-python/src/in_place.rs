@@ -23,7 +23,7 @@ use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::LibraryHeld;
 use crate::metadata::BYTES_MAX;
-use crate::source::{Source, SourceLocation, SourceOwner};
+use crate::source::{Source, SourceLocation};
 use crate::wait::in_slices;
 
 const MAGIC: [u8; 5] = *b"\xf5WPIP";
@@ -297,17 +297,17 @@ pub fn read(metadata: &[u8]) -> Outcome<Option<Named>> {
     }))
 }
 
-/// Adds a tensor that is published where it lies, and that `owner` keeps.
+/// Adds a tensor that is published where it lies, and that `owner` keeps allocated.
 pub fn add_in_place(
     tensors: &mut weights::TensorsInPlace,
     name: &str,
     layout: Layout,
     address: u64,
-    owner: Box<LibraryHeld<SourceOwner>>,
+    owner: LibraryHeld<impl Send + 'static>,
 ) -> Outcome<()> {
     // SAFETY: the owner is what keeps the tensor's memory allocated, and the caller of `publish`
     // writes it no more, as its documentation says.
-    Ok(unsafe { tensors.add(name, layout, address, owner) }?)
+    Ok(unsafe { tensors.add(name, layout, address, Box::new(owner)) }?)
 }
 
 /// The allocations that a subscriber has open of its publisher. The last few stay open, because the

@@ -22,7 +22,7 @@ use crate::interpreter_exit::LibraryHeld;
 use crate::memory::{Memory, MemoryHolder};
 use crate::memory_owner::{MemoryOwner, OwnedMemory};
 use crate::process::Home;
-use crate::source::{SourceLocation, Wanted};
+use crate::source::{Source, SourceLocation, Wanted};
 use crate::view::View;
 use crate::wait::{
     CallOff, asking, attach, hand_over, in_slices, none_if_late, on_a_thread, optional,
@@ -507,6 +507,14 @@ impl TensorsInPlace {
 
     /// Adds a tensor, when the streams that write it are done, and keeps its memory allocated.
     fn add(&self, py: Python<'_>, name: &str, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        if let Ok(view) = tensor.cast::<View>() {
+            let memory = view.get().memory()?;
+            if memory.device.info().id == self.device.info().id {
+                view.get().owner()?.settle(py, None)?;
+                let (layout, lowest) = (memory.layout, memory.lowest);
+                return self.keep(py, name, layout, lowest, memory);
+            }
+        }
         let wanted = Wanted {
             device: &self.device,
             stream: None,
@@ -514,23 +522,33 @@ impl TensorsInPlace {
             packed: false,
             lasting: true,
         };
-        let source = wanted.find(tensor)?;
-        let (place, layout) = (source.place, source.layout);
-        let (address, owner) = match place {
-            SourceLocation::Host(address, owner) => (address, owner),
+        let Source { place, layout } = wanted.find(tensor)?;
+        match place {
+            SourceLocation::Host(address, owner) => self.keep(py, name, layout, address, owner),
             SourceLocation::Device(address, reader, owner) => {
                 let behind = reader.follow(py)?.clone();
-                let done = in_slices(py, None, |slice| none_if_late(behind.synchronize(slice)));
-                done?;
-                (address, owner)
+                in_slices(py, None, |slice| none_if_late(behind.synchronize(slice)))?;
+                self.keep(py, name, layout, address, owner)
             }
             _ => {
                 let said = "it has gaps, or is no array; make it a contiguous one first";
-                return Err(Fault::layout(said).into());
+                Err(Fault::layout(said).into())
             }
-        };
-        let owner = Box::new(LibraryHeld::new(owner));
-        let add = || -> Outcome<()> {
+        }
+    }
+}
+
+impl TensorsInPlace {
+    fn keep(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        layout: Layout,
+        address: u64,
+        owner: impl Send + 'static,
+    ) -> PyResult<()> {
+        let owner = LibraryHeld::new(owner);
+        let add = || {
             self.with(|tensors| {
                 let tensors = tensors.as_mut().ok_or_else(TensorsInPlace::taken)?;
                 add_in_place(tensors, name, layout, address, owner)
