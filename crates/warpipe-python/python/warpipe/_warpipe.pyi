@@ -2300,7 +2300,7 @@ class SharedWeights(Closeable):
         """The number of the version: larger for later ones."""
     @property
     def nbytes(self) -> int:
-        """The length of the memory that all tensors lie in."""
+        """The length of the memory that all tensors lie in, in one part or several."""
     @property
     def device(self) -> Device:
         """The device that they are mapped on."""
@@ -2310,7 +2310,8 @@ class SharedWeights(Closeable):
         Raises ``ClosedError``.
         """
     def offset(self, name: str) -> int:
-        """Where a tensor begins in the memory: a multiple of 512. Two names of one tensor, as tied
+        """Where a tensor begins in the memory: a multiple of 512. The memory may have parts that are not
+        mapped side by side. Two names of one tensor, as tied
         weights have them, begin at the same byte.
 
         Raises ``KeyError``, ``ClosedError``.
@@ -2377,7 +2378,10 @@ class PublishedWeights(Closeable):
         """The number of the version."""
     @property
     def nbytes(self) -> int:
-        """The length of the memory that the tensors were copied to."""
+        """The length of the memory that the tensors lie in."""
+    @property
+    def copied(self) -> int:
+        """The bytes of the tensors that were copied: 0 if all were published where they lie."""
     def __reduce__(self) -> Never: ...
 
 @final
@@ -2426,10 +2430,21 @@ class Watch(Closeable):
     def __reduce__(self) -> Never: ...
 
 @final
+class _TensorsInPlace:
+    """Tensors that are published where they lie, for ``publish``."""
+    def __new__(cls, device: _DeviceLike) -> Self: ...
+    def add(self, name: str, tensor: Any) -> None:
+        """Adds a tensor, when the streams that write it are done, and keeps its memory allocated."""
+
+@final
 class _WeightsBuilder:
     """The memory of weights before they are complete, for ``publish``."""
     def __new__(
-        cls, device: _DeviceLike, tensors: Sequence[tuple[str, _Shape, Any]], aliases: Sequence[tuple[str, int]]
+        cls,
+        device: _DeviceLike,
+        tensors: Sequence[tuple[str, _Shape, Any]],
+        aliases: Sequence[tuple[str, int]],
+        in_place: _TensorsInPlace | None = None,
     ) -> Self: ...
     @property
     def memory(self) -> View:

@@ -27,6 +27,8 @@ struct Tensor {
     _dropped: Sender<()>,
 }
 
+type Change<'a> = dyn Fn(&mut Held) + 'a;
+
 fn bytes(count: u64) -> Layout {
     Layout::contiguous(DType::U8, &[count]).unwrap()
 }
@@ -249,7 +251,7 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
     };
     let file = || OwnedFd::from(std::fs::File::open("/").unwrap());
     let pipe = || rustix::pipe::pipe().unwrap().0;
-    let changes: [(&dyn Fn(&mut Held), &str); 7] = [
+    let changes: [(&Change<'_>, &str); 6] = [
         (
             &|held| held.pieces = with(held, longer()),
             "a memfd of 8192 bytes",
@@ -272,11 +274,9 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
             },
             "lease",
         ),
-        // The reply says that the lease comes, and its place is a piece's.
-        (&|held| held.device.kind = DeviceKind::Cuda, "memory"),
     ];
-    for (change, words) in &changes[..6] {
-        let told = offered(*change);
+    for (change, words) in changes {
+        let told = offered(change);
         assert!(
             matches!(&told, Err(Error::Refused { text, .. }) if text.contains(words)),
             "{words}: {told:?}"
@@ -293,7 +293,7 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
         "{more:?}"
     );
     // A keeper cannot tell memory of a GPU: the device does.
-    offered(changes[6].0).unwrap();
+    offered(&|held| held.device.kind = DeviceKind::Cuda).unwrap();
     let refused = stage.opener().open().unwrap_err();
     assert!(matches!(refused, Error::PeerAccess { .. }), "{refused}");
 }
