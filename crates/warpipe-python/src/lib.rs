@@ -97,6 +97,7 @@ mod tuples;
 mod view;
 mod wait;
 mod weights;
+mod weights_builder;
 mod weights_watch;
 mod worker;
 

@@ -5,7 +5,7 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::manifest::{ALIGNMENT, PIECES_MAX, Part};
 use super::room::check_room;
@@ -65,7 +65,7 @@ pub struct TensorsInPlace {
     tensors: BTreeMap<DevicePtr, TensorInPlace>,
     /// By address: the length and the descriptor of each.
     pieces: BTreeMap<DevicePtr, (u64, CloseOnForkFd)>,
-    owners: Vec<Box<dyn Any + Send>>,
+    owners: Mutex<Vec<Box<dyn Any + Send>>>,
 }
 
 struct TensorInPlace {
@@ -91,7 +91,7 @@ impl TensorsInPlace {
             device: device.clone(),
             tensors: BTreeMap::new(),
             pieces: BTreeMap::new(),
-            owners: Vec::new(),
+            owners: Mutex::default(),
         }
     }
 
@@ -143,7 +143,8 @@ impl TensorsInPlace {
             number: self.tensors.len(),
         };
         self.tensors.insert(ptr, tensor);
-        self.owners.push(owner);
+        let owners = self.owners.get_mut();
+        owners.unwrap_or_else(PoisonError::into_inner).push(owner);
         Ok(())
     }
 
