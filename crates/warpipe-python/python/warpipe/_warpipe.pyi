@@ -2311,8 +2311,8 @@ class SharedWeights(Closeable):
         """
     def offset(self, name: str) -> int:
         """Where a tensor begins in the memory: a multiple of 512. The memory may have parts that are not
-        mapped side by side. Two names of one tensor, as tied
-        weights have them, begin at the same byte.
+        mapped side by side. Two names of one tensor, as tied weights have them, begin at the same
+        byte.
 
         Raises ``KeyError``, ``ClosedError``.
         """
