@@ -33,6 +33,7 @@ pub mod report;
 pub mod runner;
 pub mod shared;
 mod shared_allocations;
+mod weights_in_place;
 pub mod words;
 pub mod workload;
 

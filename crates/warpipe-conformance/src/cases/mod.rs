@@ -40,6 +40,7 @@ mod statistics;
 mod storm;
 mod streams;
 mod timeline;
+mod weights;
 
 use std::time::Duration;
 
@@ -180,6 +181,7 @@ pub fn all() -> Vec<Case> {
         timeline::CASES,
         event::CASES,
         kernel_ring::CASES,
+        weights::CASES,
     ]
     .concat()
 }

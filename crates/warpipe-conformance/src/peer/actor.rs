@@ -18,6 +18,7 @@ use super::orphan;
 use super::ring::{self, Rings};
 use super::semaphore::Contender;
 use super::signals::Signals;
+use super::weights::WeightsHolder;
 use super::worker::WorkerActor;
 use crate::PATIENCE;
 use crate::context::{Context, Settings};
@@ -72,6 +73,7 @@ struct Actor {
     semaphore: Contender,
     members: Vec<Member>,
     rings: Rings,
+    weights: WeightsHolder,
     signals: Option<Signals>,
     streams: Option<Streams>,
     guard: Option<Guard>,
@@ -103,6 +105,7 @@ impl Actor {
             semaphore: Contender::default(),
             members: Vec::new(),
             rings: Rings::default(),
+            weights: WeightsHolder::default(),
             signals: None,
             streams: None,
             guard: None,
@@ -194,6 +197,7 @@ impl Actor {
             Order::OpenShare { name, number, seed } => self.open_share(&name, number, seed)?,
             Order::ReleaseShare => drop(self.shares.pop().context("a share to release")?),
             Order::ShareSegment { name, seed } => return self.share_segment(&name, seed),
+            Order::Weights(order) => return self.weights.carry_out(&self.context, order),
             Order::OpenEvent(handle) => device_malloc::open_event(&self.context.device, &handle)?,
             Order::Semaphore(order) => return self.semaphore.carry_out(&self.context, order),
             Order::Join { name, role } => self.members.push(

@@ -12,6 +12,7 @@ mod orphan;
 mod ring;
 mod semaphore;
 mod signals;
+mod weights;
 mod worker;
 
 pub use actor::act;
@@ -26,6 +27,7 @@ pub use orphan::THREAD as ORPHAN;
 pub use ring::{RingOrder, RingPair, RingSide, WORDS as RING_WORDS};
 pub use semaphore::{Board, SemaphoreOrder};
 pub use signals::SignalOrder;
+pub use weights::WeightsOrder;
 
 use std::io::Write as _;
 use std::path::PathBuf;

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use warpipe::{LegacyHandle, Policy, PublisherBuilder, SubscriberBuilder};
 
 use super::semaphore::SemaphoreOrder;
+use super::weights::WeightsOrder;
 
 /// How a peer shall publish. The defaults are the builder's.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -318,6 +319,8 @@ pub enum Order {
         /// The seed of its words.
         seed: u64,
     },
+    /// Something with weights.
+    Weights(WeightsOrder),
     /// Open another process's event by its 64 bytes, and destroy it.
     OpenEvent(Vec<u8>),
     /// Something with a semaphore.

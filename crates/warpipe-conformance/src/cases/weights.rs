@@ -1,0 +1,143 @@
+//! Weights that are published where they lie: read by others, and freed when no process has them.
+
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
+
+use anyhow::{Result, ensure};
+use warpipe::Opener;
+use warpipe::weights::{Keeper, SharedWeights};
+
+use super::Case;
+use crate::PATIENCE;
+use crate::context::Context;
+use crate::peer::{Order, WeightsOrder};
+use crate::weights_in_place::{self, Segments, check};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new(
+        "weights are read where another allocator has put them, which has them until no process does",
+        read,
+    ),
+    Case::new(
+        "weights in place outlive their publisher and their keeper, and are taken over",
+        killed,
+    )
+    .ends_clients(),
+    Case::new(
+        "weights in more pieces than a message has descriptors are read and taken over whole",
+        many,
+    ),
+    Case::new(
+        "a tensor that no process can open is not published in place",
+        refused,
+    ),
+];
+
+const NAME: &str = "weights";
+
+const FEW: Segments = Segments {
+    count: 3,
+    pieces: 3,
+    words_max: u64::MAX,
+};
+
+fn keeper(context: &Context) -> Result<Keeper> {
+    Ok(Keeper::builder(NAME).domain(&context.domain).build()?)
+}
+
+fn opener(context: &Context) -> Opener<SharedWeights> {
+    SharedWeights::opener(NAME)
+        .domain(&context.domain)
+        .device(&context.device)
+        .wait(PATIENCE)
+}
+
+fn is_freed(freed: &Receiver<()>) -> bool {
+    use std::sync::mpsc::RecvTimeoutError::Disconnected;
+    freed.recv_timeout(PATIENCE) == Err(Disconnected)
+}
+
+fn is_kept(freed: &Receiver<()>) -> bool {
+    freed.try_recv() == Err(TryRecvError::Empty)
+}
+
+fn read(context: &Context) -> Result<()> {
+    let (keeper, counters) = (keeper(context)?, &mut context.error_counters()?);
+    let (tell, freed) = channel();
+    let weights = weights_in_place::weights(context, FEW, 1, &tell)?;
+    drop(tell);
+    let published = weights.publish(&context.domain, NAME, PATIENCE)?;
+    drop(weights);
+    let shared = opener(context).open()?;
+    check(context, counters, &shared, 1)?;
+    let mut peer = context.peer()?;
+    let name = NAME.to_string();
+    peer.ask(&Order::Weights(WeightsOrder::Open { name, seed: 1 }))?;
+    ensure!(
+        opener(context).verify()? == published.version(),
+        "the hashes"
+    );
+    let tensor = shared.tensor("t2");
+    drop((keeper, published, shared));
+    ensure!(is_kept(&freed), "a tensor is in use, and a peer has all");
+    drop(tensor);
+    ensure!(is_kept(&freed), "a peer has the weights");
+    peer.kill()?;
+    ensure!(is_freed(&freed), "nobody has the weights");
+    Ok(())
+}
+
+fn killed(context: &Context) -> Result<()> {
+    let (mut keeper, mut publisher) = (context.peer()?, context.peer()?);
+    let name = || NAME.to_string();
+    keeper.ask(&Order::Weights(WeightsOrder::Keep { name: name() }))?;
+    let version = publisher.number(&Order::Weights(WeightsOrder::PublishInPlace {
+        name: name(),
+        segments: FEW,
+        seed: 5,
+    }))?;
+    let counters = &mut context.error_counters()?;
+    let shared = opener(context).open()?;
+    publisher.kill()?;
+    keeper.kill()?;
+    check(context, counters, &shared, 5)?;
+    let next = self::keeper(context)?;
+    ensure!(next.candidate()? == Some(version), "{:?}", next.candidate());
+    ensure!(opener(context).verify()? == version, "the hashes");
+    drop(shared);
+    check(context, counters, &opener(context).open()?, 5)
+}
+
+fn many(context: &Context) -> Result<()> {
+    const COUNT: u64 = 300;
+    let (tell, freed) = channel();
+    let segments = Segments {
+        count: COUNT,
+        pieces: 1,
+        words_max: 64,
+    };
+    let first = keeper(context)?;
+    let weights = weights_in_place::weights(context, segments, 9, &tell)?;
+    drop(tell);
+    let published = weights.publish(&context.domain, NAME, PATIENCE)?;
+    drop((weights, first));
+    let next = keeper(context)?;
+    ensure!(next.candidate()? == Some(1), "{:?}", next.candidate());
+    opener(context).verify()?;
+    drop(published);
+    let shared = opener(context).open()?;
+    ensure!(shared.parts().count() as u64 <= COUNT, "{shared:?}");
+    check(context, &mut context.error_counters()?, &shared, 9)?;
+    drop(next);
+    ensure!(is_kept(&freed), "a reader has the weights");
+    drop(shared);
+    ensure!(is_freed(&freed), "nobody has the weights");
+    Ok(())
+}
+
+fn refused(context: &Context) -> Result<()> {
+    let (tell, freed) = channel();
+    weights_in_place::refused(context, &tell)?;
+    drop(tell);
+    ensure!(is_freed(&freed), "the list is gone");
+    Ok(())
+}
