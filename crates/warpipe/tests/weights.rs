@@ -82,6 +82,38 @@ fn a_keeper_holds_two_descriptors_of_its_version_maps_no_memory_and_runs_no_thre
 }
 
 #[test]
+fn a_process_without_room_for_all_pieces_of_a_version_says_how_many_there_are_and_lives_on() {
+    const PIECES: usize = 200;
+    let stage = Stage::new();
+    let mut keeper = stage.child("narrow keeper");
+    assert_eq!(keeper.reply(), "ready");
+    let refused = roles::publish_in_place(&stage.domain, PIECES).unwrap_err();
+    let text = refused.to_string();
+    assert!(matches!(refused, Error::Refused { .. }), "{text}");
+    assert!(
+        text.contains("198 pieces") && text.contains("ulimit -n"),
+        "{text}"
+    );
+    assert_eq!(stage.publish(1).version(), 1);
+    assert_eq!(keeper.ask("version"), "version Some(1)");
+    keeper.kill();
+    let keeper = stage.keeper();
+    let version = roles::publish_in_place(&stage.domain, PIECES).unwrap();
+    let mut worker = stage.child("narrow worker");
+    let told = worker.ask("open");
+    assert!(
+        told.starts_with("limit: ") && told.contains("198 pieces"),
+        "{told}"
+    );
+    assert!(told.contains("ulimit -n"), "{told}");
+    let opened = stage.opener(WAIT).open().unwrap();
+    assert_eq!(opened.version(), version.version());
+    let copied = stage.publish(9).version();
+    assert_eq!(worker.ask("open"), format!("version {copied}"));
+    drop(keeper);
+}
+
+#[test]
 fn a_killed_worker_goes_unnoticed_and_its_files_go_with_the_next_opening() {
     let stage = Stage::new();
     let mut keeper = stage.child("keeper");
@@ -514,6 +546,8 @@ fn child_of_another_test() {
         "keeper" => roles::keeper(&domain, commands),
         "worker" => roles::worker(&domain, commands),
         "short keeper" => roles::short_keeper(&domain, commands),
+        "narrow keeper" => roles::narrow_keeper(&domain, commands),
+        "narrow worker" => roles::narrow_worker(&domain, commands),
         _ => roles::publisher(&domain, commands),
     }
 }

@@ -9,7 +9,8 @@ const FEW: usize = 8;
 /// Room that is left for everything else of the process.
 const SPARE: u64 = 64;
 
-/// Checks that this process may open `pieces` more descriptors for the weights `name`.
+/// Checks that this process may open `pieces` more descriptors of the weights `name`, or of their
+/// holder.
 ///
 /// # Errors
 /// [`Error::DescriptorLimit`].
@@ -25,8 +26,7 @@ pub(super) fn check_room(pieces: usize, name: &str) -> Result<()> {
         return Ok(());
     }
     let context = format!(
-        "{pieces} pieces of the weights {name:?}, which lie where their publisher had them: a copy \
-         of them has one piece"
+        "{pieces} pieces of {name:?}: publish a copy, which has one piece, or raise `ulimit -n` there"
     );
     Err(Error::DescriptorLimit { context, soft })
 }

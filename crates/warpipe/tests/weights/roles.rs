@@ -1,8 +1,9 @@
 //! The parts of the child processes. Each takes a command a line, and replies with a line for each.
+//! **This module is marked for unsafe**: it publishes tensors by address.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use warpipe::weights::{Keeper, SharedWeights};
-use warpipe::{Device, Domain, Error};
+use warpipe::weights::{Keeper, PublishedWeights, SharedWeights, TensorsInPlace, Weights};
+use warpipe::{DType, Device, Domain, Error, Layout, Memory};
 
 use super::{REPLY, TENSOR_BYTES, TENSORS, WAIT, descriptors, publish};
 
@@ -63,6 +64,54 @@ pub fn worker(domain: &Domain, commands: impl Iterator<Item = String>) {
             _ => {}
         }
         say_version(&weights);
+    }
+}
+
+/// Publishes a version of so many pieces, where they lie.
+pub fn publish_in_place(domain: &Domain, pieces: usize) -> warpipe::Result<PublishedWeights> {
+    let (device, layout) = (Device::host(), Layout::contiguous(DType::U8, &[8])?);
+    let mut tensors = TensorsInPlace::new(&device);
+    for number in 0..pieces {
+        let memory = Memory::allocate(&device, 8)?;
+        let ptr = memory.ptr();
+        // SAFETY: the tensor lies in its owner, and nothing writes it.
+        unsafe { tensors.add(&number.to_string(), layout, ptr, Box::new(memory))? };
+    }
+    let weights = Weights::builder(&device, [])?.beside(tensors).finish()?;
+    weights.publish(domain, "w", WAIT)
+}
+
+/// Allows this process no more than so many further descriptors.
+fn leave_room(count: u64) {
+    let (used, whole) = (
+        descriptors("self").len() as u64 - 1,
+        getrlimit(Resource::Nofile),
+    );
+    let current = Some(used + count);
+    setrlimit(Resource::Nofile, Rlimit { current, ..whole }).unwrap();
+}
+
+/// Keeps the name with room for few pieces.
+pub fn narrow_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
+    let keeper = Keeper::builder("w").domain(domain).build().unwrap();
+    leave_room(150);
+    say("ready");
+    for _ in commands {
+        say(format_args!("version {:?}", keeper.version().unwrap()));
+    }
+}
+
+/// Opens weights, with room for few pieces.
+pub fn narrow_worker(domain: &Domain, commands: impl Iterator<Item = String>) {
+    let opener = SharedWeights::opener("w").domain(domain);
+    let opener = opener.device(&Device::host()).wait(WAIT);
+    leave_room(150);
+    for _ in commands {
+        match opener.open() {
+            Ok(weights) => say(format_args!("version {}", weights.version())),
+            Err(error @ Error::DescriptorLimit { .. }) => say(format_args!("limit: {error}")),
+            Err(error) => say(error),
+        }
     }
 }
 
