@@ -333,13 +333,18 @@ pub struct TopArgs {
 #[command(after_help = exit::HELP)]
 pub struct MetricsArgs {
     /// Address and port to listen on; port 0 takes a free one, which is printed
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9464")]
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9464", value_parser = address)]
     pub listen: SocketAddr,
     /// Allows an address that other machines may reach
     #[arg(long)]
     pub any_address: bool,
     #[command(flatten)]
     pub domain: DomainArg,
+}
+
+fn address(text: &str) -> Result<SocketAddr, String> {
+    let parsed = text.parse();
+    parsed.map_err(|_| "give a numeric address and a port, as 127.0.0.1:9464 or [::1]:9464".into())
 }
 
 /// Lists the members of the domain and their states

@@ -9,15 +9,23 @@ use std::ffi::OsString;
 use std::fs::Metadata;
 use std::io::ErrorKind;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
+use rustix::fs::{Mode, OFlags};
 use serde::Serialize;
 use warpipe::{Domain, EndpointName};
 
 use crate::args::GcArgs;
 use crate::exit::Exit;
 use crate::output::{Output, Style, printable, styled};
+
+/// The widest column of names: a longer one moves its own line alone.
+const LABEL_WIDTH_MAX: usize = 40;
+
+/// The start of a lock file, before its author.
+const LOCK_MARK: &[u8] = b"warpipe ";
 
 /// A name without an owner, or a file that is no name's.
 #[derive(Debug, Serialize)]
@@ -78,7 +86,7 @@ fn look(domain: &Domain) -> anyhow::Result<Vec<Leftover>> {
         if endpoint.holder.is_some() || of_name.is_empty() {
             continue;
         }
-        let reason = reason_to_keep(&of_name);
+        let reason = reason_to_keep(domain, &of_name);
         leftovers.push(Leftover {
             name: Some(endpoint.name.to_string()),
             age_seconds: age(&of_name),
@@ -146,10 +154,10 @@ impl Files {
 }
 
 /// Why the library would not remove the files of a dead name, as far as can be seen from outside.
-fn reason_to_keep(files: &[(OsString, Metadata)]) -> Option<&'static str> {
+fn reason_to_keep(domain: &Domain, files: &[(OsString, Metadata)]) -> Option<&'static str> {
     let ends = |file: &OsString, end: &str| file.to_string_lossy().ends_with(end);
     let is_wrong = |(file, metadata): &(OsString, Metadata)| match ends(file, ".lock") {
-        true => !metadata.file_type().is_file(),
+        true => !metadata.file_type().is_file() || !is_lock(&domain.path().join(file), metadata),
         false => !metadata.file_type().is_socket(),
     };
     let own = rustix::process::geteuid().as_raw();
@@ -163,6 +171,18 @@ fn reason_to_keep(files: &[(OsString, Metadata)]) -> Option<&'static str> {
     } else {
         None
     }
+}
+
+/// Whether a regular file is a lock of warpipe's, also one that its maker did not live to write.
+fn is_lock(path: &Path, metadata: &Metadata) -> bool {
+    if metadata.len() == 0 {
+        return metadata.mode() & 0o7177 == 0;
+    }
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let mut start = [0; LOCK_MARK.len()];
+    rustix::fs::open(path, flags, Mode::empty())
+        .is_ok_and(|file| rustix::io::read(file, &mut start) == Ok(start.len()))
+        && start == LOCK_MARK
 }
 
 /// Since the newest file was made or written. A clock that was set back makes it new.
@@ -223,11 +243,8 @@ fn report(
         Some(name) => printable(name),
         None => printable(&leftover.files.join(" ")),
     };
-    let width = leftovers
-        .iter()
-        .map(|leftover| label(leftover).len())
-        .max()
-        .unwrap_or(0);
+    let widths = leftovers.iter().map(|it| label(it).chars().count());
+    let width = widths.max().unwrap_or(0).min(LABEL_WIDTH_MAX);
     for leftover in leftovers {
         let state = match leftover.state {
             State::Dead => styled(Style::Yellow, "dead   "),

@@ -4,7 +4,7 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::fs::{chown, symlink};
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -87,6 +87,44 @@ fn files(world: &World) -> BTreeSet<String> {
     entries
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect()
+}
+
+#[test]
+fn a_lock_file_that_another_program_wrote_is_not_shown_as_one_that_would_be_removed() {
+    let world = World::new();
+    drop(owner(&world));
+    let files = [("notes.lock", "of an editor"), ("empty.lock", "")];
+    for (file, content) in files {
+        let path = world.path("domain").join(file);
+        fs::write(&path, content).unwrap();
+        // A lock of warpipe's is for its user alone.
+        fs::set_permissions(path, fs::Permissions::from_mode(0o644)).unwrap();
+    }
+    let (shown, total) = rows(&world, &[]);
+    assert_eq!(
+        (total["dead"].as_u64(), total["kept"].as_u64()),
+        (Some(3), Some(2)),
+        "{shown:?}"
+    );
+    let (_, total) = rows(&world, &["--yes"]);
+    assert_eq!(
+        (total["removed"].as_u64(), total["kept"].as_u64()),
+        (Some(3), Some(2))
+    );
+    assert_eq!(
+        fs::read(world.path("domain").join("notes.lock")).unwrap(),
+        b"of an editor"
+    );
+}
+
+#[test]
+fn a_long_name_does_not_push_the_columns_of_others_off_the_screen() {
+    let world = World::new();
+    drop(owner(&world));
+    fs::write(world.path("domain").join("x".repeat(255)), "").unwrap();
+    let text = world.run(&["gc"]).out;
+    let line = text.lines().find(|line| line.contains(NAMES[0])).unwrap();
+    assert!(line.len() < 100, "{line:?}");
 }
 
 #[test]

@@ -348,6 +348,15 @@ fn wrong_uses_are_refused_with_the_next_step() {
         &world.run(&["metrics", "--listen", "0.0.0.0:0"]),
         "--any-address",
     );
+    refused(
+        &world.run(&["metrics", "--listen", "localhost:9464"]),
+        "127.0.0.1:9464",
+    );
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let ended = world.run(&["metrics", "--listen", &address]);
+    assert_eq!(ended.code, Some(7), "{ended:?}");
+    assert!(ended.err.contains("next: choose another port"), "{ended:?}");
     refused(&world.run(&["top"]), "warpipe top --once");
     refused(&world.run(&["top", "--json"]), "--once");
     refused(&world.run(&["top", "--interval", "0"]), "0.1 to 3600");

@@ -5,7 +5,7 @@ mod http;
 
 use std::net::TcpListener;
 
-use anyhow::Context;
+use anyhow::anyhow;
 
 use crate::args::MetricsArgs;
 use crate::exit::{Exit, UsageError};
@@ -27,8 +27,12 @@ pub fn run(args: &MetricsArgs) -> anyhow::Result<Exit> {
     }
     let mut source = Source::new(top::domain(&args.domain)?);
     source.look()?;
-    let listener = TcpListener::bind(args.listen)
-        .with_context(|| format!("{} cannot be listened on", args.listen))?;
+    let listener = TcpListener::bind(args.listen).map_err(|error| {
+        anyhow!(
+            "{} cannot be listened on: {error}; choose another port with --listen (0 takes a free one)",
+            args.listen
+        )
+    })?;
     let address = listener.local_addr()?;
     Output::new(false).human(|| format!("http://{address}/metrics"))?;
     let page = || match source.look() {

@@ -121,6 +121,10 @@ impl Domain {
                 Err(Errno::LOOP | Errno::NOTDIR) => {
                     return Err(fail("it is a symlink or no directory".into()));
                 }
+                // The directory may be as it should be.
+                Err(error) if lock::is_own_want(error) => {
+                    return Err(Error::os("open", path.display().to_string(), error));
+                }
                 Err(error) => return Err(fail(format!("it cannot be opened: {error}"))),
             };
         let stat = rustix::fs::fstat(&directory).map_err(|e| fail(format!("fstat: {e}")))?;
@@ -266,6 +270,8 @@ impl Domain {
         match self.open_lock(name, OFlags::RDONLY) {
             Ok(lock) => is_owned(&lock).then(|| self.holder_by(&lock, name)),
             Err(Errno::ACCESS | Errno::PERM) => self.listener_of(name),
+            // Nothing is proven dead by a process that cannot look.
+            Err(error) if lock::is_own_want(error) => Some(Holder { pid: None }),
             Err(_) => None,
         }
     }

@@ -292,7 +292,7 @@ impl Domain {
 }
 
 /// Whether a call failed because this process lacks a descriptor or memory.
-fn is_own_want(error: Errno) -> bool {
+pub(super) fn is_own_want(error: Errno) -> bool {
     matches!(
         error,
         Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS
@@ -493,6 +493,35 @@ mod tests {
             );
             assert_eq!(domain.clean().unwrap(), [name]);
             assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+            std::fs::remove_dir(folder).unwrap();
+        });
+    }
+
+    #[test]
+    fn a_process_without_a_free_descriptor_takes_no_owner_for_dead_and_no_domain_for_unfit() {
+        let test =
+            "a_process_without_a_free_descriptor_takes_no_owner_for_dead_and_no_domain_for_unfit";
+        crate::hostile::alone(module_path!(), test, || {
+            let folder = std::env::temp_dir().join(format!("warpipe-blind-{}", std::process::id()));
+            let (domain, name) = (
+                Domain::at(&folder).unwrap(),
+                EndpointName::new("a").unwrap(),
+            );
+            let claim = domain.claim(&name, false).unwrap();
+            let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+            let none = rustix::process::Rlimit {
+                current: Some(0),
+                ..limit
+            };
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
+            let (holder, opened) = (domain.holder(&name), Domain::at(&folder).map(drop));
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+            assert_eq!(holder, Some(crate::error::Holder { pid: None }));
+            assert!(
+                matches!(opened, Err(Error::DescriptorLimit { .. })),
+                "{opened:?}"
+            );
+            drop(claim);
             std::fs::remove_dir(folder).unwrap();
         });
     }
