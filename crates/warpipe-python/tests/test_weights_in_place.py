@@ -1,6 +1,9 @@
 """Weights that are published where they lie: what is shared, how long its owner is kept, and what is copied instead."""
 
 import gc
+import os
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -127,3 +130,41 @@ def test_weights_in_place_survive_their_publisher_and_their_keeper(options, plac
                     assert weights.verify(NAME, **options) == 1
                     with weights.open(NAME, **options) as shared:
                         assert read(shared) == wanted
+
+
+@pytest.mark.parametrize("allocator", ["expandable_segments:True", "pool"])
+def test_modules_of_pytorchs_allocator_are_read_where_they_lie_also_when_it_has_other_tensors(device, tmp_path, allocator):
+    pytest.importorskip("torch")
+    if device.kind == "host":
+        pytest.skip("PyTorch's allocator is a GPU's")
+    code = f"""
+import contextlib, gc, torch, warpipe.torch
+from warpipe import weights
+options = dict(domain={str(tmp_path / "d")!r}, device={device.ordinal})
+place = torch.device("cuda", {device.ordinal})
+pool = warpipe.torch.pool() if {allocator!r} == "pool" else None
+with torch.cuda.use_mem_pool(pool, place.index) if pool else contextlib.nullcontext():
+    model = torch.nn.Sequential(torch.nn.Linear(3000, 2000), torch.nn.LayerNorm(2000)).to(place)
+wanted = {{name: tensor.cpu() for name, tensor in model.state_dict().items()}}
+keeper = weights.keep("w", domain=options["domain"])
+published = weights.publish("w", model.state_dict(), **options, zero_copy="require")
+shared = weights.open("w", **options)
+published.close()
+del model
+gc.collect()
+torch.cuda.empty_cache()
+with torch.cuda.use_mem_pool(pool, place.index) if pool else contextlib.nullcontext():
+    others = [torch.full((2000, 3000), 5.0, device=place) for _ in range(4)]
+torch.cuda.synchronize()
+assert weights.verify("w", **options) == 1
+found = {{name: shared[name].torch().cpu() for name in shared}}
+assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+print("copied", published.copied)
+shared.close()
+keeper.close()
+"""
+    configured = "" if allocator == "pool" else allocator
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": configured}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "copied 0\n", done.stdout
