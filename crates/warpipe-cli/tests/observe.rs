@@ -359,5 +359,9 @@ fn wrong_uses_are_refused_with_the_next_step() {
     assert!(ended.err.contains("next: choose another port"), "{ended:?}");
     refused(&world.run(&["top"]), "warpipe top --once");
     refused(&world.run(&["top", "--json"]), "--once");
+    let missing = world.path("missing");
+    let elsewhere = ["top", "--once", "--domain", missing.to_str().unwrap()];
+    refused(&world.run(&elsewhere), "cannot be a domain");
+    assert!(!missing.exists(), "a look makes no directory");
     refused(&world.run(&["top", "--interval", "0"]), "0.1 to 3600");
 }

@@ -6,13 +6,13 @@ mod http;
 use std::net::TcpListener;
 
 use anyhow::anyhow;
+use warpipe::Domain;
 
 use crate::args::MetricsArgs;
 use crate::exit::{Exit, UsageError};
 use crate::interrupt::Interrupt;
 use crate::observe::Source;
 use crate::output::Output;
-use crate::top;
 
 /// Answers until it is interrupted.
 pub fn run(args: &MetricsArgs) -> anyhow::Result<Exit> {
@@ -25,7 +25,12 @@ pub fn run(args: &MetricsArgs) -> anyhow::Result<Exit> {
         ))
         .into());
     }
-    let mut source = Source::new(top::domain(&args.domain)?);
+    // Made if it does not exist: a server may be started before the first endpoint.
+    let domain = match &args.domain.path {
+        Some(path) => Domain::at(path)?,
+        None => Domain::from_environment()?,
+    };
+    let mut source = Source::new(domain);
     source.look()?;
     let listener = TcpListener::bind(args.listen).map_err(|error| {
         anyhow!(

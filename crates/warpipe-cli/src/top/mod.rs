@@ -20,7 +20,7 @@ use serde::Serialize;
 use signal_hook::consts::SIGWINCH;
 use warpipe::Domain;
 
-use crate::args::{DomainArg, TopArgs};
+use crate::args::TopArgs;
 use crate::exit::{Exit, UsageError};
 use crate::interrupt::{Interrupt, LOOK};
 use crate::observe::{EndpointRow, MemoryRow, Meter, ProcessRow, Rate, Snapshot, Source, text};
@@ -32,7 +32,12 @@ use crate::top::view::{View, Wish};
 /// Shows the domain until the user quits; with `--once` for one interval.
 pub fn run(args: &TopArgs) -> anyhow::Result<Exit> {
     let interrupt = Interrupt::install_for_terminal()?;
-    let mut source = Source::new(domain(&args.domain)?);
+    let domain = match &args.domain.path {
+        // A path that does not exist is a mistake, and not made: nothing changes here.
+        Some(path) => Domain::of_user(path, rustix::process::geteuid().as_raw())?,
+        None => Domain::from_environment()?,
+    };
+    let mut source = Source::new(domain);
     if args.once {
         return once(args, &mut source, &interrupt);
     }
@@ -154,14 +159,6 @@ fn read_input(bytes: &mut Vec<u8>) -> io::Result<bool> {
         }
         Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => Ok(true),
         Err(error) => Err(error.into()),
-    }
-}
-
-/// The domain of an option, else the environment's.
-pub fn domain(args: &DomainArg) -> warpipe::Result<Domain> {
-    match &args.path {
-        Some(path) => Domain::at(path),
-        None => Domain::from_environment(),
     }
 }
 
