@@ -286,7 +286,7 @@ pub struct GcArgs {
     #[arg(short, long)]
     pub yes: bool,
     /// Leaves out what is younger than this many seconds
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", value_parser = age)]
     pub older_than: Option<Duration>,
     /// Prints one JSON object per name and one with the total, instead of text
     #[arg(long)]
@@ -345,6 +345,15 @@ pub struct MetricsArgs {
 fn address(text: &str) -> Result<SocketAddr, String> {
     let parsed = text.parse();
     parsed.map_err(|_| "give a numeric address and a port, as 127.0.0.1:9464 or [::1]:9464".into())
+}
+
+/// An age, unlike the length of a wait, may be years.
+fn age(text: &str) -> Result<Duration, String> {
+    const TEN_YEARS: f64 = 315_360_000.0;
+    let seconds = text.parse().ok();
+    let seconds = seconds.filter(|seconds| (0.0..=TEN_YEARS).contains(seconds));
+    let wrong = || format!("{text:?} is no age in seconds; use 0 to {TEN_YEARS}");
+    seconds.map(Duration::from_secs_f64).ok_or_else(wrong)
 }
 
 /// Lists the members of the domain and their states

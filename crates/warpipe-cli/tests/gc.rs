@@ -9,6 +9,7 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 use support::World;
@@ -115,6 +116,26 @@ fn a_lock_file_that_another_program_wrote_is_not_shown_as_one_that_would_be_remo
         fs::read(world.path("domain").join("notes.lock")).unwrap(),
         b"of an editor"
     );
+}
+
+#[test]
+fn what_is_younger_than_a_week_can_be_left_out() {
+    let world = World::new();
+    drop(owner(&world));
+    let week = 7 * 24 * 60 * 60;
+    let (shown, _) = rows(&world, &["--older-than", &week.to_string()]);
+    assert!(shown.is_empty(), "{shown:?}");
+    let lock = fs::File::options()
+        .write(true)
+        .open(world.path("domain").join("steps.lock"));
+    let (lock, socket) = (lock.unwrap(), world.path("domain").join("steps.sock"));
+    lock.set_modified(SystemTime::now() - Duration::from_secs(2 * week))
+        .unwrap();
+    // The newest file of a name counts.
+    fs::remove_file(socket).unwrap();
+    let (shown, _) = rows(&world, &["--older-than", &week.to_string()]);
+    let names: Vec<_> = shown.iter().map(|row| &row["name"]).collect();
+    assert_eq!(names, ["steps"]);
 }
 
 #[test]
