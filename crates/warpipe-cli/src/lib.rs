@@ -20,6 +20,7 @@ mod exit;
 mod gc;
 mod image;
 mod interrupt;
+mod job;
 mod list;
 mod manual;
 mod members;

@@ -50,12 +50,17 @@ pub fn set_program(program: Program) {
 /// A command that runs this very program, in a process group of its own: a Ctrl-C on the terminal
 /// is for the parent, which then ends its children in order.
 pub fn this_program() -> Command {
+    let mut command = this_program_in_this_group();
+    command.process_group(0);
+    command
+}
+
+/// A command that runs this very program, in the group of this process: the terminal's keys reach
+/// both.
+pub fn this_program_in_this_group() -> Command {
     let program = PROGRAM.get_or_init(Program::this_executable);
     let mut command = Command::new(&program.path);
-    command
-        .arg0(&program.name)
-        .args(&program.arguments)
-        .process_group(0);
+    command.arg0(&program.name).args(&program.arguments);
     command
 }
 

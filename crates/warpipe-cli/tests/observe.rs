@@ -224,6 +224,30 @@ fn a_stop_gives_the_terminal_back_and_a_continuation_draws_the_whole_screen() {
     assert!(status.success() && is_restored, "{status} {lines:#?}");
 }
 
+/// A container's first program belongs to a session from outside, which has no number inside.
+#[test]
+fn stops_and_continuations_work_where_the_session_is_outside_the_pid_namespace() {
+    let unshare = || {
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--mount-proc"]);
+        command.args(["--pid", "--fork", "--kill-child"]);
+        command
+    };
+    let probe = unshare().arg("true").stderr(Stdio::null()).status();
+    if !probe.is_ok_and(|status| status.success()) {
+        return println!("declared skip: this user may make no namespaces");
+    }
+    let mut inside = unshare();
+    inside.arg(std::env::current_exe().unwrap());
+    inside.args(["--exact", STOPS]);
+    let ran = inside.output().unwrap();
+    let said = String::from_utf8_lossy(&ran.stdout);
+    assert!(ran.status.success() && said.contains("1 passed"), "{said}");
+}
+
+/// The name of the test above.
+const STOPS: &str = "a_stop_gives_the_terminal_back_and_a_continuation_draws_the_whole_screen";
+
 #[test]
 fn a_thousand_endpoints_of_a_process_are_listed_and_scrolled() {
     let world = World::new();

@@ -20,13 +20,13 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail};
 use clap::Args;
-use rustix::process::{Pid, Signal, getpgrp, getppid};
+use rustix::process::{Pid, Signal, getppid};
 
 pub use self::daemon::{ChildArgs, run as run_daemon};
 use self::signals::Signals;
 use crate::args::RunArgs;
 use crate::exit::{Exit, UsageError};
-use crate::process::this_program;
+use crate::process::{this_program, this_program_in_this_group};
 
 /// The longest that the supervisor takes to quit the daemon, and some.
 const QUIT_LIMIT: Duration = Duration::from_secs(60);
@@ -170,7 +170,8 @@ impl Supervisor {
 }
 
 fn run_program(args: &RunArgs, folder: &Path, signals: &Signals) -> anyhow::Result<ExitStatus> {
-    let mut command = this_program();
+    // The terminal's: unlike other children, the program is its user's.
+    let mut command = this_program_in_this_group();
     command
         .args([
             "mps-program",
@@ -179,9 +180,7 @@ fn run_program(args: &RunArgs, folder: &Path, signals: &Signals) -> anyhow::Resu
             "--",
         ])
         .args(&args.program)
-        .envs(variables(folder))
-        // The terminal's: unlike other children, the program is its user's.
-        .process_group(getpgrp().as_raw_pid());
+        .envs(variables(folder));
     let mut child = command.spawn().context("the program cannot be started")?;
     signals
         .pass_on_until_end(&mut child)

@@ -6,8 +6,10 @@ use std::os::unix::net::UnixStream;
 use std::process::{Child, ExitStatus};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, getpgrp, kill_process, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+
+use crate::job::Job;
 
 /// Each signal with a stream that is readable once it has come.
 pub struct Signals(Vec<(Signal, UnixStream)>);
@@ -94,5 +96,5 @@ fn ignored() -> io::Result<u64> {
 /// Whether the terminal has sent the signal to the program as well: to its foreground processes.
 fn is_from_terminal(signal: Signal) -> bool {
     let is_key = matches!(signal, Signal::INT | Signal::QUIT);
-    is_key && rustix::termios::tcgetpgrp(io::stdin()).is_ok_and(|it| it == getpgrp())
+    is_key && Job::of_this_process().is_some_and(|job| job.is_foreground())
 }

@@ -5,10 +5,10 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
-use rustix::process::{
-    Pid, Signal, getpgid, getpgrp, getpid, getsid, kill_current_process_group, kill_process,
-};
+use rustix::process::{Signal, getpid, kill_current_process_group, kill_process};
 use signal_hook::consts::{SIGCONT, SIGTSTP};
+
+use crate::job::Job;
 
 /// The signals of job control, each as a stream that is readable once it has come.
 pub struct Stops {
@@ -69,16 +69,11 @@ pub fn came(stream: &UnixStream) -> bool {
 /// Whether the process group has a shell that continues it. In one that has none (an orphaned one,
 /// as of `ssh -t HOST warpipe top`) the kernel ignores SIGTSTP, but not the SIGSTOP of this program.
 fn is_continued_by_a_shell() -> bool {
-    let group = getpgrp();
-    let stat = std::fs::read(format!("/proc/{}/stat", group.as_raw_pid())).unwrap_or_default();
-    let stat = String::from_utf8_lossy(&stat);
-    // Behind the name, which may contain anything, come the state and the parent.
-    let parent = stat.rsplit_once(')').and_then(|(_, rest)| {
-        let number = rest.split_ascii_whitespace().nth(1)?;
-        Pid::from_raw(number.parse().ok()?)
-    });
-    parent.is_some_and(|parent| {
-        let is_of_session = getsid(Some(parent)).is_ok_and(|it| Ok(it) == getsid(None));
-        is_of_session && getpgid(Some(parent)).is_ok_and(|it| it != group)
-    })
+    let Some(this) = Job::of_this_process() else {
+        return false;
+    };
+    // The leader's parent is the shell; the others of a pipeline may have any parent.
+    let leader = Job::of(this.group).unwrap_or(this);
+    Job::of(leader.parent)
+        .is_some_and(|shell| shell.session == this.session && shell.group != this.group)
 }
