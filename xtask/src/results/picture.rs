@@ -1,9 +1,10 @@
-//! The picture of the README: round trips beside the floor and torch.multiprocessing, and the times
-//! after a SIGKILL. Drawn as SVG from the reports.
+//! The picture of the README: round trips beside the floor and torch.multiprocessing, a worker's
+//! restart beside `from_pretrained`, and the times after a SIGKILL. Drawn as SVG from the reports.
 
 use std::fmt::Write;
 
 use super::page::{is_ours, microseconds, number, python_mode, ratios};
+use super::quotes::restart;
 use super::report::{Head, Python, Reports};
 use crate::Outcome;
 
@@ -34,7 +35,12 @@ struct Chart {
 /// The whole picture.
 pub fn svg(reports: &Reports) -> Outcome<String> {
     let head = reports.head()?;
-    let charts: Vec<Chart> = [round_trips(reports, head), deaths(reports, head)]
+    let all = [
+        round_trips(reports, head),
+        restarts(reports, head),
+        deaths(reports, head),
+    ];
+    let charts: Vec<Chart> = all
         .into_iter()
         .filter(|chart| !chart.bars.is_empty())
         .collect();
@@ -156,6 +162,21 @@ fn python_bars(report: &Python, place: &str) -> Vec<Bar> {
         bars.push(bar(format!("torch.multiprocessing, {mode}"), theirs, OTHER));
     }
     bars
+}
+
+/// A worker that starts again, until its first token.
+fn restarts(reports: &Reports, head: &Head) -> Chart {
+    let bars = restart(reports).map(|(ours, theirs)| {
+        vec![
+            bar("warpipe weights".into(), ours / 1e3, OURS),
+            bar("from_pretrained".into(), theirs / 1e3, OTHER),
+        ]
+    });
+    Chart {
+        title: format!("Restart of a worker until its first token ({})", head.gpu),
+        unit: "s",
+        bars: bars.unwrap_or_default(),
+    }
 }
 
 /// The victims that are killed in the middle of a kernel.

@@ -43,9 +43,15 @@ fn markers(name: &str) -> (String, String) {
 
 fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
     let folder = folder_name(reports);
+    let restart = restart(reports);
+    let restarts = if restart.is_some() {
+        "a worker's restart beside from_pretrained, "
+    } else {
+        ""
+    };
     let mut text = format!(
-        "![Round trips beside the bare driver's and torch.multiprocessing's, and the times after a \
-         SIGKILL](results/{folder}/{picture})\n\n"
+        "![Round trips beside the bare driver's and torch.multiprocessing's, {restarts}and the \
+         times after a SIGKILL](results/{folder}/{picture})\n\n"
     );
     let mut sentences = String::new();
     let gpu = &reports.head()?.gpu;
@@ -62,6 +68,15 @@ fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
             "From Python it is {} to {} times faster than `torch.multiprocessing`. ",
             number(least),
             number(most)
+        );
+    }
+    if let Some((ours, theirs)) = restart {
+        let _ = write!(
+            sentences,
+            "A worker with a model in `warpipe weights` restarts to its first token in {} s, with \
+             `from_pretrained` in {} s. ",
+            number(ours / 1e3),
+            number(theirs / 1e3)
         );
     }
     if let Some(figure) = gone(reports) {
@@ -82,6 +97,16 @@ fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
     text += &wrapped(&sentences);
     text.push('\n');
     Ok(text)
+}
+
+/// Milliseconds of a worker's restart until its first token: ours, and by `from_pretrained`.
+pub fn restart(reports: &Reports) -> Option<(f64, f64)> {
+    let mut figures = reports.bench.iter().flat_map(|report| &report.figures);
+    // As `warpipe.bench.weights` names it.
+    let figure = figures.find(|figure| {
+        figure.bench == "weights" && figure.name == "restart of a worker until its first token"
+    })?;
+    Some((figure.ours, figure.floor?))
 }
 
 /// `1.03 (time-sliced), 1.00 (MPS)`.
