@@ -327,6 +327,7 @@ impl Consumer for IceoryxConsumer {
             return self.wait.poll(|| self.look());
         };
         // An event may have been taken with an earlier item, and it may come without an item.
+        let start = Instant::now();
         loop {
             let sample = self
                 .subscriber
@@ -335,10 +336,9 @@ impl Consumer for IceoryxConsumer {
             if let Some(sample) = sample {
                 return Ok(*sample);
             }
-            let mut is_there = false;
-            let waited = listener.timed_wait(|_| is_there = true, PATIENCE);
+            let waited = listener.timed_wait(|_| {}, PATIENCE);
             waited.map_err(|e| failed("timed_wait", e))?;
-            ensure!(is_there, "no item came");
+            ensure!(start.elapsed() < PATIENCE, "no item came");
         }
     }
 }

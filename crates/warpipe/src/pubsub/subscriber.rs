@@ -100,6 +100,8 @@ pub struct Subscriber {
     /// Ends the sleep of an event loop when only another poll can help. Made when it is first
     /// needed.
     timer: Option<CloseOnForkFd>,
+    /// The sources that have ended a sleep and are not drained, a bit for each.
+    rung: u8,
     attached: Option<LeakOnFork<Attached>>,
     /// The handshake with the next publisher, while it has not answered.
     attempt: Option<ReconnectAttempt>,
@@ -165,6 +167,7 @@ impl Subscriber {
             is_polled: AtomicBool::new(false),
             is_asleep: AtomicBool::new(false),
             timer: None,
+            rung: 0,
             attached: None,
             attempt: None,
             discontinuity: None,
@@ -319,6 +322,7 @@ impl Subscriber {
             if let Some(sample) = self.poll_while(polls, stream)? {
                 return Ok(sample);
             }
+            self.drain_rung();
             self.fall_asleep();
             // A sample published before the flag was set did not ring.
             if let Some(sample) = self.poll(stream)? {

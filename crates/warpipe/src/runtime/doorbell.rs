@@ -28,14 +28,27 @@ const SCM_MAX_FD: usize = 253;
 #[derive(Debug)]
 pub(crate) struct PeerDoorbell {
     socket: PeerSocket,
+    rights: Rights,
     is_closed: AtomicBool,
 }
 
+/// Whether descriptors can come with a packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rights {
+    /// The kernel refuses them, and only this process could change that.
+    Refused,
+    /// With a packet that a peek shows: the peer has no copy of this end, so what is peeked is what
+    /// is taken next.
+    Peeked,
+    /// With any packet: the peer made this end, and may have kept a copy of it.
+    Possible,
+}
+
 impl PeerDoorbell {
-    fn new(socket: PeerSocket) -> PeerDoorbell {
-        os::let_descriptors_in(socket.as_fd(), false);
+    fn new(socket: PeerSocket, rights: Rights) -> PeerDoorbell {
         PeerDoorbell {
             socket,
+            rights,
             is_closed: AtomicBool::new(false),
         }
     }
@@ -48,7 +61,12 @@ impl PeerDoorbell {
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
                 .and_then(|(ours, theirs)| Ok((section.adopt(ours)?, section.adopt(theirs)?)))
                 .map_err(|e| Error::os("socketpair", "a link's wake channel", e))?;
-        Ok((PeerDoorbell::new(PeerSocket::from(ours)), theirs))
+        let ours = PeerSocket::from(ours);
+        let rights = match os::let_descriptors_in(ours.as_fd(), false) {
+            true => Rights::Refused,
+            false => Rights::Peeked,
+        };
+        Ok((PeerDoorbell::new(ours, rights), theirs))
     }
 
     /// The end that a peer sent, once it is seen to be a Unix socket. The check queries the socket,
@@ -56,7 +74,9 @@ impl PeerDoorbell {
     pub(crate) fn adopt(fd: PeerFd) -> Result<PeerDoorbell, HandshakeFault> {
         match (sockopt::socket_domain(&fd), sockopt::socket_type(&fd)) {
             (Ok(AddressFamily::UNIX), Ok(SocketType::SEQPACKET)) => {
-                Ok(PeerDoorbell::new(PeerSocket::from(fd.accept())))
+                let socket = PeerSocket::from(fd.accept());
+                os::let_descriptors_in(socket.as_fd(), false);
+                Ok(PeerDoorbell::new(socket, Rights::Possible))
             }
             (Ok(_), Ok(_)) => Err(HandshakeFault::Wake("a socket of another kind".into())),
             (Err(error), _) | (_, Err(error)) => {
@@ -74,26 +94,52 @@ impl PeerDoorbell {
         );
     }
 
-    /// Consumes the wake-ups so far. Bounded: a peer that rings without end does not keep this
+    /// Consumes the wake-ups so far, with few system calls: they are part of the latency of a hand-over
+    /// where both processes share a CPU. Bounded: a peer that rings without end does not keep this
     /// thread here. A peer that sends descriptors is ignored from then on, since dropping them may
     /// block.
     pub(crate) fn drain(&self) {
         for _ in 0..64 {
-            match peek(self.socket.as_fd(), &mut [0u8; 8]) {
-                Ok((1.., flags)) if !flags.contains(ReturnFlags::CTRUNC) => self.take_one(),
-                Ok(_) => return self.is_closed.store(true, Relaxed),
+            let taken = match self.rights {
+                Rights::Refused => self.take(),
+                Rights::Peeked | Rights::Possible => self.take_without_descriptors(),
+            };
+            match taken {
+                Ok(true) => {}
+                Ok(false) => return self.is_closed.store(true, Relaxed),
                 Err(_) => return,
             }
         }
     }
 
-    /// Takes one packet in. The peer may have kept its copy of this end and taken away the packet
-    /// that was peeked. So there is room for the descriptors of the one after it.
-    fn take_one(&self) {
+    /// Takes one packet; false at the channel's end.
+    fn take(&self) -> rustix::io::Result<bool> {
+        let (count, _) = rustix::net::recv(&self.socket, &mut [0u8; 8], RecvFlags::DONTWAIT)?;
+        Ok(count > 0)
+    }
+
+    /// Takes one packet unless descriptors come with it; false then, and at the channel's end.
+    fn take_without_descriptors(&self) -> rustix::io::Result<bool> {
+        match peek(self.socket.as_fd(), &mut [0u8; 8])? {
+            (1.., flags) if !flags.contains(ReturnFlags::CTRUNC) => {}
+            _ => return Ok(false),
+        }
+        match self.rights {
+            Rights::Possible => self.take_what_comes(),
+            Rights::Refused | Rights::Peeked => {
+                self.take()?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Takes one packet in, with its descriptors. The peer may have kept its copy of this end and
+    /// taken away the packet that was peeked. So there is room for the descriptors of the one after
+    /// it.
+    fn take_what_comes(&self) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SCM_MAX_FD))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let uid = peer_of(self.socket.as_fd());
         let section = NoForkSection::enter();
         let taken = os::take_standard();
         let _ = rustix::net::recvmsg(
@@ -113,7 +159,7 @@ impl PeerDoorbell {
             .drain()
             .filter_map(rights)
             .flatten()
-            .map(|fd| PeerFd::received(&section, fd, uid));
+            .map(|fd| PeerFd::received(&section, fd, peer_of(self.socket.as_fd())));
         let unwanted: Vec<PeerFd> = fds.collect();
         drop(taken);
         drop(section);
@@ -160,5 +206,72 @@ impl LocalDoorbell {
 impl AsFd for LocalDoorbell {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.eventfd.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::IoSlice;
+
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage};
+
+    use super::*;
+
+    /// The ends of a channel whose own end has descriptors come in this way.
+    fn channel(rights: Rights) -> (PeerDoorbell, CloseOnForkFd) {
+        let (mut ours, theirs) = PeerDoorbell::pair().unwrap();
+        let is_refused = ours.rights == Rights::Refused;
+        if rights != Rights::Refused {
+            os::let_descriptors_in(ours.as_fd(), true);
+        }
+        if rights != Rights::Refused || is_refused {
+            ours.rights = rights;
+        }
+        (ours, theirs)
+    }
+
+    const ALL: [Rights; 3] = [Rights::Refused, Rights::Peeked, Rights::Possible];
+
+    fn is_readable(doorbell: &PeerDoorbell) -> bool {
+        peek(doorbell.as_fd(), &mut [0; 8]).is_ok()
+    }
+
+    #[test]
+    fn a_drain_takes_all_wake_ups_and_finds_the_end() {
+        for rights in ALL {
+            let (ours, theirs) = channel(rights);
+            let peer = PeerDoorbell::new(PeerSocket::from(theirs), Rights::Possible);
+            (0..3).for_each(|_| peer.ring());
+            assert!(is_readable(&ours), "{rights:?}");
+            ours.drain();
+            assert!(!is_readable(&ours) && !ours.is_closed(), "{rights:?}");
+            drop(peer);
+            // Another thread closes it.
+            while !ours.is_closed() {
+                std::thread::yield_now();
+                ours.drain();
+            }
+        }
+    }
+
+    #[test]
+    fn descriptors_in_a_wake_up_are_not_taken_in_and_end_the_channel() {
+        for rights in ALL {
+            let (ours, theirs) = channel(rights);
+            let (far, near) = rustix::pipe::pipe().unwrap();
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            let fds = [near.as_fd()];
+            assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            let sent = rustix::net::sendmsg(&theirs, &[IoSlice::new(&[1])], &mut ancillary, flags);
+            assert_eq!(sent.is_err(), ours.rights == Rights::Refused, "{sent:?}");
+            ours.drain();
+            assert_eq!(ours.is_closed(), sent.is_ok(), "{rights:?}");
+            // The channel's end takes the descriptor along.
+            drop((near, ours, theirs));
+            let mut byte = [0];
+            assert_eq!(rustix::io::read(&far, &mut byte), Ok(0), "{rights:?}");
+        }
     }
 }

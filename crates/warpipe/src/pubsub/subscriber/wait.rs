@@ -108,16 +108,25 @@ impl Subscriber {
         }
     }
 
-    /// Sleeps until a source rings, and drains only the sources that rang: each read of a silent
-    /// descriptor is a system call in the latency of a sample. A source that rings later makes the
-    /// next sleep short.
-    pub(super) fn sleep(&self, limit: Duration) {
+    /// Sleeps until a source rings, and notes which did. They are drained by
+    /// [`drain_rung`](Self::drain_rung) before the next sleep: each of those system calls here would
+    /// be part of a sample's latency.
+    pub(super) fn sleep(&mut self, limit: Duration) {
         let mut room = [const { MaybeUninit::uninit() }; 4];
         let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else {
             return;
         };
         for event in events {
-            match event.data.u64() {
+            self.rung |= 1 << event.data.u64();
+        }
+    }
+
+    /// Drains the sources that ended a sleep; a silent one is not read. Comes before
+    /// [`fall_asleep`](Self::fall_asleep): behind it, a ring for a sample could be lost.
+    pub(super) fn drain_rung(&mut self) {
+        let rung = std::mem::take(&mut self.rung);
+        for source in (0..4).filter(|source| rung & 1 << source != 0) {
+            match source {
                 DOORBELL => self.doorbell.drain(),
                 WAKE => self.drain_wake(),
                 TIMER => self.drain_timer(),
