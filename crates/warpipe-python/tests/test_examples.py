@@ -70,6 +70,7 @@ def test_the_examples_are_typed_and_mypy_is_content_with_them():
     pytest.importorskip("mypy")
     names = ["camera_to_two_models.py", "data_loader_to_trainer.py", "inference_server.py", "asyncio_gateway.py"]
     names += ["torch_data_loader.py", "allreduce.py", "ranks.py", "ring.py"]
+    names += ["graph_encoder_decoder.py", "cupy_kernel_ring.py", "numba_kernel_ring.py"]
     # The frameworks of a GPU machine need not be here.
     flags = ["--strict", "--no-incremental", "--ignore-missing-imports"]
     done = subprocess.run(
@@ -84,3 +85,54 @@ def test_engines_follow_a_trainer_and_its_old_weights_are_freed(device):
         pytest.skip("on a GPU the trainer computes with PyTorch")
     said = run(example("trainer_to_engines.py"), "--syncs", "200", "--device", device.kind)
     assert "trainer: 200 versions to 2 engines" in said
+
+
+UNDER_MPS = bool(os.environ.get("WARPIPE_TEST_MPS"))
+# Without MPS the two processes of an example take turns on one GPU.
+SHARING = [] if UNDER_MPS else ["--time-slices"]
+
+
+def needs_pytorch_on_a_gpu(device):
+    if device.kind == "cuda":
+        pytest.importorskip("torch")
+
+
+def needs_kernels(device, framework):
+    if device.kind != "cuda":
+        pytest.skip("the example's kernels are CUDA's")
+    pytest.importorskip(framework)
+
+
+def test_a_replayed_decoder_gets_every_item_of_a_replayed_encoder_once(device):
+    needs_pytorch_on_a_gpu(device)
+    replays = "60" if device.kind == "host" else "10000" if UNDER_MPS else "300"
+    said = run(example("graph_encoder_decoder.py"), "--replays", replays, "--device", device.kind, *SHARING)
+    assert f"decoder: {replays} replays, {8 * int(replays)} items, each right and once" in said
+
+
+@kills
+@pytest.mark.parametrize(("killed", "expected"), [("encoder", "decoder: PeerGoneError"), ("decoder", "encoder: LinkClosedError")])
+def test_replays_of_a_side_whose_peer_is_killed_end_with_an_error(device, killed, expected):
+    needs_pytorch_on_a_gpu(device)
+    said = run(example("graph_encoder_decoder.py"), "--kill", killed, "--device", device.kind, *SHARING)
+    assert expected in said
+
+
+def test_kernels_of_cupy_in_two_processes_hand_over_every_item_once(device):
+    needs_kernels(device, "cupy")
+    said = run(example("cupy_kernel_ring.py"), "--items", "100000" if UNDER_MPS else "2000", *SHARING)
+    assert "each right and once" in said
+
+
+def test_kernels_of_numba_in_two_processes_hand_over_every_item_once(device):
+    needs_kernels(device, "numba.cuda")
+    said = run(example("numba_kernel_ring.py"), "--items", "100000" if UNDER_MPS else "2000", *SHARING)
+    assert "each right and in its order" in said
+
+
+@pytest.mark.skipif(UNDER_MPS, reason="under MPS the two run beside each other")
+def test_an_example_that_allows_no_time_slices_says_what_to_do(device):
+    needs_kernels(device, "cupy")
+    path = example("cupy_kernel_ring.py")
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    assert done.returncode != 0 and "MPS" in done.stderr, done.stdout + done.stderr
