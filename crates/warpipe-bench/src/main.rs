@@ -82,7 +82,7 @@ enum What {
     Handoff,
     /// One direction, with 8 samples in flight
     Pipeline,
-    /// CPU time of a send to 0 to 64 subscribers
+    /// CPU time of a send to 0 to 64 subscribers, of a receive and of a release
     Send,
     /// Tensors of 4 KiB beside 1 GiB
     Size,

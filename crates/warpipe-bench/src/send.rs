@@ -4,6 +4,8 @@
 //! The subscribers are in this process and read between the measurements, so that `send` neither
 //! waits nor wakes.
 
+mod operations;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -42,6 +44,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     for subscribers in COUNTS {
         figures.push(cost(setup, subscribers)?);
     }
+    figures.extend(operations::run(setup)?);
     figures.extend(calls(setup)?);
     Ok(figures)
 }

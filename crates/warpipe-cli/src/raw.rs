@@ -212,6 +212,22 @@ pub unsafe fn enqueue(stream: &Stream, ops: &[StreamOp]) -> warpipe::Result<()> 
     unsafe { stream.device().backend().batch(stream.raw(), ops) }
 }
 
+/// The driver's calls of one operation of the library: `cuStreamIsCapturing`, and then the
+/// operations, if there are any, with the context looked up once.
+///
+/// # Safety
+/// The words outlive the operations.
+pub unsafe fn check_and_enqueue(stream: &Stream, ops: &[StreamOp]) -> warpipe::Result<()> {
+    let backend = stream.device().backend();
+    // SAFETY: the stream is live.
+    unsafe { backend.is_capturing(stream.raw()) }?;
+    if ops.is_empty() {
+        return Ok(());
+    }
+    // SAFETY: as above; the words are the caller's promise.
+    unsafe { backend.batch_at_once(stream.raw(), ops) }
+}
+
 /// Device memory, allocated here or imported from the other process.
 #[derive(Debug)]
 pub struct Memory {

@@ -19,7 +19,8 @@ const TABLES: &[(&str, &str, &[&str])] = &[
     ),
     (
         "Channels on the CPU",
-        "`send` is the CPU time of one send; its floor is the driver's call alone. `ring` hands over \
+        "`send` is the CPU time of one send; its floor is the driver's call alone. Beside the driver's \
+         calls: the floor is all calls that the loan, send, receive or release makes. `ring` hands over \
          128 bytes of host memory; its floor is a bare ring in shared memory. `idle` is the CPU \
          time of a process while its subscriber waits.",
         &["send", "ring", "host rings", "idle"],
