@@ -22,6 +22,8 @@ const PROGRAMS: &[(&str, &str)] = &[
 /// The package with the examples that are carried along: its test program `examples` runs them, and
 /// finds them in `examples/`.
 const EXAMPLES_PACKAGE: &str = "warpipe";
+/// The bridge beside Zenoh: an example of its crate, which no other program's build brings.
+const BRIDGE_BENCH: (&str, &str) = ("warpipe-bridge", "bridge_bench");
 /// The files that are written beside them.
 const SCRIPTS: &[(&str, &str, u32)] = &[
     ("run", include_str!("../bundle/run"), 0o755),
@@ -46,6 +48,7 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     let tests = build_tests(workspace)?;
     let examples = build_examples(workspace)?;
     let comparison = comparison::build(workspace)?;
+    let bridge_bench = build_bridge_bench(workspace)?;
     let folder = workspace.target.join("gpu-bundle");
     let _ = fs::remove_dir_all(&folder);
     make(&folder.join("tests"))?;
@@ -54,6 +57,7 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
         place(path, &folder.join(name))?;
     }
     place(&comparison, &folder.join(comparison::PROGRAM))?;
+    place(&bridge_bench, &folder.join("warpipe-bridge-bench"))?;
     for TestProgram { name, path } in &tests {
         place(path, &folder.join("tests").join(name))?;
     }
@@ -74,7 +78,7 @@ pub fn assemble(workspace: &Workspace) -> Outcome<()> {
     let bytes = fs::metadata(&archive)
         .map_err(|error| format!("{}: {error}", archive.display()))?
         .len();
-    let count = programs.len() + 1 + tests.len() + examples.len();
+    let count = programs.len() + 2 + tests.len() + examples.len();
     println!(
         "{}: {count} programs; {}: {:.1} MiB",
         folder.display(),
@@ -164,6 +168,13 @@ fn build_examples(workspace: &Workspace) -> Outcome<Vec<TestProgram>> {
         return Err("cargo built no example; see EXAMPLES_PACKAGE in xtask/src/bundle.rs".into());
     }
     Ok(examples)
+}
+
+fn build_bridge_bench(workspace: &Workspace) -> Outcome<PathBuf> {
+    let (package, name) = BRIDGE_BENCH;
+    let messages = build(workspace, ["-p", package, "--example", name].into_iter())?;
+    let built = messages.iter().find_map(|message| program(message, name));
+    built.ok_or_else(|| format!("{package} has no example {name}"))
 }
 
 /// Runs `cargo build` and returns its message for each artifact.

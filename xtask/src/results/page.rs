@@ -33,6 +33,14 @@ const TABLES: &[(&str, &str, &[&str])] = &[
         &["host path"],
     ),
     (
+        "The bridge beside Zenoh",
+        "Tensors from a process to one of another domain through two bridges, over TCP on loopback. \
+         The floor is Zenoh's own put and subscribe of the same bytes of host memory between the \
+         same processes, with the bridges' settings. The example `bridge_bench` of `warpipe-bridge` \
+         measures it.",
+        &["bridge"],
+    ),
+    (
         "Deaths",
         "The worst of all runs, from the SIGKILL, the end of the victim's child, or the call of \
          `exec`. Time-sliced the victim is killed in the middle of a kernel; under MPS it is idle, \

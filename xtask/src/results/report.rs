@@ -139,6 +139,7 @@ fn count_one_device_once(reports: &mut [Python]) {
 const BENCHES: &[&str] = &[
     "bench-",
     "comparison-",
+    "bridge-bench-",
     "weights-bench-",
     "torch-queue-bench-",
 ];
