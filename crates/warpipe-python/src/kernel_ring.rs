@@ -56,6 +56,38 @@ impl Drop for Ring {
     }
 }
 
+/// One of the kernels that the ring launches on a stream.
+#[derive(Debug, Clone, Copy)]
+enum Step {
+    Wait,
+    Publish,
+    Release,
+}
+
+impl Step {
+    fn enqueue(self, ring: &warpipe::KernelRing, stream: &warpipe::Stream) -> warpipe::Result<()> {
+        match self {
+            Step::Wait => ring.wait_on(stream),
+            Step::Publish => ring.publish_on(stream),
+            Step::Release => ring.release_on(stream),
+        }
+    }
+
+    /// On a stream of another framework that is being captured; the ring records `user`.
+    fn capture(
+        self,
+        ring: &warpipe::KernelRing,
+        stream: &warpipe::Stream,
+        user: &warpipe::Stream,
+    ) -> warpipe::Result<()> {
+        match self {
+            Step::Wait => ring.capture_wait(stream, user),
+            Step::Publish => ring.capture_pass(true, stream, user),
+            Step::Release => ring.capture_pass(false, stream, user),
+        }
+    }
+}
+
 impl KernelRing {
     fn new(py: Python<'_>, inner: warpipe::KernelRing) -> PyResult<Py<KernelRing>> {
         let device = inner.device().clone();
@@ -81,16 +113,20 @@ impl KernelRing {
     }
 
     /// Enqueues a step on a stream.
-    fn step(
-        &self,
-        py: Python<'_>,
-        stream: &Bound<'_, PyAny>,
-        step: impl Fn(&warpipe::KernelRing, &warpipe::Stream) -> warpipe::Result<()> + Sync,
-    ) -> PyResult<()> {
+    fn step(&self, py: Python<'_>, stream: &Bound<'_, PyAny>, step: Step) -> PyResult<()> {
         let ring = self.handle.get()?;
         let consumer = Consumer::from_argument(py, &self.device, stream)?;
-        let linked = consumer.follow(py)?;
-        py.detach(|| step(&ring.inner, linked))
+        let linked = match consumer.follow(py) {
+            Ok(linked) => linked,
+            // No other stream of ours may join the capture, so the step is recorded there itself.
+            Err(Fault::Library(warpipe::Error::Capturing { .. })) => {
+                ring.consumers.note(&consumer);
+                let captured = || step.capture(&ring.inner, &consumer.stream, consumer.linked());
+                return Ok(py.detach(captured).map_err(Fault::from)?);
+            }
+            Err(other) => return Err(other.into()),
+        };
+        py.detach(|| step.enqueue(&ring.inner, linked))
             .map_err(Fault::from)?;
         Ok(consumer.lead(py)?)
     }
@@ -255,7 +291,7 @@ impl KernelRing {
     /// Raises ``ArgumentError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (*, stream))]
     fn wait_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.step(py, stream, warpipe::KernelRing::wait_on)
+        self.step(py, stream, Step::Wait)
     }
 
     /// The producer: publishes the item that ``wait_on`` waited for, behind the work on ``stream`` so
@@ -264,7 +300,7 @@ impl KernelRing {
     /// Raises as ``wait_on``.
     #[pyo3(signature = (*, stream))]
     fn publish_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.step(py, stream, warpipe::KernelRing::publish_on)
+        self.step(py, stream, Step::Publish)
     }
 
     /// A consumer: releases the item that ``wait_on`` waited for, behind the work on ``stream`` so far.
@@ -272,7 +308,7 @@ impl KernelRing {
     /// Raises as ``wait_on``.
     #[pyo3(signature = (*, stream))]
     fn release_on(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.step(py, stream, warpipe::KernelRing::release_on)
+        self.step(py, stream, Step::Release)
     }
 
     /// Returns if every finished wait of a ``wait_on`` was given its item. Synchronize the stream

@@ -124,6 +124,73 @@ def test_a_side_that_stops_ends_its_own_steps(create, domain, device):
     consumer.close()
 
 
+class Driver:
+    """Captures on streams of another library, by the driver's own functions."""
+
+    def __init__(self):
+        self.cuda = ctypes.CDLL("libcuda.so.1")
+        context = ctypes.c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self.call("cuCtxSetCurrent", context)
+
+    def call(self, name, *arguments):
+        code = getattr(self.cuda, name)(*arguments)
+        assert code == 0, f"{name}: {code}"
+
+    def stream(self):
+        made = ctypes.c_void_p()
+        self.call("cuStreamCreate", ctypes.byref(made), 1)
+        return made
+
+    def captured(self, stream, work):
+        """What ``work`` gives the stream, as a graph that can be launched. Any thread's unsafe calls are forbidden."""
+        graph, launchable = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cuStreamBeginCapture_v2", stream, 0)
+        try:
+            work()
+        finally:
+            self.call("cuStreamEndCapture", stream, ctypes.byref(graph))
+        self.call("cuGraphInstantiateWithFlags", ctypes.byref(launchable), graph, ctypes.c_uint64(0))
+        return launchable
+
+
+def test_the_steps_are_captured_on_a_stream_of_another_library(create, domain, device):
+    if device.kind != "cuda":
+        pytest.skip("a stream of the host cannot be captured")
+    producer = create(depth=1)
+    with warpipe.KernelRing.open("ring", domain=domain, device=device) as consumer:
+        producer.wait_for_consumers()
+        driver = Driver()
+        writing, reading = driver.stream(), driver.stream()
+
+        def steps(ring, stream, pass_on):
+            def enqueue():
+                ring.wait_on(stream=stream.value)
+                pass_on(stream=stream.value)
+
+            return enqueue
+
+        sends = driver.captured(writing, steps(producer, writing, producer.publish_on))
+        takes = driver.captured(reading, steps(consumer, reading, consumer.release_on))
+        with pytest.raises(warpipe.ArgumentError, match="producer"):
+            driver.captured(reading, lambda: consumer.publish_on(stream=reading.value))
+        for _ in range(100):
+            driver.call("cuGraphLaunch", sends, writing)
+            driver.call("cuGraphLaunch", takes, reading)
+        for stream in (writing, reading):
+            driver.call("cuStreamSynchronize", stream)
+        producer.check()
+        consumer.check()
+        # The hundred items have gone: the next one is not there.
+        consumer.wait_on(stream=reading.value)
+        consumer.stop()
+        driver.call("cuStreamSynchronize", reading)
+        with pytest.raises(warpipe.LinkClosedError, match="stopped"):
+            consumer.check()
+        for graph in (sends, takes):
+            driver.call("cuGraphExecDestroy", graph)
+
+
 def test_a_closed_ring_gives_its_memory_back(domain, device):
     before = device.bytes_held
     producer = warpipe.KernelRing.create("ring", domain=domain, device=device, allow_time_slices=True)

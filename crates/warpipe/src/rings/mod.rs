@@ -493,61 +493,6 @@ impl KernelRing {
         Ok(self.held.side.block.ptr())
     }
 
-    /// Has `stream` wait for the next item, or a producer's for the next free slot, by a kernel of
-    /// one thread. May be captured in a graph. If the wait ends without the item, no later step of
-    /// this side waits or passes anything on, and [`check`](Self::check) says why.
-    ///
-    /// # Errors
-    /// As for [`params`](Self::params), and [`Error::Driver`].
-    pub fn wait_on(&self, stream: &Stream) -> Result<()> {
-        let params = self.params(stream)?;
-        // SAFETY: the kernel takes the block, which lives until the stream is past it.
-        unsafe { stream.launch(&steps::WAIT, 1, 1, &[params]) }
-    }
-
-    /// The producer: publishes the item whose slot [`wait_on`](Self::wait_on) waited for, behind the
-    /// stream's work so far. May be captured in a graph.
-    ///
-    /// # Errors
-    /// As for [`wait_on`](Self::wait_on), and [`Error::Argument`] for a consumer.
-    pub fn publish_on(&self, stream: &Stream) -> Result<()> {
-        self.check_role(true)?;
-        self.pass_on(stream)
-    }
-
-    /// A consumer: releases the item that [`wait_on`](Self::wait_on) waited for, behind the stream's
-    /// work so far. May be captured in a graph.
-    ///
-    /// # Errors
-    /// As for [`wait_on`](Self::wait_on), and [`Error::Argument`] for a producer.
-    pub fn release_on(&self, stream: &Stream) -> Result<()> {
-        self.check_role(false)?;
-        self.pass_on(stream)
-    }
-
-    fn check_role(&self, is_producer: bool) -> Result<()> {
-        if self.is_producer() == is_producer {
-            return Ok(());
-        }
-        let (found, allowed) = match is_producer {
-            true => (
-                "a consumer's",
-                "the producer's: a consumer calls release_on",
-            ),
-            false => (
-                "the producer's",
-                "a consumer's: the producer calls publish_on",
-            ),
-        };
-        Err(Error::argument("ring", found, allowed))
-    }
-
-    fn pass_on(&self, stream: &Stream) -> Result<()> {
-        let params = self.params(stream)?;
-        // SAFETY: as in `wait_on`.
-        unsafe { stream.launch(&steps::PASS, 1, 1, &[params]) }
-    }
-
     /// Whether every wait of a [`wait_on`](Self::wait_on) that the device has finished was given
     /// its item. Synchronize the stream first.
     ///
