@@ -90,7 +90,12 @@ class Side:
         with self.stream:
             self.kernel((blocks,), (THREADS,), (number(params), number(items), status, *more))
         self.stream.synchronize()
-        return int(status.get(stream=self.stream)[0])
+        return int(self.values(status)[0])
+
+    def values(self, array: Any) -> Any:
+        """A copy for the CPU, behind the work on the stream."""
+        with self.stream:
+            return array.get()
 
 
 def produce(pipe: Connection, domain: str, name: str | None, items: int, blocks: int, time_slices: bool) -> None:
@@ -108,8 +113,7 @@ def consume(pipe: Connection, domain: str, name: str | None, items: int, blocks:
         side = Side(ring, "consume")
         wrong, times = side.zeros(1), side.zeros(items)
         status = side.run(items, blocks, wrong, times)
-        found = times.get(stream=side.stream)
-        pipe.send(("done", status, int(wrong.get(stream=side.stream)[0]), int((found == 1).sum())))
+        pipe.send(("done", status, int(side.values(wrong)[0]), int((side.values(times) == 1).sum())))
 
 
 def run_side(side: Callable[..., None], pipe: Connection, *arguments: Any) -> None:

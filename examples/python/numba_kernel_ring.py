@@ -129,7 +129,7 @@ def run(ring: warpipe.KernelRing, items: int) -> list[int]:
         params = ring.params(stream=stream)
         kernel[1, THREADS, stream](np.int64(params), np.int64(items), slots, found)
         stream.synchronize()
-        return [int(word) for word in found.copy_to_host(stream=stream)]
+        return [int(word) for word in found.copy_to_host()]
 
 
 def side(pipe: Connection, is_producer: bool, domain: str, name: str | None, items: int, time_slices: bool) -> None:

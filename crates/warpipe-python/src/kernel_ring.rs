@@ -23,8 +23,8 @@ use crate::wait::{attach, in_slices, late, none_if_late, optional};
 ///
 /// A wait of a kernel ends when the peer has closed the ring or is proven dead, when this side stops,
 /// and after ``spin_limit`` looks. Both kernels must run at the same time: on two GPUs, or on one
-/// under MPS, where a client that is killed in the middle of a kernel ends all clients. Not tried on a
-/// GPU yet: tested on the host, and over a fake driver.
+/// under MPS, where a client that is killed in the middle of a kernel ends all clients. A graph is not
+/// launched after ``close()``: it holds addresses of memory that is freed then.
 #[pyclass(frozen, extends = Closeable, module = "warpipe")]
 #[derive(Debug)]
 pub struct KernelRing {
@@ -134,7 +134,8 @@ impl KernelRing {
 
 #[pymethods]
 impl KernelRing {
-    /// Makes a ring as its producer, and takes its name. ``depth``: slots, a power of two up to 1024.
+    /// Makes a ring as its producer, and takes its name, which is free again when the ring was closed and
+    /// its kernels are done. ``depth``: slots, a power of two up to 1024.
     /// ``slot_bytes``: bytes of each, rounded up to a multiple of 128. ``consumers``: 1 to 8, each of
     /// which gets every item. ``spin_limit``: looks at a word after which a kernel's wait ends, 2**26
     /// by default. ``allow_time_slices``: a consumer may use the same GPU without MPS, where a kernel
@@ -295,7 +296,7 @@ impl KernelRing {
     }
 
     /// The producer: publishes the item that ``wait_on`` waited for, behind the work on ``stream`` so
-    /// far.
+    /// far. Without such a wait it does nothing.
     ///
     /// Raises as ``wait_on``.
     #[pyo3(signature = (*, stream))]

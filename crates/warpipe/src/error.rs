@@ -365,6 +365,8 @@ pub enum Error {
     /// This side has closed the link, for a reason that was reported when it happened.
     #[error("the link to {name:?} is closed: {reason}")]
     LinkClosed {
+        /// The kind of the endpoint.
+        kind: Kind,
         /// The endpoint name.
         name: String,
         /// The reason.

@@ -1302,8 +1302,8 @@ class KernelRing(Closeable):
 
     A wait of a kernel ends when the peer has closed the ring or is proven dead, when this side stops,
     and after ``spin_limit`` looks. Both kernels must run at the same time: on two GPUs, or on one
-    under MPS, where a client that is killed in the middle of a kernel ends all clients. Not tried on a
-    GPU yet: tested on the host, and over a fake driver.
+    under MPS, where a client that is killed in the middle of a kernel ends all clients. A graph is not
+    launched after ``close()``: it holds addresses of memory that is freed then.
     """
     @staticmethod
     def create(
@@ -1319,7 +1319,8 @@ class KernelRing(Closeable):
         allow_uids: Sequence[int] = ...,
         allow_gids: Sequence[int] = ...,
     ) -> KernelRing:
-        """Makes a ring as its producer, and takes its name. ``depth``: slots, a power of two up to 1024.
+        """Makes a ring as its producer, and takes its name, which is free again when the ring was closed and
+        its kernels are done. ``depth``: slots, a power of two up to 1024.
         ``slot_bytes``: bytes of each, rounded up to a multiple of 128. ``consumers``: 1 to 8, each of
         which gets every item. ``spin_limit``: looks at a word after which a kernel's wait ends, 2**26
         by default. ``allow_time_slices``: a consumer may use the same GPU without MPS, where a kernel
@@ -1382,7 +1383,7 @@ class KernelRing(Closeable):
         """
     def publish_on(self, *, stream: _StreamLike) -> None:
         """The producer: publishes the item that ``wait_on`` waited for, behind the work on ``stream`` so
-        far.
+        far. Without such a wait it does nothing.
 
         Raises as ``wait_on``.
         """

@@ -143,6 +143,10 @@ impl Error {
                 }
                 _ => "open it again when it is back",
             },
+            Error::LinkClosed {
+                kind: Kind::KernelRing,
+                ..
+            } => "close the ring; its producer makes it again, and its consumers open it again",
             Error::Evicted { .. } | Error::LinkClosed { .. } => "subscribe again",
             Error::SampleLost { .. } => "discard what was computed from it",
             Error::EventLost { .. } => "discard what depends on it",

@@ -234,7 +234,11 @@ impl PublisherLink {
         match (fault.error.take(), self.link_state()) {
             (Some(error), _) => error,
             (None, LinkState::Evicted) => Error::Evicted { name, reason },
-            (None, LinkState::Failed) => Error::LinkClosed { name, reason },
+            (None, LinkState::Failed) => Error::LinkClosed {
+                kind: Kind::Publisher,
+                name,
+                reason,
+            },
             (None, link_state) => {
                 let graceful = link_state == LinkState::Closed;
                 Error::peer_gone(Kind::Publisher, name, self.peer.pid, graceful)

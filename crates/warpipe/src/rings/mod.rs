@@ -129,7 +129,8 @@ impl KernelRingBuilder {
         self
     }
 
-    /// Creates the ring, takes its name, and allocates its memory on the device: the slots, and one
+    /// Creates the ring, takes its name (free again when the ring was dropped and its kernels are
+    /// done), and allocates its memory on the device: the slots, and one
     /// unit of the device's memory (2 MiB on CUDA) for the parameters and for each consumer.
     ///
     /// # Errors
@@ -269,8 +270,6 @@ fn allocate(device: &Device, bytes: u64) -> Result<Region> {
 ///
 /// A wait of a kernel ends when the peer has closed the ring or is proven dead, when this side
 /// [stops](Self::stop), and after [a number of looks](KernelRingBuilder::spin_limit).
-///
-/// **Not tried on a GPU yet**: tested on the host backend, and over a fake driver.
 ///
 /// Both kernels must run at the same time: on two GPUs, or on one under MPS, where a client that is
 /// killed in the middle of a kernel ends all clients. Without MPS the processes of one GPU take
@@ -509,6 +508,7 @@ impl KernelRing {
 
     fn ended(&self, end: RingEnd) -> Error {
         let closed = |reason: String| Error::LinkClosed {
+            kind: Kind::KernelRing,
             name: self.name.clone(),
             reason,
         };
@@ -522,7 +522,7 @@ impl KernelRing {
             }
             (RingEnd::Stopped, _) => closed("this side has stopped it".into()),
             (RingEnd::SpinLimit, _) => closed(format!(
-                "a wait took more than {} looks; see KernelRingBuilder::spin_limit",
+                "a wait took more than {} looks, the spin_limit of its producer",
                 self.spins_max
             )),
             (RingEnd::WrongLayout, _) => closed("its kernels are of another version".into()),

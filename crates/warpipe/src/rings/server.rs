@@ -130,7 +130,9 @@ impl RingServer {
             }
             let left = timeout.saturating_sub(start.elapsed());
             if left.is_zero() {
-                let (wanted, came) = (state.places.len(), state.places.iter().flatten().count());
+                let places = state.places.iter().flatten();
+                let came = places.filter(|place| place.theirs.is_some()).count();
+                let wanted = state.places.len();
                 return Err(Error::Timeout {
                     what: format!("{wanted} consumers of {name:?} ({came} came)"),
                     waited: timeout,

@@ -52,7 +52,7 @@ impl KernelRing {
     }
 
     /// The producer: publishes the item whose slot [`wait_on`](Self::wait_on) waited for, behind the
-    /// stream's work so far. May be captured in a graph.
+    /// stream's work so far. Without such a wait it does nothing. May be captured in a graph.
     ///
     /// # Errors
     /// As for [`wait_on`](Self::wait_on), and [`Error::Argument`] for a consumer.

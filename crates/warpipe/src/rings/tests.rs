@@ -276,7 +276,19 @@ fn a_side_that_stops_ends_its_own_waits_and_its_steps() {
     consumer.release_on(&stream).unwrap();
     consumer.stop();
     stream.synchronize(LIMIT).unwrap();
-    assert!(matches!(consumer.check(), Err(Error::LinkClosed { .. })));
+    let error = consumer.check().unwrap_err();
+    assert!(
+        matches!(
+            &error,
+            Error::LinkClosed {
+                kind: Kind::KernelRing,
+                ..
+            }
+        ) && error
+            .hint()
+            .is_some_and(|hint| hint.contains("open it again")),
+        "{error}"
+    );
     assert_eq!(side(consumer).0.wait(0), Err(RingEnd::Stopped));
     assert_eq!(side(consumer).0.position(), 0, "nothing was passed on");
     producer.check().unwrap();

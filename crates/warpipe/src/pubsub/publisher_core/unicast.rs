@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::message::{self, CloseReason};
 use crate::ipc::peer::ProcessId;
+use crate::kind::Kind;
 use crate::memory::arena::SlotId;
 use crate::pubsub::entry::Metadata;
 use crate::runtime::doorbell::LocalDoorbell;
@@ -57,6 +58,7 @@ impl Recipients {
     pub(super) fn check(self, name: &str, links: &Links) -> Result<()> {
         match self {
             Recipients::One(id) if !links.is_live(id) => Err(Error::LinkClosed {
+                kind: Kind::Publisher,
                 name: name.to_string(),
                 reason: "the one it was meant for has gone".into(),
             }),
